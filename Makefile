@@ -1,0 +1,35 @@
+# From a clean clone: make look, make test. Everything else is in CONTRIBUTING.md.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: look test check bench gpu clean
+
+look: $(READY)
+	@$(BIN)/foci explain "Jane is hungry, and she's really craving pasta from Italy."
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/foci bench
+
+# The machine with the GPU brings its own torch and triton: nothing is installed there.
+gpu:
+	$(PYTHON) -m pytest -m gpu
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"foci needs Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}")'
+	@echo "setting up .venv: once, and again when pyproject.toml or constraints.txt changes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq -e '.[dev]' -c constraints.txt
+	@touch $@

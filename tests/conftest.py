@@ -1,0 +1,93 @@
+"""Where the tests run: what is missing here is skipped with a reason, unless FOCI_REQUIRE names it."""
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads this when a kernel is defined, so it must stand before anything imports one.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def chromium_path() -> str | None:
+    return next((path for name in CHROMIUM_NAMES if (path := shutil.which(name))), None)
+
+
+def data_folder() -> Path | None:
+    named = os.environ.get("FOCI_DATA")
+    return Path(named) if named and Path(named).is_dir() else None
+
+
+def missing() -> dict[str, str]:
+    """The markers whose tests cannot run here, each with the reason."""
+    reasons = {}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "no CUDA device"
+    if data_folder() is None:
+        reasons["data"] = "FOCI_DATA names no folder"
+    if chromium_path() is None:
+        reasons["browser"] = "no Chromium on the PATH"
+    return reasons
+
+
+def required() -> set[str]:
+    """The markers that must run: FOCI_REQUIRE=browser,data turns their skips into failures."""
+    return {name.strip() for name in os.environ.get("FOCI_REQUIRE", "").split(",") if name.strip()}
+
+
+@pytest.fixture
+def data() -> Path:
+    """The data folder, for tests marked `data`."""
+    folder = data_folder()
+    assert folder is not None, "a test that uses the data fixture must be marked data"
+    return folder
+
+
+@pytest.fixture
+def chromium() -> str:
+    """The path of a Chromium, for tests marked `browser`."""
+    path = chromium_path()
+    assert path is not None, "a test that uses the chromium fixture must be marked browser"
+    return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons = missing()
+    for item in items:
+        for name, reason in reasons.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=f"{name}: {reason}"))
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        for name in ("slow", "gpu"):
+            if item.get_closest_marker(name):
+                DESELECTED[name] += 1
+
+
+DESELECTED: Counter[str] = Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    names = [name for name in sorted(required()) if item.get_closest_marker(name)]
+    if report.skipped and not hasattr(report, "wasxfail") and names:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"FOCI_REQUIRE={','.join(names)} wants this test run, but it was skipped: {reason}"
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    hints = {"slow": "pytest -m slow", "gpu": "make gpu, on a machine with a CUDA device"}
+    for name, count in sorted(DESELECTED.items()):
+        terminalreporter.write_line(f"not run: {count} marked {name} (to run them: {hints[name]})")
