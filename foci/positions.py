@@ -1,0 +1,135 @@
+"""Where a token stands, told to the model through its inputs: a table that is added, or a rotation.
+
+Shapes: B batch, H heads, T length, D width.
+"""
+
+import torch
+from torch import Tensor
+
+
+def sinusoidal(
+    length: int,
+    width: int,
+    *,
+    base: float = 10000.0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The table of sines and cosines that Vaswani et al. add to the embeddings: row p says "I stand at p".
+
+    Column 2i holds sin(p / base^(2i / width)) and column 2i + 1 the cosine of the same angle, so each pair of columns
+    is a clock hand, and the hands turn slower from left to right. With an odd width the last hand has only its sine.
+
+    >>> foci.sinusoidal(3, 4)
+    tensor([[ 0.0000,  1.0000,  0.0000,  1.0000],
+            [ 0.8415,  0.5403,  0.0100,  0.9999],
+            [ 0.9093, -0.4161,  0.0200,  0.9998]])
+    >>> embeddings = torch.randn(2, 3, 4)
+    >>> (embeddings + foci.sinusoidal(3, 4)).shape
+    torch.Size([2, 3, 4])
+
+    length: rows, for the positions 0 to length - 1.
+    width: columns, the width of the embeddings.
+    base: the slowest hand takes about 2 pi base positions for a turn.
+    dtype, device: of the result; None means PyTorch's defaults.
+    """
+    if length < 0 or width < 1:
+        raise ValueError(f"sinusoidal expected length >= 0 and width >= 1, but got length {length} and width {width}")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not dtype.is_floating_point:
+        raise TypeError(f"sinusoidal expected a floating point dtype, but got {dtype}")
+    # At position 100,000 a float32 angle is off by up to 0.005, and only the CPU is sure to have float64.
+    positions = torch.arange(length, dtype=torch.float64, device="cpu")
+    angles = positions[:, None] * _frequencies(width, base, like=positions)
+    table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[:, :width]
+    return table.to(device=torch.get_default_device() if device is None else device, dtype=dtype)
+
+
+def rotary(
+    x: Tensor,
+    positions: Tensor | None = None,
+    *,
+    width: int | None = None,
+    base: float = 10000.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Turns pairs of columns of x (..., T, D) by angles that grow with the position (RoPE, Su et al.).
+
+    Rotate queries and keys, not values, before the call to attention. Pair i of a token at position p turns by
+    p / base^(2i / width). Two turned vectors differ by the difference of their angles, so the score of a query at m
+    with a key at n depends on where they stand only through m - n. That is relative invariance: move both by the same
+    number of positions and the score stays.
+
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    >>> foci.rotary(x)  # one pair, turned by 0, 1 and 2 radians
+    tensor([[ 1.0000,  0.0000],
+            [ 0.5403,  0.8415],
+            [-0.4161,  0.9093]])
+    >>> query, key = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[0.5, -1.0, 2.0, 0.0]])
+    >>> def score(m, n):
+    ...     return foci.rotary(query, torch.tensor([m])) @ foci.rotary(key, torch.tensor([n])).mT
+    >>> score(7, 4), score(107, 104), score(7, 5)
+    (tensor([[-8.2435]]), tensor([[-8.2435]]), tensor([[-4.1699]]))
+
+    x: (..., T, D), floating point. The result has its shape and dtype; angles and products are at least float32.
+    positions: int tensor (T,), or (B, T) which lines up with x's first dimension; None means 0 to T - 1.
+    width: turns only the first `width` columns, an even number (partial rotary); None means all of them.
+    base: the slowest pair takes about 2 pi base positions for a turn.
+    interleaved: False pairs column i with i + width / 2 (Llama, NeoX); True pairs 2i with 2i + 1 (the paper, GPT-J).
+    """
+    width = _rotated_width(x, width)
+    angles = _angles(x, positions, width, base)
+    cos, sin = angles.cos(), angles.sin()
+    turning, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning.chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    joined = joined.to(x.dtype)
+    return torch.cat((joined, rest), dim=-1) if rest.shape[-1] else joined
+
+
+def _frequencies(width: int, base: float, like: Tensor) -> Tensor:
+    """How far each pair of columns turns from one position to the next, in radians: (ceil(width / 2),)."""
+    if base <= 0:
+        raise ValueError(f"expected base > 0, but got {base}")
+    columns = torch.arange(0, width, 2, dtype=like.dtype, device=like.device)
+    # As the models in use compute it: another form differs in the last bit of float32, and positions magnify that.
+    return 1.0 / base ** (columns / width)
+
+
+def _angles(x: Tensor, positions: Tensor | None, width: int, base: float) -> Tensor:
+    """(T, width / 2), or (B, 1, ..., T, width / 2) where each row of the batch has its own positions."""
+    if positions is None:
+        positions = torch.arange(x.shape[-2], device=x.device)
+    else:
+        _check_positions(x, positions)
+    if positions.dim() == 2:
+        between = (1,) * (x.dim() - 3)
+        positions = positions.reshape(positions.shape[0], *between, positions.shape[1])
+    places = positions.to(torch.promote_types(x.dtype, torch.float32))
+    return places[..., None] * _frequencies(width, base, like=places)
+
+
+def _rotated_width(x: Tensor, width: int | None) -> int:
+    if x.dim() < 2 or not x.is_floating_point():
+        raise ValueError(f"rotary expected a floating point x (..., T, D), but got {tuple(x.shape)} of {x.dtype}")
+    columns = x.shape[-1]
+    width = columns if width is None else width
+    if width % 2 or not 2 <= width <= columns:
+        raise ValueError(f"rotary expected an even width from 2 to D = {columns}, but got {width}")
+    return width
+
+
+def _check_positions(x: Tensor, positions: Tensor) -> None:
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise TypeError(f"rotary expected positions as an int tensor, but got {positions.dtype}")
+    if positions.device != x.device:
+        raise ValueError(f"rotary expected positions on {x.device}, where x is, but got them on {positions.device}")
+    length, shape = x.shape[-2], tuple(positions.shape)
+    allowed = [(length,)] if x.dim() == 2 else [(length,), (x.shape[0], length), (1, length)]
+    if shape not in allowed:
+        expected = " or ".join(str(each) for each in allowed[:2])
+        raise ValueError(f"rotary expected positions of shape {expected} for x {tuple(x.shape)}, but got {shape}")
