@@ -1,0 +1,263 @@
+"""One call, checked and brought to one shape: what every backend is given.
+
+B batch (all leading dimensions as one), H query heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.biases import Bias, as_bias
+from foci.masks import Mask, as_mask, on_device
+from foci.scores import Dot, Score
+from foci.where import Extent, Where
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(slots=True)
+class Call:
+    """A checked call. `batch_ids` and `head_ids` say which sequences and heads of the original call these are."""
+
+    q: Tensor  # (B, H, Tq, D)
+    k: Tensor  # (B, G, Tk, Dk)
+    v: Tensor  # (B, G, Tk, Dv)
+    extent: Extent
+    score: Score
+    mask: Mask | None = None
+    bias: Bias | None = None
+    sink: Tensor | None = None
+    positions: tuple[Tensor, Tensor] | None = None  # (B or 1, Tq), (B or 1, Tk)
+    dropout: float = 0.0
+    seed: Tensor | None = None
+    needs_lse: bool = False
+    batch_ids: Tensor | None = None
+    head_ids: Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.q.shape[1] // max(self.k.shape[1], 1)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype in which logits and softmax are taken."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    @property
+    def needs_grad(self) -> bool:
+        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that a gradient may reach."""
+        found = [self.q, self.k, self.v, *self.score.tensors().values()]
+        if self.bias is not None:
+            found += self.bias.tensors().values()
+        return found if self.sink is None else [*found, self.sink]
+
+    def where(self, rows: slice, columns: slice) -> Where:
+        """Where a tile of the matrix stands."""
+        device = self.q.device
+        query = torch.arange(rows.start, rows.stop, device=device).view(1, 1, -1, 1)
+        key = torch.arange(columns.start, columns.stop, device=device).view(1, 1, 1, -1)
+        query_position, key_position = query + (self.k.shape[2] - self.q.shape[2]), key
+        if self.positions is not None:
+            queries, keys = (self._of_batch(p) for p in self.positions)
+            query_position, key_position = queries[:, None, rows, None], keys[:, None, None, columns]
+        return Where(self.batches, self.heads, query, key, query_position, key_position, rows, columns)
+
+    @property
+    def batches(self) -> Tensor:
+        ids = torch.arange(self.q.shape[0], device=self.q.device) if self.batch_ids is None else self.batch_ids
+        return ids.view(-1, 1, 1, 1)
+
+    @property
+    def heads(self) -> Tensor:
+        ids = torch.arange(self.q.shape[1], device=self.q.device) if self.head_ids is None else self.head_ids
+        return ids.view(1, -1, 1, 1)
+
+    def _of_batch(self, positions: Tensor) -> Tensor:
+        return positions if positions.shape[0] == 1 or self.batch_ids is None else positions[self.batch_ids]
+
+    def everything(self) -> Where:
+        return self.where(slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
+
+    def part(self, batches: slice, heads: slice) -> Call:
+        """The same call for some of its sequences and heads; whole groups of heads that share keys stay views."""
+        chosen = range(self.q.shape[1])[heads]
+        shared = [h // self.group for h in chosen]
+        aligned = len(shared) == 0 or len(set(shared)) == 1 or (heads.step in {None, 1} and len(chosen) % self.group == 0 and chosen[0] % self.group == 0)
+        kv = slice(shared[0], shared[-1] + 1) if aligned and shared else torch.tensor(shared, device=self.q.device)
+        k, v = self.k[batches][:, kv], self.v[batches][:, kv]
+        return replace(
+            self,
+            q=self.q[batches, heads],
+            k=k,
+            v=k if self.v is self.k else v,
+            score=self.score.part(heads),
+            sink=None if self.sink is None else self.sink[heads],
+            batch_ids=self.batches.flatten()[batches],
+            head_ids=self.heads.flatten()[heads],
+        )
+
+    def with_dot(self) -> Call | None:
+        """The same call with a plain dot-product score, where the score is one in other clothes."""
+        if isinstance(self.score, Dot):
+            return self
+        same = self.score.as_dot(self.q, self.k)
+        if same is None:
+            return None
+        q, k, score = same
+        return replace(self, q=q, k=k, score=score)
+
+    def restore(self, out: Tensor) -> Tensor:
+        """(B, H, T, D) back to the shape the caller used."""
+        heads = () if self.extent.heads is None else (self.extent.heads,)
+        return out.reshape(*self.extent.batch, *heads, *out.shape[2:])
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Score,
+    mask: Mask | Tensor | None,
+    bias: Bias | Tensor | None,
+    sink: Tensor | None,
+    positions: tuple[Tensor | None, Tensor | None] | None,
+    dropout: float,
+    needs_lse: bool,
+) -> Call:
+    """Checks everything that a caller can get wrong and brings it to (B, H, T, D)."""
+    check_tensors(query, key, value)
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        query, key, value = (autocast(t, device_type) for t in (query, key, value))
+    if query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
+        q, k, v = query, key, value
+        extent = Extent((q.shape[0],), q.shape[1], q.shape[2], k.shape[2], q.device)
+    else:
+        q, k, v, extent = folded(query, key, value)
+    check_heads(q, k, v)
+    if type(score) is not Dot:
+        check_score(score)
+    score.check(q, k, extent.heads)
+    call = Call(q, k, v, extent, score, needs_lse=needs_lse or sink is not None)
+    if mask is not None:
+        call.mask = as_mask(mask).fit(extent)
+    if bias is not None:
+        call.bias = as_bias(bias).fit(extent, q, v)
+    if sink is not None:
+        call.sink = checked_sink(sink, extent)
+    if positions is not None:
+        call.positions = checked_positions(positions, extent)
+    if dropout:
+        call.dropout, call.seed = checked_dropout(dropout), torch.randint(2**31, (), device=q.device)
+    return call
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}")
+        if tensor.dim() != query.dim() or tensor.dim() < 2:
+            raise ValueError(
+                "query, key and value must have the same number of dimensions, at least (T, D),"
+                f" but got {shapes(query, key, value)}"
+            )
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, but got {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(
+                f"query, key and value must be on one device, but got {query.device}, {key.device}, {value.device}"
+            )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"key and value must have the same length, but got {key.shape[-2]} and {value.shape[-2]}")
+    if not (query.dtype == key.dtype == value.dtype) and not torch.is_autocast_enabled(query.device.type):
+        raise TypeError(f"query, key and value must have one dtype, but got {query.dtype}, {key.dtype}, {value.dtype}")
+
+
+def autocast(tensor: Tensor, device_type: str) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(device_type))
+
+
+def folded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Extent]:
+    """Any number of dimensions to four: missing heads become one head, leading dimensions become one batch."""
+    headed = query.dim() >= 4
+    leading = 3 if headed else 2
+    try:
+        batch = torch.broadcast_shapes(*(t.shape[:-leading] for t in (query, key, value)))
+    except RuntimeError:
+        raise ValueError(
+            f"the batch dimensions of query, key and value must broadcast, but got {shapes(query, key, value)}"
+        ) from None
+    size = 1
+    for n in batch:
+        size *= n
+    four = []
+    for tensor in (query, key, value):
+        rest = tensor.shape[-leading:]
+        tensor = tensor.expand(*batch, *rest).reshape(size, *rest)
+        four.append(tensor if headed else tensor.unsqueeze(1))
+    q, k, v = four
+    return q, k, v, Extent(tuple(batch), q.shape[1] if headed else None, q.shape[2], k.shape[2], q.device)
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if kv_heads != v.shape[1]:
+        raise ValueError(f"key and value must have the same number of heads, but got {kv_heads} and {v.shape[1]}")
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(f"the query's heads must be a multiple of the key's, but got {heads} and {kv_heads}")
+
+
+def check_score(score: Any) -> None:
+    if not isinstance(score, Score):
+        raise TypeError(f"score must be a foci score such as foci.Dot() or foci.Additive(w), but got {score!r}")
+
+
+def checked_sink(sink: Tensor, extent: Extent) -> Tensor:
+    if extent.heads is None:
+        raise ValueError("sink is per head, but these inputs have no heads: expected (..., H, T, D)")
+    if not isinstance(sink, Tensor) or not sink.is_floating_point() or tuple(sink.shape) != (extent.heads,):
+        got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else type(sink).__name__
+        raise ValueError(f"sink must be a float tensor of shape ({extent.heads},), one logit per head, but got {got}")
+    return on_device(sink, extent, "sink")
+
+
+def checked_positions(positions: tuple[Tensor | None, Tensor | None], extent: Extent) -> tuple[Tensor, Tensor]:
+    if not isinstance(positions, tuple | list) or len(positions) != 2:
+        raise TypeError("positions must be a pair (query positions, key positions)")
+    default = torch.arange(extent.keys, device=extent.device)
+    queries, keys = positions
+    if queries is None:
+        queries = torch.arange(extent.queries, device=extent.device) + (extent.keys - extent.queries)
+    return (
+        one_positions(queries, extent, extent.queries, "query positions"),
+        one_positions(default if keys is None else keys, extent, extent.keys, "key positions"),
+    )
+
+
+def one_positions(positions: Tensor, extent: Extent, length: int, name: str) -> Tensor:
+    if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
+        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+        raise TypeError(f"{name} must be an int tensor, but got {got}")
+    if tuple(positions.shape) not in {(length,), (*extent.batch, length), (1, length)}:
+        raise ValueError(
+            f"{name} must have shape {(length,)} or {(*extent.batch, length)}, but got {tuple(positions.shape)}"
+        )
+    return on_device(positions, extent, name).reshape(-1, length).to(torch.int64)
+
+
+def checked_dropout(dropout: float) -> float:
+    if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be a number from 0 up to but not 1, but got {dropout!r}")
+    return float(dropout)
+
+
+def shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(tuple(t.shape)) for t in tensors)

@@ -1,0 +1,66 @@
+"""Who computes a call: an ordered list of backends, each of which serves a call or says why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from foci.arguments import Call
+from foci.backends import blocked, flex, reference, sdpa
+
+# The first that serves the call is used. The reference builds the matrix, so it is used only when it is named.
+BACKENDS: tuple[ModuleType, ...] = (sdpa, flex, blocked, reference)
+NAMES = tuple(backend.NAME for backend in BACKENDS)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which backend serves a call, and every other backend's reasons not to; prints as a table."""
+
+    chosen: str | None
+    refusals: dict[str, list[str]]
+    notes: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(map(len, NAMES))
+        lines = []
+        for name in NAMES:
+            reasons = "; ".join(self.refusals.get(name, [])) or self.notes.get(name, "serves it")
+            mark = "->" if name == self.chosen else "  "
+            lines.append(f"{mark} {name:<{width}}  {'chosen' if name == self.chosen else reasons}")
+        return "\n".join([*lines, *(f"   {line}" for key, line in self.notes.items() if key not in NAMES)])
+
+
+def choose(call: Call, name: str | None) -> ModuleType:
+    """The backend that serves the call; refuses with every reason where none does."""
+    if name is not None:
+        return named(call, name)
+    for backend in BACKENDS:
+        if backend is not reference and not backend.refuses(call):
+            return backend
+    raise ValueError(f"no backend serves this call (name backend='reference' to build the matrix):\n{plan(call)}")
+
+
+def named(call: Call, name: str) -> ModuleType:
+    for backend in BACKENDS:
+        if backend.NAME == name:
+            reasons = backend.refuses(call)
+            if reasons:
+                raise ValueError(f"backend {name!r} refuses this call: {'; '.join(reasons)}")
+            return backend
+    raise ValueError(f"unknown backend {name!r}: expected one of {', '.join(NAMES)}")
+
+
+def plan(call: Call, name: str | None = None) -> Plan:
+    refusals = {backend.NAME: backend.refuses(call) for backend in BACKENDS}
+    notes = {reference.NAME: "builds the matrix: only when it is named"}
+    serving = [backend for backend in NAMES if not refusals[backend] and (backend != reference.NAME or name)]
+    if name is not None:
+        serving = [backend for backend in serving if backend == name]
+    return Plan(serving[0] if serving else None, {k: v for k, v in refusals.items() if v}, notes)
+
+
+def run(call: Call, name: str | None) -> tuple[Tensor, Tensor | None]:
+    return choose(call, name).run(call)  # type: ignore[no-any-return]

@@ -1,0 +1,169 @@
+"""Attention strip by strip: every score, mask and bias, on any device, forward and backward, without the matrix.
+
+A strip is some rows of the matrix, for a few heads at a time, over just the keys that these rows can see. It is small
+enough to stay in cache, the reference computes it, and only its output and log-sum-exp are kept; the backward
+computes it again.
+
+B batch, H heads, R rows of the strip, C keys that the strip sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from foci.arguments import Call
+from foci.backends import reference
+from foci.spans import Segment, Spans
+
+NAME = "blocked"
+
+Place = tuple[slice, slice]
+
+# Entries of a strip: what fits a core's cache, and what keeps a GPU busy.
+CPU_ENTRIES = 2**18
+GPU_ENTRIES = 2**26
+
+
+def refuses(call: Call) -> list[str]:
+    if torch._C._functorch.is_batchedtensor(call.q):
+        return ["it does not run inside torch.func.vmap: give the batch dimension to the call instead"]
+    return []
+
+
+def run(call: Call) -> tuple[Tensor, Tensor]:
+    rows = [part_attention(part) for _, part in parts(call)]
+    out = torch.cat([out for out, _ in rows]) if len(rows) != 1 else rows[0][0]
+    lse = torch.cat([lse for _, lse in rows]) if len(rows) != 1 else rows[0][1]
+    shape = call.q.shape[:3]
+    return out.view(*shape, call.v.shape[-1]).to(call.q.dtype), lse.view(shape)
+
+
+def part_attention(part: Call) -> tuple[Tensor, Tensor]:
+    """The strips of one part, joined: (B H, Tq, Dv) and (B H, Tq)."""
+    done = [remembered(part, attend, part, strip) for strip in strips(part)]
+    out = torch.cat([out for out, _ in done], dim=2) if done else part.q.new_zeros(*part.q.shape[:3], part.v.shape[-1])
+    lse = torch.cat([lse for _, lse in done], dim=2) if done else part.q.new_zeros(part.q.shape[:3], dtype=part.wide)
+    return out.flatten(0, 1), lse.flatten(0, 1)
+
+
+def attend(call: Call, strip: Strip) -> tuple[Tensor, Tensor]:
+    weights, lse = reference.softmax(logits(call, strip))
+    out = weights.new_zeros(*weights.shape[:3], call.v.shape[-1])
+    for columns, piece in pieces(strip, weights):
+        out = out + reference.mix(call, piece, call.v[:, :, columns], call.where(strip.rows, columns))
+    return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Some rows, and the runs of keys that they see."""
+
+    rows: slice
+    segments: tuple[Segment, ...]
+
+    @property
+    def width(self) -> int:
+        return sum(segment.stop - segment.start for segment in self.segments)
+
+
+def parts(call: Call, whole: bool = False) -> Iterator[tuple[Place, Call]]:
+    """The call in pieces of a few (sequence, head) pairs, in the order of the flattened (B, H).
+
+    `whole` keeps all heads of a sequence together.
+    """
+    batch, heads = call.q.shape[:2]
+    pairs = pairs_at_once(call)
+    if pairs >= batch * heads:
+        yield (slice(0, batch), slice(0, heads)), call
+        return
+    batches, head_step = max(pairs // max(heads, 1), 1), heads if whole else min(pairs, heads)
+    for b in range(0, batch, batches):
+        for h in range(0, heads, head_step):
+            place = slice(b, min(b + batches, batch)), slice(h, min(h + head_step, heads))
+            yield place, call.part(*place)
+
+
+def pairs_at_once(call: Call) -> int:
+    """Enough pairs for the cores, more where the matrices are small; whole groups of heads that share keys."""
+    entries, cores = budget(call)
+    pairs = max(cores, entries // max(call.q.shape[2] * call.k.shape[2], 1))
+    heads = call.q.shape[1]
+    if pairs >= heads:
+        return pairs // heads * heads
+    pairs = max(pairs // call.group, 1) * call.group
+    return next(n for n in range(pairs, heads + 1) if heads % n == 0 and n % call.group == 0)
+
+
+def budget(call: Call) -> tuple[int, int]:
+    if call.q.device.type == "cpu":
+        cores = torch.get_num_threads()
+        return CPU_ENTRIES * cores, cores
+    return GPU_ENTRIES, call.q.shape[0] * call.q.shape[1]
+
+
+def strips(call: Call) -> Iterator[Strip]:
+    """The rows of a part, strip by strip."""
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    entries, _ = budget(call)
+    rows = min(max(entries // max(call.q.shape[0] * call.q.shape[1] * keys, 1), 1), max(queries, 1))
+    segments = segments_of(call, rows)
+    for index, start in enumerate(range(0, queries, rows)):
+        yield Strip(slice(start, min(start + rows, queries)), tuple(segments[index]))
+
+
+def segments_of(call: Call, rows: int) -> list[list[Segment]]:
+    """What each strip sees; without a mask, or where reading it would stop a compiler, everything."""
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    strips = -(-queries // rows)
+    if call.mask is None:
+        return [[Segment(0, keys, 0, keys)]] * strips
+    if torch.compiler.is_compiling() and not call.mask.static:
+        return [[Segment(0, keys, keys, keys)]] * strips
+    return spans_of(call).segments(rows)
+
+
+def spans_of(call: Call) -> Spans:
+    """The spans of the call's own sequences."""
+    assert call.mask is not None
+    spans = call.mask.spans(call.extent, call.positions is not None)
+    return spans if call.batch_ids is None else spans.of(call.batch_ids)
+
+
+def logits(call: Call, strip: Strip, hidden: float = -torch.inf) -> Tensor:
+    """The strip's logits over its segments, side by side; only the edges of what it sees pay for the mask."""
+    q = call.q[:, :, strip.rows]
+    if not strip.segments:
+        return q.new_zeros(*q.shape[:3], 0, dtype=call.wide)
+    found = [segment_logits(call, q, strip.rows, segment, hidden) for segment in strip.segments]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+
+def segment_logits(call: Call, q: Tensor, rows: slice, segment: Segment, hidden: float) -> Tensor:
+    columns = slice(segment.start, segment.stop)
+    unmasked = reference.unmasked_logits(call, q, call.k[:, :, columns], call.where(rows, columns))
+    for start, stop in ((segment.start, segment.full_start), (segment.full_stop, segment.stop)):
+        if start < stop and call.mask is not None:
+            unseen = ~call.mask.visible(call.where(rows, slice(start, stop)))
+            unmasked[..., start - segment.start : stop - segment.start].masked_fill_(unseen, hidden)
+    return unmasked
+
+
+def pieces(strip: Strip, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The strip's weights segment by segment, with the keys that they belong to."""
+    start = 0
+    for segment in strip.segments:
+        width = segment.stop - segment.start
+        yield slice(segment.start, segment.stop), weights[..., start : start + width]
+        start += width
+
+
+def remembered(call: Call, function, *arguments):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN201
+    """Runs it; where gradients are wanted, without keeping what lies between: the backward runs it again."""
+    if not call.needs_grad:
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

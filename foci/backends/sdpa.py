@@ -1,0 +1,187 @@
+"""PyTorch's fused kernels: the fastest one of the device, chosen deliberately, with the log-sum-exp where it is asked for.
+
+The private operators that return the log-sum-exp are touched here only, and what they leave to the caller is put right
+here once: its shape, -inf for rows that see nothing, equal widths, contiguous rows, no empty tensors.
+
+B batch, H heads, Tq queries, Tk keys, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foci.arguments import Call
+from foci.backends import cuda_sdpa
+from foci.biases import Added
+from foci.masks import Causal, Entries, Mask, Padding
+from foci.scores import Additive, Dot
+
+NAME = "sdpa"
+
+cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def refuses(call: Call) -> list[str]:
+    if is_plain(call):
+        return []
+    reasons = []
+    if isinstance(call.score, Additive):
+        reasons.append("an additive score is not a dot product")
+    elif isinstance(call.score, Dot) and call.score.softcap is not None:
+        reasons.append("a softcap is not part of these kernels")
+    if call.mask is not None and causal_kind(call) is None and dense_mask(call) is None:
+        reasons.append(f"the mask {call.mask!r} would have to be built as a dense tensor")
+    reasons += bias_reasons(call)
+    return reasons + device_reasons(call)
+
+
+def is_plain(call: Call) -> bool:
+    """The everyday call, decided without a look at anything else: this runs at every step of a small model."""
+    return (
+        type(call.score) is Dot
+        and call.score.softcap is None
+        and call.bias is None
+        and not call.dropout
+        and (call.mask is None or causal_kind(call) is not None)
+        and not device_reasons(call)
+    )
+
+
+def bias_reasons(call: Call) -> list[str]:
+    if call.bias is None:
+        return []
+    if not isinstance(call.bias, Added):
+        return [f"the bias {type(call.bias).__name__} would have to be built as a dense tensor"]
+    reasons = []
+    if call.bias.entries.requires_grad and torch.is_grad_enabled():
+        reasons.append("a bias that needs a gradient")
+    if call.mask is not None:
+        reasons.append("a bias together with a mask")
+    return reasons
+
+
+def device_reasons(call: Call) -> list[str]:
+    if torch._C._functorch.is_batchedtensor(call.q):
+        return ["these kernels have no batching rule for torch.func.vmap: give the batch dimension to the call instead"]
+    if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
+        return ["an empty tensor"]
+    if call.q.device.type == "cuda":
+        return cuda_sdpa.reasons(call, dense_mask(call) is not None)
+    if call.q.device.type != "cpu":
+        return [f"there is no fused kernel for {call.q.device.type}"]
+    return ["dropout: on a CPU it would build the matrix"] if call.dropout else []
+
+
+def causal_kind(call: Call) -> bool | None:
+    """Whether the kernel's own causal flag serves the mask (True), no mask is needed (False), or neither (None)."""
+    mask = call.mask
+    if mask is None:
+        return False
+    if not isinstance(mask, Causal):
+        return None
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    if mask.offset is None and call.positions is not None:
+        return None
+    offset = keys - queries if mask.offset is None else mask.offset
+    if offset >= keys - 1:
+        return False
+    return True if queries == keys and offset == 0 else None
+
+
+def dense_mask(call: Call) -> Mask | None:
+    """A mask that is a tensor already, or one row per sequence: handing it over builds nothing of size n x n."""
+    return call.mask if isinstance(call.mask, Entries | Padding) else None
+
+
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    dot = call.with_dot()
+    assert dot is not None and isinstance(dot.score, Dot)
+    scale = dot.score.factor(dot.q.shape[-1])
+    causal = bool(causal_kind(call))
+    if call.q.device.type == "cuda":
+        return cuda_sdpa.run(dot, scale, causal, attn_mask(dot))
+    return cpu(dot, scale, causal, attn_mask(dot))
+
+
+def attn_mask(call: Call) -> Tensor | None:
+    """The float tensor that is added to the logits."""
+    if isinstance(call.bias, Added):
+        return call.bias.entries.to(call.q.dtype)
+    mask = dense_mask(call)
+    if mask is None:
+        return None
+    keys = call.k.shape[2]
+    rows = slice(0, call.q.shape[2]) if isinstance(mask, Entries) else slice(0, 1)
+    visible = mask.visible(call.where(rows, slice(0, keys)))
+    return torch.where(visible, 0.0, -torch.inf).to(call.q.dtype)
+
+
+def cpu(call: Call, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    q, k, v = call.q, call.k, call.v
+    even = q.shape[-1] == v.shape[-1] and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    if even and mask is None and not call.needs_lse:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped), None
+    width = max(q.shape[-1], v.shape[-1])
+    q, k, v = (padded(t, width) for t in (q, k, v))
+    out, lse = CpuFlash.apply(q, k, v, mask, causal, scale)
+    out = out[..., : call.v.shape[-1]]
+    return (out, lse) if mask is None else hidden_rows(out, lse, mask)
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """Zeros up to the width: they add nothing to a dot product. The kernel reads rows as contiguous."""
+    x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def hidden_rows(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that see nothing: the kernels leave a log-sum-exp of 0, or worse, where it is -inf."""
+    seen = (mask > -torch.inf).any(-1)
+    return torch.where(seen.unsqueeze(-1), out, 0.0), torch.where(seen, lse, -torch.inf)
+
+
+class CpuFlash(torch.autograd.Function):
+    """The CPU's fused kernel with a log-sum-exp that gradients pass through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = cpu_flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        if d_out is None and d_lse is None:
+            return (None,) * 6
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        width = q.shape[-1]
+        if d_lse is not None:
+            q, k, v, out, d_out = with_lse_column(q, k, v, out, d_out, d_lse)
+        grads = cpu_flash_backward(
+            d_out.contiguous(), q, k, v, out, lse, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        )
+        return (*(g[..., :width] for g in grads), None, None, None)
+
+
+def with_lse_column(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, ...]:
+    """Lets a kernel that knows only d_out add the gradient of the log-sum-exp.
+
+    It computes dS = P (d_out·v - d_out·out). One more column, with 1 in v, 0 in out and d_lse in d_out, makes that
+    P (d_out·v + d_lse - d_out·out), which is the whole derivative.
+    """
+    spare = -(-(q.shape[-1] + 1) // 8) * 8 - q.shape[-1]
+    q, k, v, out, d_out = (F.pad(t, (0, spare)) for t in (q, k, v, out, d_out))
+    v[..., -spare] = 1.0
+    d_out[..., -spare] = d_lse
+    return q, k, v, out, d_out

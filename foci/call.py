@@ -1,0 +1,144 @@
+"""The call: check -> choose a backend -> run -> out, or out and Weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foci import backends
+from foci.arguments import Call, prepare
+from foci.biases import Bias
+from foci.masks import Mask
+from foci.scores import Dot, Score
+from foci.weights import Weights
+
+DOT = Dot()
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: Score = DOT,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    sink: Tensor | None = None,
+    positions: tuple[Tensor | None, Tensor | None] | None = None,
+    dropout: float = 0.0,
+    backend: str | None = None,
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Weights]:
+    """Every way of attending: softmax(Q Kᵀ / √d) V, with other scores, masks, biases and sinks.
+
+    >>> import torch, foci
+    >>> q, k, v = (torch.randn(2, 8, 128, 64) for _ in range(3))     # (batch, heads, tokens, width)
+    >>> foci.attention(q, k, v, mask=foci.causal).shape
+    torch.Size([2, 8, 128, 64])
+    >>> out, weights = foci.attention(q, k, v, mask=foci.causal & foci.window(16), return_weights=True)
+    >>> weights[0, 3, 5, :6].shape                                   # sequence 0, head 3: where token 5 looks
+    torch.Size([6])
+
+    What is computed: softmax(where(mask, softcap(scale · raw) + bias, -inf), with the sink as one more column) V.
+
+    Shapes are (..., H, T, D); 2-D (T, D) and 3-D (B, T, D) inputs have no heads. Key and value may have fewer heads
+    than query: head h reads key head h // group. Query i stands at i + Tk - Tq, key j at j:
+
+        causal, 2 queries and 5 keys          causal, 5 queries and 2 keys
+        ■ ■ ■ ■ ·                             · ·   rows that see nothing:
+        ■ ■ ■ ■ ■                             · ·   output 0, weights 0,
+                                              · ·   log-sum-exp -inf,
+                                              ■ ·   finite gradients
+                                              ■ ■
+
+    Args:
+        score: how a query is compared with a key: Dot, Additive, General, Cosine.
+        mask: who may look at whom: a mask such as foci.causal, or a bool tensor (True = may look).
+        bias: added to the score for where the two stand: ALiBi, Buckets, Relative, or a float tensor (-inf masks).
+        sink: a logit per head (H,) that takes attention and gives no value.
+        positions: (query positions, key positions) where they are not the default; int tensors (T,) or (B, T).
+        dropout: the share of weights that is dropped.
+        backend: None for the fastest that serves the call; or a name, which is then used or refused with reasons.
+        return_weights: also return the attention matrix, as a lazy operator.
+    """
+    call = prepare(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
+    out, lse = backends.run(call, backend)
+    if sink is not None:
+        assert lse is not None
+        out, lse = with_sink(call, out, lse)
+    out = call.restore(out) if out.dim() != query.dim() or out.shape[:-1] != query.shape[:-1] else out
+    if not return_weights:
+        return out
+    assert lse is not None
+    return out, Weights.of(call, lse)
+
+
+def with_sink(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """One more column that takes attention and gives no value: out · sigmoid(lse - s)."""
+    assert call.sink is not None
+    logit = call.sink.to(lse.dtype).view(1, -1, 1)
+    # Where nothing is seen, lse is -inf and the sink takes everything; the gradient of sigmoid stays finite.
+    empty = lse == -torch.inf
+    kept = torch.where(empty, 0.0, torch.sigmoid(torch.where(empty, 0.0, lse) - logit))
+    total = torch.where(empty, logit, torch.logaddexp(torch.where(empty, 0.0, lse), logit))
+    return (out * kept.unsqueeze(-1)).to(out.dtype), total
+
+
+def plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: Score = DOT,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    sink: Tensor | None = None,
+    positions: tuple[Tensor | None, Tensor | None] | None = None,
+    dropout: float = 0.0,
+    backend: str | None = None,
+    return_weights: bool = False,
+) -> backends.Plan:
+    """Which backend would serve the same call to `attention`, and why each other one would not; prints as a table.
+
+    >>> import torch, foci
+    >>> q = torch.randn(1, 2, 16, 8)
+    >>> foci.plan(q, q, q, mask=foci.causal).chosen
+    'sdpa'
+    """
+    call = prepare(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
+    return backends.plan(call, backend)
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Joins attention over parts of the keys into attention over all of them, exactly.
+
+    >>> import torch, foci
+    >>> q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    >>> halves = [foci.attention(q, k[:, :, s], v[:, :, s], return_weights=True) for s in (slice(0, 4), slice(4, 6))]
+    >>> out, lse = foci.merge([(out, weights.lse) for out, weights in halves])
+    >>> torch.allclose(out, foci.attention(q, k, v), atol=1e-6)
+    True
+
+    Args:
+        parts: (out, lse) pairs, out (..., T, D) and lse (..., T). Returns the joined pair.
+    """
+    if not parts:
+        raise ValueError("merge expects at least one (out, lse) pair, but got none")
+    for out, lse in parts:
+        if out.shape[:-1] != lse.shape or out.shape != parts[0][0].shape:
+            raise ValueError(
+                f"merge expects out (..., T, D) with lse (..., T), all of one shape, but got {tuple(out.shape)}"
+                f" with {tuple(lse.shape)} beside {tuple(parts[0][0].shape)}"
+            )
+    lses = torch.stack([lse for _, lse in parts])
+    peak = lses.detach().amax(0)
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    shares = torch.exp(lses - peak)
+    total = shares.sum(0)
+    empty = total == 0
+    safe = torch.where(empty, 1.0, total)
+    out = sum(o.to(shares.dtype) * (share / safe).unsqueeze(-1) for (o, _), share in zip(parts, shares, strict=True))
+    assert isinstance(out, Tensor)
+    return out.to(parts[0][0].dtype), torch.where(empty, -torch.inf, safe.log() + peak)

@@ -1,0 +1,111 @@
+"""The command line: `foci explain`, `foci doctor`, `foci bench`."""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NoReturn
+
+EXAMPLES = """\
+examples:
+  foci explain "Jane is hungry, and she's really craving pasta from Italy."
+  foci explain "Jane is hungry." --word hungry
+  foci doctor
+  foci bench attention --help
+"""
+
+BAD_INPUT = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, not after a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with the message."""
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; gives the exit status: 0, or 2 where the input was bad."""
+    options = parser().parse_args(arguments)
+    if hasattr(sys.stdout, "reconfigure"):
+        # A terminal that cannot show a character shows a question mark instead of a traceback.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except ValueError as problem:
+        print(f"foci {options.command}: {problem}", file=sys.stderr)
+        return BAD_INPUT
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; without this Python complains once more while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def parser() -> Parser:
+    """The commands and their options."""
+    top = Parser(
+        prog="foci",
+        description="Attention for PyTorch, with the attention matrix in reach.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"foci {installed_version()}")
+    commands = top.add_subparsers(dest="command", metavar="command", required=True)
+
+    explain = commands.add_parser("explain", help="attention worked through, step by step, on a sentence of yours")
+    explain.add_argument("text", nargs="+", help="the sentence")
+    explain.add_argument("--word", help="the word to follow (default: the one whose attention is sharpest)")
+    explain.set_defaults(run=run_explain)
+
+    doctor = commands.add_parser("doctor", help="what is installed here, and which backend serves which call")
+    doctor.set_defaults(run=run_doctor)
+
+    bench = commands.add_parser("bench", help="run a benchmark of the source checkout")
+    bench.add_argument("name", nargs="?", default="attention", help="the script in benchmarks/ (default: attention)")
+    bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own options, --help among them")
+    bench.set_defaults(run=run_bench)
+    return top
+
+
+def installed_version() -> str:
+    """The version of the installed package."""
+    try:
+        return version("foci")
+    except PackageNotFoundError:
+        return "(not installed: running from its source)"
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    """`foci explain`."""
+    from foci.explain import explain
+    from foci.terminal import Page, columns, takes_color
+
+    print(explain(" ".join(options.text), options.word, Page(columns(), takes_color(sys.stdout))))
+    return 0
+
+
+def run_doctor(_options: argparse.Namespace) -> int:
+    """`foci doctor`."""
+    from foci.doctor import report
+
+    print(report())
+    return 0
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """`foci bench`: the benchmarks are no part of the wheel, so they are looked for beside the package."""
+    folder = Path(__file__).resolve().parent.parent / "benchmarks"
+    names = sorted(path.stem for path in folder.glob("*.py"))
+    if not names:
+        raise ValueError(
+            f"expected the benchmarks of a source checkout in {folder}, found none: clone foci and run there"
+        )
+    if options.name not in names:
+        raise ValueError(f"expected one of the benchmarks {', '.join(names)}, received {options.name!r}")
+    return subprocess.run([sys.executable, str(folder / f"{options.name}.py"), *options.rest]).returncode

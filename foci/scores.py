@@ -1,0 +1,196 @@
+"""How a query is compared with a key.
+
+    Dot       scale · q·k          (scale None: 1/√d, 1.0: the plain dot product)
+    General   q W k                (Luong)
+    Cosine    scale · cos(q, k)
+    Additive  wᵀ tanh(q + k)       (Bahdanau)
+
+H heads, R queries, C keys, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+class Score:
+    """Compares queries with keys: `finish(raw(q, k))` is the logit before bias and mask."""
+
+    def raw(self, q: Tensor, k: Tensor) -> Tensor:
+        """(B, H, R, D) and (B, G, C, D) -> (B, H, R, C), before the scale; head h reads key head h // group."""
+        raise NotImplementedError
+
+    def finish(self, raw: Tensor, width: int) -> Tensor:
+        """The scale, and what follows it."""
+        return raw
+
+    def as_dot(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Dot] | None:
+        """The same logits as a dot product of other vectors, where there are such."""
+        return None
+
+    def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
+        """Refuses queries, keys and parameters that do not fit each other."""
+        same_width(self, q, k)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters by field name; gradients reach them."""
+        return {}
+
+    def part(self, heads: slice) -> Score:
+        """The same score for some of the heads."""
+        chosen = {
+            name: tensor[heads] for name, tensor in self.tensors().items() if tensor.dim() == self._headed()
+        }
+        return replace(self, **chosen) if chosen else self  # type: ignore[type-var]
+
+    @staticmethod
+    def _headed() -> int:
+        """How many dimensions a parameter has when its first one is the heads."""
+        return -1
+
+
+@dataclass(frozen=True, slots=True)
+class Dot(Score):
+    """scale · q·k, then softcap · tanh(· / softcap) where a softcap is given.
+
+    scale None is 1/√d, 1.0 the plain dot product, 1/d the other convention.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not (isinstance(self.scale, int | float) and math.isfinite(self.scale)):
+            raise ValueError(f"Dot takes a finite scale or None, but got {self.scale!r}")
+        if self.softcap is not None and not (isinstance(self.softcap, int | float) and 0 < self.softcap < math.inf):
+            raise ValueError(f"Dot takes a softcap above 0 or None, but got {self.softcap!r}")
+
+    def raw(self, q: Tensor, k: Tensor) -> Tensor:
+        return products(q, k)
+
+    def factor(self, width: int) -> float:
+        return 1.0 / math.sqrt(max(width, 1)) if self.scale is None else float(self.scale)
+
+    def finish(self, raw: Tensor, width: int) -> Tensor:
+        logits = raw * self.factor(width)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def as_dot(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Dot]:
+        return q, k, self
+
+
+@dataclass(frozen=True, slots=True)
+class Additive(Score):
+    """wᵀ tanh(q + k), the score of the first attention (Bahdanau); weight (D,) or (H, D)."""
+
+    weight: Tensor
+
+    def raw(self, q: Tensor, k: Tensor) -> Tensor:
+        weight = self.weight.to(q.dtype).reshape(-1, 1, self.weight.shape[-1])  # (H or 1, 1, D)
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        rows = [torch.tanh(row.unsqueeze(-2) + k) @ weight.mT for row in q.unbind(-2)]
+        return torch.stack(rows, dim=-3).squeeze(-1) if rows else q.new_zeros((*q.shape[:-1], k.shape[-2]))
+
+    def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
+        same_width(self, q, k)
+        fits(self.weight, q, "Additive weight", [(q.shape[-1],)], [(heads, q.shape[-1])] if heads else [])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"weight": self.weight}
+
+    @staticmethod
+    def _headed() -> int:
+        return 2
+
+
+@dataclass(frozen=True, slots=True)
+class General(Score):
+    """q W k (Luong); matrix (Dq, Dk) or (H, Dq, Dk)."""
+
+    matrix: Tensor
+
+    def raw(self, q: Tensor, k: Tensor) -> Tensor:
+        return products(q @ self.matrix.to(q.dtype), k)
+
+    def as_dot(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Dot]:
+        return q @ self.matrix.to(q.dtype), k, Dot(1.0)
+
+    def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
+        widths = (q.shape[-1], k.shape[-1])
+        fits(self.matrix, q, "General matrix", [widths], [(heads, *widths)] if heads else [])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"matrix": self.matrix}
+
+    @staticmethod
+    def _headed() -> int:
+        return 3
+
+
+@dataclass(frozen=True, slots=True)
+class Cosine(Score):
+    """scale · cos(q, k); scale is a number or a learned tensor (H,). A vector of zeros has cosine 0 with everything."""
+
+    scale: float | Tensor
+
+    def raw(self, q: Tensor, k: Tensor) -> Tensor:
+        return products(unit(q), unit(k))
+
+    def finish(self, raw: Tensor, width: int) -> Tensor:
+        return raw * self._scale(raw)
+
+    def _scale(self, like: Tensor) -> float | Tensor:
+        return self.scale.to(like.dtype).reshape(-1, 1, 1) if isinstance(self.scale, Tensor) else self.scale
+
+    def as_dot(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Dot]:
+        return unit(q) * self._scale(q), unit(k), Dot(1.0)
+
+    def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
+        same_width(self, q, k)
+        if isinstance(self.scale, Tensor):
+            fits(self.scale, q, "Cosine scale", [()], [(heads,)] if heads else [(1,)])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"scale": self.scale} if isinstance(self.scale, Tensor) else {}
+
+    @staticmethod
+    def _headed() -> int:
+        return 1
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """q kᵀ; heads that share keys are folded into the rows, so that no key is copied."""
+    if q.shape[1] == k.shape[1]:
+        return q @ k.mT
+    folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.mT
+    return folded.view(*q.shape[:-1], k.shape[-2])
+
+
+def unit(x: Tensor) -> Tensor:
+    """Length 1; the norm is taken in float32 at least, and zeros stay zeros with finite gradients."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return torch.nn.functional.normalize(wide, dim=-1, eps=1e-12).to(x.dtype)
+
+
+def same_width(score: Score, q: Tensor, k: Tensor) -> None:
+    if q.shape[-1] != k.shape[-1]:
+        name = type(score).__name__
+        raise ValueError(
+            f"{name} compares vectors of one width, but query has {q.shape[-1]} and key has {k.shape[-1]}"
+            " (General(matrix) takes two widths)"
+        )
+
+
+def fits(
+    tensor: Tensor, q: Tensor, name: str, plain: list[tuple[int, ...]], headed: list[tuple[int | None, ...]]
+) -> None:
+    expected = [*plain, *headed]
+    if not tensor.is_floating_point() or tuple(tensor.shape) not in expected:
+        shapes = " or ".join(map(str, expected))
+        raise ValueError(f"{name} must be a float tensor of shape {shapes}, but got {tensor.dtype} {tuple(tensor.shape)}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on {q.device} like the queries, but it is on {tensor.device}")

@@ -1,0 +1,17 @@
+"""What to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The statistics of one pass; `picture` is (rows, columns, "mean" or "max"), `top` the number of keys per query."""
+
+    entropy: bool = False
+    received: bool = False
+    picture: tuple[int, int, str] | None = None
+    top: int = 0
+    largest: bool = False
+    distance: bool = False

@@ -1,0 +1,67 @@
+"""Where the entries of a tile stand: the one thing that masks and biases are asked with.
+
+B batch, H heads, R rows (queries) of the tile, C columns (keys) of the tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The sizes of one call: what a mask or a bias has to fit."""
+
+    batch: tuple[int, ...]
+    heads: int | None
+    queries: int
+    keys: int
+    device: torch.device
+
+    @property
+    def flat_batch(self) -> int:
+        size = 1
+        for n in self.batch:
+            size *= n
+        return size
+
+    @property
+    def full(self) -> tuple[int, ...]:
+        """The shape of the attention matrix as the caller sees it."""
+        heads = () if self.heads is None else (self.heads,)
+        return (*self.batch, *heads, self.queries, self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Index tensors that broadcast to (B, H, R, C); single numbers inside FlexAttention.
+
+    `query` and `key` count from 0 along the tensors; the positions are where those tokens stand.
+    `rows` and `columns` are the same as slices, None where the tile is not contiguous.
+    """
+
+    batch: Tensor
+    head: Tensor
+    query: Tensor
+    key: Tensor
+    query_position: Tensor
+    key_position: Tensor
+    rows: slice | None = None
+    columns: slice | None = None
+
+    def pick(self, dense: Tensor) -> Tensor:
+        """The entries of a (B or 1, H or 1, Tq or 1, Tk or 1) tensor that stand in this tile."""
+        if self.rows is None or self.columns is None:
+            index = (self.batch, self.head, self.query, self.key)
+            return dense[tuple(torch.zeros_like(i) if n == 1 else i for i, n in zip(index, dense.shape, strict=True))]
+        rows = self.rows if dense.shape[2] > 1 else slice(None)
+        columns = self.columns if dense.shape[3] > 1 else slice(None)
+        tile = dense[:, :, rows, columns]
+        if tile.shape[0] > 1 and self.batch.numel() < tile.shape[0]:
+            tile = tile[self.batch.flatten()]
+        if tile.shape[1] > 1 and self.head.numel() < tile.shape[1]:
+            tile = tile[:, self.head.flatten()]
+        return tile
