@@ -90,10 +90,10 @@ class Additive(Score):
     weight: Tensor
 
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
-        weight = self.weight.to(q.dtype).reshape(-1, 1, self.weight.shape[-1])  # (H or 1, 1, D)
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        weight = self.weight.to(q.dtype).unsqueeze(-2)  # (1, D) or (H, 1, D)
+        k = k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1)
         rows = [torch.tanh(row.unsqueeze(-2) + k) @ weight.mT for row in q.unbind(-2)]
-        return torch.stack(rows, dim=-3).squeeze(-1) if rows else q.new_zeros((*q.shape[:-1], k.shape[-2]))
+        return torch.stack(rows, dim=-3).squeeze(-1) if rows else products(q, k)
 
     def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
         same_width(self, q, k)

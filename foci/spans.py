@@ -45,8 +45,7 @@ class Spans:
 
     @classmethod
     def run(cls, low: Tensor, high: Tensor, extent: Extent, exact: bool = True) -> Spans:
-        low = low.clamp(0, extent.keys).reshape(-1, extent.queries)
-        high = high.clamp(0, extent.keys).reshape(-1, extent.queries)
+        low, high = (torch.atleast_2d(ends.clamp(0, extent.keys)) for ends in (low, high))
         return cls(((low, high),), extent.keys, exact)
 
     def __and__(self, other: Spans) -> Spans:

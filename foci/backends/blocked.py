@@ -25,7 +25,7 @@ NAME = "blocked"
 Place = tuple[slice, slice]
 
 # Entries of a strip: what fits a core's cache, and what keeps a GPU busy.
-CPU_ENTRIES = 2**18
+CPU_ENTRIES = 2**19
 GPU_ENTRIES = 2**26
 
 
@@ -36,6 +36,9 @@ def refuses(call: Call) -> list[str]:
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:
+    if 0 in call.q.shape or 0 in call.k.shape:
+        # Nothing to go through strip by strip, and zeros that stay in the graph.
+        return reference.run(call)
     rows = [part_attention(part) for _, part in parts(call)]
     out = torch.cat([out for out, _ in rows]) if len(rows) != 1 else rows[0][0]
     lse = torch.cat([lse for _, lse in rows]) if len(rows) != 1 else rows[0][1]
@@ -52,6 +55,9 @@ def part_attention(part: Call) -> tuple[Tensor, Tensor]:
 
 
 def attend(call: Call, strip: Strip) -> tuple[Tensor, Tensor]:
+    if not strip.segments:
+        # No keys, computed all the same: the zeros stay in the graph, and a backward through them works.
+        strip = Strip(strip.rows, (Segment(0, 0, 0, 0),))
     weights, lse = reference.softmax(logits(call, strip))
     out = weights.new_zeros(*weights.shape[:3], call.v.shape[-1])
     for columns, piece in pieces(strip, weights):
@@ -92,7 +98,7 @@ def pairs_at_once(call: Call) -> int:
     """Enough pairs for the cores, more where the matrices are small; whole groups of heads that share keys."""
     entries, cores = budget(call)
     pairs = max(cores, entries // max(call.q.shape[2] * call.k.shape[2], 1))
-    heads = call.q.shape[1]
+    heads = max(call.q.shape[1], 1)
     if pairs >= heads:
         return pairs // heads * heads
     pairs = max(pairs // call.group, 1) * call.group
@@ -146,11 +152,18 @@ def logits(call: Call, strip: Strip, hidden: float = -torch.inf) -> Tensor:
 def segment_logits(call: Call, q: Tensor, rows: slice, segment: Segment, hidden: float) -> Tensor:
     columns = slice(segment.start, segment.stop)
     unmasked = reference.unmasked_logits(call, q, call.k[:, :, columns], call.where(rows, columns))
-    for start, stop in ((segment.start, segment.full_start), (segment.full_stop, segment.stop)):
-        if start < stop and call.mask is not None:
-            unseen = ~call.mask.visible(call.where(rows, slice(start, stop)))
-            unmasked[..., start - segment.start : stop - segment.start].masked_fill_(unseen, hidden)
+    hide(call, unmasked, rows, segment, hidden)
     return unmasked
+
+
+def hide(call: Call, logits: Tensor, rows: slice, segment: Segment, hidden: float) -> None:
+    """Masks the edges of a segment; inside it every query sees everything."""
+    if call.mask is None:
+        return
+    for start, stop in ((segment.start, segment.full_start), (segment.full_stop, segment.stop)):
+        if start < stop:
+            unseen = ~call.mask.visible(call.where(rows, slice(start, stop)))
+            logits[..., start - segment.start : stop - segment.start].masked_fill_(unseen, hidden)
 
 
 def pieces(strip: Strip, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -62,7 +62,9 @@ def mix(call: Call, weights: Tensor, v: Tensor, where: Where) -> Tensor:
     """The weighted sum of the values, and what a relative bias adds to it."""
     weights = dropped(weights, call, where) if call.dropout else weights
     v = v.to(weights.dtype)
-    out = (weights.reshape(v.shape[0], v.shape[1], -1, v.shape[2]) @ v).view(*weights.shape[:3], v.shape[-1])
+    # The rows of heads that share keys, counted rather than left to -1: there may be no keys.
+    rows = weights.shape[1] // max(v.shape[1], 1) * weights.shape[2]
+    out = (weights.reshape(*v.shape[:2], rows, v.shape[2]) @ v).view(*weights.shape[:3], v.shape[-1])
     extra = call.bias.value_term(weights, where) if call.bias is not None else None
     return out if extra is None else out + extra
 
