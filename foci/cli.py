@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
+
+from foci import __version__
 
 EXAMPLES = """\
 examples:
@@ -55,7 +56,7 @@ def parser() -> Parser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="version", version=f"foci {installed_version()}")
+    top.add_argument("--version", action="version", version=f"foci {__version__}")
     commands = top.add_subparsers(dest="command", metavar="command", required=True)
 
     explain = commands.add_parser("explain", help="attention worked through, step by step, on a sentence of yours")
@@ -73,14 +74,6 @@ def parser() -> Parser:
     return top
 
 
-def installed_version() -> str:
-    """The version of the installed package."""
-    try:
-        return version("foci")
-    except PackageNotFoundError:
-        return "(not installed: running from its source)"
-
-
 def run_explain(options: argparse.Namespace) -> int:
     """`foci explain`."""
     from foci.explain import explain
@@ -93,18 +86,20 @@ def run_explain(options: argparse.Namespace) -> int:
 def run_doctor(_options: argparse.Namespace) -> int:
     """`foci doctor`."""
     from foci.doctor import report
+    from foci.terminal import Page, columns, takes_color
 
-    print(report())
+    print(report(Page(columns(), takes_color(sys.stdout))))
     return 0
 
 
 def run_bench(options: argparse.Namespace) -> int:
     """`foci bench`: the benchmarks are no part of the wheel, so they are looked for beside the package."""
     folder = Path(__file__).resolve().parent.parent / "benchmarks"
-    names = sorted(path.stem for path in folder.glob("*.py"))
+    # What has a main part is a benchmark; the rest is what they share.
+    names = sorted(path.stem for path in folder.glob("*.py") if '__name__ == "__main__"' in path.read_text())
     if not names:
         raise ValueError(
-            f"expected the benchmarks of a source checkout in {folder}, found none: clone foci and run there"
+            f"expected benchmarks in {folder}, found none: they come with a source checkout, not the wheel"
         )
     if options.name not in names:
         raise ValueError(f"expected one of the benchmarks {', '.join(names)}, received {options.name!r}")

@@ -66,22 +66,24 @@ def extras() -> dict[str, list[str]]:
 
 def write_versions(page: Page) -> None:
     page.lines.append(page.bold("versions"))
-    page.line(f"foci    {installed('foci') or 'not installed: running from its source'}")
+    page.line(f"foci    {foci.__version__}")
     page.line(f"python  {platform.python_version()} on {platform.system()} {platform.machine()}")
     page.line(f"torch   {torch.__version__}")
     page.line(f"triton  {installed('triton') or 'not installed: pip install triton (Linux only)'}")
 
 
 def write_extras(page: Page) -> None:
+    if not extras():
+        return
+    page.heading("extras")
     for extra, packages in sorted(extras().items()):
-        if "extras" not in page.lines:
-            page.heading("extras")
-        missing = [package for package in packages if installed(package) is None]
-        there = [f"{package} {installed(package)}" for package in packages if package not in missing]
-        state = f"missing {', '.join(missing)}: pip install 'foci[{extra}]'" if missing else "complete"
-        page.wrapped([f"{extra:<7}", state], " ")
-        if there:
-            page.wrapped([" " * 7, *there])
+        versions = {package: installed(package) for package in packages}
+        there = [f"{package} {version}" for package, version in versions.items() if version]
+        missing = [package for package, version in versions.items() if not version]
+        page.wrapped([f"{extra:<7}", *", ".join(there or ["nothing installed"]).split()], hang=8)
+        if missing:
+            page.wrapped([" " * 7, "missing:", *", ".join(missing).split()], hang=8)
+            page.line(f"        to get it: pip install 'foci[{extra}]'")
 
 
 def write_devices(page: Page) -> None:
@@ -103,7 +105,6 @@ def write_plans(page: Page, device: torch.device) -> None:
     q = torch.zeros(2, 8, 256, 64, device=device, dtype=dtype)
     for name, made in TYPICAL.items():
         plan = foci.plan(q, q, q, **made(q))
-        page.line(f"{name:<22} {page.accent(plan.chosen)}")
+        page.line(f"{name:<22} {page.accent(plan.chosen or 'nobody')}")
         for backend, reasons in plan.refusals.items():
-            if reasons:
-                page.wrapped([f"  {backend} refuses:", *"; ".join(reasons).split()])
+            page.wrapped([f"  {backend} refuses:", *"; ".join(reasons).split()], hang=4)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.terminal import Page, clip, pad, start, text_width
+from foci.terminal import Page, clip, pad, text_width
 
 WIDTH = 8
 HEADS = 2
 MOST_CHARACTERS = 10_000
 MOST_WORDS = 24
+LONGEST_WORD = 24
 NARROWEST_CELL, WIDEST_CELL = 4, 8
 # The library computes in float32, the arithmetic on this page in Python's double precision.
 TOLERANCE = 1e-5
@@ -59,7 +60,7 @@ def seeded(name: str, *shape: int) -> Tensor:
 def project(x: Tensor, name: str) -> Tensor:
     """A linear map with random weights, scaled to keep the spread of the numbers."""
     # Of the first few seeds, 2 gives pictures that are neither flat nor all on one word.
-    return x @ seeded(f"projection 2 {name}", WIDTH, WIDTH) / WIDTH**0.5
+    return x @ seeded(f"projection 2 {name}", WIDTH, WIDTH).div(WIDTH**0.5)
 
 
 def fold(x: Tensor) -> Tensor:
@@ -97,7 +98,8 @@ class Example:
     @cached_property
     def answer(self) -> tuple[Tensor, "foci.Weights"]:
         """What the library says."""
-        return foci.attention(*self.qkv, return_weights=True)
+        out, weights = foci.attention(*self.qkv, return_weights=True)
+        return out, weights
 
     def sharpest(self) -> int:
         """The word that spreads its attention least: punctuation only where there is nothing else."""
@@ -133,15 +135,15 @@ class Row:
     def error(self, example: Example, word: int) -> float:
         """The largest difference between this row and the library's: its weights and its output."""
         out, weights = example.answer
-        pairs = zip([*weights[word, :].tolist(), *out[word].tolist()], [*self.weights, *self.out], strict=True)
-        return max(abs(theirs - ours) for theirs, ours in pairs)
+        theirs = torch.cat([weights.dense()[word], out[word]]).double()
+        return float((theirs - torch.tensor([*self.weights, *self.out], dtype=torch.float64)).abs().max())
 
 
 def read(text: str, page: Page) -> Example:
     """The words of a text, as many as a matrix of the page's width can show."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"expected a sentence of at most {MOST_CHARACTERS:,} characters, received {len(text):,}")
-    words = split(text)
+    words = [clip(word, LONGEST_WORD) for word in split(text)]
     if not words:
         raise ValueError(f"expected a sentence with at least one word, received {clip(repr(text), 20)}")
     label = min(max(map(text_width, words)), 7)
@@ -229,7 +231,7 @@ def write_scores(page: Page, example: Example, focus: int, row: Row) -> None:
     write_table(page, words, row)
     _, unscaled = foci.attention(*example.qkv, score=foci.Dot(scale=1.0), return_weights=True)
     page.prose(
-        f"Without the division “{words[best]}” would take {float(unscaled[focus, best]):.0%} instead of "
+        f"Without the division “{words[best]}” would take {float(unscaled.dense()[focus, best]):.0%} instead of "
         f"{row.weights[best]:.0%}: the wider the vectors, the more the winner would take all, and the less there would "
         "be to learn from the others."
     )
@@ -254,12 +256,12 @@ def write_matrix(page: Page, example: Example, focus: int) -> None:
 def write_grid(page: Page, words: list[str], focus: int, weights: list[list[float]], causal: bool = False) -> None:
     longest = max(map(text_width, words))
     label = min(longest, max(7, page.room - WIDEST_CELL * len(words)), 12)
-    cell = min(WIDEST_CELL, longest + 1, (page.room - label) // len(words))
-    cell = max(cell, NARROWEST_CELL)
-    page.line(" " * label + "".join(" " + pad(start(word, cell - 1), cell - 1, right=True) for word in words))
+    cell = max(NARROWEST_CELL, min(WIDEST_CELL, longest + 1, (page.room - label) // len(words)))
+    label += page.room > label + cell * len(words)
+    page.line(" " * label + "".join(page.cell(word, cell) for word in words))
     for i, (word, row) in enumerate(zip(words, weights, strict=True)):
         name = pad(word, label)
-        hidden = page.faint(pad("·", cell, right=True))
+        hidden = page.faint(page.cell("·", cell))
         cells = [hidden if causal and j > i else page.shaded(weight, cell) for j, weight in enumerate(row)]
         page.line((page.accent(name) if i == focus else name) + "".join(cells))
 
@@ -296,14 +298,14 @@ def write_heads(page: Page, example: Example, focus: int) -> None:
         ]
     )
     for head in range(HEADS):
-        page.wrapped(
-            [f"head {head}: “{example.words[focus]}” looks at", *heaviest(example.words, weights[0, head, focus])]
-        )
+        seen = heaviest(example.words, weights.dense()[0, head, focus])
+        commas = [f"{one}," for one in seen[:-1]]
+        page.wrapped([f"head {head}: “{example.words[focus]}” looks at", *commas, seen[-1]], hang=8)
 
 
-def heaviest(words: list[str], weights: Tensor) -> str:
+def heaviest(words: list[str], weights: Tensor) -> list[str]:
     values, keys = weights.topk(min(3, len(words)))
-    return ", ".join(f"“{words[j]}” {value:.0%}" for value, j in zip(values.tolist(), keys.tolist(), strict=True))
+    return [f"“{words[j]}” {value:.0%}" for value, j in zip(values.tolist(), keys.tolist(), strict=True)]
 
 
 def shape(tensor: Tensor) -> str:

@@ -118,21 +118,30 @@ class Page:
         """A paragraph, wrapped to the page."""
         self.wrapped(text.split(), width=96)
 
-    def wrapped(self, parts: Iterable[str], between: str = " ", width: int = WIDEST) -> None:
-        """Parts that belong on one line, on as many lines as they need; no part is broken."""
-        current, width = "", min(self.room, width)
-        for part in parts:
-            if current and text_width(current + between + part) > width:
-                self.line(current + between.rstrip())
-                current = part
+    def wrapped(self, parts: Iterable[str], between: str = " ", width: int = WIDEST, hang: int = 0) -> None:
+        """Parts that belong on one line, on as many as they need, all but the first moved in by `hang`.
+
+        No part is broken.
+        """
+        first, *others = parts
+        line, width = first, min(self.room, width)
+        for part in others:
+            if text_width(line + between + part + between.rstrip()) > width:
+                self.line(line + between.rstrip())
+                line = " " * hang + part
             else:
-                current = current + between + part if current else part
-        self.line(current)
+                line += between + part
+        self.line(line)
 
     def bar(self, fraction: float, width: int) -> str:
         """A horizontal bar, exact to an eighth of a column."""
         eighths = round(min(max(fraction, 0.0), 1.0) * width * 8)
         return self.paint("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip(), "38;5;209")
+
+    def cell(self, text: str, width: int) -> str:
+        """The beginning of a text in a cell of `width` columns, above or below the numbers of shaded cells."""
+        beginning = pad(start(text, width - 1), width - 1, right=True)
+        return beginning + " " if self.color else " " + beginning
 
     def shaded(self, fraction: float, width: int) -> str:
         """A cell of `width` columns that holds a percentage: on a colour of the ramp, or behind a shade of grey."""

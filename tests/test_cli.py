@@ -1,0 +1,101 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import foci
+from foci import cli
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"foci {foci.__version__}\n"
+
+
+def test_help_shows_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert "examples:\n" in out
+    assert cli.parser().parse_args(["explain", "Jane is hungry.", "--word", "hungry"]).word == "hungry"
+    assert cli.parser().parse_args(["bench", "attention", "--help"]).rest == ["--help"]
+
+
+def test_explain_joins_unquoted_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["explain", "Jane", "is", "hungry."]) == 0
+    out = capsys.readouterr().out
+    assert "   Jane · is · hungry · .\n" in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", ""], "foci explain: expected a sentence with at least one word, received ''\n"),
+        (["explain", "a b", "--word", "c"], "foci explain: expected one of the words a b, received 'c'\n"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr() == ("", message)
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["explain"], ["explain", "a", "--words", "b"], ["doctor", "now"]])
+def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert said.err.endswith("--help)\n")
+
+
+def checkout(folder: Path, monkeypatch: pytest.MonkeyPatch, *scripts: str) -> None:
+    """Makes the command line believe that it runs in a checkout with these benchmarks."""
+    (folder / "benchmarks").mkdir()
+    for name in scripts:
+        source = 'import sys\nif __name__ == "__main__":\n    sys.exit(len(sys.argv[1:]))\n'
+        (folder / "benchmarks" / f"{name}.py").write_text(source)
+    (folder / "benchmarks" / "timing.py").write_text("STARTED = 0\n")
+    monkeypatch.setattr(cli, "__file__", str(folder / "foci" / "cli.py"))
+
+
+def test_bench_runs_the_script_with_its_own_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checkout(tmp_path, monkeypatch, "attention", "weights")
+    assert cli.main(["bench", "weights", "--quick", "--help", "7"]) == 3
+    assert cli.main(["bench"]) == 0
+
+
+def test_bench_says_which_benchmarks_there_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkout(tmp_path, monkeypatch, "attention", "weights")
+    assert cli.main(["bench", "speed"]) == 2
+    said = "foci bench: expected one of the benchmarks attention, weights, received 'speed'\n"
+    assert capsys.readouterr().err == said
+
+
+def test_bench_outside_a_checkout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkout(tmp_path, monkeypatch)
+    assert cli.main(["bench"]) == 2
+    assert "found none: they come with a source checkout, not the wheel" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    command = f"{sys.executable} -m foci explain 'Jane is hungry.' | head -n 1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+    assert done.stdout == "Attention, step by step\n"
+    assert done.stderr == ""
