@@ -107,9 +107,14 @@ def pairs_at_once(call: Call) -> int:
 
 def budget(call: Call) -> tuple[int, int]:
     if call.q.device.type == "cpu":
-        cores = torch.get_num_threads()
-        return CPU_ENTRIES * cores, cores
+        return CPU_ENTRIES * threads(), threads()
     return GPU_ENTRIES, call.q.shape[0] * call.q.shape[1]
+
+
+@torch.compiler.assume_constant_result
+def threads() -> int:
+    """A plain number to a compiler, which cannot trace the question."""
+    return torch.get_num_threads()
 
 
 def strips(call: Call) -> Iterator[Strip]:
@@ -128,7 +133,7 @@ def segments_of(call: Call, rows: int) -> list[list[Segment]]:
     strips = -(-queries // rows)
     if call.mask is None:
         return [[Segment(0, keys, 0, keys)]] * strips
-    if torch.compiler.is_compiling() and not call.mask.static:
+    if torch.compiler.is_compiling():
         return [[Segment(0, keys, keys, keys)]] * strips
     return spans_of(call).segments(rows)
 
