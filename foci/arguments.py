@@ -161,6 +161,25 @@ def prepare(
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not agree(query, key, value):
+        refuse_tensors(query, key, value)
+
+
+def agree(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """The quick look that every good call passes; `refuse_tensors` says what is wrong with the others."""
+    try:
+        return (
+            query.dim() == key.dim() == value.dim() >= 2
+            and query.dtype == key.dtype == value.dtype
+            and query.dtype in FLOATS
+            and query.device == key.device == value.device
+            and key.shape[-2] == value.shape[-2]
+        )
+    except AttributeError:
+        return False
+
+
+def refuse_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}")

@@ -6,13 +6,13 @@ B batch, H heads, R rows (queries) of the tile, C columns (keys) of the tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """The sizes of one call: what a mask or a bias has to fit."""
 
     batch: tuple[int, ...]

@@ -1,21 +1,160 @@
-"""The fused kernels that PyTorch has on CUDA: cuDNN on Hopper and later, flash elsewhere, efficient for float32.
+"""The fused kernels that PyTorch has on CUDA, each called by its own name: cuDNN on Hopper and later, else flash, and
+efficient for float32 and for dense masks. What they leave to the caller is put right here once.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, D width.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any, NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foci.arguments import Call
 
+aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 
 
-def reasons(call: Call, masked: bool) -> list[str]:
-    return ["not yet"]
+class Fused(NamedTuple):
+    """What a kernel returns, and what its backward wants back."""
+
+    out: Tensor
+    lse: Tensor  # (B, H, Tq)
+    saved: tuple[Any, ...]
 
 
-def run(call: Call, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    raise NotImplementedError
+@cache
+def hopper_or_later(index: int) -> bool:
+    return torch.cuda.get_device_capability(index)[0] >= 9
+
+
+def kernel(call: Call, causal: str, masked: bool) -> str | None:
+    """The fastest kernel that takes the call; None where there is none."""
+    width = max(call.q.shape[-1], call.v.shape[-1])
+    if call.q.dtype == torch.float64 or width > 256:
+        return None
+    if call.q.dtype == torch.float32 or masked:
+        return None if causal == "last" else "efficient"
+    if causal != "last" and width <= 128 and hopper_or_later(call.q.device.index or 0) and torch.backends.cudnn.is_available():
+        return "cudnn"
+    return "flash"
+
+
+def reasons(call: Call, causal: str, masked: bool) -> list[str]:
+    if call.q.dtype == torch.float64:
+        return ["there is no fused kernel for float64 on CUDA"]
+    if max(call.q.shape[-1], call.v.shape[-1]) > 256:
+        return [f"these kernels take widths up to 256, not {max(call.q.shape[-1], call.v.shape[-1])}"]
+    if kernel(call, causal, masked) is None:
+        return ["causal with unequal lengths in float32 is not part of these kernels"]
+    return []
+
+
+def run(call: Call, scale: float, causal: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    name = kernel(call, causal, mask is not None)
+    assert name is not None
+    width = -(-max(call.q.shape[-1], call.v.shape[-1]) // 8) * 8
+    q, k, v = (padded(t, width) for t in (call.q, call.k, call.v))
+    if name == "efficient":
+        k, v = (repeated(t, call.group) for t in (k, v))
+        mask = None if mask is None else aligned(mask, call)
+    if call.needs_lse:
+        out, lse = WithLse.apply(q, k, v, mask, name, scale, causal != "none", call.dropout)
+    else:
+        out, lse = forward(name, q, k, v, mask, scale, causal != "none", call.dropout, False)[0], None
+    return out[..., : call.v.shape[-1]] if width != call.v.shape[-1] else out, lse
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """Zeros up to the width: they add nothing to a dot product. The kernels read rows as contiguous."""
+    x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def repeated(x: Tensor, group: int) -> Tensor:
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def aligned(mask: Tensor, call: Call) -> Tensor:
+    """Expanded as the kernel wants it; its rows must start at multiples of 16 bytes."""
+    keys = call.k.shape[2]
+    room = F.pad(mask.expand(*mask.shape[:3], keys), (0, -keys % 16))[..., :keys]
+    return room.expand(*call.q.shape[:3], keys)
+
+
+def forward(
+    name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, dropout: float, lse: bool
+) -> Any:
+    if name == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, lse or needs_backward(q, k, v), dropout, causal, False, scale=scale)
+    if name == "flash":
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, mask, lse or needs_backward(q, k, v), dropout, causal, scale=scale
+    )
+
+
+def needs_backward(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+class WithLse(torch.autograd.Function):
+    """A fused kernel with a log-sum-exp that gradients pass through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, name: str, scale: float, causal: bool, dropout: float
+    ) -> tuple[Tensor, Tensor]:
+        found = forward(name, q, k, v, mask, scale, causal, dropout, True)
+        out, raw_lse = found[0], found[1]
+        ctx.save_for_backward(q, k, v, mask, out, raw_lse)
+        ctx.rest, ctx.name, ctx.scale, ctx.causal, ctx.dropout = found[2:], name, scale, causal, dropout
+        ctx.set_materialize_grads(False)
+        return out, tidy_lse(raw_lse, q)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        from foci.backends.sdpa import with_lse_column
+
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        if d_out is None and d_lse is None:
+            return (None,) * 8
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        width, name = q.shape[-1], ctx.name
+        if d_lse is not None:
+            q, k, v, out, d_out = with_lse_column(q, k, v, out, d_out, d_lse)
+            name = "flash" if name == "cudnn" else name
+            lse = tidy_lse(lse, q).contiguous() if name == "flash" else lse
+        grads = backward(name, ctx, d_out, q, k, v, out, lse, mask)
+        return (*(g[..., :width] for g in grads[:3]), None, None, None, None, None)
+
+
+def backward(
+    name: str, ctx: Any, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+) -> Any:
+    queries, keys, rest = q.shape[2], k.shape[2], ctx.rest
+    if name == "cudnn":
+        cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            d_out, q, k, v, out, lse, seed, offset, mask, cum_q, cum_k, max_q, max_k, ctx.dropout, ctx.causal, scale=ctx.scale
+        )
+    if name == "flash":
+        seed = rest[4] if ctx.name == "flash" else torch.zeros(2, dtype=torch.uint64, device=q.device)
+        offset = rest[5] if ctx.name == "flash" else torch.zeros((), dtype=torch.uint64, device=q.device)
+        return aten._scaled_dot_product_flash_attention_backward(
+            d_out, q, k, v, out, lse, None, None, queries, keys, ctx.dropout, ctx.causal, seed, offset, scale=ctx.scale
+        )
+    seed, offset = rest
+    return aten._scaled_dot_product_efficient_attention_backward(
+        d_out, q, k, v, mask, out, lse, seed, offset, ctx.dropout, [True, True, True, False], ctx.causal, scale=ctx.scale
+    )
+
+
+def tidy_lse(lse: Tensor, q: Tensor) -> Tensor:
+    """(B, H, Tq): cuDNN adds an axis, efficient rounds the length up, flash marks rows that see nothing by +inf."""
+    lse = lse.squeeze(-1) if lse.dim() == 4 else lse[..., : q.shape[2]]
+    return torch.where(lse == torch.inf, -torch.inf, lse)

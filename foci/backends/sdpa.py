@@ -70,27 +70,35 @@ def device_reasons(call: Call) -> list[str]:
         return ["these kernels have no batching rule for torch.func.vmap: give the batch dimension to the call instead"]
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return ["an empty tensor"]
-    if call.q.device.type == "cuda":
-        return cuda_sdpa.reasons(call, dense_mask(call) is not None)
-    if call.q.device.type != "cpu":
-        return [f"there is no fused kernel for {call.q.device.type}"]
+    device = call.extent.device.type
+    if device == "cuda":
+        masked = dense_mask(call) is not None or call.bias is not None
+        return cuda_sdpa.reasons(call, causal_kind(call) or "none", masked)
+    if device != "cpu":
+        return [f"there is no fused kernel for {device}"]
     return ["dropout: on a CPU it would build the matrix"] if call.dropout else []
 
 
-def causal_kind(call: Call) -> bool | None:
-    """Whether the kernel's own causal flag serves the mask (True), no mask is needed (False), or neither (None)."""
+def causal_kind(call: Call) -> str | None:
+    """How the kernel's own causal flag serves the mask; None where it does not.
+
+    "none": nothing is hidden. "equal": a square matrix. "last": the last query stands at the last key, which only
+    CUDA's flash kernel means by its flag.
+    """
     mask = call.mask
     if mask is None:
-        return False
-    if not isinstance(mask, Causal):
+        return "none"
+    if not isinstance(mask, Causal) or (mask.offset is None and call.positions is not None):
         return None
-    queries, keys = call.q.shape[2], call.k.shape[2]
-    if mask.offset is None and call.positions is not None:
-        return None
+    queries, keys = call.extent.queries, call.extent.keys
     offset = keys - queries if mask.offset is None else mask.offset
     if offset >= keys - 1:
-        return False
-    return True if queries == keys and offset == 0 else None
+        return "none"
+    if offset != keys - queries:
+        return None
+    if queries == keys:
+        return "equal"
+    return "last" if call.extent.device.type == "cuda" else None
 
 
 def dense_mask(call: Call) -> Mask | None:
@@ -102,10 +110,12 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
     scale = dot.score.factor(dot.q.shape[-1])
-    causal = bool(causal_kind(call))
-    if call.q.device.type == "cuda":
-        return cuda_sdpa.run(dot, scale, causal, attn_mask(dot))
-    return cpu(dot, scale, causal, attn_mask(dot))
+    causal = causal_kind(call) or "none"
+    if call.extent.device.type == "cuda":
+        out, lse = cuda_sdpa.run(dot, scale, causal, attn_mask(dot))
+    else:
+        out, lse = cpu(dot, scale, causal == "equal", attn_mask(dot))
+    return out, lse
 
 
 def attn_mask(call: Call) -> Tensor | None:
