@@ -1,0 +1,29 @@
+"""Memory that is handed out holds NaN, so that an answer that nobody wrote shows."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def poisoned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a CPU PyTorch fills memory itself; its switch also changes which CUDA kernels run, so there only ours is."""
+    for holder, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")):
+        monkeypatch.setattr(holder, name, filling(getattr(holder, name)))
+    if "cuda" in request.node.name:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def filling(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def filled(*arguments: Any, **options: Any) -> Tensor:
+        memory = allocate(*arguments, **options)
+        return memory.fill_(torch.nan) if memory.is_floating_point() else memory
+
+    return filled

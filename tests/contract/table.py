@@ -1,0 +1,51 @@
+"""served.csv: what a backend refuses. It must serve everything else, so a line too many fails like a line too few.
+
+A line names values of at most two choices, separated by spaces; an empty field stands for all of them.
+"""
+
+from __future__ import annotations
+
+import csv
+from functools import cache
+from pathlib import Path
+
+from tests.contract.cells import CHOICES, Cell, possible
+from tests.contract.pairwise import Place, Row, pairwise
+
+NAMED = ("shape", "mask", "bias", "score")
+Line = dict[str, frozenset[str]]
+
+
+@cache
+def refused_lines(device: str, backend: str) -> list[Line]:
+    """The lines of a backend: the values that each of them names, by choice."""
+    with (Path(__file__).parent / "served.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if (row["device"], row["backend"]) == (device, backend)]
+    return [{name: frozenset(row[name].split()) for name in NAMED if row[name]} for row in rows]
+
+
+def must_refuse(device: str, backend: str, cell: Cell) -> bool:
+    return any(matches(line, cell) for line in refused_lines(device, backend))
+
+
+def matches(line: Line, cell: Cell) -> bool:
+    return all(cell[name] in values for name, values in line.items())
+
+
+@cache
+def all_cells() -> tuple[Cell, ...]:
+    """Every pair of choices that can be made in one call."""
+    return tuple(pairwise(CHOICES, possible))
+
+
+@cache
+def served_cells(device: str, backend: str) -> tuple[Row, ...]:
+    """Every pair of choices that the backend must serve."""
+    lines = refused_lines(device, backend)
+
+    def compatible(one: Place, other: Place) -> bool:
+        pair = dict((one, other))
+        refused = any(line.keys() <= pair.keys() and matches(line, pair) for line in lines)
+        return possible(one, other) and not refused
+
+    return tuple(pairwise(CHOICES, compatible))

@@ -1,0 +1,188 @@
+"""The contract: every backend equals the reference within the tolerance, or refuses with a reason.
+
+Every pair of choices (shape, mask, bias, score, dtype, sink, with or without the log-sum-exp) is run by default, every
+combination of shape, mask, bias and score with -m slow, and the same cells on a GPU with -m gpu.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import cycle, islice, product
+from unittest import mock
+
+import pytest
+import torch
+
+import foci
+from foci import backends
+from foci.backends import BACKENDS, NAMES, blocked
+from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
+from tests.contract.cells import CHOICES, SHAPES, Cell, name_of, possible, problem_of
+from tests.contract.pairwise import pairs_of
+from tests.contract.table import NAMED, all_cells, matches, must_refuse, refused_lines, served_cells
+
+MODULES = dict(zip(NAMES, BACKENDS, strict=True))
+FREE = ("dtype", "sink", "lse")
+EMPTY_ROWS = ("causal", "padding", "left_padding", "documents", "entries", "outside")
+
+
+@cache
+def expected(name: str) -> tuple[Tensors, Tensors]:
+    """The truth of a cell, and how far eager code is from it."""
+    cell = dict(zip(CHOICES, name.split("-"), strict=True))
+    problem = problem_of(cell)
+    true = truth(problem, lse=cell["lse"] == "lse")
+    return true, eager_errors(problem, true)
+
+
+def run_and_check(cell: Cell, backend: str, device: str = "cpu") -> None:
+    problem = problem_of(cell)
+    module = MODULES[backend]
+    with mock.patch.object(module, "run", wraps=module.run) as run:
+        found = answers(problem, backend, device=device, lse=cell["lse"] == "lse")
+    assert run.call_count == 1
+    check(found, *expected(name_of(cell)), problem.dtype)
+
+
+def plan_of(problem: Problem, cell: Cell, device: str = "cpu", backend: str | None = None) -> backends.Plan:
+    arguments = problem.arguments(problem.leaves(problem.dtype, device))
+    return foci.plan(**arguments, backend=backend, return_weights=cell["lse"] == "lse")
+
+
+def cells_of(*names: str) -> list[object]:
+    return [
+        pytest.param(backend, cell, id=f"{backend}-{name_of(cell)}")
+        for backend in names
+        for cell in served_cells("cpu", backend)
+    ]
+
+
+@pytest.mark.parametrize(("backend", "cell"), cells_of(*NAMES))
+def test_a_backend_equals_the_reference(backend: str, cell: Cell) -> None:
+    assert plan_of(problem_of(cell), cell, backend=backend).chosen == backend
+    run_and_check(cell, backend)
+
+
+@pytest.mark.parametrize(("backend", "cell"), cells_of("blocked"))
+def test_strips_of_a_few_entries_equal_the_reference(backend: str, cell: Cell) -> None:
+    with mock.patch.object(blocked, "CPU_ENTRIES", 48 // torch.get_num_threads()):
+        run_and_check(cell, backend)
+
+
+def test_strips_of_a_few_entries_are_many() -> None:
+    q = torch.zeros(2, 4, 13, 8)
+    with (
+        mock.patch.object(blocked, "CPU_ENTRIES", 48 // torch.get_num_threads()),
+        mock.patch.object(blocked, "attend", wraps=blocked.attend) as attend,
+    ):
+        foci.attention(q, q, q, mask=foci.window(3), backend="blocked")
+    assert attend.call_count > 16
+
+
+@pytest.mark.parametrize("cell", all_cells(), ids=name_of)
+def test_the_table_says_who_serves_what(cell: Cell) -> None:
+    problem = problem_of(cell)
+    plan = plan_of(problem, cell)
+    assert set(plan.refusals) == {name for name in NAMES if must_refuse("cpu", name, cell)}
+    assert all(reason for reasons in plan.refusals.values() for reason in reasons)
+    serving = [name for name in NAMES if name not in plan.refusals and name != "reference"]
+    assert plan.chosen == serving[0]
+    for name, reasons in plan.refusals.items():
+        with pytest.raises(ValueError, match=f"backend '{name}' refuses this call") as caught:
+            answers(problem, name)
+        assert all(reason in str(caught.value) for reason in reasons)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_every_line_of_the_table_decides_something(backend: str) -> None:
+    lines = refused_lines("cpu", backend)
+    cells = [dict(zip(NAMED, values, strict=True)) for values in product(*(CHOICES[name] for name in NAMED))]
+    deciding = [[matches(line, cell) for line in lines] for cell in cells]
+    for index, line in enumerate(lines):
+        assert len(line) <= 2
+        assert all(values <= set(CHOICES[name]) for name, values in line.items())
+        assert any(row[index] and sum(row) == 1 for row in deciding), f"line {index} of {backend} is not needed"
+
+
+@pytest.mark.parametrize("backend", [name for name in NAMES if served_cells("cpu", name)])
+def test_the_default_run_holds_every_pair(backend: str) -> None:
+    met = {pair for cell in served_cells("cpu", backend) for pair in pairs_of(cell, CHOICES)}
+    for shape, mask in product(CHOICES["shape"], CHOICES["mask"]):
+        cell = dict.fromkeys(CHOICES, "none") | {"shape": shape, "mask": mask, "score": "dot"}
+        assert ((("shape", shape), ("mask", mask)) in met) != must_refuse("cpu", backend, cell)
+
+
+def empty_row_cells() -> list[object]:
+    """Calls with rows that see nothing, for every backend that serves them."""
+    plain = dict.fromkeys(CHOICES, "none") | {"dtype": "f32", "lse": "lse"}
+    choices = product(["dot", "additive"], ["more_queries", "square"], EMPTY_ROWS)
+    cells = [plain | {"score": score, "shape": shape, "mask": mask} for score, shape, mask in choices]
+    return [
+        pytest.param(backend, cell, id=f"{backend}-{name_of(cell)}")
+        for backend, cell in product(NAMES, cells)
+        if not must_refuse("cpu", backend, cell) and (cell["mask"], cell["shape"]) != ("causal", "square")
+    ]
+
+
+@pytest.mark.parametrize(("backend", "cell"), empty_row_cells())
+def test_a_row_that_sees_nothing_gives_zeros(backend: str, cell: Cell) -> None:
+    found = answers(problem_of(cell), backend)
+    empty = truth(problem_of(cell))["lse"].isneginf()
+    assert bool(empty.any())
+    assert bool((found["out"][empty] == 0).all())
+    assert torch.equal(found["lse"].isneginf(), empty)
+    assert bool((found["gradient of query"][empty] == 0).all())
+    assert all(bool(tensor.isfinite().all()) for name, tensor in found.items() if name != "lse")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", all_cells(), ids=name_of)
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("device", ["cuda"])
+def test_on_a_gpu_a_backend_equals_the_reference_or_refuses(device: str, backend: str, cell: Cell) -> None:
+    problem = problem_of(cell)
+    reasons = plan_of(problem, cell, device).refusals.get(backend)
+    if reasons is None:
+        run_and_check(cell, backend, device)
+        return
+    assert all(reasons)
+    with pytest.raises(ValueError, match=f"backend '{backend}' refuses this call"):
+        answers(problem, backend, device=device)
+
+
+def every_cell(shape: str, mask: str) -> list[Cell]:
+    """Every bias and score; dtype, sink and log-sum-exp take turns, so that all of their combinations occur."""
+    turns = cycle(product(*(CHOICES[name] for name in FREE)))
+    combinations = list(product(CHOICES["bias"], CHOICES["score"]))
+    cells = []
+    for (bias, score), free in zip(combinations, islice(turns, len(combinations)), strict=True):
+        cell = {"shape": shape, "mask": mask, "bias": bias, "score": score} | dict(zip(FREE, free, strict=True))
+        if SHAPES[shape].heads is None:
+            cell["sink"] = "none"
+        if all(possible(*pair) for pair in pairs_of(cell, CHOICES)):
+            cells.append(cell)
+    return cells
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", CHOICES["shape"])
+@pytest.mark.parametrize("mask", CHOICES["mask"])
+def test_every_combination_equals_the_reference_or_is_refused(shape: str, mask: str) -> None:
+    for cell in every_cell(shape, mask):
+        refusals = plan_of(problem_of(cell), cell).refusals
+        assert set(refusals) == {name for name in NAMES if must_refuse("cpu", name, cell)}, name_of(cell)
+        for backend in NAMES:
+            if backend not in refusals:
+                run_and_check(cell, backend)
+
+
+def test_the_choices_of_the_table_are_those_of_the_cells() -> None:
+    assert set(NAMED) | set(FREE) == set(CHOICES)
+
+
+def test_memory_that_nobody_wrote_shows() -> None:
+    assert bool(torch.empty(3).isnan().all())
+    assert bool(torch.zeros(3).new_empty(2).isnan().all())
+    assert bool(torch.empty_like(torch.zeros(2)).isnan().all())
+    # Inside PyTorch's own kernels too.
+    assert bool(torch.ops.aten.empty.memory_format([3]).isnan().all())
