@@ -1,9 +1,10 @@
 """foci: attention at the speed of fused kernels, with the attention matrix in reach."""
 
+from foci.algebra import Mask
 from foci.biases import ALiBi, Bias, Buckets, Relative
 from foci.cache import Cache
 from foci.call import attention, merge, plan
-from foci.masks import Mask, causal, documents, from_function, padding, prefix, window
+from foci.masks import causal, documents, from_function, padding, prefix, window
 from foci.positions import rotary, sinusoidal
 from foci.scores import Additive, Cosine, Dot, General, Score
 from foci.weights import Weights

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.algebra import Mask, as_mask
 from foci.biases import Bias, as_bias
-from foci.masks import Mask, as_mask, on_device
+from foci.fitting import on_device
 from foci.scores import Dot, Score
 from foci.where import Extent, Where
 
@@ -90,7 +91,11 @@ class Call:
         """The same call for some of its sequences and heads; whole groups of heads that share keys stay views."""
         chosen = range(self.q.shape[1])[heads]
         shared = [h // self.group for h in chosen]
-        aligned = len(shared) == 0 or len(set(shared)) == 1 or (heads.step in {None, 1} and len(chosen) % self.group == 0 and chosen[0] % self.group == 0)
+        aligned = (
+            len(shared) == 0
+            or len(set(shared)) == 1
+            or (heads.step in {None, 1} and len(chosen) % self.group == 0 and chosen[0] % self.group == 0)
+        )
         kv = slice(shared[0], shared[-1] + 1) if aligned and shared else torch.tensor(shared, device=self.q.device)
         k, v = self.k[batches][:, kv], self.v[batches][:, kv]
         return replace(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foci.masks import four_dimensional, on_device
+from foci.fitting import four_dimensional, on_device
 from foci.scores import fits
 from foci.where import Extent, Where
 

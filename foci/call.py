@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from foci import backends
+from foci.algebra import Mask
 from foci.arguments import Call, prepare
 from foci.biases import Bias
-from foci.masks import Mask
 from foci.scores import Dot, Score
 from foci.weights import Weights
 

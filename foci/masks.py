@@ -1,10 +1,10 @@
-"""Who may look at whom.
+"""Who may look at whom: the kinds of masks, joined by `&`, `|`, `~` with each other and with bool tensors.
 
-A mask is a small object with one question, `visible(where)`, and the algebra `&`, `|`, `~`:
-
-    >>> print(causal & window(2))
-    window(2) & causal, 6 queries and 6 keys
-    ...
+    >>> print((causal & window(1)).draw(4))
+    ■ · · ·
+    ■ ■ · ·
+    · ■ ■ ·
+    · · ■ ■
 
 B batch, Tq queries, Tk keys. True always means "may look".
 """
@@ -17,79 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foci.algebra import Mask
+from foci.fitting import on_device, refuse_unless, taken, whole_numbers
 from foci.spans import Spans
 from foci.where import Extent, Where
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-class Mask:
-    """Says which keys a query may look at; joined by `&`, `|`, `~` with masks and with bool tensors."""
-
-    def visible(self, where: Where) -> Tensor:
-        """True where the query may look at the key; broadcasts to (B, H, R, C)."""
-        raise NotImplementedError
-
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
-        """The keys that each query sees, as runs of key indices; `positioned`: positions were given by the caller."""
-        return Spans.everything(extent)
-
-    def fit(self, extent: Extent) -> Mask:
-        """The same mask, checked against a call and with its tensors in normal form."""
-        return self
-
-    @property
-    def static(self) -> bool:
-        """Whether the mask is made of plain numbers only, so that its spans cost no read of a device."""
-        return True
-
-    def __and__(self, other: Mask | Tensor) -> Mask:
-        return Both(self, as_mask(other))
-
-    def __or__(self, other: Mask | Tensor) -> Mask:
-        return Either(self, as_mask(other))
-
-    def __invert__(self) -> Mask:
-        return Opposite(self)
-
-    __rand__ = __and__
-    __ror__ = __or__
-
-    def draw(self, queries: int = 6, keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
-        """A small drawing: a row per query, a column per key, ■ where the query may look.
-
-        >>> print(causal.draw(2, 5))
-        ■ ■ ■ ■ ·
-        ■ ■ ■ ■ ■
-        """
-        return draw(self, queries, queries if keys is None else keys, batch, head)
-
-    def __str__(self) -> str:
-        queries, keys, batch = self._drawn()
-        fitted = self.fit(Extent((batch,), 1, queries, keys, torch.device("cpu")))
-        return f"{self!r}, {queries} queries and {keys} keys\n{draw(fitted, queries, keys, 0, 0)}"
-
-    def _drawn(self) -> tuple[int, int, int]:
-        """How many queries, keys and sequences a drawing needs."""
-        return 6, 6, 1
-
-
-def as_mask(mask: Mask | Tensor) -> Mask:
-    if isinstance(mask, Mask):
-        return mask
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = f"a {mask.dtype} tensor" if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask must be a foci mask or a bool tensor (True = may look), but got {got}")
-    return Entries(mask)
-
-
-def draw(mask: Mask, queries: int, keys: int, batch: int, head: int) -> str:
-    query, key = torch.arange(queries).view(-1, 1), torch.arange(keys).view(1, -1)
-    where = Where(
-        torch.tensor(batch), torch.tensor(head), query, key, query + keys - queries, key
-    )
-    seen = mask.visible(where).cpu().broadcast_to(queries, keys).tolist()
-    return "\n".join(" ".join("■" if entry else "·" for entry in row) for row in seen)
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -193,7 +126,9 @@ class Padding(Mask):
 
     def fit(self, extent: Extent) -> Mask:
         lengths = on_device(self.lengths, extent, "padding lengths")
-        if lengths.shape not in {extent.batch, (extent.flat_batch,)} and not (not extent.batch and lengths.numel() == 1):
+        if lengths.shape not in {extent.batch, (extent.flat_batch,)} and not (
+            not extent.batch and lengths.numel() == 1
+        ):
             raise ValueError(
                 f"padding expects one length per sequence, shape {tuple(extent.batch)}, but got {tuple(lengths.shape)}"
             )
@@ -319,112 +254,6 @@ class FromFunction(Mask):
         return f"from_function({getattr(self.function, '__name__', 'f')})"
 
 
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
-class Entries(Mask):
-    """A bool tensor that broadcasts to the attention matrix."""
-
-    entries: Tensor
-
-    def visible(self, where: Where) -> Tensor:
-        if self.entries.dim() != 4:
-            return self.entries.broadcast_to(where.query.shape[-2], where.key.shape[-1])
-        return where.pick(self.entries)
-
-    def fit(self, extent: Extent) -> Mask:
-        return Entries(four_dimensional(on_device(self.entries, extent, "mask"), extent, "mask"))
-
-    def _drawn(self) -> tuple[int, int, int]:
-        return (*(self.entries.shape[-2:] if self.entries.dim() > 1 else (1, self.entries.shape[-1])), 1)
-
-    def __str__(self) -> str:
-        rows, columns, _ = self._drawn()
-        one = Entries(self.entries.reshape(-1, rows, columns)[0])
-        return f"{self!r}, {rows} queries and {columns} keys\n{draw(one, rows, columns, 0, 0)}"
-
-    def __repr__(self) -> str:
-        return f"bool tensor {tuple(self.entries.shape)}"
-
-
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
-class Both(Mask):
-    """Visible where both masks allow it."""
-
-    left: Mask
-    right: Mask
-
-    def visible(self, where: Where) -> Tensor:
-        return self.left.visible(where) & self.right.visible(where)
-
-    def fit(self, extent: Extent) -> Mask:
-        return Both(self.left.fit(extent), self.right.fit(extent))
-
-    @property
-    def static(self) -> bool:
-        return self.left.static and self.right.static
-
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
-        return self.left.spans(extent, positioned) & self.right.spans(extent, positioned)
-
-    def _drawn(self) -> tuple[int, int, int]:
-        return joined(self.left, self.right)
-
-    def __repr__(self) -> str:
-        return f"{bracketed(self.left, Either)} & {bracketed(self.right, Either)}"
-
-
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
-class Either(Mask):
-    """Visible where at least one of the masks allows it."""
-
-    left: Mask
-    right: Mask
-
-    def visible(self, where: Where) -> Tensor:
-        return self.left.visible(where) | self.right.visible(where)
-
-    def fit(self, extent: Extent) -> Mask:
-        return Either(self.left.fit(extent), self.right.fit(extent))
-
-    @property
-    def static(self) -> bool:
-        return self.left.static and self.right.static
-
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
-        return self.left.spans(extent, positioned) | self.right.spans(extent, positioned)
-
-    def _drawn(self) -> tuple[int, int, int]:
-        return joined(self.left, self.right)
-
-    def __repr__(self) -> str:
-        return f"{bracketed(self.left, Both)} | {bracketed(self.right, Both)}"
-
-
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
-class Opposite(Mask):
-    """Visible where the mask does not allow it."""
-
-    mask: Mask
-
-    def visible(self, where: Where) -> Tensor:
-        return ~self.mask.visible(where)
-
-    def fit(self, extent: Extent) -> Mask:
-        return Opposite(self.mask.fit(extent))
-
-    @property
-    def static(self) -> bool:
-        return self.mask.static
-
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
-        return ~self.mask.spans(extent, positioned)
-
-    def _drawn(self) -> tuple[int, int, int]:
-        return self.mask._drawn()
-
-    def __repr__(self) -> str:
-        return f"~{bracketed(self.mask, Both, Either)}"
-
-
 causal = Causal()
 
 
@@ -470,63 +299,6 @@ def from_function(function: Predicate) -> Mask:
     if not callable(function):
         raise TypeError(f"from_function takes a function of four index tensors, but got {type(function).__name__}")
     return FromFunction(function)
-
-
-def whole_numbers(values: Tensor | list[int], name: str) -> Tensor:
-    tensor = torch.as_tensor(values)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} must be whole numbers, but got {tensor.dtype}")
-    return tensor
-
-
-def taken(ids: Tensor, batch: Tensor, index: Tensor) -> Tensor:
-    """ids[batch, index], where ids may hold one row for the whole batch, or none of the batch dimension."""
-    if ids.dim() == 1:
-        return ids[index]
-    return ids[torch.zeros_like(batch) if ids.shape[0] == 1 else batch, index]
-
-
-def on_device(tensor: Tensor, extent: Extent, name: str) -> Tensor:
-    if tensor.device != extent.device and tensor.device.type != "cpu":
-        raise ValueError(f"{name} must be on {extent.device} like the queries, but it is on {tensor.device}")
-    return tensor.to(extent.device)
-
-
-def refuse_unless(condition: Tensor, message: Callable[[], str]) -> None:
-    """Raises on a CPU; asserts without a sync on a GPU and while compiling."""
-    if torch.compiler.is_compiling():
-        torch._assert_async(condition.all(), "a value of this call is out of range")
-    elif condition.device.type == "cpu":
-        if not bool(condition.all()):
-            raise ValueError(message())
-    else:
-        torch._assert_async(condition.all())
-
-
-def four_dimensional(tensor: Tensor, extent: Extent, name: str) -> Tensor:
-    """A tensor that broadcasts to the attention matrix, as (B or 1, H or 1, Tq or 1, Tk or 1)."""
-    full = extent.full
-    if tensor.dim() > len(full) or any(
-        n not in {1, m} for n, m in zip(reversed(tensor.shape), reversed(full), strict=False)
-    ):
-        raise ValueError(f"{name} must broadcast to {full}, but got shape {tuple(tensor.shape)}")
-    tensor = tensor.reshape((1,) * (len(full) - tensor.dim()) + tuple(tensor.shape))
-    if extent.heads is None:
-        tensor = tensor.unsqueeze(-3)
-    batch, rest = tensor.shape[:-3], tensor.shape[-3:]
-    if all(n == 1 for n in batch):
-        return tensor.reshape(1, *rest)
-    return tensor.expand(*extent.batch, *rest).reshape(-1, *rest)
-
-
-def joined(left: Mask, right: Mask) -> tuple[int, int, int]:
-    """The sizes of a drawing that shows both masks; one with tensors decides."""
-    sizes = [mask._drawn() for mask in (left, right) if not mask.static or isinstance(mask, Entries)]
-    return max(sizes, default=(6, 6, 1))
-
-
-def bracketed(mask: Mask, *kinds: type[Mask]) -> str:
-    return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)
 
 
 def shown(tensor: Tensor) -> str:

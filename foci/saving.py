@@ -1,4 +1,4 @@
-"""A `Weights` as one safetensors file: tensors by name, and how they belong together as JSON. Nothing is ever executed."""
+"""Things made of tensors as one safetensors file: tensors by name, how they belong together as JSON. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
-import torch
 from torch import Tensor
 
-from foci import biases, masks, scores
+from foci import algebra, biases, masks, scores
 
 FORMAT = "foci.weights/1"
 KINDS = {
     kind.__name__: kind
     for kind in (
         *(scores.Dot, scores.Additive, scores.General, scores.Cosine),
-        *(masks.Causal, masks.Window, masks.Padding, masks.Documents, masks.Prefix, masks.Entries),
-        *(masks.Both, masks.Either, masks.Opposite),
+        *(masks.Causal, masks.Window, masks.Padding, masks.Documents, masks.Prefix, algebra.Entries),
+        *(algebra.Both, algebra.Either, algebra.Opposite),
         *(biases.ALiBi, biases.Buckets, biases.Relative, biases.Added),
     )
 }
@@ -29,25 +29,32 @@ def save(path: str | os.PathLike[str], described: dict[str, Any]) -> None:
     """Writes to the side and renames, so that a file is whole or not there."""
     tensors: dict[str, Tensor] = {}
     content = json.dumps({"format": FORMAT, "content": packed(described, tensors, "")})
-    beside = f"{os.fspath(path)}.part"
-    safetensors().save_file(tensors, beside, metadata={"foci": content})
-    os.replace(beside, path)
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"the folder of {target} must be there to save into it, but {target.parent} is not")
+    beside = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        safetensors().save_file(tensors, beside, metadata={"foci": content})
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        with safetensors().safe_open(os.fspath(path), framework="pt") as file:
-            content = json.loads((file.metadata() or {})["foci"])
-            if content["format"] != FORMAT:
-                raise ValueError(f"expected format {FORMAT}, but got {content['format']!r}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        described = unpacked(content["content"], tensors)
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{os.fspath(path)} is not a whole file of foci weights: {error}") from error
+    """What `save` was given; raises ValueError where the file does not say that."""
+    with safetensors().safe_open(os.fspath(path), framework="pt") as file:
+        written = (file.metadata() or {}).get("foci")
+        if written is None:
+            raise ValueError("expected a safetensors file with an entry 'foci' in its metadata, but it has none")
+        content = json.loads(written)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            got = content.get("format") if isinstance(content, dict) else content
+            raise ValueError(f"expected the format {FORMAT!r}, but got {got!r}")
+        # A copy, so that nothing depends on the file from here on.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    described = unpacked(content.get("content"), tensors)
     if not isinstance(described, dict):
-        raise ValueError(f"{os.fspath(path)} is not a file of foci weights: expected a table of parts")
+        raise ValueError(f"expected a table of parts, but got {type(described).__name__}")
     return described
 
 
@@ -62,22 +69,43 @@ def packed(thing: Any, tensors: dict[str, Tensor], name: str) -> Any:
         return {"dict": {key: packed(item, tensors, f"{name}.{key}".lstrip(".")) for key, item in thing.items()}}
     if isinstance(thing, tuple | list):
         return {"tuple": [packed(item, tensors, f"{name}.{i}") for i, item in enumerate(thing)]}
-    if is_dataclass(thing) and type(thing).__name__ in KINDS:
+    if is_dataclass(thing) and KINDS.get(type(thing).__name__) is type(thing):
         parts = {f.name: packed(getattr(thing, f.name), tensors, f"{name}.{f.name}") for f in fields(thing)}
         return {"kind": type(thing).__name__, "fields": parts}
-    raise TypeError(f"weights with {thing!r} cannot be saved: code is never written to a file; pass a bool tensor instead")
+    raise TypeError(
+        f"weights with {thing!r} cannot be saved: a file holds no code, expected masks, scores and biases of foci's own"
+        " kinds (a bool tensor serves as any mask)"
+    )
 
 
 def unpacked(content: Any, tensors: dict[str, Tensor]) -> Any:
-    if not isinstance(content, dict):
+    """What `packed` was given."""
+    if content is None or isinstance(content, bool | int | float | str):
         return content
-    if "tensor" in content:
-        return tensors[content["tensor"]]
-    if "dict" in content:
-        return {key: unpacked(item, tensors) for key, item in content["dict"].items()}
-    if "tuple" in content:
-        return tuple(unpacked(item, tensors) for item in content["tuple"])
-    return KINDS[content["kind"]](**{key: unpacked(item, tensors) for key, item in content["fields"].items()})
+    match content:
+        case {"tensor": str(name)} if name in tensors:
+            return tensors[name]
+        case {"dict": dict(items)}:
+            return {key: unpacked(item, tensors) for key, item in items.items()}
+        case {"tuple": list(items)}:
+            return tuple(unpacked(item, tensors) for item in items)
+        case {"kind": str(kind), "fields": dict(items)}:
+            return made(kind, {key: unpacked(item, tensors) for key, item in items.items()})
+    raise ValueError(f"expected a number, a tensor of the file, a table or a known kind, but got {str(content)[:80]}")
+
+
+def made(name: str, parts: dict[str, Any]) -> Any:
+    """A score, a mask or a bias of its parts, each of the type that its kind declares."""
+    if name not in KINDS:
+        raise ValueError(f"expected one of the kinds {', '.join(KINDS)}, but got {name!r}")
+    kind = KINDS[name]
+    declared = get_type_hints(kind)
+    if parts.keys() != {field.name for field in fields(kind)}:
+        raise ValueError(f"expected {name} with {[field.name for field in fields(kind)]}, but got {list(parts)}")
+    for part, thing in parts.items():
+        if not isinstance(thing, declared[part]) and not (isinstance(thing, int) and isinstance(0.0, declared[part])):
+            raise ValueError(f"expected {name}.{part} to be {declared[part]}, but got {type(thing).__name__}")
+    return kind(**parts)
 
 
 def mapped(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:

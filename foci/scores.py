@@ -42,9 +42,7 @@ class Score:
 
     def part(self, heads: slice) -> Score:
         """The same score for some of the heads."""
-        chosen = {
-            name: tensor[heads] for name, tensor in self.tensors().items() if tensor.dim() == self._headed()
-        }
+        chosen = {name: tensor[heads] for name, tensor in self.tensors().items() if tensor.dim() == self._headed()}
         return replace(self, **chosen) if chosen else self  # type: ignore[type-var]
 
     @staticmethod
@@ -191,6 +189,8 @@ def fits(
     expected = [*plain, *headed]
     if not tensor.is_floating_point() or tuple(tensor.shape) not in expected:
         shapes = " or ".join(map(str, expected))
-        raise ValueError(f"{name} must be a float tensor of shape {shapes}, but got {tensor.dtype} {tuple(tensor.shape)}")
+        raise ValueError(
+            f"{name} must be a float tensor of shape {shapes}, but got {tensor.dtype} {tuple(tensor.shape)}"
+        )
     if tensor.device != q.device:
         raise ValueError(f"{name} must be on {q.device} like the queries, but it is on {tensor.device}")

@@ -39,7 +39,12 @@ def kernel(call: Call, causal: str, masked: bool) -> str | None:
         return None
     if call.q.dtype == torch.float32 or masked:
         return None if causal == "last" else "efficient"
-    if causal != "last" and width <= 128 and hopper_or_later(call.q.device.index or 0) and torch.backends.cudnn.is_available():
+    if (
+        causal != "last"
+        and width <= 128
+        and hopper_or_later(call.q.device.index or 0)
+        and torch.backends.cudnn.is_available()
+    ):
         return "cudnn"
     return "flash"
 
@@ -87,10 +92,20 @@ def aligned(mask: Tensor, call: Call) -> Tensor:
 
 
 def forward(
-    name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, dropout: float, lse: bool
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    dropout: float,
+    lse: bool,
 ) -> Any:
     if name == "cudnn":
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, lse or needs_backward(q, k, v), dropout, causal, False, scale=scale)
+        return aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, lse or needs_backward(q, k, v), dropout, causal, False, scale=scale
+        )
     if name == "flash":
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)
     return aten._scaled_dot_product_efficient_attention(
@@ -107,7 +122,15 @@ class WithLse(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, name: str, scale: float, causal: bool, dropout: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        name: str,
+        scale: float,
+        causal: bool,
+        dropout: float,
     ) -> tuple[Tensor, Tensor]:
         found = forward(name, q, k, v, mask, scale, causal, dropout, True)
         out, raw_lse = found[0], found[1]
@@ -140,7 +163,22 @@ def backward(
     if name == "cudnn":
         cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
         return aten._scaled_dot_product_cudnn_attention_backward(
-            d_out, q, k, v, out, lse, seed, offset, mask, cum_q, cum_k, max_q, max_k, ctx.dropout, ctx.causal, scale=ctx.scale
+            d_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            seed,
+            offset,
+            mask,
+            cum_q,
+            cum_k,
+            max_q,
+            max_k,
+            ctx.dropout,
+            ctx.causal,
+            scale=ctx.scale,
         )
     if name == "flash":
         seed = rest[4] if ctx.name == "flash" else torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -150,7 +188,19 @@ def backward(
         )
     seed, offset = rest
     return aten._scaled_dot_product_efficient_attention_backward(
-        d_out, q, k, v, mask, out, lse, seed, offset, ctx.dropout, [True, True, True, False], ctx.causal, scale=ctx.scale
+        d_out,
+        q,
+        k,
+        v,
+        mask,
+        out,
+        lse,
+        seed,
+        offset,
+        ctx.dropout,
+        [True, True, True, False],
+        ctx.causal,
+        scale=ctx.scale,
     )
 
 

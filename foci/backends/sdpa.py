@@ -1,4 +1,4 @@
-"""PyTorch's fused kernels: the fastest one of the device, chosen deliberately, with the log-sum-exp where it is asked for.
+"""PyTorch's fused kernels: the fastest one of the device, chosen deliberately, with the log-sum-exp where it is wanted.
 
 The private operators that return the log-sum-exp are touched here only, and what they leave to the caller is put right
 here once: its shape, -inf for rows that see nothing, equal widths, contiguous rows, no empty tensors.
@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foci.algebra import Entries, Mask
 from foci.arguments import Call
 from foci.backends import cuda_sdpa
 from foci.biases import Added
-from foci.masks import Causal, Entries, Mask, Padding
+from foci.masks import Causal, Padding
 from foci.scores import Additive, Dot
 
 NAME = "sdpa"

@@ -1,0 +1,198 @@
+"""Mask: one question, `visible(where)`, the algebra `&`, `|`, `~`, and a drawing. The kinds of masks are in masks.py.
+
+B batch, H heads, R queries and C keys of a tile. True always means "may look".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foci.fitting import four_dimensional, on_device
+from foci.spans import Spans
+from foci.where import Extent, Where
+
+
+class Mask:
+    """Says which keys a query may look at; joined by `&`, `|`, `~` with masks and with bool tensors."""
+
+    def visible(self, where: Where) -> Tensor:
+        """True where the query may look at the key; broadcasts to (B, H, R, C)."""
+        raise NotImplementedError
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        """The keys that each query sees, as runs of key indices; `positioned`: positions were given by the caller."""
+        return Spans.everything(extent)
+
+    def fit(self, extent: Extent) -> Mask:
+        """The same mask, checked against a call and with its tensors in normal form."""
+        return self
+
+    @property
+    def static(self) -> bool:
+        """Whether the mask is made of plain numbers only, so that its spans cost no read of a device."""
+        return True
+
+    def __and__(self, other: Mask | Tensor) -> Mask:
+        return Both(self, as_mask(other))
+
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        return Either(self, as_mask(other))
+
+    def __invert__(self) -> Mask:
+        return Opposite(self)
+
+    __rand__ = __and__
+    __ror__ = __or__
+
+    def draw(self, queries: int = 6, keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
+        """A small drawing: a row per query, a column per key, ■ where the query may look.
+
+        >>> print(causal.draw(2, 5))
+        ■ ■ ■ ■ ·
+        ■ ■ ■ ■ ■
+        """
+        return draw(self, queries, queries if keys is None else keys, batch, head)
+
+    def __str__(self) -> str:
+        queries, keys, batch = self._drawn()
+        fitted = self.fit(Extent((batch,), 1, queries, keys, torch.device("cpu")))
+        return f"{self!r}, {queries} queries and {keys} keys\n{draw(fitted, queries, keys, 0, 0)}"
+
+    def _drawn(self) -> tuple[int, int, int]:
+        """How many queries, keys and sequences a drawing needs."""
+        return 6, 6, 1
+
+
+def as_mask(mask: Mask | Tensor) -> Mask:
+    if isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = f"a {mask.dtype} tensor" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be a foci mask or a bool tensor (True = may look), but got {got}")
+    return Entries(mask)
+
+
+def draw(mask: Mask, queries: int, keys: int, batch: int, head: int) -> str:
+    query, key = torch.arange(queries).view(-1, 1), torch.arange(keys).view(1, -1)
+    where = Where(torch.tensor(batch), torch.tensor(head), query, key, query + keys - queries, key)
+    seen = mask.visible(where).cpu().broadcast_to(queries, keys).tolist()
+    return "\n".join(" ".join("■" if entry else "·" for entry in row) for row in seen)
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Entries(Mask):
+    """A bool tensor that broadcasts to the attention matrix."""
+
+    entries: Tensor
+
+    def visible(self, where: Where) -> Tensor:
+        if self.entries.dim() != 4:
+            return self.entries.broadcast_to(where.query.shape[-2], where.key.shape[-1])
+        return where.pick(self.entries)
+
+    def fit(self, extent: Extent) -> Mask:
+        return Entries(four_dimensional(on_device(self.entries, extent, "mask"), extent, "mask"))
+
+    def _drawn(self) -> tuple[int, int, int]:
+        return (*(self.entries.shape[-2:] if self.entries.dim() > 1 else (1, self.entries.shape[-1])), 1)
+
+    def __str__(self) -> str:
+        rows, columns, _ = self._drawn()
+        one = Entries(self.entries.reshape(-1, rows, columns)[0])
+        return f"{self!r}, {rows} queries and {columns} keys\n{draw(one, rows, columns, 0, 0)}"
+
+    def __repr__(self) -> str:
+        return f"bool tensor {tuple(self.entries.shape)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Both(Mask):
+    """Visible where both masks allow it."""
+
+    left: Mask
+    right: Mask
+
+    def visible(self, where: Where) -> Tensor:
+        return self.left.visible(where) & self.right.visible(where)
+
+    def fit(self, extent: Extent) -> Mask:
+        return Both(self.left.fit(extent), self.right.fit(extent))
+
+    @property
+    def static(self) -> bool:
+        return self.left.static and self.right.static
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        return self.left.spans(extent, positioned) & self.right.spans(extent, positioned)
+
+    def _drawn(self) -> tuple[int, int, int]:
+        return joined(self.left, self.right)
+
+    def __repr__(self) -> str:
+        return f"{bracketed(self.left, Either)} & {bracketed(self.right, Either)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Either(Mask):
+    """Visible where at least one of the masks allows it."""
+
+    left: Mask
+    right: Mask
+
+    def visible(self, where: Where) -> Tensor:
+        return self.left.visible(where) | self.right.visible(where)
+
+    def fit(self, extent: Extent) -> Mask:
+        return Either(self.left.fit(extent), self.right.fit(extent))
+
+    @property
+    def static(self) -> bool:
+        return self.left.static and self.right.static
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        return self.left.spans(extent, positioned) | self.right.spans(extent, positioned)
+
+    def _drawn(self) -> tuple[int, int, int]:
+        return joined(self.left, self.right)
+
+    def __repr__(self) -> str:
+        return f"{bracketed(self.left, Both)} | {bracketed(self.right, Both)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Opposite(Mask):
+    """Visible where the mask does not allow it."""
+
+    mask: Mask
+
+    def visible(self, where: Where) -> Tensor:
+        return ~self.mask.visible(where)
+
+    def fit(self, extent: Extent) -> Mask:
+        return Opposite(self.mask.fit(extent))
+
+    @property
+    def static(self) -> bool:
+        return self.mask.static
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        return ~self.mask.spans(extent, positioned)
+
+    def _drawn(self) -> tuple[int, int, int]:
+        return self.mask._drawn()
+
+    def __repr__(self) -> str:
+        return f"~{bracketed(self.mask, Both, Either)}"
+
+
+def joined(left: Mask, right: Mask) -> tuple[int, int, int]:
+    """The sizes of a drawing that shows both masks; one with tensors decides."""
+    sizes = [mask._drawn() for mask in (left, right) if not mask.static or isinstance(mask, Entries)]
+    return max(sizes, default=(6, 6, 1))
+
+
+def bracketed(mask: Mask, *kinds: type[Mask]) -> str:
+    return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)

@@ -1,0 +1,57 @@
+"""How tensors that a caller gives are checked against a call and brought to normal form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from foci.where import Extent
+
+
+def whole_numbers(values: Tensor | list[int], name: str) -> Tensor:
+    tensor = torch.as_tensor(values)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must be whole numbers, but got {tensor.dtype}")
+    return tensor
+
+
+def taken(ids: Tensor, batch: Tensor, index: Tensor) -> Tensor:
+    """ids[batch, index], where ids may hold one row for the whole batch, or none of the batch dimension."""
+    if ids.dim() == 1:
+        return ids[index]
+    return ids[torch.zeros_like(batch) if ids.shape[0] == 1 else batch, index]
+
+
+def on_device(tensor: Tensor, extent: Extent, name: str) -> Tensor:
+    if tensor.device != extent.device and tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be on {extent.device} like the queries, but it is on {tensor.device}")
+    return tensor.to(extent.device)
+
+
+def refuse_unless(condition: Tensor, message: Callable[[], str]) -> None:
+    """Raises on a CPU; asserts without a sync on a GPU and while compiling."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition.all(), "a value of this call is out of range")
+    elif condition.device.type == "cpu":
+        if not bool(condition.all()):
+            raise ValueError(message())
+    else:
+        torch._assert_async(condition.all())
+
+
+def four_dimensional(tensor: Tensor, extent: Extent, name: str) -> Tensor:
+    """A tensor that broadcasts to the attention matrix, as (B or 1, H or 1, Tq or 1, Tk or 1)."""
+    full = extent.full
+    if tensor.dim() > len(full) or any(
+        n not in {1, m} for n, m in zip(reversed(tensor.shape), reversed(full), strict=False)
+    ):
+        raise ValueError(f"{name} must broadcast to {full}, but got shape {tuple(tensor.shape)}")
+    tensor = tensor.reshape((1,) * (len(full) - tensor.dim()) + tuple(tensor.shape))
+    if extent.heads is None:
+        tensor = tensor.unsqueeze(-3)
+    batch, rest = tensor.shape[:-3], tensor.shape[-3:]
+    if all(n == 1 for n in batch):
+        return tensor.reshape(1, *rest)
+    return tensor.expand(*extent.batch, *rest).reshape(-1, *rest)
