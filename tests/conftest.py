@@ -1,6 +1,7 @@
 """Where the tests run: what is missing here is skipped with a reason, unless FOCI_REQUIRE names it."""
 
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Generator
@@ -13,6 +14,7 @@ if not torch.cuda.is_available():
     # Triton reads this when a kernel is defined, so it must stand before anything imports one.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+DESELECTED: Counter[str] = Counter()
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -73,17 +75,30 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
                 DESELECTED[name] += 1
 
 
-DESELECTED: Counter[str] = Counter()
+def refuse_skip(report: pytest.TestReport | pytest.CollectReport, names: list[str]) -> None:
+    """Turns a skip into a failure where FOCI_REQUIRE wants one of these markers run."""
+    wanted = sorted(required().intersection(names))
+    if report.skipped and wanted and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"FOCI_REQUIRE={','.join(wanted)} wants this run, but it was skipped: {reason}"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    names = [name for name in sorted(required()) if item.get_closest_marker(name)]
-    if report.skipped and not hasattr(report, "wasxfail") and names:
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-        report.outcome = "failed"
-        report.longrepr = f"FOCI_REQUIRE={','.join(names)} wants this test run, but it was skipped: {reason}"
+    refuse_skip(report, [mark.name for mark in item.iter_markers()])
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    # A file that skips itself (pytest.importorskip) has no tests to ask for their markers: its text is asked.
+    if report.skipped:
+        refuse_skip(report, re.findall(r"mark\.(\w+)", collector.path.read_text()))
     return report
 
 

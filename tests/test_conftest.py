@@ -1,0 +1,74 @@
+"""What cannot run here is skipped with a reason, or fails where FOCI_REQUIRE names it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+MARKED = """
+import pytest
+
+@pytest.mark.data
+def test_reads(data): assert data.is_dir()
+
+@pytest.mark.browser
+def test_drives(chromium): assert chromium
+
+@pytest.mark.gpu
+def test_on_gpu(): pass
+
+def test_plain(): pass
+"""
+
+SKIPS_ITSELF = """
+import pytest
+pytest.importorskip("no_such_package")
+
+@pytest.mark.data
+def test_reads(data): pass
+"""
+
+
+@pytest.fixture
+def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with these settings, no data, and a PATH on which nothing is found."""
+    tests = Path(__file__).parent
+    for file in (tests / "conftest.py", tests.parent / "pyproject.toml"):
+        shutil.copy(file, pytester.path)
+    monkeypatch.delenv("FOCI_DATA", raising=False)
+    monkeypatch.setenv("PATH", str(pytester.path))
+    return pytester.path
+
+
+def run(pytester: pytest.Pytester, source: str, required: str = "") -> str:
+    """What pytest says about one file."""
+    pytester.makepyfile(test_it=source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOCI_REQUIRE", required)
+        return pytester.runpytest_inprocess("test_it.py").stdout.str()
+
+
+def test_what_is_missing_is_skipped_with_a_reason(pytester: pytest.Pytester, folder: Path) -> None:
+    out = run(pytester, MARKED)
+    assert "data: FOCI_DATA names no folder" in out
+    assert "browser: no Chromium on the PATH" in out
+    assert "not run: 1 marked gpu (to run them: make gpu, on a machine with a CUDA device)" in out
+    assert "1 passed, 2 skipped, 1 deselected" in out
+
+
+def test_what_is_there_runs(pytester: pytest.Pytester, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "chromium").touch(mode=0o755)
+    monkeypatch.setenv("FOCI_DATA", str(folder))
+    assert "3 passed, 1 deselected" in run(pytester, MARKED, required="browser,data")
+
+
+def test_what_is_required_must_run(pytester: pytest.Pytester, folder: Path) -> None:
+    out = run(pytester, MARKED, required="browser,data")
+    assert "FOCI_REQUIRE=data wants this run, but it was skipped" in out
+    assert "1 passed, 1 deselected, 2 errors" in out
+
+
+@pytest.mark.parametrize(("required", "closing"), [("data", "1 error"), ("browser", "1 skipped")])
+@pytest.mark.usefixtures("folder")
+def test_a_file_that_skips_itself_is_found_out(pytester: pytest.Pytester, required: str, closing: str) -> None:
+    assert closing in run(pytester, SKIPS_ITSELF, required).splitlines()[-1]
