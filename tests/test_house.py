@@ -8,24 +8,26 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# From the ground up. A file may import what stands below its own floor, and its own package.
-FLOORS = (
-    ("kernels", "terminal", "positions", "cache", "grouping", "where"),
-    ("spans",),
-    ("masks", "scores"),
-    ("biases",),
-    ("arguments", "saving"),
-    ("backends", "held"),
-    ("statistics",),
-    ("entries", "products"),
-    ("weights",),
-    ("call",),
-    ("foci",),
-    ("explain", "doctor"),
-    ("cli",),
-    ("__main__",),
+# From the ground up: nothing reaches what stands behind it here, not even through others. What is not named may stand
+# anywhere, as long as no import leads back to it.
+ORDER = (
+    "kernels",
+    "arguments",
+    "backends",
+    "statistics",
+    "weights",
+    "call",
+    "nn",
+    "foci",
+    "explain",
+    "cli",
+    "__main__",
 )
-FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
+# What a room may not import itself.
+APART = {"nn": {"backends", "kernels", "statistics"}}
+
+Graph = dict[str, set[str]]
 
 # What belongs to somebody's machine or to how the work is organised, not to the project.
 FOREIGN = {
@@ -53,58 +55,79 @@ TEXT = {
 }
 
 
-def module_of(path: Path) -> str:
+def room_of(path: Path) -> str:
     """foci/backends/sdpa.py -> backends, foci/masks.py -> masks, foci/__init__.py -> foci."""
     first = path.relative_to(ROOT / "foci").parts[0].removesuffix(".py")
     return "foci" if first == "__init__" else first
 
 
-def imported(tree: ast.AST) -> set[str]:
-    """The parts of foci that a file imports, local imports included."""
+def imported(source: str, rooms: set[str]) -> set[str]:
+    """The rooms of foci that a file imports, local imports included."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            below = [f"foci.{alias.name}" for alias in node.names if alias.name in FLOOR_OF]
-            found |= set(below) if node.module == "foci" and below else {node.module or ""}
+            names = {f"foci.{alias.name}" if alias.name in rooms else "foci" for alias in node.names}
+            found |= names if node.module == "foci" else {node.module or ""}
     parts = [name.split(".") for name in found]
     return {part[1] if len(part) > 1 else "foci" for part in parts if part[0] == "foci"}
 
 
-def upward(path: Path, source: str) -> list[str]:
-    """The imports of a file that do not go down."""
-    own = module_of(path)
-    others = imported(ast.parse(source)) - {own}
-    homeless = ({own} | others) - set(FLOOR_OF)
-    assert not homeless, f"{sorted(homeless)} stand on no floor: give them one in FLOORS"
-    return sorted(f"{own} imports {other}" for other in others if own == "kernels" or FLOOR_OF[other] >= FLOOR_OF[own])
+def house() -> Graph:
+    """Which room imports which."""
+    files = sorted((ROOT / "foci").rglob("*.py"))
+    graph: Graph = {room_of(path): set() for path in files}
+    for path in files:
+        graph[room_of(path)] |= imported(path.read_text(), set(graph)) - {room_of(path)}
+    return graph
 
 
-def package_files() -> list[Path]:
-    return sorted((ROOT / "foci").rglob("*.py"))
+def reached(graph: Graph, room: str) -> set[str]:
+    """All that a room imports, and what that imports, and so on."""
+    found: set[str] = set()
+    ahead = set(graph.get(room, ()))
+    while ahead:
+        found |= ahead
+        ahead = set().union(*(graph.get(other, set()) for other in ahead)) - found
+    return found
 
 
-@pytest.mark.parametrize("path", package_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path: Path) -> None:
-    assert upward(path, path.read_text()) == []
+def wrong_ways(graph: Graph) -> list[str]:
+    found = [f"{room} reaches itself" for room in graph if room in reached(graph, room)]
+    for place, room in enumerate(ORDER):
+        found += [f"{room} reaches {other}" for other in ORDER[place + 1 :] if other in reached(graph, room)]
+    found += [f"kernels imports {other}" for other in graph.get("kernels", ())]
+    return found + [f"{room} imports {other}" for room in APART for other in graph.get(room, set()) & APART[room]]
+
+
+def test_imports_go_one_way() -> None:
+    graph = house()
+    assert {"backends", "weights", "call"} <= reached(graph, "foci")
+    assert wrong_ways(graph) == []
 
 
 @pytest.mark.parametrize(
-    ("file", "source", "found"),
+    ("graph", "found"),
     [
-        ("kernels/decode.py", "import triton", []),
-        ("kernels/decode.py", "from foci.where import Where", ["kernels imports where"]),
-        ("masks.py", "from foci.spans import Spans", []),
-        ("masks.py", "def f():\n    from foci.call import attention", ["masks imports call"]),
-        ("weights.py", "import foci", ["weights imports foci"]),
-        ("backends/sdpa.py", "from foci.backends import reference", []),
-        ("scores.py", "from foci import masks", ["scores imports masks"]),
+        ({"call": {"weights"}, "weights": {"backends"}, "backends": {"arguments"}}, []),
+        ({"backends": {"entries"}, "entries": {"weights"}}, ["backends reaches weights"]),
+        ({"masks": {"spans"}, "spans": {"masks"}}, ["masks reaches itself", "spans reaches itself"]),
+        ({"kernels": {"where"}}, ["kernels imports where"]),
+        ({"nn": {"backends", "call"}}, ["nn imports backends"]),
     ],
 )
-def test_an_import_that_goes_up_is_found(file: str, source: str, found: list[str]) -> None:
-    assert upward(ROOT / "foci" / file, source) == found
+def test_a_wrong_way_is_found(graph: Graph, found: list[str]) -> None:
+    assert wrong_ways(graph) == found
+
+
+def test_imports_are_read_wherever_they_stand() -> None:
+    source = (
+        "import torch, foci.scores\ndef f():\n    from foci import masks, attention\n    from foci.nn.embed import x"
+    )
+    assert imported(source, {"masks", "scores", "nn"}) == {"foci", "masks", "scores", "nn"}
+    assert imported("from foci import attention", {"masks"}) == {"foci"}
 
 
 def text_files() -> list[Path]:
