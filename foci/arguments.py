@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from foci.algebra import Mask, as_mask
-from foci.biases import Bias, as_bias
+from foci.biases import Bias, Relative, as_bias
 from foci.fitting import on_device
 from foci.scores import Dot, Score
 from foci.where import Extent, Where
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALF = (torch.float16, torch.bfloat16)
+FLOATS = (*HALF, torch.float32, torch.float64)
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class Call:
     def everything(self) -> Where:
         return self.where(slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
 
-    def part(self, batches: slice, heads: slice) -> Call:
+    def part(self, batches: slice | Tensor, heads: slice) -> Call:
         """The same call for some of its sequences and heads; whole groups of heads that share keys stay views."""
         chosen = range(self.q.shape[1])[heads]
         shared = [h // self.group for h in chosen]
@@ -96,7 +97,8 @@ class Call:
             or len(set(shared)) == 1
             or (heads.step in {None, 1} and len(chosen) % self.group == 0 and chosen[0] % self.group == 0)
         )
-        kv = slice(shared[0], shared[-1] + 1) if aligned and shared else torch.tensor(shared, device=self.q.device)
+        run = slice(shared[0], shared[-1] + 1) if shared else slice(0, 0)
+        kv = run if aligned else torch.tensor(shared, device=self.q.device)
         k, v = self.k[batches][:, kv], self.v[batches][:, kv]
         return replace(
             self,
@@ -162,7 +164,14 @@ def prepare(
         call.positions = checked_positions(positions, extent)
     if dropout:
         call.dropout, call.seed = checked_dropout(dropout), torch.randint(2**31, (), device=q.device)
-    return call
+    return rounded_once(call) if needs_lse and q.dtype in HALF else call
+
+
+def rounded_once(call: Call) -> Call:
+    """General and Cosine as a dot product already here: a kernel that rounds the turned queries gives a log-sum-exp
+    that fits only these, and the weights are computed from it.
+    """
+    return call if isinstance(call.bias, Relative) else call.with_dot() or call
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

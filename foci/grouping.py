@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foci.indexing import as_number
+
+Run = tuple[int, int]
+
 
 def group_ids(groups: Any, length: int, name: str, device: torch.device) -> tuple[Tensor, int]:
     """The group of each token, and how many there are; tokens in no group get that number.
 
-    Groups are contiguous runs: (start, stop) pairs, slices or ranges; or one group number per token.
+    Groups are contiguous runs: (start, stop) pairs, slices or ranges; or one group number per token, None for a token
+    that belongs to none (which is what a tokenizer's `word_ids` gives).
     """
     runs = runs_of(groups, length, name)
     if not runs:
@@ -21,41 +28,47 @@ def group_ids(groups: Any, length: int, name: str, device: torch.device) -> tupl
     for number, (start, stop) in enumerate(runs):
         if not 0 <= start < stop <= length:
             raise ValueError(
-                f"{name}: group {number} is ({start}, {stop}), expected 0 <= start < stop <= {length} tokens"
+                f"{name} takes groups with 0 <= start < stop <= {length} tokens, but group {number} is ({start}, {stop})"
             )
         if bool((ids[start:stop] != len(runs)).any()):
-            raise ValueError(f"{name}: group {number}, ({start}, {stop}), overlaps another group")
+            raise ValueError(f"{name} takes groups that do not overlap, but group {number}, ({start}, {stop}), does")
         ids[start:stop] = number
     return ids.to(device), len(runs)
 
 
-def runs_of(groups: Any, length: int, name: str) -> list[tuple[int, int]]:
-    if isinstance(groups, Tensor) and groups.dim() == 1:
-        return numbered_runs(groups, length, name)
-    if isinstance(groups, Tensor):
-        groups = groups.tolist()
-    if not isinstance(groups, Sequence):
-        raise TypeError(f"{name} must be (start, stop) pairs or one number per token, but got {type(groups).__name__}")
-    if groups and all(isinstance(g, int) for g in groups):
-        return numbered_runs(torch.tensor(groups), length, name)
-    runs = []
-    for group in groups:
-        if isinstance(group, slice | range):
-            if group.step not in {None, 1}:
-                raise ValueError(f"{name} must be contiguous runs, but got {group!r}")
-            group = (group.start or 0, length if group.stop is None else group.stop)
-        if not isinstance(group, Sequence) or len(group) != 2:
-            raise TypeError(f"{name} must be (start, stop) pairs, but got {group!r}")
-        runs.append((int(group[0]), int(group[1])))
-    return runs
+def runs_of(groups: Any, length: int, name: str) -> list[Run]:
+    listed = groups.tolist() if hasattr(groups, "tolist") else groups
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        raise TypeError(f"{name} must be (start, stop) pairs or one number per token, but got {groups!r}")
+    if listed and all(item is None or is_number(item) for item in listed):
+        return numbered_runs(listed, length, name)
+    return [run_of(item, length, name) for item in listed]
 
 
-def numbered_runs(numbers: Tensor, length: int, name: str) -> list[tuple[int, int]]:
+def run_of(group: Any, length: int, name: str) -> Run:
+    if isinstance(group, slice | range) and group.step in {None, 1}:
+        group = (0 if group.start is None else group.start, length if group.stop is None else group.stop)
+    if not isinstance(group, Sequence) or len(group) != 2 or not all(map(is_number, group)):
+        raise TypeError(f"{name} must be (start, stop) pairs of whole numbers, but got {group!r}")
+    return operator.index(group[0]), operator.index(group[1])
+
+
+def numbered_runs(numbers: Sequence[Any], length: int, name: str) -> list[Run]:
     """One number per token, such as the word that each sub-word belongs to; every change starts a new run."""
-    if numbers.shape != (length,) or numbers.is_floating_point():
-        raise ValueError(f"{name} must hold one whole number for each of {length} tokens, but got {tuple(numbers.shape)}")
-    values, counts = numbers.cpu().unique_consecutive(return_counts=True)
-    if values.numel() != values.unique().numel():
-        raise ValueError(f"{name} must be contiguous: a number comes back after another one")
-    stops = counts.cumsum(0).tolist()
-    return list(zip([0, *stops[:-1]], stops, strict=True))
+    if len(numbers) != length:
+        raise ValueError(f"{name} must hold one number for each of {length} tokens, but got {len(numbers)} numbers")
+    runs: dict[int, Run] = {}
+    start = 0
+    for number, same in groupby(numbers):
+        stop = start + len(list(same))
+        if number in runs:
+            raise ValueError(f"{name} must be contiguous, but number {number} comes back at token {start}")
+        if number is not None:
+            runs[number] = (start, stop)
+        start = stop
+    return list(runs.values())
+
+
+def is_number(item: Any) -> bool:
+    number = as_number(item)
+    return isinstance(number, int) and not isinstance(number, bool)

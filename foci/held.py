@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foci.arguments import Call
+from foci.biases import Relative
+from foci.saving import mapped
+
+# What makes the matrix, by its name in the call. The values are no part of it, nor are dropout and Shaw's value term.
+KEPT = ("q", "k", "score", "mask", "bias", "sink", "positions", "batch_ids", "head_ids")
 
 
 class Held:
     """The tensors behind a `Weights`: says what they weigh, and refuses to go on when one of them was changed."""
 
     def __init__(self, call: Call, lse: Tensor) -> None:
-        if call.q.is_inference() or call.k.is_inference():
-            # Inference tensors have no version, so a later change could not be seen: keep copies.
-            call = replace(call, q=call.q.clone(), k=call.k.clone())
-            call.v = call.k
         self.call, self.lse = call, lse
         self._marks = [(name, tensor, mark(tensor)) for name, tensor in tensors_of(call, lse)]
 
@@ -35,19 +35,49 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for _, tensor, _ in self._marks}
+        """Tensors that begin at one place in memory are counted once."""
+        sizes: dict[int, int] = {}
+        for _, tensor, _ in self._marks:
+            sizes[tensor.data_ptr()] = max(size_of(tensor), sizes.get(tensor.data_ptr(), 0))
         return sum(sizes.values())
 
 
-def mark(tensor: Tensor) -> tuple[int, int, torch.Size]:
+def without_values(call: Call) -> Call:
+    """The part of a call that makes its matrix, so that the values are not kept alive.
+
+    Tensors of inference mode have no version, so a later change to them could not be seen: they are copied.
+    """
+    bias = Relative(call.bias.keys) if isinstance(call.bias, Relative) else call.bias
+    call = replace(call, v=call.k, bias=bias, dropout=0.0, seed=None)
+    if not any(tensor.is_inference() for tensor in nested(described(call))):
+        return call
+    own = mapped(described(call), lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
+    return replace(call, **own, v=own["k"])
+
+
+def described(call: Call) -> dict[str, Any]:
+    """What makes the matrix, by name."""
+    return {name: getattr(call, name) for name in KEPT}
+
+
+def mark(tensor: Tensor) -> tuple[Any, ...]:
     """Changes when the tensor's content, place or shape does."""
-    return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr(), tensor.shape
+    version = -1 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def size_of(tensor: Tensor) -> int:
+    """The bytes that it reads; an expanded axis repeats the same ones."""
+    size = tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        size *= length if stride or not length else 1
+    return size
 
 
 def tensors_of(call: Call, lse: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield from (("the query", call.q), ("the key", call.k), ("the log-sum-exp", lse))
-    for name, made_of in (("score", call.score), ("mask", call.mask), ("bias", call.bias), ("positions", call.positions)):
-        for tensor in nested(made_of):
+    for name in ("score", "mask", "bias", "positions"):
+        for tensor in nested(getattr(call, name)):
             yield f"a tensor of the {name}", tensor
     if call.sink is not None:
         yield "the sink", call.sink
@@ -60,6 +90,8 @@ def nested(thing: Any) -> Iterator[Tensor]:
     elif isinstance(thing, tuple):
         for item in thing:
             yield from nested(item)
+    elif isinstance(thing, dict):
+        yield from nested(tuple(thing.values()))
     elif is_dataclass(thing):
         for field in fields(thing):
             yield from nested(getattr(thing, field.name))

@@ -177,7 +177,7 @@ class Documents(Mask):
     @staticmethod
     def _fitted(ids: Tensor, extent: Extent, length: int, name: str) -> Tensor:
         ids = on_device(ids, extent, f"documents {name}")
-        if ids.shape not in {(length,), (*extent.batch, length), (extent.flat_batch, length)}:
+        if ids.shape not in {(length,), (1, length), (*extent.batch, length), (extent.flat_batch, length)}:
             raise ValueError(
                 f"documents {name} must have shape {(length,)} or {(*extent.batch, length)}, but got {tuple(ids.shape)}"
             )

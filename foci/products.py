@@ -1,6 +1,8 @@
 """Products with the lazy matrix: W x is attention with other values, Wᵀ x adds up by key.
 
-B batch, H heads, Tq queries, Tk keys, E width of x.
+A product comes back in the dtype of x, and is computed in that of the softmax where x and the queries differ.
+
+B batch, H heads, G key heads, Tq queries, Tk keys, E width of x.
 """
 
 from __future__ import annotations
@@ -15,46 +17,64 @@ from foci.arguments import Call
 from foci.statistics.strips import finite
 
 
-def forward(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool) -> Tensor:
+def forward(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name: str = "W @ x") -> Tensor:
     """W x: (..., Tk, E) -> (..., Tq, E); a vector (Tk,) gives (..., Tq)."""
-    values, vector = fitted(call, lead, x, call.k.shape[2], "W @ x", averaged)
-    same_heads = values.shape[1] == call.q.shape[1] and call.group > 1
-    k = call.k.repeat_interleave(call.group, dim=1) if same_heads else call.k
-    if values.shape[1] == 1 and call.k.shape[1] > 1:
-        values = values.expand(-1, call.k.shape[1], -1, -1)
-    product = replace(call, k=k, v=values.to(call.q.dtype), needs_lse=call.sink is not None)
+    check(call, x, call.k.shape[2], name)
+    dtype = call.q.dtype if x.dtype == call.q.dtype else call.wide
+    heads = heads_of(call, x, averaged)
+    wanted = lead if averaged or heads == call.q.shape[1] else (*lead[:-1], heads)
+    values = fitted(x, wanted, (call.q.shape[0], heads), name).to(dtype)
+    k = call.k.to(dtype)
+    if values.shape[1] > k.shape[1]:
+        k = k.repeat_interleave(call.group, dim=1)
+    values = values.expand(-1, k.shape[1], -1, -1)
+    product = replace(call, q=call.q.to(dtype), k=k, v=values, needs_lse=call.sink is not None)
     out, lse = backends.run(product, None)
     if call.sink is not None:
         assert lse is not None
-        share = torch.sigmoid(finite(lse) - call.sink.to(lse.dtype).view(1, -1, 1))
-        out = out * torch.where(lse == -torch.inf, 0.0, share).unsqueeze(-1).to(out.dtype)
-    return shaped(out.mean(1) if averaged else out, lead, vector)
+        out = out * torch.sigmoid(finite(lse) - call.sink.to(lse.dtype).view(1, -1, 1)).unsqueeze(-1)
+    return shaped(out.mean(1) if averaged else out, lead, x)
 
 
-def transposed(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool) -> Tensor:
+def transposed(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name: str = "W.T @ x") -> Tensor:
     """Wᵀ x: (..., Tq, E) -> (..., Tk, E); a vector (Tq,) gives (..., Tk)."""
-    values, vector = fitted(call, lead, x, call.q.shape[2], "W.T @ x", averaged)
-    return shaped(statistics.transposed(call, values.to(call.wide), averaged), lead, vector)
+    check(call, x, call.q.shape[2], name)
+    values = fitted(x, lead, (call.q.shape[0], 1 if averaged else call.q.shape[1]), name)
+    return shaped(statistics.transposed(call, values.to(call.wide), averaged), lead, x)
 
 
-def fitted(call: Call, lead: tuple[int, ...], x: Tensor, length: int, name: str, averaged: bool) -> tuple[Tensor, bool]:
-    """x as (B, H or 1, length, E), and whether it came as a vector."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"{name} takes a float tensor, but got {getattr(x, 'dtype', type(x).__name__)}")
-    vector = x.dim() == 1
-    matrix = x.unsqueeze(-1) if vector else x
-    if matrix.shape[-2] != length:
-        raise ValueError(f"{name} takes x with {length} rows, shape (..., {length}, E), but got {tuple(x.shape)}")
+def heads_of(call: Call, x: Tensor, averaged: bool) -> int:
+    """How many heads x is given to: those of the keys, as the values are, where it does not differ between the others."""
+    if averaged:
+        return 1
+    heads, kv_heads = call.q.shape[1], call.k.shape[1]
+    return kv_heads if heads > kv_heads and (x.dim() < 3 or x.shape[-3] in {1, kv_heads}) else heads
+
+
+def fitted(x: Tensor, lead: tuple[int, ...], folded: tuple[int, int], name: str) -> Tensor:
+    """x expanded to the leading axes, and these folded to two: (B, heads, T, E)."""
+    matrix = x.unsqueeze(-1) if x.dim() == 1 else x
     try:
-        matrix = matrix.expand(*torch.broadcast_shapes(matrix.shape[:-2], lead), *matrix.shape[-2:])
+        return matrix.expand(*lead, *matrix.shape[-2:]).reshape(*folded, *matrix.shape[-2:])
     except RuntimeError:
-        raise ValueError(f"{name} takes x whose leading axes broadcast to {lead}, but got {tuple(x.shape)}") from None
-    if matrix.shape[:-2] != torch.Size(lead):
-        raise ValueError(f"{name} takes x whose leading axes broadcast to {lead}, but got {tuple(x.shape)}")
-    heads = 1 if averaged else call.q.shape[1]
-    return matrix.reshape(call.q.shape[0], heads, *matrix.shape[-2:]), vector
+        raise ValueError(f"{name} takes x whose leading axes expand to {lead}, but got {tuple(x.shape)}") from None
 
 
-def shaped(out: Tensor, lead: tuple[int, ...], vector: bool) -> Tensor:
-    out = out.reshape(*lead, *out.shape[-2:])
-    return out.squeeze(-1) if vector else out
+def check(call: Call, x: Tensor, length: int, name: str) -> None:
+    """`name` tells on which side x stands, so where its length is; it comes here transposed."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = f"a {x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} takes a float tensor, but got {got}")
+    if x.device != call.q.device:
+        raise ValueError(f"{name} takes x on {call.q.device}, where the weights are, but got it on {x.device}")
+    if x.dim() == 0 or x.shape[-2 if x.dim() > 1 else -1] != length:
+        left = name.startswith("x")
+        expected = f"({length},) or (..., {f'E, {length}' if left else f'{length}, E'})"
+        got = str(tuple(x.mT.shape if left and x.dim() > 1 else x.shape))
+        raise ValueError(f"{name} takes x of shape {expected}, but got {got}")
+
+
+def shaped(out: Tensor, lead: tuple[int, ...], x: Tensor) -> Tensor:
+    """The product with the leading axes of the weights, as a vector where x is one, in its dtype."""
+    out = out.reshape(*lead, *out.shape[-2:]).to(x.dtype)
+    return out.squeeze(-1) if x.dim() == 1 else out

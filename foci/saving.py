@@ -123,9 +123,7 @@ def mapped(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def safetensors() -> Any:
     try:
-        import safetensors as package
-        import safetensors.torch as module
+        import safetensors.torch as package
     except ImportError as error:
         raise ImportError("saving weights needs safetensors: pip install 'foci[all]'") from error
-    module.safe_open = package.safe_open
-    return module
+    return package

@@ -8,6 +8,7 @@ B batch, H heads, G key heads, Tq queries, Tk keys.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci import backends, products, saving, statistics
+from foci import loading, products, saving, statistics
 from foci.arguments import Call
-from foci.biases import Relative
-from foci.entries import axis_of, entries
+from foci.entries import entries
 from foci.grouping import group_ids
-from foci.held import Held, nested
+from foci.held import Held, described, without_values
+from foci.indexing import axis_of, evenly, lead_of, split_index
 from foci.statistics import Wanted
-from foci.where import Extent
+from foci.statistics.strips import finite
 
 
 class Top(NamedTuple):
@@ -63,21 +64,23 @@ class Weights:
     >>> torch.allclose(weights @ v, out, atol=1e-6)
     True
 
-    Rows sum to 1, to 0 where a query sees nothing, and with a sink to 1 minus what the sink takes. These are the weights
-    before dropout, of every head. Where gradients are on, slices, products, `entropy`, `received`, `grouped` and
+    Rows sum to 1, to 0 where a query sees nothing, and with a sink to 1 minus what the sink takes. These are the
+    weights before dropout, of every head. Where gradients are on, slices, products, `entropy`, `received`, `grouped` and
     `distance` are differentiable.
     """
 
-    def __init__(self, call: Call, lse: Tensor, batch: tuple[int, ...], headed: bool, averaged: bool = False) -> None:
-        # The values are no part of W and are not kept alive; neither are dropout and Shaw's value term.
-        bias = Relative(call.bias.keys) if isinstance(call.bias, Relative) else call.bias
-        self._held = Held(replace(call, v=call.k, bias=bias, dropout=0.0, seed=None), lse)
+    def __init__(
+        self, call: Call, lse: Tensor, batch: tuple[int, ...], headed: bool, averaged: bool = False, group: int = 0
+    ) -> None:
+        self._held = Held(call, lse)
         self._batch, self._headed, self._averaged = batch, headed, averaged
+        # How many heads shared keys in the call: a part of its heads cannot tell.
+        self._group = group or call.group
 
     @classmethod
     def of(cls, call: Call, lse: Tensor) -> Weights:
         """The weights of a call, with the shape that its caller used."""
-        return cls(call, lse, call.extent.batch, call.extent.heads is not None)
+        return cls(without_values(call), lse, call.extent.batch, call.extent.heads is not None)
 
     @property
     def _call(self) -> Call:
@@ -109,11 +112,14 @@ class Weights:
     @property
     def lse(self) -> Tensor:
         """The log-sum-exp of each row, the sink included: (..., H, Tq)."""
-        return self._shaped(self._of_heads("lse"))
+        lse = self._of_heads("lse")
+        # In inference mode a change to it could not be seen: the caller gets a copy.
+        return self._shaped(lse.clone() if lse.is_inference() else lse)
 
     def _of_heads(self, name: str) -> Tensor:
         if self._averaged:
             raise ValueError(f"{name} belongs to single heads: ask it before mean('heads')")
+        self._held.check()
         return self._held.lse
 
     def _shaped(self, found: Tensor) -> Tensor:
@@ -127,55 +133,35 @@ class Weights:
         return f"Weights{self.shape}{mask}{mean}, {dtype} on {self.device}, holds {self.nbytes:,} bytes"
 
     def __getitem__(self, index: Any) -> Weights | Tensor:
-        lead, named = self._split_index(index)
-        chosen = self._at(lead) if any(item != slice(None) for item in lead) else self
+        lead, named = split_index(index, self.shape)
+        chosen = self if all(isinstance(item, slice) and item == slice(None) for item in lead) else self._at(lead)
         return chosen._entries(*named) if named else chosen
-
-    def _split_index(self, index: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What the index says of batch and heads, and of queries and keys: nothing where it does not name them."""
-        index = index if isinstance(index, tuple) else (index,)
-        axes, leading = len(self.shape), len(self._lead)
-        dots = [place for place, item in enumerate(index) if item is Ellipsis]
-        if len(dots) > 1 or len(index) - len(dots) > axes:
-            raise IndexError(f"weights have the axes {self.shape}, but the index was {index!r}")
-        place = dots[0] if dots else len(index)
-        before, after = index[:place], index[place + 1 :]
-        whole = (*before, *(slice(None),) * (axes - len(before) - len(after)), *after)
-        named = len(before) > leading or len(after) > 0
-        return whole[:leading], whole[leading:] if named else ()
 
     def _at(self, lead: tuple[Any, ...]) -> Weights:
         """The matrix of some sequences and heads, again lazy."""
-        for item, size in zip(lead, self._lead, strict=True):
-            if isinstance(item, bool) or not isinstance(item, int | slice):
-                raise TypeError(f"batch and head axes take whole numbers and slices, but got {item!r}")
-            if isinstance(item, int) and not -size <= item < size:
-                raise IndexError(f"index {item} is out of range for an axis of size {size} of weights {self.shape}")
+        lead = tuple(lead_of(item, size) for item, size in zip(lead, self._lead, strict=True))
         call = self._call
         batches = torch.arange(call.q.shape[0]).view(self._batch)[lead[: len(self._batch)]]
         head = lead[-1] if self._headed else slice(None)
-        heads = slice(head % call.q.shape[1], head % call.q.shape[1] + 1) if isinstance(head, int) else head
-        some = run_of(batches.flatten())
-        part = call.part(some, heads)
+        heads = slice(head, head + 1) if isinstance(head, int) else head
+        some = evenly(batches)
         headed = self._headed and isinstance(head, slice)
-        return Weights(part, self._held.lse[some][:, heads], tuple(batches.shape), headed, self._averaged)
+        lse = self._held.lse[some][:, heads]
+        return Weights(call.part(some, heads), lse, tuple(batches.shape), headed, self._averaged, self._group)
 
     def _entries(self, query: Any, key: Any) -> Tensor:
         call = self._call
         rows = axis_of(query, call.q.shape[2], "query", self.device)
         columns = axis_of(key, call.k.shape[2], "key", self.device)
-        found = entries(call, self._held.lse, rows.index, columns.index, self._averaged)
-        dropped = [axis for axis, gone in ((-2, rows.dropped), (-1, columns.dropped)) if gone]
-        return self._shaped(found).squeeze(dropped) if dropped else self._shaped(found)
+        found = self._shaped(entries(call, self._held.lse, rows.index, columns.index, self._averaged))
+        return found.squeeze([axis for axis, gone in ((-2, rows.dropped), (-1, columns.dropped)) if gone])
 
     def dense(self, limit: int = 2**30) -> Tensor:
         """All of the matrix; above `limit` bytes an error that says its size."""
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        if count > limit:
+        size = math.prod(self.shape) * self.dtype.itemsize
+        if size > limit:
             raise ValueError(
-                f"the dense matrix {self.shape} takes {count / 2**30:.2f} GiB, above the limit of {limit / 2**30:.2f} GiB:"
+                f"the dense matrix {self.shape} takes {in_bytes(size)}, above the limit of {in_bytes(limit)}:"
                 " ask for slices or statistics, or pass a larger limit="
             )
         return self._entries(slice(None), slice(None))
@@ -184,15 +170,16 @@ class Weights:
         """The average over the heads, again lazy: `weights.mean("heads")`."""
         if over != "heads":
             raise ValueError(f"weights can be averaged over 'heads', but got {over!r}")
-        if not self._headed:
-            raise ValueError(f"weights {self.shape} have no heads to average")
-        return Weights(self._call, self._held.lse, self._batch, headed=False, averaged=True)
+        if not self._headed or not self._lead[-1]:
+            raise ValueError(f"mean('heads') takes weights with heads, (..., H, Tq, Tk), but these are {self.shape}")
+        return Weights(self._call, self._held.lse, self._batch, False, True, self._group)
 
     def __matmul__(self, x: Tensor) -> Tensor:
         return products.forward(self._call, self._lead, x, self._averaged)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        return (self.T @ x.mT).mT if x.dim() > 1 else self.T @ x
+        found = products.transposed(self._call, self._lead, flipped(x), self._averaged, "x @ W")
+        return found.mT if x.dim() > 1 else found
 
     @property
     def T(self) -> Transposed:  # noqa: N802
@@ -201,12 +188,7 @@ class Weights:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Lets `x @ weights` and `torch.matmul` reach the lazy products."""
-        if function in {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__} and len(args) == 2:
-            left, right = args
-            return left @ right if isinstance(left, Weights) else right.__rmatmul__(left)
-        if function is torch.Tensor.__rmatmul__:
-            return args[1] @ args[0]
-        raise TypeError(f"{getattr(function, '__name__', function)} needs a tensor: slice the weights or use dense()")
+        return product(function, args, kwargs)
 
     def _measured(self, wanted: Wanted) -> dict[str, Tensor]:
         return statistics.measure(self._call, self._held.lse, wanted, self._averaged)
@@ -214,7 +196,7 @@ class Weights:
     def top(self, k: int) -> Top:
         """The k heaviest keys of each query, heaviest first, exact ties to the lower key; (..., Tq, k) each."""
         keys = self.shape[-1]
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= keys:
+        if not is_count(k) or k > keys:
             raise ValueError(f"top takes a whole number from 1 to the {keys} keys, but got {k!r}")
         found = self._measured(Wanted(top=k))
         return Top(self._shaped(found["top_values"]), self._shaped(found["top_keys"]))
@@ -232,12 +214,14 @@ class Weights:
         """
         if per not in {"query_head", "kv_head"}:
             raise ValueError(f"received takes per='query_head' or per='kv_head', but got {per!r}")
-        found = self._shaped(self._received(queries))
         if per == "query_head":
-            return found
+            return self._shaped(self._received(queries))
         if not self._headed:
-            raise ValueError(f"weights {self.shape} have no heads to add up: per='kv_head' needs (..., H, Tq, Tk)")
-        return found.unflatten(-2, (-1, self._call.group)).sum(-2)
+            raise ValueError(f"per='kv_head' takes weights with heads, (..., H, Tq, Tk), but these are {self.shape}")
+        found = self._received(queries)
+        shared, place = (self._call.heads.flatten() // self._group).unique_consecutive(return_inverse=True)
+        sums = found.new_zeros(found.shape[0], shared.numel(), found.shape[2]).index_add(1, place, found)
+        return sums.reshape(*self._batch, *sums.shape[1:])
 
     def _received(self, queries: Any) -> Tensor:
         call = self._call
@@ -260,7 +244,7 @@ class Weights:
         queries, keys = self.shape[-2:]
         if reduce not in {"mean", "max"}:
             raise ValueError(f"picture takes reduce='mean' or reduce='max', but got {reduce!r}")
-        if not (isinstance(rows, int) and isinstance(columns, int) and 1 <= rows <= queries and 1 <= columns <= keys):
+        if not (is_count(rows) and is_count(columns) and rows <= queries and columns <= keys):
             raise ValueError(
                 f"a picture of {queries} queries and {keys} keys takes 1 to {queries} rows and 1 to {keys} columns,"
                 f" but got {rows!r} x {columns!r}"
@@ -295,16 +279,19 @@ class Weights:
         """The share of each query's attention that the sink takes, 0 without a sink: (..., Tq)."""
         lse = self._of_heads("sink_mass")
         sink = self._call.sink
-        mass = torch.zeros_like(lse) if sink is None else torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)
+        mass = torch.zeros_like(lse) if sink is None else torch.exp(sink.to(lse.dtype).view(1, -1, 1) - finite(lse))
         return self._shaped(mass)
 
     def summary(self, top: int = 8, picture: int = 256) -> Summary:
         """Every statistic in one pass; `top` and `picture` are cut to the size of the matrix, 0 leaves them out."""
+        for name, asked in (("top", top), ("picture", picture)):
+            if asked != 0 and not is_count(asked):
+                raise ValueError(f"summary takes a whole number, 0 or more, for {name}, but got {asked!r}")
+        if self._averaged:
+            raise ValueError("summary belongs to single heads: ask it before mean('heads')")
         queries, keys = self.shape[-2:]
         size = (min(picture, queries), min(picture, keys), "mean") if picture and queries and keys else None
         k = min(top, keys)
-        if self._averaged:
-            raise ValueError("summary belongs to single heads: ask it before mean('heads')")
         wanted = Wanted(entropy=True, received=True, picture=size, top=k, largest=True, distance=True)
         with torch.no_grad():
             found = {name: self._shaped(tensor) for name, tensor in self._measured(wanted).items()}
@@ -323,25 +310,20 @@ class Weights:
     def to(self, device: torch.device | str) -> Weights:
         """The same weights with everything they hold on another device."""
         call, device = self._call, torch.device(device)
-        moved = saving.mapped(held_of(call), lambda tensor: tensor.to(device))
-        return self._rebuilt(moved, self._held.lse.to(device))
+        moved = saving.mapped(described(call), lambda tensor: tensor.to(device))
+        call = replace(call, **moved, v=moved["k"], extent=call.extent._replace(device=device))
+        return Weights(call, self._held.lse.to(device), self._batch, self._headed, self._averaged, self._group)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """One safetensors file with everything the weights need; `Weights.load(path)` reads it."""
-        shape = {"batch": self._batch, "headed": self._headed, "averaged": self._averaged}
-        saving.save(path, held_of(self._call) | shape | {"lse": self._held.lse})
+        form = {"batch": self._batch, "headed": self._headed, "averaged": self._averaged, "group": self._group}
+        sizes = tuple(self._call.extent)[:4]
+        saving.save(path, described(self._call) | form | {"lse": self._held.lse, "extent": sizes})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Weights:
         """Weights from a file that `save` wrote; a damaged or foreign one is refused, and nothing in it is executed."""
-        found = saving.load(path)
-        try:
-            return cls(rebuilt(found), found["lse"], found["batch"], found["headed"], found["averaged"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{os.fspath(path)} is not a whole file of foci weights: {error!r}") from error
-
-    def _rebuilt(self, found: dict[str, Any], lse: Tensor) -> Weights:
-        return Weights(rebuilt(found), lse, self._batch, self._headed, self._averaged)
+        return cls(*loading.load(path))
 
 
 class Transposed:
@@ -355,33 +337,38 @@ class Transposed:
         weights = self.T
         return products.transposed(weights._call, weights._lead, x, weights._averaged)
 
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        weights = self.T
+        found = products.forward(weights._call, weights._lead, flipped(x), weights._averaged, "x @ W.T")
+        return found.mT if x.dim() > 1 else found
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return product(function, args, kwargs)
+
     def __repr__(self) -> str:
         return f"Transposed {self.T!r}"
 
 
-KEPT = ("q", "k", "score", "mask", "bias", "sink", "positions", "batch_ids", "head_ids")
+def product(function: Any, args: Any, kwargs: Any) -> Any:
+    """A product that PyTorch was asked for, as a lazy one; anything else needs a tensor."""
+    if function in {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__} and len(args) == 2 and not kwargs:
+        left, right = args
+        return left.__matmul__(right) if isinstance(left, Weights | Transposed) else right.__rmatmul__(left)
+    if function is torch.Tensor.__rmatmul__:
+        return args[1] @ args[0]
+    name = getattr(function, "__name__", function)
+    raise TypeError(f"{name} takes tensors, but got lazy weights: slice them, ask a product, or use dense()")
 
 
-def held_of(call: Call) -> dict[str, Any]:
-    """What makes the matrix, by name."""
-    extent = call.extent
-    sizes = {"extent": (extent.batch, extent.heads, extent.queries, extent.keys)}
-    return {name: getattr(call, name) for name in KEPT} | sizes
+def flipped(x: Any) -> Any:
+    """A matrix with its last two axes exchanged; a vector as it is."""
+    return x.mT if isinstance(x, Tensor) and x.dim() > 1 else x
 
 
-def rebuilt(found: dict[str, Any]) -> Call:
-    """The call that `held_of` described."""
-    batch, heads, queries, keys = found["extent"]
-    made_of = {name: found[name] for name in KEPT}
-    return Call(v=found["k"], extent=Extent(tuple(batch), heads, queries, keys, found["q"].device), **made_of)
+def is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
-def run_of(index: Tensor) -> slice:
-    """The indices as a slice: what basic indexing of a batch leaves is evenly spaced, or is copied as such."""
-    places = index.tolist()
-    if not places:
-        return slice(0, 0)
-    step = places[1] - places[0] if len(places) > 1 else 1
-    if places != list(range(places[0], places[-1] + 1, max(step, 1))):
-        raise IndexError("batch axes of one index must be evenly spaced: index them one after the other")
-    return slice(places[0], places[-1] + 1, step)
+def in_bytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size:,} bytes"

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.backends import blocked
-from foci.backends.blocked import Strip
 from foci.statistics import strips
 from foci.statistics.wanted import Wanted
 
@@ -18,28 +16,47 @@ __all__ = ["Wanted", "distance", "entropy", "grouped", "measure", "transposed"]
 
 def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str, Tensor]:
     """Every wanted statistic in one pass, without gradients."""
+    if is_empty(call):
+        return strips.empty(call, wanted, 1 if averaged else call.q.shape[1])
     return strips.measure(call, lse, wanted, averaged)
 
 
 def entropy(call: Call, averaged: bool) -> Tensor:
     """Differentiable: (B, H, Tq)."""
+    if is_empty(call):
+        return zeros(call, averaged, call.q.shape[2])
     return strips.per_query(call, averaged, strips.entropy_of)
 
 
 def distance(call: Call, averaged: bool) -> Tensor:
     """Differentiable: (B, H, Tq)."""
+    if is_empty(call):
+        return zeros(call, averaged, call.q.shape[2])
     return strips.per_query(call, averaged, strips.distance_of)
 
 
 def transposed(call: Call, x: Tensor, averaged: bool) -> Tensor:
     """Wᵀ x, differentiable: x (B or 1, H or 1, Tq, E) or (Tq, E) -> (B, H, Tk, E)."""
+    if is_empty(call):
+        return zeros(call, averaged, call.k.shape[2], x.shape[-1])
     x = x.expand(call.q.shape[0], 1 if averaged else call.q.shape[1], *x.shape[-2:])
     return strips.over_queries(call, averaged, partial(strips.transposed_of, x=x))
 
 
 def grouped(call: Call, rows: tuple[Tensor, int], columns: tuple[Tensor, int], averaged: bool) -> Tensor:
     """The mass between groups, differentiable: (B, H, query groups, key groups)."""
-    (row_ids, row_count), (column_ids, column_count) = rows, columns
+    (row_ids, row_count), (_, column_count) = rows, columns
+    if is_empty(call):
+        return zeros(call, averaged, row_count, column_count)
     sums = strips.over_queries(call, averaged, partial(strips.grouped_of, rows=rows, columns=columns))
     sizes = torch.bincount(row_ids, minlength=row_count + 1)[:row_count].to(sums.dtype)
     return sums[..., :row_count, :column_count] / sizes.unsqueeze(-1)
+
+
+def is_empty(call: Call) -> bool:
+    """Whether there is no sequence, head, query or key: nothing to go over."""
+    return 0 in {*call.q.shape[:3], call.k.shape[2]}
+
+
+def zeros(call: Call, averaged: bool, *shape: int) -> Tensor:
+    return call.q.new_zeros(call.q.shape[0], 1 if averaged else call.q.shape[1], *shape, dtype=call.wide)
