@@ -6,45 +6,65 @@ import torch
 from torch import Tensor
 
 
+def edge(block: int, blocks: int, length: int) -> int:
+    """Where a block begins."""
+    return block * length // blocks
+
+
+def block_of(index: int, blocks: int, length: int) -> int:
+    """The block in which an index lies."""
+    return ((index + 1) * blocks - 1) // length
+
+
 def edges(blocks: int, length: int, device: torch.device) -> Tensor:
     """Where the blocks begin and end: (blocks + 1,)."""
     return torch.arange(blocks + 1, device=device) * length // max(blocks, 1)
 
 
-def block_of(index: Tensor, blocks: int, length: int) -> Tensor:
-    """The block in which each index lies."""
-    return torch.searchsorted(edges(blocks, length, index.device), index, right=True) - 1
+def pool_rows(weights: Tensor, start: int, blocks: int, length: int, reduce: str) -> tuple[int, Tensor]:
+    """(..., R, C) rows that begin at `start` -> the first block they touch and (..., blocks touched, C)."""
+    rows = weights.shape[-2]
+    first, last = block_of(start, blocks, length), block_of(start + rows - 1, blocks, length)
+    size = length // blocks
+    if length % blocks == 0 and start % size == 0 and rows % size == 0:
+        return first, reduced(weights.unflatten(-2, (-1, size)), reduce, -2)
+    joined = []
+    for block in range(first, last + 1):
+        begin = max(edge(block, blocks, length) - start, 0)
+        end = min(edge(block + 1, blocks, length) - start, rows)
+        joined.append(reduced(weights[..., begin:end, :], reduce, -2))
+    return first, torch.stack(joined, dim=-2)
 
 
 def pool_columns(weights: Tensor, start: int, blocks: int, length: int, reduce: str) -> tuple[int, Tensor]:
-    """Sums or maxima over blocks of columns, for a run of columns that begins at `start`.
+    """(..., C) columns that begin at `start` -> the first block they touch and (..., blocks touched).
 
-    Returns the first block and (..., blocks touched). Weights are never negative, so a maximum may start from 0.
+    Weights are never negative, so a maximum may start from 0.
     """
     stop = start + weights.shape[-1]
-    first = int(block_of(torch.tensor(start), blocks, length))
-    last = int(block_of(torch.tensor(stop - 1), blocks, length))
-    if length % blocks == 0 and start % (length // blocks) == 0 and stop % (length // blocks) == 0:
-        return first, reduced(weights.unflatten(-1, (-1, length // blocks)), reduce)
+    first, last = block_of(start, blocks, length), block_of(stop - 1, blocks, length)
+    size = length // blocks
+    if length % blocks == 0 and start % size == 0 and stop % size == 0:
+        return first, reduced(weights.unflatten(-1, (-1, size)), reduce, -1)
     ends = edges(blocks, length, weights.device)[first : last + 2]
-    widest = -(-length // blocks)
-    columns = ends[:-1, None] + torch.arange(widest, device=weights.device)
+    columns = ends[:-1, None] + torch.arange(-(-length // blocks), device=weights.device)
     inside = (columns < ends[1:, None]) & (columns >= start) & (columns < stop)
     gathered = weights[..., (columns - start).clamp(0, stop - start - 1)]
-    return first, reduced(torch.where(inside, gathered, 0.0), reduce)
+    return first, reduced(torch.where(inside, gathered, 0.0), reduce, -1)
 
 
-def reduced(blocks: Tensor, reduce: str) -> Tensor:
-    return blocks.sum(-1) if reduce == "mean" else blocks.amax(-1)
+def reduced(blocks: Tensor, reduce: str, axis: int) -> Tensor:
+    return blocks.sum(axis) if reduce == "mean" else blocks.amax(axis)
 
 
-def add_rows(picture: Tensor, pooled: Tensor, rows: Tensor, first: int, reduce: str) -> None:
-    """Adds pooled rows to the blocks that they lie in."""
-    part = picture[..., first : first + pooled.shape[-1]]
+def add(picture: Tensor, pooled: Tensor, first_row: int, first_column: int, reduce: str) -> None:
+    """Joins pooled blocks to the picture; blocks that two strips share get both."""
+    place = (slice(first_row, first_row + pooled.shape[-2]), slice(first_column, first_column + pooled.shape[-1]))
+    part = picture[..., place[0], place[1]]
     if reduce == "mean":
-        part.index_add_(-2, rows, pooled)
+        part.add_(pooled)
     else:
-        part.index_reduce_(-2, rows, pooled, "amax")
+        part.copy_(torch.maximum(part, pooled))
 
 
 def areas(rows: int, columns: int, queries: int, keys: int, device: torch.device) -> Tensor:
