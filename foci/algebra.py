@@ -14,6 +14,8 @@ from foci.fitting import four_dimensional, on_device
 from foci.spans import Spans
 from foci.where import Extent, Where
 
+CPU = torch.device("cpu")
+
 
 class Mask:
     """Says which keys a query may look at; joined by `&`, `|`, `~` with masks and with bool tensors."""
@@ -54,11 +56,14 @@ class Mask:
         ■ ■ ■ ■ ·
         ■ ■ ■ ■ ■
         """
-        return draw(self, queries, queries if keys is None else keys, batch, head)
+        keys = queries if keys is None else keys
+        # Lengths and document ids are counted against the keys; plain numbers and bool tensors are drawn as they are.
+        fitted = self if self.static else self.fit(Extent((self._drawn()[2],), head + 1, queries, keys, CPU))
+        return draw(fitted, queries, keys, batch, head)
 
     def __str__(self) -> str:
         queries, keys, batch = self._drawn()
-        fitted = self.fit(Extent((batch,), 1, queries, keys, torch.device("cpu")))
+        fitted = self.fit(Extent((batch,), 1, queries, keys, CPU))
         return f"{self!r}, {queries} queries and {keys} keys\n{draw(fitted, queries, keys, 0, 0)}"
 
     def _drawn(self) -> tuple[int, int, int]:

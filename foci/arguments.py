@@ -283,7 +283,7 @@ def one_positions(positions: Tensor, extent: Extent, length: int, name: str) -> 
         raise ValueError(
             f"{name} must have shape {(length,)} or {(*extent.batch, length)}, but got {tuple(positions.shape)}"
         )
-    return on_device(positions, extent, name).reshape(-1, length).to(torch.int64)
+    return torch.atleast_2d(on_device(positions, extent, name)).flatten(0, -2).to(torch.int64)
 
 
 def checked_dropout(dropout: float) -> float:

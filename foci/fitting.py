@@ -54,4 +54,4 @@ def four_dimensional(tensor: Tensor, extent: Extent, name: str) -> Tensor:
     batch, rest = tensor.shape[:-3], tensor.shape[-3:]
     if all(n == 1 for n in batch):
         return tensor.reshape(1, *rest)
-    return tensor.expand(*extent.batch, *rest).reshape(-1, *rest)
+    return tensor.expand(*extent.batch, *rest).reshape(extent.flat_batch, *rest)

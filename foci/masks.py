@@ -181,7 +181,7 @@ class Documents(Mask):
             raise ValueError(
                 f"documents {name} must have shape {(length,)} or {(*extent.batch, length)}, but got {tuple(ids.shape)}"
             )
-        return ids.reshape(-1, length)
+        return torch.atleast_2d(ids).flatten(0, -2)
 
     @property
     def static(self) -> bool:
@@ -189,8 +189,10 @@ class Documents(Mask):
 
     def spans(self, extent: Extent, positioned: bool) -> Spans:
         """From the first to the last key of each query's document; documents need not be contiguous."""
-        order = torch.sort(self._key_ids(), dim=-1, stable=True)
-        queries = self.query_ids.expand(order.values.shape[0], -1).contiguous()
+        queries, keys = self.query_ids, self._key_ids()
+        rows = max(queries.shape[0], keys.shape[0])
+        order = torch.sort(keys.expand(rows, -1), dim=-1, stable=True)
+        queries = queries.expand(rows, -1).contiguous()
         first = torch.searchsorted(order.values, queries)
         last = torch.searchsorted(order.values, queries, right=True) - 1
         found = last >= first
