@@ -162,7 +162,7 @@ def prepare(
         call.sink = checked_sink(sink, extent)
     if positions is not None:
         call.positions = checked_positions(positions, extent)
-    if dropout:
+    if dropout != 0:
         call.dropout, call.seed = checked_dropout(dropout), torch.randint(2**31, (), device=q.device)
     return rounded_once(call) if needs_lse and q.dtype in HALF else call
 
@@ -255,16 +255,19 @@ def check_score(score: Any) -> None:
 
 def checked_sink(sink: Tensor, extent: Extent) -> Tensor:
     if extent.heads is None:
-        raise ValueError("sink is per head, but these inputs have no heads: expected (..., H, T, D)")
+        raise ValueError(
+            f"sink is per head, but these inputs have no heads: expected (..., H, T, D), got {len(extent.batch) + 2}-D"
+        )
     if not isinstance(sink, Tensor) or not sink.is_floating_point() or tuple(sink.shape) != (extent.heads,):
         got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else type(sink).__name__
         raise ValueError(f"sink must be a float tensor of shape ({extent.heads},), one logit per head, but got {got}")
     return on_device(sink, extent, "sink")
 
 
-def checked_positions(positions: tuple[Tensor | None, Tensor | None], extent: Extent) -> tuple[Tensor, Tensor]:
+def checked_positions(positions: Any, extent: Extent) -> tuple[Tensor, Tensor]:
     if not isinstance(positions, tuple | list) or len(positions) != 2:
-        raise TypeError("positions must be a pair (query positions, key positions)")
+        got = f"{len(positions)} of them" if isinstance(positions, tuple | list) else type(positions).__name__
+        raise TypeError(f"positions must be a pair (query positions, key positions), but got {got}")
     default = torch.arange(extent.keys, device=extent.device)
     queries, keys = positions
     if queries is None:
@@ -283,7 +286,8 @@ def one_positions(positions: Tensor, extent: Extent, length: int, name: str) -> 
         raise ValueError(
             f"{name} must have shape {(length,)} or {(*extent.batch, length)}, but got {tuple(positions.shape)}"
         )
-    return torch.atleast_2d(on_device(positions, extent, name)).flatten(0, -2).to(torch.int64)
+    given = on_device(positions, extent, name).to(torch.int64)
+    return given.unsqueeze(0) if given.dim() == 1 else given.flatten(0, -2)
 
 
 def checked_dropout(dropout: float) -> float:

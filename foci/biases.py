@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foci.fitting import four_dimensional, on_device
-from foci.scores import fits
+from foci.scores import described, fits
 from foci.where import Extent, Where
 
 
@@ -81,13 +81,16 @@ class Buckets(Bias):
     max_distance: int
 
     def __post_init__(self) -> None:
-        if self.table.dim() != 2:
-            raise ValueError(f"Buckets takes a table (buckets, H), but got shape {tuple(self.table.shape)}")
+        if not isinstance(self.table, Tensor) or self.table.dim() != 2:
+            raise ValueError(f"Buckets takes a table (buckets, H), but got {described(self.table)}")
         exact = self.table.shape[0] // (4 if self.bidirectional else 2)
-        if exact < 1 or self.max_distance <= exact:
+        if exact < 1:
+            least = 4 if self.bidirectional else 2
+            raise ValueError(f"Buckets needs a table of at least {least} buckets, but got {described(self.table)}")
+        if not isinstance(self.max_distance, int) or self.max_distance <= exact:
             raise ValueError(
-                f"Buckets needs max_distance above {exact}, the distances that have a bucket each"
-                f" ({self.table.shape[0]} buckets), but got {self.max_distance}"
+                f"Buckets needs a whole max_distance above {exact}, the distances that have a bucket each"
+                f" ({self.table.shape[0]} buckets), but got {self.max_distance!r}"
             )
 
     def term(self, where: Where) -> Tensor:
@@ -148,9 +151,9 @@ class Relative(Bias):
         return table[where.head.flatten()] if table.dim() == 3 else table
 
     def fit(self, extent: Extent, q: Tensor, v: Tensor) -> Bias:
-        rows = self.keys.shape[-2] if self.keys.dim() > 1 else 0
+        rows = self.keys.shape[-2] if isinstance(self.keys, Tensor) and self.keys.dim() > 1 else 0
         if rows % 2 == 0:
-            raise ValueError(f"Relative keys must have 2 clip + 1 rows, but got shape {tuple(self.keys.shape)}")
+            raise ValueError(f"Relative keys must be a table of 2 clip + 1 rows, but got {described(self.keys)}")
         headed = [(extent.heads, rows, q.shape[-1])] if extent.heads else []
         fits(self.keys, q, "Relative keys", [(rows, q.shape[-1])], list(headed))
         if self.values is None:

@@ -11,7 +11,10 @@ from foci.where import Extent
 
 
 def whole_numbers(values: Tensor | list[int], name: str) -> Tensor:
-    tensor = torch.as_tensor(values)
+    try:
+        tensor = torch.as_tensor(values)
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"{name} must be whole numbers, but got {values!r}") from None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must be whole numbers, but got {tensor.dtype}")
     return tensor
@@ -41,12 +44,15 @@ def refuse_unless(condition: Tensor, message: Callable[[], str]) -> None:
         torch._assert_async(condition.all())
 
 
+def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    pairs = zip(reversed(shape), reversed(full), strict=False)
+    return len(shape) <= len(full) and all(n in {1, m} for n, m in pairs)
+
+
 def four_dimensional(tensor: Tensor, extent: Extent, name: str) -> Tensor:
     """A tensor that broadcasts to the attention matrix, as (B or 1, H or 1, Tq or 1, Tk or 1)."""
     full = extent.full
-    if tensor.dim() > len(full) or any(
-        n not in {1, m} for n, m in zip(reversed(tensor.shape), reversed(full), strict=False)
-    ):
+    if not broadcasts(tensor.shape, full):
         raise ValueError(f"{name} must broadcast to {full}, but got shape {tuple(tensor.shape)}")
     tensor = tensor.reshape((1,) * (len(full) - tensor.dim()) + tuple(tensor.shape))
     if extent.heads is None:

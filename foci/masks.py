@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foci.algebra import Mask
-from foci.fitting import on_device, refuse_unless, taken, whole_numbers
+from foci.fitting import broadcasts, on_device, refuse_unless, taken, whole_numbers
 from foci.spans import Spans
 from foci.where import Extent, Where
 
@@ -181,7 +181,7 @@ class Documents(Mask):
             raise ValueError(
                 f"documents {name} must have shape {(length,)} or {(*extent.batch, length)}, but got {tuple(ids.shape)}"
             )
-        return torch.atleast_2d(ids).flatten(0, -2)
+        return ids.unsqueeze(0) if ids.dim() == 1 else ids.flatten(0, -2)
 
     @property
     def static(self) -> bool:
@@ -250,6 +250,9 @@ class FromFunction(Mask):
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
             got = f"a {seen.dtype} tensor" if isinstance(seen, Tensor) else type(seen).__name__
             raise TypeError(f"a from_function mask must return a bool tensor, but {self!r} returned {got}")
+        tile = torch.broadcast_shapes(where.batch.shape, where.head.shape, where.query.shape, where.key.shape)
+        if not broadcasts(seen.shape, tile):
+            raise ValueError(f"{self!r} must return what broadcasts to {tuple(tile)}, but got {tuple(seen.shape)}")
         return seen
 
     def __repr__(self) -> str:

@@ -135,6 +135,11 @@ class Cosine(Score):
 
     scale: float | Tensor
 
+    def __post_init__(self) -> None:
+        if isinstance(self.scale, Tensor) or (isinstance(self.scale, int | float) and math.isfinite(self.scale)):
+            return
+        raise ValueError(f"Cosine takes a finite scale or a tensor of one per head, but got {self.scale!r}")
+
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
         return products(unit(q), unit(k))
 
@@ -187,10 +192,13 @@ def fits(
     tensor: Tensor, q: Tensor, name: str, plain: list[tuple[int, ...]], headed: list[tuple[int | None, ...]]
 ) -> None:
     expected = [*plain, *headed]
-    if not tensor.is_floating_point() or tuple(tensor.shape) not in expected:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tuple(tensor.shape) not in expected:
         shapes = " or ".join(map(str, expected))
-        raise ValueError(
-            f"{name} must be a float tensor of shape {shapes}, but got {tensor.dtype} {tuple(tensor.shape)}"
-        )
+        raise ValueError(f"{name} must be a float tensor of shape {shapes}, but got {described(tensor)}")
     if tensor.device != q.device:
         raise ValueError(f"{name} must be on {q.device} like the queries, but it is on {tensor.device}")
+
+
+def described(thing: object) -> str:
+    """What was received, for an error."""
+    return f"{thing.dtype} {tuple(thing.shape)}" if isinstance(thing, Tensor) else type(thing).__name__
