@@ -12,10 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Chosen places along one axis; `dropped` where a single number was asked for."""
+    """Chosen places along one axis; `dropped` where a single number was asked for, `listed` where a list was."""
 
     index: Tensor
-    dropped: bool
+    dropped: bool = False
+    listed: bool = False
 
 
 def split_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -54,7 +55,7 @@ def axis_of(item: Any, size: int, name: str, device: torch.device) -> Axis:
     """An index of the query or key axis: a whole number, a slice, or a list of whole numbers."""
     item = as_number(item)
     if isinstance(item, slice):
-        return Axis(torch.arange(size, device=device)[checked_slice(item)], False)
+        return Axis(torch.arange(size, device=device)[checked_slice(item)])
     try:
         index = torch.as_tensor(item, device=device)
     except (TypeError, ValueError, RuntimeError):
@@ -65,7 +66,8 @@ def axis_of(item: Any, size: int, name: str, device: torch.device) -> Axis:
         raise TypeError(refusal(name, item))
     if not bool(((index >= -size) & (index < size)).all()):
         raise IndexError(f"{name} indices go from {-size} to {size - 1}, but got {item!r}")
-    return Axis(index.to(torch.int64).remainder(max(size, 1)).reshape(-1), index.dim() == 0)
+    places = index.to(torch.int64).remainder(max(size, 1)).reshape(-1)
+    return Axis(places, dropped=index.dim() == 0, listed=index.dim() == 1)
 
 
 def refusal(name: str, item: Any) -> str:

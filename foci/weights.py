@@ -124,7 +124,7 @@ class Weights:
 
     def _shaped(self, found: Tensor) -> Tensor:
         """(B, H, ...) in the shape of these weights."""
-        return found.reshape(*self._lead, *found.shape[2:])
+        return found.reshape((*self._lead, *found.shape[2:]))
 
     def __repr__(self) -> str:
         mask = f", {self._held.call.mask!r}" if self._held.call.mask is not None else ""
@@ -153,6 +153,9 @@ class Weights:
         call = self._call
         rows = axis_of(query, call.q.shape[2], "query", self.device)
         columns = axis_of(key, call.k.shape[2], "key", self.device)
+        if rows.listed and columns.listed:
+            # A tensor would pair the two lists, which reads like asking for all their combinations.
+            raise IndexError(f"weights take a list on one axis, queries or keys, but got {query!r} and {key!r}")
         found = self._shaped(entries(call, self._held.lse, rows.index, columns.index, self._averaged))
         return found.squeeze([axis for axis, gone in ((-2, rows.dropped), (-1, columns.dropped)) if gone])
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.backends import blocked, reference
 from foci.backends.blocked import Place, Strip
+from foci.biases import Added
 from foci.scores import Dot
 from foci.spans import Segment
 from foci.statistics import pooling
@@ -98,8 +99,20 @@ def log2_weights(call: Call, lse: Tensor, strip: Strip) -> Tensor:
     lse = finite(lse).unsqueeze(-1)
     if isinstance(call.score, Dot) and call.score.softcap is None and call.bias is None and len(strip.segments) == 1:
         return dot_log2_weights(call, lse, strip, strip.segments[0])
+    if isinstance(call.bias, Added):
+        return own_log2_weights(call, strip)
     logits = blocked.logits(call, strip, HIDDEN)
     return logits.sub_(lse).mul_(LOG2_E).clamp_(min=HIDDEN)
+
+
+def own_log2_weights(call: Call, strip: Strip) -> Tensor:
+    """The same, normalised by the strip itself: a row biased by -1e9 has a log-sum-exp with no digits left for weights."""
+    logits = blocked.logits(call, strip)
+    x = torch.log_softmax(logits, dim=-1)
+    if call.sink is not None:
+        own = torch.logsumexp(logits, dim=-1) - call.sink.to(x.dtype).view(1, -1, 1)
+        x += torch.nn.functional.logsigmoid(own).unsqueeze(-1)
+    return torch.where(logits == -torch.inf, HIDDEN, x * LOG2_E).clamp_(min=HIDDEN)
 
 
 def dot_log2_weights(call: Call, lse: Tensor, strip: Strip, segment: Segment) -> Tensor:
@@ -122,16 +135,18 @@ def finite(lse: Tensor) -> Tensor:
 def distances(call: Call, rows: slice, columns: slice, weights: Tensor) -> Tensor:
     """Σ w |key position - query position|; far from the diagonal the sign is known, a vector product does."""
     where = call.where(rows, columns)
-    keys, queries = where.key_position.to(weights.dtype), where.query_position.to(weights.dtype)
     if call.positions is None and columns.stop - 1 <= rows.start + call.k.shape[2] - call.q.shape[2]:
-        return queries.squeeze(-1) * weights.sum(-1) - weights @ keys.flatten()
+        # Counted from the first query: from 0 the two sums would be large and their difference have few digits.
+        origin = where.query_position[0, 0, 0, 0]
+        queries, keys = where.query_position - origin, where.key_position - origin
+        return queries.squeeze(-1) * weights.sum(-1) - weights @ keys.flatten().to(weights.dtype)
     if call.positions is None:
         edge = min(max(rows.start + call.k.shape[2] - call.q.shape[2] - columns.start, 0), weights.shape[-1])
         if edge > 0 and weights.shape[-1] - edge < edge:
             near = slice(columns.start + edge, columns.stop)
             far = distances(call, rows, slice(columns.start, columns.start + edge), weights[..., :edge])
             return far + distances(call, rows, near, weights[..., edge:])
-    return (weights * (keys - queries).abs()).sum(-1)
+    return (weights * (where.key_position - where.query_position).abs().to(weights.dtype)).sum(-1)
 
 
 def write_top(x: Tensor, strip: Strip, k: int, found: dict[str, Tensor]) -> None:
@@ -168,7 +183,7 @@ def softened(call: Call, strip: Strip, averaged: bool) -> Tensor:
 
 def per_query(call: Call, averaged: bool, statistic: Statistic) -> Tensor:
     """A differentiable statistic of each row, strip by strip: (B, H, Tq, ...)."""
-    rows = [torch.cat(found, dim=2).flatten(0, 1) for found in each_strip(call, averaged, statistic)]
+    rows = [torch.cat(list(found), dim=2).flatten(0, 1) for found in each_strip(call, averaged, statistic)]
     return torch.cat(rows).unflatten(0, (call.q.shape[0], -1))
 
 

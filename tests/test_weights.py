@@ -1,0 +1,329 @@
+"""Every question to the lazy matrix, for every kind of call, against the dense matrix in float64."""
+
+import doctest
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import foci
+import foci.indexing
+import foci.weights
+from tests import matrices
+from tests.matrices import CASES, DTYPES, assert_close, lazy, truth
+
+CASE = pytest.mark.parametrize("case", CASES)
+DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def both(case: str, dtype: torch.dtype = torch.float32) -> tuple[foci.Weights, torch.Tensor]:
+    """The lazy matrix of a case, and the truth."""
+    arguments = matrices.in_dtype(CASES[case](), dtype)
+    return lazy(arguments), truth(arguments)
+
+
+def test_the_truth_is_the_softmax_of_the_definition() -> None:
+    """softmax(where(mask, q·k / √d + bias, -inf), with the sink as one more column), written out once."""
+    arguments = matrices.qkv() | {
+        "mask": matrices.holes(),
+        "bias": matrices.randn(matrices.TQ, 1),
+        "sink": matrices.sink(),
+    }
+    logits = arguments["query"] @ arguments["key"].mT / math.sqrt(matrices.D) + arguments["bias"]
+    logits = torch.where(arguments["mask"], logits, -torch.inf)
+    column = arguments["sink"].view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    expected = torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(truth(arguments), expected, atol=1e-14, rtol=1e-12)
+
+
+@CASE
+@DTYPE
+def test_all_of_the_matrix(case: str, dtype: torch.dtype) -> None:
+    weights, true = both(case, dtype)
+    assert weights.shape == tuple(true.shape)
+    assert_close(weights.dense(), true, dtype)
+
+
+@CASE
+@DTYPE
+def test_statistics_per_query(case: str, dtype: torch.dtype) -> None:
+    weights, true = both(case, dtype)
+    assert_close(weights.entropy(), matrices.entropy(true), dtype, 4)
+    assert_close(weights.distance(), matrices.distance(true, CASES[case]()), dtype, 20)
+
+
+@CASE
+@DTYPE
+def test_what_keys_receive(case: str, dtype: torch.dtype) -> None:
+    weights, true = both(case, dtype)
+    assert_close(weights.received(), true.sum(-2), dtype, 10)
+
+
+@CASE
+@DTYPE
+def test_the_heaviest_keys(case: str, dtype: torch.dtype) -> None:
+    weights, true = both(case, dtype)
+    for k in {1, min(3, true.shape[-1]), true.shape[-1]}:
+        found, (values, keys) = weights.top(k), matrices.top(true, k)
+        assert_close(found.values, values, dtype)
+        # Weights that differ by less than the tolerance may change places; their keys must weigh what was found.
+        assert torch.equal(found.keys >= 0, keys >= 0)
+        assert torch.equal(found.keys.sort(-1).values, keys.sort(-1).values) or k < true.shape[-1]
+        at_keys = true.gather(-1, found.keys.clamp(min=0)).masked_fill(found.keys < 0, 0.0)
+        assert_close(found.values, at_keys, dtype)
+        assert dtype != torch.float64 or torch.equal(found.keys, keys)
+
+
+@CASE
+@DTYPE
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_pictures(case: str, dtype: torch.dtype, reduce: str) -> None:
+    weights, true = both(case, dtype)
+    queries, keys = true.shape[-2:]
+    for rows, columns in {(1, 1), (min(3, queries), min(5, keys)), (queries, keys), (1, keys), (queries, 1)}:
+        picture = weights.picture(rows, columns, reduce)
+        assert_close(picture, matrices.picture(true, rows, columns, reduce), dtype)
+
+
+@CASE
+@DTYPE
+def test_mass_between_groups(case: str, dtype: torch.dtype) -> None:
+    weights, true = both(case, dtype)
+    rows, columns = matrices.halves(true.shape[-2]), matrices.halves(true.shape[-1])
+    assert_close(weights.grouped(rows, columns), matrices.grouped(true, rows, columns), dtype, 10)
+
+
+@CASE
+@DTYPE
+def test_logits_and_sinks(case: str, dtype: torch.dtype) -> None:
+    arguments = matrices.in_dtype(CASES[case](), dtype)
+    weights, true = lazy(arguments), truth(arguments)
+    exact = lazy(matrices.in_dtype(CASES[case](), torch.float64), "reference").lse
+    seen = exact > -torch.inf
+    half = dtype in {torch.float16, torch.bfloat16}
+    assert torch.equal(weights.lse > -torch.inf, seen)
+    if not half:
+        assert_close(weights.lse, exact, dtype, 4)
+        logits = torch.where(true > 0, true.log() + exact.masked_fill(~seen, 0.0).unsqueeze(-1), -torch.inf)
+        assert_close(weights.largest_logit(), logits.amax((-2, -1)), dtype, 20)
+    mass = 1 - true.sum(-1) if "sink" in arguments else torch.zeros_like(true[..., 0])
+    assert_close(weights.sink_mass(), mass, dtype, 4)
+
+
+@CASE
+def test_the_summary_is_every_statistic(case: str) -> None:
+    weights, true = both(case)
+    k, size = min(8, true.shape[-1]), (min(4, true.shape[-2]), min(4, true.shape[-1]))
+    summary = weights.summary(picture=4)
+    expected = {
+        "entropy": weights.entropy(),
+        "received": weights.received(),
+        "distance": weights.distance(),
+        "lse": weights.lse,
+        "sink_mass": weights.sink_mass(),
+        "largest_logit": weights.largest_logit(),
+        "picture": weights.picture(*size),
+    }
+    for name, tensor in expected.items():
+        torch.testing.assert_close(getattr(summary, name), tensor, atol=1e-5, rtol=1e-5)
+    assert summary.top is not None
+    assert torch.equal(summary.top.keys, weights.top(k).keys)
+
+
+def test_a_summary_without_top_and_picture() -> None:
+    summary = both("causal")[0].summary(top=0, picture=0)
+    assert summary.top is None
+    assert summary.picture is None
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name.endswith("empty rows")])
+@DTYPE
+def test_a_query_that_sees_nothing_gives_zeros(case: str, dtype: torch.dtype) -> None:
+    weights, true = both(case, dtype)
+    empty = true.sum(-1) == 0
+    assert bool(empty.any())
+    assert not weights.dense()[empty].any()
+    assert not weights.entropy()[empty].any()
+    assert not weights.distance()[empty].any()
+    assert not weights.top(2).values[empty].any()
+    assert bool((weights.top(2).keys[empty] == -1).all())
+    unseen = -torch.inf if weights._call.sink is None else matrices.sink().to(dtype).to(weights.dtype).view(1, -1, 1)
+    assert bool((weights.lse == unseen)[empty].all())
+
+
+MEANS = [name for name, make in CASES.items() if make()["query"].dim() > 3]
+
+
+@pytest.mark.parametrize("case", MEANS)
+def test_the_mean_over_heads_answers_every_question(case: str) -> None:
+    arguments = matrices.in_dtype(CASES[case](), torch.float32)
+    weights, true = lazy(arguments).mean("heads"), truth(arguments).mean(-3)
+    queries, keys = true.shape[-2:]
+    assert weights.shape == tuple(true.shape)
+    flat = arguments | {"positions": None} if arguments.get("positions") is None else arguments
+    assert_close(weights.dense(), true, torch.float32)
+    assert_close(weights[..., queries // 2, :], true[..., queries // 2, :], torch.float32)
+    assert_close(weights.entropy(), matrices.entropy(true), torch.float32, 4)
+    assert_close(weights.distance(), matrices.distance(true.unsqueeze(-3), flat).squeeze(-2), torch.float32, 20)
+    assert_close(weights.received(), true.sum(-2), torch.float32, 4)
+    assert_close(weights.top(1).values, matrices.top(true, 1)[0], torch.float32)
+    assert torch.equal(weights.top(keys).keys >= 0, matrices.top(true, keys)[1] >= 0)
+    assert_close(weights.picture(1, keys), matrices.picture(true, 1, keys, "mean"), torch.float32)
+    groups = matrices.halves(queries), matrices.halves(keys)
+    assert_close(weights.grouped(*groups), matrices.grouped(true, *groups), torch.float32, 4)
+    x = matrices.randn(keys, 3).float()
+    assert_close(weights @ x, true @ x.double(), torch.float32, 4)
+    assert_close(weights.T @ x[:1].expand(queries, 3), true.mT @ x[:1].expand(queries, 3).double(), torch.float32, 4)
+
+
+@pytest.mark.parametrize("name", ["lse", "largest_logit", "sink_mass", "summary"])
+def test_what_belongs_to_single_heads_is_refused_on_their_mean(name: str) -> None:
+    mean = both("plain")[0].mean("heads")
+    with pytest.raises(ValueError, match=rf"{name} belongs to single heads: ask it before mean\('heads'\)"):
+        getattr(mean, name)()
+
+
+def test_received_by_some_queries() -> None:
+    weights, true = both("causal")
+    for queries in (slice(2, 5), slice(None, None, 3), [0, -1], 4, torch.tensor([1, 2])):
+        chosen = true[..., queries, :].sum(-2) if not isinstance(queries, int) else true[..., queries, :]
+        assert_close(weights.received(queries=queries), chosen, torch.float32, 4)
+    assert not weights.received(queries=[]).any()
+
+
+@pytest.mark.parametrize("case", ["plain", "grouped heads", "one key head"])
+def test_received_by_heads_that_share_keys(case: str) -> None:
+    weights, true = both(case)
+    kv_heads = CASES[case]()["key"].shape[1]
+    shared = true.sum(-2).unflatten(1, (kv_heads, -1)).sum(2)
+    assert_close(weights.received(per="kv_head"), shared, torch.float32, 4)
+    assert_close(weights[1].received(per="kv_head"), shared[1], torch.float32, 4)
+    # Heads 1, 2 and 3 of two groups: one head of the first, both of the second.
+    some = [true[:, [h for h in (1, 2, 3) if h * kv_heads // 4 == g]].sum((1, 2)) for g in range(kv_heads)]
+    expected = torch.stack([sums for sums in some if sums.any()], dim=1)
+    assert_close(weights[:, 1:4].received(per="kv_head"), expected, torch.float32, 4)
+
+
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e9, -1e30])
+@pytest.mark.parametrize("sink", [None, torch.tensor([-1.0, 0.0, 0.5, 1.0])])
+def test_rows_masked_with_a_large_number_still_sum_to_one(value: float, sink: torch.Tensor | None) -> None:
+    """A row of -1e9 is no row of -inf: every key is seen, and the log-sum-exp has no digits left for their number."""
+    bias = torch.zeros(matrices.B, 1, matrices.TQ, matrices.TK)
+    bias[0, :, 3:] = value
+    bias[1, :, :, 5:] = value
+    weights = lazy(matrices.in_dtype(matrices.qkv(), torch.float32) | {"bias": bias, "sink": sink})
+    ones = 1 - weights.sink_mass()
+    dense = weights.dense()
+    torch.testing.assert_close(dense.sum(-1), ones, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(weights.received().sum(-1), ones.sum(-1), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(weights.entropy(), matrices.entropy(dense), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(weights[..., 4:6, ::2], dense[..., 4:6, ::2])
+    assert not dense[1, :, :, 5:].any()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize(
+    "extra", [{}, {"mask": foci.causal}, {"sink": matrices.sink()}], ids=["plain", "causal", "sink"]
+)
+def test_a_matrix_without_queries_or_keys(queries: int, keys: int, extra: dict[str, Any]) -> None:
+    weights = lazy(matrices.qkv(queries, keys) | extra)
+    lead = (matrices.B, matrices.H)
+    summary = weights.summary()
+    assert weights.dense().shape == (*lead, queries, keys)
+    assert summary.entropy.shape == summary.distance.shape == weights.lse.shape == (*lead, queries)
+    assert weights.received(queries=slice(0, 1)).shape == summary.received.shape == (*lead, keys)
+    assert not summary.received.any()
+    assert bool((weights.largest_logit() == -torch.inf).all())
+    assert (weights @ torch.ones(keys, 3).double()).shape == (*lead, queries, 3)
+    assert not (weights.T @ torch.ones(queries, 3).double()).any()
+    assert weights.mean("heads").entropy().shape == (matrices.B, queries)
+
+
+@pytest.mark.parametrize("lead", [(0, 4), (2, 0)])
+def test_a_call_without_sequences_or_heads(lead: tuple[int, int]) -> None:
+    x = torch.zeros(*lead, 5, 6)
+    weights = foci.attention(x, x, x, return_weights=True)[1]
+    assert weights.summary().picture.shape == weights.dense().shape == (*lead, 5, 5)
+    assert (weights.T @ torch.ones(5, 3)).shape == (*lead, 5, 3)
+
+
+def test_dense_says_its_size_above_the_limit() -> None:
+    weights, true = both("plain")
+    size = true.numel() * 4
+    assert weights.dense(limit=size).shape == true.shape
+    with pytest.raises(
+        ValueError, match=rf"\(2, 4, 11, 17\) takes {size:,} bytes, above the limit of {size - 1:,} bytes"
+    ):
+        weights.dense(limit=size - 1)
+    x = torch.zeros(1, 8, 2**14, 1)
+    big = foci.attention(x[:, :, :2], x, x, return_weights=True)[1]
+    long = foci.Weights(big._call, big._held.lse, (1,), True)
+    long._held.call.q = x
+    with pytest.raises(ValueError, match=r"takes 8\.00 GiB, above the limit of 1\.00 GiB: ask for slices"):
+        long.dense()
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "no keys at all": (lambda w: w.top(0), ValueError, "top takes a whole number from 1 to the 17 keys, but got 0"),
+    "more than the keys": (lambda w: w.top(18), ValueError, "from 1 to the 17 keys, but got 18"),
+    "not a number": (lambda w: w.top(2.0), ValueError, "but got 2.0"),
+    "true": (lambda w: w.top(True), ValueError, "but got True"),
+    "a picture without rows": (
+        lambda w: w.picture(0, 1),
+        ValueError,
+        "1 to 11 rows and 1 to 17 columns, but got 0 x 1",
+    ),
+    "a picture of more rows": (lambda w: w.picture(12, 1), ValueError, "but got 12 x 1"),
+    "a picture of more columns": (lambda w: w.picture(1, 18), ValueError, "but got 1 x 18"),
+    "another reduction": (lambda w: w.picture(1, 1, "sum"), ValueError, "reduce='mean' or reduce='max', but got 'sum'"),
+    "another per": (lambda w: w.received(per="head"), ValueError, "per='query_head' or per='kv_head', but got 'head'"),
+    "no heads to add": (
+        lambda w: w[0, 0].received(per="kv_head"),
+        ValueError,
+        r"\(..., H, Tq, Tk\), but these are \(11",
+    ),
+    "a query out of range": (lambda w: w.received(queries=[11]), IndexError, r"from -11 to 10, but got \[11\]"),
+    "another mean": (lambda w: w.mean("queries"), ValueError, "averaged over 'heads', but got 'queries'"),
+    "no heads": (lambda w: w[:, 0].mean("heads"), ValueError, r"\(..., H, Tq, Tk\), but these are \(2, 11, 17\)"),
+    "less than nothing": (lambda w: w.summary(top=-1), ValueError, "0 or more, for top, but got -1"),
+    "half a picture": (lambda w: w.summary(picture=1.5), ValueError, "0 or more, for picture, but got 1.5"),
+    "no groups": (lambda w: w.grouped([], [(0, 1)]), ValueError, "query_groups must name at least one group"),
+    "overlap": (lambda w: w.grouped([(0, 1)], [(0, 3), (2, 4)]), ValueError, r"key_groups .* group 1, \(2, 4\), does"),
+    "another function": (lambda w: torch.softmax(w, -1), TypeError, "softmax takes tensors, but got lazy weights"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_question_is_refused(case: str) -> None:
+    ask, kind, message = REFUSED[case]
+    with pytest.raises(kind, match=message):
+        ask(both("plain")[0])
+
+
+def test_weights_go_to_a_device_with_everything() -> None:
+    weights = lazy(CASES["deep"]()).to("cpu")
+    assert weights.device == torch.device("cpu")
+    assert_close(weights.dense(), truth(CASES["deep"]()), torch.float64)
+    moved = lazy(CASES["sink and bias, empty rows"]()).to("meta")
+    held = [moved._call.q, moved._call.k, moved._call.sink, moved._call.bias.entries, moved._held.lse]
+    assert [tensor.device.type for tensor in held] == ["meta"] * 5
+    assert moved._call.extent.device.type == "meta"
+
+
+def test_it_says_what_it_is() -> None:
+    weights = lazy(matrices.in_dtype(CASES["causal"](), torch.float32))
+    size = 4 * 2 * 4 * (11 * 6 + 17 * 6 + 11)
+    assert repr(weights) == f"Weights(2, 4, 11, 17), causal, float32 on cpu, holds {size:,} bytes"
+    assert repr(weights.mean("heads")).startswith("Weights(2, 11, 17), causal, mean over heads, float32")
+    assert repr(weights.T).startswith("Transposed Weights(2, 4, 11, 17)")
+    assert weights.T.shape == (2, 4, 17, 11)
+
+
+@pytest.mark.parametrize("module", [foci.weights, foci.indexing], ids=lambda module: module.__name__)
+def test_the_examples_run(module: Any) -> None:
+    names = vars(module) | {"weights": lazy(matrices.qkv(3, 3))}
+    tests = [test for test in doctest.DocTestFinder().find(module, globs=names) if test.examples]
+    assert tests
+    for test in tests:
+        assert doctest.DocTestRunner().run(test).failed == 0, test.name
