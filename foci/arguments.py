@@ -5,8 +5,10 @@ B batch (all leading dimensions as one), H query heads, G key heads, Tq queries,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from foci.scores import Dot, Score
 from foci.where import Extent, Where
 
 HALF = (torch.float16, torch.bfloat16)
+P = ParamSpec("P")
+R = TypeVar("R")
+
 FLOATS = (*HALF, torch.float32, torch.float64)
 
 
@@ -127,6 +132,20 @@ class Call:
         return out.reshape(*self.extent.batch, *heads, *out.shape[2:])
 
 
+def keeps_dtypes(function: Callable[Concatenate[Call, P], R]) -> Callable[Concatenate[Call, P], R]:
+    """Autocast chooses the dtype of the inputs and has no say inside: logits and softmax stay in float32 at least."""
+
+    @wraps(function)
+    def kept(call: Call, /, *arguments: P.args, **options: P.kwargs) -> R:
+        device = call.extent.device.type
+        if not torch.is_autocast_enabled(device):
+            return function(call, *arguments, **options)
+        with torch.autocast(device, enabled=False):
+            return function(call, *arguments, **options)
+
+    return kept
+
+
 def prepare(
     query: Tensor,
     key: Tensor,
@@ -144,6 +163,8 @@ def prepare(
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
         query, key, value = (autocast(t, device_type) for t in (query, key, value))
+        if not query.dtype == key.dtype == value.dtype:
+            refuse_dtypes(query, key, value)
     if query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
         q, k, v = query, key, value
         extent = Extent((q.shape[0],), q.shape[1], q.shape[2], k.shape[2], q.device)
@@ -211,7 +232,11 @@ def refuse_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(f"key and value must have the same length, but got {key.shape[-2]} and {value.shape[-2]}")
     if not (query.dtype == key.dtype == value.dtype) and not torch.is_autocast_enabled(query.device.type):
-        raise TypeError(f"query, key and value must have one dtype, but got {query.dtype}, {key.dtype}, {value.dtype}")
+        refuse_dtypes(query, key, value)
+
+
+def refuse_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    raise TypeError(f"query, key and value must have one dtype, but got {query.dtype}, {key.dtype}, {value.dtype}")
 
 
 def autocast(tensor: Tensor, device_type: str) -> Tensor:

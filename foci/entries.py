@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.arguments import Call
+from foci.arguments import Call, keeps_dtypes
 from foci.backends import blocked, reference
 from foci.biases import Added
 from foci.statistics.strips import finite
@@ -21,6 +21,7 @@ STRIPS = 16
 FAR = 1e4
 
 
+@keeps_dtypes
 def entries(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
     """(B, H, R, C): recomputed from q, k and the log-sum-exp; with gradients where they are on."""
     shape = (call.q.shape[0], 1 if averaged else call.q.shape[1], rows.numel(), columns.numel())

@@ -7,13 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from foci.arguments import Call
+from foci.arguments import Call, keeps_dtypes
 from foci.statistics import strips
 from foci.statistics.wanted import Wanted
 
 __all__ = ["Wanted", "distance", "entropy", "grouped", "measure", "transposed"]
 
 
+@keeps_dtypes
 def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str, Tensor]:
     """Every wanted statistic in one pass, without gradients."""
     if is_empty(call):
@@ -21,6 +22,7 @@ def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str
     return strips.measure(call, lse, wanted, averaged)
 
 
+@keeps_dtypes
 def entropy(call: Call, averaged: bool) -> Tensor:
     """Differentiable: (B, H, Tq)."""
     if is_empty(call):
@@ -28,6 +30,7 @@ def entropy(call: Call, averaged: bool) -> Tensor:
     return strips.per_query(call, averaged, strips.entropy_of)
 
 
+@keeps_dtypes
 def distance(call: Call, averaged: bool) -> Tensor:
     """Differentiable: (B, H, Tq)."""
     if is_empty(call):
@@ -35,6 +38,7 @@ def distance(call: Call, averaged: bool) -> Tensor:
     return strips.per_query(call, averaged, strips.distance_of)
 
 
+@keeps_dtypes
 def transposed(call: Call, x: Tensor, averaged: bool) -> Tensor:
     """Wᵀ x, differentiable: x (B or 1, H or 1, Tq, E) or (Tq, E) -> (B, H, Tk, E)."""
     if is_empty(call):
@@ -43,6 +47,7 @@ def transposed(call: Call, x: Tensor, averaged: bool) -> Tensor:
     return strips.over_queries(call, averaged, partial(strips.transposed_of, x=x))
 
 
+@keeps_dtypes
 def grouped(call: Call, rows: tuple[Tensor, int], columns: tuple[Tensor, int], averaged: bool) -> Tensor:
     """The mass between groups, differentiable: (B, H, query groups, key groups)."""
     (row_ids, row_count), (_, column_count) = rows, columns
