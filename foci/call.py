@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +16,41 @@ from foci.scores import Dot, Score
 from foci.weights import Weights
 
 DOT = Dot()
+Positions = tuple[Tensor | None, Tensor | None]
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: Score = ...,
+    mask: Mask | Tensor | None = ...,
+    bias: Bias | Tensor | None = ...,
+    sink: Tensor | None = ...,
+    positions: Positions | None = ...,
+    dropout: float = ...,
+    backend: str | None = ...,
+    return_weights: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score: Score = ...,
+    mask: Mask | Tensor | None = ...,
+    bias: Bias | Tensor | None = ...,
+    sink: Tensor | None = ...,
+    positions: Positions | None = ...,
+    dropout: float = ...,
+    backend: str | None = ...,
+    return_weights: Literal[True],
+) -> tuple[Tensor, Weights]: ...
 
 
 def attention(
@@ -26,7 +62,7 @@ def attention(
     mask: Mask | Tensor | None = None,
     bias: Bias | Tensor | None = None,
     sink: Tensor | None = None,
-    positions: tuple[Tensor | None, Tensor | None] | None = None,
+    positions: Positions | None = None,
     dropout: float = 0.0,
     backend: str | None = None,
     return_weights: bool = False,
@@ -63,6 +99,18 @@ def attention(
         backend: None for the fastest that serves the call; or a name, which is then used or refused with reasons.
         return_weights: also return the attention matrix, as a lazy operator.
     """
+    if (
+        score is DOT
+        and bias is None
+        and sink is None
+        and positions is None
+        and backend is None
+        and not dropout
+        and not return_weights
+    ):
+        everyday = backends.everyday(query, key, value, mask)
+        if everyday is not None:
+            return everyday
     call = prepare(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
     out, lse = backends.run(call, backend)
     if sink is not None:
@@ -95,7 +143,7 @@ def plan(
     mask: Mask | Tensor | None = None,
     bias: Bias | Tensor | None = None,
     sink: Tensor | None = None,
-    positions: tuple[Tensor | None, Tensor | None] | None = None,
+    positions: Positions | None = None,
     dropout: float = 0.0,
     backend: str | None = None,
     return_weights: bool = False,

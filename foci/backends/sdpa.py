@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.algebra import Entries, Mask
-from foci.arguments import Call
+from foci.arguments import FLOATS, Call
 from foci.backends import cuda_sdpa
 from foci.biases import Added
-from foci.masks import Causal, Padding
+from foci.masks import Causal, Padding, causal
 from foci.scores import Additive, Dot
 
 NAME = "sdpa"
@@ -39,6 +39,33 @@ def refuses(call: Call) -> list[str]:
         reasons.append(f"the mask {call.mask!r} would have to be built as a dense tensor")
     reasons += bias_reasons(call)
     return reasons + device_reasons(call)
+
+
+def everyday(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
+    """The call that everybody makes, (B, H, T, D) with or without `causal`, answered after a handful of comparisons.
+
+    None where anything is out of the ordinary: the whole way then checks it, serves it or says what is wrong.
+    """
+    if not (mask is None or mask is causal) or not (type(q) is type(k) is type(v) is Tensor):
+        return None
+    shape, key_shape = q.shape, k.shape
+    usual = (
+        len(shape) == 4
+        and key_shape == v.shape
+        and (shape == key_shape or (mask is None and shape[:2] == key_shape[:2] and shape[3:] == key_shape[3:]))
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in FLOATS
+        and 0 not in shape
+        and 0 not in key_shape
+        and q.stride(3) == k.stride(3) == v.stride(3) == 1
+    )
+    if not usual or torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(q):
+        return None
+    if q.is_cuda:
+        served = k.is_cuda and v.is_cuda and cuda_sdpa.default_is_fastest(q, k, v, mask is not None)
+    else:
+        served = q.is_cpu and k.is_cpu and v.is_cpu
+    return F.scaled_dot_product_attention(q, k, v, is_causal=mask is not None) if served else None
 
 
 def is_plain(call: Call) -> bool:
@@ -110,13 +137,12 @@ def dense_mask(call: Call) -> Mask | None:
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
-    scale = dot.score.factor(dot.q.shape[-1])
-    causal = causal_kind(call) or "none"
+    scale, kind, mask = dot.score.factor(dot.q.shape[-1]), causal_kind(call) or "none", attn_mask(dot)
     if call.extent.device.type == "cuda":
-        out, lse = cuda_sdpa.run(dot, scale, causal, attn_mask(dot))
+        out, lse = cuda_sdpa.run(dot, scale, kind, mask)
     else:
-        out, lse = cpu(dot, scale, causal == "equal", attn_mask(dot))
-    return out, lse
+        out, lse = cpu(dot, scale, kind == "equal", mask)
+    return (out, lse) if mask is None else hidden_rows(out, lse, mask)
 
 
 def attn_mask(call: Call) -> Tensor | None:
@@ -132,17 +158,16 @@ def attn_mask(call: Call) -> Tensor | None:
     return torch.where(visible, 0.0, -torch.inf).to(call.q.dtype)
 
 
-def cpu(call: Call, scale: float, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def cpu(call: Call, scale: float, equal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     q, k, v = call.q, call.k, call.v
     even = q.shape[-1] == v.shape[-1] and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if even and mask is None and not call.needs_lse:
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped), None
+        return F.scaled_dot_product_attention(q, k, v, is_causal=equal, scale=scale, enable_gqa=grouped), None
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (padded(t, width) for t in (q, k, v))
-    out, lse = CpuFlash.apply(q, k, v, mask, causal, scale)
-    out = out[..., : call.v.shape[-1]]
-    return (out, lse) if mask is None else hidden_rows(out, lse, mask)
+    out, lse = CpuFlash.apply(q, k, v, mask, equal, scale)  # type: ignore[no-untyped-call]
+    return out[..., : call.v.shape[-1]], lse
 
 
 def padded(x: Tensor, width: int) -> Tensor:
@@ -151,10 +176,11 @@ def padded(x: Tensor, width: int) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def hidden_rows(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def hidden_rows(out: Tensor, lse: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows that see nothing: the kernels leave a log-sum-exp of 0, or worse, where it is -inf."""
     seen = (mask > -torch.inf).any(-1)
-    return torch.where(seen.unsqueeze(-1), out, 0.0), torch.where(seen, lse, -torch.inf)
+    out = torch.where(seen.unsqueeze(-1), out, 0.0)
+    return out, None if lse is None else torch.where(seen, lse, -torch.inf)
 
 
 class CpuFlash(torch.autograd.Function):
