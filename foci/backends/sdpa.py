@@ -148,7 +148,8 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 def attn_mask(call: Call) -> Tensor | None:
     """The float tensor that is added to the logits."""
     if isinstance(call.bias, Added):
-        return call.bias.entries.to(call.q.dtype)
+        # Of a part of a call only these sequences and heads.
+        return call.bias.term(call.everything()).to(call.q.dtype)
     mask = dense_mask(call)
     if mask is None:
         return None
