@@ -307,4 +307,7 @@ def from_function(function: Predicate) -> Mask:
 
 
 def shown(tensor: Tensor) -> str:
-    return repr(tensor.tolist()) if tensor.numel() <= 12 else f"{tensor.dtype} tensor {tuple(tensor.shape)}"
+    # Reading values would wait for a GPU and stop a compiler, and every backend names the mask that it refuses.
+    if tensor.numel() <= 12 and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+        return repr(tensor.tolist())
+    return f"{tensor.dtype} tensor {tuple(tensor.shape)}"
