@@ -1,0 +1,161 @@
+"""A block: attention and a feed-forward network, each with a norm and a residual.
+
+B batch, T tokens, S tokens of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foci.algebra import Mask
+from foci.cache import Cache
+from foci.nn.attention import Attention
+from foci.nn.config import BlockConfig
+from foci.nn.embed import Rotary
+from foci.weights import Weights
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+class Block(nn.Module):
+    """Attention, attention to a memory where `cross`, and a feed-forward network.
+
+    >>> import foci, torch
+    >>> block = foci.nn.Block(foci.nn.BlockConfig(width=64, heads=4, activation="swiglu", norm="rms"))
+    >>> block(torch.randn(2, 10, 64), mask=foci.causal).shape
+    torch.Size([2, 10, 64])
+
+    Args:
+        config: what it is made of.
+        cross: whether it also looks at a memory.
+        bias: a module that gives the bias, where blocks share one; None: the config's own.
+        depth_dropout: how often each part of this block is skipped; None: the config's.
+    """
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        *,
+        cross: bool = False,
+        bias: nn.Module | None = None,
+        depth_dropout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm_first, self.dropout = config.norm_first, config.dropout
+        self.depth_dropout = config.depth_dropout if depth_dropout is None else depth_dropout
+        rotary = None if config.rotary is None else Rotary(config.rotary)
+        self.attention_norm = made_norm(config)
+        self.attention = made_attention(config, bias=config.bias if bias is None else bias, rotary=rotary)
+        self.cross_norm = made_norm(config) if cross else None
+        self.cross = made_attention(config, bias=None, rotary=None) if cross else None
+        self.feed_forward_norm = made_norm(config)
+        self.feed_forward = FeedForward(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        memory_mask: Mask | Tensor | None = None,
+        positions: Tensor | None = None,
+        caches: tuple[Cache | None, Cache | None] = (None, None),
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Weights]]:
+        """(B, T, width) -> (B, T, width); with return_weights also {"own": Weights, "cross": Weights}.
+
+        Args:
+            memory: (B, S, width), what `cross` looks at.
+            mask, memory_mask: who may look at whom among the tokens, and from the tokens at the memory.
+            positions: where the tokens stand, for rotary.
+            caches: of the tokens and of the memory, while generating.
+        """
+        weights: dict[str, Weights] = {}
+
+        def own(y: Tensor) -> Tensor:
+            found = self.attention(y, mask=mask, positions=positions, cache=caches[0], return_weights=return_weights)
+            return kept(found, weights, "own")
+
+        def across(y: Tensor) -> Tensor:
+            assert self.cross is not None
+            found = self.cross(y, memory, mask=memory_mask, cache=caches[1], return_weights=return_weights)
+            return kept(found, weights, "cross")
+
+        if (memory is None) != (self.cross is None):
+            has = "looks at a memory" if self.cross is not None else "has no attention to a memory"
+            raise ValueError(f"this block {has}, but it {'got none' if memory is None else 'was given one'}")
+        x = self._added(x, self.attention_norm, own)
+        if self.cross_norm is not None:
+            x = self._added(x, self.cross_norm, across)
+        x = self._added(x, self.feed_forward_norm, self.feed_forward)
+        return (x, weights) if return_weights else x
+
+    def _added(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """The residual: x + part(norm(x)), or norm(x + part(x))."""
+        found = F.dropout(part(norm(x) if self.norm_first else x), self.dropout, self.training)
+        if self.training and self.depth_dropout:
+            found = skipped(found, self.depth_dropout)
+        return x + found if self.norm_first else norm(x + found)
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with an activation between them; swiglu multiplies one half by silu of the other."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.gated = config.activation == "swiglu"
+        self.activation = ACTIVATIONS["silu" if self.gated else config.activation]
+        self.dropout = config.dropout
+        self.inner = nn.Linear(config.width, config.inner * (2 if self.gated else 1), bias=config.biases)
+        self.outer = nn.Linear(config.inner, config.width, bias=config.biases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.gated:
+            gate, x = x.chunk(2, dim=-1)
+            x = self.activation(gate) * x
+        else:
+            x = self.activation(x)
+        return self.outer(F.dropout(x, self.dropout, self.training))  # type: ignore[no-any-return]
+
+
+def made_norm(config: BlockConfig) -> nn.Module:
+    if config.norm == "rms":
+        return nn.RMSNorm(config.width, eps=config.eps)
+    return nn.LayerNorm(config.width, eps=config.eps, bias=config.biases)
+
+
+def made_attention(config: BlockConfig, *, bias: object, rotary: Rotary | None) -> Attention:
+    return Attention(
+        config.width,
+        config.heads,
+        config.kv_heads,
+        head_width=config.head_width,
+        score=config.score,
+        bias=bias,  # type: ignore[arg-type]
+        rotary=rotary,
+        dropout=config.attention_dropout,
+        biases=config.biases,
+    )
+
+
+def kept(found: Tensor | tuple[Tensor, Weights], weights: dict[str, Weights], name: str) -> Tensor:
+    """The output alone; the weights are put aside."""
+    if isinstance(found, tuple):
+        found, weights[name] = found
+    return found
+
+
+def skipped(x: Tensor, rate: float) -> Tensor:
+    """Stochastic depth: for some sequences nothing is added, for the others more, so that the mean stays."""
+    keep = torch.rand(x.shape[0], 1, 1, device=x.device) >= rate
+    return torch.where(keep, x / (1.0 - rate), 0.0)
