@@ -65,8 +65,8 @@ class Weights:
     True
 
     Rows sum to 1, to 0 where a query sees nothing, and with a sink to 1 minus what the sink takes. These are the
-    weights before dropout, of every head. Where gradients are on, slices, products, `entropy`, `received`, `grouped` and
-    `distance` are differentiable.
+    weights before dropout, of every head. Where gradients are on, slices, products, `entropy`, `received`, `grouped`
+    and `distance` are differentiable.
     """
 
     def __init__(

@@ -106,7 +106,7 @@ def log2_weights(call: Call, lse: Tensor, strip: Strip) -> Tensor:
 
 
 def own_log2_weights(call: Call, strip: Strip) -> Tensor:
-    """The same, normalised by the strip itself: a row biased by -1e9 has a log-sum-exp with no digits left for weights."""
+    """The same, normalised by the strip itself: the log-sum-exp of a row biased by -1e9 has no digits left for it."""
     logits = blocked.logits(call, strip)
     x = torch.log_softmax(logits, dim=-1)
     if call.sink is not None:

@@ -1,0 +1,52 @@
+"""Slices of the matrix are computed, not cut out of it."""
+
+import pytest
+import torch
+
+import foci
+from foci import entries
+from foci.backends import blocked
+from tests import matrices
+from tests.allocation import LargestTensor
+from tests.matrices import CASES, DTYPES, assert_close, lazy, truth
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slices_are_exact(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "CPU_ENTRIES", 8)
+    arguments = matrices.in_dtype(CASES[case](), dtype)
+    weights, true = lazy(arguments), truth(arguments)
+    for index in [(..., 0, slice(None)), (..., -1), (..., slice(1, 9, 3), slice(None, None, 2)), (..., -1, 0)]:
+        found = weights[index]
+        assert isinstance(found, torch.Tensor)
+        assert_close(found, true[index], dtype)
+
+
+def test_a_slice_takes_the_memory_of_a_slice() -> None:
+    n = 1024
+    x = torch.zeros(1, 2, n, 8)
+    weights = foci.attention(x, x, x, mask=foci.causal, return_weights=True)[1]
+    for index in [(..., 5, slice(None)), (..., 7), (..., slice(3, 5), slice(9, 12))]:
+        with LargestTensor() as seen:
+            weights[index]
+        assert seen.largest <= 16 * n
+
+
+def test_all_of_it_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "CPU_ENTRIES", 2**10)
+    n = 512
+    x = torch.zeros(1, 2, n, 8)
+    weights = foci.attention(x, x, x, mask=foci.causal, return_weights=True)[1]
+    with LargestTensor() as seen:
+        weights.dense()
+    assert seen.largest == 2 * n * n
+    assert seen.peak < 1.2 * 4 * seen.largest
+
+
+@pytest.mark.parametrize("case", ["sink and bias, empty rows", "relative", "grouped heads"])
+def test_rows_normalised_by_themselves_are_the_same(case: str) -> None:
+    call, true = lazy(CASES[case]())._call, truth(CASES[case]())
+    rows, columns = torch.tensor([2, 0, 7]), torch.tensor([1, 5])
+    found = entries.whole_rows(call, rows, columns, averaged=False)
+    assert_close(found, true[:, :, rows][..., columns], torch.float64)
