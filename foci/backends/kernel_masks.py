@@ -1,0 +1,100 @@
+"""A mask in the three forms that our kernels read: runs of keys per query, document ids, and a dense tensor.
+
+Bm is 1 or the batch size, Tq queries, Tk keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foci.algebra import Both, Entries, Mask
+from foci.arguments import Call
+from foci.masks import Causal, Documents
+from foci.spans import Spans
+
+
+@dataclass(frozen=True, slots=True)
+class KernelMasks:
+    """What a query sees is what all of these allow; None allows everything."""
+
+    causal: bool = False  # key j <= query i + Tk - Tq
+    spans: Tensor | None = None  # (Bm, runs, 2, Tq) int32: the runs of keys that a query sees
+    query_ids: Tensor | None = None  # (Bm, Tq): it sees only keys of its own id
+    key_ids: Tensor | None = None  # (Bm, Tk)
+    dense: Tensor | None = None  # (B or 1, H or 1, Tq or 1, Tk or 1) bool
+
+
+def reasons(call: Call) -> list[str]:
+    """Why the mask has no such form; empty where it has one."""
+    _, documents, dense, spans = sorted_out(call)
+    if len(documents) > 1 or len(dense) > 1:
+        return ["more than one tensor mask or documents mask in a call"]
+    if spans is not None and not spans.exact:
+        return [f"the mask {call.mask!r} is no union of two runs of keys per query"]
+    return []
+
+
+def forms(call: Call) -> KernelMasks:
+    """The mask of a call for which `reasons` has none."""
+    causal, documents, dense, spans = sorted_out(call)
+    device = call.q.device
+    if documents:
+        superset = own(documents[0].spans(call.extent, call.positions is not None), call)
+        spans = superset if spans is None else spans & superset
+    ids = (own_rows(documents[0].query_ids, call), own_rows(documents[0].key_ids, call)) if documents else (None, None)
+    entries = None if not dense else chosen_entries(dense[0].entries, call)
+    if causal and spans is None:
+        return KernelMasks(True, None, *ids, entries)
+    if causal:
+        assert spans is not None
+        spans = spans & Causal().spans(call.extent, False)
+    return KernelMasks(False, None if spans is None else spans.tensor(device), *ids, entries)
+
+
+def sorted_out(call: Call) -> tuple[bool, list[Documents], list[Entries], Spans | None]:
+    """The masks that all must allow: plain causal, documents, dense tensors, and the rest as runs of keys."""
+    causal, documents, dense = False, [], []
+    spans: Spans | None = None
+    for mask in conjuncts(call.mask):
+        if isinstance(mask, Documents):
+            documents.append(mask)
+        elif isinstance(mask, Entries):
+            dense.append(mask)
+        elif isinstance(mask, Causal) and mask.offset is None and call.positions is None:
+            causal = True
+        else:
+            runs = own(mask.spans(call.extent, call.positions is not None), call)
+            spans = runs if spans is None else spans & runs
+    return causal, documents, dense, spans
+
+
+def conjuncts(mask: Mask | None) -> list[Mask]:
+    if mask is None:
+        return []
+    return [*conjuncts(mask.left), *conjuncts(mask.right)] if isinstance(mask, Both) else [mask]
+
+
+def own(spans: Spans, call: Call) -> Spans:
+    return spans if call.batch_ids is None else spans.of(call.batch_ids)
+
+
+def own_rows(ids: Tensor | None, call: Call) -> Tensor | None:
+    if ids is None or ids.shape[0] == 1 or call.batch_ids is None:
+        return ids
+    return ids[call.batch_ids]
+
+
+def chosen_entries(entries: Tensor, call: Call) -> Tensor:
+    """The dense mask of the call's own sequences and heads."""
+    if call.batch_ids is not None and entries.shape[0] > 1:
+        entries = entries[call.batch_ids]
+    if call.head_ids is not None and entries.shape[1] > 1:
+        entries = entries[:, call.head_ids]
+    return entries
+
+
+def inside_vmap(call: Call) -> bool:
+    return bool(torch._C._functorch.is_batchedtensor(call.q))
