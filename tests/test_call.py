@@ -1,0 +1,405 @@
+"""The call itself: dtypes under autocast, empty inputs, strides, dropout, positions, plans, threads, memory."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import foci
+from foci.algebra import as_mask
+from foci.backends import NAMES, blocked
+from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
+
+BACKENDS = ["sdpa", "blocked", "reference"]
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def qkv(queries: int = 6, keys: int = 6, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((2, 4, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8))
+    q, k, v = (randn(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
+    return q, k, v
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_narrows_the_inputs_and_nothing_else(backend: str, half: torch.dtype) -> None:
+    leaves = [tensor.requires_grad_() for tensor in qkv()]
+    with torch.autocast("cpu", dtype=half):
+        out, weights = foci.attention(*leaves, backend=backend, return_weights=True)
+        matrix, entropy, product = weights.dense(), weights.entropy(), weights @ torch.eye(6)
+    assert (out.dtype, weights.lse.dtype, matrix.dtype, entropy.dtype) == (half, *[torch.float32] * 3)
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(2, 4, 6), atol=1e-6, rtol=0)
+    torch.testing.assert_close(product.float(), matrix, atol=0.01, rtol=0)
+    (out.float().sum() + weights.lse.sum()).backward()
+    assert all(leaf.grad.dtype == torch.float32 for leaf in leaves)
+
+    problem = Problem(dict(zip(("query", "key", "value"), leaves, strict=True)), lambda tensors: tensors, half)
+    true = {name: tensor for name, tensor in truth(problem).items() if name in {"out", "lse"}}
+    eager = eager_errors(problem, true)
+    check({"out": out.detach(), "lse": weights.lse.detach()}, true, eager, half)
+
+
+def test_autocast_joins_dtypes_and_leaves_float64_alone() -> None:
+    q, k, v = qkv()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert foci.attention(q, k.half(), v.bfloat16()).dtype == torch.bfloat16
+        assert foci.attention(q.double(), k.double(), v.double()).dtype == torch.float64
+        for score in (foci.General(randn(8, 8)), foci.Cosine(torch.ones(4)), foci.Additive(randn(8))):
+            out, weights = foci.attention(q, k, v, score=score, bias=foci.ALiBi(), return_weights=True)
+            assert (out.dtype, weights.lse.dtype) == (torch.bfloat16, torch.float32)
+        with pytest.raises(TypeError, match=r"one dtype, but got torch.float64, torch.bfloat16, torch.bfloat16"):
+            foci.attention(q.double(), k, v)
+
+
+EMPTY: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "no queries": ((2, 4, 0, 8), (2, 2, 5, 8)),
+    "no keys": ((2, 4, 5, 8), (2, 2, 0, 8)),
+    "neither": ((2, 4, 0, 8), (2, 4, 0, 8)),
+    "no sequences": ((0, 4, 5, 8), (0, 4, 5, 8)),
+    "no heads": ((2, 0, 5, 8), (2, 0, 5, 8)),
+    "no heads and no keys": ((3, 8), (0, 8)),
+}
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": foci.causal & foci.window(2)},
+    "additive": {"score": foci.Additive(torch.ones(8))},
+    "relative": {"bias": foci.Relative(torch.ones(3, 8), torch.ones(3, 8))},
+    "dropout": {"dropout": 0.5},
+}
+
+
+@pytest.mark.parametrize("backend", [None, "blocked", "reference"])
+@pytest.mark.parametrize("sizes", EMPTY)
+@pytest.mark.parametrize("asked", ASKED)
+def test_empty_inputs_give_zeros_with_gradients(backend: str | None, sizes: str, asked: str) -> None:
+    shape, key_shape = EMPTY[sizes]
+    q, k, v = (torch.ones(size, requires_grad=True) for size in (shape, key_shape, key_shape))
+    out, weights = foci.attention(q, k, v, backend=backend, return_weights=True, **ASKED[asked])
+    assert out.shape == q.shape
+    assert bool((out == 0).all())
+    assert weights.lse.shape == q.shape[:-1]
+    assert bool((weights.lse == -torch.inf).all())
+    assert tuple(weights.dense().shape) == weights.shape == (*q.shape[:-1], k.shape[-2])
+    out.sum().backward()
+    assert all(leaf.grad is not None and bool((leaf.grad == 0).all()) for leaf in (q, k, v))
+
+
+def test_a_sink_takes_everything_where_there_are_no_keys() -> None:
+    sink = torch.tensor([1.0, -2.0], requires_grad=True)
+    q, k = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 0, 4)
+    out, weights = foci.attention(q, k, k, sink=sink, return_weights=True)
+    assert bool((out == 0).all())
+    assert torch.equal(weights.lse, sink.detach().view(1, 2, 1).expand(1, 2, 3))
+    assert bool((weights.sink_mass() == 1).all())
+    weights.lse.sum().backward()
+    assert sink.grad.tolist() == [3, 3]
+
+
+def shared(tensor: Tensor) -> Tensor:
+    return tensor[:1].expand_as(tensor)
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "expanded": (lambda t: t, shared),
+    "columns first": (lambda t: t.mT.contiguous(), lambda t: t.mT),
+    "part of a larger one": (lambda t: torch.nn.functional.pad(t, (3, 2, 1, 1)), lambda t: t[..., 1:-1, 3:-2]),
+    "heads last": (lambda t: t.permute(0, 2, 3, 1).contiguous(), lambda t: t.permute(0, 3, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lse", [False, True])
+def test_inputs_may_lie_in_memory_as_they_like(backend: str, layout: str, lse: bool) -> None:
+    stored, seen = LAYOUTS[layout]
+    tensors = {name: stored(t.double()) for name, t in zip(("query", "key", "value"), qkv(), strict=True)}
+    problem = Problem(tensors, lambda leaves: {name: seen(leaf) for name, leaf in leaves.items()}, torch.float32)
+    true = truth(problem, lse=lse)
+    check(answers(problem, backend, lse=lse), true, eager_errors(problem, true), torch.float32)
+
+
+def test_packed_projections_are_three_views() -> None:
+    """What a model hands over: one projection (B, T, 3, H, D), taken apart without a copy."""
+    packed = randn(2, 6, 3, 4, 8, dtype=torch.float64).requires_grad_()
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    out = foci.attention(q, k, v, mask=foci.causal)
+    torch.testing.assert_close(out, foci.attention(*(t.contiguous() for t in (q, k, v)), mask=foci.causal))
+    out.sum().backward()
+    assert packed.grad.shape == packed.shape
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_inputs_stay_as_they_are(backend: str) -> None:
+    tensors = qkv()
+    before = [tensor.clone() for tensor in tensors]
+    foci.attention(*tensors, mask=torch.ones(6, 6).bool().tril(), backend=backend, return_weights=True)
+    assert all(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("only", ["query", "key", "value", "sink", "matrix"])
+def test_a_gradient_may_be_wanted_by_one_tensor_only(backend: str, only: str) -> None:
+    q, k, v = (tensor.double() for tensor in qkv())
+    tensors = {"query": q, "key": k, "value": v, "sink": torch.zeros(4).double(), "matrix": torch.eye(8).double()}
+
+    def arguments(t: Tensors) -> dict[str, Any]:
+        return {name: t[name] for name in ("query", "key", "value", "sink")} | {"score": foci.General(t["matrix"])}
+
+    # The log-sum-exp does not depend on the values.
+    lse = only != "value"
+    all_of_them = answers(Problem(tensors, arguments, torch.float32), backend, lse=lse)
+    one = answers(Problem(tensors, arguments, torch.float32, frozenset(tensors) - {only}), backend, lse=lse)
+    assert set(one) - {"lse"} == {"out", f"gradient of {only}"}
+    torch.testing.assert_close(one[f"gradient of {only}"], all_of_them[f"gradient of {only}"])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_no_graph_is_kept_where_none_is_wanted(mode: Callable[[], Any]) -> None:
+    leaves = [tensor.requires_grad_() for tensor in qkv()]
+    with mode():
+        for backend in BACKENDS:
+            out, weights = foci.attention(*leaves, backend=backend, return_weights=True)
+            assert not out.requires_grad
+            assert not weights.lse.requires_grad
+            torch.testing.assert_close(weights.dense() @ leaves[2].repeat_interleave(2, dim=1), out)
+
+
+def kept_entries(share: float, length: int = 64, heads: int = 4, backend: str | None = None, seed: int = 3) -> Tensor:
+    """(2, H, T, T): what dropout leaves of weights that are all equal; 1 on average."""
+    zeros, values = torch.zeros(2, heads, length, 4), torch.eye(length).expand(2, heads, -1, -1)
+    torch.manual_seed(seed)
+    return foci.attention(zeros, zeros, values, dropout=share, backend=backend) * length
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_dropout_keeps_its_share_and_the_average(share: float) -> None:
+    left = kept_entries(share)
+    assert left.unique().numel() == 2
+    torch.testing.assert_close(left.max(), torch.tensor(1 / (1 - share)))
+    # Five standard deviations; every row and column has its share too.
+    deviation = (share * (1 - share)) ** 0.5
+    for kept in ((left > 0).double().mean(dims) for dims in ((0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (2, 3))):
+        assert bool(((kept - (1 - share)).abs() < 5 * deviation * (kept.numel() / left.numel()) ** 0.5).all())
+
+
+def test_dropout_differs_between_entries_heads_sequences_and_calls() -> None:
+    left = kept_entries(0.5) > 0
+    agreeing = {
+        "sequences": left[0] == left[1],
+        "heads": left[:, 0] == left[:, 1],
+        "queries": left[:, :, :-1] == left[:, :, 1:],
+        "keys": left[..., :-1] == left[..., 1:],
+        "across": left == left.mT,
+        "calls": left == (kept_entries(0.5, seed=4) > 0),
+    }
+    for name, same in agreeing.items():
+        assert abs(float(same.double().mean()) - 0.5) < 0.03, name
+
+
+@pytest.mark.parametrize("mask", [None, foci.causal & foci.window(3)], ids=["all", "window"])
+def test_dropout_is_the_same_in_every_backend_and_tiling(
+    mask: foci.Mask | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = [tensor.requires_grad_() for tensor in qkv(9, 9, torch.float64)]
+    sink = torch.zeros(4, dtype=torch.float64)
+
+    def found(backend: str) -> tuple[Tensor, ...]:
+        torch.manual_seed(5)
+        out = foci.attention(*leaves, mask=mask, sink=sink, dropout=0.3, backend=backend)
+        return (out, *torch.autograd.grad(out.square().sum(), leaves))
+
+    expected = found("reference")
+    torch.testing.assert_close(found("blocked"), expected)
+    monkeypatch.setattr(blocked, "CPU_ENTRIES", 32)
+    torch.testing.assert_close(found("blocked"), expected)
+    assert not torch.allclose(expected[0], foci.attention(*leaves, mask=mask, sink=sink))
+
+
+def test_derivatives_under_dropout_are_those_of_what_was_kept() -> None:
+    def dropped(*leaves: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return foci.attention(*leaves, dropout=0.4, bias=foci.Relative(leaves[1][0, 0, :3], leaves[2][0, 0, :3]))
+
+    q, k, v = (randn(1, 2, 4, 3, seed=seed, dtype=torch.float64).requires_grad_() for seed in range(3))
+    assert torch.autograd.gradcheck(dropped, (q, k, v))
+
+
+def test_weights_are_those_before_dropout() -> None:
+    q, k, v = qkv()
+    out, weights = foci.attention(q, k, v, dropout=0.5, return_weights=True)
+    _, whole = foci.attention(q, k, v, return_weights=True)
+    torch.testing.assert_close(weights.dense(), whole.dense())
+    torch.testing.assert_close(weights.lse, whole.lse)
+    assert not torch.allclose(out, weights @ v)
+
+
+PLACED: dict[str, dict[str, Any]] = {
+    "causal": {"mask": foci.causal},
+    "window": {"mask": foci.window(2, 1)},
+    "alibi": {"bias": foci.ALiBi(), "mask": foci.causal},
+    "buckets": {"bias": foci.Buckets(randn(8, 4), True, 6)},
+    "relative": {"bias": foci.Relative(randn(5, 8), randn(5, 8))},
+    "function": {"mask": foci.from_function(lambda b, h, q, k: (q - k) % 3 != 1)},
+}
+
+
+@pytest.mark.parametrize("backend", ["blocked", "reference"])
+@pytest.mark.parametrize("case", PLACED)
+def test_keys_may_lie_in_any_order_where_positions_say_it(case: str, backend: str) -> None:
+    q, k, v = qkv(4, 7)
+    orders = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(row)) for row in range(2)])
+    index = orders[:, None, :, None].expand_as(k)
+    moved = foci.attention(
+        q, k.gather(2, index), v.gather(2, index), positions=(None, orders), backend=backend, **PLACED[case]
+    )
+    torch.testing.assert_close(moved, foci.attention(q, k, v, backend=backend, **PLACED[case]))
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_only_distances_count(case: str) -> None:
+    q, k, v = qkv(4, 7)
+    places = torch.arange(3, 7), torch.arange(7, dtype=torch.int32)
+    here = foci.attention(q, k, v, positions=places, **PLACED[case])
+    torch.testing.assert_close(here, foci.attention(q, k, v, **PLACED[case]))
+    far = foci.attention(q, k, v, positions=(places[0] + 1000, places[1] + 1000), **PLACED[case])
+    torch.testing.assert_close(far, here)
+
+
+def test_positions_of_a_batch_with_several_dimensions() -> None:
+    q, k, v = (randn(2, 3, 1, 5, 4, seed=seed) for seed in range(3))
+    places = torch.arange(5) * torch.arange(1, 7).view(2, 3, 1)
+    out = foci.attention(q, k, v, mask=foci.window(4), positions=(places, places))
+    for i, j in ((0, 0), (1, 2)):
+        own = places[i, j]
+        one = foci.attention(q[i, j], k[i, j], v[i, j], mask=foci.window(4), positions=(own, own))
+        torch.testing.assert_close(out[i, j], one)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [foci.causal.at(1), foci.padding([3, 6]), foci.documents([0, 0, 1, 1, 2, 2])],
+    ids=["at", "padding", "documents"],
+)
+def test_what_counts_tokens_does_not_ask_for_positions(mask: foci.Mask) -> None:
+    q, k, v = qkv()
+    places = torch.tensor([5, 3, 1, 0, 2, 4])
+    torch.testing.assert_close(
+        foci.attention(q, k, v, mask=mask, positions=(places, places)), foci.attention(q, k, v, mask=mask)
+    )
+
+
+def test_a_plan_prints_as_a_table() -> None:
+    q, k, v = qkv()
+    plan = foci.plan(q, k, v, mask=foci.window(2))
+    lines = str(plan).splitlines()
+    assert plan.chosen == "blocked"
+    assert [line.split()[0] for line in lines if not line.startswith("->")] == [n for n in NAMES if n != "blocked"]
+    assert [line.split() for line in lines if line.startswith("->")] == [["->", "blocked", "chosen"]]
+    assert "the mask window(2) would have to be built as a dense tensor" in next(
+        line for line in lines if " sdpa" in line
+    )
+
+
+def test_a_plan_is_what_the_call_does() -> None:
+    q, k, v = qkv()
+    assert foci.plan(q, k, v).chosen == "sdpa"
+    assert foci.plan(q, k, v, mask=foci.causal, return_weights=True).chosen == "sdpa"
+    assert foci.plan(q, k, v, dropout=0.1).chosen == "blocked"
+    assert foci.plan(q, k, v, score=foci.Additive(torch.ones(8))).chosen == "blocked"
+    assert foci.plan(q, k, v, backend="reference").chosen == "reference"
+    assert foci.plan(q, k, v, dropout=0.1, backend="sdpa").chosen is None
+    assert foci.plan(q, k, v).refusals.get("reference") is None
+
+
+def test_several_threads_at_once_get_right_answers() -> None:
+    q, k, v = qkv(40, 40)
+    asked = [
+        *({"mask": foci.causal}, {"mask": foci.window(3)}, {"score": foci.Additive(randn(8))}),
+        *({"bias": foci.ALiBi()}, {"sink": torch.ones(4)}, {"score": foci.Cosine(4.0)}),
+    ] * 4
+    alone = [foci.attention(q, k, v, **arguments) for arguments in asked]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda arguments: foci.attention(q, k, v, **arguments), asked))
+    torch.testing.assert_close(together, alone)
+
+
+PARTS = [
+    *(foci.causal, foci.causal.at(2), foci.window(1, None), foci.prefix(2), foci.padding([2, 5], side="left")),
+    *(foci.documents([0, 0, 1, 1, 1, 1]), ~(foci.causal & foci.window(1)) | torch.eye(6).bool()),
+]
+
+
+@pytest.mark.parametrize("mask", PARTS, ids=repr)
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))], ids=["copy", "pickle"]
+)
+def test_masks_can_be_copied_and_pickled(mask: foci.Mask, copied: Callable[[Any], Any]) -> None:
+    q, k, v = qkv()
+    again = copied(mask)
+    assert repr(again) == repr(mask)
+    assert torch.equal(foci.attention(q, k, v, mask=again), foci.attention(q, k, v, mask=mask))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))], ids=["copy", "pickle"]
+)
+def test_scores_and_biases_can_be_copied_and_pickled(copied: Callable[[Any], Any]) -> None:
+    q, k, v = qkv()
+    scores = [foci.Dot(0.5, 2.0), foci.Additive(randn(8)), foci.General(randn(4, 8, 8)), foci.Cosine(torch.ones(4))]
+    biases = [foci.ALiBi(), foci.Buckets(randn(8, 4), True, 6), foci.Relative(randn(3, 8), randn(4, 3, 8)), randn(6, 6)]
+    for score, bias in zip(scores, biases, strict=True):
+        expected = foci.attention(q, k, v, score=score, bias=bias)
+        assert torch.equal(foci.attention(q, k, v, score=copied(score), bias=copied(bias)), expected)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor had that was made meanwhile."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+LONG: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"mask": foci.causal & foci.window(100)},
+    "padding": {"mask": foci.causal & foci.padding([1500])},
+    "function": {"mask": foci.from_function(lambda b, h, q, k: k <= q)},
+    "alibi": {"bias": foci.ALiBi(), "mask": foci.causal},
+    "buckets": {"bias": foci.Buckets(torch.zeros(8, 1), True, 64)},
+    "relative": {"bias": foci.Relative(torch.zeros(9, 4), torch.zeros(9, 4))},
+    "dropout": {"dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_nothing_of_the_size_of_the_matrix_is_made(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "CPU_ENTRIES", 2**16)
+    q, k, v = (randn(1, 1, 1500, 4, seed=seed).requires_grad_() for seed in range(3))
+    with Largest() as largest:
+        out, _ = foci.attention(q, k, v, return_weights=True, **LONG[case])
+        out.sum().backward()
+    assert 1500 * 4 <= largest.elements <= 1500 * 1500 // 4
+
+
+def test_the_measure_of_memory_sees_a_matrix() -> None:
+    q, k, v = (randn(1, 1, 1500, 4, seed=seed) for seed in range(3))
+    with Largest() as largest:
+        foci.attention(q, k, v, mask=as_mask(torch.ones(1500, 1).bool()), backend="reference")
+    assert largest.elements >= 1500 * 1500
