@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from foci import backends
+from foci import backends, statistics
 from foci.algebra import Mask
 from foci.arguments import Call, prepare
 from foci.biases import Bias
@@ -156,7 +156,10 @@ def plan(
     'sdpa'
     """
     call = prepare(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
-    return backends.plan(call, backend)
+    found = backends.plan(call, backend)
+    if return_weights:
+        found.notes["statistics"] = f"statistics of the weights: {statistics.who(call)}"
+    return found
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call, keeps_dtypes
-from foci.statistics import strips
+from foci.statistics import device, strips
 from foci.statistics.wanted import Wanted
 
-__all__ = ["Wanted", "distance", "entropy", "grouped", "measure", "transposed"]
+__all__ = ["Wanted", "distance", "entropy", "grouped", "measure", "transposed", "who"]
 
 
 @keeps_dtypes
@@ -19,7 +19,15 @@ def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str
     """Every wanted statistic in one pass, without gradients."""
     if is_empty(call):
         return strips.empty(call, wanted, 1 if averaged else call.q.shape[1])
+    if not device.refuses(call, wanted, averaged):
+        return device.measure(call, lse.detach(), wanted)
     return strips.measure(call, lse, wanted, averaged)
+
+
+def who(call: Call) -> str:
+    """Who measures the weights of such a call, in words."""
+    reasons = device.refuses(call)
+    return "triton, in one pass" if not reasons else f"blocked, strip by strip (triton refuses: {'; '.join(reasons)})"
 
 
 @keeps_dtypes

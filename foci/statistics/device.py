@@ -1,0 +1,71 @@
+"""Which calls our GPU kernel measures, and the call in the form that its launcher takes."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from foci.arguments import Call
+from foci.backends import kernel_masks
+from foci.biases import ALiBi
+from foci.scores import Additive, Dot
+from foci.statistics.wanted import Wanted
+
+WIDEST = 256
+MOST_TOP = 64
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) -> list[str]:
+    """Why the kernel does not measure this call; empty where it does."""
+    if call.q.device.type != "cuda":
+        return [f"the queries are on {call.q.device.type}, not on cuda"]
+    if find_spec("triton") is None:
+        return ["triton is not installed"]
+    reasons = []
+    if isinstance(call.score, Additive):
+        reasons.append("an additive score is not a dot product")
+    if call.bias is not None and not isinstance(call.bias, ALiBi):
+        reasons.append(f"the bias {type(call.bias).__name__}")
+    if call.q.dtype not in DTYPES:
+        reasons.append(f"{call.q.dtype}")
+    if call.positions is not None:
+        reasons.append("positions of your own")
+    if max(call.q.shape[-1], call.k.shape[-1]) > WIDEST:
+        reasons.append(f"widths above {WIDEST}")
+    if wanted is not None and wanted.top > MOST_TOP:
+        reasons.append(f"more than the {MOST_TOP} heaviest keys")
+    if averaged:
+        reasons.append("a mean over the heads")
+    return reasons + kernel_masks.reasons(call)
+
+
+def measure(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+    """The wanted statistics by one pass of the kernel."""
+    from foci.statistics.triton import statistics
+
+    dot = call.with_dot()
+    assert dot is not None and isinstance(dot.score, Dot)
+    masks = kernel_masks.forms(call)
+    slopes = call.bias.slopes if isinstance(call.bias, ALiBi) else None
+    if slopes is not None:
+        slopes = slopes[call.heads.flatten()].float()
+    found = statistics(
+        dot.q,
+        dot.k,
+        lse.float(),
+        scale=dot.score.factor(dot.q.shape[-1]),
+        softcap=dot.score.softcap,
+        slopes=slopes,
+        causal=masks.causal,
+        spans=masks.spans,
+        query_ids=masks.query_ids,
+        key_ids=masks.key_ids,
+        dense=masks.dense,
+        wanted=wanted,
+    )
+    if "top_keys" in found:
+        found["top_keys"] = found["top_keys"].long()
+    return found
