@@ -1,4 +1,4 @@
-"""The call itself: dtypes under autocast, empty inputs, strides, dropout, positions, plans, threads, memory."""
+"""The call itself: dtypes under autocast, empty inputs, strides, plans, threads, copies, memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,9 @@ import foci
 from foci.algebra import as_mask
 from foci.backends import NAMES, blocked
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
+from tests.inputs import qkv, randn
 
 BACKENDS = ["sdpa", "blocked", "reference"]
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def qkv(queries: int = 6, keys: int = 6, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = ((2, 4, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8))
-    q, k, v = (randn(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
-    return q, k, v
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -173,130 +164,6 @@ def test_no_graph_is_kept_where_none_is_wanted(mode: Callable[[], Any]) -> None:
             assert not out.requires_grad
             assert not weights.lse.requires_grad
             torch.testing.assert_close(weights.dense() @ leaves[2].repeat_interleave(2, dim=1), out)
-
-
-def kept_entries(share: float, length: int = 64, heads: int = 4, backend: str | None = None, seed: int = 3) -> Tensor:
-    """(2, H, T, T): what dropout leaves of weights that are all equal; 1 on average."""
-    zeros, values = torch.zeros(2, heads, length, 4), torch.eye(length).expand(2, heads, -1, -1)
-    torch.manual_seed(seed)
-    return foci.attention(zeros, zeros, values, dropout=share, backend=backend) * length
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_dropout_keeps_its_share_and_the_average(share: float) -> None:
-    left = kept_entries(share)
-    assert left.unique().numel() == 2
-    torch.testing.assert_close(left.max(), torch.tensor(1 / (1 - share)))
-    # Five standard deviations; every row and column has its share too.
-    deviation = (share * (1 - share)) ** 0.5
-    for kept in ((left > 0).double().mean(dims) for dims in ((0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (2, 3))):
-        assert bool(((kept - (1 - share)).abs() < 5 * deviation * (kept.numel() / left.numel()) ** 0.5).all())
-
-
-def test_dropout_differs_between_entries_heads_sequences_and_calls() -> None:
-    left = kept_entries(0.5) > 0
-    agreeing = {
-        "sequences": left[0] == left[1],
-        "heads": left[:, 0] == left[:, 1],
-        "queries": left[:, :, :-1] == left[:, :, 1:],
-        "keys": left[..., :-1] == left[..., 1:],
-        "across": left == left.mT,
-        "calls": left == (kept_entries(0.5, seed=4) > 0),
-    }
-    for name, same in agreeing.items():
-        assert abs(float(same.double().mean()) - 0.5) < 0.03, name
-
-
-@pytest.mark.parametrize("mask", [None, foci.causal & foci.window(3)], ids=["all", "window"])
-def test_dropout_is_the_same_in_every_backend_and_tiling(
-    mask: foci.Mask | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leaves = [tensor.requires_grad_() for tensor in qkv(9, 9, torch.float64)]
-    sink = torch.zeros(4, dtype=torch.float64)
-
-    def found(backend: str) -> tuple[Tensor, ...]:
-        torch.manual_seed(5)
-        out = foci.attention(*leaves, mask=mask, sink=sink, dropout=0.3, backend=backend)
-        return (out, *torch.autograd.grad(out.square().sum(), leaves))
-
-    expected = found("reference")
-    torch.testing.assert_close(found("blocked"), expected)
-    monkeypatch.setattr(blocked, "CPU_ENTRIES", 32)
-    torch.testing.assert_close(found("blocked"), expected)
-    assert not torch.allclose(expected[0], foci.attention(*leaves, mask=mask, sink=sink))
-
-
-def test_derivatives_under_dropout_are_those_of_what_was_kept() -> None:
-    def dropped(*leaves: Tensor) -> Tensor:
-        torch.manual_seed(7)
-        return foci.attention(*leaves, dropout=0.4, bias=foci.Relative(leaves[1][0, 0, :3], leaves[2][0, 0, :3]))
-
-    q, k, v = (randn(1, 2, 4, 3, seed=seed, dtype=torch.float64).requires_grad_() for seed in range(3))
-    assert torch.autograd.gradcheck(dropped, (q, k, v))
-
-
-def test_weights_are_those_before_dropout() -> None:
-    q, k, v = qkv()
-    out, weights = foci.attention(q, k, v, dropout=0.5, return_weights=True)
-    _, whole = foci.attention(q, k, v, return_weights=True)
-    torch.testing.assert_close(weights.dense(), whole.dense())
-    torch.testing.assert_close(weights.lse, whole.lse)
-    assert not torch.allclose(out, weights @ v)
-
-
-PLACED: dict[str, dict[str, Any]] = {
-    "causal": {"mask": foci.causal},
-    "window": {"mask": foci.window(2, 1)},
-    "alibi": {"bias": foci.ALiBi(), "mask": foci.causal},
-    "buckets": {"bias": foci.Buckets(randn(8, 4), True, 6)},
-    "relative": {"bias": foci.Relative(randn(5, 8), randn(5, 8))},
-    "function": {"mask": foci.from_function(lambda b, h, q, k: (q - k) % 3 != 1)},
-}
-
-
-@pytest.mark.parametrize("backend", ["blocked", "reference"])
-@pytest.mark.parametrize("case", PLACED)
-def test_keys_may_lie_in_any_order_where_positions_say_it(case: str, backend: str) -> None:
-    q, k, v = qkv(4, 7)
-    orders = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(row)) for row in range(2)])
-    index = orders[:, None, :, None].expand_as(k)
-    moved = foci.attention(
-        q, k.gather(2, index), v.gather(2, index), positions=(None, orders), backend=backend, **PLACED[case]
-    )
-    torch.testing.assert_close(moved, foci.attention(q, k, v, backend=backend, **PLACED[case]))
-
-
-@pytest.mark.parametrize("case", PLACED)
-def test_only_distances_count(case: str) -> None:
-    q, k, v = qkv(4, 7)
-    places = torch.arange(3, 7), torch.arange(7, dtype=torch.int32)
-    here = foci.attention(q, k, v, positions=places, **PLACED[case])
-    torch.testing.assert_close(here, foci.attention(q, k, v, **PLACED[case]))
-    far = foci.attention(q, k, v, positions=(places[0] + 1000, places[1] + 1000), **PLACED[case])
-    torch.testing.assert_close(far, here)
-
-
-def test_positions_of_a_batch_with_several_dimensions() -> None:
-    q, k, v = (randn(2, 3, 1, 5, 4, seed=seed) for seed in range(3))
-    places = torch.arange(5) * torch.arange(1, 7).view(2, 3, 1)
-    out = foci.attention(q, k, v, mask=foci.window(4), positions=(places, places))
-    for i, j in ((0, 0), (1, 2)):
-        own = places[i, j]
-        one = foci.attention(q[i, j], k[i, j], v[i, j], mask=foci.window(4), positions=(own, own))
-        torch.testing.assert_close(out[i, j], one)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [foci.causal.at(1), foci.padding([3, 6]), foci.documents([0, 0, 1, 1, 2, 2])],
-    ids=["at", "padding", "documents"],
-)
-def test_what_counts_tokens_does_not_ask_for_positions(mask: foci.Mask) -> None:
-    q, k, v = qkv()
-    places = torch.tensor([5, 3, 1, 0, 2, 4])
-    torch.testing.assert_close(
-        foci.attention(q, k, v, mask=mask, positions=(places, places)), foci.attention(q, k, v, mask=mask)
-    )
 
 
 def test_a_plan_prints_as_a_table() -> None:
