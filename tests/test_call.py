@@ -17,7 +17,7 @@ import foci
 from foci.algebra import as_mask
 from foci.backends import NAMES, blocked
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
-from tests.inputs import qkv, randn
+from tests.tensors import qkv, randn
 
 BACKENDS = ["sdpa", "blocked", "reference"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import foci
 from foci.backends import blocked
-from tests.inputs import qkv, randn
+from tests.tensors import qkv, randn
 
 
 def kept_entries(share: float, length: int = 64, heads: int = 4, backend: str | None = None, seed: int = 3) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import foci
-from tests.inputs import qkv, randn
+from tests.tensors import qkv, randn
 
 PLACED: dict[str, dict[str, Any]] = {
     "causal": {"mask": foci.causal},
