@@ -1,0 +1,284 @@
+"""What the weights cost: output and statistics, beside a fused forward alone and code that builds the matrix."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from dense import PICTURE, TOP, Found, Truth, eager
+from gates import GateError
+from peers import Case, Peer, of_foci, sdpa, varlen
+from table import Options, Table, options, short
+from timing import Clock, Contestant, Measured, clock_of, compare, one_line, release, say
+from torch import Tensor
+
+import foci
+
+COLUMNS = (
+    "case",
+    "scores",
+    "keys",
+    "dtype",
+    "contestant",
+    "ms",
+    "spread",
+    "rounds",
+    "times",
+    "mib",
+    "extra_mib",
+    "note",
+)
+
+Statistics = Callable[[foci.Weights], Found]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case, what its scores look like, and who takes part."""
+
+    case: Case
+    scores: str = "random"
+    long: bool = False  # memory by length: the forward and the whole summary only
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name} {self.scores}{' long' if self.long else ''}"
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values that make such scores."""
+        q, k, v = self.case.inputs(device, dtype)
+        if self.scores == "peaked":
+            return q * 6, k, v
+        if self.scores == "ascending":
+            # Every key outdoes those before it: the worst order for whoever keeps the heaviest so far.
+            along = torch.nn.functional.normalize(torch.randn(q.shape[-1], device=device), dim=0)
+            climb = torch.linspace(0, 8, k.shape[2], device=device).unsqueeze(-1)
+            return (0.02 * q + along * q.shape[-1] ** 0.5).to(dtype), (0.02 * k + along * climb).to(dtype), v
+        return q, k, v
+
+
+def main() -> int:
+    """Runs what the command line asks for; 1 where foci failed a gate."""
+    asked = options("weights", __doc__ or "", (torch.float32,))
+    table = Table(asked.device, COLUMNS, asked.path)
+    clock = clock_of(asked.device)
+    for dtype in asked.dtypes:
+        for run in runs(asked.device, asked.quick):
+            if not asked.wants(run.name):
+                continue
+            if asked.over:
+                table.add(**about(run, dtype), contestant="foci summary", times=None, note="not run: the time was over")
+                continue
+            try:
+                measure(run, dtype, asked, table, clock)
+            except Exception as error:  # noqa: BLE001 - the other cases can still be measured
+                table.add(**about(run, dtype), contestant="foci summary", times=None, note=one_line(error))
+            release()
+    finish(table)
+    return int(table.wrong())
+
+
+def measure(run: Run, dtype: torch.dtype, asked: Options, table: Table, clock: Clock) -> None:
+    """One case: the gate, then the clock."""
+    say(f"{run.name} {short(dtype)}")
+    q, k, v = run.inputs(asked.device, dtype)
+    truth = Truth(run.case, q, k, v)
+    say("  the truth is there")
+    passed: list[Contestant] = []
+    found: dict[str, Measured | str] = {}
+    for contestant in contestants(run, q, k, v):
+        failure = failure_of(contestant, truth)
+        if failure is None:
+            passed.append(contestant)
+        else:
+            say(f"  {'!! ' if 'GATE' in failure else ''}{contestant.name}: {failure}")
+            found[contestant.name] = failure
+    del truth
+    release()
+    found |= compare(passed, clock, asked.seconds)
+    add_rows(table, about(run, dtype), found)
+
+
+def about(run: Run, dtype: torch.dtype) -> dict[str, Any]:
+    scores = "long" if run.long else run.scores
+    return {"case": run.case.name, "scores": scores, "keys": run.case.tk, "dtype": short(dtype)}
+
+
+def failure_of(contestant: Contestant, truth: Truth) -> str | None:
+    """Why the contestant gets no figure."""
+    try:
+        truth.check(contestant.go())
+    except GateError as error:
+        return f"GATE FAILED: {error}"
+    except Exception as error:  # noqa: BLE001 - whatever stops a contestant is its result
+        release()
+        return one_line(error)
+    return None
+
+
+def contestants(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Contestant]:
+    """Fused forwards, foci with this and that asked of the weights, and code that builds the matrix."""
+    case = run.case
+    for peer in forwards(case, q.device):
+        yield Contestant(peer.name, without_gradients(partial(attended, peer, q, k, v)), context=peer.context)
+    mask = case.mask(q.device)
+    for name, statistics in STATISTICS.items():
+        if not run.long or name == "foci summary":
+            yield Contestant(name, without_gradients(partial(asked_of_foci, statistics, q, k, v, mask)))
+    if not run.long:
+        yield from builders(case, q, k, v)
+
+
+def forwards(case: Case, device: torch.device) -> Iterator[Peer]:
+    """Who gives the output alone."""
+    yield from (peer for peer in sdpa(case, device) if peer.name in {"sdpa", "cudnn"})
+    if device.type == "cuda" and case.kind == "window":
+        yield Peer("varlen", varlen(case, device))
+    yield Peer("foci out", of_foci(case, device), nullcontext)
+
+
+def attended(peer: Peer, q: Tensor, k: Tensor, v: Tensor) -> Found:
+    return {"out": peer.attend(q, k, v)}
+
+
+def asked_of_foci(statistics: Statistics, q: Tensor, k: Tensor, v: Tensor, mask: foci.Mask | None) -> Found:
+    out, weights = foci.attention(q, k, v, mask=mask, return_weights=True)
+    return {"out": out, **statistics(weights)}
+
+
+def summary(weights: foci.Weights, top: int) -> Found:
+    """All that `summary` gives: also distance, largest logit and log-sum-exp, which nobody else here computes."""
+    whole = weights.summary(top=top, picture=PICTURE)
+    names = ("entropy", "received", "distance", "lse")
+    found = {name: getattr(whole, name) for name in names} | {"largest": whole.largest_logit}
+    if whole.picture is not None:
+        found["picture"] = whole.picture
+    if whole.top is not None:
+        found |= {"top_values": whole.top.values, "top_keys": whole.top.keys}
+    return found
+
+
+def picture(weights: foci.Weights) -> Found:
+    queries, keys = weights.shape[-2:]
+    return {"picture": weights.picture(min(PICTURE, queries), min(PICTURE, keys))}
+
+
+# What is asked of the weights, each with a forward of its own.
+STATISTICS: dict[str, Statistics] = {
+    "foci lazy": lambda weights: {},
+    "foci summary-0": partial(summary, top=0),
+    "foci summary": partial(summary, top=TOP),
+    "foci entropy": lambda weights: {"entropy": weights.entropy()},
+    "foci received": lambda weights: {"received": weights.received()},
+    "foci picture": picture,
+    "foci top": lambda weights: dict(zip(("top_values", "top_keys"), weights.top(TOP), strict=True)),
+    "foci distance": lambda weights: {"distance": weights.distance()},
+    "foci logit": lambda weights: {"largest": weights.largest_logit()},
+}
+
+
+def builders(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Contestant]:
+    """Eager code with the same statistics, and torch.compile of it."""
+    # Scores, masked scores, weights and one more of their size.
+    needed, there = 4 * 4 * case.batch * case.heads * case.queries * case.tk, memory_of(q.device)
+    if needed > 0.8 * there:
+        yield Contestant("eager", partial(refuse, f"not run: needs about {needed >> 30} GiB of {there >> 30}"))
+        return
+    visible = case.visible(torch.arange(case.queries, device=q.device))
+    for name, top in (("eager-0", False), ("eager", True)):
+        yield Contestant(name, without_gradients(partial(eager, q, k, v, visible, top)))
+    if case.compiled:
+        torch._dynamo.reset()
+        compiled = torch.compile(eager, dynamic=False)
+        yield Contestant("compiled", without_gradients(partial(compiled, q, k, v, visible, True)))
+
+
+def memory_of(device: torch.device) -> int:
+    """What the machine has, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def refuse(reason: str) -> Found:
+    raise MemoryError(reason)
+
+
+def without_gradients(function: Callable[[], Found]) -> Callable[[], Found]:
+    def run() -> Found:
+        with torch.no_grad():
+            return function()
+
+    return run
+
+
+def add_rows(table: Table, described: dict[str, Any], found: dict[str, Measured | str]) -> None:
+    """A row per contestant; `times` and `extra_mib` are beside the fastest forward of PyTorch alone."""
+    forwards = [m for name in ("sdpa", "cudnn", "varlen") if isinstance(m := found.get(name), Measured)]
+    base = min(forwards, key=lambda measured: measured.ms, default=None)
+    for name, measured in found.items():
+        if isinstance(measured, str):
+            table.add(**described, contestant=name, ms=None, times=None, extra_mib=None, note=measured)
+            continue
+        table.add(
+            **described,
+            contestant=name,
+            ms=measured.ms,
+            spread=measured.spread,
+            rounds=measured.rounds,
+            times=measured.ms / base.ms if base else None,
+            mib=measured.mib,
+            extra_mib=measured.mib - base.mib if base else None,
+        )
+
+
+def runs(device: torch.device, quick: bool) -> list[Run]:
+    """The important ones first: a run that is out of time leaves out the last."""
+    gpu = device.type == "cuda"
+    if quick:
+        causal = Case("causal", 1, 4, 512, 64, compiled=gpu)
+        others = Case("full", 1, 4, 512, 64, kv_heads=2), Case("window", 1, 4, 512, 64, window=128)
+        kinds = [Run(replace(causal, compiled=False), scores) for scores in ("peaked", "ascending")]
+        return [Run(causal), *map(Run, others), *kinds, Run(causal, long=True)]
+    if not gpu:
+        causal = Case("causal", 1, 8, 4096, 64, compiled=True)
+        kinds = [Run(replace(causal, compiled=False), scores) for scores in ("peaked", "ascending")]
+        return [Run(causal), Run(Case("full", 1, 8, 4096, 64)), *kinds]
+    return gpu_runs()
+
+
+def gpu_runs() -> list[Run]:
+    """16 heads; the long ones 8."""
+    main_case = Case("causal", 1, 16, 8192, 128, compiled=True)
+    kinds = [Run(main_case), *(Run(replace(main_case, compiled=False), s) for s in ("peaked", "ascending"))]
+    long = [Run(Case("causal", 1, 8, length, 128), long=True) for length in (8192, 16384, 32768, 65536, 131072)]
+    masked = [
+        Run(Case("causal", 1, 32, 8192, 128, kv_heads=8)),
+        Run(Case("window", 1, 16, 32768, 128, window=4096)),
+    ]
+    lengths = [Run(Case("causal", 1, 16, length, 128)) for length in (32768, 2048, 16384, 4096)]
+    full = [Run(Case("full", 1, 16, length, 128)) for length in (8192, 2048, 32768)]
+    narrow = [Run(Case(kind, 1, 16, n, 64)) for n in (8192, 2048, 32768) for kind in ("causal", "full")]
+    return [*kinds, *long, *masked, *lengths, *full, *narrow]
+
+
+def finish(table: Table) -> None:
+    """The short tables and what has no figure."""
+    down = ("case", "scores", "dtype")
+    own = {"sdpa ms": ("sdpa", "ms"), "summary ms": ("foci summary", "ms")}
+    table.show("times the fastest fused forward alone (every contestant gives the output too)", down, "times", own)
+    table.show("MiB beyond that forward, at the peak", down, "extra_mib", {})
+    print("\nsummary: entropy, received, picture, distance, largest logit, and the top keys; summary-0: no top keys.")
+    print("eager: entropy, received, picture and the top keys; eager-0: no top keys.")
+    table.complaints()
+    table.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
