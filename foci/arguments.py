@@ -59,6 +59,17 @@ class Call:
     def needs_grad(self) -> bool:
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
 
+    @property
+    def mapped(self) -> bool:
+        """Whether torch.func.vmap hides a batch dimension of the inputs."""
+        batched = torch._C._functorch.is_batchedtensor
+        return bool(batched(self.q) or batched(self.k) or batched(self.v))
+
+    @property
+    def transformed(self) -> bool:
+        """Whether torch.func is at work (grad, jacrev, vmap), which knows less than autograd alone."""
+        return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
     def tensors(self) -> list[Tensor]:
         """Every tensor that a gradient may reach."""
         found = [self.q, self.k, self.v, *self.score.tensors().values()]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from foci.where import Extent
 
@@ -33,9 +34,14 @@ def on_device(tensor: Tensor, extent: Extent, name: str) -> Tensor:
     return tensor.to(extent.device)
 
 
+def is_unreadable(tensor: Tensor) -> bool:
+    """Whether there are no values to look at: while compiling, and in a fake tensor."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+
+
 def refuse_unless(condition: Tensor, message: Callable[[], str]) -> None:
     """Raises on a CPU; asserts without a sync on a GPU and while compiling."""
-    if torch.compiler.is_compiling():
+    if is_unreadable(condition):
         torch._assert_async(condition.all(), "a value of this call is out of range")
     elif condition.device.type == "cpu":
         if not bool(condition.all()):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foci.arguments import Call
@@ -21,7 +22,9 @@ class Held:
 
     def __init__(self, call: Call, lse: Tensor) -> None:
         self.call, self.lse = call, lse
-        self._marks = [(name, tensor, mark(tensor)) for name, tensor in tensors_of(call, lse)]
+        # A compiler keeps its own account of changes, and cannot be asked for versions and addresses.
+        watched = [] if torch.compiler.is_compiling() else tensors_of(call, lse)
+        self._marks = [(name, tensor, mark(tensor)) for name, tensor in watched]
 
     def check(self) -> None:
         for name, tensor, was in self._marks:
@@ -37,8 +40,8 @@ class Held:
     def nbytes(self) -> int:
         """Tensors that begin at one place in memory are counted once."""
         sizes: dict[int, int] = {}
-        for _, tensor, _ in self._marks:
-            sizes[tensor.data_ptr()] = max(size_of(tensor), sizes.get(tensor.data_ptr(), 0))
+        for _, tensor in tensors_of(self.call, self.lse):
+            sizes[address(tensor)] = max(size_of(tensor), sizes.get(address(tensor), 0))
         return sum(sizes.values())
 
 
@@ -49,9 +52,9 @@ def without_values(call: Call) -> Call:
     """
     bias = Relative(call.bias.keys) if isinstance(call.bias, Relative) else call.bias
     call = replace(call, v=call.k, bias=bias, dropout=0.0, seed=None)
-    if not any(tensor.is_inference() for tensor in nested(described(call))):
+    if not any(is_inference(tensor) for tensor in nested(described(call))):
         return call
-    own = mapped(described(call), lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
+    own = mapped(described(call), lambda tensor: tensor.clone() if is_inference(tensor) else tensor)
     return replace(call, **own, v=own["k"])
 
 
@@ -62,8 +65,21 @@ def described(call: Call) -> dict[str, Any]:
 
 def mark(tensor: Tensor) -> tuple[Any, ...]:
     """Changes when the tensor's content, place or shape does."""
-    version = -1 if tensor.is_inference() else tensor._version
-    return version, tensor.data_ptr(), tensor.shape, tensor.stride()
+    version = -1 if is_inference(tensor) else tensor._version
+    return version, address(tensor), tensor.shape, tensor.stride()
+
+
+def is_inference(tensor: Tensor) -> bool:
+    """Whether changes to it leave no trace."""
+    return not torch.compiler.is_compiling() and tensor.is_inference()
+
+
+def address(tensor: Tensor) -> int:
+    """Where it lies; 0 for a fake tensor, and for one inside a transform, which lie nowhere."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def size_of(tensor: Tensor) -> int:

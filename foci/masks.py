@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foci.algebra import Mask
-from foci.fitting import broadcasts, on_device, refuse_unless, taken, whole_numbers
+from foci.fitting import broadcasts, is_unreadable, on_device, refuse_unless, taken, whole_numbers
 from foci.spans import Spans
 from foci.where import Extent, Where
 
@@ -308,6 +308,6 @@ def from_function(function: Predicate) -> Mask:
 
 def shown(tensor: Tensor) -> str:
     # Reading values would wait for a GPU and stop a compiler, and every backend names the mask that it refuses.
-    if tensor.numel() <= 12 and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+    if tensor.numel() <= 12 and tensor.device.type == "cpu" and not is_unreadable(tensor):
         return repr(tensor.tolist())
     return f"{tensor.dtype} tensor {tuple(tensor.shape)}"

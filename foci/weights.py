@@ -20,7 +20,7 @@ from foci import loading, products, saving, statistics
 from foci.arguments import Call
 from foci.entries import entries
 from foci.grouping import group_ids
-from foci.held import Held, described, without_values
+from foci.held import Held, described, is_inference, without_values
 from foci.indexing import axis_of, evenly, lead_of, split_index
 from foci.statistics import Wanted
 from foci.statistics.strips import finite
@@ -114,7 +114,7 @@ class Weights:
         """The log-sum-exp of each row, the sink included: (..., H, Tq)."""
         lse = self._of_heads("lse")
         # In inference mode a change to it could not be seen: the caller gets a copy.
-        return self._shaped(lse.clone() if lse.is_inference() else lse)
+        return self._shaped(lse.clone() if is_inference(lse) else lse)
 
     def _of_heads(self, name: str) -> Tensor:
         if self._averaged:

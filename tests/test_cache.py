@@ -12,7 +12,7 @@ from torch import Tensor
 import foci
 import foci.cache
 from foci.cache import Cache, Changes
-from foci.masks import Mask
+from foci.algebra import Mask
 
 
 def tokens(rows: list[list[int]]) -> tuple[Tensor, Tensor]:

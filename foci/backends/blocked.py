@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foci.arguments import Call
 from foci.backends import reference
+from foci.fitting import is_unreadable
 from foci.spans import Segment, Spans
 
 NAME = "blocked"
@@ -30,7 +31,7 @@ GPU_ENTRIES = 2**26
 
 
 def refuses(call: Call) -> list[str]:
-    if torch._C._functorch.is_batchedtensor(call.q):
+    if call.mapped:
         return ["it does not run inside torch.func.vmap: give the batch dimension to the call instead"]
     return []
 
@@ -136,7 +137,7 @@ def segments_of(call: Call, rows: int) -> list[list[Segment]]:
     strips = -(-queries // rows)
     if call.mask is None:
         return [[Segment(0, keys, 0, keys)]] * strips
-    if torch.compiler.is_compiling():
+    if is_unreadable(call.q):
         return [[Segment(0, keys, keys, keys)]] * strips
     return spans_of(call).segments(rows)
 
@@ -184,7 +185,10 @@ def pieces(strip: Strip, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def remembered(call: Call, function, *arguments):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN201
-    """Runs it; where gradients are wanted, without keeping what lies between: the backward runs it again."""
-    if not call.needs_grad:
+    """Runs it; where gradients are wanted, without keeping what lies between: the backward runs it again.
+
+    Inside a transform of torch.func, where nothing can be run again, it is kept.
+    """
+    if not call.needs_grad or call.transformed:
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -94,8 +94,10 @@ def bias_reasons(call: Call) -> list[str]:
 
 
 def device_reasons(call: Call) -> list[str]:
-    if torch._C._functorch.is_batchedtensor(call.q):
+    if call.mapped:
         return ["these kernels have no batching rule for torch.func.vmap: give the batch dimension to the call instead"]
+    if call.needs_lse and call.transformed:
+        return ["a log-sum-exp inside a transform of torch.func"]
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return ["an empty tensor"]
     device = call.extent.device.type

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.masks import Mask
+from foci.algebra import Mask
 from tests.checker import Problem, Tensors
 
 Cell = dict[str, str]
