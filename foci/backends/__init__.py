@@ -10,7 +10,7 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.backends import blocked, flex, reference, sdpa
 
-# The first that serves the call is used. The reference builds the matrix, so it is used only when it is named.
+# The first that serves the call and does not hesitate is used; one that hesitates is used when it is named.
 BACKENDS: tuple[ModuleType, ...] = (sdpa, flex, blocked, reference)
 NAMES = tuple(backend.NAME for backend in BACKENDS)
 
@@ -38,9 +38,14 @@ def choose(call: Call, name: str | None) -> ModuleType:
     if name is not None:
         return named(call, name)
     for backend in BACKENDS:
-        if backend is not reference and not backend.refuses(call):
+        if not hesitations(backend, call) and not backend.refuses(call):
             return backend
     raise ValueError(f"no backend serves this call (name backend='reference' to build the matrix):\n{plan(call)}")
+
+
+def hesitations(backend: ModuleType, call: Call) -> list[str]:
+    """A backend's reasons not to be chosen for a call that it would serve when it is named."""
+    return backend.hesitates(call) if hasattr(backend, "hesitates") else []
 
 
 def named(call: Call, name: str) -> ModuleType:
@@ -55,10 +60,9 @@ def named(call: Call, name: str) -> ModuleType:
 
 def plan(call: Call, name: str | None = None) -> Plan:
     refusals = {backend.NAME: backend.refuses(call) for backend in BACKENDS}
-    notes = {reference.NAME: "builds the matrix: only when it is named"}
-    serving = [backend for backend in NAMES if not refusals[backend] and (backend != reference.NAME or name)]
-    if name is not None:
-        serving = [backend for backend in serving if backend == name]
+    notes = {backend.NAME: "; ".join(reasons) for backend in BACKENDS if (reasons := hesitations(backend, call))}
+    serving = [backend for backend in NAMES if not refusals[backend]]
+    serving = [backend for backend in serving if (backend not in notes if name is None else backend == name)]
     return Plan(serving[0] if serving else None, {k: v for k, v in refusals.items() if v}, notes)
 
 

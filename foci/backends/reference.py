@@ -22,6 +22,10 @@ def refuses(call: Call) -> list[str]:
     return []
 
 
+def hesitates(call: Call) -> list[str]:
+    return ["it builds the matrix: name backend='reference' to use it"]
+
+
 def run(call: Call) -> tuple[Tensor, Tensor]:
     where = call.everything()
     weights, lse = softmax(logits(call, call.q, call.k, where))

@@ -1,0 +1,413 @@
+"""FlexAttention: what it serves and refuses, that it is compiled once per kind of call and never runs uncompiled.
+
+On a CPU one program is compiled by default and more with -m slow; gradients and the log-sum-exp need -m gpu. What does
+not depend on the compiler's kernels runs through Dynamo with its eager backend, which takes a second and not ten.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import foci
+from foci import backends
+from foci.arguments import Call, prepare
+from foci.backends import flex, programs
+from foci.scores import Dot
+from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
+
+# PyTorch's own compiler is made of deprecated parts.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+CASES: dict[str, dict[str, Any]] = {
+    "window": {"mask": foci.causal & foci.window(50)},
+    "prefix": {"mask": foci.causal | foci.prefix(40)},
+    "empty_rows": {"mask": foci.causal, "queries": 300, "keys": 200},
+    "one_query": {"mask": foci.window(30), "queries": 1},
+    "few_queries": {"mask": foci.causal, "queries": 100, "heads": 4, "key_heads": 2},
+    "whole_blocks": {"mask": foci.causal & foci.window(200), "queries": 256, "keys": 512},
+    "padding": {"mask": foci.padding([100, 0])},
+    "left_padding": {"mask": foci.padding([300, 7], side="left") & foci.causal},
+    "documents": {"mask": foci.documents(torch.arange(300) // 70) & foci.causal, "queries": 300},
+    "function": {"mask": foci.from_function(lambda b, h, q, k: (q - k) % (h + 2) == b)},
+    "entries": {"mask": torch.rand(2, 1, 200, 300, generator=torch.Generator().manual_seed(1)) > 0.7},
+    "grouped": {"mask": foci.window(20, 20), "heads": 6, "key_heads": 2},
+    "softcap": {"score": foci.Dot(0.3, softcap=2.0)},
+    "softcap_window": {"score": foci.Dot(softcap=2.0), "mask": foci.causal & foci.window(70)},
+    "alibi": {"bias": foci.ALiBi(), "mask": foci.causal},
+    "buckets": {"bias": lambda t: foci.Buckets(t["table"], True, 128), "table": (32, 4)},
+    "causal_buckets": {"bias": lambda t: foci.Buckets(t["table"], False, 20), "table": (8, 4), "mask": foci.causal},
+    "added": {"bias": lambda t: t["entries"], "entries": (4, 200, 300)},
+    "general": {"score": lambda t: foci.General(t["matrix"]), "matrix": (32, 32), "mask": foci.window(9)},
+    "cosine": {"score": foci.Cosine(5.0), "mask": foci.causal},
+    "positions": {"mask": foci.causal & foci.window(60), "positions": (torch.arange(200) * 2, torch.arange(300) + 5)},
+    "narrow": {"mask": foci.causal, "width": 5, "value_width": 7},
+    "odd": {"mask": foci.causal, "width": 72, "value_width": 40},
+    "wider_values": {"mask": foci.causal, "width": 32, "value_width": 96},
+}
+INPUTS = ("query", "key", "value")
+
+
+def problem_of(name: str, dtype: torch.dtype = torch.float32) -> Problem:
+    """A case as a problem of the checker: 2 sequences, 4 heads, 200 queries and 300 keys where it names no others."""
+    case = dict(CASES[name])
+    heads, key_heads = case.pop("heads", 4), case.pop("key_heads", None)
+    queries, keys, width = case.pop("queries", 200), case.pop("keys", 300), case.pop("width", 32)
+    shapes: dict[str, tuple[int, ...]] = {
+        "query": (2, heads, queries, width),
+        "key": (2, key_heads or heads, keys, width),
+        "value": (2, key_heads or heads, keys, case.pop("value_width", width)),
+    }
+    shapes |= {key: case.pop(key) for key in ("table", "entries", "matrix") if key in case}
+    generator = torch.Generator().manual_seed(len(name))
+    tensors = {key: torch.randn(shape, generator=generator, dtype=torch.float64) for key, shape in shapes.items()}
+
+    def arguments(leaves: Tensors) -> dict[str, Any]:
+        device = leaves["query"].device
+        made = {key: value(leaves) if callable(value) else value for key, value in case.items()}
+        if isinstance(made.get("mask"), Tensor):
+            made["mask"] = made["mask"].to(device)
+        return {key: leaves[key] for key in INPUTS} | made
+
+    return Problem(tensors, arguments, dtype, fixed=frozenset({"table", "entries"}))
+
+
+def check_output(problem: Problem) -> None:
+    """The output against the tolerance; on a CPU there is nothing else."""
+    with torch.no_grad():
+        out = foci.attention(**problem.arguments(problem.leaves(problem.dtype, "cpu")), backend="flex")
+    assert isinstance(out, Tensor)
+    true = truth(problem, lse=False)
+    eager = eager_errors(problem, true)
+    check({"out": out}, {"out": true["out"]}, {"out": eager["out"]}, problem.dtype)
+
+
+def call_of(queries: int = 20, keys: int = 30, width: int = 8, lse: bool = False, **arguments: Any) -> Call:
+    q, k = torch.randn(2, 4, queries, width), torch.randn(2, 4, keys, width)
+    given = {"score": Dot(), "mask": None, "bias": None, "sink": None, "positions": None, "dropout": 0.0} | arguments
+    return prepare(q, k, k, needs_lse=lse, **given)
+
+
+class Counter:
+    """Dynamo's eager backend, which counts the graphs that it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
+    """Programs are traced and not compiled, and everything that a GPU serves is served."""
+    counter = Counter()
+    compiling = torch.compile
+    monkeypatch.setattr(flex, "cpu_reasons", lambda call: [])
+    monkeypatch.setattr(
+        programs.torch, "compile", lambda f, **options: compiling(f, **({"backend": counter} | options))
+    )
+    programs.program.cache_clear()
+    yield counter
+    programs.program.cache_clear()
+
+
+def test_a_compiled_program_equals_the_reference() -> None:
+    check_output(problem_of("empty_rows"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_traced_program_equals_the_reference(name: str, counter: Counter) -> None:
+    problem = problem_of(name)
+    check_output(problem)
+    assert counter.graphs == 1
+
+
+def test_the_log_sum_exp_is_natural_and_empty_rows_have_none(counter: Counter) -> None:
+    q, k = torch.randn(1, 2, 7, 4), torch.randn(1, 2, 5, 4)
+    out, weights = foci.attention(q, k, k, mask=foci.causal, backend="flex", return_weights=True)
+    _, expected = foci.attention(q, k, k, mask=foci.causal, backend="reference", return_weights=True)
+    assert torch.equal(weights.lse.isneginf(), expected.lse.isneginf())
+    assert weights.lse[..., :2].isneginf().all()
+    torch.testing.assert_close(weights.lse, expected.lse)
+    assert bool((out[..., :2, :] == 0).all())
+
+
+SHAPES = [(200 + 7 * i, 300 + 13 * i) for i in range(12)]
+
+
+def test_twelve_shapes_are_two_programs(counter: Counter) -> None:
+    """One for the first lengths, one for all lengths."""
+    for queries, keys in SHAPES:
+        q, k = torch.randn(2, 2, queries, 8), torch.randn(2, 2, keys, 8)
+        out = foci.attention(q, k, k, mask=foci.causal & foci.window(20), backend="flex")
+        torch.testing.assert_close(out, foci.attention(q, k, k, mask=foci.causal & foci.window(20)))
+    assert counter.graphs == 2
+    assert programs.program.cache_info().currsize == 1
+
+
+def test_other_numbers_are_the_same_program(counter: Counter) -> None:
+    q = torch.randn(1, 2, 150, 8)
+    for number in (3, 50, 149):
+        mask = (foci.causal & foci.window(number)) | foci.prefix(number // 2) | foci.causal.at(-number)
+        out = foci.attention(q, q, q, mask=mask, backend="flex")
+        torch.testing.assert_close(out, foci.attention(q, q, q, mask=mask))
+    assert counter.graphs == 1
+
+
+def test_each_kind_of_call_has_a_function_of_its_own(counter: Counter) -> None:
+    """More kinds than Dynamo would recompile one function for."""
+    q = torch.randn(1, 2, 30, 8)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for softcap in (1.0, 2.0, 3.0, 4.0):
+            foci.attention(q, q, q, score=foci.Dot(softcap=softcap), backend="flex")
+    assert counter.graphs == programs.program.cache_info().currsize == 4
+
+
+def test_past_the_limit_of_recompilations_it_raises(counter: Counter) -> None:
+    q = torch.randn(1, 1, 10, 4)
+
+    def attend(word: str) -> None:
+        mask = foci.from_function(lambda b, h, i, j: (i >= j) & (word != ""))
+        foci.attention(q, q, q, mask=mask, backend="flex")
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        attend("one")
+        attend("two")
+        with pytest.raises(RuntimeError, match=r"as often as .*recompile_limit allows; name backend='blocked'"):
+            attend("three")
+
+
+def test_a_function_that_does_not_compile_is_an_error(counter: Counter) -> None:
+    q = torch.randn(1, 1, 10, 4)
+
+    def untraceable(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return i >= j
+
+    mask = foci.from_function(untraceable)
+    with pytest.raises(RuntimeError, match=r"does not compile for this call \(.*backend='blocked'"):
+        foci.attention(q, q, q, mask=mask, backend="flex")
+
+
+def test_where_compilation_is_off_it_raises(counter: Counter) -> None:
+    q = torch.randn(1, 1, 10, 4)
+    off = pytest.raises(RuntimeError, match=r"torch\.compile is switched off")
+    with torch.compiler.set_stance("force_eager"), off:
+        foci.attention(q, q, q, mask=foci.window(2), backend="flex")
+
+
+@pytest.mark.parametrize("name", ["window", "documents", "causal_buckets", "entries", "function", "positions"])
+def test_it_is_part_of_a_larger_graph(name: str, counter: Counter) -> None:
+    compiled = torch.compile(foci.attention, fullgraph=True, backend="eager")
+    leaves = problem_of(name).leaves(torch.float32, "cpu")
+    arguments = problem_of(name).arguments({key: leaf.detach() for key, leaf in leaves.items()})
+    out = compiled(**arguments, backend="flex")
+    torch.testing.assert_close(out, foci.attention(**arguments, backend="reference"))
+
+
+def test_blocks_of_a_plain_mask_are_kept_and_bounded() -> None:
+    flex._drawn.clear()
+    first, again = (flex.drawn(call_of(mask=foci.causal & foci.window(5))) for _ in range(2))
+    assert again[1] is first[1]
+    with torch.inference_mode():
+        _, inside = flex.drawn(call_of(mask=foci.window(7)))
+    assert inside is not None
+    assert not inside.cut.order.is_inference()
+    for length in range(2 * flex.DRAWN):
+        flex.drawn(call_of(mask=foci.causal, keys=40 + length))
+    assert len(flex._drawn) == flex.DRAWN
+
+
+@pytest.mark.parametrize("mask", [foci.padding([3, 9]), foci.from_function(lambda b, h, q, k: q >= k)], ids=repr)
+def test_blocks_of_other_masks_are_not_kept(mask: foci.algebra.Mask) -> None:
+    flex._drawn.clear()
+    flex.drawn(call_of(mask=mask))
+    flex.drawn(call_of(mask=mask & foci.causal))
+    flex.drawn(call_of(mask=foci.causal, positions=(torch.arange(20), None)))
+    assert not flex._drawn
+
+
+def test_nothing_of_a_call_is_held(counter: Counter) -> None:
+    q, k, ids = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8), torch.arange(40) // 9
+    foci.attention(q, k, k, mask=foci.documents(ids) & foci.causal, bias=foci.ALiBi(), backend="flex")
+    held = [weakref.ref(tensor) for tensor in (q, k, ids)]
+    del q, k, ids
+    gc.collect()
+    assert not any(reference() is not None for reference in held)
+
+
+def test_buckets_are_those_of_the_bias() -> None:
+    """Also at the far end, where everything shares a bucket."""
+    for both, reach in ((True, 128), (False, 50), (True, 9)):
+        bias = foci.Buckets(torch.randn(32 if reach > 9 else 8, 3), both, reach)
+        table = flex.by_distance(bias)
+        distance = torch.arange(-3 * reach, 3 * reach + 1)
+        zero = torch.zeros_like(distance)
+        where = foci.where.Where(zero, torch.arange(3).unsqueeze(-1), zero, zero, zero, distance)
+        assert torch.equal(table.term(where), bias.term(where))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"score": foci.Additive(torch.ones(8))}, "Additive is not a dot product"),
+        ({"dropout": 0.5}, "dropout"),
+        ({"bias": foci.Relative(torch.ones(5, 8))}, "Relative is more than a number per entry"),
+        ({"bias": foci.ALiBi(torch.ones(4, requires_grad=True))}, "ALiBi needs a gradient"),
+        ({"bias": torch.zeros(20, 30, requires_grad=True)}, "Added needs a gradient"),
+        ({"lse": True}, "no log-sum-exp on a CPU"),
+        ({"queries": 0}, "empty tensor"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_it_refuses_what_it_cannot_do(arguments: dict[str, Any], reason: str) -> None:
+    reasons = flex.refuses(call_of(**arguments))
+    assert any(reason in one for one in reasons), reasons
+
+
+def test_it_refuses_gradients_on_a_cpu() -> None:
+    q = torch.randn(1, 1, 3, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="no backward on a CPU"):
+        foci.attention(q, q, q, backend="flex")
+
+
+def test_it_refuses_float64_and_transforms() -> None:
+    q = torch.randn(1, 1, 3, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="float64"):
+        foci.attention(q, q, q, backend="flex")
+    x = torch.randn(1, 1, 3, 4)
+    with pytest.raises(ValueError, match=r"torch\.func"):
+        torch.func.grad(lambda k: foci.attention(x, k, x, backend="flex").sum())(x)
+    with pytest.raises(ValueError, match=r"torch\.func"):
+        torch.func.vmap(lambda x: foci.attention(x, x, x, backend="flex"))(torch.randn(2, 3, 4))
+
+
+def test_it_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert any("no-such-compiler is not on the PATH" in reason for reason in flex.refuses(call_of()))
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert any("TORCHDYNAMO_DISABLE" in reason for reason in flex.refuses(call_of()))
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: None)
+    assert flex.lacking("cuda") == "it needs Triton, which is not installed"
+
+
+def test_wide_heads_and_large_grids_are_refused_on_a_gpu() -> None:
+    assert flex.cuda_reasons(call_of(width=257)) == ["a width of 257, where it takes up to 256"]
+    assert flex.cuda_reasons(call_of(width=256)) == []
+    many = torch.zeros(65536, 1, 1, 1)
+    reasons = flex.cuda_reasons(prepare(many, many, many, Dot(), None, None, None, None, 0.0, False))
+    assert reasons == ["more than 65,535 sequences or heads"]
+
+
+def test_widths_are_those_that_have_tiles() -> None:
+    assert [flex.kernel_width(width, torch.bfloat16) for width in (1, 16, 72, 256)] == [16, 16, 72, 256]
+    assert [flex.kernel_width(width, torch.float32) for width in (1, 16, 72, 256)] == [16, 16, 128, 256]
+
+
+def test_on_a_cpu_it_is_used_only_when_it_is_named() -> None:
+    q = torch.randn(1, 2, 10, 8)
+    plan = foci.plan(q, q, q, mask=foci.window(3))
+    assert plan.chosen == "blocked"
+    assert "flex       compiling takes 10 s or more on a CPU: name backend='flex' to use it" in str(plan)
+    assert "reference  it builds the matrix: name backend='reference' to use it" in str(plan)
+    assert foci.plan(q, q, q, mask=foci.window(3), backend="flex").chosen == "flex"
+
+
+def test_a_backend_that_hesitates_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend in (backends.sdpa, backends.blocked):
+        monkeypatch.setattr(backend, "refuses", lambda call: ["no"])
+    with pytest.raises(ValueError, match="no backend serves this call"):
+        backends.choose(call_of(), None)
+    assert backends.choose(call_of(), "reference") is backends.reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name != "empty_rows"])
+def test_every_compiled_program_equals_the_reference(name: str) -> None:
+    check_output(problem_of(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["window", "softcap_window", "alibi"])
+def test_half_precision_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    check_output(problem_of(name, dtype))
+
+
+@pytest.mark.slow
+def test_twelve_compiled_shapes_equal_the_reference() -> None:
+    """Dynamo's limit is eight; a program that ran uncompiled would raise."""
+    mask = foci.causal & foci.window(20)
+    for queries, keys in SHAPES:
+        q, k = torch.randn(2, 2, queries, 16), torch.randn(2, 2, keys, 16)
+        torch.testing.assert_close(
+            foci.attention(q, k, k, mask=mask, backend="flex"), foci.attention(q, k, k, mask=mask)
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu_it_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    """The output, the log-sum-exp and the gradients of both."""
+    problem = problem_of(name, dtype)
+    true = truth(problem)
+    check(answers(problem, "flex", device="cuda"), true, eager_errors(problem, true), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "backward"])
+def test_on_a_gpu_twelve_shapes_stay_compiled(needs_grad: bool) -> None:
+    mask = foci.causal & foci.window(20)
+    programs.program.cache_clear()
+    torch._dynamo.reset()
+    for queries, keys in SHAPES:
+        q, k = (torch.randn(2, 2, n, 64, device="cuda", requires_grad=needs_grad) for n in (queries, keys))
+        out = foci.attention(q, k, k, mask=mask, backend="flex")
+        expected = foci.attention(q, k, k, mask=mask, backend="blocked")
+        torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+        if needs_grad:
+            found, true = (torch.autograd.grad(result.sum(), (q, k)) for result in (out, expected))
+            torch.testing.assert_close(found, true, atol=1e-3, rtol=1e-3)
+    assert programs.program.cache_info().currsize == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_chosen_for_what_no_fused_kernel_takes() -> None:
+    q = torch.randn(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
+    for arguments in ({"mask": foci.causal & foci.window(9)}, {"score": foci.Dot(softcap=5.0)}, {"bias": foci.ALiBi()}):
+        assert foci.plan(q, q, q, **arguments).chosen == "flex"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_window_over_a_long_sequence_takes_linear_memory() -> None:
+    q = torch.randn(1, 1, 131072, 64, device="cuda", dtype=torch.bfloat16)
+    mask = foci.causal & foci.window(1024)
+    foci.attention(q, q, q, mask=mask, backend="flex")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    foci.attention(q, q, q, mask=mask, backend="flex")
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 64 * 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["window", "documents", "causal_buckets", "function", "positions"])
+def test_on_a_gpu_it_compiles_as_part_of_a_larger_graph(name: str) -> None:
+    problem = problem_of(name)
+    leaves = {key: leaf.detach() for key, leaf in problem.leaves(torch.float32, "cuda").items()}
+    arguments = problem.arguments(leaves)
+    out = torch.compile(foci.attention, fullgraph=True)(**arguments, backend="flex")
+    expected = foci.attention(**arguments, backend="blocked")
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
