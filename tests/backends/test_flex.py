@@ -354,9 +354,12 @@ def test_twelve_compiled_shapes_equal_the_reference() -> None:
         )
 
 
+GPU_CASES = [(name, torch.bfloat16) for name in CASES]
+GPU_CASES += [(name, torch.float32) for name in ("window", "softcap_window", "narrow", "odd", "wider_values")]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), GPU_CASES)
 def test_on_a_gpu_it_equals_the_reference(name: str, dtype: torch.dtype) -> None:
     """The output, the log-sum-exp and the gradients of both."""
     problem = problem_of(name, dtype)
