@@ -7,12 +7,13 @@ from types import ModuleType
 
 from torch import Tensor
 
-from foci.arguments import Call
+from foci.arguments import Call, keeps_dtypes
 from foci.backends import blocked, flex, reference, sdpa
 
 # The first that serves the call and does not hesitate is used; one that hesitates is used when it is named.
 BACKENDS: tuple[ModuleType, ...] = (sdpa, flex, blocked, reference)
 NAMES = tuple(backend.NAME for backend in BACKENDS)
+everyday = sdpa.everyday
 
 
 @dataclass(frozen=True)
@@ -66,5 +67,6 @@ def plan(call: Call, name: str | None = None) -> Plan:
     return Plan(serving[0] if serving else None, {k: v for k, v in refusals.items() if v}, notes)
 
 
+@keeps_dtypes
 def run(call: Call, name: str | None) -> tuple[Tensor, Tensor | None]:
     return choose(call, name).run(call)  # type: ignore[no-any-return]
