@@ -14,7 +14,7 @@ from foci.biases import Added
 from foci.statistics.strips import finite
 from foci.where import Where
 
-# How many strips' worth of entries are computed at a time: few enough to stay small, many enough to be quick.
+# How many strips' worth of entries are computed at a time where nothing is kept of them but the result.
 STRIPS = 16
 
 # A log-sum-exp beyond this has too few digits left to tell the weights of a row apart.
@@ -28,18 +28,18 @@ def entries(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bo
     if 0 in shape:
         return call.q.new_zeros(shape, dtype=call.wide)
     if call.needs_grad:
-        some = rows.split(rows_at_once(call, call.k.shape[2]))
+        some = rows.split(rows_at_once(call, call.k.shape[2], 1))
         return torch.cat([blocked.remembered(call, whole_rows, call, part, columns, averaged) for part in some], dim=2)
     found = call.q.new_empty(shape, dtype=call.wide)
     start = 0
-    for part in rows.split(rows_at_once(call, columns.numel())):
+    for part in rows.split(rows_at_once(call, columns.numel(), STRIPS)):
         found[:, :, start : start + part.numel()] = plain_rows(call, lse, part, columns, averaged)
         start += part.numel()
     return found
 
 
-def rows_at_once(call: Call, width: int) -> int:
-    return max(blocked.budget(call)[0] * STRIPS // (call.q.shape[0] * call.q.shape[1] * max(width, 1)), 1)
+def rows_at_once(call: Call, width: int, strips: int) -> int:
+    return max(blocked.budget(call)[0] * strips // (call.q.shape[0] * call.q.shape[1] * width), 1)
 
 
 def plain_rows(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:

@@ -8,10 +8,12 @@ B batch, H heads, Tq queries, Tk keys, D width.
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import foci
+from foci.backends import blocked
 from foci.saving import mapped
 
 Arguments = dict[str, Any]
@@ -157,6 +159,11 @@ def assert_close(found: Tensor, true: Tensor, dtype: torch.dtype, scale: float =
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     tolerance = TOLERANCE[dtype] * scale
     torch.testing.assert_close(found.double(), true, atol=tolerance, rtol=tolerance)
+
+
+def small_strips(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
+    """Makes strips of this many entries, all threads together, so that many of them are needed."""
+    monkeypatch.setattr(blocked, "CPU_ENTRIES", max(entries // torch.get_num_threads(), 1))
 
 
 def positions(arguments: Arguments) -> tuple[Tensor, Tensor]:

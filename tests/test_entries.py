@@ -5,16 +5,15 @@ import torch
 
 import foci
 from foci import entries
-from foci.backends import blocked
 from tests import matrices
 from tests.allocation import LargestTensor
-from tests.matrices import CASES, DTYPES, assert_close, lazy, truth
+from tests.matrices import CASES, DTYPES, assert_close, lazy, small_strips, truth
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slices_are_exact(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "CPU_ENTRIES", 8)
+    small_strips(monkeypatch, 8)
     arguments = matrices.in_dtype(CASES[case](), dtype)
     weights, true = lazy(arguments), truth(arguments)
     for index in [(..., 0, slice(None)), (..., -1), (..., slice(1, 9, 3), slice(None, None, 2)), (..., -1, 0)]:
@@ -34,7 +33,7 @@ def test_a_slice_takes_the_memory_of_a_slice() -> None:
 
 
 def test_all_of_it_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "CPU_ENTRIES", 2**10)
+    small_strips(monkeypatch, 2**10)
     n = 512
     x = torch.zeros(1, 2, n, 8)
     weights = foci.attention(x, x, x, mask=foci.causal, return_weights=True)[1]

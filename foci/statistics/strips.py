@@ -40,6 +40,9 @@ def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool = False) -> 
             for strip in blocked.strips(part):
                 if strip.segments:
                     measure_strip(part, lse[batches, heads, strip.rows], strip, wanted, averaged, views)
+    if wanted.entropy:
+        # Where one key has all the weight, rounding may leave a little less than 0.
+        found["entropy"].clamp_(min=0.0)
     if wanted.picture is not None and wanted.picture[2] == "mean":
         rows, columns, _ = wanted.picture
         found["picture"] /= pooling.areas(rows, columns, call.q.shape[2], call.k.shape[2], call.q.device)
