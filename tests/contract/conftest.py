@@ -24,6 +24,8 @@ def poisoned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def filling(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def filled(*arguments: Any, **options: Any) -> Tensor:
         memory = allocate(*arguments, **options)
-        return memory.fill_(torch.nan) if memory.is_floating_point() else memory
+        if memory.is_floating_point():
+            memory.detach().fill_(torch.nan)
+        return memory
 
     return filled
