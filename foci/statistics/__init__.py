@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call, keeps_dtypes
-from foci.statistics import device, strips
+from foci.statistics import compiled, device, strips
 from foci.statistics.wanted import Wanted
 
 __all__ = ["Wanted", "distance", "entropy", "grouped", "measure", "transposed", "who"]
@@ -21,6 +21,8 @@ def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str
         return strips.empty(call, wanted, 1 if averaged else call.q.shape[1])
     if not device.refuses(call, wanted, averaged):
         return device.measure(call, lse.detach(), wanted)
+    if not compiled.refuses(call, wanted, averaged):
+        return compiled.measure(call, lse.detach(), wanted)
     return strips.measure(call, lse, wanted, averaged)
 
 

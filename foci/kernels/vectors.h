@@ -1,0 +1,92 @@
+/* Vectors of floats in plain C (GCC, Clang), as wide as the machine has them.
+
+   Intrinsics say the two things that C cannot: a maximum, and a comparison as bits. */
+
+#include <stdint.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+/* ROWS x 3 vectors of sums, 3 of keys and 1 of a query fill the registers. */
+#if defined(__AVX512F__)
+enum { LANES = 16, ROWS = 8 };
+#elif defined(__AVX__)
+enum { LANES = 8, ROWS = 4 };
+#elif defined(__aarch64__)
+enum { LANES = 4, ROWS = 8 };
+#else
+enum { LANES = 4, ROWS = 4 };
+#endif
+
+typedef float floats __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef int32_t ints __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+static inline floats load(const float *from) { return *(const floats *)from; }
+static inline void store(float *to, floats x) { *(floats *)to = x; }
+static inline floats all(float x) { return x - (floats){0}; }
+static inline floats magnitude(floats x) { return (floats)((ints)x & 0x7fffffff); }
+
+static inline floats maximum(floats a, floats b)
+{
+#if defined(__AVX512F__)
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    ints larger = a > b;
+    return (floats)(((ints)a & larger) | ((ints)b & ~larger));
+#endif
+}
+
+/* Bit i is set where lane i of x is at least so large. */
+static inline uint64_t reaching(floats x, floats least)
+{
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, (__m512)least, _CMP_GE_OQ);
+#elif defined(__AVX__)
+    return (uint64_t)_mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)least, _CMP_GE_OQ));
+#else
+    uint64_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= (uint64_t)(x[i] >= least[i]) << i;
+    return bits;
+#endif
+}
+
+static inline float total(floats x)
+{
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+/* 2^x = scale (1 + rest): the nearest whole number is the exponent of the scale, a polynomial gives the rest to 2e-9. */
+static inline void split_power(floats x, floats *scale, floats *rest)
+{
+    const float round = 12582912.0f; /* 1.5 x 2^23: what is added to it loses its fraction */
+    floats shifted = x + round;
+    floats f = x - (shifted - round);
+    floats p = f * 0x1.41fbbcp-13f + 0x1.5f3e54p-10f;
+    p = p * f + 0x1.3b2d4cp-7f;
+    p = p * f + 0x1.c6aee8p-5f;
+    p = p * f + 0x1.ebfbdcp-3f;
+    p = p * f + 0x1.62e43p-1f;
+    *scale = (floats)(((ints)shifted << 23) + 0x3f800000);
+    *rest = p * f;
+}
+
+/* 2^x to 1e-7, and 0 below the smallest normal number. */
+static inline floats power(floats x)
+{
+    floats scale, rest;
+    split_power(x, &scale, &rest);
+    return (floats)((ints)((rest + 1.0f) * scale) & ~(x < -126.0f));
+}
+
+/* tanh(x ln 2 / 2) = (2^x - 1) / (2^x + 1): `rest` keeps the digits of a small 2^x - 1. */
+static inline floats tanh_half(floats x)
+{
+    floats scale, rest, bounded = maximum(all(-60.0f), -maximum(all(-60.0f), -x));
+    split_power(bounded, &scale, &rest);
+    floats above = rest * scale + (scale - 1.0f);
+    return above / (above + 2.0f);
+}

@@ -1,0 +1,221 @@
+"""Every statistic in one pass of compiled C: the fastest way on a CPU, where there is a C compiler.
+
+B batch, H heads, G key heads, Tq queries, Tk keys, D width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from foci.arguments import Call
+from foci.backends import kernel_masks
+from foci.biases import ALiBi
+from foci.kernels import native
+from foci.masks import Causal
+from foci.scores import Additive, Dot
+from foci.statistics import pooling
+from foci.statistics.strips import LOG2_E, finite
+from foci.statistics.wanted import Wanted
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# As in kernels/strip.c.
+MOST_TOP = 64
+
+# Fewer are not worth a pass that first lays out the keys.
+LEAST_QUERIES = 16
+LEAST_ENTRIES = 2**16
+
+# Keys that are laid out at once, in numbers: 64 MiB.
+AT_ONCE = 2**24
+
+# Entries that are worth a thread, and rows that are worth a part.
+PER_THREAD = 2**18
+PER_PART = 128
+
+INPUTS = ("queries", "keys", "shift", "query_places", "key_places", "slopes", "runs", "query_ids", "key_ids", "seen")
+OUTPUTS = ("entropy", "distance", "received", "picture", "largest", "top_values", "top_keys")
+SIZES = (
+    *("pairs", "heads", "group", "query_count", "key_count"),
+    *("padded", "width", "parts", "top", "picture_rows", "picture_columns"),
+)
+STEPS = ("query_place_step", "key_place_step", "run_count", "run_step", "query_id_step", "key_id_step")
+SEEN_STEPS = ("seen_batch", "seen_head", "seen_row", "seen_column")
+
+
+class Work(ctypes.Structure):
+    """What kernels/strip.c is given, in its order."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (*INPUTS, *OUTPUTS)),
+        *((name, ctypes.c_int64) for name in (*SIZES, *STEPS, *SEEN_STEPS)),
+        ("softcap", ctypes.c_double),
+        ("next", ctypes.c_int64),
+        ("failed", ctypes.c_int64),
+    )
+
+
+def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) -> list[str]:
+    """Why this pass does not measure the call; empty where it does."""
+    if call.q.device.type != "cpu":
+        return [f"the queries are on {call.q.device.type}, not on the cpu"]
+    if torch.compiler.is_compiling() or kernel_masks.inside_vmap(call):
+        return ["it does not run inside torch.compile or torch.func.vmap"]
+    reasons = []
+    if call.q.dtype not in DTYPES:
+        reasons.append(f"{call.q.dtype}")
+    if isinstance(call.score, Additive):
+        reasons.append("an additive score is not a dot product")
+    if call.bias is not None and not isinstance(call.bias, ALiBi):
+        reasons.append(f"the bias {type(call.bias).__name__}")
+    if averaged:
+        reasons.append("a mean over the heads")
+    if wanted is not None and wanted.top > MOST_TOP:
+        reasons.append(f"more than the {MOST_TOP} heaviest keys")
+    if wanted is not None and wanted.picture is not None and wanted.picture[2] != "mean":
+        reasons.append("a picture of maxima")
+    reasons += too_small(call) or kernel_masks.reasons(call)
+    # Asked last: the answer may cost a second of compiling.
+    missing = None if reasons else native.refusal("strip")
+    return reasons if missing is None else [missing]
+
+
+def too_small(call: Call) -> list[str]:
+    if call.q.shape[2] < LEAST_QUERIES or call.q.shape[:3].numel() * call.k.shape[2] < LEAST_ENTRIES:
+        return [f"fewer than {LEAST_QUERIES} queries or {LEAST_ENTRIES:,} weights"]
+    return []
+
+
+def measure(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+    """The wanted statistics, without gradients, of a call that this pass does not refuse."""
+    batch, heads = call.q.shape[:2]
+    step = max(AT_ONCE // max(call.k.shape[1:].numel(), 1), 1)
+    with torch.no_grad():
+        if step >= batch:
+            return measure_part(call, lse, wanted)
+        places = [slice(start, min(start + step, batch)) for start in range(0, batch, step)]
+        parts = [measure_part(call.part(place, slice(0, heads)), lse[place], wanted) for place in places]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def measure_part(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+    """Some sequences, all of their heads."""
+    library = native.library("strip")
+    threads, parts = shares(call, wanted)
+    given = matrix_inputs(call, lse, library.panel_keys(), library.chunk_keys()) | mask_inputs(call)
+    found = outputs(call, wanted, parts)
+    work = Work(**pointers(given | found), **sizes(call, wanted, parts, given), **steps(given), softcap=softcap(call))
+    native.run(library.measure, work, threads)
+    if work.failed:
+        raise MemoryError("there is no memory for the few rows that a pass over the attention matrix keeps")
+    return finished(call, wanted, found)
+
+
+def shares(call: Call, wanted: Wanted) -> tuple[int, int]:
+    """How many threads, and the parts of each pair's rows: a few for each thread, as causal parts differ in work."""
+    pairs, queries = call.q.shape[:2].numel(), call.q.shape[2]
+    threads = min(torch.get_num_threads(), max(pairs * queries * call.k.shape[2] // PER_THREAD, 1))
+    most = -(-queries // PER_PART) if wanted.picture is None else min(-(-queries // PER_PART), wanted.picture[0])
+    return threads, 1 if threads == 1 else min(-(-4 * threads // pairs), most)
+
+
+def matrix_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, Tensor]:
+    """What the logits are made of, in base 2, with the keys of a panel side by side."""
+    dot = replace(call, q=call.q.float(), k=call.k.float()).with_dot()
+    assert dot is not None and isinstance(dot.score, Dot)
+    cap = dot.score.softcap
+    scale = dot.score.factor(dot.q.shape[-1]) * LOG2_E
+    keys = pad(dot.k, (0, 0, 0, -dot.k.shape[2] % chunk))
+    where = call.everything()
+    key_places = where.key_position.float().flatten(1)
+    given = {
+        "queries": (dot.q * (scale if cap is None else 2.0 * scale / cap)).contiguous(),
+        "keys": keys.unflatten(2, (-1, panel)).mT.contiguous(),
+        "shift": (finite(lse) * LOG2_E).float().contiguous(),
+        "query_places": where.query_position.float().flatten(1).contiguous(),
+        "key_places": pad(key_places, (0, keys.shape[2] - key_places.shape[1])),
+    }
+    if isinstance(call.bias, ALiBi):
+        assert call.bias.slopes is not None
+        given["slopes"] = call.bias.slopes[call.heads.flatten()].float() * LOG2_E
+    return given
+
+
+def softcap(call: Call) -> float:
+    cap = call.score.softcap if isinstance(call.score, Dot) else None
+    return 0.0 if cap is None else cap * LOG2_E
+
+
+def mask_inputs(call: Call) -> dict[str, Tensor]:
+    masks = kernel_masks.forms(call)
+    runs = Causal().spans(call.extent, False).tensor(call.q.device) if masks.causal else masks.spans
+    given = {} if runs is None else {"runs": runs.contiguous()}
+    if masks.query_ids is not None and masks.key_ids is not None:
+        given |= {"query_ids": masks.query_ids.long().contiguous(), "key_ids": masks.key_ids.long().contiguous()}
+    if masks.dense is not None:
+        along = masks.dense.shape[-1] > 1 and masks.dense.stride(-1) != 1
+        given["seen"] = masks.dense.contiguous() if along else masks.dense
+    return given
+
+
+def outputs(call: Call, wanted: Wanted, parts: int) -> dict[str, Tensor]:
+    """Where the pass writes: it adds to `received` and to the picture, and fills the rest."""
+    batch, heads, queries = call.q.shape[:3]
+    new = call.q.new_zeros(batch, heads, 0, dtype=torch.float32).new_empty
+    found = {}
+    if wanted.entropy:
+        found["entropy"] = new(batch, heads, queries)
+    if wanted.distance:
+        found["distance"] = new(batch, heads, queries)
+    if wanted.received:
+        found["received"] = new(batch, heads, parts, call.k.shape[2]).zero_()
+    if wanted.picture is not None:
+        found["picture"] = new(batch, heads, *wanted.picture[:2]).zero_()
+    if wanted.largest:
+        found["largest"] = new(batch, heads, parts).fill_(-torch.inf)
+    if wanted.top:
+        found["top_values"] = new(batch, heads, queries, wanted.top)
+        found["top_keys"] = new(batch, heads, queries, wanted.top, dtype=torch.int64)
+    return found
+
+
+def pointers(tensors: dict[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def sizes(call: Call, wanted: Wanted, parts: int, given: dict[str, Tensor]) -> dict[str, int]:
+    rows, columns = (0, 0) if wanted.picture is None else wanted.picture[:2]
+    values = (
+        *(call.q.shape[:2].numel(), call.q.shape[1], call.group, call.q.shape[2], call.k.shape[2]),
+        *(given["key_places"].shape[1], given["queries"].shape[-1], parts, wanted.top, rows, columns),
+    )
+    return dict(zip(SIZES, values, strict=True))
+
+
+def steps(given: dict[str, Tensor]) -> dict[str, int]:
+    """How far it is from one sequence to the next: 0 where all share one."""
+    found = {"run_count": given["runs"].shape[1] if "runs" in given else 0}
+    for name in ("query_place", "key_place", "run", "query_id", "key_id"):
+        tensor = given.get(f"{name}s")
+        found[f"{name}_step"] = 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
+    if "seen" in given:
+        strides = zip(given["seen"].shape, given["seen"].stride(), strict=True)
+        found |= dict(zip(SEEN_STEPS, (0 if size == 1 else step for size, step in strides), strict=True))
+    return found
+
+
+def finished(call: Call, wanted: Wanted, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parts joined in their order, so that the same call gives the same sums."""
+    if wanted.received:
+        found["received"] = found["received"].sum(2)
+    if wanted.largest:
+        found["largest"] = found["largest"].amax(-1) / LOG2_E
+    if wanted.picture is not None:
+        rows, columns, _ = wanted.picture
+        found["picture"] /= pooling.areas(rows, columns, call.q.shape[2], call.k.shape[2], call.q.device)
+    return found
