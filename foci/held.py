@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from foci.arguments import Call
 from foci.biases import Relative
+from foci.fitting import is_unreadable
 from foci.saving import mapped
 
 # What makes the matrix, by its name in the call. The values are no part of it, nor are dropout and Shaw's value term.
@@ -22,8 +24,8 @@ class Held:
 
     def __init__(self, call: Call, lse: Tensor) -> None:
         self.call, self.lse = call, lse
-        # A compiler keeps its own account of changes, and cannot be asked for versions and addresses.
-        watched = [] if torch.compiler.is_compiling() else tensors_of(call, lse)
+        # A compiler keeps its own account of changes; fake tensors and those inside torch.func have no memory to watch.
+        watched = [] if is_unreadable(lse) or call.transformed else tensors_of(call, lse)
         self._marks = [(name, tensor, mark(tensor)) for name, tensor in watched]
 
     def check(self) -> None:
@@ -75,11 +77,13 @@ def is_inference(tensor: Tensor) -> bool:
 
 
 def address(tensor: Tensor) -> int:
-    """Where it lies; 0 for a fake tensor, and for one inside a transform, which lie nowhere."""
+    """Where it lies; what lies nowhere (a fake tensor, one inside torch.func) has a number of its own."""
+    if isinstance(tensor, FakeTensor):
+        return id(tensor)
     try:
         return tensor.data_ptr()
     except RuntimeError:
-        return 0
+        return id(tensor)
 
 
 def size_of(tensor: Tensor) -> int:

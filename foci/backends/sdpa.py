@@ -8,6 +8,7 @@ B batch, H heads, Tq queries, Tk keys, D width.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,6 +141,9 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
     scale, kind, mask = dot.score.factor(dot.q.shape[-1]), causal_kind(call) or "none", attn_mask(dot)
+    if torch.compiler.is_compiling():
+        # A compiler refuses one tensor as two inputs of an autograd function, so what is query and key becomes views.
+        dot = replace(dot, q=dot.q.view_as(dot.q), k=dot.k.view_as(dot.k))
     if call.extent.device.type == "cuda":
         out, lse = cuda_sdpa.run(dot, scale, kind, mask)
     else:
