@@ -52,7 +52,7 @@ class Mask:
     def draw(self, queries: int = 6, keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
         """A small drawing: a row per query, a column per key, ■ where the query may look.
 
-        >>> print(causal.draw(2, 5))
+        >>> print(foci.causal.draw(2, 5))
         ■ ■ ■ ■ ·
         ■ ■ ■ ■ ■
         """

@@ -259,6 +259,7 @@ class Weights:
 
         Groups are contiguous runs: (start, stop) pairs, or one number per token (the word of each sub-word).
 
+        >>> _, weights = foci.attention(*torch.randn(3, 2, 4, 3, 8), return_weights=True)
         >>> weights.grouped([(0, 2), (2, 3)], [(0, 2), (2, 3)]).shape        # two words of three sub-words
         torch.Size([2, 4, 2, 2])
         """
