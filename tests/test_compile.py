@@ -88,6 +88,7 @@ def test_a_call_with_weights_compiles_as_one_graph(case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_a_call_compiles_to_machine_code(case: str) -> None:
     check_compiled(case, weights=case in WITH_WEIGHTS, backend="inductor")
