@@ -174,9 +174,10 @@ def products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Length 1; the norm is taken in float32 at least, and zeros stay zeros with finite gradients."""
+    """Length 1, taken in float32 at least; zeros stay zeros, and their gradient is that of x itself."""
     wide = x if x.dtype == torch.float64 else x.float()
-    return torch.nn.functional.normalize(wide, dim=-1, eps=1e-12).to(x.dtype)
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return (wide / torch.where(length == 0, 1.0, length)).to(x.dtype)
 
 
 def same_width(score: Score, q: Tensor, k: Tensor) -> None:
