@@ -1,0 +1,1 @@
+"""Device code: Triton kernels, and nothing of foci above them."""

@@ -1,0 +1,72 @@
+"""What every kernel that walks the attention matrix shares: the logit of an entry, and who may see it.
+
+Logits and log-sum-exps are in base 2 here, since the hardware's exponential is: a weight is exp2(logit - lse).
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+# Stands for "not visible". Finite, so that weight * log2(weight) is -0 and not NaN; far below any real logit.
+NONE = tl.constexpr(-1e30)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(y):
+    """Exact to a few units in the last place: near 0, where 1 - 2 / (1 + e^2y) cancels, a polynomial."""
+    square = y * y
+    near = y * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    far = 1 - 2 / (1 + tl.exp2(y * (2 * LOG2_E)))
+    return tl.where(square < 0.0225, near, far)
+
+
+@triton.jit
+def logits(dots, i, j, offset, slope, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Base 2: softcap(scale * dots), then the bias for how far query i stands from key j."""
+    if SOFTCAP:
+        z = tanh(dots * (scale / softcap)) * (softcap * LOG2_E)
+    else:
+        z = dots * (scale * LOG2_E)
+    if ALIBI:
+        z -= tl.abs(i + offset - j).to(tl.float32) * (slope * LOG2_E)
+    return z
+
+
+@triton.jit
+def log_sum_exps(lse, i, Tq):
+    """Base 2, in the form that is subtracted: rows without weight (lse -inf, or past the end) get exactly 0."""
+    rows = tl.load(lse + i, mask=i < Tq, other=-float("inf"))
+    return tl.where(rows == -float("inf"), -NONE, rows * LOG2_E)
+
+
+@triton.jit
+def span(spans, s: tl.constexpr, i, offset, Tq, Tk, CAUSAL: tl.constexpr, SPANS: tl.constexpr):
+    """Queries i see keys from low to high; queries past the end see none."""
+    inside = i < Tq
+    if SPANS > 0:
+        low = tl.maximum(tl.load(spans + 2 * s * Tq + i, mask=inside, other=0), 0)
+        high = tl.minimum(tl.load(spans + (2 * s + 1) * Tq + i, mask=inside, other=0), Tk)
+    elif CAUSAL:
+        low = tl.zeros_like(i)
+        high = tl.where(inside, tl.minimum(tl.maximum(i + offset + 1, 0), Tk), 0)
+    else:
+        low = tl.zeros_like(i)
+        high = tl.where(inside, Tk, 0)
+    return low, high
+
+
+@triton.jit
+def allowed(
+    seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS: tl.constexpr, DENSE: tl.constexpr
+):
+    """What is seen of the entries (i, j) when the ids and the dense mask have spoken too."""
+    if IDS:
+        seen &= tl.load(query_ids + i, mask=i < Tq, other=0) == tl.load(key_ids + j, mask=j < Tk, other=0)
+    if DENSE:
+        places = i.to(tl.int64) * dense_query + j.to(tl.int64) * dense_key
+        seen &= tl.load(dense + places, mask=seen, other=0) != 0
+    return seen

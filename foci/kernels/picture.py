@@ -1,0 +1,118 @@
+"""A picture of W whose cells fit no tile: edges at floor(r T / rows), any number of rows and columns.
+
+A cell is padded to a power of two in each direction and read at its own place, so that a tile is made of whole cells
+(or a cell of whole tiles) and pooling is a reshape. Dearer than the pass over plain tiles, by what the padding adds.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from foci.kernels.logits import allowed, log_sum_exps, logits, span
+
+
+@triton.jit
+def edge(cell, cells, length):
+    """Where a cell begins."""
+    return ((cell.to(tl.int64) * length) // cells).to(tl.int32)
+
+
+@triton.jit
+def holding(index, cells, length):
+    """The cell that holds an index: the last one that does not begin after it."""
+    return (((index.to(tl.int64) + 1) * cells - 1) // length).to(tl.int32)
+
+
+@triton.jit
+def picture(
+    q, k, lse, spans, query_ids, key_ids, dense, slopes, out,
+    H, group, Tq, Tk, D, rows, columns,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
+    dense_batch, dense_head, dense_query, dense_key,
+    scale, softcap,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MAX: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (a tile's worth of rows of cells, pair). A cell is at most HEIGHT x WIDTH; out is zeros."""
+    TALL: tl.constexpr = min(HEIGHT, BQ)
+    WIDE: tl.constexpr = min(WIDTH, BK)
+    pair = tl.program_id(1)
+    b = (pair // H).to(tl.int64)
+    h = pair % H
+    offset = Tk - Tq
+    q += b * q_batch + h.to(tl.int64) * q_head
+    k += b * k_batch + (h // group).to(tl.int64) * k_head
+    spans += b * spans_batch
+    query_ids += b * query_ids_batch
+    key_ids += b * key_ids_batch
+    dense += b * dense_batch + h.to(tl.int64) * dense_head
+    lse += pair.to(tl.int64) * Tq
+    out += pair.to(tl.int64) * rows * columns
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes + h)
+    d = tl.arange(0, BD)
+    across = tl.arange(0, BK)
+    down = tl.arange(0, BQ)
+    row = tl.program_id(0) * (BQ // TALL) + down // TALL
+    top = edge(row, rows, Tq)
+    bottom = tl.where(row < rows, edge(row + 1, rows, Tq), 0)
+
+    least = tl.full((), Tk, tl.int32)
+    most = tl.full((), 0, tl.int32)
+    for part in range(HEIGHT // TALL):
+        i = top + part * BQ + down % TALL
+        for run in tl.static_range(max(SPANS, 1)):
+            low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+            some = (high > low) & (i < bottom)
+            least = tl.minimum(least, tl.min(tl.where(some, low, Tk), 0))
+            most = tl.maximum(most, tl.max(tl.where(some, high, 0), 0))
+    begin = holding(least, columns, Tk) // (BK // WIDE) * (BK // WIDE)
+    finish = tl.where(most > least, holding(most - 1, columns, Tk) + 1, begin)
+
+    for start in range(begin, finish, BK // WIDE):
+        column = start + across // WIDE
+        left = edge(column, columns, Tk)
+        right = tl.where(column < columns, edge(column + 1, columns, Tk), 0)
+        cells = tl.zeros((BQ // TALL, BK // WIDE), tl.float32)
+        for part in range((HEIGHT // TALL) * (WIDTH // WIDE)):
+            i = top + (part // (WIDTH // WIDE)) * BQ + down % TALL
+            j = left + (part % (WIDTH // WIDE)) * BK + across % WIDE
+            queries = tl.load(
+                q + i.to(tl.int64)[:, None] * q_query + d[None, :],
+                mask=(i < bottom)[:, None] & (d < D)[None, :],
+                other=0.0,
+            )
+            keys = tl.load(
+                k + j.to(tl.int64)[:, None] * k_key + d[None, :],
+                mask=(j < right)[:, None] & (d < D)[None, :],
+                other=0.0,
+            )
+            dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (BQ, BK)
+            z = logits(dots, i[:, None], j[None, :], offset, slope, scale, softcap, SOFTCAP, ALIBI)
+            seen = tl.zeros((BQ, BK), tl.int1)
+            for run in tl.static_range(max(SPANS, 1)):
+                low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+                seen |= (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
+            seen &= (i < bottom)[:, None] & (j < right)[None, :]
+            seen = allowed(
+                seen, i[:, None], j[None, :], query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE
+            )
+            p = tl.where(seen, tl.exp2(z - log_sum_exps(lse, i, Tq)[:, None]), 0.0)
+            parts = tl.reshape(p, (BQ // TALL, TALL, BK // WIDE, WIDE))
+            if MAX:
+                cells = tl.maximum(cells, tl.max(tl.max(parts, 3), 1))
+            else:
+                cells += tl.sum(tl.sum(parts, 3), 1)
+        r = tl.program_id(0) * (BQ // TALL) + tl.arange(0, BQ // TALL)
+        c = start + tl.arange(0, BK // WIDE)
+        if not MAX:
+            tall = edge(r + 1, rows, Tq) - edge(r, rows, Tq)
+            wide = edge(c + 1, columns, Tk) - edge(c, columns, Tk)
+            cells = cells / (tall[:, None].to(tl.float32) * wide[None, :].to(tl.float32))
+        there = (r < rows)[:, None] & (c < columns)[None, :]
+        tl.store(out + r.to(tl.int64)[:, None] * columns + c[None, :], cells, mask=there)

@@ -1,0 +1,268 @@
+"""One pass over the tiles of W = exp2(logit - lse): every statistic that somebody asked for.
+
+A tile is computed transposed, keys x queries. The tensor core's layout gives a thread a few keys and many queries,
+so a sum over queries (what keys receive, the rows of a picture) stays inside a thread. A program keeps its queries
+and walks over the keys, so a sum over keys (entropy, distance) is an elementwise accumulator, reduced at the end.
+No reduction across lanes or warps is left in the inner loop, except for the few sums that are written.
+
+For the heaviest keys, keys are put in classes: those in the same place of their tile, where r and r + 8 of 16 rows
+count as one place, since a thread holds both. Neighbours are in different classes. Per query and class the two largest
+logits are kept, each with where it came from in its lowest bits. That is enough to choose from: see top.py.
+
+B batch, H heads, Tq queries, Tk keys, D width. A pair is one head of one batch element.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from foci.kernels.logits import LN_2, NONE, allowed, log_sum_exps, logits, span
+
+
+@triton.jit
+def halves(tile, BK: tl.constexpr, BQ: tl.constexpr):
+    """Rows r and r + 8 of each 16, which the tensor core's layout keeps in one thread: two (BK // 16, 8, BQ)."""
+    return tl.split(tl.permute(tl.reshape(tile, (BK // 16, 2, 8, BQ)), (0, 2, 3, 1)))
+
+
+@triton.jit
+def add_keys(total, tile, BK: tl.constexpr, BQ: tl.constexpr):
+    """Adds a tile to an accumulator of half its keys, without leaving the thread: two fused additions."""
+    a, b = halves(tile, BK, BQ)
+    return (total + a) + b
+
+
+@triton.jit
+def max_keys(largest, tile, BK: tl.constexpr, BQ: tl.constexpr):
+    a, b = halves(tile, BK, BQ)
+    return tl.maximum(tl.maximum(largest, a), b)
+
+
+@triton.jit
+def marked(x, tag, TAG_BITS: tl.constexpr):
+    """x with a tag in its lowest bits. Of equal logits, which are negative, the lower tag is then the larger one."""
+    return ((x.to(tl.int32, bitcast=True) & (-(1 << TAG_BITS))) | tag).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
+    """Tiles of keys from first to last are seen by somebody, those from full to end by every query entirely."""
+    some = high > low
+    least = tl.min(tl.where(some, low, Tk), 0)
+    most = tl.max(tl.where(some, high, 0), 0)
+    first = least // BK
+    last = tl.maximum(tl.cdiv(most, BK), first)
+    if ALWAYS:
+        return first, last, last, last
+    full = tl.cdiv(tl.max(tl.where(inside, low, 0), 0), BK)
+    end = tl.min(tl.where(inside, high, Tk), 0) // BK
+    full = tl.minimum(tl.maximum(full, first), last)
+    return first, last, full, tl.minimum(tl.maximum(end, full), last)
+
+
+@triton.jit
+def step(
+    t, tag, queries, i, lse, low, high, weights, slope, k, columns, picture, picture_row,
+    query_ids, key_ids, dense, dense_query, dense_key,
+    entropy, distance, largest, best, second, cells_before, column_before,
+    offset, Tq, Tk, D, k_key, scale, softcap, picture_scale, picture_rows, picture_columns,
+    MASKED: tl.constexpr, SPANS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    IDS: tl.constexpr, DENSE: tl.constexpr,
+    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
+    WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
+    COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile: keys t * BK and on, for all queries of the program."""
+    j = t * BK + tl.arange(0, BK)
+    d = tl.arange(0, BD)
+    places = k + tl.cast(t * BK, tl.int64) * k_key + tl.arange(0, BK)[:, None] * k_key + d[None, :]
+    if MASKED:
+        keys = tl.load(places, mask=(j[:, None] < Tk) & (d[None, :] < D), other=0.0)
+    elif EVEN:
+        keys = tl.load(places)
+    else:
+        keys = tl.load(places, mask=d[None, :] < D, other=0.0)
+    if RECEIVED:
+        # Asked for before the product, so that it has arrived by the time it is added to.
+        before = tl.load(columns + j, mask=j < Tk, other=0.0)
+    dots = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # (BK, BQ)
+    z = logits(dots, i[None, :], j[:, None], offset, slope, scale, softcap, SOFTCAP, ALIBI)
+    x = z - lse[None, :]
+    if MASKED:
+        seen = j[:, None] < high[None, :]
+        if SPANS > 0:
+            seen &= j[:, None] >= low[None, :]
+        seen = allowed(
+            seen, i[None, :], j[:, None], query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE
+        )
+        x = tl.where(seen, x, NONE)
+        z = tl.where(seen, z, -float("inf"))
+    if LARGEST:
+        largest = max_keys(largest, z, BK, BQ)
+    if TOP:
+        upper, lower = halves(x, BK, BQ)
+        upper = marked(upper, 2 * tag, TAG_BITS)
+        lower = marked(lower, 2 * tag + 1, TAG_BITS)
+        loser = tl.minimum(upper, lower)
+        winner = tl.maximum(upper, lower)
+        second = tl.maximum(tl.maximum(second, tl.minimum(best, winner)), loser)
+        best = tl.maximum(best, winner)
+    if ENTROPY or DISTANCE or RECEIVED or PICTURE > 0:
+        p = tl.exp2(x)
+        if ENTROPY:
+            entropy = add_keys(entropy, p * x, BK, BQ)
+        if DISTANCE:
+            far = tl.abs(i[None, :] + offset - j[:, None]).to(tl.float32)
+            distance = add_keys(distance, p * far, BK, BQ)
+        if PICTURE > 0:
+            cells = tl.reshape(p, (BK, BQ // CELL_QUERIES, CELL_QUERIES))
+            if PICTURE == 1:
+                rows = tl.sum(cells, 2)  # (BK, cells)
+                cells = tl.sum(tl.reshape(rows, (BK // CELL_KEYS, CELL_KEYS, BQ // CELL_QUERIES)), 1) * picture_scale
+            else:
+                rows = tl.max(cells, 2)
+                cells = tl.max(tl.reshape(rows, (BK // CELL_KEYS, CELL_KEYS, BQ // CELL_QUERIES)), 1)
+            row = picture_row + tl.arange(0, BQ // CELL_QUERIES)[None, :]
+            column = (t * BK) // COLUMN_KEYS + tl.arange(0, BK // CELL_KEYS)[:, None]
+            there = (row < picture_rows) & (column < picture_columns)
+            into = picture + row.to(tl.int64) * picture_columns + column
+            if ADD:
+                # What an earlier loop left is read when a cell is entered; then the sum is carried and written over.
+                entered = (t * BK) // COLUMN_KEYS != column_before
+                column_before = (t * BK) // COLUMN_KEYS
+                old = tl.load(into, mask=there & entered, other=0.0)
+                old = tl.where(entered, old, cells_before)
+                cells = cells + old if PICTURE == 1 else tl.maximum(cells, old)
+                cells_before = cells
+            tl.store(into, cells, mask=there)
+        if RECEIVED:
+            if WEIGHTED:
+                received = tl.sum(p * weights[None, :], 1)
+            elif PICTURE == 1:
+                received = tl.sum(rows, 1)
+            else:
+                received = tl.sum(p, 1)
+            tl.store(columns + j, before + received, mask=j < Tk)
+    return entropy, distance, largest, best, second, cells_before, column_before
+
+
+@triton.jit
+def statistics(
+    q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights,
+    entropy, distance, largest, columns, picture, best, second,
+    H, group, Tq, Tk, D,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
+    dense_batch, dense_head, dense_query, dense_key, weights_batch, weights_head,
+    scale, softcap,
+    slots, first_pair, first_tile, tiles, segment, segments,
+    picture_rows, picture_columns, picture_scale,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
+    WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
+    COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (pair, slot) serves every `slots`-th tile of queries, back and forth, the longest causal rows first.
+
+    columns is (pairs, slots, Tk): each program adds to its own. picture is (pairs, picture_rows, picture_columns),
+    zeros; PICTURE is 0 none, 1 mean, 2 max. best and second are (pairs, segments, BK // 2, queries).
+    """
+    pair = first_pair + tl.program_id(0) // slots
+    slot = tl.program_id(0) % slots
+    b = (pair // H).to(tl.int64)
+    h = pair % H
+    offset = Tk - Tq
+    q += b * q_batch + h.to(tl.int64) * q_head
+    k += b * k_batch + (h // group).to(tl.int64) * k_head
+    spans += b * spans_batch
+    query_ids += b * query_ids_batch
+    key_ids += b * key_ids_batch
+    dense += b * dense_batch + h.to(tl.int64) * dense_head
+    query_weights += b * weights_batch + h.to(tl.int64) * weights_head
+    lse += pair.to(tl.int64) * Tq
+    entropy += pair.to(tl.int64) * Tq
+    distance += pair.to(tl.int64) * Tq
+    columns += (pair.to(tl.int64) * slots + slot) * Tk
+    picture += pair.to(tl.int64) * picture_rows * picture_columns
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes + h)
+    ALWAYS: tl.constexpr = IDS or DENSE
+    d = tl.arange(0, BD)
+    for turn in range(tl.cdiv(tiles, slots)):
+        place = turn * slots + tl.where(turn % 2 == 0, slot, slots - 1 - slot)
+        if place < tiles:
+            tile = first_tile + tiles - 1 - place
+            i = tile * BQ + tl.arange(0, BQ)
+            queries = tl.load(
+                q + (tile * BQ).to(tl.int64) * q_query + tl.arange(0, BQ)[:, None] * q_query + d[None, :],
+                mask=(i[:, None] < Tq) & (d[None, :] < D),
+                other=0.0,
+            )
+            rows = log_sum_exps(lse, i, Tq)
+            weights = rows
+            if WEIGHTED:
+                weights = tl.load(query_weights + i, mask=i < Tq, other=0.0).to(tl.float32)
+            sum_entropy = tl.zeros((BK // 16, 8, BQ), tl.float32)
+            sum_distance = tl.zeros((BK // 16, 8, BQ), tl.float32)
+            max_logit = tl.full((BK // 16, 8, BQ), -float("inf"), tl.float32)
+            for s in range(segments):
+                first_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
+                next_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
+                start = s * segment
+                stop = start + segment
+                for run in tl.static_range(max(SPANS, 1)):
+                    low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+                    first, last, full, end = bounds(low, high, i < Tq, Tk, BK, ALWAYS)
+                    first = tl.minimum(tl.maximum(first, start), stop)
+                    last = tl.minimum(tl.maximum(last, start), stop)
+                    full = tl.minimum(tl.maximum(full, start), stop)
+                    end = tl.minimum(tl.maximum(end, start), stop)
+                    # First the tiles on an edge, with their mask, then those that everybody sees entirely.
+                    for kind in tl.static_range(1 if ALWAYS else 2):
+                        count = (full - first) + (last - end) if kind == 0 else end - full
+                        cells = tl.zeros((BK // CELL_KEYS, BQ // CELL_QUERIES), tl.float32)
+                        column = -1
+                        if SPANS == 2 or ADD:
+                            # What another loop wrote to the same columns or cells must be there. Not inside a loop:
+                            # a barrier would keep the compiler from fetching keys ahead.
+                            tl.debug_barrier()
+                        # No number of stages for the long loop: with one, the compiler would also fetch sums ahead
+                        # that an earlier turn has yet to add to. Without, it only does so for what the product takes.
+                        for n in tl.range(0, count, num_stages=1 if kind == 0 else None):
+                            t = full + n
+                            if kind == 0:
+                                t = tl.where(first + n < full, first + n, end + n - (full - first))
+                            sum_entropy, sum_distance, max_logit, first_best, next_best, cells, column = step(
+                                t, t - start, queries, i, rows, low, high, weights, slope, k, columns, picture,
+                                (tile * BQ) // CELL_QUERIES, query_ids, key_ids, dense, dense_query, dense_key,
+                                sum_entropy, sum_distance, max_logit, first_best, next_best, cells, column,
+                                offset, Tq, Tk, D, k_key, scale, softcap,
+                                picture_scale, picture_rows, picture_columns,
+                                kind == 0, SPANS, SOFTCAP, ALIBI, IDS, DENSE,
+                                ENTROPY, DISTANCE, LARGEST, RECEIVED, WEIGHTED,
+                                PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, TOP, TAG_BITS,
+                                BQ, BK, BD, EVEN, PRECISION,
+                            )  # fmt: skip
+                if TOP:
+                    # Queries lie side by side, so that choosing takes one thread per query or two.
+                    into = ((pair - first_pair).to(tl.int64) * segments + s) * (BK // 2) * (tiles * BQ)
+                    klass = 8 * tl.arange(0, BK // 16)[:, None, None] + tl.arange(0, 8)[None, :, None]
+                    places = klass * (tiles * BQ) + ((tile - first_tile) * BQ + tl.arange(0, BQ))[None, None, :]
+                    tl.store(best + into + places, first_best)
+                    tl.store(second + into + places, next_best)
+            if ENTROPY:
+                tl.store(entropy + i, 0.0 - tl.sum(tl.sum(sum_entropy, 0), 0) * LN_2, mask=i < Tq)
+            if DISTANCE:
+                tl.store(distance + i, tl.sum(tl.sum(sum_distance, 0), 0), mask=i < Tq)
+            if LARGEST:
+                per_query = tl.where(i < Tq, tl.max(tl.max(max_logit, 0), 0), -float("inf"))
+                tl.store(largest + pair.to(tl.int64) * tl.cdiv(Tq, BQ) + tile, tl.max(per_query, 0) * LN_2)
+            # The next tile of queries adds to the same columns, with other threads.
+            tl.debug_barrier()

@@ -1,0 +1,201 @@
+"""The k heaviest keys of each query, chosen from what the pass over the tiles has kept (statistics.py).
+
+It kept, per query and class of keys, the two largest logits and where they were. The k largest of all classes' largest
+give k keys and a bound (pick). Any other key that counts comes after its class's largest, so its class's second largest
+beats the bound as well: those classes, few, are read again, key by key; elsewhere the choice is final (refine).
+The logits that were kept lack their lowest bits, which say where: closer than that, the lower key is taken.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from foci.kernels.logits import NONE, allowed, log_sum_exps, logits, span
+
+# Stands for no key where the lowest key is sought.
+LAST = tl.constexpr(2147483647)
+# Flags per word.
+WORD = tl.constexpr(16)
+
+
+@triton.jit
+def located(klass, tag, segment, BK: tl.constexpr):
+    """The key with this tag in its class: its tile within the segment, times 2, plus which of the two rows."""
+    place = klass % (BK // 2)
+    return ((klass // (BK // 2)) * segment + tag // 2) * BK + (place // 8) * 16 + (tag % 2) * 8 + place % 8
+
+
+@triton.jit
+def kept(pointers, klass, valid, segment, BK: tl.constexpr, TAG_BITS: tl.constexpr):
+    """Logits without their tags, and their keys (LAST where there is none)."""
+    x = tl.load(pointers, mask=valid, other=NONE)
+    bits = x.to(tl.int32, bitcast=True)
+    key = located(klass, bits & ((1 << TAG_BITS) - 1), segment, BK)
+    some = x > NONE / 2
+    plain = (bits & (-(1 << TAG_BITS))).to(tl.float32, bitcast=True)
+    return tl.where(some, plain, NONE), tl.where(some, key, LAST)
+
+
+@triton.jit
+def pick(
+    best, second, keys, flags, Tq, first_pair, first_query, queries, segment,
+    TOP: tl.constexpr, CLASSES: tl.constexpr, BK: tl.constexpr, TAG_BITS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """R queries of one pair: the keys of the TOP best classes, and a flag for each class that may hide another.
+
+    best and second are (pairs, CLASSES, queries), flags (pairs, queries, CLASSES // WORD).
+    """
+    pair = first_pair + tl.program_id(1)
+    local = tl.program_id(0) * R + tl.arange(0, R)
+    i = first_query + local
+    valid = (local < queries) & (i < Tq)
+    klass = tl.arange(0, CLASSES)[:, None]
+    places = (tl.program_id(1).to(tl.int64) * CLASSES + klass) * queries + local[None, :]
+    x, key = kept(best + places, klass, valid[None, :], segment, BK, TAG_BITS)  # (CLASSES, R)
+    into = keys + (pair.to(tl.int64) * Tq + i) * TOP
+    bound = tl.full((R,), NONE, tl.float32)
+    bound_key = tl.full((R,), LAST, tl.int32)
+    for n in range(TOP):
+        bound = tl.max(x, 0)
+        bound_key = tl.min(tl.where(x == bound[None, :], key, LAST), 0)
+        tl.store(into + n, tl.where(bound > NONE / 2, bound_key, -1), mask=valid)
+        x = tl.where(key == bound_key[None, :], NONE, x)
+    x, key = kept(second + places, klass, valid[None, :], segment, BK, TAG_BITS)
+    hidden = (x > bound[None, :]) | ((x == bound[None, :]) & (key < bound_key[None, :]))
+    bits = tl.where(hidden & (x > NONE / 2), 1 << (klass % WORD), 0)
+    words = tl.sum(tl.reshape(bits, (CLASSES // WORD, WORD, R)), 1)  # (CLASSES // WORD, R)
+    word = tl.arange(0, CLASSES // WORD)[:, None]
+    row = (tl.program_id(1).to(tl.int64) * queries + local)[None, :]
+    tl.store(flags + row * (CLASSES // WORD) + word, words, mask=(local < queries)[None, :])
+
+
+@triton.jit
+def products(q, k, i, j, there, Tq, D, q_query, k_key, BD: tl.constexpr, STEP: tl.constexpr):
+    """The dot product of query i with each key j, where `there`: i (R,), j (R, N) -> (R, N)."""
+    total = tl.zeros(j.shape, tl.float32)
+    row = q + i.to(tl.int64)[:, None] * q_query
+    keys = k + j.to(tl.int64)[:, :, None] * k_key
+    for start in tl.static_range(0, BD, STEP):
+        d = start + tl.arange(0, STEP)
+        a = tl.load(row + d[None, :], mask=(i < Tq)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        b = tl.load(keys + d[None, None, :], mask=there[:, :, None] & (d < D)[None, None, :], other=0.0)
+        total += tl.sum(a[:, None, :] * b.to(tl.float32), 2)
+    return total
+
+
+@triton.jit
+def insert(x, keys, more, j, SLOTS: tl.constexpr):
+    """Puts each of `more` (1, N) that beats the worst of the list (1, SLOTS) in its place."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    going = True
+    while going:
+        heaviest = tl.max(more, 1)
+        key = tl.min(tl.where(more == heaviest[:, None], j, LAST), 1)
+        worst = tl.min(x, 1)
+        worst_key = tl.max(tl.where(x == worst[:, None], keys, -1), 1)
+        better = (heaviest > worst) | ((heaviest == worst) & (key < worst_key) & (heaviest > NONE / 2))
+        is_worst = (x == worst[:, None]) & (keys == worst_key[:, None])
+        here = better[:, None] & (slot == tl.min(tl.where(is_worst, slot, SLOTS), 1)[:, None])
+        x = tl.where(here, heaviest[:, None], x)
+        keys = tl.where(here, key[:, None], keys)
+        more = tl.where(better[:, None] & (j != key[:, None]), more, NONE)
+        going = tl.max(tl.max(more, 1), 0) > NONE / 2
+    return x, keys
+
+
+@triton.jit
+def store_in_order(x, found, values, keys, valid, TOP: tl.constexpr, SLOTS: tl.constexpr):
+    """x, found (R, SLOTS); values, keys (R, 1) pointers. A slot's place is the number of slots before it."""
+    slot = tl.arange(0, SLOTS)
+    other, other_key = x[:, None, :], found[:, None, :]
+    # Empty slots are alike: they keep their order.
+    alike = (other_key == found[:, :, None]) & (slot[None, None, :] < slot[None, :, None])
+    ahead = (other > x[:, :, None]) | ((other == x[:, :, None]) & ((other_key < found[:, :, None]) | alike))
+    place = tl.sum(ahead.to(tl.int32), 2)  # (R, SLOTS)
+    real = x > NONE / 2
+    there = valid & (place < TOP)
+    tl.store(values + place, tl.where(real, tl.exp2(x), 0.0), mask=there)
+    tl.store(keys + place, tl.where(real, found, -1), mask=there)
+
+
+@triton.jit
+def refine(
+    q, k, lse, spans, query_ids, key_ids, dense, slopes, flags, values, keys,
+    H, group, Tq, Tk, D,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
+    dense_batch, dense_head, dense_query, dense_key,
+    scale, softcap, first_pair, first_query, queries, segment,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    TOP: tl.constexpr, SLOTS: tl.constexpr, CLASSES: tl.constexpr, BK: tl.constexpr,
+    R: tl.constexpr, READ: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """R queries of one pair: exact weights of the keys picked, in order; then the queries with flags, one by one."""
+    pair = first_pair + tl.program_id(1)
+    local = tl.program_id(0) * R + tl.arange(0, R)
+    i = first_query + local
+    valid = (local < queries) & (i < Tq)
+    b = (pair // H).to(tl.int64)
+    h = pair % H
+    offset = Tk - Tq
+    q += b * q_batch + h.to(tl.int64) * q_head
+    k += b * k_batch + (h // group).to(tl.int64) * k_head
+    spans += b * spans_batch
+    query_ids += b * query_ids_batch
+    key_ids += b * key_ids_batch
+    dense += b * dense_batch + h.to(tl.int64) * dense_head
+    lse += pair.to(tl.int64) * Tq
+    values += pair.to(tl.int64) * Tq * TOP
+    keys += pair.to(tl.int64) * Tq * TOP
+    flags += (tl.program_id(1).to(tl.int64) * queries + tl.program_id(0) * R) * (CLASSES // WORD)
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes + h)
+    slot = tl.arange(0, SLOTS)[None, :]
+    words = tl.arange(0, CLASSES // WORD)[None, :]
+    lines = (i.to(tl.int64) * TOP)[:, None]
+    found = tl.load(keys + lines + slot, mask=valid[:, None] & (slot < TOP), other=-1)
+    dots = products(q, k, i, found, found >= 0, Tq, D, q_query, k_key, BD, STEP)
+    x = logits(dots, i[:, None], found, offset, slope, scale, softcap, SOFTCAP, ALIBI)
+    x = tl.where(found >= 0, x - log_sum_exps(lse, i, Tq)[:, None], NONE)
+    flagged = tl.load(flags + tl.arange(0, R)[:, None] * (CLASSES // WORD) + words, mask=valid[:, None], other=0)
+    store_in_order(x, found, values + lines, keys + lines, valid[:, None], TOP, SLOTS)
+    if tl.max(tl.max(flagged, 1), 0) > 0:
+        tl.debug_barrier()
+        for r in range(R):
+            flag = tl.load(flags + r * (CLASSES // WORD) + words)  # (1, CLASSES // WORD)
+            one = first_query + tl.program_id(0) * R + r + tl.zeros((1,), tl.int32)
+            if (tl.max(tl.max(flag, 1), 0) > 0) & (tl.max(one, 0) < Tq):
+                line = (one.to(tl.int64) * TOP)[:, None]
+                row = log_sum_exps(lse, one, Tq)[:, None]
+                chosen = tl.load(keys + line + slot, mask=slot < TOP, other=-1)
+                y = products(q, k, one, chosen, chosen >= 0, Tq, D, q_query, k_key, BD, STEP)
+                y = logits(y, one[:, None], chosen, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
+                y = tl.where(chosen >= 0, y, NONE)
+                while tl.max(tl.max(flag, 1), 0) > 0:
+                    word = tl.min(tl.min(tl.where(flag > 0, words, CLASSES), 1), 0)
+                    content = tl.max(tl.max(tl.where(words == word, flag, 0), 1), 0)
+                    lowest = content & (-content)
+                    bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+                    flag = tl.where(words == word, flag - lowest, flag)
+                    for start in range(0, 2 * segment, READ):
+                        tag = start + tl.arange(0, READ)[None, :]
+                        j = located(word * WORD + bit, tag, segment, BK)
+                        seen = j < 0
+                        for run in tl.static_range(max(SPANS, 1)):
+                            low, high = span(spans, run, one, offset, Tq, Tk, CAUSAL, SPANS)
+                            seen |= (j >= low[:, None]) & (j < high[:, None])
+                        seen &= (tag < 2 * segment) & (j < Tk)
+                        # What is in the list already must not come twice.
+                        twice = tl.max((j[:, :, None] == chosen[:, None, :]).to(tl.int32), 2) > 0
+                        seen = allowed(
+                            seen & ~twice, one[:, None], j, query_ids, key_ids, dense, dense_query, dense_key,
+                            Tq, Tk, IDS, DENSE,
+                        )  # fmt: skip
+                        if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
+                            z = products(q, k, one, j, seen, Tq, D, q_query, k_key, BD, STEP)
+                            z = logits(z, one[:, None], j, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
+                            y, chosen = insert(y, chosen, tl.where(seen, z, NONE), j, SLOTS)
+                store_in_order(y, chosen, values + line, keys + line, True, TOP, SLOTS)

@@ -1,0 +1,390 @@
+"""The pass over the tiles against the dense matrix in float64, by definition. Runs in Triton's interpreter on a CPU."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from foci.statistics import tiling
+from foci.statistics.tiling import Config, cells, launches, segments_for, slots
+from foci.statistics.triton import statistics
+from foci.statistics.wanted import Wanted
+
+SMALL = Config(queries=16, keys=32, warps=4, stages=1, per_processor=1, fine=16)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_fresh_memory() -> Iterator[None]:
+    """What a kernel forgets to write is NaN, not whatever was there before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def within_nan(x: Tensor) -> Tensor:
+    """The same values as a view into memory that is NaN all around: what is read past the end is noticed."""
+    b, h, t, d = x.shape
+    around = torch.full((b, t + 3, h, d + 5), torch.nan, dtype=x.dtype, device=x.device)
+    around[:, 1 : t + 1, :, :d] = x.transpose(1, 2)
+    return around[:, 1 : t + 1, :, :d].transpose(1, 2)
+
+
+class Case:
+    """Inputs, what each query sees, and the dense truth."""
+
+    def __init__(self, heads=(2, 2), queries=24, keys=40, width=24, dtype=torch.float32, batch=1, seed=0, sharp=1.0):
+        make = torch.Generator().manual_seed(seed)
+        self.q = torch.randn(batch, heads[0], queries, width, generator=make).mul(sharp).to(DEVICE, dtype)
+        self.k = torch.randn(batch, heads[1], keys, width, generator=make).to(DEVICE, dtype)
+        self.seen = torch.ones(batch, heads[0], queries, keys, dtype=torch.bool, device=DEVICE)
+        self.scale = width**-0.5
+        self.options: dict[str, object] = {}
+        self.sink = None
+
+    @property
+    def apart(self) -> Tensor:
+        queries, keys = self.seen.shape[-2:]
+        at = torch.arange(queries, device=DEVICE) + keys - queries
+        return (at[:, None] - torch.arange(keys, device=DEVICE)).abs().double()
+
+    def logits(self) -> Tensor:
+        k = self.k.repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)
+        s = self.scale * self.q.double() @ k.double().mT
+        if cap := self.options.get("softcap"):
+            s = cap * torch.tanh(s / cap)
+        if (slopes := self.options.get("slopes")) is not None:
+            s = s - slopes.double()[:, None, None] * self.apart
+        return s.masked_fill(~self.seen, -torch.inf)
+
+    def truth(self) -> tuple[Tensor, Tensor]:
+        s = self.logits()
+        lse = s.logsumexp(-1)
+        if self.sink is not None:
+            lse = torch.logaddexp(lse, self.sink.double()[:, None])
+        return torch.where(self.seen, torch.exp(s - lse.unsqueeze(-1)), 0.0), lse
+
+    def run(self, wanted: Wanted, config: Config = SMALL) -> dict[str, Tensor]:
+        _, lse = self.truth()
+        q, k = within_nan(self.q), within_nan(self.k)
+        return statistics(q, k, lse.float(), scale=self.scale, wanted=wanted, config=config, **self.options)
+
+
+def no_mask() -> Case:
+    return Case(queries=40, keys=40)
+
+
+def causal(**kinds) -> Case:
+    case = Case(**kinds)
+    queries, keys = case.seen.shape[-2:]
+    case.seen &= torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries)
+    case.options["causal"] = True
+    return case
+
+
+def span_case(runs: list[list[tuple[int, int]]], **kinds) -> Case:
+    """runs[query] is the list of its one or two runs."""
+    case = Case(queries=len(runs), **kinds)
+    spans = torch.tensor(runs, dtype=torch.int32, device=DEVICE).permute(1, 2, 0)[None].contiguous()
+    j = torch.arange(case.seen.shape[-1], device=DEVICE)
+    inside = (j >= spans[:, :, 0, :, None]) & (j < spans[:, :, 1, :, None])
+    case.seen &= inside.any(1)[:, None]
+    case.options["spans"] = spans
+    return case
+
+
+def window() -> Case:
+    return span_case([[(max(0, i - 9), min(70, i + 40))] for i in range(40)], keys=70)
+
+
+def two_runs() -> Case:
+    return span_case([[(0, 6), (max(6, i + 8), i + 27)] if i % 5 else [(3, 3), (i, i + 9)] for i in range(35)], keys=70)
+
+
+def some_see_nothing() -> Case:
+    return span_case([[(0, 40)] if i % 3 else [(7, 7)] for i in range(20)], keys=40, batch=2)
+
+
+def sees_nothing_at_the_start() -> Case:
+    return causal(queries=40, keys=20)
+
+
+def documents() -> Case:
+    case = Case(queries=40, keys=40, batch=2)
+    ids = torch.tensor([[0] * 13 + [1] * 20 + [2] * 7, [0] * 30 + [5] * 10], device=DEVICE)
+    case.seen &= (ids[:, :, None] == ids[:, None, :])[:, None]
+    case.options |= {"query_ids": ids, "key_ids": ids}
+    return case
+
+
+def dense_mask() -> Case:
+    case = Case(batch=2)
+    mask = torch.rand(2, 1, 24, 40, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.3
+    case.seen &= mask
+    case.options["dense"] = mask
+    return case
+
+
+def dense_of_keys() -> Case:
+    case = causal(heads=(4, 2))
+    mask = torch.arange(40, device=DEVICE)[None, None, None] % 3 > 0
+    case.seen &= mask
+    case.options["dense"] = mask
+    return case
+
+
+def capped_with_slopes() -> Case:
+    case = causal(heads=(4, 2), sharp=6.0)
+    case.options |= {"softcap": 3.0, "slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)}
+    return case
+
+
+def with_a_sink() -> Case:
+    case = sees_nothing_at_the_start()
+    case.sink = torch.tensor([1.0, -2.0], device=DEVICE)
+    return case
+
+
+def grouped_heads() -> Case:
+    return causal(heads=(4, 2), width=20, queries=17, keys=49)
+
+
+def one_query() -> Case:
+    return causal(queries=1, keys=45)
+
+
+CASES = [
+    no_mask, causal, window, two_runs, some_see_nothing, sees_nothing_at_the_start, documents, dense_mask,
+    dense_of_keys, capped_with_slopes, with_a_sink, grouped_heads, one_query,
+]  # fmt: skip
+ALL = Wanted(entropy=True, received=True, top=3, largest=True, distance=True)
+
+
+def pooled(weights: Tensor, rows: int, columns: int, reduce: str) -> Tensor:
+    """By definition: a cell at a time, edges at floor(r T / rows)."""
+    queries, keys = weights.shape[-2:]
+    out = weights.new_zeros(*weights.shape[:-2], rows, columns)
+    for r in range(rows):
+        for c in range(columns):
+            part = weights[..., r * queries // rows : (r + 1) * queries // rows, :]
+            part = part[..., c * keys // columns : (c + 1) * keys // columns]
+            out[..., r, c] = part.mean((-1, -2)) if reduce == "mean" else part.amax((-1, -2))
+    return out
+
+
+def close(got: Tensor, truth: Tensor, tolerance: float = 3e-6) -> None:
+    torch.testing.assert_close(got.double(), truth, rtol=tolerance * 4, atol=tolerance)
+
+
+def check_top(got: dict[str, Tensor], case: Case, top: int, tolerance: float = 3e-6) -> None:
+    """The values are the largest weights, each key has its value, none comes twice, and none that is not visible."""
+    weights, _ = case.truth()
+    values, keys = got["top_values"], got["top_keys"].long()
+    expected = weights.sort(-1, descending=True).values[..., :top]
+    expected = torch.nn.functional.pad(expected, (0, top - expected.shape[-1]))
+    close(values, expected, tolerance)
+    count = case.seen.sum(-1, keepdim=True).clamp(max=top)
+    assert torch.equal(keys >= 0, torch.arange(top, device=DEVICE) < count)
+    named = weights.gather(-1, keys.clamp(min=0)).where(keys >= 0, torch.zeros((), dtype=torch.double, device=DEVICE))
+    close(values, named, tolerance)
+    assert bool(case.seen.gather(-1, keys.clamp(min=0))[keys >= 0].all())
+    marks = torch.zeros_like(weights).scatter_add_(-1, keys.clamp(min=0), (keys >= 0).double())
+    assert float(marks.max()) <= 1
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_every_statistic_under_every_mask(make) -> None:
+    case = make()
+    weights, _ = case.truth()
+    got = case.run(ALL)
+    close(got["entropy"], torch.special.entr(weights).sum(-1))
+    close(got["received"], weights.sum(-2), 1e-5)
+    close(got["distance"], (weights * case.apart).sum(-1), 3e-5)
+    close(got["largest"], case.logits().amax((-1, -2)), 1e-5)
+    check_top(got, case, 3)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_pictures_under_every_mask(make, reduce: str) -> None:
+    case = make()
+    weights, _ = case.truth()
+    rows, columns = min(5, weights.shape[-2]), 7
+    got = case.run(Wanted(received=True, picture=(rows, columns, reduce)))
+    close(got["picture"], pooled(weights, rows, columns, reduce))
+    close(got["received"], weights.sum(-2), 1e-5)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+@pytest.mark.parametrize(
+    ("queries", "keys", "rows", "columns"),
+    [(64, 128, 8, 8), (64, 128, 2, 1), (16, 32, 16, 32), (17, 23, 17, 23), (37, 90, 1, 2), (33, 70, 9, 5)],
+)
+def test_pictures_of_every_size(queries: int, keys: int, rows: int, columns: int, reduce: str) -> None:
+    case = causal(heads=(2, 1), queries=queries, keys=keys)
+    weights, _ = case.truth()
+    got = case.run(Wanted(entropy=True, picture=(rows, columns, reduce)))
+    close(got["picture"], pooled(weights, rows, columns, reduce))
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_a_cell_that_two_runs_share_is_added_up(reduce: str) -> None:
+    case = span_case([[(0, 9), (20, 33 + i)] for i in range(32)], keys=64)
+    weights, _ = case.truth()
+    close(case.run(Wanted(picture=(2, 2, reduce)))["picture"], pooled(weights, 2, 2, reduce))
+
+
+BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bits of bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=BF16)])
+def test_half_precision_inputs_lose_nothing_more(dtype: torch.dtype) -> None:
+    case = causal(dtype=dtype, width=32)
+    weights, _ = case.truth()
+    got = case.run(Wanted(entropy=True, received=True, picture=(3, 5, "mean"), top=4))
+    close(got["entropy"], torch.special.entr(weights).sum(-1))
+    close(got["received"], weights.sum(-2), 1e-5)
+    close(got["picture"], pooled(weights, 3, 5, "mean"))
+    check_top(got, case, 4)
+
+
+@pytest.mark.parametrize("shape", [(24,), (1, 2, 24)])
+def test_queries_count_by_their_weight(shape: tuple[int, ...]) -> None:
+    case = causal()
+    weights, _ = case.truth()
+    counts = torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    case.options["query_weights"] = counts
+    got = case.run(Wanted(received=True))
+    close(got["received"], (weights * counts.double().unsqueeze(-1)).sum(-2), 1e-5)
+
+
+@pytest.mark.parametrize("top", [1, 5, 8, 33])
+@pytest.mark.parametrize("sharp", [0.0, 1.0, 20.0])
+def test_as_many_keys_as_wanted(top: int, sharp: float) -> None:
+    case = causal(heads=(1, 1), queries=5, keys=130, sharp=sharp)
+    # Logits of 100 carry a rounding error of 1e-5 themselves.
+    check_top(case.run(Wanted(top=top)), case, top, 4e-5 if sharp > 1 else 3e-6)
+
+
+def ascending(queries: int, keys: int) -> Case:
+    case = causal(heads=(1, 1), queries=queries, keys=keys, width=16)
+    case.q.fill_(1.0)
+    case.k.copy_(torch.arange(keys, device=DEVICE)[None, None, :, None] / keys * 4)
+    return case
+
+
+def test_ascending_scores() -> None:
+    case = ascending(8, 150)
+    got = case.run(Wanted(top=8))
+    check_top(got, case, 8)
+    newest = torch.arange(142, 150, device=DEVICE)[:, None] - torch.arange(8, device=DEVICE)
+    assert torch.equal(got["top_keys"][0, 0].long(), newest)
+
+
+@pytest.mark.parametrize("stride", [1, 8, 16, 32, 64])
+def test_heavy_keys_that_share_a_class_are_all_found(stride: int) -> None:
+    case = causal(heads=(1, 1), queries=8, keys=320, width=16)
+    heavy = torch.arange(5, 290, stride, device=DEVICE)[:7]
+    case.k[:, :, heavy] = case.q.mean(2, keepdim=True)[:, : case.k.shape[1]] + 1.0
+    case.q += 1.0
+    check_top(case.run(Wanted(top=7)), case, 7)
+
+
+def test_exact_ties_go_to_the_lower_key() -> None:
+    case = causal(heads=(1, 1), queries=8, keys=150)
+    case.q.zero_()
+    got = case.run(Wanted(top=12))["top_keys"]
+    assert torch.equal(got, torch.arange(12, device=DEVICE, dtype=torch.int32).expand_as(got))
+
+
+def test_a_key_that_comes_again_is_named_where_it_comes_first() -> None:
+    case = causal(heads=(1, 1), queries=8, keys=150)
+    case.k[:, :, 80:130] = case.k[:, :, :50]
+    got = case.run(Wanted(top=6))
+    check_top(got, case, 6)
+    keys = got["top_keys"]
+    twin = torch.where((keys >= 80) & (keys < 130), keys - 80, -2)
+    both = zip(keys.flatten(0, 2).tolist(), twin.flatten(0, 2).tolist(), strict=True)
+    earlier = [[key in row[:place] for place, key in enumerate(twins) if key >= 0] for row, twins in both]
+    assert sum(len(row) for row in earlier) > 0
+    assert all(all(row) for row in earlier)
+
+
+def test_small_launches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = causal(queries=38, keys=38, heads=(3, 3))
+    wanted = Wanted(entropy=True, received=True, top=5, picture=(19, 19, "mean"), largest=True)
+    whole = case.run(wanted)
+    monkeypatch.setattr("foci.statistics.triton.BUDGET", 2 * 16 * 8 * 96)
+    parts = case.run(wanted)
+    assert {name: torch.allclose(parts[name], whole[name]) for name in whole} == dict.fromkeys(whole, True)
+
+
+def test_nothing_wanted_nothing_given() -> None:
+    assert Case().run(Wanted()) == {}
+
+
+def test_default_config_serves_small_inputs() -> None:
+    case = causal()
+    weights, _ = case.truth()
+    _, lse = case.truth()
+    got = statistics(case.q, case.k, lse.float(), scale=case.scale, causal=True, wanted=Wanted(entropy=True))
+    close(got["entropy"], torch.special.entr(weights).sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lse": torch.zeros(1, 2, 23)}, r"lse of shape \(1, 2, 24\), got \(1, 2, 23\)"),
+        ({"lse": torch.zeros(1, 2, 24, dtype=torch.float64)}, "lse of torch.float32, got torch.float64"),
+        ({"spans": torch.zeros(1, 3, 2, 24, dtype=torch.int32)}, r"spans of shape \(1, 1 or 2, 2, 24\)"),
+        ({"causal": True, "spans": torch.zeros(1, 1, 2, 24, dtype=torch.int32)}, "causal or spans, got both"),
+        ({"query_ids": torch.zeros(1, 24, dtype=torch.int32)}, "query_ids and key_ids together"),
+        ({"wanted": Wanted(top=65)}, "top from 0 to 64, got 65"),
+        ({"wanted": Wanted(picture=(25, 3, "mean"))}, "at most 24 x 40 cells, got 25 x 3"),
+        ({"wanted": Wanted(picture=(2, 3, "sum"))}, "mean or max, got 'sum'"),
+        ({"k": torch.zeros(1, 3, 40, 24)}, "G a divisor of 2"),
+        ({"k": torch.zeros(1, 2, 40, 24, dtype=torch.float16)}, "one dtype"),
+        ({"dense": torch.zeros(24, 40, dtype=torch.bool)}, r"dense of shape .*got \(24, 40\)"),
+    ],
+)
+def test_what_is_not_taken_is_refused(change: dict[str, object], message: str) -> None:
+    arguments = {"q": torch.zeros(1, 2, 24, 24), "k": torch.zeros(1, 2, 40, 24), "lse": torch.zeros(1, 2, 24)}
+    arguments |= {"scale": 1.0, "wanted": Wanted(entropy=True)} | change
+    with pytest.raises((ValueError, TypeError), match=message):
+        statistics(**arguments)
+
+
+@pytest.mark.parametrize("pairs", [1, 3, 40])
+@pytest.mark.parametrize("tiles", [1, 7, 64])
+@pytest.mark.parametrize("budget", [1, 1000, 10**9])
+def test_launches_serve_every_tile_once(pairs: int, tiles: int, budget: int) -> None:
+    served = [
+        (pair, tile)
+        for launch in launches(pairs, tiles, 100, budget)
+        for pair in range(launch.first_pair, launch.first_pair + launch.pairs)
+        for tile in range(launch.first_tile, launch.first_tile + launch.tiles)
+    ]
+    assert sorted(served) == [(pair, tile) for pair in range(pairs) for tile in range(tiles)]
+    fits = max(launch.pairs * launch.tiles for launch in launches(pairs, tiles, 100, budget)) * 100 <= max(budget, 100)
+    assert fits
+
+
+def test_slots_fill_the_processors() -> None:
+    assert slots(pairs=16, tiles=64, programs=264) == 16
+    assert slots(pairs=1, tiles=64, programs=264) == 64
+    assert slots(pairs=512, tiles=4, programs=264) == 1
+
+
+def test_segments_are_a_power_of_two_that_the_keys_fill() -> None:
+    assert [segments_for(top, 128, 32) for top in (0, 1, 8, 64)] == [1, 1, 4, 32]
+    assert segments_for(64, 3, 32) == 2
+
+
+def test_cells_that_fit_no_tile() -> None:
+    assert cells((256, 256, "mean"), 8192, 8192, SMALL) is not None
+    assert cells((256, 256, "mean"), 8000, 8192, SMALL) is None
+    assert cells((3, 4, "mean"), 36, 64, SMALL) is None
+    assert tiling.BUDGET > 0
