@@ -63,7 +63,7 @@ def eager_errors(problem: Problem, true: Tensors) -> Tensors:
 
 
 def answers(
-    problem: Problem, backend: str, dtype: torch.dtype | None = None, device: str = "cpu", lse: bool = True
+    problem: Problem, backend: str | None, dtype: torch.dtype | None = None, device: str = "cpu", lse: bool = True
 ) -> Tensors:
     """The output, the log-sum-exp where it is asked for, and the gradient of every tensor of the problem."""
     leaves = problem.leaves(dtype or problem.dtype, device)

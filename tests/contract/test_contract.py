@@ -63,6 +63,13 @@ def test_a_backend_equals_the_reference(backend: str, cell: Cell) -> None:
     run_and_check(cell, backend)
 
 
+@pytest.mark.parametrize("cell", all_cells(), ids=name_of)
+def test_the_default_choice_equals_the_reference(cell: Cell) -> None:
+    """The call as everybody makes it, without a backend's name; the shortest way for plain calls is taken here only."""
+    found = answers(problem_of(cell), None, lse=cell["lse"] == "lse")
+    check(found, *expected(name_of(cell)), problem_of(cell).dtype)
+
+
 @pytest.mark.parametrize(("backend", "cell"), cells_of("blocked"))
 def test_strips_of_a_few_entries_equal_the_reference(backend: str, cell: Cell) -> None:
     with mock.patch.object(blocked, "CPU_ENTRIES", 48 // torch.get_num_threads()):
