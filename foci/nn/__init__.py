@@ -8,6 +8,7 @@ from foci.nn.embed import BucketTable, LearnedPositions, RelativeTable, Rotary, 
 from foci.nn.ends import Embedding, Head
 from foci.nn.layout import Layout
 from foci.nn.model import Model
+from foci.nn.multihead import MultiheadAttention
 from foci.nn.scores import AdditiveScore, CosineScore, GeneralScore
 from foci.nn.stack import Memory, Output
 from foci.nn.transformer import Decoder, Encoder, EncoderDecoder
@@ -33,6 +34,7 @@ __all__ = [
     "LearnedPositions",
     "Memory",
     "Model",
+    "MultiheadAttention",
     "Output",
     "RelativeTable",
     "Rotary",

@@ -99,20 +99,21 @@ class Attention(nn.Module):
         else:
             q, k, v = self._across(x, context, cache)
             places = None
-        found = attention(
-            q,
-            k,
-            v,
-            score=given(self.score),
-            mask=mask,
-            bias=given(self.bias) if context is None else None,
-            positions=places,
-            dropout=self.dropout if self.training else 0.0,
-            return_weights=return_weights,
-        )
-        out, weights = found if isinstance(found, tuple) else (found, None)
-        out = self.output(out.transpose(1, 2).flatten(2))
-        return out if weights is None else (out, weights)
+        options: dict[str, Any] = {
+            "score": given(self.score),
+            "mask": mask,
+            "bias": given(self.bias) if context is None else None,
+            "positions": places,
+            "dropout": self.dropout if self.training else 0.0,
+        }
+        if not return_weights:
+            return self._joined(attention(q, k, v, **options))
+        out, weights = attention(q, k, v, **options, return_weights=True)
+        return self._joined(out), weights
+
+    def _joined(self, out: Tensor) -> Tensor:
+        """(B, H, T, D) -> (B, T, width)."""
+        return self.output(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _own(self, x: Tensor, positions: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the tokens, the keys and values in the cache before them."""

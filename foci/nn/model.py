@@ -26,10 +26,12 @@ FORMAT = "foci.model/1"
 class Model(nn.Module):
     """A module made from a config: by size, or from a file.
 
-    >>> from foci import nn
-    >>> model = nn.Decoder.from_name("tiny", vocabulary=1000)
-    >>> model.save("model.safetensors")
-    >>> nn.Decoder.load("model.safetensors").config == model.config
+    >>> import tempfile
+    >>> model = foci.nn.Decoder.from_name("tiny", vocabulary=1000)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     model.save(f"{folder}/model.safetensors")
+    ...     again = foci.nn.Decoder.load(f"{folder}/model.safetensors")
+    >>> again.config == model.config
     True
 
     A subclass names its config and its sizes, and is then saved and loaded like every other.
