@@ -4,14 +4,19 @@ from foci.nn.attention import Attention
 from foci.nn.block import Block, FeedForward
 from foci.nn.caches import Caches
 from foci.nn.config import BlockConfig, Config, EncoderDecoderConfig, TransformerConfig
+from foci.nn.convert import load_torch_layer, load_torch_transformer
 from foci.nn.embed import BucketTable, LearnedPositions, RelativeTable, Rotary, SinusoidalPositions
 from foci.nn.ends import Embedding, Head
+from foci.nn.huggingface import from_huggingface
 from foci.nn.layout import Layout
 from foci.nn.model import Model
 from foci.nn.multihead import MultiheadAttention
+from foci.nn.recurrent import RecurrentConfig, Seq2SeqRNN
 from foci.nn.scores import AdditiveScore, CosineScore, GeneralScore
+from foci.nn.speech import SpeechConfig, SpeechEncoder, read_ctc
 from foci.nn.stack import Memory, Output
 from foci.nn.transformer import Decoder, Encoder, EncoderDecoder
+from foci.nn.vision import VisionConfig, VisionTransformer
 
 __all__ = [
     "AdditiveScore",
@@ -36,8 +41,18 @@ __all__ = [
     "Model",
     "MultiheadAttention",
     "Output",
+    "RecurrentConfig",
     "RelativeTable",
     "Rotary",
+    "Seq2SeqRNN",
     "SinusoidalPositions",
+    "SpeechConfig",
+    "SpeechEncoder",
     "TransformerConfig",
+    "VisionConfig",
+    "VisionTransformer",
+    "from_huggingface",
+    "load_torch_layer",
+    "load_torch_transformer",
+    "read_ctc",
 ]
