@@ -6,6 +6,7 @@ B batch, H heads, Tq queries, Tk keys, D width.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -123,6 +124,13 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "deep": lambda: (
         qkv(lead=(2, 3)) | {"mask": foci.padding(torch.arange(4, 10).view(2, 3)), "bias": randn(3, 1, TQ, 1, seed=16)}
     ),
+    "sequences that broadcast": lambda: {
+        "query": randn(2, 1, H, TQ, D, seed=1),
+        "key": randn(1, 3, H, TK, D, seed=2),
+        "value": randn(1, 3, H, TK, D, seed=3),
+        "mask": foci.causal,
+        "sink": sink(),
+    },
     "one query": lambda: qkv(1) | {"mask": foci.causal},
     "one key": lambda: qkv(5, 1),
 }
@@ -154,6 +162,13 @@ def truth(arguments: Arguments) -> Tensor:
         return lazy(in_dtype(arguments, torch.float64), "reference").dense()
 
 
+@cache
+def both(case: str, dtype: torch.dtype = torch.float32) -> tuple[foci.Weights, Tensor]:
+    """The lazy matrix of a case, and the truth: made once, since no question changes them."""
+    arguments = in_dtype(CASES[case](), dtype)
+    return lazy(arguments), truth(arguments)
+
+
 def assert_close(found: Tensor, true: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
     """`scale`: how large the terms are that were added up."""
     assert found.dtype == torch.promote_types(dtype, torch.float32)
@@ -171,8 +186,8 @@ def positions(arguments: Arguments) -> tuple[Tensor, Tensor]:
     queries, keys = arguments["query"].shape[-2], arguments["key"].shape[-2]
     if arguments.get("positions") is None:
         return torch.arange(queries) + keys - queries, torch.arange(keys)
-    given = arguments["positions"]
-    return given[0].unsqueeze(1), given[1].unsqueeze(1)
+    query, key = arguments["positions"]
+    return (query.unsqueeze(1), key.unsqueeze(1)) if query.dim() > 1 else (query, key)
 
 
 def entropy(w: Tensor) -> Tensor:

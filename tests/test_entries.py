@@ -7,15 +7,14 @@ import foci
 from foci import entries
 from tests import matrices
 from tests.allocation import LargestTensor
-from tests.matrices import CASES, DTYPES, assert_close, lazy, small_strips, truth
+from tests.matrices import CASES, DTYPES, assert_close, both, lazy, small_strips, truth
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slices_are_exact(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     small_strips(monkeypatch, 8)
-    arguments = matrices.in_dtype(CASES[case](), dtype)
-    weights, true = lazy(arguments), truth(arguments)
+    weights, true = both(case, dtype)
     for index in [(..., 0, slice(None)), (..., -1), (..., slice(1, 9, 3), slice(None, None, 2)), (..., -1, 0)]:
         found = weights[index]
         assert isinstance(found, torch.Tensor)
@@ -49,3 +48,16 @@ def test_rows_normalised_by_themselves_are_the_same(case: str) -> None:
     rows, columns = torch.tensor([2, 0, 7]), torch.tensor([1, 5])
     found = entries.whole_rows(call, rows, columns, averaged=False)
     assert_close(found, true[:, :, rows][..., columns], torch.float64)
+
+
+def test_autocast_does_not_reach_the_entries() -> None:
+    """It chose the dtype of the inputs; the logits are taken in float32 at least."""
+    arguments = matrices.in_dtype(CASES["sink and bias, empty rows"](), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = lazy(arguments)
+        assert weights._call.q.dtype == torch.bfloat16
+        inside = weights.dense(), weights @ torch.ones(17, 2), weights.T @ torch.ones(11, 2), weights.entropy()
+    outside = weights.dense(), weights @ torch.ones(17, 2), weights.T @ torch.ones(11, 2), weights.entropy()
+    for one, other in zip(inside, outside, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, atol=0, rtol=0)

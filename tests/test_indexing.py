@@ -11,7 +11,7 @@ from hypothesis import given, settings
 import foci
 from foci.indexing import evenly
 from tests import matrices
-from tests.matrices import CASES, assert_close, lazy, truth
+from tests.matrices import assert_close, both, lazy
 
 INDICES = st.one_of(
     st.integers(-2, 1),
@@ -25,9 +25,7 @@ INDICES = st.one_of(
 
 
 def built() -> dict[str, tuple[foci.Weights, torch.Tensor]]:
-    return {
-        name: (lazy(CASES[name]()), truth(CASES[name]())) for name in ("deep", "positions", "no heads", "one matrix")
-    }
+    return {name: both(name, torch.float64) for name in ("deep", "positions", "no heads", "one matrix")}
 
 
 MATRICES = built()
@@ -56,7 +54,7 @@ def test_an_index_means_what_it_means_to_a_tensor(case: str, before: list[Any], 
 )
 def test_a_part_answers_for_itself(case: str) -> None:
     """Sequences and heads keep their own sinks, slopes, masks and positions when they are taken out."""
-    weights, true = lazy(CASES[case]()), truth(CASES[case]())
+    weights, true = both(case, torch.float64)
     for index in [(-1,), (slice(None), 2), (slice(1, None), slice(1, 4)), (0, slice(None, None, 2)), (1, 1)]:
         part, dense = weights[index], true[index]
         assert isinstance(part, foci.Weights)

@@ -8,7 +8,7 @@ import torch
 
 import foci
 from tests import matrices
-from tests.matrices import CASES, DTYPES, assert_close, lazy, truth
+from tests.matrices import CASES, DTYPES, assert_close, both, lazy, truth
 
 CASE = pytest.mark.parametrize("case", CASES)
 # A product comes back in the dtype of x, so in half precision it is rounded once more.
@@ -18,8 +18,7 @@ ROUNDED = {torch.float16: 5.0, torch.bfloat16: 20.0}
 @CASE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_with_a_matrix_of_every_head(case: str, dtype: torch.dtype) -> None:
-    arguments = matrices.in_dtype(CASES[case](), dtype)
-    weights, true = lazy(arguments), truth(arguments)
+    weights, true = both(case, dtype)
     lead, (queries, keys) = true.shape[:-2], true.shape[-2:]
     x, y = matrices.randn(*lead, keys, 3).to(dtype), matrices.randn(*lead, queries, 3).to(dtype)
     for found, expected in [
@@ -34,7 +33,7 @@ def test_products_with_a_matrix_of_every_head(case: str, dtype: torch.dtype) -> 
 
 @CASE
 def test_products_with_vectors_and_shared_matrices(case: str) -> None:
-    weights, true = lazy(CASES[case]()), truth(CASES[case]())
+    weights, true = both(case, torch.float64)
     queries, keys = true.shape[-2:]
     x, y = matrices.randn(keys, 3), matrices.randn(queries, 3)
     assert_close(weights @ x, true @ x, torch.float64, 4)
@@ -51,7 +50,7 @@ def test_products_with_vectors_and_shared_matrices(case: str) -> None:
 
 @pytest.mark.parametrize("lead", [(4,), (1,), (2, 1), (1, 4), (2, 4)])
 def test_leading_axes_are_expanded(lead: tuple[int, ...]) -> None:
-    weights, true = lazy(CASES["causal"]()), truth(CASES["causal"]())
+    weights, true = both("causal", torch.float64)
     x, y = matrices.randn(*lead, 17, 3), matrices.randn(*lead, 11, 3)
     assert_close(weights @ x, true @ x, torch.float64, 4)
     assert_close(weights.T @ y, true.mT @ y, torch.float64, 4)
@@ -76,6 +75,17 @@ def test_a_wider_x_is_not_rounded(dtype: torch.dtype) -> None:
     assert_close(weights.T @ y, true.mT @ y.double(), dtype, 4)
     assert (weights @ x.double()).dtype == torch.float64
     assert (weights.mean("heads").T @ y.half()).dtype == torch.float16
+
+
+@pytest.mark.parametrize("case", ["sink and bias, empty rows", "grouped heads", "additive", "one matrix"])
+def test_gradients_reach_x(case: str) -> None:
+    weights, true = both(case, torch.float64)
+    x, y = (matrices.randn(n, 2).requires_grad_() for n in (true.shape[-1], true.shape[-2]))
+    slope, other = torch.ones_like(true @ x), torch.ones_like(true.mT @ y)
+    found = torch.autograd.grad((weights @ x).sum() + (y.mT @ weights).sum(), [x, y])
+    expected = torch.autograd.grad([true @ x, true.mT @ y], [x, y], [slope, other])
+    for one, another in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, another, atol=1e-10, rtol=1e-10)
 
 
 def test_rollout_without_a_matrix_of_a_layer() -> None:

@@ -1,6 +1,5 @@
 """Every question to the lazy matrix, for every kind of call, against the dense matrix in float64."""
 
-import doctest
 import math
 from typing import Any
 
@@ -8,19 +7,11 @@ import pytest
 import torch
 
 import foci
-import foci.indexing
-import foci.weights
 from tests import matrices
-from tests.matrices import CASES, DTYPES, assert_close, lazy, truth
+from tests.matrices import CASES, DTYPES, assert_close, both, lazy, truth
 
 CASE = pytest.mark.parametrize("case", CASES)
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def both(case: str, dtype: torch.dtype = torch.float32) -> tuple[foci.Weights, torch.Tensor]:
-    """The lazy matrix of a case, and the truth."""
-    arguments = matrices.in_dtype(CASES[case](), dtype)
-    return lazy(arguments), truth(arguments)
 
 
 def test_the_truth_is_the_softmax_of_the_definition() -> None:
@@ -97,8 +88,7 @@ def test_mass_between_groups(case: str, dtype: torch.dtype) -> None:
 @CASE
 @DTYPE
 def test_logits_and_sinks(case: str, dtype: torch.dtype) -> None:
-    arguments = matrices.in_dtype(CASES[case](), dtype)
-    weights, true = lazy(arguments), truth(arguments)
+    weights, true = both(case, dtype)
     exact = lazy(matrices.in_dtype(CASES[case](), torch.float64), "reference").lse
     seen = exact > -torch.inf
     half = dtype in {torch.float16, torch.bfloat16}
@@ -107,7 +97,7 @@ def test_logits_and_sinks(case: str, dtype: torch.dtype) -> None:
         assert_close(weights.lse, exact, dtype, 4)
         logits = torch.where(true > 0, true.log() + exact.masked_fill(~seen, 0.0).unsqueeze(-1), -torch.inf)
         assert_close(weights.largest_logit(), logits.amax((-2, -1)), dtype, 20)
-    mass = 1 - true.sum(-1) if "sink" in arguments else torch.zeros_like(true[..., 0])
+    mass = 1 - true.sum(-1) if weights._call.sink is not None else torch.zeros_like(true[..., 0])
     assert_close(weights.sink_mass(), mass, dtype, 4)
 
 
@@ -157,15 +147,14 @@ MEANS = [name for name, make in CASES.items() if make()["query"].dim() > 3]
 
 @pytest.mark.parametrize("case", MEANS)
 def test_the_mean_over_heads_answers_every_question(case: str) -> None:
-    arguments = matrices.in_dtype(CASES[case](), torch.float32)
-    weights, true = lazy(arguments).mean("heads"), truth(arguments).mean(-3)
+    arguments = CASES[case]()
+    weights, true = both(case)[0].mean("heads"), both(case)[1].mean(-3)
     queries, keys = true.shape[-2:]
     assert weights.shape == tuple(true.shape)
-    flat = arguments | {"positions": None} if arguments.get("positions") is None else arguments
     assert_close(weights.dense(), true, torch.float32)
     assert_close(weights[..., queries // 2, :], true[..., queries // 2, :], torch.float32)
     assert_close(weights.entropy(), matrices.entropy(true), torch.float32, 4)
-    assert_close(weights.distance(), matrices.distance(true.unsqueeze(-3), flat).squeeze(-2), torch.float32, 20)
+    assert_close(weights.distance(), matrices.distance(true.unsqueeze(-3), arguments).squeeze(-2), torch.float32, 20)
     assert_close(weights.received(), true.sum(-2), torch.float32, 4)
     assert_close(weights.top(1).values, matrices.top(true, 1)[0], torch.float32)
     assert torch.equal(weights.top(keys).keys >= 0, matrices.top(true, keys)[1] >= 0)
@@ -182,6 +171,55 @@ def test_what_belongs_to_single_heads_is_refused_on_their_mean(name: str) -> Non
     mean = both("plain")[0].mean("heads")
     with pytest.raises(ValueError, match=rf"{name} belongs to single heads: ask it before mean\('heads'\)"):
         getattr(mean, name)()
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": foci.causal},
+    "window": {"mask": foci.window(40, 3), "sink": matrices.sink()},
+    "padding": {"mask": foci.padding([170, 31], side="left") & foci.causal},
+    "documents": {"mask": foci.documents(torch.arange(150) // 40, torch.arange(170) // 40)},
+    "slopes": {"mask": foci.causal | foci.prefix(20), "bias": foci.ALiBi()},
+    "positions": {"mask": foci.causal, "positions": (torch.arange(150).flip(0), torch.arange(170) // 2)},
+    "softcap": {"score": foci.Dot(softcap=2.0), "mask": foci.causal.at(-5)},
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_matrix_that_is_worth_a_faster_pass(case: str, dtype: torch.dtype) -> None:
+    """Large enough for whoever measures large ones."""
+    arguments = matrices.in_dtype(matrices.qkv(150, 170, kv_heads=2) | LARGE[case], dtype)
+    summary, true = lazy(arguments).summary(top=5, picture=13), truth(arguments)
+    assert summary.top is not None
+    assert summary.picture is not None
+    assert_close(summary.entropy, matrices.entropy(true), dtype, 8)
+    assert_close(summary.received, true.sum(-2), dtype, 40)
+    assert_close(summary.distance, matrices.distance(true, arguments), dtype, 400)
+    assert_close(summary.picture, matrices.picture(true, 13, 13, "mean"), dtype)
+    assert_close(summary.top.values, matrices.top(true, 5)[0], dtype)
+    at_keys = true.gather(-1, summary.top.keys.clamp(min=0)).masked_fill(summary.top.keys < 0, 0.0)
+    assert_close(summary.top.values, at_keys, dtype)
+
+
+@pytest.mark.parametrize("keys", [17, 600])
+def test_of_equal_weights_the_lower_key_comes_first(keys: int) -> None:
+    arguments = matrices.in_dtype(matrices.qkv(keys, keys), torch.float32)
+    arguments["query"] = torch.zeros_like(arguments["query"])
+    found = lazy(arguments | {"mask": foci.causal}).top(6)
+    expected = torch.arange(6).expand(keys, 6)
+    seen = expected <= torch.arange(keys).unsqueeze(-1)
+    assert bool((found.keys == expected.where(seen, -1)).all())
+    values = seen / torch.arange(1, keys + 1).unsqueeze(-1)
+    torch.testing.assert_close(found.values, values.expand_as(found.values), atol=1e-6, rtol=1e-5)
+
+
+def test_a_sink_of_no_weight_takes_nothing() -> None:
+    arguments = CASES["causal, empty rows"]() | {"sink": torch.full((matrices.H,), -torch.inf, dtype=torch.float64)}
+    weights, true = lazy(arguments), truth(CASES["causal, empty rows"]())
+    assert not weights.sink_mass().any()
+    assert_close(weights.dense(), true, torch.float64)
+    assert_close(weights.entropy(), matrices.entropy(true), torch.float64)
 
 
 def test_received_by_some_queries() -> None:
@@ -318,12 +356,3 @@ def test_it_says_what_it_is() -> None:
     assert repr(weights.mean("heads")).startswith("Weights(2, 11, 17), causal, mean over heads, float32")
     assert repr(weights.T).startswith("Transposed Weights(2, 4, 11, 17)")
     assert weights.T.shape == (2, 4, 17, 11)
-
-
-@pytest.mark.parametrize("module", [foci.weights, foci.indexing], ids=lambda module: module.__name__)
-def test_the_examples_run(module: Any) -> None:
-    names = vars(module) | {"weights": lazy(matrices.qkv(3, 3))}
-    tests = [test for test in doctest.DocTestFinder().find(module, globs=names) if test.examples]
-    assert tests
-    for test in tests:
-        assert doctest.DocTestRunner().run(test).failed == 0, test.name
