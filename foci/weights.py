@@ -213,7 +213,8 @@ class Weights:
     def received(self, queries: Any = None, per: str = "query_head") -> Tensor:
         """The attention that each key gets, the column sums: (..., Tk).
 
-        `queries` counts only some queries (a slice, a list of indices); per="kv_head" adds up heads that share keys.
+        `queries` counts only some queries (a slice, a list of indices), each once; per="kv_head" adds up heads that
+        share keys.
         """
         if per not in {"query_head", "kv_head"}:
             raise ValueError(f"received takes per='query_head' or per='kv_head', but got {per!r}")
@@ -257,7 +258,8 @@ class Weights:
     def grouped(self, query_groups: Any, key_groups: Any) -> Tensor:
         """The mass between groups of tokens: summed over the keys, averaged over the queries of each group.
 
-        Groups are contiguous runs: (start, stop) pairs, or one number per token (the word of each sub-word).
+        Groups are contiguous runs: (start, stop) pairs, or one number per token (the word of each sub-word, None for a
+        token that belongs to none). Tokens in no group are left out.
 
         >>> _, weights = foci.attention(*torch.randn(3, 2, 4, 3, 8), return_weights=True)
         >>> weights.grouped([(0, 2), (2, 3)], [(0, 2), (2, 3)]).shape        # two words of three sub-words
