@@ -28,7 +28,8 @@ def group_ids(groups: Any, length: int, name: str, device: torch.device) -> tupl
     for number, (start, stop) in enumerate(runs):
         if not 0 <= start < stop <= length:
             raise ValueError(
-                f"{name} takes groups with 0 <= start < stop <= {length} tokens, but group {number} is ({start}, {stop})"
+                f"{name} takes groups with 0 <= start < stop <= {length} tokens,"
+                f" but group {number} is ({start}, {stop})"
             )
         if bool((ids[start:stop] != len(runs)).any()):
             raise ValueError(f"{name} takes groups that do not overlap, but group {number}, ({start}, {stop}), does")

@@ -44,7 +44,7 @@ def transposed(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, nam
 
 
 def heads_of(call: Call, x: Tensor, averaged: bool) -> int:
-    """How many heads x is given to: those of the keys, as the values are, where it does not differ between the others."""
+    """How many heads x has: those of the keys, like the values, where heads that share a key head share it too."""
     if averaged:
         return 1
     heads, kv_heads = call.q.shape[1], call.k.shape[1]

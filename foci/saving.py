@@ -1,4 +1,4 @@
-"""Things made of tensors as one safetensors file: tensors by name, how they belong together as JSON. Nothing is executed."""
+"""Things made of tensors as one safetensors file: the tensors, and as JSON how they belong together. No code is run."""
 
 from __future__ import annotations
 

@@ -186,8 +186,8 @@ def softened(call: Call, strip: Strip, averaged: bool) -> Tensor:
 
 def per_query(call: Call, averaged: bool, statistic: Statistic) -> Tensor:
     """A differentiable statistic of each row, strip by strip: (B, H, Tq, ...)."""
-    rows = [torch.cat(list(found), dim=2).flatten(0, 1) for found in each_strip(call, averaged, statistic)]
-    return torch.cat(rows).unflatten(0, (call.q.shape[0], -1))
+    rows = torch.cat([torch.cat([*found], dim=2).flatten(0, 1) for found in each_strip(call, averaged, statistic)])
+    return rows.reshape(call.q.shape[0], -1, *rows.shape[1:])
 
 
 def over_queries(call: Call, averaged: bool, statistic: Statistic) -> Tensor:
@@ -198,7 +198,8 @@ def over_queries(call: Call, averaged: bool, statistic: Statistic) -> Tensor:
         for more in found:
             total = total + more
         sums.append(total.flatten(0, 1))
-    return torch.cat(sums).unflatten(0, (call.q.shape[0], -1))
+    whole = torch.cat(sums)
+    return whole.reshape(call.q.shape[0], -1, *whole.shape[1:])
 
 
 def each_strip(call: Call, averaged: bool, statistic: Statistic) -> Iterator[Iterator[Tensor]]:
