@@ -4,6 +4,7 @@ from foci.algebra import Mask
 from foci.biases import ALiBi, Bias, Buckets, Relative
 from foci.cache import Cache
 from foci.call import attention, merge, plan
+from foci.decoding import Answer, Beam, Sampling, generate, stream
 from foci.masks import causal, documents, from_function, padding, prefix, window
 from foci.positions import rotary, sinusoidal
 from foci.scores import Additive, Cosine, Dot, General, Score
@@ -14,6 +15,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ALiBi",
     "Additive",
+    "Answer",
+    "Beam",
     "Bias",
     "Buckets",
     "Cache",
@@ -22,17 +25,20 @@ __all__ = [
     "General",
     "Mask",
     "Relative",
+    "Sampling",
     "Score",
     "Weights",
     "attention",
     "causal",
     "documents",
     "from_function",
+    "generate",
     "merge",
     "padding",
     "plan",
     "prefix",
     "rotary",
     "sinusoidal",
+    "stream",
     "window",
 ]

@@ -81,22 +81,31 @@ class RecurrentState:
     def __init__(self) -> None:
         self.hidden: tuple[Tensor, ...] = ()
         self.keys: Tensor | None = None
-        self.length = 0
 
-    def keep(self, hidden: tuple[Tensor, ...], count: int) -> None:
-        """Takes the state after `count` more words."""
-        self.length += count
-        if self.hidden and self.hidden[0].shape == hidden[0].shape:
-            for old, new in zip(self.hidden, hidden, strict=True):
-                old.copy_(new.detach())
-        else:
-            self.hidden = tuple(part.detach().clone() for part in hidden)
+    def keep(self, hidden: tuple[Tensor, ...]) -> None:
+        """Takes the state after some more words."""
+        self._write(hidden, self.keys)
 
     def reorder(self, index: Tensor) -> None:
         """Makes row i of the batch what row index[i] was (beam search)."""
-        self.keep(tuple(part[:, index] for part in self.hidden), 0)
-        if self.keys is not None:
-            self.keys = self.keys[index]
+        self._write(tuple(part[:, index] for part in self.hidden), None if self.keys is None else self.keys[index])
+
+    def take(self, other: RecurrentState) -> None:
+        """Starts anew with what another state holds."""
+        self._write(other.hidden, other.keys)
+
+    def changing(self) -> list[Tensor]:
+        """What a step changes and the next one relies on."""
+        return list(self.hidden)
+
+    def _write(self, hidden: tuple[Tensor, ...], keys: Tensor | None) -> None:
+        if not self.hidden or self.hidden[0].shape != hidden[0].shape:
+            self.hidden, self.keys = tuple(part.detach().clone() for part in hidden), keys
+            return
+        for old, new in zip(self.hidden, hidden, strict=True):
+            old.copy_(new.detach())
+        if keys is not None and self.keys is not None and keys is not self.keys:
+            self.keys.copy_(keys)
 
 
 class Seq2SeqRNN(Model):
@@ -180,13 +189,13 @@ class Seq2SeqRNN(Model):
     ) -> Output:
         """What comes after each word of the target (B, T); `caches` holds the state while generating."""
         x = F.dropout(self.target_words(target), self.config.dropout, self.training)
-        hidden = memory.hidden if caches is None or not caches.length else caches.hidden
+        hidden = memory.hidden if caches is None or not caches.hidden else caches.hidden
         keys = self._keys(memory, caches)
         mask = memory.layout.seen_by(Layout())
         steps = self._after if self.config.attend == "after" else self._before
         states, contexts, queries, hidden = steps(x, hidden, keys, memory.states, mask)
         if caches is not None:
-            caches.keep(hidden, target.shape[1])
+            caches.keep(hidden)
         weights: dict[str, Weights] = {}
         if return_weights:
             weights["cross.L0"] = self.alignment(queries, keys, memory.states, mask, return_weights=True)[1]
@@ -207,7 +216,8 @@ class Seq2SeqRNN(Model):
         if caches is None:
             return self.alignment.keys_of(memory.states)
         if caches.keys is None:
-            caches.keys = self.alignment.keys_of(memory.states)
+            # A copy, because it is written in place, and `general` compares with the states themselves.
+            caches.keys = self.alignment.keys_of(memory.states).clone()
         return caches.keys
 
     def _read(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
