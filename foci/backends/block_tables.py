@@ -67,7 +67,9 @@ def count(length: int) -> int:
 
 
 def listed(table: Tensor) -> Listed:
-    order = torch.argsort(table.to(torch.int32), dim=-1, descending=True, stable=True)
+    # Kernels read a row of the list as contiguous; a sort keeps the strides of what it sorts, also transposed ones.
+    table = table.to(torch.int32).contiguous()
+    order = torch.argsort(table, dim=-1, descending=True, stable=True)
     return Listed(table.sum(-1, dtype=torch.int32), order.to(torch.int32))
 
 

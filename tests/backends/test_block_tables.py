@@ -12,7 +12,7 @@ import foci
 from foci.algebra import Mask
 from foci.arguments import Call, prepare
 from foci.backends import block_tables
-from foci.backends.block_tables import BLOCK, Tables, blocks_of, count, tables
+from foci.backends.block_tables import BLOCK, Tables, blocks_of, count, listed, tables
 from foci.scores import Dot
 
 BATCH, HEADS = 2, 3
@@ -149,3 +149,10 @@ def test_tables_of_long_sequences_never_hold_the_matrix() -> None:
     blocks = blocks_of(prepare(q, q, q, Dot(), call.mask, None, None, None, 0.0, False))
     assert blocks.cut.order.shape == (1, 1, 1024, 1024)
     assert int((blocks.cut.counts + blocks.full.counts).max()) <= 1000 // BLOCK + 2
+
+
+def test_lists_are_contiguous_whichever_way_the_table_lies() -> None:
+    """Kernels read the rows of a list as contiguous: a transposed one gave wrong gradients of keys and values."""
+    table = torch.rand(1, 1, 5, 3) > 0.5
+    assert listed(table.mT).order.is_contiguous()
+    assert listed(table.mT).counts.is_contiguous()
