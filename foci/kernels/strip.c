@@ -11,7 +11,7 @@
 enum {
     PANEL = 3 * LANES,  /* keys of one product */
     STEP = 4 * LANES,   /* keys that a sweep takes at once */
-    CHUNK = 48 * LANES, /* keys whose entries are kept: whole panels and whole steps, small enough for the second cache */
+    CHUNK = 96 * LANES, /* keys whose entries are kept: whole panels and whole steps, small enough for the second cache */
     BLOCK = 128,        /* queries that go over a chunk before the next chunk */
     MOST = 64           /* heaviest keys per query */
 };
@@ -20,7 +20,7 @@ static const float HIDDEN = -1e30f, LN_2 = 0.69314718f;
 
 /* Every member has 8 bytes; Work in compiled.py has them in the same order. What is NULL is not given or not wanted. */
 typedef struct {
-    const float *queries;      /* (pairs, query_count, width), scaled */
+    const float *queries;      /* (pairs, query_count, width) */
     const float *keys;         /* (batch, key heads, padded / PANEL, width, PANEL) */
     const float *shift;        /* (pairs, query_count): log2 of what the row is divided by */
     const float *query_places; /* (batch or 1, query_count) */
@@ -40,8 +40,8 @@ typedef struct {
     int64_t pairs, heads, group, query_count, key_count, padded, width, parts, top, picture_rows, picture_columns;
     int64_t query_place_step, key_place_step, run_count, run_step, query_id_step, key_id_step;
     int64_t seen_batch, seen_head, seen_row, seen_column;
-    double softcap;       /* in base 2; the queries are then scaled for tanh_half */
-    int64_t next, failed; /* the next part that no thread has taken; whether there was no memory */
+    double scale, softcap; /* of the logits, in base 2; with a softcap, the scale of what tanh_half takes */
+    int64_t next, failed;  /* the next part that no thread has taken; whether there was no memory */
 } Work;
 
 /* What is known of a query so far; its heaviest entries, heaviest first. */
@@ -55,7 +55,8 @@ typedef struct {
 typedef struct {
     const Work *work;
     int64_t pair, batch, head, part, first, last, kept;
-    float x[ROWS * CHUNK], sums[CHUNK]; /* sums: by key, of the rows since the last flush */
+    int64_t from, to; /* the keys that rows saw since the last flush; their sums by key */
+    float x[ROWS * CHUNK], sums[CHUNK];
     Row rows[BLOCK];
     float queries[]; /* (BLOCK / ROWS, width, ROWS) */
 } Pass;
@@ -64,7 +65,7 @@ static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* ROWS queries times one panel of keys. */
-static inline void multiply(const float *queries, const float *keys, int64_t width, const float *shift, float *x)
+static __attribute__((noinline)) void multiply(const float *queries, const float *keys, int64_t width, const float *shift, float *x)
 {
     floats sums[ROWS][3] = {{{0}}};
     for (int64_t d = 0; d < width; d++, queries += ROWS, keys += PANEL) {
@@ -148,23 +149,23 @@ static int64_t edge(int64_t block, int64_t blocks, int64_t length) { return bloc
 static int64_t block_of(int64_t index, int64_t blocks, int64_t length) { return ((index + 1) * blocks - 1) / length; }
 
 /* Gives the sums by key to what the keys received and to a line of the picture. */
-static void flush(Pass *pass, int64_t line, int64_t start, int64_t end)
+static void flush(Pass *pass, int64_t line, int64_t start)
 {
     const Work *work = pass->work;
     float *sums = pass->sums;
+    int64_t from = pass->from, to = pass->to;
     if (work->received) {
-        float *received = work->received + (pass->pair * work->parts + pass->part) * work->key_count + start;
-        for (int64_t j = 0; j < end - start; j++) received[j] += sums[j];
+        float *received = work->received + (pass->pair * work->parts + pass->part) * work->key_count;
+        for (int64_t j = from; j < to; j++) received[j] += sums[j - start];
     }
     if (work->picture) {
-        int64_t columns = work->picture_columns, keys = work->key_count;
+        int64_t columns = work->picture_columns, keys = work->key_count, c = block_of(from, columns, keys);
         float *cells = work->picture + (pass->pair * work->picture_rows + line) * columns;
-        for (int64_t c = block_of(start, columns, keys); c < columns && edge(c, columns, keys) < end; c++) {
-            int64_t stop = lesser(edge(c + 1, columns, keys), end) - start;
-            for (int64_t j = greater(edge(c, columns, keys) - start, 0); j < stop; j++) cells[c] += sums[j];
-        }
+        for (int64_t j = from; j < to; c++)
+            for (int64_t stop = lesser(edge(c + 1, columns, keys), to); j < stop; j++) cells[c] += sums[j - start];
     }
-    memset(sums, 0, sizeof pass->sums);
+    memset(sums + (from - start), 0, (size_t)(to - from) * sizeof(float));
+    pass->from = work->key_count, pass->to = 0;
 }
 
 /* Where, between start and end, the keys lie that a query may see; whether there are any. */
@@ -244,8 +245,9 @@ static void tile(Pass *pass, int64_t r, int64_t start, int64_t end, int64_t *lin
     for (int64_t i = 0; i < count; i++) {
         if (low[i] >= high[i]) continue;
         Row *row = pass->rows + (r + i - pass->first);
-        if (*line >= 0 && *line != row->line) flush(pass, *line, start, end);
+        if (*line >= 0 && *line != row->line) flush(pass, *line, start);
         *line = row->line;
+        pass->from = lesser(pass->from, low[i]), pass->to = greater(pass->to, high[i]);
         float *x = pass->x + i * CHUNK, place = work->query_places[pass->batch * work->query_place_step + r + i];
         int64_t begin = (low[i] - start) / STEP * STEP, stop = (high[i] - start + STEP - 1) / STEP * STEP;
         adjust(pass, r + i, start, begin, stop, place, x);
@@ -259,14 +261,14 @@ static void tile(Pass *pass, int64_t r, int64_t start, int64_t end, int64_t *lin
 static void prepare(Pass *pass)
 {
     const Work *work = pass->work;
-    const float *queries = work->queries + pass->pair * work->query_count * work->width;
+    const float *queries = work->queries + pass->pair * work->query_count * work->width, scale = (float)work->scale;
     for (int64_t r = 0; r < pass->last - pass->first; r++) {
         Row *row = pass->rows + r;
         row->entropy = row->distance = 0;
         row->line = work->picture ? block_of(pass->first + r, work->picture_rows, work->query_count) : 0;
         for (int64_t i = 0; i < pass->kept; i++) row->values[i] = HIDDEN / 2, row->keys[i] = -1;
         for (int64_t d = 0; d < work->width; d++)
-            pass->queries[(r / ROWS * work->width + d) * ROWS + r % ROWS] = queries[(pass->first + r) * work->width + d];
+            pass->queries[(r / ROWS * work->width + d) * ROWS + r % ROWS] = scale * queries[(pass->first + r) * work->width + d];
     }
 }
 
@@ -276,7 +278,8 @@ static void finish(const Pass *pass)
     for (int64_t r = pass->first; r < pass->last; r++) {
         const Row *row = pass->rows + (r - pass->first);
         int64_t at = pass->pair * work->query_count + r;
-        if (work->entropy) work->entropy[at] = 0 - LN_2 * row->entropy;
+        /* Where one key has all the weight, rounding may leave a little less than 0. */
+        if (work->entropy) work->entropy[at] = row->entropy > 0 ? 0 : 0 - LN_2 * row->entropy;
         if (work->distance) work->distance[at] = row->distance;
         if (work->largest && row->keys[0] >= 0) {
             float *largest = work->largest + pass->pair * work->parts + pass->part, found = row->values[0] + work->shift[at];
@@ -295,7 +298,7 @@ static void block(Pass *pass)
     for (int64_t start = 0; start < pass->work->key_count; start += CHUNK) {
         int64_t end = lesser(start + CHUNK, pass->work->key_count), line = -1;
         for (int64_t r = pass->first; r < pass->last; r += ROWS) tile(pass, r, start, end, &line);
-        if (line >= 0) flush(pass, line, start, end);
+        if (line >= 0) flush(pass, line, start);
     }
     finish(pass);
 }
@@ -317,7 +320,7 @@ void measure(Work *work)
         return;
     }
     memset(pass, 0, sizeof(Pass) + rows);
-    pass->work = work;
+    pass->work = work, pass->from = work->key_count;
     pass->kept = greater(work->top, work->largest ? 1 : 0);
     for (int64_t taken; (taken = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->pairs * work->parts;) {
         pass->pair = taken / work->parts, pass->part = taken % work->parts;
@@ -331,6 +334,7 @@ void measure(Work *work)
     free(pass);
 }
 
+/* What compiled.py lays the keys out by. */
 int64_t panel_keys(void) { return PANEL; }
 int64_t chunk_keys(void) { return CHUNK; }
 int64_t most_top(void) { return MOST; }

@@ -54,6 +54,7 @@ class Work(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (*INPUTS, *OUTPUTS)),
         *((name, ctypes.c_int64) for name in (*SIZES, *STEPS, *SEEN_STEPS)),
+        ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
         ("next", ctypes.c_int64),
         ("failed", ctypes.c_int64),
@@ -107,9 +108,18 @@ def measure_part(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
     """Some sequences, all of their heads."""
     library = native.library("strip")
     threads, parts = shares(call, wanted)
-    given = matrix_inputs(call, lse, library.panel_keys(), library.chunk_keys()) | mask_inputs(call)
+    dot = replace(call, q=call.q.float(), k=call.k.float()).with_dot()
+    assert dot is not None and isinstance(dot.score, Dot)
+    given = matrix_inputs(dot, lse, library.panel_keys(), library.chunk_keys()) | mask_inputs(call)
     found = outputs(call, wanted, parts)
-    work = Work(**pointers(given | found), **sizes(call, wanted, parts, given), **steps(given), softcap=softcap(call))
+    scale, softcap = scales(dot.score, dot.q.shape[-1])
+    work = Work(
+        **pointers(given | found),
+        **sizes(call, wanted, parts, given["keys"]),
+        **steps(given),
+        scale=scale,
+        softcap=softcap,
+    )
     native.run(library.measure, work, threads)
     if work.failed:
         raise MemoryError("there is no memory for the few rows that a pass over the attention matrix keeps")
@@ -125,20 +135,16 @@ def shares(call: Call, wanted: Wanted) -> tuple[int, int]:
 
 
 def matrix_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, Tensor]:
-    """What the logits are made of, in base 2, with the keys of a panel side by side."""
-    dot = replace(call, q=call.q.float(), k=call.k.float()).with_dot()
-    assert dot is not None and isinstance(dot.score, Dot)
-    cap = dot.score.softcap
-    scale = dot.score.factor(dot.q.shape[-1]) * LOG2_E
-    keys = pad(dot.k, (0, 0, 0, -dot.k.shape[2] % chunk))
+    """What the entries of the matrix are made of."""
     where = call.everything()
-    key_places = where.key_position.float().flatten(1)
+    # Counted from the first key: far from 0 floats tell no two places apart.
+    origin = where.key_position.amin()
     given = {
-        "queries": (dot.q * (scale if cap is None else 2.0 * scale / cap)).contiguous(),
-        "keys": keys.unflatten(2, (-1, panel)).mT.contiguous(),
+        "queries": call.q.contiguous(),
+        "keys": in_panels(call.k, panel),
         "shift": (finite(lse) * LOG2_E).float().contiguous(),
-        "query_places": where.query_position.float().flatten(1).contiguous(),
-        "key_places": pad(key_places, (0, keys.shape[2] - key_places.shape[1])),
+        "query_places": (where.query_position - origin).float().flatten(1).contiguous(),
+        "key_places": pad((where.key_position - origin).float().flatten(1), (0, -call.k.shape[2] % chunk)),
     }
     if isinstance(call.bias, ALiBi):
         assert call.bias.slopes is not None
@@ -146,9 +152,20 @@ def matrix_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, 
     return given
 
 
-def softcap(call: Call) -> float:
-    cap = call.score.softcap if isinstance(call.score, Dot) else None
-    return 0.0 if cap is None else cap * LOG2_E
+def in_panels(k: Tensor, panel: int) -> Tensor:
+    """(B, G, Tk, D) -> (B, G, panels, D, keys of a panel): what a product reads lies together, 0 where keys end."""
+    whole = k.shape[2] // panel
+    laid = k.new_empty(*k.shape[:2], -(-k.shape[2] // panel), k.shape[3], panel)
+    laid[:, :, :whole] = k[:, :, : whole * panel].unflatten(2, (whole, panel)).mT
+    if k.shape[2] > whole * panel:
+        laid[:, :, -1] = pad(k[:, :, whole * panel :], (0, 0, 0, -k.shape[2] % panel)).mT
+    return laid
+
+
+def scales(score: Dot, width: int) -> tuple[float, float]:
+    """What a product is multiplied by for a logit in base 2, and the softcap: tanh takes twice the logit over it."""
+    scale = score.factor(width) * LOG2_E
+    return (scale, 0.0) if score.softcap is None else (2.0 * scale / score.softcap, score.softcap * LOG2_E)
 
 
 def mask_inputs(call: Call) -> dict[str, Tensor]:
@@ -188,13 +205,21 @@ def pointers(tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def sizes(call: Call, wanted: Wanted, parts: int, given: dict[str, Tensor]) -> dict[str, int]:
+def sizes(call: Call, wanted: Wanted, parts: int, keys: Tensor) -> dict[str, int]:
     rows, columns = (0, 0) if wanted.picture is None else wanted.picture[:2]
-    values = (
-        *(call.q.shape[:2].numel(), call.q.shape[1], call.group, call.q.shape[2], call.k.shape[2]),
-        *(given["key_places"].shape[1], given["queries"].shape[-1], parts, wanted.top, rows, columns),
-    )
-    return dict(zip(SIZES, values, strict=True))
+    return {
+        "pairs": call.q.shape[:2].numel(),
+        "heads": call.q.shape[1],
+        "group": call.group,
+        "query_count": call.q.shape[2],
+        "key_count": call.k.shape[2],
+        "padded": keys.shape[2] * keys.shape[4],
+        "width": keys.shape[3],
+        "parts": parts,
+        "top": wanted.top,
+        "picture_rows": rows,
+        "picture_columns": columns,
+    }
 
 
 def steps(given: dict[str, Tensor]) -> dict[str, int]:
