@@ -40,14 +40,19 @@ WANTED = {
     "all+top-8": Wanted(entropy=True, received=True, picture=PICTURE, top=8),
     "everything": Wanted(entropy=True, received=True, picture=PICTURE, top=8, largest=True, distance=True),
 }
+# Heads, heads of the keys, tokens, width, causal.
+CASES = [(16, 16, n, 128, True) for n in (2048, 4096, 16384, 32768, 131072, 7311)]
+CASES += [(32, 8, 8192, 128, True), (16, 16, 8192, 64, True), (16, 16, 8192, 128, False), (1, 1, 8192, 128, True)]
+LENGTHS = ["entropy", "entropy+received+picture", "all+top-8"]
 GOALS = ["entropy", "entropy+received", "entropy+received+picture", "all+top-8"]
 CONFIGS = {
     "128x64 4w s3 p2 f16": Config(128, 64, 4, 3, 2, fine=16),
     "128x64 4w s3 p2 f32": Config(128, 64, 4, 3, 2, fine=32),
     "128x64 4w s2 p2 f16": Config(128, 64, 4, 2, 2, fine=16),
     "128x64 4w s4 p2 f16": Config(128, 64, 4, 4, 2, fine=16),
-    "128x64 4w s3 p4 f16": Config(128, 64, 4, 3, 4, fine=16),
-    "128x64 8w s3 p2 f16": Config(128, 64, 8, 3, 2, fine=16),
+    "128x64 8w s3 p1 f16": Config(128, 64, 8, 3, 1, fine=16),
+    "128x64 4w s2 p3 f16 r168": Config(128, 64, 4, 2, 3, fine=16, registers=168),
+    "128x64 8w s3 p2 f16 r128": Config(128, 64, 8, 3, 2, fine=16, registers=128),
     "128x128 8w s3 p1 f16": Config(128, 128, 8, 3, 1, fine=16),
     "128x128 8w s2 p1 f16": Config(128, 128, 8, 2, 1, fine=16),
     "64x64 4w s3 p3 f16": Config(64, 64, 4, 3, 3, fine=16),
@@ -71,8 +76,6 @@ def make(kind: str, batch: int, heads: int, groups: int, tokens: int, width: int
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
     lse = out[1]
     return out[0], lse.reshape(q.shape[:3])
@@ -143,11 +146,12 @@ LIMITS |= {"top values": 3e-3, "top keys": 3e-3}
 def gate(config: Config | None, name: str, quick: bool, only: str | None = None) -> bool:
     """True where every statistic is right on every mask, odd and even sizes."""
     green = True
-    sizes = [(512, (32, 32, "mean"))] if quick else [(512, (32, 32, "mean")), (777, (100, 9, "mean"))]
+    sizes = [(512, (32, 32, "mean")), (777, (100, 9, "mean")), (2048, PICTURE)][: 1 if quick else 3]
     for tokens, picture in sizes:
         for kind in ("random",) if quick else ("random", "peaked", "ascending"):
             for mask, (seen, options) in masks(tokens).items():
-                if (only and mask != only) or (quick and mask not in ("causal", "two runs")):
+                few = quick or tokens == 2048
+                if (only and mask != only) or (few and mask not in ("causal", "two runs")):
                     continue
                 q, k, _ = make(kind, 2, 4, 2, tokens, 128)
                 s, lse, w = truth(q, k, seen, options.get("softcap"))
@@ -166,6 +170,14 @@ def warm(item: str) -> None:
     if what == "gate":
         gate(None, "default", False, name)
         return
+    if what == "case":
+        heads, groups, tokens, width, causal = CASES[int(name)]
+        q, k, v = make("random", 1, heads, groups, tokens, width)
+        lse = torch.zeros(q.shape[:3], device="cuda")
+        for run in versions_of(q, k, lse, None, LENGTHS, causal).values():
+            run()
+        torch.cuda.synchronize()
+        return
     q, k, v = make("random", 1, 16, 16, 8192, 128)
     _, lse = forward(q, k, v)
     config = CONFIGS.get(name)
@@ -183,6 +195,7 @@ def warm_all(tables: list[str]) -> None:
     items = [f"gate:{mask}" for mask in ("none", "causal", "window", "two runs", "documents", "dense", "softcap")]
     items += ["config:default"] if "main" in tables else []
     items += [f"config:{name}" for name in CONFIGS] if "sweep" in tables else []
+    items += [f"case:{number}" for number in range(len(CASES))] if "lengths" in tables else []
     command = [sys.executable, __file__, "--csv", "unused.csv", "--warm"]
     running: list[subprocess.Popen[bytes]] = []
     for item in items:
@@ -193,24 +206,47 @@ def warm_all(tables: list[str]) -> None:
         process.wait()
 
 
-def timed(versions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Milliseconds: the median over rounds, in each of which every version runs once, a cold-ish cache between."""
-    scratch = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
-    for run in versions.values():
-        for _ in range(3):
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """A graph's replay: what the device takes, without the time that Python needs to launch."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
             run()
-    torch.cuda.synchronize()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def timed(versions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Milliseconds: the median over rounds, in each of which every version runs once, with an emptied cache before."""
+    scratch = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
+    replays = {name: captured(run) for name, run in versions.items()}
     times: dict[str, list[float]] = {name: [] for name in versions}
-    for _ in range(rounds):
-        for name, run in versions.items():
+    for turn in range(rounds + 2):
+        for name, run in replays.items():
             scratch.zero_()
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             run()
             stop.record()
             stop.synchronize()
-            times[name].append(start.elapsed_time(stop))
+            if turn >= 2:
+                times[name].append(start.elapsed_time(stop))
     return {name: plain_statistics.median(values) for name, values in times.items()}
+
+
+def launched(run: Callable[[], object], calls: int = 20) -> float:
+    """Milliseconds per call as a caller sees them: calls back to back, Python's time included."""
+    run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls * 1e3
 
 
 def memory(run: Callable[[], object]) -> float:
@@ -271,7 +307,7 @@ def main_table(table: Table, rounds: int) -> None:
         runs = {"cuDNN forward": lambda q=q, k=k, v=v: forward(q, k, v)} | versions_of(q, k, lse, None, names)
         times = timed(runs, rounds)
         for name, ms in times.items():
-            extra = {} if name == "cuDNN forward" else {"MiB": round(memory(runs[name]), 1)}
+            extra = {"MiB": round(memory(runs[name]), 1), "eager_ms": round(launched(runs[name]), 4)}
             table.add(f"8192 causal {kind}", name, ms, times["cuDNN forward"], **extra)
 
 
@@ -312,7 +348,7 @@ def sweep_table(table: Table, rounds: int) -> None:
         except Exception as error:  # noqa: BLE001
             print(f"{name}: {type(error).__name__}: {str(error)[:160]}", flush=True)
     for rows, warps in ((4, 1), (8, 1), (8, 2), (2, 1)):
-        config = replace(default(128, torch.bfloat16), refining_rows=rows, refining_warps=warps)
+        config = replace(default(128, torch.bfloat16, WANTED["all+top-8"]), refining_rows=rows, refining_warps=warps)
         runs |= {f"refine {rows} rows {warps}w | all+top-8": versions_of(q, k, lse, config, ["all+top-8"])["all+top-8"]}
     times = timed(runs, max(3, rounds // 2))
     for name, ms in sorted(times.items(), key=lambda item: (item[0].split(" | ")[-1], item[1])):
@@ -321,21 +357,18 @@ def sweep_table(table: Table, rounds: int) -> None:
 
 def lengths_table(table: Table, rounds: int) -> None:
     """Other lengths, widths, groups of heads, and no mask."""
-    cases = [(1, 16, 16, n, 128, True) for n in (2048, 4096, 16384, 32768)]
-    cases += [(1, 16, 16, 131072, 128, True), (1, 32, 8, 8192, 128, True), (1, 16, 16, 8192, 64, True)]
-    cases += [(1, 16, 16, 8192, 128, False), (1, 16, 16, 7311, 128, True), (1, 1, 1, 8192, 128, True)]
-    for batch, heads, groups, tokens, width, causal in cases:
-        q, k, v = make("random", batch, heads, groups, tokens, width)
-        _, lse = forward(q, k, v, causal)
-        names = ["entropy", "entropy+received+picture", "all+top-8"]
-        runs = {"cuDNN forward": lambda q=q, k=k, v=v, causal=causal: forward(q, k, v, causal)}
-        runs |= versions_of(q, k, lse, None, names, causal)
+    for heads, groups, tokens, width, causal in CASES:
+        q, k, v = make("random", 1, heads, groups, tokens, width)
+        all_k, all_v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
+        _, lse = forward(q, all_k, all_v, causal)
+        runs = {"cuDNN forward": lambda q=q, k=all_k, v=all_v, causal=causal: forward(q, k, v, causal)}
+        runs |= versions_of(q, k, lse, None, LENGTHS, causal)
         times = timed(runs, max(3, rounds // (8 if tokens > 65536 else 2)))
         title = f"{heads}/{groups} heads, {tokens} tokens, width {width}, {'causal' if causal else 'full'}"
         for name, ms in times.items():
             extra = {} if name == "cuDNN forward" else {"MiB": round(memory(runs[name]), 1)}
             table.add(title, name, ms, times["cuDNN forward"], **extra)
-        del q, k, v, lse, runs
+        del q, k, v, all_k, all_v, lse, runs
         torch.cuda.empty_cache()
 
 

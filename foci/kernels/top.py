@@ -1,8 +1,8 @@
 """The k heaviest keys of each query, chosen from what the pass over the tiles has kept (statistics.py).
 
-It kept, per query and class of keys, the two largest logits and where they were. The k largest of all classes' largest
-give k keys and a bound (pick). Any other key that counts comes after its class's largest, so its class's second largest
-beats the bound as well: those classes, few, are read again, key by key; elsewhere the choice is final (refine).
+It kept, per query and class of keys, the two largest logits and where they were. The k largest of these are chosen
+(pick). A key that was not kept can count only where both of its class were chosen: those classes, few, are read again,
+key by key; elsewhere the choice is final (refine).
 The logits that were kept lack their lowest bits, which say where: closer than that, the lower key is taken.
 """
 
@@ -24,18 +24,16 @@ WORD = tl.constexpr(16)
 def located(klass, tag, segment, BK: tl.constexpr):
     """The key with this tag in its class: its tile within the segment, times 2, plus which of the two rows."""
     place = klass % (BK // 2)
-    return ((klass // (BK // 2)) * segment + tag // 2) * BK + (place // 8) * 16 + (tag % 2) * 8 + place % 8
+    first = (klass // (BK // 2)) * (segment * BK) + (place // 8) * 16 + place % 8
+    return first + (tag & -2) * (BK // 2) + (tag & 1) * 8
 
 
 @triton.jit
 def kept(pointers, klass, valid, segment, BK: tl.constexpr, TAG_BITS: tl.constexpr):
-    """Logits without their tags, and their keys (LAST where there is none)."""
-    x = tl.load(pointers, mask=valid, other=NONE)
-    bits = x.to(tl.int32, bitcast=True)
-    key = located(klass, bits & ((1 << TAG_BITS) - 1), segment, BK)
-    some = x > NONE / 2
-    plain = (bits & (-(1 << TAG_BITS))).to(tl.float32, bitcast=True)
-    return tl.where(some, plain, NONE), tl.where(some, key, LAST)
+    """Logits without their tags, and their keys. Where there is none, about NONE, and a key that means nothing."""
+    bits = tl.load(pointers, mask=valid, other=NONE).to(tl.int32, bitcast=True)
+    x = (bits & (-(1 << TAG_BITS))).to(tl.float32, bitcast=True)
+    return x, located(klass, bits & ((1 << TAG_BITS) - 1), segment, BK)
 
 
 @triton.jit
@@ -54,17 +52,22 @@ def pick(
     klass = tl.arange(0, CLASSES)[:, None]
     places = (tl.program_id(1).to(tl.int64) * CLASSES + klass) * queries + local[None, :]
     x, key = kept(best + places, klass, valid[None, :], segment, BK, TAG_BITS)  # (CLASSES, R)
+    y, next_key = kept(second + places, klass, valid[None, :], segment, BK, TAG_BITS)
     into = keys + (pair.to(tl.int64) * Tq + i) * TOP
-    bound = tl.full((R,), NONE, tl.float32)
-    bound_key = tl.full((R,), LAST, tl.int32)
+    used = tl.zeros((CLASSES, R), tl.int32)
     for n in range(TOP):
         bound = tl.max(x, 0)
         bound_key = tl.min(tl.where(x == bound[None, :], key, LAST), 0)
-        tl.store(into + n, tl.where(bound > NONE / 2, bound_key, -1), mask=valid)
-        x = tl.where(key == bound_key[None, :], NONE, x)
-    x, key = kept(second + places, klass, valid[None, :], segment, BK, TAG_BITS)
-    hidden = (x > bound[None, :]) | ((x == bound[None, :]) & (key < bound_key[None, :]))
-    bits = tl.where(hidden & (x > NONE / 2), 1 << (klass % WORD), 0)
+        real = bound > NONE / 2
+        tl.store(into + n, tl.where(real, bound_key, -1), mask=valid)
+        # A class whose largest was taken competes with its second largest.
+        taken = (key == bound_key[None, :]) & real[None, :]
+        used += taken.to(tl.int32)
+        x = tl.where(taken, y, x)
+        key = tl.where(taken, next_key, key)
+        y = tl.where(taken, NONE, y)
+    hidden = used >= 2
+    bits = tl.where(hidden, 1 << (klass % WORD), 0)
     words = tl.sum(tl.reshape(bits, (CLASSES // WORD, WORD, R)), 1)  # (CLASSES // WORD, R)
     word = tl.arange(0, CLASSES // WORD)[:, None]
     row = (tl.program_id(1).to(tl.int64) * queries + local)[None, :]

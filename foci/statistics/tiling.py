@@ -8,28 +8,39 @@ from typing import NamedTuple
 
 import torch
 
+from foci.statistics.wanted import Wanted
+
 # What the candidates for the heaviest keys may take while they wait to be chosen from.
-BUDGET = 64 * 2**20
+BUDGET = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One way to cut. `per_processor`: programs that share a multiprocessor; `fine`: keys per sum of a picture."""
+    """One way to cut.
+
+    per_processor: programs that share a multiprocessor; registers: at most so many per thread, that they may;
+    fine: keys per sum of a picture; refining: how the heaviest keys are weighed again.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
     per_processor: int
-    fine: int = 32
+    fine: int = 16
     refining_rows: int = 4
     refining_warps: int = 1
+    registers: int | None = None
 
 
-def default(width: int, dtype: torch.dtype) -> Config:
+def default(width: int, dtype: torch.dtype, wanted: Wanted) -> Config:
     """Wide tiles for half precision; float32 takes three products per tile and twice the room."""
     if dtype == torch.float32 or width > 128:
         return Config(queries=64, keys=64, warps=4, stages=2, per_processor=1)
+    # Each of these is kept in registers for half a tile; with many of them a tile needs more threads.
+    carried = wanted.entropy + wanted.distance + wanted.largest + 2 * (wanted.top > 0)
+    if carried > 3:
+        return Config(queries=128, keys=64, warps=8, stages=3, per_processor=1)
     return Config(queries=128, keys=64, warps=4, stages=3, per_processor=2)
 
 
@@ -41,11 +52,11 @@ def slots(pairs: int, tiles: int, programs: int) -> int:
 
 
 def segments_for(top: int, tiles: int, places: int) -> int:
-    """Parts of the keys that keep candidates of their own: a power of two, for 16 classes per key that is wanted.
+    """Parts of the keys that keep candidates of their own: a power of two, for 8 classes per key that is wanted.
 
-    The chance that a class hides a key that counts falls with the square of the number of classes.
+    A class hides a key that counts when it holds three of them: about one query in 70 with 8 classes per key.
     """
-    wanted = -(-16 * top // places)
+    wanted = -(-8 * top // places)
     segments = 1
     while segments < wanted and 2 * segments <= tiles:
         segments *= 2

@@ -49,7 +49,7 @@ def statistics(
     "top_values" and "top_keys" (B, H, Tq, k), "largest" (B, H), "distance" (B, H, Tq).
     """
     check(q, k, lse, slopes, causal, spans, query_ids, key_ids, dense, query_weights, wanted)
-    config = config or default(q.shape[-1], q.dtype)
+    config = config or default(q.shape[-1], q.dtype, wanted)
     arguments = inputs(q, k, lse, scale, softcap, slopes, causal, spans, query_ids, key_ids, dense)
     out = sweep(q, k, arguments, query_weights, wanted, config)
     if wanted.picture and "picture" not in out:
@@ -79,7 +79,7 @@ def sweep(
         kept = max(launch.pairs * launch.tiles for launch in plan) * config.queries * segments * (config.keys // 2)
         buffers |= {name: q.new_empty(kept, dtype=torch.float32) for name in ("best", "second")}
         buffers["flags"] = q.new_empty(kept // FLAGS_PER_WORD, dtype=torch.int32)
-    shape = {"segment": segment, "segments": segments, "TAG_BITS": (2 * segment - 1).bit_length()}
+    shape = {"segment": segment, "segments": segments, "TAG_BITS": max(7, (2 * segment - 1).bit_length())}
     weighted = weights_arguments(query_weights, arguments["lse"])
     unused = arguments["lse"]
     for launch in plan:
@@ -93,6 +93,7 @@ def sweep(
             TOP=wanted.top > 0, BQ=config.queries, BK=config.keys,
             EVEN=q.shape[-1] == arguments["BD"], PRECISION=precision(q),
             num_warps=config.warps, num_stages=config.stages,
+            **({} if config.registers is None else {"maxnreg": config.registers}),
         )  # fmt: skip
         if wanted.top:
             choose(q, k, arguments, buffers, wanted.top, launch, shape, config)
@@ -117,7 +118,7 @@ def choose(
     common = {"keys": buffers["top_keys"], "flags": buffers["flags"], "Tq": q.shape[2], "queries": queries}
     common |= {"first_pair": launch.first_pair, "first_query": launch.first_tile * config.queries}
     common |= {"segment": shape["segment"], "TOP": top, "CLASSES": classes, "BK": config.keys}
-    rows = max(1, 2048 // classes)
+    rows = max(1, 1024 // classes)
     pick[(-(-queries // rows), launch.pairs)](
         best=buffers["best"], second=buffers["second"], TAG_BITS=shape["TAG_BITS"], R=rows, **common, num_warps=1
     )

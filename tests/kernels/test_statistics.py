@@ -207,10 +207,10 @@ def test_every_statistic_under_every_mask(make) -> None:
     check_top(got, case, 3)
 
 
-@pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_pictures_under_every_mask(make, reduce: str) -> None:
+def test_pictures_under_every_mask(make) -> None:
     case = make()
+    reduce = "max" if CASES.index(make) % 2 else "mean"
     weights, _ = case.truth()
     rows, columns = min(5, weights.shape[-2]), 7
     got = case.run(Wanted(received=True, picture=(rows, columns, reduce)))
@@ -261,8 +261,9 @@ def test_queries_count_by_their_weight(shape: tuple[int, ...]) -> None:
     close(got["received"], (weights * counts.double().unsqueeze(-1)).sum(-2), 1e-5)
 
 
-@pytest.mark.parametrize("top", [1, 5, 8, 33])
-@pytest.mark.parametrize("sharp", [0.0, 1.0, 20.0])
+@pytest.mark.parametrize(
+    ("top", "sharp"), [(1, 0.0), (1, 1.0), (1, 20.0), (5, 1.0), (8, 0.0), (8, 1.0), (8, 20.0), (33, 1.0)]
+)
 def test_as_many_keys_as_wanted(top: int, sharp: float) -> None:
     case = causal(heads=(1, 1), queries=5, keys=130, sharp=sharp)
     # Logits of 100 carry a rounding error of 1e-5 themselves.
