@@ -108,6 +108,14 @@ def test_a_moved_tensor_is_seen() -> None:
         weights.entropy()
 
 
+def test_a_tensor_that_is_read_in_another_order_is_seen() -> None:
+    arguments = matrices.qkv(matrices.D)
+    weights = lazy(arguments)
+    arguments["query"].data = arguments["query"].data.mT
+    with pytest.raises(RuntimeError, match="the query was changed or moved in place"):
+        weights.entropy()
+
+
 def test_a_tensor_with_another_shape_is_seen() -> None:
     arguments = matrices.qkv(5, 5)
     weights = lazy(arguments)
