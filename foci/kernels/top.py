@@ -2,7 +2,7 @@
 
 It kept, per query and class of keys, the two largest logits and where they were. The k largest of these are chosen
 (pick). A key that was not kept can count only where both of its class were chosen: those classes, few, are read again,
-key by key; elsewhere the choice is final (refine).
+key by key (refine); elsewhere the choice is final, and only its weights are computed again, exactly (weigh).
 The logits that were kept lack their lowest bits, which say where: closer than that, the lower key is taken.
 """
 
@@ -124,6 +124,44 @@ def store_in_order(x, found, values, keys, valid, TOP: tl.constexpr, SLOTS: tl.c
 
 
 @triton.jit
+def weigh(
+    q, k, lse, slopes, values, keys, H, group, Tq, Tk, D,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, scale, softcap, first_pair, first_query, queries,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    TOP: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """R queries of one pair: the exact weights of the keys picked, in order."""
+    pair = first_pair + tl.program_id(1)
+    b = (pair // H).to(tl.int64)
+    h = pair % H
+    q += b * q_batch + h.to(tl.int64) * q_head
+    k += b * k_batch + (h // group).to(tl.int64) * k_head
+    lse += pair.to(tl.int64) * Tq
+    values += pair.to(tl.int64) * Tq * TOP
+    keys += pair.to(tl.int64) * Tq * TOP
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes + h)
+    flat = tl.arange(0, R * SLOTS)
+    local = tl.program_id(0) * R + flat // SLOTS
+    slot = flat % SLOTS
+    i = first_query + local
+    valid = (local < queries) & (i < Tq)
+    found = tl.load(keys + i.to(tl.int64) * TOP + slot, mask=valid & (slot < TOP), other=-1)
+    d = tl.arange(0, BD)[None, :]
+    row = tl.load(q + i.to(tl.int64)[:, None] * q_query + d, mask=valid[:, None] & (d < D), other=0.0)
+    key = tl.load(k + found.to(tl.int64)[:, None] * k_key + d, mask=(found >= 0)[:, None] & (d < D), other=0.0)
+    dots = tl.sum(row.to(tl.float32) * key.to(tl.float32), 1)
+    x = logits(dots, i, found, Tk - Tq, slope, scale, softcap, SOFTCAP, ALIBI)
+    x = tl.where(found >= 0, x - log_sum_exps(lse, i, Tq), NONE)
+    lines = first_query + tl.program_id(0) * R + tl.arange(0, R)
+    there = (tl.program_id(0) * R + tl.arange(0, R) < queries) & (lines < Tq)
+    place = (lines.to(tl.int64) * TOP)[:, None]
+    x, found = tl.reshape(x, (R, SLOTS)), tl.reshape(found, (R, SLOTS))
+    store_in_order(x, found, values + place, keys + place, there[:, None], TOP, SLOTS)
+
+
+@triton.jit
 def refine(
     q, k, lse, spans, query_ids, key_ids, dense, slopes, flags, values, keys,
     H, group, Tq, Tk, D,
@@ -135,7 +173,7 @@ def refine(
     TOP: tl.constexpr, SLOTS: tl.constexpr, CLASSES: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, READ: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """R queries of one pair: exact weights of the keys picked, in order; then the queries with flags, one by one."""
+    """R queries of one pair: those with flags, one by one. Each flagged class is read again, key by key."""
     pair = first_pair + tl.program_id(1)
     local = tl.program_id(0) * R + tl.arange(0, R)
     i = first_query + local
@@ -158,15 +196,8 @@ def refine(
         slope = tl.load(slopes + h)
     slot = tl.arange(0, SLOTS)[None, :]
     words = tl.arange(0, CLASSES // WORD)[None, :]
-    lines = (i.to(tl.int64) * TOP)[:, None]
-    found = tl.load(keys + lines + slot, mask=valid[:, None] & (slot < TOP), other=-1)
-    dots = products(q, k, i, found, found >= 0, Tq, D, q_query, k_key, BD, STEP)
-    x = logits(dots, i[:, None], found, offset, slope, scale, softcap, SOFTCAP, ALIBI)
-    x = tl.where(found >= 0, x - log_sum_exps(lse, i, Tq)[:, None], NONE)
     flagged = tl.load(flags + tl.arange(0, R)[:, None] * (CLASSES // WORD) + words, mask=valid[:, None], other=0)
-    store_in_order(x, found, values + lines, keys + lines, valid[:, None], TOP, SLOTS)
     if tl.max(tl.max(flagged, 1), 0) > 0:
-        tl.debug_barrier()
         for r in range(R):
             flag = tl.load(flags + r * (CLASSES // WORD) + words)  # (1, CLASSES // WORD)
             one = first_query + tl.program_id(0) * R + r + tl.zeros((1,), tl.int32)

@@ -28,7 +28,7 @@ class Config:
     stages: int
     per_processor: int
     fine: int = 16
-    refining_rows: int = 4
+    refining_rows: int = 16
     refining_warps: int = 1
     registers: int | None = None
 

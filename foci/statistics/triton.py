@@ -19,6 +19,14 @@ from foci.statistics.wanted import Wanted
 FLAGS_PER_WORD = 16
 
 
+# What the kernel that weighs the chosen keys takes of the others' arguments.
+WEIGHED = (
+    *("q", "k", "lse", "slopes", "H", "group", "Tq", "Tk", "D", "q_batch", "q_head", "q_query"),
+    *("k_batch", "k_head", "k_key", "scale", "softcap", "SOFTCAP", "ALIBI", "BD"),
+)
+COMMON = ("keys", "first_pair", "first_query", "queries", "TOP")
+
+
 def statistics(
     q: Tensor,
     k: Tensor,
@@ -111,7 +119,7 @@ def choose(
     config: Config,
 ) -> None:
     """The heaviest keys of the queries of one launch."""
-    from foci.kernels.top import pick, refine
+    from foci.kernels.top import pick, refine, weigh
 
     queries = launch.tiles * config.queries
     classes = shape["segments"] * config.keys // 2
@@ -122,7 +130,13 @@ def choose(
     pick[(-(-queries // rows), launch.pairs)](
         best=buffers["best"], second=buffers["second"], TAG_BITS=shape["TAG_BITS"], R=rows, **common, num_warps=1
     )
-    rows, slots = config.refining_rows, 2 ** math.ceil(math.log2(top))
+    slots = 2 ** math.ceil(math.log2(top))
+    rows = max(1, 128 // slots)
+    weighed = {name: arguments[name] for name in WEIGHED} | {name: common[name] for name in COMMON}
+    weigh[(-(-queries // rows), launch.pairs)](
+        **weighed, values=buffers["top_values"], SLOTS=slots, R=rows, num_warps=4
+    )
+    rows = config.refining_rows
     refine[(-(-queries // rows), launch.pairs)](
         **arguments | common, values=buffers["top_values"], SLOTS=slots, R=rows, READ=16,
         STEP=min(arguments["BD"], max(16, 4096 // (rows * slots))), num_warps=config.refining_warps,
