@@ -143,6 +143,7 @@ SIZES: dict[str, tuple[Arguments, Arguments, tuple[int, int, int]]] = {
     "a large softcap": (sized(30, 200, 8), {"score": foci.Dot(softcap=5000.0)}, (8, 4, 4)),
     "alibi": (sized(140, 400, 8), {"bias": foci.ALiBi(), "mask": foci.causal}, (8, 4, 4)),
     "documents": (sized(200, 200, 8), {"mask": foci.causal & foci.documents(torch.arange(200) // 37)}, (8, 9, 9)),
+    "documents in turns": (sized(200, 200, 8), {"mask": foci.documents(torch.arange(200) * 5 // 7 % 4)}, (8, 9, 9)),
     "holes": (sized(50, 1600, 8), {"mask": randn(2, 50, 1600, seed=9) > 0.5}, (8, 9, 9)),
     "holes of whole rows": (sized(50, 100, 8), {"mask": randn(50, 1, seed=9) > 0.5}, (8, 9, 9)),
     "a turned mask": (sized(50, 60, 8), {"mask": (randn(60, 50, seed=9) > 0.5).mT}, (8, 9, 9)),
@@ -245,6 +246,14 @@ def test_queries_that_see_nothing_or_little() -> None:
     nobody = measured(arguments | {"mask": foci.causal.at(-50)}, everything(40, 10))
     assert bool((nobody["largest"] == -torch.inf).all())
     assert all(bool((nobody[name] == 0).all()) for name in ("entropy", "received", "picture", "top_values"))
+
+
+@pytest.mark.usefixtures("_any_size")
+def test_entropy_is_never_below_zero() -> None:
+    arguments = in_dtype(sized(300, 300, 8, sharp=9.0), torch.float32) | {"mask": foci.window(0)}
+    entropy = measured(arguments, Wanted(entropy=True))["entropy"]
+    assert bool((entropy >= 0).all())
+    torch.testing.assert_close(entropy, torch.zeros(1, 2, 300), atol=1e-5, rtol=0)
 
 
 @pytest.mark.usefixtures("_any_size")
