@@ -9,7 +9,7 @@ look: $(READY)
 	@$(BIN)/foci explain "Jane is hungry, and she's really craving pasta from Italy."
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is defined, so it must stand before anything imports one.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many workers as cores: more threads would only get into each other's way.
+    torch.set_num_threads(1)
 
 DESELECTED: Counter[str] = Counter()
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -73,6 +78,18 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
         for name in ("slow", "gpu"):
             if item.get_closest_marker(name):
                 DESELECTED[name] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands its counts to the process that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = dict(DESELECTED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker collects everything, so their counts are the same."""
+    DESELECTED.update({name: count - DESELECTED[name] for name, count in node.workeroutput["deselected"].items()})
 
 
 def refuse_skip(report: pytest.TestReport | pytest.CollectReport, names: list[str]) -> None:
