@@ -156,9 +156,7 @@ def checked_head_width(width: int, heads: int, kv_heads: int, head_width: int | 
             f" heads={heads}, kv_heads={kv_heads}"
         )
     if head_width is None and width % heads:
-        raise ValueError(
-            f"Attention takes a width that is a multiple of heads, or a head_width, but got {width} / {heads}"
-        )
+        raise ValueError(f"without a head_width the width must be a multiple of heads, but got {width} and {heads}")
     return width // heads if head_width is None else head_width
 
 

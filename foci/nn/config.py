@@ -99,6 +99,10 @@ class TransformerConfig(BlockConfig):
         super().__post_init__()
         self.at_least(0, "vocabulary", "layers", "segments")
         self.at_least(1, "max_length")
+        if self.head == "masked" and self.activation == "swiglu":
+            raise ValueError(
+                "a masked head has the block's activation, which must be one without a gate, but got 'swiglu'"
+            )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.nn.block import made_norm
+from foci.nn.block import ACTIVATIONS, made_norm
 from foci.nn.config import TransformerConfig
 from foci.nn.embed import LearnedPositions, SinusoidalPositions
 
@@ -64,7 +64,9 @@ class Head(nn.Module):
         assert config.vocabulary is not None and config.head is not None
         self.kind = config.head
         if config.head == "masked":
-            self.transform = nn.Sequential(nn.Linear(config.width, config.width), nn.GELU(), made_norm(config))
+            self.transform = nn.Linear(config.width, config.width)
+            self.activation = ACTIVATIONS[config.activation]
+            self.norm = made_norm(config)
         if config.head == "linear":
             self.weight = nn.Parameter(torch.zeros(config.vocabulary, config.width))
         biased = config.head_bias or config.head == "masked"
@@ -73,7 +75,7 @@ class Head(nn.Module):
     def forward(self, states: Tensor, embedding: Tensor) -> Tensor:
         """`embedding` (vocabulary, width) is what a tied head multiplies with."""
         if self.kind == "masked":
-            states = self.transform(states)
+            states = self.norm(self.activation(self.transform(states)))
         return F.linear(states, self.weight if self.kind == "linear" else embedding, self.bias)
 
 
