@@ -19,6 +19,7 @@ enum { LANES = 4, ROWS = 4 };
 #endif
 
 typedef float floats __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef int32_t ints __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 static inline floats load(const float *from) { return *(const floats *)from; }
@@ -70,7 +71,7 @@ static inline void split_power(floats x, floats *scale, floats *rest)
     p = p * f + 0x1.c6aee8p-5f;
     p = p * f + 0x1.ebfbdcp-3f;
     p = p * f + 0x1.62e43p-1f;
-    *scale = (floats)(((ints)shifted << 23) + 0x3f800000);
+    *scale = (floats)(((words)shifted << 23) + 0x3f800000u);
     *rest = p * f;
 }
 

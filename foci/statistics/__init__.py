@@ -28,8 +28,12 @@ def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str
 
 def who(call: Call) -> str:
     """Who measures the weights of such a call, in words."""
-    reasons = device.refuses(call)
-    return "triton, in one pass" if not reasons else f"blocked, strip by strip (triton refuses: {'; '.join(reasons)})"
+    refusals = {"triton": device.refuses(call), "compiled C": compiled.refuses(call)}
+    for name, reasons in refusals.items():
+        if not reasons:
+            return f"{name}, in one pass"
+    said = "; ".join(f"{name} refuses: {', '.join(reasons)}" for name, reasons in refusals.items())
+    return f"blocked, strip by strip ({said})"
 
 
 @keeps_dtypes

@@ -320,6 +320,16 @@ def test_without_a_compiler_strips_measure(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(weights.entropy(), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_the_plan_says_who_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 2, 300, 8)
+    plan = str(foci.plan(q, q, q, mask=foci.causal, return_weights=True))
+    assert "statistics of the weights: compiled C, in one pass" in plan
+    monkeypatch.setattr(native, "opened", lambda name: "no C compiler was found")
+    plan = str(foci.plan(q, q, q, mask=foci.causal, return_weights=True))
+    assert "blocked, strip by strip" in plan
+    assert "compiled C refuses: no C compiler was found" in plan
+
+
 def test_memory_is_linear_in_the_length() -> None:
     arguments: dict[str, Any] = in_dtype(sized(2000, 2000, 8), torch.float32) | {"mask": foci.causal}
     weights = lazy(arguments)
