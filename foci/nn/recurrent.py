@@ -145,8 +145,8 @@ class Seq2SeqRNN(Model):
         self.writer = made_rnn(config, width + (context if config.attend == "before" else 0), both=False)
         self.readout = nn.Linear(width + context, width)
         self.head = None if config.tied else nn.Linear(width, config.vocabulary)
-        for words_of in {self.target_words, self.source_words}:
-            nn.init.normal_(words_of.weight, std=width**-0.5)
+        for table in (self.target_words, self.source_words):
+            nn.init.normal_(table.weight, std=width**-0.5)
 
     def forward(
         self,
@@ -220,6 +220,7 @@ class Seq2SeqRNN(Model):
             caches.keys = self.alignment.keys_of(memory.states).clone()
         return caches.keys
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _read(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """States (B, S, C) and the last state of each layer and direction; padding is skipped, in both directions."""
         if lengths is None:
@@ -250,6 +251,7 @@ class Seq2SeqRNN(Model):
         states, contexts, queries = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
         return states, contexts, queries, hidden
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _step(self, x: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The decoder's RNN over (B, T, ·), from a state to a state."""
         hidden = tuple(part.to(x.dtype).contiguous() for part in hidden)

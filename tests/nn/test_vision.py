@@ -1,0 +1,166 @@
+"""Images as patches: shapes, where patches stand, padding, training, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import foci.nn
+from foci.nn.vision import VisionConfig, VisionTransformer, patches
+from tests.nn.same import assert_same
+
+OPTIONS = [
+    {"pool": pool, "positions": positions, "registers": registers}
+    for pool in ("class", "mean")
+    for positions in ("learned", "sinusoidal")
+    for registers in (0, 2)
+]
+
+
+def small(**options: Any) -> VisionTransformer:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "image": 8, "patch": 2, "channels": 1, "classes": 4}
+    return VisionTransformer(VisionConfig(**given | options)).eval()
+
+
+def images(count: int, height: int = 8, width: int = 8, seed: int = 1) -> torch.Tensor:
+    return torch.randn(count, 1, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def by_name(options: dict[str, Any]) -> str:
+    return "-".join(map(str, options.values()))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=by_name)
+def test_shapes_and_gradients(options: dict[str, Any]) -> None:
+    model = small(**options).train()
+    out = model(images(3), return_weights=True)
+    assert model.leading == options["registers"] + (options["pool"] == "class")
+    assert out.logits.shape == (3, 4)
+    assert out.states.shape == (3, model.leading + 16, 16)
+    assert [weights.shape for weights in out.weights.values()] == [(3, 2, model.leading + 16, model.leading + 16)] * 2
+    out.logits.square().sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())] == []
+
+
+def test_patches_are_cut_row_by_row() -> None:
+    image = torch.arange(16).view(1, 1, 4, 4)
+    assert patches(image, 2).tolist() == [[[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]]
+    both = torch.stack([image[0, 0], -image[0, 0]])[None]
+    assert patches(both, 2)[0, 1].tolist() == [2, 3, 6, 7, -2, -3, -6, -7]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=by_name)
+def test_a_padded_image_equals_the_image_alone(options: dict[str, Any]) -> None:
+    model = small(**options)
+    if options["positions"] == "learned":
+        # A table that is stretched for a smaller image would be another one: here it is the corner of the large one.
+        model.places.data[:] = foci.sinusoidal(4, 16)[:, None] + foci.sinusoidal(4, 16)
+    picture = images(1, 4, 6)
+    large = torch.randn(2, 1, 8, 8)
+    large[0, :, :4, :6] = picture
+    real = torch.zeros(2, 4, 4, dtype=torch.bool)
+    real[0, :2, :3], real[1] = True, True
+    alone = small(**options)
+    alone.load_state_dict(model.state_dict())
+    if options["positions"] == "learned":
+        alone._places = lambda rows, columns: model.places[:rows, :columns]  # type: ignore[method-assign]
+    assert_same(model(large, padding=real).logits[0], alone(picture).logits[0])
+    assert_same(model(large, padding=real).logits[1], model(large[1:]).logits[0])
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+def test_where_a_patch_stands_is_known(positions: str) -> None:
+    """A class token alone could not tell an image from the same patches in another order."""
+    model = small(positions=positions)
+    if positions == "learned":
+        model.places.data.normal_()
+    image = images(1)
+    moved = image.roll(2, dims=-1)
+    assert float((model(image).logits - model(moved).logits).detach().abs().max()) > 1e-4
+
+
+def test_images_of_another_size() -> None:
+    for positions in ("learned", "sinusoidal"):
+        model = small(positions=positions)
+        assert model(images(2, 12, 16)).states.shape == (2, 1 + 48, 16)
+    flat = small()
+    flat.places.data[:] = 3.0
+    assert_same(flat._places(6, 8), torch.full((6, 8, 16), 3.0))
+
+
+def test_learns_where_the_light_is() -> None:
+    """One bright patch in noise: which of the four rows is it in?"""
+    torch.manual_seed(0)
+    model = small(width=32, layers=2, registers=1)
+    # Places that differ more than they do at first: a hundred steps are then enough.
+    model.places.data.normal_(std=0.2)
+
+    def lit(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        places = torch.randint(4, (count, 2), generator=generator)
+        light = F.one_hot(places[:, 0] * 4 + places[:, 1], 16).view(count, 1, 4, 4).float()
+        noise = torch.randn(count, 1, 8, 8, generator=generator)
+        return noise * 0.3 + 2 * F.interpolate(light, (8, 8)), places[:, 0]
+
+    unseen, rows = lit(128, seed=10**6)
+    assert float((model(unseen).logits.argmax(-1) == rows).float().mean()) < 0.6
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(120):
+        pictures, labels = lit(64, seed=step)
+        loss = F.cross_entropy(model(pictures).logits, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float((model(unseen).logits.argmax(-1) == rows).float().mean()) > 0.9
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_compiles_into_one_graph() -> None:
+    model = small(registers=2, layers=1)
+    torch._dynamo.reset()
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_same(fast(images(2)).logits, model(images(2)).logits)
+    fast(images(2)).logits.sum().backward()
+
+
+def test_runs_in_bfloat16_and_with_checkpointing() -> None:
+    expected = small()(images(3)).logits.detach()
+    half = small().to(torch.bfloat16)(images(3).to(torch.bfloat16)).logits
+    half.float().sum().backward()
+    assert half.dtype == torch.bfloat16
+    assert float((half.detach() - expected).abs().max()) < 0.05
+    assert_same(small(checkpoint=True)(images(3)).logits, expected)
+
+
+def test_saves_and_loads(tmp_path: Path) -> None:
+    for options in (OPTIONS[3], OPTIONS[4]):
+        model = small(**options)
+        model.save(tmp_path / "vision.safetensors")
+        again = foci.nn.Model.load(tmp_path / "vision.safetensors")
+        assert isinstance(again, VisionTransformer)
+        assert again.config == model.config
+        assert bool((again(images(2)).logits == model(images(2)).logits).all())
+
+
+def test_named_sizes() -> None:
+    with torch.device("meta"):
+        base = VisionTransformer.from_name("base", classes=1000)
+    # ViT-B/16 without the place of its class token, which is learned with the token here.
+    assert sum(p.numel() for p in base.parameters()) == 86_567_656 - 768
+    assert small(classes=None)(images(1)).logits is None
+
+
+def test_wrong_options_and_inputs_are_refused() -> None:
+    with pytest.raises(ValueError, match="an image must be a multiple of the patch, but got 9 and 2"):
+        small(image=9)
+    with pytest.raises(ValueError, match="a width that is a multiple of 4, but got 18"):
+        small(positions="sinusoidal", width=18)
+    with pytest.raises(ValueError, match=r"\(B, 1, height, width\), both sizes multiples of 2, but got \(1, 3, 8, 8\)"):
+        small()(torch.randn(1, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"padding must be bool \(B, 4, 4\)"):
+        small()(images(1), padding=torch.ones(1, 16, dtype=torch.bool))
