@@ -1,0 +1,188 @@
+"""Models as files: what was saved comes back, and what is damaged or foreign is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from foci.nn import Decoder, Encoder, EncoderDecoder, Model
+
+TOKENS = torch.arange(10).reshape(2, 5)
+
+
+def small(**changes: Any) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder.from_name("tiny", vocabulary=20, width=16, heads=2, **changes).eval()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.safetensors"
+
+
+def parts(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with safetensors.safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["foci"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """The same file with another header."""
+    header, tensors = parts(path)
+    safetensors.torch.save_file(tensors, path, metadata={"foci": json.dumps(header | changes)})
+
+
+@pytest.mark.parametrize("head", ["tied", "linear", None])
+@pytest.mark.parametrize("bias", [None, "buckets", "relative"])
+def test_a_saved_model_comes_back(path: Path, head: str | None, bias: str | None) -> None:
+    model = small(head=head, bias=bias, score="cosine")
+    model.save(path)
+    again = Decoder.load(path)
+    assert again.config == model.config
+    assert torch.equal(again(TOKENS).states, model(TOKENS).states)
+    assert not again.training
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_shared_tensors_are_saved_once_and_stay_shared(path: Path) -> None:
+    config = EncoderDecoder.sizes["tiny"].changed(vocabulary=20, shared=True, bias="buckets")
+    model = EncoderDecoder(config).eval()
+    model.save(path)
+    _, tensors = parts(path)
+    assert len(tensors) == len(list(model.parameters()))
+    again = EncoderDecoder.load(path)
+    assert again.encoder.embedding.tokens is again.decoder.embedding.tokens
+    assert again.encoder.blocks[0].attention.bias is again.encoder.blocks[1].attention.bias
+    assert torch.equal(again(TOKENS, TOKENS).logits, model(TOKENS, TOKENS).logits)
+
+
+def test_the_dtype_stays(path: Path) -> None:
+    small().bfloat16().save(path)
+    assert {parameter.dtype for parameter in Decoder.load(path).parameters()} == {torch.bfloat16}
+
+
+def test_any_kind_is_loaded_by_the_base_and_only_its_own_by_a_kind(path: Path) -> None:
+    small().save(path)
+    assert isinstance(Model.load(path), Decoder)
+    with pytest.raises(ValueError, match="expected Encoder, but the file holds 'Decoder'"):
+        Encoder.load(path)
+
+
+def test_a_loaded_model_does_not_depend_on_its_file(path: Path) -> None:
+    model = small()
+    model.save(path)
+    again = Decoder.load(path)
+    path.write_bytes(b"")
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_saving_replaces_a_file_only_when_all_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small().save(path)
+    before = path.read_bytes()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fails)
+    with pytest.raises(OSError, match="no space"):
+        small(layers=1).save(path)
+    assert path.read_bytes() == before
+    with pytest.raises(FileNotFoundError, match=r"the folder of .* must be there"):
+        small().save(path.parent / "missing" / "model.safetensors")
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, 0.5, 0.99])
+def test_a_truncated_file_is_refused(path: Path, kept: float) -> None:
+    small().save(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: kept if isinstance(kept, int) else int(len(content) * kept)])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        Decoder.load(path)
+
+
+def test_a_damaged_tensor_is_refused(path: Path) -> None:
+    small().save(path)
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 16
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: its tensors do not have the checksum"):
+        Decoder.load(path)
+
+
+def test_foreign_files_are_refused(path: Path) -> None:
+    path.write_text("a text")
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        Model.load(path)
+    torch.save({"x": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        Model.load(path)
+    safetensors.torch.save_file({"x": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match=r"expected format 'foci\.model/1', but found 'no header of foci'"):
+        Model.load(path)
+    safetensors.torch.save_file({"x": torch.zeros(2)}, path, metadata={"foci": '{"format": "foci.weights/1"}'})
+    with pytest.raises(ValueError, match=r"but found 'foci\.weights/1'"):
+        Model.load(path)
+    safetensors.torch.save_file({"x": torch.zeros(2)}, path, metadata={"foci": "{"})
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        Model.load(path)
+    with pytest.raises(FileNotFoundError):
+        Model.load(path.parent / "missing")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "Module"}, "expected Model, but the file holds 'Module'"),
+        ({"kind": None}, "expected Model, but the file holds None"),
+        ({"config": {"width": 16}}, "tensors .* are missing"),
+        ({"config": {"size": 16}}, "TransformerConfig has the fields"),
+        ({"config": {"width": "big"}}, "TransformerConfig.width must be a whole number, but got 'big'"),
+        ({"config": 3}, "is made from a table of fields, but got 3"),
+    ],
+)
+def test_headers_that_do_not_fit_are_refused(path: Path, changes: dict[str, Any], message: str) -> None:
+    small().save(path)
+    rewrite(path, **changes)
+    with pytest.raises(ValueError, match=f"cannot be loaded: .*{message}"):
+        Model.load(path)
+
+
+def test_a_header_without_a_config_is_refused(path: Path) -> None:
+    small().save(path)
+    header, tensors = parts(path)
+    del header["config"]
+    safetensors.torch.save_file(tensors, path, metadata={"foci": json.dumps(header)})
+    with pytest.raises(ValueError, match="cannot be loaded: 'config'"):
+        Model.load(path)
+
+
+def test_a_tensor_of_another_shape_is_refused(path: Path) -> None:
+    model = small()
+    model.save(path)
+    header, _ = parts(path)
+    rewrite(path, config=header["config"] | {"vocabulary": 21})
+    with pytest.raises(ValueError, match=r"embedding.tokens.weight must have shape \(21, 16\), but got \(20, 16\)"):
+        Model.load(path)
+
+
+def test_sizes_by_name() -> None:
+    with pytest.raises(ValueError, match="Decoder has the sizes tiny, small, base, but got 'huge'"):
+        Decoder.from_name("huge")
+    with pytest.raises(ValueError, match="but got colour"):
+        Encoder.from_name("tiny", colour=3)
+    for kind in (Encoder, Decoder, EncoderDecoder):
+        assert list(kind.sizes) == ["tiny", "small", "base"]
+        assert kind.from_name("tiny").config == kind.sizes["tiny"]
+
+
+def test_the_sizes_that_are_compared_with_others() -> None:
+    with torch.device("meta"):
+        gpt = Decoder.from_name("base", vocabulary=50257)
+        both = EncoderDecoder.from_name("base", vocabulary=37000, shared=True)
+    assert sum(parameter.numel() for parameter in gpt.parameters()) == 124_439_808
+    assert 62e6 < sum(parameter.numel() for parameter in both.parameters()) < 64e6
