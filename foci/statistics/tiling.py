@@ -11,7 +11,7 @@ import torch
 from foci.statistics.wanted import Wanted
 
 # What the candidates for the heaviest keys may take while they wait to be chosen from.
-BUDGET = 32 * 2**20
+BUDGET = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ def default(width: int, dtype: torch.dtype, wanted: Wanted) -> Config:
     """Wide tiles for half precision; float32 takes three products per tile and twice the room."""
     if dtype == torch.float32 or width > 128:
         return Config(queries=64, keys=64, warps=4, stages=2, per_processor=1)
-    # Each of these is kept in registers for half a tile; with many of them a tile needs more threads.
+    # Each of these is kept in registers for half a tile; with many of them a tile has to be smaller.
     carried = wanted.entropy + wanted.distance + wanted.largest + 2 * (wanted.top > 0)
     if carried > 3:
-        return Config(queries=128, keys=64, warps=8, stages=3, per_processor=1)
+        return Config(queries=64, keys=64, warps=4, stages=3, per_processor=2)
     return Config(queries=128, keys=64, warps=4, stages=3, per_processor=2)
 
 
@@ -52,11 +52,12 @@ def slots(pairs: int, tiles: int, programs: int) -> int:
 
 
 def segments_for(top: int, tiles: int, places: int) -> int:
-    """Parts of the keys that keep candidates of their own: a power of two, for 8 classes per key that is wanted.
+    """Parts of the keys that keep candidates of their own: a power of two, for 16 classes per key that is wanted.
 
-    A class hides a key that counts when it holds three of them: about one query in 70 with 8 classes per key.
+    A class is read again when it holds two keys that count: about every fifth query has one. With half as many classes
+    it is every other query and twice the keys, which was measured to take three times as long.
     """
-    wanted = -(-8 * top // places)
+    wanted = -(-16 * top // places)
     segments = 1
     while segments < wanted and 2 * segments <= tiles:
         segments *= 2

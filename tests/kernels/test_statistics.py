@@ -380,7 +380,7 @@ def test_slots_fill_the_processors() -> None:
 
 
 def test_segments_are_a_power_of_two_that_the_keys_fill() -> None:
-    assert [segments_for(top, 128, 32) for top in (0, 1, 8, 64)] == [1, 1, 2, 16]
+    assert [segments_for(top, 128, 32) for top in (0, 1, 8, 64)] == [1, 1, 4, 32]
     assert segments_for(64, 3, 32) == 2
 
 
