@@ -1,0 +1,207 @@
+"""Attention with a bias by distance (ALiBi, Buckets, Relative) in our own kernels: no matrix, forward or backward.
+
+The two operators are registered with PyTorch, so a compiler takes them as they are. Gradients reach query, key, value,
+tables and slopes, through the output and through the log-sum-exp, and are the same in every run.
+
+B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width, W = 2 clip + 1 distances.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from foci.arguments import Call
+from foci.backends import biased_launch, kernel_masks, row_tables
+from foci.backends.row_tables import Terms
+from foci.biases import ALiBi, Buckets, Relative
+from foci.scores import Additive, Dot
+
+LN_2 = math.log(2.0)
+WIDEST = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# Rows have 2 clip + 1 numbers: beyond these they would be as large as the matrix of a usual length.
+FARTHEST_VECTOR = 512
+FARTHEST_BUCKET = 1024
+
+TERMS = (
+    "Tensor? table, Tensor? buckets, Tensor? keys, Tensor? values, Tensor? slopes, Tensor? spans, Tensor? query_ids,"
+    " Tensor? key_ids, Tensor? dense, Tensor? seed, bool causal, float scale, float softcap, float dropout"
+)
+
+INPUTS = ("q", "k", "v", *Terms.__dataclass_fields__)
+OPTIONS = ("causal", "scale", "softcap", "dropout")
+
+
+def refuses(call: Call) -> list[str]:
+    """Why these kernels do not serve the call; the device and the transforms of torch.func are asked elsewhere."""
+    if not isinstance(call.bias, ALiBi | Buckets | Relative):
+        return ["there is no bias by distance"]
+    return [*bias_reasons(call), *input_reasons(call), *kernel_masks.reasons(call)]
+
+
+def bias_reasons(call: Call) -> list[str]:
+    bias, reasons = call.bias, []
+    if isinstance(bias, Relative):
+        clip = bias.keys.shape[-2] // 2
+        if not 0 < clip <= FARTHEST_VECTOR:
+            reasons.append(f"Relative with a clip of {clip}, where these kernels take 1 to {FARTHEST_VECTOR}")
+        if bias.values is not None and call.dropout:
+            reasons.append("dropout together with Relative values")
+        if not isinstance(call.score, Dot):
+            reasons.append(f"Relative together with the score {type(call.score).__name__}")
+    elif isinstance(bias, Buckets) and bias.max_distance > FARTHEST_BUCKET:
+        reasons.append(f"Buckets up to a distance of {bias.max_distance}, where these kernels take {FARTHEST_BUCKET}")
+    if call.positions is not None:
+        reasons.append("positions of your own")
+    return reasons
+
+
+def input_reasons(call: Call) -> list[str]:
+    reasons = []
+    if isinstance(call.score, Additive):
+        reasons.append("an additive score together with a bias")
+    if call.q.dtype not in DTYPES:
+        reasons.append(f"{call.q.dtype}".removeprefix("torch."))
+    if call.q.dtype == torch.bfloat16 and call.q.device.type == "cpu":
+        reasons.append("bfloat16, which Triton's interpreter does not know")
+    width = max(call.q.shape[-1], call.k.shape[-1], call.v.shape[-1])
+    if width > WIDEST:
+        reasons.append(f"a width of {width}, where these kernels take up to {WIDEST}")
+    if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
+        reasons.append("an empty tensor")
+    if call.dropout and (call.batch_ids is not None or call.head_ids is not None):
+        reasons.append("dropout in a part of a call")
+    return reasons
+
+
+def run(call: Call) -> tuple[Tensor, Tensor]:
+    inputs = inputs_of(call)
+    if torch.compiler.is_compiling():
+        out, peaks, extras = attend(*inputs)
+    elif call.needs_grad:
+        out, peaks, extras = Attend.apply(*inputs)  # type: ignore[no-untyped-call]
+    else:
+        q, k, v, *terms = inputs
+        out, peaks, extras = biased_launch.forward(q, k, v, Terms(*terms))
+    return out, (peaks.detach() + extras) * LN_2
+
+
+def inputs_of(call: Call) -> tuple[Any, ...]:
+    """What the operators take: q, k, v and the fields of Terms."""
+    dot = call.with_dot()
+    assert dot is not None and isinstance(dot.score, Dot)
+    masks = kernel_masks.forms(call)
+    seed = call.seed if call.dropout else None
+    scale, softcap = dot.score.factor(dot.q.shape[-1]), dot.score.softcap or 0.0
+    tensors = (*bias_tensors(call), masks.spans, masks.query_ids, masks.key_ids, masks.dense, seed)
+    return dot.q, dot.k, dot.v, *tensors, masks.causal, scale, softcap, call.dropout
+
+
+def bias_tensors(call: Call) -> tuple[Tensor | None, ...]:
+    """The table, the bucket of each distance, Relative's keys and values, and the slopes: of the call's own heads."""
+    bias, heads = call.bias, None if call.head_ids is None else call.heads.flatten()
+    if isinstance(bias, Buckets):
+        table = bias.table if heads is None else bias.table[:, heads]
+        kept = buckets_of if torch.compiler.is_compiling() else cached_buckets
+        found = kept(table.shape[0], bias.bidirectional, bias.max_distance, table.device)
+        return table, found, None, None, None
+    if isinstance(bias, Relative):
+        tables = (bias.keys, bias.values)
+        chosen = (t if t is None or t.dim() == 2 or heads is None else t[heads] for t in tables)
+        return None, None, *chosen, None
+    assert isinstance(bias, ALiBi) and bias.slopes is not None
+    return None, None, None, None, bias.slopes if heads is None else bias.slopes[heads]
+
+
+def buckets_of(buckets: int, bidirectional: bool, max_distance: int, device: torch.device) -> Tensor:
+    """The bucket of every distance from -max_distance to max_distance, beyond which it stays the same: (W,)."""
+    bias = Buckets(torch.empty(buckets, 1, device=device), bidirectional, max_distance)
+    return bias.bucket(torch.arange(-max_distance, max_distance + 1, device=device))
+
+
+@cache
+def cached_buckets(buckets: int, bidirectional: bool, max_distance: int, device: torch.device) -> Tensor:
+    # A tensor that is made in inference mode could not be used in a later training step.
+    with torch.inference_mode(False):
+        return buckets_of(buckets, bidirectional, max_distance, device)
+
+
+@torch.library.custom_op(
+    "foci::biased", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {TERMS}) -> (Tensor, Tensor, Tensor)"
+)
+def attend(q: Tensor, k: Tensor, v: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The output (B, H, Tq, Dv), and the log-sum-exp in base 2 as a sum of two (B, H, Tq).
+
+    The first is a row's largest logit and takes no gradient: all of it goes to the second.
+    """
+    return biased_launch.forward(q, k, v, Terms(*terms))
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *terms: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return biased_launch.results(q, v)
+
+
+@torch.library.custom_op(
+    "foci::biased_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor d_out, Tensor d_extras, Tensor out, Tensor peaks, Tensor extras, bool tables,"
+        f" Tensor q, Tensor k, Tensor v, {TERMS}) -> Tensor[]"
+    ),
+)
+def attend_backward(
+    d_out: Tensor, d_extras: Tensor, out: Tensor, peaks: Tensor, extras: Tensor, tables: bool, *inputs: Any
+) -> list[Tensor]:
+    """The gradients of q, k, v, and of what the bias has (table, keys, values or slopes) where `tables` is set."""
+    q, k, v, *terms = inputs
+    return biased_launch.backward(d_out, d_extras, out, peaks, extras, tables, q, k, v, Terms(*terms))
+
+
+@attend_backward.register_fake
+def _(
+    d_out: Tensor, d_extras: Tensor, out: Tensor, peaks: Tensor, extras: Tensor, tables: bool, *inputs: Any
+) -> list[Tensor]:
+    q, k, v, *terms = inputs
+    return biased_launch.gradients(q, k, v, Terms(*terms), tables)
+
+
+def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, ctx.options = inputs[: -len(OPTIONS)], inputs[-len(OPTIONS) :]
+    ctx.save_for_backward(*output, *tensors)
+
+
+def differentiate(ctx: Any, d_out: Tensor, d_peaks: Tensor, d_extras: Tensor) -> tuple[Tensor | None, ...]:
+    out, peaks, extras, *tensors = ctx.saved_tensors
+    wanted = dict(zip(INPUTS, ctx.needs_input_grad, strict=True))
+    tables = any(wanted[name] for name in row_tables.LEARNED)
+    found = attend_backward(d_out, d_extras, out, peaks, extras, tables, *tensors, *ctx.options)
+    names = ("q", "k", "v", *row_tables.learned(Terms(*tensors[3:], *ctx.options), tables))
+    gradients = dict(zip(names, found, strict=True))
+    return tuple(gradients.get(name) if wanted[name] else None for name in INPUTS)
+
+
+attend.register_autograd(differentiate, setup_context=keep_for_backward)
+
+
+class Attend(torch.autograd.Function):
+    """The operator for everybody but a compiler: calling an operator costs more than all of a small call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        q, k, v, *terms = inputs
+        output = biased_launch.forward(q, k, v, Terms(*terms))
+        keep_for_backward(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        return differentiate(ctx, *slopes)

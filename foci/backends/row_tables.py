@@ -1,0 +1,140 @@
+"""A bias by distance as a row table, which kernels look up at clip(distance) + clip, and what is left to torch.
+
+Buckets share one row among all queries. Shaw's vectors give each query its own, q · keys[distance], and the row is
+linear in q and keys, so its gradient is handed on by two matrix products. Rows exist for some heads at a time only.
+
+B batch, H heads, Tq queries, W = 2 clip + 1 distances, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+# Bytes of row tables at a time. Enough for a thousand programs at 128 queries and 257 distances.
+BUDGET = 2**28
+
+Place = tuple[slice, slice]
+
+# What of a bias can be learned.
+LEARNED = ("table", "keys", "values", "slopes")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Everything of a call beyond query, key and value; None is absent. Tables are float32."""
+
+    table: Tensor | None  # Buckets: (buckets, H)
+    buckets: Tensor | None  # the bucket of each distance: (W,)
+    keys: Tensor | None  # Relative: (W, D) or (H, W, D)
+    values: Tensor | None  # (W, Dv) or (H, W, Dv)
+    slopes: Tensor | None  # ALiBi: (H,)
+    spans: Tensor | None  # masks, as in kernel_masks
+    query_ids: Tensor | None
+    key_ids: Tensor | None
+    dense: Tensor | None
+    seed: Tensor | None
+    causal: bool
+    scale: float
+    softcap: float  # 0.0 is none
+    dropout: float
+
+    @property
+    def width(self) -> int:
+        """The number of distances; 1 where there is no table."""
+        if self.buckets is not None:
+            return self.buckets.shape[0]
+        return 1 if self.keys is None else self.keys.shape[-2]
+
+    @property
+    def kind(self) -> int:
+        """As the kernels name it: no table, one inside the scale, one that is added at the end."""
+        return 2 if self.table is not None else 0 if self.keys is None else 1
+
+    def part(self, place: Place) -> Terms:
+        """The same for some sequences and heads; the bucket table stays whole, it is small."""
+        batches, heads = place
+        return replace(
+            self,
+            table=None if self.table is None else self.table[:, heads],
+            keys=of_heads(self.keys, heads),
+            values=of_heads(self.values, heads),
+            slopes=None if self.slopes is None else self.slopes[heads],
+            spans=of_batch(self.spans, batches),
+            query_ids=of_batch(self.query_ids, batches),
+            key_ids=of_batch(self.key_ids, batches),
+            dense=None if self.dense is None else of_batch(self.dense, batches, heads),
+        )
+
+
+def learned(terms: Terms, wanted: bool) -> list[str]:
+    """The learned tensors that this bias has; none where no gradient of them is wanted."""
+    return [name for name in LEARNED if wanted and getattr(terms, name) is not None]
+
+
+def of_heads(table: Tensor | None, heads: slice) -> Tensor | None:
+    return table if table is None or table.dim() == 2 else table[heads]
+
+
+def of_batch(x: Tensor | None, batches: slice, heads: slice = slice(None)) -> Tensor | None:
+    """The rows of some sequences, of a tensor that may have one row for all."""
+    if x is None:
+        return None
+    x = x if x.shape[0] == 1 else x[batches]
+    return x if heads == slice(None) or x.shape[1] == 1 else x[:, heads]
+
+
+def places(q: Tensor, group: int, row_bytes: int) -> Iterator[Place]:
+    """Parts of the call whose row tables fit the budget; heads that share keys stay together."""
+    batch, heads, queries, _ = q.shape
+    pairs = max(BUDGET // max(row_bytes * queries, 1), 1)
+    if pairs >= heads:
+        step = pairs // heads
+        yield from ((slice(b, min(b + step, batch)), slice(0, heads)) for b in range(0, batch, step))
+        return
+    step = max(pairs // group, 1) * group
+    for b in range(batch):
+        yield from ((slice(b, b + 1), slice(h, min(h + step, heads))) for h in range(0, heads, step))
+
+
+def rows(q: Tensor, terms: Terms) -> Tensor | None:
+    """The row table: (1, H, 1, W) for buckets, (B, H, Tq, W) for vectors; None where the bias has none."""
+    if terms.table is not None:
+        assert terms.buckets is not None
+        return terms.table.index_select(0, terms.buckets).mT.contiguous()[None, :, None]
+    return None if terms.keys is None else q.float() @ terms.keys.mT
+
+
+def buckets_gradient(d_rows: Tensor, terms: Terms) -> Tensor:
+    """(H, W) -> (buckets, H): a product with ones and zeros, which unlike scattering adds in a fixed order."""
+    assert terms.table is not None and terms.buckets is not None
+    member = terms.buckets.unsqueeze(0) == torch.arange(terms.table.shape[0], device=d_rows.device).unsqueeze(1)
+    return (member.double() @ d_rows.double().mT).to(terms.table.dtype)
+
+
+def add_products(into: Tensor, rows: Tensor, table: Tensor) -> None:
+    """into += rows @ table, all float32; (B, H, Tq, D), (B, H, Tq, W) and (W, D) or (H, W, D)."""
+    if table.dim() == 2:
+        into.view(-1, into.shape[-1]).addmm_(rows.view(-1, rows.shape[-1]), table)
+        return
+    tables = table.expand(into.shape[0], *table.shape).flatten(0, 1)
+    into.view(-1, *into.shape[2:]).baddbmm_(rows.view(-1, *rows.shape[2:]), tables)
+
+
+def add_gradient(into: Tensor, rows: Tensor, x: Tensor, heads: slice) -> None:
+    """Adds Σ rowsᵀ x to the gradient of a table (W, D) or (H, W, D), given (B, H, Tq, W) and (B, H, Tq, D)."""
+    products = rows.mT @ x.float()
+    if into.dim() == 2:
+        into += products.sum((0, 1))
+    else:
+        into[heads] += products.sum(0)
+
+
+def weights_by_distance(band: Tensor, peaks: Tensor, extras: Tensor) -> Tensor:
+    """Logits inside the clip, base 2, become weights; the sums at the two ends already are. In place."""
+    finite = torch.where(peaks == -torch.inf, 0.0, peaks + extras).unsqueeze(-1)
+    band[..., 1:-1].sub_(finite).exp2_()
+    return band

@@ -1,0 +1,266 @@
+"""Attention with a bias that depends on how far query and key stand apart: forward.
+
+A bias is a row table: for every query, one number per distance from -clip to clip, farther ones sharing the ends.
+T5's buckets are a table that all queries share (its row stride is 0), Shaw's vectors give each query its own,
+q · keys[distance]. So a tile near the diagonal looks its numbers up, and a tile far from it needs one number per row.
+
+For Shaw's values the weights themselves are wanted by distance: inside the clip each belongs to one key, so its logit
+is stored, and beyond it they are summed. B batch, H heads, Tq queries, Tk keys, D width, Dv value width.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from foci.kernels.logits import LOG2_E, allowed, span, tanh
+
+
+@triton.jit
+def mixed(x):
+    """The 32-bit hash of the reference's dropout; x may have more bits, all of which count."""
+    x = (x ^ (x >> 16)).to(tl.uint32) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def joined(noise, index):
+    return mixed(noise.to(tl.uint64) * 5 + index.to(tl.uint64))
+
+
+@triton.jit
+def kept(seed, b, h, i, j, threshold):
+    """Which entries dropout keeps: the same as the reference's, entry by entry."""
+    noise = mixed((seed + b).to(tl.uint64))
+    return joined(joined(joined(noise, h), i), j) >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def rows_of(base, stride, first, r, count, c, width, EVEN: tl.constexpr):
+    """A tile of rows first + r of a matrix (count, width); zeros outside. 64-bit sums are left to its first row."""
+    places = base + first.to(tl.int64) * stride + (r[:, None] * stride + c[None, :])
+    there = first + r[:, None] < count
+    if not EVEN:
+        there = there & (c[None, :] < width)
+    return tl.load(places, mask=there, other=0.0)
+
+
+@triton.jit
+def side(first_i, first_j, offset, clip, BM: tl.constexpr, BN: tl.constexpr):
+    """-1 where all keys of the tile stand at least the clip before its queries, 1 where behind them, 0 between."""
+    before = (first_j + (BN - 1) - first_i - offset <= -clip).to(tl.int32)
+    behind = (first_j - (first_i + (BM - 1)) - offset >= clip).to(tl.int32)
+    return behind - before
+
+
+@triton.jit
+def looked_up(table, places, DIRECT: tl.constexpr):
+    """Numbers from all over a row table, every place a valid one. Triton would load rows and turn them into the tile
+    through shared memory, and half of the softmax with them; DIRECT leaves each number to the thread that needs it.
+    """
+    if DIRECT:
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b64 at; mad.wide.s32 at, $2, 4, $1; ld.global.nc.f32 $0, [at]; }",
+            "=f,l,r", [table.to(tl.int64), places], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        found = tl.load(table + places)
+    return found
+
+
+@triton.jit
+def put(table, places, numbers, wanted, DIRECT: tl.constexpr):
+    """Stores single numbers, from the threads that have them."""
+    if DIRECT:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b64 at; setp.ne.s32 p, $4, 0; mad.wide.s32 at, $2, 4, $1;"
+            " @p st.global.f32 [at], $3; mov.b32 $0, 0; }",
+            "=r,l,r,f,r", [table.to(tl.int64), places, numbers, wanted.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(table + places, numbers, mask=wanted)
+
+
+@triton.jit
+def clipped(i, j, offset, clip):
+    """The place of a distance in a row table."""
+    return tl.minimum(tl.maximum(j - i - offset, -clip), clip) + clip
+
+
+@triton.jit
+def own_rows(table, h, rows, width, TABLE: tl.constexpr):
+    """Where a tile's rows of the table begin, and the step from row to row: TABLE 2 has one row per head."""
+    if TABLE == 2:
+        start, step = table + h * width, 0
+    else:
+        start, step = table + rows, width
+    return start, step
+
+
+@triton.jit
+def ends(table, rows, inside, clip, TABLE: tl.constexpr):
+    """What the table says of all distances beyond the clip, on both sides: numbers, or columns of them."""
+    if TABLE == 2:
+        left, right = tl.load(table), tl.load(table + 2 * clip)
+    else:
+        left = tl.load(table + rows, mask=inside, other=0.0)[:, None]
+        right = tl.load(table + rows + 2 * clip, mask=inside, other=0.0)[:, None]
+    return left, right
+
+
+@triton.jit
+def scored(
+    dots, found, i, j, offset, slope, scale, softcap,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Base 2: softcap(scale * raw) + bias, and the tanh of the softcap. `found` is what the row table says:
+
+    TABLE is 0 where there is none, 1 where it belongs to the scaled part, 2 where it is added at the end. ALiBi may be
+    large, and a slope that is rounded once more costs float32 a digit: EXACT goes to base 2 last.
+    """
+    bent = dots
+    base = 1.0 if ALIBI and EXACT else LOG2_E
+    if SOFTCAP:
+        if TABLE == 1:
+            dots += found
+        bent = tanh(dots * (scale / softcap))
+        z = bent * (softcap * base)
+    else:
+        z = dots * (scale * base)
+        if TABLE == 1:
+            z += found * (scale * base)
+    if TABLE == 2:
+        z += found * base
+    if ALIBI:
+        apart = (i + offset).to(tl.float32) - j.to(tl.float32)
+        z -= tl.abs(apart) * (slope * base)
+        if EXACT:
+            z *= LOG2_E
+    return z, bent
+
+
+@triton.jit
+def forward(
+    q, k, v, out, peaks, extras, table, band, spans, query_ids, key_ids, dense, slopes, seed,
+    H, group, Tq, Tk, D, Dv, clip, first_b, first_h,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    out_batch, out_head, out_row, peaks_batch, peaks_head,
+    spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    scale, softcap, threshold, keep_scale,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TABLE: tl.constexpr, BAND: tl.constexpr, DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """A program owns a tile of queries of one head and walks over the keys with an online softmax.
+
+    out (B, H, Tq, Dv); peaks and extras (B, H, Tq), whose sum is the log-sum-exp in base 2: a large logit and a small
+    number keep more digits apart; band (B, H, Tq, 2 clip + 1): logits inside the clip, base 2, and the weights' sums at
+    its two ends.
+    """
+    tiles = tl.cdiv(Tq, BM)
+    pair = tl.program_id(0) // tiles
+    # The last queries first: under a causal mask they see most, and the short programs fill the gaps at the end.
+    first_i = (tiles - 1 - tl.program_id(0) % tiles) * BM
+    b, h = (pair // H).to(tl.int64), pair % H
+    g = h // group
+    offset = Tk - Tq
+    r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
+    rows = first_i + r
+    i, inside = rows[:, None], rows < Tq
+    queries = rows_of(q + b * q_batch + h * q_head, q_row, first_i, r, Tq, d, D, EVEN)
+    k += b * k_batch + g * k_head
+    v += b * v_batch + g * v_head
+    width = 2 * clip + 1
+    own_band = (pair.to(tl.int64) * Tq + first_i) * width
+    band += own_band
+    table, row = own_rows(table, h, own_band, width, TABLE)
+    # Rows past the end look up what the last one does.
+    table_rows = (tl.minimum(r, Tq - 1 - first_i) * row)[:, None]
+    spans += b * spans_batch
+    query_ids += b * query_ids_batch
+    key_ids += b * key_ids_batch
+    dense += b * dense_batch + h * dense_head
+    slope = tl.load(slopes + h) if ALIBI else 0.0
+    drawn = tl.load(seed) if DROPOUT else 0
+    if TABLE > 0:
+        left_end, right_end = ends(table, r * row, inside, clip, TABLE)
+    peak = tl.full((BM,), -float("inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    left = tl.zeros((BM,), tl.float32)
+    right = tl.zeros((BM,), tl.float32)
+    mean = tl.zeros((BM, BV), tl.float32)
+    for s in tl.static_range(max(1, SPANS)):
+        low, high = span(spans, s, rows, offset, Tq, Tk, CAUSAL, SPANS)
+        some = high > low
+        first = tl.min(tl.where(some, low, Tk), 0) // BN
+        last = tl.cdiv(tl.max(tl.where(some, high, 0), 0), BN)
+        # Between these every query of the tile sees every key.
+        full = tl.cdiv(tl.max(low, 0), BN)
+        end = tl.min(tl.where(inside, high, Tk), 0) // BN
+        for t in range(first, last):
+            first_j = t * BN
+            j = first_j + c[None, :]
+            keys = rows_of(k, k_row, first_j, c, Tk, d, D, EVEN)
+            dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            far = side(first_i, first_j, offset, clip, BM, BN)
+            plain = (t >= full) & (t < end)
+            if TABLE > 0:
+                plain = plain & (far != 0)
+            if IDS or DENSE:
+                plain = plain & False
+            if plain:
+                edge = dots
+                if TABLE > 0:
+                    edge = tl.where(far < 0, left_end, right_end)
+                z, _ = scored(dots, edge, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT)
+            else:
+                place = clipped(i, j, offset, clip)
+                found = dots
+                if TABLE > 0:
+                    found = looked_up(table, table_rows + place, DIRECT)
+                z, _ = scored(dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT)
+                seen = (j >= low[:, None]) & (j < high[:, None])
+                seen = allowed(seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
+                z = tl.where(seen, z, -float("inf"))
+                if BAND:
+                    near = seen & (place > 0) & (place < 2 * clip)
+                    put(band, r[:, None] * width + place, z, near, DIRECT)
+            higher = tl.maximum(peak, tl.max(z, 1))
+            # A row that has seen nothing yet has no peak: -inf - 0 is no NaN.
+            safe = tl.where(higher == -float("inf"), 0.0, higher)
+            alpha = tl.exp2(peak - safe)
+            p = tl.exp2(z - safe[:, None])
+            peak = higher
+            mass = tl.sum(p, 1)
+            total = total * alpha + mass
+            if BAND:
+                if plain:
+                    to_left = tl.where(far < 0, mass, 0.0)
+                    to_right = tl.where(far < 0, 0.0, mass)
+                else:
+                    place = clipped(i, j, offset, clip)
+                    to_left = tl.sum(tl.where(place == 0, p, 0.0), 1)
+                    to_right = tl.sum(tl.where(place == 2 * clip, p, 0.0), 1)
+                left = left * alpha + to_left
+                right = right * alpha + to_right
+            if DROPOUT:
+                p = tl.where(kept(drawn, b + first_b, h + first_h, i, j, threshold), p * keep_scale, 0.0)
+            values = rows_of(v, v_row, first_j, c, Tk, e, Dv, EVEN)
+            mean = mean * alpha[:, None]
+            mean += tl.dot(p.to(values.dtype), values, input_precision=PRECISION)
+    empty = total == 0.0
+    share = 1.0 / tl.where(empty, 1.0, total)
+    mean = mean * share[:, None]
+    out += b * out_batch + h * out_head + first_i.to(tl.int64) * out_row
+    there = inside[:, None] & (e[None, :] < Dv)
+    tl.store(out + (r[:, None] * out_row + e[None, :]), mean.to(out.dtype.element_ty), mask=there)
+    at = b * peaks_batch + h * peaks_head + rows
+    tl.store(peaks + at, peak, mask=inside)
+    tl.store(extras + at, tl.log2(tl.where(empty, 1.0, total)), mask=inside)
+    if BAND:
+        tl.store(band + r * width, left * share, mask=inside)
+        tl.store(band + r * width + 2 * clip, right * share, mask=inside)
