@@ -51,7 +51,8 @@ def unmasked_logits(call: Call, q: Tensor, k: Tensor, where: Where) -> Tensor:
 def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The weights and the log-sum-exp; a row that sees nothing has weights 0 and log-sum-exp -inf."""
     if logits.shape[-1] == 0:
-        return logits, logits.new_full(logits.shape[:-1], -torch.inf)
+        # The sum of nothing keeps the log-sum-exp in the graph.
+        return logits, logits.sum(-1) - torch.inf
     peak = logits.detach().amax(-1, keepdim=True)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
     exponentials = torch.exp(logits - peak)
