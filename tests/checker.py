@@ -23,8 +23,11 @@ from foci.arguments import Call
 
 Tensors = dict[str, Tensor]
 
-# The floor, in units of the dtype's eps times the magnitude: what a sum in another order may lose.
-FEW = 4.0
+# The floor, in units of the dtype's eps times the magnitude: what a sum in another order may lose. Sums of half
+# precision are taken in float32 and rounded once, the others lose at every step.
+FEW = {torch.float16: 4.0, torch.bfloat16: 4.0, torch.float32: 8.0, torch.float64: 8.0}
+
+INPUTS = ("query", "key", "value")
 
 # Below this a truth is made of float64 rounding: the exact answer is 0.
 NOTHING = 1e-12
@@ -95,12 +98,17 @@ def no_wider_than_the_inputs() -> Iterator[None]:
 def check(found: Tensors, true: Tensors, eager: Tensors, dtype: torch.dtype) -> None:
     """Fails with every answer that is missing, of a wrong shape or dtype, or further from the truth than it may be."""
     assert found.keys() == true.keys(), f"expected {', '.join(true)}, but got {', '.join(found)}"
-    wrong = {name: fault(name, found[name], true[name], eager[name], dtype) for name in true}
+    terms = [true[f"gradient of {name}"] for name in INPUTS if f"gradient of {name}" in true]
+    wrong = {}
+    for name, tensor in true.items():
+        # The gradient of a parameter is a sum over all entries, which cancels; its terms are those of the inputs'.
+        shared = name.startswith("gradient of ") and name.removeprefix("gradient of ") not in INPUTS
+        wrong[name] = fault(name, found[name], tensor, eager[name], dtype, terms if shared else [])
     assert not any(wrong.values()), "; ".join(f"{name}: {what}" for name, what in wrong.items() if what)
 
 
-def fault(name: str, found: Tensor, true: Tensor, eager: Tensor, dtype: torch.dtype) -> str | None:
-    """What is wrong with one answer, or None."""
+def fault(name: str, found: Tensor, true: Tensor, eager: Tensor, dtype: torch.dtype, terms: list[Tensor]) -> str | None:
+    """What is wrong with one answer, or None; `terms` are what it was summed from, where that may have cancelled."""
     own = torch.promote_types(dtype, torch.float32) if name == "lse" else dtype
     if (found.shape, found.dtype) != (true.shape, own):
         return f"expected {own} {tuple(true.shape)}, but got {found.dtype} {tuple(found.shape)}"
@@ -111,7 +119,8 @@ def fault(name: str, found: Tensor, true: Tensor, eager: Tensor, dtype: torch.dt
     if not bool(error.isfinite().all()):
         return f"{int((~error.isfinite()).sum())} of {error.numel()} elements are not finite"
     for kind, measure in (("in the worst element", worst), ("on average", average)):
-        most = allowed(measure(eager[seen]), measure(true[seen]), dtype)
+        magnitude = max(measure(tensor) for tensor in (true[seen], *terms))
+        most = allowed(measure(eager[seen]), magnitude, dtype)
         # Written so that a limit that is not a number fails too.
         if not measure(error) <= most:
             return f"off by {measure(error):.3g} {kind}, where {most:.3g} is allowed"
@@ -121,7 +130,7 @@ def fault(name: str, found: Tensor, true: Tensor, eager: Tensor, dtype: torch.dt
 def allowed(eager_error: float, magnitude: float, dtype: torch.dtype) -> float:
     """Twice the error of eager code, and a floor; where the exact answer is 0, the inputs' 1 is the magnitude."""
     magnitude = magnitude if magnitude > NOTHING else 1.0
-    return 2.0 * eager_error + FEW * torch.finfo(dtype).eps * magnitude
+    return 2.0 * eager_error + FEW[dtype] * torch.finfo(dtype).eps * magnitude
 
 
 def worst(x: Tensor) -> float:
