@@ -9,6 +9,7 @@ from foci.nn.embed import BucketTable, LearnedPositions, RelativeTable, Rotary, 
 from foci.nn.ends import Embedding, Head
 from foci.nn.huggingface import from_huggingface
 from foci.nn.layout import Layout
+from foci.nn.loss import token_loss
 from foci.nn.model import Model
 from foci.nn.multihead import MultiheadAttention
 from foci.nn.recurrent import RecurrentConfig, Seq2SeqRNN
@@ -55,4 +56,5 @@ __all__ = [
     "load_torch_layer",
     "load_torch_transformer",
     "read_ctc",
+    "token_loss",
 ]
