@@ -21,6 +21,12 @@ def poisoned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU our kernels are held to the reference in tests/kernels, one by one: the interpreter is slow."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
 def filling(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def filled(*arguments: Any, **options: Any) -> Tensor:
         memory = allocate(*arguments, **options)

@@ -22,8 +22,6 @@ from tests.contract.pairwise import pairs_of
 from tests.contract.table import NAMED, all_cells, matches, must_refuse, refused_lines, served_cells
 
 MODULES = dict(zip(NAMES, BACKENDS, strict=True))
-# On a CPU Triton's kernels run in its interpreter, seconds per cell: only with -m slow.
-ON_CPU = [name for name in NAMES if name != "triton"]
 FREE = ("dtype", "sink", "lse")
 EMPTY_ROWS = ("causal", "padding", "left_padding", "documents", "entries", "outside")
 
@@ -59,7 +57,7 @@ def cells_of(*names: str) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize(("backend", "cell"), cells_of(*ON_CPU))
+@pytest.mark.parametrize(("backend", "cell"), cells_of(*NAMES))
 def test_a_backend_equals_the_reference(backend: str, cell: Cell) -> None:
     assert plan_of(problem_of(cell), cell, backend=backend).chosen == backend
     run_and_check(cell, backend)
@@ -92,9 +90,9 @@ def test_strips_of_a_few_entries_are_many() -> None:
 def test_the_table_says_who_serves_what(cell: Cell) -> None:
     problem = problem_of(cell)
     plan = plan_of(problem, cell)
-    assert set(plan.refusals) & set(ON_CPU) == {name for name in ON_CPU if must_refuse("cpu", name, cell)}
+    assert set(plan.refusals) == {name for name in NAMES if must_refuse("cpu", name, cell)}
     assert all(reason for reasons in plan.refusals.values() for reason in reasons)
-    serving = [name for name in ON_CPU if name not in plan.refusals and name != "reference"]
+    serving = [name for name in NAMES if name not in plan.refusals and name != "reference"]
     assert plan.chosen == serving[0]
     for name, reasons in plan.refusals.items():
         with pytest.raises(ValueError, match=f"backend '{name}' refuses this call") as caught:
@@ -102,7 +100,7 @@ def test_the_table_says_who_serves_what(cell: Cell) -> None:
         assert all(reason in str(caught.value) for reason in reasons)
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("backend", NAMES)
 def test_every_line_of_the_table_decides_something(backend: str) -> None:
     lines = refused_lines("cpu", backend)
     cells = [dict(zip(NAMED, values, strict=True)) for values in product(*(CHOICES[name] for name in NAMED))]
@@ -113,7 +111,7 @@ def test_every_line_of_the_table_decides_something(backend: str) -> None:
         assert any(row[index] and sum(row) == 1 for row in deciding), f"line {index} of {backend} is not needed"
 
 
-@pytest.mark.parametrize("backend", [name for name in ON_CPU if served_cells("cpu", name)])
+@pytest.mark.parametrize("backend", [name for name in NAMES if served_cells("cpu", name)])
 def test_the_default_run_holds_every_pair(backend: str) -> None:
     met = {pair for cell in served_cells("cpu", backend) for pair in pairs_of(cell, CHOICES)}
     for shape, mask in product(CHOICES["shape"], CHOICES["mask"]):
@@ -128,7 +126,7 @@ def empty_row_cells() -> list[object]:
     cells = [plain | {"score": score, "shape": shape, "mask": mask} for score, shape, mask in choices]
     return [
         pytest.param(backend, cell, id=f"{backend}-{name_of(cell)}")
-        for backend, cell in product(ON_CPU, cells)
+        for backend, cell in product(NAMES, cells)
         if not must_refuse("cpu", backend, cell) and (cell["mask"], cell["shape"]) != ("causal", "square")
     ]
 
@@ -163,7 +161,8 @@ def test_on_a_gpu_a_backend_equals_the_reference_or_refuses(device: str, backend
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif("triton" not in NAMES, reason="there are no kernels yet")
 @pytest.mark.parametrize("shape", CHOICES["shape"])
-def test_kernels_equal_the_reference_in_the_interpreter(shape: str) -> None:
+def test_kernels_equal_the_reference_in_the_interpreter(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     # The interpreter has no products of bfloat16, and warns where an unused lane overflows.
     cells = [cell for cell in all_cells() if cell["shape"] == shape and cell["dtype"] in {"f16", "f32"}]
     served = [cell for cell in cells if "triton" not in plan_of(problem_of(cell), cell).refusals]
@@ -193,8 +192,8 @@ def every_cell(shape: str, mask: str) -> list[Cell]:
 def test_every_combination_equals_the_reference_or_is_refused(shape: str, mask: str) -> None:
     for cell in every_cell(shape, mask):
         refusals = plan_of(problem_of(cell), cell).refusals
-        assert set(refusals) & set(ON_CPU) == {name for name in ON_CPU if must_refuse("cpu", name, cell)}, name_of(cell)
-        for backend in ON_CPU:
+        assert set(refusals) == {name for name in NAMES if must_refuse("cpu", name, cell)}, name_of(cell)
+        for backend in NAMES:
             if backend not in refusals:
                 run_and_check(cell, backend)
 
