@@ -76,16 +76,15 @@ def measure_strip(
 ) -> None:
     """Adds one strip to what was found."""
     x = log2_weights(call, lse, strip)
-    if wanted.largest:
-        peaks = x.amax(-1)
-        logits = torch.where(peaks > HIDDEN / 2, peaks / LOG2_E + finite(lse), -torch.inf)
-        found["largest"].copy_(torch.maximum(found["largest"], logits.amax(-1)))
     weights = torch.exp2(x)
     if averaged:
         weights = weights.mean(1, keepdim=True)
         x = torch.where(weights > 0, weights.log2(), HIDDEN)
-    if wanted.top:
-        write_top(x, strip, wanted.top, found)
+    peaks = write_top(x, strip, wanted.top, found) if wanted.top else None
+    if wanted.largest:
+        peaks = x.amax(-1) if peaks is None else peaks
+        logits = torch.where(peaks > HIDDEN / 2, peaks / LOG2_E + finite(lse), -torch.inf)
+        found["largest"].copy_(torch.maximum(found["largest"], logits.amax(-1)))
     if wanted.entropy:
         found["entropy"][:, :, strip.rows] = x.mul_(weights).sum(-1).div_(-LOG2_E)
     for columns, piece in blocked.pieces(strip, weights):
@@ -152,7 +151,8 @@ def distances(call: Call, rows: slice, columns: slice, weights: Tensor) -> Tenso
     return (weights * (where.key_position - where.query_position).abs().to(weights.dtype)).sum(-1)
 
 
-def write_top(x: Tensor, strip: Strip, k: int, found: dict[str, Tensor]) -> None:
+def write_top(x: Tensor, strip: Strip, k: int, found: dict[str, Tensor]) -> Tensor:
+    """Writes the heaviest keys of the strip's rows and returns the largest entry of each row."""
     values, columns = heaviest(x, k, HIDDEN / 2)
     keys = columns + strip.segments[0].start
     if len(strip.segments) > 1:
@@ -160,6 +160,7 @@ def write_top(x: Tensor, strip: Strip, k: int, found: dict[str, Tensor]) -> None
     hidden = values <= HIDDEN / 2
     found["top_values"][:, :, strip.rows, : values.shape[-1]] = values.exp2().masked_fill_(hidden, 0.0)
     found["top_keys"][:, :, strip.rows, : values.shape[-1]] = keys.masked_fill_(hidden, -1)
+    return values[..., 0]
 
 
 def add_picture(
