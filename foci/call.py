@@ -105,7 +105,7 @@ def attention(
         and sink is None
         and positions is None
         and backend is None
-        and not dropout
+        and dropout == 0
         and not return_weights
     ):
         everyday = backends.everyday(query, key, value, mask)
