@@ -213,6 +213,27 @@ def test_what_is_per_head_needs_heads(headless: dict[str, Tensor], arguments: di
         foci.attention(**headless, **arguments)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dropout": None},
+        {"key": Q.double()},
+        {"query": Q.int(), "key": Q.int(), "value": Q.int()},
+        {"value": elsewhere(Q)},
+        {"key": Q[:, :3], "value": Q[:, :3]},
+        {"key": Q[..., :5]},
+        {"value": Q[:, :, :4]},
+        {"query": Q.tolist()},
+        {"mask": "causal"},
+        {"backend": ""},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_the_short_way_of_plain_calls_lets_nothing_wrong_through(wrong: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match="must|expected|compares"):
+        foci.attention(**({"query": Q, "key": Q, "value": Q} | wrong))
+
+
 def test_a_named_backend_is_used_or_refuses_with_every_reason() -> None:
     with pytest.raises(ValueError, match=r"backend 'sdpa' refuses this call: .*softcap.*; .*window\(1\)"):
         foci.attention(Q, K, V, mask=foci.window(1), score=foci.Dot(softcap=1.0), backend="sdpa")
