@@ -1,0 +1,371 @@
+"""Additive attention, wᵀ tanh(q + k): foci beside eager code and torch.compile, forward alone and with its backward.
+
+    python benchmarks/additive.py                       everybody, every shape
+    python benchmarks/additive.py --variants            foci's own kernels under other tilings, for tuning
+    python benchmarks/additive.py --only n4096 --out /tmp/additive.csv
+
+Terms are B H Tq Tk D: one tanh of the plain formula each. Nobody gets a figure whose output, or gradient, is further
+from float64 than twice the error of eager code and a floor.
+
+B batch, H heads, R some of the queries, Tq queries, Tk keys, D width.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from gates import FLOOR, GateError, error_of, stretches
+from table import Options, Table, options, short
+from timing import Clock, Contestant, Measured, clock_of, compare, one_line, release, say
+from torch import Tensor
+
+import foci
+from foci.backends import additive_launch
+from foci.backends.additive_launch import Terms, Tiling
+
+COLUMNS = (
+    "case", "dtype", "direction", "contestant", "ms", "spread", "rounds", "terms_e12", "gb_s", "mib", "over_compiled",
+    "over_eager", "error", "allowed", "note",
+)  # fmt: skip
+
+Tensors = dict[str, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+NAMES = ("q", "k", "v", "weight")
+NO_TERMS = Terms(None, None, None, None, None, False, 0.0)
+# Eager code keeps several tensors of B H Tq Tk D.
+MOST_EAGER = 2**34
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape, as many keys as queries where they are not said."""
+
+    batch: int
+    heads: int
+    queries: int
+    width: int
+    keys: int = 0
+
+    @property
+    def tk(self) -> int:
+        return self.keys or self.queries
+
+    @property
+    def name(self) -> str:
+        length = f"n{self.queries}" if not self.keys else f"n{self.queries}/{self.keys}"
+        return f"b{self.batch} h{self.heads} {length} d{self.width}"
+
+    @property
+    def terms(self) -> int:
+        return self.batch * self.heads * self.queries * self.tk * self.width
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> Tensors:
+        lead = (self.batch, self.heads)
+        shapes = {
+            "q": (*lead, self.queries, self.width),
+            "k": (*lead, self.tk, self.width),
+            "v": (*lead, self.tk, self.width),
+        }
+        made = {name: torch.randn(size, device=device, dtype=dtype) for name, size in shapes.items()}
+        weight = torch.randn(self.width, device=device) * 3 * self.width**-0.5
+        return made | {"weight": weight.to(dtype)}
+
+
+def cases(quick: bool, gpu: bool) -> list[Case]:
+    if quick or not gpu:
+        return [Case(2, 1, 65, 24), Case(1, 2, 1, 16, keys=200)]
+    return [
+        Case(1, 8, 4096, 64),
+        Case(4, 8, 1024, 64),
+        Case(16, 1, 512, 256),
+        Case(64, 1, 128, 256),
+        Case(1, 8, 8192, 64),
+        Case(64, 1, 1, 256, keys=4096),
+        Case(8, 8, 1, 64, keys=32768),
+    ]
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    """The formula as anybody would write it."""
+    scores = torch.tanh(q.unsqueeze(3) + k.unsqueeze(2)) @ weight
+    return scores.softmax(-1) @ v
+
+
+def of_foci(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    """The default path; without a GPU, in Triton's interpreter."""
+    return foci.attention(q, k, v, score=foci.Additive(weight), backend=None if q.is_cuda else "triton")
+
+
+class Tiled(torch.autograd.Function):
+    """foci's kernels under a tiling that is named; either may be None: the default one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, there: Tiling | None, back: Tiling | None
+    ) -> Tensor:
+        out, lse = additive_launch.forward(q, k, v, weight, NO_TERMS, there)
+        ctx.save_for_backward(q, k, v, weight, out, lse)
+        ctx.back = back
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        d_lse = torch.zeros_like(lse)
+        return (*additive_launch.backward(d_out, d_lse, *tensors, out, lse, NO_TERMS, ctx.back), None, None)
+
+
+FORWARD = {
+    "64x64": Tiling(),
+    "64x64 c4": Tiling(chunk=4),
+    "64x64 c4 r168": Tiling(chunk=4, registers=168),
+    "64x64 c4 r128": Tiling(chunk=4, registers=128),
+    "64x64 r168": Tiling(registers=168),
+    "64x64 c16": Tiling(chunk=16),
+    "64x64 s2": Tiling(stages=2),
+    "64x64 w8": Tiling(warps=8, across=16),
+    "128x64 w8": Tiling(queries=128, warps=8, across=16),
+    "64x128 w8": Tiling(keys=128, warps=8),
+    "128x128 w8 c4": Tiling(queries=128, keys=128, warps=8, across=16, chunk=4),
+    "32x64": Tiling(queries=32),
+    "32x64 r128": Tiling(queries=32, registers=128),
+    "32x128 w8": Tiling(queries=32, keys=128, warps=8),
+    "64x64 by two": Tiling(most=2),
+}
+BACKWARD = {
+    "64x64": Tiling(),
+    "64x64 c4": Tiling(chunk=4),
+    "64x64 r168": Tiling(chunk=4, registers=168),
+    "64x64 w8": Tiling(warps=8, across=16),
+    "64x64 w8 r128": Tiling(warps=8, across=16, registers=128),
+    "32x64": Tiling(queries=32),
+    "32x32": Tiling(queries=32, keys=32),
+    "128x64 w8": Tiling(queries=128, warps=8, across=16),
+}
+
+
+def contestants(case: Case, direction: str, variants: bool) -> Iterator[tuple[str, Attend]]:
+    yield "foci", of_foci
+    if variants:
+        chosen = FORWARD if direction == "forward" else BACKWARD
+        for name, tiling in chosen.items():
+            pair = {"there": tiling, "back": None} if direction == "forward" else {"there": None, "back": tiling}
+            yield name, partial(tiled, **pair)
+        return
+    if case.terms <= MOST_EAGER:
+        yield "eager", eager
+    yield "compiled", compiled
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, there: Tiling | None, back: Tiling | None) -> Tensor:
+    return Tiled.apply(q, k, v, weight, there, back)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def compiled(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    return COMPILED(q, k, v, weight)
+
+
+COMPILED = torch.compile(eager, dynamic=False)
+
+
+@dataclass
+class Gate:
+    """The truth for some queries: the gradient reaches only these, so that of all keys follows from them."""
+
+    inputs: Tensors
+    rows: Tensor
+    slope: Tensor
+    truth: Tensors
+    allowed: dict[str, float]
+
+    @classmethod
+    def of(cls, inputs: Tensors) -> Gate:
+        q = inputs["q"]
+        # The float64 formula keeps a row's B H Tk D numbers several times.
+        most = max(1, 2**26 // (inputs["k"].numel()))
+        rows = stretches(q.shape[2], q.device)[: min(64, most)]
+        slope = torch.zeros(*q.shape[:3], inputs["v"].shape[-1], device=q.device, dtype=q.dtype)
+        slope[:, :, rows] = torch.randn_like(slope[:, :, rows])
+        few = inputs | {"q": q[:, :, rows]}
+        truth = solved(reference, {name: x.double() for name, x in few.items()}, slope[:, :, rows].double())
+        plain = solved(eager, few, slope[:, :, rows])
+        allowed = {name: 2 * error(name, plain[name], truth[name]) + FLOOR[q.dtype] for name in truth}
+        truth["q"] = torch.zeros_like(q, dtype=torch.float64).index_copy(2, rows, truth["q"])
+        return cls(inputs, rows, slope, truth, allowed)
+
+    def check(self, attend: Attend, direction: str) -> tuple[float, float]:
+        """The error that comes nearest to what is allowed, and that; raises where it is larger."""
+        if direction == "forward":
+            with torch.no_grad():
+                found = {"out": attend(*self.inputs.values())}
+        else:
+            found = solved(attend, self.inputs, self.slope)
+        found["out"] = found["out"][:, :, self.rows]
+        errors = {name: error(name, tensor, self.truth[name]) for name, tensor in found.items()}
+        for name, value in errors.items():
+            # Asked this way round, NaN fails.
+            if not value <= self.allowed[name]:
+                raise GateError(f"{name} is off by {value:.2e}, allowed {self.allowed[name]:.2e}")
+        worst = max(errors, key=lambda name: errors[name] / self.allowed[name])
+        return errors[worst], self.allowed[worst]
+
+
+def error(name: str, found: Tensor, truth: Tensor) -> float:
+    if name == "weight":
+        return float((found.double() - truth).norm() / truth.norm())
+    return error_of(name, found, truth)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    return foci.attention(q, k, v, score=foci.Additive(weight), backend="reference")
+
+
+def solved(attend: Attend, inputs: Tensors, slope: Tensor) -> Tensors:
+    """The output and the gradients of everything."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    out = attend(*leaves.values())
+    gradients = torch.autograd.grad(out, list(leaves.values()), slope)
+    return {"out": out.detach()} | dict(zip(leaves, gradients, strict=True))
+
+
+def work(attend: Attend, inputs: Tensors, slope: Tensor, direction: str) -> Callable[[], Any]:
+    """What is timed."""
+    leaves = [x.detach().requires_grad_() for x in inputs.values()]
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(*inputs.values())
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(*leaves), leaves, slope)
+
+    return forward if direction == "forward" else both
+
+
+def run_case(case: Case, dtype: torch.dtype, asked: Options, variants: bool, table: Table, clock: Clock) -> None:
+    say(case.name)
+    inputs = case.inputs(asked.device, dtype)
+    chosen = foci.plan(*list(inputs.values())[:3], score=foci.Additive(inputs["weight"])).chosen
+    if asked.device.type == "cuda" and chosen != "triton":
+        raise RuntimeError(f"expected the default path to be triton, but it is {chosen}")
+    gate = Gate.of(inputs)
+    slope = torch.randn_like(gate.slope)
+    for direction in ("forward", "forward + backward"):
+        passed: list[Contestant] = []
+        found: dict[str, Measured | str] = {}
+        errors: dict[str, tuple[float, float]] = {}
+        for name, attend in contestants(case, direction, variants):
+            try:
+                errors[name] = gate.check(attend, direction)
+            except Exception as failure:  # noqa: BLE001 - whatever stops a contestant is its result
+                found[name] = f"{'GATE FAILED: ' if isinstance(failure, GateError) else ''}{one_line(failure)}"
+                say(f"  {direction}, {name}: {found[name]}")
+                release()
+                continue
+            passed.append(Contestant(name, work(attend, inputs, slope, direction)))
+        found |= compare(passed, clock, asked.seconds)
+        add_rows(table, case, dtype, direction, found, errors)
+
+
+def add_rows(
+    table: Table,
+    case: Case,
+    dtype: torch.dtype,
+    direction: str,
+    found: dict[str, Measured | str],
+    errors: dict[str, tuple[float, float]],
+) -> None:
+    peers = {name: found[name].ms for name in ("compiled", "eager") if isinstance(found.get(name), Measured)}  # type: ignore[union-attr]
+    about = {"case": case.name, "dtype": short(dtype), "direction": direction}
+    read = 2 * case.batch * case.heads * case.tk * case.width * dtype.itemsize
+    for name, measured in found.items():
+        if isinstance(measured, str):
+            table.add(**about, contestant=name, ms=None, note=measured)
+            continue
+        table.add(
+            **about,
+            contestant=name,
+            ms=measured.ms,
+            spread=measured.spread,
+            rounds=measured.rounds,
+            mib=measured.mib,
+            terms_e12=case.terms / measured.ms / 1e9,
+            gb_s=read / measured.ms / 1e6 if case.queries == 1 else None,
+            over_compiled=peers["compiled"] / measured.ms if "compiled" in peers else None,
+            over_eager=peers["eager"] / measured.ms if "eager" in peers else None,
+            error=errors[name][0],
+            allowed=errors[name][1],
+        )
+
+
+def compile_one(case: Case, direction: str, name: str, variants: bool) -> None:
+    """Compiles one contestant in a process of its own: the result stays in the compilers' caches."""
+    attend = dict(contestants(case, direction, variants))[name]
+    inputs = case.inputs(torch.device("cuda"), torch.bfloat16)
+    work(attend, inputs, torch.randn_like(inputs["q"]), direction)()
+
+
+def compile_all(chosen: list[Case], variants: bool) -> None:
+    """All compilations at once, a process each, before the clock starts."""
+    jobs = {
+        (case, direction, name)
+        for case in chosen
+        for direction in ("forward", "forward + backward")
+        for name, _ in contestants(case, direction, variants)
+        if name != "eager"
+    }
+    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
+        done = [pool.submit(compile_one, *job, variants) for job in sorted(jobs, key=str)]
+    failed = [one_line(failure) for job in done if (failure := job.exception())]
+    say(f"compiled {len(done)}, {len(failed)} failed {failed[:1]}")
+
+
+def main() -> int:
+    """Runs what the command line asks for; 1 where foci failed a gate."""
+    variants = "--variants" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--variants"]
+    asked = options("additive", __doc__ or "", (torch.float32,))
+    table = Table(asked.device, COLUMNS, asked.path)
+    gpu = asked.device.type == "cuda"
+    chosen = [case for case in cases(asked.quick, gpu) if asked.wants(case.name)]
+    if gpu:
+        compile_all([case for case in chosen if case.queries > 1] if variants else chosen, variants)
+    clock = clock_of(asked.device)
+    for dtype in asked.dtypes:
+        for case in chosen:
+            if variants and case.queries == 1:
+                continue
+            if asked.over:
+                table.add(case=case.name, dtype=short(dtype), contestant="foci", ms=None, note="not run: time was over")
+                continue
+            run_case(case, dtype, asked, variants, table, clock)
+            release()
+    finish(table, variants)
+    return int(table.wrong())
+
+
+def finish(table: Table, variants: bool) -> None:
+    down = ("case", "direction")
+    table.show("milliseconds, median", down, "ms", {})
+    table.show("terms/s, 1e12", down, "terms_e12", {})
+    if not variants:
+        own = {"over compiled": "over_compiled", "over eager": "over_eager", "GB/s": "gb_s", "error": "error"}
+        table.show(
+            "peak MiB beyond the inputs, and foci's figures",
+            down,
+            "mib",
+            {title: ("foci", name) for title, name in own.items()},
+        )
+    table.complaints()
+    table.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

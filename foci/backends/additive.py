@@ -1,0 +1,150 @@
+"""Additive attention in our own kernels: wᵀ tanh(q + k), forward and backward, without the matrix.
+
+Gradients reach query, key, value and weight, through the output and through the log-sum-exp, and are the same in every
+run. A compiler takes the two operators as they are.
+
+B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.arguments import Call
+from foci.backends import additive_launch, kernel_masks
+from foci.backends.additive_launch import Terms
+from foci.scores import Additive
+
+WIDEST = 512
+LN_2 = math.log(2.0)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+TERMS = "Tensor? spans, Tensor? query_ids, Tensor? key_ids, Tensor? dense, Tensor? seed, bool causal, float dropout"
+
+
+def refuses(call: Call) -> list[str]:
+    """Why these kernels do not serve the call; the device and the transforms of torch.func are asked elsewhere."""
+    if not isinstance(call.score, Additive):
+        return ["the score is not additive"]
+    reasons = []
+    if call.bias is not None:
+        reasons.append("an additive score together with a bias")
+    if call.q.dtype not in DTYPES:
+        reasons.append(f"{call.q.dtype}".removeprefix("torch."))
+    width = max(call.q.shape[-1], call.v.shape[-1])
+    if width > WIDEST:
+        reasons.append(f"a width of {width}, where these kernels take up to {WIDEST}")
+    if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
+        reasons.append("an empty tensor")
+    if call.dropout and (call.batch_ids is not None or call.head_ids is not None):
+        reasons.append("dropout in a part of a call")
+    return [*reasons, *kernel_masks.reasons(call)]
+
+
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    assert isinstance(call.score, Additive)
+    masks = kernel_masks.forms(call)
+    terms = Terms(
+        masks.spans,
+        masks.query_ids,
+        masks.key_ids,
+        masks.dense,
+        call.seed if call.dropout else None,
+        masks.causal,
+        call.dropout,
+    )
+    tensors = (call.q, call.k, call.v, call.score.weight)
+    if torch.compiler.is_compiling():
+        out, lse = attend(*tensors, *terms)
+    elif call.needs_grad:
+        out, lse = Attend.apply(*tensors, terms)  # type: ignore[no-untyped-call]
+    else:
+        out, lse = additive_launch.forward(*tensors, terms)
+    return out, lse * LN_2 if call.needs_lse else None
+
+
+class Attend(torch.autograd.Function):
+    """The operators below for everybody but a compiler: calling an operator costs more than all of a small call."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+        out, lse = additive_launch.forward(q, k, v, weight, terms)
+        ctx.save_for_backward(q, k, v, weight, out, lse, *terms[:5])
+        ctx.options = terms[5:]
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, weight, out, lse, *masks = ctx.saved_tensors
+        found = additive_launch.backward(d_out, d_lse, q, k, v, weight, out, lse, Terms(*masks, *ctx.options))
+        return (*found, None)
+
+
+@torch.library.custom_op(
+    "foci::additive",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor weight, {TERMS}) -> (Tensor, Tensor)",
+)
+def attend(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+    """The output (B, H, Tq, Dv) and the log-sum-exp (B, H, Tq), in base 2 as the backward wants it again."""
+    return additive_launch.forward(q, k, v, weight, Terms(*terms))
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+    return additive_launch.results(q, v)
+
+
+@torch.library.custom_op(
+    "foci::additive_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor d_out, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor weight, Tensor out, Tensor lse,"
+        f" {TERMS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def attend_backward(
+    d_out: Tensor,
+    d_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *terms: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and weight."""
+    return additive_launch.backward(d_out, d_lse, q, k, v, weight, out, lse, Terms(*terms))
+
+
+@attend_backward.register_fake
+def _(
+    d_out: Tensor,
+    d_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *terms: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), weight.new_empty(weight.shape)
+
+
+def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output, *inputs[4:9])
+    ctx.options = inputs[9:]
+
+
+def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    found = attend_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.options)
+    return (*found, *(None,) * len(Terms._fields))
+
+
+attend.register_autograd(differentiate, setup_context=keep_for_backward)

@@ -1,0 +1,435 @@
+"""Additive attention, wᵀ tanh(q + k), from exponentials that are taken once per query and once per key.
+
+tanh(a + b) = 1 - 2 / (1 + e^2a e^2b), so a logit is Σ w - 2 Σ_d w_d / (1 + E_d F_d) with E = e^2q and F = e^2k. The
+weight goes into the denominator: w / (1 + E F) = 1 / (c + (c E) F) with c = 1 / w. Then four terms share a reciprocal,
+
+    1/D0 + 1/D1 + 1/D2 + 1/D3 = n / (D0 D1 D2 D3),
+
+where n grows with each denominator by one fused operation: three instructions a term, and a quarter of a reciprocal.
+What keeps the products finite is known before a tile begins, from the largest query and key of each feature: where
+four would not fit two share a reciprocal, and where e^2a itself is out of range the sum a + b is taken first.
+
+A tile is (MR, NR, MT, NT): the last two axes are the threads, the first two what a thread keeps in registers. A pair is
+one head of one sequence. BM queries, BN keys, D width, DP width rounded up, Dv value width.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from foci.kernels.logits import LN_2, LOG2_E, allowed, span
+from foci.kernels.statistics import bounds
+
+# 2 log2(e) as a float, and the rest of it.
+TWO_LOG2_E = tl.constexpr(2.885390043258667)
+TWO_LOG2_E_REST = tl.constexpr(3.851925978e-08)
+# The largest exponent of a product of denominators, and of a single exponential.
+ROOM = tl.constexpr(124.0)
+FAR = tl.constexpr(120.0)
+# Below this share of the largest weight a weight is below rounding; its denominator is a plain power of two.
+NOTHING = tl.constexpr(2.0**-33)
+DROPPED = tl.constexpr(1024.0)
+NEVER = tl.constexpr(-1000.0)
+
+
+@triton.jit
+def reciprocal(x, GPU: tl.constexpr):
+    """To one unit in the last place, in one instruction; interpreted code divides."""
+    if GPU:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:  # noqa: RET505 - what is not taken must not be compiled
+        return 1.0 / x
+
+
+@triton.jit
+def product(a, b, total, PRECISION: tl.constexpr, GPU: tl.constexpr):
+    """total + a b; the interpreter knows no product of bfloat16."""
+    if GPU:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+    else:  # noqa: RET505
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+
+
+@triton.jit
+def two(x):
+    """The two floats of a 64-bit word: one load instead of two."""
+    first = (x & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return first, (x >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent(a, GPU: tl.constexpr):
+    """2 a log2(e) as a float and what it lost: e^2a keeps its digits for large a."""
+    if GPU:
+        a = a.to(tl.float32)
+        high = a * TWO_LOG2_E
+        return high, tl.fma(a, TWO_LOG2_E, -high) + a * TWO_LOG2_E_REST
+    else:  # noqa: RET505
+        # The interpreter's fma rounds twice.
+        exact = a.to(tl.float64) * 2.8853900817779268147
+        high = exact.to(tl.float32)
+        return high, (exact - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def exponential(high, low):
+    return tl.exp2(high) * (1.0 + low * LN_2)
+
+
+@triton.jit
+def denominators(weight, d, peak, D):
+    """c = peak / w and whether a feature counts; those that do not have E = 0: each adds 1 / DROPPED."""
+    w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    counts = tl.abs(w) > peak * NOTHING
+    return tl.where(counts, peak / tl.where(counts, w, 1.0), DROPPED), counts
+
+
+@triton.jit
+def lay_out(
+    x, stride, first, T, D, weight, peak, into, most, reach,
+    ROWS: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, FOLD: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """Exponentials of ROWS vectors, features in pairs: (DP / 2, ROWS, 2); their largest exponents."""
+    rows = tl.arange(0, ROWS)
+    inside = first + rows < T
+    furthest = 0.0
+    for start in range(0, DP, STEP):
+        d = start + tl.arange(0, STEP)
+        there = inside[:, None] & (d < D)[None, :]
+        places = x + (first + rows).to(tl.int64)[:, None] * stride + d[None, :]
+        high, low = exponent(tl.load(places, mask=there, other=0.0), GPU)
+        e = exponential(high, low)
+        size = tl.where(there, tl.abs(high), 0.0)
+        if FOLD:
+            c, counts = denominators(weight, d, peak, D)
+            e = tl.where(counts[None, :], e * c[None, :], 0.0)
+            size += tl.log2(tl.abs(c))[None, :]
+        furthest = tl.maximum(furthest, tl.max(tl.max(size, 1), 0))
+        tl.store(most + d, tl.max(tl.where(there, high, NEVER), 0), mask=d < DP)
+        pair = (d // 2)[None, :] * (2 * ROWS) + rows[:, None] * 2 + (d % 2)[None, :]
+        tl.store(into + pair, e, mask=(d < DP)[None, :])
+    tl.store(reach, furthest)
+
+
+@triton.jit
+def prepare(
+    q, k, weight, E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
+    B, H, G, Tq, Tk, D, q_batch, q_head, q_query, k_batch, k_head, k_key, weight_head, weights,
+    BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """A program per block of queries or keys: its exponentials. The first ones also write what depends on the weight.
+
+    E (B H, blocks, DP / 2, BM, 2), F (B G, blocks, DP / 2, BN, 2); table (weights, DP): c; sizes: 1 + log2 |c|.
+    constants (weights, 2): the logit in base 2 is the first minus the second times the sum of 1 / (c + E F).
+    """
+    pid = tl.program_id(0)
+    q_blocks = tl.cdiv(Tq, BM)
+    k_blocks = tl.cdiv(Tk, BN)
+    if pid < B * H * q_blocks:
+        pair = pid // q_blocks
+        block = pid % q_blocks
+        h = pair % H
+        weight += h.to(tl.int64) * weight_head
+        d = tl.arange(0, BD)
+        w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+        peak = tl.max(tl.abs(w), 0)
+        peak = tl.where(peak > 0, peak, 1.0)
+        place = pid.to(tl.int64)
+        lay_out(
+            q + (pair // H).to(tl.int64) * q_batch + h.to(tl.int64) * q_head, q_query, block * BM, Tq, D, weight, peak,
+            E + place * (BM * DP), q_most + place * DP, q_reach + place, BM, DP, STEP, True, GPU,
+        )  # fmt: skip
+        if (block == 0) & (pair < weights):
+            c, counts = denominators(weight, d, peak, D)
+            tl.store(table + pair * DP + d, c, mask=d < DP)
+            tl.store(sizes + pair * DP + d, 1.0 + tl.log2(tl.abs(c)), mask=d < DP)
+            idle = tl.sum(((d < DP) & (counts == 0)).to(tl.float32), 0) / DROPPED
+            factor = 2.0 * LOG2_E * peak
+            tl.store(constants + 2 * pair, tl.sum(w, 0) * LOG2_E + factor * idle)
+            tl.store(constants + 2 * pair + 1, factor)
+    else:
+        key_pid = pid - B * H * q_blocks
+        key_pair = (key_pid // k_blocks).to(tl.int64)
+        key_place = key_pid.to(tl.int64)
+        lay_out(
+            k + (key_pair // G) * k_batch + (key_pair % G) * k_head, k_key, (key_pid % k_blocks) * BN, Tk, D, weight,
+            1.0, F + key_place * (BN * DP), k_most + key_place * DP, k_reach + key_place, BN, DP, STEP, False, GPU,
+        )  # fmt: skip
+
+
+@triton.jit
+def shared_by_four(
+    E, F, table,
+    BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """Σ_d 1 / (c + E F), four terms at a time."""
+    total = tl.zeros((BM // MT, BN // NT, MT, NT), tl.float32)
+    e = E + rows_of(BM, MT)
+    f = F + columns_of(BN, NT)
+    for _ in range(0, DP, CHUNK):
+        for step in tl.static_range(CHUNK // 4):
+            e0, e1 = two(tl.load(e + (2 * step) * BM))
+            e2, e3 = two(tl.load(e + (2 * step + 1) * BM))
+            f0, f1 = two(tl.load(f + (2 * step) * BN))
+            f2, f3 = two(tl.load(f + (2 * step + 1) * BN))
+            c0, c1 = two(tl.load(table + 2 * step))
+            c2, c3 = two(tl.load(table + 2 * step + 1))
+            d0 = c0 + e0 * f0
+            d1 = c1 + e1 * f1
+            n = d0 + d1
+            m = d0 * d1
+            d2 = c2 + e2 * f2
+            n = n * d2 + m
+            m = m * d2
+            d3 = c3 + e3 * f3
+            n = n * d3 + m
+            m = m * d3
+            total += n * reciprocal(m, GPU)
+        e += CHUNK // 2 * BM
+        f += CHUNK // 2 * BN
+        table += CHUNK // 2
+    return total
+
+
+@triton.jit
+def shared_by_two(
+    E, F, table,
+    BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """The same, two terms at a time: for numbers whose product with three others would not fit."""
+    total = tl.zeros((BM // MT, BN // NT, MT, NT), tl.float32)
+    e = E + rows_of(BM, MT)
+    f = F + columns_of(BN, NT)
+    for _ in range(0, DP, CHUNK):
+        for step in tl.static_range(CHUNK // 2):
+            e0, e1 = two(tl.load(e + step * BM))
+            f0, f1 = two(tl.load(f + step * BN))
+            c0, c1 = two(tl.load(table + step))
+            d0 = c0 + e0 * f0
+            d1 = c1 + e1 * f1
+            total += (d0 + d1) * reciprocal(d0 * d1, GPU)
+        e += CHUNK // 2 * BM
+        f += CHUNK // 2 * BN
+        table += CHUNK // 2
+    return total
+
+
+@triton.jit
+def sum_first(
+    q, q_query, i, Tq, k, k_key, j, Tk, weight, D, GPU: tl.constexpr,
+):  # fmt: skip
+    """Σ_d w_d tanh(a + b) in base 2, for numbers of any size: slow, and rarely needed."""
+    q += i.to(tl.int64) * q_query
+    k += j.to(tl.int64) * k_key
+    total = tl.zeros_like(i + j).to(tl.float32)
+    for d in range(D):
+        a = tl.load(q + d, mask=i < Tq, other=0.0).to(tl.float32)
+        b = tl.load(k + d, mask=j < Tk, other=0.0).to(tl.float32)
+        w = tl.load(weight + d).to(tl.float32) * LOG2_E
+        total += w - (2.0 * w) * reciprocal(1.0 + tl.exp2((a + b) * TWO_LOG2_E), GPU)
+    return total
+
+
+@triton.jit
+def rows_of(BM: tl.constexpr, MT: tl.constexpr):
+    """Which query of its tile each entry belongs to: (MR, 1, MT, 1)."""
+    return tl.arange(0, BM // MT)[:, None, None, None] * MT + tl.arange(0, MT)[None, None, :, None]
+
+
+@triton.jit
+def columns_of(BN: tl.constexpr, NT: tl.constexpr):
+    """Which key of its tile each entry belongs to: (1, NR, 1, NT)."""
+    return tl.arange(0, BN // NT)[None, :, None, None] * NT + tl.arange(0, NT)[None, None, None, :]
+
+
+@triton.jit
+def as_matrix(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """(MR, NR, MT, NT) -> (BM, BN)."""
+    return tl.reshape(tl.permute(tile, (0, 2, 1, 3)), (BM, BN))
+
+
+@triton.jit
+def as_tile(matrix, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr):
+    """(BM, BN) -> (MR, NR, MT, NT)."""
+    return tl.permute(tl.reshape(matrix, (BM // MT, MT, BN // NT, NT)), (0, 2, 1, 3))
+
+
+@triton.jit
+def per_feature(x, place, DP: tl.constexpr, BD: tl.constexpr):
+    """A row of a table that has a number for each feature."""
+    d = tl.arange(0, BD)
+    return tl.load(x + place * DP + d, mask=d < DP, other=NEVER)
+
+
+@triton.jit
+def logits(
+    E, F, table, constant, factor, q_most, k_most, sizes, far,
+    q, q_query, i, Tq, k, k_key, j, Tk, weight, D,
+    BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
+    CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """A tile of logits in base 2; E and F point to its blocks, sizes is 1 + log2 |c|."""
+    exponents = tl.maximum(q_most + k_most, 0.0) + sizes
+    by_four = tl.max(tl.sum(tl.reshape(exponents, (BD // 4, 4)), 1), 0)
+    by_two = tl.max(tl.sum(tl.reshape(exponents, (BD // 2, 2)), 1), 0)
+    if far | (by_two > ROOM):
+        z = sum_first(q, q_query, i, Tq, k, k_key, j, Tk, weight, D, GPU)
+    elif (by_four > ROOM) | (MOST == 2):
+        z = constant - factor * shared_by_two(E, F, table, BM, BN, MT, NT, DP, CHUNK, GPU)
+    else:
+        z = constant - factor * shared_by_four(E, F, table, BM, BN, MT, NT, DP, CHUNK, GPU)
+    return z
+
+
+@triton.jit
+def mixed(x):
+    """The reference's integer hash, bit for bit."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def keeps(seed, b, h, i, j, threshold):
+    """Which entries dropout keeps."""
+    noise = mixed(mixed(tl.load(seed) + b) * 5 + h)
+    noise = mixed(noise * 5 + i.to(tl.int64))
+    return mixed(noise * 5 + j.to(tl.int64)) >= threshold
+
+
+@triton.jit
+def visible(
+    i, j, run, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Which entries of a tile are seen, by one run of keys."""
+    low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+    seen = (j >= low) & (j < high)
+    return allowed(seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
+
+
+@triton.jit
+def forward(
+    E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
+    q, k, v, weight, spans, query_ids, key_ids, dense, seed, out, lse,
+    H, group, Tq, Tk, D, Dv, pairs, per_split,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head, headed,
+    spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    threshold, grown,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr,
+    DP: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of queries against every key that one of them sees, the longest causal rows first.
+
+    out (B, H, Tq, Dv) and lse (B, H, Tq) in base 2; with SPLITS both have one more axis in front,
+    each part over its own keys.
+    """
+    blocks = tl.cdiv(Tq, BM)
+    pair = tl.program_id(0) % pairs
+    block = blocks - 1 - tl.program_id(0) // pairs
+    split = tl.program_id(1)
+    b = (pair // H).to(tl.int64)
+    h = (pair % H).to(tl.int64)
+    k_blocks = tl.cdiv(Tk, BN)
+    k_pair = b * (H // group) + h // group
+    offset = Tk - Tq
+    q += b * q_batch + h * q_head
+    k += b * k_batch + (h // group) * k_head
+    v += b * v_batch + (h // group) * v_head
+    spans += b * spans_batch
+    query_ids += b * query_ids_batch
+    key_ids += b * key_ids_batch
+    dense += b * dense_batch + h * dense_head
+    weight += h * weight_head
+    # One table for all heads, or one for each.
+    table += h * headed * (DP // 2)
+    constant = tl.load(constants + h * headed * 2)
+    factor = tl.load(constants + h * headed * 2 + 1)
+    place = pair.to(tl.int64) * blocks + block
+    E += place * (BM * DP // 2)
+    F += k_pair * k_blocks * (BN * DP // 2)
+    own_most = per_feature(q_most, place, DP, BD)
+    own_far = tl.load(q_reach + place) > FAR
+    own_sizes = per_feature(sizes, h * headed, DP, BD)
+    i = block * BM + rows_of(BM, MT)
+    flat = block * BM + tl.arange(0, BM)
+    dv = tl.arange(0, BV)
+    ALWAYS: tl.constexpr = IDS or DENSE
+    peak = tl.full((BM // MT, MT), -float("inf"), tl.float32)
+    total = tl.zeros((BM // MT, MT, NT), tl.float32)
+    mixture = tl.zeros((BM, BV), tl.float32)
+    for run in tl.static_range(max(SPANS, 1)):
+        low, high = span(spans, run, flat, offset, Tq, Tk, CAUSAL, SPANS)
+        first, last, full, end = bounds(low, high, flat < Tq, Tk, BN, ALWAYS)
+        if SPLITS > 1:
+            first = tl.maximum(first, split * per_split)
+            last = tl.minimum(last, (split + 1) * per_split)
+        for t in range(first, last):
+            j = t * BN + columns_of(BN, NT)
+            far = own_far | (tl.load(k_reach + k_pair * k_blocks + t) > FAR)
+            z = logits(
+                E, F + tl.cast(t, tl.int64) * (BN * DP // 2), table, constant, factor,
+                own_most, per_feature(k_most, k_pair * k_blocks + t, DP, BD), own_sizes, far,
+                q, q_query, i, Tq, k, k_key, j, Tk, weight, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
+            )  # fmt: skip
+            if (t < full) | (t >= end):
+                seen = visible(
+                    i, j, run, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
+                    CAUSAL, SPANS, IDS, DENSE,
+                )  # fmt: skip
+                z = tl.where(seen, z, -float("inf"))
+            higher = tl.maximum(peak, tl.max(tl.max(z, 1), 2))
+            # A row that has seen nothing so far: -inf minus -inf would not be a number.
+            safe = tl.where(higher == -float("inf"), 0.0, higher)
+            p = tl.exp2(z - safe[:, None, :, None])
+            shrunk = tl.exp2(peak - safe)
+            total = total * shrunk[:, :, None] + tl.sum(p, 1)
+            peak = higher
+            if DROPOUT:
+                p = tl.where(keeps(seed, b, h, i, j, threshold), p, 0.0)
+            flat_j = t * BN + tl.arange(0, BN)
+            values = tl.load(
+                v + flat_j.to(tl.int64)[:, None] * v_key + dv[None, :],
+                mask=(flat_j < Tk)[:, None] & (dv < Dv)[None, :], other=0.0,
+            )  # fmt: skip
+            mixture = mixture * tl.reshape(shrunk, (BM,))[:, None]
+            mixture = product(as_matrix(p.to(values.dtype), BM, BN), values, mixture, PRECISION, GPU)
+    sums = tl.sum(total, 2)
+    empty = sums == 0.0
+    sums = tl.where(empty, 1.0, sums)
+    row_lse = tl.where(empty, -float("inf"), peak + tl.log2(sums))
+    mixture = mixture * tl.reshape(grown / sums, (BM,))[:, None]
+    row = (split.to(tl.int64) * pairs + pair) * Tq + flat
+    tl.store(lse + row, tl.reshape(row_lse, (BM,)), mask=flat < Tq)
+    tl.store(
+        out + row[:, None] * Dv + dv[None, :], mixture.to(out.dtype.element_ty),
+        mask=(flat < Tq)[:, None] & (dv < Dv)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def join(parts, part_lse, out, lse, rows, Dv, SPLITS: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr):
+    """Joins what SPLITS programs found over their own keys: parts (SPLITS, rows, Dv), part_lse (SPLITS, rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, BS)
+    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    found = tl.load(part_lse + s * rows + row, mask=s < SPLITS, other=-float("inf"))
+    peak = tl.max(found, 0)
+    safe = tl.where(peak == -float("inf"), 0.0, peak)
+    shares = tl.exp2(found - safe)
+    total = tl.sum(shares, 0)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    there = (s < SPLITS)[:, None] & (dv < Dv)[None, :]
+    values = tl.load(parts + (s * rows + row)[:, None] * Dv + dv[None, :], mask=there, other=0.0)
+    mixture = tl.sum(values * (shares / total)[:, None], 0)
+    tl.store(out + row * Dv + dv, mixture.to(out.dtype.element_ty), mask=dv < Dv)
+    tl.store(lse + row, tl.where(empty, -float("inf"), tl.log2(total) + safe))

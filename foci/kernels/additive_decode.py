@@ -1,0 +1,84 @@
+"""Additive attention of very few queries: each against its own run of keys, which many programs share.
+
+This is what a recurrent decoder does at each step. It is bound by reading keys and values once, so every exponential is
+taken on the way; nothing is prepared.
+
+BN keys at a time, D width, Dv value width. A pair is one head of one sequence.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from foci.kernels.additive import TWO_LOG2_E, keeps, reciprocal
+from foci.kernels.logits import LOG2_E, allowed, span
+
+
+@triton.jit
+def few(
+    q, k, v, weight, spans, query_ids, key_ids, dense, seed, out, lse,
+    H, group, Tq, Tk, D, Dv, pairs, per_split,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head,
+    spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    threshold, grown,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """One query against the keys of one split: out (splits, B, H, Tq, Dv) and lse in base 2."""
+    i = tl.program_id(0) % Tq
+    pair = tl.program_id(0) // Tq
+    split = tl.program_id(1)
+    b = (pair // H).to(tl.int64)
+    h = (pair % H).to(tl.int64)
+    offset = Tk - Tq
+    q += b * q_batch + h * q_head + i.to(tl.int64) * q_query
+    k += b * k_batch + (h // group) * k_head
+    v += b * v_batch + (h // group) * v_head
+    spans += b * spans_batch
+    query_ids += b * query_ids_batch
+    key_ids += b * key_ids_batch
+    dense += b * dense_batch + h * dense_head
+    d = tl.arange(0, BD)
+    dv = tl.arange(0, BV)
+    a = tl.load(q + d, mask=d < D, other=0.0).to(tl.float32)
+    w = tl.load(weight + h * weight_head + d, mask=d < D, other=0.0).to(tl.float32) * LOG2_E
+    constant = tl.sum(w, 0)
+    peak = tl.full((), -float("inf"), tl.float32)
+    total = tl.zeros((BN,), tl.float32)
+    mixture = tl.zeros((BN, BV), tl.float32)
+    for run in tl.static_range(max(SPANS, 1)):
+        low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+        low = tl.maximum(low, split * per_split)
+        high = tl.minimum(high, (split + 1) * per_split)
+        for start in range(low, high, BN):
+            j = start + tl.arange(0, BN)
+            there = j < high
+            keys = k + j.to(tl.int64)[:, None] * k_key + d[None, :]
+            sums = a[None, :] + tl.load(keys, mask=there[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+            values = tl.load(
+                v + j.to(tl.int64)[:, None] * v_key + dv[None, :],
+                mask=there[:, None] & (dv < Dv)[None, :], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            shares = reciprocal(1.0 + tl.exp2(sums * TWO_LOG2_E), GPU)
+            z = constant - 2.0 * tl.sum(w[None, :] * shares, 1)
+            seen = allowed(there, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
+            z = tl.where(seen, z, -float("inf"))
+            higher = tl.maximum(peak, tl.max(z, 0))
+            # Nothing seen so far: -inf minus -inf would not be a number.
+            safe = tl.where(higher == -float("inf"), 0.0, higher)
+            p = tl.exp2(z - safe)
+            shrunk = tl.exp2(peak - safe)
+            total = total * shrunk + p
+            peak = higher
+            if DROPOUT:
+                p = tl.where(keeps(seed, b, h, i, j, threshold), p, 0.0)
+            mixture = mixture * shrunk + p[:, None] * values
+    sums = tl.sum(total, 0)
+    empty = sums == 0.0
+    sums = tl.where(empty, 1.0, sums)
+    row = (split.to(tl.int64) * pairs + pair) * Tq + i
+    tl.store(lse + row, tl.where(empty, -float("inf"), peak + tl.log2(sums)))
+    result = tl.sum(mixture, 0) * (grown / sums)
+    tl.store(out + row * Dv + dv, result.to(out.dtype.element_ty), mask=dv < Dv)
