@@ -230,7 +230,7 @@ def test_what_is_per_head_needs_heads(headless: dict[str, Tensor], arguments: di
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_the_short_way_of_plain_calls_lets_nothing_wrong_through(wrong: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError), match="must|expected|compares"):
+    with pytest.raises((ValueError, TypeError), match=r"must|expected|compares"):
         foci.attention(**({"query": Q, "key": Q, "value": Q} | wrong))
 
 
