@@ -8,10 +8,10 @@ from types import ModuleType
 from torch import Tensor
 
 from foci.arguments import Call, keeps_dtypes
-from foci.backends import blocked, flex, reference, sdpa
+from foci.backends import blocked, flex, reference, sdpa, triton
 
 # The first that serves the call and does not hesitate is used; one that hesitates is used when it is named.
-BACKENDS: tuple[ModuleType, ...] = (sdpa, flex, blocked, reference)
+BACKENDS: tuple[ModuleType, ...] = (sdpa, triton, flex, blocked, reference)
 NAMES = tuple(backend.NAME for backend in BACKENDS)
 everyday = sdpa.everyday
 

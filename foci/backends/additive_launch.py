@@ -49,7 +49,7 @@ INTERPRETED = Tiling(queries=16, keys=16)
 
 
 @cache
-def forward_tiling(queries: int, pairs: int, value_width: int, device: torch.device) -> Tiling:
+def forward_tiling(queries: int, pairs: int, value_width: int, dtype: torch.dtype, device: torch.device) -> Tiling:
     """Few registers per value width; small blocks of queries where there are few of them."""
     if device.type != "cuda":
         return INTERPRETED
@@ -59,7 +59,9 @@ def forward_tiling(queries: int, pairs: int, value_width: int, device: torch.dev
         return Tiling(queries=32, warps=8, across=16)
     if -(-queries // 64) * pairs < processors(device):
         return Tiling(queries=32)
-    return Tiling(keys=128, warps=8) if value_width > 128 else Tiling()
+    if value_width <= 128:
+        return Tiling()
+    return Tiling(warps=8, across=16) if dtype == torch.float32 else Tiling(keys=128, warps=8)
 
 
 @cache
@@ -84,7 +86,7 @@ def forward(
     from foci.kernels.additive import forward as kernel
 
     pairs, Tq, Tk = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
-    tiling = tiling or forward_tiling(Tq, pairs, v.shape[3], q.device)
+    tiling = tiling or forward_tiling(Tq, pairs, v.shape[3], q.dtype, q.device)
     programs = -(-Tq // tiling.queries) * pairs
     blocks = -(-Tk // tiling.keys)
     splits = splits_for(programs, blocks, 1, q.device)

@@ -1,0 +1,58 @@
+"""Our own GPU kernels, for what no fused kernel of PyTorch takes; each launcher says which calls are its own."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from types import ModuleType
+
+from torch import Tensor
+
+from foci.arguments import Call
+from foci.backends import additive, biased
+
+NAME = "triton"
+
+# Each has `refuses` and `run`, like a backend; the first that serves the call is used.
+LAUNCHERS: tuple[ModuleType, ...] = (additive, biased)
+
+
+def refuses(call: Call) -> list[str]:
+    reasons = device_reasons(call)
+    if launcher_of(call) is None:
+        reasons += dict.fromkeys(reason for launcher in LAUNCHERS for reason in launcher.refuses(call))
+    return reasons
+
+
+def hesitates(call: Call) -> list[str]:
+    """Reasons not to be chosen unless it is named."""
+    return ["Triton's interpreter is for tests: name backend='triton' to use it"] if on_cpu(call) else []
+
+
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    launcher = launcher_of(call)
+    assert launcher is not None
+    return launcher.run(call)  # type: ignore[no-any-return]
+
+
+def launcher_of(call: Call) -> ModuleType | None:
+    return next((launcher for launcher in LAUNCHERS if not launcher.refuses(call)), None)
+
+
+def device_reasons(call: Call) -> list[str]:
+    if call.mapped or call.transformed:
+        return ["it does not run inside torch.func transforms: give the batch dimension to the call instead"]
+    if find_spec("triton") is None:
+        return ["triton is not installed"]
+    if call.extent.device.type == "cuda" or (on_cpu(call) and interpreted()):
+        return []
+    return [f"the queries are on {call.extent.device.type}, not on cuda"]
+
+
+def on_cpu(call: Call) -> bool:
+    return call.extent.device.type == "cpu"
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in Python, on a CPU: how they are tested without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
