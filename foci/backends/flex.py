@@ -11,19 +11,19 @@ import shutil
 import sys
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foci.algebra import Both, Either, Entries, Mask, Opposite
+from foci.algebra import Entries, Mask
 from foci.arguments import Call
 from foci.backends import programs
 from foci.backends.block_tables import BLOCK, Blocks, blocks_of
 from foci.biases import Added, Bias, Buckets
-from foci.masks import Causal, FromFunction, Prefix, Window
+from foci.masks import FromFunction
 from foci.scores import Dot, Score
 from foci.where import Where
 
@@ -205,14 +205,15 @@ _drawn: OrderedDict[Hashable, tuple[Mask, Blocks]] = OrderedDict()
 
 
 def drawn(call: Call) -> tuple[Mask | None, Blocks | None]:
-    """The mask with tensors for its numbers, and its blocks; a mask of plain numbers is kept for the next call."""
+    """The mask with tensors for its numbers, and its blocks; both are kept for the next call with the same mask."""
     if call.mask is None:
         return None, None
     if torch.compiler.is_compiling():
         return call.mask, blocks_of(call)
-    if not is_plain(call.mask) or call.positions is not None:
+    known = signature(call.mask)
+    if known is None or call.positions is not None or call.batch_ids is not None:
         return lifted(call.mask, call.q.device), blocks_of(call)
-    key = (repr(call.mask), call.q.shape[2], call.k.shape[2], call.q.device, call.needs_grad)
+    key = (known, call.q.shape[2], call.k.shape[2], call.q.device, call.needs_grad)
     found = _drawn.pop(key, None)
     if found is None:
         # A tensor that is made in inference mode could not be used in a later training step.
@@ -224,11 +225,30 @@ def drawn(call: Call) -> tuple[Mask | None, Blocks | None]:
     return found
 
 
-def is_plain(mask: Mask) -> bool:
-    """Whether the mask is made of plain numbers, all of which its repr shows."""
-    if isinstance(mask, Both | Either):
-        return is_plain(mask.left) and is_plain(mask.right)
-    return is_plain(mask.mask) if isinstance(mask, Opposite) else type(mask) in {Causal, Window, Prefix}
+def signature(mask: Mask) -> Hashable | None:
+    """What makes two masks the same: their kinds, their numbers, and their tensors' memory and version.
+
+    A mask that is kept holds its tensors, so that their memory belongs to nobody else meanwhile. None where the same
+    signature could mean another mask (functions, tensors that have no version) and for dense tensors, which are large.
+    """
+    if isinstance(mask, FromFunction | Entries):
+        return None
+    parts: list[Hashable] = [type(mask).__name__]
+    names = [field.name for field in fields(mask)] if is_dataclass(mask) else []
+    for part in (getattr(mask, name) for name in names):
+        known: Hashable | None = (part,)
+        if isinstance(part, Mask | Tensor):
+            known = signature(part) if isinstance(part, Mask) else tensor_mark(part)
+        if known is None:
+            return None
+        parts.append(known)
+    return tuple(parts)
+
+
+def tensor_mark(tensor: Tensor) -> Hashable | None:
+    if tensor.is_inference():
+        return None
+    return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def lifted(part: Any, device: torch.device) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import foci
 from foci import backends
+from foci.algebra import as_mask
 from foci.arguments import Call, prepare
 from foci.backends import flex, programs
 from foci.scores import Dot
@@ -226,9 +227,20 @@ def test_blocks_of_a_plain_mask_are_kept_and_bounded() -> None:
     assert len(flex._drawn) == flex.DRAWN
 
 
-@pytest.mark.parametrize("mask", [foci.padding([3, 9]), foci.from_function(lambda b, h, q, k: q >= k)], ids=repr)
-def test_blocks_of_other_masks_are_not_kept(mask: foci.algebra.Mask) -> None:
+def test_blocks_are_kept_while_the_ids_are_the_same() -> None:
     flex._drawn.clear()
+    ids = torch.arange(20) // 7
+    first, again = (flex.drawn(call_of(keys=20, mask=foci.documents(ids) & foci.causal)) for _ in range(2))
+    assert again[1] is first[1]
+    ids += 1
+    assert flex.drawn(call_of(keys=20, mask=foci.documents(ids) & foci.causal))[1] is not first[1]
+    assert flex.drawn(call_of(keys=20, mask=foci.documents(ids.clone()) & foci.causal))[1] is not first[1]
+
+
+@pytest.mark.parametrize("mask", [torch.ones(20, 30).bool(), lambda b, h, q, k: q >= k], ids=["entries", "function"])
+def test_blocks_of_other_masks_are_not_kept(mask: Any) -> None:
+    flex._drawn.clear()
+    mask = as_mask(mask) if isinstance(mask, torch.Tensor) else foci.from_function(mask)
     flex.drawn(call_of(mask=mask))
     flex.drawn(call_of(mask=mask & foci.causal))
     flex.drawn(call_of(mask=foci.causal, positions=(torch.arange(20), None)))
@@ -238,7 +250,7 @@ def test_blocks_of_other_masks_are_not_kept(mask: foci.algebra.Mask) -> None:
 def test_nothing_of_a_call_is_held(counter: Counter) -> None:
     q, k, ids = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8), torch.arange(40) // 9
     foci.attention(q, k, k, mask=foci.documents(ids) & foci.causal, bias=foci.ALiBi(), backend="flex")
-    held = [weakref.ref(tensor) for tensor in (q, k, ids)]
+    held = [weakref.ref(tensor) for tensor in (q, k)]
     del q, k, ids
     gc.collect()
     assert not any(reference() is not None for reference in held)
