@@ -26,6 +26,7 @@ typedef struct {
     const float *query_places; /* (batch or 1, query_count) */
     const float *key_places;   /* (batch or 1, padded) */
     const float *slopes;       /* (heads): what each step of distance costs */
+    const float *by_distance;  /* (heads, distances): what is added, from the last query and the first key on */
     const int32_t *runs;       /* (batch or 1, run_count, 2, query_count): the first key of a run, and the one after it */
     const int64_t *query_ids;  /* (batch or 1, query_count) */
     const int64_t *key_ids;    /* (batch or 1, key_count) */
@@ -37,7 +38,7 @@ typedef struct {
     float *largest;            /* (pairs, parts), HIDDEN; in base 2 */
     float *top_values;         /* (pairs, query_count, top) */
     int64_t *top_keys;         /* (pairs, query_count, top) */
-    int64_t pairs, heads, group, query_count, key_count, padded, width, parts, top, picture_rows, picture_columns;
+    int64_t pairs, heads, group, query_count, key_count, padded, width, parts, top, picture_rows, picture_columns, distances;
     int64_t query_place_step, key_place_step, run_count, run_step, query_id_step, key_id_step;
     int64_t seen_batch, seen_head, seen_row, seen_column;
     double scale, softcap; /* of the logits, in base 2; with a softcap, the scale of what tanh_half takes */
@@ -213,7 +214,7 @@ static void hide_inside(const Pass *pass, int64_t row, int64_t start, int64_t lo
     }
 }
 
-/* What is done to the logits of a row before they are weighed: the softcap, and what distance costs. */
+/* What is done to the logits of a row before they are weighed: the softcap, and what distance adds. */
 static void adjust(const Pass *pass, int64_t row, int64_t start, int64_t begin, int64_t end, float place, float *x)
 {
     const Work *work = pass->work;
@@ -225,6 +226,10 @@ static void adjust(const Pass *pass, int64_t row, int64_t start, int64_t begin, 
         const float *places = work->key_places + pass->batch * work->key_place_step + start;
         float slope = work->slopes[pass->head];
         for (int64_t j = begin; j < end; j += LANES) store(x + j, load(x + j) - slope * magnitude(load(places + j) - place));
+    }
+    if (work->by_distance) {
+        const float *added = work->by_distance + pass->head * work->distances + (work->query_count - 1 - row) + start;
+        for (int64_t j = begin; j < end; j += LANES) store(x + j, load(x + j) + load(added + j));
     }
 }
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from foci.arguments import Call
 from foci.backends import kernel_masks
-from foci.biases import ALiBi
+from foci.biases import ALiBi, Buckets
 from foci.kernels import native
 from foci.masks import Causal
 from foci.scores import Additive, Dot
@@ -22,6 +22,7 @@ from foci.statistics import pooling
 from foci.statistics.strips import LOG2_E, finite
 from foci.statistics.wanted import Wanted
 
+PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # As in kernels/strip.c.
@@ -38,11 +39,12 @@ AT_ONCE = 2**24
 PER_THREAD = 2**18
 PER_PART = 128
 
-INPUTS = ("queries", "keys", "shift", "query_places", "key_places", "slopes", "runs", "query_ids", "key_ids", "seen")
+INPUTS = ("queries", "keys", "shift", "query_places", "key_places", "slopes", "by_distance")
+MASKS = ("runs", "query_ids", "key_ids", "seen")
 OUTPUTS = ("entropy", "distance", "received", "picture", "largest", "top_values", "top_keys")
 SIZES = (
     *("pairs", "heads", "group", "query_count", "key_count"),
-    *("padded", "width", "parts", "top", "picture_rows", "picture_columns"),
+    *("padded", "width", "parts", "top", "picture_rows", "picture_columns", "distances"),
 )
 STEPS = ("query_place_step", "key_place_step", "run_count", "run_step", "query_id_step", "key_id_step")
 SEEN_STEPS = ("seen_batch", "seen_head", "seen_row", "seen_column")
@@ -52,7 +54,7 @@ class Work(ctypes.Structure):
     """What kernels/strip.c is given, in its order."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (*INPUTS, *OUTPUTS)),
+        *((name, ctypes.c_void_p) for name in (*INPUTS, *MASKS, *OUTPUTS)),
         *((name, ctypes.c_int64) for name in (*SIZES, *STEPS, *SEEN_STEPS)),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
@@ -67,13 +69,17 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
         return [f"the queries are on {call.q.device.type}, not on the cpu"]
     if torch.compiler.is_compiling() or kernel_masks.inside_vmap(call):
         return ["it does not run inside torch.compile or torch.func.vmap"]
+    if any(type(tensor) not in PLAIN for tensor in (call.q, call.k)):
+        return [f"it reads memory, but got {type(call.q).__name__} and {type(call.k).__name__}"]
     reasons = []
     if call.q.dtype not in DTYPES:
         reasons.append(f"{call.q.dtype}")
     if isinstance(call.score, Additive):
         reasons.append("an additive score is not a dot product")
-    if call.bias is not None and not isinstance(call.bias, ALiBi):
+    if call.bias is not None and not isinstance(call.bias, ALiBi | Buckets):
         reasons.append(f"the bias {type(call.bias).__name__}")
+    if isinstance(call.bias, Buckets) and call.positions is not None:
+        reasons.append("Buckets with positions of your own")
     if averaged:
         reasons.append("a mean over the heads")
     if wanted is not None and wanted.top > MOST_TOP:
@@ -115,7 +121,7 @@ def measure_part(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
     scale, softcap = scales(dot.score, dot.q.shape[-1])
     work = Work(
         **pointers(given | found),
-        **sizes(call, wanted, parts, given["keys"]),
+        **sizes(call, wanted, parts, given),
         **steps(given),
         scale=scale,
         softcap=softcap,
@@ -149,7 +155,16 @@ def matrix_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, 
     if isinstance(call.bias, ALiBi):
         assert call.bias.slopes is not None
         given["slopes"] = call.bias.slopes[call.heads.flatten()].float() * LOG2_E
+    if isinstance(call.bias, Buckets):
+        given["by_distance"] = by_distance(call, call.bias, chunk)
     return given
+
+
+def by_distance(call: Call, bias: Buckets, beyond: int) -> Tensor:
+    """What the bias adds for each distance between a key and a query, head by head, and 0 beyond the last key."""
+    distances = torch.arange(1 - call.k.shape[2], call.q.shape[2], device=call.q.device)
+    added = bias.table[bias.bucket(distances)][:, call.heads.flatten()].mT
+    return pad(added.float() * LOG2_E, (0, beyond))
 
 
 def in_panels(k: Tensor, panel: int) -> Tensor:
@@ -205,7 +220,8 @@ def pointers(tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def sizes(call: Call, wanted: Wanted, parts: int, keys: Tensor) -> dict[str, int]:
+def sizes(call: Call, wanted: Wanted, parts: int, given: dict[str, Tensor]) -> dict[str, int]:
+    keys = given["keys"]
     rows, columns = (0, 0) if wanted.picture is None else wanted.picture[:2]
     return {
         "pairs": call.q.shape[:2].numel(),
@@ -219,6 +235,7 @@ def sizes(call: Call, wanted: Wanted, parts: int, keys: Tensor) -> dict[str, int
         "top": wanted.top,
         "picture_rows": rows,
         "picture_columns": columns,
+        "distances": given["by_distance"].shape[1] if "by_distance" in given else 0,
     }
 
 

@@ -1,14 +1,17 @@
 """The compiled pass against the dense matrix in float64: odd sizes, ties, hidden entries, many chunks, many threads."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import foci
 from foci import statistics
+from foci.arguments import prepare
 from foci.kernels import native
 from foci.statistics import Wanted, compiled, strips
 from tests import matrices
@@ -83,7 +86,6 @@ REFUSED = {
     "positions, empty rows": "no union of two runs",
     "additive": "an additive score",
     "additive, one vector": "an additive score",
-    "buckets": "the bias Buckets",
     "relative": "the bias Relative",
     "relative, one table": "the bias Relative",
     "grouped heads, empty rows": "the bias Relative",
@@ -142,6 +144,8 @@ SIZES: dict[str, tuple[Arguments, Arguments, tuple[int, int, int]]] = {
     "softcap": (sized(30, 200, 8, sharp=20.0), {"score": foci.Dot(softcap=3.0)}, (8, 4, 4)),
     "a large softcap": (sized(30, 200, 8), {"score": foci.Dot(softcap=5000.0)}, (8, 4, 4)),
     "alibi": (sized(140, 400, 8), {"bias": foci.ALiBi(), "mask": foci.causal}, (8, 4, 4)),
+    "buckets": (sized(140, 1600, 8), {"bias": foci.Buckets(randn(32, 2, seed=5), False, 128)}, (8, 4, 4)),
+    "buckets, fewer keys": (sized(300, 90, 8), {"bias": foci.Buckets(randn(32, 2, seed=5), True, 128)}, (8, 4, 4)),
     "documents": (sized(200, 200, 8), {"mask": foci.causal & foci.documents(torch.arange(200) // 37)}, (8, 9, 9)),
     "documents in turns": (sized(200, 200, 8), {"mask": foci.documents(torch.arange(200) * 5 // 7 % 4)}, (8, 9, 9)),
     "holes": (sized(50, 1600, 8), {"mask": randn(2, 50, 1600, seed=9) > 0.5}, (8, 9, 9)),
@@ -292,10 +296,12 @@ def test_weights_are_measured_by_the_compiled_pass(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-5)
 
 
+PLACED = {"bias": foci.Buckets(randn(8, 2, seed=5), True, 9), "positions": (torch.arange(300), torch.arange(300) * 2)}
 SQUARE = in_dtype(sized(300, 300, 4), torch.float32)
 ASKED: dict[str, tuple[Arguments, Wanted, bool, str]] = {
     "float64": (sized(300, 300, 4), Wanted(), False, "torch.float64"),
     "the mean": (SQUARE, Wanted(), True, "a mean over the heads"),
+    "places": (in_dtype(SQUARE | PLACED, torch.float32), Wanted(), False, "Buckets with positions of your own"),
     "65 keys": (SQUARE, Wanted(top=65), False, "more than the 64 heaviest keys"),
     "maxima": (SQUARE, Wanted(picture=(2, 2, "max")), False, "a picture of maxima"),
     "few queries": (in_dtype(sized(15, 9000, 4), torch.float32), Wanted(), False, "fewer than 16 queries"),
@@ -309,6 +315,21 @@ def test_refusals_have_one_reason(name: str) -> None:
     reasons = compiled.refuses(lazy(arguments)._held.call, wanted, averaged)
     assert len(reasons) == 1
     assert reason in reasons[0]
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 300, 8)
+        call = prepare(q, q, q, foci.Dot(), None, None, None, None, 0.0, True)
+    assert compiled.refuses(call) == ["it reads memory, but got FakeTensor and FakeTensor"]
+
+
+@pytest.mark.usefixtures("_any_size")
+def test_vectors_of_width_zero_see_all_keys_alike() -> None:
+    arguments = in_dtype(sized(30, 50, 0), torch.float32)
+    found = measured(arguments, Wanted(entropy=True, top=2))
+    torch.testing.assert_close(found["entropy"], torch.full((1, 2, 30), math.log(50)))
+    assert found["top_keys"].unique(dim=-2).tolist() == [[[[0, 1]], [[0, 1]]]]
 
 
 def test_without_a_compiler_strips_measure(monkeypatch: pytest.MonkeyPatch) -> None:
