@@ -1,14 +1,20 @@
 """foci: attention at the speed of fused kernels, with the attention matrix in reach."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from foci.algebra import Mask
 from foci.biases import ALiBi, Bias, Buckets, Relative
 from foci.cache import Cache
 from foci.call import attention, merge, plan
-from foci.decoding import Answer, Beam, Sampling, generate, stream
 from foci.masks import causal, documents, from_function, padding, prefix, window
 from foci.positions import rotary, sinusoidal
 from foci.scores import Additive, Cosine, Dot, General, Score
 from foci.weights import Weights
+
+if TYPE_CHECKING:
+    from foci import nn as nn
+    from foci.decoding import Answer, Beam, Sampling, generate, stream
 
 __version__ = "0.1.0"
 
@@ -42,3 +48,12 @@ __all__ = [
     "stream",
     "window",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Modules and generation are imported when they are first named: the call alone is there at once."""
+    if name == "nn":
+        return import_module("foci.nn")
+    if name in {"Answer", "Beam", "Sampling", "generate", "stream"}:
+        return getattr(import_module("foci.decoding"), name)
+    raise AttributeError(f"module 'foci' has no attribute {name!r}")

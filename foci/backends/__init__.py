@@ -51,7 +51,7 @@ def hesitations(backend: ModuleType, call: Call) -> list[str]:
 
 def named(call: Call, name: str) -> ModuleType:
     for backend in BACKENDS:
-        if backend.NAME == name:
+        if name == backend.NAME:
             reasons = backend.refuses(call)
             if reasons:
                 raise ValueError(f"backend {name!r} refuses this call: {'; '.join(reasons)}")

@@ -184,7 +184,7 @@ def pieces(strip: Strip, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
         start += width
 
 
-def remembered(call: Call, function, *arguments):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN201
+def remembered(call: Call, function, *arguments):  # type: ignore[no-untyped-def]
     """Runs it; where gradients are wanted, without keeping what lies between: the backward runs it again.
 
     Inside a transform of torch.func, where nothing can be run again, it is kept.

@@ -234,7 +234,7 @@ def signature(mask: Mask) -> Hashable | None:
     if isinstance(mask, FromFunction | Entries):
         return None
     parts: list[Hashable] = [type(mask).__name__]
-    names = [field.name for field in fields(mask)] if is_dataclass(mask) else []
+    names: list[str] = [field.name for field in fields(mask)] if is_dataclass(mask) else []
     for part in (getattr(mask, name) for name in names):
         known: Hashable | None = (part,)
         if isinstance(part, Mask | Tensor):
