@@ -352,6 +352,19 @@ def test_prompts_of_every_form() -> None:
         assert plain(foci.generate(model, prompt, new_tokens=3)) == expected[:1]
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_speech_of_unequal_length(method: str) -> None:
+    torch.manual_seed(0)
+    model = foci.nn.SpeechEncoder.from_name("tiny", vocabulary=V, features=4, width=16)
+    for parameter in model.parameters():
+        parameter.data.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    frames = [torch.randn(length, 4) for length in (30, 11, 21)]
+    options: dict[str, Any] = {"start": START, "new_tokens": 8, "method": METHODS[method]}
+    answers = plain(foci.generate(model, frames, **options))
+    assert [plain(foci.generate(model, one, **options))[0] for one in frames] == answers
+    assert plain(foci.generate(model, frames, cache=False, **options)) == answers
+
+
 def test_a_start_of_several_tokens() -> None:
     model = made("encoder-decoder")
     first = foci.generate(model, PROMPTS, start=START, new_tokens=6)
