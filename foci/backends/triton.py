@@ -26,7 +26,9 @@ def refuses(call: Call) -> list[str]:
 
 def hesitates(call: Call) -> list[str]:
     """Reasons not to be chosen unless it is named."""
-    return ["Triton's interpreter is for tests: name backend='triton' to use it"] if on_cpu(call) else []
+    if on_cpu(call):
+        return ["Triton's interpreter is for tests: name backend='triton' to use it"]
+    return additive.hesitates(call) if launcher_of(call) is additive else []
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
