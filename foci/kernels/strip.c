@@ -11,7 +11,7 @@
 enum {
     PANEL = 3 * LANES,  /* keys of one product */
     STEP = 4 * LANES,   /* keys that a sweep takes at once */
-    CHUNK = 96 * LANES, /* keys whose entries are kept: whole panels and whole steps, small enough for the second cache */
+    CHUNK = 96 * LANES, /* keys whose entries are kept: whole panels and steps; they fit the second cache */
     BLOCK = 128,        /* queries that go over a chunk before the next chunk */
     MOST = 64           /* heaviest keys per query */
 };
@@ -27,7 +27,7 @@ typedef struct {
     const float *key_places;   /* (batch or 1, padded) */
     const float *slopes;       /* (heads): what each step of distance costs */
     const float *by_distance;  /* (heads, distances): what is added, from the last query and the first key on */
-    const int32_t *runs;       /* (batch or 1, run_count, 2, query_count): the first key of a run, and the one after it */
+    const int32_t *runs;       /* (batch or 1, run_count, 2, query_count): a run's first key, and the one after it */
     const int64_t *query_ids;  /* (batch or 1, query_count) */
     const int64_t *key_ids;    /* (batch or 1, key_count) */
     const uint8_t *seen;       /* (batch or 1, heads or 1, query_count or 1, key_count or 1), by its steps */
@@ -38,7 +38,8 @@ typedef struct {
     float *largest;            /* (pairs, parts), HIDDEN; in base 2 */
     float *top_values;         /* (pairs, query_count, top) */
     int64_t *top_keys;         /* (pairs, query_count, top) */
-    int64_t pairs, heads, group, query_count, key_count, padded, width, parts, top, picture_rows, picture_columns, distances;
+    int64_t pairs, heads, group, query_count, key_count, padded, width, parts, top;
+    int64_t picture_rows, picture_columns, distances;
     int64_t query_place_step, key_place_step, run_count, run_step, query_id_step, key_id_step;
     int64_t seen_batch, seen_head, seen_row, seen_column;
     double scale, softcap; /* of the logits, in base 2; with a softcap, the scale of what tanh_half takes */
@@ -65,8 +66,9 @@ typedef struct {
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* ROWS queries times one panel of keys. */
-static __attribute__((noinline)) void multiply(const float *queries, const float *keys, int64_t width, const float *shift, float *x)
+/* ROWS queries times one panel of keys. On its own, because inside another function the sums leave the registers. */
+static __attribute__((noinline)) void multiply(
+    const float *queries, const float *keys, int64_t width, const float *shift, float *x)
 {
     floats sums[ROWS][3] = {{{0}}};
     for (int64_t d = 0; d < width; d++, queries += ROWS, keys += PANEL) {
@@ -87,8 +89,12 @@ static __attribute__((noinline)) void multiply(const float *queries, const float
 static inline void insert(Row *row, int64_t kept, float value, int32_t key)
 {
     int64_t i = kept - 1;
-    for (; i > 0 && row->values[i - 1] < value; i--) row->values[i] = row->values[i - 1], row->keys[i] = row->keys[i - 1];
-    row->values[i] = value, row->keys[i] = key;
+    for (; i > 0 && row->values[i - 1] < value; i--) {
+        row->values[i] = row->values[i - 1];
+        row->keys[i] = row->keys[i - 1];
+    }
+    row->values[i] = value;
+    row->keys[i] = key;
 }
 
 /* The k-th largest of some maxima: k entries reach it, so that nothing below it is among the k largest. */
@@ -105,15 +111,16 @@ static inline float bound(const float *maxima, int count, int64_t k)
 /* Inserts what is among the heaviest. Keys come in order and only what is larger is inserted: ties go to the lower key.
    A lane's maximum is that of keys which lie STEP apart: neighbours that are all large, as near the diagonal, lie in
    different lanes, so that the bound is good and few entries reach it. */
-static void choose(const float *x, int64_t begin, int64_t end, int64_t start, const floats *maxima, int64_t kept, Row *row)
+static void choose(
+    const float *x, int64_t begin, int64_t end, int64_t start, const floats *maxima, int64_t kept, Row *row)
 {
     floats folded = maximum(maximum(maxima[0], maxima[1]), maximum(maxima[2], maxima[3]));
     float least = row->values[kept - 1], reached = HIDDEN;
     int larger = 0;
     for (int i = 0; i < LANES; i++) larger += folded[i] > least;
     if (!larger) return;
-    if (larger >= kept) reached = bound((const float *)&folded, LANES, kept);
-    else if (2 * kept > LANES && 2 * larger > LANES && kept <= STEP) reached = bound((const float *)maxima, STEP, kept);
+    if (2 * kept <= LANES && larger >= kept) reached = bound((const float *)&folded, LANES, kept);
+    if (2 * kept > LANES && 4 * larger >= LANES && kept <= STEP) reached = bound((const float *)maxima, STEP, kept);
     floats bar = all(reached > least ? reached : least);
     for (int64_t j = begin; j < end; j += STEP) {
         uint64_t bits = 0;
@@ -208,9 +215,9 @@ static void hide_inside(const Pass *pass, int64_t row, int64_t start, int64_t lo
         for (int64_t j = low; j < high; j++) x[j] = ids[j] == id ? x[j] : HIDDEN;
     }
     if (work->seen) {
-        const uint8_t *seen = work->seen + pass->batch * work->seen_batch + pass->head * work->seen_head + row * work->seen_row;
-        if (work->seen_column) seen += start;
-        for (int64_t j = low; j < high; j++) x[j] = seen[work->seen_column ? j : 0] ? x[j] : HIDDEN;
+        const uint8_t *seen = work->seen + pass->batch * work->seen_batch + pass->head * work->seen_head;
+        seen += row * work->seen_row + start * work->seen_column;
+        for (int64_t j = low; j < high; j++) x[j] = seen[j * work->seen_column] ? x[j] : HIDDEN;
     }
 }
 
@@ -225,7 +232,8 @@ static void adjust(const Pass *pass, int64_t row, int64_t start, int64_t begin, 
     if (work->slopes) {
         const float *places = work->key_places + pass->batch * work->key_place_step + start;
         float slope = work->slopes[pass->head];
-        for (int64_t j = begin; j < end; j += LANES) store(x + j, load(x + j) - slope * magnitude(load(places + j) - place));
+        for (int64_t j = begin; j < end; j += LANES)
+            store(x + j, load(x + j) - slope * magnitude(load(places + j) - place));
     }
     if (work->by_distance) {
         const float *added = work->by_distance + pass->head * work->distances + (work->query_count - 1 - row) + start;
@@ -266,14 +274,15 @@ static void tile(Pass *pass, int64_t r, int64_t start, int64_t end, int64_t *lin
 static void prepare(Pass *pass)
 {
     const Work *work = pass->work;
-    const float *queries = work->queries + pass->pair * work->query_count * work->width, scale = (float)work->scale;
+    float scale = (float)work->scale;
     for (int64_t r = 0; r < pass->last - pass->first; r++) {
+        const float *query = work->queries + (pass->pair * work->query_count + pass->first + r) * work->width;
+        float *beside = pass->queries + r / ROWS * ROWS * work->width + r % ROWS;
         Row *row = pass->rows + r;
         row->entropy = row->distance = 0;
         row->line = work->picture ? block_of(pass->first + r, work->picture_rows, work->query_count) : 0;
         for (int64_t i = 0; i < pass->kept; i++) row->values[i] = HIDDEN / 2, row->keys[i] = -1;
-        for (int64_t d = 0; d < work->width; d++)
-            pass->queries[(r / ROWS * work->width + d) * ROWS + r % ROWS] = scale * queries[(pass->first + r) * work->width + d];
+        for (int64_t d = 0; d < work->width; d++) beside[d * ROWS] = scale * query[d];
     }
 }
 
@@ -287,7 +296,8 @@ static void finish(const Pass *pass)
         if (work->entropy) work->entropy[at] = row->entropy > 0 ? 0 : 0 - LN_2 * row->entropy;
         if (work->distance) work->distance[at] = row->distance;
         if (work->largest && row->keys[0] >= 0) {
-            float *largest = work->largest + pass->pair * work->parts + pass->part, found = row->values[0] + work->shift[at];
+            float *largest = work->largest + pass->pair * work->parts + pass->part;
+            float found = row->values[0] + work->shift[at];
             *largest = found > *largest ? found : *largest;
         }
         for (int64_t i = 0; i < work->top; i++) {

@@ -60,7 +60,7 @@ static inline float total(floats x)
     return sum;
 }
 
-/* 2^x = scale (1 + rest): the nearest whole number is the exponent of the scale, a polynomial gives the rest to 2e-9. */
+/* 2^x = scale (1 + rest): the nearest whole number is the exponent of the scale, a polynomial gives the rest. */
 static inline void split_power(floats x, floats *scale, floats *rest)
 {
     const float round = 12582912.0f; /* 1.5 x 2^23: what is added to it loses its fraction */
