@@ -41,21 +41,11 @@ HALF = {
 # A product of float32 is three products of its parts, from twice the memory.
 FULL = {
     "forward": {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "queries": {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(64, 16, 8, 1)},
-    "keys": {64: Tiles(32, 64, 8, 2), 128: Tiles(32, 64, 8, 1), 256: Tiles(16, 64, 8, 1)},
+    "queries": {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 16, 4, 1)},
+    "keys": {64: Tiles(32, 64, 8, 2), 128: Tiles(32, 64, 8, 1), 256: Tiles(16, 32, 4, 1)},
 }
 # Small ones for the interpreter, which goes through them number by number.
 INTERPRETED = Tiles(16, 16, 4, 1)
-
-
-def tiles_of(name: str, q: Tensor, v: Tensor) -> Tiles:
-    """The tiles of a pass; few queries get small ones."""
-    if q.device.type == "cpu":
-        return INTERPRETED
-    width = max(padded(q.shape[-1]), padded(v.shape[-1]), 64)
-    found = (FULL if q.dtype == torch.float32 else HALF)[name][width]
-    few = padded(q.shape[2])
-    return found._replace(queries=few, warps=4, registers=None) if few < min(found.queries, 64) else found
 
 
 def padded(width: int) -> int:
@@ -85,6 +75,21 @@ class Part:
         return self.q.new_full((*self.q.shape[:3], self.terms.width), fill, dtype=torch.float32)
 
 
+def tiles_of(name: str, part: Part) -> Tiles:
+    """The tiles of a pass; few queries get small ones."""
+    q, v, terms = part.q, part.v, part.terms
+    if q.device.type == "cpu":
+        return INTERPRETED
+    width = max(padded(q.shape[-1]), padded(v.shape[-1]), 64)
+    found = (FULL if q.dtype == torch.float32 else HALF)[name][width]
+    few = padded(q.shape[2])
+    if few < min(found.queries, 64):
+        return found._replace(queries=few, warps=4, registers=None)
+    # These hold yet another tile.
+    crowded = terms.values is not None or terms.dense is not None
+    return found._replace(registers=None) if crowded else found
+
+
 def parts(q: Tensor, k: Tensor, v: Tensor, peaks: Tensor, extras: Tensor, terms: Terms, bands: int) -> Iterator[Part]:
     """The call in parts, each with room for its row table and `bands` more."""
     own = terms.kind == 1
@@ -111,7 +116,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
 def forward_part(part: Part, out: Tensor) -> None:
     from foci.kernels.biased import forward as kernel
 
-    values, tiles = part.terms.values, tiles_of("forward", part.q, part.v)
+    values, tiles = part.terms.values, tiles_of("forward", part)
     band = None if values is None else part.band(-torch.inf)
     # What the values per distance add comes on top, before the one rounding.
     into = out if values is None else out.new_empty(out.shape, dtype=torch.float32)
@@ -168,7 +173,7 @@ def queries_part(part: Part, after: After, d_q: Tensor, learned: dict[str, Tenso
     """The gradients of the queries and of what is learned."""
     from foci.kernels.biased_backward import queries as kernel
 
-    terms, tiles = part.terms, tiles_of("queries", part.q, part.v)
+    terms, tiles = part.terms, tiles_of("queries", part)
     count = blocks(part.q.shape[2], tiles.queries)
     d_rows = part.band(0.0) if terms.kind == 1 or "table" in learned else None
     band = None if terms.values is None else part.band(0.0)
@@ -212,7 +217,7 @@ def keys_part(part: Part, after: After, d_k: Tensor, d_v: Tensor) -> None:
     """The gradients of keys and values."""
     from foci.kernels.biased_backward import keys as kernel
 
-    tiles = tiles_of("keys", part.q, part.v)
+    tiles = tiles_of("keys", part)
     reach, inner = reaches(part.terms.spans, part.k.shape[2], tiles)
     kernel[(blocks(part.k.shape[2], tiles.keys) * part.k.shape[0] * part.k.shape[1],)](
         **arguments(part), **strided("d_out", after.d_out), **strided("d_k", d_k), **strided("d_v", d_v),

@@ -85,6 +85,26 @@ def put(table, places, numbers, wanted, DIRECT: tl.constexpr):
 
 
 @triton.jit
+def visible(
+    seen, i, j, first_i, first_j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
+    IDS: tl.constexpr, DENSE: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """What is seen of a tile when the ids and the dense mask have spoken too; bytes are loaded like numbers above."""
+    seen = allowed(seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE and not DIRECT)
+    if DENSE and DIRECT:
+        dense += first_i.to(tl.int64) * dense_query + first_j.to(tl.int64) * dense_key
+        # Rows and columns past the end read those before it.
+        places = (tl.minimum(i, Tq - 1) - first_i) * dense_query + (tl.minimum(j, Tk - 1) - first_j) * dense_key
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b64 at; .reg .b16 byte; cvt.s64.s32 at, $2; add.s64 at, at, $1; ld.global.nc.u8 byte, [at];"
+            " cvt.u32.u16 $0, byte; }",
+            "=r,l,r", [dense.to(tl.int64), places], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        seen = seen & (found != 0)
+    return seen
+
+
+@triton.jit
 def clipped(i, j, offset, clip):
     """The place of a distance in a row table."""
     return tl.minimum(tl.maximum(j - i - offset, -clip), clip) + clip
@@ -224,7 +244,10 @@ def forward(
                     found = looked_up(table, table_rows + place, DIRECT)
                 z, _ = scored(dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT)
                 seen = (j >= low[:, None]) & (j < high[:, None])
-                seen = allowed(seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
+                seen = visible(
+                    seen, i, j, first_i, first_j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
+                    IDS, DENSE, DIRECT,
+                )  # fmt: skip
                 z = tl.where(seen, z, -float("inf"))
                 if BAND:
                     near = seen & (place > 0) & (place < 2 * clip)

@@ -12,8 +12,8 @@ B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
 import triton
 import triton.language as tl
 
-from foci.kernels.biased import clipped, ends, kept, looked_up, own_rows, put, rows_of, scored, side
-from foci.kernels.logits import LN_2, allowed, span
+from foci.kernels.biased import clipped, ends, kept, looked_up, own_rows, put, rows_of, scored, side, visible
+from foci.kernels.logits import LN_2, span
 
 
 @triton.jit
@@ -144,7 +144,10 @@ def queries(
                     TABLE, SOFTCAP, ALIBI, EXACT,
                 )  # fmt: skip
                 seen = (j >= low[:, None]) & (j < high[:, None])
-                seen = allowed(seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
+                seen = visible(
+                    seen, i, j, first_i, first_j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
+                    IDS, DENSE, DIRECT,
+                )  # fmt: skip
                 p = tl.where(seen, p, 0.0)
             if DROPOUT:
                 keep = kept(drawn, b + first_b, h + first_h, i, j, threshold)
@@ -301,7 +304,10 @@ def keys(
                 if SPANS > 1:
                     low, high = span(spans, 1, rows, offset, Tq, Tk, CAUSAL, SPANS)
                     seen = seen | ((j >= low[None, :]) & (j < high[None, :]))
-                seen = allowed(seen, i, j, query_ids, key_ids, own_dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
+                seen = visible(
+                    seen, i, j, first_i, first_j, query_ids, key_ids, own_dense, dense_query, dense_key, Tq, Tk,
+                    IDS, DENSE, DIRECT,
+                )  # fmt: skip
                 p = tl.where(seen, p, 0.0)
             dropped = p
             if DROPOUT:
