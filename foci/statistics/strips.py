@@ -76,15 +76,20 @@ def measure_strip(
 ) -> None:
     """Adds one strip to what was found."""
     x = log2_weights(call, lse, strip)
-    weights = torch.exp2(x)
     if averaged:
-        weights = weights.mean(1, keepdim=True)
-        x = torch.where(weights > 0, weights.log2(), HIDDEN)
+        mean = torch.exp2(x).mean(1, keepdim=True)
+        x = torch.where(mean > 0, mean.log2(), HIDDEN)
     peaks = write_top(x, strip, wanted.top, found) if wanted.top else None
     if wanted.largest:
         peaks = x.amax(-1) if peaks is None else peaks
         logits = torch.where(peaks > HIDDEN / 2, peaks / LOG2_E + finite(lse), -torch.inf)
         found["largest"].copy_(torch.maximum(found["largest"], logits.amax(-1)))
+    if wanted.entropy or wanted.distance or wanted.received or wanted.picture is not None:
+        add_sums(call, x, mean if averaged else torch.exp2(x), strip, wanted, found)
+
+
+def add_sums(call: Call, x: Tensor, weights: Tensor, strip: Strip, wanted: Wanted, found: dict[str, Tensor]) -> None:
+    """Adds what is summed over the strip's weights; what is chosen among its entries needs no weights."""
     if wanted.entropy:
         found["entropy"][:, :, strip.rows] = x.mul_(weights).sum(-1).div_(-LOG2_E)
     for columns, piece in blocked.pieces(strip, weights):
