@@ -13,7 +13,7 @@ from foci.backends import additive, biased
 
 NAME = "triton"
 
-# Each has `refuses` and `run`, like a backend; the first that serves the call is used.
+# Each has `refuses`, `hesitates` and `run`, like a backend; the first that serves the call is used.
 LAUNCHERS: tuple[ModuleType, ...] = (additive, biased)
 
 
@@ -28,13 +28,14 @@ def hesitates(call: Call) -> list[str]:
     """Reasons not to be chosen unless it is named."""
     if on_cpu(call):
         return ["Triton's interpreter is for tests: name backend='triton' to use it"]
-    return additive.hesitates(call) if launcher_of(call) is additive else []
+    launcher = launcher_of(call)
+    return launcher.hesitates(call) if launcher is not None else []
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     launcher = launcher_of(call)
     assert launcher is not None
-    return launcher.run(call)  # type: ignore[no-any-return]
+    return launcher.run(call)
 
 
 def launcher_of(call: Call) -> ModuleType | None:

@@ -1,9 +1,9 @@
 """The k heaviest keys of each query, chosen from what the pass over the tiles has kept (statistics.py).
 
 It kept, per query and class of keys, the two largest logits and where they were. The k largest of these are chosen
-(pick). A key that was not kept can count only where both of its class were chosen: those classes, few, are read again,
-key by key (refine); elsewhere the choice is final, and only its weights are computed again, exactly (weigh).
-The logits that were kept lack their lowest bits, which say where: closer than that, the lower key is taken.
+(pick). A key that was not kept can count only where both of its class were chosen. And the logits that were kept lack
+their lowest bits, which say where, so that keys level with the last one chosen are open too. Those classes, few, are
+read again, key by key (refine); elsewhere the choice is final, and only its weights are computed again, exactly (weigh).
 """
 
 # Device code carries no Python types.
@@ -55,6 +55,7 @@ def pick(
     y, next_key = kept(second + places, klass, valid[None, :], segment, BK, TAG_BITS)
     into = keys + (pair.to(tl.int64) * Tq + i) * TOP
     used = tl.zeros((CLASSES, R), tl.int32)
+    bound = tl.full((R,), NONE, tl.float32)
     for n in range(TOP):
         bound = tl.max(x, 0)
         bound_key = tl.min(tl.where(x == bound[None, :], key, LAST), 0)
@@ -66,7 +67,8 @@ def pick(
         x = tl.where(taken, y, x)
         key = tl.where(taken, next_key, key)
         y = tl.where(taken, NONE, y)
-    hidden = used >= 2
+    # What was kept lacks its lowest bits: a key that is level with the last one chosen may be the heavier one.
+    hidden = (used >= 2) | ((x >= bound[None, :]) & (bound > NONE / 2)[None, :])
     bits = tl.where(hidden, 1 << (klass % WORD), 0)
     words = tl.sum(tl.reshape(bits, (CLASSES // WORD, WORD, R)), 1)  # (CLASSES // WORD, R)
     word = tl.arange(0, CLASSES // WORD)[:, None]

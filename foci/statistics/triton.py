@@ -24,6 +24,8 @@ WEIGHED = (
     *("q", "k", "lse", "slopes", "H", "group", "Tq", "Tk", "D", "q_batch", "q_head", "q_query"),
     *("k_batch", "k_head", "k_key", "scale", "softcap", "SOFTCAP", "ALIBI", "BD"),
 )
+# Fewer would be enough for short sequences, at the price of a build for each length.
+LEAST_TAG_BITS = 7
 COMMON = ("keys", "first_pair", "first_query", "queries", "TOP")
 
 
@@ -87,7 +89,7 @@ def sweep(
         kept = max(launch.pairs * launch.tiles for launch in plan) * config.queries * segments * (config.keys // 2)
         buffers |= {name: q.new_empty(kept, dtype=torch.float32) for name in ("best", "second")}
         buffers["flags"] = q.new_empty(kept // FLAGS_PER_WORD, dtype=torch.int32)
-    shape = {"segment": segment, "segments": segments, "TAG_BITS": max(7, (2 * segment - 1).bit_length())}
+    shape = {"segment": segment, "segments": segments, "TAG_BITS": max(LEAST_TAG_BITS, (2 * segment - 1).bit_length())}
     weighted = weights_arguments(query_weights, arguments["lse"])
     unused = arguments["lse"]
     for launch in plan:

@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from foci.statistics import tiling
+from foci.statistics import triton as triton_statistics
 from foci.statistics.tiling import Config, cells, launches, segments_for, slots
 from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
@@ -389,3 +390,11 @@ def test_cells_that_fit_no_tile() -> None:
     assert cells((256, 256, "mean"), 8000, 8192, SMALL) is None
     assert cells((3, 4, "mean"), 36, 64, SMALL) is None
     assert tiling.BUDGET > 0
+
+
+@pytest.mark.parametrize("bits", [12, 18])
+def test_keys_that_look_level_are_told_apart(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sequences take so many bits for the place that many logits look the same without them."""
+    monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", bits)
+    case = causal(heads=(1, 1), queries=7, keys=200, sharp=1.0)
+    check_top(case.run(Wanted(top=8)), case, 8)
