@@ -3,7 +3,7 @@
 It kept, per query and class of keys, the two largest logits and where they were. The k largest of these are chosen
 (pick). A key that was not kept can count only where both of its class were chosen. And the logits that were kept lack
 their lowest bits, which say where, so that keys level with the last one chosen are open too. Those classes, few, are
-read again, key by key (refine); elsewhere the choice is final, and only its weights are computed again, exactly (weigh).
+read again, key by key (refine); elsewhere the choice is final, and only its weights are computed anew, exactly (weigh).
 """
 
 # Device code carries no Python types.

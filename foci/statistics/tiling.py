@@ -55,7 +55,7 @@ def segments_for(top: int, tiles: int, places: int) -> int:
     """Parts of the keys that keep candidates of their own: a power of two, for 16 classes per key that is wanted.
 
     A class is read again when it holds two keys that count: about every fifth query has one. With half as many classes
-    it is every other query and twice the keys, which was measured to take three times as long.
+    it is every third query and twice the keys: the 8 heaviest of 8,192 then took 1.26 ms instead of 0.94 on an H200.
     """
     wanted = -(-16 * top // places)
     segments = 1
