@@ -9,7 +9,7 @@ B batch, H heads, Tq queries, Tk keys, D width.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -113,8 +113,8 @@ def device_reasons(call: Call) -> list[str]:
 def causal_kind(call: Call) -> str | None:
     """How the kernel's own causal flag serves the mask; None where it does not.
 
-    "none": nothing is hidden. "equal": a square matrix. "last": the last query stands at the last key, which only
-    CUDA's flash kernel means by its flag.
+    "none": nothing is hidden. "equal": a square matrix. "last": the last query stands at the last key, which CUDA's
+    flash kernel means by its flag, and which on a CPU is a part that everybody sees and a square one.
     """
     mask = call.mask
     if mask is None:
@@ -129,7 +129,7 @@ def causal_kind(call: Call) -> str | None:
         return None
     if queries == keys:
         return "equal"
-    return "last" if call.extent.device.type == "cuda" else None
+    return "last" if call.extent.device.type == "cuda" or queries < keys else None
 
 
 def dense_mask(call: Call) -> Mask | None:
@@ -151,7 +151,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     if call.extent.device.type == "cuda":
         out, lse = cuda_sdpa.run(dot, scale, kind, mask)
     else:
-        out, lse = cpu(dot, scale, kind == "equal", mask)
+        out, lse = cpu(dot, scale, kind, mask)
     return (out, lse) if mask is None else hidden_rows(out, lse, mask)
 
 
@@ -169,16 +169,26 @@ def attn_mask(call: Call) -> Tensor | None:
     return torch.where(visible, 0.0, -torch.inf).to(call.q.dtype)
 
 
-def cpu(call: Call, scale: float, equal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def cpu(call: Call, scale: float, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     q, k, v = call.q, call.k, call.v
     even = q.shape[-1] == v.shape[-1] and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    if even and mask is None and not call.needs_lse:
+    if even and mask is None and kind != "last" and not call.needs_lse:
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=equal, scale=scale, enable_gqa=grouped), None
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=kind == "equal", scale=scale, enable_gqa=grouped)
+        return out, None
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (padded(t, width) for t in (q, k, v))
-    out, lse = CpuFlash.apply(q, k, v, mask, equal, scale)  # type: ignore[no-untyped-call]
+    out, lse = CpuFlash.apply(q, k, v, mask, pieces_of(kind, q, k), scale)  # type: ignore[no-untyped-call]
     return out[..., : call.v.shape[-1]], lse
+
+
+def pieces_of(kind: str, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
+    """The keys in pieces that the kernel's causal flag serves."""
+    keys = k.shape[2]
+    if kind != "last":
+        return (Piece(slice(0, keys), kind == "equal"),)
+    seen = keys - q.shape[2]
+    return Piece(slice(0, seen), False), Piece(slice(seen, keys), True)
 
 
 def padded(x: Tensor, width: int) -> Tensor:
@@ -194,16 +204,27 @@ def hidden_rows(out: Tensor, lse: Tensor | None, mask: Tensor) -> tuple[Tensor, 
     return out, None if lse is None else torch.where(seen, lse, -torch.inf)
 
 
+class Piece(NamedTuple):
+    """Some of the keys, and whether they are looked at causally."""
+
+    keys: slice
+    causal: bool
+
+
 class CpuFlash(torch.autograd.Function):
-    """The CPU's fused kernel with a log-sum-exp that gradients pass through."""
+    """The CPU's fused kernel, piece by piece of the keys, with a log-sum-exp that gradients pass through."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[Piece, ...], scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse = cpu_flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        found = [
+            cpu_flash(q, k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=scale)
+            for keys, causal in pieces
+        ]
+        out, lse = found[0] if len(found) == 1 else joined(found)
         ctx.save_for_backward(q, k, v, mask, out, lse)
-        ctx.causal, ctx.scale = causal, scale
+        ctx.pieces, ctx.scale = pieces, scale
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -216,10 +237,27 @@ class CpuFlash(torch.autograd.Function):
         width = q.shape[-1]
         if d_lse is not None:
             q, k, v, out, d_out = with_lse_column(q, k, v, out, d_out, d_lse)
-        grads = cpu_flash_backward(
-            d_out.contiguous(), q, k, v, out, lse, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
-        )
-        return (*(g[..., :width] for g in grads), None, None, None)
+        d_out = d_out.contiguous()
+        # With the output and the log-sum-exp of all keys, each piece gives its share of the whole gradient.
+        grads = [
+            cpu_flash_backward(
+                d_out, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, causal, attn_mask=mask, scale=ctx.scale
+            )
+            for keys, causal in ctx.pieces
+        ]
+        d_q = grads[0][0] if len(grads) == 1 else grads[0][0] + grads[1][0]
+        d_k, d_v = (torch.cat([g[i] for g in grads], dim=2) if len(grads) > 1 else grads[0][i] for i in (1, 2))
+        return (*(g[..., :width] for g in (d_q, d_k, d_v)), None, None, None)
+
+
+def joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from attention over two pieces, both of which every query sees something of."""
+    (first, first_lse), (second, second_lse) = found
+    lse = torch.logaddexp(first_lse, second_lse)
+    shares = (torch.exp(part - lse).unsqueeze(-1) for part in (first_lse, second_lse))
+    out = sum(part * share for part, share in zip((first, second), shares, strict=True))
+    assert isinstance(out, Tensor)
+    return out.to(first.dtype), lse
 
 
 def with_lse_column(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, ...]:
