@@ -50,10 +50,17 @@ __all__ = [
 ]
 
 
+DECODING = ("Answer", "Beam", "Sampling", "generate", "stream")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "nn"})
+
+
 def __getattr__(name: str) -> Any:
     """Modules and generation are imported when they are first named: the call alone is there at once."""
     if name == "nn":
         return import_module("foci.nn")
-    if name in {"Answer", "Beam", "Sampling", "generate", "stream"}:
+    if name in DECODING:
         return getattr(import_module("foci.decoding"), name)
     raise AttributeError(f"module 'foci' has no attribute {name!r}")

@@ -49,6 +49,11 @@ class Mask:
     __rand__ = __and__
     __ror__ = __or__
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"a mask has no truth value: expected masks joined by &, | and ~, but {self!r} met and, or, not"
+        )
+
     def draw(self, queries: int = 6, keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
         """A small drawing: a row per query, a column per key, ■ where the query may look.
 
@@ -57,6 +62,8 @@ class Mask:
         ■ ■ ■ ■ ■
         """
         keys = queries if keys is None else keys
+        if queries < 1 or keys < 1:
+            raise ValueError(f"a drawing needs at least one query and one key, but got {queries} and {keys}")
         # Lengths and document ids are counted against the keys; plain numbers and bool tensors are drawn as they are.
         fitted = self if self.static else self.fit(Extent((self._drawn()[2],), head + 1, queries, keys, CPU))
         return draw(fitted, queries, keys, batch, head)

@@ -175,8 +175,8 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Args:
         parts: (out, lse) pairs, out (..., T, D) and lse (..., T). Returns the joined pair.
     """
-    if not parts:
-        raise ValueError("merge expects at least one (out, lse) pair, but got none")
+    if not isinstance(parts, list | tuple) or not parts or any(len(part) != 2 for part in parts):
+        raise ValueError(f"merge expects a list of (out, lse) pairs, at least one, but got {type(parts).__name__}")
     for out, lse in parts:
         if out.shape[:-1] != lse.shape or out.shape != parts[0][0].shape:
             raise ValueError(

@@ -125,5 +125,5 @@ def safetensors() -> Any:
     try:
         import safetensors.torch as package
     except ImportError as error:
-        raise ImportError("saving weights needs safetensors: pip install 'foci[all]'") from error
+        raise ImportError("saving weights needs safetensors: pip install safetensors") from error
     return package

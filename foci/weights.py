@@ -46,6 +46,12 @@ class Summary:
     top: Top | None
     picture: Tensor | None
 
+    def __repr__(self) -> str:
+        shapes = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if self.top is not None:
+            shapes["top"] = self.top.keys
+        return f"Summary({', '.join(f'{name} {tuple(x.shape)}' for name, x in shapes.items() if x is not None)})"
+
 
 class Weights:
     """The attention matrix, shape (..., H, Tq, Tk), as a lazy operator.

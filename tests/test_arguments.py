@@ -260,7 +260,7 @@ def test_a_plan_refuses_what_the_call_refuses(wrong: dict[str, Any]) -> None:
 
 
 def test_parts_that_do_not_fit_are_not_merged() -> None:
-    with pytest.raises(ValueError, match=r"at least one \(out, lse\) pair, but got none"):
+    with pytest.raises(ValueError, match=r"a list of \(out, lse\) pairs, at least one, but got list"):
         foci.merge([])
     with pytest.raises(ValueError, match=r"but got \(2, 3\) with \(3,\) beside \(2, 3\)"):
         foci.merge([(ones(2, 3), ones(3))])

@@ -270,3 +270,15 @@ def test_the_measure_of_memory_sees_a_matrix() -> None:
     with Largest() as largest:
         foci.attention(q, k, v, mask=as_mask(torch.ones(1500, 1).bool()), backend="reference")
     assert largest.elements >= 1500 * 1500
+
+
+def test_a_bias_of_nan_shows() -> None:
+    q = torch.randn(1, 2, 6, 8)
+    assert foci.plan(q, q, q, bias=torch.zeros(6, 6)).chosen == "sdpa"
+    assert foci.attention(q, q, q, bias=torch.full((6, 6), torch.nan)).isnan().all()
+
+
+@pytest.mark.parametrize("parts", [[], torch.zeros(2, 3), [(torch.zeros(2, 3),)]])
+def test_merge_refuses_what_are_no_pairs(parts: Any) -> None:
+    with pytest.raises(ValueError, match=r"a list of \(out, lse\) pairs"):
+        foci.merge(parts)

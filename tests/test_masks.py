@@ -274,3 +274,14 @@ def test_the_same_mask_serves_calls_of_any_size() -> None:
         assert seen(mask, queries=length, keys=length).shape[-1] == length
     lengths = foci.padding([1, 2])
     assert seen(lengths, keys=5).sum() == seen(lengths, keys=9).sum()
+
+
+def test_a_mask_has_no_truth_value() -> None:
+    """`causal and window(2)` would silently be the window alone."""
+    with pytest.raises(TypeError, match="joined by &"):
+        _ = foci.causal and foci.window(2)
+
+
+def test_a_drawing_needs_something_to_draw() -> None:
+    with pytest.raises(ValueError, match="at least one query and one key, but got -1 and -1"):
+        foci.causal.draw(-1)

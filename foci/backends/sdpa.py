@@ -199,7 +199,7 @@ def padded(x: Tensor, width: int) -> Tensor:
 
 def hidden_rows(out: Tensor, lse: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows that see nothing: the kernels leave a log-sum-exp of 0, or worse, where it is -inf."""
-    seen = (mask > -torch.inf).any(-1)
+    seen = (mask != -torch.inf).any(-1)  # NaN is not -inf: it must show in the output
     out = torch.where(seen.unsqueeze(-1), out, 0.0)
     return out, None if lse is None else torch.where(seen, lse, -torch.inf)
 

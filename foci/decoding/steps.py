@@ -115,15 +115,17 @@ def begun(model: Any, prompt: Prompt, start: int | Sequence[int] | None) -> Begu
 
 def several(prompt: Prompt, device: torch.device) -> list[Tensor]:
     """One tensor per prompt: (T,) of tokens, or (T, features) of frames."""
+    given: Any = prompt
+    if isinstance(given, str) or not isinstance(given, Tensor | Sequence):
+        raise TypeError(f"a prompt must be tokens, lists of whole numbers or tensors, but got {type(prompt).__name__}")
     if isinstance(prompt, Tensor):
         single = prompt.dim() == (2 if prompt.is_floating_point() else 1)
         rows = [prompt] if single else list(prompt)
     else:
-        given = list(prompt)
-        single = bool(given) and isinstance(given[0], int)
-        rows = [torch.as_tensor(each) for each in ([given] if single else given)]
+        single = len(prompt) > 0 and isinstance(prompt[0], int)
+        rows = [torch.as_tensor(each) for each in ([prompt] if single else prompt)]
     if not rows or any(len(row) == 0 for row in rows):
-        raise ValueError(f"a prompt must have at least one token, but got {prompt!r}")
+        raise ValueError(f"expected at least one prompt of at least one token, but got {prompt!r}")
     if len({(row.shape[1:], row.dtype) for row in rows}) > 1 or rows[0].dim() != 1 + rows[0].is_floating_point():
         kinds = sorted({f"{row.dtype} {tuple(row.shape)}" for row in rows})
         raise ValueError(f"prompts are whole numbers (T,) or frames (T, features), but got {', '.join(kinds[:4])}")
