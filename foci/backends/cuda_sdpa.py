@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from foci.arguments import Call
+from foci.backends.fused import padded, with_lse_column
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -80,12 +81,6 @@ def run(call: Call, scale: float, causal: str, mask: Tensor | None) -> tuple[Ten
     return out[..., : call.v.shape[-1]] if width != call.v.shape[-1] else out, lse
 
 
-def padded(x: Tensor, width: int) -> Tensor:
-    """Zeros up to the width: they add nothing to a dot product. The kernels read rows as contiguous."""
-    x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def repeated(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
@@ -147,8 +142,6 @@ class WithLse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        from foci.backends.sdpa import with_lse_column
-
         q, k, v, mask, out, lse = ctx.saved_tensors
         if d_out is None and d_lse is None:
             return (None,) * 8

@@ -18,6 +18,7 @@ from torch import Tensor
 from foci.algebra import Entries, Mask
 from foci.arguments import FLOATS, Call
 from foci.backends import cuda_sdpa
+from foci.backends.fused import padded, with_lse_column
 from foci.biases import Added
 from foci.masks import Causal, Padding, causal
 from foci.scores import Additive, Dot
@@ -191,12 +192,6 @@ def pieces_of(kind: str, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
     return Piece(slice(0, seen), False), Piece(slice(seen, keys), True)
 
 
-def padded(x: Tensor, width: int) -> Tensor:
-    """Zeros up to the width: they add nothing to a dot product. The kernel reads rows as contiguous."""
-    x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def hidden_rows(out: Tensor, lse: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows that see nothing: the kernels leave a log-sum-exp of 0, or worse, where it is -inf."""
     seen = (mask != -torch.inf).any(-1)  # NaN is not -inf: it must show in the output
@@ -258,16 +253,3 @@ def joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     out = sum(part * share for part, share in zip((first, second), shares, strict=True))
     assert isinstance(out, Tensor)
     return out.to(first.dtype), lse
-
-
-def with_lse_column(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, ...]:
-    """Lets a kernel that knows only d_out add the gradient of the log-sum-exp.
-
-    It computes dS = P (d_out·v - d_out·out). One more column, with 1 in v, 0 in out and d_lse in d_out, makes that
-    P (d_out·v + d_lse - d_out·out), which is the whole derivative.
-    """
-    spare = -(-(q.shape[-1] + 1) // 8) * 8 - q.shape[-1]
-    q, k, v, out, d_out = (F.pad(t, (0, spare)) for t in (q, k, v, out, d_out))
-    v[..., -spare] = 1.0
-    d_out[..., -spare] = d_lse
-    return q, k, v, out, d_out

@@ -19,6 +19,7 @@ one head of one sequence. BM queries, BN keys, D width, DP width rounded up, Dv 
 import triton
 import triton.language as tl
 
+from foci.kernels.dropout import kept
 from foci.kernels.logits import LN_2, LOG2_E, allowed, span
 from foci.kernels.statistics import bounds
 
@@ -288,22 +289,6 @@ def logits(
 
 
 @triton.jit
-def mixed(x):
-    """The reference's integer hash, bit for bit."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def keeps(seed, b, h, i, j, threshold):
-    """Which entries dropout keeps."""
-    noise = mixed(mixed(tl.load(seed) + b) * 5 + h)
-    noise = mixed(noise * 5 + i.to(tl.int64))
-    return mixed(noise * 5 + j.to(tl.int64)) >= threshold
-
-
-@triton.jit
 def visible(
     i, j, run, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
@@ -394,7 +379,7 @@ def forward(
             total = total * shrunk[:, :, None] + tl.sum(p, 1)
             peak = higher
             if DROPOUT:
-                p = tl.where(keeps(seed, b, h, i, j, threshold), p, 0.0)
+                p = tl.where(kept(tl.load(seed), b, h, i, j, threshold), p, 0.0)
             flat_j = t * BN + tl.arange(0, BN)
             values = tl.load(
                 v + flat_j.to(tl.int64)[:, None] * v_key + dv[None, :],

@@ -25,7 +25,6 @@ from foci.kernels.additive import (
     columns_of,
     exponent,
     exponential,
-    keeps,
     logits,
     per_feature,
     product,
@@ -34,6 +33,7 @@ from foci.kernels.additive import (
     two,
     visible,
 )
+from foci.kernels.dropout import kept
 from foci.kernels.logits import LOG2_E, NONE, span
 from foci.kernels.statistics import bounds
 
@@ -254,7 +254,7 @@ def rows(
                 )  # fmt: skip
                 dp = as_tile(dp, BM, BN, MT, NT)
                 if DROPOUT:
-                    dp = tl.where(keeps(seed, b, h, i, j, threshold), dp * grown, 0.0)
+                    dp = tl.where(kept(tl.load(seed), b, h, i, j, threshold), dp * grown, 0.0)
                 ds = p * (dp - change)
                 jj = columns_of(BN, NT)
                 tl.store(ds_room + (jj // 2) * (2 * BM) + rows_of(BM, MT) * 2 + jj % 2, ds)
@@ -351,7 +351,7 @@ def columns(
                 dp = as_tile(dp, BM, BN, MT, NT)
                 dropped = p
                 if DROPOUT:
-                    stays = keeps(seed, b, h, i, j, threshold)
+                    stays = kept(tl.load(seed), b, h, i, j, threshold)
                     dp = tl.where(stays, dp * grown, 0.0)
                     dropped = tl.where(stays, p * grown, 0.0)
                 change = tl.load(delta + pair * Tq + i, mask=i < Tq, other=0.0)

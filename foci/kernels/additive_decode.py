@@ -12,7 +12,8 @@ BN keys at a time, D width, Dv value width. A pair is one head of one sequence.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive import TWO_LOG2_E, keeps, reciprocal
+from foci.kernels.additive import TWO_LOG2_E, reciprocal
+from foci.kernels.dropout import kept
 from foci.kernels.logits import LOG2_E, allowed, span
 
 
@@ -73,7 +74,7 @@ def few(
             total = total * shrunk + p
             peak = higher
             if DROPOUT:
-                p = tl.where(keeps(seed, b, h, i, j, threshold), p, 0.0)
+                p = tl.where(kept(tl.load(seed), b, h, i, j, threshold), p, 0.0)
             mixture = mixture * shrunk + p[:, None] * values
     sums = tl.sum(total, 0)
     empty = sums == 0.0

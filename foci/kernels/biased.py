@@ -14,27 +14,8 @@ is stored, and beyond it they are summed. B batch, H heads, Tq queries, Tk keys,
 import triton
 import triton.language as tl
 
+from foci.kernels.dropout import kept
 from foci.kernels.logits import LOG2_E, allowed, span, tanh
-
-
-@triton.jit
-def mixed(x):
-    """The 32-bit hash of the reference's dropout; x may have more bits, all of which count."""
-    x = (x ^ (x >> 16)).to(tl.uint32) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def joined(noise, index):
-    return mixed(noise.to(tl.uint64) * 5 + index.to(tl.uint64))
-
-
-@triton.jit
-def kept(seed, b, h, i, j, threshold):
-    """Which entries dropout keeps: the same as the reference's, entry by entry."""
-    noise = mixed((seed + b).to(tl.uint64))
-    return joined(joined(joined(noise, h), i), j) >= threshold.to(tl.uint32)
 
 
 @triton.jit

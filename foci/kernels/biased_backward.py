@@ -12,7 +12,8 @@ B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
 import triton
 import triton.language as tl
 
-from foci.kernels.biased import clipped, ends, kept, looked_up, own_rows, put, rows_of, scored, side, visible
+from foci.kernels.biased import clipped, ends, looked_up, own_rows, put, rows_of, scored, side, visible
+from foci.kernels.dropout import kept
 from foci.kernels.logits import LN_2, span
 
 

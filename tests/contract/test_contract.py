@@ -159,7 +159,6 @@ def test_on_a_gpu_a_backend_equals_the_reference_or_refuses(device: str, backend
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.skipif("triton" not in NAMES, reason="there are no kernels yet")
 @pytest.mark.parametrize("shape", CHOICES["shape"])
 def test_kernels_equal_the_reference_in_the_interpreter(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")

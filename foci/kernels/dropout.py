@@ -1,0 +1,23 @@
+"""Which entries dropout keeps: a hash of where they stand, bit for bit that of the reference."""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mixed(x):
+    """A 32-bit integer hash in 64-bit arithmetic."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def kept(drawn, b, h, i, j, threshold):
+    """drawn is the call's random number, an int64; i and j broadcast to the tile."""
+    noise = mixed(mixed(drawn + b) * 5 + h)
+    noise = mixed(noise * 5 + i.to(tl.int64))
+    return mixed(noise * 5 + j.to(tl.int64)) >= threshold
