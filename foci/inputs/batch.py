@@ -1,0 +1,44 @@
+"""Sequences of unequal length as one tensor.
+
+B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Lengths are rounded up to a multiple of it: fewer different shapes, each of which a GPU captures or compiles once.
+MULTIPLE = 8
+
+
+def padded(rows: Sequence[Sequence[int] | Tensor], value: float = 0, multiple: int = MULTIPLE) -> tuple[Tensor, Tensor]:
+    """The rows (each (T,), or frames (T, features)) as one tensor, padded on the right, and their lengths (B,).
+
+    >>> padded([[5, 3, 8], [7]], multiple=4)
+    (tensor([[5, 3, 8, 0],
+            [7, 0, 0, 0]]), tensor([3, 1]))
+    """
+    tensors = [row if isinstance(row, Tensor) else torch.tensor(row, dtype=torch.long) for row in rows]
+    lengths = torch.tensor([len(row) for row in tensors])
+    width = rounded(int(lengths.max()), multiple)
+    found = torch.full((len(tensors), width, *tensors[0].shape[1:]), value, dtype=tensors[0].dtype)
+    for place, row in zip(found, tensors, strict=True):
+        place[: len(row)] = row
+    return found, lengths
+
+
+def rounded(length: int, multiple: int = MULTIPLE) -> int:
+    """The next multiple at or above a length.
+
+    >>> rounded(13)
+    16
+    """
+    return -(-length // multiple) * multiple
+
+
+def real(lengths: Tensor, width: int) -> Tensor:
+    """True where a token is no padding: bool (B, width)."""
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
