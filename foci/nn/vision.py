@@ -32,12 +32,14 @@ class VisionConfig(BlockConfig):
     pool: Literal["class", "mean"] = "class"  # the state that stands for the image: a token's own, or the patches' mean
     positions: Literal["learned", "sinusoidal"] = "learned"  # where a patch stands, by row and column
     registers: int = 0  # learned tokens without a patch, which give attention a place to rest
+    stem: int = 0  # 3 x 3 convolutions over the pixels before they are cut: little data goes further with some
+    stem_width: int = 64  # numbers per pixel after each of them
     checkpoint: bool = False  # gradient checkpointing: recompute each block in the backward, for less memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "layers", "image", "patch", "channels", "classes")
-        self.at_least(0, "registers")
+        self.at_least(1, "layers", "image", "patch", "channels", "classes", "stem_width")
+        self.at_least(0, "registers", "stem")
         if self.image % self.patch:
             raise ValueError(f"an image must be a multiple of the patch, but got {self.image} and {self.patch}")
         if self.positions == "sinusoidal" and self.width % 4:
@@ -75,7 +77,8 @@ class VisionTransformer(Model):
         super().__init__()
         self.config = config
         width, side = config.width, config.image // config.patch
-        self.embed = nn.Linear(config.channels * config.patch**2, width)
+        self.stem = made_stem(config)
+        self.embed = nn.Linear((config.stem_width if config.stem else config.channels) * config.patch**2, width)
         self.leading = config.registers + (config.pool == "class")  # the tokens before the patches
         self.extra = nn.Parameter(torch.empty(self.leading, width)) if self.leading else None
         self.places: Tensor  # (rows, columns, width)
@@ -98,7 +101,7 @@ class VisionTransformer(Model):
             return_weights: also give every layer's weights, by name.
         """
         rows, columns = self.grid(*self._checked(images).shape[2:])
-        x = self.embed(patches(images, self.config.patch))
+        x = self.embed(patches(images if self.stem is None else self.stem(images), self.config.patch))
         x = x + self._places(rows, columns).flatten(0, 1).to(x.dtype)
         real = None
         if self.extra is not None:
@@ -148,16 +151,29 @@ class VisionTransformer(Model):
         return images
 
     def _checked_padding(self, padding: Tensor, rows: int, columns: int) -> Tensor:
+        if self.stem is not None:
+            raise ValueError("a stem sees across patches, so it takes images of one size, but got padding")
         if padding.dtype != torch.bool or padding.shape[1:] != (rows, columns):
             got = f"{padding.dtype} {tuple(padding.shape)}"
             raise ValueError(f"padding must be bool (B, {rows}, {columns}), True where a patch is real, but got {got}")
         return padding
 
 
+def made_stem(config: VisionConfig) -> nn.Sequential | None:
+    """Convolutions, each with a norm over all its numbers: unlike one over the batch, it is the same in use."""
+    if not config.stem:
+        return None
+    parts: list[nn.Module] = []
+    for i in range(config.stem):
+        inner = config.stem_width if i else config.channels
+        parts += [nn.Conv2d(inner, config.stem_width, 3, padding=1), nn.GroupNorm(1, config.stem_width), nn.GELU()]
+    return nn.Sequential(*parts)
+
+
 def patches(images: Tensor, size: int) -> Tensor:
     """(B, C, height, width) -> (B, N, C · size²), row by row."""
     batch, channels, height, width = images.shape
-    cut = images.view(batch, channels, height // size, size, width // size, size)
+    cut = images.reshape(batch, channels, height // size, size, width // size, size)
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 

@@ -164,3 +164,18 @@ def test_wrong_options_and_inputs_are_refused() -> None:
         small()(torch.randn(1, 3, 8, 8))
     with pytest.raises(ValueError, match=r"padding must be bool \(B, 4, 4\)"):
         small()(images(1), padding=torch.ones(1, 16, dtype=torch.bool))
+
+
+def test_a_stem_sees_beyond_a_patch_and_takes_no_padding() -> None:
+    model = small(stem=2, stem_width=8)
+    image = images(1)
+    changed = image.clone()
+    changed[0, 0, 0, 0] += 1.0
+    plain = small()
+    inputs = [patches(image, 2), patches(changed, 2)]
+    assert model(image).logits.shape == (1, 4)
+    assert model.stem is not None and plain.stem is None
+    assert torch.equal(inputs[0][0, 1], inputs[1][0, 1])
+    assert not torch.equal(patches(model.stem(image), 2)[0, 1], patches(model.stem(changed), 2)[0, 1])
+    with pytest.raises(ValueError, match="takes images of one size, but got padding"):
+        model(image, padding=torch.ones(1, 4, 4, dtype=torch.bool))
