@@ -75,15 +75,16 @@ def write_versions(page: Page) -> None:
 def write_extras(page: Page) -> None:
     if not extras():
         return
-    page.heading("extras")
+    page.heading("extras, each optional")
     for extra, packages in sorted(extras().items()):
         versions = {package: installed(package) for package in packages}
         there = [f"{package} {version}" for package, version in versions.items() if version]
-        missing = [package for package, version in versions.items() if not version]
-        page.wrapped([f"{extra:<7}", *", ".join(there or ["nothing installed"]).split()], hang=8)
-        if missing:
-            page.wrapped([" " * 7, "missing:", *", ".join(missing).split()], hang=8)
-            page.line(f"        to get it: pip install 'foci[{extra}]'")
+        absent = [package for package, version in versions.items() if not version]
+        if there:
+            page.wrapped([f"{extra:<7}", *", ".join(there).split()], hang=8)
+        if absent:
+            adds = ["adds", *", ".join(absent).split()]
+            page.wrapped([" " * 7 if there else f"{extra:<7}", f"pip install 'foci[{extra}]'", *adds], hang=8)
 
 
 def write_devices(page: Page) -> None:

@@ -18,7 +18,6 @@ from foci.terminal import Page, clip, pad, text_width
 
 WIDTH = 8
 HEADS = 2
-MOST_CHARACTERS = 10_000
 MOST_WORDS = 24
 LONGEST_WORD = 24
 NARROWEST_CELL, WIDEST_CELL = 4, 8
@@ -139,23 +138,23 @@ class Row:
         return float((theirs - torch.tensor([*self.weights, *self.out], dtype=torch.float64)).abs().max())
 
 
-def read(text: str, page: Page) -> Example:
-    """The words of a text, as many as a matrix of the page's width can show."""
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"expected a sentence of at most {MOST_CHARACTERS:,} characters, received {len(text):,}")
-    words = [clip(word, LONGEST_WORD) for word in split(text)]
+def read(text: str, page: Page, word: str | None = None) -> Example:
+    """The words of a text, as many as a matrix of the page's width can show: the first, or those around `word`."""
+    words = [clip(one, LONGEST_WORD) for one in split(text)]
     if not words:
         raise ValueError(f"expected a sentence with at least one word, received {clip(repr(text), 20)}")
     label = min(max(map(text_width, words)), 7)
     shown = min(MOST_WORDS, (page.room - label) // NARROWEST_CELL)
-    return Example(words[:shown], left_out=max(0, len(words) - shown))
+    followed = 0 if word is None else find(words, word)
+    begin = max(0, min(followed - shown // 2, len(words) - shown)) if followed >= shown else 0
+    return Example(words[begin : begin + shown], left_out=max(0, len(words) - shown))
 
 
 def find(words: list[str], word: str) -> int:
     """Where the word first stands."""
     folded = [other.casefold() for other in words]
     if word.casefold() not in folded:
-        raise ValueError(f"expected one of the words {' '.join(words)}, received {clip(word, 40)!r}")
+        raise ValueError(f"expected one of the words {clip(' '.join(words), 200)}, received {clip(word, 40)!r}")
     return folded.index(word.casefold())
 
 
@@ -166,7 +165,7 @@ def explain(text: str, word: str | None = None, page: Page | None = None) -> Pag
     weights[
     """
     page = page or Page()
-    example = read(text, page)
+    example = read(text, page, word)
     focus = example.sharpest() if word is None else find(example.words, word)
     row = Row.of(example, focus)
     write_words(page, example, focus)
@@ -187,8 +186,12 @@ def write_words(page: Page, example: Example, focus: int) -> None:
     page.heading("1  The sentence becomes words")
     page.wrapped([page.accent(word) if i == focus else word for i, word in enumerate(example.words)], " · ")
     if example.left_out:
-        page.prose(f"({example.left_out:,} more are left out, to keep the pictures readable.)")
-    page.prose(f"Every word may look at all {count}, itself included. We follow “{example.words[focus]}”.")
+        words = "1 more word is" if example.left_out == 1 else f"{example.left_out:,} more words are"
+        page.prose(f"({words} left out, to keep the pictures readable.)")
+    if count == 1:
+        page.prose(f"Alone, “{example.words[focus]}” can look only at itself: give it company to see it choose.")
+    else:
+        page.prose(f"Every word may look at all {count}, itself included. We follow “{example.words[focus]}”.")
 
 
 def write_vectors(page: Page, example: Example, focus: int) -> None:
@@ -230,11 +233,12 @@ def write_scores(page: Page, example: Example, focus: int, row: Row) -> None:
     page.line()
     write_table(page, words, row)
     _, unscaled = foci.attention(*example.qkv, score=foci.Dot(scale=1.0), return_weights=True)
-    page.prose(
-        f"Without the division “{words[best]}” would take {float(unscaled.dense()[focus, best]):.0%} instead of "
-        f"{row.weights[best]:.0%}: the wider the vectors, the more the winner would take all, and the less there would "
-        "be to learn from the others."
-    )
+    would, does = f"{float(unscaled.dense()[focus, best]):.0%}", f"{row.weights[best]:.0%}"
+    if would != does:
+        page.prose(
+            f"Without the division “{words[best]}” would take {would} instead of {does}: the wider the vectors, the "
+            "more the winner would take all, and the less there would be to learn from the others."
+        )
 
 
 def write_table(page: Page, words: list[str], row: Row) -> None:

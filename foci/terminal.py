@@ -49,10 +49,12 @@ def start(text: str, width: int) -> str:
     >>> start("craving", 4)
     'crav'
     """
-    end = len(text)
-    while text_width(text[:end]) > width:
-        end -= 1
-    return text[:end]
+    taken = 0
+    for end, character in enumerate(text):
+        taken += character_width(character)
+        if taken > width:
+            return text[:end]
+    return text
 
 
 def clip(text: str, width: int) -> str:

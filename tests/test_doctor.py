@@ -33,15 +33,15 @@ def test_extras_are_those_of_the_package() -> None:
     assert found["hf"] == ["safetensors", "transformers"]
 
 
-def test_missing_packages_come_with_the_way_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "extras", lambda: {"hf": ["torch", "no-such-package"]})
+def test_what_is_not_installed_comes_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "extras", lambda: {"hf": ["torch", "no-such-package"], "view": ["no-such", "nor-this"]})
     page = Page()
     doctor.write_extras(page)
     assert page.lines[1:] == [
-        "extras",
+        "extras, each optional",
         f"   hf      torch {torch.__version__}",
-        "           missing: no-such-package",
-        "           to get it: pip install 'foci[hf]'",
+        "           pip install 'foci[hf]' adds no-such-package",
+        "   view    pip install 'foci[view]' adds no-such, nor-this",
     ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import foci
-from foci.explain import MOST_CHARACTERS, Example, Row, explain, fold, join, seeded, split
+from foci.explain import Example, Row, explain, fold, join, seeded, split
 from foci.terminal import STYLE, Page, text_width
 
 JANE = "Jane is hungry, and she's really craving pasta from Italy."
@@ -116,9 +116,24 @@ def test_the_word_can_be_chosen() -> None:
 
 def test_long_sentences_are_cut_and_say_so() -> None:
     text = "\n".join(explain(" ".join(f"w{i}" for i in range(1000))).lines)
-    assert "(982 more are left out, to keep the pictures readable.)" in text
+    assert "(982 more words are left out, to keep the pictures readable.)" in text
     assert "w17" in text
     assert "w18" not in text
+    assert "(1 more word is left out, to keep" in "\n".join(explain(" ".join("abcdefghijklmnopqrst")).lines)
+
+
+def test_a_word_far_into_a_long_text_is_found_with_those_around_it() -> None:
+    text = "\n".join(explain(" ".join(f"w{i}" for i in range(30_000)), "w20000").lines)
+    assert "We follow “w20000”." in text
+    assert "w19993 · w19994" in text
+    assert "We follow “w999”." in "\n".join(explain(" ".join(f"w{i}" for i in range(1000)), "w999").lines)
+
+
+def test_one_word_alone_has_no_choice_and_the_page_says_so() -> None:
+    text = "\n".join(explain("Hungry").lines)
+    assert "Alone, “Hungry” can look only at itself: give it company to see it choose." in text
+    assert "all 1" not in text
+    assert "Without the division" not in text
 
 
 @pytest.mark.parametrize(
@@ -126,8 +141,8 @@ def test_long_sentences_are_cut_and_say_so() -> None:
     [
         ("", None, "expected a sentence with at least one word, received ''"),
         (" \n ", None, "expected a sentence with at least one word, received"),
-        ("x" * (MOST_CHARACTERS + 1), None, "expected a sentence of at most 10,000 characters, received 10,001"),
         ("Jane is hungry.", "pizza", "expected one of the words Jane is hungry ., received 'pizza'"),
+        ("Jane is " * 999, "pizza", "expected one of the words " + "Jane is " * 24 + "Jane is…, received 'pizza'"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(text: str, word: str | None, message: str) -> None:
