@@ -69,6 +69,20 @@ class Task(ABC, Generic[Example, Answer]):
     def model(self) -> Model:
         """A model that has learned nothing."""
 
+    @property
+    def longest(self) -> int | None:
+        """Examples of a greater `size` are left out of a training, with a message; None: there is no limit."""
+        return None
+
+    @classmethod
+    def split(
+        cls, examples: Sequence[Example], share: float, generator: torch.Generator
+    ) -> tuple[Sequence[Example], Sequence[Example]]:
+        """Train and dev part, where no dev part was given: by chance, unless the order of the examples matters."""
+        order = torch.randperm(len(examples), generator=generator).tolist()
+        count = max(round(share * len(examples)), 1)
+        return [examples[i] for i in sorted(order[count:])], [examples[i] for i in sorted(order[:count])]
+
     def epoch(self, examples: Sequence[Example], training: bool, generator: torch.Generator) -> Sequence[Example]:
         """What one pass goes through: the examples themselves, unless a task cuts, balances or repeats them."""
         return examples
