@@ -195,9 +195,10 @@ def as_bias(bias: Bias | Tensor) -> Bias:
 def default_slopes(heads: int, q: Tensor) -> Tensor:
     """The slopes of Press et al.: for a power of two 2^(-8/n)^i, and between two powers every other of the next."""
     below = 1 << (heads.bit_length() - 1)
-    slopes = [2.0 ** (-8.0 * i / below) for i in range(1, below + 1)]
-    slopes += [2.0 ** (-4.0 * i / below) for i in range(1, 2 * (heads - below), 2)]
-    return torch.tensor(slopes, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    # Made on the device: a copy to it would be refused while a graph is captured.
+    step = torch.arange(below, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    whole, between = (step + 1) * (-8.0 / below), (2 * step[: heads - below] + 1) * (-4.0 / below)
+    return torch.exp2(torch.cat((whole, between)))
 
 
 def need_heads(bias: Bias, extent: Extent) -> int:

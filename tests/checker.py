@@ -57,10 +57,10 @@ def truth(problem: Problem, lse: bool = True) -> Tensors:
     return answers(problem, "reference", torch.float64, lse=lse)
 
 
-def eager_errors(problem: Problem, true: Tensors) -> Tensors:
-    """How far eager code in the problem's dtype is from the truth."""
+def eager_errors(problem: Problem, true: Tensors, device: str = "cpu") -> Tensors:
+    """How far eager code in the problem's dtype, on the same device, is from the truth."""
     with no_wider_than_the_inputs():
-        plain = answers(problem, "reference", narrow(problem.dtype), lse="lse" in true)
+        plain = answers(problem, "reference", narrow(problem.dtype), device, lse="lse" in true)
     scale = torch.finfo(problem.dtype).eps / torch.finfo(narrow(problem.dtype)).eps
     return {name: (plain[name].double() - tensor) * scale for name, tensor in true.items()}
 

@@ -213,17 +213,15 @@ def forward(
                 plain = plain & (far != 0)
             if IDS or DENSE:
                 plain = plain & False
-            if plain:
-                edge = dots
-                if TABLE > 0:
-                    edge = tl.where(far < 0, left_end, right_end)
-                z, _ = scored(dots, edge, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT)
-            else:
-                place = clipped(i, j, offset, clip)
-                found = dots
-                if TABLE > 0:
-                    found = looked_up(table, table_rows + place, DIRECT)
-                z, _ = scored(dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT)
+            # Triton's pipeliner takes no branch that does all of this twice: only what differs stands in one.
+            found = dots
+            if TABLE > 0:
+                if plain:
+                    found = tl.broadcast_to(tl.where(far < 0, left_end, right_end), (BM, BN))
+                else:
+                    found = looked_up(table, table_rows + clipped(i, j, offset, clip), DIRECT)
+            z, _ = scored(dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT)
+            if not plain:
                 seen = (j >= low[:, None]) & (j < high[:, None])
                 seen = visible(
                     seen, i, j, first_i, first_j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
@@ -231,6 +229,7 @@ def forward(
                 )  # fmt: skip
                 z = tl.where(seen, z, -float("inf"))
                 if BAND:
+                    place = clipped(i, j, offset, clip)
                     near = seen & (place > 0) & (place < 2 * clip)
                     put(band, r[:, None] * width + place, z, near, DIRECT)
             higher = tl.maximum(peak, tl.max(z, 1))

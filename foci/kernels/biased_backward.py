@@ -123,27 +123,23 @@ def queries(
                 plain = plain & (far != 0)
             if IDS or DENSE:
                 plain = plain & False
-            if plain:
-                edge = dots
-                if TABLE > 0:
-                    edge = tl.where(far < 0, left_end, right_end)
-                if VALUED:
-                    d_weights += tl.where(far < 0, left_gain, right_gain)
-                p, bent = weighed(
-                    dots, edge, peak[:, None], extra[:, None], i, j, offset, slope, scale, softcap,
-                    TABLE, SOFTCAP, ALIBI, EXACT,
-                )  # fmt: skip
-            else:
-                place = clipped(i, j, offset, clip)
-                found = dots
-                if TABLE > 0:
-                    found = looked_up(table, r_there * row + place, DIRECT)
-                if VALUED:
-                    d_weights += looked_up(gains, r_there * width + place, DIRECT)
-                p, bent = weighed(
-                    dots, found, peak[:, None], extra[:, None], i, j, offset, slope, scale, softcap,
-                    TABLE, SOFTCAP, ALIBI, EXACT,
-                )  # fmt: skip
+            found = dots
+            if TABLE > 0:
+                if plain:
+                    found = tl.broadcast_to(tl.where(far < 0, left_end, right_end), (BM, BN))
+                else:
+                    found = looked_up(table, r_there * row + clipped(i, j, offset, clip), DIRECT)
+            if VALUED:
+                if plain:
+                    gain = tl.broadcast_to(tl.where(far < 0, left_gain, right_gain), (BM, BN))
+                else:
+                    gain = looked_up(gains, r_there * width + clipped(i, j, offset, clip), DIRECT)
+                d_weights += gain
+            p, bent = weighed(
+                dots, found, peak[:, None], extra[:, None], i, j, offset, slope, scale, softcap,
+                TABLE, SOFTCAP, ALIBI, EXACT,
+            )  # fmt: skip
+            if not plain:
                 seen = (j >= low[:, None]) & (j < high[:, None])
                 seen = visible(
                     seen, i, j, first_i, first_j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
@@ -276,30 +272,29 @@ def keys(
             r_there = tl.minimum(r, Tq - 1 - first_i)[None, :]
             tile_table = own_table + first_i.to(tl.int64) * row
             tile_gains = gains + own_gains + first_i.to(tl.int64) * width
-            if plain:
-                edge = dots
-                last_place = tl.where(far < 0, 0, 2 * clip)
-                if TABLE == 2:
-                    edge = tl.where(far < 0, left_end, right_end)
-                if TABLE == 1:
-                    edge = tl.load(tile_table + r * row + last_place, mask=inside, other=0.0)[None, :]
-                if VALUED:
-                    d_weights += tl.load(tile_gains + r * width + last_place, mask=inside, other=0.0)[None, :]
-                p, bent = weighed(
-                    dots, edge, peak[None, :], extra[None, :], i, j, offset, slope, scale, softcap,
-                    TABLE, SOFTCAP, ALIBI, EXACT,
-                )  # fmt: skip
-            else:
-                place = clipped(i, j, offset, clip)
-                found = dots
-                if TABLE > 0:
-                    found = looked_up(tile_table, r_there * row + place, DIRECT)
-                if VALUED:
-                    d_weights += looked_up(tile_gains, r_there * width + place, DIRECT)
-                p, bent = weighed(
-                    dots, found, peak[None, :], extra[None, :], i, j, offset, slope, scale, softcap,
-                    TABLE, SOFTCAP, ALIBI, EXACT,
-                )  # fmt: skip
+            last_place = tl.where(far < 0, 0, 2 * clip)
+            found = dots
+            if TABLE > 0:
+                if plain:
+                    if TABLE == 2:
+                        edge = tl.where(far < 0, left_end, right_end)
+                    else:
+                        edge = tl.load(tile_table + r * row + last_place, mask=inside, other=0.0)[None, :]
+                    found = tl.broadcast_to(edge, (BN, BM))
+                else:
+                    found = looked_up(tile_table, r_there * row + clipped(i, j, offset, clip), DIRECT)
+            if VALUED:
+                if plain:
+                    gain = tl.load(tile_gains + r * width + last_place, mask=inside, other=0.0)[None, :]
+                    gain = tl.broadcast_to(gain, (BN, BM))
+                else:
+                    gain = looked_up(tile_gains, r_there * width + clipped(i, j, offset, clip), DIRECT)
+                d_weights += gain
+            p, bent = weighed(
+                dots, found, peak[None, :], extra[None, :], i, j, offset, slope, scale, softcap,
+                TABLE, SOFTCAP, ALIBI, EXACT,
+            )  # fmt: skip
+            if not plain:
                 low, high = span(spans, 0, rows, offset, Tq, Tk, CAUSAL, SPANS)
                 seen = (j >= low[None, :]) & (j < high[None, :])
                 if SPANS > 1:

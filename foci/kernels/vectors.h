@@ -1,6 +1,6 @@
 /* Vectors of floats in plain C (GCC, Clang), as wide as the machine has them.
 
-   Intrinsics say the two things that C cannot: a maximum, and a comparison as bits. */
+   Intrinsics say what C cannot: a maximum, a minimum, and a comparison as bits. */
 
 #include <stdint.h>
 #if defined(__AVX__)
@@ -36,6 +36,19 @@ static inline floats maximum(floats a, floats b)
 #else
     ints larger = a > b;
     return (floats)(((ints)a & larger) | ((ints)b & ~larger));
+#endif
+}
+
+/* The second where they cannot be compared: NaN stays NaN. */
+static inline floats minimum(floats a, floats b)
+{
+#if defined(__AVX512F__)
+    return (floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    ints smaller = a < b;
+    return (floats)(((ints)a & smaller) | ((ints)b & ~smaller));
 #endif
 }
 
