@@ -15,6 +15,8 @@ from foci.weights import Weights
 if TYPE_CHECKING:
     from foci import nn as nn
     from foci.decoding import Answer, Beam, Sampling, generate, stream
+    from foci.keep import Keep
+    from foci.record import Record
 
 __version__ = "0.1.0"
 
@@ -29,7 +31,9 @@ __all__ = [
     "Cosine",
     "Dot",
     "General",
+    "Keep",
     "Mask",
+    "Record",
     "Relative",
     "Sampling",
     "Score",
@@ -50,7 +54,8 @@ __all__ = [
 ]
 
 
-DECODING = ("Answer", "Beam", "Sampling", "generate", "stream")
+LATER = dict.fromkeys(("Answer", "Beam", "Sampling", "generate", "stream"), "foci.decoding")
+LATER |= {"Keep": "foci.keep", "Record": "foci.record"}
 
 
 def __dir__() -> list[str]:
@@ -58,9 +63,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Modules and generation are imported when they are first named: the call alone is there at once."""
+    """What is not the call itself is imported when it is first named: the call alone is there at once."""
     if name == "nn":
         return import_module("foci.nn")
-    if name in DECODING:
-        return getattr(import_module("foci.decoding"), name)
+    if name in LATER:
+        return getattr(import_module(LATER[name]), name)
     raise AttributeError(f"module 'foci' has no attribute {name!r}")

@@ -29,15 +29,19 @@ PARTS = {*KEPT, *FORM, "extent", "lse"}
 def load(path: str | os.PathLike[str]) -> tuple[Call, Tensor, tuple[int, ...], bool, bool, int]:
     """What a `Weights` is made of, from a file that `Weights.save` wrote."""
     try:
-        found = saving.load(path)
-        need(found.keys() == PARTS, f"the parts {sorted(PARTS)}", sorted(found))
-        call = call_of(found)
-        check_form(call, found)
+        return checked(saving.load(path))
     except (OSError, ImportError):
         raise
     except Exception as error:
         # Whatever a damaged or hostile file makes of the checks, its reader gets one answer.
         raise ValueError(f"{os.fspath(path)} is not a whole file of foci weights: {error}") from error
+
+
+def checked(found: dict[str, Any]) -> tuple[Call, Tensor, tuple[int, ...], bool, bool, int]:
+    """What a `Weights` is made of, from the parts of one; raises where they do not fit together."""
+    need(isinstance(found, dict) and found.keys() == PARTS, f"the parts {sorted(PARTS)}", sorted(found))
+    call = call_of(found)
+    check_form(call, found)
     return call, found["lse"], found["batch"], found["headed"], found["averaged"], found["group"]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -25,52 +27,58 @@ KINDS = {
 }
 
 
-def save(path: str | os.PathLike[str], described: dict[str, Any]) -> None:
+def save(path: str | os.PathLike[str], described: dict[str, Any], kind: str = FORMAT) -> None:
     """Writes to the side and renames, so that a file is whole or not there."""
     tensors: dict[str, Tensor] = {}
-    content = json.dumps({"format": FORMAT, "content": packed(described, tensors, "")})
+    content = packed(described, tensors, "", {})
+    header = json.dumps({"format": kind, "content": content, "checksum": checksum(tensors)})
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"the folder of {target} must be there to save into it, but {target.parent} is not")
     beside = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        safetensors().save_file(tensors, beside, metadata={"foci": content})
+        safetensors().save_file(tensors, beside, metadata={"foci": header})
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], kind: str = FORMAT) -> dict[str, Any]:
     """What `save` was given; raises ValueError where the file does not say that."""
     with safetensors().safe_open(os.fspath(path), framework="pt") as file:
         written = (file.metadata() or {}).get("foci")
         if written is None:
             raise ValueError("expected a safetensors file with an entry 'foci' in its metadata, but it has none")
         content = json.loads(written)
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
+        if not isinstance(content, dict) or content.get("format") != kind:
             got = content.get("format") if isinstance(content, dict) else content
-            raise ValueError(f"expected the format {FORMAT!r}, but got {got!r}")
+            raise ValueError(f"expected the format {kind!r}, but got {got!r}")
         # A copy, so that nothing depends on the file from here on.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     described = unpacked(content.get("content"), tensors)
     if not isinstance(described, dict):
         raise ValueError(f"expected a table of parts, but got {type(described).__name__}")
+    if content.get("checksum") != checksum(tensors):
+        raise ValueError("expected tensors with the checksum that was saved with them, but they were changed since")
     return described
 
 
-def packed(thing: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """The thing as JSON, its tensors put aside under their path."""
+def packed(thing: Any, tensors: dict[str, Tensor], name: str, seen: dict[Any, str]) -> Any:
+    """The thing as JSON, its tensors put aside under their path: one of several layers only once."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
     if isinstance(thing, Tensor):
-        tensors[name] = thing.detach().cpu().contiguous().clone()
-        return {"tensor": name}
+        place = (thing.device, thing.data_ptr(), thing.shape, thing.stride(), thing.dtype)
+        first = seen.setdefault(place, name) if thing.numel() else name
+        if first == name:
+            tensors[name] = thing.detach().cpu().contiguous().clone()
+        return {"tensor": first}
     if isinstance(thing, dict):
-        return {"dict": {key: packed(item, tensors, f"{name}.{key}".lstrip(".")) for key, item in thing.items()}}
+        return {"dict": {key: packed(item, tensors, f"{name}.{key}".lstrip("."), seen) for key, item in thing.items()}}
     if isinstance(thing, tuple | list):
-        return {"tuple": [packed(item, tensors, f"{name}.{i}") for i, item in enumerate(thing)]}
+        return {"tuple": [packed(item, tensors, f"{name}.{i}", seen) for i, item in enumerate(thing)]}
     if is_dataclass(thing) and KINDS.get(type(thing).__name__) is type(thing):
-        parts = {f.name: packed(getattr(thing, f.name), tensors, f"{name}.{f.name}") for f in fields(thing)}
+        parts = {f.name: packed(getattr(thing, f.name), tensors, f"{name}.{f.name}", seen) for f in fields(thing)}
         return {"kind": type(thing).__name__, "fields": parts}
     raise TypeError(
         f"weights with {thing!r} cannot be saved: a file holds no code, expected masks, scores and biases of foci's own"
@@ -119,6 +127,16 @@ def mapped(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if is_dataclass(thing) and not isinstance(thing, type):
         return replace(thing, **{f.name: mapped(getattr(thing, f.name), change) for f in fields(thing)})
     return thing
+
+
+def checksum(tensors: dict[str, Tensor]) -> int:
+    """Tells damaged tensors; safetensors itself sees only a damaged header or a missing end."""
+    total = 0
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        total = zlib.crc32(name.encode(), total)
+        total = zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()), total)
+    return total
 
 
 def safetensors() -> Any:

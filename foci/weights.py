@@ -328,14 +328,23 @@ class Weights:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """One safetensors file with everything the weights need; `Weights.load(path)` reads it."""
+        saving.save(path, self.parts())
+
+    def parts(self) -> dict[str, Any]:
+        """Everything the weights need, by name: what a file of them holds."""
         form = {"batch": self._batch, "headed": self._headed, "averaged": self._averaged, "group": self._group}
         sizes = tuple(self._call.extent)[:4]
-        saving.save(path, described(self._call) | form | {"lse": self._held.lse, "extent": sizes})
+        return described(self._call) | form | {"lse": self._held.lse, "extent": sizes}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Weights:
         """Weights from a file that `save` wrote; a damaged or foreign one is refused, and nothing in it is executed."""
         return cls(*loading.load(path))
+
+    @classmethod
+    def from_parts(cls, parts: dict[str, Any]) -> Weights:
+        """Weights from what `parts` gave, checked; raises ValueError where it does not fit together."""
+        return cls(*loading.checked(parts))
 
 
 class Transposed:

@@ -122,7 +122,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 def test_packed_and_unpacked() -> None:
     thing = {"a": (1, 2.5, "x", None, True), "b": {"c": torch.arange(3)}, "d": foci.Dot(softcap=2), "e": -float("inf")}
     tensors: dict[str, Tensor] = {}
-    again = saving.unpacked(saving.packed(thing, tensors, ""), tensors)
+    again = saving.unpacked(saving.packed(thing, tensors, "", {}), tensors)
     assert list(tensors) == ["b.c"]
     assert again["a"] == thing["a"]
     assert torch.equal(again["b"]["c"], torch.arange(3))

@@ -6,10 +6,8 @@ Nothing in a file is ever executed.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from foci.nn.config import Config
-from foci.saving import safetensors
+from foci.saving import checksum, safetensors
 
 FORMAT = "foci.model/1"
 
@@ -128,13 +126,3 @@ def kind_named(base: type[Model], name: Any) -> type[Any]:
             return kind
         kinds += kind.__subclasses__()
     raise ValueError(f"expected {base.__name__}, but the file holds {name!r}")
-
-
-def checksum(tensors: dict[str, Tensor]) -> int:
-    """Tells damaged tensors; safetensors itself sees only a damaged header or a missing end."""
-    total = 0
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        total = zlib.crc32(name.encode(), total)
-        total = zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()), total)
-    return total
