@@ -1,0 +1,143 @@
+"""Batches by token budget, sorted by length, in an order that depends on the seed and the epoch alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from queue import Queue
+from threading import Thread
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from foci.inputs.batch import rounded
+from foci.tasks.task import Task
+
+Item = TypeVar("Item")
+
+
+class Place(NamedTuple):
+    """Where a training stands in its data."""
+
+    epoch: int
+    batch: int  # in the epoch
+
+
+class Update(NamedTuple):
+    """The micro-batches of one process for one update, and what they were made of."""
+
+    place: Place
+    parts: list[tuple[dict[str, Tensor], bool]]  # False: it stands in for an empty one, and counts nothing
+    examples: int
+
+
+@dataclass
+class Batches:
+    """The batches of a training, of which each process takes its parts.
+
+    A batch is made for all processes and micro-batches together and then dealt out, so that two processes see what one
+    with twice the budget sees.
+    """
+
+    task: Task[Any, Any]
+    examples: Sequence[Any]
+    budget: int  # of each part
+    accumulate: int
+    rank: int
+    world: int
+    seed: int
+
+    @property
+    def parts(self) -> int:
+        return self.world * self.accumulate
+
+    def epoch(self, number: int) -> tuple[Sequence[Any], list[list[int]]]:
+        """The examples of an epoch, and which of them make each batch."""
+        generator = seeded(self.seed, "epoch", number)
+        examples = self.task.epoch(self.examples, True, generator)
+        sizes = [self.task.size(example) for example in examples]
+        return examples, dealt(sizes, self.budget, self.parts, generator)
+
+    def updates(self, start: Place) -> Generator[Update]:
+        """From a place on, without end."""
+        epoch, first = start
+        while True:
+            examples, batches = self.epoch(epoch)
+            for index in range(first, len(batches)):
+                yield self._update(Place(epoch, index), [examples[i] for i in batches[index]])
+            epoch, first = epoch + 1, 0
+
+    def _update(self, place: Place, examples: list[Any]) -> Update:
+        found = []
+        for part in range(self.rank * self.accumulate, (self.rank + 1) * self.accumulate):
+            own = examples[part :: self.parts]
+            generator = seeded(self.seed, "batch", *place, part)
+            # Every process takes part in every update, so one that is left without examples takes one that counts not.
+            found.append((self.task.batch(own or examples[:1], True, generator), bool(own)))
+        return Update(place, found, len(examples))
+
+
+def dealt(sizes: Sequence[int], budget: int, parts: int, generator: torch.Generator) -> list[list[int]]:
+    """Which examples make each batch: of similar length, by chance among those, and in an order by chance."""
+    lengths = torch.tensor([rounded(size) for size in sizes])
+    order = torch.randperm(len(sizes), generator=generator)
+    order = order[lengths[order].argsort(descending=True, stable=True)]
+    ordered, longest = order.tolist(), lengths[order].tolist()
+    batches, first = [], 0
+    while first < len(ordered):
+        count = max(budget // longest[first], 1) * parts
+        batches.append(ordered[first : first + count])
+        first += count
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def in_order(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Which examples make each batch of a part that is only measured: nothing is left to chance."""
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    batches = []
+    while order:
+        count = max(budget // rounded(sizes[order[0]]), 1)
+        batches.append(order[:count])
+        order = order[count:]
+    return batches
+
+
+def number_from(*parts: object) -> int:
+    """A number below 2**63 that depends on all parts: the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seeded(*parts: object) -> torch.Generator:
+    """A source of chance of its own for everything that is done: nothing depends on what was drawn before."""
+    return torch.Generator().manual_seed(number_from(*parts))
+
+
+def in_advance(items: Iterator[Item], count: int) -> Generator[Item]:
+    """The same items, made by a thread while earlier ones are used."""
+    queue: Queue[tuple[Item | None, BaseException | None]] = Queue(maxsize=count)
+    closed = False
+
+    def work() -> None:
+        try:
+            for item in items:
+                if closed:
+                    return
+                queue.put((item, None))
+        except BaseException as error:  # noqa: BLE001 - it is raised again where the items are used
+            queue.put((None, error))
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = queue.get()
+            if error is not None:
+                raise error
+            yield item  # type: ignore[misc]
+    finally:
+        closed = True
+        # A place in the queue is what the thread may be waiting for.
+        while thread.is_alive() and not queue.empty():
+            queue.get_nowait()

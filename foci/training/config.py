@@ -1,0 +1,171 @@
+"""One config per run: a TOML file, changed by `key=value`, saved in the run's folder as it was used."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from foci.nn.config import Config
+from foci.tasks import find
+
+
+@dataclass(frozen=True)
+class TrainConfig(Config):
+    """How a model is trained: [train] in a run's TOML."""
+
+    epochs: float = 20.0  # how often all examples are seen
+    steps: int = 0  # how many updates there are; 0: as many as the epochs take
+    minutes: float = 0.0  # stop when so much time has passed; 0: no limit
+    batch_tokens: int = 4096  # how much a micro-batch of one process holds, padding counted
+    accumulate: int = 1  # how many micro-batches each process adds up for an update
+    rate: float = 1e-3  # the highest learning rate
+    schedule: Literal["cosine", "inverse_sqrt", "constant"] = "cosine"  # how the rate falls after the warm-up
+    warmup: int = 200  # how many updates the rate takes to rise
+    floor: float = 0.05  # cosine: the share of the rate that is left at the end
+    decay: float = 0.01  # weight decay of AdamW, on matrices
+    momentum: float = 0.9  # the first beta of AdamW
+    variance: float = 0.98  # the second beta of AdamW
+    clip: float = 1.0  # gradients are scaled down to this norm; 0: never
+    ema: float = 0.0  # the decay of an average over all updates, which is then what is evaluated; 0: none
+    average: int = 1  # of how many of the best evaluated models the last one is the mean
+    evaluate_every: int = 500  # updates between two evaluations on the dev part
+    patience: int = 10  # stop after so many evaluations without a better one; 0: never
+    select: Literal["metric", "loss"] = "metric"  # what the best model is chosen by, on the dev part
+    decoded: int = 200  # how many dev examples are answered for the metric; 0: all
+    dev_share: float = 0.05  # the share of the examples that becomes the dev part, where none was given
+    log_every: int = 50  # updates between two lines
+    checkpoint_every: int = 500  # updates between two checkpoints
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 autocast on cuda, float32 elsewhere
+    compile: bool = False  # pass the model to torch.compile, on cuda
+    graphs: bool = False  # replay updates as captured CUDA graphs: for small models, where launching takes longest
+    shard: bool = False  # several processes: share out weights and optimizer (FSDP2), for large models
+    ahead: int = 2  # how many batches are made in advance, on cuda
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least(1, "batch_tokens", "accumulate", "average", "evaluate_every", "log_every", "checkpoint_every")
+        self.at_least(0, "epochs", "steps", "minutes", "rate", "warmup", "floor", "decay", "clip", "patience")
+        self.at_least(0, "ema", "decoded", "ahead")
+        if not 0.0 < self.dev_share < 1.0:
+            raise ValueError(f"TrainConfig.dev_share must lie between 0 and 1, but got {self.dev_share!r}")
+        if self.ema >= 1.0:
+            raise ValueError(f"TrainConfig.ema must be below 1, but got {self.ema!r}")
+        if not self.steps and not self.epochs:
+            raise ValueError("expected steps or epochs above 0, but got 0 for both")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All of a run: the task, its data, its settings and how it is trained."""
+
+    task: str
+    settings: Any  # of the task's settings_type
+    train: TrainConfig
+    data: tuple[str, ...]  # the files of the train part
+    dev: tuple[str, ...] = ()  # those of the dev part; none: a share of the train part
+    seed: int = 1
+
+    def to_toml(self) -> str:
+        """The file that `read_config` reads."""
+        top = assignments({"seed": self.seed, "data": list(self.data), "dev": list(self.dev)})
+        task = assignments({"name": self.task} | plain(self.settings))
+        return f"{top}\n[task]\n{task}\n[train]\n{assignments(plain(self.train))}"
+
+
+def read_config(
+    task: str | None, path: Path | None = None, changes: Sequence[str] = (), **given: Sequence[str] | int | None
+) -> RunConfig:
+    """The config of a file with single values changed, `task.size=tiny` or `train.rate=0.001`.
+
+    >>> config = read_config("translation", changes=["task.size=tiny", "train.steps=100"], data=["pairs.tsv"])
+    >>> config.settings.size, config.train.steps
+    ('tiny', 100)
+    """
+    table = read_toml(path) if path is not None else {}
+    for change in changes:
+        put(table, change)
+    table |= {name: value for name, value in given.items() if value}
+    return from_table(task, table, str(path or "the config"))
+
+
+def from_table(task: str | None, table: dict[str, Any], place: str) -> RunConfig:
+    settings, train = (section(table, name, place) for name in ("task", "train"))
+    named = settings.pop("name", task)
+    if named is None or (task is not None and named != task):
+        raise ValueError(f"expected the task {task or 'as task.name'}, but {place} names {named or 'none'}")
+    known = {"task", "seed", "data", "dev", "train"}
+    unknown = sorted(table.keys() - known)
+    if unknown:
+        raise ValueError(f"expected the keys {', '.join(sorted(known))} in {place}, but got {', '.join(unknown)}")
+    seed = table.get("seed", 1)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"expected a whole number as seed, but got {seed!r}")
+    return RunConfig(
+        named,
+        find(named).settings_type.from_dict(settings),
+        TrainConfig.from_dict(train),
+        names(table.get("data", ()), "data"),
+        names(table.get("dev", ()), "dev"),
+        seed,
+    )
+
+
+def section(table: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+    found = table.get(name, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"expected [{name}] in {place} to be a table, but got {found!r}")
+    return dict(found)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"expected a config at {path}, but it cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no TOML: {error}") from error
+
+
+def put(table: dict[str, Any], change: str) -> None:
+    """Changes one value, given as `key=value`; the value is written as in TOML, a word needs no quotes."""
+    key, sign, text = change.partition("=")
+    if not sign or not key.strip():
+        raise ValueError(f"expected key=value, such as train.rate=0.001, but got {change!r}")
+    first, dot, name = key.strip().partition(".")
+    if not dot:
+        table[first] = value_of(text)
+        return
+    inner = table.setdefault(first, {})
+    if not isinstance(inner, dict):
+        raise ValueError(f"expected a key such as task.size or train.rate, but got {key.strip()!r}")
+    inner[name] = value_of(text)
+
+
+def value_of(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text.strip()
+
+
+def names(value: Any, key: str) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
+        raise ValueError(f"expected a path or a list of paths as {key}, but got {value!r}")
+    return tuple(found)
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """The fields that have a value: TOML knows no None, and a field that is left out is None again."""
+    found = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def assignments(table: dict[str, Any]) -> str:
+    # What JSON writes of words, numbers, truth values and lists of them is TOML too.
+    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in table.items())

@@ -1,0 +1,175 @@
+"""The loop, to be read from top to bottom."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from foci.training import checkpoint
+from foci.training.batches import Batches, Place, Update, in_advance, number_from
+from foci.training.config import RunConfig
+from foci.training.distributed import join, leave
+from foci.training.learner import Learner
+from foci.training.progress import Progress
+from foci.training.run import Run, opened
+from foci.training.schedule import rate_at
+from foci.training.selection import Selection
+from foci.training.state import State
+
+# How many updates a GPU may be ahead before somebody looks whether their losses are finite: looking waits for it.
+UNSEEN = 16
+
+
+def train(config: RunConfig, folder: Path, *, resume: bool = False, quiet: bool = False) -> dict[str, float | str]:
+    """Trains a task in a folder, and gives what the finished model reaches on the dev part.
+
+    The folder then has model.safetensors, which is all that `foci run` needs, config.toml, run.json, metrics.jsonl and
+    checkpoints. Killed at any moment and resumed, a run ends with the same weights: all chance is drawn from the seed
+    and the number of the update alone.
+    """
+    processes = join(config.train.device)
+    try:
+        run = opened(config, folder, processes, resume=resume)
+        with Progress(folder, run.total, first=processes.first, quiet=quiet) as progress:
+            for message in run.messages:
+                progress.say(message)
+            return trained(run, progress)
+    finally:
+        leave()
+
+
+def trained(run: Run, progress: Progress) -> dict[str, float | str]:
+    """From where the run stands to its end; longer than other functions, so that the order is seen at once."""
+    config, processes = run.config.train, run.processes
+    torch.manual_seed(run.config.seed)
+    learner = Learner(run.task, run.task.model(), config, processes)
+    state = resumed(run, learner, progress)
+    selection = Selection(run, learner, progress)
+    began = time.monotonic() - state.seconds
+    unseen: list[tuple[Update, int, Tensor]] = []
+
+    with closing_updates(run, learner, state.place) as updates, signals() as stop:
+        while state.step < run.total and not (state.waiting > config.patience > 0):
+            update = next(updates)
+            found = one_update(run, learner, update, state.step)
+            state.step, state.place = state.step + 1, Place(update.place.epoch, update.place.batch + 1)
+            state.seconds = time.monotonic() - began
+            unseen.append((update, state.step, found))
+
+            late = 0 < config.minutes * 60 < state.seconds
+            ends = run.agreed(state.step, bool(stop) or late) or state.step == run.total
+            logs, judges, saves = (
+                ends or state.step % every == 0
+                for every in (config.log_every, config.evaluate_every, config.checkpoint_every)
+            )
+            if logs or judges or saves or not learner.on_gpu or len(unseen) == UNSEEN:
+                look(unseen, state)
+            if logs:
+                line(run, state, progress, float(found[2]))
+            if judges and not stop:
+                selection.judge(state)
+            if saves:
+                checkpoint.save(run.folder / "checkpoints", state.step, learner.tensors(), asdict(state), processes)
+            if ends:
+                break
+
+    if stop:
+        progress.say(f"stopped at step {state.step} and saved: --resume goes on from here")
+        return {"stopped_at_step": float(state.step)}
+    return selection.finish(state)
+
+
+def one_update(run: Run, learner: Learner, update: Update, step: int) -> Tensor:
+    """All micro-batches of one update; gives the summed loss, the targets and the norm, on the device."""
+    for part, (batch, counts) in enumerate(update.parts):
+        torch.manual_seed(number_from(run.config.seed, "update", step, run.processes.rank, part))
+        learner.add(batch, counts)
+    found = learner.update(rate_at(step, run.total, run.config.train))
+    learner.blend(step + 1)
+    return found
+
+
+def look(unseen: list[tuple[Update, int, Tensor]], state: State) -> None:
+    """Reads what the last updates gave, and stops where it is not finite."""
+    figures = torch.stack([found for _, _, found in unseen]).tolist() if unseen else []
+    for (update, step, _), (loss, targets, norm) in zip(unseen, figures, strict=True):
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            place = f"batch {update.place.batch} of epoch {update.place.epoch} with {update.examples} examples"
+            raise FloatingPointError(
+                f"expected a finite loss, but at step {step} it is {loss / max(targets, 1.0):g} with a gradient norm of"
+                f" {norm:g}, {place}; the checkpoints before it are whole: --resume with a lower train.rate"
+            )
+        state.loss, state.targets = state.loss + loss, state.targets + targets
+    unseen.clear()
+
+
+def line(run: Run, state: State, progress: Progress, norm: float) -> None:
+    """A line of figures since the last one."""
+    values = {
+        "loss": state.loss / max(state.targets, 1.0),
+        "rate": rate_at(state.step - 1, run.total, run.config.train),
+        "norm": norm,
+        "epoch": float(state.place.epoch),
+    }
+    progress.report(state.step, values, state.targets)
+    state.loss = state.targets = 0.0
+
+
+def resumed(run: Run, learner: Learner, progress: Progress) -> State:
+    """Where the last whole checkpoint left off; without one, at the beginning."""
+    found = checkpoint.newest(run.folder / "checkpoints", progress.say)
+    state = State()
+    if found is not None:
+        learner.make_room()
+        found.fill(learner.tensors(), run.processes)
+        state = State.from_json(found.state)
+        progress.say(f"resumed at step {state.step}")
+    progress.start_at(state.step)
+    return state
+
+
+@contextmanager
+def closing_updates(run: Run, learner: Learner, place: Place) -> Iterator[Generator[Update]]:
+    """The batches from a place on, on a GPU made in advance."""
+    config, processes = run.config.train, run.processes
+    source = Batches(
+        run.task, run.train, config.batch_tokens, config.accumulate, processes.rank, processes.world, run.config.seed
+    )
+    updates = source.updates(place)
+    if config.ahead and learner.on_gpu:
+        updates = in_advance(updates, config.ahead)
+    try:
+        yield updates
+    finally:
+        updates.close()
+
+
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """Collects the wish to stop (Ctrl-C, SIGTERM), so that an update is finished and saved first."""
+    asked: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,126 @@
+"""A run: its folder, its data and its task, the same in every process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foci import __version__
+from foci.tasks import find
+from foci.tasks.task import Task
+from foci.training.batches import Batches, seeded
+from foci.training.checkpoint import write_text
+from foci.training.config import RunConfig
+from foci.training.distributed import Processes
+
+CHUNK = 2**24
+# How many updates several processes do before they ask each other whether to stop.
+ASKED = 16
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a training needs and does not change."""
+
+    config: RunConfig
+    folder: Path
+    processes: Processes
+    task: Task[Any, Any]
+    train: Sequence[Any]
+    dev: Sequence[Any]
+    total: int  # updates
+    messages: list[str]  # what to say before it begins
+
+    def agreed(self, step: int, wish: bool) -> bool:
+        """Whether to stop here: what the first process wishes; several ask each other only now and then."""
+        if self.processes.world == 1:
+            return wish
+        return self.processes.from_first(wish) if step % ASKED == 0 else False
+
+
+def opened(config: RunConfig, folder: Path, processes: Processes, *, resume: bool) -> Run:
+    """Begins a run in a folder that has none, or goes on with the one that it has."""
+    about = folder / "run.json"
+    if resume and not about.exists():
+        raise ValueError(f"expected a run to resume in {folder}, but there is none")
+    if not resume and about.exists():
+        raise ValueError(f"{folder} has a run already: --resume goes on with it, --out names another folder")
+    train, dev = both_parts(config)
+    files = processes.from_first(learned(config, train, folder, resume=resume) if processes.first else None)
+    task = find(config.task).from_files(config.settings, files)
+    messages: list[str] = []
+    train, dev = (short_enough(task, part, name, messages) for name, part in (("train", train), ("dev", dev)))
+    if not train or not dev:
+        raise ValueError(f"expected examples to train on and to measure with, but got {len(train)} and {len(dev)}")
+    source = Batches(task, train, config.train.batch_tokens, config.train.accumulate, 0, processes.world, config.seed)
+    per_epoch = len(source.epoch(0)[1])
+    total = config.train.steps or math.ceil(config.train.epochs * per_epoch)
+    messages.append(
+        f"{len(train):,} examples to train on, {len(dev):,} to measure with; {per_epoch:,} updates an epoch"
+    )
+    return Run(config, folder, processes, task, train, dev, total, messages)
+
+
+def both_parts(config: RunConfig) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The train and the dev part, read anew each time: their order depends on the files and the seed alone."""
+    kind = find(config.task)
+    if not config.data:
+        raise ValueError("expected the data to train on (--data), but got none")
+    train = kind.read([Path(each) for each in config.data], config.settings)
+    if config.dev:
+        return train, kind.read([Path(each) for each in config.dev], config.settings)
+    return kind.split(train, config.train.dev_share, seeded(config.seed, "dev"))
+
+
+def learned(config: RunConfig, train: Sequence[Any], folder: Path, *, resume: bool) -> dict[str, str]:
+    """What the task learns from the train part before the first update; a resumed run has it in its folder."""
+    about, same = folder / "run.json", fingerprint(config)
+    if resume:
+        content = json.loads(about.read_text(encoding="utf-8"))
+        if content["data"] != same:
+            raise ValueError(f"expected the data that {folder} began with, but the files have changed since")
+        files: dict[str, str] = content["files"]
+        return files
+    files = find(config.task).start(config.settings, train).files()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "config.toml", config.to_toml())
+    versions = {"foci": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    content = {"task": config.task, "seed": config.seed, "versions": versions, "data": same, "files": files}
+    write_text(about, json.dumps(content, ensure_ascii=False))
+    return files
+
+
+def fingerprint(config: RunConfig) -> dict[str, str]:
+    """A hash of every file of the data; of a folder one of the names and sizes of what is in it."""
+    return {name: fingerprint_of(Path(name)) for name in (*config.data, *config.dev)}
+
+
+def fingerprint_of(path: Path) -> str:
+    total = hashlib.sha256()
+    if path.is_dir():
+        for each in sorted(path.rglob("*")):
+            total.update(f"{each.relative_to(path)} {each.stat().st_size}\n".encode())
+        return total.hexdigest()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def short_enough(task: Task[Any, Any], examples: Sequence[Any], part: str, messages: list[str]) -> Sequence[Any]:
+    """Without those that are longer than the task takes, of which a message tells."""
+    if task.longest is None:
+        return examples
+    kept = [example for example in examples if task.size(example) <= task.longest]
+    if len(kept) < len(examples):
+        left = len(examples) - len(kept)
+        messages.append(f"{left:,} of {len(examples):,} {part} examples are longer than {task.longest}: left out")
+    return kept

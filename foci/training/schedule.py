@@ -1,0 +1,24 @@
+"""The learning rate: it rises, and then falls."""
+
+from __future__ import annotations
+
+import math
+
+from foci.training.config import TrainConfig
+
+
+def rate_at(step: int, total: int, config: TrainConfig) -> float:
+    """The learning rate of an update, counted from 0.
+
+    >>> config = TrainConfig(rate=1.0, warmup=4, floor=0.0)
+    >>> [round(rate_at(step, 12, config), 2) for step in range(0, 12, 2)]
+    [0.25, 0.75, 1.0, 0.85, 0.5, 0.15]
+    """
+    if step < config.warmup:
+        return config.rate * (step + 1) / config.warmup
+    if config.schedule == "constant":
+        return config.rate
+    if config.schedule == "inverse_sqrt":
+        return config.rate * math.sqrt(max(config.warmup, 1) / (step + 1))
+    done = min((step - config.warmup) / max(total - config.warmup, 1), 1.0)
+    return config.rate * (config.floor + (1.0 - config.floor) * 0.5 * (1.0 + math.cos(math.pi * done)))
