@@ -37,14 +37,16 @@ def noisy(samples: Tensor, decibels: tuple[float, float], generator: torch.Gener
     white = torch.randn(len(samples), generator=generator)
     if chance(0.5, generator):
         white = falling(white)
-    loud = samples.square().mean().sqrt() * 10.0 ** (-between(*decibels, generator) / 20.0)
-    return samples + white * (loud / white.square().mean().sqrt().clamp(min=1e-9))
+    quieter = float(10.0 ** (-between(*decibels, generator) / 20.0))
+    loud = samples.square().mean().sqrt() / white.square().mean().sqrt().clamp(min=1e-9)
+    return samples + white * loud * quieter
 
 
 def falling(white: Tensor) -> Tensor:
     """Pink noise: equal energy in every octave."""
     spectrum = torch.fft.rfft(white)
-    return torch.fft.irfft(spectrum / torch.arange(1, len(spectrum) + 1).sqrt(), len(white))
+    pink: Tensor = torch.fft.irfft(spectrum / torch.arange(1, len(spectrum) + 1).sqrt(), len(white))
+    return pink
 
 
 def shifted(samples: Tensor, most: int, generator: torch.Generator | None = None) -> Tensor:

@@ -3,8 +3,10 @@
 from foci.nn.attention import Attention
 from foci.nn.block import Block, FeedForward
 from foci.nn.caches import Caches
+from foci.nn.classifier import ClassifierConfig, TextClassifier
 from foci.nn.config import BlockConfig, Config, EncoderDecoderConfig, TransformerConfig
 from foci.nn.convert import load_torch_layer, load_torch_transformer
+from foci.nn.copying import CopyingTransformer
 from foci.nn.embed import BucketTable, LearnedPositions, RelativeTable, Rotary, SinusoidalPositions
 from foci.nn.ends import Embedding, Head
 from foci.nn.huggingface import from_huggingface
@@ -26,7 +28,9 @@ __all__ = [
     "BlockConfig",
     "BucketTable",
     "Caches",
+    "ClassifierConfig",
     "Config",
+    "CopyingTransformer",
     "CosineScore",
     "Decoder",
     "Embedding",
@@ -49,6 +53,7 @@ __all__ = [
     "SinusoidalPositions",
     "SpeechConfig",
     "SpeechEncoder",
+    "TextClassifier",
     "TransformerConfig",
     "VisionConfig",
     "VisionTransformer",

@@ -1,0 +1,129 @@
+"""Text classification: an Encoder reads the words, and a token of its own gathers what decides.
+
+B texts, T tokens, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foci.nn.attention import Attention
+from foci.nn.config import BlockConfig, Config, TransformerConfig
+from foci.nn.model import Model
+from foci.nn.stack import Output
+from foci.nn.transformer import Encoder
+
+# Numbers without small common factors, one for each place in a sequence of tokens.
+FACTORS = (1_000_003, 754_974_721, 167_772_161)
+
+
+@dataclass(frozen=True)
+class ClassifierConfig(BlockConfig):
+    """What `TextClassifier` is made of."""
+
+    vocabulary: int = 30_000  # how many tokens there are; 0 is padding
+    classes: int = 2  # how many classes the logits tell apart
+    layers: int = 6  # how many blocks
+    positions: Literal["learned", "sinusoidal"] | None = "learned"  # the table added to the tokens
+    max_length: int = 512  # how many tokens a text may have
+    grams: int = 1  # up to so many tokens in a row have a vector of their own, which is added to each token's; 1: none
+    buckets: int = 2**18  # how many vectors there are for tokens in a row: some share one, by chance
+    pool: Literal["class", "mean", "both"] = "class"  # the state that stands for the text: a token's own, or the mean
+    head_dropout: float = 0.0  # the share of that state that is dropped, while training
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least(1, "vocabulary", "classes", "max_length", "grams", "buckets")
+        self.at_least(0, "layers", "head_dropout")
+        if self.grams > 1 + len(FACTORS):
+            raise ValueError(f"ClassifierConfig.grams must be at most {1 + len(FACTORS)}, but got {self.grams}")
+
+    def encoder(self) -> TransformerConfig:
+        """The stack that reads; the token that gathers stands before the text."""
+        block = {field.name: getattr(self, field.name) for field in fields(BlockConfig)}
+        length = self.max_length + 1
+        return TransformerConfig(**block, layers=self.layers, positions=self.positions, max_length=length)
+
+
+class TextClassifier(Model):
+    """Texts into the logits of their classes.
+
+    >>> model = foci.nn.TextClassifier.from_name("tiny", vocabulary=100, classes=2)
+    >>> out = model(torch.randint(100, (2, 10)), padding=torch.tensor([10, 7]), return_weights=True)
+    >>> out.logits.shape, out.weights["L0"].shape                     # the first token gathers
+    (torch.Size([2, 2]), (2, 4, 11, 11))
+    """
+
+    config_type = ClassifierConfig
+    config: ClassifierConfig
+    sizes: ClassVar[dict[str, Config]] = {
+        "tiny": ClassifierConfig(width=128, layers=2, heads=4, dropout=0.1),
+        "small": ClassifierConfig(width=256, layers=4, heads=4, dropout=0.1),
+        "base": ClassifierConfig(width=512, layers=6, heads=8, dropout=0.1),
+    }
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.grams = nn.Embedding(config.buckets, config.width) if config.grams > 1 else None
+        self.extra = nn.Parameter(torch.zeros(config.width))
+        self.encoder = Encoder(config.encoder())
+        self.head = nn.Linear(config.width, config.classes)
+        nn.init.normal_(self.tokens.weight, std=0.1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        if self.grams is not None:
+            nn.init.zeros_(self.grams.weight)
+
+    def forward(self, tokens: Tensor, *, padding: Tensor | None = None, return_weights: bool = False) -> Output:
+        """Tokens (B, T): states (B, 1 + T, width), the gathering token's first, and logits (B, C).
+
+        Args:
+            padding: how many tokens are real, (B,).
+            return_weights: also give every layer's weights, by name.
+        """
+        if tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] > self.config.max_length:
+            given = f"{tokens.dtype} {tuple(tokens.shape)}"
+            raise ValueError(
+                f"tokens must be whole numbers (B, T), T at most {self.config.max_length}, but got {given}"
+            )
+        x: Tensor = self.tokens(tokens)
+        if self.grams is not None:
+            for count in range(2, self.config.grams + 1):
+                x = x + self.grams(bucket(tokens, count, self.config.buckets))
+        x = torch.cat([self.extra.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
+        lengths = None if padding is None else padding + 1
+        out: Output = self.encoder(x, padding=lengths, return_weights=return_weights)
+        gathered = F.dropout(self.pooled(out.states, lengths), self.config.head_dropout, self.training)
+        return Output(out.states, self.head(gathered), out.weights)
+
+    def pooled(self, states: Tensor, lengths: Tensor | None) -> Tensor:
+        """What stands for the whole text: (B, width)."""
+        if self.config.pool == "class":
+            return states[:, 0]
+        if lengths is None:
+            mean = states[:, 1:].mean(1)
+        else:
+            real = torch.arange(1, states.shape[1], device=states.device) < lengths[:, None]
+            mean = torch.where(real[..., None], states[:, 1:], 0.0).sum(1) / (lengths - 1).clamp(min=1)[:, None]
+        return mean if self.config.pool == "mean" else mean + states[:, 0]
+
+    def attentions(self) -> dict[str, Attention]:
+        """Every attention module by the name that its weights have."""
+        return self.encoder.attentions()
+
+
+def bucket(tokens: Tensor, count: int, buckets: int) -> Tensor:
+    """A number from 0 to `buckets` - 1 for each token and those before it, `count` in all: (B, T)."""
+    mixed = tokens.long() + 1
+    for back in range(1, count):
+        # What stands before the first token is padding.
+        before = F.pad(tokens, (back, 0))[:, : tokens.shape[1]] if back <= tokens.shape[1] else torch.zeros_like(tokens)
+        mixed = (mixed * FACTORS[back - 1] + before + 1) % 2_147_483_647
+    return mixed % buckets

@@ -1,0 +1,231 @@
+"""Sentiment, or any other class of a text: a text in, its label out.
+
+B texts, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foci.inputs.batch import padded
+from foci.inputs.tables import good_rows, only, rows
+from foci.inputs.text import PAD, UNKNOWN, Tokenizer, TokenizerKind, from_json, learned, to_json
+from foci.labels import Labels
+from foci.nn.classifier import TextClassifier
+from foci.nn.config import Config
+from foci.nn.model import Model
+from foci.record import Record
+from foci.tasks.showing import record_of
+from foci.tasks.task import Problem, Task
+
+COLUMNS = ("text", "label")
+# How many tokens are answered at a time.
+TOGETHER = 32_768
+CHANGES = (
+    "width",
+    "layers",
+    "heads",
+    "hidden",
+    "dropout",
+    "attention_dropout",
+    "head_dropout",
+    "pool",
+    "grams",
+    "buckets",
+    "max_length",
+)
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A text and the name of its class, where it is known."""
+
+    text: str
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The likeliest class, and how likely it is."""
+
+    label: str
+    share: float
+
+
+@dataclass(frozen=True)
+class SentimentSettings(Config):
+    """What texts become and what reads them: [settings] in a run's TOML."""
+
+    size: Literal["tiny", "small", "base"] = "tiny"  # of the model; what follows changes single numbers of it
+    width: int | None = None  # of the tokens
+    layers: int | None = None  # how many blocks
+    heads: int | None = None  # of each attention
+    hidden: int | None = None  # the width inside the feed-forward
+    dropout: float | None = None  # the share dropped while training
+    attention_dropout: float | None = None  # the share of attention weights dropped while training
+    head_dropout: float | None = None  # the share of what stands for the text that is dropped while training
+    pool: Literal["class", "mean", "both"] = "both"  # what stands for the text: a token of its own, the mean, both
+    grams: int = 2  # up to so many tokens in a row have a vector of their own; 1: none have
+    buckets: int = 2**17  # how many such vectors there are
+    tokenizer: TokenizerKind = "words"  # words, pieces of words (bpe), characters or bytes
+    vocabulary: int = 30_000  # how many tokens there are at most
+    lower: bool = True  # whether large letters are read as small ones
+    max_length: int = 512  # how many tokens of a text are read: of a longer one its beginning and its end
+    forget: float = 0.1  # the share of tokens that are made unknown, while training
+    smoothing: float = 0.1  # the share of each target that is spread over all classes, while training
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least(1, "width", "layers", "heads", "hidden", "grams", "buckets", "vocabulary")
+        self.at_least(2, "max_length")
+        self.at_least(0, "dropout", "attention_dropout", "head_dropout", "forget", "smoothing")
+
+
+class Sentiment(Task[Labelled, Verdict]):
+    """Texts with labels (TSV or JSONL: text, label); accuracy.
+
+    >>> task = Sentiment.start(SentimentSettings(), [Labelled("a joy", "good"), Labelled("a bore", "bad")])
+    >>> task.labels
+    ['bad', 'good']
+    """
+
+    name = "sentiment"
+    metric = "accuracy"
+    better = "higher"
+    settings_type = SentimentSettings
+    settings: SentimentSettings
+
+    def __init__(self, settings: SentimentSettings, tokenizer: Tokenizer, labels: Sequence[str]) -> None:
+        self.settings, self.tokenizer, self.labels = settings, tokenizer, list(labels)
+        self._numbers = {label: number for number, label in enumerate(self.labels)}
+
+    @classmethod
+    def read(cls, paths: Sequence[Path], settings: SentimentSettings) -> list[Labelled]:
+        found = []
+        for row in good_rows(only(paths, "a table of texts and labels"), COLUMNS):
+            problem = missing(row.fields)
+            if problem is not None:
+                raise ValueError(f"{row.place}: {problem}")
+            found.append(Labelled(row.fields["text"].strip(), row.fields["label"].strip()))
+        return found
+
+    @classmethod
+    def check(cls, paths: Sequence[Path], settings: SentimentSettings) -> Iterator[Problem]:
+        table = only(paths, "a table of texts and labels")
+        seen: dict[str, tuple[str, str]] = {}
+        counts: Counter[str] = Counter()
+        for row in rows(table, COLUMNS):
+            problem = row.problem or missing(row.fields)
+            if problem is not None:
+                yield Problem(row.place, problem)
+                continue
+            if row.warning is not None:
+                yield Problem(row.place, row.warning, "warning")
+            text, label = row.fields["text"].strip(), row.fields["label"].strip()
+            counts[label] += 1
+            place, before = seen.setdefault(text, (row.place, label))
+            if before != label:
+                yield Problem(row.place, f"expected one label for a text, but {place} says {before!r}", "warning")
+        if len(counts) < 2:
+            yield Problem(str(table), f"expected texts of at least 2 classes, but got {len(counts)}")
+
+    @classmethod
+    def start(cls, settings: SentimentSettings, train: Sequence[Labelled]) -> Self:
+        """Learns the vocabulary and the labels."""
+        labels = sorted({each.label for each in train if each.label is not None})
+        if len(labels) < 2:
+            raise ValueError(f"expected texts of at least 2 classes to learn from, but got {labels}")
+        texts = [each.text.lower() if settings.lower else each.text for each in train]
+        return cls(settings, learned(settings.tokenizer, texts, settings.vocabulary), labels)
+
+    def files(self) -> dict[str, str]:
+        return {"tokenizer.json": to_json(self.tokenizer), "labels.json": json.dumps(self.labels, ensure_ascii=False)}
+
+    @classmethod
+    def from_files(cls, settings: SentimentSettings, files: dict[str, str]) -> Self:
+        return cls(settings, from_json(files["tokenizer.json"]), json.loads(files["labels.json"]))
+
+    def model(self) -> Model:
+        own = self.settings
+        changes = {name: getattr(own, name) for name in CHANGES if getattr(own, name) is not None}
+        return TextClassifier.from_name(
+            own.size, vocabulary=self.tokenizer.vocabulary, classes=len(self.labels), **changes
+        )
+
+    def tokens(self, example: Labelled) -> list[int]:
+        """What the model reads; what is in the middle of a text that is too long says least about it."""
+        found = self.tokenizer.encode(example.text.lower() if self.settings.lower else example.text) or [UNKNOWN]
+        half = self.settings.max_length // 2
+        return found if len(found) <= self.settings.max_length else found[:half] + found[-half:]
+
+    def size(self, example: Labelled) -> int:
+        return len(self.tokens(example)) + 1
+
+    def batch(self, examples: Sequence[Labelled], training: bool, generator: torch.Generator) -> dict[str, Tensor]:
+        tokens, lengths = padded([self.tokens(each) for each in examples], PAD)
+        tokens = tokens[:, : self.settings.max_length]
+        if training and self.settings.forget:
+            forgotten = torch.rand(tokens.shape, generator=generator) < self.settings.forget
+            tokens = torch.where(forgotten & (tokens != PAD), UNKNOWN, tokens)
+        return {"tokens": tokens, "lengths": lengths, "labels": torch.tensor([self.number(each) for each in examples])}
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = model(batch["tokens"], padding=batch["lengths"]).logits.float()
+        smoothing = self.settings.smoothing if model.training else 0.0
+        loss = F.cross_entropy(logits, batch["labels"], reduction="sum", label_smoothing=smoothing)
+        return loss, torch.full((), len(logits), device=logits.device)
+
+    def decode(self, model: nn.Module, examples: Sequence[Labelled]) -> list[Verdict]:
+        device = next(model.parameters()).device
+        order = sorted(range(len(examples)), key=lambda place: -self.size(examples[place]))
+        found = [Verdict("", 0.0)] * len(examples)
+        while order:
+            count = max(TOGETHER // self.size(examples[order[0]]), 1)
+            group, order = order[:count], order[count:]
+            tokens, lengths = padded([self.tokens(examples[place]) for place in group], PAD, multiple=1)
+            shares, numbers = model(tokens.to(device), padding=lengths.to(device)).logits.float().softmax(-1).max(-1)
+            for place, number, share in zip(group, numbers.tolist(), shares.tolist(), strict=True):
+                found[place] = Verdict(self.labels[number], share)
+        return found
+
+    def score(self, answers: Sequence[Verdict], examples: Sequence[Labelled]) -> dict[str, float | str]:
+        right = [answer.label == each.label for answer, each in zip(answers, examples, strict=True)]
+        return {"accuracy": 100.0 * sum(right) / max(len(right), 1)}
+
+    def given(self, text: str) -> Labelled:
+        if not text.strip():
+            raise ValueError("expected a text, but got none")
+        return Labelled(text.strip())
+
+    def write(self, model: nn.Module, examples: Sequence[Labelled]) -> list[str]:
+        return [f"{verdict.label} ({verdict.share:.0%})" for verdict in self.decode(model, examples)]
+
+    def show(self, model: nn.Module, example: Labelled) -> Record:
+        """The tokens, before them the one that gathers what decides, and where they look."""
+        tokens = self.tokens(example)
+        with torch.no_grad():
+            given = torch.tensor([tokens], device=next(model.parameters()).device)
+            out = cast("TextClassifier", model)(given, return_weights=True)
+        labels = Labels.tokens([["<class>", *self.tokenizer.labels(tokens)]])
+        return record_of(model, out.weights, {"input": labels}, self.labels[int(out.logits.argmax())])
+
+    def number(self, example: Labelled) -> int:
+        if example.label is None or example.label not in self._numbers:
+            known = ", ".join(self.labels[:10]) + (", ..." if len(self.labels) > 10 else "")
+            text = example.text[:60]
+            raise ValueError(f"expected one of the labels {known}, but got {example.label!r} for {text!r}")
+        return self._numbers[example.label]
+
+
+def missing(fields: dict[str, Any]) -> str | None:
+    empty = [name for name in COLUMNS if not fields[name].strip()]
+    return f"expected a {empty[0]}, but it is empty" if empty else None

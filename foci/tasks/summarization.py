@@ -1,0 +1,236 @@
+"""Summarization: a document in, a few words that say it out; words may be copied from the document.
+
+B documents, S tokens of a document, T tokens of its summary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foci.decoding import Beam, generate
+from foci.inputs.batch import padded, real
+from foci.inputs.tables import good_rows, only, rows
+from foci.inputs.text import PAD, START, STOP, Tokenizer, TokenizerKind, from_json, learned, to_json
+from foci.labels import Labels
+from foci.nn.config import Config
+from foci.nn.copying import CopyingTransformer
+from foci.nn.model import Model
+from foci.nn.transformer import EncoderDecoder
+from foci.record import Record
+from foci.tasks.showing import record_of
+from foci.tasks.task import Problem, Task
+
+COLUMNS = ("document", "summary")
+# How many tokens of documents are summarised at a time.
+TOGETHER = 16_384
+CHANGES = ("width", "layers", "heads", "hidden", "dropout", "attention_dropout", "norm_first")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and a summary of it, where one is known."""
+
+    text: str
+    summary: str = ""
+
+
+@dataclass(frozen=True)
+class SummarizationSettings(Config):
+    """What documents become and what reads and writes: [settings] in a run's TOML."""
+
+    size: Literal["tiny", "small", "base"] = "small"  # of the model; what follows changes single numbers of it
+    width: int | None = None  # of the tokens
+    layers: int | None = None  # of each stack
+    heads: int | None = None  # of each attention
+    hidden: int | None = None  # the width inside the feed-forward
+    dropout: float | None = None  # the share dropped while training
+    attention_dropout: float | None = None  # the share of attention weights dropped while training
+    norm_first: bool = True  # the norm before each part, or after its residual
+    copy: bool = True  # whether words may be copied from the document
+    tokenizer: TokenizerKind = "bpe"  # document and summary share one vocabulary
+    vocabulary: int = 8000  # how many tokens it has at most
+    lower: bool = False  # whether large letters are read and written as small ones
+    max_length: int = 512  # how many tokens of a document are read: its beginning
+    max_summary: int = 48  # how many tokens a summary has at most
+    forget: float = 0.0  # the share of the document's tokens that are dropped, while training
+    smoothing: float = 0.1  # the share of each target that is spread over all tokens, while training
+    beam: int = 4  # how many hypotheses grow side by side
+    length_penalty: float = 1.0  # 0 prefers short answers
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "max_length", "max_summary", "beam")
+        self.at_least(0, "dropout", "attention_dropout", "forget", "smoothing", "length_penalty")
+
+
+class Summarization(Task[Document, str]):
+    """Documents with summaries (TSV or JSONL: document, summary); ROUGE.
+
+    >>> task = Summarization.start(SummarizationSettings(tokenizer="words"), [Document("Lunch at noon?", "Lunch")])
+    >>> task.size(Document("Lunch at noon?", "Lunch"))
+    7
+    """
+
+    name = "summarization"
+    metric = "rougeL"
+    better = "higher"
+    settings_type = SummarizationSettings
+    settings: SummarizationSettings
+
+    def __init__(self, settings: SummarizationSettings, tokenizer: Tokenizer) -> None:
+        self.settings, self.tokenizer = settings, tokenizer
+
+    @classmethod
+    def read(cls, paths: Sequence[Path], settings: SummarizationSettings) -> list[Document]:
+        found = []
+        for row in good_rows(only(paths, "a table of documents and summaries"), COLUMNS):
+            problem = missing(row.fields)
+            if problem is not None:
+                raise ValueError(f"{row.place}: {problem}")
+            found.append(Document(row.fields["document"].strip(), row.fields["summary"].strip()))
+        return found
+
+    @classmethod
+    def check(cls, paths: Sequence[Path], settings: SummarizationSettings) -> Iterator[Problem]:
+        table, count = only(paths, "a table of documents and summaries"), 0
+        for row in rows(table, COLUMNS):
+            count += 1
+            problem = row.problem or missing(row.fields)
+            if problem is not None:
+                yield Problem(row.place, problem)
+                continue
+            if row.warning is not None:
+                yield Problem(row.place, row.warning, "warning")
+            sides = len(row.fields["document"]), len(row.fields["summary"])
+            if sides[0] <= sides[1]:
+                what = f"expected a summary shorter than its document, but got {sides[1]} and {sides[0]} characters"
+                yield Problem(row.place, what, "warning")
+        if not count:
+            yield Problem(str(table), "expected at least one line, but it has none")
+
+    @classmethod
+    def start(cls, settings: SummarizationSettings, train: Sequence[Document]) -> Self:
+        """Learns one vocabulary for documents and summaries."""
+        texts = [text for each in train for text in (each.text, each.summary)]
+        texts = [text.lower() for text in texts] if settings.lower else texts
+        return cls(settings, learned(settings.tokenizer, texts, settings.vocabulary))
+
+    def files(self) -> dict[str, str]:
+        return {"tokenizer.json": to_json(self.tokenizer)}
+
+    @classmethod
+    def from_files(cls, settings: SummarizationSettings, files: dict[str, str]) -> Self:
+        return cls(settings, from_json(files["tokenizer.json"]))
+
+    def model(self) -> Model:
+        own = self.settings
+        changes = {name: getattr(own, name) for name in CHANGES if getattr(own, name) is not None}
+        kind = CopyingTransformer if own.copy else EncoderDecoder
+        length = max(own.max_length, own.max_summary) + 1
+        return kind.from_name(own.size, vocabulary=self.tokenizer.vocabulary, max_length=length, shared=True, **changes)
+
+    def source(self, example: Document) -> list[int]:
+        """What the model reads: the beginning of the document, and the token that ends it."""
+        return [*self.encoded(example.text)[: self.settings.max_length], STOP]
+
+    def target(self, example: Document) -> list[int]:
+        return self.encoded(example.summary)[: self.settings.max_summary]
+
+    def encoded(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text.lower() if self.settings.lower else text)
+
+    def size(self, example: Document) -> int:
+        return len(self.source(example)) + len(self.target(example)) + 1
+
+    def batch(self, examples: Sequence[Document], training: bool, generator: torch.Generator) -> dict[str, Tensor]:
+        sources = [self.source(each) for each in examples]
+        if training and self.settings.forget:
+            sources = [thinned(row, self.settings.forget, generator) for row in sources]
+        source, lengths = padded(sources, PAD)
+        targets = [self.target(each) for each in examples]
+        return {
+            "source": source,
+            "real": real(lengths, source.shape[1]),
+            "inputs": padded([[START, *row] for row in targets], PAD)[0],
+            "targets": padded([[*row, STOP] for row in targets], PAD)[0],
+        }
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits.float().flatten(0, 1)
+        smoothing = self.settings.smoothing if model.training else 0.0
+        wanted = batch["targets"].flatten()
+        loss = F.cross_entropy(logits, wanted, ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
+        return loss, (wanted != PAD).sum()
+
+    def decode(self, model: nn.Module, examples: Sequence[Document]) -> list[str]:
+        """Beam search, documents of similar length together."""
+        sources = [self.source(each) for each in examples]
+        order = sorted(range(len(sources)), key=lambda place: -len(sources[place]))
+        answers = [""] * len(sources)
+        while order:
+            count = max(TOGETHER // len(sources[order[0]]) // self.settings.beam, 1)
+            group, order = order[:count], order[count:]
+            for place, row in zip(group, self.written(model, [sources[place] for place in group]), strict=True):
+                answers[place] = self.tokenizer.decode(row)
+        return answers
+
+    def written(self, model: nn.Module, sources: list[list[int]]) -> list[list[int]]:
+        method = Beam(min(self.settings.beam, self.tokenizer.vocabulary), self.settings.length_penalty)
+        options: dict[str, Any] = {"new_tokens": self.settings.max_summary, "method": method}
+        # A captured step would not see the words of the next batch, which are copied from.
+        capture = False if self.settings.copy else None
+        answers = generate(model, sources, start=START, stop=STOP, capture=capture, **options)
+        return [answer.tokens for answer in answers]
+
+    def score(self, answers: Sequence[str], examples: Sequence[Document]) -> dict[str, float | str]:
+        """The F-measures of ROUGE by rouge-score, with stemming, in percent."""
+        kinds = ["rouge1", "rouge2", "rougeL"]
+        scorer = metrics().RougeScorer(kinds, use_stemmer=True)
+        pairs = zip(examples, answers, strict=True)
+        found = [scorer.score(each.summary, answer) for each, answer in pairs]
+        means = {kind: 100.0 * sum(each[kind].fmeasure for each in found) / max(len(found), 1) for kind in kinds}
+        return {"rougeL": means["rougeL"], "rouge1": means["rouge1"], "rouge2": means["rouge2"]}
+
+    def given(self, text: str) -> Document:
+        if not text.strip():
+            raise ValueError("expected a text to summarise, but got none")
+        return Document(text.strip())
+
+    def show(self, model: nn.Module, example: Document) -> Record:
+        """The document, the summary, and the attention of both and between them."""
+        source = self.source(example)
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            written = self.written(model, [source])[0]
+            target = torch.tensor([[START, *written]], device=device)
+            out = model(torch.tensor([source], device=device), target, return_weights=True)
+        names = {"source": source, "target": target[0].tolist()}
+        labels = {name: Labels.tokens([self.tokenizer.labels(row)]) for name, row in names.items()}
+        return record_of(model, out.weights, labels, self.tokenizer.decode(written))
+
+
+def thinned(tokens: list[int], share: float, generator: torch.Generator) -> list[int]:
+    """A document without some of its tokens; the last one, which ends it, stays."""
+    kept = (torch.rand(len(tokens), generator=generator) >= share).tolist()
+    return [token for token, stays in zip(tokens[:-1], kept, strict=False) if stays] + tokens[-1:]
+
+
+def missing(fields: dict[str, str]) -> str | None:
+    empty = [name for name in COLUMNS if not re.search(r"\w", fields[name])]
+    return f"expected words as {empty[0]}, but it has none" if empty else None
+
+
+def metrics() -> Any:
+    try:
+        from rouge_score import rouge_scorer
+    except ImportError as error:
+        raise ImportError("ROUGE needs the package rouge-score: pip install foci[tasks]") from error
+    return rouge_scorer
