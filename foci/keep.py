@@ -112,6 +112,9 @@ class Kept(Mapping[str, Tensor]):
             raise ValueError(f"{name} was asked, but only {kept} were kept: watch with keep='lazy', or see foci.Keep")
         return self.statistics[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.statistics
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.statistics)
 
