@@ -1,0 +1,1 @@
+"""Any model to a Record: `watch`, and one file per ecosystem."""

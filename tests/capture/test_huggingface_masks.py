@@ -1,0 +1,155 @@
+"""The masks of transformers as masks of foci: the same entries, and nothing of size n x n."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils as theirs  # noqa: E402
+
+import foci  # noqa: E402
+from foci.capture import huggingface_masks  # noqa: E402
+from foci.capture.huggingface_masks import Deferred, built, mask_of  # noqa: E402
+
+LENGTH = 6
+RIGHT = torch.arange(LENGTH) < torch.tensor([[6], [4]])
+LEFT = RIGHT.flip(1)
+HOLES = torch.tensor([[1, 0, 1, 1, 0, 1], [1, 1, 1, 0, 1, 1]], dtype=torch.bool)
+PACKED = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 1, 1]])
+BLOCKS = torch.tensor([[0, 0, -1, -1, 1, 1], [-1, -1, 0, 0, 0, -1]])
+
+CAUSAL = theirs.causal_mask_function
+RULES: dict[str, Callable[..., Any]] = {
+    "causal": CAUSAL,
+    "everything": theirs.bidirectional_mask_function,
+    "window": theirs.sliding_window_causal_mask_function(3),
+    "wide window": theirs.sliding_window_causal_mask_function(LENGTH),
+    "both sides": theirs.sliding_window_bidirectional_mask_function(2),
+    "chunks": theirs.chunked_causal_mask_function(2, torch.tensor([0, 1])),
+    "packed": theirs.and_masks(CAUSAL, theirs.packed_sequence_mask_function(PACKED)),
+    "blocks": theirs.or_masks(CAUSAL, theirs.blockwise_overlay(BLOCKS)),
+    "blocks or everything": theirs.or_masks(theirs.bidirectional_mask_function, theirs.blockwise_overlay(BLOCKS)),
+    "real": theirs.and_masks(CAUSAL, theirs.padding_mask_function(LEFT)),
+}
+# Queries, keys, where the first of each stands.
+PLACES = {
+    "square": (6, 6, 0, 0),
+    "a cache": (2, 6, 4, 0),
+    "one query": (1, 6, 5, 0),
+    "a cache that slides": (2, 4, 4, 2),
+    "a cache of fixed size": (3, 6, 0, 0),
+    "a later part of it": (2, 6, 3, 0),
+}
+PADDINGS = {"none": None, "all": torch.ones_like(RIGHT), "right": RIGHT, "left": LEFT, "holes": HOLES}
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of this test count as large."""
+    monkeypatch.setattr(huggingface_masks, "SMALL", 0)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_entries_are_those_of_transformers(rule: str, place: str, padding: str) -> None:
+    queries, keys, query_start, key_start = PLACES[place]
+    arguments = (2, queries, keys, query_start, key_start, RULES[rule], PADDINGS[padding])
+    expected = theirs.sdpa_mask(*arguments, allow_is_causal_skip=False)
+    found = mask_of(*arguments)
+    assert isinstance(found, Deferred)
+    assert found.shape == expected.shape
+    assert torch.equal(built(found), expected)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("rule", RULES)
+def test_known_rules_build_nothing(rule: str, padding: str) -> None:
+    found = mask_of(2, LENGTH, LENGTH, 0, 0, RULES[rule], PADDINGS[padding])
+    assert isinstance(found, Deferred)
+    held = [tensor.numel() for tensor in tensors_of(found.mask)]
+    assert all(numbers <= 2 * LENGTH for numbers in held)
+
+
+def tensors_of(mask: foci.Mask) -> list[Tensor]:
+    from foci.held import nested
+
+    return list(nested(mask))
+
+
+def test_a_rule_of_ones_own_is_built_by_transformers() -> None:
+    rule = theirs.and_masks(CAUSAL, lambda batch, head, query, key: (query - key) % 2 == 0)
+    expected = theirs.sdpa_mask(1, 5, 5, mask_function=rule, allow_is_causal_skip=False, use_vmap=True)
+    found = mask_of(1, 5, 5, mask_function=rule, use_vmap=True)
+    assert isinstance(found, Deferred)
+    assert repr(found.mask) == "bool tensor (1, 1, 5, 5)"
+    assert torch.equal(built(found), expected)
+
+
+def test_full_attention_needs_no_mask() -> None:
+    everything = theirs.bidirectional_mask_function
+    for padding in (None, PADDINGS["all"]):
+        assert mask_of(2, 6, 6, 0, 0, everything, padding, allow_is_bidirectional_skip=True) is None
+    assert mask_of(2, 6, 6, 0, 0, everything, RIGHT, allow_is_bidirectional_skip=True) is not None
+    assert mask_of(2, 6, 6, 0, 0, everything, None) is not None
+
+
+def test_causal_is_said_even_where_it_could_be_left_out() -> None:
+    """A module that takes no notice of the name would not know that it is causal."""
+    found = mask_of(1, 4, 4, allow_is_causal_skip=True)
+    assert isinstance(found, Deferred)
+    assert found.mask is foci.causal
+
+
+def test_the_rest_of_a_cache_of_fixed_size_is_left_out() -> None:
+    found = mask_of(1, 3, 8, torch.tensor(2), 0)
+    assert isinstance(found, Deferred)
+    assert (found.keys, found.mask) == (5, foci.causal)
+    one = mask_of(1, 1, 8, torch.tensor(2), 0)
+    assert isinstance(one, Deferred)
+    # Where the cache ends is not read for one query: its row has an entry for each key.
+    assert one.keys == 8
+    assert built(one).tolist() == [[[[True] * 3 + [False] * 5]]]
+
+
+def deferred() -> Deferred:
+    found = mask_of(2, LENGTH, LENGTH, attention_mask=RIGHT)
+    assert isinstance(found, Deferred)
+    return found
+
+
+def test_a_deferred_mask_is_a_bool_tensor_to_whoever_computes_with_it() -> None:
+    mask, expected = deferred(), theirs.sdpa_mask(2, LENGTH, LENGTH, attention_mask=RIGHT, allow_is_causal_skip=False)
+    assert (mask.dtype, mask.dim(), mask.device.type) == (torch.bool, 4, "cpu")
+    assert torch.equal(mask[:, :, 1:], expected[:, :, 1:])
+    assert torch.equal(~mask, ~expected)
+    assert mask.to("cpu") is mask
+    scores = torch.randn(2, 3, LENGTH, LENGTH)
+    assert torch.equal(torch.where(mask, scores, 0.0), torch.where(expected, scores, 0.0))
+    q = torch.randn(2, 3, LENGTH, 4)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(attend(q, q, q, attn_mask=mask), attend(q, q, q, attn_mask=expected))
+    assert repr(mask) == "Deferred(bool tensor (2, 1, 6, 6), (2, 1, 6, 6))"
+
+
+def test_code_that_puts_it_on_its_scores_gets_the_mask_of_eager_code() -> None:
+    mask, scores = deferred(), torch.randn(2, 3, LENGTH, LENGTH)
+    expected = theirs.eager_mask(2, LENGTH, LENGTH, attention_mask=RIGHT)
+    for found in (lambda: scores + mask, lambda: mask + scores, lambda: scores.clone().add_(mask)):
+        with pytest.warns(UserWarning, match="puts the mask on scores of its own"):
+            assert torch.equal(found(), scores + expected)
+    with pytest.warns(UserWarning, match="puts the mask on scores of its own"):
+        assert torch.equal(scores.masked_fill(mask, -9.0), scores.masked_fill(expected.bool(), -9.0))
+
+
+def test_compiling_gives_the_mask_of_eager_code() -> None:
+    found = torch.compile(lambda padding: mask_of(2, LENGTH, LENGTH, attention_mask=padding), backend="eager")(RIGHT)
+    assert torch.equal(found, theirs.eager_mask(2, LENGTH, LENGTH, attention_mask=RIGHT))
