@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
+from foci.labels import Labels, pieces, spaced_words
+
 SPECIAL = ("<pad>", "<start>", "<stop>", "<unknown>")
 PAD, START, STOP, UNKNOWN = range(4)
 # Texts are asked for once an epoch; more than so many are encoded anew.
@@ -48,8 +50,8 @@ class Tokenizer(ABC):
         """The text of tokens; those that stand for no text are left out, but for unknown ones."""
 
     @abstractmethod
-    def label(self, token: int) -> str:
-        """One token as a view prints it."""
+    def _texts(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token, with the space before it where it has one."""
 
     @abstractmethod
     def save(self) -> dict[str, Any]:
@@ -63,9 +65,14 @@ class Tokenizer(ABC):
             self._known[text] = self._encoded(text)
         return self._known[text]
 
-    def labels(self, tokens: Sequence[int]) -> list[str]:
-        """The tokens as a view prints them."""
-        return [self.label(token) for token in tokens]
+    def labels(self, tokens: Sequence[int]) -> Labels:
+        """The tokens as views print them, with the words that they belong to; one that is no text is its own word."""
+        texts = [
+            SPECIAL[token] if token < len(SPECIAL) else text
+            for token, text in zip(tokens, self._texts(tokens), strict=True)
+        ]
+        apart = [f" {text} " if token < len(SPECIAL) else text for token, text in zip(tokens, texts, strict=True)]
+        return Labels.tokens([texts], [spaced_words(apart)])
 
 
 class Bytes(Tokenizer):
@@ -80,11 +87,8 @@ class Bytes(Tokenizer):
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token - len(SPECIAL) for token in tokens if token >= len(SPECIAL)).decode(errors="replace")
 
-    def label(self, token: int) -> str:
-        if token < len(SPECIAL):
-            return SPECIAL[token]
-        byte = token - len(SPECIAL)
-        return visible(chr(byte)) if byte < 128 else f"{byte:02x}"
+    def _texts(self, tokens: Sequence[int]) -> list[str]:
+        return pieces(tokens, self.decode)
 
     def save(self) -> dict[str, Any]:
         return {"kind": self.kind}
@@ -108,16 +112,13 @@ class Listed(Tokenizer):
     def _encoded(self, text: str) -> list[int]:
         return [self._numbers.get(part, UNKNOWN) for part in self._parts(text)]
 
-    def _texts(self, tokens: Sequence[int]) -> list[str]:
+    def _found(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token that stands for one."""
         first = len(SPECIAL)
-        return [
-            "�" if token == UNKNOWN else self.listed[token - first]
-            for token in tokens
-            if token >= first or token == UNKNOWN
-        ]
+        return ["�" if token == UNKNOWN else self.listed[token - first] for token in tokens if token >= UNKNOWN]
 
-    def label(self, token: int) -> str:
-        return SPECIAL[token] if token < len(SPECIAL) else visible(self.listed[token - len(SPECIAL)])
+    def _texts(self, tokens: Sequence[int]) -> list[str]:
+        return [self.decode([token]) for token in tokens]
 
     def save(self) -> dict[str, Any]:
         return {"kind": self.kind, "listed": self.listed}
@@ -135,7 +136,7 @@ class Characters(Listed):
         return text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(self._texts(tokens))
+        return "".join(self._found(tokens))
 
 
 class Words(Listed):
@@ -147,7 +148,10 @@ class Words(Listed):
         return words(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return joined(self._texts(tokens))
+        return joined(self._found(tokens))
+
+    def _texts(self, tokens: Sequence[int]) -> list[str]:
+        return [f" {text}" if place else text for place, text in enumerate(super()._texts(tokens))]
 
 
 class Pieces(Tokenizer):
@@ -169,11 +173,8 @@ class Pieces(Tokenizer):
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.model.decode([token for token in tokens if token >= len(SPECIAL)])).removeprefix(" ")
 
-    def label(self, token: int) -> str:
-        if token < len(SPECIAL):
-            return SPECIAL[token]
-        # A space before a word is shown as such; a piece that goes on with a word shows none.
-        return visible(str(self.model.decode([token])))
+    def _texts(self, tokens: Sequence[int]) -> list[str]:
+        return pieces(tokens, lambda some: str(self.model.decode(some, skip_special_tokens=False)))
 
     def save(self) -> dict[str, Any]:
         return {"kind": self.kind, "model": self.model.to_str()}
@@ -259,11 +260,6 @@ def joined(parts: Sequence[str]) -> str:
     "she's hungry."
     """
     return re.sub(r" (?=[.,;:!?)\]}%]|'\w)", "", " ".join(parts))
-
-
-def visible(text: str) -> str:
-    """A token with its white space shown."""
-    return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣") if not text.strip() else text
 
 
 def tokenizers() -> Any:

@@ -21,6 +21,8 @@ from foci.inputs.text import PAD, START, Tokenizer, TokenizerKind, from_json, le
 from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.nn.transformer import Decoder
+from foci.record import Record
+from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
 
 NOT_COUNTED = -100
@@ -218,11 +220,23 @@ class Generation(Task[Passage | Window, Measured]):
 
     def write(self, model: nn.Module, examples: Sequence[Passage | Window]) -> list[str]:
         """Each passage, continued."""
-        return [self._continued(model, example.text) for example in examples if isinstance(example, Passage)]
+        return [
+            example.text + self.tokenizer.decode(self._answer(model, example.text)[1])
+            for example in examples
+            if isinstance(example, Passage)
+        ]
 
-    def show(self, model: nn.Module, example: Passage | Window) -> Any:
-        """The passage as the model reads it."""
-        raise NotImplementedError
+    def show(self, model: nn.Module, example: Passage | Window) -> Record:
+        """The passage and what comes after it, as the model read them."""
+        assert isinstance(example, Passage)
+        prompt, answer = self._answer(model, example.text)
+        tokens = [*prompt, *answer]
+        with torch.no_grad():
+            row = torch.tensor([tokens], device=next(model.parameters()).device)
+            weights = model(row, return_weights=True).weights
+        record = record_of(model, weights, {"input": self.tokenizer.labels(tokens)}, self.tokenizer.decode(tokens))
+        record.prompt = len(prompt)
+        return record
 
     def _joined(self, passages: Sequence[Passage]) -> Tensor:
         """All passages as one row of tokens (N,), each after a start."""
@@ -238,13 +252,13 @@ class Generation(Task[Passage | Window, Measured]):
             nats += loss.double().cpu()
         return Measured((float(nats), len(passage.text)))
 
-    def _continued(self, model: nn.Module, text: str) -> str:
+    def _answer(self, model: nn.Module, text: str) -> tuple[list[int], list[int]]:
+        """The end of a text as tokens, as much as there is room for, and the tokens that come after it."""
         settings = self.settings
         new = min(settings.new_tokens, settings.context - 1)
         prompt = [START, *self.tokenizer.encode(text)][-(settings.context - new) :]
         method = Sampling(settings.temperature, top_k=settings.top_k, seed=settings.seed)
-        answer = generate(model, [prompt], new_tokens=new, method=method, stop=START)[0]
-        return text + self.tokenizer.decode(answer.tokens)
+        return prompt, generate(model, [prompt], new_tokens=new, method=method, stop=START)[0].tokens
 
 
 def windows(tokens: Tensor, context: int, stride: int) -> list[Passage | Window]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from foci.nn.config import Config
 from foci.nn.model import Model
+from foci.record import Record
 
 Example = TypeVar("Example")
 Answer = TypeVar("Answer")
@@ -123,5 +124,5 @@ class Task(ABC, Generic[Example, Answer]):
         return [str(answer) for answer in self.decode(model, examples)]
 
     @abstractmethod
-    def show(self, model: nn.Module, example: Example) -> Any:
-        """The attention worth looking at while the example is answered, with labels: a `foci.Record`."""
+    def show(self, model: nn.Module, example: Example) -> Record:
+        """The attention worth looking at while the example is answered, with labels (`foci.tasks.showing`)."""

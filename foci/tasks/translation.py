@@ -6,7 +6,7 @@ B sentences, S tokens of the source, T tokens of the target.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,14 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.decoding import Beam, generate
+from foci.decoding import Answer, Beam, generate
 from foci.inputs.batch import padded, real
 from foci.inputs.text import PAD, START, STOP, Tokenizer, TokenizerKind, from_json, learned, to_json
 from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.nn.recurrent import Seq2SeqRNN
 from foci.nn.transformer import EncoderDecoder
+from foci.record import Record
 from foci.tasks.pairs import Pair, pair_problems, read_pairs
+from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
 
 # How many tokens of sources are decoded at a time.
@@ -158,8 +160,8 @@ class Translation(Task[Pair, str]):
         while order:
             count = max(DECODED // len(sources[order[0]]) // self.settings.beam, 1)
             group, order = order[:count], order[count:]
-            for place, text in zip(group, self._written(model, [sources[place] for place in group]), strict=True):
-                answers[place] = text
+            for place, answer in zip(group, self._answers(model, [sources[place] for place in group]), strict=True):
+                answers[place] = self.tokenizer.decode(answer.tokens)
         return answers
 
     def score(self, answers: Sequence[str], examples: Sequence[Pair]) -> dict[str, float | str]:
@@ -180,19 +182,30 @@ class Translation(Task[Pair, str]):
             raise ValueError("expected a sentence to translate, but got none")
         return Pair(text.strip(), "")
 
-    def show(self, model: nn.Module, example: Pair) -> Any:
-        """The source, what was written to it, and the attention of both and between them."""
-        raise NotImplementedError
+    def show(self, model: nn.Module, example: Pair) -> Record:
+        """Source and translation; what looks from one to the other is named by the word that was being written."""
+        source = self._read(example.source)
+        answer = self._answers(model, [source])[0].tokens
+        device = next(model.parameters()).device
+        inputs = [START, *answer]
+        with torch.no_grad():
+            out = model(*(torch.tensor([row], device=device) for row in (source, inputs)), return_weights=True)
+        labels = {"source": source, "target": inputs, "translation": [*answer, STOP]}
+        labelled = {name: self.tokenizer.labels(tokens) for name, tokens in labels.items()}
+        record = record_of(model, out.weights, labelled, self.tokenizer.decode(answer))
+        for name, layer in record.layers.items():
+            if layer.stack == "cross":
+                record.layers[name] = replace(layer, queries="translation")
+        return record
 
     def _read(self, source: str) -> list[int]:
         return [*self.tokenizer.encode(source), STOP]
 
-    def _written(self, model: nn.Module, sources: list[list[int]]) -> list[str]:
+    def _answers(self, model: nn.Module, sources: list[list[int]]) -> list[Answer]:
         # Twice the source and a little: more is only written by a model that repeats itself.
         limit = min(2 * max(map(len, sources)) + 10, self.settings.max_length)
         method = Beam(min(self.settings.beam, self.tokenizer.vocabulary), self.settings.length_penalty)
-        answers = generate(model, sources, new_tokens=limit, method=method, start=START, stop=STOP)
-        return [self.tokenizer.decode(answer.tokens) for answer in answers]
+        return generate(model, sources, new_tokens=limit, method=method, start=START, stop=STOP)
 
 
 def metrics() -> Any:
