@@ -1,4 +1,4 @@
-"""The command line: `foci explain`, `foci doctor`, `foci bench`."""
+"""The command line: one line for each command, which is in a file of its own or below."""
 
 import argparse
 import os
@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import NoReturn
 
 from foci import __version__
+from foci.commands import data, evaluate, run, train
 
 EXAMPLES = """\
 examples:
   foci explain "Jane is hungry, and she's really craving pasta from Italy."
   foci explain "Jane is hungry." --word hungry
+  foci train translation --data pairs.tsv --size small
+  foci run translation "A man sleeps." --show
   foci doctor
   foci bench attention --help
 """
 
 BAD_INPUT = 2
+FAILED = 1
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; gives the exit status: 0, or 2 where the input was bad."""
+    """Runs one command; gives the exit status: 0, 2 where the input was bad, 1 where something else went wrong."""
     options = parser().parse_args(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         # A terminal that cannot show a character shows a question mark instead of a traceback.
@@ -45,6 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough; without this Python complains once more while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (ImportError, FloatingPointError) as problem:
+        print(f"foci {options.command}: {problem}", file=sys.stderr)
+        return FAILED
+    except OSError as problem:
+        # A disk that is full, a file that may not be read: what the system says, and about which file.
+        said = f"{problem.filename}: {problem.strerror}" if problem.filename and problem.strerror else str(problem)
+        print(f"foci {options.command}: {said}", file=sys.stderr)
+        return FAILED
     return status
 
 
@@ -63,6 +75,9 @@ def parser() -> Parser:
     explain.add_argument("text", nargs="+", help="the sentence")
     explain.add_argument("--word", help="the word to follow (default: the one whose attention is sharpest)")
     explain.set_defaults(run=run_explain)
+
+    for command in (train, evaluate, run, data):
+        command.add(commands)
 
     doctor = commands.add_parser("doctor", help="what is installed here, and which backend serves which call")
     doctor.set_defaults(run=run_doctor)

@@ -1,0 +1,41 @@
+"""`foci evaluate`: how good a model's answers are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """Names the options."""
+    parser = commands.add_parser("evaluate", help="measure a trained model on data that it has not seen")
+    parser.add_argument("model", type=Path, help="a run's folder, or a model file")
+    parser.add_argument("--data", nargs="+", required=True, metavar="PATH", help="what to measure with")
+    parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="one setting")
+    parser.add_argument("--answers", type=Path, help="write the answers to this file, a line each")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answers all examples and prints their score."""
+    import torch
+
+    from foci.commands.loading import loaded
+
+    task, model = loaded(options.model, options.changes, options.device)
+    examples = task.read([Path(each) for each in options.data], task.settings)
+    with torch.no_grad():
+        answers = task.decode(model, examples)
+    if options.answers is not None:
+        options.answers.write_text("".join(f"{answer}\n" for answer in answers), encoding="utf-8")
+    found = task.score(answers, examples)
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    for name, value in found.items():
+        print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
+    return 0

@@ -1,0 +1,44 @@
+"""The model that a command names, with its settings changed for this call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import foci
+from foci.nn.model import Model
+from foci.tasks import find
+from foci.tasks.task import Task
+
+
+def loaded(path: Path, changes: Sequence[str], device: str = "auto") -> tuple[Task[Any, Any], Model]:
+    """A task and its model, on the device that is asked for."""
+    import torch
+
+    from foci.tasks.trained import load
+    from foci.training.config import put
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    task, model, _ = load(path, device=device)
+    table: dict[str, Any] = {}
+    for change in changes:
+        put(table, change)
+    if table.keys() - {"task"}:
+        raise ValueError(f"a trained model takes changes of [task] only, but got {', '.join(table.keys() - {'task'})}")
+    if table:
+        task = type(task).from_files(task.settings.changed(**table["task"]), task.files())
+    return task, model
+
+
+def place_of(name: str, path: Path | None) -> Path:
+    """Where the model for a task is: where somebody says, in runs/TASK, or among those that ship."""
+    find(name)
+    if path is not None:
+        return path
+    shipped = Path(foci.__file__).parent / "shipped" / name
+    for place in (Path("runs") / name, shipped):
+        if place.is_dir():
+            return place
+    raise ValueError(f"expected a model for {name}: train one (foci train {name} --data ...) or name one with --model")
