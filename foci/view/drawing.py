@@ -1,0 +1,193 @@
+"""What all figures share: fonts that have the characters, text that is only text, one ramp of colours."""
+
+from __future__ import annotations
+
+import unicodedata
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from foci.terminal import clip
+from foci.view.colors import ON_WHITE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+
+# Looked at in this order: the first that has a character draws it. Those that are not installed are passed over.
+FAMILIES = (
+    "DejaVu Sans",
+    "Noto Sans",
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Source Han Sans SC",
+    "WenQuanYi Micro Hei",
+    "Hiragino Sans",
+    "PingFang SC",
+    "Apple SD Gothic Neo",
+    "Microsoft YaHei",
+    "Yu Gothic",
+    "Malgun Gothic",
+    "Noto Sans Arabic",
+    "Noto Sans Hebrew",
+    "Noto Sans Devanagari",
+    "Nirmala UI",
+    "Noto Sans Thai",
+    "Noto Emoji",
+    "Segoe UI Emoji",
+    "Apple Symbols",
+    "Arial Unicode MS",
+)
+# Stands for a character that no installed font has.
+ABSENT = "□"
+LONGEST = 18
+INK, QUIET, ACCENT = "#1d1b26", "#6d6a75", "#0072b2"
+# Colours of several lines, told apart with every kind of colour vision (Okabe and Ito).
+APART = ("#7d2482", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, or how to get it."""
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise ImportError("plots need matplotlib, which is not installed: pip install 'foci[view]'") from error
+    return plt
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Settings for a page of print: text stays text in PDF and SVG, lines are thin, the ground is white."""
+    plt = pyplot()
+    settings = {
+        "font.family": installed_families(),
+        "font.size": 8,
+        "axes.titlesize": 9,
+        "axes.labelsize": 8,
+        "axes.titlelocation": "left",
+        "axes.titleweight": "bold",
+        "axes.edgecolor": QUIET,
+        "axes.labelcolor": QUIET,
+        "axes.linewidth": 0.6,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "figure.facecolor": "white",
+        "axes.facecolor": "white",
+        "figure.dpi": 150,
+        "pdf.fonttype": 42,
+        "ps.fonttype": 42,
+        "svg.fonttype": "none",
+    }
+    with plt.rc_context(settings):
+        yield
+
+
+@cache
+def installed_families() -> list[str]:
+    from matplotlib import font_manager
+
+    there = {font.name for font in font_manager.fontManager.ttflist}
+    return [name for name in FAMILIES if name in there]
+
+
+@cache
+def drawable() -> frozenset[int]:
+    """The characters that some installed font of the list has."""
+    from matplotlib import font_manager, ft2font
+
+    found: set[int] = set()
+    for family in installed_families():
+        found |= set(ft2font.FT2Font(font_manager.findfont(family)).get_charmap())
+    return frozenset(found)
+
+
+def texts(labels: Iterable[str]) -> list[str]:
+    """Labels of a size for a figure; a character that no font has is drawn as □, and a warning names it."""
+    known = drawable()
+    absent: dict[str, None] = {}
+    found = []
+    for label in labels:
+        short = clip(label, LONGEST)
+        absent |= dict.fromkeys(c for c in short if ord(c) not in known)
+        found.append("".join(c if ord(c) in known else ABSENT * (not unicodedata.combining(c)) for c in short))
+    if absent:
+        some = "".join(list(absent)[:8])
+        warnings.warn(
+            f"no installed font has {some}: drawn as {ABSENT}; install one such as Noto Sans CJK", stacklevel=2
+        )
+    return found
+
+
+def plain(text: Any) -> None:
+    """Lets a text be only text: a token with two $ is no formula."""
+    text.set_parse_math(False)
+
+
+def ticks(ax: Axes, along: Sequence[str], down: Sequence[str]) -> None:
+    """Words on both axes: upright under each other, turned over the columns where they are long or many."""
+    columns, lines = texts(along), texts(down)
+    turned = max(map(len, columns), default=0) > 3 or len(columns) > 24
+    ax.set_xticks(range(len(columns)), columns, rotation=60 if turned else 0, ha="left" if turned else "center")
+    ax.set_yticks(range(len(lines)), lines)
+    ax.xaxis.tick_top()
+    for text in (*ax.get_xticklabels(), *ax.get_yticklabels()):
+        plain(text)
+        if turned:
+            text.set_rotation_mode("anchor")
+
+
+def colors() -> Colormap:
+    """The ramp of the terminal's light ground: white is nothing, and its lightness falls evenly."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    found: Colormap = LinearSegmentedColormap.from_list("foci", [tuple(c / 255 for c in color) for color in ON_WHITE])
+    return found
+
+
+def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
+    """The axes that were given, or those of a new figure of this size in inches."""
+    if ax is not None:
+        return ax
+    found: Axes = pyplot().subplots(figsize=size, layout="constrained")[1]
+    return found
+
+
+def title(ax: Axes, text: str) -> None:
+    plain(ax.set_title(texts([text])[0] if len(text) <= LONGEST else text, color=INK))
+
+
+def bar(ax: Axes, image: Any, label: str) -> None:
+    """The legend of the colours, exactly as high as the picture."""
+    found = ax.figure.colorbar(
+        image, cax=ax.inset_axes((1.03, 0, 0.03, 1)), format=lambda share, _: f"{100 * share:g}%"
+    )
+    found.set_label(label)
+    found.outline.set_visible(False)
+
+
+def rooted(values: Tensor) -> Any:
+    """Colours by the root of the shares, from none to the largest."""
+    from matplotlib.colors import PowerNorm
+
+    return PowerNorm(0.5, vmin=0, vmax=max(float(values.max()), 1e-9))
+
+
+def whole_numbers() -> Any:
+    """Ticks at whole numbers only: there is no layer 1.5."""
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True)
+
+
+def rectangle(corner: tuple[float, float], color: str) -> Any:
+    """A frame around one cell."""
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(corner, 1, 1, fill=False, edgecolor=color, linewidth=1.5)

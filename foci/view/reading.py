@@ -1,0 +1,270 @@
+"""What the views ask of a Record: which head, which words, and how much each word looks at the others.
+
+B batch, H heads, Tq queries, Tk keys, U units (words, or single tokens).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foci.labels import Labels
+from foci.layer import Layer
+from foci.record import Record
+from foci.view.printable import visible
+
+# Tokens that a tokenizer adds: [CLS], <s>, <|endoftext|>.
+ADDED = re.compile(r"\[[A-Z]+\d*\]|<[^<>\s]+>")
+LONGEST = 200
+# Above so many positions not every head is asked before one is shown.
+LONG = 2048
+# A word so many places away is a neighbour: heads that look there are many.
+NEAR = 2
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Something that looks or is looked at: a word or a token, at the positions from start to stop."""
+
+    text: str
+    start: int
+    stop: int
+    # Whether a space, or a new line, stands before it in the running text.
+    spaced: bool = True
+    breaks: bool = False
+    # Whether the tokenizer added it: [CLS], <s>.
+    added: bool = False
+
+    @property
+    def spoken(self) -> bool:
+        """Whether it is a word that somebody wrote, not punctuation."""
+        return not self.added and any(map(str.isalnum, self.text))
+
+    @property
+    def positions(self) -> list[int]:
+        return list(range(self.start, self.stop))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One head of a record, or the mean of a layer's heads."""
+
+    layer: Layer
+    head: int | None
+    name: str
+
+    @property
+    def places(self) -> list[int]:
+        """Where the heads stand along the layer's axis of heads."""
+        heads = self.layer.heads
+        return list(range(len(heads))) if self.head is None else [heads.index(self.head)]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every entry can be asked for; otherwise the heaviest keys of each query are known."""
+        return "entries" in self.layer.can
+
+
+def units(labels: Labels, batch: int = 0, by_token: bool = False) -> list[Unit]:
+    """The words of a sequence, or its tokens where nobody said which belong together; padding is left out."""
+    texts = labels.texts[batch]
+    numbers = labels.words[batch] if labels.words is not None else None
+    # GPT-2 and others keep the space in the token; where none has one, tokens stand apart.
+    keeps_spaces = any(text[:1].isspace() for text in texts[1:])
+    found: list[Unit] = []
+    for start, stop in runs(texts, None if by_token else numbers):
+        text = "".join(texts[start:stop])
+        added = bool(ADDED.fullmatch(text.strip())) or (numbers is not None and numbers[start] is None)
+        spaced = added or not keeps_spaces or text[:1].isspace() or (bool(found) and found[-1].added)
+        breaks = bool(text.strip()) and "\n" in text[: len(text) - len(text.lstrip())]
+        found.append(Unit(visible(shortened(text)), start, stop, spaced, breaks, added))
+    return found
+
+
+def shortened(text: str) -> str:
+    """A token may be a megabyte; nobody reads more than its beginning."""
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def runs(texts: Sequence[str], numbers: Sequence[int | None] | None) -> list[tuple[int, int]]:
+    """Positions in runs of one number; what has no number stands alone, and what reads as nothing joins what is before.
+
+    >>> runs(["[CLS]", "hun", "gry", "!", "", ""], [None, 0, 0, 1, 1, None])
+    [(0, 1), (1, 3), (3, 5)]
+    """
+    length = len(texts)
+    while length and not texts[length - 1] and (numbers is None or numbers[length - 1] is None):
+        length -= 1
+    if not length:
+        return [(i, i + 1) for i in range(len(texts))]
+    edges = [i for i in range(length) if i == 0 or (texts[i] and begins(i, numbers))]
+    return list(zip(edges, [*edges[1:], length], strict=True))
+
+
+def begins(place: int, numbers: Sequence[int | None] | None) -> bool:
+    return numbers is None or numbers[place] is None or numbers[place] != numbers[place - 1]
+
+
+def choose(record: Record, head: str | int | None = None, layer: int | None = None) -> Choice:
+    """The head that was asked for: "L5H3", "cross.L0H2", "L5" (the mean of its heads), or two numbers.
+
+    Where a record has several stacks and none was named, the one that answers before the others is taken.
+    """
+    if not isinstance(head, str) and layer is None:
+        raise ValueError(f"expected a layer beside head {head}, or both in one name, such as {names(record)}")
+    asked = head if isinstance(head, str) else f"L{layer}" + ("" if head is None else f"H{head}")
+    for one in telling_first(record):
+        for number in (None, *one.heads):
+            name = record.name_of(one, number)
+            if asked in (name, name.removeprefix(f"{one.stack}.")):
+                return mean_of(record, one) if number is None else Choice(one, number, name)
+    raise ValueError(f"expected one of the heads {names(record)}, received {asked!r}")
+
+
+def telling_first(record: Record) -> list[Layer]:
+    """The layers, those between two sequences before the others: they are what a translation is looked at for."""
+    return sorted(record.layers.values(), key=lambda layer: layer.queries == layer.keys)
+
+
+def names(record: Record) -> str:
+    """The heads that a record has, in short: from the first to the last of each stack."""
+    stacks: dict[str, list[Layer]] = {}
+    for layer in record.layers.values():
+        stacks.setdefault(layer.stack, []).append(layer)
+    ends = [(record.name_of(s[0], s[0].heads[0]), record.name_of(s[-1], s[-1].heads[-1])) for s in stacks.values()]
+    return ", ".join(f"{first} to {last}" for first, last in ends) or "none, because nothing was seen"
+
+
+def sides(record: Record, layer: Layer, batch: int, by_token: bool = False) -> tuple[list[Unit], list[Unit]]:
+    """The words that look and those that are looked at; a word's positions are those along the layer's axes."""
+    check_batch(layer, batch)
+    queries, keys = record.labels_of(layer)
+    return units(queries, batch, by_token), units(keys, batch, by_token)
+
+
+def check_batch(layer: Layer, batch: int) -> None:
+    if not 0 <= batch < layer.shape[0]:
+        raise ValueError(f"expected a sequence from 0 to {layer.shape[0] - 1}, received batch={batch}")
+
+
+def rows(choice: Choice, batch: int, queries: list[int]) -> Tensor:
+    """Where these queries look: (queries, Tk), exact where the record has the entries.
+
+    Where it kept only the heaviest keys of each query, the others read as 0.
+    """
+    check_batch(choice.layer, batch)
+    with torch.no_grad():
+        some = [rows_of_head(choice.layer, batch, place, queries) for place in choice.places]
+    return torch.stack(some).mean(0)
+
+
+def rows_of_head(layer: Layer, batch: int, place: int, queries: list[int]) -> Tensor:
+    if "entries" in layer.can:
+        found = layer[batch, place, queries]
+        assert isinstance(found, Tensor)
+        return found.float().cpu()
+    if not layer.most:
+        raise ValueError(f"the entries of {layer.label} were not kept, nor its heaviest keys: watch with keep='lazy'")
+    values, keys = (found[batch, place, queries].cpu() for found in layer.top(layer.most))
+    entries = torch.zeros(len(queries), layer.shape[3] + 1)
+    # A key of -1 says that fewer were visible: it goes to one more column, which is cut off.
+    return entries.scatter_(1, keys % entries.shape[1], values.float())[:, :-1]
+
+
+def shares(choice: Choice, batch: int, queries: Sequence[Unit], keys: Sequence[Unit]) -> Tensor:
+    """How much each unit looks at each other one: averaged over its own tokens, added up over theirs: (Uq, Uk)."""
+    if not queries or not keys:
+        return torch.zeros(len(queries), len(keys))
+    entries = rows(choice, batch, [i for unit in queries for i in unit.positions])
+    looking = torch.tensor([place for place, unit in enumerate(queries) for _ in unit.positions])
+    averaged = torch.zeros(len(queries), entries.shape[1]).index_add(0, looking, entries)
+    averaged /= looking.bincount(minlength=len(queries)).unsqueeze(1)
+    ends = averaged.cumsum(1, dtype=torch.float64)
+    ends = torch.nn.functional.pad(ends, (1, 0))
+    return ends[:, [unit.stop for unit in keys]].sub(ends[:, [unit.start for unit in keys]]).float()
+
+
+def picture(choice: Choice, batch: int, rows: int, columns: int) -> Tensor:
+    """The matrix in blocks: (rows, columns)."""
+    with torch.no_grad():
+        return choice.layer.picture(rows, columns)[batch, choice.places].float().mean(0).cpu()
+
+
+def find(shown: Sequence[Unit], word: str | int) -> int:
+    """Where a word stands: by its text ("the", "the#2" for the second), or by its number from 0."""
+    if isinstance(word, int) and 0 <= word < len(shown):
+        return word
+    text, _, count = str(word).partition("#") if str(word) not in {unit.text for unit in shown} else (str(word), "", "")
+    same = [i for i, unit in enumerate(shown) if unit.text.casefold() == text.strip().casefold()]
+    number = int(count) - 1 if count.isdigit() else 0
+    if 0 <= number < len(same):
+        return same[number]
+    if not same and text.isdigit() and int(text) < len(shown):
+        return int(text)
+    words = " ".join(unit.text for unit in shown[:40])
+    raise ValueError(f"expected one of the words {words}{' …' if len(shown) > 40 else ''}, received {str(word)[:40]!r}")
+
+
+@torch.no_grad()
+def telling(record: Record, batch: int = 0) -> Choice:
+    """The head to begin with where none was named.
+
+    Between two sequences the clearest layer, all its heads together: the alignment. For patches and for very long texts
+    the last layer. For a text, the head that most clearly picks words which are not next to the one that looks.
+    """
+    layers = telling_first(record)
+    if not layers:
+        raise ValueError("expected a record with at least one attention, received one that has seen none")
+    check_batch(layers[0], batch)
+    crossing = [layer for layer in layers if layer.queries != layer.keys]
+    if crossing:
+        return mean_of(record, max(crossing, key=clearness))
+    if record.labels_of(layers[0])[1].kind == "patches" or not all(map(quickly_asked, layers)):
+        return mean_of(record, layers[-1])
+    found = [far(record, layer, batch).mean(1) for layer in layers]
+    layer, best = max(zip(layers, found, strict=True), key=lambda pair: float(pair[1].max()))
+    head = layer.heads[int(best.argmax())]
+    return Choice(layer, head, record.name_of(layer, head))
+
+
+def mean_of(record: Record, layer: Layer) -> Choice:
+    """The mean of a layer's heads; of a single head, that head."""
+    head = layer.heads[0] if len(layer.heads) == 1 else None
+    return Choice(layer, head, record.name_of(layer, head))
+
+
+def clearness(layer: Layer) -> float:
+    """The less its heads spread, the clearer."""
+    return -float(layer.entropy().float().mean()) if "entropy" in layer.can else 0.0
+
+
+def quickly_asked(layer: Layer) -> bool:
+    return "top" in layer.can and max(layer.shape[2:]) <= LONG
+
+
+@torch.no_grad()
+def far(record: Record, layer: Layer, batch: int) -> Tensor:
+    """For each head and query, how much one word that is not its neighbour stands out: (H, Tq); no added tokens."""
+    values, keys = layer.top(min(8, layer.most))
+    values, keys = values[batch].float().cpu(), keys[batch].cpu()
+    if "received" in layer.can:
+        # What every query looks at says little about the one that does.
+        usual = layer.received()[batch].float().cpu() / layer.shape[2]
+        values = values - usual.unsqueeze(1).expand(-1, layer.shape[2], -1).gather(2, keys.clamp(min=0))
+    queries_spoken, keys_spoken = (spoken(labels, batch) for labels in record.labels_of(layer))
+    seen = keys_spoken[keys.clamp(min=0)] & (keys >= 0)
+    if layer.queries == layer.keys:
+        seen &= (keys - layer.places.view(1, -1, 1)).abs() > NEAR
+    return values.where(seen, 0).amax(-1) * queries_spoken
+
+
+def spoken(labels: Labels, batch: int) -> Tensor:
+    """Which positions belong to words that somebody wrote: (T,)."""
+    found = torch.zeros(len(labels), dtype=torch.bool)
+    for unit in units(labels, batch):
+        found[unit.start : unit.stop] = unit.spoken
+    return found

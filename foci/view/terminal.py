@@ -1,0 +1,147 @@
+"""A Record in the terminal: its heads, where a word looks, the matrix of a short text, an image's patches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from foci.labels import Labels
+from foci.layer import Layer
+from foci.record import Record
+from foci.terminal import clip
+from foci.view import heads, matrix, patches, words
+from foci.view.printable import isolated, printable
+from foci.view.reading import Choice, Unit, choose, far, find, picture, shares, sides, telling
+from foci.view.sheet import Sheet
+
+
+def show(
+    record: Record,
+    word: str | int | None = None,
+    head: str | int | None = None,
+    layer: int | None = None,
+    *,
+    batch: int = 0,
+    by_token: bool = False,
+    width: int | None = None,
+    file: TextIO | None = None,
+) -> None:
+    """Prints a record: to a terminal in its colours, elsewhere in plain characters.
+
+    Args:
+        word: the word to follow, or its place; "the#2" is the second "the". None: one that looks far and clearly.
+        head: "L5H3", "cross.L0H2", "L5" (the mean of its heads), or a number beside `layer`.
+        batch: which sequence.
+        by_token: tokens one by one instead of whole words.
+        width: columns; None: those of the terminal.
+    """
+    stream = file or sys.stdout
+    print(
+        render(record, word, head, layer, batch=batch, by_token=by_token, sheet=Sheet.fitting(stream, width)),
+        file=stream,
+    )
+
+
+def render(
+    record: Record,
+    word: str | int | None = None,
+    head: str | int | None = None,
+    layer: int | None = None,
+    *,
+    batch: int = 0,
+    by_token: bool = False,
+    sheet: Sheet | None = None,
+) -> Sheet:
+    """What `show` prints, as a sheet of lines."""
+    sheet = sheet or Sheet()
+    asked = head is not None or layer is not None
+    choice = choose(record, head, layer) if asked else telling(record, batch)
+    write_title(sheet, record)
+    if not asked:
+        heads.write(sheet, record)
+    if record.labels_of(choice.layer)[1].grid is not None:
+        patches.write(sheet, record, choice, word, batch)
+    else:
+        write_text(sheet, record, choice, word, batch, by_token)
+    return sheet
+
+
+def write_title(sheet: Sheet, record: Record) -> None:
+    """Which model, how many heads, and what could not be seen."""
+    sheet.lines.append(sheet.bold(clip(printable(record.model) or "Attention", sheet.width)))
+    sheet.prose(", ".join(described(record)))
+    for reason in record.unseen:
+        sheet.wrapped(["not seen:", *printable(reason).split()], hang=2)
+
+
+def described(record: Record) -> list[str]:
+    """The stacks of a record and what stands in its sequences, each in a few words."""
+    stacks: dict[str, list[Layer]] = {}
+    for layer in record.layers.values():
+        stacks.setdefault(layer.stack, []).append(layer)
+    parts = [
+        f"{stack} {count(len(layers), 'layer')} of {count(len(layers[0].heads), 'head')}".lstrip()
+        for stack, layers in stacks.items()
+    ]
+    several = len(record.labels) > 1
+    return parts + [
+        f"{counted(labels)} of the {name}" if several else counted(labels) for name, labels in record.labels.items()
+    ]
+
+
+def counted(labels: Labels) -> str:
+    if labels.grid is not None:
+        return f"{labels.grid[0]} × {labels.grid[1]} patches"
+    return count(len(labels), labels.kind.removesuffix("s"))
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def write_text(
+    sheet: Sheet, record: Record, choice: Choice, word: str | int | None, batch: int, by_token: bool
+) -> None:
+    """One word's attention in the running text, its links, and the matrix."""
+    layer = choice.layer
+    queries, keys = sides(record, layer, batch, by_token)
+    focus = find(queries, word) if word is not None else clearest(record, choice, batch, queries)
+    row = shares(choice, batch, [queries[focus]], keys)[0].tolist()
+    same = layer.queries == layer.keys
+    sheet.heading(f"Where {quoted(queries[focus])} looks in {in_words(choice)}")
+    if not same:
+        words.write_text(sheet, queries, [0.0] * len(queries), focus)
+        sheet.line(sheet.faint("↓ looks at"))
+    words.write_text(sheet, keys, row, focus if same else None)
+    sheet.line()
+    words.write_links(sheet, keys, row, choice.exact)
+    write_matrix(sheet, choice, batch, queries, keys, focus)
+
+
+def write_matrix(
+    sheet: Sheet, choice: Choice, batch: int, queries: Sequence[Unit], keys: Sequence[Unit], focus: int
+) -> None:
+    """All words at once: cells where they fit, else a map."""
+    if matrix.fits(sheet, queries, keys):
+        sheet.heading(f"All of {in_words(choice)}")
+        matrix.write(sheet, queries, keys, shares(choice, batch, queries, keys).tolist(), focus)
+    elif "picture" in choice.layer.can:
+        sheet.heading(f"All of {in_words(choice)}")
+        sheet.prose("From top to bottom who looks, from left to right who is looked at.")
+        matrix.write_map(sheet, picture(choice, batch, *matrix.map_size(sheet, choice.layer.finest)).tolist())
+
+
+def clearest(record: Record, choice: Choice, batch: int, queries: Sequence[Unit]) -> int:
+    """The word that looks most clearly at another one that is not its neighbour."""
+    found = far(record, choice.layer, batch)[choice.places].mean(0)
+    place = int(found.argmax())
+    return next((i for i, unit in enumerate(queries) if unit.start <= place < unit.stop), 0)
+
+
+def in_words(choice: Choice) -> str:
+    return choice.name if choice.head is not None else f"{choice.name}, the mean of its heads"
+
+
+def quoted(unit: Unit) -> str:
+    return f"“{isolated(clip(unit.text, 24))}”"

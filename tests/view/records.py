@@ -1,0 +1,81 @@
+"""Small records with known numbers, for the tests of views."""
+
+import torch
+from torch import Tensor
+
+import foci
+from foci.keep import Keep, Kept
+from foci.labels import Labels
+from foci.layer import Layer
+from foci.record import Record
+
+JANE = ("[CLS]", "Jane", " is", " hun", "gry", ".", "[SEP]")
+JANE_WORDS = (None, 0, 1, 2, 2, 3, None)
+
+# Who looks at whom, in percent: “hungry” (two tokens) looks at Jane.
+HUNGRY = (
+    (40, 10, 10, 10, 10, 10, 10),
+    (50, 20, 10, 5, 5, 5, 5),
+    (10, 10, 40, 20, 10, 5, 5),
+    (10, 70, 5, 5, 5, 0, 5),
+    (10, 50, 10, 10, 10, 5, 5),
+    (60, 10, 5, 5, 5, 10, 5),
+    (90, 0, 0, 0, 0, 0, 10),
+)
+
+
+def percent(rows: tuple[tuple[int, ...], ...]) -> Tensor:
+    return torch.tensor(rows) / 100
+
+
+def jane() -> Record:
+    """A sentence of seven tokens, five of them words; L0H0 looks at itself, L0H1 is HUNGRY."""
+    matrix = torch.stack([torch.eye(7), percent(HUNGRY)])[None]
+    labels = Labels.tokens([JANE], words=[JANE_WORDS])
+    return Record({"layers.0": Layer("layers.0", matrix=matrix)}, {"input": labels}, model="BertModel", calls=1)
+
+
+def of_texts(*texts: str, seed: int = 0, layers: int = 1, heads: int = 1) -> Record:
+    """A record of these tokens with attention by chance."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, heads, len(texts), len(texts))
+    matrices = [torch.randn(shape, generator=generator).mul(2).softmax(-1) for _ in range(layers)]
+    made = {f"layers.{i}": Layer(f"layers.{i}", index=i, matrix=matrix) for i, matrix in enumerate(matrices)}
+    return Record(made, {"input": Labels.tokens([texts])}, model="Model", calls=layers)
+
+
+def kept() -> Record:
+    """Statistics only: the two heaviest keys of each query and a picture of 3 x 3."""
+    q = torch.arange(24.0).sin().view(1, 1, 6, 4) * 4
+    _, weights = foci.attention(q, q, q, return_weights=True)
+    statistics = Keep(top=2, picture=3).of(weights)
+    layer = Layer("layers.0", kept=Kept(statistics, (1, 1, 6, 6)))
+    return Record({"layers.0": layer}, {"input": Labels.tokens([tuple("abcdef")])}, model="Kept", calls=1)
+
+
+def translation() -> Record:
+    """An encoder-decoder of one layer and two heads: each written word looks at its own, in cross.L0H1 clearly."""
+    clear = percent(((80, 10, 10), (10, 80, 10), (0, 10, 90), (0, 0, 100)))
+    vague = percent(((40, 30, 30), (30, 40, 30), (30, 30, 40), (20, 20, 60)))
+    layers = [
+        Layer("encoder.0", "encoder", 0, matrix=torch.eye(3).expand(1, 2, 3, 3), queries="source", keys="source"),
+        Layer("decoder.0", "decoder", 0, matrix=torch.eye(4).expand(1, 2, 4, 4), queries="target", keys="target"),
+        Layer("cross.0", "cross", 0, matrix=torch.stack([vague, clear])[None], queries="target", keys="source"),
+    ]
+    labels = {
+        "source": Labels.tokens([("A", " man", " sleeps")]),
+        "target": Labels.tokens([("Ein", " Mann", " schläft", "</s>")]),
+    }
+    return Record({layer.name: layer for layer in layers}, labels, model="EncoderDecoder", calls=3)
+
+
+def image(grid: tuple[int, int] = (2, 3), pictures: bool = True) -> Record:
+    """Patches after a class token, which looks at the last patch most."""
+    count = grid[0] * grid[1]
+    rows = torch.eye(count + 1) * 0.5 + 0.5 / (count + 1)
+    rows[0] = torch.cat([torch.tensor([0.1]), 0.9 * torch.arange(1.0, count + 1) / (count * (count + 1) / 2)])
+    shown = torch.arange(count * 3, dtype=torch.uint8).mul(10).view(1, *grid, 3) if pictures else None
+    texts = ("class", *(f"{i // grid[1]},{i % grid[1]}" for i in range(count)))
+    labels = Labels("patches", (texts,), grid=grid, leading=1, images=shown)
+    layer = Layer("blocks.0", matrix=rows[None, None], queries="patches", keys="patches")
+    return Record({"blocks.0": layer}, {"patches": labels}, model="VisionTransformer", calls=1)

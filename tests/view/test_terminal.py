@@ -1,0 +1,371 @@
+import io
+import os
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foci.labels import Labels
+from foci.layer import Layer
+from foci.record import Record
+from foci.terminal import STYLE, text_width
+from foci.view import words
+from foci.view.reading import Unit, choose, find, shares, sides, telling, units
+from foci.view.sheet import Sheet
+from foci.view.terminal import render, show
+from tests.view.records import image, jane, kept, of_texts, translation
+
+
+def lines(record: Record, width: int = 72, **options: object) -> list[str]:
+    return render(record, sheet=Sheet(width), **options).lines  # type: ignore[arg-type]
+
+
+JANE = """\
+BertModel
+   1 layer of 2 heads, 7 tokens
+
+Heads
+   A row is a layer, a column a head; under each table the head that
+   stands out.
+      entropy        sink share     distance       previous token
+   L0     ████           ░░░░           ████
+      min L0H0 0.0   max L0H1 39%   max L0H1 2.6   max L0H1 11%
+
+Where “hungry” looks in L0H1
+   [CLS] Jane is »hungry«. [SEP]
+   ▒▒▒▒▒ ████ ░░ ▒▒▒▒▒▒▒▒  ░░░░░
+
+   Jane     60.0%  ███████████████████████████████▊
+   hungry   15.0%  ████████
+   [CLS]    10.0%  █████▎
+   is        7.5%  ████
+   [SEP]     5.0%  ██▋
+   .         2.5%  █▍
+
+All of L0H1
+   A row looks, a column is looked at; in percent.
+            [CLS]   Jane     is hungry      .  [SEP]
+   [CLS]   ███ 40 ▒▒▒ 10 ▒▒▒ 10 ▓▓▓ 20 ▒▒▒ 10 ▒▒▒ 10
+   Jane    ███ 50 ▓▓▓ 20 ▒▒▒ 10 ▒▒▒ 10 ░░░  5 ░░░  5
+   is      ▒▒▒ 10 ▒▒▒ 10 ███ 40 ▓▓▓ 30 ░░░  5 ░░░  5
+   hungry  ▒▒▒ 10 ███ 60 ░░░  8 ▒▒▒ 15      3 ░░░  5
+   .       ███ 60 ▒▒▒ 10 ░░░  5 ▒▒▒ 10 ▒▒▒ 10 ░░░  5
+   [SEP]   ███ 90      0      0      0      0 ▒▒▒ 10"""
+
+
+def test_a_sentence_without_colour() -> None:
+    assert str(render(jane(), sheet=Sheet(72))) == JANE
+
+
+def test_show_writes_what_render_gives_and_pipes_get_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    out = io.StringIO()
+    jane().show(width=72, file=out)
+    assert out.getvalue() == JANE + "\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def painted(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
+    for name in ("NO_COLOR", "COLORTERM", "COLORFGBG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    out = Terminal()
+    show(jane(), "hungry", head="L0H1", width=72, file=out)
+    return out.getvalue()
+
+
+def test_the_text_in_true_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert painted(monkeypatch, COLORTERM="truecolor").splitlines()[4] == (
+        "   \x1b[48;2;113;30;128;38;2;238;236;232m[CLS]\x1b[0m"
+        " \x1b[48;2;249;139;104;38;2;16;14;24mJane\x1b[0m"
+        " \x1b[48;2;96;25;125;38;2;238;236;232mis\x1b[0m"
+        " \x1b[48;2;141;40;127;38;2;238;236;232m\x1b[1;4mhungry\x1b[0m\x1b[0m"
+        "\x1b[48;2;52;18;96;38;2;238;236;232m.\x1b[0m"
+        " \x1b[48;2;77;22;112;38;2;238;236;232m[SEP]\x1b[0m"
+    )
+
+
+def test_the_text_in_256_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = painted(monkeypatch).splitlines()[4]
+    assert re.findall(r"48;5;(\d+)", line) == ["54", "209", "54", "90", "53", "53"]
+    assert "48;2;" not in line
+
+
+def test_a_light_ground_has_light_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = painted(monkeypatch, COLORTERM="24bit", COLORFGBG="0;15").splitlines()[4]
+    assert line.startswith("   \x1b[48;2;250;159;114;38;2;16;14;24m[CLS]")
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_colour_where_it_is_not_welcome(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b" not in painted(monkeypatch, **environment)
+
+
+def test_colour_changes_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    coloured = STYLE.sub("", painted(monkeypatch, COLORTERM="truecolor"))
+    assert "Where “hungry” looks in L0H1\n   [CLS] Jane is hungry. [SEP]\n\n   Jane     60.0%  ██████" in coloured
+    assert "   hungry     10     60      8     15      3      5 " in coloured
+
+
+def test_a_narrow_terminal_shades_and_writes_downwards() -> None:
+    assert lines(jane(), 24, head="L0H1")[4:] == [
+        "Where “hungry” looks in",
+        "L0H1",
+        " [CLS] Jane is »hungry«.",
+        " ▒▒▒▒▒ ████ ░░ ▒▒▒▒▒▒▒▒",
+        " [SEP]",
+        " ░░░░░",
+        "",
+        " Jane     60.0%  ████▎",
+        " hungry   15.0%  █",
+        " [CLS]    10.0%  ▊",
+        " is        7.5%  ▌",
+        " [SEP]     5.0%  ▍",
+        " .         2.5%  ▏",
+        "",
+        "All of L0H1",
+        " A row looks, a column",
+        " is looked at.",
+        "              h",
+        "        [     u   [",
+        "        C J   n   S",
+        "        L a   g   E",
+        "        S n i r   P",
+        "        ] e s y . ]",
+        " [CLS]  ██▒▒▒▒▓▓▒▒▒▒",
+        " Jane   ██▓▓▒▒▒▒░░░░",
+        " is     ▒▒▒▒██▓▓░░░░",
+        " hungry ▒▒██░░▒▒  ░░",
+        " .      ██▒▒░░▒▒▒▒░░",
+        " [SEP]  ██        ▒▒",
+    ]
+
+
+def test_the_alignment_has_written_words_in_rows_and_read_ones_in_columns() -> None:
+    found = lines(translation(), 60)
+    assert found[-7:] == [
+        "All of cross.L0, the mean of its heads",
+        " A row looks, a column is looked at; in percent.",
+        "               A    man sleeps",
+        " Ein      ███ 60 ▓▓▓ 20 ▓▓▓ 20",
+        " Mann     ▓▓▓ 20 ███ 60 ▓▓▓ 20",
+        " schläft  ▒▒▒ 15 ▓▓▓ 20 ███ 65",
+        " </s>     ▒▒▒ 10 ▒▒▒ 10 ███ 80",
+    ]
+    assert lines(translation(), 60, word="schläft", head="L0H1")[5:10] == [
+        "Where “schläft” looks in cross.L0H1",
+        " Ein Mann »schläft« </s>",
+        " ↓ looks at",
+        " A man sleeps",
+        "   ▒▒▒ ██████",
+    ]
+
+
+def test_patches_of_an_image() -> None:
+    assert lines(image(), 60, head="L0")[1:] == [
+        " 1 layer of 1 head, 2 × 3 patches",
+        "",
+        "Where the class token looks in L0H0",
+        " ▒▒▓▓██",
+        " ██████",
+        " brightest: 25.7%, patch 1,2 (row, column)",
+        " on the class token: 10.0%",
+    ]
+    assert "Where patch 1,0 looks in L0H0" in lines(image(), 60, word="1,0", head="L0")
+
+
+def test_patches_in_half_blocks_where_they_are_many() -> None:
+    found = render(image((31, 40)), head="L0", sheet=Sheet(60, True, bits=24)).lines[4:-2]
+    assert [text_width(line) for line in found] == [41] * 16
+    assert found[0].count("▀") == 40
+
+
+def test_the_image_stands_beside_its_patches() -> None:
+    first = render(image(), head="L0", sheet=Sheet(60, True, bits=24)).lines[4]
+    assert first.startswith(" \x1b[38;2;0;10;20;48;2;0;10;20m▀\x1b[0m")
+    assert STYLE.sub("", first) == " ▀▀▀▀▀▀         "
+    assert "▀" not in render(image(pictures=False), head="L0", sheet=Sheet(60, True, bits=24)).lines[4]
+
+
+@pytest.mark.parametrize("place", ["2,0", "0,3", "99", "first"])
+def test_a_patch_that_is_not_there(place: str) -> None:
+    with pytest.raises(ValueError, match=r"^expected a patch as row,column below 2,3 or a position, received"):
+        render(image(), place)
+
+
+def test_kept_statistics_show_what_they_know() -> None:
+    found = lines(kept(), 60)
+    assert " 4 others    0.0%" in found
+    assert not any("sink" in line for line in found)
+
+
+def test_a_learned_sink_is_named() -> None:
+    layer = Layer("l", matrix=torch.full((1, 1, 2, 2), 0.25))
+    record = Record({"l": layer}, {"input": Labels.tokens([("a", "b")])})
+    found = lines(record, 60, head="L0H0")
+    assert found[0] == "Attention"
+    assert " a sink   50.0%" in found
+
+
+def test_long_texts_fold_and_end_in_a_map() -> None:
+    record = of_texts(*(f" w{i}" for i in range(400)), seed=3)
+    found = lines(record, 60)
+    folded = [line for line in found if line.startswith(" ⋮")]
+    assert folded
+    assert any("»w" in line for line in found)
+    start = found.index(" From top to bottom who looks, from left to right who is") + 2
+    assert len(found[start:]) == 20
+    in_colour = render(record, sheet=Sheet(60, True, bits=24)).lines
+    assert sum("▀" in line for line in in_colour) == 20
+
+
+HOSTILE = (
+    "\x1b[2J\x1b]0;title\x07",
+    " \u202egnp.exe",
+    "</script>",
+    "a" * 1_000_000,
+    "\n\n",
+    "e" + "\u0301" * 500,
+    "\ud800",
+)
+
+
+def test_hostile_tokens_are_text_and_nothing_else() -> None:
+    text = str(render(of_texts(*HOSTILE), sheet=Sheet(60)))
+    assert not set(text) & {chr(c) for c in (*range(10), *range(11, 32), 0x7F, *range(0x80, 0xA0), 0x202E)}
+    assert "␛[2J␛]0;title␇" in text
+    assert "⟨202E⟩gnp.exe" in text
+    text.encode()
+    assert len(text) < 5000
+
+
+def test_right_to_left_words_keep_to_their_place() -> None:
+    record = of_texts("שלום", " עולם", " hello")
+    rows = lines(record, 60, head="L0H0")[-3:]
+    assert {line.split()[0] for line in rows} == {"\u2068שלום\u2069", "\u2068עולם\u2069", "hello"}
+    assert {text_width(line) for line in rows} == {7 + 3 * 6}
+    plain = next(line for line in lines(record, 60, head="L0H0") if "hello" in line and "עולם" in line)
+    assert "\u2068" in plain
+    running = render(record, head="L0H0", sheet=Sheet(60, True, bits=24)).lines[4]
+    # In colour no line of shades has to stand under the words: the terminal may order them as they read.
+    assert "\u2068" not in running
+
+
+@pytest.mark.parametrize("width", [24, 40, 72, 80, 120])
+@pytest.mark.parametrize("bits", [0, 8, 24])
+@pytest.mark.parametrize(
+    "record",
+    [
+        jane(),
+        translation(),
+        image(),
+        kept(),
+        of_texts("漢字", "は", "好き", "です", "👩\u200d👧", "❤\ufe0f", "नमस्ते", "한국어", layers=3, heads=16),
+        of_texts(*HOSTILE),
+        of_texts(*(f" word{i}" for i in range(18)), heads=40),
+        of_texts("x"),
+    ],
+    ids=["jane", "translation", "image", "kept", "wide", "hostile", "many", "one"],
+)
+def test_no_line_is_wider_than_the_terminal(record: Record, width: int, bits: int) -> None:
+    found = render(record, sheet=Sheet(width, bits > 0, bits=bits)).lines
+    assert [line for line in found if text_width(line) > width] == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=9), st.integers(24, 90), st.sampled_from([0, 8, 24]))
+def test_any_tokens_fit_any_width(texts: list[str], width: int, bits: int) -> None:
+    found = render(of_texts(*texts), sheet=Sheet(width, bits > 0, bits=bits)).lines
+    assert all(text_width(line) <= width for line in found)
+    assert all("\n" not in line for line in found)
+
+
+def test_words_are_summed_over_keys_and_averaged_over_queries() -> None:
+    record = jane()
+    layer = record.layers["layers.0"]
+    queries, keys = sides(record, layer, 0)
+    grouped = layer.grouped([(u.start, u.stop) for u in queries], [(u.start, u.stop) for u in keys])
+    torch.testing.assert_close(shares(choose(record, "L0H1"), 0, queries, keys), grouped[0, 1])
+    mean = shares(choose(record, "L0"), 0, queries, keys)
+    torch.testing.assert_close(mean, grouped[0].mean(0))
+
+
+def test_units_are_words_or_tokens_with_their_spaces() -> None:
+    labels = jane().labels["input"]
+    assert [(unit.text, unit.spaced) for unit in units(labels)] == [
+        ("[CLS]", True),
+        ("Jane", True),
+        ("is", True),
+        ("hungry", True),
+        (".", False),
+        ("[SEP]", True),
+    ]
+    assert [unit.text for unit in units(labels, by_token=True)] == ["[CLS]", "Jane", "is", "hun", "gry", ".", "[SEP]"]
+    assert [unit.text for unit in units(labels) if unit.spoken] == ["Jane", "is", "hungry"]
+
+
+def test_padding_is_no_word_and_a_split_character_is_one() -> None:
+    padded = Labels.tokens([["a", "b", "c"], ["🙂", "", "d"], ["e"]])
+    assert [[unit.text for unit in units(padded, i)] for i in range(3)] == [["a", "b", "c"], ["🙂", "d"], ["e"]]
+    assert units(padded, 1)[0].stop == 2
+
+
+def test_lines_break_where_the_text_does() -> None:
+    texts = ["One", "\nTwo", " three", "\n", "four"]
+    found = words.in_lines(words.pieces(units(Labels.tokens([texts])), [0.0] * 5, None, plain=True), 40)
+    assert [[piece.text for piece in line] for line in found] == [["One"], ["Two", "three", "↵", "four"]]
+
+
+def test_the_head_to_begin_with_looks_far_and_clearly() -> None:
+    assert telling(jane()).name == "L0H1"
+    assert telling(translation()).name == "cross.L0"
+    assert telling(image()).name == "L0H0"
+
+
+def test_a_word_is_found_by_text_number_and_place() -> None:
+    shown = [Unit(text, i, i + 1) for i, text in enumerate(["the", "cat", "The", "7", "C#"])]
+    assert [find(shown, word) for word in ("the", "THE#2", "the#2", 3, "7", "2", "C#")] == [0, 2, 2, 3, 3, 2, 4]
+    for wrong in ("dog", "the#3", "99", 99, -1, "cat#0"):
+        with pytest.raises(ValueError, match=r"^expected one of the words the cat The 7 C#, received"):
+            find(shown, wrong)
+
+
+@pytest.mark.parametrize(
+    ("head", "layer", "message"),
+    [
+        ("L9H9", None, "expected one of the heads L0H0 to L0H1, received 'L9H9'"),
+        ("hungry", None, "expected one of the heads L0H0 to L0H1, received 'hungry'"),
+        (5, 0, "expected one of the heads L0H0 to L0H1, received 'L0H5'"),
+        (1, None, "expected a layer beside head 1, or both in one name, such as L0H0 to L0H1"),
+    ],
+)
+def test_a_head_that_is_not_there(head: str | int, layer: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        render(jane(), head=head, layer=layer)
+
+
+def test_a_sequence_that_is_not_there_and_an_empty_record() -> None:
+    with pytest.raises(ValueError, match=r"expected a sequence from 0 to 0, received batch=3"):
+        render(jane(), batch=3)
+    with pytest.raises(ValueError, match=r"expected a record with at least one attention, received one that has seen"):
+        render(Record({}, {}))
+
+
+def test_what_could_not_be_seen_is_said() -> None:
+    record = jane()
+    record.unseen = ["layers.7: it calls its own kernel"]
+    assert "   not seen: layers.7: it calls its own kernel" in lines(record)
+
+
+def test_the_width_is_that_of_the_terminal_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given_, used in (("10", 24), ("40", 40), ("500", 120)):
+        monkeypatch.setitem(os.environ, "COLUMNS", given_)
+        assert Sheet.fitting(io.StringIO()).width == used
