@@ -9,6 +9,7 @@ B batch, H heads, R rows of the strip, C keys that the strip sees.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,12 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from foci.arguments import Call
 from foci.backends import reference
+from foci.backends.tanh_scores import quickened
 from foci.fitting import is_unreadable
 from foci.spans import Segment, Spans
 
 NAME = "blocked"
 
 Place = tuple[slice, slice]
+LOG2_E = math.log2(math.e)
 
 # Entries of a strip: what fits a core's cache, and what keeps a GPU busy.
 CPU_ENTRIES = 2**19
@@ -59,11 +62,33 @@ def attend(call: Call, strip: Strip) -> tuple[Tensor, Tensor]:
     if not strip.segments:
         # No keys, computed all the same: the zeros stay in the graph, and a backward through them works.
         strip = Strip(strip.rows, (Segment(0, 0, 0, 0),))
-    weights, lse = reference.softmax(logits(call, strip))
-    out = weights.new_zeros(*weights.shape[:3], call.v.shape[-1])
-    for columns, piece in pieces(strip, weights):
-        out = out + reference.mix(call, piece, call.v[:, :, columns], call.where(strip.rows, columns))
-    return out, lse
+    found = logits(call, strip)
+    if not call.needs_grad and not call.transformed and not is_unreadable(call.q) and strip.width:
+        powers, total, lse = powers_in_place(found)
+        return mixed(call, strip, powers).div_(total), lse
+    weights, lse = reference.softmax(found)
+    return mixed(call, strip, weights), lse
+
+
+def mixed(call: Call, strip: Strip, weights: Tensor) -> Tensor:
+    """The strip's weights times the values."""
+    mixes = [
+        reference.mix(call, piece, call.v[:, :, columns], call.where(strip.rows, columns))
+        for columns, piece in pieces(strip, weights)
+    ]
+    return mixes[0] if len(mixes) == 1 else torch.stack(mixes).sum(0)
+
+
+def powers_in_place(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `reference.softmax` does, in the memory of the logits, and the division by the total is left to the caller:
+    there are fewer outputs than weights. Powers of two, because exp2 is three times as fast as exp.
+    """
+    peak = logits.amax(-1, keepdim=True)
+    peak.masked_fill_(peak == -torch.inf, 0.0)
+    powers = logits.sub_(peak).mul_(LOG2_E).exp2_()
+    total = powers.sum(-1, keepdim=True)
+    lse = total.log().add_(peak).squeeze(-1)
+    return powers, total.masked_fill_(total == 0, 1.0), lse
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +185,7 @@ def logits(call: Call, strip: Strip, hidden: float = -torch.inf) -> Tensor:
 
 def segment_logits(call: Call, q: Tensor, rows: slice, segment: Segment, hidden: float) -> Tensor:
     columns = slice(segment.start, segment.stop)
-    unmasked = reference.unmasked_logits(call, q, call.k[:, :, columns], call.where(rows, columns))
+    unmasked = reference.unmasked_logits(quickened(call), q, call.k[:, :, columns], call.where(rows, columns))
     hide(call, unmasked, rows, segment, hidden)
     return unmasked
 

@@ -5,7 +5,6 @@ B batch, H heads, R rows of the strip, C keys that the strip sees, Tq queries, T
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.backends import blocked, reference
-from foci.backends.blocked import Place, Strip
+from foci.backends.blocked import LOG2_E, Place, Strip
 from foci.biases import Added
 from foci.scores import Dot
 from foci.spans import Segment
@@ -26,7 +25,6 @@ Statistic = Callable[[Call, Place, Strip, Tensor], Tensor]
 
 # Stands for -inf where it is multiplied by a weight of 0.
 HIDDEN = -1e30
-LOG2_E = math.log2(math.e)
 
 
 def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool = False) -> dict[str, Tensor]:
