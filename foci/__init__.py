@@ -14,6 +14,7 @@ from foci.weights import Weights
 
 if TYPE_CHECKING:
     from foci import nn as nn
+    from foci.capture import watch
     from foci.decoding import Answer, Beam, Sampling, generate, stream
     from foci.keep import Keep
     from foci.record import Record
@@ -50,12 +51,13 @@ __all__ = [
     "rotary",
     "sinusoidal",
     "stream",
+    "watch",
     "window",
 ]
 
 
 LATER = dict.fromkeys(("Answer", "Beam", "Sampling", "generate", "stream"), "foci.decoding")
-LATER |= {"Keep": "foci.keep", "Record": "foci.record"}
+LATER |= {"Keep": "foci.keep", "Record": "foci.record", "watch": "foci.capture"}
 
 
 def __dir__() -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from foci import backends, statistics
 from foci.algebra import Mask
@@ -99,6 +100,12 @@ def attention(
         backend: None for the fastest that serves the call; or a name, which is then used or refused with reasons.
         return_weights: also return the attention matrix, as a lazy operator.
     """
+    if has_torch_function_variadic(query, key, value):
+        # Overridable as PyTorch's own functions are: a function mode (foci.watch is one) sees the call as it was made.
+        options: dict[str, Any] = {"score": score, "mask": mask, "bias": bias, "sink": sink, "positions": positions}
+        options |= {"dropout": dropout, "backend": backend, "return_weights": return_weights}
+        seen: Any = handle_torch_function(attention, (query, key, value), query, key, value, **options)  # type: ignore[arg-type]
+        return seen  # type: ignore[no-any-return]
     if (
         score is DOT
         and bias is None

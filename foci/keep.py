@@ -150,7 +150,7 @@ class Kept(Mapping[str, Tensor]):
         kept = self.statistics["top_keys"].shape[-1] if "top_keys" in self.statistics else 0
         if k > kept:
             raise ValueError(f"top({k}) was asked, but {kept} were kept: watch with keep=foci.Keep(top={k})")
-        return Top(self["top_values"][..., :k], self["top_keys"][..., :k])
+        return Top(self["top_values"][..., :k], self["top_keys"][..., :k].long())
 
     def picture(self, rows: int, columns: int, reduce: str = "mean") -> Tensor:
         """The kept picture, or a coarser one whose edges are among its edges."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from foci import backends
 from foci.algebra import Mask
@@ -46,6 +47,12 @@ def attention_and_matrix(
 
     The arguments are those of `attention`. The weights are those before dropout, and gradients pass through them.
     """
+    if has_torch_function_variadic(query, key, value):
+        options: dict[str, Any] = {"mask": mask, "bias": bias, "dropout": dropout, "average": average}
+        overridden: tuple[Tensor, Tensor] = handle_torch_function(
+            attention_and_matrix, (query, key, value), query, key, value, **options
+        )
+        return overridden
     if query.dim() != 4:
         raise ValueError(f"attention_and_matrix takes (B, H, T, D), but got a query {tuple(query.shape)}")
     call = prepare(query, key, value, Dot(), mask, bias, None, None, dropout, False)

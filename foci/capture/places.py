@@ -1,0 +1,142 @@
+"""Where a module's attention stands in its model: which stack, which number, and what its two axes are.
+
+Everything here is read from the names of modules, as `model.named_modules()` gives them. Who knows better says so with
+`Recorder.place`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+# Classes that attend, by what people call them.
+ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+# Looks at another sequence than its own.
+CROSS = re.compile(r"cross|enc_?dec|encoder_attn|encoder_attention|encoder_decoder|src_attn", re.IGNORECASE)
+SIDES = {
+    "vision": re.compile(r"vision|visual|image"),
+    "audio": re.compile(r"audio|speech"),
+    "text": re.compile(r"text|language"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A stack ("" where there is only one), a number in it, and the labels along queries and keys."""
+
+    stack: str = ""
+    index: int = 0
+    queries: str = "input"
+    keys: str = "input"
+
+    @property
+    def name(self) -> str:
+        return f"{self.stack}.L{self.index}".lstrip(".")
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The innermost modules that are called attention, by name: those that one expects to attend."""
+    named = {name: module for name, module in model.named_modules() if ATTENTION.search(type(module).__name__)}
+    return {name: module for name, module in named.items() if not any(inside(other, name) for other in named)}
+
+
+def inside(name: str, outer: str) -> bool:
+    """Whether a module stands inside another one."""
+    return name != outer and (outer == "" or name.startswith(f"{outer}."))
+
+
+class Places:
+    """The place of every module that attends: known ones from the start, others when they are first met."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.known = attention_modules(model)
+        self.crossing = {name for name, module in self.known.items() if is_cross(model, name, module)}
+        names = [name for name, _ in model.named_modules()]
+        self.paired = has_part(names, "encoder") and has_part(names, "decoder")
+        self.several = len({side_of(name) for name in self.known}) > 1
+        self.found: dict[str, Place] = {}
+        for stack, members in grouped((self._stack(name), name) for name in self.known):
+            for name, index in zip(members, numbers(members), strict=True):
+                self.found[name] = self._made(stack, index)
+
+    def set(self, name: str, place: Place) -> None:
+        self.found[name] = place
+
+    def of(self, name: str) -> Place:
+        """The place of a module that attends, by its name."""
+        if name not in self.found:
+            outer = [known for known in self.known if inside(name, known)]
+            self.found[name] = self.found[outer[-1]] if outer else self._new(name)
+        return self.found[name]
+
+    def _new(self, name: str) -> Place:
+        """A module whose class says nothing: the number in its path where that is free, else the next one."""
+        stack = self._stack(name)
+        taken = {place.index for place in self.found.values() if place.stack == stack}
+        written = [int(part) for part in name.split(".") if part.isdigit()]
+        free = [number for number in (*written[:1], len(taken)) if number not in taken]
+        return self._made(stack, free[0] if free else max(taken) + 1)
+
+    def _stack(self, name: str) -> str:
+        if name in self.crossing or (name not in self.known and CROSS.search(tail(name))):
+            return "cross"
+        side = side_of(name)
+        if self.several and side:
+            return side
+        for part in ("encoder", "decoder"):
+            if self.paired and has_part([name], part):
+                return part
+        return ""
+
+    def _made(self, stack: str, index: int) -> Place:
+        if stack == "cross":
+            return Place(stack, index, "target" if self.paired else "input", "source")
+        sequence = {"encoder": "source", "decoder": "target", "": "input"}.get(stack, stack)
+        return Place(stack, index, sequence, sequence)
+
+
+def is_cross(model: nn.Module, name: str, module: nn.Module) -> bool:
+    if CROSS.search(tail(name)) or CROSS.search(type(module).__name__):
+        return True
+    # PyTorch's decoder layer calls its attention to the memory "multihead_attn", beside "self_attn".
+    parent, _, last = name.rpartition(".")
+    return last == "multihead_attn" and hasattr(model.get_submodule(parent), "self_attn")
+
+
+def tail(name: str) -> str:
+    """What a path says after its last number: what a module is within its block."""
+    parts = name.split(".")
+    last = max((place for place, part in enumerate(parts) if part.isdigit()), default=-1)
+    return ".".join(parts[last + 1 :])
+
+
+def side_of(name: str) -> str:
+    for part in name.lower().split("."):
+        for side, words in SIDES.items():
+            if words.search(part):
+                return side
+    return ""
+
+
+def has_part(names: Iterable[str], part: str) -> bool:
+    return any(part in name.lower().split(".") for name in names)
+
+
+def grouped(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
+    groups: dict[str, list[str]] = {}
+    for stack, name in pairs:
+        groups.setdefault(stack, []).append(name)
+    yield from groups.items()
+
+
+def numbers(names: list[str]) -> list[int]:
+    """The first number of the paths that tells them all apart; where none does, they are counted."""
+    paths = [[int(part) for part in name.split(".") if part.isdigit()] for name in names]
+    for column in range(min(map(len, paths), default=0)):
+        found = [path[column] for path in paths]
+        if len(set(found)) == len(found):
+            return found
+    return list(range(len(names)))

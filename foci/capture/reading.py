@@ -1,0 +1,80 @@
+"""What a model was given to read, so that a record knows its tokens.
+
+Token numbers are taken from the embeddings that look them up, pass by pass: nothing has to be known of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.capture.places import has_part
+from foci.labels import Labels
+
+
+class Reading:
+    """Token numbers (B, T) by label name and pass, and the labels that they make."""
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self.tokenizer = tokenizer
+        self.ready: dict[str, Labels] = {}
+        self._chunks: dict[str, list[tuple[int, Tensor]]] = {}
+        self._told: set[str] = set()
+        self._names: dict[tuple[str, tuple[int, ...]], str] = {}
+
+    def told(self, name: str, ids: Tensor, number: int) -> None:
+        """What somebody who knows the model says was read; what was found otherwise no longer counts."""
+        if name not in self._told:
+            self._told.add(name)
+            self._chunks[name] = []
+        self._add(name, ids, number)
+
+    def seen(self, stack: Sequence[str], ids: Tensor, number: int, paired: bool) -> None:
+        """What an embedding was given, inside the modules on the stack."""
+        name = "input"
+        if paired:
+            name = "source" if any(has_part([each], "encoder") for each in stack) else "target"
+        # A pass reads its tokens once; whatever else is looked up in the same table is about something else.
+        if name not in self._told and not any(before == number for before, _ in self._chunks.get(name, ())):
+            self._add(name, ids, number)
+
+    def _add(self, name: str, ids: Tensor, number: int) -> None:
+        if ids.dim() <= 2 and not ids.is_floating_point():
+            rows = ids.detach().reshape(-1, ids.shape[-1]) if ids.dim() else ids.detach().reshape(1, 1)
+            self._chunks.setdefault(name, []).append((number, rows))
+
+    def name_for(self, name: str, passes: Sequence[int]) -> str:
+        """The label name of what was read in some passes: "input", and "input#2" for another text in the same block."""
+        chunks = self._of(name, passes)
+        if not chunks:
+            return name
+        key = (name, tuple(number for number, _ in chunks))
+        if key not in self._names:
+            before = sum(other == name for other, _ in self._names)
+            self._names[key] = name if not before else f"{name}#{before + 1}"
+        return self._names[key]
+
+    def _of(self, name: str, passes: Sequence[int]) -> list[tuple[int, Tensor]]:
+        """What was read in these passes, or, where that is nothing, what was read last before them."""
+        chunks = self._chunks.get(name, [])
+        found = [chunk for chunk in chunks if chunk[0] in set(passes)]
+        return found or [chunk for chunk in chunks if chunk[0] < min(passes, default=0)][-1:]
+
+    def labels(self) -> dict[str, Labels]:
+        """Labels by name, of everything that was asked for with `name_for`."""
+        found = dict(self.ready)
+        for (name, passes), called in self._names.items():
+            if called in found:
+                continue
+            parts = [ids for number, ids in self._chunks[name] if number in set(passes)]
+            if len({len(part) for part in parts}) == 1:
+                found[called] = self._made(torch.cat(parts, 1).cpu())
+        return found
+
+    def _made(self, ids: Tensor) -> Labels:
+        if self.tokenizer is not None:
+            return Labels.decoded(ids, self.tokenizer)
+        return Labels.tokens([[str(number) for number in row] for row in ids.tolist()])

@@ -1,0 +1,250 @@
+"""Recorder: what one watch block collects, on the thread that opened it.
+
+B batch, H heads, G key heads, T tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foci.capture.host import Host
+from foci.capture.places import Place, Places, inside
+from foci.capture.reading import Reading
+from foci.capture.steps import RefusedError, chosen, in_four
+from foci.capture.track import Track
+from foci.keep import Keep
+from foci.labels import Labels
+from foci.record import Record
+from foci.weights import Weights, in_bytes
+
+log = logging.getLogger("foci.capture")
+HEAD = re.compile(r"(?:(?P<stack>[^.]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?")
+_blocks = threading.local()
+
+
+def active() -> tuple[Recorder, ...]:
+    """The recorders of this thread, outermost first; () outside of any block."""
+    return tuple(getattr(_blocks, "stack", ()))
+
+
+class Recorder:
+    """What one `foci.watch` block collects. The torch function mode in foci.capture.torch tells it of every call."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        record: Record,
+        *,
+        keep: Keep | None = None,
+        layers: Iterable[int | str] | None = None,
+        heads: Iterable[int | str] | None = None,
+        rows: Any = None,
+        limit: int = 2**33,
+        silence: Iterable[str] = (),
+        tokenizer: Any = None,
+    ) -> None:
+        self.model, self.record = model, record
+        self.names: dict[int, str] = {}
+        for name, module in model.named_modules():
+            self.names.setdefault(id(module), name)
+        self.places = Places(model)
+        self.keep, self.rows, self.limit = keep, rows, limit
+        self.layers = None if layers is None else list(layers)
+        self.heads = None if heads is None else heads_by_layer(heads)
+        self.silence = {name: HEAD.fullmatch(name) for name in silence}
+        self.thread = threading.get_ident()
+        self.stack: list[str] = []
+        self.ran: Counter[str] = Counter()
+        self.own_softmax: set[str] = set()
+        self.reasons: dict[str, str] = {}
+        self.reading = Reading(tokenizer)
+        self.host = Host()
+        self.tracks: dict[str, Track] = {}
+        self.calls = 0
+        self.attended: set[str] = set()
+        self.silenced: set[str] = set()
+        self._passes = 0
+        self._in_pass: Counter[str] = Counter()
+        self._open: dict[tuple[str, int], Track] = {}
+        self._named: Counter[str] = Counter()
+
+    def place(self, name: str, stack: str = "", index: int = 0, queries: str = "input", keys: str = "input") -> None:
+        """Says where a module's attention stands: its stack, its number there, and the labels along its axes."""
+        self.places.set(name, Place(stack, index, queries, keys))
+
+    def cannot(self, name: str, reason: str) -> None:
+        """An attention module that cannot be seen, with the reason; it ends up in `Record.unseen`."""
+        self.reasons.setdefault(name, reason)
+
+    def read(self, labels: str, ids: Tensor) -> None:
+        """Token numbers (B, T) that went into the model under a name of labels; later ones of a generation go on."""
+        self.reading.told(labels, ids, self._passes)
+
+    def say(self, labels: str, ready: Labels) -> None:
+        """Labels that are ready: patches, frames."""
+        self.reading.ready[labels] = ready
+
+    def enter(self, name: str) -> None:
+        """A module begins; the outermost one begins a pass."""
+        if not self.stack:
+            self._passes += 1
+            self._in_pass.clear()
+        self.stack.append(name)
+        self.ran[name] += 1
+
+    def leave(self) -> None:
+        self.stack.pop()
+
+    @property
+    def here(self) -> str:
+        """The name of the module that is running."""
+        return self.stack[-1]
+
+    def embedded(self, ids: Tensor) -> None:
+        """Token numbers that an embedding was given."""
+        self.reading.seen(self.stack, ids, self._passes, self.places.paired)
+
+    def wants(self, name: str) -> bool:
+        """Whether a module's attention is to be recorded."""
+        if self.layers is None and self.heads is None:
+            return True
+        place = self.places.of(name)
+        listed = self.layers is None or any(asked in (place.index, place.name, name) for asked in self.layers)
+        return listed and (self.heads is None or bool(self._heads(place)))
+
+    def _heads(self, place: Place) -> list[int]:
+        assert self.heads is not None
+        return sorted({*self.heads.get("", ()), *self.heads.get(place.name, ())})
+
+    def silent(self, name: str) -> list[int] | None:
+        """Heads of a module whose outputs are to be zeroed; None stands for all of them, [] for none."""
+        found: list[int] = []
+        for asked, match in self.silence.items():
+            assert match is not None
+            place = self.places.of(name)
+            if (place.stack, str(place.index)) == (match["stack"] or "", match["layer"]):
+                self.silenced.add(asked)
+                if match["head"] is None:
+                    return None
+                found.append(int(match["head"]))
+        return found
+
+    def met(self, name: str) -> None:
+        """An attention call of a module, recorded or not."""
+        self.calls += 1
+        self.attended.add(name)
+
+    def saw(self, name: str, weights: Weights, values: Tensor) -> None:
+        """One attention call: its weights, and its values (..., G, Tk, Dv) with the same leading axes."""
+        weights = in_four(weights)
+        values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
+        place = self.places.of(name)
+        heads: Sequence[int] = range(weights.shape[1])
+        if self.heads is not None:
+            heads = self._heads(place)
+            if any(head >= weights.shape[1] for head in heads):
+                raise RefusedError(f"{place.name} has {weights.shape[1]} heads, but heads= names H{heads[-1]}")
+            group = weights.shape[1] // values.shape[1]
+            weights, values = chosen(weights, heads), values[:, [head // group for head in heads]]
+        self._in_pass[name] += 1
+        track = self._track(name, self._in_pass[name], weights, tuple(heads))
+        before = track.nbytes
+        self._refuse_above_limit(track, weights)
+        track.add(weights, values, self._passes)
+        self._total = getattr(self, "_total", 0) + track.nbytes - before
+
+    def _track(self, name: str, number: int, weights: Weights, heads: tuple[int, ...]) -> Track:
+        """The track that a call goes on with, or a new one."""
+        track = self._open.get((name, number))
+        if track is not None and track.passes[-1] < self._passes and track.continues(weights):
+            return track
+        self._named[name] += 1
+        full = name if self._named[name] == 1 else f"{name}#{self._named[name]}"
+        track = Track(full, self.places.of(name), heads, self.keep, self.rows, self.host)
+        self._open[name, number] = self.tracks[full] = track
+        return track
+
+    def _refuse_above_limit(self, track: Track, weights: Weights) -> None:
+        """Estimates before anything is kept: at the first call for all layers, later for this one."""
+        batch, heads, queries, keys = weights.shape
+        if self.rows is not None:
+            size = batch * heads * keys * len(track._listed(queries)) * 4 if not isinstance(self.rows, slice) else 0
+        elif self.keep is None:
+            size = weights.nbytes if not track.steps else weights._call.q.nbytes
+        else:
+            size = self.keep.nbytes(batch, heads, queries, keys)
+        have = getattr(self, "_total", 0)
+        expected = size
+        if not self._estimated:
+            self._estimated = True
+            layers = max(1, sum(self.wants(name) for name in self.places.known))
+            expected = size * layers
+            log.info("watching %s: about %s of %d layers", type(self.model).__name__, in_bytes(expected), layers)
+        if have + expected > self.limit:
+            raise RefusedError(
+                f"watch would keep about {in_bytes(have + expected)}, above limit={self.limit:,} bytes: choose layers=,"
+                " heads= or queries='last', keep statistics only with keep=foci.Keep(), or pass a larger limit="
+            )
+
+    _estimated = False
+
+    def finish(self) -> None:
+        """Fills the record: layers, labels, and what could not be seen."""
+        self.host.wait()
+        for track in self.tracks.values():
+            track.check()
+        self._refuse_unknown()
+        for name, track in self.tracks.items():
+            layer = track.layer()
+            layer.queries = self.reading.name_for(layer.queries, track.passes)
+            layer.keys = self.reading.name_for(layer.keys, track.passes)
+            self.record.layers[name] = layer
+        self.record.labels.update(self.reading.labels())
+        self.record.calls, self.record.unseen = self.calls, self.unseen()
+        several = [t for t in self.tracks.values() if len(t.passes) > 1 and not t.cross]
+        self.record.prompt = several[0].first[0] if several else None
+
+    def _refuse_unknown(self) -> None:
+        """Names of heads that no module has, in a block in which modules attended."""
+        unknown = [name for name in self.silence if name not in self.silenced]
+        if unknown and self.attended:
+            known = sorted({self.places.of(name).name for name in self.attended})
+            raise RefusedError(f"silence names {', '.join(unknown)}, but the layers that ran are {', '.join(known)}")
+
+    def unseen(self) -> list[str]:
+        """Attention modules that ran and whose attention was not seen, each with the reason."""
+        found = dict(self.reasons)
+        for name, module in self.places.known.items():
+            seen = any(each == name or inside(each, name) or inside(name, each) for each in self.attended)
+            if isinstance(module, torch.jit.ScriptModule):
+                found.setdefault(name, "it is scripted, and runs outside of Python")
+            elif self.ran[name] and not seen:
+                found.setdefault(name, self._reason(name))
+        return [f"{name}: {reason}" for name, reason in found.items()]
+
+    def _reason(self, name: str) -> str:
+        if any(each == name or inside(each, name) for each in self.own_softmax):
+            return "it computes its softmax itself (eager attention), where no call shows queries and keys"
+        return "it ran without a call that foci knows"
+
+
+def heads_by_layer(heads: Iterable[int | str]) -> dict[str, list[int]]:
+    """Head numbers by layer name, those for all layers under ""."""
+    found: dict[str, list[int]] = {}
+    for asked in heads:
+        match = HEAD.fullmatch(asked) if isinstance(asked, str) else None
+        if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
+            found.setdefault("", []).append(asked)
+        elif match is not None and match["head"] is not None:
+            found.setdefault(str(asked).rpartition("H")[0], []).append(int(match["head"]))
+        else:
+            raise ValueError(f"heads takes numbers from 0 or names such as 'L5H3', but got {asked!r}")
+    return found

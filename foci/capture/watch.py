@@ -1,0 +1,195 @@
+"""watch: see where any model looks, while it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from foci.capture.recorder import HEAD, Recorder, _blocks
+from foci.capture.torch import Seeing
+from foci.keep import Keep
+from foci.labels import Labels
+from foci.record import Record
+
+
+@contextmanager
+def watch(
+    model: nn.Module,
+    *,
+    keep: Literal["lazy"] | Keep = "lazy",
+    layers: Iterable[int | str] | None = None,
+    heads: Iterable[int | str] | None = None,
+    queries: Literal["all", "last"] | Sequence[int] | slice = "all",
+    limit: int = 2**33,
+    silence: Iterable[str] = (),
+    tokenizer: Any = None,
+    labels: dict[str, Labels] | None = None,
+) -> Iterator[Record]:
+    """Records where a model looks while it runs; the record is filled when the block ends.
+
+    >>> model = foci.nn.Decoder.from_name("tiny", vocabulary=100).eval()
+    >>> with foci.watch(model) as seen, torch.no_grad():
+    ...     out = model(torch.randint(100, (1, 12)))
+    >>> seen
+    Record of Decoder: 2 layers, 8 heads, 2 attention calls
+    >>> seen["L1H3"].top(2).keys.shape, list(seen.layers)
+    (torch.Size([1, 12, 2]), ['blocks.0.attention', 'blocks.1.attention'])
+
+    Seen is every attention of the model that runs on this thread inside the block: F.scaled_dot_product_attention,
+    nn.MultiheadAttention and nn.Transformer*, `foci.attention`, and Hugging Face transformers through its attention
+    interface. The steps of a generation with a cache join into one matrix per layer. `seen.unseen` names attention
+    modules that ran and could not be seen, with the reason; `seen.calls` counts the calls.
+
+    The model's output is what it is without: identical where the kernel is the same (PyTorch's fused kernels on a CPU,
+    everything with dropout, nn.MultiheadAttention that returns weights), within rounding elsewhere (PyTorch's
+    inference fast path is off inside the block; CUDA may choose another fused kernel). Compiled models run uncompiled
+    inside the block. Passes that activation checkpointing repeats in the backward are not counted again.
+
+    Args:
+        model: any module; attention outside of it is not recorded.
+        keep: "lazy" keeps queries and keys, and every question can be asked later; `foci.Keep(...)` keeps statistics
+            only, computed on the fly and moved to the host as they come.
+        layers: which to record: numbers, short names ("L5", "cross.L5") or module names; None: all.
+        heads: which to record: numbers for all layers, or names ("L5H3"); None: all.
+        queries: "all"; "last", the last query of each call; or the numbers of queries: their rows are kept, exactly.
+        limit: bytes that may be kept; what would take more is refused, at the first call where it can be told.
+        silence: heads ("L5H3") or layers ("L5") whose outputs are zeroed, to test what they are for.
+        tokenizer: gives the tokens their texts: anything with `decode`, or a function from numbers to a text.
+        labels: ready labels by name, such as {"input": Labels.tokens(...)}.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("foci.watch cannot be compiled: open the block around the compiled model, not inside of it")
+    record = Record(model=type(model).__name__)
+    recorder = Recorder(
+        model,
+        record,
+        keep=checked_keep(keep),
+        layers=layers,
+        heads=heads,
+        rows=checked_queries(queries),
+        limit=limit,
+        silence=checked_silence(silence),
+        tokenizer=tokenizer,
+    )
+    for name, ready in (labels or {}).items():
+        recorder.say(name, ready)
+    with ExitStack() as stack:
+        stack.enter_context(hooked(recorder))
+        stack.enter_context(uncompiled())
+        enter_adapters(stack, model, recorder)
+        stack.enter_context(opened(recorder))
+        stack.enter_context(Seeing(recorder))
+        yield record
+    recorder.finish()
+
+
+def checked_keep(keep: Any) -> Keep | None:
+    if isinstance(keep, Keep):
+        return keep
+    if keep != "lazy":
+        raise ValueError(f"keep must be 'lazy' or foci.Keep(...), but got {keep!r}")
+    return None
+
+
+def checked_queries(queries: Any) -> Any:
+    """None for all of them, else what is asked of each call."""
+    if isinstance(queries, str):
+        if queries not in {"all", "last"}:
+            raise ValueError(f"queries must be 'all', 'last' or numbers of queries, but got {queries!r}")
+        return None if queries == "all" else slice(-1, None)
+    if isinstance(queries, slice):
+        return queries
+    rows = list(queries)
+    if not rows or not all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
+        raise ValueError(f"queries must be 'all', 'last' or numbers of queries, but got {queries!r}")
+    return rows
+
+
+def checked_silence(silence: Any) -> list[str]:
+    names = [silence] if isinstance(silence, str) else list(silence)
+    for name in names:
+        if not isinstance(name, str) or HEAD.fullmatch(name) is None:
+            raise ValueError(f"silence takes names such as 'L5H3', 'cross.L0H2' or 'L5', but got {name!r}")
+    return names
+
+
+@contextmanager
+def opened(recorder: Recorder) -> Iterator[None]:
+    """The recorder among those of this thread."""
+    stack = _blocks.__dict__.setdefault("stack", [])
+    stack.append(recorder)
+    try:
+        yield
+    finally:
+        stack.remove(recorder)
+
+
+@contextmanager
+def hooked(recorder: Recorder) -> Iterator[None]:
+    """Hooks on every module, which tell the recorder where the model is; they are taken off again in any case."""
+    handles: list[Any] = []
+    largest = largest_vocabulary(recorder.model)
+    try:
+        modules = {id(module): module for module in recorder.model.modules()}
+        for key, module in modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            begins, ends = hooks(recorder, recorder.names[key])
+            handles.append(module.register_forward_pre_hook(begins))
+            handles.append(module.register_forward_hook(ends, always_call=True))
+            if isinstance(module, nn.Embedding) and module.num_embeddings == largest:
+                handles.append(module.register_forward_pre_hook(reads(recorder)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def hooks(recorder: Recorder, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    def begins(module: nn.Module, args: Any) -> None:
+        if get_ident() == recorder.thread:
+            recorder.enter(name)
+
+    def ends(module: nn.Module, args: Any, out: Any) -> None:
+        if get_ident() == recorder.thread:
+            recorder.leave()
+
+    return begins, ends
+
+
+def reads(recorder: Recorder) -> Callable[..., None]:
+    def embeds(module: nn.Module, args: Any) -> None:
+        if get_ident() == recorder.thread and args and isinstance(args[0], Tensor):
+            recorder.embedded(args[0])
+
+    return embeds
+
+
+def largest_vocabulary(model: nn.Module) -> int:
+    """Tokens are looked up in the largest table; positions and segments have smaller ones."""
+    return max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=0)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Compiled functions run as they were written, where anything was compiled: a compiled call shows nothing."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def enter_adapters(stack: ExitStack, model: nn.Module, recorder: Recorder) -> None:
+    """What an ecosystem needs to have done before and after."""
+    if "transformers" in sys.modules:
+        from foci.capture import huggingface
+
+        if huggingface.adapts(model):
+            stack.enter_context(huggingface.prepared(model, recorder))
