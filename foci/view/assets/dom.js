@@ -1,0 +1,76 @@
+// Elements from names, attributes and texts. Texts become text nodes: nothing that a model said is ever read as markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+// make("p", { class: "note" }, "text", otherElement)
+export function make(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+export function draw(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+export function button(label, attributes = {}, ...children) {
+  return make("button", { type: "button", ...attributes }, label, ...children);
+}
+
+// A group of buttons of which one is pressed: pairs of value and label.
+export function choice(name, options, chosen, choose) {
+  const group = make("div", { class: "choice", role: "group", "aria-label": name });
+  for (const [value, label, title] of options) {
+    group.append(button(label, { title, "data-value": value, "aria-pressed": String(value === chosen()), onclick: () => choose(value) }));
+  }
+  group.refresh = () => {
+    for (const child of group.children) child.setAttribute("aria-pressed", String(child.dataset.value === String(chosen())));
+  };
+  return group;
+}
+
+// A switch: a button that is on or off.
+export function toggle(label, title, isOn, flip) {
+  const element = button(label, { class: "switch", role: "switch", title, onclick: flip });
+  element.refresh = () => element.setAttribute("aria-checked", String(isOn()));
+  element.refresh();
+  return element;
+}
+
+// Runs the last of many calls, once per frame.
+export function perFrame(work) {
+  let waiting = false;
+  return () => {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => {
+      waiting = false;
+      work();
+    });
+  };
+}
+
+// A canvas as large as its element has pixels, with a pen in the element's units.
+export function penOf(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  const [w, h] = [Math.max(1, Math.round(width * ratio)), Math.max(1, Math.round(height * ratio))];
+  if (canvas.width !== w || canvas.height !== h) {
+    canvas.width = w;
+    canvas.height = h;
+  }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return pen;
+}
+
+export function cssColor(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}

@@ -1,0 +1,124 @@
+// All heads as thumbnails: layer by layer with shared heads as groups, or sorted by a measure.
+
+import { make, button, choice, draw, penOf } from "./dom.js";
+import { shade } from "./colors.js";
+import { rasterOf } from "./raster.js";
+import { svgSheet, svgText } from "./exporting.js";
+import { chosenHeads } from "./focus.js";
+import { STACK_TITLES, byStack, formatted, levelOf, measureOf } from "./picker.js";
+
+const SIDE = 76;
+
+export class HeadsView {
+  constructor({ store, state }) {
+    Object.assign(this, { store, state, drawn: new WeakMap() });
+    this.order = choice("Order", [["false", "by layer"], ["true", "sorted"]], () => String(state.sorted), (value) => state.set({ sorted: value === "true" }));
+    this.reading = make("span", { class: "count" });
+    this.grid = make("div", { class: "thumbs" });
+    const tools = make("div", { class: "tools" }, make("span", { class: "label" }, "order"), this.order, this.reading);
+    const axes = make("p", { class: "axisnote" }, "In each picture: down, who looks; across, what is looked at.");
+    this.element = make("section", { class: "view heads", "aria-label": "Heads" }, tools, axes, this.grid);
+    this.watcher = new IntersectionObserver((entries) => entries.forEach((entry) => entry.isIntersecting && this.paint(entry.target)), { rootMargin: "200px" });
+  }
+
+  update(focus, changed) {
+    this.order.refresh();
+    const measure = measureOf(this.store, this.state);
+    this.reading.textContent = measure ? `${measure.name}: ${measure.about}` : "";
+    const built = `${this.state.sorted} ${measure?.name} ${this.state.seq}`;
+    if (built !== this.built) {
+      this.built = built;
+      this.grid.className = this.state.sorted ? "thumbs sorted" : "thumbs";
+      this.grid.replaceChildren(...(this.state.sorted ? this.sortedThumbs(measure) : this.byLayer(measure)));
+    }
+    const chosen = new Set(chosenHeads(this.store, this.state).map(({ name }) => name));
+    for (const thumb of this.grid.querySelectorAll(".thumb")) thumb.setAttribute("aria-pressed", String(chosen.has(thumb.dataset.name)));
+    if (!changed || ["scale", "hideSinks", "theme", "reduce", "seq"].some((name) => changed.has(name))) this.repaint();
+  }
+
+  repaint() {
+    for (const canvas of this.grid.querySelectorAll("canvas")) {
+      this.drawn.delete(canvas);
+      this.watcher.unobserve(canvas);
+      this.watcher.observe(canvas);
+    }
+  }
+
+  sortedThumbs(measure) {
+    const value = (one) => measure?.values[one.layer][one.head] ?? -Infinity;
+    return [...this.store.heads].sort((a, b) => value(b) - value(a)).map((one) => this.thumb(one, measure));
+  }
+
+  byLayer(measure) {
+    return [...byStack(this.store)].flatMap(([stack, layers]) => {
+      const title = stack ? [make("h3", {}, STACK_TITLES[stack] ?? stack)] : [];
+      return [...title, ...layers.map((layer) => this.rowOf(layer, measure))];
+    });
+  }
+
+  rowOf(layer, measure) {
+    const heads = this.store.heads.filter((one) => one.layer === layer.number);
+    const shared = layer.heads / layer.kvHeads;
+    const groups = [];
+    for (let h = 0; h < heads.length; h += shared) {
+      const thumbs = heads.slice(h, h + shared).map((one) => this.thumb(one, measure));
+      groups.push(shared > 1 ? make("div", { class: "group", title: `heads ${h} to ${h + shared - 1} share their keys` }, ...thumbs) : thumbs);
+    }
+    return make("div", { class: "thumbrow" }, make("span", { class: "layername" }, `L${layer.index}`), make("div", { class: "thumbcells" }, ...groups.flat()));
+  }
+
+  thumb(one, measure) {
+    const canvas = make("canvas", { "aria-hidden": "true" });
+    canvas.one = one;
+    const value = measure?.values[one.layer][one.head] ?? null;
+    const dot = make("span", { class: "dot", "aria-hidden": "true" });
+    const level = levelOf(measure, one);
+    dot.style.backgroundColor = level === null ? "transparent" : shade("from", 0.06 + 0.9 * level);
+    const caption = make("span", { class: "caption" }, dot, make("span", {}, one.name), make("span", { class: "value" }, formatted(value)));
+    const choose = (event) => {
+      const names = event.shiftKey ? [...new Set([...chosenHeads(this.store, this.state).map(({ name }) => name), one.name])] : [one.name];
+      this.state.set({ heads: names });
+    };
+    const open = () => this.state.set({ heads: [one.name], view: "map", zoom: 0 });
+    this.watcher.observe(canvas);
+    return button(canvas, { class: "thumb", "data-name": one.name, title: `${one.name}: click to choose, double-click to open its map`, onclick: choose, ondblclick: open }, caption);
+  }
+
+  legend() {
+    return { scale: { mode: this.state.scale, ticks: [[0, "0"], [1, "its heaviest"]] }, title: "weight; each picture has its own scale" };
+  }
+
+  paint(canvas) {
+    if (this.drawn.has(canvas)) return;
+    this.drawn.set(canvas, true);
+    const { one } = canvas;
+    const picture = this.store.picture(one, this.state.seq, this.state.reduce);
+    const pen = penOf(canvas, SIDE, SIDE);
+    pen.clearRect(0, 0, SIDE, SIDE);
+    if (!picture) return;
+    const { Tk } = this.store.layers[one.layer];
+    const sinks = new Set(this.store.sinks(one, this.state.seq).map((j) => Math.floor((j * picture.columns) / Tk)));
+    const { canvas: raster } = rasterOf(picture, this.state.scale, "to", this.state.hideSinks && sinks.size ? (c) => sinks.has(c) : null);
+    pen.imageSmoothingEnabled = picture.columns > SIDE;
+    pen.imageSmoothingQuality = "high";
+    pen.drawImage(raster, 0, 0, SIDE, SIDE);
+  }
+
+  csv() {
+    const measures = this.store.head.measures;
+    const rows = this.store.heads.map((one) => [one.name, ...measures.map(({ values }) => values[one.layer][one.head] ?? "")]);
+    return [["head", ...measures.map(({ name }) => name)], ...rows];
+  }
+
+  svg() {
+    const canvases = [...this.grid.querySelectorAll(".thumb canvas")];
+    for (const canvas of canvases) this.paint(canvas);
+    const columns = Math.max(...this.store.layers.map(({ heads }) => heads), 1);
+    const sheet = svgSheet(columns * 90 + 10, Math.ceil(canvases.length / columns) * 104 + 10);
+    canvases.forEach((canvas, n) => {
+      const [x, y] = [10 + (n % columns) * 90, 10 + Math.floor(n / columns) * 104];
+      sheet.append(draw("image", { href: canvas.toDataURL(), x, y, width: SIDE, height: SIDE }), svgText(x, y + SIDE + 14, canvas.one.name, { size: 11 }));
+    });
+    return sheet;
+  }
+}

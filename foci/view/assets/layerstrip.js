@@ -1,0 +1,117 @@
+// The same look in every layer: a row for each, the mean of its heads. Shown under a text that leaves room for it.
+
+import { make, cssColor, penOf } from "./dom.js";
+import { ink, percent, scaleOf, shade } from "./colors.js";
+import { clipped } from "./tokens.js";
+
+const MOST = 64;
+const [LEFT, TOP, ROW] = [64, 74, 22];
+
+export class LayerStrip {
+  constructor(store, state) {
+    Object.assign(this, { store, state });
+    this.canvas = make("canvas", { class: "layerstrip", role: "img" });
+    this.title = make("h3", {});
+    this.element = make("div", { class: "stripframe" }, this.title, this.canvas);
+    this.canvas.addEventListener("click", (event) => {
+      const row = this.rowAt(event);
+      if (row) state.set({ heads: [row.label] });
+    });
+    this.canvas.addEventListener("pointermove", (event) => this.tell(event));
+  }
+
+  // Layers that look from the same text at the same text as the chosen one, and have every entry.
+  layersFor(focus) {
+    const alike = (layer) => layer.exact && layer.stack === focus.layer.stack && layer.Tq === focus.layer.Tq && layer.Tk === focus.layer.Tk;
+    return this.store.layers.filter(alike).slice(0, 40);
+  }
+
+  update(focus, room) {
+    this.layers = this.layersFor(focus);
+    const tall = TOP + this.layers.length * ROW + 10;
+    this.element.hidden = !focus.picks.length || focus.targets.count > MOST || this.layers.length < 2 || room < tall + 50;
+    if (this.element.hidden) return;
+    this.focus = focus;
+    const who = focus.picks.map((u) => `“${clipped(focus.sources.label(u), 16)}”`).slice(0, 2).join(" + ");
+    this.title.textContent = focus.to ? `Where ${who} looks, layer by layer` : `Who looks at ${who}, layer by layer`;
+    this.rows = this.layers.map((layer) => this.rowOf(focus, layer));
+    this.draw(tall);
+  }
+
+  // The mean over a layer's heads, as units of the other side.
+  rowOf({ sources, targets, picks, to }, layer) {
+    const units = new Float32Array(targets.count);
+    const weights = new Float32Array(to ? layer.Tk : layer.Tq);
+    for (const u of picks) {
+      for (let i = sources.start[u]; i < sources.stop[u]; i++) {
+        for (let h = 0; h < layer.heads; h++) {
+          const one = { layer: layer.number, head: h };
+          if (to) this.store.addRow(weights, one, i, this.state.seq, 1 / layer.heads / (sources.stop[u] - sources.start[u]));
+          else this.store.addColumn(weights, one, i, this.state.seq, 1 / layer.heads);
+        }
+      }
+    }
+    const hidden = this.state.hideSinks && to ? this.focus.sinks : new Set();
+    weights.forEach((w, j) => {
+      if (!hidden.has(j)) units[targets.of[j]] += to ? w : w / (targets.stop[targets.of[j]] - targets.start[targets.of[j]]);
+    });
+    return units;
+  }
+
+  draw(tall) {
+    const { targets, to, layer: chosen } = this.focus;
+    const width = Math.max(this.element.clientWidth - 48, 200);
+    this.cell = Math.min(46, (width - LEFT - 30) / targets.count);
+    const pen = penOf(this.canvas, width, tall);
+    this.canvas.style.width = `${width}px`;
+    this.canvas.style.height = `${tall}px`;
+    pen.clearRect(0, 0, width, tall);
+    const family = getComputedStyle(this.canvas).fontFamily;
+    pen.textBaseline = "middle";
+    const direction = to ? "to" : "from";
+    this.rows.forEach((units, n) => {
+      const scale = scaleOf(this.state.scale, units);
+      const y = TOP + n * ROW;
+      pen.font = `${this.layers[n] === chosen ? "600 " : ""}11px ${family}`;
+      pen.fillStyle = this.layers[n] === chosen ? cssColor("--ink") : cssColor("--soft");
+      pen.textAlign = "right";
+      pen.fillText(this.layers[n].label, LEFT - 10, y + ROW / 2);
+      pen.textAlign = "center";
+      pen.font = `10px ${family}`;
+      units.forEach((w, u) => {
+        const t = scale.of(w);
+        const x = LEFT + u * this.cell;
+        pen.fillStyle = t > 0.004 ? shade(direction, t) : cssColor("--faint");
+        pen.fillRect(x, y, this.cell - 1, ROW - 2);
+        pen.fillStyle = ink(direction, t);
+        if (this.cell > 26 && w >= 0.1) pen.fillText((100 * w).toFixed(0), x + this.cell / 2, y + ROW / 2);
+      });
+    });
+    pen.font = `11px ${family}`;
+    pen.fillStyle = cssColor("--soft");
+    pen.textAlign = "left";
+    for (let u = 0; u < targets.count && this.cell >= 9; u++) {
+      pen.save();
+      pen.translate(LEFT + (u + 0.5) * this.cell, TOP - 8);
+      pen.rotate(-Math.PI / 3.6);
+      pen.fillText(clipped(targets.label(u), 11), 0, 0);
+      pen.restore();
+    }
+    this.canvas.setAttribute("aria-label", this.title.textContent);
+  }
+
+  placeAt(event) {
+    const box = this.canvas.getBoundingClientRect();
+    return [Math.floor((event.clientY - box.top - TOP) / ROW), Math.floor((event.clientX - box.left - LEFT) / this.cell)];
+  }
+
+  rowAt(event) {
+    return this.layers?.[this.placeAt(event)[0]];
+  }
+
+  tell(event) {
+    const [n, u] = this.placeAt(event);
+    const weight = this.rows?.[n]?.[u];
+    this.canvas.title = weight === undefined ? "" : `${this.layers[n].label}, ${this.focus.targets.label(u)}: ${percent(weight)}; click for this layer`;
+  }
+}

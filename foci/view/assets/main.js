@@ -1,0 +1,21 @@
+// A saved page: everything is in the file.
+
+import { make } from "./dom.js";
+import { fromBase64, unpack } from "./payload.js";
+import { Store } from "./store.js";
+import { App } from "./app.js";
+
+async function open() {
+  const element = document.getElementById("payload");
+  const { head, arrays } = await unpack(fromBase64(element.textContent));
+  element.remove();
+  const app = new App(new Store(head, arrays));
+  app.start(document.body);
+  document.documentElement.dataset.ready = "1";
+  return app;
+}
+
+open().catch((problem) => {
+  document.body.append(make("p", { class: "failed", role: "alert" }, `This page could not be opened: ${problem.message}`));
+  throw problem;
+});

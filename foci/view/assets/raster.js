@@ -1,0 +1,25 @@
+// Weights as pixels: a picture of a head on a canvas of its own, one pixel for each block.
+
+import { ramp, scaleOf } from "./colors.js";
+
+// hidden(column) says which columns are left out of the colours; they are drawn as nothing.
+export function rasterOf({ rows, columns, values }, mode, direction = "to", hidden = null) {
+  const canvas = document.createElement("canvas");
+  canvas.width = columns;
+  canvas.height = rows;
+  const pen = canvas.getContext("2d");
+  const image = pen.createImageData(columns, rows);
+  const seen = hidden ? values.map((w, i) => (hidden(i % columns) ? 0 : w)) : values;
+  const scale = scaleOf(mode, seen);
+  const table = ramp(direction);
+  const pixels = image.data;
+  for (let i = 0; i < seen.length; i++) {
+    const at = 3 * Math.round(255 * Math.min(scale.of(seen[i]), 1));
+    pixels[4 * i] = table[at];
+    pixels[4 * i + 1] = table[at + 1];
+    pixels[4 * i + 2] = table[at + 2];
+    pixels[4 * i + 3] = 255;
+  }
+  pen.putImageData(image, 0, 0);
+  return { canvas, scale };
+}

@@ -1,0 +1,116 @@
+// Rollout: what of each token reaches one token of the last layer, all layers multiplied; with its caveat beside it.
+
+import { make } from "./dom.js";
+import { TextPane } from "./textpane.js";
+import { percent, scaleOf, shade } from "./colors.js";
+import { chosenHeads, ranked, unitsFor } from "./focus.js";
+import { clipped } from "./tokens.js";
+import { textSvg } from "./exporting.js";
+
+export class RolloutView {
+  constructor({ store, state }) {
+    Object.assign(this, { store, state });
+    this.told = make("p", { class: "told", "aria-live": "polite" });
+    this.pane = null;
+    this.panes = make("div", { class: "panes" });
+    this.list = make("ol", { class: "rolllist" });
+    const caveat = make("aside", { class: "caveat" }, make("strong", {}, "Read with care. "), "Rollout (Abnar and Zuidema, 2020) takes half of each layer’s output from attention, averaged over heads, and half from the residual stream. It ignores values, MLPs and norms, so it bounds where information could come from; it does not show what the model used.");
+    this.element = make("section", { class: "view rollout", "aria-label": "Rollout" }, caveat, this.told, this.panes, this.list);
+  }
+
+  // The self-attention of the stack that the chosen head is in; across two texts, that of the one that looks.
+  stack() {
+    const { store, state } = this;
+    const chosen = store.layers[chosenHeads(store, state)[0].layer];
+    const own = chosen.self ? chosen.stack : store.layers.find((layer) => layer.self && layer.queries === chosen.queries)?.stack;
+    return store.layers.filter((layer) => layer.self && layer.stack === own && !layer.name.includes("#")).sort((a, b) => a.index - b.index);
+  }
+
+  update() {
+    const { store, state } = this;
+    const layers = this.stack();
+    const last = layers.at(-1);
+    if (!last) return this.refuse("There is no self-attention that could be rolled out.");
+    const query = Math.min(state.hover ?? state.chosen[0] ?? last.Tq - 1, last.Tq - 1);
+    const flow = this.flowOf(layers, query);
+    this.build(last);
+    if (!flow) return this.refuse("Rollout needs every entry of every layer. In a file of a long text there are only the heaviest; Record.rollout and the explorer have all.");
+    this.flow = flow;
+    const units = unitsFor(store, { ...state, words: false }, last, "keys");
+    const scale = scaleOf(state.scale, flow);
+    const place = store.place(last, query);
+    this.told.replaceChildren("What reaches ", make("bdi", { class: "wrote" }, clipped(units.label(place), 24)), ` (position ${place}) through ${layers.length} layer${layers.length > 1 ? "s" : ""}`);
+    this.pane.update({ direction: "to", tint: (j) => scale.of(flow[j]), mark: (j) => (j === place ? "c" : "") });
+    this.list.replaceChildren(...ranked(flow, 10).map((j) => this.item(units.label(j), flow[j], scale)));
+  }
+
+  item(text, weight, scale) {
+    const dot = make("span", { class: "dot", "aria-hidden": "true" });
+    dot.style.backgroundColor = shade("to", scale.of(weight));
+    return make("li", {}, dot, make("bdi", {}, clipped(text, 20)), make("span", { class: "value" }, percent(weight)));
+  }
+
+  refuse(reason) {
+    this.told.textContent = reason;
+    this.list.replaceChildren();
+    this.flow = null;
+    this.pane?.update({ direction: "to", tint: () => 0, mark: () => "" });
+  }
+
+  build(layer) {
+    const { store, state } = this;
+    const signature = [layer.stack, state.seq, layer.Tk].join(" ");
+    if (signature === this.signature) return;
+    this.signature = signature;
+    const query = (j) => Math.max(0, j - (layer.Tk - layer.Tq));
+    this.pane = new TextPane({
+      id: "rollout",
+      name: layer.keys,
+      texts: store.texts(layer, "keys", state.seq),
+      words: store.labels(layer, "keys").words?.[state.seq],
+      onhover: (j) => state.set({ hover: j === null ? null : query(j), ...(j === null ? {} : { direction: "to" }) }),
+      onmove: (j) => state.set({ hover: query(j), direction: "to" }),
+      onpick: (j) => state.set({ chosen: [query(j)], hover: null, direction: "to" }),
+    });
+    this.panes.replaceChildren(make("div", { class: "paneframe" }, this.pane.element));
+  }
+
+  flowOf(layers, query) {
+    const { store, state } = this;
+    if (layers.every((layer) => layer.exact)) return rolled(store, layers, query, state.seq);
+    return store.remote?.rollout(layers.at(-1).stack, query, state.seq) ?? null;
+  }
+
+  svg(focus) {
+    return textSvg(this.pane, { ...focus, name: "rollout" });
+  }
+
+  csv() {
+    return [["position", "token", "rollout"], ...[...(this.flow ?? [])].map((w, j) => [j, this.pane.texts[j], w])];
+  }
+}
+
+// The same products as foci.scoring.rollout.
+function rolled(store, layers, query, seq) {
+  const last = layers.at(-1);
+  let flow = new Float64Array(last.Tk);
+  flow[store.place(last, query)] = 1;
+  for (const layer of [...layers].reverse()) {
+    const next = Float64Array.from(flow);
+    const row = new Float32Array(layer.Tk);
+    for (let i = 0; i < layer.Tq; i++) {
+      const here = flow[store.place(layer, i)];
+      if (!here) continue;
+      row.fill(0);
+      for (let h = 0; h < layer.heads; h++) store.addRow(row, { layer: layer.number, head: h }, i, seq, 1 / layer.heads);
+      let seen = 0;
+      for (let j = 0; j < row.length; j++) {
+        next[j] += 0.5 * here * row[j];
+        seen += row[j];
+      }
+      next[store.place(layer, i)] -= 0.5 * here * seen;
+    }
+    flow = next;
+  }
+  return Float32Array.from(flow);
+}

@@ -1,0 +1,99 @@
+// What is looked at, and how: one object, kept in the address so that a link opens the same view.
+
+// Each part of the state: its short name in the address, its default, and how it is written and read.
+const text = { write: String, read: (value) => value.slice(0, 200) };
+const flag = { write: (value) => (value ? "1" : "0"), read: (value) => value === "1" };
+const number = { write: (value) => String(Math.round(value * 1000) / 1000), read: (value) => (Number.isFinite(Number(value)) ? Number(value) : 0) };
+const numbers = {
+  write: (value) => value.join("."),
+  read: (value) => value.split(".").map(Number).filter((n) => Number.isInteger(n) && n >= 0).slice(0, 64),
+};
+const names = { write: (value) => value.join("~"), read: (value) => value.split("~").slice(0, 64) };
+const oneOf = (...options) => ({ write: String, read: (value) => (options.includes(value) ? value : options[0]) });
+
+const PARTS = {
+  view: ["v", "text", oneOf("text", "heads", "map", "lines", "align", "image", "steps", "compute", "rollout")],
+  seq: ["b", 0, number],
+  heads: ["h", [], names],
+  chosen: ["t", [], numbers],
+  direction: ["d", "to", oneOf("to", "from")],
+  words: ["w", false, flag],
+  hideSinks: ["s", false, flag],
+  scale: ["c", "linear", oneOf("linear", "log", "rank")],
+  measure: ["m", "", text],
+  sorted: ["o", false, flag],
+  reduce: ["r", "mean", oneOf("mean", "max")],
+  x: ["x", -1, number],
+  y: ["y", -1, number],
+  zoom: ["z", 0, number],
+  step: ["n", 0, number],
+  find: ["q", "", text],
+  theme: ["e", "", oneOf("", "light", "dark")],
+};
+
+export class State {
+  constructor(changes = {}) {
+    this.listeners = [];
+    for (const [name, [, initial]] of Object.entries(PARTS)) this[name] = initial;
+    // What the pointer is on: no part of the address.
+    this.hover = null;
+    Object.assign(this, changes);
+    this.defaults = Object.fromEntries(Object.keys(PARTS).map((name) => [name, this[name]]));
+    this.read(location.hash);
+    window.addEventListener("hashchange", () => {
+      if (location.hash === this.written) return;
+      Object.assign(this, this.defaults);
+      this.read(location.hash);
+      this.tell(new Set(Object.keys(PARTS)));
+    });
+  }
+
+  on(listener) {
+    this.listeners.push(listener);
+  }
+
+  set(changes) {
+    const changed = new Set(Object.keys(changes).filter((name) => !same(this[name], changes[name])));
+    if (!changed.size) return;
+    Object.assign(this, changes);
+    this.write();
+    this.tell(changed);
+  }
+
+  tell(changed) {
+    for (const listener of this.listeners) listener(changed);
+  }
+
+  hash() {
+    const parts = [];
+    for (const [name, [short, , how]] of Object.entries(PARTS)) {
+      if (!same(this[name], this.defaults[name])) parts.push(`${short}=${encodeURIComponent(how.write(this[name]))}`);
+    }
+    return parts.length ? `#${parts.join("&")}` : "";
+  }
+
+  read(hash) {
+    const given = new URLSearchParams(hash.replace(/^#/, ""));
+    for (const [name, [short, , how]] of Object.entries(PARTS)) {
+      if (given.has(short)) this[name] = how.read(given.get(short));
+    }
+  }
+
+  write() {
+    clearTimeout(this.timer);
+    // Browsers refuse addresses that change too often.
+    this.timer = setTimeout(() => {
+      this.written = this.hash();
+      try {
+        history.replaceState(null, "", this.written || location.pathname + location.search);
+      } catch {
+        // A frame in a notebook has no address of its own.
+      }
+    }, 150);
+  }
+}
+
+function same(a, b) {
+  if (Array.isArray(a) && Array.isArray(b)) return a.length === b.length && a.every((item, i) => item === b[i]);
+  return a === b;
+}

@@ -1,0 +1,128 @@
+// Generation, one step after the other: what was written, and where the model looked while it wrote it.
+
+import { button, make } from "./dom.js";
+import { TextPane } from "./textpane.js";
+import { scaleOf, shade } from "./colors.js";
+import { chosenHeads } from "./focus.js";
+import { clipped, label } from "./tokens.js";
+import { csvOf, textSvg } from "./exporting.js";
+import { queryAt } from "./text.js";
+
+const PACE = 700;
+
+// The steps of a record: after a prompt in one text, or along the text that a decoder writes.
+export function stepsOf(store, layer, seq) {
+  const { prompt } = store.head;
+  const written = store.texts(layer, "queries", seq);
+  if (layer.self) {
+    const texts = store.texts(layer, "keys", seq);
+    const first = prompt ?? 1;
+    // The token at position p was written by the query before it.
+    return Array.from({ length: Math.max(0, texts.length - first) }, (_, n) => ({ position: first + n, query: queryAt(store, layer, first + n - 1), text: texts[first + n] })).filter(({ query }) => query !== null);
+  }
+  return Array.from({ length: written.length }, (_, i) => ({ position: i + 1, query: i, text: written[i + 1] ?? "the end" }));
+}
+
+export class StepsView {
+  constructor({ store, state }) {
+    Object.assign(this, { store, state });
+    this.play = button("▶", { title: "Play (p)", class: "play", onclick: () => this.toggle() });
+    this.slider = make("input", { type: "range", min: 0, step: 1, "aria-label": "Step", oninput: () => this.go(Number(this.slider.value)) });
+    this.told = make("p", { class: "told", "aria-live": "polite" });
+    this.strip = make("div", { class: "stepstrip" });
+    this.panes = make("div", { class: "panes" });
+    const moves = make("div", { class: "choice" }, button("‹", { title: "One step back", onclick: () => this.go(this.state.step - 1) }), this.play, button("›", { title: "One step on", onclick: () => this.go(this.state.step + 1) }));
+    this.element = make("section", { class: "view steps", "aria-label": "Steps" }, make("div", { class: "tools" }, moves, this.slider), this.told, this.strip, make("p", { class: "stripnote" }, "a bar for each step: how spread its attention was"), this.panes);
+  }
+
+  toggle() {
+    if (this.timer) return this.stop();
+    this.play.textContent = "❚❚";
+    if (this.state.step >= this.steps.length - 1) this.go(0);
+    this.timer = setInterval(() => (this.state.step >= this.steps.length - 1 ? this.stop() : this.go(this.state.step + 1)), PACE);
+  }
+
+  stop() {
+    clearInterval(this.timer);
+    this.timer = null;
+    this.play.textContent = "▶";
+  }
+
+  leave() {
+    if (this.timer) this.stop();
+  }
+
+  go(step) {
+    const n = Math.min(Math.max(step, 0), this.steps.length - 1);
+    this.state.set({ step: n, chosen: [this.steps[n].query], direction: "to", hover: null });
+  }
+
+  // The step decides what is chosen, so that the list beside shows the same row.
+  arrive() {
+    const layer = this.store.layers[chosenHeads(this.store, this.state)[0].layer];
+    this.steps = stepsOf(this.store, layer, this.state.seq);
+    if (this.steps.length) this.go(this.state.step);
+  }
+
+  update(focus) {
+    const { layer } = focus;
+    this.steps = stepsOf(this.store, layer, this.state.seq);
+    if (!this.steps.length) {
+      this.told.textContent = "Nothing was written after the prompt.";
+      return;
+    }
+    this.build(focus);
+    const n = Math.min(this.state.step, this.steps.length - 1);
+    const { position, query, text } = this.steps[n];
+    this.slider.max = this.steps.length - 1;
+    this.slider.value = n;
+    this.told.replaceChildren(`Step ${n + 1} of ${this.steps.length}: it wrote `, make("bdi", { class: "wrote" }, clipped(label(text), 30)), `, and looked like this in ${focus.name}.`);
+    for (const bar of this.strip.children) bar.setAttribute("aria-pressed", String(Number(bar.dataset.step) === n));
+    const scale = scaleOf(this.state.scale, focus.units);
+    this.keysPane.update({
+      direction: "to",
+      tint: (j) => scale.of(focus.units[focus.targets.of[j]]),
+      mark: (j) => (layer.self ? (j === this.store.place(layer, query) ? "c" : j === position ? "n" : j > position ? "l" : "") : "") + (this.state.hideSinks && focus.sinks.has(j) ? "s" : ""),
+    });
+    if (layer.self) this.keysPane.reveal(position);
+    this.writtenPane?.update({ direction: "to", tint: () => 0, mark: (i) => (i === query ? "c" : i === position ? "n" : i > position ? "l" : "") });
+    this.writtenPane?.reveal(query);
+  }
+
+  build({ layer }) {
+    const signature = [layer.number, this.state.seq, this.state.heads.join(".")].join(" ");
+    if (signature === this.signature) return;
+    this.signature = signature;
+    const { store, state } = this;
+    const pane = (side, pick) => new TextPane({ id: `steps-${side}`, name: `${layer[side]}`, texts: store.texts(layer, side, state.seq), words: store.labels(layer, side).words?.[state.seq], onhover: () => {}, onmove: () => {}, onpick: pick });
+    const jump = (position) => this.go(this.steps.findIndex((step) => step.position === position));
+    this.keysPane = pane("keys", layer.self ? jump : () => {});
+    this.writtenPane = layer.self ? null : pane("queries", (i) => this.go(i));
+    const framed = (title, axis, one) => make("div", { class: "paneframe" }, make("h3", {}, title, make("span", { class: "axis" }, axis)), one.element);
+    this.panes.replaceChildren(...(this.writtenPane ? [framed(layer.queries, "is written", this.writtenPane)] : []), framed(layer.keys, "is looked at", this.keysPane));
+    this.strip.replaceChildren(...this.bars(layer));
+  }
+
+  // One bar per step: how spread the attention was, as a share of the most that it could be.
+  bars(layer) {
+    const one = chosenHeads(this.store, this.state)[0];
+    return this.steps.slice(0, 400).map(({ query, text }, n) => {
+      const nats = this.store.entropy(one, query, this.state.seq);
+      const most = Math.log(Math.max(2, layer.self ? this.store.place(layer, query) + 1 : layer.Tk));
+      const bar = button("", { class: "stepbar", "data-step": String(n), title: `step ${n + 1}: ${label(text)}${nats === null ? "" : ` · entropy ${nats.toFixed(2)} nats`}`, "aria-label": `step ${n + 1}: ${label(text)}`, onclick: () => this.go(n) });
+      const fill = make("span");
+      fill.style.height = `${Math.max(6, Math.min(100, (100 * (nats ?? 0)) / most))}%`;
+      fill.style.backgroundColor = shade("from", 0.55);
+      bar.append(fill);
+      return bar;
+    });
+  }
+
+  svg(focus) {
+    return textSvg(this.keysPane, focus);
+  }
+
+  csv(focus) {
+    return csvOf(focus);
+  }
+}

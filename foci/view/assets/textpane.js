@@ -1,0 +1,279 @@
+// A text of any length: tokens are laid out in lines by their measured widths, and only the lines in sight exist.
+
+import { make, perFrame, penOf, cssColor } from "./dom.js";
+import { shown, runsLeftward } from "./tokens.js";
+import { ink, shade } from "./colors.js";
+
+const PAD = 3;
+const SPARE = 6;
+// A short text is set larger: up to so many tokens, the size of its letters, and the height of a line.
+const SIZES = [[70, 25, 52], [400, 19, 42], [Infinity, 16, 35]];
+
+export class TextPane {
+  // options: name, texts, words, onhover(i or null), onpick(i, add), onmove(i)
+  constructor(options) {
+    Object.assign(this, options);
+    this.keepsSpaces = this.texts.some((text, i) => i > 0 && /^\s/.test(text));
+    this.leftward = runsLeftward(this.texts);
+    this.scroller = make("div", {
+      class: "textpane",
+      tabindex: "0",
+      role: "listbox",
+      "aria-multiselectable": "true",
+      "aria-label": this.name,
+      dir: this.leftward ? "rtl" : "ltr",
+    });
+    this.sheet = make("div", { class: "sheet" });
+    [, this.size, this.line] = SIZES.find(([most]) => this.texts.length <= most);
+    this.sheet.style.setProperty("--size", `${this.size}px`);
+    this.sheet.style.setProperty("--line-height", `${this.line}px`);
+    this.scroller.append(this.sheet);
+    this.minimap = make("canvas", { class: "minimap", "aria-hidden": "true" });
+    this.element = make("div", { class: "textframe" }, this.scroller, this.minimap);
+    this.lines = new Map();
+    this.tint = () => 0;
+    this.mark = () => "";
+    this.direction = "to";
+    this.cursor = 0;
+    this.refresh = perFrame(() => this.render());
+    this.listen();
+  }
+
+  listen() {
+    this.scroller.addEventListener("scroll", this.refresh, { passive: true });
+    this.sheet.addEventListener("pointermove", (event) => this.hover(event));
+    this.sheet.addEventListener("pointerleave", () => this.hover(null));
+    this.sheet.addEventListener("click", (event) => {
+      const i = indexOf(event);
+      if (i === null) return;
+      this.cursor = i;
+      this.onpick(i, event.shiftKey || event.ctrlKey || event.metaKey);
+    });
+    this.scroller.addEventListener("keydown", (event) => this.key(event));
+    const jump = (event) => {
+      if (event.buttons !== 1) return;
+      const box = this.minimap.getBoundingClientRect();
+      const at = ((event.clientY - box.top) / box.height) * this.sheet.offsetHeight;
+      this.scroller.scrollTop = at - this.scroller.clientHeight / 2;
+    };
+    this.minimap.addEventListener("pointerdown", jump);
+    this.minimap.addEventListener("pointermove", jump);
+    new ResizeObserver(() => this.layout()).observe(this.scroller);
+  }
+
+  hover(event) {
+    const i = event ? indexOf(event) : null;
+    if (i === this.hovered) return;
+    this.hovered = i;
+    this.onhover(i);
+  }
+
+  key(event) {
+    const step = { ArrowRight: this.leftward ? -1 : 1, ArrowLeft: this.leftward ? 1 : -1 }[event.key];
+    if (event.key === "Enter" || event.key === " ") this.onpick(this.cursor, event.shiftKey || event.ctrlKey || event.metaKey);
+    else if (step) this.move(this.cursor + step);
+    else if (event.key === "ArrowDown" || event.key === "ArrowUp") this.move(this.nextLine(event.key === "ArrowDown" ? 1 : -1));
+    else if (event.key === "Home") this.move(0);
+    else if (event.key === "End") this.move(this.texts.length - 1);
+    else if (event.key === "PageDown" || event.key === "PageUp") this.move(this.nextLine(event.key === "PageDown" ? 12 : -12));
+    else return;
+    event.preventDefault();
+  }
+
+  move(i) {
+    this.cursor = Math.min(Math.max(i, 0), this.texts.length - 1);
+    this.reveal(this.cursor);
+    this.onmove(this.cursor);
+    this.render();
+  }
+
+  nextLine(step) {
+    const line = this.lineOf(this.cursor);
+    const to = Math.min(Math.max(line + step, 0), this.starts.length - 1);
+    return Math.min(this.starts[to] + this.cursor - this.starts[line], this.endOf(to) - 1);
+  }
+
+  // A gap stands before a token that begins with a space, or that begins a word where texts have no spaces of their own.
+  hasGap(i) {
+    if (i === 0) return false;
+    if (this.keepsSpaces) return /^ ./su.test(this.texts[i]) || this.isAdded(i) || this.isAdded(i - 1);
+    return !(this.words && this.words[i] !== null && this.words[i] === this.words[i - 1]);
+  }
+
+  // A token that the tokenizer added belongs to no word, and no letter of the text does.
+  isAdded(i) {
+    return Boolean(this.words) && this.words[i] === null && /\S/.test(this.texts[i]);
+  }
+
+  // What is written: the space before a word is a gap, so that a tint fits the letters.
+  written(i) {
+    const text = this.texts[i];
+    return shown(/^ ./su.test(text) ? text.slice(1) : text === " " ? "␣" : text);
+  }
+
+  layout() {
+    const width = this.scroller.clientWidth - 48;
+    if (width <= 0) return;
+    const style = getComputedStyle(this.sheet);
+    const pen = document.createElement("canvas").getContext("2d");
+    pen.font = `${this.size}px ${style.fontFamily}`;
+    const gap = pen.measureText(" ").width;
+    this.sheet.style.setProperty("--gap", `${gap}px`);
+    const widths = new Map();
+    const widthOf = (i) => {
+      const text = this.texts[i];
+      if (!widths.has(text)) widths.set(text, pen.measureText(this.written(i)).width);
+      return widths.get(text) + (this.hasGap(i) ? gap + 2 * PAD : 0);
+    };
+    this.starts = this.broken(widthOf, width);
+    this.sheet.style.height = `${this.starts.length * this.line + 16}px`;
+    for (const line of this.lines.values()) line.remove();
+    this.lines.clear();
+    this.render();
+  }
+
+  // Where lines begin: at a gap where there is one, inside a word only where it is longer than a line.
+  broken(widthOf, width) {
+    const starts = [0];
+    let [x, gapAt, sinceGap] = [0, 0, 0];
+    for (let i = 0; i < this.texts.length; i++) {
+      const wide = widthOf(i);
+      if (this.hasGap(i)) [gapAt, sinceGap] = [i, 0];
+      if (i > starts.at(-1) && this.texts[i - 1].includes("\n")) {
+        starts.push(i);
+        x = 0;
+      } else if (i > starts.at(-1) && x + wide > width) {
+        const whole = gapAt > starts.at(-1);
+        starts.push(whole ? gapAt : i);
+        x = whole ? sinceGap : 0;
+      }
+      x += wide;
+      sinceGap += wide;
+    }
+    return starts;
+  }
+
+  lineOf(i) {
+    let [low, high] = [0, this.starts.length - 1];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.starts[middle] <= i) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  }
+
+  endOf(line) {
+    return line + 1 < this.starts.length ? this.starts[line + 1] : this.texts.length;
+  }
+
+  reveal(i) {
+    if (!this.starts) return;
+    const top = this.lineOf(i) * this.line;
+    const { scrollTop, clientHeight } = this.scroller;
+    if (top < scrollTop || top + this.line > scrollTop + clientHeight) this.scroller.scrollTop = top - clientHeight / 2;
+  }
+
+  render() {
+    if (!this.starts) return;
+    const first = Math.max(0, Math.floor(this.scroller.scrollTop / this.line) - SPARE);
+    const last = Math.min(this.starts.length - 1, Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / this.line) + SPARE);
+    for (const [number, line] of this.lines) {
+      if (number < first || number > last) {
+        line.remove();
+        this.lines.delete(number);
+      }
+    }
+    for (let number = first; number <= last; number++) {
+      if (!this.lines.has(number)) this.lines.set(number, this.sheet.appendChild(this.lineElement(number)));
+    }
+    for (const line of this.lines.values()) for (const token of line.children) this.paint(token);
+    this.drawMinimap();
+  }
+
+  lineElement(number) {
+    const line = make("div", { class: "line", role: "presentation" });
+    line.style.top = `${number * this.line + 8}px`;
+    for (let i = this.starts[number]; i < this.endOf(number); i++) {
+      const token = make("span", { class: "token", role: "option", "data-i": String(i), id: `${this.id}-${i}` }, this.written(i));
+      if (i > this.starts[number] && this.hasGap(i)) token.classList.add("gap");
+      else if (i > this.starts[number]) token.classList.add("joined");
+      if (i + 1 < this.endOf(number) && !this.hasGap(i + 1)) token.classList.add("joins");
+      line.append(token);
+    }
+    return line;
+  }
+
+  paint(token) {
+    const i = Number(token.dataset.i);
+    const t = this.tint(i);
+    const mark = this.mark(i);
+    // Painted again only where something changed: most tokens of a long text keep no tint.
+    const runs = mark.includes("c") ? [this.mark(i - 1).includes("c"), this.mark(i + 1).includes("c")] : [false, false];
+    const look = `${t > 0.004 ? Math.round(t * 255) : 0} ${mark} ${runs} ${this.direction} ${i === this.cursor}`;
+    if (token.look === look) return;
+    token.look = look;
+    const tinted = t > 0.004;
+    token.style.backgroundColor = tinted ? shade(this.direction, t) : "";
+    token.style.color = tinted ? ink(this.direction, t) : "";
+    token.classList.toggle("chosen", mark.includes("c"));
+    token.classList.toggle("onward", runs[1]);
+    token.classList.toggle("further", runs[0]);
+    token.classList.toggle("found", mark.includes("f"));
+    token.classList.toggle("sink", mark.includes("s"));
+    token.classList.toggle("new", mark.includes("n"));
+    token.classList.toggle("later", mark.includes("l"));
+    token.classList.toggle("cursor", i === this.cursor);
+    token.setAttribute("aria-selected", String(mark.includes("c")));
+    if (i === this.cursor) this.scroller.setAttribute("aria-activedescendant", token.id);
+  }
+
+  update({ tint, mark, direction }) {
+    this.tint = tint;
+    this.mark = mark;
+    if (direction !== this.direction) this.repaint();
+    this.direction = direction;
+    this.refresh();
+  }
+
+  repaint() {
+    for (const line of this.lines.values()) for (const token of line.children) token.look = null;
+  }
+
+  // The whole text as a strip: one row of pixels for some lines, as dark as their heaviest token.
+  drawMinimap() {
+    const whole = this.starts.length * this.line;
+    const height = this.scroller.clientHeight;
+    this.minimap.hidden = whole <= height + this.line;
+    if (this.minimap.hidden) return;
+    const width = 56;
+    const pen = penOf(this.minimap, width, height);
+    pen.clearRect(0, 0, width, height);
+    const rows = Math.min(this.starts.length, Math.floor(height / 2));
+    const tall = Math.min(height / rows, 6);
+    const scale = rows * tall;
+    const found = new Set();
+    for (let row = 0; row < rows; row++) {
+      const from = this.starts[Math.floor((row * this.starts.length) / rows)];
+      const to = this.endOf(Math.floor(((row + 1) * this.starts.length) / rows) - 1);
+      let most = 0;
+      for (let i = from; i < to; i++) {
+        const t = this.tint(i);
+        if (t > most) most = t;
+        if (this.mark(i).includes("f")) found.add(row);
+      }
+      pen.fillStyle = most > 0.004 ? shade(this.direction, most) : cssColor("--faint");
+      pen.fillRect(6, row * tall, width - 18, Math.max(tall - 1, 1));
+    }
+    pen.fillStyle = cssColor("--find");
+    for (const row of found) pen.fillRect(width - 9, row * tall, 5, Math.max(tall, 2));
+    pen.strokeStyle = cssColor("--soft");
+    const top = (this.scroller.scrollTop / (whole + 16)) * scale;
+    pen.strokeRect(2.5, top + 0.5, width - 5, Math.max((height / whole) * scale, 8));
+  }
+}
+
+function indexOf(event) {
+  const token = event.target.closest?.("[data-i]");
+  return token ? Number(token.dataset.i) : null;
+}

@@ -1,0 +1,88 @@
+"""Numbers as few bytes: named arrays in one blob, stored by byte planes so that gzip finds what they have in common.
+
+The page's `payload.js` reads what is written here. A weight w becomes
+
+    f4      the float32 itself
+    log16   0 where w is 0, else 65535 + 2048 ln w: a relative error of 1/4096 over 32 nats
+    log8    0 where w is 0, else 255 + 16 ln(w / peak), with the peak of each head beside it: for pictures
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Steps per nat, and the code of the largest weight.
+LOG16 = (2048.0, 65535)
+LOG8 = (16.0, 255)
+
+
+class Blob:
+    """Arrays under their names: `head` says where each lies and how it is written, `data` are the bytes."""
+
+    def __init__(self) -> None:
+        self.head: dict[str, dict[str, Any]] = {}
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def add(self, name: str, tensor: Tensor, kind: str) -> None:
+        """Writes a tensor as `kind`: f4, f2, u1, u2, u3, u4, log16 or log8 (which adds its peaks as `name.peak`)."""
+        tensor = tensor.detach().cpu()
+        if kind == "log8":
+            peak = tensor.flatten(1).amax(1) if tensor.numel() else tensor.new_zeros(tensor.shape[0])
+            self.add(f"{name}.peak", peak, "f4")
+            tensor = relative(tensor, peak)
+        planes = by_planes(encoded(tensor, kind), width_of(kind))
+        self.head[name] = {"kind": kind, "shape": list(tensor.shape), "at": self._size}
+        self._parts.append(planes)
+        self._size += len(planes)
+
+    @property
+    def data(self) -> bytes:
+        """All arrays, one after the other."""
+        return b"".join(self._parts)
+
+
+def relative(tensor: Tensor, peak: Tensor) -> Tensor:
+    """Each head over its peak; a head of zeros stays zeros."""
+    return tensor / torch.where(peak > 0, peak, 1.0).view(-1, *[1] * (tensor.dim() - 1))
+
+
+def width_of(kind: str) -> int:
+    """Bytes per number."""
+    return {"f4": 4, "f2": 2, "u1": 1, "u2": 2, "u3": 3, "u4": 4, "log16": 2, "log8": 1}[kind]
+
+
+def encoded(tensor: Tensor, kind: str) -> Tensor:
+    """The numbers in an integer or float type whose first bytes are those that are kept."""
+    if kind == "f4":
+        return tensor.float()
+    if kind == "f2":
+        return tensor.half()
+    if kind == "log16":
+        return logarithm(tensor, *LOG16)
+    if kind == "log8":
+        return logarithm(tensor, *LOG8)
+    return tensor.to(torch.int32)
+
+
+def logarithm(weights: Tensor, steps: float, largest: int) -> Tensor:
+    """Codes 1 to `largest` for what is above 0, and 0 for 0."""
+    codes = torch.log(weights.double().clamp(min=1e-30)).mul_(steps).add_(largest).round_().clamp_(1, largest)
+    return torch.where(weights > 0, codes, 0.0).to(torch.int32)
+
+
+def by_planes(tensor: Tensor, width: int) -> bytes:
+    """All first bytes, then all second bytes, and so on; the bytes of a number are little-endian."""
+    if not tensor.numel():
+        return b""
+    planes = tensor.contiguous().view(-1).view(torch.uint8).view(tensor.numel(), -1)[:, :width]
+    return as_bytes(planes.T.contiguous())
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    """The memory of a contiguous tensor on the CPU."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())

@@ -1,0 +1,78 @@
+"""A Record as one HTML file: everything inside, no network, the same code as the explorer's page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html as markup
+import os
+from pathlib import Path
+
+from foci.record import Record
+from foci.view.linking import ASSETS, linked
+from foci.view.packing import packed
+
+PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>This page draws attention with JavaScript, which is switched off here.</noscript>
+<script type="text/plain" id="payload">{payload}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+FRAME = """\
+<iframe srcdoc="{page}" title="{title}" width="100%" height="{height}" loading="lazy" allow="clipboard-write" \
+style="border: 1px solid rgba(128, 128, 128, 0.35); border-radius: 8px; background: transparent"></iframe>"""
+
+
+def html(record: Record, title: str | None = None) -> str:
+    """The whole page as text. What a model or a tokenizer said is in the payload only, never in the markup."""
+    style = (ASSETS / "page.css").read_text("utf-8")
+    script = linked()
+    return PAGE.format(
+        policy=policy(script, style),
+        title=markup.escape(f"{title or record.model} · foci"),
+        style=style,
+        payload=base64.b64encode(packed(record, title)).decode(),
+        script=script,
+    )
+
+
+def write(record: Record, path: str | os.PathLike[str], title: str | None = None) -> None:
+    """Writes the page; it opens from disk in any browser."""
+    Path(path).write_text(html(record, title), "utf-8")
+
+
+def frame(record: Record, title: str | None = None, height: int = 720) -> str:
+    """The page inside a frame of its own: what a notebook shows, and what survives nbconvert and VS Code."""
+    page = markup.escape(html(record, title))
+    return FRAME.format(page=page, title=markup.escape(f"attention of {title or record.model}"), height=height)
+
+
+def policy(script: str, style: str) -> str:
+    """Only this script and this style run; nothing is fetched, nothing is sent."""
+    rules = {
+        "default-src": "'none'",
+        "script-src": digest(script),
+        "style-src": digest(style),
+        "img-src": "data: blob:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
