@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from foci.terminal import clip
 from foci.view.colors import ON_WHITE
+from foci.view.printable import code
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,6 +47,8 @@ FAMILIES = (
 # Stands for a character that no installed font has.
 ABSENT = "□"
 LONGEST = 18
+# The pictures of control characters, which fonts for print lack.
+CONTROL = re.compile("[\u2400-\u241f]")
 INK, QUIET, ACCENT = "#1d1b26", "#6d6a75", "#0072b2"
 # Colours of several lines, told apart with every kind of colour vision (Okabe and Ito).
 APART = ("#7d2482", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
@@ -84,6 +88,7 @@ def style() -> Iterator[None]:
         "pdf.fonttype": 42,
         "ps.fonttype": 42,
         "svg.fonttype": "none",
+        "svg.hashsalt": "foci",
     }
     with plt.rc_context(settings):
         yield
@@ -111,18 +116,14 @@ def drawable() -> frozenset[int]:
 def texts(labels: Iterable[str]) -> list[str]:
     """Labels of a size for a figure; a character that no font has is drawn as □, and a warning names it."""
     known = drawable()
-    absent: dict[str, None] = {}
-    found = []
-    for label in labels:
-        short = clip(label, LONGEST)
-        absent |= dict.fromkeys(c for c in short if ord(c) not in known)
-        found.append("".join(c if ord(c) in known else ABSENT * (not unicodedata.combining(c)) for c in short))
+    short = [clip(CONTROL.sub(lambda sign: code(chr(ord(sign[0]) - 0x2400)), label), LONGEST) for label in labels]
+    absent = dict.fromkeys(c for label in short for c in label if ord(c) not in known)
     if absent:
         some = "".join(list(absent)[:8])
-        warnings.warn(
-            f"no installed font has {some}: drawn as {ABSENT}; install one such as Noto Sans CJK", stacklevel=2
-        )
-    return found
+        said = f"no installed font has {some}: drawn as {ABSENT}; install one such as Noto Sans CJK"
+        warnings.warn(said, stacklevel=2)
+    boxes = str.maketrans({c: "" if unicodedata.combining(c) else ABSENT for c in absent})
+    return [label.translate(boxes) for label in short]
 
 
 def plain(text: Any) -> None:

@@ -83,7 +83,7 @@ def draw_matrix(
         return draw_blocks(choice, ax, batch)
     ax = new_axes(ax, (1.9 + INCHES * len(keys), 1.2 + INCHES * len(queries)))
     values = shares(choice, batch, queries, keys)
-    image = ax.imshow(values, cmap=colors(), vmin=0, vmax=max(float(values.max()), 1e-9))
+    image = ax.imshow(values.numpy(), cmap=colors(), vmin=0, vmax=max(float(values.max()), 1e-9))
     drawing.ticks(ax, [unit.text for unit in keys], [unit.text for unit in queries])
     if numbers if numbers is not None else longest <= MOST_NUMBERS:
         write_numbers(ax, values)
@@ -99,7 +99,7 @@ def draw_blocks(choice: Choice, ax: Axes | None, batch: int) -> Axes:
     ax = new_axes(ax, (4.6, 0.6 + 4.0 * min(queries / keys, 1.5)))
     box = (0, keys, queries, 0)
     # The root lets the many small shares be seen.
-    image = ax.imshow(values, cmap=colors(), norm=drawing.rooted(values), extent=box, interpolation="nearest")
+    image = ax.imshow(values.numpy(), cmap=colors(), norm=drawing.rooted(values), extent=box, interpolation="nearest")
     ax.set_aspect("auto")
     ax.xaxis.tick_top()
     finish(ax, image, choice, "share of the attention, mean of a block")
@@ -138,13 +138,13 @@ def heads(record: Record, ax: Axes | None = None, *, batch: int = 0) -> Axes:
         for j, head in enumerate(small):
             place = slice(i * (size + 1), i * (size + 1) + size), slice(j * (size + 1), j * (size + 1) + size)
             sheet[place] = (head / head.max().clamp(min=1e-9)).sqrt()
-    ax = new_axes(ax, (0.8 + 0.5 * most, 0.6 + 0.5 * len(layers)))
-    ax.imshow(sheet, cmap=colors(), vmin=0, vmax=1, interpolation="nearest")
+    ax = new_axes(ax, (max(0.8 + 0.5 * most, 3.0), max(0.6 + 0.5 * len(layers), 1.4)))
+    ax.imshow(sheet.numpy(), cmap=colors(), vmin=0, vmax=1, interpolation="nearest")
     middle = [(size - 1) / 2 + step * (size + 1) for step in range(max(most, len(layers)))]
     ax.set_xticks(middle[:most], [f"H{j}" for j in range(most)])
     ax.set_yticks(middle[: len(layers)], drawing.texts(record.name_of(layer) for layer in layers))
     ax.xaxis.tick_top()
-    ax.set_xlabel("in each: from top to bottom looks, from left to right is looked at", loc="left")
+    ax.set_xlabel("in each, a row looks, a column is looked at", loc="left")
     ax.spines[:].set_visible(False)
     return ax
 
@@ -160,8 +160,8 @@ def entropy(record: Record, ax: Axes | None = None) -> Axes:
     for color, (stack, places) in zip(drawing.APART, stacks.items(), strict=False):
         numbers = [list(record.layers.values())[i].index for i in places]
         some = table[places]
-        ax.plot(numbers, some, ".", color=color, alpha=0.35, markersize=5, markeredgewidth=0, clip_on=False)
-        ax.plot(numbers, some.nanmean(1), "-", color=color, linewidth=1.4, label=stack or "mean of its heads")
+        ax.plot(numbers, some.numpy(), ".", color=color, alpha=0.35, markersize=5, markeredgewidth=0, clip_on=False)
+        ax.plot(numbers, some.nanmean(1).numpy(), "-", color=color, linewidth=1.4, label=stack or "mean of its heads")
     ax.set_xlabel("layer")
     ax.set_ylabel("entropy, nats")
     ax.set_ylim(bottom=0)
@@ -186,9 +186,10 @@ def overlay(
     if keys.images is not None:
         # In grey and pale, so that every colour is attention.
         grey = keys.images[batch].float().mean(-1) / 255
-        ax.imshow(0.35 + 0.65 * grey, cmap="gray", vmin=0, vmax=1, extent=box)
+        ax.imshow((0.35 + 0.65 * grey).numpy(), cmap="gray", vmin=0, vmax=1, extent=box)
     share = lit / lit.max().clamp(min=1e-9)
-    image = ax.imshow(lit, cmap=colors(), vmin=0, alpha=(0.85 * share.sqrt()) if keys.images is not None else None)
+    alpha = (0.85 * share.sqrt()).numpy() if keys.images is not None else None
+    image = ax.imshow(lit.numpy(), cmap=colors(), vmin=0, alpha=alpha)
     row, column = divmod(query - keys.leading, width)
     if query >= keys.leading:
         frame = (column - 0.5, row - 0.5)
@@ -223,10 +224,12 @@ def save(record: Record, path: str | os.PathLike[str], what: str | None = None, 
         what = "overlay" if any(record.labels_of(layer)[1].grid for layer in record.layers.values()) else "matrix"
     if what not in FIGURES:
         raise ValueError(f"expected what= as one of {', '.join(FIGURES)}, received {what!r}")
+    ax = FIGURES[what](record, **options)
+    # Without a date the same record gives the same file.
+    ending = os.fspath(path).rpartition(".")[2].lower()
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)
+    figure = ax.get_figure(root=True)
+    assert figure is not None
     with style():
-        figure = FIGURES[what](record, **options).figure
-        # Without a date the same record gives the same file.
-        ending = os.fspath(path).rpartition(".")[2].lower()
-        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)
         figure.savefig(path, dpi=dpi, bbox_inches="tight", pad_inches=0.03, metadata=undated)
     drawing.pyplot().close(figure)
