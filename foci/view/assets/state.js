@@ -38,6 +38,8 @@ export class State {
     // What the pointer is on: no part of the address.
     this.hover = null;
     Object.assign(this, changes);
+    // A page that was made to open at a view says so; the address has the last word.
+    this.read(document.documentElement.dataset.state ?? "");
     this.defaults = Object.fromEntries(Object.keys(PARTS).map((name) => [name, this[name]]));
     this.read(location.hash);
     window.addEventListener("hashchange", () => {
