@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from foci.decoding import Answer, Beam, Sampling, generate, stream
     from foci.keep import Keep
     from foci.record import Record
+    from foci.view.bertviz import head_view, model_view
 
 __version__ = "0.1.0"
 
@@ -44,7 +45,9 @@ __all__ = [
     "documents",
     "from_function",
     "generate",
+    "head_view",
     "merge",
+    "model_view",
     "padding",
     "plan",
     "prefix",
@@ -58,6 +61,7 @@ __all__ = [
 
 LATER = dict.fromkeys(("Answer", "Beam", "Sampling", "generate", "stream"), "foci.decoding")
 LATER |= {"Keep": "foci.keep", "Record": "foci.record", "watch": "foci.capture"}
+LATER |= dict.fromkeys(("head_view", "model_view"), "foci.view.bertviz")
 
 
 def __dir__() -> list[str]:
