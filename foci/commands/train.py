@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"a resumed run takes changes of [train] only, but got --set {strange[0]}")
     changes = [*([f"task.size={options.size}"] if options.size else []), *options.changes]
     config = read_config(options.task, path, changes, data=options.data, dev=options.dev, seed=options.seed)
-    for name, value in train(config, folder, resume=options.resume, quiet=options.quiet).items():
+    found = train(config, folder, resume=options.resume, quiet=options.quiet)
+    # Of several processes the first speaks for all.
+    for name, value in found.items() if os.environ.get("RANK", "0") == "0" else ():
         print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
     return 0

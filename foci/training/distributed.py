@@ -116,3 +116,4 @@ def shared_out(model: nn.Module, processes: Processes) -> None:
 def sum_gradients(module: Any) -> None:
     """Losses are sums over targets, so gradients are added up, and divided by the targets of all later."""
     module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)

@@ -59,7 +59,7 @@ class Selection:
         if len(state.best) > 1:
             mean = mean_of([self.read(step) for _, step in state.best])
             averaged = self.tried(mean)
-            better = self.goodness(averaged) >= self.goodness(found)
+            better = self.rank(averaged) > self.rank(found)
             which = "is taken" if better else "is not better than the best alone"
             self.progress.say(f"the mean of the {len(state.best)} best models {which}: {spoken(averaged)}")
             best, found = (mean, averaged) if better else (best, found)
@@ -91,6 +91,10 @@ class Selection:
             return -float(found["loss"])
         value = float(found[self.run.task.metric])
         return value if self.run.task.better == "higher" else -value
+
+    def rank(self, found: Mapping[str, float | str]) -> tuple[float, float]:
+        """Models that are equally good are told apart by their loss."""
+        return self.goodness(found), -float(found["loss"])
 
     def tried(self, weights: dict[str, Tensor]) -> dict[str, float | str]:
         """What a model with these weights reaches."""

@@ -1,0 +1,160 @@
+"""Killed at any moment and resumed, a run ends with the same weights, bit for bit."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.saving import safetensors
+from foci.training import checkpoint, train
+from tests.training.reversal import SMALL, config, logged, written
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS = 60
+CHANGES = (f"train.steps={STEPS}", "train.ema=0.9", "train.accumulate=2", "train.average=2")
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = safetensors().load_file(path)
+    return found
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    """The finished model, and all that the last checkpoint holds."""
+    last = f"checkpoints/step-{STEPS:08d}/rank-00000.safetensors"
+    for name in ("model.safetensors", last):
+        first, second = weights(one / name), weights(other / name)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def kill_when(process: "subprocess.Popen[bytes]", folder: Path, step: int) -> None:
+    """SIGKILL as soon as the checkpoint of a step is there."""
+    limit = time.monotonic() + 120
+    while not (folder / "checkpoints" / f"step-{step:08d}").exists():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    data = written(tmp_path / "pairs.tsv")
+    train(config(data, *CHANGES), tmp_path / "whole", quiet=True)
+    options = [part for change in (*SMALL, *CHANGES) for part in ("--set", change)]
+    command = [sys.executable, "-m", "foci", "train", "translation", "--data", str(data), "--quiet", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
+    killed = tmp_path / "killed"
+    process = subprocess.Popen([*command, "--out", str(killed)], env=environment, cwd=tmp_path)
+    kill_when(process, killed, 15)
+    left_at = checkpoint.newest(killed / "checkpoints", pytest.fail)
+    assert left_at is not None
+    assert 15 <= left_at.step < STEPS
+    train(config(data, *CHANGES), killed, resume=True, quiet=True)
+    assert_same_end(tmp_path / "whole", killed)
+    assert logged(killed, "loss") == logged(tmp_path / "whole", "loss")
+    assert logged(killed, "dev_loss") == logged(tmp_path / "whole", "dev_loss")
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> tuple[Path, Path]:
+    """The data, and a run that ended half-way and one that did not end yet, beside one that did."""
+    data = written(tmp_path / "pairs.tsv")
+    train(config(data, *CHANGES), tmp_path / "whole", quiet=True)
+    return data, tmp_path / "whole"
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
+    half: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, whole = half
+    other = whole.with_name("damaged")
+    shutil.copytree(whole, other)
+    last, before = checkpoint.found(other / "checkpoints")
+    content = bytearray((last / "rank-00000.safetensors").read_bytes())
+    content[-5] ^= 1
+    (last / "rank-00000.safetensors").write_bytes(content)
+    train(config(data, *CHANGES), other, resume=True)
+    said = capsys.readouterr().err
+    assert re.search(r"step-00000060 is damaged: .* checksum .*; the one before it is used", said)
+    assert f"resumed at step {int(before.name.removeprefix('step-'))}" in said
+    assert_same_end(whole, other)
+
+
+@pytest.mark.parametrize("harm", ["cut", "no json", "no file", "foreign"])
+def test_every_kind_of_damage_is_found(half: tuple[Path, Path], harm: str) -> None:
+    last = checkpoint.found(half[1] / "checkpoints")[0]
+    file, state = last / "rank-00000.safetensors", last / "state.json"
+    if harm == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif harm == "no file":
+        file.unlink()
+    elif harm == "no json":
+        state.write_text(state.read_text()[:-10])
+    else:
+        state.write_text(json.dumps({"format": "other"}))
+    with pytest.raises(ValueError, match="is damaged"):
+        checkpoint.Checkpoint(last)
+
+
+def test_without_a_whole_checkpoint_there_is_no_silent_new_beginning(half: tuple[Path, Path]) -> None:
+    data, whole = half
+    for folder in checkpoint.found(whole / "checkpoints"):
+        (folder / "state.json").unlink()
+    with pytest.raises(ValueError, match="all 2 are damaged"):
+        train(config(data, *CHANGES), whole, resume=True, quiet=True)
+
+
+def test_what_was_half_written_is_passed_over(half: tuple[Path, Path]) -> None:
+    data, whole = half
+    expected = logged(whole, "loss")
+    shutil.rmtree(whole / "checkpoints" / f"step-{STEPS:08d}")
+    (whole / "checkpoints" / f".step-{STEPS:08d}.part").mkdir()
+    with (whole / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 59, "lo')
+    train(config(data, *CHANGES), whole, resume=True, quiet=True)
+    assert logged(whole, "loss") == expected
+
+
+def test_a_run_is_not_begun_twice_and_not_resumed_with_other_data(half: tuple[Path, Path]) -> None:
+    data, whole = half
+    with pytest.raises(ValueError, match="has a run already"):
+        train(config(data, *CHANGES), whole, quiet=True)
+    written(data, seed=2)
+    with pytest.raises(ValueError, match="the files have changed"):
+        train(config(data, *CHANGES), whole, resume=True, quiet=True)
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from foci import cli
+
+    data, folder = written(tmp_path / "pairs.tsv"), tmp_path / "run"
+    real = checkpoint.write_text
+
+    def full(path: Path, text: str) -> None:
+        if "step-00000010" in str(path):
+            raise OSError(28, "No space left on device", str(path))
+        real(path, text)
+
+    monkeypatch.setattr(checkpoint, "write_text", full)
+    changes = [part for change in (*SMALL, "train.steps=20") for part in ("--set", change)]
+    assert cli.main(["train", "translation", "--data", str(data), "--out", str(folder), "--quiet", *changes]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "the checkpoint of step 10 could not be written (No space left on device), those before it are whole" in said
+    assert [path.name for path in checkpoint.found(folder / "checkpoints")] == ["step-00000005"]
+    assert not list((folder / "checkpoints").glob(".*"))
+    monkeypatch.undo()
+    assert cli.main(["train", "translation", "--out", str(folder), "--resume", "--quiet"]) == 0
