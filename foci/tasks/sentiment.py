@@ -215,7 +215,8 @@ class Sentiment(Task[Labelled, Verdict]):
         with torch.no_grad():
             given = torch.tensor([tokens], device=next(model.parameters()).device)
             out = cast("TextClassifier", model)(given, return_weights=True)
-        labels = Labels.tokens([["<class>", *self.tokenizer.labels(tokens)]])
+        read = self.tokenizer.labels(tokens)
+        labels = Labels.tokens([["<class>", *read.texts[0]]], read.words and [[None, *read.words[0]]])
         return record_of(model, out.weights, {"input": labels}, self.labels[int(out.logits.argmax())])
 
     def number(self, example: Labelled) -> int:

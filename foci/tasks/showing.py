@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from foci.labels import Labels
@@ -9,13 +11,17 @@ from foci.layer import Layer
 from foci.record import Record
 from foci.weights import Weights
 
-# What stands along the queries and the keys of each stack.
-ALONG = {"": ("input", "input"), "encoder": ("source",) * 2, "decoder": ("target",) * 2, "cross": ("target", "source")}
-ALONG |= {"copy": ALONG["cross"]}
+# What stands along the queries and the keys of each stack; of others that look from one to the other as of cross.
+ALONG = {"": ("input", "input"), "encoder": ("source", "source"), "decoder": ("target", "target")}
 
 
 def record_of(
-    model: nn.Module, weights: dict[str, Weights], labels: dict[str, Labels], answer: str | None = None
+    model: nn.Module,
+    weights: Mapping[str, Weights],
+    labels: Mapping[str, Labels],
+    answer: str | None = None,
+    *,
+    across: str = "target",
 ) -> Record:
     """A record of the weights by their names: L0, encoder.L0, decoder.L0, cross.L0.
 
@@ -33,11 +39,12 @@ def record_of(
         weights: as models give them with `return_weights=True`.
         labels: "input" for a model of one stack; "source" and "target" for one that reads and writes.
         answer: what the model said.
+        across: which labels stand along the queries of what looks from one to the other.
     """
     layers = {}
     for name, each in weights.items():
         stack, _, number = name.rpartition("L")
         stack = stack.removesuffix(".")
-        queries, keys = ALONG[stack]
+        queries, keys = ALONG.get(stack, (across, "source"))
         layers[name] = Layer(name, stack, int(number), queries=queries, keys=keys, weights=each)
-    return Record(layers, labels, model=type(model).__name__, calls=len(layers), answer=answer)
+    return Record(layers, dict(labels), model=type(model).__name__, calls=len(layers), answer=answer)

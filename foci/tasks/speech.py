@@ -246,10 +246,13 @@ class Speech(Task[Recording, str]):
             out = listener(frames[None], target, return_weights=True)
         seconds = self.settings.hop * 2**listener.config.halvings
         times = tuple(f"{state * seconds:.2f}" for state in range(out.states.shape[1]))
-        labels = {"source": Labels("frames", (times,), seconds=seconds)}
-        if target is not None:
-            labels["target"] = Labels.tokens([self.tokenizer.labels(target[0].tolist())])
-        return record_of(model, out.weights, labels, self.tokenizer.decode(tokens))
+        labels = {
+            "source": Labels("frames", (times,), seconds=seconds),
+            "target": self.tokenizer.labels([START, *tokens]),
+            "heard": self.tokenizer.labels([*tokens, STOP]),
+        }
+        # What looks at the sound is named by the word that was being written.
+        return record_of(model, out.weights, labels, self.tokenizer.decode(tokens), across="heard")
 
 
 def recording(table: Path, fields: dict[str, str]) -> Recording:

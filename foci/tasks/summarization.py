@@ -19,7 +19,6 @@ from foci.decoding import Beam, generate
 from foci.inputs.batch import padded, real
 from foci.inputs.tables import good_rows, only, rows
 from foci.inputs.text import PAD, START, STOP, Tokenizer, TokenizerKind, from_json, learned, to_json
-from foci.labels import Labels
 from foci.nn.config import Config
 from foci.nn.copying import CopyingTransformer
 from foci.nn.model import Model
@@ -212,9 +211,10 @@ class Summarization(Task[Document, str]):
             written = self.written(model, [source])[0]
             target = torch.tensor([[START, *written]], device=device)
             out = model(torch.tensor([source], device=device), target, return_weights=True)
-        names = {"source": source, "target": target[0].tolist()}
-        labels = {name: Labels.tokens([self.tokenizer.labels(row)]) for name, row in names.items()}
-        return record_of(model, out.weights, labels, self.tokenizer.decode(written))
+        names = {"source": source, "target": [START, *written], "summary": [*written, STOP]}
+        labels = {name: self.tokenizer.labels(row) for name, row in names.items()}
+        # What looks at the document is named by the word that was being written.
+        return record_of(model, out.weights, labels, self.tokenizer.decode(written), across="summary")
 
 
 def thinned(tokens: list[int], share: float, generator: torch.Generator) -> list[int]:

@@ -174,7 +174,8 @@ def test_a_stem_sees_beyond_a_patch_and_takes_no_padding() -> None:
     plain = small()
     inputs = [patches(image, 2), patches(changed, 2)]
     assert model(image).logits.shape == (1, 4)
-    assert model.stem is not None and plain.stem is None
+    assert model.stem is not None
+    assert plain.stem is None
     assert torch.equal(inputs[0][0, 1], inputs[1][0, 1])
     assert not torch.equal(patches(model.stem(image), 2)[0, 1], patches(model.stem(changed), 2)[0, 1])
     with pytest.raises(ValueError, match="takes images of one size, but got padding"):

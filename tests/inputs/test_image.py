@@ -1,0 +1,82 @@
+"""Image files: read with and without Pillow, brought to a size and to channels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.inputs.image import read_image
+
+
+def write_bitmap(path: Path, pixels: Tensor) -> Path:
+    """uint8 (C, height, width) as PGM or PPM."""
+    kind = "P5" if len(pixels) == 1 else "P6"
+    header = f"{kind}\n# made by a test\n{pixels.shape[2]} {pixels.shape[1]}\n255\n"
+    path.write_bytes(header.encode() + bytes(pixels.permute(1, 2, 0).flatten().tolist()))
+    return path
+
+
+def pixels(channels: int, height: int = 5, width: int = 7) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(256, (channels, height, width), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_bitmaps_are_read_as_pillow_reads_them(channels: int, tmp_path: Path) -> None:
+    given = pixels(channels)
+    path = write_bitmap(tmp_path / ("a.pgm" if channels == 1 else "a.ppm"), given)
+    assert torch.equal(read_image(path, channels), given)
+    pillow = pytest.importorskip("PIL.Image")
+    with pillow.open(path) as image:
+        image.save(tmp_path / "a.png")
+    assert torch.equal(read_image(tmp_path / "a.png", channels), given)
+
+
+def test_grey_and_colours_are_turned_into_each_other(tmp_path: Path) -> None:
+    grey = write_bitmap(tmp_path / "grey.pgm", pixels(1))
+    assert torch.equal(read_image(grey, 3), pixels(1).expand(3, -1, -1))
+    red = torch.zeros(3, 2, 2, dtype=torch.uint8)
+    red[0] = 200
+    # The eye sees 0.299 of red.
+    assert read_image(write_bitmap(tmp_path / "red.ppm", red), 1).unique().tolist() == [60]
+
+
+def test_the_middle_square_is_scaled(tmp_path: Path) -> None:
+    wide = torch.zeros(1, 4, 12, dtype=torch.uint8)
+    wide[:, :, 4:8] = 100
+    path = write_bitmap(tmp_path / "wide.pgm", wide)
+    assert read_image(path, 1, size=2).tolist() == [[[100, 100], [100, 100]]]
+    assert read_image(path, 1, size=8).shape == (1, 8, 8)
+
+
+def test_few_grey_values_are_spread_over_all(tmp_path: Path) -> None:
+    path = tmp_path / "few.pgm"
+    path.write_bytes(b"P5 3 1 15\n" + bytes([0, 5, 15]))
+    assert read_image(path, 1).tolist() == [[[0, 85, 255]]]
+
+
+def test_what_is_no_image_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    for name in ("text.png", "text.pgm"):
+        (tmp_path / name).write_text("no image")
+    with pytest.raises(ValueError, match=r"text.png should be an image, but Pillow cannot read it: "):
+        read_image(tmp_path / "text.png")
+    with pytest.raises(ValueError, match=r"text.pgm should be a binary PGM or PPM image .*, but it is not"):
+        read_image(tmp_path / "text.pgm")
+    (tmp_path / "short.pgm").write_bytes(b"P5 3 3 255\n1234")
+    with pytest.raises(ValueError, match=r"short.pgm should hold 9 bytes of 3 x 3 pixels, but it holds 4"):
+        read_image(tmp_path / "short.pgm")
+    with pytest.raises(FileNotFoundError, match=r"nothing.png should be an image, but there is no such file"):
+        read_image(tmp_path / "nothing.png")
+    with pytest.raises(ValueError, match="1 or 3 channels, but got 2"):
+        read_image(tmp_path / "text.png", 2)
+
+
+def test_without_pillow_the_error_names_what_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    (tmp_path / "a.png").write_bytes(b"")
+    with pytest.raises(ImportError, match=r"needs Pillow to be read: pip install 'foci\[tasks\]'"):
+        read_image(tmp_path / "a.png")
+    assert read_image(write_bitmap(tmp_path / "a.pgm", pixels(1)), 1).shape == (1, 5, 7)
