@@ -302,7 +302,7 @@ class Record:
         """What a notebook shows."""
         from foci.view import page
 
-        return {"text/plain": repr(self), "text/html": page.html(self)}
+        return {"text/plain": repr(self), "text/html": page.frame(self)}
 
     def __repr__(self) -> str:
         heads = sum(len(layer.heads) for layer in self.layers.values())
