@@ -38,7 +38,7 @@ MOST_TOP = 13_000_000
 MOST_BLOCKS = 5_000_000
 MOST_ROLLOUT = 1024
 # Beyond this a log-sum-exp for each query costs more than "How it is computed" is worth.
-MOST_LSE = 2**20
+MOST_LSE = 2**18
 # Vectors for "How it is computed": as float32, as float16, or not at all.
 MOST_VECTORS = (2**18, 3 * 2**19)
 

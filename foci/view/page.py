@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from foci.record import Record
+from foci.view.compact import text_of
 from foci.view.linking import ASSETS, linked
 from foci.view.packing import packed
 
@@ -45,7 +46,7 @@ def html(record: Record, title: str | None = None) -> str:
         policy=policy(script, style),
         title=markup.escape(f"{title or record.model} · foci"),
         style=style,
-        payload=base64.b64encode(packed(record, title)).decode(),
+        payload=text_of(packed(record, title)),
         script=script,
     )
 
@@ -57,7 +58,8 @@ def write(record: Record, path: str | os.PathLike[str], title: str | None = None
 
 def frame(record: Record, title: str | None = None, height: int = 720) -> str:
     """The page inside a frame of its own: what a notebook shows, and what survives nbconvert and VS Code."""
-    page = markup.escape(html(record, title))
+    # Inside double quotes these two are all that must be escaped.
+    page = html(record, title).replace("&", "&amp;").replace('"', "&quot;")
     return FRAME.format(page=page, title=markup.escape(f"attention of {title or record.model}"), height=height)
 
 

@@ -17,7 +17,7 @@ from foci.view.blob import Blob
 
 
 def call_of(layer: Layer) -> Call | None:
-    """The queries, keys and scores behind a layer, where it has them; General and Cosine as the dot product they are."""
+    """The queries, keys and scores behind a layer, where it has them; General and Cosine as dot products."""
     if layer.weights is None:
         return None
     call = layer.weights._call

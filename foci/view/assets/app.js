@@ -2,7 +2,7 @@
 
 import { button, choice, make, perFrame, toggle } from "./dom.js";
 import { State } from "./state.js";
-import { chosenHeads, focusOf } from "./focus.js";
+import { chosenHeads, focusOf, ranked } from "./focus.js";
 import { Picker } from "./picker.js";
 import { Ranked, spoken } from "./ranked.js";
 import { TextView } from "./text.js";
@@ -32,6 +32,7 @@ const VIEWS = [
 ];
 
 const ASIDE = new Set(["compute", "rollout"]);
+const PLACE = new Set(["x", "y", "zoom"]);
 
 export class App {
   constructor(store, { brandLink = null } = {}) {
@@ -155,6 +156,8 @@ export class App {
   update() {
     const changed = this.changed;
     this.changed = null;
+    // A map that is moved asks nothing new.
+    if (changed && this.focus && [...changed].every((name) => PLACE.has(name))) return this.current.update(this.focus, changed);
     const focus = focusOf(this.store, this.state);
     this.focus = focus;
     this.picker.update();
@@ -174,8 +177,7 @@ export class App {
   // What somebody who does not see the page hears after each choice.
   speak(focus) {
     const { columns } = spoken(focus);
-    const order = [...focus.units.keys()].sort((a, b) => focus.units[b] - focus.units[a]).slice(0, 3);
-    const links = order.filter((u) => focus.units[u] > 0).map((u) => `${focus.targets.label(u)} ${percent(focus.units[u])}`);
+    const links = ranked(focus.units, 3).map((u) => `${focus.targets.label(u)} ${percent(focus.units[u])}`);
     const text = focus.picks.length ? `${columns}: ${links.join(", ")}` : "";
     if (this.speech.textContent !== text) this.speech.textContent = text;
   }
@@ -224,10 +226,7 @@ export class App {
   }
 
   redrawAll() {
-    for (const view of this.made.values()) {
-      for (const pane of view.bySide?.values() ?? []) pane.repaint();
-      for (const pane of [view.pane, view.keysPane, view.writtenPane]) pane?.repaint();
-    }
+    for (const view of this.made.values()) view.repaint?.();
     this.changed = new Set([...(this.changed ?? []), "theme"]);
     this.refresh();
   }
@@ -281,8 +280,8 @@ function defaults(store) {
   const one = across ? null : tellingHead(store);
   const layer = across ?? store.layers[one.layer];
   const texts = store.texts(layer, "queries", 0);
-  const last = texts.findLastIndex((text) => /\p{L}{3,}/u.test(text) && !/^\s*[<[]/.test(text));
-  return { heads: [across ? across.label : one.name], chosen: [Math.max(0, last < 0 ? texts.length - 1 : last)], words: store.head.labels.some((labels) => labels.words) };
+  const last = texts.slice(0, 120).findLastIndex((text) => /\p{L}{3,}/u.test(text) && !/^\s*[<[]/.test(text));
+  return { heads: [across ? across.label : one.name], chosen: [last < 0 ? Math.min(texts.length, 120) - 1 : last], words: store.head.labels.some((labels) => labels.words) };
 }
 
 function tellingHead(store) {

@@ -1,13 +1,13 @@
 // A saved page: everything is in the file.
 
 import { make } from "./dom.js";
-import { fromBase64, unpack } from "./payload.js";
+import { fromText, unpack } from "./payload.js";
 import { Store } from "./store.js";
 import { App } from "./app.js";
 
 async function open() {
   const element = document.getElementById("payload");
-  const { head, arrays } = await unpack(fromBase64(element.textContent));
+  const { head, arrays } = await unpack(fromText(element.textContent));
   element.remove();
   const app = new App(new Store(head, arrays));
   app.start(document.body);

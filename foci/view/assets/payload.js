@@ -1,22 +1,21 @@
 // The numbers of a record: unpacked once, decoded when they are asked for. The other side is foci/view/blob.py.
 
 const WIDTH = { f4: 4, f2: 2, u1: 1, u2: 2, u3: 3, u4: 4, log16: 2, log8: 1 };
-const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
-export function fromBase64(text) {
-  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
-  const code = new Uint8Array(128);
-  for (let i = 0; i < 64; i++) code[LETTERS.charCodeAt(i)] = i;
-  const length = text.length - (text.endsWith("==") ? 2 : text.endsWith("=") ? 1 : 0);
-  const bytes = new Uint8Array((length * 3) >> 2);
-  for (let i = 0, at = 0; at < bytes.length; i += 4, at += 3) {
-    const four =
-      (code[text.charCodeAt(i)] << 18) | (code[text.charCodeAt(i + 1)] << 12) | (code[text.charCodeAt(i + 2)] << 6) | code[text.charCodeAt(i + 3)];
-    bytes[at] = four >> 16;
-    bytes[at + 1] = four >> 8;
-    bytes[at + 2] = four;
+// Text as foci/view/compact.py writes it: the number of bytes, a space, then 16 digits of base 91 for 13 bytes.
+export function fromText(text) {
+  const space = text.indexOf(" ");
+  const length = Number(text.slice(0, space));
+  const value = new Uint8Array(128);
+  for (let code = 33, digit = 0; code < 127; code++) if (!"<>&".includes(String.fromCharCode(code))) value[code] = digit++;
+  const bytes = new Uint8Array(Math.ceil(length / 13) * 13);
+  let [bits, held, at] = [0, 0, 0];
+  for (let i = space + 1; i + 1 < text.length; i += 2) {
+    bits = (bits << 13) | (value[text.charCodeAt(i)] * 91 + value[text.charCodeAt(i + 1)]);
+    for (held += 13; held >= 8; held -= 8) bytes[at++] = bits >> (held - 8);
+    bits &= (1 << held) - 1;
   }
-  return bytes;
+  return bytes.subarray(0, length);
 }
 
 export async function unpack(bytes) {

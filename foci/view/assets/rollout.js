@@ -81,6 +81,10 @@ export class RolloutView {
     return store.remote?.rollout(layers.at(-1).stack, query, state.seq) ?? null;
   }
 
+  repaint() {
+    this.pane?.repaint();
+  }
+
   svg(focus) {
     return textSvg(this.pane, { ...focus, name: "rollout" });
   }

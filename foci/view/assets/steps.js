@@ -118,6 +118,11 @@ export class StepsView {
     });
   }
 
+  repaint() {
+    this.keysPane?.repaint();
+    this.writtenPane?.repaint();
+  }
+
   svg(focus) {
     return textSvg(this.keysPane, focus);
   }

@@ -35,6 +35,9 @@ export class TextView {
     this.searched = null;
     const sides = layer.self ? ["keys"] : ["queries", "keys"];
     this.bySide = new Map(sides.map((side) => [side, this.pane(layer, side)]));
+    // A link to a token far down opens there.
+    const first = this.state.chosen[0];
+    if (first !== undefined) this.bySide.get(layer.self ? "keys" : focus.from).wanted = layer.self && focus.to ? this.store.place(layer, first) : first;
     this.panes.replaceChildren(
       ...sides.map((side) => {
         const verb = side === "queries" ? "looks" : "is looked at";
@@ -123,6 +126,10 @@ export class TextView {
     pane.reveal(i);
     pane.refresh();
     this.count.textContent = `${(this.at + 1).toLocaleString("en")} of ${all.length.toLocaleString("en")}`;
+  }
+
+  repaint() {
+    for (const pane of this.bySide?.values() ?? []) pane.repaint();
   }
 
   focusSearch() {

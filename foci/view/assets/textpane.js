@@ -129,6 +129,8 @@ export class TextPane {
     this.sheet.style.height = `${this.starts.length * this.line + 16}px`;
     for (const line of this.lines.values()) line.remove();
     this.lines.clear();
+    if (this.wanted !== undefined) this.reveal(this.wanted);
+    this.wanted = undefined;
     this.render();
   }
 
