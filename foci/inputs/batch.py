@@ -21,13 +21,16 @@ def padded(rows: Sequence[Sequence[int] | Tensor], value: float = 0, multiple: i
     (tensor([[5, 3, 8, 0],
             [7, 0, 0, 0]]), tensor([3, 1]))
     """
-    tensors = [row if isinstance(row, Tensor) else torch.tensor(row, dtype=torch.long) for row in rows]
-    lengths = torch.tensor([len(row) for row in tensors])
-    width = rounded(int(lengths.max()), multiple)
-    found = torch.full((len(tensors), width, *tensors[0].shape[1:]), value, dtype=tensors[0].dtype)
-    for place, row in zip(found, tensors, strict=True):
-        place[: len(row)] = row
-    return found, lengths
+    counts = [len(row) for row in rows]
+    width = rounded(max(counts), multiple)
+    if not isinstance(rows[0], Tensor):
+        # One tensor of lists is made much faster than one of many tensors.
+        filled = [[*row, *[value] * (width - len(row))] for row in rows]
+        return torch.tensor(filled, dtype=torch.long), torch.tensor(counts)
+    found = torch.full((len(rows), width, *rows[0].shape[1:]), value, dtype=rows[0].dtype)
+    for place, count, row in zip(found, counts, rows, strict=True):
+        place[:count] = torch.as_tensor(row)
+    return found, torch.tensor(counts)
 
 
 def rounded(length: int, multiple: int = MULTIPLE) -> int:

@@ -19,7 +19,7 @@ from foci.training import checkpoint, train
 from tests.training.reversal import SMALL, config, logged, written
 
 ROOT = Path(__file__).parent.parent.parent
-STEPS = 60
+STEPS = 30
 CHANGES = (f"train.steps={STEPS}", "train.ema=0.9", "train.accumulate=2", "train.average=2")
 
 
@@ -48,52 +48,57 @@ def kill_when(process: "subprocess.Popen[bytes]", folder: Path, step: int) -> No
     assert process.wait() == -signal.SIGKILL
 
 
-def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    data = written(tmp_path / "pairs.tsv")
-    train(config(data, *CHANGES), tmp_path / "whole", quiet=True)
+def test_a_killed_run_ends_as_one_that_was_not(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    data, whole = finished
     options = [part for change in (*SMALL, *CHANGES) for part in ("--set", change)]
     command = [sys.executable, "-m", "foci", "train", "translation", "--data", str(data), "--quiet", *options]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
     killed = tmp_path / "killed"
     process = subprocess.Popen([*command, "--out", str(killed)], env=environment, cwd=tmp_path)
-    kill_when(process, killed, 15)
+    kill_when(process, killed, 10)
     left_at = checkpoint.newest(killed / "checkpoints", pytest.fail)
     assert left_at is not None
-    assert 15 <= left_at.step < STEPS
+    assert 10 <= left_at.step < STEPS
     train(config(data, *CHANGES), killed, resume=True, quiet=True)
-    assert_same_end(tmp_path / "whole", killed)
-    assert logged(killed, "loss") == logged(tmp_path / "whole", "loss")
-    assert logged(killed, "dev_loss") == logged(tmp_path / "whole", "dev_loss")
+    assert_same_end(whole, killed)
+    assert logged(killed, "loss") == logged(whole, "loss")
+    assert logged(killed, "dev_loss") == logged(whole, "dev_loss")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The data, and a run that was never killed."""
+    folder = tmp_path_factory.mktemp("finished")
+    data = written(folder / "pairs.tsv")
+    train(config(data, *CHANGES), folder / "whole", quiet=True)
+    return data, folder / "whole"
 
 
 @pytest.fixture
-def half(tmp_path: Path) -> tuple[Path, Path]:
-    """The data, and a run that ended half-way and one that did not end yet, beside one that did."""
-    data = written(tmp_path / "pairs.tsv")
-    train(config(data, *CHANGES), tmp_path / "whole", quiet=True)
-    return data, tmp_path / "whole"
+def run(finished: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """The same data, and a copy of that run to be damaged."""
+    shutil.copytree(finished[1], tmp_path / "run")
+    return finished[0], tmp_path / "run"
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
-    half: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    finished: tuple[Path, Path], run: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, whole = half
-    other = whole.with_name("damaged")
-    shutil.copytree(whole, other)
+    data, other = run
     last, before = checkpoint.found(other / "checkpoints")
     content = bytearray((last / "rank-00000.safetensors").read_bytes())
     content[-5] ^= 1
     (last / "rank-00000.safetensors").write_bytes(content)
     train(config(data, *CHANGES), other, resume=True)
     said = capsys.readouterr().err
-    assert re.search(r"step-00000060 is damaged: .* checksum .*; the one before it is used", said)
+    assert re.search(r"step-00000030 is damaged: .* checksum .*; the one before it is used", said)
     assert f"resumed at step {int(before.name.removeprefix('step-'))}" in said
-    assert_same_end(whole, other)
+    assert_same_end(finished[1], other)
 
 
 @pytest.mark.parametrize("harm", ["cut", "no json", "no file", "foreign"])
-def test_every_kind_of_damage_is_found(half: tuple[Path, Path], harm: str) -> None:
-    last = checkpoint.found(half[1] / "checkpoints")[0]
+def test_every_kind_of_damage_is_found(run: tuple[Path, Path], harm: str) -> None:
+    last = checkpoint.found(run[1] / "checkpoints")[0]
     file, state = last / "rank-00000.safetensors", last / "state.json"
     if harm == "cut":
         file.write_bytes(file.read_bytes()[:-100])
@@ -107,32 +112,35 @@ def test_every_kind_of_damage_is_found(half: tuple[Path, Path], harm: str) -> No
         checkpoint.Checkpoint(last)
 
 
-def test_without_a_whole_checkpoint_there_is_no_silent_new_beginning(half: tuple[Path, Path]) -> None:
-    data, whole = half
+def test_without_a_whole_checkpoint_there_is_no_silent_new_beginning(run: tuple[Path, Path]) -> None:
+    data, whole = run
     for folder in checkpoint.found(whole / "checkpoints"):
         (folder / "state.json").unlink()
     with pytest.raises(ValueError, match="all 2 are damaged"):
         train(config(data, *CHANGES), whole, resume=True, quiet=True)
 
 
-def test_what_was_half_written_is_passed_over(half: tuple[Path, Path]) -> None:
-    data, whole = half
+def test_what_was_half_written_is_passed_over(run: tuple[Path, Path]) -> None:
+    data, whole = run
     expected = logged(whole, "loss")
     shutil.rmtree(whole / "checkpoints" / f"step-{STEPS:08d}")
     (whole / "checkpoints" / f".step-{STEPS:08d}.part").mkdir()
     with (whole / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 59, "lo')
+        file.write('{"step": 29, "lo')
     train(config(data, *CHANGES), whole, resume=True, quiet=True)
     assert logged(whole, "loss") == expected
 
 
-def test_a_run_is_not_begun_twice_and_not_resumed_with_other_data(half: tuple[Path, Path]) -> None:
-    data, whole = half
+def test_a_run_is_not_begun_twice_and_not_resumed_with_other_data(run: tuple[Path, Path], tmp_path: Path) -> None:
+    data, whole = run
     with pytest.raises(ValueError, match="has a run already"):
         train(config(data, *CHANGES), whole, quiet=True)
-    written(data, seed=2)
+    other = written(tmp_path / "pairs.tsv", seed=2)
+    changed = json.loads((whole / "run.json").read_text())
+    changed["data"] = {str(other): next(iter(changed["data"].values()))}
+    (whole / "run.json").write_text(json.dumps(changed))
     with pytest.raises(ValueError, match="the files have changed"):
-        train(config(data, *CHANGES), whole, resume=True, quiet=True)
+        train(config(other, *CHANGES), whole, resume=True, quiet=True)
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(

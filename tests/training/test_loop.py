@@ -1,0 +1,136 @@
+"""What a training does beside learning: it stops, selects, averages, speaks."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foci import cli
+from foci.saving import safetensors
+from foci.tasks.trained import load
+from foci.tasks.translation import Translation
+from foci.training import loop, progress, train
+from tests.training.reversal import SMALL, config, logged, written
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return written(tmp_path / "pairs.tsv")
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_batch_and_norm(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = iter(range(100))
+    plain = Translation.loss
+
+    def breaking(self: Translation, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        loss, count = plain(self, model, batch)
+        return (loss * float("nan") if next(calls) == 6 else loss), count
+
+    monkeypatch.setattr(Translation, "loss", breaking)
+    changes = [part for change in (*SMALL, "train.steps=20") for part in ("--set", change)]
+    assert (
+        cli.main(["train", "translation", "--data", str(data), "--out", str(tmp_path / "r"), "--quiet", *changes]) == 1
+    )
+    said = capsys.readouterr().err
+    assert (
+        "expected a finite loss, but at step 7 it is nan with a gradient norm of nan, batch 0 of epoch 1 with" in said
+    )
+    assert said.count("\n") == 1
+    assert [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()] == ["step-00000005"]
+
+
+def test_training_stops_when_nothing_gets_better(data: Path, tmp_path: Path) -> None:
+    still = config(data, "train.rate=0", "train.steps=200", "train.evaluate_every=2", "train.patience=3")
+    train(still, tmp_path / "run", quiet=True)
+    # The first evaluation is the best, three more are no better, and the fourth is one too many.
+    assert max(logged(tmp_path / "run", "loss")) == 10
+
+
+def test_the_mean_of_the_best_models_is_made_of_their_weights(data: Path, tmp_path: Path) -> None:
+    train(config(data, "train.steps=30", "train.average=2", "train.evaluate_every=10"), tmp_path / "run", quiet=True)
+    kept = sorted((tmp_path / "run" / "best").iterdir())
+    assert [path.name for path in kept] == ["step-00000020.safetensors", "step-00000030.safetensors"]
+    first, second, last = (safetensors().load_file(path) for path in (*kept, tmp_path / "run" / "model.safetensors"))
+    about = load(tmp_path / "run").about
+    final, alone = about["dev"]["loss"], logged(tmp_path / "run", "dev_loss")
+    name = "encoder.blocks.0.attention.project.weight"
+    mean = (first[name] + second[name]) / 2
+    taken = mean if final not in alone.values() else {alone[20]: first, alone[30]: second}[final][name]
+    torch.testing.assert_close(last[name], taken)
+    assert final <= min(alone.values())
+
+
+def test_an_average_of_all_updates_is_what_is_evaluated(data: Path, tmp_path: Path) -> None:
+    for decay in ("0", "0.99"):
+        train(config(data, "train.steps=20", f"train.ema={decay}"), tmp_path / decay, quiet=True)
+    assert logged(tmp_path / "0", "loss") == logged(tmp_path / "0.99", "loss")
+    assert logged(tmp_path / "0", "dev_loss")[20] < logged(tmp_path / "0.99", "dev_loss")[20]
+
+
+def test_a_missing_metric_package_is_said_and_the_loss_decides(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    found = train(config(data, "train.steps=10", "train.select=metric", "train.decoded=2"), tmp_path / "run")
+    assert list(found) == ["loss"]
+    said = capsys.readouterr().err
+    assert said.count("pip install foci[tasks]; until then the best model is the one with the lowest loss") == 1
+
+
+def test_asked_to_stop_it_saves_and_goes_on_later(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = loop.one_update
+
+    def asking(run: Any, learner: Any, update: Any, step: int) -> Tensor:
+        if step == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(run, learner, update, step)
+
+    monkeypatch.setattr(loop, "one_update", asking)
+    assert train(config(data, "train.steps=12"), tmp_path / "run") == {"stopped_at_step": 7.0}
+    assert "stopped at step 7 and saved: --resume goes on from here" in capsys.readouterr().err
+    monkeypatch.undo()
+    train(config(data, "train.steps=12"), tmp_path / "run", resume=True, quiet=True)
+    train(config(data, "train.steps=12"), tmp_path / "whole", quiet=True)
+    assert logged(tmp_path / "run", "loss") == logged(tmp_path / "whole", "loss")
+
+
+def test_a_time_limit_ends_with_a_finished_model(data: Path, tmp_path: Path) -> None:
+    train(config(data, "train.steps=100000", "train.minutes=0.005"), tmp_path / "run", quiet=True)
+    assert load(tmp_path / "run").about["dev"]["loss"] > 0
+
+
+def test_it_says_rate_and_time_left(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config(data, "train.steps=3"), tmp_path / "run")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("190 examples to train on, 10 to measure with; ")
+    assert lines[1].startswith("step 1/3  loss ")
+    assert lines[1].endswith(" left")
+    assert " targets/s  0:0" in lines[1]
+
+
+def test_what_a_run_was_is_in_its_folder(data: Path, tmp_path: Path) -> None:
+    train(config(data, "train.steps=3"), tmp_path / "run", quiet=True)
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["versions"]["torch"] == torch.__version__
+    assert about["seed"] == 1
+    assert len(about["data"][str(data)]) == 64
+    assert "[train]\n" in (tmp_path / "run" / "config.toml").read_text()
+
+
+def test_a_bar_is_drawn_where_rich_is_installed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with progress.Progress(tmp_path, 10, first=True) as shown:
+        shown.report(4, {"loss": 1.0, "rate": 0.1, "norm": 2.0}, 100.0)
+        assert shown.bar.tasks[0].completed == 4
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with progress.Progress(tmp_path, 10, first=True) as plain:
+        assert plain.bar is None
