@@ -12,7 +12,7 @@ from foci.record import Record
 from foci.terminal import clip
 from foci.view import heads, matrix, patches, words
 from foci.view.printable import isolated, printable
-from foci.view.reading import Choice, Unit, choose, far, find, picture, shares, sides, telling
+from foci.view.reading import Choice, Unit, choose, far, find, picture, shares, shortened, sides, telling
 from foci.view.sheet import Sheet
 
 
@@ -71,6 +71,8 @@ def write_title(sheet: Sheet, record: Record) -> None:
     """Which model, how many heads, and what could not be seen."""
     sheet.lines.append(sheet.bold(clip(printable(record.model) or "Attention", sheet.width)))
     sheet.prose(", ".join(described(record)))
+    if record.answer:
+        sheet.wrapped(["answer:", *printable(shortened(record.answer)).split(" ")], hang=2)
     for reason in record.unseen:
         sheet.wrapped(["not seen:", *printable(reason).split()], hang=2)
 

@@ -1,0 +1,78 @@
+"""`foci look`: where a model looks when it reads a text of yours."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = """\
+examples:
+  foci look "Jane is hungry, and she's really craving pasta from Italy." --model ./minilm
+  foci look "Jane is hungry." --model ./minilm --head L0H1 --word hungry
+  foci look "Jane is hungry." --model runs/translation --out page.html
+"""
+FIGURES = {".png", ".svg", ".pdf", ".jpg", ".webp"}
+
+
+def add(commands: Any) -> None:
+    """Names the options."""
+    parser = commands.add_parser(
+        "look",
+        help="see where a model looks when it reads a text of yours",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("text", nargs="+", help="the text")
+    parser.add_argument("--model", help="a Hugging Face model by folder or name, or a file or run of foci")
+    parser.add_argument("--layer", type=int, help="a layer, from 0")
+    parser.add_argument("--head", help="a head: L5H3, cross.L0H2, or a number beside --layer")
+    parser.add_argument("--word", help="the word to follow: hungry, the#2 for the second the, or its place from 0")
+    parser.add_argument("--tokens", action="store_true", help="single tokens instead of whole words")
+    parser.add_argument("--out", type=Path, help="into a file: page.html, figure.png, .svg or .pdf, record.foci")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Looks, and shows or writes it."""
+    if options.model is None:
+        raise ValueError(
+            "expected --model, a Hugging Face model by folder or name or a run of foci: none ships with foci yet;"
+            ' without one, foci explain "..." shows how attention works'
+        )
+    from foci.looking import look
+
+    quieten()
+    record = look(" ".join(options.text), options.model, device=options.device, say=tell)
+    head = int(options.head) if options.head is not None and options.head.isdigit() else options.head
+    if options.out is None:
+        record.show(options.word, head, options.layer, by_token=options.tokens)
+        return 0
+    record.save(options.out, **(figure(head, options) if options.out.suffix.lower() in FIGURES else {}))
+    tell(f"written: {options.out}")
+    return 0
+
+
+def figure(head: str | int | None, options: argparse.Namespace) -> dict[str, Any]:
+    """What of the options says which figure to draw."""
+    chosen = f"L{options.layer}" + ("" if head is None else f"H{head}") if options.layer is not None else head
+    return ({"head": chosen} if chosen is not None else {}) | ({"by_token": True} if options.tokens else {})
+
+
+def tell(message: str) -> None:
+    """What takes a while, beside the answer and not in it."""
+    print(f"foci look: {message}", file=sys.stderr, flush=True)
+
+
+def quieten() -> None:
+    """Leaves of what transformers says the errors, and its progress bars where somebody sees them."""
+    if find_spec("transformers") is None:
+        return
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()

@@ -1,0 +1,156 @@
+"""look: a text, a model that reads it, and a Record of where it looked.
+
+The model is one of Hugging Face, by folder or name, or one that foci trained, by its file or the folder of its run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foci.capture import watch
+from foci.labels import Labels
+from foci.record import Record
+
+NEW_TOKENS = 128
+# How many of the likeliest next tokens are named.
+NEXT = 5
+WRITERS = ("ForCausalLM", "LMHeadModel")
+
+
+def silent(_message: str) -> None:
+    """Says nothing."""
+
+
+def look(
+    text: str,
+    model: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    new_tokens: int = NEW_TOKENS,
+    say: Callable[[str], None] = silent,
+) -> Record:
+    """Where a model looks when it reads a text.
+
+    A model that reads (BERT) reads it; one that writes (GPT-2) reads it and says how it would go on; one that reads and
+    writes (Marian, T5) writes its answer, and the record has the alignment.
+
+    Args:
+        model: the folder or name of a Hugging Face model, or a file or run of foci.
+        device: "cpu", "cuda", or "auto".
+        new_tokens: how much a model that reads and writes may write.
+        say: is told what takes a while.
+    """
+    if not text.strip():
+        raise ValueError("expected a text with at least one word, received none")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_path(os.fspath(model))
+    if is_own(Path(model)):
+        from foci.tasks.trained import load
+
+        say(f"loading {model}")
+        task, own, _ = load(Path(model), device=device)
+        return task.show(own, task.given(text))
+    return Reader(os.fspath(model), device, say).look(text, new_tokens)
+
+
+def check_path(name: str) -> None:
+    """A path that is not there is no name of a model either; nobody needs to be asked over the network."""
+    if name.startswith((".", "/", "~")) and not Path(name).exists():
+        raise ValueError(f"expected the folder of a Hugging Face model, or a model of foci, but {name} is not there")
+
+
+def is_own(path: Path) -> bool:
+    """Whether a path is a model of foci: a file, or a folder without the config of a Hugging Face model."""
+    return path.exists() and not (path / "config.json").is_file()
+
+
+class Reader:
+    """A Hugging Face model with its tokenizer, loaded once."""
+
+    def __init__(self, name: str, device: str = "cpu", say: Callable[[str], None] = silent) -> None:
+        transformers = imported()
+        self.say, self.device = say, device
+        say(f"loading {name}")
+        try:
+            self.config = transformers.AutoConfig.from_pretrained(name)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+            self.model = getattr(transformers, kind_of(self.config)).from_pretrained(name).eval().to(device)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"expected the folder or name of a Hugging Face model, or a model of foci, received {name!r}: {reason}"
+            ) from error
+
+    @torch.no_grad()
+    def look(self, text: str, new_tokens: int = NEW_TOKENS) -> Record:
+        """Runs the model on the text, and records."""
+        encoded, labels = self.read(text)
+        if self.config.is_encoder_decoder:
+            return self.answer(encoded, labels, new_tokens)
+        with watch(self.model, tokenizer=self.tokenizer, labels={"input": labels}) as seen:
+            out = self.model(**encoded)
+        if kind_of(self.config) == "AutoModelForCausalLM":
+            seen.answer = self.likeliest(out.logits[0, -1])
+        return seen
+
+    def read(self, text: str) -> tuple[dict[str, Any], Labels]:
+        """The numbers of a text's tokens, cut to what the model can take, and the texts of these."""
+        longest = min(getattr(self.config, "max_position_embeddings", None) or 2**20, self.tokenizer.model_max_length)
+        quick = self.tokenizer.is_fast
+        encoded = self.tokenizer(
+            text, return_tensors="pt", return_offsets_mapping=quick, truncation=True, max_length=longest
+        )
+        ids = encoded["input_ids"]
+        if ids.shape[1] == longest:
+            self.say(f"the model takes {longest:,} tokens: what is beyond them is cut off")
+        if quick:
+            offsets = [tuple(pair) for pair in encoded.pop("offset_mapping")[0].tolist()]
+            names = self.tokenizer.convert_ids_to_tokens(ids[0])
+            labels = Labels.by_offsets([text], [offsets], [names], [encoded.word_ids(0)])
+        else:
+            labels = Labels.decoded(ids, self.tokenizer)
+        return {name: tensor.to(self.device) for name, tensor in encoded.items()}, labels
+
+    def answer(self, encoded: dict[str, Any], labels: Labels, new_tokens: int) -> Record:
+        """What a model that reads and writes says; each row of the alignment is the word that was being written."""
+        self.say("writing an answer")
+        with watch(self.model, tokenizer=self.tokenizer, labels={"source": labels}) as seen:
+            written = self.model.generate(**encoded, max_new_tokens=new_tokens, num_beams=1, do_sample=False)
+        seen.answer = self.tokenizer.decode(written[0], skip_special_tokens=True)
+        seen.labels["answer"] = Labels.decoded(written[:, 1:], self.tokenizer)
+        for name, layer in seen.layers.items():
+            if layer.stack == "cross":
+                seen.layers[name] = replace(layer, queries="answer")
+        return seen
+
+    def likeliest(self, logits: torch.Tensor) -> str:
+        """How a text would go on: “ pasta” 12%, “ pizza” 8%."""
+        shares, tokens = logits.float().softmax(-1).topk(min(NEXT, logits.shape[-1]))
+        texts = [self.tokenizer.decode([token]) for token in tokens.tolist()]
+        return ", ".join(f"“{text}” {share:.0%}" for text, share in zip(texts, shares.tolist(), strict=True))
+
+
+def kind_of(config: Any) -> str:
+    """The class of transformers that loads a model with what it can do."""
+    if config.is_encoder_decoder:
+        return "AutoModelForSeq2SeqLM"
+    writes = any(name.endswith(WRITERS) for name in config.architectures or [])
+    return "AutoModelForCausalLM" if writes else "AutoModel"
+
+
+def imported() -> Any:
+    """transformers, or how to get it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "models of Hugging Face need transformers, which is not installed: pip install 'foci[hf]'"
+        ) from error
+    return transformers
