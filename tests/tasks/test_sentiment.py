@@ -1,0 +1,114 @@
+"""Sentiment: words that praise and words that blame, some after "not"; what is wrong with a table; what is seen."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from foci.tasks.sentiment import Labelled, Sentiment, SentimentSettings
+from tests.tasks.lessons import Lesson, lesson
+
+SMALL = (
+    *("task.width=32", "task.layers=1", "task.heads=2", "task.buckets=1000", "task.dropout=0.0"),
+    *("train.batch_tokens=512", "train.steps=150", "train.rate=0.003"),
+)
+PRAISE, BLAME = ("lovely", "brilliant", "moving"), ("dull", "awful", "clumsy")
+OTHERS = ("the", "film", "is", "a", "story", "of", "two", "men", "and", "their", "dog")
+
+
+def sentence(chance: random.Random) -> tuple[str, str]:
+    """Half of the verdicts are turned by "not", so single words do not tell."""
+    praises, turned = chance.random() < 0.5, chance.random() < 0.5
+    words = [chance.choice(OTHERS) for _ in range(chance.randint(3, 8))]
+    verdict = [*(["not"] if turned else []), chance.choice(PRAISE if praises else BLAME)]
+    place = chance.randint(0, len(words))
+    return " ".join(words[:place] + verdict + words[place:]), "good" if praises != turned else "bad"
+
+
+def written(path: Path, count: int, seed: int) -> Path:
+    chance = random.Random(seed)
+    rows = [sentence(chance) for _ in range(count)]
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
+    else:
+        path.write_text("".join(f"{text}\t{label}\n" for text, label in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Lesson:
+    folder = tmp_path_factory.mktemp("reviews")
+    data, dev = written(folder / "train.tsv", 400, 1), written(folder / "dev.jsonl", 200, 2)
+    return lesson("sentiment", folder, data, dev, *SMALL)
+
+
+def test_verdicts_are_read_with_what_turns_them(learned: Lesson) -> None:
+    """Without "not" a half would be right."""
+    assert learned.before < 65.0
+    assert learned.after > 90.0
+
+
+def test_an_answer_names_the_label_and_how_likely_it_is(learned: Lesson) -> None:
+    task, model, _ = learned.trained
+    texts = ["The film is BRILLIANT", "the film is not brilliant"]
+    said = task.write(model, [task.given(text) for text in texts])
+    assert [each.split(" (")[0] for each in said] == ["good", "bad"]
+
+
+def test_what_is_seen_has_the_words_after_the_one_that_gathers(learned: Lesson) -> None:
+    task, model, _ = learned.trained
+    record = task.show(model, task.given("a dull story"))
+    labels = record.labels["input"]
+    assert [text.strip() for text in labels.texts[0]] == ["<class>", "a", "dull", "story"]
+    assert record["L0H1"].shape == (1, 1, 4, 4)
+    assert record.answer == "bad"
+
+
+def test_answers_stand_in_the_order_of_the_texts(learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, model, _ = learned.trained
+    with torch.no_grad():
+        together = task.decode(model, learned.dev[:20])
+        monkeypatch.setattr("foci.tasks.sentiment.TOGETHER", 1)
+        alone = task.decode(model, learned.dev[:20])
+    assert [each.label for each in together] == [each.label for each in alone]
+
+
+def test_of_a_long_text_the_beginning_and_the_end_are_read() -> None:
+    settings = SentimentSettings(max_length=4)
+    task = Sentiment.start(settings, [Labelled("a b c d e f", "x"), Labelled("a", "y")])
+    assert task.tokenizer.decode(task.tokens(Labelled("a b c d e f"))) == "a b e f"
+    batch = task.batch([Labelled("a b c d e f", "x")], False, torch.Generator())
+    assert batch["tokens"].shape == (1, 4)
+
+
+def test_some_tokens_are_forgotten_while_training_and_none_after() -> None:
+    settings = SentimentSettings(forget=0.5)
+    texts = [Labelled("a b c d e f g h", "x"), Labelled("h g f e d c b a", "y")]
+    task = Sentiment.start(settings, texts)
+    read = task.batch(texts, False, torch.Generator())["tokens"]
+    thinned = task.batch(texts, True, torch.Generator().manual_seed(1))["tokens"]
+    assert 0 < int((read != thinned).sum()) < read.numel()
+    assert bool((thinned[read != thinned] == 3).all())
+
+
+def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
+    table = tmp_path / "table.tsv"
+    table.write_text("fine\tgood\nno label\n\tbad\nfine\tbad\n")
+    found = [str(each) for each in Sentiment.check([table], SentimentSettings())]
+    assert len(found) == 3
+    assert "table.tsv:2: error: expected 2 columns (text, label)" in found[0]
+    assert "table.tsv:3: error: expected a text, but it is empty" in found[1]
+    assert "table.tsv:4: warning: expected one label for a text, but" in found[2]
+    with pytest.raises(ValueError, match=r"table.tsv:2: expected 2 columns"):
+        Sentiment.read([table], SentimentSettings())
+    table.write_text("fine\tgood\n")
+    assert ["at least 2 classes" in str(each) for each in Sentiment.check([table], SentimentSettings())] == [True]
+
+
+def test_a_label_that_was_not_learned_is_refused(learned: Lesson) -> None:
+    with pytest.raises(ValueError, match="expected one of the labels bad, good, but got 'odd' for 'a dog'"):
+        learned.trained.task.batch([Labelled("a dog", "odd")], False, torch.Generator())

@@ -1,0 +1,172 @@
+"""Speech: tones in a row are written down as words; tables, what is wrong with them, and what is heard when."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.nn.speech import SpeechEncoder
+from foci.tasks.hearing import SpeechSettings, heard
+from foci.tasks.speech import Recording, Speech
+from tests.inputs.test_audio import write_wav
+from tests.tasks.lessons import Lesson, lesson
+
+RATE = 4000
+TONES = {"low": 300.0, "middle": 700.0, "high": 1500.0}
+SMALL = (
+    *("task.size=tiny", "task.width=48", "task.layers=1", "task.decoder_layers=1", "task.heads=2", "task.halvings=1"),
+    *("task.tokenizer=words", "task.rate=4000", "task.bands=16", "task.hop=0.02", "task.dropout=0.0", "task.beam=2"),
+    *("task.max_tokens=6", "task.longest_mask=2", "task.widest_mask=2", "task.speed=0.05", "task.voice=0.02"),
+    *("train.batch_tokens=800", "train.steps=120", "train.rate=0.004"),
+)
+
+
+def sung(words: list[str], chance: random.Random) -> Tensor:
+    """Each word is a tone of its own, longer or shorter, with a pause after it."""
+    parts = [torch.zeros(200)]
+    for word in words:
+        times = torch.arange(round(RATE * chance.uniform(0.08, 0.14))) / RATE
+        tone = torch.sin(2 * math.pi * TONES[word] * chance.uniform(0.95, 1.05) * times)
+        parts += [chance.uniform(0.1, 0.9) * tone, torch.zeros(round(RATE * 0.06))]
+    return torch.cat(parts)
+
+
+def recorded(folder: Path, count: int, seed: int) -> Path:
+    """Wav files and a table of them."""
+    chance, lines = random.Random(seed), ["sound\ttext"]
+    (folder / "sounds").mkdir(parents=True)
+    for number in range(count):
+        words = [chance.choice(list(TONES)) for _ in range(chance.randint(1, 3))]
+        write_wav(folder / "sounds" / f"{number}.wav", sung(words, chance), RATE)
+        lines.append(f"sounds/{number}.wav\t{' '.join(words)}")
+    table = folder / "table.tsv"
+    table.write_text("\n".join(lines) + "\n")
+    return table
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Lesson:
+    folder = tmp_path_factory.mktemp("tones")
+    return lesson("speech", folder, recorded(folder / "a", 150, 1), recorded(folder / "b", 50, 2), *SMALL)
+
+
+def test_tones_are_written_down(learned: Lesson) -> None:
+    assert learned.before > 70.0
+    assert learned.after < 10.0
+
+
+def test_each_way_of_writing_has_learned(learned: Lesson) -> None:
+    """The choice between them can hide that one has learned nothing."""
+    task, model, _ = learned.trained
+    assert isinstance(task, Speech)
+    assert isinstance(model, SpeechEncoder)
+    for alone in ("decoder", "ctc"):
+        told = [proposals(task, model, each, alone) for each in learned.dev]
+        assert float(task.score(told, learned.dev)["wer"]) < 50.0, alone
+
+
+def proposals(task: Speech, model: SpeechEncoder, example: Recording, alone: str) -> str:
+    from foci.decoding import generate
+    from foci.nn.speech import read_ctc
+
+    with torch.no_grad():
+        frames = task.frames(example)
+        if alone == "ctc":
+            found = read_ctc(model(frames[None]).ctc)[0]
+        else:
+            found = generate(model, frames, start=1, stop=2, new_tokens=6)[0].tokens
+    return task.tokenizer.decode(found)
+
+
+def test_answers_stand_in_the_order_of_the_recordings(learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, model, _ = learned.trained
+    with torch.no_grad():
+        together = task.decode(model, learned.dev[:12])
+        monkeypatch.setattr("foci.tasks.speech.TOGETHER", 1)
+        alone = task.decode(model, learned.dev[:12])
+    assert together == alone
+
+
+def test_what_is_heard_has_seconds_and_words(learned: Lesson) -> None:
+    task, model, _ = learned.trained
+    example = next(each for each in learned.dev if len(each.text.split()) == 2)
+    record = task.show(model, example)
+    frames = record.labels["source"]
+    assert (frames.kind, frames.seconds) == ("frames", 0.04)
+    assert frames.texts[0][:3] == ("0.00", "0.04", "0.08")
+    words = len((record.answer or "").split())
+    assert record["cross.L0H0"].shape == (1, 1, words + 1, len(frames))
+    assert record.labels_of(record["cross.L0"])[0].texts[0][-1].strip() == "<stop>"
+
+
+def test_frames_that_were_made_elsewhere_are_taken(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    given = torch.randn(20, 5, generator=torch.Generator().manual_seed(1))
+    numpy.save(tmp_path / "a.npy", given.numpy())
+    (tmp_path / "table.tsv").write_text("a.npy\tyes\n")
+    settings = SpeechSettings(deltas=True)
+    examples = Speech.read([tmp_path / "table.tsv"], settings)
+    task = Speech.start(settings, examples)
+    assert torch.equal(heard(examples[0].path, 16_000), given)
+    assert task.size(examples[0]) == 20
+    batch = task.batch(examples, False, torch.Generator())
+    assert batch["frames"].shape == (1, 24, 15)
+    assert torch.allclose(batch["frames"][0, :20, :5], (given - given.mean(0)) / given.std(0), atol=1e-5)
+    numpy.save(tmp_path / "b.npy", numpy.zeros((4, 3), dtype="float32"))
+    with pytest.raises(ValueError, match="expected 15 numbers per frame, as the first recordings have, but got 9"):
+        task.frames(Recording(str(tmp_path / "b.npy")))
+
+
+def test_training_varies_what_is_heard_and_measuring_does_not(learned: Lesson) -> None:
+    task = learned.trained.task
+    plain, again = (task.batch(learned.dev[:2], False, torch.Generator())["frames"] for _ in range(2))
+    assert torch.equal(plain, again)
+    one, same, other = (
+        task.batch(learned.dev[:2], True, torch.Generator().manual_seed(seed))["frames"] for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, same)
+    assert one.shape != other.shape or not torch.equal(one, other)
+
+
+def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
+    write_wav(tmp_path / "fine.wav", torch.ones(800), RATE)
+    write_wav(tmp_path / "silent.wav", torch.zeros(800), RATE)
+    (tmp_path / "text.wav").write_text("no sound")
+    table = tmp_path / "table.tsv"
+    table.write_text("fine.wav\tyes\nmissing.wav\tyes\ntext.wav\tyes\nfine.wav\t\nsilent.wav\tno\nalone\n")
+    found = [str(each) for each in Speech.check([table], SpeechSettings(rate=RATE))]
+    wanted = {
+        2: "there is no such file",
+        3: "text.wav should be a sound file, but",
+        4: "expected what is said as text, but it is empty",
+        5: "but there is silence",
+        6: "expected 2 columns (sound, text)",
+    }
+    assert len(found) == len(wanted)
+    for told, (line, what) in zip(found, wanted.items(), strict=True):
+        assert f"table.tsv:{line}: " in told
+        assert what in told
+    table.write_text("fine.wav\tyes\nmissing.wav\tyes\n")
+    with pytest.raises(ValueError, match=r"table.tsv:2: expected a sound file at .*missing.wav, but there is none"):
+        Speech.read([table], SpeechSettings())
+
+
+def test_a_share_of_ctc_beyond_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"SpeechSettings.ctc must lie between 0 and 1, but got 1.5"):
+        SpeechSettings(ctc=1.5)
+
+
+@pytest.mark.parametrize(("share", "heads"), [(0.0, (False, True)), (1.0, (True, False)), (0.5, (True, True))])
+def test_the_share_of_ctc_says_what_the_model_has(share: float, heads: tuple[bool, bool], learned: Lesson) -> None:
+    task = Speech(learned.trained.task.settings.changed(ctc=share), learned.trained.task.tokenizer, [1.0] * 16)
+    model = task.model()
+    assert isinstance(model, SpeechEncoder)
+    assert (model.ctc is not None, model.decoder is not None) == heads
+    loss, count = task.loss(model, task.batch(learned.dev[:3], True, torch.Generator()))
+    assert bool(loss.isfinite())
+    assert int(count) == sum(len(each.text.split()) + 1 for each in learned.dev[:3])

@@ -1,0 +1,139 @@
+"""Translation learns what an untrained model cannot know: the other order of words, and dates."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from foci.tasks.pairs import Pair
+from foci.tasks.trained import Trained, load
+from foci.tasks.translation import Translation, TranslationSettings
+from foci.training import read_config, train
+from tests.training.conftest import one_thread  # noqa: F401
+from tests.training.reversal import written
+
+MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August")
+QUICK = ("train.device=cpu", "train.decoded=40", "train.evaluate_every=1000", "task.beam=2", "task.smoothing=0")
+TINY = ("task.size=tiny", "task.width=64", "task.layers=1", "task.dropout=0", "train.batch_tokens=512")
+TRANSFORMER = ("task.heads=4", "task.hidden=128", "train.rate=0.006", "train.warmup=20")
+
+
+def trained(data: Path, *changes: str) -> tuple[Trained, float]:
+    """A model, and its BLEU on pairs that it has not seen."""
+    config = read_config("translation", None, [*QUICK, *TINY, *changes], data=[str(data)])
+    found = train(config, data.parent / "run", quiet=True)
+    return load(data.parent / "run"), float(found["bleu"])
+
+
+def untrained_bleu(like: Trained, data: Path) -> float:
+    torch.manual_seed(0)
+    pairs = Translation.read([data], like.task.settings)[:40]
+    model = like.task.model().eval()
+    with torch.no_grad():
+        return float(like.task.score(like.task.decode(model, pairs), pairs)["bleu"])
+
+
+def dates(path: Path) -> Path:
+    chance = random.Random(1)
+    days = [(chance.randint(1990, 2009), chance.randint(1, 8), chance.randint(1, 28)) for _ in range(1500)]
+    rows = [{"source": f"{d} {MONTHS[m - 1]} {y}", "target": f"{y} / {m:02d} / {d:02d}"} for y, m, d in days]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_words_backwards_by_a_transformer_of_pieces(tmp_path: Path) -> None:
+    data = written(tmp_path / "pairs.tsv", 1500)
+    found, bleu = trained(data, *TRANSFORMER, "task.vocabulary=272", "train.steps=160")
+    assert bleu > 60 > 20 > untrained_bleu(found, data)
+    record = found.task.show(found.model, found.task.given("ab cd ef"))
+    assert record.answer == found.task.write(found.model, [found.task.given("ab cd ef")])[0]
+    assert set(record.labels) == {"source", "target", "translation"}
+    assert record["cross.L0H0"].shape[3] == len(record.labels["source"])
+    assert record.labels["source"].texts[0][-1] == "<stop>"
+
+
+def test_words_backwards_by_an_rnn_that_looks_where_it_should(tmp_path: Path) -> None:
+    data = written(tmp_path / "pairs.tsv", 1500)
+    changes = ("task.model=rnn", "task.tokenizer=words", "train.rate=0.006", "train.warmup=20", "train.steps=110")
+    found, bleu = trained(data, *changes)
+    assert bleu > 90 > 20 > untrained_bleu(found, data)
+    record = found.task.show(found.model, found.task.given("ab cd ef gh"))
+    looked = record["cross.L0H0"].dense()[0].argmax(-1)
+    assert record.labels["translation"].texts[0] == ("gh", " ef", " cd", " ab", "<stop>")
+    assert looked[:4].tolist() == [3, 2, 1, 0]
+
+
+def test_dates_from_jsonl(tmp_path: Path) -> None:
+    data = dates(tmp_path / "dates.jsonl")
+    found, bleu = trained(data, *TRANSFORMER, "task.tokenizer=words", "train.steps=120")
+    assert bleu > 60 > 20 > untrained_bleu(found, data)
+
+
+def test_three_formats_are_read_alike(tmp_path: Path) -> None:
+    pairs = [Pair("A man sleeps.", "Ein Mann schläft."), Pair("A dog.", "Ein Hund.")]
+    table, lines, first, second = (tmp_path / name for name in ("a.tsv", "a.jsonl", "a.en.gz", "a.de"))
+    table.write_text("source\ttarget\n" + "".join(f"{pair.source}\t{pair.target}\n" for pair in pairs))
+    lines.write_text("".join(json.dumps({"target": pair.target, "source": pair.source}) + "\n" for pair in pairs))
+    first.write_bytes(gzip.compress("".join(f"{pair.source}\n" for pair in pairs).encode()))
+    second.write_text("".join(f"{pair.target}\n" for pair in pairs))
+    for paths in ([table], [lines], [first, second]):
+        assert Translation.read(paths, TranslationSettings()) == pairs
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.tsv", "one\n", "a.tsv:1: expected 2 columns (source, target) between tabs, but got 1"),
+        ("a.tsv", "x\ty\n \tz\n", "a.tsv:2: expected a text as source, but it is empty"),
+        ("a.tsv", "", "a.tsv: expected at least one pair, but it has none"),
+        ("a.jsonl", '{"source": "x"\n', "a.jsonl:1: expected a line of JSON, but it cannot be read"),
+        ("a.jsonl", '{"source": "x"}\n', "a.jsonl:1: expected the keys source, target, but got source"),
+        ("a.jsonl", '{"source": "x", "target": null}\n', "a.jsonl:1: expected a text for 'target', but got null"),
+    ],
+)
+def test_malformed_data_is_one_sentence(name: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="expected") as error:
+        Translation.read([tmp_path / name], TranslationSettings())
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_parallel_files_of_unequal_length(tmp_path: Path) -> None:
+    (tmp_path / "a.en").write_text("x\ny\nz\n")
+    (tmp_path / "a.de").write_text("x\ny\n")
+    with pytest.raises(ValueError, match=r"a\.en:3: expected as many lines as .*a\.de has, 2, but got more"):
+        Translation.read([tmp_path / "a.en", tmp_path / "a.de"], TranslationSettings())
+
+
+def test_doubts_about_pairs_are_warnings(tmp_path: Path) -> None:
+    long = "word " * 30
+    rows = ["the same old text\tthe same old text", f"short\t{long}", "a\tb\x07", "a\tb", "a\tb"]
+    (tmp_path / "a.tsv").write_text("".join(f"{row}\n" for row in rows))
+    found = list(Translation.check([tmp_path / "a.tsv"], TranslationSettings()))
+    assert [(problem.place.rpartition(":")[2], problem.severity) for problem in found] == [
+        *(("1", "warning"), ("2", "warning"), ("3", "warning"), ("5", "warning"))
+    ]
+
+
+def test_targets_follow_inputs_by_one() -> None:
+    task = Translation.start(TranslationSettings(size="tiny", tokenizer="words"), [Pair("a b", "c d")])
+    batch = task.batch([Pair("a b", "c d"), Pair("a", "c")], True, torch.Generator())
+    a, b, c, d = (task.tokenizer.encode(word)[0] for word in "abcd")
+    assert batch["source"][:, :3].tolist() == [[a, b, 2], [a, 2, 0]]
+    assert batch["real"].sum(1).tolist() == [3, 2]
+    assert batch["inputs"][:, :3].tolist() == [[1, c, d], [1, c, 0]]
+    assert batch["targets"][:, :3].tolist() == [[c, d, 2], [c, 2, 0]]
+    loss, count = task.loss(task.model().eval(), batch)
+    assert count == 5
+    assert loss > 0
+
+
+def test_a_sentence_that_is_too_long_is_refused() -> None:
+    settings = TranslationSettings(size="tiny", tokenizer="words", max_length=4)
+    task = Translation.start(settings, [Pair("a b", "c d")])
+    with pytest.raises(ValueError, match=r"at most 4 tokens \(task\.max_length\), but got 6"):
+        task.decode(task.model().eval(), [task.given("a b a b a b")])
