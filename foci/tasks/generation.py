@@ -242,6 +242,7 @@ class Generation(Task[Passage | Window, Measured]):
         """All passages as one row of tokens (N,), each after a start."""
         return torch.tensor([token for passage in passages for token in (START, *self.tokenizer.encode(passage.text))])
 
+    @torch.no_grad()
     def _measured(self, model: nn.Module, passage: Passage) -> Measured:
         device = next(model.parameters()).device
         pieces = windows(self._joined([passage]), self.settings.context, self.settings.stride or self.settings.context)

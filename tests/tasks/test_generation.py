@@ -11,7 +11,6 @@ import torch
 from foci.tasks.generation import Generation, GenerationSettings, Passage, windows
 from foci.tasks.trained import load
 from foci.training import read_config, train
-from tests.training.conftest import one_thread  # noqa: F401
 
 SENTENCES = ("the cat sat. ", "a dog ran far. ", "she sings well. ")
 TINY = ("task.size=tiny", "task.width=32", "task.heads=2", "task.layers=1", "task.context=32", "task.dropout=0")

@@ -12,7 +12,6 @@ from foci.tasks.pairs import Pair
 from foci.tasks.trained import Trained, load
 from foci.tasks.translation import Translation, TranslationSettings
 from foci.training import read_config, train
-from tests.training.conftest import one_thread  # noqa: F401
 from tests.training.reversal import written
 
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August")
