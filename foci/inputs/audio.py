@@ -20,6 +20,8 @@ from torch import Tensor
 FLOOR = 1e-6
 # Zero crossings of the resampling kernel on either side: more of them cut sharper.
 CROSSINGS = 12
+# Places between two samples that are told apart: finer ones differ by less than the kernel lets through anyway.
+PHASES = 1024
 # Outputs that are resampled at a time, which bounds the memory of long recordings.
 PIECE = 1 << 16
 
@@ -98,19 +100,24 @@ def resampled(samples: Tensor, factor: float) -> Tensor:
     if not 0.01 <= factor <= 100.0:
         raise ValueError(f"a sound is resampled by a factor between 0.01 and 100, but got {factor!r}")
     count = max(round(len(samples) / factor), 1)
-    cutoff = min(1.0, 1.0 / factor)
-    half = math.ceil(CROSSINGS / cutoff)
-    padded = torch.nn.functional.pad(samples, (half, half + math.ceil(factor) + 1))
-    steps = torch.arange(2 * half)
+    kernel = sinc_kernel(min(1.0, 1.0 / factor)).to(samples)
+    half = kernel.shape[1] // 2
+    windows = torch.nn.functional.pad(samples, (half - 1, half + math.ceil(factor) + 1)).unfold(0, 2 * half, 1)
     pieces = []
     for first in range(0, count, PIECE):
         places = torch.arange(first, min(first + PIECE, count), dtype=torch.float64) * factor
-        nearest = places.floor().long().clamp(max=len(samples))
-        # How far each place is from the samples around it, in samples.
-        away = (places - nearest).to(samples.dtype)[:, None] - (steps - half + 1)
-        kernel = torch.sinc(cutoff * away) * torch.cos(math.pi / 2 / half * away).square()
-        pieces.append(cutoff * (padded[nearest[:, None] + steps + 1] * kernel).sum(1))
+        nearest = places.floor()
+        phase = ((places - nearest) * PHASES).round().long()
+        pieces.append((windows[nearest.long().clamp(max=len(windows) - 1)] * kernel[phase]).sum(1))
     return torch.cat(pieces)
+
+
+@lru_cache(maxsize=16)
+def sinc_kernel(cutoff: float) -> Tensor:
+    """A low-pass filter at the samples around a place: (PHASES + 1, taps), a row for each place between two samples."""
+    half = math.ceil(CROSSINGS / cutoff)
+    away = torch.arange(PHASES + 1)[:, None] / PHASES - torch.arange(1 - half, half + 1)
+    return cutoff * torch.sinc(cutoff * away) * torch.cos(math.pi / 2 / half * away).square()
 
 
 def log_mel(
