@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from foci.algebra import Entries, Mask
+from foci.capture.huggingface_switch import said_before
 from foci.fitting import is_unreadable
 from foci.masks import causal, documents, padding, window
 from foci.where import Extent, Where
@@ -77,12 +78,14 @@ class Deferred(Tensor):
     @staticmethod
     def __new__(cls, mask: Mask, place: Place, all_keys: int) -> Deferred:
         shape = (place.batch, 1, place.queries, all_keys)
-        made: Deferred = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=place.device)  # type: ignore[attr-defined]
+        made: Deferred = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=place.device)
         made.mask, made.keys = mask, place.keys
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         form: Callable[[Deferred], Tensor] = built
         if function.overloadpacket in OWN_ATTENTION:
             warn_of_own_attention()
@@ -91,7 +94,7 @@ class Deferred(Tensor):
         args, kwargs = tree_map_only(cls, form, (args, kwargs or {}))
         return function(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Deferred({self.mask!r}, {tuple(self.shape)})"
 
 
@@ -139,6 +142,7 @@ def mask_of(
     kv_offset: int = 0,
     mask_function: Function | None = None,
     attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
     **others: Any,
@@ -161,6 +165,10 @@ def mask_of(
     place = Place(batch_size, q_length, kv_length, start, kv_offset, torch.device(device))
     place, rules = (place, None) if unknown else rules_of(function, attention_mask, place)
     if rules == [] and allow_is_bidirectional_skip:
+        return None
+    # A model that ran on SDPA before it was watched goes on leaving causality to its modules, or its output changes.
+    fused = said_before(others.get("config")) not in {None, "eager", "foci"}
+    if fused and allow_is_causal_skip and rules == [causal] and (start == 0 or q_length == 1):
         return None
     if rules is None or (
         place.device.type == "cpu" and batch_size * q_length * kv_length <= SMALL and rules != [causal]

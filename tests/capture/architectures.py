@@ -337,6 +337,12 @@ def captioned(places: int) -> Callable[[], dict[str, Tensor]]:
     return inputs
 
 
+def prefixed() -> dict[str, Tensor]:
+    """Four tokens of an image and two of text that see each other, then text that looks back."""
+    inputs = captioned(4)()
+    return inputs | {"token_type_ids": (torch.arange(11) > 5).long().expand(2, 11)}
+
+
 def both() -> dict[str, Tensor]:
     return text() | image()
 
@@ -386,7 +392,7 @@ ARCHITECTURES |= {
     "paligemma": vision_language(
         "PaliGemmaForConditionalGeneration",
         "PaliGemmaConfig",
-        captioned(4),
+        prefixed,
         {
             "text_config": ("GemmaConfig", LANGUAGE),
             "vision_config": ("SiglipVisionConfig", TOWER | {"projection_dim": 16}),
