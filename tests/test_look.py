@@ -19,6 +19,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 TEXT = "Jane is hungry, Jane sleeps"
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "Jane", "is", "hungry", ",", "sleeps"]
+NO_MODEL = (
+    "expected --model, a Hugging Face model by folder or name or a run of foci: none ships with foci yet;"
+    ' without one, foci explain "..." shows how attention works'
+)
 SMALL = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -151,11 +155,7 @@ def test_a_long_text_is_cut_and_that_is_said(folders: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["x"],
-            "expected --model, a Hugging Face model by folder or name or a run of foci: none ships with foci yet;"
-            ' without one, foci explain "..." shows how attention works',
-        ),
+        (["x"], NO_MODEL),
         ([" ", "--model", "x"], "expected a text with at least one word, received none"),
         (
             ["x", "--model", "./none"],

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from foci.record import Record
 from foci.terminal import pad
+from foci.view.reading import LONG
 from foci.view.sheet import Sheet, widest
 
 MEASURES = ("entropy", "sink share", "distance", "previous token", "induction")
@@ -75,6 +76,9 @@ def outstanding(record: Record, title: str, values: Sequence[Sequence[float]]) -
 
 def write(sheet: Sheet, record: Record) -> None:
     """The panels side by side, as many as fit, and the rest under them."""
+    if any(layer.kept is None and max(layer.shape[2:]) > LONG for layer in record.layers.values()):
+        sheet.note("Measures of all heads take a while for a text of this length: record.scores() has them.")
+        return
     names = [record.name_of(layer) for layer in record.layers.values()][:MOST_LAYERS]
     label = widest(names, 16) + 1
     room = sheet.room - label

@@ -191,7 +191,9 @@ def shares(choice: Choice, batch: int, queries: Sequence[Unit], keys: Sequence[U
 def picture(choice: Choice, batch: int, rows: int, columns: int) -> Tensor:
     """The matrix in blocks: (rows, columns)."""
     with torch.no_grad():
-        return choice.layer.picture(rows, columns)[batch, choice.places].float().mean(0).cpu()
+        if choice.head is not None:
+            return choice.layer.head(choice.head).picture(rows, columns)[batch].float().cpu()
+        return choice.layer.picture(rows, columns)[batch].float().mean(0).cpu()
 
 
 def find(shown: Sequence[Unit], word: str | int) -> int:
@@ -243,17 +245,20 @@ def clearness(layer: Layer) -> float:
 
 
 def quickly_asked(layer: Layer) -> bool:
+    """Whether looking through the whole matrix takes no time that anybody would notice."""
     return "top" in layer.can and max(layer.shape[2:]) <= LONG
 
 
 @torch.no_grad()
 def far(record: Record, layer: Layer, batch: int) -> Tensor:
     """For each head and query, how much one word that is not its neighbour stands out: (H, Tq); no added tokens."""
-    values, keys = layer.top(min(8, layer.most))
-    values, keys = values[batch].float().cpu(), keys[batch].cpu()
+    values, keys = (
+        found[batch].view(layer.shape[1], layer.shape[2], -1).cpu() for found in layer.top(min(8, layer.most))
+    )
+    values = values.float()
     if "received" in layer.can:
         # What every query looks at says little about the one that does.
-        usual = layer.received()[batch].float().cpu() / layer.shape[2]
+        usual = layer.received()[batch].view(layer.shape[1], -1).float().cpu() / layer.shape[2]
         values = values - usual.unsqueeze(1).expand(-1, layer.shape[2], -1).gather(2, keys.clamp(min=0))
     queries_spoken, keys_spoken = (spoken(labels, batch) for labels in record.labels_of(layer))
     seen = keys_spoken[keys.clamp(min=0)] & (keys >= 0)

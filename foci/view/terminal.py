@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from math import prod
 from typing import TextIO
 
 from foci.labels import Labels
@@ -12,8 +13,11 @@ from foci.record import Record
 from foci.terminal import clip
 from foci.view import heads, matrix, patches, words
 from foci.view.printable import isolated, printable
-from foci.view.reading import Choice, Unit, choose, far, find, picture, shares, shortened, sides, telling
+from foci.view.reading import Choice, Unit, choose, far, find, picture, quickly_asked, shares, shortened, sides, telling
 from foci.view.sheet import Sheet
+
+# Above so many entries a picture that was not kept takes too long to draw.
+MOST_ENTRIES = 2**32
 
 
 def show(
@@ -128,6 +132,8 @@ def write_matrix(
     if matrix.fits(sheet, queries, keys):
         sheet.heading(f"All of {in_words(choice)}")
         matrix.write(sheet, queries, keys, shares(choice, batch, queries, keys).tolist(), focus)
+    elif choice.layer.kept is None and prod(choice.layer.shape[1:]) > MOST_ENTRIES:
+        sheet.note(f"No map of {choice.layer.shape[3]:,} positions: watch with keep=foci.Keep() for one.")
     elif "picture" in choice.layer.can:
         sheet.heading(f"All of {in_words(choice)}")
         sheet.prose("From top to bottom who looks, from left to right who is looked at.")
@@ -135,9 +141,11 @@ def write_matrix(
 
 
 def clearest(record: Record, choice: Choice, batch: int, queries: Sequence[Unit]) -> int:
-    """The word that looks most clearly at another one that is not its neighbour."""
-    found = far(record, choice.layer, batch)[choice.places].mean(0)
-    place = int(found.argmax())
+    """The word that looks most clearly at another one that is not its neighbour; of a very long text the last."""
+    layer = choice.layer if choice.head is None else choice.layer.head(choice.head)
+    if not quickly_asked(layer):
+        return len(queries) - 1
+    place = int(far(record, layer, batch).mean(0).argmax())
     return next((i for i, unit in enumerate(queries) if unit.start <= place < unit.stop), 0)
 
 

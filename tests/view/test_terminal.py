@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import foci
 from foci.labels import Labels
 from foci.layer import Layer
 from foci.record import Record
 from foci.terminal import STYLE, text_width
-from foci.view import words
+from foci.view import terminal, words
 from foci.view.reading import Unit, choose, find, shares, sides, telling, units
 from foci.view.sheet import Sheet
 from foci.view.terminal import render, show
@@ -369,3 +370,30 @@ def test_the_width_is_that_of_the_terminal_within_bounds(monkeypatch: pytest.Mon
     for given_, used in (("10", 24), ("40", 40), ("500", 120)):
         monkeypatch.setitem(os.environ, "COLUMNS", given_)
         assert Sheet.fitting(io.StringIO()).width == used
+
+
+def lazy(length: int, heads: int = 1) -> Record:
+    q = torch.randn(1, heads, length, 4, generator=torch.Generator().manual_seed(0))
+    _, weights = foci.attention(q, q, q, mask=foci.causal, return_weights=True)
+    labels = Labels.tokens([[f" w{i}" for i in range(length)]])
+    return Record({"l": Layer("l", weights=weights)}, {"input": labels}, model="Lazy", calls=1)
+
+
+def test_a_very_long_text_is_not_gone_through_for_an_overview() -> None:
+    found = lines(lazy(2100, heads=2))
+    assert "   Measures of all heads take a while for a text of this length:" in found
+    assert "Where “w2099” looks in L0, the mean of its heads" in found
+    assert len(found) < 60
+
+
+def test_a_map_that_would_take_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "MOST_ENTRIES", 199 * 199)
+    assert lines(lazy(199), 80, head="L0")[-1].startswith(" " * 3)
+    assert lines(lazy(200), 80, head="L0")[-1] == "   No map of 200 positions: watch with keep=foci.Keep() for one."
+
+
+def test_lazy_weights_and_their_dense_matrix_look_the_same() -> None:
+    record = lazy(30)
+    matrix = record.layers["l"].dense()
+    dense = Record({"l": Layer("l", matrix=matrix)}, record.labels, model="Lazy", calls=1)
+    assert lines(record) == lines(dense)
