@@ -7,7 +7,8 @@ No reduction across lanes or warps is left in the inner loop, except for the few
 
 For the heaviest keys, keys are put in classes: those in the same place of their tile, where r and r + 8 of 16 rows
 count as one place, since a thread holds both. Neighbours are in different classes. Per query and class the two largest
-logits are kept, each with where it came from in its lowest bits. That is enough to choose from: see top.py.
+logits are kept, each with where it came from in its lowest bits, and of the third that it is no larger than so much.
+That is enough to choose from: see top.py.
 
 B batch, H heads, Tq queries, Tk keys, D width. A pair is one head of one batch element.
 """
@@ -47,6 +48,15 @@ def marked(x, tag, TAG_BITS: tl.constexpr):
 
 
 @triton.jit
+def no_less(x, TAG_BITS: tl.constexpr):
+    """A 16-bit number that is no less than a marked logit, and hardly more; -inf where there is none."""
+    bare = (x.to(tl.int32, bitcast=True) & (-(1 << TAG_BITS))).to(tl.float32, bitcast=True)
+    # Rounding to 16 bits loses at most a half of 2**-10 of the number, or of 2**-24 where it is tiny.
+    above = tl.maximum(bare + tl.abs(bare) * 0.0009765625 + 6e-8, -65504.0)
+    return tl.where(x > NONE / 2, above, -float("inf")).to(tl.float16)
+
+
+@triton.jit
 def bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
     """Tiles of keys from first to last are seen by somebody, those from full to end by every query entirely."""
     some = high > low
@@ -66,7 +76,7 @@ def bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
 def step(
     t, tag, queries, i, lse, low, high, weights, slope, k, columns, picture, picture_row,
     query_ids, key_ids, dense, dense_query, dense_key,
-    entropy, distance, largest, best, second, cells_before, column_before,
+    entropy, distance, largest, best, second, third, cells_before, column_before,
     offset, Tq, Tk, D, k_key, scale, softcap, picture_scale, picture_rows, picture_columns,
     MASKED: tl.constexpr, SPANS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     IDS: tl.constexpr, DENSE: tl.constexpr,
@@ -109,14 +119,18 @@ def step(
         lower = marked(lower, 2 * tag + 1, TAG_BITS)
         loser = tl.minimum(upper, lower)
         winner = tl.maximum(upper, lower)
-        second = tl.maximum(tl.maximum(second, tl.minimum(best, winner)), loser)
+        weaker = tl.minimum(best, winner)
+        stronger = tl.maximum(second, loser)
+        third = tl.maximum(third, tl.minimum(weaker, stronger))
+        second = tl.maximum(weaker, stronger)
         best = tl.maximum(best, winner)
     if ENTROPY or DISTANCE or RECEIVED or PICTURE > 0:
         p = tl.exp2(x)
         if ENTROPY:
             entropy = add_keys(entropy, p * x, BK, BQ)
         if DISTANCE:
-            far = tl.abs(i[None, :] + offset - j[:, None]).to(tl.float32)
+            # Turned into floats before they are spread over the tile: per entry that would take as long as exp2.
+            far = tl.abs((i + offset).to(tl.float32)[None, :] - j.to(tl.float32)[:, None])
             distance = add_keys(distance, p * far, BK, BQ)
         if PICTURE > 0:
             cells = tl.reshape(p, (BK, BQ // CELL_QUERIES, CELL_QUERIES))
@@ -147,13 +161,13 @@ def step(
             else:
                 received = tl.sum(p, 1)
             tl.store(columns + j, before + received, mask=j < Tk)
-    return entropy, distance, largest, best, second, cells_before, column_before
+    return entropy, distance, largest, best, second, third, cells_before, column_before
 
 
 @triton.jit
 def statistics(
     q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights,
-    entropy, distance, largest, columns, picture, best, second,
+    entropy, distance, largest, columns, picture, best, second, third,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key, weights_batch, weights_head,
@@ -171,7 +185,7 @@ def statistics(
     """Program (pair, slot) serves every `slots`-th tile of queries, back and forth, the longest causal rows first.
 
     columns is (pairs, slots, Tk): each program adds to its own. picture is (pairs, picture_rows, picture_columns),
-    zeros; PICTURE is 0 none, 1 mean, 2 max. best and second are (pairs, segments, BK // 2, queries).
+    zeros; PICTURE is 0 none, 1 mean, 2 max. best, second and third are (pairs, segments, BK // 2, queries).
     """
     pair = first_pair + tl.program_id(0) // slots
     slot = tl.program_id(0) % slots
@@ -211,10 +225,11 @@ def statistics(
                 weights = tl.load(query_weights + i, mask=i < Tq, other=0.0).to(tl.float32)
             sum_entropy = tl.zeros((BK // 16, 8, BQ), tl.float32)
             sum_distance = tl.zeros((BK // 16, 8, BQ), tl.float32)
-            max_logit = tl.full((BK // 16, 8, BQ), -float("inf"), tl.float32)
+            highest = tl.full((BK // 16, 8, BQ), -float("inf"), tl.float32)
             for s in range(segments):
                 first_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
                 next_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
+                third_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
                 start = s * segment
                 stop = start + segment
                 for run in tl.static_range(max(SPANS, 1)):
@@ -239,10 +254,10 @@ def statistics(
                             t = full + n
                             if kind == 0:
                                 t = tl.where(first + n < full, first + n, end + n - (full - first))
-                            sum_entropy, sum_distance, max_logit, first_best, next_best, cells, column = step(
+                            sum_entropy, sum_distance, highest, first_best, next_best, third_best, cells, column = step(
                                 t, t - start, queries, i, rows, low, high, weights, slope, k, columns, picture,
                                 (tile * BQ) // CELL_QUERIES, query_ids, key_ids, dense, dense_query, dense_key,
-                                sum_entropy, sum_distance, max_logit, first_best, next_best, cells, column,
+                                sum_entropy, sum_distance, highest, first_best, next_best, third_best, cells, column,
                                 offset, Tq, Tk, D, k_key, scale, softcap,
                                 picture_scale, picture_rows, picture_columns,
                                 kind == 0, SPANS, SOFTCAP, ALIBI, IDS, DENSE,
@@ -257,12 +272,13 @@ def statistics(
                     places = klass * (tiles * BQ) + ((tile - first_tile) * BQ + tl.arange(0, BQ))[None, None, :]
                     tl.store(best + into + places, first_best)
                     tl.store(second + into + places, next_best)
+                    tl.store(third + into + places, no_less(third_best, TAG_BITS))
             if ENTROPY:
                 tl.store(entropy + i, 0.0 - tl.sum(tl.sum(sum_entropy, 0), 0) * LN_2, mask=i < Tq)
             if DISTANCE:
                 tl.store(distance + i, tl.sum(tl.sum(sum_distance, 0), 0), mask=i < Tq)
             if LARGEST:
-                per_query = tl.where(i < Tq, tl.max(tl.max(max_logit, 0), 0), -float("inf"))
+                per_query = tl.where(i < Tq, tl.max(tl.max(highest, 0), 0), -float("inf"))
                 tl.store(largest + pair.to(tl.int64) * tl.cdiv(Tq, BQ) + tile, tl.max(per_query, 0) * LN_2)
             # The next tile of queries adds to the same columns, with other threads.
             tl.debug_barrier()

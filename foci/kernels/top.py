@@ -1,9 +1,10 @@
 """The k heaviest keys of each query, chosen from what the pass over the tiles has kept (statistics.py).
 
-It kept, per query and class of keys, the two largest logits and where they were. The k largest of these are chosen
-(pick). A key that was not kept can count only where both of its class were chosen. And the logits that were kept lack
-their lowest bits, which say where, so that keys level with the last one chosen are open too. Those classes, few, are
-read again, key by key (refine); elsewhere the choice is final, and only its weights are computed anew, exactly (weigh).
+It kept, per query and class of keys, the two largest logits and where they were, and a number that the third does not
+exceed. The k largest of these are chosen (pick). A key that was not kept can count only where both of its class were
+chosen and the third may reach the last one chosen. And the logits that were kept lack their lowest bits, which say
+where, so that keys level with the last one chosen are open too. Those classes, few, are read again, key by key
+(refine); elsewhere the choice is final, and only its weights are computed anew, exactly (weigh).
 """
 
 # Device code carries no Python types.
@@ -38,12 +39,12 @@ def kept(pointers, klass, valid, segment, BK: tl.constexpr, TAG_BITS: tl.constex
 
 @triton.jit
 def pick(
-    best, second, keys, flags, Tq, first_pair, first_query, queries, segment,
+    best, second, third, keys, flags, Tq, first_pair, first_query, queries, segment,
     TOP: tl.constexpr, CLASSES: tl.constexpr, BK: tl.constexpr, TAG_BITS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """R queries of one pair: the keys of the TOP best classes, and a flag for each class that may hide another.
 
-    best and second are (pairs, CLASSES, queries), flags (pairs, queries, CLASSES // WORD).
+    best, second and third are (pairs, CLASSES, queries), flags (pairs, queries, CLASSES // WORD).
     """
     pair = first_pair + tl.program_id(1)
     local = tl.program_id(0) * R + tl.arange(0, R)
@@ -67,8 +68,9 @@ def pick(
         x = tl.where(taken, y, x)
         key = tl.where(taken, next_key, key)
         y = tl.where(taken, NONE, y)
+    rest = tl.load(third + places, mask=valid[None, :], other=-float("inf")).to(tl.float32)
     # What was kept lacks its lowest bits: a key that is level with the last one chosen may be the heavier one.
-    hidden = (used >= 2) | ((x >= bound[None, :]) & (bound > NONE / 2)[None, :])
+    hidden = ((used >= 2) & (rest >= bound[None, :])) | ((x >= bound[None, :]) & (bound > NONE / 2)[None, :])
     bits = tl.where(hidden, 1 << (klass % WORD), 0)
     words = tl.sum(tl.reshape(bits, (CLASSES // WORD, WORD, R)), 1)  # (CLASSES // WORD, R)
     word = tl.arange(0, CLASSES // WORD)[:, None]

@@ -11,7 +11,7 @@ import torch
 from foci.statistics.wanted import Wanted
 
 # What the candidates for the heaviest keys may take while they wait to be chosen from.
-BUDGET = 64 * 2**20
+BUDGET = 40 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def default(width: int, dtype: torch.dtype, wanted: Wanted) -> Config:
     if dtype == torch.float32 or width > 128:
         return Config(queries=64, keys=64, warps=4, stages=2, per_processor=1)
     # Each of these is kept in registers for half a tile; with many of them a tile has to be smaller.
-    carried = wanted.entropy + wanted.distance + wanted.largest + 2 * (wanted.top > 0)
+    carried = wanted.entropy + wanted.distance + wanted.largest + 3 * (wanted.top > 0)
     if carried > 3:
         return Config(queries=64, keys=64, warps=4, stages=3, per_processor=2)
     return Config(queries=128, keys=64, warps=4, stages=3, per_processor=2)
@@ -52,12 +52,11 @@ def slots(pairs: int, tiles: int, programs: int) -> int:
 
 
 def segments_for(top: int, tiles: int, places: int) -> int:
-    """Parts of the keys that keep candidates of their own: a power of two, for 16 classes per key that is wanted.
+    """Parts of the keys that keep candidates of their own: a power of two, for 8 classes per key that is wanted.
 
-    A class is read again when it holds two keys that count: about every fifth query has one. With half as many classes
-    it is every third query and twice the keys: the 8 heaviest of 8,192 then took 1.26 ms instead of 0.94 on an H200.
+    A class is read again when it holds three keys that count: for 8 keys in 64 classes about one query in 70 has one.
     """
-    wanted = -(-16 * top // places)
+    wanted = -(-8 * top // places)
     segments = 1
     while segments < wanted and 2 * segments <= tiles:
         segments *= 2

@@ -26,6 +26,7 @@ WEIGHED = (
 )
 # Fewer would be enough for short sequences, at the price of a build for each length.
 LEAST_TAG_BITS = 7
+WRITTEN = ("entropy", "distance", "largest", "columns", "best", "second", "third")
 COMMON = ("keys", "first_pair", "first_query", "queries", "TOP")
 
 
@@ -80,14 +81,15 @@ def sweep(
     tiles_of_keys = -(-k.shape[2] // config.keys)
     segments = segments_for(wanted.top, tiles_of_keys, config.keys // 2)
     segment = -(-tiles_of_keys // segments)
-    row_bytes = 2 * 4 * segments * (config.keys // 2)
+    row_bytes = (4 + 4 + 2) * segments * (config.keys // 2)
     plan = list(launches(pairs, tiles, row_bytes * config.queries if wanted.top else 0, BUDGET))
     most = max(launch.tiles for launch in plan)
     per_pair = slots(plan[0].pairs, most, processors(q.device) * config.per_processor)
     buffers = allocate(q, k, wanted, fit, per_pair, tiles)
     if wanted.top:
         kept = max(launch.pairs * launch.tiles for launch in plan) * config.queries * segments * (config.keys // 2)
-        buffers |= {name: q.new_empty(kept, dtype=torch.float32) for name in ("best", "second")}
+        kinds = {"best": torch.float32, "second": torch.float32, "third": torch.float16}
+        buffers |= {name: q.new_empty(kept, dtype=dtype) for name, dtype in kinds.items()}
         buffers["flags"] = q.new_empty(kept // FLAGS_PER_WORD, dtype=torch.int32)
     shape = {"segment": segment, "segments": segments, "TAG_BITS": max(LEAST_TAG_BITS, (2 * segment - 1).bit_length())}
     weighted = weights_arguments(query_weights, arguments["lse"])
@@ -96,8 +98,7 @@ def sweep(
         kernel[(launch.pairs * per_pair,)](
             **arguments, **weighted, **shape,
             **picture_arguments(wanted, fit, k.shape[2], twice=arguments["SPANS"] == 2),
-            **{name: buffers.get(name, unused) for name in ("entropy", "distance", "largest", "columns", "best")},
-            picture=buffers.get("cells", unused), second=buffers.get("second", unused),
+            **{name: buffers.get(name, unused) for name in WRITTEN}, picture=buffers.get("cells", unused),
             slots=per_pair, first_pair=launch.first_pair, first_tile=launch.first_tile, tiles=launch.tiles,
             ENTROPY=wanted.entropy, DISTANCE=wanted.distance, LARGEST=wanted.largest, RECEIVED=wanted.received,
             TOP=wanted.top > 0, BQ=config.queries, BK=config.keys,
@@ -130,8 +131,9 @@ def choose(
     common |= {"segment": shape["segment"], "TOP": top, "CLASSES": classes, "BK": config.keys}
     rows = max(1, 1024 // classes)
     pick[(-(-queries // rows), launch.pairs)](
-        best=buffers["best"], second=buffers["second"], TAG_BITS=shape["TAG_BITS"], R=rows, **common, num_warps=1
-    )
+        **{name: buffers[name] for name in ("best", "second", "third")}, **common,
+        TAG_BITS=shape["TAG_BITS"], R=rows, num_warps=1,
+    )  # fmt: skip
     slots = 2 ** math.ceil(math.log2(top))
     rows = max(1, 128 // slots)
     weighed = {name: arguments[name] for name in WEIGHED} | {name: common[name] for name in COMMON}

@@ -295,6 +295,35 @@ def test_heavy_keys_that_share_a_class_are_all_found(stride: int) -> None:
     check_top(case.run(Wanted(top=7)), case, 7)
 
 
+class Recorded:
+    """Stands for the kernel that reads classes again: remembers how many it was asked for, per query."""
+
+    def __init__(self) -> None:
+        self.flagged = torch.empty(0)
+
+    def __getitem__(self, grid: object) -> "Recorded":
+        return self
+
+    def __call__(self, flags: Tensor, queries: int, CLASSES: int, **others: object) -> None:
+        words = flags[: queries * CLASSES // 16].view(queries, -1)
+        self.flagged = sum((words >> bit) & 1 for bit in range(16)).sum(-1)
+
+
+@pytest.mark.parametrize(("together", "flagged"), [(1, 0), (2, 0), (3, 1), (5, 1)])
+def test_a_class_is_read_again_where_three_of_its_keys_count(
+    together: int, flagged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = causal(heads=(1, 1), queries=8, keys=320, width=16)
+    case.q.abs_()
+    # Keys 32 apart, in the first half of the keys, are in one class; the others are in classes of their own.
+    heavy = [5 + 32 * n for n in range(together)] + list(range(6, 6 + 7 - together))
+    case.k[:, :, heavy] = 2 + torch.arange(7.0, device=DEVICE).unsqueeze(-1) / 16
+    recorded = Recorded()
+    monkeypatch.setattr("foci.kernels.top.refine", recorded)
+    case.run(Wanted(top=7))
+    assert recorded.flagged[:8].tolist() == [flagged] * 8
+
+
 def test_exact_ties_go_to_the_lower_key() -> None:
     case = causal(heads=(1, 1), queries=8, keys=150)
     case.q.zero_()
@@ -381,7 +410,7 @@ def test_slots_fill_the_processors() -> None:
 
 
 def test_segments_are_a_power_of_two_that_the_keys_fill() -> None:
-    assert [segments_for(top, 128, 32) for top in (0, 1, 8, 64)] == [1, 1, 4, 32]
+    assert [segments_for(top, 128, 32) for top in (0, 1, 8, 64)] == [1, 1, 2, 16]
     assert segments_for(64, 3, 32) == 2
 
 
