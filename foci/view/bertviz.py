@@ -7,7 +7,6 @@ They make a Record of the tensors and show its page: up to 128 tokens with every
 
 from __future__ import annotations
 
-import html as markup
 import sys
 import tempfile
 import webbrowser
@@ -23,8 +22,6 @@ from foci.record import Record
 from foci.view import page
 from foci.view.reading import ADDED
 
-HEIGHT = 720
-
 
 @dataclass(frozen=True)
 class Page:
@@ -33,7 +30,7 @@ class Page:
     data: str
 
     def _repr_html_(self) -> str:
-        return page.FRAME.format(page=markup.escape(self.data), title="attention", height=HEIGHT)
+        return page.framed(self.data, "attention")
 
 
 @dataclass(frozen=True)
@@ -234,8 +231,7 @@ def finished(record: Record, state: dict[str, str], action: str) -> Page | None:
     """The page, opened at a view: given back or shown."""
     if action not in ("view", "return"):
         raise ValueError(f"expected html_action 'view' or 'return', received {action!r}")
-    opened = f'<html data-state="{markup.escape(urlencode(state))}"'
-    made = Page(page.html(record, "attention").replace("<html", opened, 1))
+    made = Page(page.html(record, "attention", urlencode(state, safe="~")))
     if action == "return":
         return made
     view(made)

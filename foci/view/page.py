@@ -15,7 +15,7 @@ from foci.view.packing import packed
 
 PAGE = """\
 <!doctype html>
-<html lang="en">
+<html lang="en"{state}>
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
@@ -38,11 +38,15 @@ FRAME = """\
 style="border: 1px solid rgba(128, 128, 128, 0.35); border-radius: 8px; background: transparent"></iframe>"""
 
 
-def html(record: Record, title: str | None = None) -> str:
-    """The whole page as text. What a model or a tokenizer said is in the payload only, never in the markup."""
+def html(record: Record, title: str | None = None, state: str = "") -> str:
+    """The whole page as text. What a model or a tokenizer said is in the payload only, never in the markup.
+
+    `state` is the view that it opens at, as in its address: "v=lines&h=L0H1".
+    """
     style = (ASSETS / "page.css").read_text("utf-8")
     script = linked()
     return PAGE.format(
+        state=f' data-state="{markup.escape(state)}"' if state else "",
         policy=policy(script, style),
         title=markup.escape(f"{title or record.model} · foci"),
         style=style,
@@ -58,9 +62,14 @@ def write(record: Record, path: str | os.PathLike[str], title: str | None = None
 
 def frame(record: Record, title: str | None = None, height: int = 720) -> str:
     """The page inside a frame of its own: what a notebook shows, and what survives nbconvert and VS Code."""
+    return framed(html(record, title), f"attention of {title or record.model}", height)
+
+
+def framed(page: str, title: str, height: int = 720) -> str:
+    """A whole page inside a frame."""
     # Inside double quotes these two are all that must be escaped.
-    page = html(record, title).replace("&", "&amp;").replace('"', "&quot;")
-    return FRAME.format(page=page, title=markup.escape(f"attention of {title or record.model}"), height=height)
+    inner = page.replace("&", "&amp;").replace('"', "&quot;")
+    return FRAME.format(page=inner, title=markup.escape(title), height=height)
 
 
 def policy(script: str, style: str) -> str:

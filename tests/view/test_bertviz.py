@@ -22,13 +22,13 @@ def attention(layers: int = 2, heads: int = 3, queries: int = 6, keys: int = 6) 
 
 
 def state(page: Any) -> str:
-    return unescape(re.findall(r'<html data-state="([^"]*)"', page.data)[0])
+    return unescape(re.findall(r'<html lang="en" data-state="([^"]*)">', page.data)[0])
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, view: Any = foci.head_view, **given: Any) -> Any:
     """The record that a view draws."""
     found = []
-    monkeypatch.setattr(bertviz.page, "html", lambda record, title: found.append(record) or "<html>")
+    monkeypatch.setattr(bertviz.page, "html", lambda record, title, state: found.append(record) or "<html>")
     view(**given, html_action="return")
     return found[0]
 
