@@ -94,6 +94,27 @@ def test_a_call_compiles_to_machine_code(case: str) -> None:
     check_compiled(case, weights=case in WITH_WEIGHTS, backend="inductor")
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu_a_call_compiles_as_one_graph(case: str, dtype: torch.dtype) -> None:
+    """Other kernels serve it there, and other questions are asked to choose them."""
+    tensors, build = CASES[case]
+    given = [tensor.cuda() for tensor in (*qkv(), *tensors)]
+    leaves = [leaf(tensor.to(dtype) if tensor.is_floating_point() else tensor) for tensor in given]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        return foci.attention(q, k, v, **build(*rest))
+
+    found, expected = (function(*leaves) for function in (torch.compile(attend, fullgraph=True), attend))
+    close = {"atol": 0.05, "rtol": 0.05} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(found, expected, **close)
+    wanted = [tensor for tensor in leaves if tensor.requires_grad]
+    gradients = [torch.autograd.grad(out.float().square().sum(), wanted) for out in (found, expected)]
+    torch.testing.assert_close(*gradients, **{name: 4 * limit for name, limit in close.items()})
+
+
 def test_weights_that_leave_a_compiled_graph_answer_questions() -> None:
     q, k, v = qkv()
 

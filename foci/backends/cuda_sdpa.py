@@ -22,8 +22,19 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 @cache
+def capability(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
+
+
+# A compiler asks these once: traced, they would break its graph.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def hopper_or_later(index: int) -> bool:
-    return torch.cuda.get_device_capability(index)[0] >= 9
+    return capability(index) >= 9
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_cudnn() -> bool:
+    return bool(torch.backends.cudnn.is_available())
 
 
 def default_is_fastest(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
@@ -40,12 +51,7 @@ def kernel(call: Call, causal: str, masked: bool) -> str | None:
         return None
     if call.q.dtype == torch.float32 or masked:
         return None if causal == "last" else "efficient"
-    if (
-        causal != "last"
-        and width <= 128
-        and hopper_or_later(call.q.device.index or 0)
-        and torch.backends.cudnn.is_available()
-    ):
+    if causal != "last" and width <= 128 and hopper_or_later(call.q.device.index or 0) and has_cudnn():
         return "cudnn"
     return "flash"
 

@@ -257,6 +257,20 @@ def test_compiles_as_one_graph(kind: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_training_compiles_as_one_graph(kind: str) -> None:
+    torch.compiler.reset()
+    model = both(kind, layers=1).train().to("cuda", torch.bfloat16)
+    tokens = PADDED.cuda()
+    found = torch.compile(model, fullgraph=True)(tokens, tokens[:, :5]).logits
+    expected = model(tokens, tokens[:, :5]).logits
+    assert float((found - expected).abs().mean()) < 0.02 * float(expected.abs().mean())
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(("name", "kind"), [("encoder", "alibi"), ("decoder", "rotary, grouped, swiglu")])
 def test_padded_and_packed_stacks_compile_as_one_graph(name: str, kind: str) -> None:
     torch.compiler.reset()
