@@ -95,10 +95,9 @@ class Labels:
 
         Neighbours are decoded together, so a character that is split over tokens stays whole. Words begin at spaces.
         """
-        rows = ids.tolist() if hasattr(ids, "tolist") else [list(map(int, row)) for row in ids]
-        if rows and not isinstance(rows[0], list):
-            rows = [rows]
-        texts = [pieces(row, decoder_of(decode)) for row in rows]
+        listed = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        rows = listed if not listed or isinstance(listed[0], Iterable) else [listed]
+        texts = [pieces([int(number) for number in row], decoder_of(decode)) for row in rows]
         return cls.tokens(texts, [spaced_words(row) for row in texts])
 
     def text(self, batch: int) -> str:

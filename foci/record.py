@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -91,26 +92,30 @@ class Record:
         """seen["L5"], seen["L5H3"], seen["cross.L0H2"], or a module's name; "L5#2" for its second call."""
         if name in self.layers:
             return self.layers[name]
-        found = HEAD.fullmatch(name)
+        found, known = HEAD.fullmatch(name), list(self._short().values())
         if found is not None:
-            again = found["again"] or ""
-            for full, layer in self.layers.items():
-                if (layer.stack, str(layer.index), full.partition("#")[1:]) == (
-                    found["stack"] or "",
-                    found["layer"],
-                    ("#", again[1:]) if again else ("", ""),
-                ):
+            wanted = (found["stack"] + "." if found["stack"] else "") + f"L{found['layer']}" + (found["again"] or "")
+            for layer, short in zip(self.layers.values(), known, strict=True):
+                if short == wanted:
                     return layer if found["head"] is None else layer.head(int(found["head"]))
-        known = [self.name_of(layer) for layer in self.layers.values()]
         shown = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
         raise KeyError(f"expected a layer or head such as {shown or 'L0H0 (nothing was recorded)'}, but got {name!r}")
 
     def name_of(self, layer: Layer, head: int | None = None) -> str:
         """The short name of a layer or head: "L5", "cross.L0H2"; of a second call "L5H2#2"."""
-        _, mark, again = layer.name.partition("#")
-        label = f"{layer.stack}.L{layer.index}".lstrip(".")
+        label, mark, again = self._short()[layer.name].partition("#")
         number = layer.heads[0] if head is None and layer.single else head
         return label + ("" if number is None else f"H{number}") + mark + again
+
+    def _short(self) -> dict[str, str]:
+        """The short name of every layer by its full one; where several have one place, the later ones are numbered."""
+        times: Counter[str] = Counter()
+        found = {}
+        for name, layer in self.layers.items():
+            label = f"{layer.stack}.L{layer.index}".lstrip(".")
+            times[label] += 1
+            found[name] = label if times[label] == 1 else f"{label}#{times[label]}"
+        return found
 
     @property
     def heads(self) -> list[str]:

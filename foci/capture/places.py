@@ -15,7 +15,7 @@ from torch import nn
 # Classes that attend, by what people call them.
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 # Looks at another sequence than its own.
-CROSS = re.compile(r"cross|enc_?dec|encoder_attn|encoder_attention|encoder_decoder|src_attn", re.IGNORECASE)
+CROSS = re.compile(r"cross|enc_?dec|encoder_attn|encoder_attention|encoder_decoder|src_attn|align", re.IGNORECASE)
 SIDES = {
     "vision": re.compile(r"vision|visual|image"),
     "audio": re.compile(r"audio|speech"),
@@ -33,14 +33,31 @@ class Place:
     keys: str = "input"
 
     @property
+    def cross(self) -> bool:
+        """Whether it looks at another sequence than its own."""
+        return self.queries != self.keys
+
+    @property
     def name(self) -> str:
+        """The short name of the layer: L5, cross.L5."""
         return f"{self.stack}.L{self.index}".lstrip(".")
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The innermost modules that are called attention, by name: those that one expects to attend."""
-    named = {name: module for name, module in model.named_modules() if ATTENTION.search(type(module).__name__)}
+    every = model.named_modules()
+    named = {plain(name): module for name, module in every if ATTENTION.search(kind_of(module))}
     return {name: module for name, module in named.items() if not any(inside(other, name) for other in named)}
+
+
+def kind_of(module: nn.Module) -> str:
+    """The name of a module's class; a scripted one tells it otherwise."""
+    return str(getattr(module, "original_name", type(module).__name__))
+
+
+def plain(name: str) -> str:
+    """A module's name without what torch.compile puts into it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def inside(name: str, outer: str) -> bool:
@@ -53,8 +70,8 @@ class Places:
 
     def __init__(self, model: nn.Module) -> None:
         self.known = attention_modules(model)
-        self.crossing = {name for name, module in self.known.items() if is_cross(model, name, module)}
-        names = [name for name, _ in model.named_modules()]
+        names = {plain(name) for name, _ in model.named_modules()}
+        self.crossing = {name for name, module in self.known.items() if is_cross(names, name, module)}
         self.paired = has_part(names, "encoder") and has_part(names, "decoder")
         self.several = len({side_of(name) for name in self.known}) > 1
         self.found: dict[str, Place] = {}
@@ -71,6 +88,11 @@ class Places:
             outer = [known for known in self.known if inside(name, known)]
             self.found[name] = self.found[outer[-1]] if outer else self._new(name)
         return self.found[name]
+
+    def alone(self, name: str) -> bool:
+        """Whether a module is the only one of its stack."""
+        stack = self.of(name).stack
+        return sum(place.stack == stack for place in self.found.values()) == 1
 
     def _new(self, name: str) -> Place:
         """A module whose class says nothing: the number in its path where that is free, else the next one."""
@@ -98,12 +120,11 @@ class Places:
         return Place(stack, index, sequence, sequence)
 
 
-def is_cross(model: nn.Module, name: str, module: nn.Module) -> bool:
-    if CROSS.search(tail(name)) or CROSS.search(type(module).__name__):
+def is_cross(names: set[str], name: str, module: nn.Module) -> bool:
+    if CROSS.search(tail(name)) or CROSS.search(kind_of(module)):
         return True
     # PyTorch's decoder layer calls its attention to the memory "multihead_attn", beside "self_attn".
-    parent, _, last = name.rpartition(".")
-    return last == "multihead_attn" and hasattr(model.get_submodule(parent), "self_attn")
+    return name.endswith("multihead_attn") and name.removesuffix("multihead_attn") + "self_attn" in names
 
 
 def tail(name: str) -> str:

@@ -5,6 +5,7 @@ Token numbers are taken from the embeddings that look them up, pass by pass: not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,20 @@ from torch import Tensor
 
 from foci.capture.places import has_part
 from foci.labels import Labels
+
+SOURCE = re.compile(r"source|src", re.IGNORECASE)
+
+
+def sequence_of(stack: Sequence[str], paired: bool) -> str:
+    """Which sequence an embedding on top of the stack reads; a table that two sides share has the name of one."""
+    *outer, own = stack
+    for name in (*reversed(outer), own) if paired else ():
+        for part, sequence in (("encoder", "source"), ("decoder", "target")):
+            if has_part([name], part):
+                return sequence
+    if SOURCE.search(own):
+        return "source"
+    return "target" if paired else "input"
 
 
 class Reading:
@@ -34,9 +49,7 @@ class Reading:
 
     def seen(self, stack: Sequence[str], ids: Tensor, number: int, paired: bool) -> None:
         """What an embedding was given, inside the modules on the stack."""
-        name = "input"
-        if paired:
-            name = "source" if any(has_part([each], "encoder") for each in stack) else "target"
+        name = sequence_of(stack, paired)
         # A pass reads its tokens once; whatever else is looked up in the same table is about something else.
         if name not in self._told and not any(before == number for before, _ in self._chunks.get(name, ())):
             self._add(name, ids, number)
@@ -58,10 +71,12 @@ class Reading:
         return self._names[key]
 
     def _of(self, name: str, passes: Sequence[int]) -> list[tuple[int, Tensor]]:
-        """What was read in these passes, or, where that is nothing, what was read last before them."""
-        chunks = self._chunks.get(name, [])
-        found = [chunk for chunk in chunks if chunk[0] in set(passes)]
-        return found or [chunk for chunk in chunks if chunk[0] < min(passes, default=0)][-1:]
+        """What was read last in or before each of these passes, each once."""
+        found: dict[int, Tensor] = {}
+        for number in passes:
+            before = [chunk for chunk in self._chunks.get(name, []) if chunk[0] <= number]
+            found |= dict(before[-1:])
+        return list(found.items())
 
     def labels(self) -> dict[str, Labels]:
         """Labels by name, of everything that was asked for with `name_for`."""

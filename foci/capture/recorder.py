@@ -10,13 +10,14 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foci.capture.host import Host
-from foci.capture.places import Place, Places, inside
+from foci.capture.places import Place, Places, inside, plain
 from foci.capture.reading import Reading
 from foci.capture.steps import RefusedError, chosen, in_four
 from foci.capture.track import Track
@@ -33,6 +34,13 @@ _blocks = threading.local()
 def active() -> tuple[Recorder, ...]:
     """The recorders of this thread, outermost first; () outside of any block."""
     return tuple(getattr(_blocks, "stack", ()))
+
+
+def is_repeated() -> bool:
+    """Whether activation checkpointing repeats a pass in the backward: it goes the way of the first one, which was
+    seen, and must save the same tensors, so it is let through and not recorded.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 class Recorder:
@@ -54,14 +62,14 @@ class Recorder:
         self.model, self.record = model, record
         self.names: dict[int, str] = {}
         for name, module in model.named_modules():
-            self.names.setdefault(id(module), name)
+            self.names.setdefault(id(module), plain(name))
         self.places = Places(model)
         self.keep, self.rows, self.limit = keep, rows, limit
         self.layers = None if layers is None else list(layers)
         self.heads = None if heads is None else heads_by_layer(heads)
         self.silence = {name: HEAD.fullmatch(name) for name in silence}
         self.thread = threading.get_ident()
-        self.stack: list[str] = []
+        self._local = threading.local()
         self.ran: Counter[str] = Counter()
         self.own_softmax: set[str] = set()
         self.reasons: dict[str, str] = {}
@@ -69,12 +77,13 @@ class Recorder:
         self.host = Host()
         self.tracks: dict[str, Track] = {}
         self.calls = 0
-        self.attended: set[str] = set()
+        self.attended: dict[str, None] = {}
         self.silenced: set[str] = set()
         self._passes = 0
         self._in_pass: Counter[str] = Counter()
         self._open: dict[tuple[str, int], Track] = {}
         self._named: Counter[str] = Counter()
+        self._total, self._estimated = 0, False
 
     def place(self, name: str, stack: str = "", index: int = 0, queries: str = "input", keys: str = "input") -> None:
         """Says where a module's attention stands: its stack, its number there, and the labels along its axes."""
@@ -92,16 +101,31 @@ class Recorder:
         """Labels that are ready: patches, frames."""
         self.reading.ready[labels] = ready
 
+    @property
+    def stack(self) -> list[str]:
+        """The modules that are running on this thread, outermost first.
+
+        Other threads that run the same model have stacks of their own, and no mode that asks for them; a thread on
+        which autograd repeats a pass for the block has both.
+        """
+        found: list[str] = self._local.__dict__.setdefault("stack", [])
+        return found
+
     def enter(self, name: str) -> None:
         """A module begins; the outermost one begins a pass."""
-        if not self.stack:
-            self._passes += 1
-            self._in_pass.clear()
-        self.stack.append(name)
-        self.ran[name] += 1
+        stack = self.stack
+        if threading.get_ident() == self.thread and not is_repeated():
+            if not stack:
+                self._passes += 1
+                self._in_pass.clear()
+            self.ran[name] += 1
+        stack.append(name)
 
-    def leave(self) -> None:
-        self.stack.pop()
+    def leave(self, name: str) -> None:
+        """A module ends; one that was running on another thread when the block began was never entered."""
+        stack = self.stack
+        if name in stack:
+            del stack[len(stack) - 1 - stack[::-1].index(name) :]
 
     @property
     def here(self) -> str:
@@ -116,9 +140,20 @@ class Recorder:
         """Whether a module's attention is to be recorded."""
         if self.layers is None and self.heads is None:
             return True
-        place = self.places.of(name)
+        place = self.place_of(name)
         listed = self.layers is None or any(asked in (place.index, place.name, name) for asked in self.layers)
         return listed and (self.heads is None or bool(self._heads(place)))
+
+    def place_of(self, name: str) -> Place:
+        """The place of the call that a module is making: one that is all layers of its stack is a layer each time."""
+        place, number = self.places.of(name), self._in_pass[name]
+        if number < 2 or place.cross or self.places.alone(name) is False:
+            return place
+        if is_repeated() and self.silence:
+            raise RefusedError(
+                f"{name} is several layers, and checkpointing repeats them: silence cannot tell them apart"
+            )
+        return replace(place, index=number - 1)
 
     def _heads(self, place: Place) -> list[int]:
         assert self.heads is not None
@@ -129,7 +164,7 @@ class Recorder:
         found: list[int] = []
         for asked, match in self.silence.items():
             assert match is not None
-            place = self.places.of(name)
+            place = self.place_of(name)
             if (place.stack, str(place.index)) == (match["stack"] or "", match["layer"]):
                 self.silenced.add(asked)
                 if match["head"] is None:
@@ -140,13 +175,20 @@ class Recorder:
     def met(self, name: str) -> None:
         """An attention call of a module, recorded or not."""
         self.calls += 1
-        self.attended.add(name)
+        self._in_pass[name] += 1
+        self.attended[name] = None
+
+    def called(self, name: str) -> bool:
+        """Whether a module, or one inside of it, made an attention call, recorded or not."""
+        return any(each == name or inside(each, name) for each in self.attended)
 
     def saw(self, name: str, weights: Weights, values: Tensor) -> None:
         """One attention call: its weights, and its values (..., G, Tk, Dv) with the same leading axes."""
+        if is_repeated():
+            return
         weights = in_four(weights)
         values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
-        place = self.places.of(name)
+        place = self.place_of(name)
         heads: Sequence[int] = range(weights.shape[1])
         if self.heads is not None:
             heads = self._heads(place)
@@ -154,35 +196,36 @@ class Recorder:
                 raise RefusedError(f"{place.name} has {weights.shape[1]} heads, but heads= names H{heads[-1]}")
             group = weights.shape[1] // values.shape[1]
             weights, values = chosen(weights, heads), values[:, [head // group for head in heads]]
-        self._in_pass[name] += 1
         track = self._track(name, self._in_pass[name], weights, tuple(heads))
         before = track.nbytes
         self._refuse_above_limit(track, weights)
         track.add(weights, values, self._passes)
-        self._total = getattr(self, "_total", 0) + track.nbytes - before
+        self._total += track.nbytes - before
 
     def _track(self, name: str, number: int, weights: Weights, heads: tuple[int, ...]) -> Track:
         """The track that a call goes on with, or a new one."""
-        track = self._open.get((name, number))
-        if track is not None and track.passes[-1] < self._passes and track.continues(weights):
+        # Rows of one module over the very same keys belong together, however often it is called (an RNN that looks
+        # back at every word); otherwise a module that is called twice in a pass attends twice.
+        track = self._open.get((name, 0 if self.places.of(name).cross else number))
+        if track is not None and (track.cross or track.passes[-1] < self._passes) and track.continues(weights):
             return track
         self._named[name] += 1
-        full = name if self._named[name] == 1 else f"{name}#{self._named[name]}"
-        track = Track(full, self.places.of(name), heads, self.keep, self.rows, self.host)
-        self._open[name, number] = self.tracks[full] = track
+        full = name or self.record.model
+        full += f"#{self._named[name]}" if self._named[name] > 1 else ""
+        track = Track(full, self.place_of(name), heads, self.keep, self.rows, self.host)
+        self._open[name, 0 if track.cross else number] = self.tracks[full] = track
         return track
 
     def _refuse_above_limit(self, track: Track, weights: Weights) -> None:
         """Estimates before anything is kept: at the first call for all layers, later for this one."""
         batch, heads, queries, keys = weights.shape
         if self.rows is not None:
-            size = batch * heads * keys * len(track._listed(queries)) * 4 if not isinstance(self.rows, slice) else 0
+            size = batch * heads * keys * len(track.chosen_rows(queries)) * 4
         elif self.keep is None:
             size = weights.nbytes if not track.steps else weights._call.q.nbytes
         else:
             size = self.keep.nbytes(batch, heads, queries, keys)
-        have = getattr(self, "_total", 0)
-        expected = size
+        have, expected = self._total, size
         if not self._estimated:
             self._estimated = True
             layers = max(1, sum(self.wants(name) for name in self.places.known))
@@ -193,8 +236,6 @@ class Recorder:
                 f"watch would keep about {in_bytes(have + expected)}, above limit={self.limit:,} bytes: choose layers=,"
                 " heads= or queries='last', keep statistics only with keep=foci.Keep(), or pass a larger limit="
             )
-
-    _estimated = False
 
     def finish(self) -> None:
         """Fills the record: layers, labels, and what could not be seen."""
@@ -214,10 +255,14 @@ class Recorder:
 
     def _refuse_unknown(self) -> None:
         """Names of heads that no module has, in a block in which modules attended."""
-        unknown = [name for name in self.silence if name not in self.silenced]
-        if unknown and self.attended:
-            known = sorted({self.places.of(name).name for name in self.attended})
-            raise RefusedError(f"silence names {', '.join(unknown)}, but the layers that ran are {', '.join(known)}")
+        places = [track.place for track in self.tracks.values()] + [self.places.of(name) for name in self.attended]
+        known = {*self.attended, *(place.name for place in places), *(place.index for place in places)}
+        asked = [*(layer for layer in self.layers or () if layer not in known)]
+        asked += [layer for layer in self.heads or () if layer and layer not in known]
+        asked += [name for name in self.silence if name not in self.silenced]
+        if asked and self.attended:
+            ran = ", ".join(dict.fromkeys(place.name for place in places))
+            raise RefusedError(f"{', '.join(map(repr, asked))} was asked for, but the layers that ran are {ran}")
 
     def unseen(self) -> list[str]:
         """Attention modules that ran and whose attention was not seen, each with the reason."""

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from foci.arguments import folded
 from foci.call import attention
+from foci.capture.recorder import is_repeated
 from foci.capture.steps import RefusedError
 from foci.masks import causal
 from foci.matrix import attention_and_matrix
@@ -45,6 +46,9 @@ Options = dict[str, Any]
 class Seeing(TorchFunctionMode):
     """Tells a recorder of every attention call that its model makes on this thread."""
 
+    # A captured CUDA graph makes its calls once and for all: `foci.generate` goes without one where this is on.
+    sees_every_call = True
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
@@ -52,6 +56,12 @@ class Seeing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options | None = None) -> Any:
         handler = HANDLERS.get(func)
         kwargs = kwargs or {}
+        if func in BACKWARD:
+            # Activation checkpointing runs modules again in there, and they must take the way of the first time.
+            if "gradient" in kwargs:
+                kwargs["grad_tensors"] = kwargs.pop("gradient")
+            with self:
+                return BACKWARD[func](*args, **kwargs)
         if handler is None or not self.recorder.stack:
             return func(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -69,9 +79,16 @@ def unseen() -> Iterator[None]:
         yield
 
 
-def in_backward() -> bool:
-    """Whether this is a forward pass that activation checkpointing repeats: it was seen the first time."""
-    return torch._C._current_graph_task_id() != -1
+def recorded(recorder: Recorder, name: str) -> bool:
+    """Whether a call that a module makes is to be recorded; counts it."""
+    if not is_repeated():
+        recorder.met(name)
+    if not recorder.wants(name):
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        recorder.cannot(name, "it ran inside a transform of torch.func, whose tensors end with it")
+        return False
+    return True
 
 
 def quiet(out: Tensor, heads: list[int] | None, axis: int, name: str) -> Tensor:
@@ -89,11 +106,8 @@ def seen_own(mode: Seeing, func: Any, args: Arguments, kwargs: Options) -> Any:
     """`foci.attention`."""
     recorder, name = mode.recorder, mode.recorder.here
     asked = kwargs.get("return_weights", False)
-    silent = recorder.silent(name)
-    if in_backward():
-        return own_quiet(func(*args, **kwargs), asked, silent, name)
-    recorder.met(name)
-    if not recorder.wants(name):
+    wanted, silent = recorded(recorder, name), recorder.silent(name)
+    if not wanted:
         return own_quiet(func(*args, **kwargs), asked, silent, name)
     query, key, value = args
     weighing = kwargs | {"return_weights": True}
@@ -122,12 +136,10 @@ def seen_with_matrix(mode: Seeing, func: Any, args: Arguments, kwargs: Options) 
     """`attention_and_matrix`: its caller asked for the whole matrix, and gets what it would have got."""
     recorder, name = mode.recorder, mode.recorder.here
     out, matrix = func(*args, **kwargs)
-    if not in_backward():
-        recorder.met(name)
-        if recorder.wants(name):
-            with unseen(), torch.no_grad():
-                _, weights = attention(*args, mask=kwargs["mask"], bias=kwargs["bias"], return_weights=True)
-            recorder.saw(name, weights, args[2])
+    if recorded(recorder, name):
+        with unseen(), torch.no_grad():
+            _, weights = attention(*args, mask=kwargs["mask"], bias=kwargs["bias"], return_weights=True)
+        recorder.saw(name, weights, args[2])
     return quiet(out, recorder.silent(name), 1, name), matrix
 
 
@@ -154,11 +166,13 @@ class Fused:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Fused:
+        if query.is_nested or key.is_nested:
+            raise ValueError("its tensors are nested: pad them")
         if not enable_gqa and query.dim() > 3 and query.shape[-3] != key.shape[-3] != 1:
             raise ValueError(f"{query.shape[-3]} and {key.shape[-3]} heads without enable_gqa")
-        leading = query.shape[:-2]
-        if query.dim() > 4:
-            leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]) + query.shape[-3:-2]
+        heads = query.shape[-3:-2] if query.dim() > 3 else ()
+        batches = (t.shape[: -2 - len(heads)] for t in (query, key, value))
+        leading = torch.broadcast_shapes(*batches) + heads
         q, k, v, _ = folded(*(t.unsqueeze(0) if t.dim() == 2 else t for t in (query, key, value)))
         options: Options = {"score": Dot(scale=scale)}
         if is_causal:
@@ -182,16 +196,12 @@ class Fused:
 def seen_fused(mode: Seeing, func: Any, args: Arguments, kwargs: Options) -> Tensor:
     """F.scaled_dot_product_attention."""
     recorder, name = mode.recorder, mode.recorder.here
-    silent = recorder.silent(name)
-    if in_backward():
-        return fused_quiet(func(*args, **kwargs), silent, name)
-    recorder.met(name)
-    if not recorder.wants(name):
+    wanted, silent = recorded(recorder, name), recorder.silent(name)
+    if not wanted:
         return fused_quiet(func(*args, **kwargs), silent, name)
     try:
         fused = Fused.of(*args, **kwargs)
-        with torch.no_grad() if fused.dropout else torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
-            out, weights = fused.weighed() if not fused.dropout else beside(fused)
+        out, weights = beside(fused) if fused.dropout else fused.weighed()
     except RefusedError:
         raise
     except (TypeError, ValueError) as error:
@@ -206,7 +216,8 @@ def seen_fused(mode: Seeing, func: Any, args: Arguments, kwargs: Options) -> Ten
 
 
 def beside(fused: Fused) -> tuple[Tensor, Weights]:
-    with unseen():
+    """The weights alone: the model's own call gives the output."""
+    with unseen(), torch.no_grad():
         return fused.weighed()
 
 
@@ -215,15 +226,20 @@ def fused_quiet(out: Tensor, silent: list[int] | None, name: str) -> Tensor:
     return found
 
 
-# The function with one name changed: a mode that is on makes it hand itself over again, and here it must run.
-_own_names = F.multi_head_attention_forward.__globals__ | {"has_torch_function": lambda _: False}
-multi_head = FunctionType(
-    F.multi_head_attention_forward.__code__,
-    _own_names,
-    "multi_head_attention_forward",
-    F.multi_head_attention_forward.__defaults__,
-)
-multi_head.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
+def unguarded(function: Any) -> Any:
+    """The function with one name changed: a mode that is on makes it hand itself over again, and here it must run."""
+    names = function.__globals__ | {"has_torch_function": lambda _: False}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+multi_head = unguarded(F.multi_head_attention_forward)
+BACKWARD = {
+    torch.Tensor.backward: unguarded(torch.autograd.backward),
+    torch.autograd.backward: unguarded(torch.autograd.backward),
+    torch.autograd.grad: unguarded(torch.autograd.grad),
+}
 SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -270,16 +286,14 @@ def seen_mixed(mode: Seeing, out: Tensor, values: Tensor, products: Products) ->
     recorder, name = mode.recorder, mode.recorder.here
     split = (-1, products.heads)
     assert products.queries is not None and products.keys is not None
-    if not in_backward():
-        recorder.met(name)
-        if recorder.wants(name):
-            q, k, v = (t.unflatten(0, split) for t in (products.queries, products.keys, values))
-            bias = products.bias
-            if bias is not None and bias.dim() == 3:
-                bias = bias.unflatten(0, split) if bias.shape[0] > 1 else bias.unsqueeze(0)
-            with unseen():
-                _, weights = attention(q, k, v, score=Dot(scale=1.0), bias=bias, return_weights=True)
-            recorder.saw(name, weights, v)
+    if recorded(recorder, name):
+        q, k, v = (t.unflatten(0, split) for t in (products.queries, products.keys, values))
+        bias = products.bias
+        if bias is not None and bias.dim() == 3:
+            bias = bias.unflatten(0, split) if bias.shape[0] > 1 else bias.unsqueeze(0)
+        with unseen():
+            _, weights = attention(q, k, v, score=Dot(scale=1.0), bias=bias, return_weights=True)
+        recorder.saw(name, weights, v)
     return quiet(out.unflatten(0, split), recorder.silent(name), 1, name).flatten(0, 1)
 
 

@@ -5,7 +5,7 @@ B batch, H heads, G key heads, Tq queries, Tk keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,20 +53,24 @@ class Track:
 
     @property
     def cross(self) -> bool:
-        return self.place.queries != self.place.keys
+        return self.place.cross
 
     def continues(self, weights: Weights) -> bool:
         """Whether a call goes on where this track ended; raises where it does with a cache that was changed."""
         batch, heads, queries, keys = weights.shape
         k = weights._call.k
         again = self.memory is not None and not self.memory[0].expired() and self.memory[1] == k.data_ptr()
-        if (batch, heads, k.shape[1]) != self.shape:
-            return False
+        alike = (heads, k.shape[1]) == self.shape[1:]
         if self.cross:
-            return again and keys == self.keys
-        if queries >= keys:
+            return again and alike and batch == self.shape[0] and keys == self.keys
+        if queries >= keys or not alike:
             return False
         if keys == self.keys + queries:
+            if batch != self.shape[0]:
+                raise RefusedError(
+                    f"the steps of {self.name} cannot be joined: there were {self.shape[0]} sequences and now there are"
+                    f" {batch}, so the cache was reordered (beam search): watch one forward pass over the answer"
+                )
             return True
         if (queries, keys) == self.first and not again:
             return False
@@ -84,11 +88,11 @@ class Track:
         if not self.passes:
             self.first, self.shape = (queries, keys), (batch, heads, k.shape[1])
         self._check_prefix(k)
-        rows = range(queries)[self.rows] if isinstance(self.rows, slice) else self._listed(queries)
+        rows = self.chosen_rows(queries)
         self.numbers += [self.queries + row for row in rows]
         self.places += [row + keys - queries for row in rows]
         if self.rows is not None:
-            self._add_rows(weights, list(rows))
+            self._add_rows(weights, rows)
         elif self.keep is None:
             self._add_lazy(weights)
         else:
@@ -97,8 +101,11 @@ class Track:
         self.passes.append(number)
         self.queries, self.keys = self.queries + queries, keys
 
-    def _listed(self, queries: int) -> list[int]:
+    def chosen_rows(self, queries: int) -> list[int]:
+        """The numbers of the queries of a call that are kept."""
         every = range(queries)
+        if isinstance(self.rows, slice):
+            return list(every[self.rows])
         return list(every) if self.rows is None else [every[row] for row in self.rows if -queries <= row < queries]
 
     def _check_prefix(self, k: Tensor) -> None:
@@ -139,7 +146,9 @@ class Track:
 
     def _add_kept(self, weights: Weights) -> None:
         assert self.keep is not None
-        found = {name: self.host.moved(tensor) for name, tensor in self.keep.of(weights).items()}
+        # A picture of all rows cannot be made of pictures of some, so a generation has none.
+        keep = replace(self.keep, picture=0) if self.kept else self.keep
+        found = {name: self.host.moved(tensor) for name, tensor in keep.of(weights).items()}
         self.kept.append(found)
         self.nbytes += sum(tensor.nbytes for tensor in found.values())
 
@@ -183,7 +192,7 @@ class Track:
 
 
 def together(steps: list[dict[str, Tensor]], keys: int) -> dict[str, Tensor]:
-    """The statistics of all steps as those of one matrix; a picture of all rows cannot be made of pictures of some."""
+    """The statistics of all steps as those of one matrix."""
     if len(steps) == 1:
         return steps[0]
     found: dict[str, Tensor] = {}

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from foci.capture.recorder import HEAD, Recorder, _blocks
+from foci.capture.recorder import HEAD, Recorder, _blocks, is_repeated
 from foci.capture.torch import Seeing
 from foci.keep import Keep
 from foci.labels import Labels
 from foci.record import Record
+
+# Embeddings that look up something else than tokens, by their names.
+NO_TOKENS = re.compile(r"pos|type|segment|lang|time|relative|bucket|bias", re.IGNORECASE)
+
+LOCK = Lock()
+# The setting that the first open block changed, and an entry for each block that is open.
+UNCOMPILED: list[Any] = []
 
 
 @contextmanager
@@ -65,7 +73,7 @@ def watch(
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("foci.watch cannot be compiled: open the block around the compiled model, not inside of it")
-    record = Record(model=type(model).__name__)
+    record = Record(model=type(getattr(model, "_orig_mod", model)).__name__)
     recorder = Recorder(
         model,
         record,
@@ -134,7 +142,6 @@ def opened(recorder: Recorder) -> Iterator[None]:
 def hooked(recorder: Recorder) -> Iterator[None]:
     """Hooks on every module, which tell the recorder where the model is; they are taken off again in any case."""
     handles: list[Any] = []
-    largest = largest_vocabulary(recorder.model)
     try:
         modules = {id(module): module for module in recorder.model.modules()}
         for key, module in modules.items():
@@ -143,7 +150,7 @@ def hooked(recorder: Recorder) -> Iterator[None]:
             begins, ends = hooks(recorder, recorder.names[key])
             handles.append(module.register_forward_pre_hook(begins))
             handles.append(module.register_forward_hook(ends, always_call=True))
-            if isinstance(module, nn.Embedding) and module.num_embeddings == largest:
+            if isinstance(module, nn.Embedding) and not NO_TOKENS.search(recorder.names[key].rpartition(".")[2]):
                 handles.append(module.register_forward_pre_hook(reads(recorder)))
         yield
     finally:
@@ -153,37 +160,44 @@ def hooked(recorder: Recorder) -> Iterator[None]:
 
 def hooks(recorder: Recorder, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
     def begins(module: nn.Module, args: Any) -> None:
-        if get_ident() == recorder.thread:
-            recorder.enter(name)
+        recorder.enter(name)
 
     def ends(module: nn.Module, args: Any, out: Any) -> None:
-        if get_ident() == recorder.thread:
-            recorder.leave()
+        recorder.leave(name)
 
     return begins, ends
 
 
 def reads(recorder: Recorder) -> Callable[..., None]:
     def embeds(module: nn.Module, args: Any) -> None:
-        if get_ident() == recorder.thread and args and isinstance(args[0], Tensor):
+        mine = get_ident() == recorder.thread and not is_repeated()
+        if mine and args and isinstance(args[0], Tensor):
             recorder.embedded(args[0])
 
     return embeds
 
 
-def largest_vocabulary(model: nn.Module) -> int:
-    """Tokens are looked up in the largest table; positions and segments have smaller ones."""
-    return max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=0)
-
-
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Compiled functions run as they were written, where anything was compiled: a compiled call shows nothing."""
+    """Compiled functions run as they were written, where anything was compiled: a compiled call shows nothing.
+
+    How PyTorch compiles is one setting for all threads: the first of the blocks that are open changes it, and the last
+    changes it back.
+    """
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    with LOCK:
+        if not UNCOMPILED:
+            UNCOMPILED.append(torch.compiler.set_stance("force_eager"))
+        UNCOMPILED.append(None)
+    try:
         yield
+    finally:
+        with LOCK:
+            UNCOMPILED.pop()
+            if len(UNCOMPILED) == 1:
+                UNCOMPILED.pop().__exit__(None, None, None)
 
 
 def enter_adapters(stack: ExitStack, model: nn.Module, recorder: Recorder) -> None:

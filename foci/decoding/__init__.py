@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from foci.decoding import beam
 from foci.decoding.beam import Beam
@@ -173,8 +174,15 @@ def steps_of(
         if capture or compiled:
             raise ValueError("a captured or compiled step needs the cache, but got cache=False")
         return Afresh(model, given)
-    captured = on_gpu if capture is None else capture
+    if capture and is_watched():
+        raise ValueError("a captured step shows nothing to foci.watch, but got capture=True inside of a block")
+    captured = on_gpu and not is_watched() if capture is None else capture
     return Fixed(model, given, new_tokens, captured, compiled) if captured or compiled else Steps(model, given)
+
+
+def is_watched() -> bool:
+    """Whether somebody on this thread wants to see every call that the model makes."""
+    return any(getattr(mode, "sees_every_call", False) for mode in _get_current_function_mode_stack())
 
 
 def checked(model: nn.Module, given: Begun, new_tokens: int) -> Begun:

@@ -1,0 +1,428 @@
+"""watch: what is recorded is what was asked for, under the names of its modules, and nothing stays behind."""
+
+import gc
+import logging
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import foci
+from foci.capture.recorder import active
+from foci.labels import Labels
+from tests.capture.models import FusedAttention, Stack
+from tests.tensors import randn
+
+IDS = torch.tensor([[7, 3, 9, 3, 7, 3]])
+
+
+def weights_of(model: Stack, x: Tensor) -> list[Tensor]:
+    """Every layer's matrix, written out."""
+    found, x = [], model.embed(x)
+    for block in model.blocks:
+        q, k, _ = block.split(x)
+        found.append((q @ k.mT / 2).softmax(-1))
+        x = x + block(x)
+    return found
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def modes() -> int:
+    return torch._C._len_torch_function_stack()
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_layers_heads_labels_and_calls(gradients: bool) -> None:
+    model = Stack()
+    with torch.set_grad_enabled(gradients), foci.watch(model) as seen:
+        out = model(IDS)
+    assert torch.equal(out, model(IDS))
+    assert list(seen.layers) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert seen.heads == [f"L{i}H{h}" for i in range(3) for h in range(4)]
+    for index, expected in enumerate(weights_of(model, IDS)):
+        torch.testing.assert_close(seen[f"L{index}"].dense(), expected, atol=1e-6, rtol=1e-5)
+    assert (seen.model, seen.calls, seen.unseen, seen.prompt) == ("Stack", 3, [], None)
+    assert seen.labels["input"].texts == (("7", "3", "9", "3", "7", "3"),)
+    assert "duplicate token" in seen.scores()
+
+
+def test_inference_mode() -> None:
+    model = Stack()
+    with torch.inference_mode(), foci.watch(model) as seen:
+        model(IDS)
+    torch.testing.assert_close(seen["L1"].dense(), weights_of(model, IDS)[1], atol=1e-6, rtol=1e-5)
+    assert seen["L1"].entropy().shape == (1, 4, 6)
+
+
+def test_texts_come_from_a_tokenizer_or_ready() -> None:
+    model = Stack()
+    with foci.watch(model, tokenizer=lambda ids: "".join(" abcdefghi"[i] for i in ids)) as seen:
+        model(IDS)
+    assert seen.labels["input"].text(0) == "gcicgc"
+    with foci.watch(model, labels={"input": Labels.tokens([list("uvwxyz")])}) as seen:
+        model(IDS)
+    assert seen.labels_of(seen["L0"])[0].text(0) == "uvwxyz"
+
+
+@pytest.mark.parametrize("asked", [[1], ["L1"], ["blocks.1"]])
+def test_some_layers(asked: list[Any]) -> None:
+    with foci.watch(Stack(), layers=asked) as seen:
+        seen_model = Stack()
+    assert seen.layers == {}
+    assert seen_model
+    model = Stack()
+    with foci.watch(model, layers=asked) as seen:
+        model(IDS)
+    assert list(seen.layers) == ["blocks.1"]
+    assert seen.heads[0] == "L1H0"
+    assert (seen.calls, seen.unseen) == (3, [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ([0, 3], ["L0H0", "L0H3", "L1H0", "L1H3"]),
+        (["L1H3", "L1H0"], ["L1H0", "L1H3"]),
+        ([2, "L0H1"], ["L0H1", "L0H2", "L1H2"]),
+    ],
+)
+@pytest.mark.parametrize("keep", ["lazy", foci.Keep(top=2, picture=2)])
+def test_some_heads(asked: list[Any], names: list[str], keep: Any) -> None:
+    model = Stack(2)
+    with foci.watch(model, heads=asked, keep=keep) as seen:
+        model(IDS)
+    assert seen.heads == names
+    dense = weights_of(model, IDS)
+    for name in names:
+        entropy = torch.special.entr(dense[int(name[1])][:, int(name[3])]).sum(-1)
+        torch.testing.assert_close(seen[name].entropy(), entropy, atol=1e-5, rtol=1e-5)
+    assert seen[names[0]].norms().shape == (1, 6)
+
+
+def test_some_heads_of_grouped_ones_with_a_score_a_sink_and_slopes_per_head() -> None:
+    q, k, v = randn(2, 4, 5, 8), randn(2, 2, 5, 8, seed=1), randn(2, 2, 5, 8, seed=2)
+    options: dict[str, Any] = {
+        "score": foci.Additive(randn(4, 8, seed=3)),
+        "sink": randn(4, seed=4),
+        "bias": foci.ALiBi(torch.tensor([0.1, 0.2, 0.3, 0.4])),
+        "mask": foci.causal & (randn(1, 4, 5, 5, seed=5) > -1),
+    }
+    _, whole = foci.attention(q, k, v, **options, return_weights=True)
+
+    class Own(nn.Module):
+        def forward(self) -> Tensor:
+            return foci.attention(q, k, v, **options)
+
+    model = Own()
+    with foci.watch(model, heads=[3, 0]) as seen:
+        model()
+    layer = seen["L0"]
+    torch.testing.assert_close(layer.dense(), whole.dense()[:, [0, 3]])
+    torch.testing.assert_close(layer.sink_mass(), whole.sink_mass()[:, [0, 3]])
+    torch.testing.assert_close(seen["L0H3"].entropy(), whole.entropy()[:, 3])
+    torch.testing.assert_close(layer.norms(), v.norm(dim=-1)[:, [0, 1]])
+
+
+@pytest.mark.parametrize("keep", ["lazy", foci.Keep()])
+@pytest.mark.parametrize(("queries", "rows"), [("last", [5]), ([0, -2, 99], [0, 4]), (slice(1, 4), [1, 2, 3])])
+def test_some_queries(queries: Any, rows: list[int], keep: Any) -> None:
+    model = Stack(2)
+    with foci.watch(model, queries=queries, keep=keep) as seen:
+        model(IDS)
+    layer, expected = seen["L1"], weights_of(model, IDS)[1][:, :, rows]
+    torch.testing.assert_close(layer.dense(), expected, atol=1e-6, rtol=1e-5)
+    assert layer.rows == tuple(rows)
+    assert layer.places.tolist() == rows
+    texts = [str(int(IDS[0, row])) for row in rows]
+    assert list(seen.labels_of(layer)[0].texts[0]) == texts
+    positions = torch.arange(6)
+    distance = (expected * (positions - torch.tensor(rows)[:, None]).abs()).sum(-1)
+    torch.testing.assert_close(layer.distance(), distance, atol=1e-5, rtol=1e-5)
+
+
+def test_kept_statistics_are_those_of_the_matrix_and_queries_and_keys_go() -> None:
+    held: list[weakref.ref[Tensor]] = []
+
+    class Noticing(FusedAttention):
+        def forward(self, x: Tensor, **options: Any) -> Tensor:
+            q, k, v = (part.clone() for part in self.split(x))
+            held.extend(map(weakref.ref, (q, k, v)))
+            return self.output(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    model, ids = Stack(2, Noticing), torch.arange(6)[None]
+    with torch.no_grad(), foci.watch(model, keep=foci.Keep(top=3, picture=4, shares=True)) as seen:
+        model(ids)
+        gc.collect()
+        assert len(held) == 6
+        assert all(ref() is None for ref in held)
+    layer, dense = seen["L1"], weights_of(model, ids)[1]
+    assert layer.kept is not None
+    assert layer.weights is None
+    torch.testing.assert_close(layer.entropy(), torch.special.entr(dense).sum(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer.received(), dense.sum(-2), atol=1e-5, rtol=1e-5)
+    assert torch.equal(layer.top(3).keys, dense.topk(3).indices)
+    torch.testing.assert_close(layer.kept["first"], dense[..., 0], atol=1e-6, rtol=1e-5)
+    assert not any(tensor.requires_grad for tensor in layer.kept.values())
+    assert layer.norms().shape == (1, 4, 6)
+    with foci.watch(model, keep=foci.Keep(values=False)) as seen:
+        model(IDS)
+    with pytest.raises(ValueError, match="the values of L0 were not kept"):
+        seen["L0"].norms()
+
+
+@pytest.mark.parametrize("names", [["L0H1"], ["L1"], ["L0H0", "L0H3", "L2H2"], "L1H2"])
+def test_silenced_heads_say_nothing(names: Any) -> None:
+    model = Stack()
+
+    def by_hand(x: Tensor) -> Tensor:
+        x = model.embed(x)
+        for index, block in enumerate(model.blocks):
+            q, k, v = block.split(x)
+            out = F.scaled_dot_product_attention(q, k, v).clone()
+            for name in [names] if isinstance(names, str) else names:
+                if name.startswith(f"L{index}"):
+                    out[:, int(name[3]) if "H" in name else slice(None)] = 0.0
+            x = x + block.output(out.transpose(1, 2).flatten(2))
+        return x
+
+    with foci.watch(model, silence=names) as seen:
+        out = model(IDS)
+    assert torch.equal(out, by_hand(IDS))
+    assert not torch.equal(out, model(IDS))
+    assert len(seen.layers) == 3
+    with foci.watch(model, silence=names, layers=[2]):
+        assert torch.equal(model(IDS), out)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("module", [nn.MultiheadAttention, foci.nn.MultiheadAttention])
+def test_heads_of_multihead_attention_are_silenced(module: type[nn.MultiheadAttention], need_weights: bool) -> None:
+    torch.manual_seed(0)
+    model, x = module(16, 4, batch_first=True), randn(2, 5, 16)
+    with foci.watch(model, silence=["L0H1"]):
+        out, _ = model(x, x, x, need_weights=need_weights)
+    with torch.no_grad():
+        model.out_proj.weight[:, 4:8] = 0.0
+    torch.testing.assert_close(out, model(x, x, x)[0], atol=1e-6, rtol=1e-5)
+
+
+def test_names_that_nothing_has_are_refused() -> None:
+    model = Stack()
+    for options, message in (
+        ({"silence": ["L9H0"]}, "'L9H0' was asked for, but the layers that ran are L0, L1, L2"),
+        ({"layers": [5]}, "5 was asked for"),
+        ({"heads": ["L7H1"]}, "'L7' was asked for"),
+        ({"heads": [4]}, "L0 has 4 heads, but heads= names H4"),
+        ({"silence": ["L0H4"]}, "silence names H4 of blocks.0, which has 4 heads"),
+    ):
+        with pytest.raises(ValueError, match=message), foci.watch(model, **options):  # type: ignore[arg-type]
+            model(IDS)
+        assert (hooks(model), modes(), active()) == (0, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": "all"}, r"keep must be 'lazy' or foci.Keep\(...\), but got 'all'"),
+        ({"queries": "first"}, "queries must be 'all', 'last' or numbers of queries, but got 'first'"),
+        ({"queries": []}, "queries must be"),
+        ({"heads": ["L1"]}, "heads takes numbers from 0 or names such as 'L5H3', but got 'L1'"),
+        ({"silence": ["H3"]}, "silence takes names such as 'L5H3'"),
+    ],
+)
+def test_other_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message), foci.watch(Stack(), **options):
+        pytest.fail("the block must not begin")
+
+
+def test_the_estimate_is_logged_and_the_limit_holds(caplog: pytest.LogCaptureFixture) -> None:
+    model = Stack()
+    with caplog.at_level(logging.INFO, "foci.capture"), foci.watch(model) as seen:
+        model(IDS)
+    estimate = sum(layer.weights.nbytes for layer in seen.layers.values() if layer.weights is not None)
+    assert caplog.messages == [f"watching Stack: about {estimate:,} bytes of 3 layers"]
+    with foci.watch(model, limit=estimate):
+        model(IDS)
+    for options in ({"limit": estimate - 1}, {"limit": 100, "keep": foci.Keep()}, {"limit": 50, "queries": "last"}):
+        above = pytest.raises(ValueError, match=r"watch would keep about [\d,]+ bytes, above limit=[\d,]+ bytes")
+        with above, foci.watch(model, **options):  # type: ignore[arg-type]
+            model(IDS)
+        assert (hooks(model), modes()) == (0, 0)
+    # More calls than one expected: each counts.
+    thrice = nn.Sequential(*[FusedAttention()] * 3)
+    with pytest.raises(ValueError, match="above limit"), foci.watch(thrice, limit=2 * estimate // 3):
+        thrice(randn(1, 6, 16))
+
+
+def test_nothing_stays_behind_when_an_exception_passes() -> None:
+    model = Stack()
+
+    def fails(*_: Any) -> None:
+        raise KeyError("mine")
+
+    handle = model.blocks[1].register_forward_hook(fails)
+    with pytest.raises(KeyError, match="mine"), foci.watch(model):
+        model(IDS)
+    handle.remove()
+    assert (hooks(model), modes(), active()) == (0, 0, ())
+    with foci.watch(model) as seen:
+        assert active()[0].model is model
+        assert modes() == 1
+        model(IDS)
+    assert len(seen.layers) == 3
+    assert (hooks(model), modes(), active()) == (0, 0, ())
+
+
+def test_an_exception_that_is_caught_inside_leaves_the_names_right() -> None:
+    model = Stack()
+    with foci.watch(model) as seen:
+        with pytest.raises(RuntimeError):
+            model(torch.rand(1, 3, 7))
+        model(IDS)
+    assert list(seen.layers) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_attention_outside_of_the_model_is_not_recorded() -> None:
+    model, other = Stack(1), Stack(1)
+    with foci.watch(model) as seen:
+        other(IDS)
+        F.scaled_dot_product_attention(*torch.rand(3, 1, 2, 4, 8))
+        foci.attention(*torch.rand(3, 1, 2, 4, 8))
+        assert seen.layers == {}
+        model(IDS)
+        other(IDS)
+    assert (seen.calls, list(seen.layers)) == (1, ["blocks.0"])
+
+
+def test_blocks_in_blocks_and_two_models_at_once() -> None:
+    one, two = Stack(1), Stack(2)
+    with foci.watch(one) as first, foci.watch(two, keep=foci.Keep()) as second:
+        one(IDS)
+        two(IDS)
+    assert (first.calls, second.calls) == (1, 2)
+    both = nn.ModuleList([one, two])
+    with foci.watch(both) as outer:
+        with foci.watch(two, silence=["L1H0"]) as inner:
+            silenced = two(IDS)
+        plain = two(IDS)
+        one(IDS)
+    assert (outer.calls, inner.calls) == (5, 2)
+    assert list(outer.layers) == ["1.blocks.0", "1.blocks.1", "1.blocks.0#2", "1.blocks.1#2", "0.blocks.0"]
+    assert not torch.equal(silenced, plain)
+    torch.testing.assert_close(outer.layers["1.blocks.1#2"].dense(), weights_of(two, IDS)[1], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(inner["L1"].dense(), weights_of(two, IDS)[1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("module", [nn.MultiheadAttention, foci.nn.MultiheadAttention])
+def test_a_call_inside_two_blocks_is_counted_once_in_each(
+    module: type[nn.MultiheadAttention], need_weights: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = module(16, 4), randn(5, 2, 16)
+    with foci.watch(model, silence=["L0H0"]):
+        expected, _ = model(x, x, x, need_weights=need_weights)
+    with foci.watch(model, silence=["L0H0"]) as outer, foci.watch(model) as inner:
+        out, _ = model(x, x, x, need_weights=need_weights)
+    assert (outer.calls, inner.calls, len(outer.layers), len(inner.layers)) == (1, 1, 1, 1)
+    torch.testing.assert_close(outer["L0"].dense(), inner["L0"].dense())
+    torch.testing.assert_close(out, expected)
+
+
+def test_threads_do_not_see_each_other() -> None:
+    model, barrier, found = Stack(2), threading.Barrier(3), {}
+
+    def run(name: str, length: int, watched: bool) -> None:
+        barrier.wait()
+        for _ in range(5):
+            if not watched:
+                model(IDS[:, :length])
+                continue
+            with foci.watch(model) as seen:
+                model(IDS[:, :length])
+            found.setdefault(name, []).append(seen)
+
+    threads = [threading.Thread(target=run, args=each) for each in (("a", 4, True), ("b", 6, True), ("c", 5, False))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, length in (("a", 4), ("b", 6)):
+        assert [seen.calls for seen in found[name]] == [2] * 5
+        assert {layer.shape for seen in found[name] for layer in seen.layers.values()} == {(1, 4, length, length)}
+    assert hooks(model) == 0
+
+
+def test_a_module_that_is_called_twice_attends_twice() -> None:
+    shared = FusedAttention()
+    model = nn.Sequential(shared, shared)
+    with foci.watch(model) as seen:
+        model(randn(1, 4, 16))
+        model(randn(1, 5, 16, seed=1))
+    assert list(seen.layers) == ["0", "0#2", "0#3", "0#4"]
+    assert [layer.shape[2] for layer in seen.layers.values()] == [4, 4, 5, 5]
+    # It is all the layers that the model has, so each of its calls is one of them.
+    assert seen.heads[::4] == ["L0H0", "L1H0", "L0H0#2", "L1H0#2"]
+    assert seen["L1H1#2"].shape == (1, 1, 5, 5)
+    x = randn(1, 4, 16)
+    with foci.watch(model, silence=["L1H0"], layers=[1]) as some:
+        out = model(x)
+    assert list(some.layers) == ["0"]
+    assert some["L1"].shape == (1, 4, 4, 4)
+    first = shared(x)
+    with foci.watch(shared, silence=["L0H0"]):
+        assert torch.equal(out, shared(first))
+
+
+def test_texts_in_one_block_have_labels_of_their_own() -> None:
+    model = Stack(1)
+    with foci.watch(model) as seen:
+        model(IDS)
+        model(IDS + 1)
+    assert [seen.labels_of(layer)[0].texts[0][0] for layer in seen.layers.values()] == ["7", "8"]
+
+
+class TestCompiled:
+    """Compiled models run uncompiled inside the block, and compiled again after it."""
+
+    def test_a_compiled_model(self) -> None:
+        model = Stack(2)
+        compiled = torch.compile(model, backend="eager")
+        expected = compiled(IDS)
+        with foci.watch(compiled) as seen:
+            out = compiled(IDS)
+        assert torch.equal(out, expected)
+        assert (list(seen.layers), seen.model) == (["blocks.0", "blocks.1"], "Stack")
+        with foci.watch(model) as seen:
+            compiled(IDS)
+        assert seen.calls == 2
+        assert torch._dynamo.eval_frame._stance.stance == "default"
+
+    def test_a_compiled_part(self) -> None:
+        model = Stack(2)
+        model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+        with torch.no_grad():
+            model(IDS)
+        with foci.watch(model) as seen:
+            model(IDS)
+        assert list(seen.layers) == ["blocks.0", "blocks.1"]
+
+    def test_a_block_inside_of_what_is_compiled(self) -> None:
+        model = Stack(1)
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def run(x: Tensor) -> Tensor:
+            with foci.watch(model):
+                return model(x)  # type: ignore[no-any-return]
+
+        with pytest.raises(Exception, match=r"foci.watch|generator|context|Unsupported"):
+            run(IDS)
+        torch.compiler.reset()
+        assert hooks(model) == 0
