@@ -38,7 +38,8 @@ def generated(model: nn.Module, steps: list[int], **options: Any) -> foci.Record
 def test_the_rows_of_all_steps_are_one_matrix(steps: list[int]) -> None:
     model = attention()
     seen = generated(model, steps)
-    assert list(seen.layers) == ["CachedAttention"] and seen.calls == len(steps)
+    assert list(seen.layers) == ["CachedAttention"]
+    assert seen.calls == len(steps)
     assert seen.prompt == steps[0]
     layer = seen["L0"]
     torch.testing.assert_close(layer.dense(), truth(model), atol=1e-6, rtol=1e-5)
@@ -54,7 +55,8 @@ def test_only_the_last_keys_are_held() -> None:
     model = attention()
     one = generated(model, [9])["L0"].weights
     many = generated(attention(), [1] * 9)["L0"].weights
-    assert one is not None and many is not None
+    assert one is not None
+    assert many is not None
     assert repr(many._held.call.mask) == "causal"
     assert many.nbytes <= one.nbytes
 
@@ -63,7 +65,8 @@ def test_only_the_last_keys_are_held() -> None:
 def test_kept_statistics_of_all_steps(steps: list[int]) -> None:
     model = attention()
     layer, dense = generated(model, steps, keep=foci.Keep(top=3, picture=4, shares=True))["L0"], truth(model)
-    assert layer.shape == (2, 4, 9, 9) and "picture" not in layer.can
+    assert layer.shape == (2, 4, 9, 9)
+    assert "picture" not in layer.can
     torch.testing.assert_close(layer.entropy(), torch.special.entr(dense).sum(-1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(layer.received(), dense.sum(-2), atol=1e-5, rtol=1e-5)
     found, expected = layer.top(3), dense.topk(3)
@@ -81,7 +84,8 @@ def test_kept_statistics_of_all_steps(steps: list[int]) -> None:
 def test_the_last_row_of_each_step() -> None:
     model = attention()
     layer = generated(model, [5, 1, 1, 2], queries="last")["L0"]
-    assert layer.rows == (4, 5, 6, 8) and layer.places.tolist() == [4, 5, 6, 8]
+    assert layer.rows == (4, 5, 6, 8)
+    assert layer.places.tolist() == [4, 5, 6, 8]
     torch.testing.assert_close(layer.dense(), truth(model)[:, :, [4, 5, 6, 8]], atol=1e-6, rtol=1e-5)
 
 
@@ -93,7 +97,8 @@ def test_a_cache_that_was_filled_before_the_block() -> None:
             for place in range(4, 9):
                 model(TEXT[:, place : place + 1])
     layer = seen["L0"]
-    assert layer.shape == (2, 4, 5, 9) and layer.places.tolist() == [4, 5, 6, 7, 8]
+    assert layer.shape == (2, 4, 5, 9)
+    assert layer.places.tolist() == [4, 5, 6, 7, 8]
     torch.testing.assert_close(layer.dense(), truth(model)[:, :, 4:], atol=1e-6, rtol=1e-5)
 
 
@@ -171,6 +176,18 @@ class OwnAttention(nn.Module):
         return foci.attention(q, keys, values, positions=positions, **self.options, **more)
 
 
+def walked(
+    model: nn.Module,
+    q: Tensor,
+    steps: list[slice],
+    each: Callable[[slice], dict[str, Any]] = lambda rows: {},
+    after: Callable[[], Any] = int,
+) -> None:
+    for rows in steps:
+        model(q[:, :, rows], K[:, :, rows], V[:, :, rows], **each(rows))
+    after()
+
+
 Q, K, V = randn(2, 4, 9, 8), randn(2, 2, 9, 8, seed=1), randn(2, 2, 9, 8, seed=2)
 SKIPPED = torch.tensor([0, 3])
 BIAS = randn(1, 4, 9, 9, seed=4)
@@ -236,11 +253,11 @@ def test_masks_biases_and_scores_of_all_steps(case: str) -> None:
     options, each, whole, mask = ALIKE[case]
     model = OwnAttention(**options)
     with torch.no_grad(), foci.watch(model) as seen:
-        for rows in (slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 9)):
-            model(Q[:, :, rows], K[:, :, rows], V[:, :, rows], **each(rows))
+        walked(model, Q, [slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 9)], each)
     _, expected = foci.attention(Q, K, V, **whole, return_weights=True)
     found = seen["L0"].weights
-    assert found is not None and repr(found._held.call.mask) == mask
+    assert found is not None
+    assert repr(found._held.call.mask) == mask
     torch.testing.assert_close(found.dense(), expected.dense(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(found.sink_mass(), expected.sink_mass(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(found.distance(), expected.distance(), atol=1e-5, rtol=1e-5)
@@ -249,26 +266,22 @@ def test_masks_biases_and_scores_of_all_steps(case: str) -> None:
 
 def test_biases_that_differ_are_refused() -> None:
     model = OwnAttention(mask=foci.causal)
+    slopes = {5: torch.ones(4), 6: torch.full((4,), 2.0)}
     with pytest.raises(ValueError, match="their biases differ"), torch.no_grad(), foci.watch(model):
-        for rows, slope in ((slice(0, 5), 1.0), (slice(5, 6), 2.0)):
-            model(Q[:, :, rows], K[:, :, rows], V[:, :, rows], bias=foci.ALiBi(torch.full((4,), slope)))
+        walked(model, Q, [slice(0, 5), slice(5, 6)], lambda rows: {"bias": foci.ALiBi(slopes[rows.stop])})
 
 
 def test_a_ring_that_overwrites_old_keys_is_refused() -> None:
     model = OwnAttention(mask=foci.causal & foci.window(3))
     model.cache = foci.Cache(window=4)
     with pytest.raises(ValueError, match="cannot be joined"), torch.no_grad(), foci.watch(model):
-        for place in range(9):
-            rows = slice(place, place + 1)
-            model(Q[:, :, rows], K[:, :, rows], V[:, :, rows])
+        walked(model, Q, [slice(place, place + 1) for place in range(9)])
 
 
 def test_queries_that_change_afterwards_are_noticed() -> None:
     model, q = OwnAttention(mask=foci.causal), Q.clone()
     with pytest.raises(ValueError, match="changed in place"), torch.no_grad(), foci.watch(model):
-        for rows in (slice(0, 5), slice(5, 6)):
-            model(q[:, :, rows], K[:, :, rows], V[:, :, rows])
-        q.zero_()
+        walked(model, q, [slice(0, 5), slice(5, 6)], after=q.zero_)
 
 
 class TestOwnModels:
@@ -317,7 +330,8 @@ class TestOwnModels:
         model = foci.nn.Seq2SeqRNN.from_name("tiny", vocabulary=50).eval()
         with foci.watch(model) as seen:
             foci.generate(model, [[5, 3, 8], [7, 2, 4]], start=1, new_tokens=4)
-        assert list(seen.layers) == ["alignment"] and seen["cross.L0H0"].shape == (2, 1, 4, 3)
+        assert list(seen.layers) == ["alignment"]
+        assert seen["cross.L0H0"].shape == (2, 1, 4, 3)
         torch.testing.assert_close(seen["cross.L0"].dense().sum(-1), torch.ones(2, 1, 4))
 
     def test_a_beam_is_refused(self) -> None:
