@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from foci.arguments import Call
@@ -45,11 +46,16 @@ def launcher_of(call: Call) -> ModuleType | None:
 def device_reasons(call: Call) -> list[str]:
     if call.mapped or call.transformed:
         return ["it does not run inside torch.func transforms: give the batch dimension to the call instead"]
-    if find_spec("triton") is None:
+    if not has_triton():
         return ["triton is not installed"]
     if call.extent.device.type == "cuda" or (on_cpu(call) and interpreted()):
         return []
     return [f"the queries are on {call.extent.device.type}, not on cuda"]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def on_cpu(call: Call) -> bool:

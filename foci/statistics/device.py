@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from foci.arguments import Call
 from foci.backends import kernel_masks
+from foci.backends.triton import has_triton
 from foci.biases import ALiBi
 from foci.scores import Additive, Dot
 from foci.statistics.wanted import Wanted
@@ -22,7 +21,7 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
     """Why the kernel does not measure this call; empty where it does."""
     if call.q.device.type != "cuda":
         return [f"the queries are on {call.q.device.type}, not on cuda"]
-    if find_spec("triton") is None:
+    if not has_triton():
         return ["triton is not installed"]
     reasons = []
     if isinstance(call.score, Additive):
