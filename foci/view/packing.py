@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import struct
 from typing import Any
 
@@ -30,6 +31,7 @@ MOST_ENTRIES = 2**21
 TOP = 16
 SIDES = (512, 256, 128, 64)
 MOST_SEQUENCES = 8
+HALVES = re.compile("[\ud800-\udfff]")
 LONGEST_TEXT = 1000
 
 # What each part may take, in numbers: float32 entries, heaviest keys, blocks of pictures.
@@ -49,7 +51,8 @@ def packed(record: Record, title: str | None = None) -> bytes:
     blob = Blob()
     head = head_of(record, title, blob)
     head["arrays"] = blob.head
-    text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    # Halves of characters, which a tokenizer may give, are no text that a browser could read.
+    text = HALVES.sub("\ufffd", json.dumps(head, ensure_ascii=False, separators=(",", ":"))).encode()
     # The same record gives the same bytes: no time stamp.
     return gzip.compress(struct.pack("<I", len(text)) + text + blob.data, compresslevel=6, mtime=0)
 

@@ -257,7 +257,7 @@ export class App {
 function sinkWords({ picks, to, sinks, sinkShare }, hidden) {
   if (!picks.length || !to) return "";
   if (!sinks.size) return "no sinks in this head";
-  return `${percent(sinkShare)} of this look is ${hidden ? "hidden: it is" : ""} in sinks`.replace("  ", " ");
+  return `${percent(sinkShare)} of this look is ${hidden ? "hidden in sinks" : "in sinks"}`;
 }
 
 // Two rings around a point: what is in focus.

@@ -11,7 +11,8 @@ async function open() {
   element.remove();
   const app = new App(new Store(head, arrays));
   app.start(document.body);
-  document.documentElement.dataset.ready = "1";
+  // When it was ready to be looked at, in milliseconds.
+  document.documentElement.dataset.ready = String(Math.round(performance.now()));
   return app;
 }
 

@@ -1,0 +1,56 @@
+"""A Chromium for the tests of pages: without a network, and with everything that goes wrong written down."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SIZE = {"width": 1280, "height": 800}
+
+
+@contextmanager
+def browsing(path: str) -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Any, address: str, *, offline: bool = True, **options: Any) -> Iterator[Any]:
+    """A page that is ready; on the way out it must have had no error and asked nobody for anything."""
+    context = browser.new_context(viewport=SIZE, offline=offline, **options)
+    tab = context.new_page()
+    wrong: list[str] = []
+    tab.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+    tab.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    tab.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
+    if offline:
+        tab.on("request", lambda request: wrong.append(request.url) if request.url.startswith(("http", "ws")) else None)
+    tab.goto(address)
+    tab.wait_for_selector("html[data-ready]")
+    settle(tab)
+    yield tab
+    assert wrong == []
+    context.close()
+
+
+def settle(tab: Any) -> None:
+    """Two frames later everything that was asked for is drawn."""
+    tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def listed(tab: Any) -> list[tuple[str, int, str]]:
+    """The list beside the text: token, position, weight."""
+    settle(tab)
+    rows = tab.eval_on_selector_all(
+        ".ranked tbody tr",
+        "rows => rows.map((row) => [...row.children].map((cell) => cell.innerText.trim()))",
+    )
+    return [(token, int(position), weight) for _, token, position, weight in rows]
+
+
+def shares(tab: Any) -> dict[int, float]:
+    """By position, the listed weights as numbers."""
+    return {position: float(weight.rstrip("%")) / 100 for _, position, weight in listed(tab)}

@@ -1,0 +1,234 @@
+import base64
+import hashlib
+import html
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import foci
+from foci.labels import Labels
+from foci.layer import Layer
+from foci.record import Record
+from foci.view import linking, packing, page
+from foci.view.blob import Blob
+from foci.view.compact import text_of
+from tests.view import records
+from tests.view.pages import array, decoded, lazy, opened, payload
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<!--",
+    "\u202eevil",
+    "\x00\x1b[31m",
+    '"onload="x',
+    "&lt;",
+    "\ud800",
+    "",
+)
+
+
+@given(st.binary(max_size=100))
+def test_bytes_as_text_and_back(data: bytes) -> None:
+    length, _, text = text_of(data).partition(" ")
+    assert decoded(text)[: int(length)] == data
+    assert not set(text) & set("<>& \n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("f4", 0), ("f2", 5e-4), ("log16", 1 / 4096), ("log8", 1 / 31)],
+    ids=["f4", "f2", "log16", "log8"],
+)
+def test_numbers_come_back_within_the_error_of_their_kind(kind: str, error: float) -> None:
+    weights = torch.tensor([[1.0, 0.5, 0.123456, 1e-3, 3e-5], [0.25, 0.2, 0.0, 1e-4, 7e-3]])
+    blob = Blob()
+    blob.add("w", weights, kind)
+    found = array({"arrays": blob.head}, blob.data, "w").float()
+    assert bool(((found - weights).abs() <= error * 1.001 * weights + 3e-8).all())
+    assert found[1, 2] == 0
+
+
+def test_a_short_record_has_every_entry() -> None:
+    record = lazy(20)
+    head, blob = payload(page.html(record))
+    entries = array(head, blob, "1.entries")
+    assert head["layers"][1]["exact"]
+    assert torch.equal(entries, record["L1"].dense().float())
+
+
+def test_many_short_heads_keep_four_digits() -> None:
+    record = lazy(128, layers=2, heads=40)
+    head, blob = payload(page.html(record))
+    assert head["layers"][0]["entries"] == "log16"
+    torch.testing.assert_close(array(head, blob, "0.entries").float(), record["L0"].dense(), rtol=3e-4, atol=1e-13)
+
+
+def test_a_long_record_has_the_heaviest_keys_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MOST_ENTRIES", 0)
+    record = lazy(150, layers=1)
+    head, blob = payload(page.html(record))
+    assert not head["layers"][0]["exact"]
+    steps, values = array(head, blob, "0.keys"), array(head, blob, "0.values")
+    expected, at = record["L0"].top(16)
+    for query in (0, 5, 149):
+        keys = steps[0, 2, query].cumsum(0)
+        found = {int(key): float(value) for key, value in zip(keys, values[0, 2, query], strict=True) if value > 0}
+        wanted = {
+            int(key): float(value)
+            for key, value in zip(at[0, 2, query], expected[0, 2, query], strict=True)
+            if key >= 0
+        }
+        assert found == pytest.approx(wanted, rel=3e-4)
+    for reduce in ("mean", "max"):
+        picture = array(head, blob, f"0.{reduce}").float()
+        assert torch.equal(picture > 0, record["L0"].picture(150, 150, reduce)[0] > 0)
+        torch.testing.assert_close(picture, record["L0"].picture(150, 150, reduce)[0], rtol=0.04, atol=3e-7)
+    torch.testing.assert_close(
+        array(head, blob, "0.received"), record["L0"].received().double() / 150, rtol=3e-4, atol=0
+    )
+
+
+def test_kept_statistics_are_written_as_they_are() -> None:
+    record = records.kept()
+    head, blob = payload(page.html(record))
+    assert array(head, blob, "0.keys").shape == (1, 1, 6, 2)
+    torch.testing.assert_close(array(head, blob, "0.mean").float(), record["L0"].picture(3, 3)[0], rtol=0.04, atol=1e-7)
+    assert "0.max" not in head["arrays"]
+    assert head["layers"][0]["score"] is None
+
+
+def test_what_the_arithmetic_needs() -> None:
+    weight = torch.randn(8)
+    record = lazy(6, score=foci.Additive(weight), sink=None)
+    head, blob = payload(page.html(record))
+    assert head["layers"][0]["score"]["additive"]
+    assert torch.equal(array(head, blob, "0.w")[3], weight)
+    plain, blob = payload(page.html(lazy(6, heads=4, kv_heads=2)))
+    assert plain["layers"][0]["score"] | {"mask": ""} == {
+        "kind": "Dot",
+        "additive": False,
+        "scale": pytest.approx(8**-0.5),
+        "softcap": None,
+        "width": 8,
+        "mask": "",
+        "bias": None,
+        "sink": False,
+    }
+    assert array(plain, blob, "0.k").shape == (1, 2, 6, 8)
+
+
+def test_scores_and_names() -> None:
+    record = records.translation()
+    head, _ = payload(page.html(record, title="Ein Titel"))
+    assert head["title"] == "Ein Titel"
+    assert [layer["label"] for layer in head["layers"]] == ["encoder.L0", "decoder.L0", "cross.L0"]
+    assert head["layers"][2]["names"] == ["cross.L0H0", "cross.L0H1"]
+    assert [head["labels"][n]["texts"][0][0] for n in head["layers"][2]["labels"]] == ["Ein", "A"]
+    entropy = next(measure for measure in head["measures"] if measure["name"] == "entropy")
+    assert entropy["values"][0] == [0.0, 0.0]
+    induction = [measure for measure in head["measures"] if measure["name"] == "induction"]
+    assert induction and induction[0]["values"][2] == [None, None]
+
+
+def test_what_a_tokenizer_says_is_nowhere_in_the_markup() -> None:
+    record = records.of_texts(*HOSTILE)
+    record.model = '</title><img src=x onerror="alert(1)">'
+    record.answer = HOSTILE[0]
+    text = page.html(record)
+    assert text.count("</script>") == 2
+    assert "<img" not in text and "alert(1)</script" not in text
+    assert "<title>&lt;/title&gt;&lt;img" in text
+    head, _ = payload(text)
+    assert head["labels"][0]["texts"][0] == [token.replace("\ud800", "\ufffd") for token in HOSTILE]
+
+
+def test_megabytes_in_a_token_are_cut_and_say_so() -> None:
+    head, _ = payload(page.html(records.of_texts("x" * 3_000_000, "y")))
+    assert head["labels"][0]["texts"][0][0] == "x" * 1000 + "… (3,000,000 characters)"
+
+
+def test_the_policy_lets_one_script_and_one_style_run() -> None:
+    text = page.html(records.jane())
+    policy = html.unescape(re.search(r'Security-Policy" content="([^"]*)"', text)[1])  # type: ignore[index]
+    script = re.search(r"<script>(.*)</script>", text, re.DOTALL)[1]  # type: ignore[index]
+    style = re.search(r"<style>(.*)</style>", text, re.DOTALL)[1]  # type: ignore[index]
+    assert policy == (
+        f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; img-src data: blob:;"
+        " base-uri 'none'; form-action 'none'"
+    )
+
+
+def hashed(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def test_nothing_outside_is_named() -> None:
+    text = page.html(records.jane())
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", text)
+    assert not re.search(r"\b(?:fetch|XMLHttpRequest|WebSocket|import)\s*\(", text)
+
+
+def test_the_same_record_gives_the_same_page() -> None:
+    assert page.html(lazy(10)) == page.html(lazy(10))
+
+
+def test_a_frame_holds_the_whole_page() -> None:
+    record = records.jane()
+    frame = page.frame(record)
+    assert html.unescape(re.search(r'srcdoc="([^"]*)"', frame)[1]) == page.html(record)  # type: ignore[index]
+    assert record._repr_mimebundle_()["text/html"] == frame
+
+
+def test_sequences_beyond_the_first_are_counted() -> None:
+    layer = Layer("l", matrix=torch.rand(20, 1, 3, 3).softmax(-1))
+    record = Record({"l": layer}, {"input": Labels.positions(20, 3)}, model="M")
+    head, blob = payload(page.html(record))
+    assert (head["sequences"], head["total"]) == (8, 20)
+    assert array(head, blob, "0.entries").shape == (8, 1, 3, 3)
+
+
+def test_save_writes_the_page(tmp_path: Path) -> None:
+    records.jane().save(tmp_path / "x.html")
+    assert (tmp_path / "x.html").read_text("utf-8") == page.html(records.jane())
+
+
+def test_a_record_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one layer"):
+        page.html(Record())
+
+
+def test_modules_are_joined_in_order() -> None:
+    names = linking.in_order("main")
+    assert names.index("dom") < names.index("text") < names.index("app") < names.index("main")
+    assert not re.search(r"^(import|export)\b", linking.linked(), re.MULTILINE)
+    assert "</script" not in linking.linked()
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ({"a": 'import { b } from "./b.js";\n', "b": 'import { a } from "./a.js";\n'}, "a -> b -> a"),
+        ({"a": "export default 3;\n"}, "export default 3"),
+        ({"a": 'import x from "./b.js";\n'}, "import x from"),
+    ],
+)
+def test_modules_that_cannot_be_joined(sources: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linking, "source", sources.__getitem__)
+    with pytest.raises(ValueError, match=message):
+        linking.linked("a")
+
+
+@pytest.mark.slow
+def test_512_tokens_and_144_heads_are_small() -> None:
+    record = lazy(512, layers=12, heads=12, width=32)
+    assert len(page.html(record)) < 12_000_000
+
+
+def test_gzip_has_no_time_stamp() -> None:
+    packed = packing.packed(records.jane())
+    assert packed[4:8] == b"\0\0\0\0"
+    assert opened(packed)[0]["model"] == "BertModel"
