@@ -35,6 +35,7 @@ class ClassifierConfig(BlockConfig):
     buckets: int = 2**18  # how many vectors there are for tokens in a row: some share one, by chance
     pool: Literal["class", "mean", "both"] = "class"  # the state that stands for the text: a token's own, or the mean
     head_dropout: float = 0.0  # the share of that state that is dropped, while training
+    evidence: bool = False  # whether each token also speaks for itself: a number per class, summed over the text
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,6 +76,7 @@ class TextClassifier(Model):
         self.extra = nn.Parameter(torch.zeros(config.width))
         self.encoder = Encoder(config.encoder())
         self.head = nn.Linear(config.width, config.classes)
+        self.evidence = Evidence(config.vocabulary, config.classes) if config.evidence else None
         nn.init.normal_(self.tokens.weight, std=0.1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -101,7 +103,10 @@ class TextClassifier(Model):
         lengths = None if padding is None else padding + 1
         out: Output = self.encoder(x, padding=lengths, return_weights=return_weights)
         gathered = F.dropout(self.pooled(out.states, lengths), self.config.head_dropout, self.training)
-        return Output(out.states, self.head(gathered), out.weights)
+        logits: Tensor = self.head(gathered)
+        if self.evidence is not None:
+            logits = logits + self.evidence(tokens, padding)
+        return Output(out.states, logits, out.weights)
 
     def pooled(self, states: Tensor, lengths: Tensor | None) -> Tensor:
         """What stands for the whole text: (B, width)."""
@@ -117,6 +122,23 @@ class TextClassifier(Model):
     def attentions(self) -> dict[str, Attention]:
         """Every attention module by the name that its weights have."""
         return self.encoder.attentions()
+
+
+class Evidence(nn.Module):
+    """What each token says by itself: (vocabulary, classes), zero until somebody fills it, such as with naive Bayes."""
+
+    def __init__(self, vocabulary: int, classes: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(vocabulary, classes))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: Tensor, lengths: Tensor | None) -> Tensor:
+        """Tokens (B, T) -> logits (B, C)."""
+        said = self.table[tokens]
+        if lengths is not None:
+            real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+            said = torch.where(real[..., None], said, 0.0)
+        return said.sum(1) * self.scale
 
 
 def bucket(tokens: Tensor, count: int, buckets: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from foci.inputs.batch import padded
 from foci.inputs.tables import good_rows, only, rows
-from foci.inputs.text import PAD, UNKNOWN, Tokenizer, TokenizerKind, from_json, learned, to_json
+from foci.inputs.text import PAD, SPECIAL, UNKNOWN, Tokenizer, TokenizerKind, from_json, learned, to_json
 from foci.labels import Labels
 from foci.nn.classifier import TextClassifier
 from foci.nn.config import Config
@@ -80,6 +80,8 @@ class SentimentSettings(Config):
     vocabulary: int = 30_000  # how many tokens there are at most
     lower: bool = True  # whether large letters are read as small ones
     max_length: int = 512  # how many tokens of a text are read: of a longer one its beginning and its end
+    prior: bool = False  # whether to start from naive Bayes: what each token says of the classes in the train part
+    prior_scale: float = 0.4  # how much of it: tokens are not as independent as it takes them to be
     forget: float = 0.1  # the share of tokens that are made unknown, while training
     smoothing: float = 0.1  # the share of each target that is spread over all classes, while training
 
@@ -104,8 +106,14 @@ class Sentiment(Task[Labelled, Verdict]):
     settings_type = SentimentSettings
     settings: SentimentSettings
 
-    def __init__(self, settings: SentimentSettings, tokenizer: Tokenizer, labels: Sequence[str]) -> None:
-        self.settings, self.tokenizer, self.labels = settings, tokenizer, list(labels)
+    def __init__(
+        self,
+        settings: SentimentSettings,
+        tokenizer: Tokenizer,
+        labels: Sequence[str],
+        prior: Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        self.settings, self.tokenizer, self.labels, self.prior = settings, tokenizer, list(labels), prior
         self._numbers = {label: number for number, label in enumerate(self.labels)}
 
     @classmethod
@@ -145,21 +153,30 @@ class Sentiment(Task[Labelled, Verdict]):
         if len(labels) < 2:
             raise ValueError(f"expected texts of at least 2 classes to learn from, but got {labels}")
         texts = [each.text.lower() if settings.lower else each.text for each in train]
-        return cls(settings, learned(settings.tokenizer, texts, settings.vocabulary), labels)
+        task = cls(settings, learned(settings.tokenizer, texts, settings.vocabulary), labels)
+        if settings.prior:
+            task.prior = naive_bayes([(task.tokens(each), task.number(each)) for each in train], task.tokenizer, labels)
+        return task
 
     def files(self) -> dict[str, str]:
-        return {"tokenizer.json": to_json(self.tokenizer), "labels.json": json.dumps(self.labels, ensure_ascii=False)}
+        found = {"tokenizer.json": to_json(self.tokenizer), "labels.json": json.dumps(self.labels, ensure_ascii=False)}
+        return found if self.prior is None else found | {"prior.json": json.dumps(self.prior)}
 
     @classmethod
     def from_files(cls, settings: SentimentSettings, files: dict[str, str]) -> Self:
-        return cls(settings, from_json(files["tokenizer.json"]), json.loads(files["labels.json"]))
+        prior = json.loads(files["prior.json"]) if "prior.json" in files else None
+        return cls(settings, from_json(files["tokenizer.json"]), json.loads(files["labels.json"]), prior)
 
     def model(self) -> Model:
         own = self.settings
         changes = {name: getattr(own, name) for name in CHANGES if getattr(own, name) is not None}
-        return TextClassifier.from_name(
-            own.size, vocabulary=self.tokenizer.vocabulary, classes=len(self.labels), **changes
-        )
+        changes |= {"vocabulary": self.tokenizer.vocabulary, "classes": len(self.labels)}
+        model = TextClassifier.from_name(own.size, evidence=self.prior is not None, **changes)
+        if self.prior is not None and model.evidence is not None:
+            with torch.no_grad():
+                model.evidence.table.copy_(torch.tensor(self.prior))
+                model.evidence.scale.fill_(own.prior_scale)
+        return model
 
     def tokens(self, example: Labelled) -> list[int]:
         """What the model reads; what is in the middle of a text that is too long says least about it."""
@@ -225,6 +242,22 @@ class Sentiment(Task[Labelled, Verdict]):
             text = example.text[:60]
             raise ValueError(f"expected one of the labels {known}, but got {example.label!r} for {text!r}")
         return self._numbers[example.label]
+
+
+def naive_bayes(
+    read: Sequence[tuple[list[int], int]], tokenizer: Tokenizer, labels: Sequence[str]
+) -> list[list[float]]:
+    """For each token the logarithm of how much likelier each class makes it than the classes do on average.
+
+    Whether a token is in a text counts, not how often; each is taken to have been in one text more of every class.
+    """
+    counts = torch.ones(len(labels), tokenizer.vocabulary, dtype=torch.float64)
+    for tokens, label in read:
+        counts[label, torch.tensor(sorted(set(tokens)))] += 1
+    found = (counts / counts.sum(1, keepdim=True)).log()
+    found = found - found.mean(0)
+    found[:, : len(SPECIAL)] = 0.0
+    return [[round(value, 4) for value in row] for row in found.T.tolist()]
 
 
 def missing(fields: dict[str, Any]) -> str | None:

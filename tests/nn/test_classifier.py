@@ -62,3 +62,13 @@ def test_what_does_not_fit_is_refused() -> None:
         small()(tokens(length=13))
     with pytest.raises(ValueError, match="grams must be at most 4, but got 5"):
         small(grams=5)
+
+
+def test_evidence_is_added_up_over_real_tokens() -> None:
+    model = small(evidence=True)
+    assert model.evidence is not None
+    before = model(tokens(), padding=torch.tensor([7, 4, 7])).logits
+    torch.nn.init.normal_(model.evidence.table)
+    after = model(tokens(), padding=torch.tensor([7, 4, 7])).logits
+    said = model.evidence.table[tokens()[1, :4]].sum(0)
+    assert_same((after - before)[1], said)

@@ -112,3 +112,17 @@ def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
 def test_a_label_that_was_not_learned_is_refused(learned: Lesson) -> None:
     with pytest.raises(ValueError, match="expected one of the labels bad, good, but got 'odd' for 'a dog'"):
         learned.trained.task.batch([Labelled("a dog", "odd")], False, torch.Generator())
+
+
+def test_naive_bayes_is_known_before_anything_is_learned(tmp_path: Path) -> None:
+    settings = SentimentSettings(prior=True, grams=1)
+    train = [Labelled("good film", "plus"), Labelled("good good story", "plus"), Labelled("bad film", "minus")]
+    task = Sentiment.start(settings, train)
+    again = Sentiment.from_files(settings, task.files())
+    with torch.no_grad():
+        said = again.decode(again.model().eval(), [Labelled("a good story"), Labelled("bad"), Labelled("film")])
+    assert [each.label for each in said] == ["plus", "minus", "minus"]
+    # In plus 2 texts have "good" among 4 different words, in minus none among 2; and each of 8 tokens once more.
+    row = torch.tensor(task.prior)[task.tokenizer.encode("good")[0]]
+    counts = torch.tensor([1 / (2 + 8), 3 / (4 + 8)]).log()
+    assert torch.allclose(row, counts - counts.mean(), atol=1e-3)
