@@ -1,0 +1,102 @@
+"""Watching on a GPU: the same record, statistics that move to the host meanwhile, no captured graphs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import foci
+from tests.capture.models import CachedAttention, Stack
+from tests.tensors import randn
+
+pytestmark = pytest.mark.gpu
+
+KEEP = foci.Keep(top=4, picture=16, shares=True)
+
+
+def both(dtype: torch.dtype, **options: Any) -> tuple[foci.Record, foci.Record]:
+    """The record of a model on a GPU, and of its copy on a CPU in float64."""
+    torch.manual_seed(0)
+    model, x = Stack(2), randn(2, 200, 16)
+    with torch.no_grad():
+        with foci.watch(model.double(), keep=KEEP) as truth:
+            model(x.double(), is_causal=True)
+        with foci.watch(model.to("cuda", dtype), **options) as seen:
+            model(x.to("cuda", dtype), is_causal=True)
+    return seen, truth
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep", ["lazy", KEEP])
+def test_statistics_are_those_of_the_cpu(dtype: torch.dtype, keep: Any) -> None:
+    seen, truth = both(dtype, keep=keep)
+    close = {"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else {"atol": 5e-2, "rtol": 5e-2}
+    for name in ("L0", "L1"):
+        for question in ("entropy", "received", "distance"):
+            found, expected = getattr(seen[name], question)().cpu(), getattr(truth[name], question)()
+            torch.testing.assert_close(found.double(), expected, **close)
+        torch.testing.assert_close(seen[name].picture(16, 16).cpu().double(), truth[name].picture(16, 16), **close)
+        torch.testing.assert_close(seen[name].top(4).values.cpu().double(), truth[name].top(4).values, **close)
+
+
+def test_kept_statistics_are_on_the_host() -> None:
+    seen, _ = both(torch.bfloat16, keep=KEEP)
+    kept = seen["L1"].kept
+    assert kept is not None
+    assert {tensor.device.type for tensor in kept.values()} == {"cpu"}
+    assert seen["L1"].norms().device.type == "cpu"
+
+
+def test_nothing_waits_for_the_device() -> None:
+    model, x = Stack(2).cuda(), randn(2, 200, 16).cuda()
+    with torch.no_grad(), foci.watch(model, keep=foci.Keep(top=4, picture=16)):
+        model(x, is_causal=True)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(x, is_causal=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_reordered_cache_is_refused_when_the_block_ends() -> None:
+    model, x = CachedAttention().cuda(), randn(2, 9, 16).cuda()
+    with pytest.raises(ValueError, match="reordered"), torch.no_grad(), foci.watch(model):
+        steps(model, x)
+
+
+def steps(model: CachedAttention, x: torch.Tensor) -> None:
+    model(x[:, :5])
+    model.change(lambda t: t.flip(0))
+    model(x[:, 5:6])
+
+
+def test_a_generation_is_seen_step_by_step() -> None:
+    model = foci.nn.Decoder.from_name("tiny", vocabulary=50).eval().cuda()
+    expected = foci.generate(model, [5, 3, 8], new_tokens=5)
+    with foci.watch(model) as seen:
+        answers = foci.generate(model, [5, 3, 8], new_tokens=5)
+    assert answers[0].tokens == expected[0].tokens
+    assert seen["L1"].shape == (1, 4, 7, 7)
+    with pytest.raises(ValueError, match="a captured step shows nothing"), foci.watch(model):
+        foci.generate(model, [5, 3, 8], new_tokens=5, capture=True)
+
+
+def test_checkpointing_takes_the_same_way_on_autograds_threads() -> None:
+    model, x = Stack(2).cuda(), randn(1, 40, 16).cuda().requires_grad_()
+
+    def run(y: torch.Tensor) -> torch.Tensor:
+        for block in model.blocks:
+            y = torch.utils.checkpoint.checkpoint(block, y, use_reentrant=False)
+        return y
+
+    with foci.watch(model, silence=["L1H0"]) as seen:
+        run(x).square().sum().backward()
+    assert seen.calls == 2
+    again = x.detach().clone().requires_grad_()
+    with foci.watch(model, silence=["L1H0"]):
+        y = again
+        for block in model.blocks:
+            y = block(y)
+        y.square().sum().backward()
+    torch.testing.assert_close(x.grad, again.grad, atol=1e-4, rtol=1e-3)
