@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foci.nn.speech import SpeechEncoder
 from foci.tasks.hearing import SpeechSettings, heard
-from foci.tasks.speech import Recording, Speech
+from foci.tasks.speech import Recording, Speech, error_rates
 from tests.inputs.test_audio import write_wav
 from tests.tasks.lessons import Lesson, lesson
 
@@ -170,3 +170,17 @@ def test_the_share_of_ctc_says_what_the_model_has(share: float, heads: tuple[boo
     loss, count = task.loss(model, task.batch(learned.dev[:3], True, torch.Generator()))
     assert bool(loss.isfinite())
     assert int(count) == sum(len(each.text.split()) + 1 for each in learned.dev[:3])
+
+
+def test_errors_are_counted_as_jiwer_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jiwer")
+    chance = random.Random(1)
+    pairs = [[[chance.choice(list(TONES)) for _ in range(chance.randint(1, 8))] for _ in range(2)] for _ in range(50)]
+    texts, said = ([" ".join(pair[side]) for pair in pairs] for side in range(2))
+    said[7] = ""
+    counted = error_rates(texts, said)
+    monkeypatch.setitem(__import__("sys").modules, "jiwer", None)
+    alone = error_rates(texts, said)
+    assert (counted[2], alone[2]) == ("jiwer", "edits")
+    assert counted[:2] == pytest.approx(alone[:2])
+    assert 0.3 < alone[0] < 1.0
