@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from foci import backends
+from foci import backends, matrix_compiled
 from foci.algebra import Mask
 from foci.arguments import Call, keeps_dtypes, prepare
 from foci.backends import blocked, reference
@@ -73,7 +73,7 @@ class Once(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         nothing = q.new_zeros(0)
         ctx.call, ctx.average = replace(call, q=nothing, k=nothing, v=nothing, bias=None), average
-        return strip_by_strip(call, average)
+        return at_once(call, average)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_matrix: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -111,6 +111,10 @@ def built(call: Call, average: bool) -> tuple[Tensor, Tensor]:
 
 
 @keeps_dtypes
+def at_once(call: Call, average: bool) -> tuple[Tensor, Tensor]:
+    return matrix_compiled.attend(call, average) if matrix_compiled.serves(call) else strip_by_strip(call, average)
+
+
 def strip_by_strip(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     batch, heads, queries = call.q.shape[:3]
     out = call.q.new_zeros(batch, heads, queries, call.v.shape[-1])

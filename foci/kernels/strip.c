@@ -6,20 +6,21 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "vectors.h"
+#include "masks.h"
+#include "product.h"
 
 enum {
-    PANEL = 3 * LANES,  /* keys of one product */
     STEP = 4 * LANES,   /* keys that a sweep takes at once */
     CHUNK = 96 * LANES, /* keys whose entries are kept: whole panels and steps; they fit the second cache */
     BLOCK = 128,        /* queries that go over a chunk before the next chunk */
     MOST = 64           /* heaviest keys per query */
 };
 
-static const float HIDDEN = -1e30f, LN_2 = 0.69314718f;
+static const float LN_2 = 0.69314718f;
 
 /* Every member has 8 bytes; Work in compiled.py has them in the same order. What is NULL is not given or not wanted. */
 typedef struct {
+    Masks masks;
     const float *queries;      /* (pairs, query_count, width) */
     const float *keys;         /* (batch, key heads, padded / PANEL, width, PANEL) */
     const float *shift;        /* (pairs, query_count): log2 of what the row is divided by */
@@ -27,10 +28,6 @@ typedef struct {
     const float *key_places;   /* (batch or 1, padded) */
     const float *slopes;       /* (heads): what each step of distance costs */
     const float *by_distance;  /* (heads, distances): what is added, from the last query and the first key on */
-    const int32_t *runs;       /* (batch or 1, run_count, 2, query_count): a run's first key, and the one after it */
-    const int64_t *query_ids;  /* (batch or 1, query_count) */
-    const int64_t *key_ids;    /* (batch or 1, key_count) */
-    const uint8_t *seen;       /* (batch or 1, heads or 1, query_count or 1, key_count or 1), by its steps */
     float *entropy;            /* (pairs, query_count) */
     float *distance;           /* (pairs, query_count) */
     float *received;           /* (pairs, parts, key_count), zeros */
@@ -39,9 +36,7 @@ typedef struct {
     float *top_values;         /* (pairs, query_count, top) */
     int64_t *top_keys;         /* (pairs, query_count, top) */
     int64_t pairs, heads, group, query_count, key_count, padded, width, parts, top;
-    int64_t picture_rows, picture_columns, distances;
-    int64_t query_place_step, key_place_step, run_count, run_step, query_id_step, key_id_step;
-    int64_t seen_batch, seen_head, seen_row, seen_column;
+    int64_t picture_rows, picture_columns, distances, query_place_step, key_place_step;
     double scale, softcap; /* of the logits, in base 2; with a softcap, the scale of what tanh_half takes */
     int64_t next, failed;  /* the next part that no thread has taken; whether there was no memory */
 } Work;
@@ -62,29 +57,6 @@ typedef struct {
     Row rows[BLOCK];
     float queries[]; /* (BLOCK / ROWS, width, ROWS) */
 } Pass;
-
-static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
-
-/* ROWS queries times one panel of keys. On its own, because inside another function the sums leave the registers. */
-static __attribute__((noinline)) void multiply(
-    const float *queries, const float *keys, int64_t width, const float *shift, float *x)
-{
-    floats sums[ROWS][3] = {{{0}}};
-    for (int64_t d = 0; d < width; d++, queries += ROWS, keys += PANEL) {
-        floats k0 = load(keys), k1 = load(keys + LANES), k2 = load(keys + 2 * LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-            sums[r][0] += queries[r] * k0;
-            sums[r][1] += queries[r] * k1;
-            sums[r][2] += queries[r] * k2;
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 3
-        for (int i = 0; i < 3; i++) store(x + r * CHUNK + i * LANES, sums[r][i] - shift[r]);
-}
 
 static inline void insert(Row *row, int64_t kept, float value, int32_t key)
 {
@@ -176,51 +148,6 @@ static void flush(Pass *pass, int64_t line, int64_t start)
     pass->from = work->key_count, pass->to = 0;
 }
 
-/* Where, between start and end, the keys lie that a query may see; whether there are any. */
-static int visible(const Pass *pass, int64_t row, int64_t start, int64_t end, int64_t *low, int64_t *high)
-{
-    const Work *work = pass->work;
-    if (!work->runs) return *low = start, *high = end, 1;
-    const int32_t *run = work->runs + pass->batch * work->run_step + row;
-    *low = end, *high = start;
-    for (int64_t i = 0; i < work->run_count; i++, run += 2 * work->query_count) {
-        int64_t first = greater(run[0], start), last = lesser(run[work->query_count], end);
-        if (first < last) *low = lesser(*low, first), *high = greater(*high, last);
-    }
-    return *low < *high;
-}
-
-/* Hides what lies between the runs of a row, and around them as far as a sweep reaches. */
-static void hide_outside(const Pass *pass, int64_t row, int64_t start, int64_t begin, int64_t end, float *x)
-{
-    const Work *work = pass->work;
-    int64_t at = work->runs ? begin : work->key_count - start;
-    for (int64_t i = 0; work->runs && i < work->run_count; i++) {
-        const int32_t *run = work->runs + pass->batch * work->run_step + 2 * i * work->query_count + row;
-        int64_t first = run[0] - start, last = run[work->query_count] - start;
-        if (first >= last) continue;
-        for (; at < lesser(first, end); at++) x[at] = HIDDEN;
-        at = greater(at, last);
-    }
-    for (; at < end; at++) x[at] = HIDDEN;
-}
-
-/* Hides, between low and high, what the ids or the dense mask do not let the query see. */
-static void hide_inside(const Pass *pass, int64_t row, int64_t start, int64_t low, int64_t high, float *x)
-{
-    const Work *work = pass->work;
-    if (work->query_ids) {
-        int64_t id = work->query_ids[pass->batch * work->query_id_step + row];
-        const int64_t *ids = work->key_ids + pass->batch * work->key_id_step + start;
-        for (int64_t j = low; j < high; j++) x[j] = ids[j] == id ? x[j] : HIDDEN;
-    }
-    if (work->seen) {
-        const uint8_t *seen = work->seen + pass->batch * work->seen_batch + pass->head * work->seen_head;
-        seen += row * work->seen_row + start * work->seen_column;
-        for (int64_t j = low; j < high; j++) x[j] = seen[j * work->seen_column] ? x[j] : HIDDEN;
-    }
-}
-
 /* What is done to the logits of a row before they are weighed: the softcap, and what distance adds. */
 static void adjust(const Pass *pass, int64_t row, int64_t start, int64_t begin, int64_t end, float place, float *x)
 {
@@ -248,13 +175,14 @@ static void tile(Pass *pass, int64_t r, int64_t start, int64_t end, int64_t *lin
     int64_t low[ROWS], high[ROWS], from = end, to = start, count = lesser(pass->last - r, ROWS), width = work->width;
     float shift[ROWS] = {0};
     for (int64_t i = 0; i < count; i++) {
-        if (visible(pass, r + i, start, end, low + i, high + i)) from = lesser(from, low[i]), to = greater(to, high[i]);
+        if (visible(&work->masks, pass->batch, r + i, start, end, low + i, high + i))
+            from = lesser(from, low[i]), to = greater(to, high[i]);
         if (!(work->softcap > 0)) shift[i] = work->shift[pass->pair * work->query_count + r + i];
     }
     const float *queries = pass->queries + (r - pass->first) * width;
     const float *keys = work->keys + (pass->pair / work->group) * work->padded * width;
     for (int64_t c = start + (from - start) / PANEL * PANEL; c < to; c += PANEL)
-        multiply(queries, keys + c * width, width, shift, pass->x + (c - start));
+        multiply(queries, keys + c * width, width, shift, pass->x + (c - start), CHUNK);
     for (int64_t i = 0; i < count; i++) {
         if (low[i] >= high[i]) continue;
         Row *row = pass->rows + (r + i - pass->first);
@@ -264,8 +192,8 @@ static void tile(Pass *pass, int64_t r, int64_t start, int64_t end, int64_t *lin
         float *x = pass->x + i * CHUNK, place = work->query_places[pass->batch * work->query_place_step + r + i];
         int64_t begin = (low[i] - start) / STEP * STEP, stop = (high[i] - start + STEP - 1) / STEP * STEP;
         adjust(pass, r + i, start, begin, stop, place, x);
-        hide_outside(pass, r + i, start, begin, stop, x);
-        hide_inside(pass, r + i, start, low[i] - start, high[i] - start, x);
+        hide_outside(&work->masks, pass->batch, r + i, start, begin, stop, x);
+        hide_inside(&work->masks, pass->batch, pass->head, r + i, start, low[i] - start, high[i] - start, x);
         sweep(pass, x, begin, stop, start, row, place);
     }
 }

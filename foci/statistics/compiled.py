@@ -14,12 +14,13 @@ from torch.nn.functional import pad
 
 from foci.arguments import Call
 from foci.backends import kernel_masks
+from foci.backends.blocked import LOG2_E
 from foci.biases import ALiBi, Buckets
 from foci.kernels import native
 from foci.masks import Causal
 from foci.scores import Additive, Dot
 from foci.statistics import pooling
-from foci.statistics.strips import LOG2_E, finite
+from foci.statistics.strips import finite
 from foci.statistics.wanted import Wanted
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -40,22 +41,32 @@ PER_THREAD = 2**18
 PER_PART = 128
 
 INPUTS = ("queries", "keys", "shift", "query_places", "key_places", "slopes", "by_distance")
-MASKS = ("runs", "query_ids", "key_ids", "seen")
 OUTPUTS = ("entropy", "distance", "received", "picture", "largest", "top_values", "top_keys")
 SIZES = (
     *("pairs", "heads", "group", "query_count", "key_count"),
     *("padded", "width", "parts", "top", "picture_rows", "picture_columns", "distances"),
 )
-STEPS = ("query_place_step", "key_place_step", "run_count", "run_step", "query_id_step", "key_id_step")
+PLACE_STEPS = ("query_place_step", "key_place_step")
 SEEN_STEPS = ("seen_batch", "seen_head", "seen_row", "seen_column")
+
+
+class Masks(ctypes.Structure):
+    """What kernels/masks.h is given, in its order."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("runs", "query_ids", "key_ids", "seen")),
+        *((name, ctypes.c_int64) for name in ("query_count", "key_count", "run_count")),
+        *((name, ctypes.c_int64) for name in ("run_step", "query_id_step", "key_id_step", *SEEN_STEPS)),
+    )
 
 
 class Work(ctypes.Structure):
     """What kernels/strip.c is given, in its order."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (*INPUTS, *MASKS, *OUTPUTS)),
-        *((name, ctypes.c_int64) for name in (*SIZES, *STEPS, *SEEN_STEPS)),
+        ("masks", Masks),
+        *((name, ctypes.c_void_p) for name in (*INPUTS, *OUTPUTS)),
+        *((name, ctypes.c_int64) for name in (*SIZES, *PLACE_STEPS)),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
         ("next", ctypes.c_int64),
@@ -116,13 +127,15 @@ def measure_part(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
     threads, parts = shares(call, wanted)
     dot = replace(call, q=call.q.float(), k=call.k.float()).with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
-    given = matrix_inputs(dot, lse, library.panel_keys(), library.chunk_keys()) | mask_inputs(call)
+    given = matrix_inputs(dot, lse, library.panel_keys(), library.chunk_keys())
     found = outputs(call, wanted, parts)
     scale, softcap = scales(dot.score, dot.q.shape[-1])
+    seen = mask_inputs(call)
     work = Work(
+        masks=masks_of(call, seen),
         **pointers(given | found),
         **sizes(call, wanted, parts, given),
-        **steps(given),
+        **{f"{name}_step": step(given[f"{name}s"]) for name in ("query_place", "key_place")},
         scale=scale,
         softcap=softcap,
     )
@@ -239,16 +252,24 @@ def sizes(call: Call, wanted: Wanted, parts: int, given: dict[str, Tensor]) -> d
     }
 
 
-def steps(given: dict[str, Tensor]) -> dict[str, int]:
-    """How far it is from one sequence to the next: 0 where all share one."""
-    found = {"run_count": given["runs"].shape[1] if "runs" in given else 0}
-    for name in ("query_place", "key_place", "run", "query_id", "key_id"):
-        tensor = given.get(f"{name}s")
-        found[f"{name}_step"] = 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
+def masks_of(call: Call, given: dict[str, Tensor]) -> Masks:
+    found = pointers(given) | {"query_count": call.q.shape[2], "key_count": call.k.shape[2]}
+    if "runs" in given:
+        found["run_count"] = given["runs"].shape[1]
+    found |= {f"{name}_step": step(given[f"{name}s"]) for name in ("run", "query_id", "key_id") if f"{name}s" in given}
     if "seen" in given:
-        strides = zip(given["seen"].shape, given["seen"].stride(), strict=True)
-        found |= dict(zip(SEEN_STEPS, (0 if size == 1 else step for size, step in strides), strict=True))
-    return found
+        found |= dict(zip(SEEN_STEPS, dense_steps(given["seen"]), strict=True))
+    return Masks(**found)
+
+
+def step(tensor: Tensor) -> int:
+    """How far it is from one sequence to the next: 0 where all share one."""
+    return 0 if tensor.shape[0] == 1 else tensor.stride(0)
+
+
+def dense_steps(tensor: Tensor) -> list[int]:
+    """How far it is to the next along each axis: 0 where there is only one."""
+    return [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def finished(call: Call, wanted: Wanted, found: dict[str, Tensor]) -> dict[str, Tensor]:

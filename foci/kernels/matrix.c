@@ -1,0 +1,235 @@
+/* Attention together with its whole matrix on a CPU, as foci/matrix_compiled.py asks for it.
+
+   A block of queries at a time, head by head: its logits over all keys, its weights in the same memory, then both results
+   of them, the output and the rows of the matrix, while they lie in the second cache. */
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "masks.h"
+#include "product.h"
+
+enum {
+    SIDE = 2 * LANES, /* values that are summed at once */
+    CHUNK = 64        /* keys whose values stay in the nearest cache while the rows go by */
+};
+
+/* Every member has 8 bytes; Work in matrix_compiled.py has them in the same order. What is NULL is not given. */
+typedef struct {
+    Masks masks;
+    const float *queries; /* (batch, heads, query_count, width), by its steps; the vectors lie in one piece */
+    const float *keys;    /* (batch, key heads, padded / PANEL, width, PANEL) */
+    const float *values;  /* (batch, key heads, key_count, value_width), by its steps; the width is whole SIDEs */
+    const float *added;   /* (batch or 1, heads or 1, query_count or 1, key_count or 1), by its steps */
+    float *out;           /* (batch, query_count, heads, value_width) */
+    float *matrix;        /* (pairs, query_count, key_count); (batch, query_count, key_count) where averaged */
+    int64_t pairs, heads, group, query_count, key_count, padded, width, value_width, rows, averaged;
+    int64_t query_batch, query_head, query_row, value_batch, value_head, value_row;
+    int64_t added_batch, added_head, added_row, added_column;
+    double scale;         /* of the logits, in base 2 */
+    int64_t next, failed; /* the next block that no thread has taken; whether there was no memory */
+} Work;
+
+static const float LOG2_E = 1.44269504f;
+
+/* A block of rows on its way over the heads. */
+typedef struct {
+    const Work *work;
+    int64_t batch, head, first, count, step;
+    int64_t from, to;         /* the keys that some row of the block sees, `from` at a whole panel */
+    float *x, *queries, *out; /* (rows, step), (rows / ROWS, width, ROWS), (rows, value_width) */
+    float share[];            /* (rows): what makes the weights of a row sum to 1 */
+} Block;
+
+static void lay_queries(const Block *block)
+{
+    const Work *work = block->work;
+    int64_t width = work->width;
+    float scale = (float)work->scale;
+    const float *query = work->queries + block->batch * work->query_batch + block->head * work->query_head;
+    query += block->first * work->query_row;
+    for (int64_t r = 0; r < block->count; r++, query += work->query_row) {
+        float *beside = block->queries + r / ROWS * ROWS * width + r % ROWS;
+        for (int64_t d = 0; d < width; d++) beside[d * ROWS] = scale * query[d];
+    }
+}
+
+/* The logits of the block over the keys that it sees. */
+static void compare(const Block *block)
+{
+    const Work *work = block->work;
+    static const float shift[ROWS];
+    int64_t key_head = (block->batch * work->heads + block->head) / work->group, width = work->width;
+    const float *keys = work->keys + key_head * work->padded * width;
+    for (int64_t c = block->from; c < block->to; c += PANEL)
+        for (int64_t r = 0; r < block->count; r += ROWS)
+            multiply(block->queries + r * width, keys + c * width, width, shift, block->x + r * block->step + c, block->step);
+}
+
+static void add_bias(const Block *block, int64_t row, int64_t low, int64_t high, float *x)
+{
+    const Work *work = block->work;
+    const float *added = work->added + block->batch * work->added_batch + block->head * work->added_head;
+    added += row * work->added_row;
+    if (work->added_column == 1)
+        for (int64_t j = low; j < high; j++) x[j] += added[j] * LOG2_E;
+    else
+        for (int64_t j = low; j < high; j++) x[j] += added[j * work->added_column] * LOG2_E;
+}
+
+/* 2^(x - the largest) in the place of x, 0 for what is hidden; the inverse of their sum, or 0 where nothing is seen. */
+static float weigh(float *x, int64_t begin, int64_t end)
+{
+    floats peaks = all(HIDDEN), sums = {0};
+    for (int64_t j = begin; j < end; j += LANES) peaks = maximum(peaks, load(x + j));
+    float peak = HIDDEN / 2;
+    for (int i = 0; i < LANES; i++) peak = peaks[i] > peak ? peaks[i] : peak;
+    /* Where nothing is seen, every power is 0; and where something is not a number, their sum is none. */
+    peak = peak > HIDDEN / 2 ? peak : 0;
+    for (int64_t j = begin; j < end; j += LANES) {
+        floats weight = power(load(x + j) - peak);
+        sums += weight;
+        store(x + j, weight);
+    }
+    float sum = total(sums);
+    return sum == 0 ? 0 : 1 / sum;
+}
+
+/* The weights of one row, before they are shared out; 0 everywhere else between the block's first and last key. */
+static float weigh_row(const Block *block, int64_t row, float *x)
+{
+    const Masks *masks = &block->work->masks;
+    int64_t low, high, end = (block->to + LANES - 1) / LANES * LANES;
+    if (!visible(masks, block->batch, row, 0, masks->key_count, &low, &high)) {
+        memset(x + block->from, 0, (size_t)(end - block->from) * sizeof(float));
+        return 0;
+    }
+    int64_t begin = low / LANES * LANES, stop = (high + LANES - 1) / LANES * LANES;
+    if (block->work->added) add_bias(block, row, low, high, x);
+    hide_outside(masks, block->batch, row, 0, begin, stop, x);
+    hide_inside(masks, block->batch, block->head, row, 0, low, high, x);
+    memset(x + block->from, 0, (size_t)(begin - block->from) * sizeof(float));
+    memset(x + stop, 0, (size_t)(end - stop) * sizeof(float));
+    return weigh(x, begin, stop);
+}
+
+/* A row of the matrix, or a head's share of it. */
+static void write_row(const Block *block, int64_t row, const float *x, float share)
+{
+    const Work *work = block->work;
+    int64_t owner = work->averaged ? block->batch : block->batch * work->heads + block->head;
+    float *matrix = work->matrix + (owner * work->query_count + row) * work->key_count;
+    float part = work->averaged ? share / (float)work->heads : share;
+    int64_t j = block->from;
+    if (work->averaged && block->head > 0) {
+        for (; j + LANES <= block->to; j += LANES) store(matrix + j, load(matrix + j) + part * load(x + j));
+        for (; j < block->to; j++) matrix[j] += part * x[j];
+        return;
+    }
+    memset(matrix, 0, (size_t)block->from * sizeof(float));
+    for (; j + LANES <= block->to; j += LANES) store(matrix + j, part * load(x + j));
+    for (; j < block->to; j++) matrix[j] = part * x[j];
+    memset(matrix + block->to, 0, (size_t)(work->key_count - block->to) * sizeof(float));
+}
+
+/* ROWS rows of weights times SIDE columns of some keys' values, `next` apart. On its own, as `multiply`. */
+static __attribute__((noinline)) void mix(
+    const float *x, int64_t step, const float *values, int64_t next, int64_t count, float *out, int64_t width)
+{
+    floats sums[ROWS][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) sums[r][0] = load(out + r * width), sums[r][1] = load(out + r * width + LANES);
+    for (int64_t j = 0; j < count; j++, values += next) {
+        floats v0 = load(values), v1 = load(values + LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            sums[r][0] += x[r * step + j] * v0;
+            sums[r][1] += x[r * step + j] * v1;
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) store(out + r * width, sums[r][0]), store(out + r * width + LANES, sums[r][1]);
+}
+
+/* The output of the block. */
+static void mix_values(const Block *block)
+{
+    const Work *work = block->work;
+    int64_t width = work->value_width, next = work->value_row;
+    const float *values = work->values + block->batch * work->value_batch + block->head / work->group * work->value_head;
+    memset(block->out, 0, (size_t)((block->count + ROWS - 1) / ROWS * ROWS * width) * sizeof(float));
+    for (int64_t c = block->from; c < block->to; c += CHUNK)
+        for (int64_t r = 0; r < block->count; r += ROWS)
+            for (int64_t d = 0; d < width; d += SIDE)
+                mix(block->x + r * block->step + c, block->step, values + c * next + d, next,
+                    lesser(CHUNK, block->to - c), block->out + r * width + d, width);
+    for (int64_t r = 0; r < block->count; r++) {
+        int64_t row = block->batch * work->query_count + block->first + r;
+        float *out = work->out + (row * work->heads + block->head) * width;
+        for (int64_t d = 0; d < width; d += LANES) store(out + d, block->share[r] * load(block->out + r * width + d));
+    }
+}
+
+static void attend(Block *block)
+{
+    const Work *work = block->work;
+    block->from = work->key_count, block->to = 0;
+    for (int64_t r = 0; r < block->count; r++) {
+        int64_t low, high;
+        if (!visible(&work->masks, block->batch, block->first + r, 0, work->key_count, &low, &high)) continue;
+        block->from = lesser(block->from, low), block->to = greater(block->to, high);
+    }
+    block->from = block->to ? block->from / PANEL * PANEL : 0;
+    for (block->head = 0; block->head < work->heads; block->head++) {
+        lay_queries(block);
+        compare(block);
+        for (int64_t r = 0; r < block->count; r++) {
+            float *x = block->x + r * block->step;
+            block->share[r] = weigh_row(block, block->first + r, x);
+            write_row(block, block->first + r, x, block->share[r]);
+        }
+        mix_values(block);
+    }
+}
+
+/* Takes one block after the other until none is left; every thread runs it, and who takes which changes nothing. */
+void attend_all(Work *work)
+{
+    /* Rows that lie whole powers of two apart would fight for the same lines of the cache. */
+    int64_t step = (work->padded + LANES) / (2 * LANES) * (2 * LANES) + LANES, rows = work->rows;
+    size_t floats_needed = (size_t)(rows * (step + work->width + work->value_width + 1));
+    Block *block = calloc(1, sizeof(Block) + floats_needed * sizeof(float) + 64);
+    if (!block) {
+        __atomic_store_n(&work->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    block->work = work, block->step = step;
+    block->x = (float *)(((uintptr_t)(block->share + rows) + 63) / 64 * 64), block->queries = block->x + rows * step;
+    block->out = block->queries + rows * work->width;
+    int64_t blocks = (work->query_count + rows - 1) / rows, batch = work->pairs / work->heads;
+    for (int64_t taken; (taken = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < batch * blocks;) {
+        block->batch = taken / blocks, block->first = taken % blocks * rows;
+        block->count = lesser(rows, work->query_count - block->first);
+        attend(block);
+    }
+    free(block);
+}
+
+/* Asks for large pages where fresh memory will be written: to be given 2 MiB at once is far cheaper than 512 small pages.
+   Only a hint; nothing else changes where it is not followed. */
+void expect_writing(char *memory, int64_t size)
+{
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = 1 << 21;
+    uintptr_t first = ((uintptr_t)memory + page - 1) / page * page, last = ((uintptr_t)memory + (uintptr_t)size) / page * page;
+    if (first < last) madvise((void *)first, last - first, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)size;
+#endif
+}
+
+/* What matrix_compiled.py lays the tensors out by. */
+int64_t panel_keys(void) { return PANEL; }
+int64_t side_values(void) { return SIDE; }
+int64_t rows_at_once(void) { return ROWS; }

@@ -1,0 +1,27 @@
+/* Queries times keys. */
+
+#include "vectors.h"
+
+/* Keys of one product, which lie together: (width, PANEL). */
+enum { PANEL = 3 * LANES };
+
+/* ROWS queries, (width, ROWS), times one panel of keys, minus what each row is shifted by; rows of x are `step` apart. On
+   its own, because inside another function the sums leave the registers. */
+static __attribute__((noinline)) void multiply(
+    const float *queries, const float *keys, int64_t width, const float *shift, float *x, int64_t step)
+{
+    floats sums[ROWS][3] = {{{0}}};
+    for (int64_t d = 0; d < width; d++, queries += ROWS, keys += PANEL) {
+        floats k0 = load(keys), k1 = load(keys + LANES), k2 = load(keys + 2 * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            sums[r][0] += queries[r] * k0;
+            sums[r][1] += queries[r] * k1;
+            sums[r][2] += queries[r] * k2;
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 3
+        for (int i = 0; i < 3; i++) store(x + r * step + i * LANES, sums[r][i] - shift[r]);
+}
