@@ -75,7 +75,9 @@ def outstanding(record: Record, title: str, values: Sequence[Sequence[float]]) -
 
 
 def write(sheet: Sheet, record: Record) -> None:
-    """The panels side by side, as many as fit, and the rest under them."""
+    """The panels side by side, as many as fit, and the rest under them; a single head has nothing to be told from."""
+    if len(record.heads) == 1:
+        return
     if any(layer.kept is None and max(layer.shape[2:]) > LONG for layer in record.layers.values()):
         sheet.note("Measures of all heads take a while for a text of this length: record.scores() has them.")
         return
