@@ -63,6 +63,8 @@ def save(
         beside = file.with_name(f".{file.name}.part")
         try:
             safetensors().save_file(group, beside, metadata=metadata)
+            # The package lets nobody else read what it writes.
+            beside.chmod(0o644)
             beside.replace(file)
         finally:
             beside.unlink(missing_ok=True)
@@ -82,9 +84,19 @@ def load(path: Path, *, device: str | torch.device = "cpu") -> Trained:
         fill(model, whole(tensors))
         named = find(described["name"])
         task = named.from_files(named.settings_type.from_dict(described["settings"]), described["files"])
+        check_vocabulary(task, asdict(model.config))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from error
     return Trained(task, model.to(device).eval(), described.get("about", {}))
+
+
+def check_vocabulary(task: Task[Any, Any], config: dict[str, Any]) -> None:
+    """Refuses a model whose words are not those of its tokenizer."""
+    size = getattr(getattr(task, "tokenizer", None), "vocabulary", None)
+    tables = [config, *(part for part in config.values() if isinstance(part, dict))]
+    known = {table["vocabulary"] for table in tables if table.get("vocabulary") is not None}
+    if size is not None and known and size not in known:
+        raise ValueError(f"the model knows {max(known)} tokens, but its tokenizer has {size}")
 
 
 def found(path: Path) -> list[Path]:

@@ -26,8 +26,8 @@ from foci.tasks.pairs import Pair, pair_problems, read_pairs
 from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
 
-# How many tokens of sources are decoded at a time.
-DECODED = 4096
+# How many tokens of sources are decoded at a time, of all hypotheses together.
+DECODED = {"cpu": 4096, "cuda": 2**17}
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class TranslationSettings(Config):
     tokenizer: TokenizerKind = "bpe"  # source and target share one vocabulary
     vocabulary: int = 8000  # how many tokens it has at most
     smoothing: float = 0.1  # the share of each target that is spread over all tokens, while training
+    agreement: float = 0.0  # how much two passes with different dropout must agree while training (R-Drop); 0: one pass
     max_length: int = 256  # the longest sentence, in tokens
     beam: int = 4  # how many hypotheses grow side by side
     length_penalty: float = 1.0  # 0 prefers short answers
@@ -55,7 +56,7 @@ class TranslationSettings(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "max_length", "beam")
-        self.at_least(0, "dropout", "attention_dropout", "smoothing", "length_penalty")
+        self.at_least(0, "dropout", "attention_dropout", "smoothing", "agreement", "length_penalty")
 
 
 class Translation(Task[Pair, str]):
@@ -134,17 +135,16 @@ class Translation(Task[Pair, str]):
         }
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits
-        smoothing = self.settings.smoothing if model.training else 0.0
+        """Cross-entropy; with `agreement` of two passes, and how far their answers are from each other."""
         targets = batch["targets"]
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            targets.flatten(),
-            ignore_index=PAD,
-            reduction="sum",
-            label_smoothing=smoothing,
-        )
-        return loss, (targets != PAD).sum()
+        count = (targets != PAD).sum()
+        if not model.training or not self.settings.agreement:
+            return self._surprise(self._logits(model, batch), targets, model.training), count
+        twice = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
+        logits = self._logits(model, twice)
+        surprise = self._surprise(logits, twice["targets"], True) / 2
+        first, second = logits.chunk(2)
+        return surprise + self.settings.agreement / 4 * disagreement(first, second, targets != PAD), count
 
     def decode(self, model: nn.Module, examples: Sequence[Pair]) -> list[str]:
         """Beam search, sentences of similar length together."""
@@ -157,8 +157,9 @@ class Translation(Task[Pair, str]):
                 )
         order = sorted(range(len(sources)), key=lambda place: -len(sources[place]))
         answers = [""] * len(sources)
+        together = DECODED.get(next(model.parameters()).device.type, DECODED["cpu"])
         while order:
-            count = max(DECODED // len(sources[order[0]]) // self.settings.beam, 1)
+            count = max(together // len(sources[order[0]]) // self.settings.beam, 1)
             group, order = order[:count], order[count:]
             for place, answer in zip(group, self._answers(model, [sources[place] for place in group]), strict=True):
                 answers[place] = self.tokenizer.decode(answer.tokens)
@@ -198,6 +199,19 @@ class Translation(Task[Pair, str]):
                 record.layers[name] = replace(layer, queries="translation")
         return record
 
+    def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits
+        return logits.float()
+
+    def _surprise(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
+        return F.cross_entropy(
+            logits.flatten(0, 1),
+            targets.flatten(),
+            ignore_index=PAD,
+            reduction="sum",
+            label_smoothing=self.settings.smoothing if training else 0.0,
+        )
+
     def _read(self, source: str) -> list[int]:
         return [*self.tokenizer.encode(source), STOP]
 
@@ -206,6 +220,13 @@ class Translation(Task[Pair, str]):
         limit = min(2 * max(map(len, sources)) + 10, self.settings.max_length)
         method = Beam(min(self.settings.beam, self.tokenizer.vocabulary), self.settings.length_penalty)
         return generate(model, sources, new_tokens=limit, method=method, start=START, stop=STOP)
+
+
+def disagreement(first: Tensor, second: Tensor, counts: Tensor) -> Tensor:
+    """The Kullback-Leibler divergence both ways of two sets of logits (B, T, V), summed over what counts (B, T)."""
+    p, q = first.log_softmax(-1), second.log_softmax(-1)
+    apart = ((p.exp() - q.exp()) * (p - q)).sum(-1)
+    return torch.where(counts, apart, 0.0).sum()
 
 
 def metrics() -> Any:

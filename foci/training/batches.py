@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Queue
 from threading import Thread
 from typing import Any, NamedTuple, TypeVar
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from foci.inputs.batch import rounded
+from foci.inputs.batch import MULTIPLE, rounded
 from foci.tasks.task import Task
 
 Item = TypeVar("Item")
@@ -48,6 +48,7 @@ class Batches:
     rank: int
     world: int
     seed: int
+    _sizes: list[int] = field(default_factory=list)
 
     @property
     def parts(self) -> int:
@@ -57,8 +58,14 @@ class Batches:
         """The examples of an epoch, and which of them make each batch."""
         generator = seeded(self.seed, "epoch", number)
         examples = self.task.epoch(self.examples, True, generator)
-        sizes = [self.task.size(example) for example in examples]
-        return examples, dealt(sizes, self.budget, self.parts, generator)
+        if examples is self.examples:
+            # They are the same in every epoch, and there may be many.
+            self._sizes = self._sizes or self._measured(examples)
+            return examples, dealt(self._sizes, self.budget, self.parts, generator)
+        return examples, dealt(self._measured(examples), self.budget, self.parts, generator)
+
+    def _measured(self, examples: Sequence[Any]) -> list[int]:
+        return [self.task.size(example) for example in examples]
 
     def updates(self, start: Place) -> Generator[Update]:
         """From a place on, without end."""
@@ -81,7 +88,7 @@ class Batches:
 
 def dealt(sizes: Sequence[int], budget: int, parts: int, generator: torch.Generator) -> list[list[int]]:
     """Which examples make each batch: of similar length, by chance among those, and in an order by chance."""
-    lengths = torch.tensor([rounded(size) for size in sizes])
+    lengths = (torch.tensor(sizes) + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     order = torch.randperm(len(sizes), generator=generator)
     order = order[lengths[order].argsort(descending=True, stable=True)]
     ordered, longest = order.tolist(), lengths[order].tolist()

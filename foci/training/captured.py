@@ -21,6 +21,7 @@ class Captured:
         self.seen: dict[tuple[object, ...], int] = {}
         self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]] = {}
         self.pool: Any = None
+        self.aside: torch.cuda.Stream | None = None
 
     def __call__(self, batch: dict[str, Tensor], weight: Tensor) -> None:
         shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items())
@@ -38,7 +39,7 @@ class Captured:
 
     def _aside(self, batch: dict[str, Tensor], weight: Tensor) -> None:
         """On a stream of its own, as what is captured will be."""
-        stream = torch.cuda.Stream()
+        stream = self.aside = torch.cuda.Stream() if self.aside is None else self.aside
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.work(batch, weight)

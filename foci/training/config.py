@@ -34,7 +34,7 @@ class TrainConfig(Config):
     average: int = 1  # of how many of the best evaluated models the last one is the mean
     evaluate_every: int = 500  # updates between two evaluations on the dev part
     patience: int = 10  # stop after so many evaluations without a better one; 0: never
-    select: Literal["metric", "loss"] = "metric"  # what the best model is chosen by, on the dev part
+    select: Literal["metric", "loss", "last"] = "metric"  # what the best model is chosen by, on the dev part
     decoded: int = 200  # how many dev examples are answered for the metric; 0: all
     dev_share: float = 0.05  # the share of the examples that becomes the dev part, where none was given
     log_every: int = 50  # updates between two lines

@@ -57,11 +57,8 @@ class Learner:
         self._step({}, self._weights[True])
         found = self.totals.clone()
         self.totals.zero_()
-        for parameter in self.parameters:
-            if parameter.grad is not None and not self.on_gpu:
-                parameter.grad = None
-        if self.on_gpu:
-            self.optimizer.zero_grad(set_to_none=False)
+        # A captured graph adds to gradients where they stood when it was captured.
+        self.optimizer.zero_grad(set_to_none=not self.config.graphs)
         return found
 
     def blend(self, step: int) -> None:
@@ -125,7 +122,7 @@ class Learner:
         before = [each.detach().clone() for each in self.parameters]
         self.optimizer.step()
         self.put(before)
-        self.optimizer.zero_grad(set_to_none=not self.on_gpu)
+        self.optimizer.zero_grad(set_to_none=not self.config.graphs)
 
     def _backward(self, batch: dict[str, Tensor], weight: Tensor) -> None:
         with self.autocast():
@@ -164,7 +161,7 @@ def adamw(model: nn.Module, config: TrainConfig, device: torch.device, shared: b
         betas=(config.momentum, config.variance),
         eps=1e-9,
         fused=not (shared and device.type == "cpu"),
-        capturable=device.type == "cuda",
+        capturable=config.graphs and device.type == "cuda",
     )
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(0.0, device=device)

@@ -26,8 +26,8 @@ class Selection:
     def __init__(self, run: Run, learner: Learner, progress: Progress) -> None:
         self.run, self.learner, self.progress = run, learner, progress
         config = run.config.train
-        self.by_loss = config.select == "loss" or learner.shared
-        if config.select == "metric" and learner.shared:
+        self.by: str = "loss" if learner.shared and config.select == "metric" else config.select
+        if self.by != config.select:
             progress.say("a model that is shared out among processes is selected by its loss, not by its answers")
         self.examples = run.dev[: config.decoded] if config.decoded else run.dev
         self.folder = run.folder / "best"
@@ -36,7 +36,7 @@ class Selection:
         """Measures the model as it is now; keeps it where it is among the best."""
         with self.learner.averaged():
             found = self.measured()
-            goodness = self.goodness(found)
+            goodness = float(state.step) if self.by == "last" else self.goodness(found)
             state.judged = state.step
             first = not state.best or goodness > state.best[0][0]
             state.waiting = 0 if first else state.waiting + 1
@@ -59,7 +59,7 @@ class Selection:
         if len(state.best) > 1:
             mean = mean_of([self.read(step) for _, step in state.best])
             averaged = self.tried(mean)
-            better = self.rank(averaged) > self.rank(found)
+            better = self.by == "last" or self.rank(averaged) > self.rank(found)
             which = "is taken" if better else "is not better than the best alone"
             self.progress.say(f"the mean of the {len(state.best)} best models {which}: {spoken(averaged)}")
             best, found = (mean, averaged) if better else (best, found)
@@ -77,17 +77,17 @@ class Selection:
         with learner.autocast():
             loss = mean_loss(run.task, learner.model, run.dev, run.config.train.batch_tokens, run.processes)
         found: dict[str, float | str] = {"loss": loss}
-        if not self.by_loss:
+        if self.by == "metric":
             try:
                 found = answered(run.task, learner.model, self.examples, run.processes) | found
             except ImportError as error:
-                self.by_loss = True
+                self.by = "loss"
                 self.progress.say(f"{error}; until then the best model is the one with the lowest loss")
         return found
 
     def goodness(self, found: Mapping[str, float | str]) -> float:
         """A number that is higher for a better model."""
-        if self.by_loss:
+        if self.by != "metric":
             return -float(found["loss"])
         value = float(found[self.run.task.metric])
         return value if self.run.task.better == "higher" else -value
@@ -105,7 +105,9 @@ class Selection:
     def write(self, path: Path, weights: dict[str, Tensor], found: Mapping[str, float | str]) -> None:
         if self.run.processes.first:
             path.parent.mkdir(parents=True, exist_ok=True)
-            about = {"dev": dict(found), "data": list(self.run.config.data), "seed": self.run.config.seed}
+            # Names of files, not where they are: a model is given to others.
+            data = [Path(each).name for each in self.run.config.data]
+            about = {"dev": dict(found), "data": data, "seed": self.run.config.seed}
             files.save(path, self.run.task, self.learner.model, about, weights=weights)
 
     def read(self, step: int) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from foci.tasks.pairs import Pair
 from foci.tasks.trained import Trained, load
-from foci.tasks.translation import Translation, TranslationSettings
+from foci.tasks.translation import Translation, TranslationSettings, disagreement
 from foci.training import read_config, train
 from tests.training.reversal import written
 
@@ -136,3 +136,29 @@ def test_a_sentence_that_is_too_long_is_refused() -> None:
     task = Translation.start(settings, [Pair("a b", "c d")])
     with pytest.raises(ValueError, match=r"at most 4 tokens \(task\.max_length\), but got 6"):
         task.decode(task.model().eval(), [task.given("a b a b a b")])
+
+
+def test_two_passes_that_agree_cost_no_more_than_one() -> None:
+    """Without dropout both passes are the same, so agreement adds nothing; with dropout it does."""
+    pair = [Pair("a b", "c d")]
+    losses = {}
+    for dropout in (0.0, 0.5):
+        for agreement in (0.0, 1e-9, 40.0):
+            settings = TranslationSettings(size="tiny", tokenizer="words", dropout=dropout, agreement=agreement)
+            task = Translation.start(settings, pair)
+            torch.manual_seed(0)
+            model = task.model().train()
+            losses[dropout, agreement] = float(task.loss(model, task.batch(pair, True, torch.Generator()))[0].detach())
+    assert losses[0.0, 40.0] == pytest.approx(losses[0.0, 0.0], rel=1e-5)
+    assert losses[0.5, 40.0] > losses[0.5, 1e-9] * 1.001
+
+
+def test_disagreement_is_the_divergence_both_ways() -> None:
+    first, second = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    counts = torch.tensor([[True, True, False], [True, False, False]])
+    logs = first.log_softmax(-1), second.log_softmax(-1)
+    expected = sum(
+        torch.nn.functional.kl_div(a, b, log_target=True, reduction="none").sum(-1)[counts].sum()
+        for a, b in (logs, logs[::-1])
+    )
+    torch.testing.assert_close(disagreement(first, second, counts), expected)

@@ -1,0 +1,75 @@
+"""Scores the answers that benchmarks/train.py wrote: the variant is chosen on dev, the test part is read once.
+
+    python benchmarks/score.py trained/multi30k-1 trained/multi30k-2 trained/multi30k-3 --data DATA
+
+Several folders are several seeds of one config: the last line is their median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.train import CONFIGS, inside, tests
+from foci.tasks import find, trained
+from foci.tasks.task import Task
+from foci.training.config import from_table, read_toml
+
+
+def main() -> None:
+    """Prints a line for each folder, and the median."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--data", type=Path, required=True, help="the folder of the datasets")
+    options = parser.parse_args()
+    metric, reached = "", []
+    for folder in options.folders:
+        metric, variant, dev, test = scored(folder, options.data)
+        reached.append(float((test or dev)[metric]))
+        print(json.dumps({"folder": folder.name, "variant": variant, "dev": dev, "test": test}))
+    part = "test" if test else "dev"
+    print(f"median {metric} on {part} of {len(reached)}: {statistics.median(reached):.4f}")
+
+
+def scored(folder: Path, data: Path) -> tuple[str, str, dict[str, Any], dict[str, Any]]:
+    """The metric, the variant that is best on dev, and what it reaches on dev and on test."""
+    summary = json.loads((folder / "summary.json").read_text())
+    task = trained.load(folder).task
+    table = read_toml(CONFIGS / f"{summary['name']}.toml")
+    benchmark = table.pop("benchmark", {})
+    config = from_table(None, inside(table, data), summary["name"])
+    sign = 1.0 if task.better == "higher" else -1.0
+    on_dev = {
+        path.stem.removeprefix("answers-dev-"): score(task, path, config.dev)
+        for path in sorted(folder.glob("answers-dev-*.jsonl"))
+    }
+    if not on_dev:
+        # The whole of the held-out part was measured while training.
+        return task.metric, "plain", summary["final"], {}
+    best = max(on_dev, key=lambda variant: sign * float(on_dev[variant][task.metric]))
+    paths = tests(benchmark, config)
+    test = score(task, folder / f"answers-test-{best}.jsonl", paths) if paths else {}
+    return task.metric, best, on_dev[best], test
+
+
+def score(task: Task[Any, Any], path: Path, parts: tuple[str, ...]) -> dict[str, Any]:
+    answers = [read(task, json.loads(line)) for line in path.read_text().splitlines()]
+    examples = task.read([Path(each) for each in parts], task.settings)[: len(answers)]
+    return task.score(answers, examples) | {"examples": len(answers)}
+
+
+def read(task: Task[Any, Any], content: Any) -> Any:
+    """The answer that `benchmarks.train.written` described."""
+    if isinstance(content, dict) and "kind" in content:
+        return getattr(sys.modules[find(task.name).__module__], content["kind"])(**content["fields"])
+    return content
+
+
+if __name__ == "__main__":
+    main()

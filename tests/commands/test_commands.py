@@ -1,0 +1,105 @@
+"""From data to an answer with its picture, by the commands alone."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from foci import cli
+from tests.training.reversal import SMALL, written
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and a trained model in runs/translation."""
+    place = tmp_path_factory.mktemp("commands")
+    data = written(place / "pairs.tsv", 300, longest=3)
+    options = [part for change in (*SMALL, "train.steps=12") for part in ("--set", change)]
+    out = str(place / "runs" / "translation")
+    assert cli.main(["train", "translation", "--data", str(data), "--out", out, "--quiet", *options]) == 0
+    return place
+
+
+def test_it_answers_what_is_typed_piped_or_in_a_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert cli.main(["run", "translation", "ab cd", "ef"]) == 0
+    typed = capsys.readouterr().out
+    assert len(typed.splitlines()) == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab cd\nef\n"))
+    assert cli.main(["run", "translation"]) == 0
+    assert capsys.readouterr().out == typed
+    (folder / "lines.txt").write_text("ab cd\nef\n")
+    assert cli.main(["run", "translation", "--file", "lines.txt", "--out", "answers.txt"]) == 0
+    assert (folder / "answers.txt").read_text() == typed
+
+
+def test_it_shows_where_it_looked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert cli.main(["run", "translation", "ab cd ef", "--show"]) == 0
+    out = capsys.readouterr().out
+    assert "cross" in out
+    assert "ab cd ef <stop>" in out
+    assert cli.main(["run", "translation", "ab cd ef", "--out", "page.html"]) == 0
+    assert "<html" in (folder / "page.html").read_text()
+
+
+def test_it_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, data = folder / "runs" / "translation", folder / "pairs.tsv"
+    answers = folder / "out.txt"
+    assert cli.main(["evaluate", str(model), "--data", str(data), "--json", "--answers", str(answers)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["bleu", "chrf", "signature"]
+    assert "tok:13a" in found["signature"]
+    assert len(answers.read_text().splitlines()) == 300
+    assert cli.main(["evaluate", str(model), "--data", str(data), "--set", "task.tokenized=true"]) == 0
+    assert "tok:none" in capsys.readouterr().out
+
+
+def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = folder / "bad.tsv"
+    bad.write_text("a\tb\nonly one\na\tb\n")
+    assert cli.main(["data", "check", "translation", "--data", str(bad)]) == 2
+    assert capsys.readouterr().out.splitlines() == [
+        f"{bad}:2: error: expected 2 columns (source, target) between tabs, but got 1",
+        f"{bad}:3: warning: expected every pair once, but it is the same as {bad}:1",
+        "1 errors, 1 warnings",
+    ]
+    bad.write_text("a\tb\n" * 300)
+    assert cli.main(["data", "check", "translation", "--data", str(bad)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["and 199 more (--all prints them)", "0 errors, 299 warnings"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "translation", ""], "expected a sentence to translate, but got none"),
+        (["run", "generation", "x", "--model", "runs/translation"], "expected a model for generation, but"),
+        (["run", "speech", "x"], "expected a model for speech: train one"),
+        (["run", "translation", "a", "--set", "train.rate=1"], "takes changes of [task] only, but got train"),
+        (["run", "translation", "a", "b", "--out", "page.html"], "takes the attention to one input, but got 2"),
+        (["train", "translation", "--out", "new"], "expected the data to train on (--data), but got none"),
+        (["train", "translation", "--resume", "--data", "x"], "goes on with the run's own config, but got --data too"),
+        (["train", "translation", "--resume", "--out", "none"], "expected a run to resume in none, but there is none"),
+        (["evaluate", "none", "--data", "pairs.tsv"], "expected a model at none"),
+        (["evaluate", "runs/translation", "--data", "none.tsv"], "expected a file at none.tsv, but there is nothing"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str],
+    said: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    if "speech" in arguments:
+        monkeypatch.setattr("foci.__file__", str(folder / "foci" / "__init__.py"))
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

@@ -1,0 +1,64 @@
+from pathlib import Path
+
+import pytest
+
+from foci.training import RunConfig, TrainConfig, read_config
+from foci.training.schedule import rate_at
+
+
+def test_a_config_is_written_as_it_is_read(tmp_path: Path) -> None:
+    changes = ["task.size=tiny", "task.dropout=0.25", "train.rate=3e-4", "train.schedule=inverse_sqrt", "seed=7"]
+    config = read_config("translation", None, changes, data=['a "b".tsv', "ä.tsv"])
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert read_config("translation", tmp_path / "config.toml") == config
+    assert read_config(None, tmp_path / "config.toml") == config
+    assert isinstance(config, RunConfig)
+    assert (config.settings.dropout, config.train.rate, config.seed) == (0.25, 3e-4, 7)
+
+
+def test_what_is_set_stands_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('data = "x.tsv"\n[task]\nname = "translation"\nsize = "base"\n')
+    config = read_config("translation", tmp_path / "c.toml", ["task.size=tiny", "train.steps=5"])
+    assert (config.settings.size, config.train.steps, config.data) == ("tiny", 5, ("x.tsv",))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("train.rate=fast", "TrainConfig.rate must be a number, but got 'fast'"),
+        ("train.speed=1", "TrainConfig has the fields epochs, .*, but got speed"),
+        ("task.size=huge", "TranslationSettings.size must be 'tiny' or 'small' or 'base', but got 'huge'"),
+        ("rate=1", "expected the keys data, dev, seed, task, train in the config, but got rate"),
+        ("train.rate", "expected key=value, such as train.rate=0.001, but got 'train.rate'"),
+        ("train.batch_tokens=0", "TrainConfig.batch_tokens must be at least 1, but got 0"),
+        ("seed=x", "expected a whole number as seed, but got 'x'"),
+        ("data=3", "expected a path or a list of paths as data, but got 3"),
+        ("task=3", r"expected \[task\] in the config to be a table, but got 3"),
+        ("train.ema=1", "TrainConfig.ema must be below 1, but got 1"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(change: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        read_config("translation", None, [change])
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_of_another_task_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('[task]\nname = "generation"\n')
+    with pytest.raises(ValueError, match=r"expected the task translation, but .*c\.toml names generation"):
+        read_config("translation", tmp_path / "c.toml")
+    (tmp_path / "c.toml").write_text("[task\n")
+    with pytest.raises(ValueError, match="is no TOML"):
+        read_config("translation", tmp_path / "c.toml")
+
+
+def test_the_rate_rises_and_falls() -> None:
+    config = TrainConfig(rate=1.0, warmup=10, floor=0.1)
+    rates = [rate_at(step, 100, config) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[10] == 1.0
+    assert rates[100] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    root = TrainConfig(rate=1.0, warmup=10, schedule="inverse_sqrt")
+    assert rate_at(39, 100, root) == pytest.approx(0.5)
+    assert rate_at(99, 100, TrainConfig(rate=1.0, schedule="constant", warmup=0)) == 1.0
