@@ -26,6 +26,7 @@ from foci.nn.model import Model
 from foci.record import Record
 from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
+from foci.tasks.translation import disagreement
 
 COLUMNS = ("text", "label")
 # How many tokens are answered at a time.
@@ -84,12 +85,15 @@ class SentimentSettings(Config):
     prior_scale: float = 0.4  # how much of it: tokens are not as independent as it takes them to be
     forget: float = 0.1  # the share of tokens that are made unknown, while training
     smoothing: float = 0.1  # the share of each target that is spread over all classes, while training
+    agreement: float = 0.0  # how much two passes with different dropout must agree while training (R-Drop); 0: one pass
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "grams", "buckets", "vocabulary")
         self.at_least(2, "max_length")
-        self.at_least(0, "dropout", "attention_dropout", "head_dropout", "forget", "smoothing")
+        self.at_least(
+            0, "dropout", "attention_dropout", "head_dropout", "forget", "smoothing", "agreement", "prior_scale"
+        )
 
 
 class Sentiment(Task[Labelled, Verdict]):
@@ -196,10 +200,20 @@ class Sentiment(Task[Labelled, Verdict]):
         return {"tokens": tokens, "lengths": lengths, "labels": torch.tensor([self.number(each) for each in examples])}
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Cross-entropy; with `agreement` of two passes, and how far their answers are from each other."""
+        count = torch.full((), len(batch["labels"]), device=batch["labels"].device)
+        if not model.training or not self.settings.agreement:
+            return self._surprise(model, batch)[0], count
+        loss, logits = self._surprise(model, {name: torch.cat([each, each]) for name, each in batch.items()})
+        first, second = logits.chunk(2)
+        apart = disagreement(first, second, torch.ones_like(batch["labels"], dtype=torch.bool))
+        return loss / 2 + self.settings.agreement / 4 * apart, count
+
+    def _surprise(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The summed cross-entropy, and the logits (B, classes)."""
         logits = model(batch["tokens"], padding=batch["lengths"]).logits.float()
         smoothing = self.settings.smoothing if model.training else 0.0
-        loss = F.cross_entropy(logits, batch["labels"], reduction="sum", label_smoothing=smoothing)
-        return loss, torch.full((), len(logits), device=logits.device)
+        return F.cross_entropy(logits, batch["labels"], reduction="sum", label_smoothing=smoothing), logits
 
     def decode(self, model: nn.Module, examples: Sequence[Labelled]) -> list[Verdict]:
         device = next(model.parameters()).device

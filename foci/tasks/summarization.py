@@ -26,6 +26,7 @@ from foci.nn.transformer import EncoderDecoder
 from foci.record import Record
 from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
+from foci.tasks.translation import disagreement
 
 COLUMNS = ("document", "summary")
 # How many tokens of documents are summarised at a time.
@@ -61,13 +62,14 @@ class SummarizationSettings(Config):
     max_summary: int = 48  # how many tokens a summary has at most
     forget: float = 0.0  # the share of the document's tokens that are dropped, while training
     smoothing: float = 0.1  # the share of each target that is spread over all tokens, while training
+    agreement: float = 0.0  # how much two passes with different dropout must agree while training (R-Drop); 0: one pass
     beam: int = 4  # how many hypotheses grow side by side
     length_penalty: float = 1.0  # 0 prefers short answers
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "max_length", "max_summary", "beam")
-        self.at_least(0, "dropout", "attention_dropout", "forget", "smoothing", "length_penalty")
+        self.at_least(0, "dropout", "attention_dropout", "forget", "smoothing", "agreement", "length_penalty")
 
 
 class Summarization(Task[Document, str]):
@@ -163,11 +165,21 @@ class Summarization(Task[Document, str]):
         }
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits.float().flatten(0, 1)
+        """Cross-entropy; with `agreement` of two passes, and how far their answers are from each other."""
+        counts = batch["targets"] != PAD
+        if not model.training or not self.settings.agreement:
+            return self._surprise(model, batch)[0], counts.sum()
+        loss, logits = self._surprise(model, {name: torch.cat([each, each]) for name, each in batch.items()})
+        first, second = logits.chunk(2)
+        return loss / 2 + self.settings.agreement / 4 * disagreement(first, second, counts), counts.sum()
+
+    def _surprise(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The summed cross-entropy, and the logits (B, T, V)."""
+        logits = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits.float()
         smoothing = self.settings.smoothing if model.training else 0.0
         wanted = batch["targets"].flatten()
-        loss = F.cross_entropy(logits, wanted, ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
-        return loss, (wanted != PAD).sum()
+        flat = logits.flatten(0, 1)
+        return F.cross_entropy(flat, wanted, ignore_index=PAD, reduction="sum", label_smoothing=smoothing), logits
 
     def decode(self, model: nn.Module, examples: Sequence[Document]) -> list[str]:
         """Beam search, documents of similar length together."""

@@ -126,3 +126,17 @@ def test_naive_bayes_is_known_before_anything_is_learned(tmp_path: Path) -> None
     row = torch.tensor(task.prior)[task.tokenizer.encode("good")[0]]
     counts = torch.tensor([1 / (2 + 8), 3 / (4 + 8)]).log()
     assert torch.allclose(row, counts - counts.mean(), atol=1e-3)
+
+
+def test_two_passes_that_disagree_cost_more() -> None:
+    examples = [Labelled("a b c d", "x"), Labelled("d c b a", "y")]
+    losses = []
+    for agreement in (1e-9, 50.0):
+        settings = SentimentSettings(dropout=0.5, agreement=agreement, forget=0.0)
+        task = Sentiment.start(settings, examples)
+        torch.manual_seed(1)
+        model = task.model().train()
+        torch.nn.init.normal_(model.get_parameter("head.weight"))
+        torch.manual_seed(2)
+        losses.append(task.loss(model, task.batch(examples, True, torch.Generator()))[0].item())
+    assert losses[1] > losses[0] + 0.1

@@ -110,3 +110,20 @@ def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
     assert all(each in told for each, told in zip(wanted, found, strict=True))
     with pytest.raises(ValueError, match=r"letters.jsonl:2: expected the keys"):
         Summarization.read([table], SummarizationSettings())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_two_passes_agree_only_without_dropout(dropout: float) -> None:
+    example = Document("a b c d", "a b")
+    settings = SummarizationSettings(tokenizer="words", size="tiny", dropout=dropout, smoothing=0.0)
+    losses = []
+    for agreement in (0.0, 1e-9, 50.0):
+        task = Summarization.start(settings.changed(agreement=agreement), [example])
+        torch.manual_seed(1)
+        model = task.model().train()
+        torch.manual_seed(2)
+        losses.append(task.loss(model, task.batch([example], True, torch.Generator()))[0].item())
+    if dropout:
+        assert losses[2] > losses[1] + 0.1
+    else:
+        assert losses[1:] == pytest.approx(losses[:2], rel=1e-5)
