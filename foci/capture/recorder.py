@@ -188,7 +188,7 @@ class Recorder:
             return
         weights = in_four(weights)
         values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
-        place = self.place_of(name)
+        place, k = self.place_of(name), weights._call.k
         heads: Sequence[int] = range(weights.shape[1])
         if self.heads is not None:
             heads = self._heads(place)
@@ -196,18 +196,18 @@ class Recorder:
                 raise RefusedError(f"{place.name} has {weights.shape[1]} heads, but heads= names H{heads[-1]}")
             group = weights.shape[1] // values.shape[1]
             weights, values = chosen(weights, heads), values[:, [head // group for head in heads]]
-        track = self._track(name, self._in_pass[name], weights, tuple(heads))
+        track = self._track(name, self._in_pass[name], weights, k, tuple(heads))
         before = track.nbytes
         self._refuse_above_limit(track, weights)
-        track.add(weights, values, self._passes)
+        track.add(weights, k, values, self._passes)
         self._total += track.nbytes - before
 
-    def _track(self, name: str, number: int, weights: Weights, heads: tuple[int, ...]) -> Track:
+    def _track(self, name: str, number: int, weights: Weights, k: Tensor, heads: tuple[int, ...]) -> Track:
         """The track that a call goes on with, or a new one."""
         # Rows of one module over the very same keys belong together, however often it is called (an RNN that looks
         # back at every word); otherwise a module that is called twice in a pass attends twice.
         track = self._open.get((name, 0 if self.places.of(name).cross else number))
-        if track is not None and (track.cross or track.passes[-1] < self._passes) and track.continues(weights):
+        if track is not None and (track.cross or track.passes[-1] < self._passes) and track.continues(weights, k):
             return track
         self._named[name] += 1
         full = name or self.record.model

@@ -55,12 +55,11 @@ class Track:
     def cross(self) -> bool:
         return self.place.cross
 
-    def continues(self, weights: Weights) -> bool:
-        """Whether a call goes on where this track ended; raises where it does with a cache that was changed."""
+    def continues(self, weights: Weights, k: Tensor) -> bool:
+        """Whether a call with these keys goes on where this track ended; raises where its cache was changed."""
         batch, heads, queries, keys = weights.shape
-        k = weights._call.k
         again = self.memory is not None and not self.memory[0].expired() and self.memory[1] == k.data_ptr()
-        alike = (heads, k.shape[1]) == self.shape[1:]
+        alike = (heads, weights._call.k.shape[1]) == self.shape[1:]
         if self.cross:
             return again and alike and batch == self.shape[0] and keys == self.keys
         if queries >= keys or not alike:
@@ -81,12 +80,11 @@ class Track:
             " watch one forward pass over the whole text instead"
         )
 
-    def add(self, weights: Weights, values: Tensor, number: int) -> None:
-        """Takes one call (B, H, Tq, Tk) with values (B, G, Tk, Dv)."""
+    def add(self, weights: Weights, k: Tensor, values: Tensor, number: int) -> None:
+        """Takes one call (B, H, Tq, Tk) with the keys that the model gave it and values (B, G, Tk, Dv)."""
         batch, heads, queries, keys = weights.shape
-        k = weights._call.k
         if not self.passes:
-            self.first, self.shape = (queries, keys), (batch, heads, k.shape[1])
+            self.first, self.shape = (queries, keys), (batch, heads, weights._call.k.shape[1])
         self._check_prefix(k)
         rows = self.chosen_rows(queries)
         self.numbers += [self.queries + row for row in rows]

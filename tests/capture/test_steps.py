@@ -325,6 +325,20 @@ class TestOwnModels:
         }
         assert seen.rollout(-1, stack="decoder").shape == (4,)
 
+    @pytest.mark.parametrize("keep", ["lazy", foci.Keep(picture=0)])
+    def test_some_heads_of_an_encoder_decoder(self, keep: Any) -> None:
+        torch.manual_seed(0)
+        model = foci.nn.EncoderDecoder.from_name("tiny", vocabulary=50).eval()
+        with foci.watch(model) as whole:
+            foci.generate(model, [[5, 3, 8]], start=1, new_tokens=4)
+        with foci.watch(model, heads=["cross.L1H2", "cross.L1H0", "decoder.L0H3"], keep=keep) as seen:
+            foci.generate(model, [[5, 3, 8]], start=1, new_tokens=4)
+        assert seen.heads == ["decoder.L0H3", "cross.L1H0", "cross.L1H2"]
+        for name in seen.heads:
+            assert seen[name].shape == whole[name].shape
+            torch.testing.assert_close(seen[name].entropy(), whole[name].entropy(), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(seen[name].norms(), whole[name].norms())
+
     def test_a_recurrent_network_that_looks_back(self) -> None:
         torch.manual_seed(0)
         model = foci.nn.Seq2SeqRNN.from_name("tiny", vocabulary=50).eval()
