@@ -14,10 +14,11 @@ from foci.weights import Weights
 
 if TYPE_CHECKING:
     from foci import nn as nn
-    from foci.capture import watch
+    from foci.capture.watch import watch
     from foci.decoding import Answer, Beam, Sampling, generate, stream
     from foci.keep import Keep
     from foci.record import Record
+    from foci.shipped import pocket
     from foci.view.bertviz import head_view, model_view
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ __all__ = [
     "model_view",
     "padding",
     "plan",
+    "pocket",
     "prefix",
     "rotary",
     "sinusoidal",
@@ -61,6 +63,7 @@ __all__ = [
 
 LATER = dict.fromkeys(("Answer", "Beam", "Sampling", "generate", "stream"), "foci.decoding")
 LATER |= {"Keep": "foci.keep", "Record": "foci.record", "watch": "foci.capture"}
+LATER |= {"pocket": "foci.shipped"}
 LATER |= dict.fromkeys(("head_view", "model_view"), "foci.view.bertviz")
 
 
