@@ -1,0 +1,50 @@
+"""Puts a model that benchmarks/train.py trained among those that ship, with what it was made of beside it.
+
+    python benchmarks/ship.py trained/tatoeba-1 --as translation --storage int8 \
+        --source "tatoeba.org, by way of manythings.org/anki" --licence "CC BY 2.0" --score "39.1 BLEU"
+
+Score what ships, not what was trained: foci evaluate foci/shipped/translation --data DATA/tatoeba_en_de/test.tsv.xz
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from foci.shipped import FOLDER
+from foci.tasks.trained import load, save
+
+LARGEST = 14 * 2**20
+
+
+def main() -> None:
+    """Writes the weights, the log, the config and what is to be said of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="what benchmarks/train.py wrote")
+    parser.add_argument("--as", dest="name", required=True, help="the name of the task")
+    parser.add_argument("--storage", choices=["bfloat16", "int8"], default="int8")
+    parser.add_argument("--source", required=True, help="whose data it was trained on")
+    parser.add_argument("--licence", required=True, help="the licence of that data")
+    parser.add_argument("--score", default="", help="what it reaches, and on which part")
+    options = parser.parse_args()
+    task, model, about = load(options.folder)
+    if task.name != options.name:
+        raise ValueError(f"expected a model for {options.name}, but {options.folder} has one for {task.name}")
+    about |= {"source": options.source, "licence": options.licence, "score": options.score}
+    target = FOLDER / options.name
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    files = save(target / "model.safetensors", task, model, about, storage=options.storage, largest=LARGEST)
+    for name in ("config.toml", "metrics.jsonl"):
+        shutil.copy(options.folder / name, target)
+    (target / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+    print(f"{sum(path.stat().st_size for path in files) / 2**20:.1f} MiB in {len(files)} files: {target}")
+
+
+if __name__ == "__main__":
+    main()

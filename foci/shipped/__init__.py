@@ -1,0 +1,58 @@
+"""Small trained models that come with the package: a folder for each, with weights, config, score, data and licence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from foci.nn.model import Model
+from foci.record import Record
+from foci.tasks.task import Task
+from foci.tasks.trained import load
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Pocket:
+    """A model that answers: called with an input it gives the answer, `show` gives where it looked."""
+
+    task: Task[Any, Any]
+    model: Model
+    about: dict[str, Any]  # score, data and licence
+
+    @overload
+    def __call__(self, given: str) -> str: ...
+    @overload
+    def __call__(self, given: list[str] | tuple[str, ...]) -> list[str]: ...
+    def __call__(self, given: str | list[str] | tuple[str, ...]) -> str | list[str]:
+        """The answer to a text (or to the path of a picture or a sound), or to several of them at once."""
+        several = [given] if isinstance(given, str) else list(given)
+        with torch.no_grad():
+            answers = self.task.write(self.model, [self.task.given(each) for each in several])
+        return answers[0] if isinstance(given, str) else answers
+
+    def show(self, given: str) -> Record:
+        """Where the model looks while it answers; `Record.answer` is what it answers."""
+        with torch.no_grad():
+            return self.task.show(self.model, self.task.given(given))
+
+
+def names() -> list[str]:
+    """The models that are here."""
+    return sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and any(path.glob("*.safetensors")))
+
+
+def pocket(name: str) -> Pocket:
+    """A model that ships with foci, by the name of its task; on the CPU, ready to answer.
+
+    `foci.pocket("translation")("A man sleeps.")` gives the sentence in German; `.show("A man sleeps.")` gives a Record
+    of where it looked while it wrote.
+    """
+    if name not in names():
+        raise ValueError(f"expected one of the models that ship ({', '.join(names()) or 'none'}), but got {name!r}")
+    found = load(FOLDER / name)
+    return Pocket(found.task, found.model, found.about)
