@@ -21,6 +21,9 @@ NEW_TOKENS = 128
 # How many of the likeliest next tokens are named.
 NEXT = 5
 WRITERS = ("ForCausalLM", "LMHeadModel")
+SHIPPED = Path(__file__).parent / "shipped"
+# Of the models that ship, those that read a text, the one to begin with first.
+TEXTS = ("translation", "generation", "sentiment", "summarization")
 
 
 def silent(_message: str) -> None:
@@ -29,7 +32,7 @@ def silent(_message: str) -> None:
 
 def look(
     text: str,
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] | None = None,
     *,
     device: str = "auto",
     new_tokens: int = NEW_TOKENS,
@@ -41,7 +44,8 @@ def look(
     writes (Marian, T5) writes its answer, and the record has the alignment.
 
     Args:
-        model: the folder or name of a Hugging Face model, or a file or run of foci.
+        model: the folder or name of a Hugging Face model, a file or run of foci, or the name of one that ships with
+            foci ("translation"); None: the first that ships.
         device: "cpu", "cuda", or "auto".
         new_tokens: how much a model that reads and writes may write.
         say: is told what takes a while.
@@ -50,14 +54,29 @@ def look(
         raise ValueError("expected a text with at least one word, received none")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    check_path(os.fspath(model))
-    if is_own(Path(model)):
+    place = place_of(model)
+    if is_own(Path(place)):
         from foci.tasks.trained import load
 
-        say(f"loading {model}")
-        task, own, _ = load(Path(model), device=device)
+        say(f"loading {model or Path(place).name}")
+        task, own, _ = load(Path(place), device=device)
         return task.show(own, task.given(text))
-    return Reader(os.fspath(model), device, say).look(text, new_tokens)
+    return Reader(place, device, say).look(text, new_tokens)
+
+
+def place_of(model: str | os.PathLike[str] | None) -> str:
+    """Where a model is: a path, the name of one at Hugging Face, or one that ships."""
+    there = [name for name in TEXTS if any((SHIPPED / name).glob("*.safetensors"))]
+    if model is None and not there:
+        raise ValueError(
+            "expected a model, by the folder or name of one of Hugging Face or a run of foci (--model), because none"
+            ' ships with foci yet; without one, foci explain "..." shows how attention works'
+        )
+    name = there[0] if model is None else os.fspath(model)
+    if name in there and not Path(name).exists():
+        return str(SHIPPED / name)
+    check_path(name)
+    return name
 
 
 def check_path(name: str) -> None:

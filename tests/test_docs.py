@@ -38,6 +38,6 @@ def test_the_code_runs_and_prints_what_it_says(
 def test_pictures_and_links_are_there_and_pictures_are_small(document: str) -> None:
     text = (ROOT / "docs" / document).read_text()
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
-    assert [target for target in targets if not (ROOT / "docs" / target).is_file()] == []
+    assert [target for target in targets if not (ROOT / "docs" / target).exists()] == []
     pictures = [ROOT / "docs" / target for target in targets if target.endswith(".png")]
     assert {path.name: path.stat().st_size for path in pictures if path.stat().st_size > LARGEST} == {}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foci import cli
+from foci import cli, looking
 from foci.looking import Reader, check_path, is_own, kind_of, look
 from foci.tasks.generation import Generation, GenerationSettings, Passage
 from foci.tasks.trained import save
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 TEXT = "Jane is hungry, Jane sleeps"
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "Jane", "is", "hungry", ",", "sleeps"]
 NO_MODEL = (
-    "expected --model, a Hugging Face model by folder or name or a run of foci: none ships with foci yet;"
-    ' without one, foci explain "..." shows how attention works'
+    "expected a model, by the folder or name of one of Hugging Face or a run of foci (--model), because none ships with"
+    ' foci yet; without one, foci explain "..." shows how attention works'
 )
 SMALL = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -134,15 +134,32 @@ def test_a_file_is_written_by_its_ending(
         assert "L1, mean of its heads" in out.read_text()
 
 
-def test_a_model_that_foci_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of foci that writes, untrained."""
+    folder = tmp_path_factory.mktemp("own") / "generation"
+    folder.mkdir()
     settings = GenerationSettings(size="tiny", width=16, heads=2, context=32, new_tokens=4)
     task = Generation.start(settings, [Passage("Jane is hungry.")])
     torch.manual_seed(0)
-    save(tmp_path / "model.safetensors", task, task.model())
-    assert cli.main(["look", "Jane is", "--model", str(tmp_path)]) == 0
+    save(folder / "model.safetensors", task, task.model())
+    return folder
+
+
+def test_a_model_that_foci_trained(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["look", "Jane is", "--model", str(own)]) == 0
     said = capsys.readouterr()
-    assert said.err == f"foci look: loading {tmp_path}\n"
+    assert said.err == f"foci look: loading {own}\n"
     assert re.match(r"Decoder\n   2 layers of 2 heads, \d+ tokens\n   answer: Jane is", said.out)
+
+
+@pytest.mark.parametrize("named", [[], ["--model", "generation"]])
+def test_a_model_that_ships_needs_no_folder(
+    named: list[str], own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looking, "SHIPPED", own.parent)
+    assert cli.main(["look", "Jane is", *named]) == 0
+    assert capsys.readouterr().err == "foci look: loading generation\n"
 
 
 def test_a_long_text_is_cut_and_that_is_said(folders: Path) -> None:
@@ -164,8 +181,13 @@ def test_a_long_text_is_cut_and_that_is_said(folders: Path) -> None:
     ],
 )
 def test_what_is_missing_is_said_in_one_sentence(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.setattr(looking, "SHIPPED", tmp_path)
     assert cli.main(["look", *arguments]) == 2
     assert capsys.readouterr() == ("", f"foci look: {message}\n")
 

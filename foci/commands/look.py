@@ -26,7 +26,9 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("text", nargs="+", help="the text")
-    parser.add_argument("--model", help="a Hugging Face model by folder or name, or a file or run of foci")
+    parser.add_argument(
+        "--model", help="a Hugging Face model by folder or name, a file or run of foci, or one that ships"
+    )
     parser.add_argument("--layer", type=int, help="a layer, from 0")
     parser.add_argument("--head", help="a head: L5H3, cross.L0H2, or a number beside --layer")
     parser.add_argument("--word", help="the word to follow: hungry, the#2 for the second the, or its place from 0")
@@ -38,11 +40,6 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Looks, and shows or writes it."""
-    if options.model is None:
-        raise ValueError(
-            "expected --model, a Hugging Face model by folder or name or a run of foci: none ships with foci yet;"
-            ' without one, foci explain "..." shows how attention works'
-        )
     from foci.looking import look
 
     quieten()
