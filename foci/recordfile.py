@@ -129,6 +129,8 @@ def kept_of(part: Any) -> Kept:
     shape = part["shape"]
     need(len(shape) == 4, "a shape (B, H, Tq, Tk)", shape)
     statistics = {name: tensor for name, tensor in part.items() if name != "shape"}
+    # These are always kept, and tie the shape to tensors: a file cannot name a size that it does not hold.
+    need({"entropy", "received"} <= statistics.keys(), "entropy and received among what was kept", sorted(statistics))
     sizes = {"q": shape[2], "k": shape[3]}
     for name, tensor in statistics.items():
         need(name in AXES and isinstance(tensor, Tensor), f"one of the statistics {', '.join(AXES)}", name)

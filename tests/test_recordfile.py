@@ -136,6 +136,12 @@ WRONG = {
     "weights": (layer(0, weights={"dict": {}}), "the parts"),
     "key heads": (layer(0, kv_heads=9), "1 to 4 key heads"),
     "kept shape": (tensor("layers.2.kept.entropy", torch.zeros(2, 4, 7)), r"entropy \(2, 4, 6\), but got \(2, 4, 7\)"),
+    "kept size": (
+        lambda content, _: content["layers"]["tuple"][2]["dict"].update(
+            kept={"dict": {"shape": {"tuple": [1, 1, 2**60, 2**60]}}}
+        ),
+        "entropy and received among what was kept",
+    ),
     "kept dtype": (tensor("layers.2.kept.top_keys", torch.zeros(2, 4, 6, 3)), "top_keys"),
     "top": (tensor("layers.2.kept.top_keys", torch.full((2, 4, 6, 3), 6)), "top_keys from -1 to 5"),
     "norms": (tensor("layers.0.value_norms", torch.zeros(2, 3, 6)), r"value_norms \(2, 2, 6\), but got \(2, 3, 6\)"),

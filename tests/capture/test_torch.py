@@ -83,6 +83,14 @@ def test_the_output_is_identical_on_a_cpu_where_the_matrix_is_square(case: str) 
     assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, **options))
 
 
+def test_arguments_by_name() -> None:
+    q, k, v = (randn(2, 4, 6, 8, seed=i) for i in range(3))
+    model = Calls(F.scaled_dot_product_attention)
+    out, seen = seen_in(model, query=q, key=k, value=v, is_causal=True)
+    assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    torch.testing.assert_close(seen["L0"].dense(), eager(q, k, v, is_causal=True)[1], atol=1e-6, rtol=1e-5)
+
+
 SHAPES = {
     "grouped heads": ((2, 4, 6, 8), (2, 2, 6, 8), {"enable_gqa": True}),
     "no heads": ((3, 6, 8), (3, 9, 8), {}),
