@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.nn.caches import Caches
+from foci.nn.transformer import Decoder
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 
@@ -86,7 +87,8 @@ class Afresh(Steps):
 def forward(model: Any, tokens: Tensor, real: Tensor | None, memory: Any, caches: Any) -> Tensor:
     """The logits (B, V) after the last of these tokens."""
     if memory is None:
-        out = model(tokens, padding=real, caches=caches)
+        fewer = {"only_last": True} if isinstance(model, Decoder) else {}
+        out = model(tokens, padding=real, caches=caches, **fewer)
     else:
         out = model.decode(tokens, memory, caches=caches)
     if out.logits is None:

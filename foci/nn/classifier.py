@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foci.nn.attention import Attention
 from foci.nn.config import BlockConfig, Config, TransformerConfig
+from foci.nn.ends import check_tokens
 from foci.nn.model import Model
 from foci.nn.stack import Output
 from foci.nn.transformer import Encoder
@@ -95,6 +96,7 @@ class TextClassifier(Model):
             raise ValueError(
                 f"tokens must be whole numbers (B, T), T at most {self.config.max_length}, but got {given}"
             )
+        check_tokens(tokens, self.tokens.num_embeddings)
         x: Tensor = self.tokens(tokens)
         if self.grams is not None:
             for count in range(2, self.config.grams + 1):

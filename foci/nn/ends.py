@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foci.fitting import is_unreadable
 from foci.nn.block import ACTIVATIONS, made_norm
 from foci.nn.config import TransformerConfig
 from foci.nn.embed import LearnedPositions, SinusoidalPositions
@@ -32,6 +33,8 @@ class Embedding(nn.Module):
         """`segments` (B, T) or None for segment 0; `positions` (T,) or (B, T), or None: in order from `start`."""
         x = self._looked_up(tokens)
         if self.segments is not None:
+            if segments is not None:
+                check_tokens(segments, self.segments.num_embeddings, "segments", "the config")
             x = x + (self.segments.weight[0] if segments is None else self.segments(segments))
         elif segments is not None:
             raise ValueError("this model has no segments (its config says 0), but segments were given")
@@ -52,6 +55,7 @@ class Embedding(nn.Module):
             return tokens * self.scale if self.scale != 1.0 else tokens
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise ValueError(f"tokens must be whole numbers (B, T), but got {tokens.dtype} {tuple(tokens.shape)}")
+        check_tokens(tokens, self.tokens.num_embeddings)
         x: Tensor = self.tokens(tokens)
         return x * self.scale if self.scale != 1.0 else x
 
@@ -77,6 +81,18 @@ class Head(nn.Module):
         if self.kind == "masked":
             states = self.norm(self.activation(self.transform(states)))
         return F.linear(states, self.weight if self.kind == "linear" else embedding, self.bias)
+
+
+def check_tokens(tokens: Tensor, count: int, name: str = "tokens", table: str = "the vocabulary") -> None:
+    """Refuses numbers that a table has no row for; on a GPU and inside a compiled graph, PyTorch's look-up itself
+    asserts it without a sync.
+    """
+    if tokens.device.type != "cpu" or is_unreadable(tokens) or not tokens.numel():
+        return
+    least, most = (int(edge) for edge in tokens.aminmax())
+    if least < 0 or most >= count:
+        expected = f"numbers from 0 to {count - 1}, as {table} has {count}"
+        raise ValueError(f"{name} must be {expected}, but got {least} to {most}")
 
 
 def made_positions(config: TransformerConfig) -> LearnedPositions | SinusoidalPositions | None:

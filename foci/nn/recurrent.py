@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from foci.algebra import Mask
 from foci.call import attention
 from foci.nn.config import Config
+from foci.nn.ends import check_tokens
 from foci.nn.layout import Layout
 from foci.nn.model import Model
 from foci.nn.scores import AdditiveScore
@@ -170,6 +171,7 @@ class Seq2SeqRNN(Model):
         """The source, read once: what `decode` looks at."""
         if source.dim() != 2 or source.is_floating_point():
             raise ValueError(f"source must be whole numbers (B, S), but got {source.dtype} {tuple(source.shape)}")
+        check_tokens(source, self.source_words.num_embeddings, "source")
         layout = by_lengths(padding)
         x = F.dropout(self.source_words(source), self.config.dropout, self.training)
         states, last = self._read(x, layout.padding)
@@ -188,6 +190,7 @@ class Seq2SeqRNN(Model):
         return_weights: bool = False,
     ) -> Output:
         """What comes after each word of the target (B, T); `caches` holds the state while generating."""
+        check_tokens(target, self.target_words.num_embeddings, "target")
         x = F.dropout(self.target_words(target), self.config.dropout, self.training)
         hidden = memory.hidden if caches is None or not caches.hidden else caches.hidden
         keys = self._keys(memory, caches)

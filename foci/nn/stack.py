@@ -30,7 +30,7 @@ class Output(NamedTuple):
     """What a model gives; with return_weights, `weights` has every layer's by name: L0, encoder.L0, cross.L0."""
 
     states: Tensor  # (B, T, width), after the last norm
-    logits: Tensor | None  # (B, T, vocabulary), where the model has a head
+    logits: Tensor | None  # (B, T, vocabulary), where the model has a head; T is 1 where only the last was asked for
     weights: dict[str, Weights]
 
 
@@ -84,8 +84,9 @@ class Stack(Model):
         positions: Tensor | None,
         caches: Caches | None,
         return_weights: bool,
+        only_last: bool = False,
     ) -> Output:
-        """Through all blocks, the last norm and the head."""
+        """Through all blocks, the last norm and the head, which may be asked about the last token alone."""
         weights: dict[str, Weights] = {}
         # Weights hold the tensors that checkpointing would free, so whoever asks for them pays with memory.
         again = self.config.checkpoint and torch.is_grad_enabled() and not return_weights
@@ -103,7 +104,7 @@ class Stack(Model):
             weights |= {f"L{i}" if kind == "own" else f"cross.L{i}": each for kind, each in of_block.items()}
         if self.norm is not None:
             x = self.norm(x)
-        return Output(x, self._logits(x), weights)
+        return Output(x, self._logits(x[:, -1:] if only_last else x), weights)
 
     def _logits(self, states: Tensor) -> Tensor | None:
         if self.head is None or self.embedding.tokens is None:

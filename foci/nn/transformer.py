@@ -87,6 +87,7 @@ class Decoder(Stack):
         padding: Tensor | None = None,
         documents: Tensor | None = None,
         caches: Caches | None = None,
+        only_last: bool = False,
         return_weights: bool = False,
     ) -> Output:
         """Tokens (B, T), or vectors (B, T, width) where the config has no vocabulary.
@@ -96,6 +97,7 @@ class Decoder(Stack):
             padding: lengths (B,), or bool (B, T), True where a token is real. What stands at padding is of no meaning.
             documents: (T,) or (B, T), the number of each token's document, where several are packed into a row.
             caches: what was kept of the tokens before these, while generating.
+            only_last: logits (B, 1, vocabulary) of the last token alone: all that generation needs of a long prompt.
             return_weights: also give every layer's weights, by name.
         """
         layout, count = Layout(padding, documents), tokens.shape[1]
@@ -107,7 +109,7 @@ class Decoder(Stack):
             own, positions, start = caches.mask(count), caches.positions(count), caches.length
         x = self.embedding(tokens, None, positions, start)
         states = None if memory is None else memory.states
-        return self._finished(x, states, (own, across), positions, caches, return_weights)
+        return self._finished(x, states, (own, across), positions, caches, return_weights, only_last)
 
     @staticmethod
     def _own_mask(layout: Layout, return_weights: bool) -> Mask:

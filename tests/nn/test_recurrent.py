@@ -193,3 +193,11 @@ def test_wrong_options_and_inputs_are_refused() -> None:
         RecurrentConfig(vocabulary=20, source_vocabulary=5, shared=True)
     with pytest.raises(ValueError, match=r"source must be whole numbers \(B, S\), but got torch.float32 \(2, 3\)"):
         small().encode(torch.randn(2, 3))
+
+
+def test_words_outside_the_vocabulary_are_refused() -> None:
+    model, (source, target, _) = small(), batch()
+    with pytest.raises(ValueError, match="source must be numbers from 0 to 19, as the vocabulary has 20, but got"):
+        model(source + 20, target)
+    with pytest.raises(ValueError, match="target must be numbers from 0 to 19, as the vocabulary has 20, but got -1 to"):
+        model(source, target - target.min() - 1)

@@ -125,6 +125,44 @@ def test_cached_equals_all_at_once(kind: str) -> None:
     assert_same(torch.cat(steps, dim=1), expected, slack=256)
 
 
+def test_a_prompt_may_be_asked_about_its_last_token_alone() -> None:
+    model = stack("decoder", "learned")
+    with torch.no_grad():
+        expected, found = model(PADDED), model(PADDED, caches=model.caches(), only_last=True)
+    assert found.logits.shape == (2, 1, VOCABULARY)
+    assert_same(found.logits, expected.logits[:, -1:])
+    assert found.states.shape == expected.states.shape
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+@pytest.mark.parametrize("name", ["encoder", "decoder"])
+def test_tokens_outside_the_vocabulary_are_refused(name: str, token: int) -> None:
+    tokens = PADDED.clone()
+    tokens[1, 2] = token
+    least, most = min(token, 0), max(token, int(PADDED.max()))
+    expected = f"tokens must be numbers from 0 to 29, as the vocabulary has 30, but got {least} to {most}"
+    with pytest.raises(ValueError, match=expected):
+        stack(name, "learned")(tokens)
+
+
+def test_segments_outside_the_table_are_refused() -> None:
+    with pytest.raises(ValueError, match="segments must be numbers from 0 to 1, as the config has 2"):
+        stack("encoder", "learned", segments=2)(PADDED, segments=PADDED)
+
+
+@pytest.mark.parametrize("kind", ["learned", "additive", "relative"])
+def test_weights_leave_a_compiled_graph(kind: str) -> None:
+    torch.compiler.reset()
+    model = scattered(EncoderDecoder(EncoderDecoderConfig(config(kind, head=None), config(kind))))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    options: dict[str, Any] = {"source_padding": LENGTHS, "return_weights": True}
+    found, expected = (m(PADDED, PADDED[:, :5], **options).weights for m in (compiled, model))
+    assert list(found) == list(expected)
+    for name, weights in found.items():
+        torch.testing.assert_close(weights.dense(), expected[name].dense())
+        torch.testing.assert_close(weights.entropy(), expected[name].entropy())
+
+
 @EVERY
 def test_cached_prompts_of_unequal_length_equal_each_alone(kind: str) -> None:
     model = stack("decoder", kind)
