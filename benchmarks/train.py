@@ -88,9 +88,10 @@ def tests(benchmark: dict[str, Any], config: RunConfig) -> tuple[str, ...]:
     """Where the test part is: as the config says, else where train is, under its own name; none where that is not."""
     root = Path(config.data[0]).parent
     if "test" in benchmark:
-        return tuple(str(place) for each in benchmark["test"] if (place := beside(root, each)))
-    likely = tuple(each.replace("train", "test") for each in config.data)
-    return likely if likely != config.data and all(Path(each).exists() for each in likely) else ()
+        return tuple(str(beside(root, each)) for each in benchmark["test"])
+    data = [Path(each) for each in config.data]
+    likely = [each.with_name(each.name.replace("train", "test")) for each in data]
+    return tuple(map(str, likely)) if likely != data and all(each.exists() for each in likely) else ()
 
 
 def beside(root: Path, name: str) -> Path:

@@ -27,7 +27,7 @@ from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
 
 # How many tokens of sources are decoded at a time, of all hypotheses together.
-DECODED = {"cpu": 4096, "cuda": 2**17}
+DECODED = {"cpu": 4096, "cuda": 2**16}
 
 
 @dataclass(frozen=True)
