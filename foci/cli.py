@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from foci import __version__
-from foci.commands import data, evaluate, look, run, train
+from foci.commands import data, evaluate, explore, look, run, train
 
 EXAMPLES = """\
 examples:
   foci explain "Jane is hungry, and she's really craving pasta from Italy."
   foci explain "Jane is hungry." --word hungry
   foci look "Jane is hungry." --model ./minilm
+  foci explore
   foci train translation --data pairs.tsv --size small
   foci run translation "A man sleeps." --show
   foci doctor
@@ -77,7 +78,7 @@ def parser() -> Parser:
     explain.add_argument("--word", help="the word to follow (default: the one whose attention is sharpest)")
     explain.set_defaults(run=run_explain)
 
-    for command in (look, train, evaluate, run, data):
+    for command in (look, explore, train, evaluate, run, data):
         command.add(commands)
 
     doctor = commands.add_parser("doctor", help="what is installed here, and which backend serves which call")

@@ -40,8 +40,10 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
 
 def run_explore(options: argparse.Namespace) -> int:
     """`foci explore`."""
+    from foci.commands.look import quieten
     from foci.explore.server import serve
 
+    quieten()
     serve(options.model, port=options.port, device=options.device, browse=not options.no_browser, say=tell)
     return 0
 

@@ -132,6 +132,7 @@ def layer_head(record: Record, layer: Layer, plan: dict[str, Any], table: list[L
         "Tk": keys,
         "places": None if layer.query_places is None else layer.query_places.tolist(),
         "exact": layer.name in plan["exact"],
+        "asks": "entries" in layer.can,
         "entries": plan["entries"],
         "score": described_score(layer),
     }

@@ -134,7 +134,7 @@ def test_a_long_text_says_what_it_has(look: Look, monkeypatch: pytest.MonkeyPatc
         settle(tab)
         assert token(tab, 0).is_visible()
         tab.get_by_role("button", name="who looks at it").click()
-        values, keys = record["L0H1"].top(16)
+        _values, keys = record["L0H1"].top(16)
         expected = {i for i in range(400) if 399 in keys[0, i]}
         assert set(shares(tab)) <= expected
 
@@ -222,11 +222,13 @@ def test_the_map_zooms_and_tells_entries(look: Look) -> None:
         tab.mouse.move(box["x"] + 116 + 5, box["y"] + 92 + 5)
         settle(tab)
         weight = float(record["L0H2"].row(0, 0)[0])
-        assert tab.locator(".tip-value").inner_text() == "100%" and weight == 1
+        assert tab.locator(".tip-value").inner_text() == "100%"
+        assert weight == 1
         before = wait_for_address(tab)
         tab.mouse.wheel(0, -600)
         settle(tab)
-        assert "z=" in wait_for_address(tab) and tab.url != before
+        assert "z=" in wait_for_address(tab)
+        assert tab.url != before
         tab.locator(".map").focus()
         tab.keyboard.press("0")
         assert "z=" not in wait_for_address(tab)
@@ -314,7 +316,8 @@ def test_generation_step_by_step(look: Look) -> None:
 def test_the_arithmetic_is_the_record_s(look: Look) -> None:
     record = lazy(9, heads=4, kv_heads=2)
     layer = record["L1"]
-    assert layer.weights is not None and layer.values is not None
+    assert layer.weights is not None
+    assert layer.values is not None
     with look(record, "#v=compute&h=L1H3&t=7") as tab:
         cards = tab.locator(".card")
         assert cards.count() == 4
@@ -401,7 +404,8 @@ def test_copies(look: Look, view: str) -> None:
     with look(record, f"#v={view}&h=L0H1&t=5") as tab:
         # Without leave to write into the clipboard the page saves a file.
         tab.evaluate(
-            "() => { for (const name of ['write', 'writeText']) navigator.clipboard[name] = () => Promise.reject(new Error('no')) }"
+            "() => { for (const name of ['write', 'writeText'])"
+            " navigator.clipboard[name] = () => Promise.reject(new Error('no')) }"
         )
         saved = {}
         for kind in ("png", "svg", "csv"):
@@ -477,7 +481,7 @@ def test_statistics_only(look: Look) -> None:
     for view in ("text", "heads", "map", "lines", "compute", "rollout"):
         with look(record, f"#v={view}&t=3") as tab:
             if view == "text":
-                values, keys = record["L0H0"].top(2)
+                _values, keys = record["L0H0"].top(2)
                 assert {at for _, at, _ in listed(tab)} == set(keys[0, 3].tolist())
             if view == "rollout":
                 assert "Rollout needs every entry" in tab.locator(".told").inner_text()
@@ -507,7 +511,8 @@ def test_several_sequences(look: Look) -> None:
 
 FRAMES = """() => { window.frames_ = new Promise((done) => {
     const times = []; let last = performance.now(); const end = last + 10000;
-    const step = (now) => { times.push(now - last); last = now; now < end ? requestAnimationFrame(step) : done(times); };
+    const step = (now) => {
+        times.push(now - last); last = now; now < end ? requestAnimationFrame(step) : done(times); };
     requestAnimationFrame(step); }); }"""
 
 

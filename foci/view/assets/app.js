@@ -286,7 +286,8 @@ function defaults(store) {
 
 function tellingHead(store) {
   const values = (name) => store.head.measures.find((measure) => measure.name === name)?.values;
-  const [heaviest, sink, previous] = [values("heaviest"), values("sink share"), values("previous token")];
-  const worth = ({ layer, head }) => (heaviest?.[layer][head] ?? 0) * (1 - (sink?.[layer][head] ?? 0)) * (1 - (previous?.[layer][head] ?? 0));
+  const [heaviest, previous] = [values("heaviest"), values("previous token")];
+  const inSinks = (one) => store.sinks(one, 0).reduce((sum, j) => sum + store.received(one, 0)[j], 0);
+  const worth = (one) => (heaviest?.[one.layer][one.head] ?? 0) * (1 - inSinks(one)) ** 2 * (1 - (previous?.[one.layer][one.head] ?? 0));
   return store.heads.reduce((best, one) => (worth(one) > worth(best) ? one : best), store.heads[0]);
 }

@@ -2,15 +2,16 @@
 
 import { ramp, scaleOf } from "./colors.js";
 
-// hidden(column) says which columns are left out of the colours; they are drawn as nothing.
-export function rasterOf({ rows, columns, values }, mode, direction = "to", hidden = null) {
+// hidden(column) says which columns are left out of the colours; they are drawn as nothing. A given scale is that of
+// more than this picture.
+export function rasterOf({ rows, columns, values }, mode, direction = "to", hidden = null, given = null) {
   const canvas = document.createElement("canvas");
   canvas.width = columns;
   canvas.height = rows;
   const pen = canvas.getContext("2d");
   const image = pen.createImageData(columns, rows);
   const seen = hidden ? values.map((w, i) => (hidden(i % columns) ? 0 : w)) : values;
-  const scale = scaleOf(mode, seen);
+  const scale = given ?? scaleOf(mode, seen);
   const table = ramp(direction);
   const pixels = image.data;
   for (let i = 0; i < seen.length; i++) {

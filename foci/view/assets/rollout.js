@@ -22,7 +22,8 @@ export class RolloutView {
   stack() {
     const { store, state } = this;
     const chosen = store.layers[chosenHeads(store, state)[0].layer];
-    const own = chosen.self ? chosen.stack : store.layers.find((layer) => layer.self && layer.queries === chosen.queries)?.stack;
+    const looking = (layer) => layer.self && (layer.queries === chosen.queries || layer.stack === "decoder");
+    const own = chosen.self ? chosen.stack : (store.layers.find(looking) ?? store.layers.find((layer) => layer.self))?.stack;
     return store.layers.filter((layer) => layer.self && layer.stack === own && !layer.name.includes("#")).sort((a, b) => a.index - b.index);
   }
 

@@ -20,7 +20,9 @@ export function stepsOf(store, layer, seq) {
     // The token at position p was written by the query before it.
     return Array.from({ length: Math.max(0, texts.length - first) }, (_, n) => ({ position: first + n, query: queryAt(store, layer, first + n - 1), text: texts[first + n] })).filter(({ query }) => query !== null);
   }
-  return Array.from({ length: written.length }, (_, i) => ({ position: i + 1, query: i, text: written[i + 1] ?? "the end" }));
+  // Between two texts the rows are named by what was read, as the decoder's own are, or by what was being written.
+  const ahead = store.layers.some((other) => other.self && other.queries === layer.queries) ? 1 : 0;
+  return written.map((_, i) => ({ position: i + ahead, query: i, text: written[i + ahead] ?? "the end" }));
 }
 
 export class StepsView {
@@ -85,7 +87,7 @@ export class StepsView {
       mark: (j) => (layer.self ? (j === this.store.place(layer, query) ? "c" : j === position ? "n" : j > position ? "l" : "") : "") + (this.state.hideSinks && focus.sinks.has(j) ? "s" : ""),
     });
     if (layer.self) this.keysPane.reveal(position);
-    this.writtenPane?.update({ direction: "to", tint: () => 0, mark: (i) => (i === query ? "c" : i === position ? "n" : i > position ? "l" : "") });
+    this.writtenPane?.update({ direction: "to", tint: () => 0, mark: (i) => (i === position ? "n" : i === query ? "c" : i > position ? "l" : "") });
     this.writtenPane?.reveal(query);
   }
 

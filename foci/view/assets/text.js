@@ -3,6 +3,7 @@
 import { make, button } from "./dom.js";
 import { TextPane } from "./textpane.js";
 import { scaleOf } from "./colors.js";
+import { clipped, printable } from "./tokens.js";
 import { LayerStrip } from "./layerstrip.js";
 import { csvOf, textSvg } from "./exporting.js";
 
@@ -19,7 +20,9 @@ export class TextView {
     });
     this.count = make("span", { class: "count", "aria-live": "polite" });
     const steps = [button("↑", { title: "Previous (Shift+Enter)", onclick: () => this.next(-1) }), button("↓", { title: "Next (Enter)", onclick: () => this.next(1) })];
-    this.tools = make("div", { class: "tools" }, this.input, ...steps, this.count);
+    const { answer } = store.head;
+    const said = answer ? make("span", { class: "answer", title: printable(answer).slice(0, 2000) }, make("span", { class: "label" }, "it says "), make("bdi", {}, clipped(printable(answer), 90))) : null;
+    this.tools = make("div", { class: "tools" }, this.input, ...steps, this.count, said);
     this.panes = make("div", { class: "panes" });
     this.strip = new LayerStrip(store, state);
     this.element = make("section", { class: "view text", "aria-label": "Text" }, this.tools, this.panes, this.strip.element);

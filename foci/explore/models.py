@@ -1,0 +1,152 @@
+"""Models that the explorer runs: loaded once, told apart by what they are given, a text or an image."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import foci
+from foci.capture import watch
+from foci.explain import Example, fold, split
+from foci.explore.jobs import LOADED, RAN, Job
+from foci.labels import Labels
+from foci.layer import Layer
+from foci.looking import Reader, check_path, imported, is_own
+from foci.record import Record
+
+UNTRAINED = "untrained vectors"
+MOST_LOADED = 2
+MOST_WORDS = 512
+LONGEST = 400_000
+
+
+class Shelf:
+    """The models that were used last."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self._loaded: OrderedDict[tuple[str, str], Any] = OrderedDict()
+
+    def look(self, model: str, text: str, job: Job) -> Record:
+        """A text, read by a model."""
+        if not text.strip():
+            raise ValueError("expected a text with at least one word, received none")
+        if len(text) > LONGEST:
+            raise ValueError(f"expected at most {LONGEST:,} characters, received {len(text):,}")
+        if model == UNTRAINED:
+            return untrained(text)
+        check_path(model)
+        if is_own(Path(model)):
+            task, own, _ = self.loaded("own", model, job)
+            with counted(own, job):
+                record: Record = task.show(own, task.given(text))
+            return record
+        reader = self.loaded("text", model, job)
+        with counted(reader.model, job):
+            found: Record = reader.look(text)
+        return found
+
+    def view(self, model: str, image: bytes, job: Job) -> Record:
+        """An image, looked at by a model."""
+        picture = readable(image)
+        if model == UNTRAINED:
+            raise ValueError("expected a model that takes images: untrained vectors are made of words")
+        check_path(model)
+        if is_own(Path(model)):
+            return self.viewed_by_own(model, picture, job)
+        processor, own = self.loaded("image", model, job)
+        pixels = processor(images=picture, return_tensors="pt").to(self.device)
+        with counted(own, job), torch.no_grad(), watch(own) as seen:
+            own(**pixels)
+        return seen
+
+    def viewed_by_own(self, model: str, picture: Any, job: Job) -> Record:
+        task, own, _ = self.loaded("own", model, job)
+        with tempfile.TemporaryDirectory() as folder:
+            # The task reads its pictures from files, in a format of this side's choice.
+            path = Path(folder) / "image.png"
+            picture.save(path)
+            with counted(own, job):
+                record: Record = task.show(own, task.given(str(path)))
+        return record
+
+    def loaded(self, kind: str, name: str, job: Job) -> Any:
+        """A model with what reads its input; the ones that were not used for longest make room."""
+        if (kind, name) not in self._loaded:
+            job.say(f"loading {name}", 0.02)
+            self._loaded[kind, name] = LOADERS[kind](name, self.device)
+            while len(self._loaded) > MOST_LOADED:
+                self._loaded.popitem(last=False)
+        self._loaded.move_to_end((kind, name))
+        job.say(f"running {name}", LOADED)
+        return self._loaded[kind, name]
+
+
+def own_model(name: str, device: str) -> Any:
+    from foci.tasks.trained import load
+
+    return load(Path(name), device=device)
+
+
+def image_model(name: str, device: str) -> Any:
+    transformers = imported()
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(name)
+        model = transformers.AutoModel.from_pretrained(name).eval().to(device)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"expected a model that takes images, received {name!r}: {reason}") from error
+    # What takes texts beside images is asked for what sees.
+    return processor, getattr(model, "vision_model", model)
+
+
+LOADERS: dict[str, Callable[[str, str], Any]] = {"own": own_model, "image": image_model, "text": Reader}
+
+
+def readable(image: bytes) -> Any:
+    """The image in some bytes, as RGB."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("images need Pillow, which is not installed: pip install 'foci[view]'") from error
+    try:
+        return Image.open(io.BytesIO(image)).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"expected an image that Pillow can read: {error}") from error
+
+
+@contextmanager
+def counted(model: nn.Module, job: Job) -> Iterator[None]:
+    """How far a forward is, by the modules that are done; a generation goes through them again."""
+    leaves = [module for module in model.modules() if not list(module.children())]
+    done = 0
+
+    def step(*_: Any) -> None:
+        nonlocal done
+        done += 1
+        job.say(job.told, LOADED + (RAN - LOADED) * min(1.0, done / max(1, len(leaves))))
+
+    handles = [module.register_forward_hook(step) for module in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def untrained(text: str) -> Record:
+    """The vectors of `foci explain`: they show how attention works, not what a text means."""
+    words = split(text)[:MOST_WORDS]
+    q, k, v = (fold(part) for part in Example(words).qkv)
+    _, weights = foci.attention(q, k, v, return_weights=True)
+    layer = Layer("attention", weights=weights, values=v)
+    labels = Labels.tokens([[("" if i == 0 else " ") + word for i, word in enumerate(words)]])
+    return Record({"attention": layer}, {"input": labels}, model="Untrained vectors", calls=1)

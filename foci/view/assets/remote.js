@@ -1,0 +1,138 @@
+// Exact numbers from the explorer's server, asked for when they are first looked at. A question is answered at once
+// with what is here, or with null; when an answer comes, everything is drawn again.
+
+import { rasterOf } from "./raster.js";
+import { scaleOf } from "./colors.js";
+
+const CELLS = 256;
+const COARSEST = 6;
+const MOST_ANSWERS = 400;
+const AT_ONCE = 3;
+const MOST_WAITING = 24;
+
+export class Remote {
+  constructor(base, layers) {
+    Object.assign(this, { base, layers, answers: new Map(), waiting: [], running: 0, news: () => {} });
+  }
+
+  whenNews(work) {
+    this.news = work;
+  }
+
+  // The answer if it is here; else it is asked for, the newest question first.
+  ask(question, parts, read) {
+    const address = `${this.base}${question}?${new URLSearchParams(parts)}`;
+    if (this.answers.has(address)) return this.recent(address);
+    if (!this.waiting.some((one) => one.address === address)) this.waiting.push({ address, read });
+    // What was only passed over is no longer wanted.
+    if (this.waiting.length > MOST_WAITING) this.waiting.shift();
+    this.next();
+    return null;
+  }
+
+  recent(address) {
+    const found = this.answers.get(address);
+    this.answers.delete(address);
+    this.answers.set(address, found);
+    return found;
+  }
+
+  async next() {
+    if (this.running >= AT_ONCE || !this.waiting.length) return;
+    const { address, read } = this.waiting.pop();
+    this.running++;
+    try {
+      const response = await fetch(address);
+      // What cannot be answered is not asked again.
+      this.answers.set(address, response.ok ? await read(response) : null);
+      for (const oldest of this.answers.keys()) {
+        if (this.answers.size <= MOST_ANSWERS) break;
+        this.answers.delete(oldest);
+      }
+      this.news();
+    } catch {
+      // The server has gone: what is here stays.
+      this.waiting = [];
+    } finally {
+      this.running--;
+      this.next();
+    }
+  }
+
+  row(one, i, seq) {
+    if (!this.layers[one.layer].asks) return null;
+    return this.ask("row", { layer: one.layer, head: one.head, query: i, seq }, floats);
+  }
+
+  column(one, j, seq) {
+    if (!this.layers[one.layer].asks) return null;
+    return this.ask("column", { layer: one.layer, head: one.head, key: j, seq }, floats);
+  }
+
+  worked(one, i, seq, keys) {
+    if (!this.layers[one.layer].asks) return null;
+    return this.ask("worked", { layer: one.layer, head: one.head, query: i, seq, keys: keys.join(".") }, (response) => response.json());
+  }
+
+  rollout(stack, query, seq) {
+    return this.ask("rollout", { stack, query, seq }, floats);
+  }
+
+  // The tile that holds a cell, at a level: blocks of step x step entries.
+  tile(heads, step, ty, tx, state) {
+    const parts = { layer: heads[0].layer, heads: heads.map(({ head }) => head).join("."), seq: state.seq, step, y: ty * CELLS * step, x: tx * CELLS * step, reduce: step === 1 ? "mean" : state.reduce };
+    return this.ask("tile", parts, floats);
+  }
+
+  // Blocks as small as a pixel; farther away the picture of the whole is enough.
+  level(heads, s) {
+    const z = Math.max(0, Math.ceil(Math.log2(1 / s)));
+    const together = heads.every(({ layer }) => layer === heads[0].layer);
+    return together && this.layers[heads[0].layer].asks && z <= COARSEST ? 2 ** z : null;
+  }
+
+  // Draws the tiles in sight; says what they are, or null where the picture must do.
+  drawTiles(pen, view, { heads, layer, LEFT, TOP, x1, y1, state }) {
+    const step = this.level(heads, view.s);
+    if (!step) return null;
+    const side = CELLS * step;
+    const seen = [];
+    for (let ty = Math.floor(view.y / side); ty * side < y1; ty++) {
+      for (let tx = Math.floor(view.x / side); tx * side < x1; tx++) {
+        const values = this.tile(heads, step, ty, tx, state);
+        if (!values) continue;
+        const columns = Math.ceil(Math.min(side, layer.Tk - tx * side) / step);
+        seen.push({ ty, tx, values, columns, rows: values.length / columns });
+      }
+    }
+    if (!seen.length) return null;
+    const largest = seen.reduce((most, { values }) => values.reduce((a, b) => Math.max(a, b), most), 0);
+    const scale = scaleOf(state.scale, state.scale === "rank" ? seen[0].values : [], state.scale === "rank" ? null : largest);
+    for (const part of seen) this.drawTile(pen, view, part, { step, side, layer, LEFT, TOP, state, scale });
+    return step === 1 ? "Entries: every cell is one weight, exact" : `Blocks: ${step} × ${step} tokens, their ${state.reduce}`;
+  }
+
+  drawTile(pen, view, { ty, tx, values, rows, columns }, { step, side, layer, LEFT, TOP, state, scale }) {
+    const { canvas } = rasterOf({ rows, columns, values }, state.scale, "to", null, scale);
+    const [wide, tall] = [Math.min(side, layer.Tk - tx * side), Math.min(side, layer.Tq - ty * side)];
+    pen.imageSmoothingEnabled = step * view.s < 1;
+    // The last block may be smaller than the others: what reaches over the edge is clipped by the map.
+    pen.drawImage(canvas, LEFT + (tx * side - view.x) * view.s, TOP + (ty * side - view.y) * view.s, Math.ceil(wide / step) * step * view.s, Math.ceil(tall / step) * step * view.s);
+  }
+
+  cell(heads, i, j, state, s) {
+    const step = this.level(heads, s);
+    if (!step) return null;
+    const side = CELLS * step;
+    const [ty, tx] = [Math.floor(i / side), Math.floor(j / side)];
+    const values = this.tile(heads, step, ty, tx, state);
+    if (!values) return null;
+    const columns = Math.ceil(Math.min(side, this.layers[heads[0].layer].Tk - tx * side) / step);
+    const weight = values[Math.floor((i - ty * side) / step) * columns + Math.floor((j - tx * side) / step)];
+    return { weight, about: step === 1 ? "exact" : `${state.reduce} of a block of ${step} × ${step}` };
+  }
+}
+
+async function floats(response) {
+  return new Float32Array(await response.arrayBuffer());
+}

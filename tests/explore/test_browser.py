@@ -1,0 +1,114 @@
+"""The explorer in a real browser: a text typed, a file dropped, exact numbers that come when they are looked at."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import chromium_path
+from tests.view import records
+from tests.view.browsing import browsing, listed, opened, shares
+from tests.view.pages import lazy
+
+pytest.importorskip("playwright", reason="browser: playwright is not installed")
+pytest.importorskip("uvicorn", reason="browser: uvicorn is not installed")
+pytestmark = pytest.mark.browser
+
+
+def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """A server of its own, and its address."""
+    command = [sys.executable, "-m", "foci", *arguments, "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = re.search(r"http://127\.0\.0\.1:\d+/\S+", process.stdout.readline())
+    assert found
+    return process, found.group()
+
+
+def stopped(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    process.wait(10)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    path = chromium_path()
+    assert path is not None
+    with browsing(path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    process, found = started("explore")
+    yield found
+    stopped(process)
+
+
+def test_type_a_text_and_look(browser: Any, address: str) -> None:
+    with opened(browser, address, offline=False) as tab:
+        tab.get_by_label("Text").fill("Jane <b>is</b> hungry")
+        tab.get_by_label("Model").fill("untrained vectors")
+        tab.get_by_role("button", name="Look", exact=True).click()
+        tab.wait_for_selector(".token")
+        assert tab.locator(".token").all_inner_texts() == ["Jane", "<", "b", ">", "is", "<", "/", "b", ">", "hungry"]
+        tab.locator('[data-i="9"]').hover()
+        assert sum(shares(tab).values()) == pytest.approx(1, abs=0.02)
+        tab.locator("a.brand").click()
+        tab.wait_for_selector(".door")
+        assert tab.get_by_label("Text").input_value() == "Jane <b>is</b> hungry"
+
+
+def test_a_model_that_is_not_there(browser: Any, address: str) -> None:
+    with opened(browser, address, offline=False) as tab:
+        tab.get_by_label("Model").fill("./nowhere")
+        tab.get_by_role("button", name="Look", exact=True).click()
+        tab.get_by_role("alert").wait_for()
+        assert "./nowhere is not there" in tab.get_by_role("alert").inner_text()
+        assert tab.get_by_role("button", name="Look", exact=True).is_enabled()
+
+
+def test_open_a_file(browser: Any, address: str, tmp_path: Path) -> None:
+    records.jane().save(tmp_path / "x.foci")
+    (tmp_path / "bad.foci").write_bytes(b"nonsense")
+    with opened(browser, address, offline=False) as tab:
+        tab.get_by_label("Open a file").set_input_files(tmp_path / "bad.foci")
+        tab.get_by_role("alert").wait_for()
+        assert "expected a .foci file" in tab.get_by_role("alert").inner_text()
+        tab.get_by_label("Open a file").set_input_files(tmp_path / "x.foci")
+        tab.wait_for_selector(".token")
+        assert tab.locator(".token").first.inner_text() == "[CLS]"
+
+
+def test_a_file_given_on_the_command_line_shows_exact_entries(browser: Any, tmp_path: Path) -> None:
+    record = lazy(2000, layers=1, heads=2)
+    record.save(tmp_path / "long.foci")
+    process, address = started("view", str(tmp_path / "long.foci"))
+    try:
+        with opened(browser, f"{address}#h=L0H1&t=1500", offline=False) as tab:
+            tab.locator(".right .note", has_text="Every entry is here, exact.").wait_for()
+            row = record["L0H1"].row(0, 1500)
+            top = row.sort(descending=True)
+            assert [position for _, position, _ in listed(tab)][:5] == top.indices[:5].tolist()
+            tab.get_by_role("button", name="Show 100").click()
+            assert len(listed(tab)) == 100
+            tab.get_by_role("tab", name="Map").click()
+            for _ in range(3):
+                tab.get_by_role("button", name="+", exact=True).click()
+            tab.locator(".tools .count", has_text=re.compile("^(Blocks|Entries)")).wait_for()
+            tab.get_by_role("tab", name="How it is computed").click()
+            tab.locator(".result .vector span").first.wait_for()
+            assert tab.locator(".card").count() == 4
+            tab.get_by_role("tab", name="Rollout").click()
+            tab.locator(".rolllist li").first.wait_for()
+            flow = record.rollout(1500)
+            first = tab.locator(".rolllist li .value").first.inner_text()
+            assert float(first.rstrip("%")) / 100 == pytest.approx(float(flow.max()), rel=0.051)
+    finally:
+        stopped(process)

@@ -1,0 +1,312 @@
+import struct
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foci.explore import answers, jobs, models
+from foci.explore.guard import HEADERS, Guard
+from foci.explore.server import Explorer
+from foci.record import Record
+from foci.view import packing
+from tests.view import records
+from tests.view.pages import array, lazy, opened
+
+pytest.importorskip("starlette")
+anyio = pytest.importorskip("anyio")
+httpx = pytest.importorskip("httpx")
+
+SECRET, PORT = "s3cret", 8765
+HOME = f"http://127.0.0.1:{PORT}"
+
+
+@pytest.fixture
+def explorer() -> Iterator[Explorer]:
+    found = Explorer(["./offered"])
+    yield found
+    found.desk.worker.shutdown()
+
+
+class Client:
+    """Asks the application as a browser would, without a network."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    def get(self, path: str, **options: Any) -> Any:
+        return anyio.run(self._send, "GET", path, options)
+
+    def post(self, path: str, **options: Any) -> Any:
+        return anyio.run(self._send, "POST", path, options)
+
+    async def _send(self, verb: str, path: str, options: dict[str, Any]) -> Any:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=HOME) as client:
+            return await client.request(verb, path, **options)
+
+
+@pytest.fixture
+def client(explorer: Explorer) -> Client:
+    return Client(Guard(explorer.app(), SECRET, PORT, 2**16))
+
+
+def finished(client: Any, started: Any) -> dict[str, Any]:
+    """The state of a job once it has ended."""
+    assert started.status_code == 200, started.text
+    for _ in range(400):
+        state: dict[str, Any] = client.get(f"/{SECRET}/api/jobs/{started.json()['job']}").json()
+        if state["error"] or state["record"]:
+            return state
+        time.sleep(0.05)
+    raise AssertionError("the job did not end")
+
+
+def keep(explorer: Explorer, record: Record) -> str:
+    return f"/{SECRET}/api/records/{explorer.desk.keep(record)}"
+
+
+def floats(response: Any) -> Tensor:
+    assert response.status_code == 200, response.text
+    return torch.tensor(struct.unpack(f"<{len(response.content) // 4}f", response.content))
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        (f"/{SECRET}/", {}, 200),
+        (f"/{SECRET}", {}, 200),
+        (f"/{SECRET}/", {"host": f"localhost:{PORT}"}, 200),
+        (f"/{SECRET}/", {"origin": HOME}, 200),
+        ("/", {}, 404),
+        ("/other/", {}, 404),
+        (f"/{SECRET}x/", {}, 404),
+        (f"/{SECRET}/", {"host": "evil.example"}, 421),
+        (f"/{SECRET}/", {"host": f"127.0.0.1:{PORT + 1}"}, 421),
+        (f"/{SECRET}/", {"origin": "http://evil.example"}, 403),
+        (f"/{SECRET}/", {"origin": "null"}, 403),
+        (f"/{SECRET}/", {"sec-fetch-site": "cross-site"}, 403),
+        (f"/{SECRET}/", {"sec-fetch-site": "same-site"}, 403),
+        (f"/{SECRET}/", {"sec-fetch-site": "same-origin"}, 200),
+        (f"/{SECRET}/nothing", {}, 404),
+    ],
+)
+def test_who_may_ask(client: Any, path: str, headers: dict[str, str], status: int) -> None:
+    response = client.get(path, headers=headers)
+    assert response.status_code == status
+    for name, value in HEADERS.items():
+        assert response.headers[name] == value
+
+
+async def pieces() -> AsyncIterator[bytes]:
+    for _ in range(100):
+        yield b"x" * 1000
+
+
+def test_uploads_are_bounded(client: Any) -> None:
+    too_large = {"error": "expected at most 0 MiB, received more"}
+    announced = client.post(f"/{SECRET}/api/open", content=b"x" * (2**16 + 1))
+    assert (announced.status_code, announced.json()) == (413, too_large)
+    # Sent in pieces, without saying how much it will be.
+    unannounced = client.post(f"/{SECRET}/api/open", content=pieces())
+    assert (unannounced.status_code, unannounced.json()) == (413, too_large)
+    lied = client.post(f"/{SECRET}/api/open", content=b"x", headers={"content-length": "nonsense"})
+    assert lied.status_code == 413
+
+
+@pytest.mark.parametrize(
+    "name", ["..%2f..%2fblob.py", "..%2f__init__.py", "%2e%2e/page.py", "page.py", "nothing.js", ""]
+)
+def test_only_the_page_s_own_files(client: Any, name: str) -> None:
+    assert client.get(f"/{SECRET}/assets/{name}").status_code == 404
+
+
+def test_files_have_their_types(client: Any) -> None:
+    assert client.get(f"/{SECRET}/assets/app.js").headers["content-type"].startswith("text/javascript")
+    assert client.get(f"/{SECRET}/assets/page.css").headers["content-type"].startswith("text/css")
+
+
+def test_models_on_offer(client: Any) -> None:
+    assert client.get(f"/{SECRET}/api/models").json()["models"][:2] == [models.UNTRAINED, "./offered"]
+
+
+def test_a_text_becomes_a_record(client: Any, explorer: Explorer) -> None:
+    given = {"text": "Jane is hungry.", "model": models.UNTRAINED}
+    state = finished(client, client.post(f"/{SECRET}/api/look", json=given))
+    assert (state["told"], state["fraction"], state["error"]) == ("done", 1.0, None)
+    head, blob = opened(client.get(f"/{SECRET}/api/records/{state['record']}/data").content)
+    assert head["labels"][0]["texts"][0] == ["Jane", " is", " hungry", " ."]
+    record = explorer.desk.records[state["record"]].record
+    assert torch.equal(array(head, blob, "0.entries"), record["L0"].dense())
+    page = client.get(f"/{SECRET}/records/{state['record']}").text
+    assert f'data-record="{state["record"]}"' in page
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"text": "a b", "model": "./nowhere"}, "but ./nowhere is not there"),
+        ({"text": "  ", "model": models.UNTRAINED}, "expected a text with at least one word"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_a_sentence(client: Any, given: dict[str, str], error: str) -> None:
+    state = finished(client, client.post(f"/{SECRET}/api/look", json=given))
+    assert error in state["error"]
+    assert state["record"] is None
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"text": 3, "model": "x"}', b"\xff"])
+def test_bad_requests(client: Any, body: bytes) -> None:
+    response = client.post(f"/{SECRET}/api/look", content=body)
+    assert (response.status_code, response.json()) == (400, {"error": "expected a text and a model"})
+
+
+def test_a_file_is_opened(client: Any, tmp_path: Path) -> None:
+    records.jane().save(tmp_path / "x.foci")
+    state = finished(client, client.post(f"/{SECRET}/api/open", content=(tmp_path / "x.foci").read_bytes()))
+    assert state["error"] is None
+    head, _ = opened(client.get(f"/{SECRET}/api/records/{state['record']}/data").content)
+    assert head["model"] == "BertModel"
+
+
+@pytest.mark.parametrize("file", [b"", b"nonsense", b"PK\x03\x04", b"\x80" * 100])
+def test_a_broken_file_says_so(client: Any, file: bytes) -> None:
+    state = finished(client, client.post(f"/{SECRET}/api/open", content=file))
+    assert state["error"].startswith("expected a .foci file: ")
+    assert "upload" not in state["error"]
+    assert "/" not in state["error"].split(":")[0]
+
+
+def test_a_broken_image_says_so(client: Any) -> None:
+    state = finished(client, client.post(f"/{SECRET}/api/view?model=./x", content=b"no image"))
+    assert state["error"].startswith("expected an image that Pillow can read")
+
+
+def test_an_image_is_looked_at(client: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    image = pytest.importorskip("PIL.Image")
+    config = transformers.ViTConfig(
+        image_size=32, patch_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
+    )
+    transformers.ViTModel(config).save_pretrained(tmp_path)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    image.new("RGB", (40, 30), "red").save(tmp_path / "x.png")
+    sent = client.post(f"/{SECRET}/api/view?model={tmp_path}", content=(tmp_path / "x.png").read_bytes())
+    state = finished(client, sent)
+    assert state["error"] is None
+    head, _ = opened(client.get(f"/{SECRET}/api/records/{state['record']}/data").content)
+    assert [labels["grid"] for labels in head["labels"]] == [[4, 4]]
+    assert head["layers"][0]["Tk"] == 17
+
+
+def test_exact_numbers_on_demand(client: Any, explorer: Explorer) -> None:
+    record = lazy(50, heads=4, kv_heads=2)
+    base = keep(explorer, record)
+    dense = record["L1"].dense()[0]
+    row = floats(client.get(f"{base}/row?layer=1&head=3&query=40&seq=0"))
+    torch.testing.assert_close(row, dense[3, 40])
+    column = floats(client.get(f"{base}/column?layer=1&head=2&key=7&seq=0"))
+    torch.testing.assert_close(column, dense[2, :, 7])
+    flow = floats(client.get(f"{base}/rollout?stack=&query=30&seq=0"))
+    torch.testing.assert_close(flow, record.rollout(30))
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_tiles(client: Any, explorer: Explorer, reduce: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "CELLS", 8)
+    monkeypatch.setattr(answers, "AT_ONCE", 60)
+    record = lazy(50)
+    base = keep(explorer, record)
+    tile = floats(client.get(f"{base}/tile?layer=0&heads=1.2&seq=0&y=24&x=12&step={step}&reduce={reduce}"))
+    part = record["L0"].dense()[0, 1:3, 24 : 24 + 8 * step, 12 : 12 + 8 * step]
+    rows, columns = (-(-size // step) for size in part.shape[1:])
+    expected = torch.empty(2, rows, columns)
+    for r in range(rows):
+        for c in range(columns):
+            block = part[:, r * step : (r + 1) * step, c * step : (c + 1) * step]
+            expected[:, r, c] = block.mean((1, 2)) if reduce == "mean" else block.amax((1, 2))
+    torch.testing.assert_close(tile.view(rows, columns), expected.mean(0))
+
+
+def test_the_arithmetic_of_a_row(client: Any, explorer: Explorer) -> None:
+    record = lazy(20)
+    base = keep(explorer, record)
+    found = client.get(f"{base}/worked?layer=0&head=1&query=15&seq=0&keys=3.9").json()
+    layer = record["L0"]
+    assert layer.weights is not None
+    assert layer.values is not None
+    call = layer.weights._call
+    assert found["q"] == pytest.approx(call.q[0, 1, 15].tolist())
+    assert found["k"][1] == pytest.approx(call.k[0, 1, 9].tolist())
+    assert found["weights"] == pytest.approx(layer.row(0, 1, 15)[[3, 9]].tolist())
+    assert found["out"] == pytest.approx((layer.row(0, 1, 15) @ layer.values[0, 1]).tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("question", "error"),
+    [
+        ("row?layer=9&head=0&query=0&seq=0", "expected layer from 0 to 1, received '9'"),
+        ("row?layer=0&head=0&query=-1&seq=0", "expected query from 0 to 9, received '-1'"),
+        ("row?layer=0&head=0&query=0", "expected seq from 0 to 0, received ''"),
+        ("column?layer=0&head=0&key=10&seq=0", "expected key from 0 to 9, received '10'"),
+        ("tile?layer=0&heads=x&seq=0&y=0&x=0&step=1", "expected heads from 0 to 3, received 'x'"),
+        ("tile?layer=0&heads=0&seq=0&y=0&x=0&step=1000", "expected step from 1 to 64, received '1000'"),
+        ("tile?layer=0&heads=0&seq=0&y=0&x=0&step=1&reduce=sum", "expected reduce mean or max, received 'sum'"),
+        ("worked?layer=0&head=0&query=0&seq=0&keys=99", "expected at most 64 numbers below 10 as keys, received 1"),
+        ("rollout?stack=encoder&query=0&seq=0", "rollout takes stack=, one of '', but got 'encoder'"),
+    ],
+)
+def test_bad_questions(client: Any, explorer: Explorer, question: str, error: str) -> None:
+    response = client.get(f"{keep(explorer, lazy(10))}/{question}")
+    assert (response.status_code, response.json()) == (400, {"error": error})
+
+
+def test_what_was_not_kept(client: Any, explorer: Explorer) -> None:
+    response = client.get(f"{keep(explorer, records.kept())}/row?layer=0&head=0&query=0&seq=0")
+    assert (response.status_code, response.json()["error"]) == (
+        400,
+        "L0 kept statistics only: it has no single entries",
+    )
+
+
+def test_the_oldest_records_make_room(explorer: Explorer, client: Any) -> None:
+    first = keep(explorer, records.jane())
+    for _ in range(jobs.MOST_RECORDS):
+        keep(explorer, records.jane())
+    assert client.get(f"{first}/data").json() == {"error": "this record is no longer here: look again"}
+    assert len(explorer.desk.records) == jobs.MOST_RECORDS
+
+
+def test_a_page_of_a_record_that_is_gone_is_the_front_door(client: Any) -> None:
+    page = client.get(f"/{SECRET}/records/%22%3E%3Cscript%3E")
+    assert page.status_code == 200
+    assert 'data-record=""' in page.text
+
+
+def test_the_bar_never_goes_back() -> None:
+    job = jobs.Job()
+    job.say("running", 0.5)
+    job.say("drawing", 0.2)
+    assert job.described() == {"told": "drawing", "fraction": 0.5, "error": None, "record": None}
+
+
+def test_progress_counts_modules() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2), torch.nn.ReLU())
+    job, seen = jobs.Job(), []
+    model[2].register_forward_hook(lambda *_: seen.append(job.fraction))
+    with models.counted(model, job):
+        model(torch.zeros(1, 2))
+    assert seen == [pytest.approx(jobs.LOADED + (jobs.RAN - jobs.LOADED) / 2)]
+    assert job.fraction == pytest.approx(jobs.RAN)
+    model(torch.zeros(1, 2))
+    assert job.fraction == pytest.approx(jobs.RAN)
+
+
+def test_long_records_are_packed_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MOST_ENTRIES", 0)
+    head, _ = opened(packing.packed(lazy(150, layers=1)))
+    assert not head["layers"][0]["exact"]
+    assert head["layers"][0]["asks"]
