@@ -1,0 +1,39 @@
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from foci.training.progress import Progress, clock
+
+
+def test_tensorboard_is_written_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            self.folder, self.seen, self.closed = folder, [], False  # type: ignore[var-annotated]
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.seen.append((name, value, step))
+
+        def close(self) -> None:
+            self.closed = True
+
+    module = types.SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)  # type: ignore[arg-type]
+    with Progress(tmp_path, 5, first=True, quiet=True) as progress:
+        progress.log(3, {"loss": 1.5, "signature": "x"})
+    assert progress.board.folder == str(tmp_path / "tensorboard")
+    assert progress.board.seen == [("loss", 1.5, 3)]
+    assert progress.board.closed
+
+
+def test_only_the_first_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(tmp_path, 5, first=False) as progress:
+        progress.log(3, {"loss": 1.5})
+        progress.say("something")
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == ""
+
+
+def test_time_is_written_as_a_clock_shows_it() -> None:
+    assert [clock(seconds) for seconds in (0.4, 59.6, 3600)] == ["0:00", "1:00", "1:00:00"]
