@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from foci.decoding import Beam, generate
 from foci.inputs.batch import padded, real
 from foci.inputs.tables import good_rows, only, rows
-from foci.inputs.text import PAD, START, STOP, Tokenizer, TokenizerKind, from_json, learned, to_json
+from foci.inputs.text import PAD, START, STOP, UNKNOWN, Tokenizer, TokenizerKind, from_json, learned, to_json
 from foci.nn.config import Config
 from foci.nn.copying import CopyingTransformer
 from foci.nn.model import Model
@@ -31,6 +31,8 @@ from foci.tasks.translation import disagreement
 COLUMNS = ("document", "summary")
 # How many tokens of documents are summarised at a time.
 TOGETHER = 16_384
+# A shorter document says too little about a sentence that it lacks.
+FEWEST_SENTENCES = 3
 CHANGES = ("width", "layers", "heads", "hidden", "dropout", "attention_dropout", "norm_first")
 
 
@@ -40,6 +42,7 @@ class Document:
 
     text: str
     summary: str = ""
+    left_out: int | None = None  # the number of a sentence that is not read but is to be written; None: the summary is
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class SummarizationSettings(Config):
     lower: bool = False  # whether large letters are read and written as small ones
     max_length: int = 512  # how many tokens of a document are read: its beginning
     max_summary: int = 48  # how many tokens a summary has at most
+    left_out: float = 0.0  # how often a document also serves to guess a sentence that it lacks, in each epoch
     forget: float = 0.0  # the share of the document's tokens that are dropped, while training
     smoothing: float = 0.1  # the share of each target that is spread over all tokens, while training
     agreement: float = 0.0  # how much two passes with different dropout must agree while training (R-Drop); 0: one pass
@@ -69,7 +73,9 @@ class SummarizationSettings(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "max_length", "max_summary", "beam")
-        self.at_least(0, "dropout", "attention_dropout", "forget", "smoothing", "agreement", "length_penalty")
+        self.at_least(
+            0, "dropout", "attention_dropout", "left_out", "forget", "smoothing", "agreement", "length_penalty"
+        )
 
 
 class Summarization(Task[Document, str]):
@@ -138,12 +144,29 @@ class Summarization(Task[Document, str]):
         length = max(own.max_length, own.max_summary) + 1
         return kind.from_name(own.size, vocabulary=self.tokenizer.vocabulary, max_length=length, shared=True, **changes)
 
+    def epoch(self, examples: Sequence[Document], training: bool, generator: torch.Generator) -> Sequence[Document]:
+        """The documents; some also without a sentence, which is to be written: much to learn from few summaries."""
+        if not training or not self.settings.left_out:
+            return examples
+        chosen = torch.rand(len(examples), 2, generator=generator).tolist()
+        made = []
+        for example, (chance, place) in zip(examples, chosen, strict=True):
+            count = len(sentences(example.text))
+            if count >= FEWEST_SENTENCES and chance < self.settings.left_out:
+                made.append(Document(example.text, example.summary, int(place * count)))
+        return [*examples, *made]
+
     def source(self, example: Document) -> list[int]:
         """What the model reads: the beginning of the document, and the token that ends it."""
-        return [*self.encoded(example.text)[: self.settings.max_length], STOP]
+        if example.left_out is None:
+            return [*self.encoded(example.text)[: self.settings.max_length], STOP]
+        # Sentence by sentence, because the tokenizer remembers what it has seen.
+        parts = [self.encoded(each) for i, each in enumerate(sentences(example.text)) if i != example.left_out]
+        return [*[token for part in parts for token in part][: self.settings.max_length], STOP]
 
     def target(self, example: Document) -> list[int]:
-        return self.encoded(example.summary)[: self.settings.max_summary]
+        wanted = example.summary if example.left_out is None else sentences(example.text)[example.left_out]
+        return self.encoded(wanted)[: self.settings.max_summary]
 
     def encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text.lower() if self.settings.lower else text)
@@ -160,7 +183,7 @@ class Summarization(Task[Document, str]):
         return {
             "source": source,
             "real": real(lengths, source.shape[1]),
-            "inputs": padded([[START, *row] for row in targets], PAD)[0],
+            "inputs": padded([[begin(each), *row] for each, row in zip(examples, targets, strict=True)], PAD)[0],
             "targets": padded([[*row, STOP] for row in targets], PAD)[0],
         }
 
@@ -227,6 +250,20 @@ class Summarization(Task[Document, str]):
         labels = {name: self.tokenizer.labels(row) for name, row in names.items()}
         # What looks at the document is named by the word that was being written.
         return record_of(model, out.weights, labels, self.tokenizer.decode(written), across="summary")
+
+
+def begin(example: Document) -> int:
+    """What is to be written is told by the token that it begins with: a summary, or what was left out."""
+    return START if example.left_out is None else UNKNOWN
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text, with the marks that end them.
+
+    >>> sentences("Lunch at noon? Bring cake.")
+    ['Lunch at noon?', 'Bring cake.']
+    """
+    return re.split(r"(?<=[.!?])\s+", text)
 
 
 def thinned(tokens: list[int], share: float, generator: torch.Generator) -> list[int]:

@@ -127,3 +127,19 @@ def test_two_passes_agree_only_without_dropout(dropout: float) -> None:
         assert losses[2] > losses[1] + 0.1
     else:
         assert losses[1:] == pytest.approx(losses[:2], rel=1e-5)
+
+
+def test_a_sentence_that_was_left_out_is_to_be_written() -> None:
+    example = Document("One is red. Two are blue. Three sleep!", "colours")
+    settings = SummarizationSettings(tokenizer="words", left_out=1.0)
+    task = Summarization.start(settings, [example, Document("Short.", "x")])
+    generator = torch.Generator().manual_seed(1)
+    seen = [task.epoch([example, Document("Short.", "x")], True, generator) for _ in range(8)]
+    assert {len(each) for each in seen} == {3}
+    made = {each[2].left_out: each[2] for each in seen}
+    assert set(made) == {0, 1, 2}
+    assert task.tokenizer.decode(task.source(made[1])) == "One is red. Three sleep!"
+    assert task.tokenizer.decode(task.target(made[1])) == "Two are blue."
+    inputs = task.batch([example, made[1]], True, torch.Generator())["inputs"]
+    assert inputs[:, 0].tolist() == [1, 3]
+    assert task.epoch([example], False, torch.Generator()) == [example]
