@@ -52,7 +52,8 @@ class CopyingTransformer(EncoderDecoder):
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__(config)
         width = config.decoder.width
-        self.pointer = Attention(width, 1)
+        # One head, as wide as every fused kernel takes it.
+        self.pointer = Attention(width, 1, head_width=min(width, 128))
         self.gate = nn.Linear(2 * width, 1)
 
     def encode(
