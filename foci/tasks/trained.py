@@ -5,6 +5,7 @@ A file is what `foci.nn.Model.save` writes, with one more entry in its header: t
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -62,7 +63,7 @@ def save(
         metadata = {"foci": json.dumps(header)} | ({"task": json.dumps(described)} if number == 1 else {})
         beside = file.with_name(f".{file.name}.part")
         try:
-            safetensors().save_file(group, beside, metadata=metadata)
+            write_tensors(beside, group, metadata)
             # The package lets nobody else read what it writes.
             beside.chmod(0o644)
             beside.replace(file)
@@ -70,6 +71,18 @@ def save(
             beside.unlink(missing_ok=True)
         paths.append(file)
     return paths
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file; what goes wrong with the disk is an OSError, as with every other file."""
+    package = safetensors()
+    from safetensors import SafetensorError
+
+    try:
+        package.save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        why = str(error).partition("I/O error: ")[2] or str(error)
+        raise OSError(errno.EIO, why, str(path)) from error
 
 
 def load(path: Path, *, device: str | torch.device = "cpu") -> Trained:

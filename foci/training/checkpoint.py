@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foci.saving import safetensors
+from foci.tasks.trained import write_tensors
 from foci.training.distributed import Processes
 
 FORMAT = "foci.checkpoint/1"
@@ -74,7 +75,7 @@ def write_rows(beside: Path, tensors: Mapping[str, Tensor], processes: Processes
     if not own:
         return "", 0, {}
     file = f"rank-{processes.rank:05d}.safetensors"
-    safetensors().save_file(own, beside / file)
+    write_tensors(beside / file, own)
     synced(beside / file)
     return file, checksum_of(beside / file), {name: each | {"file": file} for name, each in rows.items()}
 
@@ -117,13 +118,18 @@ class Checkpoint:
     def fill(self, tensors: Mapping[str, Tensor], processes: Processes) -> None:
         """Gives tensors their saved values, on as many processes as there are now."""
         own = {name for name, tensor in tensors.items() if tensor.numel()}
-        if own != self.tensors.keys():
-            lost, more = sorted(own - self.tensors.keys())[:3], sorted(self.tensors.keys() - own)[:3]
+        # A parameter that never had a gradient has no state in the optimizer.
+        lost = sorted(name for name in own - self.tensors.keys() if not name.startswith("optimizer."))
+        more = sorted(self.tensors.keys() - own)
+        if lost or more:
+            lost, more = lost[:3], more[:3]
             raise ValueError(
                 f"{self.folder} does not fit: it lacks {lost or 'nothing'} and has {more or 'nothing'} more"
             )
         for name, tensor in tensors.items():
-            if tensor.numel() and list(tensor.shape) != self.tensors[name]["shape"]:
+            if name not in self.tensors:
+                continue
+            if list(tensor.shape) != self.tensors[name]["shape"]:
                 got = f"{tuple(self.tensors[name]['shape'])}, but {tuple(tensor.shape)} is expected"
                 raise ValueError(f"{self.folder} does not fit: {name} has the shape {got}")
             with torch.no_grad():

@@ -122,6 +122,9 @@ class Learner:
         before = [each.detach().clone() for each in self.parameters]
         self.optimizer.step()
         self.put(before)
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
         self.optimizer.zero_grad(set_to_none=not self.config.graphs)
 
     def _backward(self, batch: dict[str, Tensor], weight: Tensor) -> None:

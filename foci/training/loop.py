@@ -59,7 +59,7 @@ def trained(run: Run, progress: Progress) -> dict[str, float | str]:
     unseen: list[tuple[Update, int, Tensor]] = []
 
     with closing_updates(run, learner, state.place) as updates, signals() as stop:
-        while state.step < run.total and not (state.waiting > config.patience > 0):
+        while state.step < run.total and not (state.waiting >= config.patience > 0):
             update = next(updates)
             found = one_update(run, learner, update, state.step)
             state.step, state.place = state.step + 1, Place(update.place.epoch, update.place.batch + 1)
@@ -67,7 +67,8 @@ def trained(run: Run, progress: Progress) -> dict[str, float | str]:
             unseen.append((update, state.step, found))
 
             late = 0 < config.minutes * 60 < state.seconds
-            ends = run.agreed(state.step, bool(stop) or late) or state.step == run.total
+            stopped, late = run.agreed(state.step, (bool(stop), late))
+            ends = stopped or late or state.step == run.total
             logs, judges, saves = (
                 ends or state.step % every == 0
                 for every in (config.log_every, config.evaluate_every, config.checkpoint_every)
@@ -76,16 +77,16 @@ def trained(run: Run, progress: Progress) -> dict[str, float | str]:
                 look(unseen, state)
             if logs:
                 line(run, state, progress, float(found[2]))
-            if judges and not stop:
+            if judges and not stopped:
                 selection.judge(state)
             if saves:
                 checkpoint.save(run.folder / "checkpoints", state.step, learner.tensors(), asdict(state), processes)
+            if stopped:
+                progress.say(f"stopped at step {state.step} and saved: --resume goes on from here")
+                return {"stopped_at_step": float(state.step)}
             if ends:
                 break
 
-    if stop:
-        progress.say(f"stopped at step {state.step} and saved: --resume goes on from here")
-        return {"stopped_at_step": float(state.step)}
     return selection.finish(state)
 
 

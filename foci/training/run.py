@@ -39,11 +39,11 @@ class Run:
     total: int  # updates
     messages: list[str]  # what to say before it begins
 
-    def agreed(self, step: int, wish: bool) -> bool:
-        """Whether to stop here: what the first process wishes; several ask each other only now and then."""
+    def agreed(self, step: int, wishes: tuple[bool, bool]) -> tuple[bool, bool]:
+        """What the first process wishes; several ask each other only now and then, because asking takes time."""
         if self.processes.world == 1:
-            return wish
-        return self.processes.from_first(wish) if step % ASKED == 0 else False
+            return wishes
+        return self.processes.from_first(wishes) if step % ASKED == 0 else (False, False)
 
 
 def opened(config: RunConfig, folder: Path, processes: Processes, *, resume: bool) -> Run:
