@@ -98,6 +98,15 @@ def test_rows_and_values() -> None:
         Layer("x", matrix=lazy).norms()
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+def test_heads_that_share_values(kv_heads: int) -> None:
+    norms = torch.arange(kv_heads).view(1, -1, 1).expand(1, -1, 4).float()
+    layer = Layer("x", matrix=torch.rand(1, 6, 4, 4), kv_heads=kv_heads, value_norms=norms)
+    shared = [head * kv_heads // 6 for head in range(6)]
+    assert layer.norms()[0, :, 0].tolist() == shared
+    assert [float(layer.head(head).norms()[0, 0]) for head in range(6)] == shared
+
+
 def test_products_from_the_left() -> None:
     x, lazy = torch.rand(2, 6), weights().dense()
     for kind in ("weights", "matrix"):

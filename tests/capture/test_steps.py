@@ -264,6 +264,19 @@ def test_masks_biases_and_scores_of_all_steps(case: str) -> None:
     torch.testing.assert_close(found @ torch.ones(9, 1), expected @ torch.ones(9, 1), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mask", [None, foci.window(3, None)])
+def test_later_keys_stay_hidden_from_steps_without_a_causal_mask(mask: foci.Mask | None) -> None:
+    model, steps = OwnAttention(mask=mask), [slice(0, 3), slice(3, 6), slice(6, 9)]
+    with torch.no_grad(), foci.watch(model) as seen:
+        walked(model, Q, steps)
+    for rows in steps:
+        keys = K[:, :, : rows.stop]
+        _, expected = foci.attention(Q[:, :, rows], keys, keys, mask=mask, return_weights=True)
+        found = seen["L0"].dense()[:, :, rows]
+        torch.testing.assert_close(found[..., : rows.stop], expected.dense(), atol=1e-6, rtol=1e-5)
+        assert bool((found[..., rows.stop :] == 0).all())
+
+
 def test_biases_that_differ_are_refused() -> None:
     model = OwnAttention(mask=foci.causal)
     slopes = {5: torch.ones(4), 6: torch.full((4,), 2.0)}

@@ -360,6 +360,23 @@ def test_threads_do_not_see_each_other() -> None:
     assert hooks(model) == 0
 
 
+def test_another_thread_in_the_middle_of_a_pass_changes_nothing() -> None:
+    shared, x = FusedAttention(), randn(1, 4, 16)
+
+    class Aside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            thread = threading.Thread(target=shared, args=(x,))
+            thread.start()
+            thread.join()
+            return x
+
+    model = nn.Sequential(shared, Aside(), shared)
+    with foci.watch(model) as seen:
+        model(x)
+    assert seen.calls == 2
+    assert seen.heads[::4] == ["L0H0", "L1H0"]
+
+
 def test_a_module_that_is_called_twice_attends_twice() -> None:
     shared = FusedAttention()
     model = nn.Sequential(shared, shared)
