@@ -81,11 +81,6 @@ def input_reasons(call: Call) -> list[str]:
     return reasons
 
 
-def hesitates(call: Call) -> list[str]:
-    """Right in Triton's interpreter, but the forward failed to compile for an H200 with Triton 3.6."""
-    return ["these kernels were not yet seen to run on a GPU: name backend='triton' to use them"]
-
-
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     inputs = inputs_of(call)
     if torch.compiler.is_compiling():

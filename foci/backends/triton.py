@@ -14,7 +14,7 @@ from foci.backends import additive, biased
 
 NAME = "triton"
 
-# Each has `refuses`, `hesitates` and `run`, like a backend; the first that serves the call is used.
+# Each has `refuses` and `run`, and may have `hesitates`, like a backend; the first that serves the call is used.
 LAUNCHERS: tuple[ModuleType, ...] = (additive, biased)
 
 
@@ -30,7 +30,7 @@ def hesitates(call: Call) -> list[str]:
     if on_cpu(call):
         return ["Triton's interpreter is for tests: name backend='triton' to use it"]
     launcher = launcher_of(call)
-    return launcher.hesitates(call) if launcher is not None else []
+    return launcher.hesitates(call) if hasattr(launcher, "hesitates") else []
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:

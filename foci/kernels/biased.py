@@ -113,33 +113,45 @@ def ends(table, rows, inside, clip, TABLE: tl.constexpr):
 
 
 @triton.jit
+def rounded(a, b, DIRECT: tl.constexpr):
+    """a * b, rounded at once: a compiler that joins it with a later sum would do so in one kernel and not in another,
+    and the logits of two passes would no longer cancel to the last bit.
+    """
+    if DIRECT:
+        found = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        found = a * b
+    return found
+
+
+@triton.jit
 def scored(
     dots, found, i, j, offset, slope, scale, softcap,
-    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Base 2: softcap(scale * raw) + bias, and the tanh of the softcap. `found` is what the row table says:
 
     TABLE is 0 where there is none, 1 where it belongs to the scaled part, 2 where it is added at the end. ALiBi may be
-    large, and a slope that is rounded once more costs float32 a digit: EXACT goes to base 2 last.
+    large, and a slope that is rounded once more costs float32 a digit: EXACT goes to base 2 last, and rounds each step.
     """
     bent = dots
-    base = 1.0 if ALIBI and EXACT else LOG2_E
+    base = 1.0 if EXACT else LOG2_E
+    if TABLE == 1:
+        dots += found
     if SOFTCAP:
-        if TABLE == 1:
-            dots += found
         bent = tanh(dots * (scale / softcap))
-        z = bent * (softcap * base)
+        z = rounded(bent, softcap * base, EXACT and DIRECT)
     else:
-        z = dots * (scale * base)
-        if TABLE == 1:
-            z += found * (scale * base)
+        z = rounded(dots, scale * base, EXACT and DIRECT)
     if TABLE == 2:
         z += found * base
     if ALIBI:
         apart = (i + offset).to(tl.float32) - j.to(tl.float32)
-        z -= tl.abs(apart) * (slope * base)
-        if EXACT:
-            z *= LOG2_E
+        z -= rounded(tl.abs(apart), slope * base, EXACT and DIRECT)
+    if EXACT:
+        z = rounded(z, LOG2_E, DIRECT)
     return z, bent
 
 
@@ -220,7 +232,7 @@ def forward(
                     found = tl.broadcast_to(tl.where(far < 0, left_end, right_end), (BM, BN))
                 else:
                     found = looked_up(table, table_rows + clipped(i, j, offset, clip), DIRECT)
-            z, _ = scored(dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT)
+            z, _ = scored(dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT, DIRECT)
             if not plain:
                 seen = (j >= low[:, None]) & (j < high[:, None])
                 seen = visible(

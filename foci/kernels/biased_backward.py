@@ -27,10 +27,10 @@ def log_sum_exps(peaks, extras, rows, inside):
 @triton.jit
 def weighed(
     dots, found, peak, extra, i, j, offset, slope, scale, softcap,
-    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr,
+    TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """The weights of a tile, and the tanh of the softcap."""
-    z, bent = scored(dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT)
+    z, bent = scored(dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT, DIRECT)
     if EXACT:
         z = z - peak - extra
     else:
@@ -137,7 +137,7 @@ def queries(
                 d_weights += gain
             p, bent = weighed(
                 dots, found, peak[:, None], extra[:, None], i, j, offset, slope, scale, softcap,
-                TABLE, SOFTCAP, ALIBI, EXACT,
+                TABLE, SOFTCAP, ALIBI, EXACT, DIRECT,
             )  # fmt: skip
             if not plain:
                 seen = (j >= low[:, None]) & (j < high[:, None])
@@ -292,7 +292,7 @@ def keys(
                 d_weights += gain
             p, bent = weighed(
                 dots, found, peak[None, :], extra[None, :], i, j, offset, slope, scale, softcap,
-                TABLE, SOFTCAP, ALIBI, EXACT,
+                TABLE, SOFTCAP, ALIBI, EXACT, DIRECT,
             )  # fmt: skip
             if not plain:
                 low, high = span(spans, 0, rows, offset, Tq, Tk, CAUSAL, SPANS)
