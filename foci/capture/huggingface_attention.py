@@ -5,6 +5,8 @@ B batch, H heads, Tq queries, Tk keys, D width, Dv value width.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from foci.algebra import Mask
 from foci.call import DOT, attention
 from foci.capture.huggingface_masks import Deferred, mask_of, watched
+from foci.capture.huggingface_switch import said_before
 from foci.masks import causal, window
 from foci.scores import Dot
 
@@ -63,7 +66,7 @@ def attend(
     looks_back = getattr(module, "is_causal", True) if is_causal is None else is_causal
     seen = who_sees(attention_mask, position_bias, looks_back, sliding_window, query.shape[2], key.shape[2])
     options: dict[str, Any] = {
-        "score": score_of(scaling, softcap, query.shape[3]),
+        "score": score_of(scaling, None if softcap is None or ignores_softcap(module) else softcap, query.shape[3]),
         "mask": seen.mask,
         "bias": seen.bias,
         "sink": None if s_aux is None else s_aux.reshape(-1),
@@ -111,6 +114,14 @@ def score_of(scaling: float | None, softcap: float | None, width: int) -> Dot:
     return DOT if softcap is None and scaling in {None, width**-0.5} else Dot(scaling, softcap)
 
 
+def ignores_softcap(module: nn.Module) -> bool:
+    """Whether a watched module goes without its softcap: SDPA did not take one, and older versions did not say so."""
+    from transformers.integrations import sdpa_attention
+
+    before = said_before(getattr(module, "config", None))
+    return before == "sdpa" and "softcap" not in inspect.getsource(sdpa_attention)
+
+
 def overwritten(key: Tensor) -> bool:
     """Whether the keys lie in a cache of fixed size, where the next step writes between them."""
     return not key.is_inference() and key._version > 0
@@ -122,7 +133,7 @@ def wants_weights(others: dict[str, Any]) -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    from transformers.utils import output_capturing
-
-    collected = output_capturing._active_collector.get()
+    # Where forwards are not told, hooks collect; the first versions of transformers always tell.
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collected = None if capturing is None else capturing._active_collector.get()
     return collected is not None and any("attentions" in name for name in collected)

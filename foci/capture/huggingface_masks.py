@@ -136,8 +136,8 @@ def warn_of_own_attention() -> None:
 
 def mask_of(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int = 0,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Function | None = None,
@@ -145,6 +145,7 @@ def mask_of(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
+    cache_position: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
     """The mask of a forward, as transformers asks for it: a `Deferred`, or None where everything is visible.
@@ -155,10 +156,15 @@ def mask_of(
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     function = causal_mask_function if mask_function is None else mask_function
-    sizes = (batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask)
-    others |= {"device": device, "allow_is_causal_skip": False}
+    asked: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset, "device": device}
+    if cache_position is not None:
+        # The first versions say where each query stands.
+        asked = {"cache_position": cache_position}
+        q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
+    asked |= {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "mask_function": function}
+    asked |= {"attention_mask": attention_mask, "allow_is_causal_skip": False, **others}
     if torch.compiler.is_compiling() or is_unreadable(torch.as_tensor(q_offset)):
-        return eager_mask(*sizes, **others, allow_is_bidirectional_skip=allow_is_bidirectional_skip)  # type: ignore[no-any-return]
+        return eager_mask(**asked, allow_is_bidirectional_skip=allow_is_bidirectional_skip)  # type: ignore[no-any-return]
     # Where a cache of fixed size ends is on its device: one query has a row of entries, and nothing waits for it.
     unknown = isinstance(q_offset, Tensor) and q_length == 1 and not watched()
     start = kv_offset + kv_length - 1 if unknown else int(q_offset)
@@ -166,15 +172,22 @@ def mask_of(
     place, rules = (place, None) if unknown else rules_of(function, attention_mask, place)
     if rules == [] and allow_is_bidirectional_skip:
         return None
-    # A model that ran on SDPA before it was watched goes on leaving causality to its modules, or its output changes.
-    fused = said_before(others.get("config")) not in {None, "eager", "foci"}
-    if fused and allow_is_causal_skip and rules == [causal] and (start == 0 or q_length == 1):
+    if allow_is_causal_skip and rules == [causal] and (start == 0 or q_length == 1) and ran_fused(others.get("config")):
         return None
-    if rules is None or (
-        place.device.type == "cpu" and batch_size * q_length * kv_length <= SMALL and rules != [causal]
-    ):
-        rules = [Entries(sdpa_mask(*sizes, **others)[..., : place.keys])]
+    if rules is None or (rules != [causal] and is_small(place)):
+        rules = [Entries(sdpa_mask(**asked)[..., : place.keys])]
     return Deferred(reduce(and_, rules or [window(None, None)]), place, kv_length)
+
+
+def ran_fused(config: Any) -> bool:
+    """Whether a model that is watched ran on SDPA before: it goes on leaving causality to its modules, or its output
+    would change where they have another opinion.
+    """
+    return said_before(config) not in {None, "eager", "foci"}
+
+
+def is_small(place: Place) -> bool:
+    return place.device.type == "cpu" and place.batch * place.queries * place.keys <= SMALL
 
 
 def rules_of(function: Function, attention_mask: Tensor | None, place: Place) -> tuple[Place, Rules | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from tests.nn.same import assert_same
 transformers = pytest.importorskip("transformers")
 
 from foci.capture.huggingface import attends  # noqa: E402
-from foci.capture.huggingface_switch import SWITCHED  # noqa: E402
+from foci.capture.huggingface_switch import SWITCHED, switched  # noqa: E402
 from tests.capture.architectures import (  # noqa: E402
     ARCHITECTURES,
     LEFT,
@@ -35,6 +35,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 # Their default is eager code, or their values are as wide as no kernel takes them: another kernel, within rounding.
 ANOTHER_KERNEL = {"gemma2", "gpt-oss", "deepseek-v3", "t5", "umt5", "switch", "t5gemma", "speech-to-text"}
+
+# In some versions of transformers their SDPA computes something else than their eager code (no softcap, no causality).
+NOT_WITH_SDPA = {"gemma2", "t5gemma", "umt5"}
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +68,10 @@ def eager_matrices(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def in_eager(model: Any, inputs: dict[str, Any]) -> dict[str, list[Tensor]]:
-    model.set_attn_implementation("eager")
-    with eager_matrices(model) as found, torch.no_grad():
+    with ExitStack() as eager, torch.no_grad():
+        for config in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():
+            eager.enter_context(switched(config, "eager"))
+        found = eager.enter_context(eager_matrices(model))
         model(**inputs)
     return found
 
@@ -79,13 +84,17 @@ def implementations(model: nn.Module) -> list[str]:
 def test_statistics_are_those_of_eagers_matrices(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model, inputs = made(architecture), architecture.inputs()
+    if name in NOT_WITH_SDPA:
+        for part in model.modules():
+            if hasattr(part, "config"):
+                part.config._attn_implementation_internal = "eager"
     before = implementations(model)
     with torch.no_grad():
         expected = main_output(model(**inputs))
         with foci.watch(model) as seen:
             found = main_output(model(**inputs))
     assert implementations(model) == before
-    assert torch.equal(found, expected) == (name not in ANOTHER_KERNEL)
+    assert torch.equal(found, expected) or name in ANOTHER_KERNEL
     assert_same(found, expected, slack=64)
     eager = in_eager(model, inputs)
     pooled = {place for place in seen.layers if place.endswith("head.attention")}
@@ -112,6 +121,10 @@ def test_padded_sequences_and_kept_statistics(name: str, side: Tensor) -> None:
     """Rows that are padding look at nothing here and at everything in eager code: the real ones are compared."""
     architecture = ARCHITECTURES[name]
     model, inputs = made(architecture), architecture.inputs() | {"attention_mask": side.long()}
+    if name in NOT_WITH_SDPA:
+        for part in model.modules():
+            if hasattr(part, "config"):
+                part.config._attn_implementation_internal = "eager"
     with torch.no_grad(), foci.watch(model, keep=foci.Keep(top=2, picture=3)) as seen:
         model(**inputs)
     for place, matrices in in_eager(model, inputs).items():
@@ -296,7 +309,6 @@ def test_some_layers_heads_and_queries() -> None:
     model = made(ARCHITECTURES["t5"])
     inputs = ARCHITECTURES["t5"].inputs()
     eager = in_eager(model, inputs)
-    model.set_attn_implementation("sdpa")
     with torch.no_grad(), foci.watch(model, layers=["cross.L1"], heads=[3]) as seen:
         model(**inputs)
     assert (seen.heads, seen.calls) == (["cross.L1H3"], 6)
