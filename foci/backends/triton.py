@@ -30,7 +30,7 @@ def hesitates(call: Call) -> list[str]:
     if on_cpu(call):
         return ["Triton's interpreter is for tests: name backend='triton' to use it"]
     launcher = launcher_of(call)
-    return launcher.hesitates(call) if hasattr(launcher, "hesitates") else []
+    return launcher.hesitates(call) if launcher is not None and hasattr(launcher, "hesitates") else []
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
