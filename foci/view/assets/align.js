@@ -13,16 +13,27 @@ export class AlignView {
     Object.assign(this, { store, state });
     this.note = make("span", { class: "count" });
     this.frame = make("div", { class: "alignframe", tabindex: "0", "aria-label": "Alignment" });
-    this.element = make("section", { class: "view align", "aria-label": "Alignment" }, make("div", { class: "tools" }, this.note), this.frame);
+    this.element = make(
+      "section",
+      { class: "view align", "aria-label": "Alignment" },
+      make("div", { class: "tools" }, this.note),
+      this.frame,
+    );
   }
 
   update(focus) {
     const { store, state } = this;
-    const [rows, columns] = [unitsFor(store, state, focus.layer, "queries"), unitsFor(store, state, focus.layer, "keys")];
+    const [rows, columns] = [
+      unitsFor(store, state, focus.layer, "queries"),
+      unitsFor(store, state, focus.layer, "keys"),
+    ];
     const [R, C] = [Math.min(rows.count, MOST), Math.min(columns.count, MOST)];
     const matrix = this.matrix(focus, rows, columns, R);
     const cut = rows.count > MOST || columns.count > MOST;
-    this.note.textContent = `Each row: where a word of “${focus.layer.queries}” looks in “${focus.layer.keys}”. A ring marks its strongest link.${cut ? ` The first ${MOST} of each are shown; the map has all.` : ""}`;
+    const { queries, keys } = focus.layer;
+    const rest = cut ? ` The first ${MOST} of each are shown; the map has all.` : "";
+    const told = `Each row: where a word of “${queries}” looks in “${keys}”. A frame marks its strongest link.`;
+    this.note.textContent = told + rest;
     this.frame.replaceChildren(this.sheet(focus, rows, columns, matrix, R, C));
   }
 
@@ -30,7 +41,11 @@ export class AlignView {
     const { store, state } = this;
     return Array.from({ length: R }, (_, u) => {
       const weights = new Float32Array(columns.of.length);
-      for (const one of focus.heads) for (let i = rows.start[u]; i < rows.stop[u]; i++) store.addRow(weights, one, i, state.seq, 1 / focus.heads.length / (rows.stop[u] - rows.start[u]));
+      for (const one of focus.heads) {
+        for (let i = rows.start[u]; i < rows.stop[u]; i++) {
+          store.addRow(weights, one, i, state.seq, 1 / focus.heads.length / (rows.stop[u] - rows.start[u]));
+        }
+      }
       const units = new Float32Array(columns.count);
       weights.forEach((w, j) => {
         if (!(state.hideSinks && focus.sinks.has(j))) units[columns.of[j]] += w;
@@ -43,17 +58,35 @@ export class AlignView {
     const cell = Math.max(14, Math.min(38, 760 / C));
     const [left, top] = [140, 116];
     const [width, height] = [left + C * cell + 60, top + R * cell + 24];
-    const sheet = draw("svg", { xmlns: "http://www.w3.org/2000/svg", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Alignment matrix; the table beside has the numbers of the chosen word" });
+    const sheet = draw("svg", {
+      xmlns: "http://www.w3.org/2000/svg",
+      width,
+      height,
+      viewBox: `0 0 ${width} ${height}`,
+      role: "img",
+      "aria-label": "Alignment matrix; the table beside has the numbers of the chosen word",
+    });
     const scale = scaleOf(this.state.scale, matrix.flatMap((row) => [...row]));
     this.scale = scale;
     const size = Math.min(13, cell * 0.62);
     const soft = cssColor("--soft");
-    sheet.append(draw("text", { x: left, y: 14, "font-size": 11, "font-weight": 600, fill: soft }, "is looked at →"), draw("text", { x: 12, y: top - 8, "font-size": 11, "font-weight": 600, fill: soft }, "looks ↓"));
+    sheet.append(
+      draw("text", { x: left, y: 14, "font-size": 11, "font-weight": 600, fill: soft }, "is looked at →"),
+      draw("text", { x: 12, y: top - 8, "font-size": 11, "font-weight": 600, fill: soft }, "looks ↓"),
+    );
     for (let j = 0; j < C; j++) {
       const [x, y] = [left + (j + 0.6) * cell, top - 8];
-      sheet.append(draw("text", { x, y, "font-size": size, fill: cssColor("--ink"), transform: `rotate(-48 ${x} ${y})` }, clipped(columns.label(j), 14)));
+      sheet.append(
+        draw(
+          "text",
+          { x, y, "font-size": size, fill: cssColor("--ink"), transform: `rotate(-48 ${x} ${y})` },
+          clipped(columns.label(j), 14),
+        ),
+      );
     }
-    matrix.forEach((row, i) => sheet.append(this.row(focus, rows, columns, row, i, { cell, left, top, size, C, scale })));
+    matrix.forEach(
+      (row, i) => sheet.append(this.row(focus, rows, columns, row, i, { cell, left, top, size, C, scale })),
+    );
     return sheet;
   }
 
@@ -66,16 +99,84 @@ export class AlignView {
       class: "alignrow",
       onpointerenter: () => state.set({ hover: rows.start[i], direction: "to" }),
       onpointerleave: () => state.set({ hover: null }),
-      onclick: () => state.set({ chosen: state.chosen[0] === rows.start[i] && state.direction === "to" ? [] : [rows.start[i]], direction: "to", hover: null }),
+      onclick: () => state.set({
+        chosen: state.chosen[0] === rows.start[i] && state.direction === "to" ? [] : [rows.start[i]],
+        direction: "to",
+        hover: null,
+      }),
     });
-    group.append(draw("rect", { x: 4, y, width: left + C * cell - 4, height: cell, fill: chosen ? cssColor("--line") : "transparent" }));
-    group.append(draw("text", { x: left - 9, y: y + cell * 0.66, "text-anchor": "end", "font-size": size, "font-weight": chosen ? 600 : 400, fill: cssColor("--ink") }, clipped(rows.label(i), 16)));
+    group.append(
+      draw("rect", {
+        x: 4,
+        y,
+        width: left + C * cell - 4,
+        height: cell,
+        fill: chosen ? cssColor("--line") : "transparent",
+      }),
+    );
+    group.append(
+      draw(
+        "text",
+        {
+          x: left - 9,
+          y: y + cell * 0.66,
+          "text-anchor": "end",
+          "font-size": size,
+          "font-weight": chosen ? 600 : 400,
+          fill: cssColor("--ink"),
+        },
+        clipped(rows.label(i), 16),
+      ),
+    );
     for (let j = 0; j < C; j++) {
       const t = scale.of(row[j]);
-      group.append(draw("rect", { x: left + j * cell + 1, y: y + 1, width: cell - 2, height: cell - 2, rx: 3, fill: shade("to", t), stroke: t > 0.06 ? "none" : cssColor("--faint") }, draw("title", {}, `${rows.label(i)} looks at ${columns.label(j)}: ${percent(row[j])}`)));
-      if (cell >= 30 && row[j] >= 0.05) group.append(draw("text", { x: left + (j + 0.5) * cell, y: y + cell * 0.62, "text-anchor": "middle", "font-size": 10.5, fill: ink("to", t), "pointer-events": "none" }, (100 * row[j]).toFixed(0)));
+      group.append(
+        draw(
+          "rect",
+          {
+            x: left + j * cell + 1,
+            y: y + 1,
+            width: cell - 2,
+            height: cell - 2,
+            rx: 3,
+            fill: shade("to", t),
+            stroke: t > 0.06 ? "none" : cssColor("--faint"),
+          },
+          draw("title", {}, `${rows.label(i)} looks at ${columns.label(j)}: ${percent(row[j])}`),
+        ),
+      );
+      if (cell >= 30 && row[j] >= 0.05) {
+        group.append(
+          draw(
+            "text",
+            {
+              x: left + (j + 0.5) * cell,
+              y: y + cell * 0.62,
+              "text-anchor": "middle",
+              "font-size": 10.5,
+              fill: ink("to", t),
+              "pointer-events": "none",
+            },
+            (100 * row[j]).toFixed(0),
+          ),
+        );
+      }
     }
-    if (best >= 0 && best < C && row[best] > 0) group.append(draw("rect", { x: left + best * cell + 1, y: y + 1, width: cell - 2, height: cell - 2, rx: 3, fill: "none", stroke: cssColor("--ink"), "stroke-width": 1.6, "pointer-events": "none" }));
+    if (best >= 0 && best < C && row[best] > 0) {
+      group.append(
+        draw("rect", {
+          x: left + best * cell + 1,
+          y: y + 1,
+          width: cell - 2,
+          height: cell - 2,
+          rx: 3,
+          fill: "none",
+          stroke: cssColor("--ink"),
+          "stroke-width": 1.6,
+          "pointer-events": "none",
+        }),
+      );
+    }
     return group;
   }
 
@@ -90,7 +191,10 @@ export class AlignView {
   csv(focus) {
     if (focus.picks.length) return csvOf(focus);
     const { store, state } = this;
-    const [rows, columns] = [unitsFor(store, state, focus.layer, "queries"), unitsFor(store, state, focus.layer, "keys")];
+    const [rows, columns] = [
+      unitsFor(store, state, focus.layer, "queries"),
+      unitsFor(store, state, focus.layer, "keys"),
+    ];
     const links = this.matrix(focus, rows, columns, rows.count).map((row, i) => {
       const best = row.indexOf(Math.max(...row));
       return [rows.text(i), columns.text(best), row[best]];

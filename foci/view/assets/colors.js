@@ -36,7 +36,9 @@ export function ramp(direction) {
     for (let i = 0; i < 256; i++) {
       const place = (i / 255) * (stops.length - 1);
       const low = Math.min(Math.floor(place), stops.length - 2);
-      for (let c = 0; c < 3; c++) table[3 * i + c] = Math.round(stops[low][c] + (stops[low + 1][c] - stops[low][c]) * (place - low));
+      for (let c = 0; c < 3; c++) {
+        table[3 * i + c] = Math.round(stops[low][c] + (stops[low + 1][c] - stops[low][c]) * (place - low));
+      }
     }
     tables.set(key, table);
   }

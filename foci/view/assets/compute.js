@@ -2,17 +2,20 @@
 
 import { make } from "./dom.js";
 import { percent, shade } from "./colors.js";
-import { chosenHeads, ranked } from "./focus.js";
+import { chosenHeads } from "./focus.js";
+import { number, workedFor } from "./worked.js";
 import { clipped, label } from "./tokens.js";
 import { svgSheet, svgText } from "./exporting.js";
-
-const SHOWN = 10;
 
 export class ComputeView {
   constructor({ store, state }) {
     Object.assign(this, { store, state });
     this.body = make("div", { class: "worked" });
-    this.element = make("section", { class: "view compute", "aria-label": "How it is computed", tabindex: "0" }, this.body);
+    this.element = make(
+      "section",
+      { class: "view compute", "aria-label": "How it is computed", tabindex: "0" },
+      this.body,
+    );
   }
 
   update(focus) {
@@ -28,22 +31,57 @@ export class ComputeView {
   steps(focus, one, layer, i) {
     const { worked } = this;
     const name = clipped(label(this.store.texts(layer, "queries", this.state.seq)[i] ?? ""), 24);
-    const title = make("h2", { class: "worked-title" }, "How ", make("bdi", { class: "wrote" }, name), ` (query ${i}) is worked out in ${one.name}`);
-    if (!worked) return [title, make("p", { class: "note" }, "This record kept neither the entries of this row nor what made them: watch with keep='lazy' to see the arithmetic.")];
-    const parts = [title, formulaOf(layer.score), this.queryStep(layer, name), this.scoreStep(layer, name), this.softmaxStep(layer), this.sumStep(layer, name)];
+    const title = make(
+      "h2",
+      { class: "worked-title" },
+      "How ",
+      make("bdi", { class: "wrote" }, name),
+      ` (query ${i}) is worked out in ${one.name}`,
+    );
+    if (!worked) {
+      return [
+        title,
+        make(
+          "p",
+          { class: "note" },
+          "This record kept neither the entries of this row nor what made them: watch with keep='lazy' to see them.",
+        ),
+      ];
+    }
+    const parts = [
+      title,
+      formulaOf(layer.score),
+      this.queryStep(layer, name),
+      this.scoreStep(layer, name),
+      this.softmaxStep(layer),
+      this.sumStep(layer, name),
+    ];
     return parts.filter(Boolean);
   }
 
   queryStep(layer, name) {
     const { q } = this.worked;
-    if (!q) return card("1", "The query and the keys are vectors", "This file is too large to carry them; the scores below are exact all the same. The explorer shows the vectors too.");
+    if (!q) {
+      return card(
+        "1",
+        "The query and the keys are vectors",
+        "This file is too large to carry them; the scores below are exact all the same. The explorer has the vectors.",
+      );
+    }
     return card("1", "The query is a vector", `${q.length} numbers that say what “${name}” asks for.`, strip(q, "q"));
   }
 
   scoreStep(layer, name) {
     const { keys, hidden, hasBias } = this.worked;
     const how = scoreWords(layer.score);
-    const head = ["key", this.worked.q ? "its vector k" : null, layer.score?.additive ? "w · tanh(q + k)" : "q · k", layer.score && layer.score.scale !== 1 ? `× ${number(layer.score.scale)}` : null, hasBias ? "+ bias" : null, "score"];
+    const head = [
+      "key",
+      this.worked.q ? "its vector k" : null,
+      layer.score?.additive ? "w · tanh(q + k)" : "q · k",
+      layer.score && layer.score.scale !== 1 ? `× ${number(layer.score.scale)}` : null,
+      hasBias ? "+ bias" : null,
+      "score",
+    ];
     const rows = keys.map((key) => [
       tokenCell(key),
       this.worked.q ? strip(key.k, `k of ${key.name}`, true) : null,
@@ -52,139 +90,161 @@ export class ComputeView {
       hasBias ? number(key.bias) : null,
       strong(number(key.score)),
     ]);
-    const mask = layer.score?.mask ? `The mask (${layer.score.mask}) closes ${hidden} of ${layer.Tk} keys: their score is −∞, their weight 0.` : hidden ? `${hidden} of ${layer.Tk} keys have no weight at all.` : `No mask: all ${layer.Tk} keys may be looked at.`;
-    return card("2", "Compare it with each key", `${how} The ${keys.length} heaviest of ${layer.Tk} keys are listed. ${mask}`, table(head, rows));
+    const mask = maskWords(layer, hidden);
+    return card(
+      "2",
+      "Compare it with each key",
+      `${how} The ${keys.length} heaviest of ${layer.Tk} keys are listed. ${mask}`,
+      table(head, rows),
+    );
   }
 
   softmaxStep(layer) {
     const { keys, lse, others, sinkMass } = this.worked;
     if (lse === null) {
       const rows = keys.map((key) => [tokenCell(key), bar(key.weight), strong(percent(key.weight))]);
-      return card("3", "Softmax makes weights of the scores", "The scores themselves were not kept, only what came out.", table(["key", "", "weight"], rows));
+      return card(
+        "3",
+        "Softmax makes weights of the scores",
+        "The scores themselves were not kept, only what came out.",
+        table(["key", "", "weight"], rows),
+      );
     }
     const most = Math.max(...keys.map((key) => key.score));
     const total = Math.exp(lse - most);
-    const rows = keys.map((key) => [tokenCell(key), number(Math.exp(key.score - most)), bar(key.weight), strong(percent(key.weight))]);
-    if (others.count > 0) rows.push([`the other ${others.count}`, number(others.weight * total), bar(others.weight), percent(others.weight)]);
+    const rows = keys.map(
+      (key) => [tokenCell(key), number(Math.exp(key.score - most)), bar(key.weight), strong(percent(key.weight))],
+    );
+    if (others.count > 0) {
+      rows.push(
+        [`the other ${others.count}`, number(others.weight * total), bar(others.weight), percent(others.weight)],
+      );
+    }
     if (sinkMass > 0) rows.push(["the learned sink", number(sinkMass * total), bar(sinkMass), percent(sinkMass)]);
-    rows.push([strong("together"), strong(number(total)), "", strong(percent(keys.reduce((sum, key) => sum + key.weight, 0) + others.weight + sinkMass))]);
-    const text = `Each score is raised from the largest, ${number(most)}: e^(score − ${number(most)}). Over their sum, ${number(total)}, these are the weights.`;
-    return card("3", "Softmax makes weights of the scores", text, table(["key", "e^(score − largest)", "", "weight"], rows));
+    rows.push(
+      [
+        strong("together"),
+        strong(number(total)),
+        "",
+        strong(percent(keys.reduce((sum, key) => sum + key.weight, 0) + others.weight + sinkMass)),
+      ],
+    );
+    const powers = `Each score, less the largest of them, ${number(most)}, is an exponent: e^(score − largest).`;
+    const text = `${powers} Over their sum, ${number(total)}, these are the weights.`;
+    return card(
+      "3",
+      "Softmax makes weights of the scores",
+      text,
+      table(["key", "e^(score − largest)", "", "weight"], rows),
+    );
   }
 
   sumStep(layer, name) {
     const { keys, out } = this.worked;
-    if (!out) return card("4", "The weighted sum of the values", "The values were not kept here; each key’s value is taken times its weight, and they are added up.");
+    if (!out) {
+      return card(
+        "4",
+        "The weighted sum of the values",
+        "The values were not kept here; each key’s value is taken times its weight, and they are added up.",
+      );
+    }
     const rows = keys.map((key) => [tokenCell(key), percent(key.weight), strip(key.v, `v of ${key.name}`, true)]);
-    const result = make("div", { class: "result" }, make("span", { class: "label" }, "output = Σ weight · v"), strip(out, "output"));
-    return card("4", "The weighted sum of the values is the output", `What “${name}” takes along from the tokens it looks at.`, table(["key", "weight", "its value v"], rows), result);
+    const result = make(
+      "div",
+      { class: "result" },
+      make("span", { class: "label" }, "output = Σ weight · v"),
+      strip(out, "output"),
+    );
+    return card(
+      "4",
+      "The weighted sum of the values is the output",
+      `What “${name}” takes along from the tokens it looks at.`,
+      table(["key", "weight", "its value v"], rows),
+      result,
+    );
   }
 
   csv() {
-    const rows = (this.worked?.keys ?? []).map((key) => [key.index, key.name, key.raw, key.scaled, key.bias, key.score, key.weight]);
+    const rows = (this.worked?.keys ?? []).map(
+      (key) => [key.index, key.name, key.raw, key.scaled, key.bias, key.score, key.weight],
+    );
     return [["position", "key", "raw", "scaled", "bias", "score", "weight"], ...rows];
   }
 
   svg() {
     const rows = this.csv().map((row) => row.map((value) => (typeof value === "number" ? number(value) : value)));
     const sheet = svgSheet(760, 40 + 22 * rows.length);
-    rows.forEach((row, n) => row.forEach((value, c) => sheet.append(svgText(16 + c * 104, 30 + n * 22, clipped(String(value), 14), { size: 12 }))));
+    rows.forEach(
+      (row, n) => row.forEach(
+        (value, c) => sheet.append(svgText(16 + c * 104, 30 + n * 22, clipped(String(value), 14), { size: 12 })),
+      ),
+    );
     return sheet;
   }
 }
 
-// Everything that is known of a row: from the payload, or from the server. The score is ln(weight) + log-sum-exp.
-function workedFor(store, one, i, seq) {
-  const layer = store.layers[one.layer];
-  const row = new Float32Array(layer.Tk);
-  store.addRow(row, one, i, seq);
-  const order = ranked(row, SHOWN);
-  if (!order.length) return null;
-  const sent = store.remote?.worked(one, i, seq, order) ?? null;
-  const vectors = sent ?? vectorsFor(store, one, i, seq, order);
-  const lse = sent ? sent.lse : store.perQuery("lse", one, i, seq);
-  const texts = store.texts(layer, "keys", seq);
-  const known = row.reduce((sum, w) => sum + w, 0);
-  const listed = order.reduce((sum, j) => sum + row[j], 0);
-  const keys = order.map((j, n) => keyOf(layer, j, label(texts[j] ?? ""), row[j], lse, vectors, n));
-  const visible = row.reduce((count, w) => count + (w > 0 ? 1 : 0), 0);
-  const exact = store.isExact(one, i, seq);
-  const sinkMass = store.perQuery("sinkMass", one, i, seq) ?? 0;
-  const rest = exact ? known - listed : Math.max(0, 1 - sinkMass - listed);
-  return {
-    q: vectors?.q ?? null,
-    out: vectors?.out ?? null,
-    keys,
-    lse: lse ?? null,
-    hidden: exact ? layer.Tk - visible : 0,
-    others: { count: exact ? visible - order.length : layer.Tk - order.length, weight: Math.max(0, rest) },
-    sinkMass,
-    hasBias: keys.some((key) => Math.abs(key.bias) > 2e-3),
-  };
-}
-
-function keyOf(layer, index, name, weight, lse, vectors, n) {
-  const score = lse === null ? Math.log(weight) : Math.log(weight) + lse;
-  const described = layer.score ?? { scale: 1, softcap: null };
-  const k = vectors?.k[n] ?? null;
-  const raw = k ? compared(described, vectors, k) : score / described.scale;
-  const uncapped = raw * described.scale;
-  const scaled = described.softcap ? described.softcap * Math.tanh(uncapped / described.softcap) : uncapped;
-  return { index, name, weight, k, v: vectors?.v?.[n] ?? null, raw, scaled, bias: score - scaled, score };
-}
-
-function compared({ additive }, { q, w }, k) {
-  return additive ? q.reduce((sum, x, d) => sum + w[d] * Math.tanh(x + k[d]), 0) : q.reduce((sum, x, d) => sum + x * k[d], 0);
-}
-
-function vectorsFor(store, one, i, seq, order) {
-  const layer = store.layers[one.layer];
-  const name = (part) => `${layer.number}.${part}`;
-  if (!store.arrays.has(name("q"))) return null;
-  const shared = Math.floor((one.head * layer.kvHeads) / layer.heads);
-  const slice = (part, heads, head, length, position) => {
-    const width = store.arrays.shape(name(part)).at(-1);
-    const at = ((seq * heads + head) * length + position) * width;
-    return [...store.arrays.floats(name(part)).subarray(at, at + width)];
-  };
-  const q = slice("q", layer.heads, one.head, layer.Tq, i);
-  const k = order.map((j) => slice("k", layer.kvHeads, shared, layer.Tk, j));
-  const w = store.arrays.has(name("w")) ? [...store.arrays.floats(name("w")).subarray(one.head * q.length, (one.head + 1) * q.length)] : null;
-  if (!store.arrays.has(name("v"))) return { q, k, w, v: null, out: null };
-  const row = new Float32Array(layer.Tk);
-  store.addRow(row, one, i, seq);
-  const v = order.map((j) => slice("v", layer.kvHeads, shared, layer.Tk, j));
-  const out = v[0].map(() => 0);
-  row.forEach((weight, j) => {
-    if (weight) slice("v", layer.kvHeads, shared, layer.Tk, j).forEach((x, d) => (out[d] += weight * x));
-  });
-  return { q, k, w, v, out };
-}
-
 function formulaOf(score) {
-  const inner = score?.additive ? "wᵀ tanh(q + k)" : score?.kind === "General" ? "q W kᵀ" : score?.kind === "Cosine" ? "s · cos(q, k)" : score?.scale === 1 ? "q kᵀ" : "q kᵀ / √d";
-  return make("p", { class: "formula" }, "output = softmax( ", make("em", {}, inner), score?.bias ? " + bias" : "", score?.mask ? ", masked" : "", " ) V");
+  const kinds = { Additive: "wᵀ tanh(q + k)", General: "q W kᵀ", Cosine: "s · cos(q, k)" };
+  const inner = kinds[score?.kind] ?? (score?.scale === 1 ? "q kᵀ" : "q kᵀ / √d");
+  return make(
+    "p",
+    { class: "formula" },
+    "output = softmax( ",
+    make("em", {}, inner),
+    score?.bias ? " + bias" : "",
+    score?.mask ? ", masked" : "",
+    " ) V",
+  );
+}
+
+function maskWords({ score, Tk }, hidden) {
+  if (score?.mask) return `The mask (${score.mask}) closes ${hidden} of ${Tk} keys: their score is −∞, their weight 0.`;
+  return hidden ? `${hidden} of ${Tk} keys have no weight at all.` : `No mask: all ${Tk} keys may be looked at.`;
 }
 
 function scoreWords(score) {
   if (!score) return "";
   if (score.additive) return "A small network compares the two: tanh(q + k), weighed by a learned w.";
-  const scale = Math.abs(score.scale - 1 / Math.sqrt(score.width)) < 1e-6 ? `The product is divided by √${score.width} = ${number(Math.sqrt(score.width))}, so that wide vectors do not make it extreme.` : "";
+  const usual = Math.abs(score.scale - 1 / Math.sqrt(score.width)) < 1e-6;
+  const root = `√${score.width} = ${number(Math.sqrt(score.width))}`;
+  const scale = usual ? `The product is divided by ${root}, so that wide vectors do not make it extreme.` : "";
   return `q · k multiplies the two vectors number by number and adds up: large where key and query agree. ${scale}`;
 }
 
 function card(count, title, text, ...body) {
-  return make("article", { class: "card" }, make("h3", {}, make("span", { class: "stepnumber", "aria-hidden": "true" }, count), title), make("p", {}, text), ...body);
+  return make(
+    "article",
+    { class: "card" },
+    make("h3", {}, make("span", { class: "stepnumber", "aria-hidden": "true" }, count), title),
+    make("p", {}, text),
+    ...body,
+  );
 }
 
 function table(head, rows) {
   const keep = head.map((title) => title !== null);
-  const cells = (tag, row) => row.filter((_, c) => keep[c]).map((cell) => make(tag, {}, cell instanceof Node ? cell : String(cell ?? "")));
-  return make("div", { class: "tablewrap" }, make("table", { class: "numbers" }, make("thead", {}, make("tr", {}, ...cells("th", head))), make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells("td", row))))));
+  const cells = (tag, row) => row.filter((_, c) => keep[c]).map(
+    (cell) => make(tag, {}, cell instanceof Node ? cell : String(cell ?? "")),
+  );
+  return make(
+    "div",
+    { class: "tablewrap" },
+    make(
+      "table",
+      { class: "numbers" },
+      make("thead", {}, make("tr", {}, ...cells("th", head))),
+      make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells("td", row)))),
+    ),
+  );
 }
 
 function tokenCell({ name, index }) {
-  return make("span", { class: "keyname" }, make("bdi", {}, clipped(name, 18)), make("span", { class: "position" }, ` ${index}`));
+  return make(
+    "span",
+    { class: "keyname" },
+    make("bdi", {}, clipped(name, 18)),
+    make("span", { class: "position" }, ` ${index}`),
+  );
 }
 
 function strong(text) {
@@ -201,19 +261,25 @@ function bar(weight) {
 // A vector as a row of cells: warm for above zero, cool for below; small ones write their numbers.
 function strip(vector, name, small = false) {
   if (!vector) return make("span", { class: "note" }, "–");
+  const first = vector.slice(0, 16).map((x) => x.toFixed(2)).join(", ");
   const most = Math.max(...vector.map(Math.abs), 1e-9);
   const cells = vector.map((x, d) => {
-    const cell = make("span", { title: `${name}[${d}] = ${x.toFixed(4)}` }, vector.length <= (small ? 8 : 16) ? x.toFixed(2) : "");
+    const cell = make(
+      "span",
+      { title: `${name}[${d}] = ${x.toFixed(4)}` },
+      vector.length <= (small ? 8 : 16) ? x.toFixed(2) : "",
+    );
     const t = Math.abs(x) / most;
     cell.style.backgroundColor = shade(x >= 0 ? "to" : "from", 0.62 * t);
     return cell;
   });
-  return make("span", { class: small ? "vector small" : "vector", role: "img", "aria-label": `${name}: ${vector.slice(0, 16).map((x) => x.toFixed(2)).join(", ")}${vector.length > 16 ? " and so on" : ""}` }, ...cells);
-}
-
-export function number(x) {
-  if (!Number.isFinite(x)) return x < 0 ? "−∞" : "∞";
-  const size = Math.abs(x);
-  const text = size !== 0 && (size < 0.001 || size >= 100000) ? x.toExponential(2) : x.toFixed(size >= 100 ? 1 : 3);
-  return text.replace("-", "−");
+  return make(
+    "span",
+    {
+      class: small ? "vector small" : "vector",
+      role: "img",
+      "aria-label": `${name}: ${first}${vector.length > 16 ? " and so on" : ""}`,
+    },
+    ...cells,
+  );
 }

@@ -29,10 +29,19 @@ export function button(label, attributes = {}, ...children) {
 export function choice(name, options, chosen, choose) {
   const group = make("div", { class: "choice", role: "group", "aria-label": name });
   for (const [value, label, title] of options) {
-    group.append(button(label, { title, "data-value": value, "aria-pressed": String(value === chosen()), onclick: () => choose(value) }));
+    group.append(
+      button(label, {
+        title,
+        "data-value": value,
+        "aria-pressed": String(value === chosen()),
+        onclick: () => choose(value),
+      }),
+    );
   }
   group.refresh = () => {
-    for (const child of group.children) child.setAttribute("aria-pressed", String(child.dataset.value === String(chosen())));
+    for (const child of group.children) {
+      child.setAttribute("aria-pressed", String(child.dataset.value === String(chosen())));
+    }
   };
   return group;
 }

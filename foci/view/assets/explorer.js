@@ -16,19 +16,56 @@ const OFTEN = 300;
 
 class FrontDoor {
   constructor() {
-    this.text = make("textarea", { rows: "4", "aria-label": "Text", placeholder: "Type a text, or drop an image or a .foci file here" }, EXAMPLES[0]);
-    this.model = make("input", { list: "models", "aria-label": "Model", placeholder: "a folder, or a name on Hugging Face", autocomplete: "off", spellcheck: "false" });
+    this.text = make(
+      "textarea",
+      { rows: "4", "aria-label": "Text", placeholder: "Type a text, or drop an image or a .foci file here" },
+      EXAMPLES[0],
+    );
+    this.model = make("input", {
+      list: "models",
+      "aria-label": "Model",
+      placeholder: "a folder, or a name on Hugging Face",
+      autocomplete: "off",
+      spellcheck: "false",
+    });
     this.names = make("datalist", { id: "models" });
     this.chips = make("div", { class: "modelchips" });
     this.go = button("Look", { class: "primary", onclick: () => this.look() });
-    this.file = make("input", { type: "file", accept: ".foci,image/*", class: "unseen", "aria-label": "Open a file", onchange: () => this.take(this.file.files[0]) });
+    this.file = make("input", {
+      type: "file",
+      accept: ".foci,image/*",
+      class: "unseen",
+      "aria-label": "Open a file",
+      onchange: () => this.take(this.file.files[0]),
+    });
     this.bar = make("progress", { max: "1", value: "0", "aria-label": "How far it is" });
     this.told = make("p", { class: "doing", role: "status" });
     this.problem = make("p", { class: "problem", role: "alert", hidden: true });
     const open = button("Open a file", { class: "quiet", onclick: () => this.file.click() });
-    const examples = make("div", { class: "examples" }, ...EXAMPLES.map((text) => button(text, { class: "example", onclick: () => (this.text.value = text) })));
+    const examples = make(
+      "div",
+      { class: "examples" },
+      ...EXAMPLES.map((text) => button(text, { class: "example", onclick: () => (this.text.value = text) })),
+    );
     this.working = make("div", { class: "working", hidden: true }, this.bar, this.told);
-    const card = make("div", { class: "door" }, make("h1", {}, "foci"), make("p", { class: "lead" }, "See where a model looks."), this.text, examples, make("label", { class: "modelrow" }, make("span", {}, "Model"), this.model, this.names), this.chips, make("div", { class: "doing-row" }, this.go, open, this.file), this.working, this.problem, make("p", { class: "note" }, "Everything stays on this machine. Vectors that are not trained show how attention works, not what a text means."));
+    const card = make(
+      "div",
+      { class: "door" },
+      make("h1", {}, "foci"),
+      make("p", { class: "lead" }, "See where a model looks."),
+      this.text,
+      examples,
+      make("label", { class: "modelrow" }, make("span", {}, "Model"), this.model, this.names),
+      this.chips,
+      make("div", { class: "doing-row" }, this.go, open, this.file),
+      this.working,
+      this.problem,
+      make(
+        "p",
+        { class: "note" },
+        "Everything stays on this machine. Untrained vectors show how attention works, not what a text means.",
+      ),
+    );
     this.element = make("div", { class: "doorway" }, card);
     // What was looked at last stays at hand.
     this.text.value = sessionStorage.getItem("text") ?? this.text.value;
@@ -37,7 +74,10 @@ class FrontDoor {
   }
 
   listen() {
-    this.text.addEventListener("keydown", (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && this.look());
+    this.text.addEventListener(
+      "keydown",
+      (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && this.look(),
+    );
     this.model.addEventListener("keydown", (event) => event.key === "Enter" && this.look());
     this.element.addEventListener("dragover", (event) => {
       event.preventDefault();
@@ -54,7 +94,11 @@ class FrontDoor {
   async start() {
     const { models } = await (await fetch(`${ROOT}api/models`)).json();
     this.names.append(...models.map((name) => make("option", { value: name })));
-    this.chips.append(...models.slice(0, 8).map((name) => button(name, { class: "modelchip", onclick: () => (this.model.value = name) })));
+    this.chips.append(
+      ...models.slice(0, 8).map(
+        (name) => button(name, { class: "modelchip", onclick: () => (this.model.value = name) }),
+      ),
+    );
     if (!this.model.value) this.model.value = models[1] ?? models[0];
   }
 
@@ -67,7 +111,11 @@ class FrontDoor {
   take(file) {
     if (!file) return;
     if (file.name.endsWith(".foci")) this.send("api/open", file, "application/octet-stream");
-    else if (file.type.startsWith("image/")) this.send(`api/view?${new URLSearchParams({ model: this.model.value })}`, file, "application/octet-stream");
+    else if (file.type.startsWith("image/")) this.send(
+      `api/view?${new URLSearchParams({ model: this.model.value })}`,
+      file,
+      "application/octet-stream",
+    );
     else this.fail(`expected an image or a .foci file, received ${file.name}`);
   }
 
@@ -130,6 +178,8 @@ async function open() {
 }
 
 open().catch((problem) => {
-  document.body.append(make("p", { class: "failed", role: "alert" }, `This page could not be opened: ${problem.message}`));
+  document.body.append(
+    make("p", { class: "failed", role: "alert" }, `This page could not be opened: ${problem.message}`),
+  );
   throw problem;
 });

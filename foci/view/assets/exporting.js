@@ -8,13 +8,32 @@ import { ranked } from "./focus.js";
 const FONT = "Inter, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', Arial, sans-serif";
 
 export function svgSheet(width, height) {
-  const sheet = draw("svg", { xmlns: "http://www.w3.org/2000/svg", width, height, viewBox: `0 0 ${width} ${height}`, "font-family": FONT });
+  const sheet = draw("svg", {
+    xmlns: "http://www.w3.org/2000/svg",
+    width,
+    height,
+    viewBox: `0 0 ${width} ${height}`,
+    "font-family": FONT,
+  });
   sheet.append(draw("rect", { width, height, fill: cssColor("--card") }));
   return sheet;
 }
 
 export function svgText(x, y, text, { size = 13, fill = cssColor("--ink"), anchor = "start", turn = null } = {}) {
-  return draw("text", { x, y, "font-size": size, fill, "text-anchor": anchor, transform: turn === null ? null : `rotate(${turn} ${x} ${y})`, style: null, "xml:space": "preserve" }, text);
+  return draw(
+    "text",
+    {
+      x,
+      y,
+      "font-size": size,
+      fill,
+      "text-anchor": anchor,
+      transform: turn === null ? null : `rotate(${turn} ${x} ${y})`,
+      style: null,
+      "xml:space": "preserve",
+    },
+    text,
+  );
 }
 
 // The tinted text, up to a length that fits a page.
@@ -30,13 +49,34 @@ export function textSvg(pane, focus) {
     if (pane.hasGap(i)) x += 5;
     if (x + wide > width - 20) [x, y] = [20, y + line];
     const t = pane.tint(i);
-    if (t > 0.004) parts.push(draw("rect", { x, y: y - 17, width: wide, height: 23, rx: 3, fill: shade(pane.direction, t) }));
-    if (pane.mark(i).includes("c")) parts.push(draw("rect", { x, y: y - 17, width: wide, height: 23, rx: 3, fill: "none", stroke: cssColor("--ink"), "stroke-width": 1.5 }));
+    if (t > 0.004) {
+      parts.push(draw("rect", { x, y: y - 17, width: wide, height: 23, rx: 3, fill: shade(pane.direction, t) }));
+    }
+    if (pane.mark(i).includes("c")) {
+      parts.push(
+        draw("rect", {
+          x,
+          y: y - 17,
+          width: wide,
+          height: 23,
+          rx: 3,
+          fill: "none",
+          stroke: cssColor("--ink"),
+          "stroke-width": 1.5,
+        }),
+      );
+    }
     parts.push(svgText(x + 2, y, text, { size: 15, fill: t > 0.004 ? ink(pane.direction, t) : cssColor("--ink") }));
     x += wide;
   }
   const sheet = svgSheet(width, y + 30);
-  sheet.append(svgText(20, 28, `${focus.name} · ${focus.to ? "where the framed tokens look" : "who looks at the framed tokens"}`, { size: 12, fill: cssColor("--soft") }), ...parts);
+  sheet.append(
+    svgText(20, 28, `${focus.name} · ${focus.to ? "where the framed tokens look" : "who looks at the framed tokens"}`, {
+      size: 12,
+      fill: cssColor("--soft"),
+    }),
+    ...parts,
+  );
   return sheet;
 }
 
@@ -115,14 +155,50 @@ export function matrixSvg({ rows, columns, weight, mode, direction = "to", marks
   rows.forEach((_, i) =>
     columns.forEach((_, j) => {
       const t = scale.of(weight(i, j));
-      if (t > 0.004) sheet.append(draw("rect", { x: left + j * cell, y: top + i * cell, width: cell - 0.5, height: cell - 0.5, fill: shade(direction, t) }, draw("title", {}, percent(weight(i, j)))));
+      if (t > 0.004) {
+        sheet.append(
+          draw(
+            "rect",
+            { x: left + j * cell, y: top + i * cell, width: cell - 0.5, height: cell - 0.5, fill: shade(direction, t) },
+            draw("title", {}, percent(weight(i, j))),
+          ),
+        );
+      }
     }),
   );
-  for (const [i, j] of marks) sheet.append(draw("circle", { cx: left + (j + 0.5) * cell, cy: top + (i + 0.5) * cell, r: cell / 5, fill: "none", stroke: cssColor("--ink") }));
-  if (cell >= 9) {
-    rows.forEach((text, i) => sheet.append(svgText(left - 6, top + (i + 0.7) * cell, label(text).slice(0, 18), { size: Math.min(12, cell - 1), anchor: "end" })));
-    columns.forEach((text, j) => sheet.append(svgText(left + (j + 0.65) * cell, top - 6, label(text).slice(0, 18), { size: Math.min(12, cell - 1), turn: -55 })));
+  for (const [i, j] of marks) {
+    sheet.append(
+      draw("circle", {
+        cx: left + (j + 0.5) * cell,
+        cy: top + (i + 0.5) * cell,
+        r: cell / 5,
+        fill: "none",
+        stroke: cssColor("--ink"),
+      }),
+    );
   }
-  sheet.append(svgText(12, 20, title, { size: 12, fill: cssColor("--soft") }), svgText(12, top + 12, "looks ↓", { size: 11, fill: cssColor("--soft") }), svgText(left, top - 108 + 20, "is looked at →", { size: 11, fill: cssColor("--soft") }));
+  if (cell >= 9) {
+    rows.forEach(
+      (text, i) => sheet.append(
+        svgText(left - 6, top + (i + 0.7) * cell, label(text).slice(0, 18), {
+          size: Math.min(12, cell - 1),
+          anchor: "end",
+        }),
+      ),
+    );
+    columns.forEach(
+      (text, j) => sheet.append(
+        svgText(left + (j + 0.65) * cell, top - 6, label(text).slice(0, 18), {
+          size: Math.min(12, cell - 1),
+          turn: -55,
+        }),
+      ),
+    );
+  }
+  sheet.append(
+    svgText(12, 20, title, { size: 12, fill: cssColor("--soft") }),
+    svgText(12, top + 12, "looks ↓", { size: 11, fill: cssColor("--soft") }),
+    svgText(left, top - 108 + 20, "is looked at →", { size: 11, fill: cssColor("--soft") }),
+  );
   return sheet;
 }

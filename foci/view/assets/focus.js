@@ -10,7 +10,7 @@ export function chosenHeads(store, state) {
   const layer = store.layers[first.layer];
   return (named.length ? named : [first]).filter((one) => {
     const other = store.layers[one.layer];
-    return other.queries === layer.queries && other.keys === layer.keys && other.Tq === layer.Tq && other.Tk === layer.Tk;
+    return ["queries", "keys", "Tq", "Tk"].every((name) => other[name] === layer[name]);
   });
 }
 
@@ -24,14 +24,19 @@ export function nameOf(heads, store) {
   if (heads.length === 1) return heads[0].name;
   const layer = store.layers[heads[0].layer];
   const whole = heads.length === layer.heads && heads.every((one) => one.layer === layer.number);
-  return whole ? `${layer.label}, mean of ${heads.length} heads` : `mean of ${heads.map((one) => one.name).slice(0, 4).join(", ")}${heads.length > 4 ? "…" : ""}`;
+  if (whole) return `${layer.label}, mean of ${heads.length} heads`;
+  const names = heads.slice(0, 4).map((one) => one.name).join(", ");
+  return `mean of ${names}${heads.length > 4 ? "…" : ""}`;
 }
 
 export function unitsFor(store, state, layer, side) {
   const words = store.labels(layer, side).words?.[state.seq] ?? null;
   const by = state.words && words ? "words" : "tokens";
   const number = layer.labels[side === "queries" ? 0 : 1];
-  return store.once(`units ${number} ${state.seq} ${by}`, () => unitsOf(store.texts(layer, side, state.seq), by === "words" ? words : null));
+  return store.once(
+    `units ${number} ${state.seq} ${by}`,
+    () => unitsOf(store.texts(layer, side, state.seq), by === "words" ? words : null),
+  );
 }
 
 // Tokens picked: under the pointer, else those that were clicked.
@@ -79,12 +84,28 @@ function summed({ heads, to, picks, sources, targets, weights }, store, state) {
     if (isSink && state.hideSinks) continue;
     units[targets.of[i]] += to ? weights[i] : weights[i] / (targets.stop[targets.of[i]] - targets.start[targets.of[i]]);
   }
-  const positions = picks.flatMap((u) => Array.from({ length: sources.stop[u] - sources.start[u] }, (_, n) => sources.start[u] + n));
-  const exact = positions.every((i) => heads.every((one) => (to ? store.isExact(one, i, state.seq) : exactColumn(store, one, i, state))));
+  const positions = picks.flatMap(
+    (u) => Array.from({ length: sources.stop[u] - sources.start[u] }, (_, n) => sources.start[u] + n),
+  );
+  const exact = positions.every(
+    (i) => heads.every((one) => (to ? store.isExact(one, i, state.seq) : exactColumn(store, one, i, state))),
+  );
   const sinkMass = (one, i) => store.perQuery("sinkMass", one, i, state.seq) ?? 0;
-  const learned = to ? heads.reduce((sum, one) => sum + positions.reduce((part, i) => part + sinkMass(one, i), 0), 0) / heads.length / Math.max(1, positions.length) : 0;
+  const learned = to ? heads.reduce(
+    (sum, one) => sum + positions.reduce((part, i) => part + sinkMass(one, i), 0),
+    0,
+  ) / heads.length / Math.max(1, positions.length) : 0;
   const whole = picks.length;
-  return { units, sinks, total, sinkShare: whole ? inSinks / whole : 0, exact, learned, whole, coverage: to && whole ? total / whole : 1 };
+  return {
+    units,
+    sinks,
+    total,
+    sinkShare: whole ? inSinks / whole : 0,
+    exact,
+    learned,
+    whole,
+    coverage: to && whole ? total / whole : 1,
+  };
 }
 
 function exactColumn(store, one, j, state) {

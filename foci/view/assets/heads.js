@@ -7,32 +7,60 @@ import { svgSheet, svgText } from "./exporting.js";
 import { chosenHeads } from "./focus.js";
 import { STACK_TITLES, byStack, formatted, levelOf, measureOf } from "./picker.js";
 
-const SIDE = 76;
+// How large a thumbnail may be; from which size on its caption has room for a number.
+const [LEAST, MOST, ROOMY] = [46, 96, 68];
 
 export class HeadsView {
   constructor({ store, state }) {
     Object.assign(this, { store, state, drawn: new WeakMap() });
-    this.order = choice("Order", [["false", "by layer"], ["true", "sorted"]], () => String(state.sorted), (value) => state.set({ sorted: value === "true" }));
+    this.order = choice(
+      "Order",
+      [["false", "by layer"], ["true", "sorted"]],
+      () => String(state.sorted),
+      (value) => state.set({ sorted: value === "true" }),
+    );
     this.reading = make("span", { class: "count" });
     this.grid = make("div", { class: "thumbs" });
     const tools = make("div", { class: "tools" }, make("span", { class: "label" }, "order"), this.order, this.reading);
-    const axes = make("p", { class: "axisnote" }, "In each picture: down, who looks; across, what is looked at.");
+    const axes = make(
+      "p",
+      { class: "axisnote" },
+      "Down, who looks; across, what is looked at; each picture in its own colours. Double-click opens the map.",
+    );
     this.element = make("section", { class: "view heads", "aria-label": "Heads" }, tools, axes, this.grid);
-    this.watcher = new IntersectionObserver((entries) => entries.forEach((entry) => entry.isIntersecting && this.paint(entry.target)), { rootMargin: "200px" });
+    new ResizeObserver(() => this.resize()).observe(this.element);
+    this.watcher = new IntersectionObserver(
+      (entries) => entries.forEach((entry) => entry.isIntersecting && this.paint(entry.target)),
+      { rootMargin: "200px" },
+    );
+  }
+
+  // As many thumbnails in a row as a layer has heads, where there is room.
+  resize() {
+    const most = Math.max(...this.store.layers.map(({ heads }) => heads));
+    const side = Math.round(Math.min(MOST, Math.max(LEAST, (this.element.clientWidth - 84) / most - 16)));
+    if (!this.element.clientWidth || side === this.side) return;
+    this.side = side;
+    this.grid.style.setProperty("--side", `${side}px`);
+    this.grid.classList.toggle("tight", side < ROOMY);
+    this.repaint();
   }
 
   update(focus, changed) {
+    this.resize();
     this.order.refresh();
     const measure = measureOf(this.store, this.state);
     this.reading.textContent = measure ? `${measure.name}: ${measure.about}` : "";
     const built = `${this.state.sorted} ${measure?.name} ${this.state.seq}`;
     if (built !== this.built) {
       this.built = built;
-      this.grid.className = this.state.sorted ? "thumbs sorted" : "thumbs";
+      this.grid.classList.toggle("sorted", this.state.sorted);
       this.grid.replaceChildren(...(this.state.sorted ? this.sortedThumbs(measure) : this.byLayer(measure)));
     }
     const chosen = new Set(chosenHeads(this.store, this.state).map(({ name }) => name));
-    for (const thumb of this.grid.querySelectorAll(".thumb")) thumb.setAttribute("aria-pressed", String(chosen.has(thumb.dataset.name)));
+    for (const thumb of this.grid.querySelectorAll(".thumb")) {
+      thumb.setAttribute("aria-pressed", String(chosen.has(thumb.dataset.name)));
+    }
     if (!changed || ["scale", "hideSinks", "theme", "reduce", "seq"].some((name) => changed.has(name))) this.repaint();
   }
 
@@ -62,9 +90,20 @@ export class HeadsView {
     const groups = [];
     for (let h = 0; h < heads.length; h += shared) {
       const thumbs = heads.slice(h, h + shared).map((one) => this.thumb(one, measure));
-      groups.push(shared > 1 ? make("div", { class: "group", title: `heads ${h} to ${h + shared - 1} share their keys` }, ...thumbs) : thumbs);
+      groups.push(
+        shared > 1 ? make(
+          "div",
+          { class: "group", title: `heads ${h} to ${h + shared - 1} share their keys` },
+          ...thumbs,
+        ) : thumbs,
+      );
     }
-    return make("div", { class: "thumbrow" }, make("span", { class: "layername" }, `L${layer.index}`), make("div", { class: "thumbcells" }, ...groups.flat()));
+    return make(
+      "div",
+      { class: "thumbrow" },
+      make("span", { class: "layername" }, `L${layer.index}`),
+      make("div", { class: "thumbcells" }, ...groups.flat()),
+    );
   }
 
   thumb(one, measure) {
@@ -74,18 +113,32 @@ export class HeadsView {
     const dot = make("span", { class: "dot", "aria-hidden": "true" });
     const level = levelOf(measure, one);
     dot.style.backgroundColor = level === null ? "transparent" : shade("from", 0.06 + 0.9 * level);
-    const caption = make("span", { class: "caption" }, dot, make("span", {}, one.name), make("span", { class: "value" }, formatted(value)));
+    const caption = make(
+      "span",
+      { class: "caption" },
+      dot,
+      make("span", {}, one.name),
+      make("span", { class: "value" }, formatted(value)),
+    );
     const choose = (event) => {
-      const names = event.shiftKey ? [...new Set([...chosenHeads(this.store, this.state).map(({ name }) => name), one.name])] : [one.name];
+      const names = event.shiftKey ? [...new Set(
+        [...chosenHeads(this.store, this.state).map(({ name }) => name), one.name],
+      )] : [one.name];
       this.state.set({ heads: names });
     };
     const open = () => this.state.set({ heads: [one.name], view: "map", zoom: 0 });
     this.watcher.observe(canvas);
-    return button(canvas, { class: "thumb", "data-name": one.name, title: `${one.name}: click to choose, double-click to open its map`, onclick: choose, ondblclick: open }, caption);
-  }
-
-  legend() {
-    return { scale: { mode: this.state.scale, ticks: [[0, "0"], [1, "its heaviest"]] }, title: "weight; each picture has its own scale" };
+    return button(
+      canvas,
+      {
+        class: "thumb",
+        "data-name": one.name,
+        title: `${one.name}: click to choose, double-click to open its map`,
+        onclick: choose,
+        ondblclick: open,
+      },
+      caption,
+    );
   }
 
   paint(canvas) {
@@ -93,31 +146,43 @@ export class HeadsView {
     this.drawn.set(canvas, true);
     const { one } = canvas;
     const picture = this.store.picture(one, this.state.seq, this.state.reduce);
-    const pen = penOf(canvas, SIDE, SIDE);
-    pen.clearRect(0, 0, SIDE, SIDE);
+    const { side } = this;
+    const pen = penOf(canvas, side, side);
+    pen.clearRect(0, 0, side, side);
     if (!picture) return;
     const { Tk } = this.store.layers[one.layer];
     const sinks = new Set(this.store.sinks(one, this.state.seq).map((j) => Math.floor((j * picture.columns) / Tk)));
-    const { canvas: raster } = rasterOf(picture, this.state.scale, "to", this.state.hideSinks && sinks.size ? (c) => sinks.has(c) : null);
-    pen.imageSmoothingEnabled = picture.columns > SIDE;
+    const { canvas: raster } = rasterOf(
+      picture,
+      this.state.scale,
+      "to",
+      this.state.hideSinks && sinks.size ? (c) => sinks.has(c) : null,
+    );
+    pen.imageSmoothingEnabled = picture.columns > side;
     pen.imageSmoothingQuality = "high";
-    pen.drawImage(raster, 0, 0, SIDE, SIDE);
+    pen.drawImage(raster, 0, 0, side, side);
   }
 
   csv() {
     const measures = this.store.head.measures;
-    const rows = this.store.heads.map((one) => [one.name, ...measures.map(({ values }) => values[one.layer][one.head] ?? "")]);
+    const rows = this.store.heads.map(
+      (one) => [one.name, ...measures.map(({ values }) => values[one.layer][one.head] ?? "")],
+    );
     return [["head", ...measures.map(({ name }) => name)], ...rows];
   }
 
   svg() {
     const canvases = [...this.grid.querySelectorAll(".thumb canvas")];
     for (const canvas of canvases) this.paint(canvas);
+    const { side } = this;
     const columns = Math.max(...this.store.layers.map(({ heads }) => heads), 1);
-    const sheet = svgSheet(columns * 90 + 10, Math.ceil(canvases.length / columns) * 104 + 10);
+    const sheet = svgSheet(columns * (side + 14) + 10, Math.ceil(canvases.length / columns) * (side + 28) + 10);
     canvases.forEach((canvas, n) => {
-      const [x, y] = [10 + (n % columns) * 90, 10 + Math.floor(n / columns) * 104];
-      sheet.append(draw("image", { href: canvas.toDataURL(), x, y, width: SIDE, height: SIDE }), svgText(x, y + SIDE + 14, canvas.one.name, { size: 11 }));
+      const [x, y] = [10 + (n % columns) * (side + 14), 10 + Math.floor(n / columns) * (side + 28)];
+      sheet.append(
+        draw("image", { href: canvas.toDataURL(), x, y, width: side, height: side }),
+        svgText(x, y + side + 14, canvas.one.name, { size: 11 }),
+      );
     });
     return sheet;
   }

@@ -9,7 +9,12 @@ import { draw, choice } from "./dom.js";
 export class ImageView {
   constructor({ store, state }) {
     Object.assign(this, { store, state, mode: "light" });
-    this.canvas = make("canvas", { class: "image", tabindex: "0", role: "img", "aria-label": "Image: arrow keys move over its patches, Enter chooses" });
+    this.canvas = make("canvas", {
+      class: "image",
+      tabindex: "0",
+      role: "img",
+      "aria-label": "Image: arrow keys move over its patches, Enter chooses",
+    });
     this.modes = choice("Draw attention as", [["light", "light"], ["colour", "colour"]], () => this.mode, (value) => {
       this.mode = value;
       this.modes.refresh();
@@ -18,7 +23,13 @@ export class ImageView {
     this.note = make("span", { class: "count" });
     this.chips = make("div", { class: "chips" });
     this.frame = make("div", { class: "imageframe" }, this.canvas);
-    this.element = make("section", { class: "view imageview", "aria-label": "Image" }, make("div", { class: "tools" }, make("span", { class: "label" }, "attention as"), this.modes, this.note), this.frame, this.chips);
+    this.element = make(
+      "section",
+      { class: "view imageview", "aria-label": "Image" },
+      make("div", { class: "tools" }, make("span", { class: "label" }, "attention as"), this.modes, this.note),
+      this.frame,
+      this.chips,
+    );
     this.redraw = perFrame(() => this.render());
     new ResizeObserver(this.redraw).observe(this.frame);
     this.canvas.addEventListener("pointermove", (event) => this.pointed(this.patchAt(event)));
@@ -46,7 +57,8 @@ export class ImageView {
   pick(patch, add) {
     if (patch === null) return;
     const { chosen } = this.state;
-    const next = chosen.includes(patch) ? chosen.filter((other) => other !== patch) : add ? [...chosen, patch] : [patch];
+    const added = add ? [...chosen, patch] : [patch];
+    const next = chosen.includes(patch) ? chosen.filter((other) => other !== patch) : added;
     this.state.set({ chosen: next, direction: this.direction(), hover: null });
   }
 
@@ -66,7 +78,10 @@ export class ImageView {
     const { labels } = this.labelled(this.focus.layer);
     const [rows, columns] = labels.grid;
     const box = this.canvas.getBoundingClientRect();
-    const [r, c] = [Math.floor(((event.clientY - box.top) / box.height) * rows), Math.floor(((event.clientX - box.left) / box.width) * columns)];
+    const [r, c] = [
+      Math.floor(((event.clientY - box.top) / box.height) * rows),
+      Math.floor(((event.clientX - box.left) / box.width) * columns),
+    ];
     return r >= 0 && c >= 0 && r < rows && c < columns ? labels.leading + r * columns + c : null;
   }
 
@@ -75,7 +90,10 @@ export class ImageView {
       const canvas = document.createElement("canvas");
       if (!labels.image) return null;
       const [, height, width] = this.store.arrays.shape(`image.${name}`);
-      const bytes = this.store.arrays.raw(`image.${name}`).planes[0].subarray(this.state.seq * height * width * 3, (this.state.seq + 1) * height * width * 3);
+      const bytes = this.store.arrays.raw(`image.${name}`).planes[0].subarray(
+        this.state.seq * height * width * 3,
+        (this.state.seq + 1) * height * width * 3,
+      );
       [canvas.width, canvas.height] = [width, height];
       const pen = canvas.getContext("2d");
       const image = pen.createImageData(width, height);
@@ -102,8 +120,22 @@ export class ImageView {
     const scale = scaleOf(this.state.scale, focus.units);
     this.chips.replaceChildren(
       ...leading.map((i) => {
-        const chip = make("button", { type: "button", class: "chip", "aria-pressed": String(this.state.chosen.includes(i)), onclick: (event) => this.pick(i, event.shiftKey), onpointerenter: () => this.pointed(i), onpointerleave: () => this.state.set({ hover: null }) }, `${label(texts[i])} `, make("span", { class: "value" }, focus.picks.length ? percent(focus.units[i]) : ""));
-        if (focus.picks.length) chip.style.borderColor = shade(focus.to ? "to" : "from", 0.2 + 0.8 * scale.of(focus.units[i]));
+        const chip = make(
+          "button",
+          {
+            type: "button",
+            class: "chip",
+            "aria-pressed": String(this.state.chosen.includes(i)),
+            onclick: (event) => this.pick(i, event.shiftKey),
+            onpointerenter: () => this.pointed(i),
+            onpointerleave: () => this.state.set({ hover: null }),
+          },
+          `${label(texts[i])} `,
+          make("span", { class: "value" }, focus.picks.length ? percent(focus.units[i]) : ""),
+        );
+        if (focus.picks.length) {
+          chip.style.borderColor = shade(focus.to ? "to" : "from", 0.2 + 0.8 * scale.of(focus.units[i]));
+        }
         return chip;
       }),
     );
@@ -130,7 +162,14 @@ export class ImageView {
       pen.fillStyle = cssColor("--faint");
       pen.fillRect(0, 0, width, height);
     }
-    this.paintPatches(pen, width, height, labels, layer.self || side === other ? { units, targets } : null, picks.length);
+    this.paintPatches(
+      pen,
+      width,
+      height,
+      labels,
+      layer.self || side === other ? { units, targets } : null,
+      picks.length,
+    );
     this.frameChosen(pen, width, height, labels, side);
   }
 

@@ -21,8 +21,21 @@ const HELP = [
 ];
 
 export function helpDialog() {
-  const rows = HELP.map(([key, what]) => make("tr", {}, make("th", { scope: "row" }, make("kbd", {}, key)), make("td", {}, what)));
-  const dialog = make("dialog", { class: "help", "aria-label": "Keys" }, make("h2", {}, "Keys"), make("table", {}, make("tbody", {}, ...rows)), make("p", { class: "note" }, "Pointer: hover to look, click to keep, Shift-click to add tokens or heads, double-click a thumbnail to open its map, wheel to zoom."), button("Close", { class: "primary", onclick: () => dialog.close() }));
+  const rows = HELP.map(
+    ([key, what]) => make("tr", {}, make("th", { scope: "row" }, make("kbd", {}, key)), make("td", {}, what)),
+  );
+  const dialog = make(
+    "dialog",
+    { class: "help", "aria-label": "Keys" },
+    make("h2", {}, "Keys"),
+    make("table", {}, make("tbody", {}, ...rows)),
+    make(
+      "p",
+      { class: "note" },
+      "Pointer: hover to look, click to keep, Shift-click to add, double-click a thumbnail for its map, wheel to zoom.",
+    ),
+    button("Close", { class: "primary", onclick: () => dialog.close() }),
+  );
   return dialog;
 }
 

@@ -22,18 +22,20 @@ export class LayerStrip {
 
   // Layers that look from the same text at the same text as the chosen one, and have every entry.
   layersFor(focus) {
-    const alike = (layer) => layer.exact && layer.stack === focus.layer.stack && layer.Tq === focus.layer.Tq && layer.Tk === focus.layer.Tk;
+    const alike = (layer) => layer.exact && ["stack", "Tq", "Tk"].every((name) => layer[name] === focus.layer[name]);
     return this.store.layers.filter(alike).slice(0, 40);
   }
 
   update(focus, room) {
     this.layers = this.layersFor(focus);
     const tall = TOP + this.layers.length * ROW + 10;
-    this.element.hidden = !focus.picks.length || focus.targets.count > MOST || this.layers.length < 2 || room < tall + 50;
+    const fits = focus.targets.count <= MOST && this.layers.length > 1 && room >= tall + 50;
+    this.element.hidden = !focus.picks.length || !fits;
     if (this.element.hidden) return;
     this.focus = focus;
     const who = focus.picks.map((u) => `“${clipped(focus.sources.label(u), 16)}”`).slice(0, 2).join(" + ");
     this.title.textContent = focus.to ? `Where ${who} looks, layer by layer` : `Who looks at ${who}, layer by layer`;
+    this.title.append(make("span", { class: "axis" }, "the mean of each layer’s heads, in its own colours"));
     this.rows = this.layers.map((layer) => this.rowOf(focus, layer));
     this.draw(tall);
   }
@@ -46,14 +48,18 @@ export class LayerStrip {
       for (let i = sources.start[u]; i < sources.stop[u]; i++) {
         for (let h = 0; h < layer.heads; h++) {
           const one = { layer: layer.number, head: h };
-          if (to) this.store.addRow(weights, one, i, this.state.seq, 1 / layer.heads / (sources.stop[u] - sources.start[u]));
+          if (to) {
+            this.store.addRow(weights, one, i, this.state.seq, 1 / layer.heads / (sources.stop[u] - sources.start[u]));
+          }
           else this.store.addColumn(weights, one, i, this.state.seq, 1 / layer.heads);
         }
       }
     }
     const hidden = this.state.hideSinks && to ? this.focus.sinks : new Set();
     weights.forEach((w, j) => {
-      if (!hidden.has(j)) units[targets.of[j]] += to ? w : w / (targets.stop[targets.of[j]] - targets.start[targets.of[j]]);
+      if (!hidden.has(j)) {
+        units[targets.of[j]] += to ? w : w / (targets.stop[targets.of[j]] - targets.start[targets.of[j]]);
+      }
     });
     return units;
   }
@@ -81,7 +87,7 @@ export class LayerStrip {
       units.forEach((w, u) => {
         const t = scale.of(w);
         const x = LEFT + u * this.cell;
-        pen.fillStyle = t > 0.004 ? shade(direction, t) : cssColor("--faint");
+        pen.fillStyle = shade(direction, t);
         pen.fillRect(x, y, this.cell - 1, ROW - 2);
         pen.fillStyle = ink(direction, t);
         if (this.cell > 26 && w >= 0.1) pen.fillText((100 * w).toFixed(0), x + this.cell / 2, y + ROW / 2);
@@ -102,7 +108,10 @@ export class LayerStrip {
 
   placeAt(event) {
     const box = this.canvas.getBoundingClientRect();
-    return [Math.floor((event.clientY - box.top - TOP) / ROW), Math.floor((event.clientX - box.left - LEFT) / this.cell)];
+    return [
+      Math.floor((event.clientY - box.top - TOP) / ROW),
+      Math.floor((event.clientX - box.left - LEFT) / this.cell),
+    ];
   }
 
   rowAt(event) {
@@ -112,6 +121,7 @@ export class LayerStrip {
   tell(event) {
     const [n, u] = this.placeAt(event);
     const weight = this.rows?.[n]?.[u];
-    this.canvas.title = weight === undefined ? "" : `${this.layers[n].label}, ${this.focus.targets.label(u)}: ${percent(weight)}; click for this layer`;
+    if (weight === undefined) this.canvas.title = "";
+    else this.canvas.title = `${this.layers[n].label}, ${this.focus.targets.label(u)}: ${percent(weight)}`;
   }
 }

@@ -8,7 +8,7 @@ import { csvOf, svgSheet } from "./exporting.js";
 
 const ROW = 24;
 const WINDOW = 120;
-const [LEFT, RIGHT, WIDTH] = [210, 470, 680];
+const WIDEST = 760;
 // Without a choice the strongest links of the window are drawn, at most so many; fainter ones are left out.
 const MOST = 500;
 const FAINTEST = 0.02;
@@ -20,8 +20,13 @@ export class LinesView {
     this.back = button("←", { title: "Earlier tokens", onclick: () => this.shift(-WINDOW) });
     this.ahead = button("→", { title: "Later tokens", onclick: () => this.shift(WINDOW) });
     this.tools = make("div", { class: "tools" }, make("div", { class: "choice" }, this.back, this.ahead), this.note);
-    this.frame = make("div", { class: "linesframe", tabindex: "0", "aria-label": "Lines between two columns of tokens" });
+    this.frame = make("div", {
+      class: "linesframe",
+      tabindex: "0",
+      "aria-label": "Lines between two columns of tokens",
+    });
     this.element = make("section", { class: "view lines", "aria-label": "Lines" }, this.tools, this.frame);
+    new ResizeObserver(() => this.focus && this.update(this.focus)).observe(this.element);
   }
 
   shift(by) {
@@ -29,11 +34,22 @@ export class LinesView {
     this.update(this.focus);
   }
 
+  // Two columns in what room there is.
+  measure() {
+    this.width = Math.max(420, Math.min(WIDEST, this.element.clientWidth - 40));
+    this.left = Math.round(this.width * 0.32);
+    this.right = this.width - this.left;
+  }
+
   update(focus) {
     this.focus = focus;
+    this.measure();
     const { store, state } = this;
     const heads = chosenHeads(store, state);
-    const [rows, columns] = [unitsFor(store, state, focus.layer, "queries"), unitsFor(store, state, focus.layer, "keys")];
+    const [rows, columns] = [
+      unitsFor(store, state, focus.layer, "queries"),
+      unitsFor(store, state, focus.layer, "keys"),
+    ];
     const longest = Math.max(rows.count, columns.count);
     if (state.hover === null && focus.picks.length && longest > WINDOW && focus.picks[0] !== this.followed) {
       this.followed = focus.picks[0];
@@ -62,12 +78,16 @@ export class LinesView {
       const queries = only && focus.to ? [...only] : range(start, Math.min(stop, rows.count));
       for (const u of queries) {
         const weights = new Float32Array(columns.of.length);
-        for (let i = rows.start[u]; i < rows.stop[u]; i++) store.addRow(weights, one, i, state.seq, 1 / (rows.stop[u] - rows.start[u]));
+        for (let i = rows.start[u]; i < rows.stop[u]; i++) {
+          store.addRow(weights, one, i, state.seq, 1 / (rows.stop[u] - rows.start[u]));
+        }
         const units = new Float32Array(columns.count);
         weights.forEach((w, j) => {
           if (!sinks.has(j)) units[columns.of[j]] += w;
         });
-        for (const k of ranked(units, only ? 64 : 8)) if ((!only || focus.to || only.has(k)) && units[k] >= (only ? 0.003 : FAINTEST)) add(u, k, units[k], h);
+        for (const k of ranked(units, only ? 64 : 8)) {
+          if ((!only || focus.to || only.has(k)) && units[k] >= (only ? 0.003 : FAINTEST)) add(u, k, units[k], h);
+        }
       }
     });
     found.sort((a, b) => b[2] - a[2]);
@@ -78,14 +98,24 @@ export class LinesView {
     const { start } = this;
     const [lastRow, lastColumn] = [Math.min(start + WINDOW, rows.count), Math.min(start + WINDOW, columns.count)];
     const tall = (Math.max(lastRow, lastColumn) - start) * ROW + 56;
-    const sheet = svgSheet(WIDTH, tall);
+    const sheet = svgSheet(this.width, tall);
     const { found, outside } = this.links(focus, heads, rows, columns);
-    this.note.textContent = `Tokens ${start} to ${start + WINDOW - 1}${outside > 0.005 && focus.picks.length ? ` · ${percent(outside / heads.length)} goes beyond them` : ""}`;
-    sheet.append(heading(LEFT, "looks", "end"), heading(RIGHT, "is looked at", "start"));
-    for (const [i, j, weight, h] of found.reverse()) sheet.append(this.curve(i - start, j - start, weight, heads, h, focus, rows.label(i), columns.label(j)));
+    const shows = outside > 0.005 && focus.picks.length;
+    const beyond = shows ? ` · ${percent(outside / heads.length)} goes beyond them` : "";
+    this.note.textContent = `Tokens ${start} to ${start + WINDOW - 1}${beyond}`;
+    sheet.append(heading(this.left, "looks", "end"), heading(this.right, "is looked at", "start"));
+    for (const [i, j, weight, h] of found.reverse()) {
+      sheet.append(this.curve(i - start, j - start, weight, heads, h, focus, rows.label(i), columns.label(j)));
+    }
     for (let u = start; u < lastRow; u++) sheet.append(this.word(focus, rows, u, u - start, "to"));
     for (let u = start; u < lastColumn; u++) sheet.append(this.word(focus, columns, u, u - start, "from"));
-    if (heads.length > 1) sheet.append(...heads.slice(0, 8).map((one, n) => draw("text", { x: 12, y: 16 + 14 * n, "font-size": 11, fill: HEAD_COLORS[n] }, `― ${one.name}`)));
+    if (heads.length > 1) {
+      sheet.append(
+        ...heads.slice(0, 8).map(
+          (one, n) => draw("text", { x: 12, y: 16 + 14 * n, "font-size": 11, fill: HEAD_COLORS[n] }, `― ${one.name}`),
+        ),
+      );
+    }
     sheet.setAttribute("role", "img");
     sheet.setAttribute("aria-label", "Links between tokens; the table beside has the numbers of the chosen one.");
     return sheet;
@@ -93,10 +123,17 @@ export class LinesView {
 
   curve(i, j, weight, heads, h, focus, from, to) {
     const [y0, y1] = [44 + (i + 0.5) * ROW, 44 + (j + 0.5) * ROW];
-    const middle = (LEFT + RIGHT) / 2;
+    const middle = (this.left + this.right) / 2;
     const color = heads.length > 1 ? HEAD_COLORS[h % 8] : shade(focus.to ? "to" : "from", 0.62);
     const strong = Math.min(1, 0.14 + 1.1 * weight);
-    const path = draw("path", { d: `M ${LEFT + 8} ${y0} C ${middle} ${y0}, ${middle} ${y1}, ${RIGHT - 8} ${y1}`, fill: "none", stroke: color, "stroke-width": 0.9 + 5 * weight, "stroke-opacity": strong.toFixed(3), "stroke-linecap": "round" });
+    const path = draw("path", {
+      d: `M ${this.left + 8} ${y0} C ${middle} ${y0}, ${middle} ${y1}, ${this.right - 8} ${y1}`,
+      fill: "none",
+      stroke: color,
+      "stroke-width": 0.9 + 5 * weight,
+      "stroke-opacity": strong.toFixed(3),
+      "stroke-linecap": "round",
+    });
     path.append(draw("title", {}, `${from} looks at ${to}: ${percent(weight)} (${heads[h].name})`));
     return path;
   }
@@ -106,17 +143,50 @@ export class LinesView {
     const left = direction === "to";
     const y = 44 + n * ROW;
     const active = focus.to === left && focus.picks.includes(u);
-    const box = left ? { x: 20, width: LEFT - 16 } : { x: RIGHT - 4, width: WIDTH - RIGHT - 16 };
+    const box = left ? { x: 12, width: this.left - 8 } : { x: this.right - 4, width: this.left - 8 };
     const group = draw("g", {
       class: "lineword",
       onpointerenter: () => state.set({ hover: units.start[u], direction }),
       onpointerleave: () => state.set({ hover: null }),
-      onclick: (event) => state.set({ chosen: event.shiftKey ? [...new Set([...state.chosen, units.start[u]])] : state.chosen[0] === units.start[u] ? [] : [units.start[u]], direction, hover: null }),
+      onclick: (event) => state.set({
+        chosen: this.chosenWith(units.start[u], event.shiftKey),
+        direction,
+        hover: null,
+      }),
     });
     const tinted = focus.to !== left ? Math.min(1, focus.units[u] ?? 0) : 0;
-    group.append(draw("rect", { ...box, y: y + 1, height: ROW - 2, rx: 4, fill: active ? cssColor("--line") : tinted > 0.004 ? shade(focus.to ? "to" : "from", 0.5 * tinted) : "transparent" }));
-    group.append(draw("text", { x: left ? LEFT : RIGHT, y: y + ROW * 0.69, "text-anchor": left ? "end" : "start", "font-size": 14, fill: tinted > 0.8 ? "#fff" : cssColor("--ink"), "font-weight": active ? 600 : 400 }, clipped(units.label(u), 22)));
+    const tint = tinted > 0.004 ? shade(focus.to ? "to" : "from", 0.5 * tinted) : "transparent";
+    group.append(
+      draw("rect", {
+        ...box,
+        y: y + 1,
+        height: ROW - 2,
+        rx: 4,
+        fill: active ? cssColor("--line") : tint,
+      }),
+    );
+    group.append(
+      draw(
+        "text",
+        {
+          x: left ? this.left : this.right,
+          y: y + ROW * 0.69,
+          "text-anchor": left ? "end" : "start",
+          "font-size": 14,
+          fill: tinted > 0.8 ? "#fff" : cssColor("--ink"),
+          "font-weight": active ? 600 : 400,
+        },
+        clipped(units.label(u), 22),
+      ),
+    );
     return group;
+  }
+
+  // Clicked again, a token is no longer chosen.
+  chosenWith(i, add) {
+    const { chosen } = this.state;
+    if (add) return [...new Set([...chosen, i])];
+    return chosen[0] === i ? [] : [i];
   }
 
   svg() {
@@ -126,14 +196,24 @@ export class LinesView {
   csv(focus) {
     if (focus.picks.length) return csvOf(focus);
     const heads = chosenHeads(this.store, this.state);
-    const [rows, columns] = [unitsFor(this.store, this.state, focus.layer, "queries"), unitsFor(this.store, this.state, focus.layer, "keys")];
+    const [rows, columns] = [
+      unitsFor(this.store, this.state, focus.layer, "queries"),
+      unitsFor(this.store, this.state, focus.layer, "keys"),
+    ];
     const { found } = this.links(focus, heads, rows, columns);
-    return [["looks", "is looked at", "weight", "head"], ...found.map(([i, j, weight, h]) => [rows.text(i), columns.text(j), weight, heads[h].name])];
+    return [
+      ["looks", "is looked at", "weight", "head"],
+      ...found.map(([i, j, weight, h]) => [rows.text(i), columns.text(j), weight, heads[h].name]),
+    ];
   }
 }
 
 function heading(x, text, anchor) {
-  return draw("text", { x, y: 26, "text-anchor": anchor, "font-size": 12, "font-weight": 600, fill: cssColor("--soft") }, text);
+  return draw(
+    "text",
+    { x, y: 26, "text-anchor": anchor, "font-size": 12, "font-weight": 600, fill: cssColor("--soft") },
+    text,
+  );
 }
 
 function range(start, stop) {

@@ -17,6 +17,8 @@ async function open() {
 }
 
 open().catch((problem) => {
-  document.body.append(make("p", { class: "failed", role: "alert" }, `This page could not be opened: ${problem.message}`));
+  document.body.append(
+    make("p", { class: "failed", role: "alert" }, `This page could not be opened: ${problem.message}`),
+  );
   throw problem;
 });

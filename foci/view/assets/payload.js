@@ -7,7 +7,9 @@ export function fromText(text) {
   const space = text.indexOf(" ");
   const length = Number(text.slice(0, space));
   const value = new Uint8Array(128);
-  for (let code = 33, digit = 0; code < 127; code++) if (!"<>&".includes(String.fromCharCode(code))) value[code] = digit++;
+  for (let code = 33, digit = 0; code < 127; code++) {
+    if (!"<>&".includes(String.fromCharCode(code))) value[code] = digit++;
+  }
   const bytes = new Uint8Array(Math.ceil(length / 13) * 13);
   let [bits, held, at] = [0, 0, 0];
   for (let i = space + 1; i + 1 < text.length; i += 2) {

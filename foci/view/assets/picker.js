@@ -4,7 +4,12 @@ import { make, button } from "./dom.js";
 import { shade } from "./colors.js";
 import { chosenHeads } from "./focus.js";
 
-export const STACK_TITLES = { encoder: "Encoder", decoder: "Decoder", cross: "Decoder looks at encoder", vision: "Vision" };
+export const STACK_TITLES = {
+  encoder: "Encoder",
+  decoder: "Decoder",
+  cross: "Decoder looks at encoder",
+  vision: "Vision",
+};
 
 // Layers by their stack, stacks in the order of their first layers.
 export function byStack(store) {
@@ -41,12 +46,24 @@ export class Picker {
   constructor(store, state) {
     Object.assign(this, { store, state, cells: new Map() });
     const { measures } = store.head;
-    this.select = make("select", { "aria-label": "Colour heads by", onchange: () => state.set({ measure: this.select.value }) }, ...measures.map(({ name }) => make("option", { value: name }, name)));
+    this.select = make(
+      "select",
+      { "aria-label": "Colour heads by", onchange: () => state.set({ measure: this.select.value }) },
+      ...measures.map(({ name }) => make("option", { value: name }, name)),
+    );
     this.about = make("p", { class: "note" });
     this.grid = make("div", { class: "headgrid" });
     this.scale = make("div", { class: "measure-scale", "aria-hidden": "true" });
     const bar = measures.length ? make("label", { class: "row" }, make("span", {}, "colour by"), this.select) : null;
-    this.element = make("nav", { class: "panel left", "aria-label": "Heads" }, make("h2", {}, "Heads"), bar, this.about, this.scale, this.grid);
+    this.element = make(
+      "nav",
+      { class: "panel left", "aria-label": "Heads" },
+      make("h2", {}, "Heads"),
+      bar,
+      this.about,
+      this.scale,
+      this.grid,
+    );
     this.build();
   }
 
@@ -119,7 +136,8 @@ export class Picker {
       cell.style.backgroundColor = level === null ? "" : shade("from", 0.06 + 0.9 * level);
       cell.setAttribute("aria-pressed", String(chosen.has(one)));
       cell.tabIndex = chosen.has(one) ? 0 : -1;
-      cell.title = measure ? `${one.name} · ${measure.name} ${formatted(measure.values[one.layer][one.head])}` : one.name;
+      const value = measure ? ` · ${measure.name} ${formatted(measure.values[one.layer][one.head])}` : "";
+      cell.title = one.name + value;
     }
   }
 }

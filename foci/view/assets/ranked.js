@@ -14,12 +14,27 @@ export class Ranked {
     this.title = make("h2", { class: "ranked-title" });
     this.body = make("tbody");
     this.caption = make("caption");
-    this.table = make("table", { class: "ranked" }, this.caption, make("thead", {}, make("tr", {}, ...headings())), this.body);
+    this.table = make(
+      "table",
+      { class: "ranked" },
+      this.caption,
+      make("thead", {}, make("tr", {}, ...headings())),
+      this.body,
+    );
     this.more = button("Show more", { class: "quiet", onclick: () => this.showMore() });
     this.facts = make("dl", { class: "facts" });
     this.legend = make("div", { class: "legend", "aria-hidden": "true" });
     this.note = make("p", { class: "note" });
-    this.element = make("aside", { class: "panel right", "aria-label": "Numbers" }, this.title, this.facts, this.table, this.more, this.legend, this.note);
+    this.element = make(
+      "aside",
+      { class: "panel right", "aria-label": "Numbers" },
+      this.title,
+      this.facts,
+      this.table,
+      this.more,
+      this.legend,
+      this.note,
+    );
   }
 
   showMore() {
@@ -43,7 +58,14 @@ export class Ranked {
     this.more.hidden = count <= FEW || !focus.picks.length;
     this.more.textContent = this.most === FEW ? `Show ${Math.min(count, MANY)}` : "Show fewer";
     this.facts.replaceChildren(...this.factsOf(focus));
-    this.drawLegend(focus, legend ?? { scale, direction: focus.to ? "to" : "from", title: focus.to ? "share of attention that it gives" : "share of attention that each gives it" });
+    this.drawLegend(
+      focus,
+      legend ?? {
+        scale,
+        direction: focus.to ? "to" : "from",
+        title: focus.to ? "share of attention that it gives" : "share of attention that each gives it",
+      },
+    );
     this.note.textContent = noteOf(focus, this.store, this.state);
   }
 
@@ -56,10 +78,21 @@ export class Ranked {
     const go = button(clipped(focus.targets.label(u), 22), {
       class: "link",
       title: `position ${position}: look at it`,
-      onclick: () => this.state.set({ chosen: [position], hover: null, direction: focus.layer.self ? this.state.direction : focus.to ? "from" : "to" }),
+      onclick: () => this.state.set({
+        chosen: [position],
+        hover: null,
+        direction: focus.layer.self ? this.state.direction : focus.to ? "from" : "to",
+      }),
     });
     const name = make("td", {}, make("bdi", {}, go), bar);
-    return make("tr", {}, make("td", { class: "rank" }, String(n + 1)), name, make("td", { class: "position" }, String(position)), make("td", { class: "weight" }, percent(weight)));
+    return make(
+      "tr",
+      {},
+      make("td", { class: "rank" }, String(n + 1)),
+      name,
+      make("td", { class: "position" }, String(position)),
+      make("td", { class: "weight" }, percent(weight)),
+    );
   }
 
   factsOf(focus) {
@@ -67,14 +100,23 @@ export class Ranked {
     const facts = [fact("head", focus.name)];
     if (!picks.length) return facts;
     if (to && sinks.size) {
-      const where = [...sinks].slice(0, 3).map((j) => `“${clipped(focus.targets.label(focus.targets.of[j]), 12)}”`).join(", ");
-      facts.push(fact(this.state.hideSinks ? "hidden in sinks" : "in sinks", `${percent(sinkShare)} · ${where}${sinks.size > 3 ? " …" : ""}`));
+      const where = [...sinks].slice(0, 3).map(
+        (j) => `“${clipped(focus.targets.label(focus.targets.of[j]), 12)}”`,
+      ).join(", ");
+      facts.push(
+        fact(
+          this.state.hideSinks ? "hidden in sinks" : "in sinks",
+          `${percent(sinkShare)} · ${where}${sinks.size > 3 ? " …" : ""}`,
+        ),
+      );
     } else if (to) facts.push(fact("sinks", "none in this head"));
     if (learned > 0) facts.push(fact("in the learned sink", percent(learned)));
     if (!exact && to) facts.push(fact("listed here", `${percent(coverage)} of its attention`));
     if (to && picks.length === 1) {
       const nats = entropyOf(focus, this.store, this.state);
-      if (nats !== null) facts.push(fact("entropy", `${nats.toFixed(2)} nats · like ${Math.exp(nats).toFixed(1)} keys`));
+      if (nats !== null) {
+        facts.push(fact("entropy", `${nats.toFixed(2)} nats · like ${Math.exp(nats).toFixed(1)} keys`));
+      }
     }
     if (!to) facts.push(fact("received", `${focus.total.toFixed(2)} queries’ worth`));
     return facts;
@@ -131,6 +173,8 @@ function noteOf(focus, store, state) {
   const k = store.topCount(focus.layer.number);
   if (store.remote) return "The heaviest keys first; every entry is on its way.";
   if (!k) return "This record kept no single entries, only pictures and statistics.";
-  const kept = focus.to ? `the ${k} heaviest keys of each query are exact` : `only queries that have it among their ${k} heaviest keys are known`;
+  const kept = focus.to
+    ? `the ${k} heaviest keys of each query are exact`
+    : `only queries that have it among their ${k} heaviest keys are known`;
   return `Long text: in this file ${kept}; the rest is in the map’s pictures.`;
 }

@@ -71,7 +71,11 @@ export class Remote {
 
   worked(one, i, seq, keys) {
     if (!this.layers[one.layer].asks) return null;
-    return this.ask("worked", { layer: one.layer, head: one.head, query: i, seq, keys: keys.join(".") }, (response) => response.json());
+    return this.ask(
+      "worked",
+      { layer: one.layer, head: one.head, query: i, seq, keys: keys.join(".") },
+      (response) => response.json(),
+    );
   }
 
   rollout(stack, query, seq) {
@@ -80,7 +84,15 @@ export class Remote {
 
   // The tile that holds a cell, at a level: blocks of step x step entries.
   tile(heads, step, ty, tx, state) {
-    const parts = { layer: heads[0].layer, heads: heads.map(({ head }) => head).join("."), seq: state.seq, step, y: ty * CELLS * step, x: tx * CELLS * step, reduce: step === 1 ? "mean" : state.reduce };
+    const parts = {
+      layer: heads[0].layer,
+      heads: heads.map(({ head }) => head).join("."),
+      seq: state.seq,
+      step,
+      y: ty * CELLS * step,
+      x: tx * CELLS * step,
+      reduce: step === 1 ? "mean" : state.reduce,
+    };
     return this.ask("tile", parts, floats);
   }
 
@@ -107,9 +119,14 @@ export class Remote {
     }
     if (!seen.length) return null;
     const largest = seen.reduce((most, { values }) => values.reduce((a, b) => Math.max(a, b), most), 0);
-    const scale = scaleOf(state.scale, state.scale === "rank" ? seen[0].values : [], state.scale === "rank" ? null : largest);
+    const scale = scaleOf(
+      state.scale,
+      state.scale === "rank" ? seen[0].values : [],
+      state.scale === "rank" ? null : largest,
+    );
     for (const part of seen) this.drawTile(pen, view, part, { step, side, layer, LEFT, TOP, state, scale });
-    return step === 1 ? "Entries: every cell is one weight, exact" : `Blocks: ${step} × ${step} tokens, their ${state.reduce}`;
+    if (step === 1) return "Entries: every cell is one weight, exact";
+    return `Blocks: ${step} × ${step} tokens, their ${state.reduce}`;
   }
 
   drawTile(pen, view, { ty, tx, values, rows, columns }, { step, side, layer, LEFT, TOP, state, scale }) {
@@ -117,7 +134,13 @@ export class Remote {
     const [wide, tall] = [Math.min(side, layer.Tk - tx * side), Math.min(side, layer.Tq - ty * side)];
     pen.imageSmoothingEnabled = step * view.s < 1;
     // The last block may be smaller than the others: what reaches over the edge is clipped by the map.
-    pen.drawImage(canvas, LEFT + (tx * side - view.x) * view.s, TOP + (ty * side - view.y) * view.s, Math.ceil(wide / step) * step * view.s, Math.ceil(tall / step) * step * view.s);
+    pen.drawImage(
+      canvas,
+      LEFT + (tx * side - view.x) * view.s,
+      TOP + (ty * side - view.y) * view.s,
+      Math.ceil(wide / step) * step * view.s,
+      Math.ceil(tall / step) * step * view.s,
+    );
   }
 
   cell(heads, i, j, state, s) {

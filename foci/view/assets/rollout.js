@@ -7,6 +7,11 @@ import { chosenHeads, ranked, unitsFor } from "./focus.js";
 import { clipped } from "./tokens.js";
 import { textSvg } from "./exporting.js";
 
+const CAVEAT =
+  "Rollout (Abnar and Zuidema, 2020) takes half of each layer’s output from attention, averaged over heads, and half" +
+  " from the residual stream. It ignores values, MLPs and norms: it says where information could come from, not what" +
+  " the model used.";
+
 export class RolloutView {
   constructor({ store, state }) {
     Object.assign(this, { store, state });
@@ -14,8 +19,20 @@ export class RolloutView {
     this.pane = null;
     this.panes = make("div", { class: "panes" });
     this.list = make("ol", { class: "rolllist" });
-    const caveat = make("aside", { class: "caveat" }, make("strong", {}, "Read with care. "), "Rollout (Abnar and Zuidema, 2020) takes half of each layer’s output from attention, averaged over heads, and half from the residual stream. It ignores values, MLPs and norms, so it bounds where information could come from; it does not show what the model used.");
-    this.element = make("section", { class: "view rollout", "aria-label": "Rollout" }, caveat, this.told, this.panes, this.list);
+    const caveat = make(
+      "aside",
+      { class: "caveat" },
+      make("strong", {}, "Read with care. "),
+      CAVEAT,
+    );
+    this.element = make(
+      "section",
+      { class: "view rollout", "aria-label": "Rollout" },
+      caveat,
+      this.told,
+      this.panes,
+      this.list,
+    );
   }
 
   // The self-attention of the stack that the chosen head is in; across two texts, that of the one that looks.
@@ -23,8 +40,11 @@ export class RolloutView {
     const { store, state } = this;
     const chosen = store.layers[chosenHeads(store, state)[0].layer];
     const looking = (layer) => layer.self && (layer.queries === chosen.queries || layer.stack === "decoder");
-    const own = chosen.self ? chosen.stack : (store.layers.find(looking) ?? store.layers.find((layer) => layer.self))?.stack;
-    return store.layers.filter((layer) => layer.self && layer.stack === own && !layer.name.includes("#")).sort((a, b) => a.index - b.index);
+    const nearest = store.layers.find(looking) ?? store.layers.find((layer) => layer.self);
+    const own = chosen.self ? chosen.stack : nearest?.stack;
+    return store.layers.filter(
+      (layer) => layer.self && layer.stack === own && !layer.name.includes("#"),
+    ).sort((a, b) => a.index - b.index);
   }
 
   update() {
@@ -35,12 +55,20 @@ export class RolloutView {
     const query = Math.min(state.hover ?? state.chosen[0] ?? last.Tq - 1, last.Tq - 1);
     const flow = this.flowOf(layers, query);
     this.build(last);
-    if (!flow) return this.refuse("Rollout needs every entry of every layer. In a file of a long text there are only the heaviest; Record.rollout and the explorer have all.");
+    if (!flow) {
+      return this.refuse(
+        "Rollout needs every entry of every layer. A file of a long text has not; Record.rollout and the explorer do.",
+      );
+    }
     this.flow = flow;
     const units = unitsFor(store, { ...state, words: false }, last, "keys");
     const scale = scaleOf(state.scale, flow);
     const place = store.place(last, query);
-    this.told.replaceChildren("What reaches ", make("bdi", { class: "wrote" }, clipped(units.label(place), 24)), ` (position ${place}) through ${layers.length} layer${layers.length > 1 ? "s" : ""}`);
+    this.told.replaceChildren(
+      "What reaches ",
+      make("bdi", { class: "wrote" }, clipped(units.label(place), 24)),
+      ` (position ${place}) through ${layers.length} layer${layers.length > 1 ? "s" : ""}`,
+    );
     this.pane.update({ direction: "to", tint: (j) => scale.of(flow[j]), mark: (j) => (j === place ? "c" : "") });
     this.list.replaceChildren(...ranked(flow, 10).map((j) => this.item(units.label(j), flow[j], scale)));
   }
@@ -107,7 +135,9 @@ function rolled(store, layers, query, seq) {
       const here = flow[store.place(layer, i)];
       if (!here) continue;
       row.fill(0);
-      for (let h = 0; h < layer.heads; h++) store.addRow(row, { layer: layer.number, head: h }, i, seq, 1 / layer.heads);
+      for (let h = 0; h < layer.heads; h++) {
+        store.addRow(row, { layer: layer.number, head: h }, i, seq, 1 / layer.heads);
+      }
       let seen = 0;
       for (let j = 0; j < row.length; j++) {
         next[j] += 0.5 * here * row[j];

@@ -3,12 +3,15 @@
 // Each part of the state: its short name in the address, its default, and how it is written and read.
 const text = { write: String, read: (value) => value.slice(0, 200) };
 const flag = { write: (value) => (value ? "1" : "0"), read: (value) => value === "1" };
-const number = { write: (value) => String(Math.round(value * 1000) / 1000), read: (value) => (Number.isFinite(Number(value)) ? Number(value) : 0) };
+const number = {
+  write: (value) => String(Math.round(value * 1000) / 1000),
+  read: (value) => (Number.isFinite(Number(value)) ? Number(value) : 0),
+};
 const numbers = {
   write: (value) => value.join("."),
-  read: (value) => value.split(".").map(Number).filter((n) => Number.isInteger(n) && n >= 0).slice(0, 64),
+  read: (value) => value.split(".").filter((part) => /^\d+$/.test(part)).map(Number).slice(0, 64),
 };
-const names = { write: (value) => value.join("~"), read: (value) => value.split("~").slice(0, 64) };
+const names = { write: (value) => value.join("~"), read: (value) => value.split("~").filter(Boolean).slice(0, 64) };
 const oneOf = (...options) => ({ write: String, read: (value) => (options.includes(value) ? value : options[0]) });
 
 const PARTS = {

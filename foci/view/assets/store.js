@@ -127,7 +127,12 @@ export class Store {
     const base = this.base(one, seq);
     if (layer.exact) {
       const size = layer.Tq * layer.Tk;
-      return { rows: layer.Tq, columns: layer.Tk, values: this.entries(one.layer).subarray(base * size, (base + 1) * size), whole: true };
+      return {
+        rows: layer.Tq,
+        columns: layer.Tk,
+        values: this.entries(one.layer).subarray(base * size, (base + 1) * size),
+        whole: true,
+      };
     }
     const name = this.arrays.has(`${one.layer}.${reduce}`) ? `${one.layer}.${reduce}` : `${one.layer}.mean`;
     if (!this.arrays.has(name)) return null;

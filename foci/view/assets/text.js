@@ -7,6 +7,8 @@ import { clipped, printable } from "./tokens.js";
 import { LayerStrip } from "./layerstrip.js";
 import { csvOf, textSvg } from "./exporting.js";
 
+const MOST_HITS = 10000;
+
 export class TextView {
   constructor({ store, state }) {
     Object.assign(this, { store, state });
@@ -19,13 +21,27 @@ export class TextView {
       onkeydown: (event) => event.key === "Enter" && this.next(event.shiftKey ? -1 : 1),
     });
     this.count = make("span", { class: "count", "aria-live": "polite" });
-    const steps = [button("↑", { title: "Previous (Shift+Enter)", onclick: () => this.next(-1) }), button("↓", { title: "Next (Enter)", onclick: () => this.next(1) })];
+    const steps = [
+      button("↑", { title: "Previous (Shift+Enter)", onclick: () => this.next(-1) }),
+      button("↓", { title: "Next (Enter)", onclick: () => this.next(1) }),
+    ];
     const { answer } = store.head;
-    const said = answer ? make("span", { class: "answer", title: printable(answer).slice(0, 2000) }, make("span", { class: "label" }, "it says "), make("bdi", {}, clipped(printable(answer), 90))) : null;
+    const said = answer ? make(
+      "span",
+      { class: "answer", title: printable(answer).slice(0, 2000) },
+      make("span", { class: "label" }, "it says "),
+      make("bdi", {}, clipped(printable(answer), 90)),
+    ) : null;
     this.tools = make("div", { class: "tools" }, this.input, ...steps, this.count, said);
     this.panes = make("div", { class: "panes" });
     this.strip = new LayerStrip(store, state);
-    this.element = make("section", { class: "view text", "aria-label": "Text" }, this.tools, this.panes, this.strip.element);
+    this.element = make(
+      "section",
+      { class: "view text", "aria-label": "Text" },
+      this.tools,
+      this.panes,
+      this.strip.element,
+    );
     new ResizeObserver(() => this.drawStrip()).observe(this.panes);
     this.at = 0;
   }
@@ -40,7 +56,10 @@ export class TextView {
     this.bySide = new Map(sides.map((side) => [side, this.pane(layer, side)]));
     // A link to a token far down opens there.
     const first = this.state.chosen[0];
-    if (first !== undefined) this.bySide.get(layer.self ? "keys" : focus.from).wanted = layer.self && focus.to ? this.store.place(layer, first) : first;
+    if (first !== undefined) {
+      const pane = this.bySide.get(layer.self ? "keys" : focus.from);
+      pane.wanted = layer.self && focus.to ? this.store.place(layer, first) : first;
+    }
     this.panes.replaceChildren(
       ...sides.map((side) => {
         const verb = side === "queries" ? "looks" : "is looked at";
@@ -60,14 +79,19 @@ export class TextView {
       name: `${layer[side]}: arrow keys move, Enter chooses, Shift+Enter adds`,
       texts: store.texts(layer, side, state.seq),
       words: store.labels(layer, side).words?.[state.seq],
-      onhover: (i) => state.set({ hover: i === null ? null : index(i), ...(i === null ? {} : { direction: direction() }) }),
+      onhover: (i) => state.set({
+        hover: i === null ? null : index(i),
+        ...(i === null ? {} : { direction: direction() }),
+      }),
       onmove: (i) => state.set({ hover: index(i), direction: direction() }),
       onpick: (i, add) => {
         const place = index(i);
         if (place === null) return;
         const kept = direction() === state.direction ? state.chosen : [];
         const without = kept.filter((other) => other !== place);
-        const chosen = kept.includes(place) ? (add || kept.length === 1 ? without : [place]) : add ? [...kept, place] : [place];
+        const fewer = add || kept.length === 1 ? without : [place];
+        const more = add ? [...kept, place] : [place];
+        const chosen = kept.includes(place) ? fewer : more;
         state.set({ chosen, hover: null, direction: direction() });
       },
     });
@@ -168,14 +192,17 @@ export function queryAt(store, layer, j) {
 function hitsIn(pane, sought) {
   if (!pane.running) {
     pane.offsets = new Int32Array(pane.texts.length + 1);
-    const parts = pane.texts.map((text, i) => (pane.hasGap(i) && !text.startsWith(" ") ? ` ${text}` : text).toLowerCase());
+    const parts = pane.texts.map(
+      (text, i) => (pane.hasGap(i) && !text.startsWith(" ") ? ` ${text}` : text).toLowerCase(),
+    );
     parts.forEach((part, i) => (pane.offsets[i + 1] = pane.offsets[i] + part.length));
     pane.running = parts.join("");
   }
   const [list, set] = [[], new Set()];
   const wanted = sought.toLowerCase();
   let token = 0;
-  for (let at = pane.running.indexOf(wanted); at >= 0 && list.length < 10000; at = pane.running.indexOf(wanted, at + wanted.length)) {
+  const after = (at) => pane.running.indexOf(wanted, at);
+  for (let at = after(0); at >= 0 && list.length < MOST_HITS; at = after(at + wanted.length)) {
     while (pane.offsets[token + 1] <= at) token++;
     // A gap before a token is no part of it.
     const first = token;

@@ -70,12 +70,18 @@ export class TextPane {
 
   key(event) {
     const step = { ArrowRight: this.leftward ? -1 : 1, ArrowLeft: this.leftward ? 1 : -1 }[event.key];
-    if (event.key === "Enter" || event.key === " ") this.onpick(this.cursor, event.shiftKey || event.ctrlKey || event.metaKey);
+    if (event.key === "Enter" || event.key === " ") {
+      this.onpick(this.cursor, event.shiftKey || event.ctrlKey || event.metaKey);
+    }
     else if (step) this.move(this.cursor + step);
-    else if (event.key === "ArrowDown" || event.key === "ArrowUp") this.move(this.nextLine(event.key === "ArrowDown" ? 1 : -1));
+    else if (event.key === "ArrowDown" || event.key === "ArrowUp") this.move(
+      this.nextLine(event.key === "ArrowDown" ? 1 : -1),
+    );
     else if (event.key === "Home") this.move(0);
     else if (event.key === "End") this.move(this.texts.length - 1);
-    else if (event.key === "PageDown" || event.key === "PageUp") this.move(this.nextLine(event.key === "PageDown" ? 12 : -12));
+    else if (event.key === "PageDown" || event.key === "PageUp") this.move(
+      this.nextLine(event.key === "PageDown" ? 12 : -12),
+    );
     else return;
     event.preventDefault();
   }
@@ -93,7 +99,7 @@ export class TextPane {
     return Math.min(this.starts[to] + this.cursor - this.starts[line], this.endOf(to) - 1);
   }
 
-  // A gap stands before a token that begins with a space, or that begins a word where texts have no spaces of their own.
+  // A gap stands before a token that begins with a space; where texts have no spaces of their own, before each word.
   hasGap(i) {
     if (i === 0) return false;
     if (this.keepsSpaces) return /^ ./su.test(this.texts[i]) || this.isAdded(i) || this.isAdded(i - 1);
@@ -179,7 +185,10 @@ export class TextPane {
   render() {
     if (!this.starts) return;
     const first = Math.max(0, Math.floor(this.scroller.scrollTop / this.line) - SPARE);
-    const last = Math.min(this.starts.length - 1, Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / this.line) + SPARE);
+    const last = Math.min(
+      this.starts.length - 1,
+      Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / this.line) + SPARE,
+    );
     for (const [number, line] of this.lines) {
       if (number < first || number > last) {
         line.remove();
@@ -197,7 +206,11 @@ export class TextPane {
     const line = make("div", { class: "line", role: "presentation" });
     line.style.top = `${number * this.line + 8}px`;
     for (let i = this.starts[number]; i < this.endOf(number); i++) {
-      const token = make("span", { class: "token", role: "option", "data-i": String(i), id: `${this.id}-${i}` }, this.written(i));
+      const token = make(
+        "span",
+        { class: "token", role: "option", "data-i": String(i), id: `${this.id}-${i}` },
+        this.written(i),
+      );
       if (i > this.starts[number] && this.hasGap(i)) token.classList.add("gap");
       else if (i > this.starts[number]) token.classList.add("joined");
       if (i + 1 < this.endOf(number) && !this.hasGap(i + 1)) token.classList.add("joins");

@@ -2,7 +2,11 @@
 
 const SIGNS = { "\n": "↵", "\r": "␍", "\t": "⇥", "\u2028": "↵", "\u2029": "↵", "\x7f": "␡" };
 // Controls, marks of direction, invisible joiners outside of a script, and halves of characters.
-const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\u{e0000}-\u{e007f}]/gu;
+const HIDDEN = new RegExp(
+  "[\\u0000-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f" +
+    "\\ufeff\\ufff9-\\ufffb]|[\\u{e0000}-\\u{e007f}]",
+  "gu",
+);
 const PILES = /(\p{M}{3})\p{M}+/gu;
 const LONGEST = 48;
 
