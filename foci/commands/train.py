@@ -43,21 +43,30 @@ def run(options: argparse.Namespace) -> int:
     from foci.training import read_config, train
 
     folder = options.out or Path("runs") / options.task
-    path = options.config
-    if options.resume:
-        given = [name for name in ("data", "dev", "config", "seed", "size") if getattr(options, name)]
-        if given:
-            raise ValueError(f"--resume goes on with the run's own config, but got --{given[0]} too")
-        path = folder / "config.toml"
-        if not path.exists():
-            raise ValueError(f"expected a run to resume in {folder}, but there is none")
-        strange = [change for change in options.changes if not change.startswith("train.")]
-        if strange:
-            raise ValueError(f"a resumed run takes changes of [train] only, but got --set {strange[0]}")
+    path = own_config(options, folder) if options.resume else options.config
     changes = [*([f"task.size={options.size}"] if options.size else []), *options.changes]
-    config = read_config(options.task, path, changes, data=options.data, dev=options.dev, seed=options.seed)
+    given = {} if options.resume else {"data": options.data, "dev": options.dev, "seed": options.seed}
+    config = read_config(options.task, path, changes, **given)
+    for name in ("data", "dev") if options.resume else ():
+        own, now = list(getattr(config, name)), getattr(options, name)
+        if now and now != own:
+            raise ValueError(f"{folder} was begun with --{name} {' '.join(own)}, but got {' '.join(now)}")
     found = train(config, folder, resume=options.resume, quiet=options.quiet)
     # Of several processes the first speaks for all.
     for name, value in found.items() if os.environ.get("RANK", "0") == "0" else ():
         print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
     return 0
+
+
+def own_config(options: argparse.Namespace, folder: Path) -> Path:
+    """The config of the run that is resumed, which only [train] may change."""
+    given = [name for name in ("config", "seed", "size") if getattr(options, name)]
+    if given:
+        raise ValueError(f"--resume goes on with the run's own config, but got --{given[0]} too")
+    strange = [change for change in options.changes if not change.startswith("train.")]
+    if strange:
+        raise ValueError(f"a resumed run takes changes of [train] only, but got --set {strange[0]}")
+    path = folder / "config.toml"
+    if not path.exists():
+        raise ValueError(f"expected a run to resume in {folder}, but there is none")
+    return path

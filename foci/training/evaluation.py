@@ -38,7 +38,7 @@ def answered(
     task: Task[Any, Any], model: nn.Module, examples: Sequence[Any], processes: Processes
 ) -> dict[str, float | str]:
     """The task's own figures, of answers that the model gives; every process gives some of them."""
-    own = task.decode(model, examples[processes.rank :: processes.world])
-    gathered = processes.gathered(own)
+    own = examples[processes.rank :: processes.world]
+    gathered = processes.gathered(task.decode(model, own) if own else [])
     answers = [gathered[i % processes.world][i // processes.world] for i in range(len(examples))]
     return task.score(answers, examples)

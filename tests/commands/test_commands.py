@@ -36,6 +36,14 @@ def test_it_answers_what_is_typed_piped_or_in_a_file(
     assert (folder / "answers.txt").read_text() == typed
 
 
+def test_a_finished_run_is_resumed_with_the_command_that_began_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data = str(folder / "runs" / "translation"), str(folder / "pairs.tsv")
+    assert cli.main(["train", "translation", "--data", data, "--out", out, "--resume", "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("loss ")
+
+
 def test_it_shows_where_it_looked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +91,9 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
         (["run", "translation", "a", "--set", "train.rate=1"], "takes changes of [task] only, but got train"),
         (["run", "translation", "a", "b", "--out", "page.html"], "takes the attention to one input, but got 2"),
         (["train", "translation", "--out", "new"], "expected the data to train on (--data), but got none"),
-        (["train", "translation", "--resume", "--data", "x"], "goes on with the run's own config, but got --data too"),
+        (["train", "translation", "--resume", "--seed", "3"], "goes on with the run's own config, but got --seed too"),
+        (["train", "translation", "--resume", "--data", "x"], "pairs.tsv, but got x"),
+        (["train", "translation", "--resume", "--set", "task.width=8"], "changes of [train] only, but got --set task"),
         (["train", "translation", "--resume", "--out", "none"], "expected a run to resume in none, but there is none"),
         (["evaluate", "none", "--data", "pairs.tsv"], "expected a model at none"),
         (["evaluate", "runs/translation", "--data", "none.tsv"], "expected a file at none.tsv, but there is nothing"),

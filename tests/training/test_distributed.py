@@ -65,9 +65,11 @@ def assert_same_curve(one: Path, other: Path) -> None:
 
 def test_two_processes_learn_as_one_with_twice_the_batch(tmp_path: Path) -> None:
     data = written(tmp_path / "pairs.tsv")
-    together(data, tmp_path / "two", "train.batch_tokens=128")
-    train(config(data, *CHANGES, "train.batch_tokens=256"), tmp_path / "one", quiet=True)
+    answers = ("train.select=metric", "train.decoded=3")
+    together(data, tmp_path / "two", "train.batch_tokens=128", *answers)
+    train(config(data, *CHANGES, "train.batch_tokens=256", *answers), tmp_path / "one", quiet=True)
     assert_same_curve(tmp_path / "one", tmp_path / "two")
+    assert logged(tmp_path / "two", "dev_chrf")[6] == pytest.approx(logged(tmp_path / "one", "dev_chrf")[6])
     assert logged(tmp_path / "two", "dev_loss")[6] == pytest.approx(logged(tmp_path / "one", "dev_loss")[6], rel=1e-4)
 
 
