@@ -64,7 +64,8 @@ class Keep:
             given = {name: getattr(found, name, None) for name in AXES}
             kept = {name: tensor for name, tensor in given.items() if tensor is not None}
             if found.top is not None:
-                kept |= {"top_values": found.top.values, "top_keys": found.top.keys}
+                # Half the way to the host; `top` gives them as they were.
+                kept |= {"top_values": found.top.values, "top_keys": found.top.keys.to(torch.int32)}
             if self.shares:
                 kept |= shares(weights)
         return kept
@@ -72,8 +73,8 @@ class Keep:
     def nbytes(self, batch: int, heads: int, queries: int, keys: int) -> int:
         """What is kept of one call, in bytes."""
         rows, columns = min(self.picture, queries), min(self.picture, keys)
-        per_head = queries * (5 + 3 * min(self.top, keys)) + keys + rows * columns
-        return 4 * batch * heads * per_head
+        per_query = 4 + 2 * self.shares + 2 * min(self.top, keys)
+        return 4 * batch * heads * (queries * per_query + keys + rows * columns + 1)
 
 
 def shares(weights: Weights) -> dict[str, Tensor]:

@@ -55,6 +55,8 @@ class Record:
         self.layers, self.labels = dict(layers or {}), dict(labels or {})
         self.model, self.calls, self.unseen = model, calls, list(unseen)
         self.prompt, self.answer = prompt, answer
+        # Whether a block that fills it is still open.
+        self.filling = False
         # Sums over records that were added; those of the record's own layers come to them when asked.
         self.sequences = 1
         self._added: dict[str, Totals] = {}
@@ -90,6 +92,7 @@ class Record:
 
     def __getitem__(self, name: str) -> Layer:
         """seen["L5"], seen["L5H3"], seen["cross.L0H2"], or a module's name; "L5#2" for its second call."""
+        self._check_filled()
         if name in self.layers:
             return self.layers[name]
         found, known = HEAD.fullmatch(name), list(self._short().values())
@@ -100,6 +103,12 @@ class Record:
                     return layer if found["head"] is None else layer.head(int(found["head"]))
         shown = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
         raise KeyError(f"expected a layer or head such as {shown or 'L0H0 (nothing was recorded)'}, but got {name!r}")
+
+    def _check_filled(self) -> None:
+        if self.filling:
+            raise RuntimeError(
+                "a record is filled when its block ends, but it was asked before (or an exception passed)"
+            )
 
     def name_of(self, layer: Layer, head: int | None = None) -> str:
         """The short name of a layer or head: "L5", "cross.L0H2"; of a second call "L5H2#2"."""
@@ -172,6 +181,7 @@ class Record:
 
         Layers are in the order of `layers`. NaN where what was kept does not tell, or a layer has fewer heads.
         """
+        self._check_filled()
         totals = self.totals()
         means = [totals[self.name_of(layer)].means() for layer in self.layers.values()]
         widest = max((len(layer.heads) for layer in self.layers.values()), default=0)
@@ -209,6 +219,8 @@ class Record:
 
         Layers stay those of this record, so a data set costs no more memory than its first record. Returns the record.
         """
+        self._check_filled()
+        other._check_filled()
         mine, more = self.totals(), other.totals()
         if mine.keys() != more.keys():
             raise ValueError(different(mine, more))
@@ -247,7 +259,7 @@ class Record:
     def table(self) -> Any:
         """The statistics of every head: a pandas.DataFrame where pandas is installed, else a dict of columns."""
         try:
-            import pandas  # type: ignore[import-untyped, unused-ignore]
+            import pandas
         except ImportError:
             return self.columns()
         return pandas.DataFrame(self.columns())
@@ -263,6 +275,7 @@ class Record:
         Saving a .foci file of a lazy record saves queries and keys, so every question can be asked later, anywhere.
         Other options go to the page or the picture.
         """
+        self._check_filled()
         ending = os.path.splitext(os.fspath(path))[1].lower()  # noqa: PTH122
         if ending == ".html":
             from foci.view import page
@@ -299,6 +312,7 @@ class Record:
 
     def show(self, *arguments: Any, **options: Any) -> Any:
         """The record in the terminal."""
+        self._check_filled()
         from foci.view import terminal
 
         return terminal.show(self, *arguments, **options)
@@ -314,6 +328,8 @@ class Record:
         model = f" of {self.model}" if self.model else ""
         added = f", {self.sequences} records added up" if self.sequences > 1 else ""
         unseen = f", {len(self.unseen)} attention modules unseen" if self.unseen else ""
+        if self.filling:
+            return f"Record{model}: to be filled when its block ends"
         return f"Record{model}: {len(self.layers)} layers, {heads} heads, {self.calls} attention calls{added}{unseen}"
 
 

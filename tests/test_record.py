@@ -1,6 +1,8 @@
 """Record: layers and heads by name, labels where they fit, scores that add up, tensors of other libraries."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,8 +153,13 @@ def test_the_table_has_a_row_per_head() -> None:
     assert columns["layer"][-1] == 1
     assert columns["stack"][-1] == "cross"
     assert columns["entropy"][0] == pytest.approx(float(translation()["encoder.L0H0"].entropy().mean()), rel=1e-5)
-    table = translation().table()
-    assert list(table["name"]) == columns["name"]
+
+
+def test_a_table_is_pandas_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert list(translation().table()["name"]) == translation().columns()["name"]
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=lambda columns: ("frame", list(columns))))
+    assert translation().table() == ("frame", list(translation().columns()))
 
 
 def test_statistics_add_up_over_a_data_set() -> None:

@@ -16,9 +16,7 @@ class Host:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """The tensor on the host, still on its way. Key numbers travel as int32."""
-        if tensor.dtype == torch.int64:
-            tensor = tensor.to(torch.int32)
+        """The tensor on the host, still on its way."""
         if not tensor.is_cuda:
             return tensor.cpu()
         stream = self._streams.get(tensor.device)

@@ -252,6 +252,7 @@ class Recorder:
         self.record.calls, self.record.unseen = self.calls, self.unseen()
         several = [t for t in self.tracks.values() if len(t.passes) > 1 and not t.cross]
         self.record.prompt = several[0].first[0] if several else None
+        self.record.filling = False
 
     def _refuse_unknown(self) -> None:
         """Names of heads that no module has, in a block in which modules attended."""

@@ -87,6 +87,7 @@ def watch(
     )
     for name, ready in (labels or {}).items():
         recorder.say(name, ready)
+    record.filling = True
     with ExitStack() as stack:
         stack.enter_context(hooked(recorder))
         stack.enter_context(uncompiled())

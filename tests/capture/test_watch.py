@@ -2,8 +2,10 @@
 
 import gc
 import logging
+import re
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 import foci
 from foci.capture.recorder import active
 from foci.labels import Labels
+from foci.scoring import SCORES
 from tests.capture.models import FusedAttention, Stack
 from tests.tensors import randn
 
@@ -280,6 +283,18 @@ def test_nothing_stays_behind_when_an_exception_passes() -> None:
     assert (hooks(model), modes(), active()) == (0, 0, ())
 
 
+def test_a_record_is_asked_after_its_block(tmp_path: Path) -> None:
+    model = Stack(1)
+    with foci.watch(model) as seen:
+        model(IDS)
+        assert repr(seen) == "Record of Stack: to be filled when its block ends"
+        for ask in (lambda: seen["L0"], lambda: seen.save(tmp_path / "x.foci"), seen.scores, lambda: seen.add(seen)):
+            with pytest.raises(RuntimeError, match="filled when its block ends"):
+                ask()
+    seen.save(tmp_path / "x.foci")
+    assert foci.Record.load(tmp_path / "x.foci")["L0"].shape == (1, 4, 6, 6)
+
+
 def test_an_exception_that_is_caught_inside_leaves_the_names_right() -> None:
     model = Stack()
     with foci.watch(model) as seen:
@@ -404,6 +419,18 @@ def test_texts_in_one_block_have_labels_of_their_own() -> None:
         model(IDS)
         model(IDS + 1)
     assert [seen.labels_of(layer)[0].texts[0][0] for layer in seen.layers.values()] == ["7", "8"]
+
+
+def test_the_page_about_watching_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code runs, and its table of scores is the one in the code."""
+    page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        exec(compile(code, "watch.md", "exec"), names)
+    assert foci.Record.load(tmp_path / "run.foci").heads == names["seen"].heads
+    rows = dict(re.findall(r"^\| ([a-z ]+) \| (.+) \|$", page.partition("| score |")[2], re.MULTILINE))
+    assert rows == SCORES
 
 
 class TestCompiled:
