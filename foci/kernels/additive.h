@@ -3,6 +3,8 @@
    tanh(a + b) = 1 - 2 / (1 + e^2a e^2b): a term is a product, a sum and a quotient, and two terms share a quotient:
    w0 / D0 + w1 / D1 = (w0 D1 + w1 D0) / (D0 D1). */
 
+#pragma once
+
 #include "vectors.h"
 
 /* Beyond this e^2a or e^-2a is no float of full precision. */

@@ -1,5 +1,7 @@
 /* What a query may see: runs of keys, ids that must be equal, and a dense mask; all of them must allow it. */
 
+#pragma once
+
 #include <stdint.h>
 
 /* What is hidden has this logit, so that no weight is left of it. */

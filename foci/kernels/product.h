@@ -1,5 +1,7 @@
 /* Queries times keys. */
 
+#pragma once
+
 #include "vectors.h"
 
 /* Keys of one product, which lie together: (width, PANEL). */

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "additive.h"
 #include "masks.h"
 #include "product.h"
 
@@ -27,6 +28,8 @@ typedef struct {
     const float *query_places; /* (batch or 1, query_count) */
     const float *key_places;   /* (batch or 1, padded) */
     const float *slopes;       /* (heads): what each step of distance costs */
+    const float *weight;       /* (heads, width): of an additive score; queries and keys are e^2q and e^2k */
+    const float *constants;    /* (heads): what its sums are added to */
     const float *by_distance;  /* (heads, distances): what is added, from the last query and the first key on */
     float *entropy;            /* (pairs, query_count) */
     float *distance;           /* (pairs, query_count) */
@@ -57,6 +60,18 @@ typedef struct {
     Row rows[BLOCK];
     float queries[]; /* (BLOCK / ROWS, width, ROWS) */
 } Pass;
+
+/* The same of an additive score: the weight is -2 w in base 2, the constant Σ w. */
+static __attribute__((noinline)) void compare(
+    const float *queries, const float *keys, int64_t width, const float *weight, float constant, const float *shift,
+    float *x)
+{
+    for (int i = 0; i < 3; i++) {
+        floats sums[ROWS];
+        sum_quotients(queries, keys + i * LANES, PANEL, weight, width, sums);
+        for (int r = 0; r < ROWS; r++) store(x + r * CHUNK + i * LANES, sums[r] + (constant - shift[r]));
+    }
+}
 
 static inline void insert(Row *row, int64_t kept, float value, int32_t key)
 {
@@ -181,8 +196,11 @@ static void tile(Pass *pass, int64_t r, int64_t start, int64_t end, int64_t *lin
     }
     const float *queries = pass->queries + (r - pass->first) * width;
     const float *keys = work->keys + (pass->pair / work->group) * work->padded * width;
-    for (int64_t c = start + (from - start) / PANEL * PANEL; c < to; c += PANEL)
-        multiply(queries, keys + c * width, width, shift, pass->x + (c - start), CHUNK);
+    for (int64_t c = start + (from - start) / PANEL * PANEL; c < to; c += PANEL) {
+        float *x = pass->x + (c - start);
+        if (!work->weight) multiply(queries, keys + c * width, width, shift, x, CHUNK);
+        else compare(queries, keys + c * width, width, work->weight + pass->head * width, work->constants[pass->head], shift, x);
+    }
     for (int64_t i = 0; i < count; i++) {
         if (low[i] >= high[i]) continue;
         Row *row = pass->rows + (r + i - pass->first);

@@ -2,6 +2,8 @@
 
    Intrinsics say what C cannot: a maximum, a minimum, and a comparison as bits. */
 
+#pragma once
+
 #include <stdint.h>
 #if defined(__AVX__)
 #include <immintrin.h>

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from foci.arguments import Call
 from foci.backends import kernel_masks
 from foci.backends.blocked import LOG2_E
+from foci.backends.tanh_scores import NEAR, is_near
 from foci.biases import ALiBi, Buckets
 from foci.kernels import native
 from foci.masks import Causal
@@ -40,7 +41,7 @@ AT_ONCE = 2**24
 PER_THREAD = 2**18
 PER_PART = 128
 
-INPUTS = ("queries", "keys", "shift", "query_places", "key_places", "slopes", "by_distance")
+INPUTS = ("queries", "keys", "shift", "query_places", "key_places", "slopes", "weight", "constants", "by_distance")
 OUTPUTS = ("entropy", "distance", "received", "picture", "largest", "top_values", "top_keys")
 SIZES = (
     *("pairs", "heads", "group", "query_count", "key_count"),
@@ -85,8 +86,6 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
     reasons = []
     if call.q.dtype not in DTYPES:
         reasons.append(f"{call.q.dtype}")
-    if isinstance(call.score, Additive):
-        reasons.append("an additive score is not a dot product")
     if call.bias is not None and not isinstance(call.bias, ALiBi | Buckets):
         reasons.append(f"the bias {type(call.bias).__name__}")
     if isinstance(call.bias, Buckets) and call.positions is not None:
@@ -98,6 +97,8 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
     if wanted is not None and wanted.picture is not None and wanted.picture[2] != "mean":
         reasons.append("a picture of maxima")
     reasons += too_small(call) or kernel_masks.reasons(call)
+    if not reasons and isinstance(call.score, Additive) and not is_near(call.q, call.k):
+        reasons.append(f"an additive score of numbers beyond {NEAR:g}")
     # Asked last: the answer may cost a second of compiling.
     missing = None if reasons else native.refusal("strip")
     return reasons if missing is None else [missing]
@@ -125,9 +126,9 @@ def measure_part(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
     """Some sequences, all of their heads."""
     library = native.library("strip")
     threads, parts = shares(call, wanted)
-    dot = replace(call, q=call.q.float(), k=call.k.float()).with_dot()
-    assert dot is not None and isinstance(dot.score, Dot)
-    given = matrix_inputs(dot, lse, library.panel_keys(), library.chunk_keys())
+    dot, given = compared(replace(call, q=call.q.float(), k=call.k.float()))
+    assert isinstance(dot.score, Dot)
+    given |= matrix_inputs(dot, lse, library.panel_keys(), library.chunk_keys())
     found = outputs(call, wanted, parts)
     scale, softcap = scales(dot.score, dot.q.shape[-1])
     seen = mask_inputs(call)
@@ -143,6 +144,17 @@ def measure_part(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
     if work.failed:
         raise MemoryError("there is no memory for the few rows that a pass over the attention matrix keeps")
     return finished(call, wanted, found)
+
+
+def compared(call: Call) -> tuple[Call, dict[str, Tensor]]:
+    """The call with the vectors that are multiplied; of an additive score exponentials, and what is done with them."""
+    if not isinstance(call.score, Additive):
+        dot = call.with_dot()
+        assert dot is not None
+        return dot, {}
+    weight = call.score.weight.float().expand(call.q.shape[1], -1) * LOG2_E
+    given = {"weight": (weight * -2.0).contiguous(), "constants": weight.sum(-1)}
+    return replace(call, q=(2.0 * call.q).exp_(), k=(2.0 * call.k).exp_(), score=Dot(1.0 / LOG2_E)), given
 
 
 def shares(call: Call, wanted: Wanted) -> tuple[int, int]:

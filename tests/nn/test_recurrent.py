@@ -199,5 +199,5 @@ def test_words_outside_the_vocabulary_are_refused() -> None:
     model, (source, target, _) = small(), batch()
     with pytest.raises(ValueError, match="source must be numbers from 0 to 19, as the vocabulary has 20, but got"):
         model(source + 20, target)
-    with pytest.raises(ValueError, match="target must be numbers from 0 to 19, as the vocabulary has 20, but got -1 to"):
+    with pytest.raises(ValueError, match="target must be numbers from 0 to 19, as the vocabulary has 20, but got -1"):
         model(source, target - target.min() - 1)

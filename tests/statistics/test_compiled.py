@@ -84,8 +84,6 @@ def check_top(values: Tensor, keys: Tensor, true: Tensor, k: int, dtype: torch.d
 REFUSED = {
     "from_function": "no union of two runs",
     "positions, empty rows": "no union of two runs",
-    "additive": "an additive score",
-    "additive, one vector": "an additive score",
     "relative": "the bias Relative",
     "relative, one table": "the bias Relative",
     "grouped heads, empty rows": "the bias Relative",
@@ -358,3 +356,13 @@ def test_memory_is_linear_in_the_length() -> None:
     with LargestTensor() as seen:
         weights.summary(top=4, picture=64)
     assert seen.largest <= 2 * 2000 * 8 * 2
+
+
+@pytest.mark.usefixtures("_any_size")
+def test_an_additive_score_of_large_numbers_is_refused_and_measured_all_the_same() -> None:
+    arguments = in_dtype(CASES["additive"](), torch.float32)
+    arguments["query"] = arguments["query"] + 50.0
+    arguments["key"] = arguments["key"] - 50.0
+    weights = lazy(arguments)
+    assert compiled.refuses(weights._held.call) == ["an additive score of numbers beyond 43"]
+    assert_close(weights.entropy(), matrices.entropy(truth(arguments)), torch.float32, 4)
