@@ -98,6 +98,8 @@ class Generation(Task[Passage | Window, Measured]):
 
     def __init__(self, settings: GenerationSettings, tokenizer: Tokenizer) -> None:
         self.settings, self.tokenizer = settings, tokenizer
+        # The examples of the last epoch and their tokens: a long text is put together once.
+        self._last: tuple[Sequence[Passage | Window], Tensor] | None = None
 
     @classmethod
     def read(cls, paths: Sequence[Path], settings: GenerationSettings) -> list[Passage | Window]:
@@ -168,7 +170,9 @@ class Generation(Task[Passage | Window, Measured]):
         self, examples: Sequence[Passage | Window], training: bool, generator: torch.Generator
     ) -> Sequence[Passage | Window]:
         """Windows of the context's length; while training they begin elsewhere in each epoch."""
-        tokens = self._joined([each for each in examples if isinstance(each, Passage)])
+        if self._last is None or self._last[0] is not examples:
+            self._last = examples, self._joined([each for each in examples if isinstance(each, Passage)])
+        tokens = self._last[1]
         context = self.settings.context
         if training:
             room = max(len(tokens) - 1 - context, 0)

@@ -52,8 +52,8 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"].fill_(rate)
         self.processes.add_up([self.totals[:2]])
-        if not self.shared:
-            self.processes.add_up([each.grad for each in self.parameters if each.grad is not None])
+        if not self.shared and self.processes.world > 1:
+            self.processes.add_up(self._every_gradient())
         self._step({}, self._weights[True])
         found = self.totals.clone()
         self.totals.zero_()
@@ -133,6 +133,13 @@ class Learner:
         (loss * weight).backward()
         self.totals[0].add_(loss.detach() * weight)
         self.totals[1].add_(count * weight)
+
+    def _every_gradient(self) -> list[Tensor]:
+        """All gradients, zeros where a batch of this process did not reach a parameter: processes send the same."""
+        for each in self.parameters:
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+        return [each.grad for each in self.parameters if each.grad is not None]
 
     def _stepped(self, _nothing: dict[str, Tensor], _weight: Tensor) -> None:
         grads = [each.grad for each in self.parameters if each.grad is not None]
