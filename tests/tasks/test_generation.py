@@ -45,6 +45,7 @@ def test_every_token_is_predicted_once(length: int, context: int, stride: int) -
     assert all(len(window.tokens) <= context + 1 for window in found)
 
 
+@torch.no_grad()
 def test_measuring_agrees_with_the_model_token_by_token() -> None:
     settings = GenerationSettings(size="tiny", context=8, stride=3)
     text = "to be or not to be"
