@@ -111,7 +111,7 @@ PARTS = ("encoder", "decoder")
 
 def renamed(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
     """The arrays by the names that transformers has for them, in float32."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, values in arrays.items():
         if values.is_floating_point():
             found |= {f"model.{new}": part.float() for new, part in parts_of(name.split("/"), values)}

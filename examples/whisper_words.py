@@ -62,8 +62,7 @@ def transcribed(model: Any, samples: Tensor) -> tuple[list[int], Tensor]:
     features = features_of(samples, model.config.num_mel_bins).to(model.device)
     heads = [f"cross.L{layer}H{head}" for layer, head in model.generation_config.alignment_heads]
     prompt = torch.tensor([[START, PLAIN]], device=model.device)
-    layers = sorted({name.rpartition("H")[0] for name in heads})
-    with torch.no_grad(), foci.watch(model, layers=layers) as seen:
+    with torch.no_grad(), foci.watch(model, heads=heads) as seen:
         said = model.generate(features, decoder_input_ids=prompt, do_sample=False)
     ids = [number for number in said[0].tolist() if number < END]
     # The first row is that of the start token, which says no text.

@@ -259,3 +259,25 @@ def test_no_mask_and_the_empty_rest_of_a_cache_of_fixed_size() -> None:
     out, _ = foci.hf.attend(torch.nn.Module(), q, k, v, None)
     expected = foci.attention(q, k[:, :, :3], v[:, :, :3], mask=foci.causal)
     assert torch.equal(out.transpose(1, 2), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", [RIGHT, LEFT], ids=["right", "left"])
+@pytest.mark.parametrize("name", ["bert", "llama", "gemma2", "gpt-oss", "t5", "bart"])
+def test_on_a_gpu_masks_stay_rules(name: str, side: Tensor) -> None:
+    """As on a CPU, with the kernels of the device; padding and windows are not built there, however small."""
+    architecture = ARCHITECTURES[name]
+    model = made(architecture).cuda()
+    inputs = {key: given.cuda() for key, given in (architecture.inputs() | {"attention_mask": side.long()}).items()}
+    rows = slice(None) if architecture.kind == "encoder-decoder" else side
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = main_output(model(**inputs)).cpu()
+        model.set_attn_implementation("foci")
+        found = main_output(model(**inputs)).cpu()
+        with foci.watch(model, keep=foci.Keep(top=2, picture=3)) as seen:
+            watched = main_output(model(**inputs)).cpu()
+    # float32 products on a GPU, which eager code takes otherwise than fused kernels.
+    assert_same(found[rows], expected[rows], slack=2**14)
+    assert_same(watched[rows], expected[rows], slack=2**14)
+    assert seen.calls == len(seen.layers) > 0

@@ -109,9 +109,7 @@ def configs_of(parts: dict[str, nn.Module], modules: dict[str, nn.Module]) -> li
 
 def tell_unseen(model: nn.Module, recorder: Recorder, ran: dict[str, nn.Module]) -> None:
     """Names the attention modules that ran without a call that could be seen."""
-    missed = {
-        name: module for name, module in ran.items() if not any(is_part(each, name) for each in recorder.attended)
-    }
+    missed = {name: module for name, module in ran.items() if not recorder.called(name)}
     for name, module in missed.items():
         how = "computes its attention itself" if attends(type(module)) == "computes" else "made no attention call"
         recorder.cannot(name, f"{type(module).__name__} {how}")

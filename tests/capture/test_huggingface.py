@@ -107,12 +107,14 @@ def test_statistics_are_those_of_eagers_matrices(name: str) -> None:
 
 
 def assert_same_statistics(layer: Any, matrix: Tensor) -> None:
+    """Roundings of the logits come into every weight as they are: more of them where the logits are large."""
+    slack = 64.0 + 8.0 * float(layer.largest_logit().abs().max())
     assert layer.shape == tuple(matrix.shape)
-    assert_same(layer.weights.dense(), matrix, layer.name, slack=64)
-    assert_same(layer.received(), matrix.sum(-2), f"received of {layer.name}", slack=64)
+    assert_same(layer.weights.dense(), matrix, layer.name, slack)
+    assert_same(layer.received(), matrix.sum(-2), f"received of {layer.name}", slack)
     entropy = torch.special.entr(matrix).sum(-1)
-    assert_same(layer.entropy(), entropy, f"entropy of {layer.name}", slack=256)
-    assert_same(layer.top(2).values, matrix.topk(2).values, f"top of {layer.name}", slack=64)
+    assert_same(layer.entropy(), entropy, f"entropy of {layer.name}", 4 * slack)
+    assert_same(layer.top(2).values, matrix.topk(2).values, f"top of {layer.name}", slack)
 
 
 @pytest.mark.parametrize("side", [RIGHT, LEFT], ids=["right", "left"])
