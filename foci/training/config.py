@@ -55,6 +55,8 @@ class TrainConfig(Config):
             raise ValueError(f"TrainConfig.dev_share must lie between 0 and 1, but got {self.dev_share!r}")
         if self.ema >= 1.0:
             raise ValueError(f"TrainConfig.ema must be below 1, but got {self.ema!r}")
+        if self.graphs and self.shard:
+            raise ValueError("a model that is shared out cannot be captured: expected graphs or shard, but got both")
         if not self.steps and not self.epochs:
             raise ValueError("expected steps or epochs above 0, but got 0 for both")
 

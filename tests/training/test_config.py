@@ -34,6 +34,7 @@ def test_what_is_set_stands_over_the_file(tmp_path: Path) -> None:
         ("seed=x", "expected a whole number as seed, but got 'x'"),
         ("data=3", "expected a path or a list of paths as data, but got 3"),
         ("task=3", r"expected \[task\] in the config to be a table, but got 3"),
+        ("train={graphs=true,shard=true}", "expected graphs or shard, but got both"),
         ("train.ema=1", "TrainConfig.ema must be below 1, but got 1"),
     ],
 )
