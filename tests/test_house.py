@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,15 @@ def test_imports_are_read_wherever_they_stand() -> None:
     )
     assert imported(source, {"masks", "scores", "nn"}) == {"foci", "masks", "scores", "nn"}
     assert imported("from foci import attention", {"masks"}) == {"foci"}
+
+
+def test_importing_foci_brings_the_call_and_no_compiler() -> None:
+    code = "import sys, foci; print(*(name for name in sys.modules if name.startswith(('torch._dynamo', 'foci'))))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    brought = {name.partition(".")[2].partition(".")[0] for name in printed.split() if name.startswith("foci.")}
+    assert "call" in brought
+    assert not {"nn", "record", "capture", "view", "decoding"} & brought
+    assert "torch._dynamo" not in printed.split()
 
 
 def text_files() -> list[Path]:

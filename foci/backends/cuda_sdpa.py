@@ -26,15 +26,18 @@ def capability(index: int) -> int:
     return torch.cuda.get_device_capability(index)[0]
 
 
-# A compiler asks these once: traced, they would break its graph.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def hopper_or_later(index: int) -> bool:
     return capability(index) >= 9
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_cudnn() -> bool:
     return bool(torch.backends.cudnn.is_available())
+
+
+# A compiler asks these once: traced, they would break its graph. torch.compiler.assume_constant_result marks them the
+# same way, and would bring the whole compiler with `import foci`, which takes seconds.
+hopper_or_later._dynamo_marked_constant = True  # type: ignore[attr-defined]
+has_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def default_is_fastest(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:

@@ -6,7 +6,6 @@ import os
 from importlib.util import find_spec
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from foci.arguments import Call
@@ -53,9 +52,12 @@ def device_reasons(call: Call) -> list[str]:
     return [f"the queries are on {call.extent.device.type}, not on cuda"]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+# A compiler asks it once. torch.compiler.assume_constant_result does the same, and would bring the compiler with foci.
+has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def on_cpu(call: Call) -> bool:
