@@ -51,8 +51,13 @@ class Captured:
         """Nothing runs while it is captured."""
         kept, kept_weight = {name: tensor.clone() for name, tensor in batch.items()}, weight.clone()
         graph = torch.cuda.CUDAGraph()
-        # Graphs that never run at the same time and leave nothing behind can share their memory.
-        with torch.cuda.graph(graph, pool=self.pool):
-            self.work(kept, kept_weight)
+        try:
+            # Graphs that never run at the same time and leave nothing behind can share their memory.
+            with torch.cuda.graph(graph, pool=self.pool):
+                self.work(kept, kept_weight)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"an update could not be captured (train.graphs = false goes without): {error}"
+            ) from error
         self.pool = graph.pool()
         return graph, kept, kept_weight
