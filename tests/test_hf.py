@@ -231,8 +231,8 @@ def test_models_that_refuse_the_name(name: str) -> None:
 
 def test_what_would_change_the_answer_is_refused() -> None:
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match="does not serve keys chosen by index: expected indices=None"):
-        foci.hf.attend(torch.nn.Module(), q, q, q, None, indices=torch.zeros(1))
+    with pytest.raises(ValueError, match="does not serve blocks chosen by index: expected block_indices=None"):
+        foci.hf.attend(torch.nn.Module(), q, q, q, None, block_indices=torch.zeros(1))
 
 
 @pytest.mark.parametrize("queries", [1, 5])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.algebra import Mask
+from foci.algebra import Mask, as_mask
 from foci.call import DOT, attention
 from foci.capture.huggingface_masks import Deferred, mask_of, watched
 from foci.capture.huggingface_switch import said_before
@@ -23,7 +23,7 @@ from foci.scores import Dot
 NAME = "foci"
 
 # What some models hand over that would change the answer.
-NOT_SERVED = {"cache": "a paged cache", "indices": "keys chosen by index", "block_indices": "blocks chosen by index"}
+NOT_SERVED = {"cache": "a paged cache", "block_indices": "blocks chosen by index"}
 
 
 def register() -> None:
@@ -57,6 +57,7 @@ def attend(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """One attention of a model of transformers: (B, H, Tq, D) in, (B, Tq, H, Dv) out, and the weights where asked."""
@@ -67,7 +68,7 @@ def attend(
     seen = who_sees(attention_mask, position_bias, looks_back, sliding_window, query.shape[2], key.shape[2])
     options: dict[str, Any] = {
         "score": score_of(scaling, None if softcap is None or ignores_softcap(module) else softcap, query.shape[3]),
-        "mask": seen.mask,
+        "mask": seen.mask if indices is None else among(indices, seen),
         "bias": seen.bias,
         "sink": None if s_aux is None else s_aux.reshape(-1),
         "dropout": dropout if module.training else 0.0,
@@ -107,6 +108,13 @@ def who_sees(
         added = attention_mask[..., :keys]
         position_bias = added if position_bias is None else position_bias[..., :keys] + added
     return Seen(keys, mask, None if position_bias is None else position_bias[..., :keys])
+
+
+def among(indices: Tensor, seen: Seen) -> Mask:
+    """Only the keys that an indexer chose for each query, (B, Tq, some): a dense mask, as it is in eager code."""
+    chosen = torch.zeros(*indices.shape[:2], seen.keys, dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+    return as_mask(chosen) if seen.mask is None else as_mask(seen.mask) & chosen
 
 
 def score_of(scaling: float | None, softcap: float | None, width: int) -> Dot:

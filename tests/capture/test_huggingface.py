@@ -34,7 +34,17 @@ from tests.capture.architectures import (  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 # Their default is eager code, or their values are as wide as no kernel takes them: another kernel, within rounding.
-ANOTHER_KERNEL = {"gemma2", "gpt-oss", "deepseek-v3", "t5", "umt5", "switch", "t5gemma", "speech-to-text"}
+ANOTHER_KERNEL = {
+    "gemma2",
+    "gpt-oss",
+    "deepseek-v3",
+    "deepseek-v3.2",
+    "t5",
+    "umt5",
+    "switch",
+    "t5gemma",
+    "speech-to-text",
+}
 
 # In some versions of transformers their SDPA computes something else than their eager code (no softcap, no causality).
 NOT_WITH_SDPA = {"gemma2", "t5gemma", "umt5"}
