@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +85,7 @@ class Recorder:
         self._open: dict[tuple[str, int], Track] = {}
         self._named: Counter[str] = Counter()
         self._total, self._estimated = 0, False
+        self._hidden: Callable[[str, Weights, Tensor], None] | None = None
 
     def place(self, name: str, stack: str = "", index: int = 0, queries: str = "input", keys: str = "input") -> None:
         """Says where a module's attention stands: its stack, its number there, and the labels along its axes."""
@@ -186,6 +188,12 @@ class Recorder:
         """One attention call: its weights, and its values (..., G, Tk, Dv) with the same leading axes."""
         if is_repeated():
             return
+        # A compiler that is first used inside of a block looks at all that runs, and this is nothing for it.
+        if self._hidden is None and "torch._dynamo" in sys.modules:
+            self._hidden = sys.modules["torch._dynamo"].disable(self._record)
+        (self._hidden or self._record)(name, weights, values)
+
+    def _record(self, name: str, weights: Weights, values: Tensor) -> None:
         weights = in_four(weights)
         values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
         place, k = self.place_of(name), weights._call.k

@@ -3,6 +3,8 @@
 import gc
 import logging
 import re
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -457,6 +459,21 @@ class TestCompiled:
         with foci.watch(model) as seen:
             model(IDS)
         assert list(seen.layers) == ["blocks.0", "blocks.1"]
+
+    @pytest.mark.slow
+    def test_the_first_thing_that_a_program_compiles_inside_of_a_block(self) -> None:
+        code = """
+import torch, foci
+from tests.capture.models import Stack
+model, ids = Stack(2), torch.tensor([[1, 2, 3]])
+with foci.watch(model) as seen:
+    out = torch.compile(model, backend="eager")(ids)
+print(list(seen.layers), torch.equal(out, model(ids)))
+"""
+        root = Path(__file__).parents[2]
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+        assert run.stdout == "['blocks.0', 'blocks.1'] True\n"
+        assert "Exception ignored" not in run.stderr
 
     def test_a_block_inside_of_what_is_compiled(self) -> None:
         model = Stack(1)
