@@ -4,7 +4,7 @@ It kept, per query and class of keys, the two largest logits and where they were
 exceed. The k largest of these are chosen (pick). A key that was not kept can count only where both of its class were
 chosen and the third may reach the last one chosen. And the logits that were kept lack their lowest bits, which say
 where, so that keys level with the last one chosen are open too. Those classes, few, are read again, key by key
-(refine); elsewhere the choice is final, and only its weights are computed anew, exactly (weigh).
+(refine); elsewhere the choice is final, and only its weights are computed anew, exactly (weigh, order).
 """
 
 # Device code carries no Python types.
@@ -132,9 +132,9 @@ def weigh(
     q, k, lse, slopes, values, keys, H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, scale, softcap, first_pair, first_query, queries,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    TOP: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
+    TOP: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """R queries of one pair: the exact weights of the keys picked, in order."""
+    """R queries of one pair: the exact logits of the keys picked, less the log-sum-exp, into values."""
     pair = first_pair + tl.program_id(1)
     b = (pair // H).to(tl.int64)
     h = pair % H
@@ -146,23 +146,37 @@ def weigh(
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes + h)
-    flat = tl.arange(0, R * SLOTS)
-    local = tl.program_id(0) * R + flat // SLOTS
-    slot = flat % SLOTS
+    local = tl.program_id(0) * R + tl.arange(0, R)
     i = first_query + local
     valid = (local < queries) & (i < Tq)
-    found = tl.load(keys + i.to(tl.int64) * TOP + slot, mask=valid & (slot < TOP), other=-1)
-    d = tl.arange(0, BD)[None, :]
-    row = tl.load(q + i.to(tl.int64)[:, None] * q_query + d, mask=valid[:, None] & (d < D), other=0.0)
-    key = tl.load(k + found.to(tl.int64)[:, None] * k_key + d, mask=(found >= 0)[:, None] & (d < D), other=0.0)
-    dots = tl.sum(row.to(tl.float32) * key.to(tl.float32), 1)
-    x = logits(dots, i, found, Tk - Tq, slope, scale, softcap, SOFTCAP, ALIBI)
-    x = tl.where(found >= 0, x - log_sum_exps(lse, i, Tq), NONE)
-    lines = first_query + tl.program_id(0) * R + tl.arange(0, R)
-    there = (tl.program_id(0) * R + tl.arange(0, R) < queries) & (lines < Tq)
-    place = (lines.to(tl.int64) * TOP)[:, None]
-    x, found = tl.reshape(x, (R, SLOTS)), tl.reshape(found, (R, SLOTS))
-    store_in_order(x, found, values + place, keys + place, there[:, None], TOP, SLOTS)
+    place = (i.to(tl.int64) * TOP)[:, None]
+    slot = tl.arange(0, SLOTS)[None, :]
+    found = tl.load(keys + place + slot, mask=valid[:, None] & (slot < TOP), other=-1)  # (R, SLOTS)
+    d = tl.arange(0, BD)[None, None, :]
+    inside = valid[:, None, None] if EVEN else valid[:, None, None] & (d < D)
+    row = tl.load(q + i.to(tl.int64)[:, None, None] * q_query + d, mask=inside, other=0.0)
+    there = (found >= 0)[:, :, None] if EVEN else (found >= 0)[:, :, None] & (d < D)
+    key = tl.load(k + found.to(tl.int64)[:, :, None] * k_key + d, mask=there, other=0.0)
+    dots = tl.sum(row.to(tl.float32) * key.to(tl.float32), 2)
+    x = logits(dots, i[:, None], found, Tk - Tq, slope, scale, softcap, SOFTCAP, ALIBI)
+    x = tl.where(found >= 0, x - log_sum_exps(lse, i, Tq)[:, None], NONE)
+    tl.store(values + place + slot, x, mask=valid[:, None] & (slot < TOP))
+
+
+@triton.jit
+def order(values, keys, Tq, first_pair, first_query, queries, TOP: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr):
+    """R queries of one pair: their weights and keys in order. Apart from weigh, whose threads are laid out for rows."""
+    pair = first_pair + tl.program_id(1)
+    local = tl.program_id(0) * R + tl.arange(0, R)
+    i = first_query + local
+    valid = ((local < queries) & (i < Tq))[:, None]
+    place = ((pair.to(tl.int64) * Tq + i) * TOP)[:, None]
+    slot = tl.arange(0, SLOTS)[None, :]
+    x = tl.load(values + place + slot, mask=valid & (slot < TOP), other=NONE)
+    found = tl.load(keys + place + slot, mask=valid & (slot < TOP), other=-1)
+    # They are written where they were read.
+    tl.debug_barrier()
+    store_in_order(x, found, values + place, keys + place, valid, TOP, SLOTS)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.statistics.device_arguments import check, inputs, picture_arguments, weights_arguments
+from foci.statistics.hopper import run as run_on_hopper
 from foci.statistics.tiling import BUDGET, Cells, Config, Launch, cells, default, launches, segments_for, slots
 from foci.statistics.wanted import Wanted
 
@@ -72,8 +73,6 @@ def sweep(
     q: Tensor, k: Tensor, arguments: dict[str, Any], query_weights: Tensor | None, wanted: Wanted, config: Config
 ) -> dict[str, Tensor]:
     """The pass over the tiles, in as many launches as the candidates for the heaviest keys need."""
-    from foci.kernels.statistics import statistics as kernel
-
     pairs, tiles = q.shape[0] * q.shape[1], -(-q.shape[2] // config.queries)
     fit = cells(wanted.picture, q.shape[2], k.shape[2], config) if wanted.picture else None
     if not any((wanted.entropy, wanted.received, fit, wanted.top, wanted.largest, wanted.distance)):
@@ -85,7 +84,8 @@ def sweep(
     plan = list(launches(pairs, tiles, row_bytes * config.queries if wanted.top else 0, BUDGET))
     most = max(launch.tiles for launch in plan)
     per_pair = slots(plan[0].pairs, most, processors(q.device) * config.per_processor)
-    buffers = allocate(q, k, wanted, fit, per_pair, tiles)
+    groups = max(1, config.groups)
+    buffers = allocate(q, k, wanted, fit, per_pair * groups, tiles * groups)
     if wanted.top:
         kept = max(launch.pairs * launch.tiles for launch in plan) * config.queries * segments * (config.keys // 2)
         kinds = {"best": torch.float32, "second": torch.float32, "third": torch.float16}
@@ -94,21 +94,28 @@ def sweep(
     shape = {"segment": segment, "segments": segments, "TAG_BITS": max(LEAST_TAG_BITS, (2 * segment - 1).bit_length())}
     weighted = weights_arguments(query_weights, arguments["lse"])
     unused = arguments["lse"]
+    common = weighted | shape | picture_arguments(wanted, fit, k.shape[2], twice=arguments["SPANS"] == 2)
+    common |= {name: buffers.get(name, unused) for name in WRITTEN} | {"picture": buffers.get("cells", unused)}
+    common |= {"ENTROPY": wanted.entropy, "DISTANCE": wanted.distance, "LARGEST": wanted.largest}
+    common |= {"RECEIVED": wanted.received, "TOP": wanted.top > 0, "slots": per_pair}
+    run = run_on_hopper if config.groups else run_plain
     for launch in plan:
-        kernel[(launch.pairs * per_pair,)](
-            **arguments, **weighted, **shape,
-            **picture_arguments(wanted, fit, k.shape[2], twice=arguments["SPANS"] == 2),
-            **{name: buffers.get(name, unused) for name in WRITTEN}, picture=buffers.get("cells", unused),
-            slots=per_pair, first_pair=launch.first_pair, first_tile=launch.first_tile, tiles=launch.tiles,
-            ENTROPY=wanted.entropy, DISTANCE=wanted.distance, LARGEST=wanted.largest, RECEIVED=wanted.received,
-            TOP=wanted.top > 0, BQ=config.queries, BK=config.keys,
-            EVEN=q.shape[-1] == arguments["BD"], PRECISION=precision(q),
-            num_warps=config.warps, num_stages=config.stages,
-            **({} if config.registers is None else {"maxnreg": config.registers}),
-        )  # fmt: skip
+        run(arguments, common, launch, config)
         if wanted.top:
             choose(q, k, arguments, buffers, wanted.top, launch, shape, config)
     return finish(wanted, buffers)
+
+
+def run_plain(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, config: Config) -> None:
+    """One launch of the kernel in plain Triton."""
+    from foci.kernels.statistics import statistics as kernel
+
+    kernel[(launch.pairs * common["slots"],)](
+        **arguments, **common, first_pair=launch.first_pair, first_tile=launch.first_tile, tiles=launch.tiles,
+        BQ=config.queries, BK=config.keys, EVEN=arguments["D"] == arguments["BD"], PRECISION=precision(arguments["q"]),
+        num_warps=config.warps, num_stages=config.stages,
+        **({} if config.registers is None else {"maxnreg": config.registers}),
+    )  # fmt: skip
 
 
 def choose(
@@ -122,7 +129,7 @@ def choose(
     config: Config,
 ) -> None:
     """The heaviest keys of the queries of one launch."""
-    from foci.kernels.top import pick, refine, weigh
+    from foci.kernels.top import order, pick, refine, weigh
 
     queries = launch.tiles * config.queries
     classes = shape["segments"] * config.keys // 2
@@ -138,7 +145,13 @@ def choose(
     rows = max(1, 128 // slots)
     weighed = {name: arguments[name] for name in WEIGHED} | {name: common[name] for name in COMMON}
     weigh[(-(-queries // rows), launch.pairs)](
-        **weighed, values=buffers["top_values"], SLOTS=slots, R=rows, num_warps=4
+        **weighed, values=buffers["top_values"], SLOTS=slots, R=rows, EVEN=arguments["D"] == arguments["BD"],
+        num_warps=4,
+    )  # fmt: skip
+    rows = max(1, 1024 // slots)
+    ordered = {name: common[name] for name in ("Tq", *COMMON)}
+    order[(-(-queries // rows), launch.pairs)](
+        **ordered, values=buffers["top_values"], SLOTS=slots, R=rows, num_warps=4
     )
     rows = config.refining_rows
     refine[(-(-queries // rows), launch.pairs)](
