@@ -144,9 +144,8 @@ def add_layer(blob: Blob, name: str, layer: Layer, shown: int, plan: dict[str, A
     if layer.name in plan["exact"]:
         blob.add(f"{name}.entries", entries(layer, some), plan["entries"])
     else:
-        add_top(blob, name, layer, some, plan["top"])
-        add_pictures(blob, name, layer, some, plan["side"])
-        add_per_query(blob, name, layer, some)
+        found = {part: tensor[:some].cpu() for part, tensor in statistics(layer, plan["top"], plan["side"]).items()}
+        add_statistics(blob, name, layer, found)
     add_vectors(blob, name, layer, some, plan["lse"], plan["vectors"])
 
 
@@ -157,40 +156,50 @@ def entries(layer: Layer, some: int) -> Tensor:
     return found.float()
 
 
-def add_top(blob: Blob, name: str, layer: Layer, some: int, k: int) -> None:
+def statistics(layer: Layer, top: int, side: int) -> dict[str, Tensor]:
+    """What stands for a matrix that is too long to be written: heaviest keys, pictures, spread, what each key gets."""
+    if layer.weights is not None:
+        # One pass for all but the maxima.
+        whole = layer.weights.summary(top=top, picture=side)
+        assert whole.top is not None and whole.picture is not None
+        rows, columns = whole.picture.shape[-2:]
+        largest = layer.picture(rows, columns, "max")
+        named = {"values": whole.top.values, "keys": whole.top.keys, "mean": whole.picture, "max": largest}
+        return {**named, "entropy": whole.entropy, "received": whole.received}
+    found: dict[str, Tensor] = {part: getattr(layer, part)() for part in ("entropy", "received") if part in layer.can}
+    if "top" in layer.can:
+        found["values"], found["keys"] = layer.top(min(top, layer.most))
+    if "picture" in layer.can:
+        # Statistics are there in the size in which they were kept, and of their means only.
+        kept = layer.kept is not None
+        rows, columns = (size if kept else min(side, size) for size in layer.finest)
+        found |= {reduce: layer.picture(rows, columns, reduce) for reduce in (("mean",) if kept else ("mean", "max"))}
+    return found
+
+
+def add_statistics(blob: Blob, name: str, layer: Layer, found: dict[str, Tensor]) -> None:
+    """Each statistic in the kind of number that suits it."""
+    if "keys" in found:
+        add_top(blob, name, found["values"].float(), found["keys"].long(), layer.shape[3])
+    for reduce in ("mean", "max"):
+        if reduce in found:
+            blob.add(f"{name}.{reduce}", found[reduce].float().flatten(0, 1), "log8")
+    if "entropy" in found:
+        blob.add(f"{name}.entropy", found["entropy"], "f2")
+    if "received" in found:
+        blob.add(f"{name}.received", found["received"].float() / layer.shape[2], "log16")
+
+
+def add_top(blob: Blob, name: str, values: Tensor, keys: Tensor, length: int) -> None:
     """The heaviest keys of each query, in the order of the keys: the steps between them are small numbers."""
-    if "top" not in layer.can:
-        return
-    values, keys = layer.top(min(k, layer.most))
-    values, keys = values[:some].float().cpu(), keys[:some].cpu().long()
     last = torch.iinfo(torch.int64).max
     keys, order = torch.where(keys < 0, last, keys).sort(-1)
     values = values.gather(-1, order)
     there = keys < last
     before = torch.cat([torch.zeros_like(keys[..., :1]), keys[..., :-1]], -1)
     steps = torch.where(there, keys - torch.where(there, before, 0), 0)
-    blob.add(f"{name}.keys", steps, "u2" if layer.shape[3] <= 2**16 else "u3")
+    blob.add(f"{name}.keys", steps, "u2" if length <= 2**16 else "u3")
     blob.add(f"{name}.values", torch.where(there, values, 0.0), "log16")
-
-
-def add_pictures(blob: Blob, name: str, layer: Layer, some: int, side: int) -> None:
-    """The whole matrix in blocks: their means, and their maxima where the layer knows them."""
-    if "picture" not in layer.can:
-        return
-    # Statistics are there in the size in which they were kept, and of their means only.
-    finest = layer.finest
-    rows, columns = finest if layer.kept is not None else (min(side, finest[0]), min(side, finest[1]))
-    for reduce in ("mean",) if layer.kept is not None else ("mean", "max"):
-        picture = layer.picture(rows, columns, reduce)[:some].float().cpu()
-        blob.add(f"{name}.{reduce}", picture.flatten(0, 1), "log8")
-
-
-def add_per_query(blob: Blob, name: str, layer: Layer, some: int) -> None:
-    """What the heaviest keys alone do not tell: how spread a query is, and what each key gets in all."""
-    if "entropy" in layer.can:
-        blob.add(f"{name}.entropy", layer.entropy()[:some].float(), "f2")
-    if "received" in layer.can:
-        blob.add(f"{name}.received", layer.received()[:some].float() / layer.shape[2], "log16")
 
 
 def numbered(labels: Labels, table: list[Labels]) -> int:

@@ -50,7 +50,8 @@ export function focusOf(store, state) {
   const layer = store.layers[heads[0].layer];
   const to = state.direction === "to";
   const [from, other] = to ? ["queries", "keys"] : ["keys", "queries"];
-  const sources = unitsFor(store, state, layer, from);
+  // A step of a generation is one token, whatever word it belongs to.
+  const sources = unitsFor(store, state.view === "steps" ? { ...state, words: false } : state, layer, from);
   const targets = unitsFor(store, state, layer, other);
   const picks = [...new Set(picked(state, sources.of.length).map((i) => sources.of[i]))];
   const weights = new Float32Array(targets.of.length);

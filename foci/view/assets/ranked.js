@@ -58,6 +58,7 @@ export class Ranked {
     this.more.hidden = count <= FEW || !focus.picks.length;
     this.more.textContent = this.most === FEW ? `Show ${Math.min(count, MANY)}` : "Show fewer";
     this.facts.replaceChildren(...this.factsOf(focus));
+    this.legend.hidden = !legend && !scale.largest;
     this.drawLegend(
       focus,
       legend ?? {

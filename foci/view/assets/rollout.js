@@ -62,15 +62,33 @@ export class RolloutView {
     }
     this.flow = flow;
     const units = unitsFor(store, { ...state, words: false }, last, "keys");
-    const scale = scaleOf(state.scale, flow);
+    const sinks = this.sinksOf(layers);
+    const hidden = state.hideSinks ? sinks : new Set();
+    const shown = flow.map((w, j) => (hidden.has(j) ? 0 : w));
+    const inSinks = [...sinks].reduce((sum, j) => sum + flow[j], 0);
+    const scale = scaleOf(state.scale, shown);
     const place = store.place(last, query);
     this.told.replaceChildren(
       "What reaches ",
       make("bdi", { class: "wrote" }, clipped(units.label(place), 24)),
       ` (position ${place}) through ${layers.length} layer${layers.length > 1 ? "s" : ""}`,
+      sinks.size ? `; ${percent(inSinks)} of it is ${state.hideSinks ? "hidden in sinks" : "from sinks"}` : "",
     );
-    this.pane.update({ direction: "to", tint: (j) => scale.of(flow[j]), mark: (j) => (j === place ? "c" : "") });
-    this.list.replaceChildren(...ranked(flow, 10).map((j) => this.item(units.label(j), flow[j], scale)));
+    this.pane.update({
+      direction: "to",
+      tint: (j) => scale.of(shown[j]),
+      mark: (j) => (j === place ? "c" : "") + (hidden.has(j) ? "s" : ""),
+    });
+    this.list.replaceChildren(...ranked(shown, 10).map((j) => this.item(units.label(j), shown[j], scale)));
+  }
+
+  // Tokens that are sinks in at least half of the heads.
+  sinksOf(layers) {
+    const { store, state } = this;
+    const heads = store.heads.filter(({ layer }) => layers.includes(store.layers[layer]));
+    const counts = new Map();
+    for (const one of heads) for (const j of store.sinks(one, state.seq)) counts.set(j, (counts.get(j) ?? 0) + 1);
+    return new Set([...counts].filter(([, count]) => 2 * count >= heads.length).map(([j]) => j));
   }
 
   item(text, weight, scale) {
