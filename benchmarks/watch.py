@@ -159,7 +159,8 @@ def runs(device: torch.device, dtype: torch.dtype, quick: bool) -> Iterator[Run]
     if device.type == "cuda" or dtype == torch.bfloat16:
         model = llama(device, dtype, quick)
         lengths = (256, 512) if quick else (8192, 2048, 65536)
-        yield from (Run("llama 1.1B", model, length, builds=length <= 8192) for length in lengths)
+        case = "llama, tiny" if quick else "llama 1.1B"
+        yield from (Run(case, model, length, builds=length <= 8192) for length in lengths)
     else:
         case, encoder = minilm()
         yield from (Run(case, encoder.to(dtype), length) for length in ((64,) if quick else (256, 512, 128)))

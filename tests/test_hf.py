@@ -281,3 +281,18 @@ def test_on_a_gpu_masks_stay_rules(name: str, side: Tensor) -> None:
     assert_same(found[rows], expected[rows], slack=2**14)
     assert_same(watched[rows], expected[rows], slack=2**14)
     assert seen.calls == len(seen.layers) > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiled_in_one_graph(padded: bool) -> None:
+    architecture = ARCHITECTURES["llama"]
+    model = made(architecture)
+    model.set_attn_implementation("foci")
+    inputs = architecture.inputs() | ({"attention_mask": LEFT.long()} if padded else {})
+    rows = LEFT if padded else slice(None)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = main_output(model(**inputs))
+        found = main_output(torch.compile(model, backend="eager", fullgraph=True)(**inputs))
+    assert_same(found[rows], expected[rows], slack=64)
