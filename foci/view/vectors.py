@@ -85,9 +85,12 @@ def worked(layer: Layer, batch: int, head: int, query: int, keys: list[int]) -> 
     if call is None or layer.weights is None:
         return None
     with torch.no_grad():
-        group = call.group
-        q, k = call.q[batch, head, query].float(), call.k[batch, head // group, keys].float()
-        v = None if layer.values is None else layer.values[batch, head // group].float()
+        q, k = call.q[batch, head, query].float(), call.k[batch, head // call.group, keys].float()
+        v = (
+            None
+            if layer.values is None
+            else layer.values[batch, head * layer.values.shape[1] // layer.shape[1]].float()
+        )
         row = layer.row(batch, head, query).float().to(q.device)
         return {
             "q": q.tolist(),

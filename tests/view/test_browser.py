@@ -167,6 +167,9 @@ def test_sinks_are_hidden_and_their_share_is_said(look: Look) -> None:
         assert 0 not in shares(tab)
         assert tab.locator(".sinkshare").inner_text() == "60.0% of this look is hidden in sinks"
         assert "sink" in token(tab, 0).get_attribute("class")
+        tab.keyboard.press("Escape")
+        settle(tab)
+        assert tab.locator(".sinkshare").inner_text() == "60.0% of this head is hidden in sinks"
 
 
 def test_a_learned_sink_has_its_share(look: Look) -> None:

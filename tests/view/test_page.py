@@ -2,6 +2,7 @@ import base64
 import hashlib
 import html
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,18 @@ def test_modules_that_cannot_be_joined(sources: dict[str, str], message: str, mo
     monkeypatch.setattr(linking, "source", sources.__getitem__)
     with pytest.raises(ValueError, match=message):
         linking.linked("a")
+
+
+def test_colours_are_even_in_lightness() -> None:
+    ramps = re.findall(r"\b(?:to|from): (\[.*?\])", linking.source("colors"))
+    assert len(ramps) == 4
+    for ramp in ramps:
+        light = [
+            sum(w * int(color[i : i + 2], 16) for w, i in ((0.299, 1), (0.587, 3), (0.114, 5))) for color in eval(ramp)
+        ]
+        steps = [after - before for before, after in pairwise(light)]
+        # Always darker or always lighter, so that the order reads without colour vision.
+        assert all(step < -12 for step in steps) or all(step > 12 for step in steps)
 
 
 @pytest.mark.slow

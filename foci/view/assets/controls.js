@@ -51,8 +51,10 @@ export class Controls {
   }
 }
 
-function sinkWords({ picks, to, sinks, sinkShare }, hidden) {
-  if (!picks.length || !to) return "";
+// Of what is looked at now; of the whole head where nothing is, or where somebody is looked at.
+function sinkWords({ picks, to, sinks, sinkShare, headShare }, hidden) {
   if (!sinks.size) return "no sinks in this head";
-  return `${percent(sinkShare)} of this look is ${hidden ? "hidden in sinks" : "in sinks"}`;
+  const where = hidden ? "hidden in sinks" : "in sinks";
+  if (picks.length && to) return `${percent(sinkShare)} of this look is ${where}`;
+  return `${percent(headShare)} of this head is ${where}`;
 }

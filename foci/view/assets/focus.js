@@ -97,7 +97,10 @@ function summed({ heads, to, picks, sources, targets, weights }, store, state) {
     0,
   ) / heads.length / Math.max(1, positions.length) : 0;
   const whole = picks.length;
+  const received = (one) => [...sinks].reduce((sum, j) => sum + store.received(one, state.seq)[j], 0);
+  const headShare = heads.reduce((sum, one) => sum + received(one), 0) / heads.length;
   return {
+    headShare,
     units,
     sinks,
     total,

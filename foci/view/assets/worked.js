@@ -54,23 +54,24 @@ function vectorsFor(store, one, i, seq, order) {
   const layer = store.layers[one.layer];
   const name = (part) => `${layer.number}.${part}`;
   if (!store.arrays.has(name("q"))) return null;
-  const shared = Math.floor((one.head * layer.kvHeads) / layer.heads);
-  const slice = (part, heads, head, length, position) => {
-    const width = store.arrays.shape(name(part)).at(-1);
+  // Heads that share keys read the same ones.
+  const slice = (part, length, position) => {
+    const [, heads, , width] = store.arrays.shape(name(part));
+    const head = Math.floor((one.head * heads) / layer.heads);
     const at = ((seq * heads + head) * length + position) * width;
     return [...store.arrays.floats(name(part)).subarray(at, at + width)];
   };
-  const q = slice("q", layer.heads, one.head, layer.Tq, i);
-  const k = order.map((j) => slice("k", layer.kvHeads, shared, layer.Tk, j));
+  const q = slice("q", layer.Tq, i);
+  const k = order.map((j) => slice("k", layer.Tk, j));
   const learned = store.arrays.has(name("w")) ? store.arrays.floats(name("w")) : null;
   const w = learned && [...learned.subarray(one.head * q.length, (one.head + 1) * q.length)];
   if (!store.arrays.has(name("v"))) return { q, k, w, v: null, out: null };
   const row = new Float32Array(layer.Tk);
   store.addRow(row, one, i, seq);
-  const v = order.map((j) => slice("v", layer.kvHeads, shared, layer.Tk, j));
+  const v = order.map((j) => slice("v", layer.Tk, j));
   const out = v[0].map(() => 0);
   row.forEach((weight, j) => {
-    if (weight) slice("v", layer.kvHeads, shared, layer.Tk, j).forEach((x, d) => (out[d] += weight * x));
+    if (weight) slice("v", layer.Tk, j).forEach((x, d) => (out[d] += weight * x));
   });
   return { q, k, w, v, out };
 }
