@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import torch
 from gates import FLOOR, GateError, error_of, stretches
@@ -29,10 +30,11 @@ from torch import Tensor
 import foci
 from foci.backends import additive_launch
 from foci.backends.additive_launch import Terms, Tiling
+from foci.kernels import native
 
 COLUMNS = (
-    "case", "dtype", "direction", "contestant", "ms", "spread", "rounds", "terms_e12", "gb_s", "mib", "over_compiled",
-    "over_eager", "error", "allowed", "note",
+    "case", "dtype", "direction", "contestant", "ms", "spread", "rounds", "terms_e12", "terms_e9", "gb_s", "mib",
+    "over_compiled", "over_eager", "error", "allowed", "note",
 )  # fmt: skip
 
 Tensors = dict[str, Tensor]
@@ -79,8 +81,16 @@ class Case:
 
 
 def cases(quick: bool, gpu: bool) -> list[Case]:
-    if quick or not gpu:
+    if quick:
         return [Case(2, 1, 65, 24), Case(1, 2, 1, 16, keys=200)]
+    if not gpu:
+        return [
+            Case(1, 8, 512, 64),
+            Case(1, 2, 1024, 64),
+            Case(4, 1, 256, 256),
+            Case(16, 1, 64, 256),
+            Case(16, 1, 1, 256, keys=512),
+        ]
     return [
         Case(1, 8, 4096, 64),
         Case(4, 8, 1024, 64),
@@ -99,8 +109,41 @@ def eager(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
 
 
 def of_foci(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """The default path; without a GPU, in Triton's interpreter."""
-    return foci.attention(q, k, v, score=foci.Additive(weight), backend=None if q.is_cuda else "triton")
+    """The default path."""
+    return foci.attention(q, k, v, score=foci.Additive(weight))
+
+
+def in_torch(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    """The same as on a machine without a C compiler, the backward of it too."""
+    return Uncompiled.apply(q, k, v, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Uncompiled(torch.autograd.Function):
+    """foci where nothing is compiled: the switch must be off in the backward as well, which runs on its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        with torch.enable_grad(), without_compiler():
+            leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+            out = of_foci(*leaves)
+        ctx.graph = (leaves, out)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, ...]:
+        leaves, out = ctx.graph
+        with without_compiler():
+            return torch.autograd.grad(out, leaves, slope)
+
+
+def without_compiler() -> Any:
+    return mock.patch.object(native, "refusal", return_value="a machine without a compiler")
+
+
+def exponential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    """The same formula with the exponentials taken out of it: what a compiler makes of our way."""
+    shares = 1 / (1 + torch.exp(2 * q).unsqueeze(3) * torch.exp(2 * k).unsqueeze(2))
+    return (weight.sum() - 2 * (shares * weight).sum(-1)).softmax(-1) @ v
 
 
 class Tiled(torch.autograd.Function):
@@ -151,7 +194,7 @@ BACKWARD = {
 }
 
 
-def contestants(case: Case, direction: str, variants: bool) -> Iterator[tuple[str, Attend]]:
+def contestants(case: Case, direction: str, variants: bool, gpu: bool) -> Iterator[tuple[str, Attend]]:
     yield "foci", of_foci
     if variants:
         chosen = FORWARD if direction == "forward" else BACKWARD
@@ -162,6 +205,9 @@ def contestants(case: Case, direction: str, variants: bool) -> Iterator[tuple[st
     if case.terms <= MOST_EAGER:
         yield "eager", eager
     yield "compiled", compiled
+    if not gpu:
+        yield "foci, no compiler", in_torch
+        yield "compiled, exponential", compiled_exponential
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, there: Tiling | None, back: Tiling | None) -> Tensor:
@@ -172,7 +218,12 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
     return COMPILED(q, k, v, weight)
 
 
+def compiled_exponential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    return COMPILED_EXPONENTIAL(q, k, v, weight)
+
+
 COMPILED = torch.compile(eager, dynamic=False)
+COMPILED_EXPONENTIAL = torch.compile(exponential, dynamic=False)
 
 
 @dataclass
@@ -261,7 +312,7 @@ def run_case(case: Case, dtype: torch.dtype, asked: Options, variants: bool, tab
         passed: list[Contestant] = []
         found: dict[str, Measured | str] = {}
         errors: dict[str, tuple[float, float]] = {}
-        for name, attend in contestants(case, direction, variants):
+        for name, attend in contestants(case, direction, variants, asked.device.type == "cuda"):
             try:
                 errors[name] = gate.check(attend, direction)
             except Exception as failure:  # noqa: BLE001 - whatever stops a contestant is its result
@@ -297,6 +348,7 @@ def add_rows(
             rounds=measured.rounds,
             mib=measured.mib,
             terms_e12=case.terms / measured.ms / 1e9,
+            terms_e9=case.terms / measured.ms / 1e6,
             gb_s=read / measured.ms / 1e6 if case.queries == 1 else None,
             over_compiled=peers["compiled"] / measured.ms if "compiled" in peers else None,
             over_eager=peers["eager"] / measured.ms if "eager" in peers else None,
@@ -307,7 +359,7 @@ def add_rows(
 
 def compile_one(case: Case, direction: str, name: str, variants: bool) -> None:
     """Compiles one contestant in a process of its own: the result stays in the compilers' caches."""
-    attend = dict(contestants(case, direction, variants))[name]
+    attend = dict(contestants(case, direction, variants, gpu=True))[name]
     inputs = case.inputs(torch.device("cuda"), torch.bfloat16)
     work(attend, inputs, torch.randn_like(inputs["q"]), direction)()
 
@@ -318,7 +370,7 @@ def compile_all(chosen: list[Case], variants: bool) -> None:
         (case, direction, name)
         for case in chosen
         for direction in ("forward", "forward + backward")
-        for name, _ in contestants(case, direction, variants)
+        for name, _ in contestants(case, direction, variants, gpu=True)
         if name != "eager"
     }
     with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
@@ -354,7 +406,8 @@ def main() -> int:
 def finish(table: Table, variants: bool) -> None:
     down = ("case", "direction")
     table.show("milliseconds, median", down, "ms", {})
-    table.show("terms/s, 1e12", down, "terms_e12", {})
+    gpu = table.device.type == "cuda"
+    table.show("terms/s, 1e12" if gpu else "terms/s, 1e9", down, "terms_e12" if gpu else "terms_e9", {})
     if not variants:
         own = {"over compiled": "over_compiled", "over eager": "over_eager", "GB/s": "gb_s", "error": "error"}
         table.show(

@@ -42,6 +42,8 @@ def circumstances(device: torch.device) -> dict[str, str]:
         found["cuda, cudnn"] = f"{torch.version.cuda}, {torch.backends.cudnn.version()}"
     else:
         found["threads"] = f"{torch.get_num_threads()} of {os.cpu_count()}"
+        # Above the number of cores, others were at work too: then only ratios within the run mean something.
+        found["load"] = f"{os.getloadavg()[1]:.1f} over five minutes"
     return found
 
 

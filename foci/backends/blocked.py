@@ -10,14 +10,15 @@ B batch, H heads, R rows of the strip, C keys that the strip sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foci.arguments import Call
+from foci.arguments import Call, keeps_dtypes
 from foci.backends import reference
 from foci.backends.tanh_scores import quickened
 from foci.fitting import is_unreadable
@@ -43,6 +44,12 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     if 0 in call.q.shape or 0 in call.k.shape:
         # Nothing to go through strip by strip, and zeros that stay in the graph.
         return reference.run(call)
+    if call.needs_grad and not call.transformed and not is_unreadable(call.q):
+        return Streamed.apply(call, call.q, call.k, call.v, *parameters(call).values())  # type: ignore[no-any-return, no-untyped-call]
+    return every_strip(call)
+
+
+def every_strip(call: Call) -> tuple[Tensor, Tensor]:
     rows = [part_attention(part) for _, part in parts(call)]
     out = torch.cat([out for out, _ in rows]) if len(rows) != 1 else rows[0][0]
     lse = torch.cat([lse for _, lse in rows]) if len(rows) != 1 else rows[0][1]
@@ -56,6 +63,133 @@ def part_attention(part: Call) -> tuple[Tensor, Tensor]:
     out = torch.cat([out for out, _ in done], dim=2) if done else part.q.new_zeros(*part.q.shape[:3], part.v.shape[-1])
     lse = torch.cat([lse for _, lse in done], dim=2) if done else part.q.new_zeros(part.q.shape[:3], dtype=part.wide)
     return out.flatten(0, 1), lse.flatten(0, 1)
+
+
+class Streamed(torch.autograd.Function):
+    """Every strip, and nothing kept of them: the backward computes each again, one at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*tensors)
+        nothing = call.q.new_zeros(0)
+        ctx.call = replace(call, q=nothing, k=nothing, v=nothing)
+        ctx.set_materialize_grads(False)
+        return every_strip(call)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        call = with_tensors(ctx.call, ctx.saved_tensors)
+        if slopes == (None, None):
+            return (None,) * (1 + len(ctx.saved_tensors))
+        return (None, *(gradients_with_graph if torch.is_grad_enabled() else gradients)(call, slopes))
+
+
+def parameters(call: Call) -> dict[str, Tensor]:
+    """What the score and the bias are made of."""
+    of_bias = {} if call.bias is None else call.bias.tensors()
+    return {f"score.{name}": x for name, x in call.score.tensors().items()} | {
+        f"bias.{name}": x for name, x in of_bias.items()
+    }
+
+
+def with_tensors(call: Call, tensors: Sequence[Tensor]) -> Call:
+    """The call with other queries, keys, values and parameters, in that order."""
+    q, k, v, *others = tensors
+    found = dict(zip(parameters(call), others, strict=True))
+    score = {name: found[f"score.{name}"] for name in call.score.tensors()}
+    call = replace(call, q=q, k=k, v=v, score=replace(call.score, **score))  # type: ignore[type-var]
+    if call.bias is None:
+        return call
+    return replace(call, bias=replace(call.bias, **{name: found[f"bias.{name}"] for name in call.bias.tensors()}))  # type: ignore[type-var]
+
+
+@keeps_dtypes
+def gradients(call: Call, slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What those of output and log-sum-exp give to queries, keys, values and parameters, summed in float32 at least."""
+    tensors = [call.q, call.k, call.v, *parameters(call).values()]
+    leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors[3:]]
+    sums = Sums([x if x.requires_grad else None for x in tensors], call.wide)
+    with torch.enable_grad():
+        for (batches, heads), part in parts(with_tensors(call, [x.detach() for x in tensors[:3]] + leaves)):
+            shared = slice(heads.start // call.group, heads.stop // call.group)
+            places = [(batches, heads), (batches, shared), (batches, shared)]
+            inputs = zip((part.q, part.k, part.v), tensors, strict=False)
+            own = [x.to(call.wide).requires_grad_(whole.requires_grad) for x, whole in inputs]
+            part = replace(part, q=own[0], k=own[1], v=own[2])
+            given = [x if x is None else x[batches, heads] for x in slopes]
+            for strip in strips(part):
+                for found in strip_gradients(part, strip, given, sums.wanted([*own, *leaves])):
+                    sums.add(found, places)
+    return sums.finished()
+
+
+class Sums:
+    """Gradients on their way: of queries, keys and values part by part, of parameters as a whole."""
+
+    def __init__(self, tensors: list[Tensor | None], wide: torch.dtype) -> None:
+        self.tensors, self.wide = tensors, wide
+        self.found: list[Tensor | None] = [None] * len(tensors)
+
+    def wanted(self, leaves: list[Tensor]) -> list[Tensor]:
+        return [leaf for leaf, tensor in zip(leaves, self.tensors, strict=True) if tensor is not None]
+
+    def add(self, found: Sequence[Tensor | None], places: list[Place]) -> None:
+        """Adds what a strip gives to those that are wanted."""
+        wanted = [(index, tensor) for index, tensor in enumerate(self.tensors) if tensor is not None]
+        for (index, tensor), more in zip(wanted, found, strict=True):
+            if more is None:
+                continue
+            total = self.found[index]
+            if total is None and more.shape == tensor.shape:
+                self.found[index] = more.to(self.wide)
+                continue
+            if total is None:
+                total = self.found[index] = torch.zeros_like(tensor, dtype=self.wide)
+            (total[places[index]] if index < len(places) else total).add_(more)
+
+    def finished(self) -> list[Tensor | None]:
+        """In the dtypes of the tensors; 0 where nothing was given."""
+        pairs = zip(self.found, self.tensors, strict=True)
+        return [x if y is None else torch.zeros_like(y) if x is None else x.to(y.dtype) for x, y in pairs]
+
+
+def strip_gradients(
+    part: Call, strip: Strip, slopes: list[Tensor | None], wanted: list[Tensor]
+) -> Iterator[Sequence[Tensor | None]]:
+    """What one strip gives to what is wanted: through the output, and through the softmax and the logits."""
+    if not strip.segments:
+        return
+    found = logits(part, strip)
+    # Nothing that made the logits needs them again, so that the weights may take their place.
+    powers, total, _ = powers_in_place(found.detach())
+    weights = powers.div_(total).requires_grad_()
+    d_out, d_lse = (x if x is None else x[:, :, strip.rows].to(weights.dtype) for x in slopes)
+    slope: Tensor | None = None if d_lse is None else d_lse.unsqueeze(-1)
+    if d_out is not None:
+        out = mixed(part, strip, weights)
+        d_weights, *direct = torch.autograd.grad(out, [weights, *wanted], d_out, allow_unused=True)
+        yield direct
+        # The sum of every weight times its gradient: what they all lose, as together they stay 1.
+        lost = (out.detach() * d_out).sum(-1, keepdim=True)
+        slope = d_weights.sub_(lost if slope is None else lost - slope)
+    if found.requires_grad and slope is not None:
+        yield torch.autograd.grad(found, wanted, slope * weights.detach(), allow_unused=True)
+
+
+def gradients_with_graph(call: Call, slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The same with a graph of their own, for whoever takes a gradient of a gradient."""
+    tensors = [call.q, call.k, call.v, *parameters(call).values()]
+    wanted = [place for place, x in enumerate(tensors) if x.requires_grad]
+    reached = [pair for pair in zip(every_strip(call), slopes, strict=True) if pair[1] is not None]
+    found = torch.autograd.grad(
+        [result for result, _ in reached],
+        [tensors[place] for place in wanted],
+        [slope for _, slope in reached],
+        create_graph=True,
+        allow_unused=True,
+    )
+    by_place = dict(zip(wanted, found, strict=True))
+    return [by_place.get(place) for place in range(len(tensors))]
 
 
 def attend(call: Call, strip: Strip) -> tuple[Tensor, Tensor]:
@@ -73,7 +207,7 @@ def attend(call: Call, strip: Strip) -> tuple[Tensor, Tensor]:
 def mixed(call: Call, strip: Strip, weights: Tensor) -> Tensor:
     """The strip's weights times the values."""
     mixes = [
-        reference.mix(call, piece, call.v[:, :, columns], call.where(strip.rows, columns))
+        reference.mix(call, piece, taken(call.v, columns), call.where(strip.rows, columns))
         for columns, piece in pieces(strip, weights)
     ]
     return mixes[0] if len(mixes) == 1 else torch.stack(mixes).sum(0)
@@ -176,7 +310,7 @@ def spans_of(call: Call) -> Spans:
 
 def logits(call: Call, strip: Strip, hidden: float = -torch.inf) -> Tensor:
     """The strip's logits over its segments, side by side; only the edges of what it sees pay for the mask."""
-    q = call.q[:, :, strip.rows]
+    q = taken(call.q, strip.rows)
     if not strip.segments:
         return q.new_zeros(*q.shape[:3], 0, dtype=call.wide)
     found = [segment_logits(call, q, strip.rows, segment, hidden) for segment in strip.segments]
@@ -185,9 +319,14 @@ def logits(call: Call, strip: Strip, hidden: float = -torch.inf) -> Tensor:
 
 def segment_logits(call: Call, q: Tensor, rows: slice, segment: Segment, hidden: float) -> Tensor:
     columns = slice(segment.start, segment.stop)
-    unmasked = reference.unmasked_logits(quickened(call), q, call.k[:, :, columns], call.where(rows, columns))
+    unmasked = reference.unmasked_logits(quickened(call), q, taken(call.k, columns), call.where(rows, columns))
     hide(call, unmasked, rows, segment, hidden)
     return unmasked
+
+
+def taken(x: Tensor, run: slice) -> Tensor:
+    """Some of the tokens; all of them without a step that a backward would have to go back."""
+    return x if run.start == 0 and run.stop == x.shape[2] else x[:, :, run]
 
 
 def hide(call: Call, logits: Tensor, rows: slice, segment: Segment, hidden: float) -> None:
