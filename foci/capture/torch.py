@@ -55,6 +55,9 @@ class Seeing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Arguments = (), kwargs: Options | None = None) -> Any:
         handler = HANDLERS.get(func)
+        if handler is None and func not in BACKWARD:
+            # Nearly every call: hundreds for each token that a model writes.
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if func in BACKWARD:
             # Activation checkpointing runs modules again in there, and they must take the way of the first time.
