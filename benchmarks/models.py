@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import foci
 import foci.nn
+from foci.graphs import captured
 
 COLUMNS = ("case", "contestant", "ms", "spread", "rounds", "tokens_per_s", "mib", "speed", "note")
 Loss = Callable[[nn.Module], Tensor]
@@ -159,10 +160,8 @@ class Training:
             for _ in range(3):
                 self.step()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.cuda.graph(graph):
-            self.step()
+        graph, _ = captured(self.step)
         return graph.replay
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from foci.algebra import Mask, as_mask
 from foci.cache import Cache
 from foci.decoding.steps import Begun, Steps, forward
+from foci.graphs import captured
 from foci.nn.caches import Caches
 from foci.nn.layout import Layout
 
@@ -145,7 +146,7 @@ class Kept:
         """One step, captured when it is run for the first time."""
         visible = self.caches.place.visible if isinstance(self.caches, FixedCaches) else 0
         if visible not in self.graphs:
-            self.graphs[visible] = captured(lambda: self.run(model, compiled), self.caches.changing())
+            self.graphs[visible] = prepared(lambda: self.run(model, compiled), self.caches.changing())
         graph, logits = self.graphs[visible]
         graph.replay()
         return logits
@@ -217,7 +218,7 @@ def compiled_step(whole: bool) -> Callable[..., Tensor]:
     return torch.compile(step, dynamic=False, fullgraph=whole)
 
 
-def captured(run: Callable[[], Tensor], changed: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def prepared(run: Callable[[], Tensor], changed: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """The graph of a step, and the logits that it writes. Runs that warm it up leave nothing behind."""
     before = [tensor.clone() for tensor in changed]
     stream = torch.cuda.Stream()
@@ -228,10 +229,7 @@ def captured(run: Callable[[], Tensor], changed: list[Tensor]) -> tuple[torch.cu
             for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(old)
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = run()
-    return graph, logits
+    return captured(run)
 
 
 def visible_slots(count: int) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.graphs import captured
+
 Work = Callable[[dict[str, Tensor], Tensor], None]
 # The first calls of a shape run as they are and warm it up; the next one is captured.
 WARM = 3
@@ -50,11 +52,9 @@ class Captured:
     ) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]:
         """Nothing runs while it is captured."""
         kept, kept_weight = {name: tensor.clone() for name, tensor in batch.items()}, weight.clone()
-        graph = torch.cuda.CUDAGraph()
         try:
             # Graphs that never run at the same time and leave nothing behind can share their memory.
-            with torch.cuda.graph(graph, pool=self.pool):
-                self.work(kept, kept_weight)
+            graph, _ = captured(lambda: self.work(kept, kept_weight), self.pool)
         except RuntimeError as error:
             raise RuntimeError(
                 f"an update could not be captured (train.graphs = false goes without): {error}"
