@@ -36,11 +36,12 @@ class Keep:
 
     >>> keep = foci.Keep(top=16, picture=64)
 
-    Entropy, received attention, distance, log-sum-exp, the sinks' mass and the largest logit are always kept.
+    Entropy, received attention, distance, log-sum-exp and the sinks' mass are always kept.
 
     Args:
         top: how many of the heaviest keys of each query; 0: none.
         picture: rows and columns of each head's picture; 0: none.
+        largest_logit: also the largest logit of each head.
         shares: also what each query gives to the key before it and to the first one. These cost a pass over the
             diagonal, which shows on a GPU.
         values: also the norms of the values.
@@ -48,6 +49,7 @@ class Keep:
 
     top: int = 8
     picture: int = 256
+    largest_logit: bool = False
     shares: bool = False
     values: bool = True
 
@@ -60,7 +62,7 @@ class Keep:
     def of(self, weights: Weights) -> dict[str, Tensor]:
         """The statistics of some weights (B, H, Tq, Tk), where these are."""
         with torch.no_grad():
-            found = weights.summary(self.top, self.picture)
+            found = weights.summary(self.top, self.picture, self.largest_logit)
             given = {name: getattr(found, name, None) for name in AXES}
             kept = {name: tensor for name, tensor in given.items() if tensor is not None}
             if found.top is not None:
@@ -74,7 +76,7 @@ class Keep:
         """What is kept of one call, in bytes."""
         rows, columns = min(self.picture, queries), min(self.picture, keys)
         per_query = 4 + 2 * self.shares + 2 * min(self.top, keys)
-        return 4 * batch * heads * (queries * per_query + keys + rows * columns + 1)
+        return 4 * batch * heads * (queries * per_query + keys + rows * columns + self.largest_logit)
 
 
 def shares(weights: Weights) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ class Summary:
     distance: Tensor
     lse: Tensor
     sink_mass: Tensor
-    largest_logit: Tensor
+    largest_logit: Tensor | None
     top: Top | None
     picture: Tensor | None
 
@@ -294,7 +294,7 @@ class Weights:
         mass = torch.zeros_like(lse) if sink is None else torch.exp(sink.to(lse.dtype).view(1, -1, 1) - finite(lse))
         return self._shaped(mass)
 
-    def summary(self, top: int = 8, picture: int = 256) -> Summary:
+    def summary(self, top: int = 8, picture: int = 256, largest_logit: bool = True) -> Summary:
         """Every statistic in one pass; `top` and `picture` are cut to the size of the matrix, 0 leaves them out."""
         for name, asked in (("top", top), ("picture", picture)):
             if asked != 0 and not is_count(asked):
@@ -304,7 +304,7 @@ class Weights:
         queries, keys = self.shape[-2:]
         size = (min(picture, queries), min(picture, keys), "mean") if picture and queries and keys else None
         k = min(top, keys)
-        wanted = Wanted(entropy=True, received=True, picture=size, top=k, largest=True, distance=True)
+        wanted = Wanted(entropy=True, received=True, picture=size, top=k, largest=largest_logit, distance=True)
         with torch.no_grad():
             found = {name: self._shaped(tensor) for name, tensor in self._measured(wanted).items()}
             heaviest = Top(found["top_values"], found["top_keys"]) if k else None
@@ -314,7 +314,7 @@ class Weights:
                 distance=found["distance"],
                 lse=self.lse.detach(),
                 sink_mass=self.sink_mass(),
-                largest_logit=found["largest"],
+                largest_logit=found.get("largest"),
                 top=heaviest,
                 picture=found.get("picture"),
             )

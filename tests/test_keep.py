@@ -18,7 +18,7 @@ def kept(keep: foci.Keep, queries: int = 12, keys: int = 12) -> tuple[Kept, foci
 
 
 def test_everything_is_what_the_weights_say() -> None:
-    found, lazy = kept(foci.Keep(top=4, picture=6))
+    found, lazy = kept(foci.Keep(top=4, picture=6, largest_logit=True))
     for name in ("entropy", "received", "distance", "sink_mass", "largest_logit"):
         torch.testing.assert_close(getattr(found, name)(), getattr(lazy, name)())
     torch.testing.assert_close(found.lse, lazy.lse)
@@ -64,7 +64,9 @@ def test_what_was_not_kept_is_refused_with_what_to_do() -> None:
         without.top(1)
 
 
-@pytest.mark.parametrize("keep", [foci.Keep(top=4, picture=6), foci.Keep(top=99, picture=99, shares=True)])
+@pytest.mark.parametrize(
+    "keep", [foci.Keep(top=4, picture=6), foci.Keep(top=99, picture=99, largest_logit=True, shares=True)]
+)
 def test_the_estimate_is_what_is_kept(keep: foci.Keep) -> None:
     found, lazy = kept(keep, 5, 13)
     assert keep.nbytes(*lazy.shape) == sum(tensor.nbytes for tensor in found.values())

@@ -20,8 +20,6 @@ class Config:
 
     per_processor: programs that share a multiprocessor; registers: at most so many per thread, that they may;
     fine: keys per sum of a picture; refining: how the heaviest keys are weighed again.
-    groups: 0 for the plain kernel; else the one for Hopper (kernels/statistics_gluon.py) with so many groups of warps,
-    that share the queries; plan: how its products take turns; rounds: tiles of queries in shared memory per group.
     """
 
     queries: int
@@ -33,16 +31,6 @@ class Config:
     refining_rows: int = 16
     refining_warps: int = 1
     registers: int | None = None
-    groups: int = 0
-    plan: int = 0
-    rounds: int = 1
-
-    @property
-    def width(self) -> int:
-        """Queries of one product: sums of a picture go no further."""
-        if self.groups == 0:
-            return self.queries
-        return self.queries // self.groups // (2 if self.plan == 1 else 1)
 
 
 def default(width: int, dtype: torch.dtype, wanted: Wanted) -> Config:
@@ -54,22 +42,6 @@ def default(width: int, dtype: torch.dtype, wanted: Wanted) -> Config:
     if carried > 3:
         return Config(queries=64, keys=64, warps=4, stages=3, per_processor=2)
     return Config(queries=128, keys=64, warps=4, stages=3, per_processor=2)
-
-
-def hopper(width: int, wanted: Wanted) -> Config:
-    """For the kernel whose groups of warps share each tile of keys."""
-    if wanted.top or wanted.distance or wanted.largest:
-        return Config(queries=192, keys=64, warps=4, stages=4, per_processor=1, groups=3, rounds=2)
-    return Config(queries=256, keys=64, warps=4, stages=4, per_processor=1, groups=2, plan=1)
-
-
-def shares(groups: int, per_processor: int) -> tuple[int, int]:
-    """Registers per thread at the start and of a group that was added; one more is fetching, and needs few.
-
-    All of a processor's 65,536 are given out, in steps of 8 per thread; the first group takes what is left.
-    """
-    start = 65536 // per_processor // (128 * (groups + 1)) // 8 * 8
-    return start, (start * (groups + 1) - 24) // groups // 8 * 8
 
 
 def slots(pairs: int, tiles: int, programs: int) -> int:
@@ -130,7 +102,7 @@ def cells(picture: tuple[int, int, str], queries: int, keys: int, config: Config
     tall, wide = queries // rows, keys // columns
     if tall & (tall - 1) or wide & (wide - 1):
         return None
-    cell_queries = min(tall, config.width)
+    cell_queries = min(tall, config.queries)
     cell_keys = min(wide, config.keys, config.fine) if wide <= config.keys else config.keys
     keys_per_column = cell_keys if wide <= config.keys else wide
     return Cells(queries // cell_queries, keys // keys_per_column, cell_queries, cell_keys, keys_per_column)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from foci.statistics.device_arguments import check, inputs, picture_arguments, weights_arguments
-from foci.statistics.hopper import run as run_on_hopper
 from foci.statistics.tiling import BUDGET, Cells, Config, Launch, cells, default, launches, segments_for, slots
 from foci.statistics.wanted import Wanted
 
@@ -84,8 +83,7 @@ def sweep(
     plan = list(launches(pairs, tiles, row_bytes * config.queries if wanted.top else 0, BUDGET))
     most = max(launch.tiles for launch in plan)
     per_pair = slots(plan[0].pairs, most, processors(q.device) * config.per_processor)
-    groups = max(1, config.groups)
-    buffers = allocate(q, k, wanted, fit, per_pair * groups, tiles * groups)
+    buffers = allocate(q, k, wanted, fit, per_pair, tiles)
     if wanted.top:
         kept = max(launch.pairs * launch.tiles for launch in plan) * config.queries * segments * (config.keys // 2)
         kinds = {"best": torch.float32, "second": torch.float32, "third": torch.float16}
@@ -98,7 +96,6 @@ def sweep(
     common |= {name: buffers.get(name, unused) for name in WRITTEN} | {"picture": buffers.get("cells", unused)}
     common |= {"ENTROPY": wanted.entropy, "DISTANCE": wanted.distance, "LARGEST": wanted.largest}
     common |= {"RECEIVED": wanted.received, "TOP": wanted.top > 0, "slots": per_pair}
-    run = run_on_hopper if config.groups else run_plain
     for launch in plan:
         run(arguments, common, launch, config)
         if wanted.top:
@@ -106,8 +103,8 @@ def sweep(
     return finish(wanted, buffers)
 
 
-def run_plain(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, config: Config) -> None:
-    """One launch of the kernel in plain Triton."""
+def run(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, config: Config) -> None:
+    """One launch of the pass over the tiles."""
     from foci.kernels.statistics import statistics as kernel
 
     kernel[(launch.pairs * common["slots"],)](

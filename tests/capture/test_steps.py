@@ -64,7 +64,10 @@ def test_only_the_last_keys_are_held() -> None:
 @pytest.mark.parametrize("steps", [[5, 1, 1, 1, 1], [4, 3, 2]])
 def test_kept_statistics_of_all_steps(steps: list[int]) -> None:
     model = attention()
-    layer, dense = generated(model, steps, keep=foci.Keep(top=3, picture=4, shares=True))["L0"], truth(model)
+    layer, dense = (
+        generated(model, steps, keep=foci.Keep(top=3, picture=4, largest_logit=True, shares=True))["L0"],
+        truth(model),
+    )
     assert layer.shape == (2, 4, 9, 9)
     assert "picture" not in layer.can
     torch.testing.assert_close(layer.entropy(), torch.special.entr(dense).sum(-1), atol=1e-5, rtol=1e-5)

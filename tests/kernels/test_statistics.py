@@ -8,9 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from foci.statistics import hopper, tiling
+from foci.statistics import tiling
 from foci.statistics import triton as triton_statistics
-from foci.statistics.tiling import Config, cells, launches, segments_for, shares, slots
+from foci.statistics.tiling import Config, cells, launches, segments_for, slots
 from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
 
@@ -427,42 +427,3 @@ def test_keys_that_look_level_are_told_apart(bits: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", bits)
     case = causal(heads=(1, 1), queries=7, keys=200, sharp=1.0)
     check_top(case.run(Wanted(top=8)), case, 8)
-
-
-def test_edges_are_those_of_the_queries_together() -> None:
-    make = torch.Generator().manual_seed(4)
-    low = torch.randint(-3, 500, (2, 1, 1, 150), generator=make)
-    spans = torch.cat([low, low + torch.randint(-5, 400, low.shape, generator=make)], 2).to(torch.int32)
-    spans[0, 0, :, 64:128] = torch.tensor([[10], [600]])
-    found = hopper.edges(spans, 600, width=64, parts=2)
-    assert found.shape == (2, 4, 4)
-    j = torch.arange(10 * 64)
-    for b in range(2):
-        seen = (j >= spans[b, 0, 0, :, None]) & (j < spans[b, 0, 1, :, None]) & (j < 600)
-        for tile in range(4):
-            mine = seen[64 * tile : 64 * tile + 64].unflatten(-1, (10, 64))
-            some, every = mine.any(-1).any(0), mine.all(-1).all(0) & torch.tensor(len(mine) > 0)
-            first, last, full, end = found[b, tile].tolist()
-            t = torch.arange(10)
-            assert not bool((some & ~((t >= first) & (t < last))).any())
-            assert bool(every[full:end].all())
-            assert first <= full <= end <= last
-            if not bool(some.any()):
-                assert first == last
-    # All 64 queries see the keys from 10 to 600: eight whole tiles.
-    assert found[0, 1].tolist() == [0, 10, 1, 9]
-
-
-@pytest.mark.parametrize(("groups", "per_processor"), [(1, 2), (2, 1), (3, 1), (4, 1)])
-def test_registers_are_given_out_and_no_more(groups: int, per_processor: int) -> None:
-    start, added = shares(groups, per_processor)
-    first = start * (groups + 1) - 24 - added * (groups - 1)
-    assert added <= first <= 256
-    assert 128 * (groups + 1) * start * per_processor <= 65536
-
-
-def test_the_kernel_for_hopper_says_what_it_does_not_take() -> None:
-    case = capped_with_slopes()
-    config = Config(queries=128, keys=64, warps=4, stages=2, per_processor=2, groups=1, plan=1)
-    with pytest.raises(ValueError, match=r"kernel for Hopper takes, got .*a softcap"):
-        case.run(Wanted(entropy=True), config)
