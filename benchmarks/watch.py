@@ -26,9 +26,8 @@ import foci.hf
 COLUMNS = ("case", "tokens", "dtype", "contestant", "ms", "spread", "rounds", "times", "mib", "times_mib", "note")
 KEEP = foci.Keep(top=8, picture=256)
 
-# How far statistics may be from those of eager's matrices on average, beside their own size: the states of both models
-# drift apart from layer to layer by rounding.
-ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+# How far statistics may be from those of eager's matrices on average, beside their own size.
+ALLOWED = 1e-3
 
 
 @dataclass(frozen=True)
@@ -89,27 +88,34 @@ def measure(run: Run, described: dict[str, Any], asked: Options, table: Table) -
 
 
 def check(run: Run) -> None:
-    """The output is SDPA's, and the statistics are those of eager's matrices, on up to 1,024 tokens."""
-    ids = run.ids(min(run.tokens, 1024))
-    with torch.no_grad():
+    """The output is SDPA's, and the statistics are those of eager's matrices, on up to 1,024 tokens.
+
+    In float32: in half precision the states of two implementations drift apart from layer to layer, and with them
+    where the model looks.
+    """
+    ids, dtype = run.ids(min(run.tokens, 1024)), run.model.dtype
+    run.model.float()
+    try:
         plain = output(run.model, "sdpa", ids)
-        with foci.watch(run.model, keep=KEEP) as seen:
+        with torch.no_grad(), foci.watch(run.model, keep=KEEP) as seen:
             watched = output(run.model, None, ids)
         run.model.set_attn_implementation("eager")
-        eager = run.model(input_ids=ids, output_attentions=True).attentions
-    allowed = ALLOWED[run.model.dtype]
-    judge("output", watched, plain, allowed)
+        with torch.no_grad():
+            eager = run.model(input_ids=ids, output_attentions=True).attentions
+    finally:
+        run.model.to(dtype)
+    judge("output", watched, plain)
     for layer, matrix in zip(seen.layers.values(), eager, strict=True):
         matrix = matrix.float().cpu()
-        judge(f"entropy of {layer.name}", layer.entropy(), torch.special.entr(matrix).sum(-1), allowed)
-        judge(f"received of {layer.name}", layer.received(), matrix.sum(-2), allowed)
+        judge(f"entropy of {layer.name}", layer.entropy(), torch.special.entr(matrix).sum(-1))
+        judge(f"received of {layer.name}", layer.received(), matrix.sum(-2))
 
 
-def judge(name: str, found: Tensor, truth: Tensor, allowed: float) -> None:
+def judge(name: str, found: Tensor, truth: Tensor) -> None:
     error = float((found.float().cpu() - truth.float().cpu()).abs().mean() / truth.float().abs().mean().cpu())
     # Asked this way round, NaN fails.
-    if not error <= allowed:
-        raise GateError(f"{name} is off by {error:.2e} on average, allowed {allowed:.2e}")
+    if not error <= ALLOWED:
+        raise GateError(f"{name} is off by {error:.2e} on average, allowed {ALLOWED:.2e}")
 
 
 def output(model: Any, kind: str | None, ids: Tensor) -> Tensor:
