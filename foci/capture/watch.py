@@ -141,12 +141,12 @@ def opened(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def hooked(recorder: Recorder) -> Iterator[None]:
-    """Hooks on every module, which tell the recorder where the model is; they are taken off again in any case."""
+    """Hooks on the modules, which tell the recorder where the model is; they are taken off again in any case."""
     handles: list[Any] = []
     try:
         modules = {id(module): module for module in recorder.model.modules()}
         for key, module in modules.items():
-            if isinstance(module, torch.jit.ScriptModule):
+            if isinstance(module, torch.jit.ScriptModule) or attends_never(module):
                 continue
             begins, ends = hooks(recorder, recorder.names[key])
             handles.append(module.register_forward_pre_hook(begins))
@@ -157,6 +157,13 @@ def hooked(recorder: Recorder) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def attends_never(module: nn.Module) -> bool:
+    """Whether it is one of PyTorch's small parts, such as Linear or Dropout: most modules are, and hooks cost time."""
+    if isinstance(module, nn.MultiheadAttention | nn.Embedding) or next(module.children(), None) is not None:
+        return False
+    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def hooks(recorder: Recorder, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
