@@ -8,6 +8,7 @@ import socket
 import tempfile
 import webbrowser
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +205,20 @@ def serve(
     page = f"records/{explorer.desk.keep(record)}" if record is not None else ""
     with socket.socket() as door:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(("127.0.0.1", port))
+        bind(door, port)
         port, secret = door.getsockname()[1], secrets.token_urlsafe(24)
         address = f"http://127.0.0.1:{port}/{secret}/{page}"
         say(f"foci explore: {address}  (Ctrl+C stops it)")
         if browse:
             webbrowser.open(address)
         guard = Guard(explorer.app(), secret, port, MOST_BYTES)
-        uvicorn.Server(uvicorn.Config(guard, log_level="warning", access_log=False)).run(sockets=[door])
+        # Ctrl+C is how it is meant to end.
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(uvicorn.Config(guard, log_level="warning", access_log=False)).run(sockets=[door])
+
+
+def bind(door: socket.socket, port: int) -> None:
+    try:
+        door.bind(("127.0.0.1", port))
+    except (OSError, OverflowError) as problem:
+        raise ValueError(f"expected a free port, received {port}: {problem}") from problem

@@ -1,4 +1,8 @@
+import signal
+import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -10,7 +14,7 @@ from torch import Tensor
 
 from foci.explore import answers, jobs, models
 from foci.explore.guard import HEADERS, Guard
-from foci.explore.server import Explorer
+from foci.explore.server import Explorer, serve
 from foci.record import Record
 from foci.view import packing
 from tests.view import records
@@ -303,6 +307,27 @@ def test_progress_counts_modules() -> None:
     assert job.fraction == pytest.approx(jobs.RAN)
     model(torch.zeros(1, 2))
     assert job.fraction == pytest.approx(jobs.RAN)
+
+
+@pytest.mark.parametrize("port", [None, 70_000])
+def test_a_port_that_cannot_be_had(port: int | None) -> None:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        door.listen()
+        taken = door.getsockname()[1] if port is None else port
+        with pytest.raises(ValueError, match=f"expected a free port, received {taken}: "):
+            serve([], port=taken, browse=False)
+
+
+def test_ctrl_c_ends_it_quietly() -> None:
+    command = [sys.executable, "-m", "foci", "explore", "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("foci explore: http://127.0.0.1:")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == ("", "")
+    assert process.returncode == 0
 
 
 def test_long_records_are_packed_small(monkeypatch: pytest.MonkeyPatch) -> None:
