@@ -73,10 +73,10 @@ def attend(
         "sink": None if s_aux is None else s_aux.reshape(-1),
         "dropout": dropout if module.training else 0.0,
     }
-    key_now = key[:, :, : seen.keys]
+    key_now, value_now = key[:, :, : seen.keys], value[:, :, : seen.keys]
     if looks_back and watched() and overwritten(key):
-        key_now = key_now.clone()
-    query_key_value = query, key_now, value[:, :, : seen.keys]
+        key_now, value_now = key_now.clone(), value_now.clone()
+    query_key_value = query, key_now, value_now
     if not wants_weights(others):
         return attention(*query_key_value, **options).transpose(1, 2).contiguous(), None
     out, weights = attention(*query_key_value, **options, return_weights=True)

@@ -206,7 +206,7 @@ class Recorder:
             weights, values = chosen(weights, heads), values[:, [head // group for head in heads]]
         track = self._track(name, self._in_pass[name], weights, k, tuple(heads))
         before = track.nbytes
-        self._refuse_above_limit(track, weights)
+        self._refuse_above_limit(track, weights, values)
         track.add(weights, k, values, self._passes)
         self._total += track.nbytes - before
 
@@ -224,13 +224,13 @@ class Recorder:
         self._open[name, 0 if track.cross else number] = self.tracks[full] = track
         return track
 
-    def _refuse_above_limit(self, track: Track, weights: Weights) -> None:
+    def _refuse_above_limit(self, track: Track, weights: Weights, values: Tensor) -> None:
         """Estimates before anything is kept: at the first call for all layers, later for this one."""
         batch, heads, queries, keys = weights.shape
         if self.rows is not None:
             size = batch * heads * keys * len(track.chosen_rows(queries)) * 4
         elif self.keep is None:
-            size = weights.nbytes if not track.steps else weights._call.q.nbytes
+            size = weights.nbytes + values.nbytes if not track.steps else weights._call.q.nbytes
         else:
             size = self.keep.nbytes(batch, heads, queries, keys)
         have, expected = self._total, size

@@ -44,6 +44,7 @@ class Track:
     norms: list[Tensor] = field(default_factory=list)
     weights: Weights | None = None
     last: Tensor | None = None
+    values: Tensor | None = None
     numbers: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     prints: Tensor | None = None
@@ -92,7 +93,7 @@ class Track:
         if self.rows is not None:
             self._add_rows(weights, rows)
         elif self.keep is None:
-            self._add_lazy(weights)
+            self._add_lazy(weights, values)
         else:
             self._add_kept(weights)
         self._add_norms(values, queries)
@@ -133,14 +134,14 @@ class Track:
         self.matrices.append(self.host.moved(found) if self.keep is not None else found)
         self.nbytes += found.nbytes
 
-    def _add_lazy(self, weights: Weights) -> None:
+    def _add_lazy(self, weights: Weights, values: Tensor) -> None:
         call = weights._call
-        if self.last is not None:
-            self.nbytes -= self.last.nbytes
+        if self.last is not None and self.values is not None:
+            self.nbytes -= self.last.nbytes + self.values.nbytes
         self.steps.append(Step.of(weights))
-        self.last = call.k
+        self.last, self.values = call.k, values.detach()
         self.weights = weights if len(self.steps) == 1 else None
-        self.nbytes += self.steps[-1].nbytes + call.k.nbytes
+        self.nbytes += self.steps[-1].nbytes + call.k.nbytes + values.nbytes
 
     def _add_kept(self, weights: Weights) -> None:
         assert self.keep is not None
@@ -182,6 +183,7 @@ class Track:
             self.heads,
             self.place.queries,
             self.place.keys,
+            values=self.values,
             value_norms=norms,
             kv_heads=self.shape[2] if norms is None else norms.shape[1],
             query_places=places,

@@ -61,8 +61,8 @@ def watch(
 
     Args:
         model: any module; attention outside of it is not recorded.
-        keep: "lazy" keeps queries and keys, and every question can be asked later; `foci.Keep(...)` keeps statistics
-            only, computed on the fly and moved to the host as they come.
+        keep: "lazy" keeps queries, keys and values, and every question can be asked later; `foci.Keep(...)` keeps
+            statistics only, computed on the fly and moved to the host as they come.
         layers: which to record: numbers, short names ("L5", "cross.L5") or module names; None: all.
         heads: which to record: numbers for all layers, or names ("L5H3"); None: all.
         queries: "all"; "last", the last query of each call; or the numbers of queries: their rows are kept, exactly.

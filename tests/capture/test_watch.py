@@ -251,7 +251,8 @@ def test_the_estimate_is_logged_and_the_limit_holds(caplog: pytest.LogCaptureFix
     model = Stack()
     with caplog.at_level(logging.INFO, "foci.capture"), foci.watch(model) as seen:
         model(IDS)
-    estimate = sum(layer.weights.nbytes for layer in seen.layers.values() if layer.weights is not None)
+    held = [(layer.weights, layer.values) for layer in seen.layers.values()]
+    estimate = sum(weights.nbytes + values.nbytes for weights, values in held)  # type: ignore[union-attr]
     assert caplog.messages == [f"watching Stack: about {estimate:,} bytes of 3 layers"]
     with foci.watch(model, limit=estimate):
         model(IDS)
@@ -264,6 +265,22 @@ def test_the_estimate_is_logged_and_the_limit_holds(caplog: pytest.LogCaptureFix
     thrice = nn.Sequential(*[FusedAttention()] * 3)
     with pytest.raises(ValueError, match="above limit"), foci.watch(thrice, limit=2 * estimate // 3):
         thrice(randn(1, 6, 16))
+
+
+def test_weights_and_values_give_the_output_of_the_attention() -> None:
+    q, k, v = (randn(2, 4, 6, 8, seed=seed) for seed in range(3))
+
+    class Attends(nn.Module):
+        def forward(self) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v)
+
+    model = Attends()
+    with foci.watch(model) as seen:
+        out = model()
+    layer = next(iter(seen.layers.values()))
+    assert layer.weights is not None
+    assert layer.values is not None
+    torch.testing.assert_close(layer.weights @ layer.values, out)
 
 
 def test_nothing_stays_behind_when_an_exception_passes() -> None:
