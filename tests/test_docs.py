@@ -1,4 +1,7 @@
-"""The documents: their code runs and prints what they say, and their pictures are there and small."""
+"""The documents: their code runs and prints what they say, and their pictures are there and small.
+
+Blocks marked python run; those marked py need a model or data of the reader's.
+"""
 
 import re
 from pathlib import Path
