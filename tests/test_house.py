@@ -149,6 +149,13 @@ def test_importing_foci_brings_the_call_and_no_compiler() -> None:
     assert "torch._dynamo" not in printed.split()
 
 
+@pytest.mark.parametrize("module", ["nn", "record", "capture", "decoding", "tasks", "training", "cli"])
+def test_no_part_brings_a_compiler_or_what_is_optional(module: str) -> None:
+    code = f"import sys, foci.{module}; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert not {"torch._dynamo", "triton", "transformers", "matplotlib"} & set(printed.split())
+
+
 def text_files() -> list[Path]:
     folders = ("foci", "tests", "benchmarks", "docs", "examples", ".ci")
     found = [path for path in ROOT.iterdir() if path.is_file()]

@@ -14,12 +14,15 @@ B batch, S words of the source, T words of the target, L layers, C width of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from functools import wraps
+from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from foci.algebra import Mask
@@ -32,6 +35,24 @@ from foci.nn.scores import AdditiveScore
 from foci.nn.stack import Output
 from foci.scores import Dot, General, Score
 from foci.weights import Weights
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def uncompiled(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """What an RNN does is one call of a library, in which a compiler finds nothing to do: it runs as it is written.
+
+    torch.compiler.disable would import the whole compiler here, PyTorch's own decorator with the first call: that takes
+    seconds, so it is asked only where something is compiled.
+    """
+    hidden: Callable[Given, Found] = _disable_dynamo(function)
+
+    @wraps(function)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+        return hidden(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return called
 
 
 @dataclass(frozen=True)
@@ -223,7 +244,7 @@ class Seq2SeqRNN(Model):
             caches.keys = self.alignment.keys_of(memory.states).clone()
         return caches.keys
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _read(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """States (B, S, C) and the last state of each layer and direction; padding is skipped, in both directions."""
         if lengths is None:
@@ -254,7 +275,7 @@ class Seq2SeqRNN(Model):
         states, contexts, queries = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
         return states, contexts, queries, hidden
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _step(self, x: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The decoder's RNN over (B, T, ·), from a state to a state."""
         hidden = tuple(part.to(x.dtype).contiguous() for part in hidden)
