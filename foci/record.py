@@ -171,7 +171,9 @@ class Record:
         if stack is None and len(alone) != 1:
             raise ValueError(f"rollout takes stack=, one of {', '.join(map(repr, sorted(alone)))}, but got None")
         wanted = next(iter(alone)) if stack is None else stack
-        found = [layer for name, layer in self.layers.items() if layer.stack == wanted and "#" not in name]
+        # A second pass is left out; a module that is all layers of its stack is called again for each of them.
+        short = self._short()
+        found = [layer for name, layer in self.layers.items() if layer.stack == wanted and "#" not in short[name]]
         if not found or wanted not in alone:
             raise ValueError(f"rollout takes stack=, one of {', '.join(map(repr, sorted(alone)))}, but got {stack!r}")
         return sorted(found, key=lambda layer: layer.index)

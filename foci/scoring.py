@@ -172,6 +172,11 @@ def rollout(layers: Sequence[Layer], query: int, batch: int = 0, values: bool = 
             raise ValueError(
                 f"rollout takes layers of one length, but {layer.label} has {layer.shape[3]}, not {length}"
             )
+        if layer is not layers[-1] and layer.rows is not None:
+            raise ValueError(
+                f"rollout takes all queries of the layers before the last, but of {layer.label} {layer.shape[2]} were"
+                " kept: watch with queries='all'"
+            )
         flow = one_layer(layer, batch, flow, values)
     return flow
 

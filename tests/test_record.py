@@ -71,6 +71,25 @@ def test_second_calls_have_names_of_their_own() -> None:
     assert torch.equal(record["L0H2"].dense(), one[:, 2])
 
 
+def test_rollout_goes_through_every_layer_of_a_module_that_is_all_of_them() -> None:
+    one, two = matrices()
+    apart = foci.Record({"a": Layer("a", matrix=one), "b": Layer("b", index=1, matrix=two)})
+    shared = foci.Record({"a": Layer("a", matrix=one), "a#2": Layer("a#2", index=1, matrix=two)})
+    assert torch.equal(shared.rollout(-1), apart.rollout(-1))
+    # A second pass over the same layer is another text.
+    again = foci.Record({"a": Layer("a", matrix=one), "a#2": Layer("a#2", matrix=two)})
+    assert torch.equal(again.rollout(-1), foci.Record({"a": Layer("a", matrix=one)}).rollout(-1))
+
+
+def test_rollout_of_rows_is_refused_where_it_passes_others() -> None:
+    last = [matrix[:, :, -1:] for matrix in matrices()]
+    rows = (matrices()[0].shape[2] - 1,)
+    layers = {name: Layer(name, index=int(name), matrix=m, rows=rows) for name, m in zip("01", last, strict=True)}
+    with pytest.raises(ValueError, match="rollout takes all queries of the layers before the last, but of L0 1 were"):
+        foci.Record(layers).rollout(-1)
+    assert foci.Record({"0": layers["0"]}).rollout(-1).shape == (last[0].shape[3],)
+
+
 def test_labels_only_where_they_fit() -> None:
     record = foci.Record.from_tensors(matrices(), tokens=list("abcde"))
     layer = Layer("x", matrix=matrices(1, 2, 5)[0], rows=(0, 3))
