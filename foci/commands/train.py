@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 def own_config(options: argparse.Namespace, folder: Path) -> Path:
     """The config of the run that is resumed, which only [train] may change."""
-    given = [name for name in ("config", "seed", "size") if getattr(options, name)]
+    given = [name for name in ("config", "seed", "size") if getattr(options, name) is not None]
     if given:
         raise ValueError(f"--resume goes on with the run's own config, but got --{given[0]} too")
     strange = [change for change in options.changes if not change.startswith("train.")]

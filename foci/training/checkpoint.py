@@ -11,6 +11,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,15 @@ def found(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if path.name.startswith(PREFIX)), reverse=True)
+
+
+def best_steps(folder: Path) -> set[int]:
+    """The steps of the best models that the checkpoints in a folder name; a damaged one is left to `newest`."""
+    steps: set[int] = set()
+    for path in found(folder):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            steps |= {int(step) for _, step in json.loads((path / "state.json").read_text())["state"]["best"]}
+    return steps
 
 
 def put_in_place(beside: Path, target: Path) -> None:

@@ -91,7 +91,7 @@ def read_config(
     table = read_toml(path) if path is not None else {}
     for change in changes:
         put(table, change)
-    table |= {name: value for name, value in given.items() if value}
+    table |= {name: value for name, value in given.items() if value not in (None, [], ())}
     return from_table(task, table, str(path or "the config"))
 
 

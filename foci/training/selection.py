@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from foci.nn.model import each_once
 from foci.saving import safetensors
 from foci.tasks import trained as files
+from foci.training import checkpoint
 from foci.training.evaluation import answered, mean_loss
 from foci.training.learner import Learner
 from foci.training.progress import Progress
@@ -50,10 +51,14 @@ class Selection:
         self.progress.log(state.step, {f"dev_{name}": value for name, value in found.items()})
         mark = "  best so far" if first else ""
         self.progress.say(f"step {state.step}  dev: {spoken(found)}{mark}")
-        self.forget(state)
+        # Killed before the next checkpoint, the run goes on from one that names the best models of its own time.
+        self.forget(state.best_steps | checkpoint.best_steps(self.run.folder / "checkpoints"))
 
     def finish(self, state: State) -> dict[str, float | str]:
         """The mean of the best models where it is better than the best alone, which it is then compared with."""
+        # A run that was resumed where it is to end has nothing to do but this.
+        if state.judged != state.step:
+            self.judge(state)
         best = self.read(state.best[0][1])
         found = self.tried(best)
         if len(state.best) > 1:
@@ -64,6 +69,7 @@ class Selection:
             self.progress.say(f"the mean of the {len(state.best)} best models {which}: {spoken(averaged)}")
             best, found = (mean, averaged) if better else (best, found)
         self.write(self.run.folder / "model.safetensors", best, found)
+        self.forget(state.best_steps)
         self.progress.log(state.step, {f"final_{name}": value for name, value in found.items()})
         self.progress.say(
             f"finished at step {state.step}  dev: {spoken(found)}  {self.run.folder / 'model.safetensors'}"
@@ -115,9 +121,9 @@ class Selection:
         loaded: dict[str, Tensor] = safetensors().load_file(self.folder / name_of(step))
         return loaded
 
-    def forget(self, state: State) -> None:
-        """Takes away the models that are no longer among the best."""
-        kept = {name_of(step) for _, step in state.best}
+    def forget(self, steps: set[int]) -> None:
+        """Takes away all models but those of some steps."""
+        kept = {name_of(step) for step in steps}
         for path in self.folder.glob("step-*.safetensors") if self.run.processes.first else ():
             # Those of later steps are from before a resume, and will be written anew.
             if path.name not in kept:

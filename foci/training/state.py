@@ -23,6 +23,10 @@ class State:
     waiting: int = 0  # how many evaluations in a row were not the best
     best: list[tuple[float, int]] = field(default_factory=list)  # goodness and step of the best models, best first
 
+    @property
+    def best_steps(self) -> set[int]:
+        return {step for _, step in self.best}
+
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> State:
         best = [(float(goodness), int(step)) for goodness, step in content["best"]]

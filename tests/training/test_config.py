@@ -63,3 +63,8 @@ def test_the_rate_rises_and_falls() -> None:
     root = TrainConfig(rate=1.0, warmup=10, schedule="inverse_sqrt")
     assert rate_at(39, 100, root) == pytest.approx(0.5)
     assert rate_at(99, 100, TrainConfig(rate=1.0, schedule="constant", warmup=0)) == 1.0
+
+
+def test_a_seed_of_0_is_a_seed() -> None:
+    assert read_config("translation", data=["pairs.tsv"], seed=0).seed == 0
+    assert read_config("translation", data=["pairs.tsv"], seed=None).seed == 1

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -183,3 +184,36 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(
     assert checkpoint.found(folder / "checkpoints") == [before]
     assert not list(folder.rglob(".*"))
     assert cli.main(resume) == 0
+
+
+def test_models_that_a_checkpoint_names_stay_until_the_next_one(
+    data_of_a_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, often = tmp_path / "r", ("train.evaluate_every=4", "train.checkpoint_every=10", "train.average=2")
+    save = checkpoint.save
+
+    def dying(place: Path, step: int, *rest: Any) -> None:
+        assert step < 20, "the run dies before its second checkpoint"
+        save(place, step, *rest)
+
+    monkeypatch.setattr(checkpoint, "save", dying)
+    with pytest.raises(AssertionError, match="dies"):
+        train(config(data_of_a_run, *often, "train.steps=30"), folder, quiet=True)
+    assert logged(folder, "dev_loss")[16] < logged(folder, "dev_loss")[8]
+    # The best models of the checkpoint are those of steps 4 and 8, and those of 12 and 16 came after them.
+    found = train(config(data_of_a_run, *often, "train.steps=9"), folder, resume=True, quiet=True)
+    assert found["loss"] == logged(folder, "final_loss")[10]
+    assert sorted(path.name[-14:-12] for path in (folder / "best").iterdir()) == ["08", "10"]
+
+
+def test_a_run_resumed_where_it_is_to_end_is_measured(data_of_a_run: Path, tmp_path: Path) -> None:
+    seldom = ("train.evaluate_every=100", "train.checkpoint_every=5")
+    train(config(data_of_a_run, *seldom, "train.steps=10"), tmp_path / "r", quiet=True)
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-00000010")
+    found = train(config(data_of_a_run, *seldom, "train.steps=5"), tmp_path / "r", resume=True, quiet=True)
+    assert found["loss"] == logged(tmp_path / "r", "dev_loss")[5]
+
+
+@pytest.fixture
+def data_of_a_run(tmp_path: Path) -> Path:
+    return written(tmp_path / "pairs.tsv")
