@@ -21,7 +21,7 @@ from foci.nn.config import Config
 
 @dataclass(frozen=True)
 class SpeechSettings(Config):
-    """What recordings become, how they are varied, and what writes them down: [settings] in a run's TOML."""
+    """What recordings become, how they are varied, and what writes them down: [task] in a run's TOML."""
 
     size: Literal["tiny", "small", "base"] = "small"  # of the model; what follows changes single numbers of it
     width: int | None = None  # of the states

@@ -64,7 +64,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class SentimentSettings(Config):
-    """What texts become and what reads them: [settings] in a run's TOML."""
+    """What texts become and what reads them: [task] in a run's TOML."""
 
     size: Literal["tiny", "small", "base"] = "tiny"  # of the model; what follows changes single numbers of it
     width: int | None = None  # of the tokens

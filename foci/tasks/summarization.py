@@ -47,7 +47,7 @@ class Document:
 
 @dataclass(frozen=True)
 class SummarizationSettings(Config):
-    """What documents become and what reads and writes: [settings] in a run's TOML."""
+    """What documents become and what reads and writes: [task] in a run's TOML."""
 
     size: Literal["tiny", "small", "base"] = "small"  # of the model; what follows changes single numbers of it
     width: int | None = None  # of the tokens

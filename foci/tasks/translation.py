@@ -6,7 +6,7 @@ B sentences, S tokens of the source, T tokens of the target.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -193,11 +193,7 @@ class Translation(Task[Pair, str]):
             out = model(*(torch.tensor([row], device=device) for row in (source, inputs)), return_weights=True)
         labels = {"source": source, "target": inputs, "translation": [*answer, STOP]}
         labelled = {name: self.tokenizer.labels(tokens) for name, tokens in labels.items()}
-        record = record_of(model, out.weights, labelled, self.tokenizer.decode(answer))
-        for name, layer in record.layers.items():
-            if layer.stack == "cross":
-                record.layers[name] = replace(layer, queries="translation")
-        return record
+        return record_of(model, out.weights, labelled, self.tokenizer.decode(answer), across="translation")
 
     def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits: Tensor = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits

@@ -68,7 +68,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class VisionSettings(Config):
-    """What pictures become, how they are varied, and what reads them: [settings] in a run's TOML."""
+    """What pictures become, how they are varied, and what reads them: [task] in a run's TOML."""
 
     image: int = 32  # the height and width that pictures are brought to, in pixels
     channels: int = 3  # 3 for colours, 1 for grey
