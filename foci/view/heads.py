@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from foci.record import Record
 from foci.terminal import pad
-from foci.view.reading import LONG
+from foci.view.reading import LONG, name_of
 from foci.view.sheet import Sheet, widest
 
 MEASURES = ("entropy", "sink share", "distance", "previous token", "induction")
@@ -53,7 +53,8 @@ def panels(record: Record) -> list[Panel]:
     scores = record.scores()
     found = []
     for title in (name for name in MEASURES if name in scores):
-        values = [[float(value) for value in row] for row in scores[title]]
+        # Infinite weights measure nothing.
+        values = [[float(v) if v.isfinite() else math.nan for v in row] for row in scores[title]]
         # A table of next to nothing would only take room.
         if any(value >= LEAST for row in values for value in row):
             found.append(Panel(title, values, outstanding(record, title, values)))
@@ -63,7 +64,7 @@ def panels(record: Record) -> list[Panel]:
 def outstanding(record: Record, title: str, values: Sequence[Sequence[float]]) -> str:
     """The head with the largest number, of entropy the one with the least: "max L2H3 92%"."""
     named = [
-        (value, record.name_of(layer, head))
+        (value, name_of(record, layer, head))
         for layer, row in zip(record.layers.values(), values, strict=True)
         for head, value in zip(layer.heads, row, strict=False)
         if not math.isnan(value)
@@ -81,7 +82,7 @@ def write(sheet: Sheet, record: Record) -> None:
     if any(layer.kept is None and max(layer.shape[2:]) > LONG for layer in record.layers.values()):
         sheet.note("Measures of all heads take a while for a text of this length: record.scores() has them.")
         return
-    names = [record.name_of(layer) for layer in record.layers.values()][:MOST_LAYERS]
+    names = [name_of(record, layer) for layer in record.layers.values()][:MOST_LAYERS]
     label = widest(names, 16) + 1
     room = sheet.room - label
     shown = [part for panel in panels(record) for part in panel.parts(room)]

@@ -51,8 +51,10 @@ def packed(record: Record, title: str | None = None) -> bytes:
     blob = Blob()
     head = head_of(record, title, blob)
     head["arrays"] = blob.head
+    # NaN and infinity are no JSON: a page that has them would not open.
+    written = json.dumps(head, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # Halves of characters, which a tokenizer may give, are no text that a browser could read.
-    text = HALVES.sub("\ufffd", json.dumps(head, ensure_ascii=False, separators=(",", ":"))).encode()
+    text = HALVES.sub("\ufffd", written).encode()
     # The same record gives the same bytes: no time stamp.
     return gzip.compress(struct.pack("<I", len(text)) + text + blob.data, compresslevel=6, mtime=0)
 
@@ -62,6 +64,9 @@ def head_of(record: Record, title: str | None, blob: Blob) -> dict[str, Any]:
     layers = list(record.layers.values())
     if not layers:
         raise ValueError("a page shows at least one layer of attention, but this record has none")
+    for layer in layers:
+        if 0 in layer.shape:
+            raise ValueError(f"a page shows at least one query and one key, but {layer.label} is {layer.shape}")
     total = max(layer.shape[0] for layer in layers)
     shown = min(total, MOST_SEQUENCES if fits_all(layers) else 1)
     plan = plan_of(layers, shown)
@@ -70,13 +75,13 @@ def head_of(record: Record, title: str | None, blob: Blob) -> dict[str, Any]:
         add_layer(blob, f"{number}", layer, shown, plan)
     return {
         "format": 1,
-        "title": title or record.model,
-        "model": record.model,
+        "title": shortened(title or record.model),
+        "model": shortened(record.model),
         "sequences": shown,
         "total": total,
         "prompt": record.prompt,
         "answer": record.answer,
-        "unseen": list(record.unseen),
+        "unseen": [shortened(reason) for reason in record.unseen],
         "layers": [layer_head(record, layer, plan, table) for layer in layers],
         "labels": [label_head(blob, f"image.{i}", labels, shown) for i, labels in enumerate(table)],
         "measures": measures(record, layers),
@@ -221,7 +226,7 @@ def label_head(blob: Blob, name: str, labels: Labels, shown: int) -> dict[str, A
         "words": None if labels.words is None else [list(words) for words in labels.words[:shown]],
         "grid": labels.grid,
         "leading": labels.leading,
-        "seconds": labels.seconds,
+        "seconds": labels.seconds if labels.seconds is not None and math.isfinite(labels.seconds) else None,
         "image": labels.images is not None,
     }
 
@@ -238,7 +243,7 @@ def measures(record: Record, layers: list[Layer]) -> list[dict[str, Any]]:
     found = []
     for name, values in record.scores().items():
         rows = [values[i, : layer.shape[1]].tolist() for i, layer in enumerate(layers)]
-        # JSON has no NaN: a head without the score has none.
-        plain = [[None if value != value else value for value in row] for row in rows]
+        # JSON has no NaN: a head without the score has null.
+        plain = [[value if math.isfinite(value) else None for value in row] for row in rows]
         found.append({"name": name, "about": SCORES[name], "values": plain})
     return found

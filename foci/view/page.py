@@ -11,7 +11,7 @@ from pathlib import Path
 from foci.record import Record
 from foci.view.compact import text_of
 from foci.view.linking import ASSETS, linked
-from foci.view.packing import packed
+from foci.view.packing import HALVES, packed
 
 PAGE = """\
 <!doctype html>
@@ -33,6 +33,8 @@ PAGE = """\
 </html>
 """
 
+LONGEST = 200
+
 FRAME = """\
 <iframe srcdoc="{page}" title="{title}" width="100%" height="{height}" loading="lazy" allow="clipboard-write" \
 style="border: 1px solid rgba(128, 128, 128, 0.35); border-radius: 8px; background: transparent"></iframe>"""
@@ -48,7 +50,7 @@ def html(record: Record, title: str | None = None, state: str = "") -> str:
     return PAGE.format(
         state=f' data-state="{markup.escape(state)}"' if state else "",
         policy=policy(script, style),
-        title=markup.escape(f"{title or record.model} · foci"),
+        title=markup.escape(f"{named(title or record.model)} · foci"),
         style=style,
         payload=text_of(packed(record, title)),
         script=script,
@@ -62,7 +64,12 @@ def write(record: Record, path: str | os.PathLike[str], title: str | None = None
 
 def frame(record: Record, title: str | None = None, height: int = 720) -> str:
     """The page inside a frame of its own: what a notebook shows, and what survives nbconvert and VS Code."""
-    return framed(html(record, title), f"attention of {title or record.model}", height)
+    return framed(html(record, title), f"attention of {named(title or record.model)}", height)
+
+
+def named(text: str) -> str:
+    """A name as a title: not endless, and without the halves of characters, which no file can hold."""
+    return HALVES.sub("\ufffd", text if len(text) <= LONGEST else text[: LONGEST - 1] + "…")
 
 
 def framed(page: str, title: str, height: int = 720) -> str:

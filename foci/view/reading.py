@@ -15,7 +15,7 @@ from torch import Tensor
 from foci.labels import Labels
 from foci.layer import Layer
 from foci.record import Record
-from foci.view.printable import visible
+from foci.view.printable import printable, visible
 
 # Tokens that a tokenizer adds: [CLS], <s>, <|endoftext|>.
 ADDED = re.compile(r"\[[A-Z]+\d*\]|<[^<>\s]+>")
@@ -109,6 +109,11 @@ def begins(place: int, numbers: Sequence[int | None] | None) -> bool:
     return numbers is None or numbers[place] is None or numbers[place] != numbers[place - 1]
 
 
+def name_of(record: Record, layer: Layer, head: int | None = None) -> str:
+    """What `Record.name_of` says, as a terminal can show it: the stack may be named by a stranger's file."""
+    return printable(shortened(record.name_of(layer, head)))
+
+
 def choose(record: Record, head: str | int | None = None, layer: int | None = None) -> Choice:
     """The head that was asked for: "L5H3", "cross.L0H2", "L5" (the mean of its heads), or two numbers.
 
@@ -121,7 +126,7 @@ def choose(record: Record, head: str | int | None = None, layer: int | None = No
         for number in (None, *one.heads):
             name = record.name_of(one, number)
             if asked in (name, name.removeprefix(f"{one.stack}.")):
-                return mean_of(record, one) if number is None else Choice(one, number, name)
+                return mean_of(record, one) if number is None else Choice(one, number, name_of(record, one, number))
     raise ValueError(f"expected one of the heads {names(record)}, received {asked!r}")
 
 
@@ -135,7 +140,7 @@ def names(record: Record) -> str:
     stacks: dict[str, list[Layer]] = {}
     for layer in record.layers.values():
         stacks.setdefault(layer.stack, []).append(layer)
-    ends = [(record.name_of(s[0], s[0].heads[0]), record.name_of(s[-1], s[-1].heads[-1])) for s in stacks.values()]
+    ends = [(name_of(record, s[0], s[0].heads[0]), name_of(record, s[-1], s[-1].heads[-1])) for s in stacks.values()]
     return ", ".join(f"{first} to {last}" for first, last in ends) or "none, because nothing was seen"
 
 
@@ -230,13 +235,13 @@ def telling(record: Record, batch: int = 0) -> Choice:
     found = [far(record, layer, batch).mean(1) for layer in layers]
     layer, best = max(zip(layers, found, strict=True), key=lambda pair: float(pair[1].max()))
     head = layer.heads[int(best.argmax())]
-    return Choice(layer, head, record.name_of(layer, head))
+    return Choice(layer, head, name_of(record, layer, head))
 
 
 def mean_of(record: Record, layer: Layer) -> Choice:
     """The mean of a layer's heads; of a single head, that head."""
     head = layer.heads[0] if len(layer.heads) == 1 else None
-    return Choice(layer, head, record.name_of(layer, head))
+    return Choice(layer, head, name_of(record, layer, head))
 
 
 def clearness(layer: Layer) -> float:

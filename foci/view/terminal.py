@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import TextIO
 
+from torch import Tensor
+
 from foci.labels import Labels
 from foci.layer import Layer
 from foci.record import Record
@@ -18,6 +20,7 @@ from foci.view.sheet import Sheet
 
 # Above so many entries a picture that was not kept takes too long to draw.
 MOST_ENTRIES = 2**32
+MOST_UNSEEN = 12
 
 
 def show(
@@ -73,12 +76,14 @@ def render(
 
 def write_title(sheet: Sheet, record: Record) -> None:
     """Which model, how many heads, and what could not be seen."""
-    sheet.lines.append(sheet.bold(clip(printable(record.model) or "Attention", sheet.width)))
+    sheet.lines.append(sheet.bold(clip(printable(shortened(record.model)) or "Attention", sheet.width)))
     sheet.prose(", ".join(described(record)))
     if record.answer:
         sheet.wrapped(["answer:", *printable(shortened(record.answer)).split(" ")], hang=2)
-    for reason in record.unseen:
-        sheet.wrapped(["not seen:", *printable(reason).split()], hang=2)
+    for reason in record.unseen[:MOST_UNSEEN]:
+        sheet.wrapped(["not seen:", *printable(shortened(reason)).split()], hang=2)
+    if len(record.unseen) > MOST_UNSEEN:
+        sheet.prose(f"not seen: {len(record.unseen) - MOST_UNSEEN:,} more")
 
 
 def described(record: Record) -> list[str]:
@@ -87,12 +92,13 @@ def described(record: Record) -> list[str]:
     for layer in record.layers.values():
         stacks.setdefault(layer.stack, []).append(layer)
     parts = [
-        f"{stack} {count(len(layers), 'layer')} of {count(len(layers[0].heads), 'head')}".lstrip()
+        f"{printable(shortened(stack))} {count(len(layers), 'layer')} of {count(len(layers[0].heads), 'head')}".lstrip()
         for stack, layers in stacks.items()
     ]
     several = len(record.labels) > 1
     return parts + [
-        f"{counted(labels)} of the {name}" if several else counted(labels) for name, labels in record.labels.items()
+        f"{counted(labels)} of the {printable(shortened(name))}" if several else counted(labels)
+        for name, labels in record.labels.items()
     ]
 
 
@@ -113,9 +119,9 @@ def write_text(
     layer = choice.layer
     queries, keys = sides(record, layer, batch, by_token)
     focus = find(queries, word) if word is not None else clearest(record, choice, batch, queries)
-    row = shares(choice, batch, [queries[focus]], keys)[0].tolist()
     same = layer.queries == layer.keys
     sheet.heading(f"Where {quoted(queries[focus])} looks in {in_words(choice)}")
+    row = known(sheet, shares(choice, batch, [queries[focus]], keys))[0].tolist()
     if not same:
         words.write_text(sheet, queries, [0.0] * len(queries), focus)
         sheet.line(sheet.faint("↓ looks at"))
@@ -131,13 +137,21 @@ def write_matrix(
     """All words at once: cells where they fit, else a map."""
     if matrix.fits(sheet, queries, keys):
         sheet.heading(f"All of {in_words(choice)}")
-        matrix.write(sheet, queries, keys, shares(choice, batch, queries, keys).tolist(), focus)
+        matrix.write(sheet, queries, keys, known(sheet, shares(choice, batch, queries, keys)).tolist(), focus)
     elif choice.layer.kept is None and prod(choice.layer.shape[1:]) > MOST_ENTRIES:
         sheet.note(f"No map of {choice.layer.shape[3]:,} positions: watch with keep=foci.Keep() for one.")
     elif "picture" in choice.layer.can:
         sheet.heading(f"All of {in_words(choice)}")
         sheet.prose("From top to bottom who looks, from left to right who is looked at.")
-        matrix.write_map(sheet, picture(choice, batch, *matrix.map_size(sheet, choice.layer.finest)).tolist())
+        blocks = picture(choice, batch, *matrix.map_size(sheet, choice.layer.finest))
+        matrix.write_map(sheet, known(sheet, blocks).tolist())
+
+
+def known(sheet: Sheet, found: Tensor) -> Tensor:
+    """Shares of which those that are no numbers become 0, and that is said."""
+    if not found.isfinite().all():
+        sheet.note("Some weights are NaN or infinite: they are drawn as 0.")
+    return found.nan_to_num(0.0, 0.0, 0.0)
 
 
 def clearest(record: Record, choice: Choice, batch: int, queries: Sequence[Unit]) -> int:

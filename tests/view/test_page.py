@@ -2,6 +2,7 @@ import base64
 import hashlib
 import html
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -247,3 +248,32 @@ def test_gzip_has_no_time_stamp() -> None:
     packed = packing.packed(records.jane())
     assert packed[4:8] == b"\0\0\0\0"
     assert opened(packed)[0]["model"] == "BertModel"
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "x" * 1_000_000])
+def test_a_model_may_have_any_name(name: str) -> None:
+    record = records.jane()
+    record.model = name
+    made = page.html(record)
+    made.encode()
+    title = re.search("<title>([^<]*)</title>", made)
+    assert title
+    assert len(title[1]) < 300
+    assert len(made) < 300_000
+    assert 'title="attention of ' in page.frame(record)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_what_json_cannot_say_is_left_out(seconds: float) -> None:
+    record = records.jane()
+    record.labels["input"] = replace(record.labels["input"], seconds=seconds)
+    record.layers["layers.0"] = replace(record.layers["layers.0"], matrix=torch.full((1, 2, 7, 7), float("inf")))
+    head, _ = payload(page.html(record))
+    assert head["labels"][0]["seconds"] is None
+    assert "Infinity" not in str(head["measures"])
+
+
+def test_attention_to_nothing_is_no_page() -> None:
+    record = Record({"l": Layer("l", matrix=torch.zeros(1, 1, 4, 0))}, {}, model="M")
+    with pytest.raises(ValueError, match=r"at least one query and one key, but L0 is \(1, 1, 4, 0\)"):
+        page.html(record)

@@ -397,3 +397,28 @@ def test_lazy_weights_and_their_dense_matrix_look_the_same() -> None:
     matrix = record.layers["l"].dense()
     dense = Record({"l": Layer("l", matrix=matrix)}, record.labels, model="Lazy", calls=1)
     assert lines(record) == lines(dense)
+
+
+def test_a_stack_or_a_sequence_named_by_a_stranger_prints_nothing_harmful() -> None:
+    harm = "\x1b[2J\u202e\x00"
+    layer = Layer("l", harm, matrix=torch.eye(3).expand(1, 2, 3, 3), queries=harm, keys=harm)
+    labels = {name: Labels.tokens([("a", "b", "c")]) for name in (harm, "input")}
+    record = Record({"l": layer}, labels, model=harm * 10**6, unseen=[harm * 1000] * 100)
+    text = "\n".join(lines(record))
+    assert not {*harm} - {*"[2J"} & {*text}
+    assert "not seen: 88 more" in text
+    assert len(text) < 10_000
+    with pytest.raises(ValueError, match="expected one of the heads") as refused:
+        lines(record, head="L9")
+    assert "\x1b" not in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("length", [5, 200])
+def test_weights_that_are_no_numbers_are_said(wrong: float, length: int) -> None:
+    matrix = torch.eye(length).expand(1, 2, length, length).clone()
+    matrix[:, :, 1] = wrong
+    record = Record({"l": Layer("l", matrix=matrix)}, {"input": Labels.tokens([["w"] * length])}, model="M")
+    found = lines(record, head="L0H1", word=1)
+    assert found.count("   Some weights are NaN or infinite: they are drawn as 0.") == 2
+    assert lines(record)
