@@ -6,7 +6,9 @@ The model is one of Hugging Face, by folder or name, or one that foci trained, b
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,14 @@ NEW_TOKENS = 128
 # How many of the likeliest next tokens are named.
 NEXT = 5
 WRITERS = ("ForCausalLM", "LMHeadModel")
+# Code that comes with a model is not run, and nobody is asked whether it may.
+SAFELY: dict[str, Any] = {"trust_remote_code": False}
 SHIPPED = Path(__file__).parent / "shipped"
 # Of the models that ship, those that read a text, the one to begin with first.
 TEXTS = ("translation", "generation", "sentiment", "summarization")
+ANY_MODEL = "the folder or name of a Hugging Face model, or a model of foci"
+# So many seconds Hugging Face has to say whether it knows a name.
+PATIENCE = 10
 
 
 def silent(_message: str) -> None:
@@ -52,8 +59,7 @@ def look(
     """
     if not text.strip():
         raise ValueError("expected a text with at least one word, received none")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(device)
     place = place_of(model)
     if is_own(Path(place)):
         from foci.tasks.trained import load
@@ -64,16 +70,31 @@ def look(
     return Reader(place, device, say).look(text, new_tokens)
 
 
+def device_of(name: str) -> str:
+    """The device by its name; "auto" is the GPU where there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("expected a GPU for the device cuda, but PyTorch finds none here")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def shipped() -> list[str]:
+    """The models that ship with foci, the one to begin with first."""
+    there = {file.parent.name for file in SHIPPED.glob("*/*.safetensors")}
+    return [*(name for name in TEXTS if name in there), *sorted(there - {*TEXTS})]
+
+
 def place_of(model: str | os.PathLike[str] | None) -> str:
     """Where a model is: a path, the name of one at Hugging Face, or one that ships."""
-    there = [name for name in TEXTS if any((SHIPPED / name).glob("*.safetensors"))]
-    if model is None and not there:
+    there = shipped()
+    if model is None and not {*there} & {*TEXTS}:
         raise ValueError(
             "expected a model, by the folder or name of one of Hugging Face or a run of foci (--model), because none"
             ' ships with foci yet; without one, foci explain "..." shows how attention works'
         )
-    name = there[0] if model is None else os.fspath(model)
-    if name in there and not Path(name).exists():
+    name = there[0] if model is None else os.path.expanduser(os.fspath(model))  # noqa: PTH111
+    if not name:
+        raise ValueError(f"expected {ANY_MODEL}, received none")
+    if name in there and not is_there(Path(name)):
         return str(SHIPPED / name)
     check_path(name)
     return name
@@ -81,13 +102,40 @@ def place_of(model: str | os.PathLike[str] | None) -> str:
 
 def check_path(name: str) -> None:
     """A path that is not there is no name of a model either; nobody needs to be asked over the network."""
-    if name.startswith((".", "/", "~")) and not Path(name).exists():
+    if name.startswith((".", "/", "~")) and not is_there(Path(name)):
         raise ValueError(f"expected the folder of a Hugging Face model, or a model of foci, but {name} is not there")
 
 
 def is_own(path: Path) -> bool:
     """Whether a path is a model of foci: a file, or a folder without the config of a Hugging Face model."""
-    return path.exists() and not (path / "config.json").is_file()
+    return is_there(path) and not (path / "config.json").is_file()
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path is there; what no path can be called is not."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def expecting(wanted: str, name: str) -> Iterator[None]:
+    """Whatever a stranger's files make of transformers, the reader gets one sentence."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = re.split(r"(?<=[.!]) +(?=[A-Z])", lines[0])[0].rstrip(" .:")
+        raise ValueError(f"expected {wanted}, received {name!r}: {reason}") from error
+
+
+def check_name(name: str) -> None:
+    """A name that is not known is told at once: transformers would ask for it again and again."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if not is_there(Path(name)) and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        HfApi().model_info(name, timeout=PATIENCE)
 
 
 class Reader:
@@ -97,15 +145,14 @@ class Reader:
         transformers = imported()
         self.say, self.device = say, device
         say(f"loading {name}")
-        try:
-            self.config = transformers.AutoConfig.from_pretrained(name)
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-            self.model = getattr(transformers, kind_of(self.config)).from_pretrained(name).eval().to(device)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"expected the folder or name of a Hugging Face model, or a model of foci, received {name!r}: {reason}"
-            ) from error
+        with expecting(ANY_MODEL, name):
+            check_name(name)
+            self.config = transformers.AutoConfig.from_pretrained(name, **SAFELY)
+        with expecting("a model that reads texts", name):
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **SAFELY)
+        with expecting(ANY_MODEL, name):
+            kind = getattr(transformers, kind_of(self.config))
+            self.model = kind.from_pretrained(name, **SAFELY).eval().to(device)
 
     @torch.no_grad()
     def look(self, text: str, new_tokens: int = NEW_TOKENS) -> Record:

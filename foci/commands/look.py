@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     from foci.looking import look
 
     quieten()
+    check_out(options.out)
     record = look(" ".join(options.text), options.model, device=options.device, say=tell)
     head = int(options.head) if options.head is not None and options.head.isdigit() else options.head
     if options.out is None:
@@ -51,6 +53,16 @@ def run(options: argparse.Namespace) -> int:
     record.save(options.out, **(figure(head, options) if options.out.suffix.lower() in FIGURES else {}))
     tell(f"written: {options.out}")
     return 0
+
+
+def check_out(path: Path | None) -> None:
+    """What cannot be written is said before a model runs for it."""
+    if path is None:
+        return
+    if path.suffix.lower() not in {".foci", ".html", *FIGURES}:
+        raise ValueError(f"expected --out to end with .foci, .html, .png, .svg or .pdf, received {path}")
+    if not path.parent.is_dir():
+        raise ValueError(f"expected a folder for --out, but {path.parent} is not there")
 
 
 def figure(head: str | int | None, options: argparse.Namespace) -> dict[str, Any]:
@@ -68,8 +80,9 @@ def quieten() -> None:
     """Leaves of what transformers says the errors, and its progress bars where somebody sees them."""
     if find_spec("transformers") is None:
         return
-    from transformers.utils import logging
+    from transformers.utils import logging as of_transformers
 
-    logging.set_verbosity_error()
+    of_transformers.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+        of_transformers.disable_progress_bar()

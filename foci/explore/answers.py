@@ -49,7 +49,8 @@ class Asked:
     def heads(self, layer: Layer) -> list[int]:
         """Several heads are averaged."""
         names = self.given.get("heads", "").split(".")
-        if not all(name.isdecimal() and int(name) < layer.shape[1] for name in names):
+        known = all(name.isdecimal() and int(name) < layer.shape[1] for name in names)
+        if not known or len(names) > layer.shape[1]:
             raise ValueError(
                 f"expected heads from 0 to {layer.shape[1] - 1}, received {self.given.get('heads', '')[:40]!r}"
             )

@@ -65,7 +65,7 @@ class Guard:
         given = scope["path"].split("/")[1] if scope["path"].startswith("/") else ""
         if not hmac.compare_digest(given.encode(), self.secret.encode()):
             return 404, "expected the address that the terminal shows: it holds a secret"
-        if not headers.get("content-length", "0").isdigit() or int(headers.get("content-length", "0")) > self.most:
+        if not headers.get("content-length", "0").isdecimal() or int(headers.get("content-length", "0")) > self.most:
             return 413, self.too_large()
         return None
 

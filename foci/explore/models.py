@@ -19,7 +19,7 @@ from foci.explain import Example, fold, split
 from foci.explore.jobs import LOADED, RAN, Job
 from foci.labels import Labels
 from foci.layer import Layer
-from foci.looking import Reader, check_path, imported, is_own
+from foci.looking import SAFELY, Reader, check_name, expecting, imported, is_own, place_of
 from foci.record import Record
 
 UNTRAINED = "untrained vectors"
@@ -43,7 +43,7 @@ class Shelf:
             raise ValueError(f"expected at most {LONGEST:,} characters, received {len(text):,}")
         if model == UNTRAINED:
             return untrained(text)
-        check_path(model)
+        model = place_of(model)
         if is_own(Path(model)):
             task, own, _ = self.loaded("own", model, job)
             with counted(own, job):
@@ -59,7 +59,7 @@ class Shelf:
         picture = readable(image)
         if model == UNTRAINED:
             raise ValueError("expected a model that takes images: untrained vectors are made of words")
-        check_path(model)
+        model = place_of(model)
         if is_own(Path(model)):
             return self.viewed_by_own(model, picture, job)
         processor, own = self.loaded("image", model, job)
@@ -98,12 +98,10 @@ def own_model(name: str, device: str) -> Any:
 
 def image_model(name: str, device: str) -> Any:
     transformers = imported()
-    try:
-        processor = transformers.AutoImageProcessor.from_pretrained(name)
-        model = transformers.AutoModel.from_pretrained(name).eval().to(device)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"expected a model that takes images, received {name!r}: {reason}") from error
+    with expecting("a model that takes images", name):
+        check_name(name)
+        processor = transformers.AutoImageProcessor.from_pretrained(name, **SAFELY)
+        model = transformers.AutoModel.from_pretrained(name, **SAFELY).eval().to(device)
     # What takes texts beside images is asked for what sees.
     return processor, getattr(model, "vision_model", model)
 
@@ -114,11 +112,14 @@ LOADERS: dict[str, Callable[[str, str], Any]] = {"own": own_model, "image": imag
 def readable(image: bytes) -> Any:
     """The image in some bytes, as RGB."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise ImportError("images need Pillow, which is not installed: pip install 'foci[view]'") from error
     try:
         return Image.open(io.BytesIO(image)).convert("RGB")
+    except UnidentifiedImageError as error:
+        # What Pillow says names an object of this side.
+        raise ValueError("expected an image that Pillow can read, received something else") from error
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"expected an image that Pillow can read: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import socket
 import tempfile
@@ -16,10 +17,13 @@ from foci.explore import answers
 from foci.explore.guard import App, Guard
 from foci.explore.jobs import Desk, Job, Kept
 from foci.explore.models import UNTRAINED, Shelf
+from foci.looking import device_of, place_of, shipped
 from foci.record import Record
 from foci.view.linking import ASSETS
 
 MOST_BYTES = 512 * 2**20
+# So many entries take a CPU some minutes.
+MOST_ENTRIES = 2**35
 SHELL = """\
 <!doctype html>
 <html lang="en" data-root="{root}" data-record="{record}">
@@ -69,7 +73,7 @@ class Explorer:
         return Response(path.read_bytes(), media_type=TYPES[path.suffix])
 
     async def choices(self, _request: Any) -> Any:
-        return answered({"models": [UNTRAINED, *self.models, *cached_models()]})
+        return answered({"models": [*dict.fromkeys([UNTRAINED, *self.models, *shipped(), *cached_models()])]})
 
     async def look(self, request: Any) -> Any:
         try:
@@ -152,11 +156,22 @@ def opened(file: bytes, job: Job) -> Record:
         path = Path(folder) / "upload.foci"
         path.write_bytes(file)
         try:
-            return Record.load(path)
+            return answerable(Record.load(path))
         except Exception as problem:
             # The path is this side's own and says nothing to who sent the file.
             reason = str(problem).replace(str(path), "the file")
             raise ValueError(f"expected a .foci file: {reason}") from problem
+
+
+def answerable(record: Record) -> Record:
+    """A record that can be drawn before whoever waits for it gives up; a small file may ask for any amount of work."""
+    entries = sum(math.prod(layer.shape) for layer in record.layers.values() if layer.kept is None)
+    if entries > MOST_ENTRIES:
+        raise ValueError(
+            f"its matrices have {entries:,} entries to be computed, more than {MOST_ENTRIES:,}: watch with"
+            " keep=foci.Keep() to save statistics instead"
+        )
+    return record
 
 
 def answered(found: Any) -> Any:
@@ -201,7 +216,9 @@ def serve(
     except ImportError as error:
         raise ImportError("the explorer needs starlette and uvicorn: pip install 'foci[view]'") from error
 
-    explorer = Explorer(models, device)
+    for name in models:
+        place_of(name)
+    explorer = Explorer(models, device_of(device))
     page = f"records/{explorer.desk.keep(record)}" if record is not None else ""
     with socket.socket() as door:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.explore import answers, jobs, models
+from foci.explore import answers, jobs, models, server
 from foci.explore.guard import HEADERS, Guard
 from foci.explore.server import Explorer, serve
 from foci.record import Record
@@ -183,6 +183,18 @@ def test_a_broken_file_says_so(client: Any, file: bytes) -> None:
     assert "/" not in state["error"].split(":")[0]
 
 
+def test_a_file_that_asks_for_endless_work_is_refused(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MOST_ENTRIES", 2 * 4 * 50 * 50 - 1)
+    lazy(50).save(tmp_path / "x.foci")
+    state = finished(client, client.post(f"/{SECRET}/api/open", content=(tmp_path / "x.foci").read_bytes()))
+    assert "its matrices have 20,000 entries to be computed, more than 19,999: watch with" in state["error"]
+    monkeypatch.setattr(server, "MOST_ENTRIES", 2 * 4 * 50 * 50)
+    state = finished(client, client.post(f"/{SECRET}/api/open", content=(tmp_path / "x.foci").read_bytes()))
+    assert state["error"] is None
+
+
 def test_a_broken_image_says_so(client: Any) -> None:
     state = finished(client, client.post(f"/{SECRET}/api/view?model=./x", content=b"no image"))
     assert state["error"].startswith("expected an image that Pillow can read")
@@ -257,6 +269,7 @@ def test_the_arithmetic_of_a_row(client: Any, explorer: Explorer) -> None:
         ("row?layer=0&head=0&query=0", "expected seq from 0 to 0, received ''"),
         ("column?layer=0&head=0&key=10&seq=0", "expected key from 0 to 9, received '10'"),
         ("tile?layer=0&heads=x&seq=0&y=0&x=0&step=1", "expected heads from 0 to 3, received 'x'"),
+        ("tile?layer=0&heads=0.1.2.3.0&seq=0&y=0&x=0&step=1", "expected heads from 0 to 3, received '0.1.2.3.0'"),
         ("tile?layer=0&heads=0&seq=0&y=0&x=0&step=1000", "expected step from 1 to 64, received '1000'"),
         ("tile?layer=0&heads=0&seq=0&y=0&x=0&step=1&reduce=sum", "expected reduce mean or max, received 'sum'"),
         ("worked?layer=0&head=0&query=0&seq=0&keys=99", "expected at most 64 numbers below 10 as keys, received 1"),

@@ -1,0 +1,133 @@
+"""Which models may be named, and what is said of those that cannot be had."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from foci import cli, looking
+from foci.explore import models
+from foci.explore.jobs import Job
+from foci.explore.models import Shelf, readable
+from foci.explore.server import serve
+
+transformers = pytest.importorskip("transformers")
+huggingface_hub = pytest.importorskip("huggingface_hub")
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of images, untrained."""
+    folder = tmp_path_factory.mktemp("vision")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=16, **sizes)).save_pretrained(folder)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "expected the folder or name of a Hugging Face model, or a model of foci, received none"),
+        ("~/nowhere", "nowhere is not there"),
+        ("/" + "x" * 300, "x is not there"),
+        ("a b", "Repo id must use alphanumeric chars"),
+        ("../../../no/such", "is not there"),
+        ("nul\0", "Repo id must use"),
+    ],
+)
+def test_a_name_that_is_none(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=r"^expected the folder ") as refused:
+        Shelf().look(name, "x", Job())
+    assert said in str(refused.value)
+
+
+def test_home_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert looking.place_of("~/model") == str(tmp_path / "model")
+
+
+def test_a_name_that_nobody_knows_is_told_after_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def model_info(_self: object, name: str, timeout: float) -> None:
+        asked.append((name, timeout))
+        raise ConnectionError("no such host. Try again.")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    for ask in (lambda: Shelf().look("no/such", "x", Job()), lambda: models.image_model("no/such", "cpu")):
+        with pytest.raises(ValueError, match=r"received 'no/such': no such host$"):
+            ask()
+    assert asked == [("no/such", looking.PATIENCE)] * 2
+
+
+def test_the_code_of_a_stranger_is_not_run(vision: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "strange"
+    shutil.copytree(vision, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "code.C", "AutoModel": "code.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for load in (lambda: looking.Reader(str(folder)), lambda: models.image_model(str(folder), "cpu")):
+        with pytest.raises(ValueError, match="contains custom code"):
+            load()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_of_images_reads_no_text(vision: Path) -> None:
+    with pytest.raises(ValueError, match=r"^expected a model that reads texts, received "):
+        Shelf().look(str(vision), "x", Job())
+
+
+def test_a_damaged_model_is_said_in_one_sentence(vision: Path, tmp_path: Path) -> None:
+    shutil.copytree(vision, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"^expected a model that takes images, received [^\n]+$"):
+        models.image_model(str(tmp_path), "cpu")
+
+
+def test_what_is_no_image() -> None:
+    with pytest.raises(ValueError, match=r"^expected an image that Pillow can read, received something else$"):
+        readable(b"nonsense")
+
+
+def test_what_ships_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("vision", "generation"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    monkeypatch.setattr(looking, "SHIPPED", tmp_path)
+    assert looking.shipped() == ["generation", "vision"]
+    assert looking.place_of(None) == looking.place_of("generation") == str(tmp_path / "generation")
+    assert looking.place_of("vision") == str(tmp_path / "vision")
+
+
+def test_a_model_that_is_not_there_is_not_offered() -> None:
+    with pytest.raises(ValueError, match=r"but \./none is not there"):
+        serve(["./none"], browse=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu: there is one here")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["look", "x", "--model", "y", "--device", "cuda"]) == 2
+    assert cli.main(["explore", "--device", "cuda", "--no-browser"]) == 2
+    said = "expected a GPU for the device cuda, but PyTorch finds none here"
+    assert capsys.readouterr().err == f"foci look: {said}\nfoci explore: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("x.xyz", "expected --out to end with .foci, .html, .png, .svg or .pdf, received x.xyz"),
+        ("nowhere/x.html", "expected a folder for --out, but nowhere is not there"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_said_before_a_model_runs(
+    out: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["look", "x", "--model", "./none", "--out", out]) == 2
+    assert capsys.readouterr().err == f"foci look: {said}\n"
