@@ -11,8 +11,8 @@ import pytest
 
 from tests.conftest import chromium_path
 from tests.view import records
-from tests.view.browsing import browsing, listed, opened, shares
-from tests.view.pages import lazy
+from tests.view.browsing import browsing, listed, opened, shares, summed
+from tests.view.pages import lazy, output_of, watched
 
 pytest.importorskip("playwright", reason="browser: playwright is not installed")
 pytest.importorskip("uvicorn", reason="browser: uvicorn is not installed")
@@ -112,3 +112,13 @@ def test_a_file_given_on_the_command_line_shows_exact_entries(browser: Any, tmp_
             assert float(first.rstrip("%")) / 100 == pytest.approx(float(flow.max()), rel=0.051)
     finally:
         stopped(process)
+
+
+def test_the_weighted_sum_of_a_model_that_was_watched(browser: Any, address: str, tmp_path: Path) -> None:
+    record = watched()
+    record.save(tmp_path / "x.foci")
+    with opened(browser, address, offline=False) as tab:
+        tab.get_by_label("Open a file").set_input_files(tmp_path / "x.foci")
+        tab.wait_for_selector(".token")
+        tab.goto(f"{tab.url.split('#')[0]}#v=compute&h=L1H1&t=9")
+        assert summed(tab) == pytest.approx(output_of(record, "L1H1", 9), abs=1e-3)

@@ -54,3 +54,10 @@ def listed(tab: Any) -> list[tuple[str, int, str]]:
 def shares(tab: Any) -> dict[int, float]:
     """By position, the listed weights as numbers."""
     return {position: float(weight.rstrip("%")) / 100 for _, position, weight in listed(tab)}
+
+
+def summed(tab: Any) -> list[float]:
+    """The output that "How it is computed" shows, number by number."""
+    tab.locator(".result .vector span").first.wait_for()
+    titles = tab.locator(".result .vector span").evaluate_all("cells => cells.map((cell) => cell.title)")
+    return [float(title.split("= ")[1]) for title in titles]

@@ -37,6 +37,27 @@ def lazy(
     return Record(made, {"input": Labels.tokens([texts], [list(range(length))])}, model="Lazy", calls=layers)
 
 
+def watched(length: int = 12) -> Record:
+    """A small model of which `foci.watch` kept everything."""
+    torch.manual_seed(0)
+    model = foci.nn.Decoder.from_name("tiny", vocabulary=50).eval()
+    with torch.no_grad(), foci.watch(model) as seen:
+        model(torch.arange(length)[None] % 50)
+    seen.label([[f" t{i}" for i in range(length)]])
+    return seen
+
+
+def output_of(record: Record, head: str, query: int) -> list[float]:
+    """The weighted sum of the values, by the dense matrix."""
+    name, _, number = head.partition("H")
+    layer, place = record[name], int(number)
+    assert isinstance(layer, Layer)
+    assert layer.values is not None
+    group = layer.shape[1] // layer.values.shape[1]
+    found: list[float] = (layer.dense()[0, place, query] @ layer.values[0, place // group].float()).tolist()
+    return found
+
+
 def payload(page: str) -> tuple[dict[str, Any], bytes]:
     """Head and blob of a page."""
     found = re.search(r'<script type="text/plain" id="payload">(\d+) ([^<]*)</script>', page)

@@ -20,8 +20,8 @@ from foci.record import Record
 from foci.view import packing, page
 from tests.conftest import chromium_path
 from tests.view import records
-from tests.view.browsing import browsing, listed, opened, settle, shares
-from tests.view.pages import lazy
+from tests.view.browsing import browsing, listed, opened, settle, shares, summed
+from tests.view.pages import lazy, output_of, watched
 
 pytest.importorskip("playwright", reason="browser: playwright is not installed")
 pytestmark = pytest.mark.browser
@@ -294,6 +294,15 @@ def test_patches_are_lit(look: Look) -> None:
         assert max(dark[:3]) < 60
 
 
+def test_an_image_is_opened_as_one_and_its_class_token_looks_first(look: Look) -> None:
+    record = records.image((2, 3))
+    with look(record) as tab:
+        assert tab.get_by_role("tab", selected=True).inner_text() == "Image"
+        near(shares(tab), record["L0H0"].row(0, 0))
+    with look(record, "#v=text") as tab:
+        assert tab.get_by_role("tab", selected=True).inner_text() == "Text"
+
+
 def pixel(tab: Any, x: float, y: float) -> list[int]:
     settle(tab)
     script = """(canvas, [x, y]) => [...canvas.getContext("2d")
@@ -333,9 +342,14 @@ def test_the_arithmetic_is_the_record_s(look: Look) -> None:
         assert "closes 1 of 9 keys" in cards.nth(1).inner_text()
         assert cards.nth(2).locator("tbody tr").last.inner_text().endswith("100%")
         out = (layer.weights[0] @ layer.values[0].repeat_interleave(2, 0))[3, 7]
-        titles = tab.locator(".result .vector span").evaluate_all("cells => cells.map((cell) => cell.title)")
-        shown = [float(title.split("= ")[1]) for title in titles]
-        assert shown == pytest.approx(out.tolist(), abs=1e-4)
+        assert summed(tab) == pytest.approx(out.tolist(), abs=1e-4)
+
+
+def test_the_weighted_sum_of_a_model_that_was_watched(look: Look) -> None:
+    record = watched()
+    with look(record, "#v=compute&h=L1H1&t=9") as tab:
+        assert tab.locator(".card").count() == 4
+        assert summed(tab) == pytest.approx(output_of(record, "L1H1", 9), abs=1e-3)
 
 
 def test_rollout_is_the_record_s(look: Look) -> None:

@@ -245,9 +245,13 @@ function defaults(store) {
   const layer = across ?? store.layers[one.layer];
   const texts = store.texts(layer, "queries", 0);
   const last = texts.slice(0, 120).findLastIndex((text) => /\p{L}{3,}/u.test(text) && !/^\s*[<[]/.test(text));
+  // Patches by their numbers are no text that anybody reads: an image is looked at as one, by its class token first.
+  const [queries, keys] = ["queries", "keys"].map((side) => store.labels(layer, side));
+  const leader = queries.grid && queries.leading > 0;
   return {
+    view: keys.grid ? "image" : "text",
     heads: [across ? across.label : one.name],
-    chosen: [last < 0 ? Math.min(texts.length, 120) - 1 : last],
+    chosen: [leader ? 0 : last < 0 ? Math.min(texts.length, 120) - 1 : last],
     words: store.head.labels.some((labels) => labels.words),
   };
 }
