@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; gives the exit status: 0, 2 where the input was bad, 1 where something else went wrong."""
-    options = parser().parse_args(arguments)
+    options = parsed(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         # A terminal that cannot show a character shows a question mark instead of a traceback.
         sys.stdout.reconfigure(errors="replace")
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as problem:
         print(f"foci {options.command}: {problem}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        # As the shell says of a command that Ctrl-C ended.
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader (head, less) has seen enough; without this Python complains once more while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,6 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"foci {options.command}: {said}", file=sys.stderr)
         return FAILED
     return status
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a command; its inputs may also stand behind them, where argparse finds none before."""
+    top = parser()
+    options, more = top.parse_known_args(arguments)
+    if more and (not hasattr(options, "inputs") or any(each.startswith("-") for each in more)):
+        top.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        options.inputs += more
+    return options
 
 
 def parser() -> Parser:

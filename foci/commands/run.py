@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from foci.nn.model import Model
+    from foci.tasks.task import Task
 
 EXAMPLES = """\
 examples:
@@ -32,7 +36,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("task", help="translation, generation, vision, sentiment, speech or summarization")
     parser.add_argument("inputs", nargs="*", help="sentences, or files of pictures or sound (default: lines of stdin)")
-    parser.add_argument("--file", type=Path, help="a file with an input on each line")
+    parser.add_argument("--file", type=Path, help="a file with an input on each line; an empty one stays empty")
     parser.add_argument(
         "--model", type=Path, help="a run's folder or a model file (default: runs/TASK, else one that ships)"
     )
@@ -55,20 +59,33 @@ def run(options: argparse.Namespace) -> int:
     as_record = options.out is not None and options.out.suffix.lower() in RECORDS
     if as_record and len(options.inputs) != 1:
         raise ValueError(f"{options.out} takes the attention to one input, but got {len(options.inputs)}")
+    one_by_one = options.show or as_record or is_typed(options)
     with torch.no_grad(), answers_to(None if as_record else options.out) as file:
-        for some in in_groups(inputs(options), 1 if options.show or as_record else TOGETHER):
-            examples = [task.given(each) for each in some]
-            if not options.show and not as_record:
-                for answer in task.write(model, examples):
-                    print(answer, file=file, flush=True)
+        for some in in_groups(inputs(options), 1 if one_by_one else TOGETHER):
+            # Answers and the lines of a file stay side by side.
+            asked = [each for each in some if options.inputs or each.strip()]
+            if asked and (options.show or as_record):
+                looked(task, model, asked[0], options.show, options.out if as_record else None, file)
                 continue
-            record = task.show(model, examples[0])
-            print(record.answer, file=file, flush=True)
-            if options.show:
-                record.show(file=file)
-            if as_record:
-                record.save(options.out)
+            answers = iter(task.write(model, [task.given(each) for each in asked]) if asked else ())
+            for each in some:
+                print(next(answers) if each in asked else "", file=file, flush=True)
     return 0
+
+
+def looked(task: Task[Any, Any], model: Model, text: str, show: bool, out: Path | None, file: TextIO) -> None:
+    """The answer to one input, and where the model looked: in the terminal, in a file, or both."""
+    record = task.show(model, task.given(text))
+    print(record.answer, file=file, flush=True)
+    if show:
+        record.show(file=file)
+    if out is not None:
+        record.save(out)
+
+
+def is_typed(options: argparse.Namespace) -> bool:
+    """Whether somebody types line after line, and waits for the answer to each."""
+    return not options.inputs and options.file is None and sys.stdin.isatty()
 
 
 def inputs(options: argparse.Namespace) -> Iterator[str]:

@@ -36,6 +36,53 @@ def test_it_answers_what_is_typed_piped_or_in_a_file(
     assert (folder / "answers.txt").read_text() == typed
 
 
+def test_inputs_may_stand_behind_options_and_empty_lines_stay(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert cli.main(["run", "translation", "ab cd", "ef"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert cli.main(["run", "translation", "ab cd", "--set", "task.beam=1", "ef"]) == 0
+    assert capsys.readouterr().out.splitlines() == [first, second]
+    assert cli.main(["run", "translation", "--model", "runs/translation", "ef"]) == 0
+    assert capsys.readouterr().out.splitlines() == [second]
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab cd\n\nef\n \n"))
+    assert cli.main(["run", "translation"]) == 0
+    assert capsys.readouterr().out.splitlines() == [first, "", second, ""]
+    for wrong in (["run", "translation", "ef", "--sohw"], ["doctor", "ef"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(wrong)
+        assert "unrecognized arguments: " in capsys.readouterr().err
+
+
+def test_somebody_who_types_waits_for_each_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def __next__(self) -> str:
+            said.append(capsys.readouterr().out.count("\n"))
+            return super().__next__()
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.stdin", Terminal("ab cd\nef\n"))
+    assert cli.main(["run", "translation"]) == 0
+    assert said == [0, 1, 1]
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_doctor", interrupted)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_a_finished_run_is_resumed_with_the_command_that_began_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
