@@ -302,6 +302,9 @@ def work(attend: Attend, inputs: Tensors, slope: Tensor, direction: str) -> Call
 
 def run_case(case: Case, dtype: torch.dtype, asked: Options, variants: bool, table: Table, clock: Clock) -> None:
     say(case.name)
+    if asked.device.type == "cpu":
+        # Every shape is compiled anew; after eight of them Dynamo would give up.
+        torch.compiler.reset()
     inputs = case.inputs(asked.device, dtype)
     chosen = foci.plan(*list(inputs.values())[:3], score=foci.Additive(inputs["weight"])).chosen
     if asked.device.type == "cuda" and chosen != "triton":

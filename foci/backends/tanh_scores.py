@@ -87,30 +87,33 @@ def in_blocks(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
     scores = q.new_empty(*q.shape[:3], k.shape[2])
     near = is_near(q, k)
     left, right = ((2.0 * q).exp_(), (2.0 * k).exp_()) if near else (q, k)
+    room = room_of(q, k)
     for place, columns in blocks(q, k):
         b, h, rows = place
-        x = shares(left[place], right[b, h * k.shape[1] // q.shape[1], columns], near)
+        x = shares(left[place], right[b, h * k.shape[1] // q.shape[1], columns], near, room)
         scores[b, h, rows, columns] = (x.flatten(0, 1) @ weight[h]).view(x.shape[:2])
     return torch.add(weight.sum(-1).view(-1, 1, 1), scores, alpha=-2.0)
 
 
-def shares(left: Tensor, right: Tensor, near: bool) -> Tensor:
-    """1 / (1 + e^2(q + k)), which is half of 1 - tanh(q + k): (r, D) and (c, D) -> (r, c, D)."""
+def shares(left: Tensor, right: Tensor, near: bool, room: Tensor) -> Tensor:
+    """1 / (1 + e^2(q + k)), which is half of 1 - tanh(q + k): (r, D) and (c, D) -> (r, c, D), in the given room."""
+    x = room[: left.shape[0] * right.numel()].view(left.shape[0], *right.shape)
     left = left.unsqueeze(1)
     if near:
-        return torch.addcmul(left.new_ones(()), left, right).reciprocal_()
-    return torch.tanh(left + right).mul_(-0.5).add_(0.5)
+        return torch.addcmul(left.new_ones(()), left, right, out=x).reciprocal_()
+    return torch.add(left, right, out=x).tanh_().mul_(-0.5).add_(0.5)
 
 
 def gradients_in_blocks(q: Tensor, k: Tensor, weight: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """With the shares s: sums of slope 4 w (s - s²) for queries and keys, and of slope (1 - 2 s) for the weight."""
     near = is_near(q, k)
     left, right = ((2.0 * q).exp_(), (2.0 * k).exp_()) if near else (q, k)
+    room = room_of(q, k)
     d_q, d_k, d_weight = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(weight)
     for place, columns in blocks(q, k):
         b, h, rows = place
         key_place = b, h * k.shape[1] // q.shape[1], columns
-        x = shares(left[place], right[key_place], near)
+        x = shares(left[place], right[key_place], near, room)
         slope = slopes[b, h, rows, columns].unsqueeze(-1)
         d_weight[h] += slope.flatten() @ x.flatten(0, 1)
         x.addcmul_(x, x, value=-1.0).mul_(slope)
@@ -119,11 +122,21 @@ def gradients_in_blocks(q: Tensor, k: Tensor, weight: Tensor, slopes: Tensor) ->
     return d_q.mul_(4.0), d_k.mul_(4.0), slopes.sum((0, 2, 3)).unsqueeze(-1) - 2.0 * d_weight
 
 
+def block_size(q: Tensor, k: Tensor) -> tuple[int, int]:
+    rows = min(ROWS, q.shape[2])
+    return rows, min(max(TERMS // (rows * q.shape[3]), 1), k.shape[2])
+
+
+def room_of(q: Tensor, k: Tensor) -> Tensor:
+    """For the terms of any block: memory that is new for each of them costs more than what is done in it."""
+    rows, columns = block_size(q, k)
+    return q.new_empty(rows * columns * q.shape[3])
+
+
 def blocks(q: Tensor, k: Tensor) -> Iterator[tuple[tuple[int, int, slice], slice]]:
     """Some queries of a head and some keys at a time, few enough to stay in cache."""
-    batch, heads, queries, width = q.shape
-    rows = min(ROWS, queries)
-    step = max(TERMS // (rows * width), 1)
+    batch, heads, queries, _ = q.shape
+    rows, step = block_size(q, k)
     for b in range(batch):
         for h in range(heads):
             for row in range(0, queries, rows):
