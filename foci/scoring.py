@@ -27,6 +27,8 @@ SCORES = {
 }
 # Which of them need to know the tokens of both sides.
 BY_TOKENS = ("duplicate token", "induction")
+# Which of them compare where the two stand: that says nothing where they are of two sequences.
+BY_PLACE = ("distance", "previous token")
 # So many entries of a matrix are looked at at a time.
 ENTRIES = 1 << 22
 
@@ -71,7 +73,8 @@ def totals(layer: Layer, tokens: tuple[Tokens, Tokens] | None = None) -> Totals:
         found["heaviest"] = summed(heaviest.values[..., 0], seen)
         onward = heaviest.keys[..., 1:, 0] >= heaviest.keys[..., :-1, 0]
         found["alignment"] = summed(onward.double(), seen[..., 1:] & seen[..., :-1])
-    return Totals({name: found[name] for name in SCORES if name in found})
+    skipped = () if layer.queries == layer.keys else BY_PLACE
+    return Totals({name: found[name] for name in SCORES if name in found and name not in skipped})
 
 
 def from_kept(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:

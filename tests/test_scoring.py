@@ -139,6 +139,15 @@ def test_rollout_by_values(kind: str) -> None:
     assert (found - plain).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("keep", [None, foci.Keep(shares=True)])
+def test_positions_of_two_sequences_are_not_compared(keep: foci.Keep | None) -> None:
+    weights = foci.attention(*qkv(4, 6), return_weights=True)[1]
+    behind = {"weights": weights} if keep is None else {"kept": Kept(keep.of(weights), tuple(weights.shape))}
+    alone, across = Layer("x", **behind), Layer("x", queries="target", keys="source", **behind)
+    assert scoring.totals(alone).sums.keys() - scoring.totals(across).sums.keys() == {"distance", "previous token"}
+    assert {"entropy", "sink share", "alignment"} <= scoring.totals(across).sums.keys()
+
+
 def test_rollout_of_a_few_queries_after_a_cache() -> None:
     """Positions that ask nothing keep what they have."""
     q, k, v = qkv(2, 6)
