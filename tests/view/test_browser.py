@@ -345,6 +345,33 @@ def test_the_arithmetic_is_the_record_s(look: Look) -> None:
         assert summed(tab) == pytest.approx(out.tolist(), abs=1e-4)
 
 
+def test_the_arithmetic_says_what_was_not_kept_and_invents_nothing(look: Look) -> None:
+    with look(records.jane(), "#v=compute&h=L0H1&t=3") as tab:
+        cards = tab.locator(".card")
+        assert "They were not kept: watch with keep='lazy'" in cards.nth(0).inner_text()
+        assert "The scores were not kept" in cards.nth(1).inner_text()
+        assert cards.nth(1).locator("td").count() == 0
+        assert cards.nth(2).locator("tbody tr").first.inner_text().endswith("70.0%")
+        assert "They were not kept here" in cards.nth(3).inner_text()
+    with look(records.kept(), "#v=compute&t=5") as tab:
+        # Scores follow from the weights and the log-sum-exp; the products behind them do not.
+        assert tab.locator(".card").nth(1).locator("th").all_inner_texts() == ["key", "score"]
+        assert "No mask" not in tab.locator(".card").nth(1).inner_text()
+
+
+@pytest.mark.parametrize(("options", "columns"), [({}, ["key", "q · k", "× 0.354", "score"]), (None, ["key", "score"])])
+def test_a_file_too_large_for_vectors_says_so(
+    options: dict[str, Any] | None, columns: list[str], look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MOST_VECTORS", (0, 0))
+    record = lazy(9, **({"bias": torch.ones(9, 9)} if options is None else options))
+    with look(record, "#v=compute&h=L1H3&t=7") as tab:
+        cards = tab.locator(".card")
+        assert cards.nth(1).locator("th").all_inner_texts() == columns
+        for place in (0, 3):
+            assert "This file is too large to carry them" in cards.nth(place).inner_text()
+
+
 def test_the_weighted_sum_of_a_model_that_was_watched(look: Look) -> None:
     record = watched()
     with look(record, "#v=compute&h=L1H1&t=9") as tab:
@@ -392,6 +419,7 @@ def test_everything_by_keyboard(look: Look) -> None:
         tab.keyboard.press("Shift+Enter")
         assert "t=18.17" in wait_for_address(tab)
         tab.keyboard.press("]")
+        settle(tab)
         assert "L0H1" in tab.locator(".facts").inner_text()
         tab.keyboard.press("}")
         settle(tab)

@@ -62,32 +62,34 @@ export class ComputeView {
   queryStep(layer, name) {
     const { q } = this.worked;
     if (!q) {
-      return card(
-        "1",
-        "The query and the keys are vectors",
-        "This file is too large to carry them; the scores below are exact all the same. The explorer has the vectors.",
-      );
+      const exact = "the scores below are exact all the same. The explorer has the vectors.";
+      const left = `This file is too large to carry them; ${exact}`;
+      const lost = "They were not kept: watch with keep='lazy' to see them.";
+      return card("1", "The query and the keys are vectors", layer.score ? left : lost);
     }
     return card("1", "The query is a vector", `${q.length} numbers that say what “${name}” asks for.`, strip(q, "q"));
   }
 
   scoreStep(layer, name) {
-    const { keys, hidden, hasBias } = this.worked;
+    const { keys, hidden, hasBias, lse } = this.worked;
+    if (lse === null) return card("2", "Compare it with each key", "The scores were not kept, only what came out.");
     const how = scoreWords(layer.score);
+    const parts = keys[0].raw !== null;
+    const scaled = parts && layer.score.scale !== 1;
     const head = [
       "key",
       this.worked.q ? "its vector k" : null,
-      layer.score?.additive ? "w · tanh(q + k)" : "q · k",
-      layer.score && layer.score.scale !== 1 ? `× ${number(layer.score.scale)}` : null,
-      hasBias ? "+ bias" : null,
+      parts ? (layer.score.additive ? "w · tanh(q + k)" : "q · k") : null,
+      scaled ? `× ${number(layer.score.scale)}` : null,
+      parts && hasBias ? "+ bias" : null,
       "score",
     ];
     const rows = keys.map((key) => [
       tokenCell(key),
       this.worked.q ? strip(key.k, `k of ${key.name}`, true) : null,
-      number(key.raw),
-      layer.score && layer.score.scale !== 1 ? number(key.scaled) : null,
-      hasBias ? number(key.bias) : null,
+      parts ? number(key.raw) : null,
+      scaled ? number(key.scaled) : null,
+      parts && hasBias ? number(key.bias) : null,
       strong(number(key.score)),
     ]);
     const mask = maskWords(layer, hidden);
@@ -106,7 +108,7 @@ export class ComputeView {
       return card(
         "3",
         "Softmax makes weights of the scores",
-        "The scores themselves were not kept, only what came out.",
+        "Of the scores only what came out was kept.",
         table(["key", "", "weight"], rows),
       );
     }
@@ -142,10 +144,11 @@ export class ComputeView {
   sumStep(layer, name) {
     const { keys, out } = this.worked;
     if (!out) {
+      const why = layer.score && !this.worked.q ? "This file is too large to carry them" : "They were not kept here";
       return card(
         "4",
         "The weighted sum of the values",
-        "The values were not kept here; each key’s value is taken times its weight, and they are added up.",
+        `${why}; each key’s value is taken times its weight, and they are added up.`,
       );
     }
     const rows = keys.map((key) => [tokenCell(key), percent(key.weight), strip(key.v, `v of ${key.name}`, true)]);
@@ -166,7 +169,7 @@ export class ComputeView {
 
   csv() {
     const rows = (this.worked?.keys ?? []).map(
-      (key) => [key.index, key.name, key.raw, key.scaled, key.bias, key.score, key.weight],
+      (key) => [key.index, key.name, key.raw ?? "", key.scaled ?? "", key.bias ?? "", key.score ?? "", key.weight],
     );
     return [["position", "key", "raw", "scaled", "bias", "score", "weight"], ...rows];
   }
@@ -199,7 +202,8 @@ function formulaOf(score) {
 
 function maskWords({ score, Tk }, hidden) {
   if (score?.mask) return `The mask (${score.mask}) closes ${hidden} of ${Tk} keys: their score is −∞, their weight 0.`;
-  return hidden ? `${hidden} of ${Tk} keys have no weight at all.` : `No mask: all ${Tk} keys may be looked at.`;
+  if (hidden) return `${hidden} of ${Tk} keys have no weight at all.`;
+  return score ? `No mask: all ${Tk} keys may be looked at.` : "";
 }
 
 function scoreWords(score) {

@@ -14,7 +14,7 @@ export function workedFor(store, one, i, seq) {
   if (!order.length) return null;
   const sent = store.remote?.worked(one, i, seq, order) ?? null;
   const vectors = sent ?? vectorsFor(store, one, i, seq, order);
-  const lse = sent ? sent.lse : store.perQuery("lse", one, i, seq);
+  const lse = (sent ? sent.lse : store.perQuery("lse", one, i, seq)) ?? null;
   const texts = store.texts(layer, "keys", seq);
   const known = row.reduce((sum, w) => sum + w, 0);
   const listed = order.reduce((sum, j) => sum + row[j], 0);
@@ -27,7 +27,7 @@ export function workedFor(store, one, i, seq) {
     q: vectors?.q ?? null,
     out: vectors?.out ?? null,
     keys,
-    lse: lse ?? null,
+    lse,
     hidden: exact ? layer.Tk - visible : 0,
     others: { count: exact ? visible - order.length : layer.Tk - order.length, weight: Math.max(0, rest) },
     sinkMass,
@@ -35,14 +35,19 @@ export function workedFor(store, one, i, seq) {
   };
 }
 
+// What was not kept and does not follow from what was is null.
 function keyOf(layer, index, name, weight, lse, vectors, n) {
-  const score = lse === null ? Math.log(weight) : Math.log(weight) + lse;
-  const described = layer.score ?? { scale: 1, softcap: null };
+  const score = lse === null ? null : Math.log(weight) + lse;
   const k = vectors?.k[n] ?? null;
+  const known = { index, name, weight, k, v: vectors?.v?.[n] ?? null, score };
+  const described = layer.score;
+  // Without the vectors the product follows from the score alone where nothing was added to it or bent.
+  const plain = described && score !== null && !described.softcap && !described.bias;
+  if (!k && !plain) return { ...known, raw: null, scaled: null, bias: null };
   const raw = k ? compared(described, vectors, k) : score / described.scale;
   const uncapped = raw * described.scale;
   const scaled = described.softcap ? described.softcap * Math.tanh(uncapped / described.softcap) : uncapped;
-  return { index, name, weight, k, v: vectors?.v?.[n] ?? null, raw, scaled, bias: score - scaled, score };
+  return { ...known, raw, scaled, bias: score === null ? null : score - scaled };
 }
 
 function compared({ additive }, { q, w }, k) {
