@@ -67,8 +67,9 @@ class Explorer:
     async def asset(self, request: Any) -> Any:
         from starlette.responses import Response
 
-        path = ASSETS / request.path_params["name"]
-        if path.suffix not in TYPES or not path.is_file():
+        there = {path.name: path for path in ASSETS.iterdir() if path.suffix in TYPES}
+        path = there.get(request.path_params["name"])
+        if path is None:
             return failed(404, "there is no such file")
         return Response(path.read_bytes(), media_type=TYPES[path.suffix])
 
@@ -79,7 +80,7 @@ class Explorer:
         try:
             given = json.loads(await request.body())
             text, model = given["text"], given["model"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return failed(400, "expected a text and a model")
         if not isinstance(text, str) or not isinstance(model, str):
             return failed(400, "expected a text and a model")
@@ -237,5 +238,7 @@ def serve(
 def bind(door: socket.socket, port: int) -> None:
     try:
         door.bind(("127.0.0.1", port))
+        # From here on whoever has the address is heard, even before the server is up.
+        door.listen()
     except (OSError, OverflowError) as problem:
         raise ValueError(f"expected a free port, received {port}: {problem}") from problem

@@ -1,3 +1,4 @@
+import re
 import signal
 import socket
 import struct
@@ -104,6 +105,12 @@ def test_who_may_ask(client: Any, path: str, headers: dict[str, str], status: in
         assert response.headers[name] == value
 
 
+@pytest.mark.parametrize("name", ["x" * 300 + ".js", "%00.js", "..%2Fserver.py", "no.js", "..%5Cx.js"])
+def test_only_assets_are_served(client: Any, name: str) -> None:
+    assert client.get(f"/{SECRET}/assets/{name}").status_code == 404
+    assert client.get(f"/{SECRET}/assets/page.css").headers["content-type"].startswith("text/css")
+
+
 async def pieces() -> AsyncIterator[bytes]:
     for _ in range(100):
         yield b"x" * 1000
@@ -161,7 +168,7 @@ def test_what_goes_wrong_is_said_in_a_sentence(client: Any, given: dict[str, str
     assert state["record"] is None
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"text": 3, "model": "x"}', b"\xff"])
+@pytest.mark.parametrize("body", [b"[" * 60_000, b"", b"[]", b"{}", b'{"text": 3, "model": "x"}', b"\xff"])
 def test_bad_requests(client: Any, body: bytes) -> None:
     response = client.post(f"/{SECRET}/api/look", content=body)
     assert (response.status_code, response.json()) == (400, {"error": "expected a text and a model"})
@@ -330,6 +337,17 @@ def test_a_port_that_cannot_be_had(port: int | None) -> None:
         taken = door.getsockname()[1] if port is None else port
         with pytest.raises(ValueError, match=f"expected a free port, received {taken}: "):
             serve([], port=taken, browse=False)
+
+
+def test_the_address_is_open_once_it_is_said() -> None:
+    command = [sys.executable, "-m", "foci", "explore", "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = re.search(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())
+    assert found
+    with socket.create_connection(("127.0.0.1", int(found[1]))):
+        process.terminate()
+    process.communicate(timeout=20)
 
 
 def test_ctrl_c_ends_it_quietly() -> None:
