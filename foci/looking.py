@@ -133,9 +133,17 @@ def expecting(wanted: str, name: str) -> Iterator[None]:
 def check_name(name: str) -> None:
     """A name that is not known is told at once: transformers would ask for it again and again."""
     from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
 
-    if not is_there(Path(name)) and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if is_there(Path(name)) or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
         HfApi().model_info(name, timeout=PATIENCE)
+    except HfHubHTTPError:
+        raise
+    except Exception as error:
+        # Its client has a dozen kinds of errors for a network that is not there.
+        raise OSError(f"it is not on this machine, and Hugging Face cannot be asked ({error})") from error
 
 
 class Reader:
