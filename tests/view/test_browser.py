@@ -508,6 +508,7 @@ def test_right_to_left(look: Look) -> None:
         tab.locator(".textpane").focus()
         tab.keyboard.press("Home")
         tab.keyboard.press("ArrowLeft")
+        settle(tab)
         assert tab.locator(".ranked-title").inner_text().startswith("“אוהב”")
 
 
