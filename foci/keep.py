@@ -69,7 +69,7 @@ class Keep:
                 # Half the way to the host; `top` gives them as they were.
                 kept |= {"top_values": found.top.values, "top_keys": found.top.keys.to(torch.int32)}
             if self.shares:
-                kept |= shares(weights)
+                kept |= shares(weights, found.received)
         return kept
 
     def nbytes(self, batch: int, heads: int, queries: int, keys: int) -> int:
@@ -79,11 +79,16 @@ class Keep:
         return 4 * batch * heads * (queries * per_query + keys + rows * columns + self.largest_logit)
 
 
-def shares(weights: Weights) -> dict[str, Tensor]:
+def first_seen(received: Tensor) -> Tensor:
+    """The first key of each sequence that anybody looks at, (B,): with padding on the left that is not key 0."""
+    return (received.flatten(1, -2).sum(1) if received.dim() > 2 else received).gt(0).to(torch.int8).argmax(-1)
+
+
+def shares(weights: Weights, received: Tensor) -> dict[str, Tensor]:
     """What each query gives to the first key, and to the key before its own; 0 where there is none."""
     queries, keys = weights.shape[-2:]
-    first = weights[..., :, 0]
-    assert isinstance(first, Tensor)
+    firsts = [weights[b : b + 1, ..., int(key)] for b, key in enumerate(first_seen(received).tolist())]
+    first = torch.cat(firsts)  # type: ignore[arg-type]
     previous = torch.zeros_like(first)
     behind = keys - queries - 1
     # Blocks along the diagonal: linear in the length, and a few calls only.

@@ -323,7 +323,8 @@ class Record:
         """What a notebook shows."""
         from foci.view import page
 
-        return {"text/plain": repr(self), "text/html": page.frame(self)}
+        shown = {"text/plain": repr(self)}
+        return shown | {"text/html": page.frame(self)} if self.layers else shown
 
     def __repr__(self) -> str:
         heads = sum(len(layer.heads) for layer in self.layers.values())

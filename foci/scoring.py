@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.keep import first_seen
 from foci.layer import Layer
 
 # Each is a mean over the queries that look at anything, one number per head.
@@ -93,12 +94,13 @@ def from_entries(layer: Layer, tokens: tuple[Tokens, Tokens] | None) -> dict[str
     entropy, distance = layer.entropy(), layer.distance()
     sink = layer.sink_mass() if "sink_mass" in layer.can else torch.zeros_like(entropy)
     copies = None if tokens is None else (numbered(tokens, layer), layer.places.to(entropy.device))
+    leading = first_seen(layer.received()).to(entropy.device) if layer.shape[3] else None
     values: dict[str, list[Tensor]] = {"sink share": [], "previous token": []}
     values |= {} if copies is None else {name: [] for name in BY_TOKENS}
     seen = []
     for rows, entries in strips(layer):
         seen.append(entries.sum(-1) + sink[..., rows] > 0)
-        first = entries[..., 0] if entries.shape[-1] else entries.sum(-1)
+        first = entries.sum(-1) if leading is None else at_key(entries, leading)
         values["sink share"].append(first + sink[..., rows])
         values["previous token"].append(at_previous(entries, layer.places[rows]))
         if copies is not None:
@@ -118,6 +120,12 @@ def strips(layer: Layer) -> Iterator[tuple[slice, Tensor]]:
         entries = layer[..., rows, :]
         assert isinstance(entries, Tensor)
         yield rows, entries
+
+
+def at_key(entries: Tensor, keys: Tensor) -> Tensor:
+    """(B, ..., R): the weight on one key of each sequence."""
+    index = keys.view(-1, *(1,) * (entries.dim() - 1)).expand(*entries.shape[:-1], 1)
+    return entries.gather(-1, index).squeeze(-1)
 
 
 def at_previous(entries: Tensor, places: Tensor) -> Tensor:

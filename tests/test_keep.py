@@ -39,7 +39,7 @@ def test_a_coarser_picture_weighs_its_blocks(queries: int, keys: int) -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (5, 13), (11, 7), (1, 1)])
 def test_shares_of_the_key_before_and_of_the_first(queries: int, keys: int) -> None:
     lazy = weights(queries, keys)
-    dense, found = lazy.dense(), shares(lazy)
+    dense, found = lazy.dense(), shares(lazy, lazy.received())
     torch.testing.assert_close(found["first"], dense[..., 0])
     before = torch.arange(queries) + keys - queries - 1
     expected = torch.stack(

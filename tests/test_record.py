@@ -203,3 +203,9 @@ def test_what_a_record_is_saved_as(tmp_path: Path) -> None:
         translation().save(tmp_path / "x.txt")
     with pytest.raises(TypeError, match="takes no options, but got title"):
         translation().save(tmp_path / "x.foci", title="x")
+
+
+def test_a_notebook_shows_an_empty_record_as_text() -> None:
+    assert foci.Record(model="X")._repr_mimebundle_() == {
+        "text/plain": "Record of X: 0 layers, 0 heads, 0 attention calls"
+    }

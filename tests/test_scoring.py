@@ -165,3 +165,16 @@ def test_rollout_of_a_few_queries_after_a_cache() -> None:
 def test_tokens_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"takes tokens \(2, 8\) and \(2, 8\)"):
         scoring.totals(layer(), (TOKENS, Labels.positions(2, 7).texts))
+
+
+def test_padding_on_the_left_is_no_sink() -> None:
+    """The first key is the first that anybody sees: the same sequence scores the same, alone and padded."""
+    q, k, v = (randn(1, 2, 6, 8, seed=seed) for seed in range(3))
+    alone = foci.attention(q, k, v, mask=foci.causal, return_weights=True)[1]
+    wide = [torch.cat([randn(1, 2, 3, 8, seed=9), x], 2) for x in (q, k, v)]
+    mask = foci.causal & foci.padding(torch.tensor([6]), side="left")
+    padded = foci.attention(*wide, mask=mask, return_weights=True)[1]
+    expected, found = (scoring.totals(Layer("x", weights=weights)).means() for weights in (alone, padded))
+    torch.testing.assert_close(found["sink share"], expected["sink share"])
+    kept = [foci.Keep(shares=True).of(weights)["first"] for weights in (alone, padded)]
+    torch.testing.assert_close(kept[1][..., 3:], kept[0])
