@@ -28,16 +28,21 @@ KINDS = {
 
 
 def save(path: str | os.PathLike[str], described: dict[str, Any], kind: str = FORMAT) -> None:
-    """Writes to the side and renames, so that a file is whole or not there."""
+    """Writes one safetensors file with everything that is described."""
     tensors: dict[str, Tensor] = {}
     content = packed(described, tensors, "", {})
-    header = json.dumps({"format": kind, "content": content, "checksum": checksum(tensors)})
+    write(path, tensors, {"format": kind, "content": content})
+
+
+def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """One safetensors file with a header as JSON: written to the side and renamed, so it is whole or not there."""
+    written = json.dumps(header | {"checksum": checksum(tensors)})
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"the folder of {target} must be there to save into it, but {target.parent} is not")
     beside = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        safetensors().save_file(tensors, beside, metadata={"foci": header})
+        safetensors().save_file(tensors, beside, metadata={"foci": written})
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)

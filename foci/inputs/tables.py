@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -46,12 +46,15 @@ def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             yield from_tabs(place, line, columns)
 
 
-def good_rows(path: Path, columns: Sequence[str]) -> list[Row]:
-    """All lines of a table; the first bad one is raised as a ValueError."""
+def good_rows(
+    path: Path, columns: Sequence[str], wrong: Callable[[dict[str, str]], str | None] | None = None
+) -> list[Row]:
+    """All lines of a table; the first bad one is raised as a ValueError. `wrong` says what else is, of good fields."""
     found = []
     for row in rows(path, columns):
-        if row.problem is not None:
-            raise ValueError(f"{row.place}: {row.problem}")
+        problem = row.problem or (None if wrong is None else wrong(row.fields))
+        if problem is not None:
+            raise ValueError(f"{row.place}: {problem}")
         found.append(row)
     if not found:
         raise ValueError(f"{path}: expected at least one line, but it has none")

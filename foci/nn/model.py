@@ -10,13 +10,12 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
 from foci.nn.config import Config
-from foci.saving import checksum, safetensors
+from foci.saving import checksum, safetensors, write
 
 FORMAT = "foci.model/1"
 
@@ -50,16 +49,7 @@ class Model(nn.Module):
         """Writes one safetensors file with the config inside: to the side first, so that it is whole or not there."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in each_once(self)}
         kind = {"format": FORMAT, "kind": type(self).__name__, "config": asdict(self.config)}
-        header = json.dumps(kind | {"checksum": checksum(tensors)})
-        target = Path(path)
-        if not target.parent.is_dir():
-            raise FileNotFoundError(f"the folder of {target} must be there to save into it, but {target.parent} is not")
-        beside = target.with_name(f"{target.name}.{os.getpid()}.part")
-        try:
-            safetensors().save_file(tensors, beside, metadata={"foci": header})
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
+        write(path, tensors, kind)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

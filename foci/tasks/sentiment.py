@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from foci.nn.classifier import TextClassifier
 from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.record import Record
+from foci.tasks.guess import Guess, accuracy
 from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
 from foci.tasks.translation import disagreement
@@ -52,14 +53,6 @@ class Labelled:
 
     text: str
     label: str | None = None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The likeliest class, and how likely it is."""
-
-    label: str
-    share: float
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class SentimentSettings(Config):
         )
 
 
-class Sentiment(Task[Labelled, Verdict]):
+class Sentiment(Task[Labelled, Guess]):
     """Texts with labels (TSV or JSONL: text, label); accuracy.
 
     >>> task = Sentiment.start(SentimentSettings(), [Labelled("a joy", "good"), Labelled("a bore", "bad")])
@@ -122,13 +115,8 @@ class Sentiment(Task[Labelled, Verdict]):
 
     @classmethod
     def read(cls, paths: Sequence[Path], settings: SentimentSettings) -> list[Labelled]:
-        found = []
-        for row in good_rows(only(paths, "a table of texts and labels"), COLUMNS):
-            problem = missing(row.fields)
-            if problem is not None:
-                raise ValueError(f"{row.place}: {problem}")
-            found.append(Labelled(row.fields["text"].strip(), row.fields["label"].strip()))
-        return found
+        found = good_rows(only(paths, "a table of texts and labels"), COLUMNS, missing)
+        return [Labelled(row.fields["text"].strip(), row.fields["label"].strip()) for row in found]
 
     @classmethod
     def check(cls, paths: Sequence[Path], settings: SentimentSettings) -> Iterator[Problem]:
@@ -215,22 +203,21 @@ class Sentiment(Task[Labelled, Verdict]):
         smoothing = self.settings.smoothing if model.training else 0.0
         return F.cross_entropy(logits, batch["labels"], reduction="sum", label_smoothing=smoothing), logits
 
-    def decode(self, model: nn.Module, examples: Sequence[Labelled]) -> list[Verdict]:
+    def decode(self, model: nn.Module, examples: Sequence[Labelled]) -> list[Guess]:
         device = next(model.parameters()).device
         order = sorted(range(len(examples)), key=lambda place: -self.size(examples[place]))
-        found = [Verdict("", 0.0)] * len(examples)
+        found = [Guess("", 0.0)] * len(examples)
         while order:
             count = max(TOGETHER // self.size(examples[order[0]]), 1)
             group, order = order[:count], order[count:]
             tokens, lengths = padded([self.tokens(examples[place]) for place in group], PAD, multiple=1)
             shares, numbers = model(tokens.to(device), padding=lengths.to(device)).logits.float().softmax(-1).max(-1)
             for place, number, share in zip(group, numbers.tolist(), shares.tolist(), strict=True):
-                found[place] = Verdict(self.labels[number], share)
+                found[place] = Guess(self.labels[number], share)
         return found
 
-    def score(self, answers: Sequence[Verdict], examples: Sequence[Labelled]) -> dict[str, float | str]:
-        right = [answer.label == each.label for answer, each in zip(answers, examples, strict=True)]
-        return {"accuracy": 100.0 * sum(right) / max(len(right), 1)}
+    def score(self, answers: Sequence[Guess], examples: Sequence[Labelled]) -> dict[str, float | str]:
+        return accuracy(answers, examples)
 
     def given(self, text: str) -> Labelled:
         if not text.strip():
@@ -238,7 +225,7 @@ class Sentiment(Task[Labelled, Verdict]):
         return Labelled(text.strip())
 
     def write(self, model: nn.Module, examples: Sequence[Labelled]) -> list[str]:
-        return [f"{verdict.label} ({verdict.share:.0%})" for verdict in self.decode(model, examples)]
+        return [str(verdict) for verdict in self.decode(model, examples)]
 
     def show(self, model: nn.Module, example: Labelled) -> Record:
         """The tokens, before them the one that gathers what decides, and where they look."""
@@ -274,6 +261,6 @@ def naive_bayes(
     return [[round(value, 4) for value in row] for row in found.T.tolist()]
 
 
-def missing(fields: dict[str, Any]) -> str | None:
+def missing(fields: dict[str, str]) -> str | None:
     empty = [name for name in COLUMNS if not fields[name].strip()]
     return f"expected a {empty[0]}, but it is empty" if empty else None

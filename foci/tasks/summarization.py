@@ -97,13 +97,8 @@ class Summarization(Task[Document, str]):
 
     @classmethod
     def read(cls, paths: Sequence[Path], settings: SummarizationSettings) -> list[Document]:
-        found = []
-        for row in good_rows(only(paths, "a table of documents and summaries"), COLUMNS):
-            problem = missing(row.fields)
-            if problem is not None:
-                raise ValueError(f"{row.place}: {problem}")
-            found.append(Document(row.fields["document"].strip(), row.fields["summary"].strip()))
-        return found
+        found = good_rows(only(paths, "a table of documents and summaries"), COLUMNS, missing)
+        return [Document(row.fields["document"].strip(), row.fields["summary"].strip()) for row in found]
 
     @classmethod
     def check(cls, paths: Sequence[Path], settings: SummarizationSettings) -> Iterator[Problem]:

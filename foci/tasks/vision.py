@@ -26,6 +26,7 @@ from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.nn.vision import VisionTransformer
 from foci.record import Record
+from foci.tasks.guess import Guess, accuracy
 from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
 
@@ -56,14 +57,6 @@ class Picture:
 
     path: str
     label: str | None = None
-
-
-@dataclass(frozen=True)
-class Guess:
-    """The likeliest class, and how likely it is."""
-
-    label: str
-    share: float
 
 
 @dataclass(frozen=True)
@@ -214,14 +207,13 @@ class Vision(Task[Picture, Guess]):
         return found
 
     def score(self, answers: Sequence[Guess], examples: Sequence[Picture]) -> dict[str, float | str]:
-        right = [answer.label == each.label for answer, each in zip(answers, examples, strict=True)]
-        return {"accuracy": 100.0 * sum(right) / max(len(right), 1)}
+        return accuracy(answers, examples)
 
     def given(self, text: str) -> Picture:
         return Picture(text)
 
     def write(self, model: nn.Module, examples: Sequence[Picture]) -> list[str]:
-        return [f"{guess.label} ({guess.share:.0%})" for guess in self.decode(model, examples)]
+        return [str(guess) for guess in self.decode(model, examples)]
 
     def show(self, model: nn.Module, example: Picture) -> Record:
         """The picture, and where its patches and the token that stands for it look."""
