@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.keep import Kept
 from foci.labels import Labels
 from foci.layer import Layer
 from foci.record import Record
@@ -553,69 +552,6 @@ def test_several_sequences(look: Look) -> None:
         assert tab.locator(".token").all_inner_texts() == ["d", "e", "f"]
         token(tab, 1).hover()
         near(shares(tab), matrix[1, 0, 1])
-
-
-FRAMES = """() => { window.frames_ = new Promise((done) => {
-    const times = []; let last = performance.now(); const end = last + 10000;
-    const step = (now) => {
-        times.push(now - last); last = now; now < end ? requestAnimationFrame(step) : done(times); };
-    requestAnimationFrame(step); }); }"""
-
-
-@pytest.mark.slow
-def test_512_tokens_open_quickly(look: Look) -> None:
-    record = lazy(512, layers=12, heads=12, width=32)
-    with look(record, "#v=heads") as tab:
-        opening = tab.evaluate("() => performance.timing.loadEventEnd - performance.timing.navigationStart")
-        ready = tab.evaluate("() => Number(document.documentElement.dataset.ready)")
-        assert max(opening, ready) < 2000
-
-
-@pytest.mark.slow
-def test_a_map_of_100_000_tokens_moves_smoothly(look: Look, tmp_path: Path) -> None:
-    with look(very_long()) as tab:
-        assert (tmp_path / "x.html").stat().st_size < 60_000_000
-        tab.get_by_role("tab", name="Map").click()
-        box = tab.locator(".map").bounding_box()
-        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-        tab.mouse.move(x, y)
-        tab.evaluate(FRAMES)
-        for turn in range(120):
-            if turn % 3:
-                tab.mouse.wheel(0, -160 if turn % 40 < 28 else 160)
-            else:
-                tab.mouse.down()
-                for part in range(6):
-                    tab.mouse.move(x - 10 * part, y - 8 * part)
-                tab.mouse.up()
-                tab.mouse.move(x, y)
-        times = sorted(tab.evaluate("() => window.frames_"))
-        assert times[int(0.95 * len(times))] < 50
-
-
-def very_long(length: int = 100_000, heads: int = 8, top: int = 16) -> Record:
-    """Kept statistics by chance; computing real ones of this length would take minutes here."""
-    generator = torch.Generator().manual_seed(0)
-    places = torch.arange(length).view(1, 1, length, 1)
-    keys = (torch.rand(1, heads, length, top, generator=generator) * (places + 1)).long().sort(-1).values
-    fresh = torch.cat([torch.ones_like(keys[..., :1], dtype=torch.bool), keys[..., 1:] > keys[..., :-1]], -1)
-    values = torch.where(fresh, torch.rand(1, heads, length, top, generator=generator).pow(3) / 5, 0.0)
-    values, order = values.sort(-1, descending=True)
-    keys = torch.where(values > 0, keys.gather(-1, order), -1)
-    per_query = {
-        name: torch.rand(1, heads, length, generator=generator) for name in ("entropy", "received", "distance", "lse")
-    }
-    picture = torch.rand(1, heads, 256, 256, generator=generator).pow(4).tril() / length
-    statistics = {
-        **per_query,
-        "sink_mass": torch.zeros(1, heads, length),
-        "top_values": values,
-        "top_keys": keys,
-        "picture": picture,
-    }
-    layer = Layer("layers.0", kept=Kept(statistics, (1, heads, length, length)))
-    texts = [f" t{n}" for n in torch.randint(20_000, (length,), generator=generator).tolist()]
-    return Record({"layers.0": layer}, {"input": Labels.tokens([texts])}, model="Long", calls=1)
 
 
 def test_the_package_is_named(look: Look) -> None:

@@ -238,12 +238,6 @@ def test_colours_are_even_in_lightness() -> None:
         assert all(step < -12 for step in steps) or all(step > 12 for step in steps)
 
 
-@pytest.mark.slow
-def test_512_tokens_and_144_heads_are_small() -> None:
-    record = lazy(512, layers=12, heads=12, width=32)
-    assert len(page.html(record)) < 12_000_000
-
-
 def test_gzip_has_no_time_stamp() -> None:
     packed = packing.packed(records.jane())
     assert packed[4:8] == b"\0\0\0\0"
