@@ -54,7 +54,8 @@ def slots(pairs: int, tiles: int, programs: int) -> int:
 def segments_for(top: int, tiles: int, places: int) -> int:
     """Parts of the keys that keep candidates of their own: a power of two, for 8 classes per key that is wanted.
 
-    A class is read again when it holds three keys that count: for 8 keys in 64 classes about one query in 70 has one.
+    A class is read again when it may hold three keys that count: for 8 keys in 64 classes one query in 70 has one by
+    chance, and one in 28 was read again on an H200, since the bound on the third is rough.
     """
     wanted = -(-8 * top // places)
     segments = 1
