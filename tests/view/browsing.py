@@ -12,7 +12,8 @@ def browsing(path: str) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        # What a step asks for is drawn some frames later: nobody reads faster than that.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], slow_mo=50)
         yield browser
         browser.close()
 
@@ -37,8 +38,10 @@ def opened(browser: Any, address: str, *, offline: bool = True, **options: Any) 
 
 
 def settle(tab: Any) -> None:
-    """Two frames later everything that was asked for is drawn."""
-    tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    """A moment and two frames later everything that was asked for is drawn."""
+    tab.evaluate(
+        "() => new Promise((done) => setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(done)), 50))"
+    )
 
 
 def listed(tab: Any) -> list[tuple[str, int, str]]:
