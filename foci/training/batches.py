@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from foci.inputs.batch import MULTIPLE, rounded
 from foci.tasks.task import Task
@@ -67,13 +68,16 @@ class Batches:
     def _measured(self, examples: Sequence[Any]) -> list[int]:
         return [self.task.size(example) for example in examples]
 
-    def updates(self, start: Place) -> Generator[Update]:
-        """From a place on, without end."""
+    def updates(self, start: Place, turn: int = 0, turns: int = 1) -> Generator[Update]:
+        """From a place on, without end; where several take turns, one's own alone."""
         epoch, first = start
+        passed = 0
         while True:
             examples, batches = self.epoch(epoch)
             for index in range(first, len(batches)):
-                yield self._update(Place(epoch, index), [examples[i] for i in batches[index]])
+                if passed % turns == turn:
+                    yield self._update(Place(epoch, index), [examples[i] for i in batches[index]])
+                passed += 1
             epoch, first = epoch + 1, 0
 
     def _update(self, place: Place, examples: list[Any]) -> Update:
@@ -148,3 +152,32 @@ def in_advance(items: Iterator[Item], count: int) -> Generator[Item]:
         # A place in the queue is what the thread may be waiting for.
         while thread.is_alive() and not queue.empty():
             queue.get_nowait()
+
+
+def by_workers(source: Batches, start: Place, workers: int, ahead: int) -> Generator[Update]:
+    """The same updates as `source.updates(start)`, made by several processes that take turns."""
+    turns = Turns(source, start)
+    loader = DataLoader(turns, batch_size=None, num_workers=workers, prefetch_factor=max(ahead, 1), collate_fn=as_it_is)
+    for found in loader:
+        if isinstance(found, Exception):
+            raise found
+        yield found
+
+
+class Turns(IterableDataset[Update | Exception]):
+    """What one worker makes: every so many-th update. An error is passed on as it is, not as a report of a process."""
+
+    def __init__(self, source: Batches, start: Place) -> None:
+        self.source, self.start = source, start
+
+    def __iter__(self) -> Iterator[Update | Exception]:
+        worker = get_worker_info()
+        assert worker is not None
+        try:
+            yield from self.source.updates(self.start, worker.id, worker.num_workers)
+        except Exception as error:  # noqa: BLE001 - it is raised again where the updates are used
+            yield error
+
+
+def as_it_is(item: Item) -> Item:
+    return item

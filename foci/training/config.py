@@ -44,13 +44,14 @@ class TrainConfig(Config):
     compile: bool = False  # pass the model to torch.compile, on cuda
     graphs: bool = False  # replay updates as captured CUDA graphs: for small models, where launching takes longest
     shard: bool = False  # several processes: share out weights and optimizer (FSDP2), for large models
-    ahead: int = 2  # how many batches are made in advance, on cuda
+    ahead: int = 2  # how many batches are made in advance, on cuda, or by each worker
+    workers: int = 0  # processes that make batches, for sound and images that are varied at length; 0: a thread does
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "batch_tokens", "accumulate", "average", "evaluate_every", "log_every", "checkpoint_every")
         self.at_least(0, "epochs", "steps", "minutes", "rate", "warmup", "floor", "decay", "clip", "patience")
-        self.at_least(0, "ema", "decoded", "ahead")
+        self.at_least(0, "ema", "decoded", "ahead", "workers")
         if not 0.0 < self.dev_share < 1.0:
             raise ValueError(f"TrainConfig.dev_share must lie between 0 and 1, but got {self.dev_share!r}")
         if self.ema >= 1.0:
@@ -68,7 +69,7 @@ class RunConfig:
     task: str
     settings: Any  # of the task's settings_type
     train: TrainConfig
-    data: tuple[str, ...]  # the files of the train part
+    data: tuple[str, ...]  # the files of the train part, by their absolute paths
     dev: tuple[str, ...] = ()  # those of the dev part; none: a share of the train part
     seed: int = 1
 
@@ -159,7 +160,8 @@ def names(value: Any, key: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
         raise ValueError(f"expected a path or a list of paths as {key}, but got {value!r}")
-    return tuple(found)
+    # A run is resumed and measured from other folders too.
+    return tuple(str(Path(each).absolute()) for each in found)
 
 
 def plain(config: Config) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foci.training import checkpoint
-from foci.training.batches import Batches, Place, Update, in_advance, number_from
+from foci.training.batches import Batches, Place, Update, by_workers, in_advance, number_from
 from foci.training.config import RunConfig
 from foci.training.distributed import join, leave
 from foci.training.learner import Learner
@@ -141,13 +141,13 @@ def resumed(run: Run, learner: Learner, progress: Progress) -> State:
 
 @contextmanager
 def closing_updates(run: Run, learner: Learner, place: Place) -> Iterator[Generator[Update]]:
-    """The batches from a place on, on a GPU made in advance."""
+    """The batches from a place on; for a GPU, or by workers, they are made in advance."""
     config, processes = run.config.train, run.processes
     source = Batches(
         run.task, run.train, config.batch_tokens, config.accumulate, processes.rank, processes.world, run.config.seed
     )
-    updates = source.updates(place)
-    if config.ahead and learner.on_gpu:
+    updates = by_workers(source, place, config.workers, config.ahead) if config.workers else source.updates(place)
+    if config.ahead and learner.on_gpu and not config.workers:
         updates = in_advance(updates, config.ahead)
     try:
         yield updates

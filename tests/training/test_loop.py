@@ -134,3 +134,22 @@ def test_a_bar_is_drawn_where_rich_is_installed(data: Path, tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with progress.Progress(tmp_path, 10, first=True) as plain:
         assert plain.bar is None
+
+
+def test_workers_make_the_same_batches(data: Path, tmp_path: Path) -> None:
+    for name, changes in (("alone", ()), ("workers", ("train.workers=2",))):
+        train(config(data, "train.steps=12", *changes), tmp_path / name, quiet=True)
+    assert logged(tmp_path / "alone", "loss") == logged(tmp_path / "workers", "loss")
+
+
+def test_what_fails_in_a_worker_is_said_as_without(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Translation.batch
+
+    def breaking(self: Translation, examples: Any, training: bool, generator: torch.Generator) -> dict[str, Tensor]:
+        if training:
+            raise ValueError("no such sound")
+        return plain(self, examples, training, generator)
+
+    monkeypatch.setattr(Translation, "batch", breaking)
+    with pytest.raises(ValueError, match=r"^no such sound$"):
+        train(config(data, "train.steps=4", "train.workers=1"), tmp_path / "run", quiet=True)
