@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import stat
 import zlib
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -35,15 +37,34 @@ def save(path: str | os.PathLike[str], described: dict[str, Any], kind: str = FO
 
 
 def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """One safetensors file with a header as JSON: written to the side and renamed, so it is whole or not there."""
-    written = json.dumps(header | {"checksum": checksum(tensors)})
+    """One safetensors file with a header as JSON."""
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"the folder of {target} must be there to save into it, but {target.parent} is not")
-    beside = target.with_name(f"{target.name}.{os.getpid()}.part")
+    write_tensors(target, tensors, {"foci": json.dumps(header | {"checksum": checksum(tensors)})})
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file, written to the side and renamed: it is whole or not there, and may be read as any other."""
+    package = safetensors()
+    from safetensors import SafetensorError
+
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        safetensors().save_file(tensors, beside, metadata={"foci": written})
-        beside.replace(target)
+        # What is new has the rights that the user gives to all files; the package lets nobody else read what it writes.
+        beside.touch()
+        rights = stat.S_IMODE(beside.stat().st_mode)
+        package.save_file(tensors, beside, metadata=metadata)
+        beside.chmod(rights)
+        beside.replace(path)
+    except OSError as error:
+        if error.filename is not None:
+            error.filename = str(path)
+        raise
+    except SafetensorError as error:
+        # What goes wrong with the disk is an OSError, as with every other file.
+        why = str(error).partition("I/O error: ")[2].partition(" (os error")[0] or str(error)
+        raise OSError(errno.EIO, why, str(path)) from error
     finally:
         beside.unlink(missing_ok=True)
 

@@ -5,7 +5,6 @@ A file is what `foci.nn.Model.save` writes, with one more entry in its header: t
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foci.nn.model import FORMAT, Model, each_once, fill, kind_named
-from foci.saving import checksum, safetensors
+from foci.saving import checksum, safetensors, write_tensors
 from foci.tasks import find
 from foci.tasks.task import Task
 
@@ -42,7 +41,7 @@ def save(
     largest: int | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> list[Path]:
-    """Writes a model with its task, to the side first; gives the files.
+    """Writes a model with its task; gives the files.
 
     Args:
         path: of the file; with `largest` parts beside it: model-1-of-3.safetensors.
@@ -61,28 +60,9 @@ def save(
         header: dict[str, Any] = {"format": FORMAT, "kind": type(model).__name__, "config": asdict(model.config)}
         header |= {"checksum": checksum(group), "part": number, "parts": len(groups)}
         metadata = {"foci": json.dumps(header)} | ({"task": json.dumps(described)} if number == 1 else {})
-        beside = file.with_name(f".{file.name}.part")
-        try:
-            write_tensors(beside, group, metadata)
-            # The package lets nobody else read what it writes.
-            beside.chmod(0o644)
-            beside.replace(file)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_tensors(file, group, metadata)
         paths.append(file)
     return paths
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file; what goes wrong with the disk is an OSError, as with every other file."""
-    package = safetensors()
-    from safetensors import SafetensorError
-
-    try:
-        package.save_file(tensors, path, metadata=metadata)
-    except SafetensorError as error:
-        why = str(error).partition("I/O error: ")[2] or str(error)
-        raise OSError(errno.EIO, why, str(path)) from error
 
 
 def load(path: Path, *, device: str | torch.device = "cpu") -> Trained:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foci.saving import safetensors
-from foci.tasks.trained import write_tensors
+from foci.saving import safetensors, write_tensors
 from foci.training.distributed import Processes
 
 FORMAT = "foci.checkpoint/1"

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from foci.training.checkpoint import write_text
+
 
 class Progress:
     """Speaks and writes for the first process; for the others it is silent."""
@@ -92,9 +94,7 @@ def take_back(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             # A line that was cut off when the process was killed.
             continue
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text("".join(kept), encoding="utf-8")
-    beside.replace(path)
+    write_text(path, "".join(kept))
 
 
 def rich_bar(total: int) -> Any:

@@ -166,7 +166,7 @@ def full_disk() -> Iterator[None]:
             ("train.evaluate_every=1000", "train.steps=40"),
             "the checkpoint of step 30 could not be written (File too large",
         ),
-        ((), "step-00000030.safetensors.part: File too large"),
+        ((), "step-00000030.safetensors: File too large"),
     ],
 )
 def test_a_full_disk_is_one_sentence_and_loses_nothing(
