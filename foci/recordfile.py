@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -20,6 +21,8 @@ FORMAT = "foci.record/1"
 PLAIN = ("model", "calls", "unseen", "prompt", "answer", "sequences")
 LABELS = ("kind", "texts", "words", "grid", "leading", "images", "seconds")
 OF_LAYER = ("name", "stack", "index", "heads", "queries", "keys", "rows", "kv_heads", "query_places", "value_norms")
+# So many letters a stack's name may have.
+LONGEST = 64
 BEHIND = ("weights", "kept", "matrix", "values")
 
 
@@ -39,6 +42,7 @@ def save(
 
 
 def of_layer(layer: Layer) -> dict[str, Any]:
+    check_stack(layer.stack)
     found = {name: getattr(layer, name) for name in OF_LAYER}
     return found | {
         "weights": None if layer.weights is None else layer.weights.parts(),
@@ -95,6 +99,7 @@ def layer_of(part: Any) -> Layer:
     need(is_table(part) and part.keys() == {*OF_LAYER, *BEHIND}, f"a layer with {[*OF_LAYER, *BEHIND]}", str(part)[:80])
     for name in ("name", "stack", "queries", "keys"):
         need(isinstance(part[name], str), f"a text for {name}", part[name])
+    check_stack(part["stack"])
     need(whole((part["index"], part["kv_heads"])), "whole numbers for index and kv_heads", part["index"])
     need(whole(part["heads"]), "whole numbers for heads", part["heads"])
     need(part["rows"] is None or whole(part["rows"]), "whole numbers for rows", str(part["rows"])[:80])
@@ -108,6 +113,12 @@ def layer_of(part: Any) -> Layer:
     layer = Layer(**{name: part[name] for name in OF_LAYER}, values=part["values"], **behind)
     check_sides(layer)
     return layer
+
+
+def check_stack(name: str) -> None:
+    """A stack is a part of the names of heads, "cross.L0H1", which people read and type."""
+    fits = len(name) <= LONGEST and name.isprintable() and not {" ", ".", "#"} & {*name}
+    need(fits, f"a stack's name of at most {LONGEST} letters without a space, a dot or #", ascii(name[: LONGEST + 1]))
 
 
 def check_sides(layer: Layer) -> None:
@@ -166,7 +177,8 @@ def labels_of(part: Any) -> Labels:
         "images as a tensor",
         type(part["images"]).__name__,
     )
-    need(part["seconds"] is None or isinstance(part["seconds"], float | int), "a number of seconds", part["seconds"])
+    seconds = part["seconds"]
+    need(seconds is None or (is_number(seconds) and 0 < seconds < math.inf), "seconds above 0", seconds)
     return Labels(**part)
 
 
@@ -176,6 +188,10 @@ def totals_of(part: Any) -> Totals:
         fits = isinstance(pair, tuple) and len(pair) == 2 and all(is_floats(t, 1) for t in pair)
         need(fits and pair[0].shape == pair[1].shape, f"sum and count of {name} for each head", str(pair)[:80])
     return Totals(part)
+
+
+def is_number(thing: Any) -> bool:
+    return isinstance(thing, float | int) and not isinstance(thing, bool)
 
 
 def is_table(thing: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +152,14 @@ WRONG = {
     "words": (labels("input", words={"tuple": [{"tuple": ["a"]}]}), "words by number"),
     "kind": (labels("input", kind="poems"), "kind must be one of"),
     "grid": (labels("source", grid={"tuple": [1]}), "a grid of rows and columns"),
+    "seconds": (labels("input", seconds=float("nan")), "seconds above 0, but got nan"),
+    "endless seconds": (labels("input", seconds=float("inf")), "seconds above 0, but got inf"),
+    "negative seconds": (labels("input", seconds=-0.5), "seconds above 0, but got -0.5"),
+    "no seconds": (labels("input", seconds=True), "seconds above 0, but got True"),
+    "stack that writes lines": (layer(2, stack="a\n\x1b[31mb"), re.escape(r"'a\n\x1b[31mb'")),
+    "stack that turns lines": (layer(2, stack="a\u202eb"), "a stack's name of"),
+    "endless stack": (layer(2, stack="a" * 65), "a stack's name of at most 64 letters"),
+    "stack of another head": (layer(2, stack="L0H1.b"), "without a space, a dot or #"),
     "leading": (labels("source", leading=2), "must have 7 positions, but got 6"),
 }
 
@@ -162,6 +171,14 @@ def test_a_file_that_does_not_fit_together_is_refused(case: str, tmp_path: Path)
         foci.Record.load(rewritten(tmp_path / "r.foci", change))
     # The same way round without a change is loaded: it is the change that is refused.
     foci.Record.load(rewritten(tmp_path / "r.foci", lambda content, tensors: None))
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    saved = record()
+    saved.layers["c"].stack = "a b"
+    with pytest.raises(ValueError, match="without a space, a dot or #, but got 'a b'"):
+        saved.save(tmp_path / "r.foci")
+    assert not list(tmp_path.iterdir())
 
 
 def test_damage_is_found_wherever_it_is(tmp_path: Path) -> None:
