@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from foci import __version__
 from foci.commands import data, evaluate, explore, look, run, train
@@ -23,13 +23,30 @@ examples:
   foci doctor
   foci bench attention --help
 """
+OF_EXPLAIN = """\
+examples:
+  foci explain "Jane is hungry, and she's really craving pasta from Italy."
+  foci explain "Jane is hungry." --word hungry
+"""
+OF_DOCTOR = """\
+examples:
+  foci doctor
+"""
+OF_BENCH = """\
+examples:
+  foci bench attention --help
+  foci bench attention --quick
+"""
 
 BAD_INPUT = 2
 FAILED = 1
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, not after a page of usage."""
+    """Says what is wrong in one line, not after a page of usage; examples stay as they are written."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with the message."""
@@ -83,12 +100,13 @@ def parser() -> Parser:
         prog="foci",
         description="Attention for PyTorch, with the attention matrix in reach.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"foci {__version__}")
     commands = top.add_subparsers(dest="command", metavar="command", required=True)
 
-    explain = commands.add_parser("explain", help="attention worked through, step by step, on a sentence of yours")
+    explain = commands.add_parser(
+        "explain", help="attention worked through, step by step, on a sentence of yours", epilog=OF_EXPLAIN
+    )
     explain.add_argument("text", nargs="+", help="the sentence")
     explain.add_argument("--word", help="the word to follow (default: the one whose attention is sharpest)")
     explain.set_defaults(run=run_explain)
@@ -96,10 +114,12 @@ def parser() -> Parser:
     for command in (look, explore, train, evaluate, run, data):
         command.add(commands)
 
-    doctor = commands.add_parser("doctor", help="what is installed here, and which backend serves which call")
+    doctor = commands.add_parser(
+        "doctor", help="what is installed here, and which backend serves which call", epilog=OF_DOCTOR
+    )
     doctor.set_defaults(run=run_doctor)
 
-    bench = commands.add_parser("bench", help="run a benchmark of the source checkout")
+    bench = commands.add_parser("bench", help="run a benchmark of the source checkout", epilog=OF_BENCH)
     bench.add_argument("name", nargs="?", default="attention", help="the script in benchmarks/ (default: attention)")
     bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own options, --help among them")
     bench.set_defaults(run=run_bench)

@@ -66,7 +66,10 @@ def look(
 
         say(f"loading {model or Path(place).name}")
         task, own, _ = load(Path(place), device=device)
-        return task.show(own, task.given(text))
+        given = task.given(text)
+        if task.is_cut(given):
+            say("the text is longer than the model reads (task.max_length): what is shown is a part of it")
+        return task.show(own, given)
     return Reader(place, device, say).look(text, new_tokens)
 
 

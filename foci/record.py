@@ -18,6 +18,8 @@ from foci.scoring import SCORES, Totals
 
 HEAD = re.compile(r"(?:(?P<stack>[^.#]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?(?P<again>#\d+)?")
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
+# What a record is saved as.
+ENDINGS = (".foci", ".html", *PICTURES)
 
 
 class Record:
@@ -293,8 +295,7 @@ class Record:
             plain = {name: getattr(self, name) for name in recordfile.PLAIN}
             recordfile.save(path, self.layers, self.labels, self._added, plain)
         else:
-            endings = ", ".join((".foci", ".html", *PICTURES))
-            raise ValueError(f"a record is saved as {endings}, but got {os.fspath(path)!r}")
+            raise ValueError(f"a record is saved as {', '.join(ENDINGS)}, but got {os.fspath(path)!r}")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Record:

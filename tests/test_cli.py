@@ -1,12 +1,17 @@
+import argparse
 import os
+import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import foci
+import foci.tasks
 from foci import cli
+from foci.training.config import TrainConfig, value_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,6 +30,50 @@ def test_help_shows_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> N
     assert "examples:\n" in out
     assert cli.parser().parse_args(["explain", "Jane is hungry.", "--word", "hungry"]).word == "hungry"
     assert cli.parser().parse_args(["bench", "attention", "--help"]).rest == ["--help"]
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """The parsers of all commands, "data check" among them."""
+
+    def below(parser: argparse.ArgumentParser, name: str) -> dict[str, argparse.ArgumentParser]:
+        found = {name: parser}
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for each, inner in action.choices.items():
+                    found |= below(inner, f"{name} {each}".strip())
+        return found
+
+    return below(cli.parser(), "")
+
+
+def examples(parser: argparse.ArgumentParser) -> list[str]:
+    return [line.strip() for line in (parser.epilog or "").splitlines()[1:]]
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_command_shows_its_own_examples(name: str) -> None:
+    shown = examples(commands()[name])
+    assert shown
+    for line in shown:
+        words = shlex.split(line.partition(">")[0])
+        # What many processes run is a module.
+        arguments = words[words.index("foci") + 1 :]
+        assert " ".join(arguments).startswith(name)
+        assert cli.parsed(arguments).command == (name.split() or arguments)[0]
+
+
+@pytest.mark.parametrize("task", foci.tasks.TASKS)
+def test_every_setting_is_listed_with_its_default_and_what_it_is(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", task, "--settings"]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    for name, said, kind in (("task", first, foci.tasks.find(task).settings_type), ("train", second, TrainConfig)):
+        heading, *lines = said.splitlines()
+        assert heading == f"[{name}]"
+        found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines}
+        assert list(found) == [f"{name}.{field.name}" for field in fields(kind)]
+        assert all(len(rest) == 2 and len(rest[1]) > 3 for rest in found.values())
+        values = {key.partition(".")[2]: value_of(default) for key, (default, _) in found.items() if default != "-"}
+        assert kind.from_dict(values) == kind()
 
 
 def test_explain_joins_unquoted_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

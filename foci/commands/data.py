@@ -6,15 +6,21 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+EXAMPLES = """\
+examples:
+  foci data check translation --data pairs.tsv
+  foci data check translation --data train.en train.de --all
+  foci data check vision --data pictures/
+"""
 # More lines than these help nobody; the sums at the end count all.
 SHOWN = 100
 
 
 def add(commands: Any) -> None:
     """Names the options."""
-    parser = commands.add_parser("data", help="check a dataset")
+    parser = commands.add_parser("data", help="check a dataset", epilog=EXAMPLES)
     inner = parser.add_subparsers(dest="what", metavar="check", required=True)
-    check = inner.add_parser("check", help="say what is wrong with a dataset, line by line")
+    check = inner.add_parser("check", help="say what is wrong with a dataset, line by line", epilog=EXAMPLES)
     check.add_argument("task", help="translation, generation, vision, sentiment, speech or summarization")
     check.add_argument("--data", nargs="+", required=True, metavar="PATH", help="a table, parallel files or a folder")
     check.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="one setting")

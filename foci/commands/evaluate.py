@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from foci.commands.writing import check_place
+
+if TYPE_CHECKING:
+    from foci.tasks.task import Task
+
+EXAMPLES = """\
+examples:
+  foci evaluate runs/translation --data test.tsv
+  foci evaluate runs/translation --data test.en test.de --set task.beam=8
+  foci evaluate runs/translation --data test.tsv --answers answers.txt --json
+  foci evaluate runs/translation
+"""
 
 
 def add(commands: Any) -> None:
     """Names the options."""
-    parser = commands.add_parser("evaluate", help="measure a trained model on data that it has not seen")
+    parser = commands.add_parser(
+        "evaluate", help="measure a trained model on data that it has not seen", epilog=EXAMPLES
+    )
     parser.add_argument("model", type=Path, help="a run's folder, or a model file")
-    parser.add_argument("--data", nargs="+", required=True, metavar="PATH", help="what to measure with")
+    parser.add_argument(
+        "--data", nargs="+", default=[], metavar="PATH", help="what to measure with (default: the run's own dev part)"
+    )
     parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="one setting")
     parser.add_argument("--answers", type=Path, help="write the answers to this file, a line each")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -24,10 +42,13 @@ def run(options: argparse.Namespace) -> int:
     """Answers all examples and prints their score."""
     import torch
 
-    from foci.commands.loading import loaded
+    from foci.commands.loading import loaded, tell_cut
 
+    if options.answers is not None:
+        check_place(options.answers, "--answers")
     task, model = loaded(options.model, options.changes, options.device)
-    examples = task.read([Path(each) for each in options.data], task.settings)
+    examples = examples_for(task, options)
+    tell_cut("evaluate", sum(map(task.is_cut, examples)), len(examples))
     with torch.no_grad():
         answers = task.decode(model, examples)
     if options.answers is not None:
@@ -39,3 +60,12 @@ def run(options: argparse.Namespace) -> int:
     for name, value in found.items():
         print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
     return 0
+
+
+def examples_for(task: Task[Any, Any], options: argparse.Namespace) -> Sequence[Any]:
+    """The data that was named, or what a run held out of its own."""
+    if options.data:
+        return task.read([Path(each) for each in options.data], task.settings)
+    from foci.training.run import held_out
+
+    return held_out(options.model)

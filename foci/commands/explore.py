@@ -6,10 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-EXAMPLES = """\
+from foci.commands.writing import check_out
+
+OF_EXPLORE = """\
 examples:
   foci explore
   foci explore --model ./minilm
+  foci explore --no-browser --port 8000
+"""
+OF_VIEW = """\
+examples:
   foci view run.foci
   foci view run.foci --out run.html
 """
@@ -17,17 +23,22 @@ examples:
 
 def add(commands: Any) -> None:
     """Names the options of both."""
-    how = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    explore = commands.add_parser("explore", help="type a text, pick a model, and look: a page on this machine", **how)
+    explore = commands.add_parser(
+        "explore", help="type a text, pick a model, and look: a page on this machine", epilog=OF_EXPLORE
+    )
     explore.add_argument(
         "--model", action="append", default=[], help="a model to offer: a folder or a name; repeatable"
     )
     add_serving(explore)
     explore.set_defaults(run=run_explore)
 
-    view = commands.add_parser("view", help="look at a .foci file in the browser", **how)
-    view.add_argument("file", type=Path, help="what Record.save wrote")
-    view.add_argument("--out", type=Path, help="write one self-contained page instead: run.html")
+    view = commands.add_parser("view", help="look at a .foci file in the browser", epilog=OF_VIEW)
+    view.add_argument(
+        "file", type=Path, help="a saved record: of foci look --out, of foci run --out, or of Record.save"
+    )
+    view.add_argument(
+        "--out", type=Path, help="write a file instead: run.html (one page with all in it), .png, .svg, .pdf"
+    )
     add_serving(view)
     view.set_defaults(run=run_view)
 
@@ -52,8 +63,10 @@ def run_view(options: argparse.Namespace) -> int:
     """`foci view`."""
     from foci.record import Record
 
+    check_out(options.out)
     if not options.file.is_file():
-        raise ValueError(f"expected a .foci file, but {options.file} is not there")
+        found = "a folder" if options.file.is_dir() else "not there"
+        raise ValueError(f"expected a .foci file, but {options.file} is {found}")
     record = Record.load(options.file)
     if options.out is not None:
         record.save(options.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,3 +43,10 @@ def place_of(name: str, path: Path | None) -> Path:
         if place.is_dir():
             return place
     raise ValueError(f"expected a model for {name}: train one (foci train {name} --data ...) or name one with --model")
+
+
+def tell_cut(command: str, count: int, total: int) -> None:
+    """How many inputs were too long to be read whole, beside the answers and not among them."""
+    if count:
+        which = f"{count} of {total} inputs {'is' if count == 1 else 'are'} longer than the model reads"
+        print(f"foci {command}: {which} (task.max_length): answered by a part of it", file=sys.stderr, flush=True)

@@ -9,13 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from foci.commands.writing import check_out
+
 EXAMPLES = """\
 examples:
   foci look "Jane is hungry, and she's really craving pasta from Italy." --model ./minilm
   foci look "Jane is hungry." --model ./minilm --head L0H1 --word hungry
   foci look "Jane is hungry." --model runs/translation --out page.html
 """
-FIGURES = {".png", ".svg", ".pdf", ".jpg", ".webp"}
 
 
 def add(commands: Any) -> None:
@@ -24,7 +25,6 @@ def add(commands: Any) -> None:
         "look",
         help="see where a model looks when it reads a text of yours",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("text", nargs="+", help="the text")
     parser.add_argument(
@@ -42,6 +42,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Looks, and shows or writes it."""
     from foci.looking import look
+    from foci.record import PICTURES
 
     quieten()
     check_out(options.out)
@@ -50,19 +51,9 @@ def run(options: argparse.Namespace) -> int:
     if options.out is None:
         record.show(options.word, head, options.layer, by_token=options.tokens)
         return 0
-    record.save(options.out, **(figure(head, options) if options.out.suffix.lower() in FIGURES else {}))
+    record.save(options.out, **(figure(head, options) if options.out.suffix.lower() in PICTURES else {}))
     tell(f"written: {options.out}")
     return 0
-
-
-def check_out(path: Path | None) -> None:
-    """What cannot be written is said before a model runs for it."""
-    if path is None:
-        return
-    if path.suffix.lower() not in {".foci", ".html", *FIGURES}:
-        raise ValueError(f"expected --out to end with .foci, .html, .png, .svg or .pdf, received {path}")
-    if not path.parent.is_dir():
-        raise ValueError(f"expected a folder for --out, but {path.parent} is not there")
 
 
 def figure(head: str | int | None, options: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from foci.commands.writing import check_out
+
 if TYPE_CHECKING:
     from foci.nn.model import Model
     from foci.tasks.task import Task
@@ -21,8 +23,8 @@ examples:
   foci run generation "To be" --set task.temperature=0.5
   foci run translation "A man sleeps." --out page.html
 """
-# What a record is saved as; any other ending is a file of answers.
-RECORDS = {".html", ".foci", ".png", ".svg", ".pdf", ".jpg", ".webp"}
+# The ending of a file of answers; the others are those of records.
+ANSWERS = ".txt"
 TOGETHER = 64
 
 
@@ -32,7 +34,6 @@ def add(commands: Any) -> None:
         "run",
         help="let a trained model answer, and see where it looks",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("task", help="translation, generation, vision, sentiment, speech or summarization")
     parser.add_argument("inputs", nargs="*", help="sentences, or files of pictures or sound (default: lines of stdin)")
@@ -51,31 +52,36 @@ def run(options: argparse.Namespace) -> int:
     """Answers every input."""
     import torch
 
-    from foci.commands.loading import loaded, place_of
+    from foci.commands.loading import loaded, place_of, tell_cut
 
+    check_out(options.out, ANSWERS)
     task, model = loaded(place_of(options.task, options.model), options.changes, options.device)
     if task.name != options.task:
         raise ValueError(f"expected a model for {options.task}, but {options.model} is one for {task.name}")
-    as_record = options.out is not None and options.out.suffix.lower() in RECORDS
+    as_record = options.out is not None and options.out.suffix.lower() != ANSWERS
     if as_record and len(options.inputs) != 1:
         raise ValueError(f"{options.out} takes the attention to one input, but got {len(options.inputs)}")
+    count = cut = 0
     one_by_one = options.show or as_record or is_typed(options)
     with torch.no_grad(), answers_to(None if as_record else options.out) as file:
         for some in in_groups(inputs(options), 1 if one_by_one else TOGETHER):
             # Answers and the lines of a file stay side by side.
             asked = [each for each in some if options.inputs or each.strip()]
-            if asked and (options.show or as_record):
-                looked(task, model, asked[0], options.show, options.out if as_record else None, file)
+            given = [task.given(each) for each in asked]
+            count, cut = count + len(given), cut + sum(map(task.is_cut, given))
+            if given and (options.show or as_record):
+                looked(task, model, given[0], options.show, options.out if as_record else None, file)
                 continue
-            answers = iter(task.write(model, [task.given(each) for each in asked]) if asked else ())
+            answers = iter(task.write(model, given) if given else ())
             for each in some:
                 print(next(answers) if each in asked else "", file=file, flush=True)
+    tell_cut("run", cut, count)
     return 0
 
 
-def looked(task: Task[Any, Any], model: Model, text: str, show: bool, out: Path | None, file: TextIO) -> None:
+def looked(task: Task[Any, Any], model: Model, given: Any, show: bool, out: Path | None, file: TextIO) -> None:
     """The answer to one input, and where the model looked: in the terminal, in a file, or both."""
-    record = task.show(model, task.given(text))
+    record = task.show(model, given)
     print(record.answer, file=file, flush=True)
     if show:
         record.show(file=file)

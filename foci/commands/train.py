@@ -13,6 +13,7 @@ examples:
   foci train translation --data train.en train.de --dev val.en val.de --set task.model=rnn
   foci train generation --data book.txt --set task.context=128 --set train.rate=0.002
   foci train translation --resume
+  foci train translation --settings
   torchrun --nproc-per-node 8 -m foci train translation --data pairs.tsv
 """
 
@@ -23,7 +24,6 @@ def add(commands: Any) -> None:
         "train",
         help="train a model for a task",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("task", help="translation, generation, vision, sentiment, speech or summarization")
     parser.add_argument("--data", nargs="+", default=[], metavar="PATH", help="a table, parallel files or a folder")
@@ -31,26 +31,29 @@ def add(commands: Any) -> None:
     parser.add_argument("--size", help="of the model: tiny, small or base; as --set task.size=...")
     parser.add_argument("--config", type=Path, help="a TOML file with the settings of a run")
     parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="one setting")
+    parser.add_argument("--settings", action="store_true", help="only say what --set takes: every key and its default")
     parser.add_argument("--seed", type=int, help="what all chance is drawn from (default: 1)")
     parser.add_argument("--out", type=Path, help="the run's folder (default: runs/TASK)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in that folder; --data, if it has moved"
+    )
     parser.add_argument("--quiet", action="store_true", help="say nothing until the end")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Trains, and prints what the model reaches."""
+    if options.settings:
+        from foci.commands.settings import listed
+
+        print(listed(options.task))
+        return 0
     from foci.training import read_config, train
 
     folder = options.out or Path("runs") / options.task
     path = own_config(options, folder) if options.resume else options.config
     changes = [*([f"task.size={options.size}"] if options.size else []), *options.changes]
-    given = {} if options.resume else {"data": options.data, "dev": options.dev, "seed": options.seed}
-    config = read_config(options.task, path, changes, **given)
-    for name in ("data", "dev") if options.resume else ():
-        own, now = list(getattr(config, name)), getattr(options, name)
-        if now and now != own:
-            raise ValueError(f"{folder} was begun with --{name} {' '.join(own)}, but got {' '.join(now)}")
+    config = read_config(options.task, path, changes, data=options.data, dev=options.dev, seed=options.seed)
     found = train(config, folder, resume=options.resume, quiet=options.quiet)
     # Of several processes the first speaks for all.
     for name, value in found.items() if os.environ.get("RANK", "0") == "0" else ():

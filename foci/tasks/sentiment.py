@@ -170,9 +170,15 @@ class Sentiment(Task[Labelled, Guess]):
                 model.evidence.scale.fill_(own.prior_scale)
         return model
 
+    def is_cut(self, example: Labelled) -> bool:
+        return len(self.encoded(example)) > self.settings.max_length
+
+    def encoded(self, example: Labelled) -> list[int]:
+        return self.tokenizer.encode(example.text.lower() if self.settings.lower else example.text) or [UNKNOWN]
+
     def tokens(self, example: Labelled) -> list[int]:
         """What the model reads; what is in the middle of a text that is too long says least about it."""
-        found = self.tokenizer.encode(example.text.lower() if self.settings.lower else example.text) or [UNKNOWN]
+        found = self.encoded(example)
         half = self.settings.max_length // 2
         return found if len(found) <= self.settings.max_length else found[:half] + found[-half:]
 

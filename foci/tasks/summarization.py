@@ -151,6 +151,9 @@ class Summarization(Task[Document, str]):
                 made.append(Document(example.text, example.summary, int(place * count)))
         return [*examples, *made]
 
+    def is_cut(self, example: Document) -> bool:
+        return len(self.encoded(example.text)) > self.settings.max_length
+
     def source(self, example: Document) -> list[int]:
         """What the model reads: the beginning of the document, and the token that ends it."""
         if example.left_out is None:

@@ -88,6 +88,10 @@ class Task(ABC, Generic[Example, Answer]):
         """What one pass goes through: the examples themselves, unless a task cuts, balances or repeats them."""
         return examples
 
+    def is_cut(self, example: Example) -> bool:
+        """Whether it is too long to be read whole, so that it is answered by a part of it."""
+        return False
+
     @abstractmethod
     def size(self, example: Example) -> int:
         """How long it is: batches are sorted by it and hold `batch_tokens` of it, padding counted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,9 +69,14 @@ class RunConfig:
     task: str
     settings: Any  # of the task's settings_type
     train: TrainConfig
-    data: tuple[str, ...]  # the files of the train part, by their absolute paths
+    data: tuple[str, ...]  # the files of the train part
     dev: tuple[str, ...] = ()  # those of the dev part; none: a share of the train part
     seed: int = 1
+
+    def from_anywhere(self) -> RunConfig:
+        """The same with absolute paths: what a run saves, because it is resumed and measured from other folders too."""
+        data, dev = (tuple(str(Path(each).absolute()) for each in part) for part in (self.data, self.dev))
+        return replace(self, data=data, dev=dev)
 
     def to_toml(self) -> str:
         """The file that `read_config` reads."""
@@ -160,8 +165,7 @@ def names(value: Any, key: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
         raise ValueError(f"expected a path or a list of paths as {key}, but got {value!r}")
-    # A run is resumed and measured from other folders too.
-    return tuple(str(Path(each).absolute()) for each in found)
+    return tuple(found)
 
 
 def plain(config: Config) -> dict[str, Any]:

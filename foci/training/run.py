@@ -18,7 +18,7 @@ from foci.tasks import find
 from foci.tasks.task import Task
 from foci.training.batches import Batches, seeded
 from foci.training.checkpoint import write_text
-from foci.training.config import RunConfig
+from foci.training.config import RunConfig, read_config
 from foci.training.distributed import Processes
 
 CHUNK = 2**24
@@ -53,6 +53,8 @@ def opened(config: RunConfig, folder: Path, processes: Processes, *, resume: boo
         raise ValueError(f"expected a run to resume in {folder}, but there is none")
     if not resume and about.exists():
         raise ValueError(f"{folder} has a run already: --resume goes on with it, --out names another folder")
+    if resume:
+        still_there(config, folder)
     train, dev = both_parts(config)
     files = processes.from_first(learned(config, train, folder, resume=resume) if processes.first else None)
     task = find(config.task).from_files(config.settings, files)
@@ -80,18 +82,37 @@ def both_parts(config: RunConfig) -> tuple[Sequence[Any], Sequence[Any]]:
     return kind.split(train, config.train.dev_share, seeded(config.seed, "dev"))
 
 
+def still_there(config: RunConfig, folder: Path) -> None:
+    """Refuses a run whose data has moved."""
+    for each in (*config.data, *config.dev):
+        if not Path(each).exists():
+            raise ValueError(f"expected the data of {folder} at {each}, but there is nothing: --data says where it is")
+
+
+def held_out(folder: Path) -> Sequence[Any]:
+    """The dev part of the run in a folder."""
+    if not (folder / "config.toml").is_file():
+        raise ValueError(f"expected data to measure with (--data), because {folder} is no run that has its own")
+    config = read_config(None, folder / "config.toml")
+    still_there(config, folder)
+    return both_parts(config)[1]
+
+
 def learned(config: RunConfig, train: Sequence[Any], folder: Path, *, resume: bool) -> dict[str, str]:
     """What the task learns from the train part before the first update; a resumed run has it in its folder."""
     about, same = folder / "run.json", fingerprint(config)
     if resume:
         content = json.loads(about.read_text(encoding="utf-8"))
-        if content["data"] != same:
-            raise ValueError(f"expected the data that {folder} began with, but the files have changed since")
+        # It may have been moved, but is the same.
+        if list(content["data"].values()) != list(same.values()):
+            raise ValueError(
+                f"expected the data that {folder} began with, but the files have changed: {', '.join(same)}"
+            )
         files: dict[str, str] = content["files"]
         return files
     files = find(config.task).start(config.settings, train).files()
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "config.toml", config.to_toml())
+    write_text(folder / "config.toml", config.from_anywhere().to_toml())
     versions = {"foci": __version__, "torch": torch.__version__, "python": platform.python_version()}
     content = {"task": config.task, "seed": config.seed, "versions": versions, "data": same, "files": files}
     write_text(about, json.dumps(content, ensure_ascii=False))

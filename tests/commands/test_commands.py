@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_somebody_who_types_waits_for_each_answer(
         def isatty(self) -> bool:
             return True
 
-        def __next__(self) -> str:
+        def __next__(self) -> str:  # type: ignore[override]
             said.append(capsys.readouterr().out.count("\n"))
             return super().__next__()
 
@@ -103,6 +104,63 @@ def test_it_shows_where_it_looked(
     assert "<html" in (folder / "page.html").read_text()
 
 
+@pytest.mark.parametrize("command", ["run", "evaluate"])
+def test_what_is_too_long_is_cut_and_said_in_one_line(
+    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, data, lines = folder / "runs" / "translation", tmp_path / "long.tsv", tmp_path / "long.txt"
+    sentences = ["ab cd", "ab " * 300, "ef"]
+    lines.write_text("".join(f"{each}\n" for each in sentences))
+    data.write_text("".join(f"{each}\tab\n" for each in sentences))
+    answers = tmp_path / "answers.txt"
+    if command == "run":
+        arguments = ["run", "translation", "--model", str(model), "--file", str(lines), "--out", str(answers)]
+    else:
+        arguments = ["evaluate", str(model), "--data", str(data), "--answers", str(answers)]
+    assert cli.main(arguments) == 0
+    said = f"foci {command}: 1 of 3 inputs is longer than the model reads (task.max_length): answered by a part of it\n"
+    assert capsys.readouterr().err == said
+    assert len(answers.read_text().splitlines()) == 3
+
+
+def test_a_run_is_found_from_another_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = written(tmp_path / "pairs.tsv", 40)
+    options = [part for change in (*SMALL, "train.steps=2") for part in ("--set", change)]
+    assert cli.main(["train", "translation", "--data", "pairs.tsv", "--quiet", *options]) == 0
+    monkeypatch.chdir(folder)
+    run = str(tmp_path / "runs" / "translation")
+    resume = ["train", "translation", "--out", run, "--resume", "--quiet", "--set"]
+    assert cli.main([*resume, "train.steps=3"]) == 0
+    assert cli.main(["evaluate", run]) == 0
+    capsys.readouterr()
+    moved = data.rename(tmp_path / "moved.tsv")
+    for arguments in ([*resume, "train.steps=4"], ["evaluate", run]):
+        assert cli.main(arguments) == 2
+        said = f": expected the data of {run} at {data}, but there is nothing: --data says where it is\n"
+        assert capsys.readouterr().err.endswith(said)
+    assert cli.main([*resume, "train.steps=4", "--data", str(moved)]) == 0
+    assert cli.main([*resume, "train.steps=5", "--data", str(folder / "pairs.tsv")]) == 2
+    assert "began with, but the files have changed" in capsys.readouterr().err
+
+
+def test_files_follow_the_umask(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = str(folder / "pairs.tsv")
+    options = [part for change in (*SMALL, "train.steps=2", "train.average=2") for part in ("--set", change)]
+    before = os.umask(0o027)
+    try:
+        out = tmp_path / "run"
+        assert cli.main(["train", "translation", "--data", data, "--out", str(out), "--quiet", *options]) == 0
+        assert cli.main(["run", "translation", "ab", "--model", str(out), "--out", str(out / "x.foci")]) == 0
+    finally:
+        os.umask(before)
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert {"model.safetensors", "x.foci", "state.json", "rank-00000.safetensors"} <= {path.name for path in files}
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: "0o640" for path in files}
+
+
 def test_it_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data = folder / "runs" / "translation", folder / "pairs.tsv"
     answers = folder / "out.txt"
@@ -139,9 +197,19 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
         (["run", "translation", "a", "b", "--out", "page.html"], "takes the attention to one input, but got 2"),
         (["train", "translation", "--out", "new"], "expected the data to train on (--data), but got none"),
         (["train", "translation", "--resume", "--seed", "3"], "goes on with the run's own config, but got --seed too"),
-        (["train", "translation", "--resume", "--data", "x"], "pairs.tsv, but got x"),
+        (["train", "translation", "--resume", "--data", "x"], "at x, but there is nothing: --data says where it is"),
         (["train", "translation", "--resume", "--set", "task.width=8"], "changes of [train] only, but got --set task"),
         (["train", "translation", "--resume", "--out", "none"], "expected a run to resume in none, but there is none"),
+        (
+            ["run", "translation", "a", "--out", "x.docx"],
+            ".foci, .html, .png, .svg, .pdf, .jpg, .webp or .txt, received",
+        ),
+        (["run", "translation", "a", "--out", "none/x.txt"], "expected a folder for --out, but none is not there"),
+        (["run", "translation", "a", "--out", "folder.txt"], "expected a file for --out, but folder.txt is a folder"),
+        (["view", "pairs.tsv", "--out", "x.docx"], "expected --out to end with .foci, .html"),
+        (["view", "runs"], "expected a .foci file, but runs is a folder"),
+        (["evaluate", "runs/translation/model.safetensors"], "expected data to measure with (--data), because"),
+        (["evaluate", "runs/translation", "--answers", "runs"], "expected a file for --answers, but runs is a folder"),
         (["evaluate", "none", "--data", "pairs.tsv"], "expected a model at none"),
         (["evaluate", "runs/translation", "--data", "none.tsv"], "expected a file at none.tsv, but there is nothing"),
     ],
@@ -154,6 +222,7 @@ def test_bad_input_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder)
+    (folder / "folder.txt").mkdir(exist_ok=True)
     if "speech" in arguments:
         monkeypatch.setattr("foci.__file__", str(folder / "foci" / "__init__.py"))
     assert cli.main(arguments) == 2

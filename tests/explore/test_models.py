@@ -123,7 +123,7 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("out", "said"),
     [
-        ("x.xyz", "expected --out to end with .foci, .html, .png, .svg or .pdf, received x.xyz"),
+        ("x.xyz", "expected --out to end with .foci, .html, .png, .svg, .pdf, .jpg or .webp, received x.xyz"),
         ("nowhere/x.html", "expected a folder for --out, but nowhere is not there"),
     ],
 )

@@ -1,0 +1,25 @@
+"""Where a command writes: what cannot be written is said before a model runs for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def check_out(path: Path | None, *texts: str) -> None:
+    """Refuses an ending that nobody knows; `texts` are those beside the ones that a record is saved as."""
+    if path is None:
+        return
+    from foci.record import ENDINGS
+
+    *some, last = (*ENDINGS, *texts)
+    if path.suffix.lower() not in (*some, last):
+        raise ValueError(f"expected --out to end with {', '.join(some)} or {last}, received {path}")
+    check_place(path, "--out")
+
+
+def check_place(path: Path, option: str) -> None:
+    """Refuses a file whose folder is not there, and a folder in its place."""
+    if not path.parent.is_dir():
+        raise ValueError(f"expected a folder for {option}, but {path.parent} is not there")
+    if path.is_dir():
+        raise ValueError(f"expected a file for {option}, but {path} is a folder")
