@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,15 +103,17 @@ def tensors_of(call: Call, lse: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "the sink", call.sink
 
 
-def nested(thing: Any) -> Iterator[Tensor]:
+def nested(thing: Any) -> list[Tensor]:
     """The tensors inside a score, a mask or a bias."""
+    if thing is None:
+        return []
     if isinstance(thing, Tensor):
-        yield thing
-    elif isinstance(thing, tuple):
-        for item in thing:
-            yield from nested(item)
+        return [thing]
+    if isinstance(thing, tuple):
+        parts: Iterable[Any] = thing
     elif isinstance(thing, dict):
-        yield from nested(tuple(thing.values()))
-    elif is_dataclass(thing):
-        for field in fields(thing):
-            yield from nested(getattr(thing, field.name))
+        parts = thing.values()
+    else:
+        # What `dataclasses.fields` reads, without its checks: every call with weights asks several times.
+        parts = [getattr(thing, name) for name in getattr(thing, "__dataclass_fields__", ())]
+    return [tensor for part in parts for tensor in nested(part)]

@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,27 +29,21 @@ if TYPE_CHECKING:
 KINDS: dict[type[nn.Module], str | None] = {}
 
 
-def adapts(model: nn.Module) -> bool:
-    """Whether the model is one of transformers, or holds one."""
-    return bool(parts_of(model))
-
-
-def parts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The models of transformers in a module, by name, outermost first."""
+def parts_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    """The models of transformers among the modules of a model, by name, outermost first."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return {}
-    return {name: part for name, part in model.named_modules() if isinstance(part, modeling.PreTrainedModel)}
+    return {name: part for name, part in modules if isinstance(part, modeling.PreTrainedModel)}
 
 
 @contextmanager
-def prepared(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Switches a model over for a block, reads what goes into it, and says afterwards what could not be seen."""
+def prepared(model: nn.Module, parts: dict[str, nn.Module], recorder: Recorder) -> Iterator[None]:
+    """Switches the parts of a model over for a block, reads what goes in, and says afterwards what was not seen."""
     register()
-    parts = parts_of(model)
     modules = {
         name: module
-        for name, module in model.named_modules()
+        for name, module in recorder.modules
         if attends(type(module)) and any(is_part(name, outer) for outer in parts)
     }
     with ExitStack() as leaving:

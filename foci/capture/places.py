@@ -7,9 +7,10 @@ Everything here is read from the names of modules, as `model.named_modules()` gi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 # Classes that attend, by what people call them.
@@ -43,21 +44,20 @@ class Place:
         return f"{self.stack}.L{self.index}".lstrip(".")
 
 
-def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+def attention_modules(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
     """The innermost modules that are called attention, by name: those that one expects to attend."""
-    every = model.named_modules()
-    named = {plain(name): module for name, module in every if ATTENTION.search(kind_of(module))}
+    named = {plain(name): module for name, module in modules if ATTENTION.search(kind_of(module))}
     return {name: module for name, module in named.items() if not any(inside(other, name) for other in named)}
 
 
 def kind_of(module: nn.Module) -> str:
     """The name of a module's class; a scripted one tells it otherwise."""
-    return str(getattr(module, "original_name", type(module).__name__))
+    return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
 def plain(name: str) -> str:
     """A module's name without what torch.compile puts into it."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
 
 
 def inside(name: str, outer: str) -> bool:
@@ -66,11 +66,15 @@ def inside(name: str, outer: str) -> bool:
 
 
 class Places:
-    """The place of every module that attends: known ones from the start, others when they are first met."""
+    """The place of every module that attends: known ones from the start, others when they are first met.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.known = attention_modules(model)
-        names = {plain(name) for name, _ in model.named_modules()}
+    Args:
+        modules: what `model.named_modules()` gives.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        names = {plain(name) for name, _ in modules}
+        self.known = attention_modules(modules)
         self.crossing = {name for name, module in self.known.items() if is_cross(names, name, module)}
         self.paired = has_part(names, "encoder") and has_part(names, "decoder")
         self.several = len({side_of(name) for name in self.known}) > 1
@@ -143,7 +147,8 @@ def side_of(name: str) -> str:
 
 
 def has_part(names: Iterable[str], part: str) -> bool:
-    return any(part in name.lower().split(".") for name in names)
+    # Asked of every module of a model: most are told by the first look.
+    return any(part in name.lower() and part in name.lower().split(".") for name in names)
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.capture.host import Host
 from foci.capture.places import has_part
 from foci.labels import Labels
 
@@ -37,6 +38,8 @@ class Reading:
         self.tokenizer = tokenizer
         self.ready: dict[str, Labels] = {}
         self._chunks: dict[str, list[tuple[int, Tensor]]] = {}
+        # Of its own: what was read arrives long before the statistics of the last layer do.
+        self._host = Host()
         self._told: set[str] = set()
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}
 
@@ -57,7 +60,7 @@ class Reading:
     def _add(self, name: str, ids: Tensor, number: int) -> None:
         if ids.dim() <= 2 and not ids.is_floating_point():
             rows = ids.detach().reshape(-1, ids.shape[-1]) if ids.dim() else ids.detach().reshape(1, 1)
-            self._chunks.setdefault(name, []).append((number, rows))
+            self._chunks.setdefault(name, []).append((number, self._host.moved({"ids": rows})["ids"]))
 
     def name_for(self, name: str, passes: Sequence[int]) -> str:
         """The label name of what was read in some passes: "input", and "input#2" for another text in the same block."""
@@ -81,12 +84,13 @@ class Reading:
     def labels(self) -> dict[str, Labels]:
         """Labels by name, of everything that was asked for with `name_for`."""
         found = dict(self.ready)
+        self._host.wait()
         for (name, passes), called in self._names.items():
             if called in found:
                 continue
             parts = [ids for number, ids in self._chunks[name] if number in set(passes)]
             if len({len(part) for part in parts}) == 1:
-                found[called] = self._made(torch.cat(parts, 1).cpu())
+                found[called] = self._made(torch.cat(parts, 1))
         return found
 
     def _made(self, ids: Tensor) -> Labels:

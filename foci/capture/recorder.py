@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.capture.host import Host
-from foci.capture.places import Place, Places, inside, plain
+from foci.capture.places import Place, Places, inside
 from foci.capture.reading import Reading
 from foci.capture.steps import RefusedError, chosen, in_four
 from foci.capture.track import Track
@@ -61,10 +61,8 @@ class Recorder:
         tokenizer: Any = None,
     ) -> None:
         self.model, self.record = model, record
-        self.names: dict[int, str] = {}
-        for name, module in model.named_modules():
-            self.names.setdefault(id(module), plain(name))
-        self.places = Places(model)
+        self.modules = list(model.named_modules())
+        self.places = Places(self.modules)
         self.keep, self.rows, self.limit = keep, rows, limit
         self.layers = None if layers is None else list(layers)
         self.heads = None if heads is None else heads_by_layer(heads)
@@ -182,7 +180,7 @@ class Recorder:
 
     def called(self, name: str) -> bool:
         """Whether a module, or one inside of it, made an attention call, recorded or not."""
-        return any(each == name or inside(each, name) for each in self.attended)
+        return name in self.attended or any(inside(each, name) for each in self.attended)
 
     def saw(self, name: str, weights: Weights, values: Tensor) -> None:
         """One attention call: its weights, and its values (..., G, Tk, Dv) with the same leading axes."""
@@ -195,8 +193,9 @@ class Recorder:
 
     def _record(self, name: str, weights: Weights, values: Tensor) -> None:
         weights = in_four(weights)
-        values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
-        place, k = self.place_of(name), weights._call.k
+        if values.dim() != 4:
+            values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
+        place, k = self.place_of(name), weights._held.call.k
         heads: Sequence[int] = range(weights.shape[1])
         if self.heads is not None:
             heads = self._heads(place)
@@ -204,24 +203,24 @@ class Recorder:
                 raise RefusedError(f"{place.name} has {weights.shape[1]} heads, but heads= names H{heads[-1]}")
             group = weights.shape[1] // values.shape[1]
             weights, values = chosen(weights, heads), values[:, [head // group for head in heads]]
-        track = self._track(name, self._in_pass[name], weights, k, tuple(heads))
+        track = self._track(name, place, weights, k, tuple(heads))
         before = track.nbytes
         self._refuse_above_limit(track, weights, values)
         track.add(weights, k, values, self._passes)
         self._total += track.nbytes - before
 
-    def _track(self, name: str, number: int, weights: Weights, k: Tensor, heads: tuple[int, ...]) -> Track:
+    def _track(self, name: str, place: Place, weights: Weights, k: Tensor, heads: tuple[int, ...]) -> Track:
         """The track that a call goes on with, or a new one."""
         # Rows of one module over the very same keys belong together, however often it is called (an RNN that looks
         # back at every word); otherwise a module that is called twice in a pass attends twice.
-        track = self._open.get((name, 0 if self.places.of(name).cross else number))
+        key = name, 0 if place.cross else self._in_pass[name]
+        track = self._open.get(key)
         if track is not None and (track.cross or track.passes[-1] < self._passes) and track.continues(weights, k):
             return track
         self._named[name] += 1
         full = name or self.record.model
         full += f"#{self._named[name]}" if self._named[name] > 1 else ""
-        track = Track(full, self.place_of(name), heads, self.keep, self.rows, self.host)
-        self._open[name, 0 if track.cross else number] = self.tracks[full] = track
+        track = self._open[key] = self.tracks[full] = Track(full, place, heads, self.keep, self.rows, self.host)
         return track
 
     def _refuse_above_limit(self, track: Track, weights: Weights, values: Tensor) -> None:
@@ -230,7 +229,7 @@ class Recorder:
         if self.rows is not None:
             size = batch * heads * keys * len(track.chosen_rows(queries)) * 4
         elif self.keep is None:
-            size = weights.nbytes + values.nbytes if not track.steps else weights._call.q.nbytes
+            size = weights.nbytes + values.nbytes if not track.steps else weights._held.call.q.nbytes
         else:
             size = self.keep.nbytes(batch, heads, queries, keys)
         have, expected = self._total, size
@@ -246,8 +245,7 @@ class Recorder:
             )
 
     def finish(self) -> None:
-        """Fills the record: layers, labels, and what could not be seen."""
-        self.host.wait()
+        """Fills the record: layers, labels, and what could not be seen. A GPU is waited for last."""
         for track in self.tracks.values():
             track.check()
         self._refuse_unknown()
@@ -260,6 +258,7 @@ class Recorder:
         self.record.calls, self.record.unseen = self.calls, self.unseen()
         several = [t for t in self.tracks.values() if len(t.passes) > 1 and not t.cross]
         self.record.prompt = several[0].first[0] if several else None
+        self.host.wait()
         self.record.filling = False
 
     def _refuse_unknown(self) -> None:
@@ -277,7 +276,7 @@ class Recorder:
         """Attention modules that ran and whose attention was not seen, each with the reason."""
         found = dict(self.reasons)
         for name, module in self.places.known.items():
-            seen = any(each == name or inside(each, name) or inside(name, each) for each in self.attended)
+            seen = self.called(name) or any(inside(name, each) for each in self.attended)
             if isinstance(module, torch.jit.ScriptModule):
                 found.setdefault(name, "it is scripted, and runs outside of Python")
             elif self.ran[name] and not seen:

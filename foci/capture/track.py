@@ -5,7 +5,9 @@ B batch, H heads, G key heads, Tq queries, Tk keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,8 +47,8 @@ class Track:
     weights: Weights | None = None
     last: Tensor | None = None
     values: Tensor | None = None
-    numbers: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    numbers: list[Sequence[int]] = field(default_factory=list)
+    places: list[Sequence[int]] = field(default_factory=list)
     prints: Tensor | None = None
     broken: Tensor | None = None
     memory: tuple[StorageWeakRef, int] | None = None
@@ -60,7 +62,7 @@ class Track:
         """Whether a call with these keys goes on where this track ended; raises where its cache was changed."""
         batch, heads, queries, keys = weights.shape
         again = self.memory is not None and not self.memory[0].expired() and self.memory[1] == k.data_ptr()
-        alike = (heads, weights._call.k.shape[1]) == self.shape[1:]
+        alike = (heads, weights._held.call.k.shape[1]) == self.shape[1:]
         if self.cross:
             return again and alike and batch == self.shape[0] and keys == self.keys
         if queries >= keys or not alike:
@@ -85,27 +87,30 @@ class Track:
         """Takes one call (B, H, Tq, Tk) with the keys that the model gave it and values (B, G, Tk, Dv)."""
         batch, heads, queries, keys = weights.shape
         if not self.passes:
-            self.first, self.shape = (queries, keys), (batch, heads, weights._call.k.shape[1])
+            self.first, self.shape = (queries, keys), (batch, heads, weights._held.call.k.shape[1])
         self._check_prefix(k)
         rows = self.chosen_rows(queries)
-        self.numbers += [self.queries + row for row in rows]
-        self.places += [row + keys - queries for row in rows]
+        self.numbers.append(shifted(rows, self.queries))
+        self.places.append(shifted(rows, keys - queries))
+        norms = self._norms(values, queries)
         if self.rows is not None:
-            self._add_rows(weights, rows)
+            self._hold(norms, matrix=chosen_entries(weights, rows))
         elif self.keep is None:
             self._add_lazy(weights, values)
+            self._hold(norms)
         else:
-            self._add_kept(weights)
-        self._add_norms(values, queries)
+            # A picture of all rows cannot be made of pictures of some, so a generation has none.
+            keep = replace(self.keep, picture=0) if self.kept else self.keep
+            self._hold(norms, **keep.of(weights))
         self.passes.append(number)
         self.queries, self.keys = self.queries + queries, keys
 
-    def chosen_rows(self, queries: int) -> list[int]:
+    def chosen_rows(self, queries: int) -> Sequence[int]:
         """The numbers of the queries of a call that are kept."""
         every = range(queries)
         if isinstance(self.rows, slice):
-            return list(every[self.rows])
-        return list(every) if self.rows is None else [every[row] for row in self.rows if -queries <= row < queries]
+            return every[self.rows]
+        return every if self.rows is None else [every[row] for row in self.rows if -queries <= row < queries]
 
     def _check_prefix(self, k: Tensor) -> None:
         """The keys of the step before must be the first of these: bits are compared, without waiting for a GPU."""
@@ -127,15 +132,8 @@ class Track:
                 " the cache was reordered (beam search) or changed; watch one forward pass over the whole text instead"
             )
 
-    def _add_rows(self, weights: Weights, rows: list[int]) -> None:
-        with torch.no_grad():
-            found = weights[..., rows, :]
-        assert isinstance(found, Tensor)
-        self.matrices.append(self.host.moved(found) if self.keep is not None else found)
-        self.nbytes += found.nbytes
-
     def _add_lazy(self, weights: Weights, values: Tensor) -> None:
-        call = weights._call
+        call = weights._held.call
         if self.last is not None and self.values is not None:
             self.nbytes -= self.last.nbytes + self.values.nbytes
         self.steps.append(Step.of(weights))
@@ -143,39 +141,43 @@ class Track:
         self.weights = weights if len(self.steps) == 1 else None
         self.nbytes += self.steps[-1].nbytes + call.k.nbytes + values.nbytes
 
-    def _add_kept(self, weights: Weights) -> None:
-        assert self.keep is not None
-        # A picture of all rows cannot be made of pictures of some, so a generation has none.
-        keep = replace(self.keep, picture=0) if self.kept else self.keep
-        found = {name: self.host.moved(tensor) for name, tensor in keep.of(weights).items()}
-        self.kept.append(found)
-        self.nbytes += sum(tensor.nbytes for tensor in found.values())
-
-    def _add_norms(self, values: Tensor, queries: int) -> None:
+    def _norms(self, values: Tensor, queries: int) -> dict[str, Tensor]:
         """The lengths of the values, of each key once."""
         if self.keep is not None and not self.keep.values:
-            return
+            return {}
         new = values if not self.norms else values[:, :, :0] if self.cross else values[:, :, -queries:]
-        if new.shape[2]:
-            norms = torch.linalg.vector_norm(new.detach(), dim=-1, dtype=torch.promote_types(new.dtype, torch.float32))
-            self.norms.append(norms if self.keep is None else self.host.moved(norms))
+        if not new.shape[2]:
+            return {}
+        wide = torch.promote_types(new.dtype, torch.float32)
+        return {"norms": torch.linalg.vector_norm(new.detach(), dim=-1, dtype=wide)}
+
+    def _hold(self, norms: dict[str, Tensor], **found: Tensor) -> None:
+        """Takes what was computed of a call; all of it leaves for the host together where statistics are kept."""
+        computed = found | norms
+        held = computed if self.keep is None else self.host.moved(computed)
+        self.norms += [held.pop(name) for name in norms]
+        self.nbytes += sum(tensor.nbytes for tensor in held.values())
+        if self.rows is not None:
+            self.matrices.append(held["matrix"])
+        elif self.keep is not None:
+            self.kept.append(held)
 
     def layer(self) -> Layer:
-        """What all calls together make."""
+        """What all calls together make; what only one made may still be on its way to the host."""
         behind: dict[str, Any] = {}
         shape = (*self.shape[:2], self.queries, self.keys)
-        places = None if self.cross else torch.tensor(self.places)
-        if places is not None and self.places == list(range(self.keys - len(self.places), self.keys)):
-            places = None
+        usual = self.cross or are_last(self.places, self.keys)
+        if len(self.passes) > 1 or self.rows is not None:
+            self.host.wait()
         if self.rows is not None:
             behind["matrix"] = torch.cat([F.pad(m, (0, self.keys - m.shape[3])) for m in self.matrices], 2)
-            behind["rows"] = tuple(self.numbers)
+            behind["rows"] = tuple(chain.from_iterable(self.numbers))
         elif self.keep is None:
             assert self.last is not None
             behind["weights"] = self.weights or joined(self.steps, self.last, self.cross)
         else:
             behind["kept"] = Kept(together(self.kept, self.keys), shape)
-        norms = torch.cat(self.norms, 2) if self.norms else None
+        norms = None if not self.norms else self.norms[0] if len(self.norms) == 1 else torch.cat(self.norms, 2)
         return Layer(
             self.name,
             self.place.stack,
@@ -186,9 +188,35 @@ class Track:
             values=self.values,
             value_norms=norms,
             kv_heads=self.shape[2] if norms is None else norms.shape[1],
-            query_places=places,
+            query_places=None if usual else torch.tensor([*chain.from_iterable(self.places)]),
             **behind,
         )
+
+
+def shifted(numbers: Sequence[int], by: int) -> Sequence[int]:
+    """Each number and so much more; a range stays one, however long."""
+    if isinstance(numbers, range):
+        return range(numbers.start + by, numbers.stop + by, numbers.step)
+    return [number + by for number in numbers]
+
+
+def are_last(parts: Sequence[Sequence[int]], end: int) -> bool:
+    """Whether the numbers of all parts are the last ones before the end, in order."""
+    start = end - sum(map(len, parts))
+    for part in parts:
+        expected = range(start, start + len(part))
+        if part != (expected if isinstance(part, range) else list(expected)):
+            return False
+        start = expected.stop
+    return True
+
+
+def chosen_entries(weights: Weights, rows: Sequence[int]) -> Tensor:
+    """The rows of some queries, exactly."""
+    with torch.no_grad():
+        found = weights[..., list(rows), :]
+    assert isinstance(found, Tensor)
+    return found
 
 
 def together(steps: list[dict[str, Tensor]], keys: int) -> dict[str, Tensor]:

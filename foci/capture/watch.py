@@ -6,24 +6,22 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import Lock, get_ident
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from foci.capture.places import plain
 from foci.capture.recorder import HEAD, Recorder, _blocks, is_repeated
 from foci.capture.torch import Seeing
+from foci.compiling import uncompiled
 from foci.keep import Keep
 from foci.labels import Labels
 from foci.record import Record
 
 # Embeddings that look up something else than tokens, by their names.
 NO_TOKENS = re.compile(r"pos|type|segment|lang|time|relative|bucket|bias", re.IGNORECASE)
-
-LOCK = Lock()
-# The setting that the first open block changed, and an entry for each block that is open.
-UNCOMPILED: list[Any] = []
 
 
 @contextmanager
@@ -144,14 +142,14 @@ def hooked(recorder: Recorder) -> Iterator[None]:
     """Hooks on the modules, which tell the recorder where the model is; they are taken off again in any case."""
     handles: list[Any] = []
     try:
-        modules = {id(module): module for module in recorder.model.modules()}
-        for key, module in modules.items():
+        for full, module in recorder.modules:
+            name = plain(full)
             if isinstance(module, torch.jit.ScriptModule) or attends_never(module):
                 continue
-            begins, ends = hooks(recorder, recorder.names[key])
+            begins, ends = hooks(recorder, name)
             handles.append(module.register_forward_pre_hook(begins))
             handles.append(module.register_forward_hook(ends, always_call=True))
-            if isinstance(module, nn.Embedding) and not NO_TOKENS.search(recorder.names[key].rpartition(".")[2]):
+            if isinstance(module, nn.Embedding) and not NO_TOKENS.search(name.rpartition(".")[2]):
                 handles.append(module.register_forward_pre_hook(reads(recorder)))
         yield
     finally:
@@ -185,33 +183,11 @@ def reads(recorder: Recorder) -> Callable[..., None]:
     return embeds
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Compiled functions run as they were written, where anything was compiled: a compiled call shows nothing.
-
-    How PyTorch compiles is one setting for all threads: the first of the blocks that are open changes it, and the last
-    changes it back.
-    """
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with LOCK:
-        if not UNCOMPILED:
-            UNCOMPILED.append(torch.compiler.set_stance("force_eager"))
-        UNCOMPILED.append(None)
-    try:
-        yield
-    finally:
-        with LOCK:
-            UNCOMPILED.pop()
-            if len(UNCOMPILED) == 1:
-                UNCOMPILED.pop().__exit__(None, None, None)
-
-
 def enter_adapters(stack: ExitStack, model: nn.Module, recorder: Recorder) -> None:
     """What an ecosystem needs to have done before and after."""
     if "transformers" in sys.modules:
         from foci.capture import huggingface
 
-        if huggingface.adapts(model):
-            stack.enter_context(huggingface.prepared(model, recorder))
+        parts = huggingface.parts_of(recorder.modules)
+        if parts:
+            stack.enter_context(huggingface.prepared(model, parts, recorder))

@@ -33,6 +33,10 @@ def tree(*paths: str, kind: type[nn.Module] = SelfAttention) -> nn.Module:
     return root
 
 
+def modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(model.named_modules())
+
+
 NAMED = {
     "bert": (["encoder.layer.0.attention", "encoder.layer.1.attention"], ["L0", "L1"]),
     "llama": (["model.layers.3.self_attn", "model.layers.10.self_attn"], ["L3", "L10"]),
@@ -61,38 +65,38 @@ NAMED = {
 @pytest.mark.parametrize("case", NAMED)
 def test_names(case: str) -> None:
     paths, names = NAMED[case]
-    places = Places(tree(*paths))
+    places = Places(modules(tree(*paths)))
     assert [places.of(path).name for path in paths] == names
 
 
 def test_the_innermost_of_nested_attention_attends() -> None:
-    assert list(attention_modules(tree("layer.0.attention", kind=Attention))) == ["layer.0.attention.self"]
+    assert list(attention_modules(modules(tree("layer.0.attention", kind=Attention)))) == ["layer.0.attention.self"]
 
 
 def test_pytorchs_own_transformer() -> None:
-    places = Places(nn.Transformer(8, 2, 1, 1, 8, batch_first=True))
+    places = Places(modules(nn.Transformer(8, 2, 1, 1, 8, batch_first=True)))
     assert [place.name for place in places.found.values()] == ["encoder.L0", "decoder.L0", "cross.L0"]
     cross = places.of("decoder.layers.0.multihead_attn")
     assert (cross.queries, cross.keys, cross.cross) == ("target", "source", True)
-    alone = Places(nn.MultiheadAttention(8, 2))
+    alone = Places(modules(nn.MultiheadAttention(8, 2)))
     assert alone.of("") == Place()
 
 
 def test_foci_names_its_own_as_its_weights() -> None:
     model = foci.nn.EncoderDecoder.from_name("tiny", vocabulary=9)
-    modules = {id(module): name for name, module in model.named_modules()}
-    places = Places(model)
-    assert {places.of(modules[id(each)]).name: name for name, each in model.attentions().items()} == {
+    names = {id(module): name for name, module in model.named_modules()}
+    places = Places(modules(model))
+    assert {places.of(names[id(each)]).name: name for name, each in model.attentions().items()} == {
         name: name for name in model.attentions()
     }
 
 
 def test_modules_whose_class_says_nothing() -> None:
-    places = Places(nn.Module())
+    places = Places(modules(nn.Module()))
     assert [places.of(name).name for name in ("h.4.mix", "h.2.mix", "h.2.other", "free")] == ["L4", "L2", "L5", "L3"]
     places.set("x", Place("vision", 7))
     assert places.of("x").name == "vision.L7"
-    inner = Places(tree("layers.3.self_attn"))
+    inner = Places(modules(tree("layers.3.self_attn")))
     assert inner.of("layers.3.self_attn.core").name == "L3"
 
 
