@@ -347,9 +347,10 @@ def sweep_table(table: Table, rounds: int) -> None:
             runs |= {f"{name} | {what}": run for what, run in made.items()}
         except Exception as error:  # noqa: BLE001
             print(f"{name}: {type(error).__name__}: {str(error)[:160]}", flush=True)
-    for rows, warps in ((4, 1), (8, 1), (8, 2), (2, 1)):
-        config = replace(default(128, torch.bfloat16, WANTED["all+top-8"]), refining_rows=rows, refining_warps=warps)
-        runs |= {f"refine {rows} rows {warps}w | all+top-8": versions_of(q, k, lse, config, ["all+top-8"])["all+top-8"]}
+    plain = default(128, torch.bfloat16, WANTED["all+top-8"])
+    for change in ({"choosing_rows": 4}, {"choosing_rows": 8}, {"refining_keys": 128}, {"refining_warps": 2}):
+        name = " ".join(f"{what} {value}" for what, value in change.items())
+        runs |= {f"{name} | all+top-8": versions_of(q, k, lse, replace(plain, **change), ["all+top-8"])["all+top-8"]}
     times = timed(runs, max(3, rounds // 2))
     for name, ms in sorted(times.items(), key=lambda item: (item[0].split(" | ")[-1], item[1])):
         table.add("ways to cut, 8192 causal random", name, ms, times["cuDNN forward"])

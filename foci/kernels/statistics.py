@@ -6,9 +6,10 @@ and walks over the keys, so a sum over keys (entropy, distance) is an elementwis
 No reduction across lanes or warps is left in the inner loop, except for the few sums that are written.
 
 For the heaviest keys, keys are put in classes: those in the same place of their tile, where r and r + 8 of 16 rows
-count as one place, since a thread holds both. Neighbours are in different classes. Per query and class the two largest
-logits are kept, each with where it came from in its lowest bits, and of the third that it is no larger than so much.
-That is enough to choose from: see top.py.
+count as one place, since a thread holds both. Neighbours are in different classes. Where a tile has too few places,
+every SEGMENTS-th tile shares its classes, so that short rows use them all too. Per query and class the two largest
+logits are kept, each with where it came from in its lowest bits, and of the third that it is no larger than so much:
+one such number for 8 classes. That is enough to choose from: see top.py.
 
 B batch, H heads, Tq queries, Tk keys, D width. A pair is one head of one batch element.
 """
@@ -70,6 +71,13 @@ def bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
     end = tl.min(tl.where(inside, high, Tk), 0) // BK
     full = tl.minimum(tl.maximum(full, first), last)
     return first, last, full, tl.minimum(tl.maximum(end, full), last)
+
+
+@triton.jit
+def turns(start, stop, s, SEGMENTS: tl.constexpr):
+    """The tiles of segment s from start to stop, every SEGMENTS-th: the first, and how many."""
+    first = start + (s + SEGMENTS - start % SEGMENTS) % SEGMENTS
+    return first, tl.maximum(tl.cdiv(stop - first, SEGMENTS), 0)
 
 
 @triton.jit
@@ -172,20 +180,22 @@ def statistics(
     q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key, weights_batch, weights_head,
     scale, softcap,
-    slots, first_pair, first_tile, tiles, segment, segments,
+    slots, first_pair, first_tile, tiles,
     picture_rows, picture_columns, picture_scale,
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, slot) serves every `slots`-th tile of queries, back and forth, the longest causal rows first.
 
     columns is (pairs, slots, Tk): each program adds to its own. picture is (pairs, picture_rows, picture_columns),
-    zeros; PICTURE is 0 none, 1 mean, 2 max. best, second and third are (pairs, segments, BK // 2, queries).
+    zeros; PICTURE is 0 none, 1 mean, 2 max. best and second are (pairs, SEGMENTS, BK // 2, queries), third is
+    (pairs, SEGMENTS, BK // 16, queries).
     """
     pair = first_pair + tl.program_id(0) // slots
     slot = tl.program_id(0) % slots
@@ -226,22 +236,19 @@ def statistics(
             sum_entropy = tl.zeros((BK // 16, 8, BQ), tl.float32)
             sum_distance = tl.zeros((BK // 16, 8, BQ), tl.float32)
             highest = tl.full((BK // 16, 8, BQ), -float("inf"), tl.float32)
-            for s in range(segments):
+            for s in range(SEGMENTS):
                 first_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
                 next_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
                 third_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
-                start = s * segment
-                stop = start + segment
                 for run in tl.static_range(max(SPANS, 1)):
                     low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
                     first, last, full, end = bounds(low, high, i < Tq, Tk, BK, ALWAYS)
-                    first = tl.minimum(tl.maximum(first, start), stop)
-                    last = tl.minimum(tl.maximum(last, start), stop)
-                    full = tl.minimum(tl.maximum(full, start), stop)
-                    end = tl.minimum(tl.maximum(end, start), stop)
+                    before, count_before = turns(first, full, s, SEGMENTS)
+                    inside, count_inside = turns(full, end, s, SEGMENTS)
+                    behind, count_behind = turns(end, last, s, SEGMENTS)
                     # First the tiles on an edge, with their mask, then those that everybody sees entirely.
                     for kind in tl.static_range(1 if ALWAYS else 2):
-                        count = (full - first) + (last - end) if kind == 0 else end - full
+                        count = count_before + count_behind if kind == 0 else count_inside
                         cells = tl.zeros((BK // CELL_KEYS, BQ // CELL_QUERIES), tl.float32)
                         column = -1
                         if SPANS == 2 or ADD:
@@ -251,11 +258,12 @@ def statistics(
                         # No number of stages for the long loop: with one, the compiler would also fetch sums ahead
                         # that an earlier turn has yet to add to. Without, it only does so for what the product takes.
                         for n in tl.range(0, count, num_stages=1 if kind == 0 else None):
-                            t = full + n
+                            # Tiles by their number in the segment, which is what a tag says.
+                            u = inside // SEGMENTS + n
                             if kind == 0:
-                                t = tl.where(first + n < full, first + n, end + n - (full - first))
+                                u = tl.where(n < count_before, before, behind - count_before * SEGMENTS) // SEGMENTS + n
                             sum_entropy, sum_distance, highest, first_best, next_best, third_best, cells, column = step(
-                                t, t - start, queries, i, rows, low, high, weights, slope, k, columns, picture,
+                                u * SEGMENTS + s, u, queries, i, rows, low, high, weights, slope, k, columns, picture,
                                 (tile * BQ) // CELL_QUERIES, query_ids, key_ids, dense, dense_query, dense_key,
                                 sum_entropy, sum_distance, highest, first_best, next_best, third_best, cells, column,
                                 offset, Tq, Tk, D, k_key, scale, softcap,
@@ -267,12 +275,15 @@ def statistics(
                             )  # fmt: skip
                 if TOP:
                     # Queries lie side by side, so that choosing takes one thread per query or two.
-                    into = ((pair - first_pair).to(tl.int64) * segments + s) * (BK // 2) * (tiles * BQ)
-                    klass = 8 * tl.arange(0, BK // 16)[:, None, None] + tl.arange(0, 8)[None, :, None]
-                    places = klass * (tiles * BQ) + ((tile - first_tile) * BQ + tl.arange(0, BQ))[None, None, :]
-                    tl.store(best + into + places, first_best)
-                    tl.store(second + into + places, next_best)
-                    tl.store(third + into + places, no_less(third_best, TAG_BITS))
+                    into = ((pair - first_pair).to(tl.int64) * SEGMENTS + s) * (BK // 16)
+                    groups = tl.arange(0, BK // 16)
+                    here = (tile - first_tile) * BQ + tl.arange(0, BQ)
+                    klass = 8 * (into + groups)[:, None, None] + tl.arange(0, 8)[None, :, None]
+                    places = klass * (tiles * BQ) + here[None, None, :]
+                    tl.store(best + places, first_best)
+                    tl.store(second + places, next_best)
+                    places = (into + groups)[:, None] * (tiles * BQ) + here[None, :]
+                    tl.store(third + places, no_less(tl.max(third_best, 1), TAG_BITS))
             if ENTROPY:
                 tl.store(entropy + i, 0.0 - tl.sum(tl.sum(sum_entropy, 0), 0) * LN_2, mask=i < Tq)
             if DISTANCE:

@@ -11,7 +11,9 @@ import torch
 from foci.statistics.wanted import Wanted
 
 # What the candidates for the heaviest keys may take while they wait to be chosen from.
-BUDGET = 44 * 2**20
+BUDGET = 36 * 2**20
+# As in kernels/statistics.py: the third of so many classes is bounded by one number.
+CLASSES_PER_BOUND = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,8 @@ class Config:
     """One way to cut.
 
     per_processor: programs that share a multiprocessor; registers: at most so many per thread, that they may;
-    fine: keys per sum of a picture; refining: how the heaviest keys are weighed again.
+    fine: keys per sum of a picture; choosing: queries of a program that chooses the heaviest keys; refining: keys that
+    are read again at a time, the warps that read them, and programs that share a multiprocessor.
     """
 
     queries: int
@@ -28,8 +31,10 @@ class Config:
     stages: int
     per_processor: int
     fine: int = 16
-    refining_rows: int = 16
-    refining_warps: int = 1
+    choosing_rows: int = 16
+    refining_keys: int = 64
+    refining_warps: int = 4
+    refining_programs: int = 4
     registers: int | None = None
 
 
@@ -55,13 +60,35 @@ def segments_for(top: int, tiles: int, places: int) -> int:
     """Parts of the keys that keep candidates of their own: a power of two, for 8 classes per key that is wanted.
 
     A class is read again when it may hold three keys that count: for 8 keys in 64 classes one query in 70 has one by
-    chance, and one in 28 was read again on an H200, since the bound on the third is rough.
+    chance. The parts are interleaved, tile by tile, so that this holds for short rows as well.
     """
     wanted = -(-8 * top // places)
     segments = 1
     while segments < wanted and 2 * segments <= tiles:
         segments *= 2
     return segments
+
+
+class Classes(NamedTuple):
+    """Classes of keys, in interleaved segments; each has so many tags for its keys, which take so many bits."""
+
+    number: int
+    segments: int
+    tags: int
+    tag_bits: int
+
+    @property
+    def bytes_per_query(self) -> int:
+        """Two logits of 32 bits for each class, and bounds of 16 bits."""
+        return (4 + 4) * self.number + 2 * self.number // CLASSES_PER_BOUND
+
+
+def classes_for(top: int, keys: int, config: Config, least_tag_bits: int) -> Classes:
+    """Two keys of a tile share a class and have tags of their own."""
+    tiles = -(-keys // config.keys)
+    segments = segments_for(top, tiles, config.keys // 2)
+    tags = 2 * -(-tiles // segments)
+    return Classes(segments * (config.keys // 2), segments, tags, max(least_tag_bits, (tags - 1).bit_length()))
 
 
 class Launch(NamedTuple):

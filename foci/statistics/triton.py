@@ -12,22 +12,33 @@ import torch
 from torch import Tensor
 
 from foci.statistics.device_arguments import check, inputs, picture_arguments, weights_arguments
-from foci.statistics.tiling import BUDGET, Cells, Config, Launch, cells, default, launches, segments_for, slots
+from foci.statistics.tiling import (
+    BUDGET,
+    CLASSES_PER_BOUND,
+    Cells,
+    Classes,
+    Config,
+    Launch,
+    cells,
+    classes_for,
+    default,
+    launches,
+    slots,
+)
 from foci.statistics.wanted import Wanted
 
 # As in kernels/top.py.
 FLAGS_PER_WORD = 16
 
 
-# What the kernel that weighs the chosen keys takes of the others' arguments.
-WEIGHED = (
+# What the kernel that chooses takes of the others' arguments.
+CHOOSING = (
     *("q", "k", "lse", "slopes", "H", "group", "Tq", "Tk", "D", "q_batch", "q_head", "q_query"),
     *("k_batch", "k_head", "k_key", "scale", "softcap", "SOFTCAP", "ALIBI", "BD"),
 )
 # Fewer would be enough for short sequences, at the price of a build for each length.
 LEAST_TAG_BITS = 7
 WRITTEN = ("entropy", "distance", "largest", "columns", "best", "second", "third")
-COMMON = ("keys", "first_pair", "first_query", "queries", "TOP")
 
 
 def statistics(
@@ -76,30 +87,26 @@ def sweep(
     fit = cells(wanted.picture, q.shape[2], k.shape[2], config) if wanted.picture else None
     if not any((wanted.entropy, wanted.received, fit, wanted.top, wanted.largest, wanted.distance)):
         return {}
-    tiles_of_keys = -(-k.shape[2] // config.keys)
-    segments = segments_for(wanted.top, tiles_of_keys, config.keys // 2)
-    segment = -(-tiles_of_keys // segments)
-    row_bytes = (4 + 4 + 2) * segments * (config.keys // 2)
-    plan = list(launches(pairs, tiles, row_bytes * config.queries if wanted.top else 0, BUDGET))
+    classes = classes_for(wanted.top, k.shape[2], config, LEAST_TAG_BITS)
+    plan = list(launches(pairs, tiles, classes.bytes_per_query * config.queries if wanted.top else 0, BUDGET))
     most = max(launch.tiles for launch in plan)
     per_pair = slots(plan[0].pairs, most, processors(q.device) * config.per_processor)
     buffers = allocate(q, k, wanted, fit, per_pair, tiles)
-    if wanted.top:
-        kept = max(launch.pairs * launch.tiles for launch in plan) * config.queries * segments * (config.keys // 2)
-        kinds = {"best": torch.float32, "second": torch.float32, "third": torch.float16}
-        buffers |= {name: q.new_empty(kept, dtype=dtype) for name, dtype in kinds.items()}
-        buffers["flags"] = q.new_empty(kept // FLAGS_PER_WORD, dtype=torch.int32)
-    shape = {"segment": segment, "segments": segments, "TAG_BITS": max(LEAST_TAG_BITS, (2 * segment - 1).bit_length())}
-    weighted = weights_arguments(query_weights, arguments["lse"])
+    kept = candidates(q, plan, config.queries, classes) if wanted.top else {}
     unused = arguments["lse"]
-    common = weighted | shape | picture_arguments(wanted, fit, k.shape[2], twice=arguments["SPANS"] == 2)
-    common |= {name: buffers.get(name, unused) for name in WRITTEN} | {"picture": buffers.get("cells", unused)}
+    common = weights_arguments(query_weights, arguments["lse"])
+    common |= picture_arguments(wanted, fit, k.shape[2], twice=arguments["SPANS"] == 2)
+    common |= {name: (buffers | kept).get(name, unused) for name in WRITTEN} | {"picture": buffers.get("cells", unused)}
     common |= {"ENTROPY": wanted.entropy, "DISTANCE": wanted.distance, "LARGEST": wanted.largest}
     common |= {"RECEIVED": wanted.received, "TOP": wanted.top > 0, "slots": per_pair}
-    for launch in plan:
+    common |= {"SEGMENTS": classes.segments, "TAG_BITS": classes.tag_bits}
+    for number, launch in enumerate(plan):
         run(arguments, common, launch, config)
         if wanted.top:
-            choose(q, k, arguments, buffers, wanted.top, launch, shape, config)
+            written = {"values": buffers["top_values"], "keys": buffers["top_keys"]}
+            choose(arguments, kept | {"counter": kept["counter"][number]} | written, launch, classes, config)
+    # Before what the programs wrote apart is joined, so that the two never take memory together.
+    del kept, common
     return finish(wanted, buffers)
 
 
@@ -115,45 +122,44 @@ def run(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, confi
     )  # fmt: skip
 
 
-def choose(
-    q: Tensor,
-    k: Tensor,
-    arguments: dict[str, Any],
-    buffers: dict[str, Tensor],
-    top: int,
-    launch: Launch,
-    shape: dict[str, int],
-    config: Config,
-) -> None:
-    """The heaviest keys of the queries of one launch."""
-    from foci.kernels.top import order, pick, refine, weigh
+def candidates(q: Tensor, plan: list[Launch], queries: int, classes: Classes) -> dict[str, Tensor]:
+    """What a launch keeps of the keys until the heaviest are chosen."""
+    rows = max(launch.pairs * launch.tiles for launch in plan) * queries
+    return {
+        "best": q.new_empty(rows * classes.number, dtype=torch.float32),
+        "second": q.new_empty(rows * classes.number, dtype=torch.float32),
+        "third": q.new_empty(rows * classes.number // CLASSES_PER_BOUND, dtype=torch.float16),
+        "flags": q.new_empty(rows * classes.number // FLAGS_PER_WORD, dtype=torch.int32),
+        "listed": q.new_empty(rows, dtype=torch.int32),
+        # One for each launch, at addresses that are all aligned alike: else the kernels would be built twice.
+        "counter": q.new_zeros((len(plan), 4), dtype=torch.int32),
+    }
 
-    queries = launch.tiles * config.queries
-    classes = shape["segments"] * config.keys // 2
-    common = {"keys": buffers["top_keys"], "flags": buffers["flags"], "Tq": q.shape[2], "queries": queries}
-    common |= {"first_pair": launch.first_pair, "first_query": launch.first_tile * config.queries}
-    common |= {"segment": shape["segment"], "TOP": top, "CLASSES": classes, "BK": config.keys}
-    rows = max(1, 1024 // classes)
-    pick[(-(-queries // rows), launch.pairs)](
-        **{name: buffers[name] for name in ("best", "second", "third")}, **common,
-        TAG_BITS=shape["TAG_BITS"], R=rows, num_warps=1,
-    )  # fmt: skip
+
+def choose(
+    arguments: dict[str, Any], buffers: dict[str, Tensor], launch: Launch, classes: Classes, config: Config
+) -> None:
+    """The heaviest keys of the queries of one launch: chosen, and where that leaves a doubt, read again."""
+    from foci.kernels.top import choose as kernel
+    from foci.kernels.top import refine
+
+    queries, top = launch.tiles * config.queries, buffers["keys"].shape[-1]
     slots = 2 ** math.ceil(math.log2(top))
-    rows = max(1, 128 // slots)
-    weighed = {name: arguments[name] for name in WEIGHED} | {name: common[name] for name in COMMON}
-    weigh[(-(-queries // rows), launch.pairs)](
-        **weighed, values=buffers["top_values"], SLOTS=slots, R=rows, EVEN=arguments["D"] == arguments["BD"],
-        num_warps=4,
+    common: dict[str, Any] = {name: buffers[name] for name in ("values", "keys", "flags", "listed", "counter")}
+    common |= {"first_pair": launch.first_pair, "first_query": launch.first_tile * config.queries, "queries": queries}
+    common |= {"segments": classes.segments, "TOP": top, "SLOTS": slots, "CLASSES": classes.number, "BK": config.keys}
+    common["EVEN"] = arguments["D"] == arguments["BD"]
+    # A lane keeps two numbers for each candidate that it holds.
+    rows = max(1, min(config.choosing_rows, 1024 // classes.number))
+    kernel[(-(-queries // rows), launch.pairs)](
+        **{name: arguments[name] for name in CHOOSING}, **{name: buffers[name] for name in ("best", "second", "third")},
+        **common, TAG_BITS=classes.tag_bits, LABEL_BITS=max(classes.tag_bits, (2 * classes.number - 1).bit_length()),
+        R=rows, STEP=min(arguments["BD"], max(16, 2048 // (rows * slots))), num_warps=1,
     )  # fmt: skip
-    rows = max(1, 1024 // slots)
-    ordered = {name: common[name] for name in ("Tq", *COMMON)}
-    order[(-(-queries // rows), launch.pairs)](
-        **ordered, values=buffers["top_values"], SLOTS=slots, R=rows, num_warps=4
-    )
-    rows = config.refining_rows
-    refine[(-(-queries // rows), launch.pairs)](
-        **arguments | common, values=buffers["top_values"], SLOTS=slots, R=rows, READ=16,
-        STEP=min(arguments["BD"], max(16, 4096 // (rows * slots))), num_warps=config.refining_warps,
+    programs = config.refining_programs * processors(arguments["q"].device)
+    refine[(min(programs, queries * launch.pairs),)](
+        **arguments | common, tags=classes.tags, READ=config.refining_keys,
+        STEP=min(arguments["BD"], max(16, 8192 // config.refining_keys)), num_warps=config.refining_warps,
     )  # fmt: skip
 
 

@@ -286,10 +286,10 @@ def test_ascending_scores() -> None:
     assert torch.equal(got["top_keys"][0, 0].long(), newest)
 
 
-@pytest.mark.parametrize("stride", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("stride", [1, 8, 16, 32, 64, 128])
 def test_heavy_keys_that_share_a_class_are_all_found(stride: int) -> None:
-    case = causal(heads=(1, 1), queries=8, keys=320, width=16)
-    heavy = torch.arange(5, 290, stride, device=DEVICE)[:7]
+    case = causal(heads=(1, 1), queries=8, keys=900 if stride > 64 else 320, width=16)
+    heavy = torch.arange(5, 290 if stride < 128 else 890, stride, device=DEVICE)[:7]
     case.k[:, :, heavy] = case.q.mean(2, keepdim=True)[:, : case.k.shape[1]] + 1.0
     case.q += 1.0
     check_top(case.run(Wanted(top=7)), case, 7)
@@ -315,8 +315,8 @@ def test_a_class_is_read_again_where_three_of_its_keys_count(
 ) -> None:
     case = causal(heads=(1, 1), queries=8, keys=320, width=16)
     case.q.abs_()
-    # Keys 32 apart, in the first half of the keys, are in one class; the others are in classes of their own.
-    heavy = [5 + 32 * n for n in range(together)] + list(range(6, 6 + 7 - together))
+    # Tiles have 32 keys and four segments: keys 8 and 128 apart are in one class, the others in classes of their own.
+    heavy = [5, 13, 133, 141, 261][:together] + list(range(6, 6 + 7 - together))
     case.k[:, :, heavy] = 2 + torch.arange(7.0, device=DEVICE).unsqueeze(-1) / 16
     recorded = Recorded()
     monkeypatch.setattr("foci.kernels.top.refine", recorded)
