@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci import compiling
 from foci.algebra import Mask
 from foci.backends.block_tables import BLOCK, Blocks
 from foci.biases import Bias
@@ -119,7 +120,8 @@ def compiled(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(q.device.type)
     sizes = q.device, q.shape[1], q.shape[3], k.shape[1], v.shape[3], k is q, v is k, v is q
     try:
-        return program((structure(arguments), modes, sizes))(*arguments)
+        with compiling.compiled():
+            return program((structure(arguments), modes, sizes))(*arguments)
     except FailOnRecompileLimitHit as error:
         reason = "one kind of call was compiled as often as torch._dynamo.config.recompile_limit allows"
         raise RuntimeError(f"{reason}; {WITHOUT}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -203,6 +204,56 @@ def test_where_compilation_is_off_it_raises(counter: Counter) -> None:
     off = pytest.raises(RuntimeError, match=r"torch\.compile is switched off")
     with torch.compiler.set_stance("force_eager"), off:
         foci.attention(q, q, q, mask=foci.window(2), backend="flex")
+
+
+class Watched(torch.nn.Module):
+    """Two layers that only a compiled program serves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.attend = torch.nn.ModuleList(Attending() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, attend in zip(self.layers, self.attend, strict=True):
+            x = x + attend(layer(x))
+        return x
+
+
+class Attending(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        out = foci.attention(q, q, q, mask=foci.causal & foci.window(3), backend="flex")
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": foci.Keep(top=2)}, {"layers": [1]}], ids=["lazy", "kept", "one"])
+def test_a_model_that_is_watched_runs_compiled_programs(options: Any, counter: Counter) -> None:
+    """Whatever was compiled before the block: models run uncompiled inside of it, the programs of foci do not."""
+    model, x = Watched(), torch.randn(2, 12, 8)
+    with torch.no_grad():
+        expected = model(x)
+        with foci.watch(model, **options) as seen, foci.watch(model):
+            found = model(x)
+    torch.testing.assert_close(found, expected)
+    assert (seen.calls, len(seen.layers)) == (2, 1 if options.get("layers") else 2)
+    # One program gives the log-sum-exp and one does not.
+    assert counter.graphs == 2
+
+
+def test_another_thread_runs_compiled_programs_beside_a_block(counter: Counter) -> None:
+    model, x = Watched(), torch.randn(2, 12, 8)
+    with torch.no_grad():
+        expected = model(x)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return model(x)  # type: ignore[no-any-return]
+
+    with foci.watch(Watched()), ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(run).result(), expected)
+    assert counter.graphs == 1
 
 
 @pytest.mark.parametrize("name", ["window", "documents", "causal_buckets", "entries", "function", "positions"])
