@@ -35,9 +35,8 @@ def refuses(call: Call) -> list[str]:
         reasons.append("an additive score together with a bias")
     if call.q.dtype not in DTYPES:
         reasons.append(f"{call.q.dtype}".removeprefix("torch."))
-    width = max(call.q.shape[-1], call.v.shape[-1])
-    if width > WIDEST:
-        reasons.append(f"a width of {width}, where these kernels take up to {WIDEST}")
+    if call.q.shape[-1] > WIDEST:
+        reasons.append(f"a width of {call.q.shape[-1]}, where these kernels take up to {WIDEST}")
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         reasons.append("an empty tensor")
     if call.dropout and (call.batch_ids is not None or call.head_ids is not None):
@@ -64,14 +63,20 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         masks.causal,
         call.dropout,
     )
-    tensors = (call.q, call.k, call.v, call.score.weight)
+    # Wider values come in pieces, each mixed by the same weights.
+    found = [served(call, call.score.weight, values, terms) for values in call.v.split(WIDEST, dim=-1)]
+    out = found[0][0] if len(found) == 1 else torch.cat([part for part, _ in found], dim=-1)
+    return out, found[0][1] * LN_2 if call.needs_lse else None
+
+
+def served(call: Call, weight: Tensor, values: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """The output (B, H, Tq, Dv) for values that fit, and the log-sum-exp in base 2."""
+    tensors = (call.q, call.k, values, weight)
     if torch.compiler.is_compiling():
-        out, lse = attend(*tensors, *terms)
-    elif call.needs_grad:
-        out, lse = Attend.apply(*tensors, terms)  # type: ignore[no-untyped-call]
-    else:
-        out, lse = additive_launch.forward(*tensors, terms)
-    return out, lse * LN_2 if call.needs_lse else None
+        return attend(*tensors, *terms)  # type: ignore[no-any-return]
+    if call.needs_grad:
+        return Attend.apply(*tensors, terms)  # type: ignore[no-any-return, no-untyped-call]
+    return additive_launch.forward(*tensors, terms)
 
 
 class Attend(torch.autograd.Function):

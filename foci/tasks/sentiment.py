@@ -24,10 +24,10 @@ from foci.nn.classifier import TextClassifier
 from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.record import Record
+from foci.tasks.agreement import disagreement
 from foci.tasks.guess import Guess, accuracy
 from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
-from foci.tasks.translation import disagreement
 
 COLUMNS = ("text", "label")
 # How many tokens are answered at a time.

@@ -24,13 +24,13 @@ from foci.nn.copying import CopyingTransformer
 from foci.nn.model import Model
 from foci.nn.transformer import EncoderDecoder
 from foci.record import Record
+from foci.tasks.agreement import agreeing_loss
 from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
-from foci.tasks.translation import disagreement
 
 COLUMNS = ("document", "summary")
-# How many tokens of documents are summarised at a time.
-TOGETHER = 16_384
+# How many tokens of documents are summarised at a time, by device.
+TOGETHER = {"cpu": 16_384, "cuda": 131_072}
 # A shorter document says too little about a sentence that it lacks.
 FEWEST_SENTENCES = 3
 CHANGES = ("width", "layers", "heads", "hidden", "dropout", "attention_dropout", "norm_first")
@@ -188,27 +188,30 @@ class Summarization(Task[Document, str]):
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Cross-entropy; with `agreement` of two passes, and how far their answers are from each other."""
         counts = batch["targets"] != PAD
-        if not model.training or not self.settings.agreement:
-            return self._surprise(model, batch)[0], counts.sum()
-        loss, logits = self._surprise(model, {name: torch.cat([each, each]) for name, each in batch.items()})
-        first, second = logits.chunk(2)
-        return loss / 2 + self.settings.agreement / 4 * disagreement(first, second, counts), counts.sum()
+        settings = self.settings
+        if model.training and settings.agreement:
+            logits = self._logits(model, {name: torch.cat([each, each]) for name, each in batch.items()})
+            loss = agreeing_loss(
+                logits, batch["targets"], ignore=PAD, smoothing=settings.smoothing, agreement=settings.agreement
+            )
+            return loss, counts.sum()
+        flat, wanted = self._logits(model, batch).float().flatten(0, 1), batch["targets"].flatten()
+        smoothing = settings.smoothing if model.training else 0.0
+        loss = F.cross_entropy(flat, wanted, ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
+        return loss, counts.sum()
 
-    def _surprise(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy, and the logits (B, T, V)."""
-        logits = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits.float()
-        smoothing = self.settings.smoothing if model.training else 0.0
-        wanted = batch["targets"].flatten()
-        flat = logits.flatten(0, 1)
-        return F.cross_entropy(flat, wanted, ignore_index=PAD, reduction="sum", label_smoothing=smoothing), logits
+    def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits
+        return logits
 
     def decode(self, model: nn.Module, examples: Sequence[Document]) -> list[str]:
         """Beam search, documents of similar length together."""
         sources = [self.source(each) for each in examples]
         order = sorted(range(len(sources)), key=lambda place: -len(sources[place]))
         answers = [""] * len(sources)
+        together = TOGETHER.get(next(model.parameters()).device.type, TOGETHER["cpu"])
         while order:
-            count = max(TOGETHER // len(sources[order[0]]) // self.settings.beam, 1)
+            count = max(together // len(sources[order[0]]) // self.settings.beam, 1)
             group, order = order[:count], order[count:]
             for place, row in zip(group, self.written(model, [sources[place] for place in group]), strict=True):
                 answers[place] = self.tokenizer.decode(row)

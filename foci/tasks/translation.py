@@ -22,6 +22,7 @@ from foci.nn.model import Model
 from foci.nn.recurrent import Seq2SeqRNN
 from foci.nn.transformer import EncoderDecoder
 from foci.record import Record
+from foci.tasks.agreement import agreeing_loss
 from foci.tasks.pairs import Pair, pair_problems, read_pairs
 from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
@@ -145,10 +146,11 @@ class Translation(Task[Pair, str]):
         if not model.training or not self.settings.agreement:
             return self._surprise(self._logits(model, batch), targets, model.training), count
         twice = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
-        logits = self._logits(model, twice)
-        surprise = self._surprise(logits, twice["targets"], True) / 2
-        first, second = logits.chunk(2)
-        return surprise + self.settings.agreement / 4 * disagreement(first, second, targets != PAD), count
+        settings = self.settings
+        loss = agreeing_loss(
+            self._logits(model, twice), targets, ignore=PAD, smoothing=settings.smoothing, agreement=settings.agreement
+        )
+        return loss, count
 
     def decode(self, model: nn.Module, examples: Sequence[Pair]) -> list[str]:
         """Beam search, sentences of similar length together."""
@@ -195,11 +197,11 @@ class Translation(Task[Pair, str]):
 
     def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits: Tensor = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits
-        return logits.float()
+        return logits
 
     def _surprise(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
         return F.cross_entropy(
-            logits.flatten(0, 1),
+            logits.float().flatten(0, 1),
             targets.flatten(),
             ignore_index=PAD,
             reduction="sum",
@@ -214,13 +216,6 @@ class Translation(Task[Pair, str]):
         limit = min(2 * max(map(len, sources)) + 10, self.settings.max_length)
         method = Beam(min(self.settings.beam, self.tokenizer.vocabulary), self.settings.length_penalty)
         return generate(model, sources, new_tokens=limit, method=method, start=START, stop=STOP)
-
-
-def disagreement(first: Tensor, second: Tensor, counts: Tensor) -> Tensor:
-    """The Kullback-Leibler divergence both ways of two sets of logits (B, T, V), summed over what counts (B, T)."""
-    p, q = first.log_softmax(-1), second.log_softmax(-1)
-    apart = ((p.exp() - q.exp()) * (p - q)).sum(-1)
-    return torch.where(counts, apart, 0.0).sum()
 
 
 def metrics() -> Any:

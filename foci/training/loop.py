@@ -40,7 +40,7 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, quiet: bool 
     processes = join(config.train.device)
     try:
         run = opened(config, folder, processes, resume=resume)
-        with Progress(folder, run.total, first=processes.first, quiet=quiet) as progress:
+        with quick_products(), Progress(folder, run.total, first=processes.first, quiet=quiet) as progress:
             for message in run.messages:
                 progress.say(message)
             return trained(run, progress)
@@ -153,6 +153,17 @@ def closing_updates(run: Run, learner: Learner, place: Place) -> Iterator[Genera
         yield updates
     finally:
         updates.close()
+
+
+@contextmanager
+def quick_products() -> Iterator[None]:
+    """Products of float32 by the tensor cores of a GPU (TF32): learning does not need the digits that they lose."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -98,6 +98,11 @@ def test_it_equals_the_reference(shape: Sizes, mask: str, dtype: torch.dtype, he
     judge(problem_of(shape, mask, dtype, headed, sink))
 
 
+def test_wide_values_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(additive, "WIDEST", 8)
+    judge(problem_of(sizes(7, 15, value_width=21), "causal", F32, False, True))
+
+
 def additive_problem(query: Tensor, key: Tensor, weight: Tensor, mask: Any = None) -> Problem:
     tensors = {"query": query, "key": key, "value": randn(*key.shape[:-1], 5, seed=9), "weight": weight}
 

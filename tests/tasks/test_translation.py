@@ -10,7 +10,7 @@ import torch
 
 from foci.tasks.pairs import Pair
 from foci.tasks.trained import Trained, load
-from foci.tasks.translation import Translation, TranslationSettings, disagreement
+from foci.tasks.translation import Translation, TranslationSettings
 from foci.training import read_config, train
 from tests.training.reversal import written
 
@@ -154,14 +154,3 @@ def test_two_passes_that_agree_cost_no_more_than_one() -> None:
             losses[dropout, agreement] = float(task.loss(model, task.batch(pair, True, torch.Generator()))[0].detach())
     assert losses[0.0, 40.0] == pytest.approx(losses[0.0, 0.0], rel=1e-5)
     assert losses[0.5, 40.0] > losses[0.5, 1e-9] * 1.001
-
-
-def test_disagreement_is_the_divergence_both_ways() -> None:
-    first, second = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
-    counts = torch.tensor([[True, True, False], [True, False, False]])
-    logs = first.log_softmax(-1), second.log_softmax(-1)
-    expected = sum(
-        torch.nn.functional.kl_div(a, b, log_target=True, reduction="none").sum(-1)[counts].sum()
-        for a, b in (logs, logs[::-1])
-    )
-    torch.testing.assert_close(disagreement(first, second, counts), expected)
