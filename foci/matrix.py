@@ -79,7 +79,7 @@ class Once(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_matrix: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_out is None and d_matrix is None:
             return (None,) * 6
-        q, k, v, entries = ctx.saved_tensors
+        q, k, v, entries = tensors = ctx.saved_tensors
         twice = torch.is_grad_enabled()
         call = replace(ctx.call, q=q, k=k, v=v, bias=None if entries is None else Added(entries))
         with torch.enable_grad():
@@ -87,7 +87,7 @@ class Once(torch.autograd.Function):
                 made = [(backends.run(call, None)[0], d_out)]
             else:
                 made = list(zip(built(call, ctx.average), (d_out, d_matrix), strict=True))
-        return (None, None, *gradients(made, ctx.saved_tensors, twice))
+        return (None, None, *gradients(made, tensors, twice))
 
 
 def gradients(

@@ -78,9 +78,11 @@ class Streamed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
-        call = with_tensors(ctx.call, ctx.saved_tensors)
+        # Read once: whoever keeps less than all of it (activation checkpointing) makes it again when it is read.
+        tensors = ctx.saved_tensors
         if slopes == (None, None):
-            return (None,) * (1 + len(ctx.saved_tensors))
+            return (None,) * (1 + len(tensors))
+        call = with_tensors(ctx.call, tensors)
         return (None, *(gradients_with_graph if torch.is_grad_enabled() else gradients)(call, slopes))
 
 

@@ -155,7 +155,7 @@ class WithLse(torch.autograd.Function):
         if d_out is None and d_lse is None:
             return (None,) * 8
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        width, name = q.shape[-1], ctx.name
+        width, dtype, name = q.shape[-1], q.dtype, ctx.name
         if d_lse is not None:
             q, k, v, out, d_out = with_lse_column(q, k, v, out, d_out, d_lse)
             name = "flash" if name == "cudnn" else name
@@ -166,7 +166,7 @@ class WithLse(torch.autograd.Function):
         if name == "flash":
             lse = lse.squeeze(-1).contiguous() if lse.dim() == 4 else lse
         grads = backward(name, ctx, d_out, q, k, v, out, lse, mask)
-        grads = [g[..., :width].to(ctx.saved_tensors[0].dtype) for g in grads[:3]]
+        grads = [g[..., :width].to(dtype) for g in grads[:3]]
         return (*grads, None, None, None, None, None)
 
 
