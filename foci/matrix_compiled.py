@@ -22,7 +22,7 @@ from foci.statistics import compiled
 from foci.statistics.compiled import Masks
 
 # Entries of a block of rows: half of the second cache.
-BLOCK = 2**16
+BLOCK = 2**17
 MOST_ROWS = 64
 
 # Finite logits below this could not be told from hidden ones.
@@ -31,7 +31,6 @@ LOWEST = -1e28
 TENSORS = ("queries", "keys", "values", "added", "out", "matrix")
 SIZES = (
     *("pairs", "heads", "group", "query_count", "key_count", "padded", "width", "value_width", "rows", "averaged"),
-    *("query_batch", "query_head", "query_row", "value_batch", "value_head", "value_row"),
     *("added_batch", "added_head", "added_row", "added_column"),
 )
 
@@ -95,25 +94,20 @@ def inputs(call: Call, panel: int, side: int) -> dict[str, Tensor]:
     """What is multiplied, as the kernel reads it."""
     beyond = -call.v.shape[-1] % side
     given = {
-        "queries": in_one_piece(call.q.float()),
+        "queries": call.q.float().contiguous(),
         "keys": compiled.in_panels(call.k.float(), panel),
-        "values": in_one_piece(pad(call.v.float(), (0, beyond)) if beyond else call.v.float()),
+        "values": (pad(call.v.float(), (0, beyond)) if beyond else call.v.float()).contiguous(),
     }
     if isinstance(call.bias, Added):
         given["added"] = kernel_masks.chosen_entries(call.bias.entries, call).float()
     return given
 
 
-def in_one_piece(vectors: Tensor) -> Tensor:
-    return vectors if vectors.stride(-1) == 1 else vectors.contiguous()
-
-
 def sizes(call: Call, tensors: dict[str, Tensor], average: bool, step: int) -> dict[str, int]:
     keys = tensors["keys"]
     padded = keys.shape[2] * keys.shape[4]
-    steps = [*tensors["queries"].stride()[:3], *tensors["values"].stride()[:3]]
-    steps += compiled.dense_steps(tensors["added"]) if "added" in tensors else [0] * 4
-    rows = min(MOST_ROWS, BLOCK // padded, call.q.shape[2]) // step * step
+    steps = compiled.dense_steps(tensors["added"]) if "added" in tensors else [0] * 4
+    rows = min(MOST_ROWS, BLOCK // call.k.shape[2], call.q.shape[2]) // step * step
     return {
         "pairs": call.q.shape[:2].numel(),
         "heads": call.q.shape[1],
@@ -125,7 +119,7 @@ def sizes(call: Call, tensors: dict[str, Tensor], average: bool, step: int) -> d
         "value_width": tensors["values"].shape[-1],
         "rows": max(rows, step),
         "averaged": int(average),
-        **dict(zip(SIZES[-10:], steps, strict=True)),
+        **dict(zip(SIZES[-4:], steps, strict=True)),
     }
 
 

@@ -10,22 +10,19 @@
 #include "masks.h"
 #include "product.h"
 
-enum {
-    SIDE = 2 * LANES, /* values that are summed at once */
-    CHUNK = 64        /* keys whose values stay in the nearest cache while the rows go by */
-};
+/* Values that are summed at once. */
+enum { SIDE = 2 * LANES };
 
 /* Every member has 8 bytes; Work in matrix_compiled.py has them in the same order. What is NULL is not given. */
 typedef struct {
     Masks masks;
-    const float *queries; /* (batch, heads, query_count, width), by its steps; the vectors lie in one piece */
+    const float *queries; /* (pairs, query_count, width) */
     const float *keys;    /* (batch, key heads, padded / PANEL, width, PANEL) */
-    const float *values;  /* (batch, key heads, key_count, value_width), by its steps; the width is whole SIDEs */
+    const float *values;  /* (batch, key heads, key_count, value_width); the width is whole SIDEs */
     const float *added;   /* (batch or 1, heads or 1, query_count or 1, key_count or 1), by its steps */
     float *out;           /* (batch, query_count, heads, value_width) */
     float *matrix;        /* (pairs, query_count, key_count); (batch, query_count, key_count) where averaged */
     int64_t pairs, heads, group, query_count, key_count, padded, width, value_width, rows, averaged;
-    int64_t query_batch, query_head, query_row, value_batch, value_head, value_row;
     int64_t added_batch, added_head, added_row, added_column;
     double scale;         /* of the logits, in base 2 */
     int64_t next, failed; /* the next block that no thread has taken; whether there was no memory */
@@ -36,10 +33,10 @@ static const float LOG2_E = 1.44269504f;
 /* A block of rows on its way over the heads. */
 typedef struct {
     const Work *work;
-    int64_t batch, head, first, count, step;
-    int64_t from, to;         /* the keys that some row of the block sees, `from` at a whole panel */
-    float *x, *queries, *out; /* (rows, step), (rows / ROWS, width, ROWS), (rows, value_width) */
-    float share[];            /* (rows): what makes the weights of a row sum to 1 */
+    int64_t batch, head, pair, first, count, step;
+    int64_t from, to;   /* the keys that some row of the block sees, `from` at a whole panel */
+    float *x, *queries; /* (rows, step), (rows / ROWS, width, ROWS) */
+    float share[];      /* (rows): what makes the weights of a row sum to 1 */
 } Block;
 
 static void lay_queries(const Block *block)
@@ -47,9 +44,8 @@ static void lay_queries(const Block *block)
     const Work *work = block->work;
     int64_t width = work->width;
     float scale = (float)work->scale;
-    const float *query = work->queries + block->batch * work->query_batch + block->head * work->query_head;
-    query += block->first * work->query_row;
-    for (int64_t r = 0; r < block->count; r++, query += work->query_row) {
+    const float *query = work->queries + (block->pair * work->query_count + block->first) * width;
+    for (int64_t r = 0; r < block->count; r++, query += width) {
         float *beside = block->queries + r / ROWS * ROWS * width + r % ROWS;
         for (int64_t d = 0; d < width; d++) beside[d * ROWS] = scale * query[d];
     }
@@ -60,8 +56,8 @@ static void compare(const Block *block)
 {
     const Work *work = block->work;
     static const float shift[ROWS];
-    int64_t key_head = (block->batch * work->heads + block->head) / work->group, width = work->width;
-    const float *keys = work->keys + key_head * work->padded * width;
+    int64_t width = work->width;
+    const float *keys = work->keys + block->pair / work->group * work->padded * width;
     for (int64_t c = block->from; c < block->to; c += PANEL)
         for (int64_t r = 0; r < block->count; r += ROWS)
             multiply(block->queries + r * width, keys + c * width, width, shift, block->x + r * block->step + c, block->step);
@@ -118,7 +114,7 @@ static float weigh_row(const Block *block, int64_t row, float *x)
 static void write_row(const Block *block, int64_t row, const float *x, float share)
 {
     const Work *work = block->work;
-    int64_t owner = work->averaged ? block->batch : block->batch * work->heads + block->head;
+    int64_t owner = work->averaged ? block->batch : block->pair;
     float *matrix = work->matrix + (owner * work->query_count + row) * work->key_count;
     float part = work->averaged ? share / (float)work->heads : share;
     int64_t j = block->from;
@@ -133,14 +129,24 @@ static void write_row(const Block *block, int64_t row, const float *x, float sha
     memset(matrix + block->to, 0, (size_t)(work->key_count - block->to) * sizeof(float));
 }
 
-/* ROWS rows of weights times SIDE columns of some keys' values, `next` apart. On its own, as `multiply`. */
-static __attribute__((noinline)) void mix(
-    const float *x, int64_t step, const float *values, int64_t next, int64_t count, float *out, int64_t width)
+static void weigh_rows(Block *block)
 {
-    floats sums[ROWS][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) sums[r][0] = load(out + r * width), sums[r][1] = load(out + r * width + LANES);
-    for (int64_t j = 0; j < count; j++, values += next) {
+    for (int64_t r = 0; r < block->count; r++) {
+        float *x = block->x + r * block->step;
+        block->share[r] = weigh_row(block, block->first + r, x);
+        write_row(block, block->first + r, x, block->share[r]);
+    }
+}
+
+/* Up to ROWS rows of weights, `step` apart, times SIDE columns of `count` values, shared out; rows of out are `next`
+   apart. On its own, as `multiply`. The keys are not split up: values come fast enough from the second cache, and the sums stay
+   in the registers. */
+static __attribute__((noinline)) void mix(
+    const float *x, int64_t step, const float *values, int64_t width, int64_t count, const float *share, int64_t rows,
+    float *out, int64_t next)
+{
+    floats sums[ROWS][2] = {{{0}}};
+    for (int64_t j = 0; j < count; j++, values += width) {
         floats v0 = load(values), v1 = load(values + LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
@@ -149,29 +155,28 @@ static __attribute__((noinline)) void mix(
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) store(out + r * width, sums[r][0]), store(out + r * width + LANES, sums[r][1]);
+    for (int r = 0; r < ROWS; r++)
+        if (r < rows) {
+            store(out + r * next, share[r] * sums[r][0]);
+            store(out + r * next + LANES, share[r] * sums[r][1]);
+        }
 }
 
 /* The output of the block. */
 static void mix_values(const Block *block)
 {
     const Work *work = block->work;
-    int64_t width = work->value_width, next = work->value_row;
-    const float *values = work->values + block->batch * work->value_batch + block->head / work->group * work->value_head;
-    memset(block->out, 0, (size_t)((block->count + ROWS - 1) / ROWS * ROWS * width) * sizeof(float));
-    for (int64_t c = block->from; c < block->to; c += CHUNK)
+    int64_t width = work->value_width, next = work->heads * width;
+    const float *values = work->values + (block->pair / work->group * work->key_count + block->from) * width;
+    float *out = work->out + (block->batch * work->query_count + block->first) * next + block->head * width;
+    for (int64_t d = 0; d < width; d += SIDE)
         for (int64_t r = 0; r < block->count; r += ROWS)
-            for (int64_t d = 0; d < width; d += SIDE)
-                mix(block->x + r * block->step + c, block->step, values + c * next + d, next,
-                    lesser(CHUNK, block->to - c), block->out + r * width + d, width);
-    for (int64_t r = 0; r < block->count; r++) {
-        int64_t row = block->batch * work->query_count + block->first + r;
-        float *out = work->out + (row * work->heads + block->head) * width;
-        for (int64_t d = 0; d < width; d += LANES) store(out + d, block->share[r] * load(block->out + r * width + d));
-    }
+            mix(block->x + r * block->step + block->from, block->step, values + d, width, block->to - block->from,
+                block->share + r, block->count - r, out + r * next + d, next);
 }
 
-static void attend(Block *block)
+/* The keys that some row of the block sees, from a whole panel on. */
+static void find_keys(Block *block)
 {
     const Work *work = block->work;
     block->from = work->key_count, block->to = 0;
@@ -181,24 +186,39 @@ static void attend(Block *block)
         block->from = lesser(block->from, low), block->to = greater(block->to, high);
     }
     block->from = block->to ? block->from / PANEL * PANEL : 0;
-    for (block->head = 0; block->head < work->heads; block->head++) {
-        lay_queries(block);
-        compare(block);
-        for (int64_t r = 0; r < block->count; r++) {
-            float *x = block->x + r * block->step;
-            block->share[r] = weigh_row(block, block->first + r, x);
-            write_row(block, block->first + r, x, block->share[r]);
-        }
-        mix_values(block);
+}
+
+static void attend(Block *block, int64_t pair, int64_t first, int64_t count)
+{
+    block->pair = pair, block->batch = pair / block->work->heads, block->head = pair % block->work->heads;
+    block->first = first, block->count = count;
+    find_keys(block);
+    lay_queries(block);
+    compare(block);
+    weigh_rows(block);
+    mix_values(block);
+}
+
+/* Takes one block after the other until none is left; every thread runs it, and who takes which changes nothing.
+
+   A block of an average goes over all heads, whose rows are summed while they are near. Otherwise one head comes after
+   the other: its keys and values stay near, and the matrix is written from its beginning to its end. */
+static void take_blocks(Work *work, Block *block)
+{
+    int64_t together = work->averaged ? work->heads : 1, blocks = (work->query_count + work->rows - 1) / work->rows;
+    int64_t count = work->pairs / together * blocks;
+    for (int64_t taken; (taken = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < count;) {
+        int64_t pair = taken / blocks * together, first = taken % blocks * work->rows;
+        int64_t rows = lesser(work->rows, work->query_count - first);
+        for (int64_t i = 0; i < together; i++) attend(block, pair + i, first, rows);
     }
 }
 
-/* Takes one block after the other until none is left; every thread runs it, and who takes which changes nothing. */
 void attend_all(Work *work)
 {
     /* Rows that lie whole powers of two apart would fight for the same lines of the cache. */
     int64_t step = (work->padded + LANES) / (2 * LANES) * (2 * LANES) + LANES, rows = work->rows;
-    size_t floats_needed = (size_t)(rows * (step + work->width + work->value_width + 1));
+    size_t floats_needed = (size_t)(rows * (step + work->width + 1));
     Block *block = calloc(1, sizeof(Block) + floats_needed * sizeof(float) + 64);
     if (!block) {
         __atomic_store_n(&work->failed, 1, __ATOMIC_RELAXED);
@@ -206,13 +226,7 @@ void attend_all(Work *work)
     }
     block->work = work, block->step = step;
     block->x = (float *)(((uintptr_t)(block->share + rows) + 63) / 64 * 64), block->queries = block->x + rows * step;
-    block->out = block->queries + rows * work->width;
-    int64_t blocks = (work->query_count + rows - 1) / rows, batch = work->pairs / work->heads;
-    for (int64_t taken; (taken = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < batch * blocks;) {
-        block->batch = taken / blocks, block->first = taken % blocks * rows;
-        block->count = lesser(rows, work->query_count - block->first);
-        attend(block);
-    }
+    take_blocks(work, block);
     free(block);
 }
 
