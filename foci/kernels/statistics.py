@@ -74,6 +74,18 @@ def bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
 
 
 @triton.jit
+def put(pointers, x, mask, DIRECT: tl.constexpr):
+    """Stores x. DIRECT: by the threads that hold it, several of them the same, and not through shared memory first."""
+    if DIRECT:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }", "=r,l,f,r",
+            [pointers.to(tl.int64), x, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(pointers, x, mask=mask)
+
+
+@triton.jit
 def turns(start, stop, s, SEGMENTS: tl.constexpr):
     """The tiles of segment s from start to stop, every SEGMENTS-th: the first, and how many."""
     first = start + (s + SEGMENTS - start % SEGMENTS) % SEGMENTS
@@ -92,7 +104,7 @@ def step(
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """One tile: keys t * BK and on, for all queries of the program."""
     j = t * BK + tl.arange(0, BK)
@@ -160,7 +172,7 @@ def step(
                 old = tl.where(entered, old, cells_before)
                 cells = cells + old if PICTURE == 1 else tl.maximum(cells, old)
                 cells_before = cells
-            tl.store(into, cells, mask=there)
+            put(into, cells, there, DIRECT)
         if RECEIVED:
             if WEIGHTED:
                 received = tl.sum(p * weights[None, :], 1)
@@ -168,7 +180,7 @@ def step(
                 received = tl.sum(rows, 1)
             else:
                 received = tl.sum(p, 1)
-            tl.store(columns + j, before + received, mask=j < Tk)
+            put(columns + j, before + received, j < Tk, DIRECT)
     return entropy, distance, largest, best, second, third, cells_before, column_before
 
 
@@ -189,7 +201,7 @@ def statistics(
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, slot) serves every `slots`-th tile of queries, back and forth, the longest causal rows first.
 
@@ -271,7 +283,7 @@ def statistics(
                                 kind == 0, SPANS, SOFTCAP, ALIBI, IDS, DENSE,
                                 ENTROPY, DISTANCE, LARGEST, RECEIVED, WEIGHTED,
                                 PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, TOP, TAG_BITS,
-                                BQ, BK, BD, EVEN, PRECISION,
+                                BQ, BK, BD, EVEN, PRECISION, DIRECT,
                             )  # fmt: skip
                 if TOP:
                     # Queries lie side by side, so that choosing takes one thread per query or two.
