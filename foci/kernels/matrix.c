@@ -10,8 +10,10 @@
 #include "masks.h"
 #include "product.h"
 
-/* Values that are summed at once. */
-enum { SIDE = 2 * LANES };
+enum {
+    SIDE = 2 * LANES, /* values that are summed at once */
+    AHEAD = 24        /* keys whose values are fetched ahead: where heads take turns, they come from far */
+};
 
 /* Every member has 8 bytes; Work in matrix_compiled.py has them in the same order. What is NULL is not given. */
 typedef struct {
@@ -139,8 +141,8 @@ static void weigh_rows(Block *block)
 }
 
 /* Up to ROWS rows of weights, `step` apart, times SIDE columns of `count` values, shared out; rows of out are `next`
-   apart. On its own, as `multiply`. The keys are not split up: values come fast enough from the second cache, and the sums stay
-   in the registers. */
+   apart. On its own, as `multiply`. The keys are not split up: the values come fast enough from the second cache, and the
+   sums stay in the registers. */
 static __attribute__((noinline)) void mix(
     const float *x, int64_t step, const float *values, int64_t width, int64_t count, const float *share, int64_t rows,
     float *out, int64_t next)
@@ -148,6 +150,7 @@ static __attribute__((noinline)) void mix(
     floats sums[ROWS][2] = {{{0}}};
     for (int64_t j = 0; j < count; j++, values += width) {
         floats v0 = load(values), v1 = load(values + LANES);
+        __builtin_prefetch(values + AHEAD * width), __builtin_prefetch(values + AHEAD * width + LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             sums[r][0] += x[r * step + j] * v0;
