@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from foci.statistics import tiling
 from foci.statistics import triton as triton_statistics
-from foci.statistics.tiling import Config, cells, launches, segments_for, slots
+from foci.statistics.tiling import Config, cells, classes_for, launches, segments_for, slots
 from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
 
@@ -331,6 +331,17 @@ def test_exact_ties_go_to_the_lower_key() -> None:
     assert torch.equal(got, torch.arange(12, device=DEVICE, dtype=torch.int32).expand_as(got))
 
 
+def test_doubtful_queries_of_every_head_and_launch_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = causal(heads=(2, 1), queries=20, keys=70, batch=2, width=16)
+    # Level keys leave a doubt in every query of one head; the other has none to speak of.
+    case.q[:, 1] = 0
+    monkeypatch.setattr("foci.statistics.triton.BUDGET", 1)
+    got = case.run(Wanted(top=6))
+    check_top(got, case, 6)
+    expected = torch.arange(6, device=DEVICE, dtype=torch.int32).expand(2, 20, 6)
+    assert torch.equal(got["top_keys"][:, 1], expected)
+
+
 def test_a_key_that_comes_again_is_named_where_it_comes_first() -> None:
     case = causal(heads=(1, 1), queries=8, keys=150)
     case.k[:, :, 80:130] = case.k[:, :, :50]
@@ -412,6 +423,15 @@ def test_slots_fill_the_processors() -> None:
 def test_segments_are_a_power_of_two_that_the_keys_fill() -> None:
     assert [segments_for(top, 128, 32) for top in (0, 1, 8, 64)] == [1, 1, 2, 16]
     assert segments_for(64, 3, 32) == 2
+
+
+def test_candidates_of_long_sequences_take_little_memory() -> None:
+    config = Config(queries=64, keys=64, warps=4, stages=3, per_processor=2)
+    classes = classes_for(8, 8192, config, 7)
+    assert (classes.number, classes.segments, classes.tags, classes.tag_bits) == (64, 2, 128, 7)
+    parts = list(launches(16, 128, classes.bytes_per_query * 64))
+    assert len(parts) == 2
+    assert parts[0].pairs * parts[0].tiles * 64 * classes.bytes_per_query == 33 * 2**20
 
 
 def test_cells_that_fit_no_tile() -> None:
