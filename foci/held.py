@@ -38,6 +38,10 @@ class Held:
                     " (pass a clone to the call, or ask before changing it)"
                 )
 
+    def was(self, tensor: Tensor) -> tuple[Any, ...]:
+        """The mark of one of the tensors when the weights were made."""
+        return next(was for _, held, was in self._marks if held is tensor)
+
     @property
     def nbytes(self) -> int:
         """Tensors that begin at one place in memory are counted once."""

@@ -83,10 +83,12 @@ def run(call: Call, scale: float, causal: str, mask: Tensor | None) -> tuple[Ten
     if name == "efficient":
         k, v = (repeated(t, call.group) for t in (k, v))
         mask = None if mask is None else aligned(mask, call)
-    if call.needs_lse:
-        out, lse = WithLse.apply(q, k, v, mask, name, scale, causal != "none", call.dropout)  # type: ignore[no-untyped-call]
+    given = q, k, v, mask, name, scale, causal != "none", call.dropout
+    if call.needs_lse and needs_backward(q, k, v):
+        out, lse = WithLse.apply(*given)  # type: ignore[no-untyped-call]
     else:
-        out, lse = forward(name, q, k, v, mask, scale, causal != "none", call.dropout, False)[0], None
+        out, lse = forward(*given, call.needs_lse)[:2]
+        lse = tidy_lse(lse, q) if call.needs_lse else None
     return out[..., : call.v.shape[-1]] if width != call.v.shape[-1] else out, lse
 
 
@@ -102,11 +104,11 @@ def aligned(mask: Tensor, call: Call) -> Tensor:
 
 
 def forward(
-    name: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    name: str,
     scale: float,
     causal: bool,
     dropout: float,
@@ -142,7 +144,7 @@ class WithLse(torch.autograd.Function):
         causal: bool,
         dropout: float,
     ) -> tuple[Tensor, Tensor]:
-        found = forward(name, q, k, v, mask, scale, causal, dropout, True)
+        found = forward(q, k, v, mask, name, scale, causal, dropout, True)
         out, raw_lse = found[0], found[1]
         ctx.save_for_backward(q, k, v, mask, out, raw_lse)
         ctx.rest, ctx.name, ctx.scale, ctx.causal, ctx.dropout = found[2:], name, scale, causal, dropout

@@ -179,7 +179,8 @@ def cpu(call: Call, scale: float, kind: str, mask: Tensor | None) -> tuple[Tenso
         return out, None
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (padded(t, width) for t in (q, k, v))
-    out, lse = CpuFlash.apply(q, k, v, mask, pieces_of(kind, q, k), scale)  # type: ignore[no-untyped-call]
+    compute = CpuFlash.apply if cuda_sdpa.needs_backward(q, k, v) else flash
+    out, lse = compute(q, k, v, mask, pieces_of(kind, q, k), scale)
     return out[..., : call.v.shape[-1]], lse
 
 
@@ -206,18 +207,24 @@ class Piece(NamedTuple):
     causal: bool
 
 
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[Piece, ...], scale: float
+) -> tuple[Tensor, Tensor]:
+    """The CPU's fused kernel, piece by piece of the keys, without gradients."""
+    found = [
+        cpu_flash(q, k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=scale) for keys, causal in pieces
+    ]
+    return found[0] if len(found) == 1 else joined(found)
+
+
 class CpuFlash(torch.autograd.Function):
-    """The CPU's fused kernel, piece by piece of the keys, with a log-sum-exp that gradients pass through."""
+    """The same with an output and a log-sum-exp that gradients pass through."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[Piece, ...], scale: float
     ) -> tuple[Tensor, Tensor]:
-        found = [
-            cpu_flash(q, k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=scale)
-            for keys, causal in pieces
-        ]
-        out, lse = found[0] if len(found) == 1 else joined(found)
+        out, lse = flash(q, k, v, mask, pieces, scale)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         ctx.pieces, ctx.scale = pieces, scale
         ctx.set_materialize_grads(False)

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from foci.capture.host import Host
 from foci.capture.places import Place, Places, inside
 from foci.capture.reading import Reading
-from foci.capture.steps import RefusedError, chosen, in_four
+from foci.capture.steps import RefusedError, bytes_of, chosen, in_four
 from foci.capture.track import Track
 from foci.keep import Keep
 from foci.labels import Labels
@@ -83,7 +84,6 @@ class Recorder:
         self._open: dict[tuple[str, int], Track] = {}
         self._named: Counter[str] = Counter()
         self._total, self._estimated = 0, False
-        self._hidden: Callable[[str, Weights, Tensor], None] | None = None
 
     def place(self, name: str, stack: str = "", index: int = 0, queries: str = "input", keys: str = "input") -> None:
         """Says where a module's attention stands: its stack, its number there, and the labels along its axes."""
@@ -187,9 +187,8 @@ class Recorder:
         if is_repeated():
             return
         # A compiler that is first used inside of a block looks at all that runs, and this is nothing for it.
-        if self._hidden is None and "torch._dynamo" in sys.modules:
-            self._hidden = sys.modules["torch._dynamo"].disable(self._record)
-        (self._hidden or self._record)(name, weights, values)
+        record = hidden() if "torch._dynamo" in sys.modules else Recorder._record
+        record(self, name, weights, values)
 
     def _record(self, name: str, weights: Weights, values: Tensor) -> None:
         weights = in_four(weights)
@@ -229,7 +228,7 @@ class Recorder:
         if self.rows is not None:
             size = batch * heads * keys * len(track.chosen_rows(queries)) * 4
         elif self.keep is None:
-            size = weights.nbytes + values.nbytes if not track.steps else weights._held.call.q.nbytes
+            size = bytes_of(weights) + (0 if track.passes else weights._held.call.k.nbytes + values.nbytes)
         else:
             size = self.keep.nbytes(batch, heads, queries, keys)
         have, expected = self._total, size
@@ -287,6 +286,17 @@ class Recorder:
         if any(each == name or inside(each, name) for each in self.own_softmax):
             return "it computes its softmax itself (eager attention), where no call shows queries and keys"
         return "it ran without a call that foci knows"
+
+
+@cache
+def hidden() -> Callable[[Recorder, str, Weights, Tensor], None]:
+    """How a call is recorded where there is a compiler, which does not look inside.
+
+    Of the class, not of a recorder: one that holds a method of its own would stay, and all that it kept with it, until
+    Python looks for cycles.
+    """
+    found: Callable[[Recorder, str, Weights, Tensor], None] = sys.modules["torch._dynamo"].disable(Recorder._record)
+    return found
 
 
 def heads_by_layer(heads: Iterable[int | str]) -> dict[str, list[int]]:

@@ -55,24 +55,24 @@ class Step:
 
     @classmethod
     def of(cls, weights: Weights) -> Step:
-        call, lse = weights._call, weights._held.lse
-        nothing = call.k[:, :, :0]
-        return cls(replace(call, k=nothing, v=nothing), lse, call.k.shape[2], (mark(call.q), mark(lse)))
+        held, nothing = weights._held, weights._held.call.k[:, :, :0]
+        marks = held.was(held.call.q), held.was(held.lse)
+        return cls(replace(held.call, k=nothing, v=nothing), held.lse, held.call.k.shape[2], marks)
 
     @property
     def queries(self) -> int:
         return self.call.q.shape[2]
 
-    @property
-    def nbytes(self) -> int:
-        """What it adds to what is held, the keys aside."""
-        masks = sum(t.nbytes for part in (self.call.mask, self.call.bias) for t in nested(part))
-        return self.call.q.nbytes + self.lse.nbytes + masks
-
     def whole(self, k: Tensor) -> Call:
         """The call as it was, with the keys that it had."""
         own = k[:, :, : self.keys]
         return replace(self.call, k=own, v=own)
+
+
+def bytes_of(weights: Weights) -> int:
+    """What the weights of one step add to what is held, their keys aside."""
+    call, lse = weights._held.call, weights._held.lse
+    return call.q.nbytes + lse.nbytes + sum(tensor.nbytes for tensor in nested((call.mask, call.bias)))
 
 
 def joined(steps: Sequence[Step], k: Tensor, cross: bool) -> Weights:

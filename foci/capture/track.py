@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from foci.capture.host import Host
 from foci.capture.places import Place
-from foci.capture.steps import RefusedError, Step, fingerprint, joined
+from foci.capture.steps import RefusedError, Step, bytes_of, fingerprint, joined
 from foci.keep import AXES, Keep, Kept
 from foci.layer import Layer
 from foci.weights import Weights
@@ -133,13 +133,13 @@ class Track:
             )
 
     def _add_lazy(self, weights: Weights, values: Tensor) -> None:
-        call = weights._held.call
         if self.last is not None and self.values is not None:
             self.nbytes -= self.last.nbytes + self.values.nbytes
-        self.steps.append(Step.of(weights))
-        self.last, self.values = call.k, values.detach()
-        self.weights = weights if len(self.steps) == 1 else None
-        self.nbytes += self.steps[-1].nbytes + call.k.nbytes + values.nbytes
+            self.steps += [Step.of(each) for each in (self.weights, weights) if each is not None]
+        # Of a single pass the weights are as they should be; of several steps only the last keys are needed.
+        self.weights = None if self.steps else weights
+        self.last, self.values = weights._held.call.k, values.detach()
+        self.nbytes += bytes_of(weights) + self.last.nbytes + values.nbytes
 
     def _norms(self, values: Tensor, queries: int) -> dict[str, Tensor]:
         """The lengths of the values, of each key once."""

@@ -1,9 +1,15 @@
 """Watching takes memory that is linear in the length: nothing of the size of the matrix is built."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import foci
 from tests.allocation import LargestTensor
@@ -16,6 +22,35 @@ LENGTH = 2048
 class OneHead(FusedAttention):
     def __init__(self) -> None:
         super().__init__(16, 2)
+
+
+class Followed(FusedAttention):
+    """Knows which of the queries, keys and values that it made are still there."""
+
+    made: list[StorageWeakRef]
+
+    def split(self, x: Tensor) -> Tensor:
+        found = super().split(x)
+        self.made = [*self.__dict__.get("made", []), StorageWeakRef(found.untyped_storage())]
+        return found
+
+    @property
+    def alive(self) -> int:
+        return sum(not made.expired() for made in self.made)
+
+
+@contextmanager
+def no_search_for_cycles() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def alive(model: Stack) -> list[int]:
+    return [block.alive for block in model.blocks if isinstance(block, Followed)]
 
 
 @pytest.mark.parametrize(
@@ -53,3 +88,21 @@ def test_the_checker_sees_a_dense_matrix() -> None:
     with LargestTensor() as memory:
         seen["L0"].dense()
     assert memory.largest >= LENGTH**2
+
+
+def test_statistics_hold_no_queries_and_keys() -> None:
+    model, x = Stack(3, Followed), randn(1, 40, 16)
+    with no_search_for_cycles(), torch.no_grad(), foci.watch(model, keep=foci.Keep(top=4, picture=8)) as seen:
+        model(x, is_causal=True)
+        assert alive(model) == [0, 0, 0]
+    assert seen["L2"].top(4).keys.shape == (1, 4, 40, 4)
+
+
+def test_what_a_record_held_goes_with_it() -> None:
+    model, x = Stack(3, Followed), randn(1, 40, 16)
+    with no_search_for_cycles():
+        with torch.no_grad(), foci.watch(model) as seen:
+            model(x, is_causal=True)
+        assert alive(model) == [1, 1, 1]
+        del seen
+        assert alive(model) == [0, 0, 0]
