@@ -25,7 +25,11 @@ class Mask:
         raise NotImplementedError
 
     def spans(self, extent: Extent, positioned: bool) -> Spans:
-        """The keys that each query sees, as runs of key indices; `positioned`: positions were given by the caller."""
+        """The keys that each query sees, as runs of key indices; `positioned`: positions were given by the caller.
+
+        What plain numbers say is made on the device that the extent names: for whoever reads it that is the CPU, for a
+        kernel its own, as a copy from the host would wait for all that the device has to do.
+        """
         return Spans.everything(extent)
 
     def fit(self, extent: Extent) -> Mask:

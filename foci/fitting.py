@@ -39,6 +39,11 @@ def is_unreadable(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
 
 
+def is_captured(tensor: Tensor) -> bool:
+    """Whether what happens to it is captured as a CUDA graph: written down and not run, so nothing can be read."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_unless(condition: Tensor, message: Callable[[], str]) -> None:
     """Raises on a CPU; asserts without a sync on a GPU and while compiling."""
     if is_unreadable(condition):

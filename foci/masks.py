@@ -65,7 +65,7 @@ class Causal(Mask):
         if self.offset is None and positioned:
             return Spans.everything(extent)
         offset = extent.keys - extent.queries if self.offset is None else self.offset
-        last = torch.arange(extent.queries) + offset
+        last = torch.arange(extent.queries, device=extent.device) + offset
         return Spans.run(torch.zeros_like(last), last + 1, extent)
 
     def __repr__(self) -> str:
@@ -103,7 +103,7 @@ class Window(Mask):
     def spans(self, extent: Extent, positioned: bool) -> Spans:
         if positioned:
             return Spans.everything(extent)
-        position = torch.arange(extent.queries) + (extent.keys - extent.queries)
+        position = torch.arange(extent.queries, device=extent.device) + (extent.keys - extent.queries)
         low = torch.zeros_like(position) if self.left is None else position - self.left
         high = torch.full_like(position, extent.keys) if self.right is None else position + self.right + 1
         return Spans.run(low, high, extent)
@@ -232,7 +232,7 @@ class Prefix(Mask):
     def spans(self, extent: Extent, positioned: bool) -> Spans:
         if positioned:
             return Spans.everything(extent)
-        high = torch.full((extent.queries,), self.length)
+        high = torch.full((extent.queries,), self.length, device=extent.device)
         return Spans.run(torch.zeros_like(high), high, extent)
 
     def __repr__(self) -> str:

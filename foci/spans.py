@@ -40,7 +40,7 @@ class Spans:
 
     @classmethod
     def everything(cls, extent: Extent) -> Spans:
-        low = torch.zeros((1, extent.queries), dtype=torch.int64)
+        low = torch.zeros((1, extent.queries), dtype=torch.int64, device=extent.device)
         return cls(((low, torch.full_like(low, extent.keys)),), extent.keys, exact=False)
 
     @classmethod
@@ -125,7 +125,7 @@ def strip_min(values: Tensor, rows: int, fill: int) -> Tensor:
 
 
 def same_device(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Spans of plain numbers live on the CPU until they meet those of a tensor."""
+    """Where the ends shall be read, those of plain numbers are on the CPU until they meet those of a tensor."""
     if a.device == b.device:
         return a, b
     return (a.to(b.device), b) if a.device.type == "cpu" else (a, b.to(a.device))

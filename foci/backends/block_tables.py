@@ -95,7 +95,7 @@ def of_spans(spans: Spans, call: Call) -> Tables:
     if call.batch_ids is not None:
         spans = spans.of(call.batch_ids)
     device, keys = call.q.device, call.k.shape[2]
-    low, high = (in_blocks(ends.to(device)) for ends in torch.broadcast_tensors(*spans.runs[0]))  # (Bm, nq, 128)
+    low, high = (in_blocks(ends) for ends in torch.broadcast_tensors(*spans.runs[0]))  # (Bm, nq, 128)
     seen = low < high
     start, stop = torch.where(seen, low, keys).amin(-1), torch.where(seen, high, 0).amax(-1)
     first = torch.arange(count(keys), device=device) * BLOCK

@@ -21,13 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from foci.arguments import Call, keeps_dtypes
 from foci.backends import reference
 from foci.backends.tanh_scores import quickened
-from foci.fitting import is_unreadable
+from foci.fitting import is_captured, is_unreadable
 from foci.spans import Segment, Spans
 
 NAME = "blocked"
 
 Place = tuple[slice, slice]
 LOG2_E = math.log2(math.e)
+CPU = torch.device("cpu")
 
 # Entries of a strip: what fits a core's cache, and what keeps a GPU busy.
 CPU_ENTRIES = 2**19
@@ -293,20 +294,20 @@ def strips(call: Call) -> Iterator[Strip]:
 
 
 def segments_of(call: Call, rows: int) -> list[list[Segment]]:
-    """What each strip sees; without a mask, or where reading it would stop a compiler, everything."""
+    """What each strip sees; all keys, masked or not, without a mask and where nothing can be read of it."""
     queries, keys = call.q.shape[2], call.k.shape[2]
     strips = -(-queries // rows)
     if call.mask is None:
         return [[Segment(0, keys, 0, keys)]] * strips
-    if is_unreadable(call.q):
+    if is_unreadable(call.q) or (is_captured(call.q) and not call.mask.static):
         return [[Segment(0, keys, keys, keys)]] * strips
     return spans_of(call).segments(rows)
 
 
 def spans_of(call: Call) -> Spans:
-    """The spans of the call's own sequences."""
+    """The spans of the call's own sequences, to be read: those of plain numbers never see another device."""
     assert call.mask is not None
-    spans = call.mask.spans(call.extent, call.positions is not None)
+    spans = call.mask.spans(call.extent._replace(device=CPU), call.positions is not None)
     return spans if call.batch_ids is None else spans.of(call.batch_ids)
 
 

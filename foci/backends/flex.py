@@ -23,6 +23,7 @@ from foci.arguments import Call
 from foci.backends import programs
 from foci.backends.block_tables import BLOCK, Blocks, blocks_of
 from foci.biases import Added, Bias, Buckets
+from foci.fitting import is_captured
 from foci.masks import FromFunction
 from foci.scores import Dot, Score
 from foci.where import Where
@@ -210,7 +211,9 @@ def drawn(call: Call) -> tuple[Mask | None, Blocks | None]:
         return None, None
     if torch.compiler.is_compiling():
         return call.mask, blocks_of(call)
-    known = signature(call.mask)
+    # A captured graph runs again with other lengths or ids in the same tensors.
+    captured = is_captured(call.q)
+    known = None if captured and not call.mask.static else signature(call.mask)
     if known is None or call.positions is not None or call.batch_ids is not None:
         return lifted(call.mask, call.q.device), blocks_of(call)
     key = (known, call.q.shape[2], call.k.shape[2], call.q.device, call.needs_grad)
@@ -219,6 +222,9 @@ def drawn(call: Call) -> tuple[Mask | None, Blocks | None]:
         # A tensor that is made in inference mode could not be used in a later training step.
         with torch.inference_mode(False):
             found = lifted(call.mask, call.q.device), blocks_of(call)
+        if captured:
+            # It is there only once the graph has run.
+            return found
     _drawn[key] = found
     while len(_drawn) > DRAWN:
         _drawn.popitem(last=False)

@@ -14,6 +14,9 @@ from foci.algebra import Both, Entries, Mask
 from foci.arguments import Call
 from foci.masks import Causal, Documents
 from foci.spans import Spans
+from foci.where import Extent
+
+SMALLEST = Extent((1,), 1, 1, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,9 @@ class KernelMasks:
 
 def reasons(call: Call) -> list[str]:
     """Why the mask has no such form; empty where it has one."""
-    _, documents, dense, spans = sorted_out(call)
+    # Whether runs are exact follows from the kinds of masks: where there are no tensors in it, small ones tell.
+    small = call.mask is None or call.mask.static
+    _, documents, dense, spans = sorted_out(call, SMALLEST if small else call.extent)
     if len(documents) > 1 or len(dense) > 1:
         return ["more than one tensor mask or documents mask in a call"]
     if spans is not None and not spans.exact:
@@ -39,7 +44,7 @@ def reasons(call: Call) -> list[str]:
 
 def forms(call: Call) -> KernelMasks:
     """The mask of a call for which `reasons` has none."""
-    causal, documents, dense, spans = sorted_out(call)
+    causal, documents, dense, spans = sorted_out(call, call.extent)
     device = call.q.device
     if documents:
         superset = own(documents[0].spans(call.extent, call.positions is not None), call)
@@ -54,7 +59,7 @@ def forms(call: Call) -> KernelMasks:
     return KernelMasks(False, None if spans is None else spans.tensor(device), *ids, entries)
 
 
-def sorted_out(call: Call) -> tuple[bool, list[Documents], list[Entries], Spans | None]:
+def sorted_out(call: Call, extent: Extent) -> tuple[bool, list[Documents], list[Entries], Spans | None]:
     """The masks that all must allow: plain causal, documents, dense tensors, and the rest as runs of keys."""
     causal, documents, dense = False, [], []
     spans: Spans | None = None
@@ -63,12 +68,19 @@ def sorted_out(call: Call) -> tuple[bool, list[Documents], list[Entries], Spans 
             documents.append(mask)
         elif isinstance(mask, Entries):
             dense.append(mask)
-        elif isinstance(mask, Causal) and mask.offset is None and call.positions is None:
+        elif isinstance(mask, Causal) and is_aligned(mask, call):
             causal = True
         else:
-            runs = own(mask.spans(call.extent, call.positions is not None), call)
+            runs = own(mask.spans(extent, call.positions is not None), call)
             spans = runs if spans is None else spans & runs
     return causal, documents, dense, spans
+
+
+def is_aligned(mask: Causal, call: Call) -> bool:
+    """Whether the last query sees up to the last key and each one before it one key less."""
+    if mask.offset is None:
+        return call.positions is None
+    return mask.offset == call.extent.keys - call.extent.queries
 
 
 def conjuncts(mask: Mask | None) -> list[Mask]:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 import foci
 from foci.backends import blocked
+from foci.fitting import is_captured
+from foci.graphs import captured
+from foci.spans import Spans
 from tests.tensors import qkv, randn
 
 DOUBLE = torch.float64
@@ -81,6 +84,62 @@ def test_dropout_drops_the_same_again_in_the_backward() -> None:
     # With the unit vectors as values, the gradient of a value is the column of what was not dropped.
     (gradient,) = torch.autograd.grad(dropped.sum(), eye)
     torch.testing.assert_close(gradient[..., 0], dropped.detach().view(2, 2, 2, 6, 6).sum((2, 3)))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        foci.padding([4, 0]),
+        foci.padding([4, 6], side="left") & foci.window(2),
+        foci.documents([0, 0, 1, 1, 1, 2]) & foci.causal,
+        foci.causal & foci.window(2),
+    ],
+    ids=["padding", "left", "documents", "window"],
+)
+def test_nothing_of_a_device_is_read_while_it_is_captured(
+    mask: foci.Mask, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA graph is written down and not run: strips see all keys, masked, but for masks of plain numbers."""
+    monkeypatch.setattr(blocked, "is_captured", lambda tensor: True)
+    tensors = [x.requires_grad_(grad) for x in qkv(dtype=DOUBLE)]
+    found = []
+    reading = mock.patch.object(Spans, "segments", autospec=True, side_effect=Spans.segments)
+    for backend in ("blocked", "reference"):
+        with reading as read:
+            out, lse = results(backend, tensors, {"mask": mask})
+        assert read.called == (mask.static and backend == "blocked")
+        given = torch.autograd.grad((out**3).sum() + (lse**3).sum(), tensors) if grad else ()
+        found.append((out, lse, *given))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.gpu
+def test_a_captured_call_attends_by_the_lengths_of_each_replay() -> None:
+    """Decoding captures a step once and replays it for other batches."""
+    (q, k, v), lengths = (x.cuda() for x in qkv()), torch.tensor([4, 6], device="cuda")
+
+    def run() -> Tensor:
+        out = foci.attention(q, k, v, mask=foci.padding(lengths), backend="blocked")
+        assert isinstance(out, Tensor)
+        return out
+
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        graph, out = captured(run)
+        for some in ([4, 6], [1, 0], [6, 3]):
+            lengths.copy_(torch.tensor(some))
+            graph.replay()
+            torch.testing.assert_close(out, run())
+
+
+def test_only_a_device_of_cuda_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not is_captured(torch.zeros(1))
+    assert is_captured(mock.Mock(is_cuda=True))
 
 
 def test_sums_over_strips_are_rounded_once() -> None:

@@ -288,6 +288,18 @@ def test_blocks_are_kept_while_the_ids_are_the_same() -> None:
     assert flex.drawn(call_of(keys=20, mask=foci.documents(ids.clone()) & foci.causal))[1] is not first[1]
 
 
+def test_what_is_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a CUDA graph nothing is computed before it runs, and when it runs the lengths may be others."""
+    lengths = torch.tensor([30, 12])
+    flex._drawn.clear()
+    before = [flex.drawn(call_of(mask=mask))[1] for mask in (foci.window(4), foci.padding(lengths))]
+    monkeypatch.setattr(flex, "is_captured", lambda tensor: True)
+    after = [flex.drawn(call_of(mask=mask))[1] for mask in (foci.window(4), foci.padding(lengths), foci.window(5))]
+    assert after[0] is before[0]
+    assert after[1] is not before[1]
+    assert len(flex._drawn) == 2
+
+
 @pytest.mark.parametrize("mask", [torch.ones(20, 30).bool(), lambda b, h, q, k: q >= k], ids=["entries", "function"])
 def test_blocks_of_other_masks_are_not_kept(mask: Any) -> None:
     flex._drawn.clear()
