@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Programs of the backward, as many as a processor holds: each has a tile of memory to itself.
-PER_PROCESSOR = 2
+# Whether the backward takes one pass over the terms instead of two, where the results of two runs may differ.
+ONE_PASS = False
 # With fewer queries each is on its own.
 FEW_QUERIES = 4
 
@@ -32,7 +32,11 @@ class Terms(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a pass is tiled: queries and keys of a tile, threads along its queries, features per turn of the loop."""
+    """How a pass is tiled: queries and keys of a tile, threads along its queries, features per turn of the loop.
+
+    Programs of the backward: as many as a processor holds, each has a tile of memory to itself. Lanes: threads along
+    the features, where those are threads.
+    """
 
     queries: int = 64
     keys: int = 64
@@ -42,6 +46,8 @@ class Tiling:
     stages: int = 1
     registers: int | None = None
     most: int = 4
+    programs: int = 2
+    lanes: int = 32
 
 
 # The interpreter's time goes with what is padded.
@@ -151,9 +157,33 @@ def backward(
     out: Tensor,
     lse: Tensor,
     terms: Terms,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and weight, in one pass over the terms or in two."""
+    if one_pass():
+        from foci.backends import additive_joint
+
+        return additive_joint.backward(d_out, d_lse, q, k, v, weight, out, lse, terms)
+    return two_passes(d_out, d_lse, q, k, v, weight, out, lse, terms)
+
+
+def one_pass() -> bool:
+    """One pass is faster, and adds to the queries in no fixed order."""
+    return ONE_PASS and not torch.are_deterministic_algorithms_enabled()
+
+
+def two_passes(
+    d_out: Tensor,
+    d_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    terms: Terms,
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and weight."""
+    """The gradients of q, k, v and weight, the same in every run."""
     from foci.kernels.additive_backward import columns, rows
 
     given = q, k, v, weight
@@ -170,7 +200,7 @@ def backward(
     }  # fmt: skip
     room = tiling.queries * tiling.keys + tiling.keys * features
     items = -(-q.shape[2] // tiling.queries) * pairs
-    programs = min(items, processors(q.device) * PER_PROCESSOR)
+    programs = min(items, processors(q.device) * tiling.programs)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dw = torch.zeros((programs, weights, q.shape[3]), dtype=torch.float32, device=q.device)
     rows[(programs,)](
@@ -180,7 +210,7 @@ def backward(
     dq, d_weight = dq.to(q.dtype), dw.sum(0).view(weight.shape).to(weight.dtype)
     room = tiling.queries * tiling.keys + tiling.queries * features
     items = -(-k.shape[2] // tiling.keys) * k.shape[0] * k.shape[1]
-    programs = min(items, processors(q.device) * PER_PROCESSOR)
+    programs = min(items, processors(q.device) * tiling.programs)
     dk = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     columns[(programs,)](

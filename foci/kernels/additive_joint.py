@@ -1,0 +1,373 @@
+"""The gradients of additive attention in one pass: what a term gives to its query, its key and the weight, at once.
+
+The formulas and names are those of additive_backward.py. A program owns a block of keys and walks over the queries. Of
+a tile it takes the logits once, and the reciprocals once more, now with the features as the lanes of a warp: a thread
+has some keys and some features, so that sums over queries and over keys both stay inside it. What a tile gives to its
+queries is added in memory by whoever comes first: two runs differ in the last digits. Its twin in additive_backward.py
+takes two passes and is the same in every run.
+
+Rows are padded to whole blocks here, features to DW: whole turns of DC.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from foci.kernels.additive import (
+    FAR,
+    TWO_LOG2_E,
+    as_matrix,
+    as_tile,
+    columns_of,
+    exponent,
+    exponential,
+    logits,
+    per_feature,
+    product,
+    reciprocal,
+    rows_of,
+    visible,
+)
+from foci.kernels.additive_backward import HALF_ROOM, crossing, products, row_log_sum_exps
+from foci.kernels.dropout import kept
+from foci.kernels.logits import LOG2_E
+
+
+@triton.jit
+def four(pointer, GPU: tl.constexpr):
+    """Four floats that lie together, in one load.
+
+    Written as an instruction, since the compiler lays out the threads for each load that it sees: they must stay where
+    they are, or the sums would go from lane to lane.
+    """
+    if GPU:
+        return tl.inline_asm_elementwise(
+            "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", [pointer.to(tl.int64)],
+            (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505 - what is not taken must not be compiled
+        return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
+
+
+@triton.jit
+def one(pointer, GPU: tl.constexpr):
+    if GPU:
+        return tl.inline_asm_elementwise(
+            "ld.global.f32 $0, [$1];", "=f,l", [pointer.to(tl.int64)], tl.float32, is_pure=False, pack=1
+        )
+    else:  # noqa: RET505
+        return tl.load(pointer)
+
+
+@triton.jit
+def add_to(pointer, x, GPU: tl.constexpr):
+    """Adds in memory, and waits for nothing. As an instruction it asks that each entry of x belongs to one thread."""
+    if GPU:
+        tl.inline_asm_elementwise(
+            "red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0;", "=r,l,f", [pointer.to(tl.int64), x], tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.atomic_add(pointer, x)
+
+
+@triton.jit
+def put_powers(
+    x, stride, first, T, D, into, ROWS: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, TOGETHER: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """e^2x of ROWS rows from first on, some rows together: (ROWS / TOGETHER, DW, TOGETHER)."""
+    r = tl.arange(0, ROWS)
+    for start in range(0, DW, DC):
+        d = start + tl.arange(0, DC)
+        there = (first + r < T)[:, None] & (d < D)[None, :]
+        places = x + (first + r).to(tl.int64)[:, None] * stride + d[None, :]
+        high, low = exponent(tl.load(places, mask=there, other=0.0), GPU)
+        places = (r // TOGETHER)[:, None] * (TOGETHER * DW) + d[None, :] * TOGETHER + (r % TOGETHER)[:, None]
+        tl.store(into + places, exponential(high, low))
+
+
+@triton.jit
+def prepare(
+    q, k, out, d_out, d_lse, delta, q_powers, k_powers,
+    H, G, Tq, Tk, D, Dv, q_programs, q_batch, q_head, q_query, k_batch, k_head, k_key,
+    BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, VC: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """A program per block of queries or of keys: its exponentials, and delta (B, H, Tq): what a row's gradients lose.
+
+    q_powers (B H, blocks, BM / 4, DW, 4), k_powers (B G, blocks BN, DW).
+    """
+    pid = tl.program_id(0)
+    if pid < q_programs:
+        blocks = tl.cdiv(Tq, BM)
+        pair = (pid // blocks).to(tl.int64)
+        first = (pid % blocks) * BM
+        q += (pair // H) * q_batch + (pair % H) * q_head
+        put_powers(q, q_query, first, Tq, D, q_powers + pid.to(tl.int64) * (BM * DW), BM, DW, DC, 4, GPU)
+        i = first + tl.arange(0, BM)
+        change = tl.load(d_lse + pair * Tq + i, mask=i < Tq, other=0.0) * -LOG2_E
+        for start in range(0, Dv, VC):
+            dv = start + tl.arange(0, VC)
+            places = (pair * Tq + i)[:, None] * Dv + dv[None, :]
+            there = (i < Tq)[:, None] & (dv < Dv)[None, :]
+            given = tl.load(d_out + places, mask=there, other=0.0).to(tl.float32)
+            change += tl.sum(given * tl.load(out + places, mask=there, other=0.0).to(tl.float32), 1)
+        tl.store(delta + pair * Tq + i, change, mask=i < Tq)
+    else:
+        place = pid - q_programs
+        k_blocks = tl.cdiv(Tk, BN)
+        k_pair = (place // k_blocks).to(tl.int64)
+        k += (k_pair // G) * k_batch + (k_pair % G) * k_head
+        first = (place % k_blocks) * BN
+        put_powers(k, k_key, first, Tk, D, k_powers + place.to(tl.int64) * (BN * DW), BN, DW, DC, 1, GPU)
+
+
+@triton.jit
+def near_slopes(
+    k_powers, q_powers, ds, into,
+    BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """Σ_i ds u (1 - u) for each of a thread's keys, and Σ_ij ds u; adds Σ_j ds u (1 - u) to the queries.
+
+    The sums are a tensor (DR, JT, DT) for each of a thread's keys. k_powers (BN, DW), q_powers (BM / 4, DW, 4);
+    ds (BM / 4, BN, 4); into (BM, DW). Two queries share a reciprocal.
+    """
+    nothing = tl.zeros((DC // DT, JT, DT), tl.float32)
+    own = ()
+    totals = ()
+    for r in tl.static_range(BN // JT):
+        own += (one(k_powers + r * JT * DW, GPU),)
+        totals += (nothing,)
+    shares = nothing
+    for _ in range(0, BM, 4):
+        e0, e1, e2, e3 = four(q_powers, GPU)
+        g0, g1, g2, g3 = nothing, nothing, nothing, nothing
+        found = ()
+        for r in tl.static_range(BN // JT):
+            s0, s1, s2, s3 = four(ds + r * (4 * JT), GPU)
+            total = totals[r]
+            d0 = 1.0 + own[r] * e0
+            d1 = 1.0 + own[r] * e1
+            inverse = reciprocal(d0 * d1, GPU)
+            total, g0, shares = add_one(s0, d1 * inverse, total, g0, shares)
+            total, g1, shares = add_one(s1, d0 * inverse, total, g1, shares)
+            d2 = 1.0 + own[r] * e2
+            d3 = 1.0 + own[r] * e3
+            inverse = reciprocal(d2 * d3, GPU)
+            total, g2, shares = add_one(s2, d3 * inverse, total, g2, shares)
+            total, g3, shares = add_one(s3, d2 * inverse, total, g3, shares)
+            found += (total,)
+        totals = found
+        add_to(into, g0, GPU)
+        add_to(into + DW, g1, GPU)
+        add_to(into + 2 * DW, g2, GPU)
+        add_to(into + 3 * DW, g3, GPU)
+        ds += 4 * BN
+        q_powers += 4 * DW
+        into += 4 * DW
+    return totals, shares
+
+
+@triton.jit
+def add_one(s, u, total, gradient, shares):
+    """What one term gives to its key, to its query and to the weight: three fused operations."""
+    slope = u - u * u
+    return total + s * slope, gradient + s * slope, shares + s * u
+
+
+@triton.jit
+def far_slopes(
+    k, k_key, j, Tk, q, q_query, first, Tq, there, ds, into,
+    BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """The same for numbers of any size, from the vectors themselves: their sum first, one query at a time."""
+    nothing = tl.zeros((DC // DT, JT, DT), tl.float32)
+    own = ()
+    totals = ()
+    for r in tl.static_range(BN // JT):
+        here = (j + r * JT < Tk) & there
+        own += (tl.load(k + (j + r * JT).to(tl.int64) * k_key, mask=here, other=0.0).to(tl.float32),)
+        totals += (nothing,)
+    shares = nothing
+    for i in range(BM):
+        row = first + i
+        a = tl.load(q + tl.cast(row, tl.int64) * q_query, mask=(row < Tq) & there, other=0.0).to(tl.float32)
+        gradient = nothing
+        found = ()
+        for r in tl.static_range(BN // JT):
+            s = one(ds + (i // 4) * (4 * BN) + i % 4 + r * (4 * JT), GPU)
+            u = reciprocal(1.0 + tl.exp2((own[r] + a) * TWO_LOG2_E), GPU)
+            total, gradient, shares = add_one(s, u, totals[r], gradient, shares)
+            found += (total,)
+        totals = found
+        tl.atomic_add(into + i * DW, gradient, sem="relaxed")
+    return totals, shares
+
+
+@triton.jit
+def add_slopes(
+    k, k_key, first_key, Tk, q, q_query, first, Tq, D, k_powers, q_powers, ds, near, weight, sum_ds, dq, dk, dw,
+    BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """Adds what one tile gives; dq without its factor 4 w, dk without its factor 4.
+
+    The threads are JT keys by DT features; a thread has BN / JT keys and DC / DT features.
+    """
+    thread = tl.arange(0, JT)[None, :, None]
+    ds += thread * 4
+    for start in range(0, DW, DC):
+        d = start + tl.arange(0, DC // DT)[:, None, None] * DT + tl.arange(0, DT)[None, None, :]
+        into = dq + d + thread * 0
+        # Each way gives its own results away: what a condition returns would go through the threads once more.
+        if near:
+            totals, shares = near_slopes(
+                k_powers + thread * DW + d, q_powers + d * 4, ds, into, BM, BN, DW, DC, JT, DT, GPU
+            )
+            give(totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, GPU)
+        else:
+            totals, shares = far_slopes(
+                k + d, k_key, first_key + thread, Tk, q + d, q_query, first, Tq, d < D, ds, into,
+                BM, BN, DW, DC, JT, DT, GPU,
+            )  # fmt: skip
+            # Loads that the compiler saw may have laid these out in another way.
+            give(totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, False)
+
+
+@triton.jit
+def give(
+    totals, shares, sum_ds, weight, dk, dw, d, D, BN: tl.constexpr, DW: tl.constexpr, JT: tl.constexpr,
+    GPU: tl.constexpr,
+):  # fmt: skip
+    """Adds to the keys, and to the weight."""
+    w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    for r in tl.static_range(BN // JT):
+        add_to(dk + r * JT * DW, w * totals[r], GPU)
+    # (DR, JT, DT) -> (DR, 1, DT)
+    found = sum_ds - 2.0 * tl.sum(shares, 1, keep_dims=True)
+    tl.store(dw + d, tl.load(dw + d, mask=d < D, other=0.0) + found, mask=d < D)
+
+
+@triton.jit
+def add_values(
+    p, d_out, first, Tq, dv, first_key, Tk, Dv,
+    BM: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr, PRECISION: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Adds pᵀ d_out of a tile, VC features at a time: held over all tiles it would take the registers of the slopes."""
+    i = first + tl.arange(0, BM)
+    j = first_key + tl.arange(0, BN)
+    for start in tl.static_range(0, BV, VC):
+        d = start + tl.arange(0, VC)
+        here = (i < Tq)[:, None] & (d < Dv)[None, :]
+        given = tl.load(d_out + i.to(tl.int64)[:, None] * Dv + d[None, :], mask=here, other=0.0)
+        found = product(tl.trans(p), given, tl.zeros((BN, VC), tl.float32), PRECISION, GPU)
+        there = (j < Tk)[:, None] & (d < Dv)[None, :]
+        tl.atomic_add(dv + j.to(tl.int64)[:, None] * Dv + d[None, :], found, mask=there, sem="relaxed")
+
+
+@triton.jit
+def joint(
+    E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
+    q, k, v, weight, spans, query_ids, key_ids, dense, seed,
+    lse, d_out, delta, q_powers, k_powers, dq, dk, dv, dw, room,
+    H, group, Tq, Tk, D, Dv, pairs, items, programs, splits,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head, headed,
+    spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    threshold, grown,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr,
+    DP: tl.constexpr, BD: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
+    CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Blocks of keys, each against every query of the heads that share it, or one of `splits` parts of those.
+
+    dq (B H, blocks BM, DW), dk (B G, blocks BN, DW), dv (B, G, Tk, Dv) and dw (programs, weights, D) float32, zeros
+    before; dq lacks its factor 4 w, dk its factor 4. room is (programs, BM BN).
+    """
+    blocks = tl.cdiv(Tq, BM)
+    k_blocks = tl.cdiv(Tk, BN)
+    k_heads = H // group
+    offset = Tk - Tq
+    ds_room = room + tl.program_id(0).to(tl.int64) * (BM * BN)
+    for item in range(tl.program_id(0), items, programs):
+        k_pair = (item % (pairs // group)).to(tl.int64)
+        t = item // (pairs // group) // splits
+        split = item // (pairs // group) % splits
+        b = k_pair // k_heads
+        g = k_pair % k_heads
+        k_place = k_pair * k_blocks + t
+        own_most = per_feature(k_most, k_place, DP, BD)
+        own_far = tl.load(k_reach + k_place) > FAR
+        j = t * BN + columns_of(BN, NT)
+        start = 0
+        if CAUSAL:
+            start = tl.minimum(tl.maximum(t * BN - offset, 0) // BM, blocks)
+        turns = group * (blocks - start)
+        for turn in range(turns * split // splits, turns * (split + 1) // splits):
+            h = g * group + turn // (blocks - start)
+            block = start + turn % (blocks - start)
+            pair = b * H + h
+            flat = block * BM + tl.arange(0, BM)
+            some, every = crossing(
+                spans + b * spans_batch, flat, t * BN, offset, Tq, Tk, CAUSAL, SPANS, IDS or DENSE, BN
+            )
+            if some:
+                place = pair * blocks + block
+                i = block * BM + rows_of(BM, MT)
+                q_block_most = per_feature(q_most, place, DP, BD)
+                far = own_far | (tl.load(q_reach + place) > FAR)
+                z = logits(
+                    E + place * (BM * DP // 2), F + k_place * (BN * DP // 2), table + h * headed * (DP // 2),
+                    tl.load(constants + h * headed * 2), tl.load(constants + h * headed * 2 + 1),
+                    q_block_most, own_most, per_feature(sizes, h * headed, DP, BD), far,
+                    q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + g * k_head, k_key, j, Tk,
+                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
+                )  # fmt: skip
+                p = tl.exp2(z - row_log_sum_exps(lse + pair * Tq, i, Tq))
+                if every == 0:
+                    seen = visible(
+                        i, j, 0, spans + b * spans_batch, offset, query_ids + b * query_ids_batch,
+                        key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key,
+                        Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
+                    )  # fmt: skip
+                    if SPANS == 2:
+                        seen |= visible(
+                            i, j, 1, spans + b * spans_batch, offset, query_ids + b * query_ids_batch,
+                            key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query,
+                            dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
+                        )  # fmt: skip
+                    p = tl.where(seen, p, 0.0)
+                dp = products(
+                    d_out + pair * Tq * Dv, Dv, block * BM, Tq, v + b * v_batch + g * v_head, v_key, t * BN, Tk, Dv,
+                    BM, BN, BV, VC, PRECISION, GPU,
+                )  # fmt: skip
+                dp = as_tile(dp, BM, BN, MT, NT)
+                dropped = p
+                if DROPOUT:
+                    stays = kept(tl.load(seed), b, h, i, j, threshold)
+                    dp = tl.where(stays, dp * grown, 0.0)
+                    dropped = tl.where(stays, p * grown, 0.0)
+                ds = p * (dp - tl.load(delta + pair * Tq + i, mask=i < Tq, other=0.0))
+                ii = rows_of(BM, MT)
+                tl.store(ds_room + (ii // 4) * (4 * BN) + columns_of(BN, NT) * 4 + ii % 4, ds)
+                add_values(
+                    as_matrix(dropped.to(d_out.dtype.element_ty), BM, BN), d_out + pair * Tq * Dv, block * BM, Tq,
+                    dv + k_pair * Tk * Dv, t * BN, Tk, Dv, BM, BN, BV, VC, PRECISION, GPU,
+                )  # fmt: skip
+                sum_ds = tl.sum(tl.sum(tl.sum(tl.sum(ds, 0), 0), 0), 0)
+                # What other threads wrote must be there.
+                tl.debug_barrier()
+                add_slopes(
+                    k + b * k_batch + g * k_head, k_key, t * BN, Tk, q + b * q_batch + h * q_head, q_query, block * BM,
+                    Tq, D, k_powers + k_place * (BN * DW), q_powers + place * (BM * DW), ds_room,
+                    (far == 0) & (tl.max(own_most + q_block_most, 0) < HALF_ROOM), weight + h * weight_head, sum_ds,
+                    dq + place * (BM * DW), dk + k_place * (BN * DW),
+                    dw + (tl.program_id(0) * (headed * (H - 1) + 1) + h * headed) * D,
+                    BM, BN, DW, DC, JT, DT, GPU,
+                )  # fmt: skip
+                # The room is written anew.
+                tl.debug_barrier()
