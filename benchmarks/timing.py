@@ -139,31 +139,38 @@ def clock_of(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
-def compare(contestants: Sequence[Contestant], clock: Clock, seconds: float) -> dict[str, Measured | str]:
-    """Each contestant's figures, or the text of its error."""
+def compare(
+    contestants: Sequence[Contestant],
+    clock: Clock,
+    seconds: float,
+    told: Callable[[str, Measured | str], None] | None = None,
+) -> dict[str, Measured | str]:
+    """Each contestant's figures, or the text of its error; `told` hears of each as soon as it ran a first time."""
     found: dict[str, Measured | str] = {}
     expected: dict[str, float] = {}
     memory: dict[str, float] = {}
     for contestant in contestants:
+        name = contestant.name
         try:
-            expected[contestant.name] = warm(contestant, clock)
-            memory[contestant.name] = clock.memory(contestant)
+            expected[name], memory[name] = warm(contestant, clock)
         except Exception as error:  # noqa: BLE001 - whatever stops a contestant is its result
-            found[contestant.name] = one_line(error)
+            found[name] = one_line(error)
             release()
+        if told is not None:
+            told(name, found[name] if name in found else Measured(expected[name], 0.0, 1, memory[name]))
     share = seconds * 1e3 / max(len(expected), 1)
     rounds = {name: min(max(round(share / ms), clock.least), 200) for name, ms in expected.items()}
     samples = take_turns([c for c in contestants if c.name in expected], rounds, clock)
     return found | {name: summed_up(times, memory[name]) for name, times in samples.items()}
 
 
-def warm(contestant: Contestant, clock: Clock) -> float:
-    """Compiles, fills caches and says how long one run takes, in milliseconds."""
-    for _ in range(2):
-        contestant.go()
+def warm(contestant: Contestant, clock: Clock) -> tuple[float, float]:
+    """Compiles, fills caches and says how long one run takes, in milliseconds, and its peak of memory."""
+    contestant.go()
+    memory = clock.memory(contestant)
     ms = clock.sample(contestant)
     clock.finish()
-    return max(ms(), 1e-3)
+    return max(ms(), 1e-3), memory
 
 
 def take_turns(contestants: Sequence[Contestant], rounds: dict[str, int], clock: Clock) -> dict[str, list[float]]:

@@ -156,8 +156,12 @@ static void flush(Pass *pass, int64_t line, int64_t start)
     if (work->picture) {
         int64_t columns = work->picture_columns, keys = work->key_count, c = block_of(from, columns, keys);
         float *cells = work->picture + (pass->pair * work->picture_rows + line) * columns;
-        for (int64_t j = from; j < to; c++)
-            for (int64_t stop = lesser(edge(c + 1, columns, keys), to); j < stop; j++) cells[c] += sums[j - start];
+        /* Of a short sequence every key has a column of its own: no edges, each of which takes a division. */
+        if (columns == keys)
+            for (int64_t j = from; j < to; j++) cells[j] += sums[j - start];
+        else
+            for (int64_t j = from; j < to; c++)
+                for (int64_t stop = lesser(edge(c + 1, columns, keys), to); j < stop; j++) cells[c] += sums[j - start];
     }
     memset(sums + (from - start), 0, (size_t)(to - from) * sizeof(float));
     pass->from = work->key_count, pass->to = 0;

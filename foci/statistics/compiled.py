@@ -290,7 +290,7 @@ def finished(call: Call, wanted: Wanted, found: dict[str, Tensor]) -> dict[str, 
         found["received"] = found["received"].sum(2)
     if wanted.largest:
         found["largest"] = found["largest"].amax(-1) / LOG2_E
-    if wanted.picture is not None:
+    if wanted.picture is not None and wanted.picture[:2] != (call.q.shape[2], call.k.shape[2]):
         rows, columns, _ = wanted.picture
         found["picture"] /= pooling.areas(rows, columns, call.q.shape[2], call.k.shape[2], call.q.device)
     return found

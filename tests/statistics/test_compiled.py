@@ -138,6 +138,7 @@ SIZES: dict[str, tuple[Arguments, Arguments, tuple[int, int, int]]] = {
     "sharp": (sized(40, 900, 16, sharp=12.0), {"mask": foci.causal}, (8, 7, 7)),
     "64 heaviest": (sized(40, 900, 16), {"mask": foci.causal.at(20)}, (64, 7, 7)),
     "shared keys": (sized(130, 400, 8, 6, 2), {"mask": foci.causal}, (8, 9, 9)),
+    "a picture of every entry": (sized(40, 1700, 4), {"mask": foci.causal}, (8, 40, 1700)),
     "wide": (sized(20, 100, 300), {}, (8, 1, 1)),
     "softcap": (sized(30, 200, 8, sharp=20.0), {"score": foci.Dot(softcap=3.0)}, (8, 4, 4)),
     "a large softcap": (sized(30, 200, 8), {"score": foci.Dot(softcap=5000.0)}, (8, 4, 4)),
