@@ -59,6 +59,47 @@ def test_nothing_waits_for_the_device() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+def test_tokens_are_read_without_waiting() -> None:
+    model, ids = Stack(2).cuda(), torch.randint(50, (1, 300)).cuda()
+    with torch.no_grad(), foci.watch(model, keep=foci.Keep(top=4, picture=16)) as seen:
+        model(ids, is_causal=True)
+    assert list(seen.labels["input"].texts[0]) == [str(number) for number in ids[0].tolist()]
+
+
+def test_the_statistics_of_layers_do_not_pile_up_while_the_device_is_behind() -> None:
+    keep = foci.Keep(top=8, picture=256)
+    few, many = (most_memory(layers, keep) for layers in (4, 24))
+    assert many - few < 4 * keep.nbytes(1, 4, 2048, 2048)
+
+
+def most_memory(layers: int, keep: foci.Keep) -> int:
+    """The peak of a watched pass over a model of so many layers, beyond the model."""
+    model, x = Stack(layers).cuda(), randn(1, 2048, 16).cuda()
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad(), foci.watch(model, keep=keep):
+            # Python is through with all layers before the first one runs.
+            torch.cuda._sleep(200_000_000)
+            model(x, is_causal=True)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_what_left_for_the_host_arrives_whole() -> None:
+    model, x = Stack(12).cuda(), randn(1, 1024, 16).cuda()
+    with torch.no_grad():
+        with foci.watch(model) as lazy:
+            model(x, is_causal=True)
+        with foci.watch(model, keep=foci.Keep(top=4, picture=64)) as seen:
+            torch.cuda._sleep(200_000_000)
+            model(x, is_causal=True)
+    for name in lazy.layers:
+        for question in ("entropy", "received", "distance"):
+            torch.testing.assert_close(getattr(seen[name], question)(), getattr(lazy[name], question)().cpu())
+        torch.testing.assert_close(seen[name].top(4).values, lazy[name].top(4).values.cpu())
+
+
 def test_a_reordered_cache_is_refused_when_the_block_ends() -> None:
     model, x = CachedAttention().cuda(), randn(2, 9, 16).cuda()
     with pytest.raises(ValueError, match="reordered"), torch.no_grad(), foci.watch(model):
