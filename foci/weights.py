@@ -323,7 +323,7 @@ class Weights:
         """The same weights with everything they hold on another device."""
         call, device = self._call, torch.device(device)
         moved = saving.mapped(described(call), lambda tensor: tensor.to(device))
-        call = replace(call, **moved, v=moved["k"], extent=call.extent._replace(device=device))
+        call = replace(call, **moved, v=moved["k"], extent=call.extent._replace(device=moved["q"].device))
         return Weights(call, self._held.lse.to(device), self._batch, self._headed, self._averaged, self._group)
 
     def save(self, path: str | os.PathLike[str]) -> None:

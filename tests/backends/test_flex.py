@@ -21,6 +21,7 @@ from foci import backends
 from foci.algebra import as_mask
 from foci.arguments import Call, prepare
 from foci.backends import flex, programs
+from foci.graphs import captured
 from foci.scores import Dot
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
 
@@ -459,6 +460,44 @@ def test_on_a_gpu_twelve_shapes_stay_compiled(needs_grad: bool) -> None:
             torch.testing.assert_close(found, true, atol=1e-3, rtol=1e-3)
     assert programs.program.cache_info().currsize == 1
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_model_that_is_watched_takes_gradients() -> None:
+    model, x = Watched().cuda(), torch.randn(2, 150, 8, device="cuda")
+    model(x).square().sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with foci.watch(model) as seen:
+        model(x).square().sum().backward()
+    assert seen.calls == 2
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["static", "lengths"])
+def test_on_a_gpu_a_captured_call_attends_by_what_each_replay_finds(mask: str) -> None:
+    """Tables of blocks that were made before would be those of other lengths."""
+    q, lengths = torch.randn(2, 2, 300, 16, device="cuda"), torch.tensor([300, 20], device="cuda")
+
+    def run() -> Tensor:
+        rule = foci.causal & foci.window(40) if mask == "static" else foci.causal & foci.padding(lengths)
+        out = foci.attention(q, q, q, mask=rule, backend="flex")
+        assert isinstance(out, Tensor)
+        return out
+
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.synchronize()
+        graph, out = captured(run)
+        for some in ([300, 20], [20, 300], [150, 0]):
+            lengths.copy_(torch.tensor(some))
+            graph.replay()
+            torch.testing.assert_close(out, run())
 
 
 @pytest.mark.gpu
