@@ -8,6 +8,7 @@ into its page, every entry in decimals: counted from one head, since all of them
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import statistics
@@ -40,6 +41,7 @@ FRAMES = """() => { window.frames_ = new Promise((done) => {
 
 def main() -> int:
     """Measures every record."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     device = torch.device("cpu")
     table = Table(device, COLUMNS, Path(__file__).parent / "results" / f"page-{machine_of(device)}.csv")
     with browser() as chromium:

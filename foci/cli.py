@@ -1,6 +1,7 @@
 """The command line: one line for each command, which is in a file of its own or below."""
 
 import argparse
+import io
 import os
 import signal
 import subprocess
@@ -55,6 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; gives the exit status: 0, 2 where the input was bad, 1 where something else went wrong."""
+    open_streams()
     options = parsed(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         # A terminal that cannot show a character shows a question mark instead of a traceback.
@@ -79,8 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A disk that is full, a file that may not be read: what the system says, and about which file.
         said = f"{problem.filename}: {problem.strerror}" if problem.filename and problem.strerror else str(problem)
         print(f"foci {options.command}: {said}", file=sys.stderr)
-        return FAILED
+        return BAD_INPUT if isinstance(problem, FileNotFoundError) else FAILED
     return status
+
+
+def open_streams() -> None:
+    """Where stdout or stderr was closed Python has none, and nobody reads what is said there."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, io.StringIO())
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

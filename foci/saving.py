@@ -71,7 +71,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 def load(path: str | os.PathLike[str], kind: str = FORMAT) -> dict[str, Any]:
     """What `save` was given; raises ValueError where the file does not say that."""
-    with safetensors().safe_open(os.fspath(path), framework="pt") as file:
+    with opened(path) as file:
         written = (file.metadata() or {}).get("foci")
         if written is None:
             raise ValueError("expected a safetensors file with an entry 'foci' in its metadata, but it has none")
@@ -87,6 +87,12 @@ def load(path: str | os.PathLike[str], kind: str = FORMAT) -> dict[str, Any]:
     if content.get("checksum") != checksum(tensors):
         raise ValueError("expected tensors with the checksum that was saved with them, but they were changed since")
     return described
+
+
+def opened(path: str | os.PathLike[str]) -> Any:
+    """A safetensors file to read from; the package says of one that may not be read that it is not there."""
+    Path(path).open("rb").close()
+    return safetensors().safe_open(os.fspath(path), framework="pt")
 
 
 def packed(thing: Any, tensors: dict[str, Tensor], name: str, seen: dict[Any, str]) -> Any:

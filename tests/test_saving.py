@@ -114,6 +114,13 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "w").read_bytes() == before
 
 
+def test_a_file_that_may_not_be_read_is_not_called_missing(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for load in (foci.Weights.load, foci.Record.load, foci.nn.Encoder.load):
+        with pytest.raises(OSError, match=r"Too many levels of symbolic links: '.*loop'"):
+            load(tmp_path / "loop")
+
+
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"the folder of .*w must be there to save into it, but .*none is not"):
         lazy(CASES["causal"]()).save(tmp_path / "none" / "w")

@@ -15,14 +15,11 @@ from foci.tasks.task import Task
 
 def loaded(path: Path, changes: Sequence[str], device: str = "auto") -> tuple[Task[Any, Any], Model]:
     """A task and its model, on the device that is asked for."""
-    import torch
-
+    from foci.looking import device_of
     from foci.tasks.trained import load
     from foci.training.config import put
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    task, model, _ = load(path, device=device)
+    task, model, _ = load(path, device=device_of(device))
     table: dict[str, Any] = {}
     for change in changes:
         put(table, change)

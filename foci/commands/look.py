@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from foci.commands.writing import check_out
+from foci.commands.writing import check_out, check_text
 
 EXAMPLES = """\
 examples:
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
     quieten()
     check_out(options.out)
-    record = look(" ".join(options.text), options.model, device=options.device, say=tell)
+    record = look(check_text(" ".join(options.text)), options.model, device=options.device, say=tell)
     head = int(options.head) if options.head is not None and options.head.isdigit() else options.head
     if options.out is None:
         record.show(options.word, head, options.layer, by_token=options.tokens)

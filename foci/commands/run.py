@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from foci.commands.writing import check_out
+from foci.commands.writing import check_out, check_text
 
 if TYPE_CHECKING:
     from foci.nn.model import Model
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         for some in in_groups(inputs(options), 1 if one_by_one else TOGETHER):
             # Answers and the lines of a file stay side by side.
             asked = [each for each in some if options.inputs or each.strip()]
-            given = [task.given(each) for each in asked]
+            given = [task.given(check_text(each)) for each in asked]
             count, cut = count + len(given), cut + sum(map(task.is_cut, given))
             if given and (options.show or as_record):
                 looked(task, model, given[0], options.show, options.out if as_record else None, file)
@@ -91,7 +91,7 @@ def looked(task: Task[Any, Any], model: Model, given: Any, show: bool, out: Path
 
 def is_typed(options: argparse.Namespace) -> bool:
     """Whether somebody types line after line, and waits for the answer to each."""
-    return not options.inputs and options.file is None and sys.stdin.isatty()
+    return not options.inputs and options.file is None and sys.stdin is not None and sys.stdin.isatty()
 
 
 def inputs(options: argparse.Namespace) -> Iterator[str]:
@@ -104,6 +104,8 @@ def inputs(options: argparse.Namespace) -> Iterator[str]:
         from foci.inputs.tables import text_of
 
         yield from text_of(options.file).splitlines()
+    elif sys.stdin is None:
+        raise ValueError("expected inputs, a file of them or lines of stdin, but stdin is closed")
     else:
         for line in sys.stdin:
             yield line.rstrip("\n")

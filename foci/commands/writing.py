@@ -1,4 +1,4 @@
-"""Where a command writes: what cannot be written is said before a model runs for it."""
+"""What a command cannot write, or cannot read as text, is said before a model runs for it."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def check_place(path: Path, option: str) -> None:
         raise ValueError(f"expected a folder for {option}, but {path.parent} is not there")
     if path.is_dir():
         raise ValueError(f"expected a file for {option}, but {path} is a folder")
+
+
+def check_text(text: str) -> str:
+    """The text; refuses bytes that are no UTF-8, which Python lets through from a terminal or a pipe."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"expected a text in UTF-8, but got {text[:60]!r}") from error
+    return text

@@ -116,7 +116,7 @@ def text_of(path: Path) -> str:
 def opened(path: Path) -> BinaryIO:
     """The bytes of a file, unpacked."""
     if not path.is_file():
-        found = "a folder" if path.is_dir() else "nothing"
+        found = "a folder" if path.is_dir() else "something else" if path.exists() else "nothing"
         raise ValueError(f"expected a file at {path}, but there is {found}")
     if path.suffix == ".gz":
         return cast("BinaryIO", gzip.open(path, "rb"))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from foci.nn.config import Config
-from foci.saving import checksum, safetensors, write
+from foci.saving import checksum, opened, write
 
 FORMAT = "foci.model/1"
 
@@ -70,10 +70,10 @@ class Model(nn.Module):
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and the tensors of a model file."""
     try:
-        with safetensors().safe_open(os.fspath(path), framework="pt") as file:
+        with opened(path) as file:
             header = json.loads((file.metadata() or {}).get("foci", "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
+    except OSError:
         raise
     except Exception as error:
         raise ValueError(f"{os.fspath(path)} is not a whole safetensors file: {error}") from error

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foci.nn.model import FORMAT, Model, each_once, fill, kind_named
-from foci.saving import checksum, safetensors, write_tensors
+from foci.saving import checksum, opened, write_tensors
 from foci.tasks import find
 from foci.tasks.task import Task
 
@@ -110,9 +110,11 @@ def read(paths: list[Path]) -> tuple[list[dict[str, Any]], dict[str, Tensor], di
     described = None
     for path in paths:
         try:
-            with safetensors().safe_open(str(path), framework="pt") as file:
+            with opened(path) as file:
                 metadata = file.metadata() or {}
                 own = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except OSError:
+            raise
         except Exception as error:
             raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
         header = json.loads(metadata.get("foci", "{}"))

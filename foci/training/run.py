@@ -49,6 +49,8 @@ class Run:
 def opened(config: RunConfig, folder: Path, processes: Processes, *, resume: bool) -> Run:
     """Begins a run in a folder that has none, or goes on with the one that it has."""
     about = folder / "run.json"
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"expected a folder for the run, but {folder} is a file")
     if resume and not about.exists():
         raise ValueError(f"expected a run to resume in {folder}, but there is none")
     if not resume and about.exists():

@@ -75,6 +75,21 @@ def test_somebody_who_types_waits_for_each_answer(
     assert said == [0, 1, 1]
 
 
+def test_closed_streams_end_without_a_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    with monkeypatch.context() as closed:
+        closed.setattr("sys.stdin", None)
+        assert cli.main(["run", "translation"]) == 2
+        assert "but stdin is closed" in capsys.readouterr().err
+    for name in ("stdout", "stderr"):
+        with monkeypatch.context() as closed:
+            closed.setattr(f"sys.{name}", None)
+            assert cli.main(["run", "translation", "ab " * 300]) == 0
+    assert "answered by a part" not in capsys.readouterr().out
+
+
 def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(_options: object) -> int:
         raise KeyboardInterrupt
@@ -193,6 +208,15 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
         (["run", "translation", ""], "expected a sentence to translate, but got none"),
         (["run", "generation", "x", "--model", "runs/translation"], "expected a model for generation, but"),
         (["run", "speech", "x"], "expected a model for speech: train one"),
+        (["run", "translation", "a", "\udcff"], r"expected a text in UTF-8, but got '\udcff'"),
+        (["look", "\udcff", "--model", "runs/translation"], r"expected a text in UTF-8, but got '\udcff'"),
+        (["run", "translation", "a", "--device", "cuda"], "expected a GPU for the device cuda, but"),
+        (["evaluate", "runs/translation", "--device", "cuda"], "expected a GPU for the device cuda, but"),
+        (
+            ["train", "translation", "--data", "pairs.tsv", "--out", "pairs.tsv"],
+            "a folder for the run, but pairs.tsv is",
+        ),
+        (["train", "translation", "--data", "/dev/null", "--out", "new"], "at /dev/null, but there is something else"),
         (["run", "translation", "a", "--set", "train.rate=1"], "takes changes of [task] only, but got train"),
         (["run", "translation", "a", "b", "--out", "page.html"], "takes the attention to one input, but got 2"),
         (["train", "translation", "--out", "new"], "expected the data to train on (--data), but got none"),
@@ -222,6 +246,7 @@ def test_bad_input_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (folder / "folder.txt").mkdir(exist_ok=True)
     if "speech" in arguments:
         monkeypatch.setattr("foci.__file__", str(folder / "foci" / "__init__.py"))
