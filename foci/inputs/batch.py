@@ -42,6 +42,21 @@ def rounded(length: int, multiple: int = MULTIPLE) -> int:
     return -(-length // multiple) * multiple
 
 
+def longest_first(sizes: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
+    """Which examples are taken together, by their places: of similar size, padded no more than a budget.
+
+    >>> longest_first([2, 5, 1, 4], budget=10)
+    [[1, 3], [0, 2]]
+    """
+    order = sorted(range(len(sizes)), key=lambda place: -sizes[place])
+    groups = []
+    while order:
+        count = max(budget // rounded(sizes[order[0]], multiple), 1)
+        groups.append(order[:count])
+        order = order[count:]
+    return groups
+
+
 def real(lengths: Tensor, width: int) -> Tensor:
     """True where a token is no padding: bool (B, width)."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]

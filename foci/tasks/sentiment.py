@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.inputs.batch import padded
+from foci.inputs.batch import longest_first, padded
 from foci.inputs.tables import good_rows, only, rows
 from foci.inputs.text import PAD, SPECIAL, UNKNOWN, Tokenizer, TokenizerKind, from_json, learned, to_json
 from foci.labels import Labels
@@ -211,11 +211,8 @@ class Sentiment(Task[Labelled, Guess]):
 
     def decode(self, model: nn.Module, examples: Sequence[Labelled]) -> list[Guess]:
         device = next(model.parameters()).device
-        order = sorted(range(len(examples)), key=lambda place: -self.size(examples[place]))
         found = [Guess("", 0.0)] * len(examples)
-        while order:
-            count = max(TOGETHER // self.size(examples[order[0]]), 1)
-            group, order = order[:count], order[count:]
+        for group in longest_first([self.size(each) for each in examples], TOGETHER):
             tokens, lengths = padded([self.tokens(examples[place]) for place in group], PAD, multiple=1)
             shares, numbers = model(tokens.to(device), padding=lengths.to(device)).logits.float().softmax(-1).max(-1)
             for place, number, share in zip(group, numbers.tolist(), shares.tolist(), strict=True):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Beam, generate
-from foci.inputs.batch import padded
+from foci.inputs.batch import longest_first, padded
 from foci.inputs.shelf import Shelf
 from foci.inputs.tables import good_rows, only, rows
 from foci.inputs.text import PAD, START, STOP, Tokenizer, from_json, learned, to_json
@@ -170,11 +170,8 @@ class Speech(Task[Recording, str]):
         return loss, (targets != PAD).sum()
 
     def decode(self, model: nn.Module, examples: Sequence[Recording]) -> list[str]:
-        order = sorted(range(len(examples)), key=lambda place: -self.size(examples[place]))
         answers = [""] * len(examples)
-        while order:
-            count = max(TOGETHER // self.size(examples[order[0]]), 1)
-            group, order = order[:count], order[count:]
+        for group in longest_first([self.size(each) for each in examples], TOGETHER):
             tokens = self.written(cast("SpeechEncoder", model), [self.frames(examples[place]) for place in group])
             for place, row in zip(group, tokens, strict=True):
                 answers[place] = self.tokenizer.decode(row)

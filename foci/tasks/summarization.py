@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Beam, generate
-from foci.inputs.batch import padded, real
+from foci.inputs.batch import longest_first, padded, real
 from foci.inputs.tables import good_rows, only, rows
 from foci.inputs.text import PAD, START, STOP, UNKNOWN, Tokenizer, TokenizerKind, from_json, learned, to_json
 from foci.nn.config import Config
@@ -207,12 +207,9 @@ class Summarization(Task[Document, str]):
     def decode(self, model: nn.Module, examples: Sequence[Document]) -> list[str]:
         """Beam search, documents of similar length together."""
         sources = [self.source(each) for each in examples]
-        order = sorted(range(len(sources)), key=lambda place: -len(sources[place]))
         answers = [""] * len(sources)
         together = TOGETHER.get(next(model.parameters()).device.type, TOGETHER["cpu"])
-        while order:
-            count = max(together // len(sources[order[0]]) // self.settings.beam, 1)
-            group, order = order[:count], order[count:]
+        for group in longest_first([len(row) for row in sources], together // self.settings.beam):
             for place, row in zip(group, self.written(model, [sources[place] for place in group]), strict=True):
                 answers[place] = self.tokenizer.decode(row)
         return answers

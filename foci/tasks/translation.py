@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Answer, Beam, generate
-from foci.inputs.batch import padded, real
+from foci.inputs.batch import longest_first, padded, real
 from foci.inputs.text import PAD, START, STOP, Tokenizer, TokenizerKind, from_json, learned, to_json
 from foci.nn.config import Config
 from foci.nn.model import Model
@@ -155,12 +155,9 @@ class Translation(Task[Pair, str]):
     def decode(self, model: nn.Module, examples: Sequence[Pair]) -> list[str]:
         """Beam search, sentences of similar length together."""
         sources = [self._read(example.source) for example in examples]
-        order = sorted(range(len(sources)), key=lambda place: -len(sources[place]))
         answers = [""] * len(sources)
         together = DECODED.get(next(model.parameters()).device.type, DECODED["cpu"])
-        while order:
-            count = max(together // len(sources[order[0]]) // self.settings.beam, 1)
-            group, order = order[:count], order[count:]
+        for group in longest_first([len(row) for row in sources], together // self.settings.beam):
             for place, answer in zip(group, self._answers(model, [sources[place] for place in group]), strict=True):
                 answers[place] = self.tokenizer.decode(answer.tokens)
         return answers

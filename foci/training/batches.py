@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from foci.inputs.batch import MULTIPLE, rounded
+from foci.inputs.batch import MULTIPLE
 from foci.tasks.task import Task
 
 Item = TypeVar("Item")
@@ -102,17 +102,6 @@ def dealt(sizes: Sequence[int], budget: int, parts: int, generator: torch.Genera
         batches.append(ordered[first : first + count])
         first += count
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-
-
-def in_order(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Which examples make each batch of a part that is only measured: nothing is left to chance."""
-    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    batches = []
-    while order:
-        count = max(budget // rounded(sizes[order[0]]), 1)
-        batches.append(order[:count])
-        order = order[count:]
-    return batches
 
 
 def number_from(*parts: object) -> int:

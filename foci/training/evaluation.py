@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from foci.inputs.batch import MULTIPLE, longest_first
 from foci.tasks.task import Task
-from foci.training.batches import in_order, seeded
+from foci.training.batches import seeded
 from foci.training.distributed import Processes
 
 
@@ -19,7 +20,7 @@ def mean_loss(
 ) -> float:
     """The loss per target, without label smoothing; every process takes a part of the batches."""
     examples = task.epoch(examples, False, seeded("evaluation"))
-    batches = in_order([task.size(example) for example in examples], budget)
+    batches = longest_first([task.size(example) for example in examples], budget, MULTIPLE)
     totals = torch.zeros(2, dtype=torch.float64, device=processes.device)
     # All take equally many, because a model that is shared out is computed by all together.
     for first in range(0, len(batches), processes.world):

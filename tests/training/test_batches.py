@@ -4,7 +4,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from foci.training.batches import dealt, in_advance, in_order, number_from, seeded
+from foci.inputs.batch import MULTIPLE, longest_first
+from foci.training.batches import dealt, in_advance, number_from, seeded
 
 SIZES = [3, 50, 7, 8, 9, 17, 50, 2, 31, 12, 5, 5, 5, 40, 1] * 4
 
@@ -28,7 +29,7 @@ def test_the_order_depends_on_the_seed_alone() -> None:
     assert dealt(SIZES, 64, 1, seeded(1, 2)) == dealt(SIZES, 64, 1, seeded(1, 2))
     assert dealt(SIZES, 64, 1, seeded(1, 2)) != dealt(SIZES, 64, 1, seeded(1, 3))
     assert number_from(1, "epoch", 2) == 3924597110019656317
-    assert [len(batch) for batch in in_order([5, 50, 5], 64)] == [1, 2]
+    assert [len(batch) for batch in longest_first([5, 50, 5], 64, MULTIPLE)] == [1, 2]
 
 
 def test_a_thread_makes_the_same_items_and_passes_errors_on() -> None:
