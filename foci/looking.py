@@ -68,7 +68,7 @@ def look(
         task, own, _ = load(Path(place), device=device)
         given = task.given(text)
         if task.is_cut(given):
-            say("the text is longer than the model reads (task.max_length): what is shown is a part of it")
+            say("the text is longer than the model reads: what is shown is a part of it")
         return task.show(own, given)
     return Reader(place, device, say).look(text, new_tokens)
 

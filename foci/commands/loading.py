@@ -46,4 +46,4 @@ def tell_cut(command: str, count: int, total: int) -> None:
     """How many inputs were too long to be read whole, beside the answers and not among them."""
     if count:
         which = f"{count} of {total} inputs {'is' if count == 1 else 'are'} longer than the model reads"
-        print(f"foci {command}: {which} (task.max_length): answered by a part of it", file=sys.stderr, flush=True)
+        print(f"foci {command}: {which}: answered by a part of it", file=sys.stderr, flush=True)

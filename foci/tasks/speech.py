@@ -24,7 +24,7 @@ from foci.inputs.tables import good_rows, only, rows
 from foci.inputs.text import PAD, START, STOP, Tokenizer, from_json, learned, to_json
 from foci.labels import Labels
 from foci.nn.model import Model
-from foci.nn.speech import SpeechEncoder, read_ctc
+from foci.nn.speech import SpeechConfig, SpeechEncoder, read_ctc
 from foci.record import Record
 from foci.tasks.hearing import SpeechSettings, frames_of, heard, spread, varied_frames
 from foci.tasks.showing import record_of
@@ -124,6 +124,17 @@ class Speech(Task[Recording, str]):
             own.size, features=len(self.std), vocabulary=self.tokenizer.vocabulary, ctc=own.ctc > 0.0, **changes
         )
 
+    @property
+    def longest(self) -> int:
+        """As many frames as become the states that a model has positions for: minutes."""
+        config = cast("SpeechConfig", SpeechEncoder.sizes[self.settings.size])
+        halvings = config.halvings if self.settings.halvings is None else self.settings.halvings
+        return config.max_length << halvings
+
+    def is_cut(self, example: Recording) -> bool:
+        """Of a longer recording the beginning is heard."""
+        return self.size(example) > self.longest
+
     def size(self, example: Recording) -> int:
         """How many frames it has."""
         given = self._sounds(example.path)
@@ -148,7 +159,7 @@ class Speech(Task[Recording, str]):
         if made.shape[1] != len(self.std):
             wanted = f"{len(self.std)} numbers per frame, as the first recordings have"
             raise ValueError(f"{example.path}: expected {wanted}, but got {made.shape[1]}")
-        return made / self.std
+        return made[: self.longest] / self.std
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         share = self.settings.ctc

@@ -133,7 +133,7 @@ def test_what_is_too_long_is_cut_and_said_in_one_line(
     else:
         arguments = ["evaluate", str(model), "--data", str(data), "--answers", str(answers)]
     assert cli.main(arguments) == 0
-    said = f"foci {command}: 1 of 3 inputs is longer than the model reads (task.max_length): answered by a part of it\n"
+    said = f"foci {command}: 1 of 3 inputs is longer than the model reads: answered by a part of it\n"
     assert capsys.readouterr().err == said
     assert len(answers.read_text().splitlines()) == 3
 

@@ -184,3 +184,18 @@ def test_errors_are_counted_as_jiwer_counts_them(monkeypatch: pytest.MonkeyPatch
     assert (counted[2], alone[2]) == ("jiwer", "edits")
     assert counted[:2] == pytest.approx(alone[:2])
     assert 0.3 < alone[0] < 1.0
+
+
+def test_of_a_recording_that_is_too_long_the_beginning_is_heard(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    settings = SpeechSettings(size="tiny", halvings=0, width=16, heads=2, layers=1, ctc=1.0)
+    paths = [tmp_path / name for name in ("long.npy", "beginning.npy", "short.npy")]
+    frames = numpy.random.default_rng(1).normal(size=(4100, 4)).astype("float32")
+    for path, count in zip(paths, (4100, 4096, 10), strict=True):
+        numpy.save(path, frames[:count])
+    examples = [Recording(str(path), "a") for path in paths]
+    task = Speech.start(settings, examples[2:])
+    assert [task.is_cut(each) for each in examples] == [True, False, False]
+    assert [len(task.frames(each)) for each in examples] == [4096, 4096, 10]
+    with torch.no_grad():
+        assert len(task.decode(task.model().eval(), examples[::2])) == 2
