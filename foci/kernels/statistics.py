@@ -74,18 +74,6 @@ def bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
 
 
 @triton.jit
-def put(pointers, x, mask, DIRECT: tl.constexpr):
-    """Stores x. DIRECT: by the threads that hold it, several of them the same, and not through shared memory first."""
-    if DIRECT:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }", "=r,l,f,r",
-            [pointers.to(tl.int64), x, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        tl.store(pointers, x, mask=mask)
-
-
-@triton.jit
 def turns(start, stop, s, SEGMENTS: tl.constexpr):
     """The tiles of segment s from start to stop, every SEGMENTS-th: the first, and how many."""
     first = start + (s + SEGMENTS - start % SEGMENTS) % SEGMENTS
@@ -94,7 +82,8 @@ def turns(start, stop, s, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def step(
-    t, tag, queries, i, lse, low, high, weights, slope, k, columns, picture, picture_row,
+    t, tag, queries, i, lse, low, high, weights, slope, k, k_tiles, batch, key_head,
+    columns, picture, picture_row,
     query_ids, key_ids, dense, dense_query, dense_key,
     entropy, distance, largest, best, second, third, cells_before, column_before,
     offset, Tq, Tk, D, k_key, scale, softcap, picture_scale, picture_rows, picture_columns,
@@ -103,14 +92,16 @@ def step(
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, DIRECT: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile: keys t * BK and on, for all queries of the program."""
     j = t * BK + tl.arange(0, BK)
     d = tl.arange(0, BD)
     places = k + tl.cast(t * BK, tl.int64) * k_key + tl.arange(0, BK)[:, None] * k_key + d[None, :]
-    if MASKED:
+    if k_tiles is not None:
+        # The copy engine leaves the threads alone, and puts zeros where there is no key.
+        keys = tl.reshape(k_tiles.load([batch, key_head, t * BK, 0]), (BK, BD))
+    elif MASKED:
         keys = tl.load(places, mask=(j[:, None] < Tk) & (d[None, :] < D), other=0.0)
     elif EVEN:
         keys = tl.load(places)
@@ -172,7 +163,7 @@ def step(
                 old = tl.where(entered, old, cells_before)
                 cells = cells + old if PICTURE == 1 else tl.maximum(cells, old)
                 cells_before = cells
-            put(into, cells, there, DIRECT)
+            tl.store(into, cells, mask=there)
         if RECEIVED:
             if WEIGHTED:
                 received = tl.sum(p * weights[None, :], 1)
@@ -180,13 +171,13 @@ def step(
                 received = tl.sum(rows, 1)
             else:
                 received = tl.sum(p, 1)
-            put(columns + j, before + received, j < Tk, DIRECT)
+            tl.store(columns + j, before + received, mask=j < Tk)
     return entropy, distance, largest, best, second, third, cells_before, column_before
 
 
 @triton.jit
 def statistics(
-    q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights,
+    q, k, k_tiles, lse, spans, query_ids, key_ids, dense, slopes, query_weights,
     entropy, distance, largest, columns, picture, best, second, third,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
@@ -200,14 +191,13 @@ def statistics(
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, DIRECT: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, slot) serves every `slots`-th tile of queries, back and forth, the longest causal rows first.
 
-    columns is (pairs, slots, Tk): each program adds to its own. picture is (pairs, picture_rows, picture_columns),
-    zeros; PICTURE is 0 none, 1 mean, 2 max. best and second are (pairs, SEGMENTS, BK // 2, queries), third is
-    (pairs, SEGMENTS, BK // 16, queries).
+    k_tiles is the keys as the copy engine takes them, or None. columns is (pairs, slots, Tk): each program adds to its
+    own. picture is (pairs, picture_rows, picture_columns), zeros; PICTURE is 0 none, 1 mean, 2 max. best and second
+    are (pairs, SEGMENTS, BK // 2, queries), third is (pairs, SEGMENTS, BK // 16, queries).
     """
     pair = first_pair + tl.program_id(0) // slots
     slot = tl.program_id(0) % slots
@@ -275,7 +265,8 @@ def statistics(
                             if kind == 0:
                                 u = tl.where(n < count_before, before, behind - count_before * SEGMENTS) // SEGMENTS + n
                             sum_entropy, sum_distance, highest, first_best, next_best, third_best, cells, column = step(
-                                u * SEGMENTS + s, u, queries, i, rows, low, high, weights, slope, k, columns, picture,
+                                u * SEGMENTS + s, u, queries, i, rows, low, high, weights, slope,
+                                k, k_tiles, pair // H, h // group, columns, picture,
                                 (tile * BQ) // CELL_QUERIES, query_ids, key_ids, dense, dense_query, dense_key,
                                 sum_entropy, sum_distance, highest, first_best, next_best, third_best, cells, column,
                                 offset, Tq, Tk, D, k_key, scale, softcap,
@@ -283,7 +274,7 @@ def statistics(
                                 kind == 0, SPANS, SOFTCAP, ALIBI, IDS, DENSE,
                                 ENTROPY, DISTANCE, LARGEST, RECEIVED, WEIGHTED,
                                 PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, TOP, TAG_BITS,
-                                BQ, BK, BD, EVEN, PRECISION, DIRECT,
+                                BQ, BK, BD, EVEN, PRECISION,
                             )  # fmt: skip
                 if TOP:
                     # Queries lie side by side, so that choosing takes one thread per query or two.

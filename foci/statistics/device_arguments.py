@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.statistics.tiling import Cells
+from foci.backends.cuda_sdpa import HALF, hopper_or_later
+from foci.statistics.tiling import Cells, Config
 from foci.statistics.wanted import Wanted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -121,6 +122,27 @@ def inputs(
         DENSE=dense is not None, SOFTCAP=softcap is not None, ALIBI=slopes is not None,
         BD=max(16, 2 ** math.ceil(math.log2(q.shape[3]))),
     )  # fmt: skip
+
+
+def key_tiles(k: Tensor, width: int, config: Config) -> Any:
+    """k (B, G, Tk, D) as the copy engine fetches it, a tile at a time; None where it cannot, and threads load the keys.
+
+    It takes addresses and steps of 16 bytes only. What a tile has beyond the keys or their width is 0.
+    """
+    steps = [stride * k.element_size() for stride in k.stride()[:-1]]
+    regular = k.stride(-1) == 1 and k.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+    if not (config.fetched and regular and k.dtype in HALF and has_copy_engine(k.device)):
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(k, [1, 1, config.keys, width])
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Hopper and later; Triton's interpreter has one too."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and hopper_or_later(device.index)
 
 
 def batch_stride(x: Tensor | None) -> int:

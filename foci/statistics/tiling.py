@@ -21,7 +21,7 @@ class Config:
     """One way to cut.
 
     per_processor: programs that share a multiprocessor; registers: at most so many per thread, that they may;
-    fine: keys per sum of a picture; direct: sums are stored by the threads that hold them (on a GPU; not yet timed);
+    fine: keys per sum of a picture; fetched: the copy engine fetches the keys, where the device has one that can;
     choosing: queries of a program that chooses the heaviest keys; refining: keys that are read again at a time, the
     warps that read them, and programs that share a multiprocessor.
     """
@@ -37,7 +37,7 @@ class Config:
     refining_warps: int = 4
     refining_programs: int = 4
     registers: int | None = None
-    direct: bool = False
+    fetched: bool = True
 
 
 def default(width: int, dtype: torch.dtype, wanted: Wanted) -> Config:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.statistics.device_arguments import check, inputs, picture_arguments, weights_arguments
+from foci.statistics.device_arguments import check, inputs, key_tiles, picture_arguments, weights_arguments
 from foci.statistics.tiling import (
     BUDGET,
     CLASSES_PER_BOUND,
@@ -95,6 +95,7 @@ def sweep(
     kept = candidates(q, plan, config.queries, classes) if wanted.top else {}
     unused = arguments["lse"]
     common = weights_arguments(query_weights, arguments["lse"])
+    common["k_tiles"] = key_tiles(arguments["k"], arguments["BD"], config)
     common |= picture_arguments(wanted, fit, k.shape[2], twice=arguments["SPANS"] == 2)
     common |= {name: (buffers | kept).get(name, unused) for name in WRITTEN} | {"picture": buffers.get("cells", unused)}
     common |= {"ENTROPY": wanted.entropy, "DISTANCE": wanted.distance, "LARGEST": wanted.largest}
@@ -117,7 +118,6 @@ def run(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, confi
     kernel[(launch.pairs * common["slots"],)](
         **arguments, **common, first_pair=launch.first_pair, first_tile=launch.first_tile, tiles=launch.tiles,
         BQ=config.queries, BK=config.keys, EVEN=arguments["D"] == arguments["BD"], PRECISION=precision(arguments["q"]),
-        DIRECT=config.direct and arguments["q"].device.type == "cuda",
         num_warps=config.warps, num_stages=config.stages,
         **({} if config.registers is None else {"maxnreg": config.registers}),
     )  # fmt: skip

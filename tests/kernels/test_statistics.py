@@ -1,6 +1,7 @@
 """The pass over the tiles against the dense matrix in float64, by definition. Runs in Triton's interpreter on a CPU."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ pytest.importorskip("triton")
 
 from foci.statistics import tiling
 from foci.statistics import triton as triton_statistics
+from foci.statistics.device_arguments import has_copy_engine, key_tiles
 from foci.statistics.tiling import Config, cells, classes_for, launches, segments_for, slots
 from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
@@ -26,10 +28,10 @@ def _nan_in_fresh_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def within_nan(x: Tensor) -> Tensor:
+def within_nan(x: Tensor, beyond: int = 5) -> Tensor:
     """The same values as a view into memory that is NaN all around: what is read past the end is noticed."""
     b, h, t, d = x.shape
-    around = torch.full((b, t + 3, h, d + 5), torch.nan, dtype=x.dtype, device=x.device)
+    around = torch.full((b, t + 3, h, d + beyond), torch.nan, dtype=x.dtype, device=x.device)
     around[:, 1 : t + 1, :, :d] = x.transpose(1, 2)
     return around[:, 1 : t + 1, :, :d].transpose(1, 2)
 
@@ -250,6 +252,65 @@ def test_half_precision_inputs_lose_nothing_more(dtype: torch.dtype) -> None:
     close(got["received"], weights.sum(-2), 1e-5)
     close(got["picture"], pooled(weights, 3, 5, "mean"))
     check_top(got, case, 4)
+
+
+def fetched_one_head() -> Case:
+    return causal(heads=(1, 1), queries=33, keys=33, width=32, dtype=torch.float16)
+
+
+def fetched_odd_and_grouped() -> Case:
+    return causal(heads=(4, 2), queries=17, keys=49, width=24, dtype=torch.float16, batch=2)
+
+
+def fetched_two_runs() -> Case:
+    return span_case([[(0, 5), (i + 30, i + 45)] for i in range(20)], keys=70, width=8, dtype=torch.float16)
+
+
+def fetched_documents() -> Case:
+    case = Case(queries=35, keys=35, width=40, dtype=torch.float16)
+    ids = torch.arange(35, device=DEVICE)[None] // 12
+    case.seen &= ids[:, :, None] == ids[:, None, :]
+    case.options |= {"query_ids": ids, "key_ids": ids}
+    return case
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and not has_copy_engine(torch.device("cuda", 0)), reason="a GPU before Hopper")
+@pytest.mark.parametrize("beyond", [0, 8])
+@pytest.mark.parametrize("make", [fetched_one_head, fetched_odd_and_grouped, fetched_two_runs, fetched_documents])
+def test_keys_that_the_copy_engine_fetches(make, beyond: int) -> None:
+    case = make()
+    weights, lse = case.truth()
+    q, k = within_nan(case.q), within_nan(case.k, beyond)
+    assert key_tiles(k, 32, SMALL) is not None
+    picture = (min(4, q.shape[2]), 5, "mean")
+    wanted = Wanted(entropy=True, received=True, largest=True, picture=picture, top=3)
+    got = statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, config=SMALL, **case.options)
+    close(got["entropy"], torch.special.entr(weights).sum(-1))
+    close(got["received"], weights.sum(-2), 1e-5)
+    close(got["largest"], case.logits().amax((-1, -2)), 1e-5)
+    close(got["picture"], pooled(weights, *picture))
+    check_top(got, case, 3)
+
+
+def test_what_the_copy_engine_cannot_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foci.statistics.device_arguments.has_copy_engine", lambda device: True)
+    k = torch.zeros(2, 3, 40, 32, dtype=torch.float16)
+    for whole in (k, k.transpose(1, 2), k[:, :, 1:], k[..., 8:24], k[:, :, ::2]):
+        assert key_tiles(whole, 32, SMALL) is not None
+    odd = torch.zeros(2, 3, 40, 36, dtype=torch.float16)
+    no_steps = k[:1].expand(2, 3, 40, 32)
+    for refused in (k.float(), k[..., 4:20], odd[..., :32], no_steps, k[..., ::2]):
+        assert key_tiles(refused, 32, SMALL) is None
+    assert key_tiles(k, 32, replace(SMALL, fetched=False)) is None
+
+
+@pytest.mark.parametrize(("hip", "hopper", "has"), [(None, True, True), (None, False, False), ("6.4", True, False)])
+def test_which_devices_have_a_copy_engine(
+    hip: str | None, hopper: bool, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foci.statistics.device_arguments.hopper_or_later", lambda index: hopper)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert has_copy_engine(torch.device("cuda", 0)) is has
 
 
 @pytest.mark.parametrize("shape", [(24,), (1, 2, 24)])
