@@ -6,7 +6,7 @@ READY := .venv/.ready
 .PHONY: look test check bench gpu clean
 
 look: $(READY)
-	@$(BIN)/foci explain "Jane is hungry, and she's really craving pasta from Italy."
+	@$(BIN)/foci look "Jane is hungry, and she's really craving pasta from Italy."
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto

@@ -230,6 +230,20 @@ def telling(record: Record, batch: int = 0) -> Choice:
     crossing = [layer for layer in layers if layer.queries != layer.keys]
     if crossing:
         return mean_of(record, max(crossing, key=clearness))
+    return telling_of(record, layers, batch)
+
+
+def reading_of(record: Record, alignment: Choice, batch: int = 0) -> Choice | None:
+    """The head to begin with of what reads the text that an alignment looks at; None where nothing does."""
+    source = alignment.layer.keys
+    layers = [layer for layer in record.layers.values() if layer.queries == layer.keys == source]
+    if alignment.layer.queries == source or not layers or record.labels_of(layers[0])[1].kind != "tokens":
+        return None
+    return telling_of(record, layers, batch)
+
+
+def telling_of(record: Record, layers: Sequence[Layer], batch: int) -> Choice:
+    """The head to begin with among layers of one sequence."""
     if record.labels_of(layers[0])[1].kind == "patches" or not all(map(quickly_asked, layers)):
         return mean_of(record, layers[-1])
     found = [far(record, layer, batch).mean(1) for layer in layers]

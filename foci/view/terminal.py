@@ -15,7 +15,20 @@ from foci.record import Record
 from foci.terminal import clip
 from foci.view import heads, matrix, patches, words
 from foci.view.printable import isolated, printable
-from foci.view.reading import Choice, Unit, choose, far, find, picture, quickly_asked, shares, shortened, sides, telling
+from foci.view.reading import (
+    Choice,
+    Unit,
+    choose,
+    far,
+    find,
+    picture,
+    quickly_asked,
+    reading_of,
+    shares,
+    shortened,
+    sides,
+    telling,
+)
 from foci.view.sheet import Sheet
 
 # Above so many entries a picture that was not kept takes too long to draw.
@@ -67,6 +80,9 @@ def render(
     write_title(sheet, record)
     if not asked:
         heads.write(sheet, record)
+        read = reading_of(record, choice, batch)
+        if read is not None:
+            write_text(sheet, record, read, None, batch, by_token)
     if record.labels_of(choice.layer)[1].grid is not None:
         patches.write(sheet, record, choice, word, batch)
     else:

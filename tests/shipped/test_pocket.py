@@ -1,3 +1,4 @@
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -33,17 +34,44 @@ def test_a_model_that_ships_answers_and_shows(tmp_path: Path, monkeypatch: pytes
         shipped.pocket("flying")
 
 
-@pytest.mark.parametrize("name", shipped.names() or [None])
-def test_what_ships_says_where_it_comes_from(name: str | None) -> None:
-    if name is None:
-        pytest.skip("no model ships yet")
+@pytest.mark.parametrize("name", shipped.names())
+def test_what_ships_says_where_it_comes_from(name: str) -> None:
     about = shipped.pocket(name).about
     assert about["source"]
     assert about["licence"]
     assert about["score"]
 
 
+def test_what_ships() -> None:
+    assert shipped.names() == ["generation", "speech", "translation"]
+
+
 def test_what_ships_stays_small() -> None:
     sizes = [path.stat().st_size for path in shipped.FOLDER.rglob("*") if path.is_file()]
     assert sum(sizes) <= 30 * 10**6
     assert max(sizes) < 15 * 2**20
+
+
+def test_the_translator_translates_and_aligns() -> None:
+    model = shipped.pocket("translation")
+    assert model(["A man sleeps.", "Where is the train station?"]) == ["Ein Mann schläft.", "Wo ist der Bahnhof?"]
+    record = model.show("A man sleeps.")
+    source, written = (record.labels[name].texts[0] for name in ("source", "translation"))
+    looked = record.layers["cross.L1"].dense()[0].mean(0).argmax(-1).tolist()
+    aligned = {word.strip(): source[key].strip() for word, key in zip(written, looked, strict=True)}
+    assert (aligned["Ein"], aligned["Mann"]) == ("A", "man")
+
+
+def test_the_writer_goes_on() -> None:
+    text = shipped.pocket("generation")("ROMEO:")
+    assert text.startswith("ROMEO:\n")
+    assert len(set(text.split())) > 10
+
+
+@pytest.mark.data
+def test_the_listener_hears_digits(data: Path, tmp_path: Path) -> None:
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    paths = [f"recordings/{digit}_lucas_0.wav" for digit in range(10)]
+    with tarfile.open(data / "fsdd" / "fsdd.tar.gz") as archive:
+        archive.extractall(tmp_path, [archive.getmember(path) for path in paths], filter="data")
+    assert shipped.pocket("speech")([str(tmp_path / path) for path in paths]) == words
