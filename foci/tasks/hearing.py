@@ -38,10 +38,12 @@ class SpeechSettings(Config):
     rate: int = 16_000  # samples per second that recordings are brought to
     bands: int = 80  # mel bands of a frame
     hop: float = 0.010  # seconds from one frame to the next
+    colour: bool = False  # whether a recording keeps its mean spectrum: of one short word that is most of what is said
     deltas: bool = False  # whether a frame also says how it changes
     ctc: float = 0.3  # the share of CTC in the loss and in the choice between answers; the rest is the decoder's
     smoothing: float = 0.1  # the share of each target that is spread over all tokens, while training
     beam: int = 4  # how many answers grow side by side
+    min_tokens: int = 1  # shorter answers are taken only where no other is proposed: no text to learn from is empty
     max_tokens: int = 200  # the longest answer
     speed: float = 0.1  # recordings are played faster or slower by up to this share, while training
     noise: float = 0.3  # how often noise is added, while training
@@ -49,6 +51,7 @@ class SpeechSettings(Config):
     loudest: float = 10.0  # decibels that noise is below the sound at least
     shift: float = 0.0  # seconds of silence that are added or cut at either end at most, while training
     voice: float = 0.0  # bands are moved by up to this share of their place, as another throat does, while training
+    tilt: float = 0.0  # bands are louder or quieter by up to so many nats, as another microphone does, while training
     stretch: float = 0.0  # frames are stretched in time by up to this share at the same pitch, while training
     time_masks: int = 2  # how many stretches of time are covered, while training
     longest_mask: int = 40  # how many frames each of them has at most
@@ -59,7 +62,7 @@ class SpeechSettings(Config):
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "rate", "bands", "beam", "max_tokens")
         self.at_least(0, "decoder_layers", "halvings", "dropout", "attention_dropout", "depth_dropout", "smoothing")
-        self.at_least(0, "speed", "noise", "shift", "voice", "stretch")
+        self.at_least(0, "min_tokens", "speed", "noise", "shift", "voice", "tilt", "stretch")
         self.at_least(0, "time_masks", "longest_mask", "band_masks", "widest_mask")
         if not 0.0 <= self.ctc <= 1.0:
             raise ValueError(f"SpeechSettings.ctc must lie between 0 and 1, but got {self.ctc!r}")
@@ -85,9 +88,9 @@ def heard(path: str, rate: int) -> Tensor:
 
 
 def frames_of(given: Tensor, settings: SpeechSettings) -> Tensor:
-    """Samples (N,) or ready-made frames as frames (F, M) whose mean over time is 0: no microphone has a colour."""
+    """Samples (N,) or ready-made frames as frames (F, M) of mean 0: of each band, where no microphone has a colour."""
     frames = log_mel(given, settings.rate, bands=settings.bands, hop=settings.hop) if given.dim() == 1 else given
-    frames = frames - frames.mean(0)
+    frames = frames - (frames.mean() if settings.colour else frames.mean(0))
     return with_deltas(frames) if settings.deltas else frames
 
 
@@ -100,6 +103,8 @@ def varied_frames(given: Tensor, settings: SpeechSettings, generator: torch.Gene
         given = audio_changes.slower(given, settings.stretch, generator)
     if settings.voice:
         given = audio_changes.another_voice(given, settings.voice, generator)
+    if settings.tilt:
+        given = audio_changes.tilted(given, settings.tilt, generator)
     return audio_changes.masked(
         frames_of(given, settings),
         times=settings.time_masks,

@@ -204,15 +204,20 @@ class Speech(Task[Recording, str]):
         found = generate(
             model, [each.to(device) for each in frames], new_tokens=limit, method=method, start=START, stop=STOP
         )
+        all_proposed = [[each.tokens for each in (answer, *answer.others)] for answer in found]
         if by_ctc is None or out.ctc is None:
-            return [answer.tokens for answer in found]
+            return [self.long_enough(proposed)[0] for proposed in all_proposed]
         likely = out.ctc.float().log_softmax(-1)
         chosen = []
-        for i, answer in enumerate(found):
-            proposed = [each.tokens for each in (answer, *answer.others)] + [by_ctc[i][:limit]]
+        for i, by_decoder in enumerate(all_proposed):
+            proposed = self.long_enough([*by_decoder, by_ctc[i][:limit]])
             scores = self.judged(model, frames[i].to(device), likely[i, : int(out.lengths[i])], proposed)
             chosen.append(proposed[int(scores.argmax())])
         return chosen
+
+    def long_enough(self, proposed: list[list[int]]) -> list[list[int]]:
+        """Those of `min_tokens`, where there are any: CTC that hears nothing is too sure of it to be outvoted."""
+        return [each for each in proposed if len(each) >= self.settings.min_tokens] or proposed
 
     def judged(self, model: SpeechEncoder, frames: Tensor, likely: Tensor, proposed: list[list[int]]) -> Tensor:
         """How likely each answer is by CTC and by the decoder together, in nats."""

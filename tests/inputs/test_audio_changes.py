@@ -24,6 +24,7 @@ CHANGES: dict[str, Callable[[torch.Generator], Tensor]] = {
     "shifted": lambda g: changes.shifted(SOUND, 300, g),
     "slower": lambda g: changes.slower(FRAMES, 0.3, g),
     "another_voice": lambda g: changes.another_voice(FRAMES, 0.2, g),
+    "tilted": lambda g: changes.tilted(FRAMES, 1.0, g),
     "masked": lambda g: changes.masked(FRAMES, generator=g),
 }
 
@@ -67,6 +68,12 @@ def test_a_moved_band_is_found_elsewhere() -> None:
     assert places >= {18, 20, 22}
     assert all(16 <= place <= 24 for place in places)
     assert torch.equal(changes.another_voice(FRAMES, 0.0), FRAMES)
+
+
+def test_another_microphone_colours_all_frames_alike() -> None:
+    added = changes.tilted(FRAMES, 0.5, seeded(2)) - FRAMES
+    assert torch.allclose(added, added[:1].expand_as(added), atol=1e-6)
+    assert 0.05 < float(added.abs().max()) <= 0.5 + 1e-6
 
 
 def test_masks_cover_some_and_leave_the_rest() -> None:

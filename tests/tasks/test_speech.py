@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.nn.speech import SpeechEncoder
-from foci.tasks.hearing import SpeechSettings, heard
+from foci.tasks.hearing import SpeechSettings, frames_of, heard
 from foci.tasks.speech import Recording, Speech, error_rates
 from tests.inputs.test_audio import write_wav
 from tests.tasks.lessons import Lesson, lesson
@@ -90,6 +91,29 @@ def test_answers_stand_in_the_order_of_the_recordings(learned: Lesson, monkeypat
         monkeypatch.setattr("foci.tasks.speech.TOGETHER", 1)
         alone = task.decode(model, learned.dev[:12])
     assert together == alone
+
+
+@pytest.mark.parametrize("least", [0, 1, 3])
+def test_an_answer_is_no_shorter_than_is_said(least: int, learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTC hears nothing, and the shortest answer would win; where none is long enough, it does."""
+    task, model, _ = learned.trained
+    assert isinstance(task, Speech)
+    monkeypatch.setattr(task, "settings", replace(task.settings, min_tokens=least))
+    monkeypatch.setattr("foci.tasks.speech.read_ctc", lambda logits, lengths, blank: [[] for _ in logits])
+    monkeypatch.setattr(task, "judged", lambda model, frames, likely, proposed: -torch.tensor(list(map(len, proposed))))
+    short = [each for each in learned.dev if len(each.text.split()) < 3]
+    with torch.no_grad():
+        counts = [len(answer.split()) for answer in task.decode(model, short)]
+    assert counts == [0] * len(short) if least == 0 else min(counts) >= 1 if least == 1 else 0 in counts
+
+
+def test_a_recording_may_keep_its_colour(tmp_path: Path) -> None:
+    """A steady tone is nothing but its mean spectrum."""
+    low, high = (torch.sin(2 * math.pi * pitch * torch.arange(4000) / RATE) for pitch in (300.0, 1500.0))
+    for colour in (False, True):
+        settings = SpeechSettings(rate=RATE, bands=16, colour=colour)
+        apart = (frames_of(low, settings) - frames_of(high, settings))[5:-5].square().mean().sqrt()
+        assert (float(apart) > 1.0) == colour
 
 
 def test_what_is_heard_has_seconds_and_words(learned: Lesson) -> None:
