@@ -22,7 +22,7 @@ ADDED = re.compile(r"\[[A-Z]+\d*\]|<[^<>\s]+>")
 LONGEST = 200
 # Above so many positions not every head is asked before one is shown.
 LONG = 2048
-# A word so many places away is a neighbour: heads that look there are many.
+# A token so many places away is a neighbour, as the word before and after is: heads that look there are many.
 NEAR = 2
 
 
@@ -246,7 +246,8 @@ def telling_of(record: Record, layers: Sequence[Layer], batch: int) -> Choice:
     """The head to begin with among layers of one sequence."""
     if record.labels_of(layers[0])[1].kind == "patches" or not all(map(quickly_asked, layers)):
         return mean_of(record, layers[-1])
-    found = [far(record, layer, batch).mean(1) for layer in layers]
+    # Squares: a head that picks some words clearly comes before one that prefers many a little.
+    found = [far(record, layer, batch).square().mean(1) for layer in layers]
     layer, best = max(zip(layers, found, strict=True), key=lambda pair: float(pair[1].max()))
     head = layer.heads[int(best.argmax())]
     return Choice(layer, head, name_of(record, layer, head))
@@ -282,13 +283,26 @@ def far(record: Record, layer: Layer, batch: int) -> Tensor:
     queries_spoken, keys_spoken = (spoken(labels, batch) for labels in record.labels_of(layer))
     seen = keys_spoken[keys.clamp(min=0)] & (keys >= 0)
     if layer.queries == layer.keys:
-        seen &= (keys - layer.places.view(1, -1, 1)).abs() > NEAR
+        places = layer.places
+        words = numbered(record.labels_of(layer)[1], batch)
+        seen &= (keys - places.view(1, -1, 1)).abs() > NEAR
+        seen &= (words[keys.clamp(min=0)] - words[places].view(1, -1, 1)).abs() > 1
     return values.where(seen, 0).amax(-1) * queries_spoken
 
 
+def numbered(labels: Labels, batch: int) -> Tensor:
+    """The number of the word that each position belongs to: (T,)."""
+    found = torch.zeros(len(labels), dtype=torch.long)
+    for number, unit in enumerate(units(labels, batch)):
+        found[unit.start : unit.stop] = number
+    return found
+
+
 def spoken(labels: Labels, batch: int) -> Tensor:
-    """Which positions belong to words that somebody wrote: (T,)."""
+    """Which positions belong to words that somebody wrote; a mark inside of one, the dot of "Italy.", is none: (T,)."""
+    texts = labels.texts[batch]
     found = torch.zeros(len(labels), dtype=torch.bool)
     for unit in units(labels, batch):
-        found[unit.start : unit.stop] = unit.spoken
+        for place in unit.positions:
+            found[place] = unit.spoken and (not texts[place] or any(map(str.isalnum, texts[place])))
     return found

@@ -102,7 +102,7 @@ def write_links(sheet: Sheet, shown: Sequence[Unit], shares: Sequence[float], ex
     links = [(named(shown, j), shares[j]) for j in top]
     rest, others, gone = len(shares) - len(top), sum(shares[j] for j in order[len(top) :]), 1 - sum(shares)
     # Of kept statistics only the heaviest keys are known: what is missing belongs to the others.
-    below = [(f"{rest:,} others", others if exact else gone)] if rest else []
+    below = [(f"{rest:,} other{'' if rest == 1 else 's'}", others if exact else gone)] if rest else []
     below += [("a sink", gone)] if exact and gone >= LEAST else []
     label = widest([name for name, _ in links + below], max(8, sheet.room // 2 - 8))
     for name, share in links:

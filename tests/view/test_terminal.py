@@ -331,6 +331,35 @@ def test_the_head_to_begin_with_looks_far_and_clearly() -> None:
     assert telling(image()).name == "L0H0"
 
 
+def looking(links: list[dict[int, int]], numbers: list[int]) -> Record:
+    """A record whose queries look at one key each, in every head at others; where none is named, at themselves."""
+    texts = ["Jane", " is", " ve", "ry", " hun", "gry", " in", " Rome", "."]
+    places = [[head.get(i, i) for i in range(len(texts))] for head in links]
+    entries = torch.eye(len(texts))[torch.tensor(places)].unsqueeze(0)
+    labels = Labels.tokens([texts], [numbers])
+    return Record({"layers.0": Layer("layers.0", matrix=entries)}, {"input": labels}, model="Example")
+
+
+def test_neither_a_mark_inside_of_a_word_nor_the_word_beside_is_looked_at_from_far() -> None:
+    whole = [0, 1, 2, 2, 3, 3, 4, 5, 5]
+    to_the_dot, to_the_word_before, to_jane = {0: 8, 1: 8}, {5: 2}, {7: 0}
+    record = looking([to_the_dot, to_the_word_before, to_jane], whole)
+    assert telling(record).name == "L0H2"
+    assert "Where “Rome.” looks in L0H2" in render(record).lines
+
+
+def test_a_head_that_is_clear_about_few_words_comes_before_one_that_prefers_many_a_little() -> None:
+    entries = torch.zeros(1, 2, 8, 8)
+    entries[0, 0] = torch.eye(8) * 0.7
+    for i in range(8):
+        entries[0, 0, i, (i + 4) % 8] += 0.3
+    entries[0, 1] = torch.eye(8)
+    entries[0, 1, 6] = torch.eye(8)[0]
+    labels = Labels.tokens([[f" word{i}" for i in range(8)]])
+    record = Record({"layers.0": Layer("layers.0", matrix=entries)}, {"input": labels}, model="Example")
+    assert telling(record).name == "L0H1"
+
+
 def test_a_word_is_found_by_text_number_and_place() -> None:
     shown = [Unit(text, i, i + 1) for i, text in enumerate(["the", "cat", "The", "7", "C#"])]
     assert [find(shown, word) for word in ("the", "THE#2", "the#2", 3, "7", "2", "C#")] == [0, 2, 2, 3, 3, 2, 4]
@@ -422,3 +451,8 @@ def test_weights_that_are_no_numbers_are_said(wrong: float, length: int) -> None
     found = lines(record, head="L0H1", word=1)
     assert found.count("   Some weights are NaN or infinite: they are drawn as 0.") == 2
     assert lines(record)
+
+
+def test_one_other_is_one() -> None:
+    record = of_texts(*(f" w{i}" for i in range(words.MOST_LINKS + 1)))
+    assert any(line.strip().startswith("1 other ") for line in lines(record, word=0, head="L0H0"))
