@@ -53,6 +53,7 @@ class SpeechSettings(Config):
     voice: float = 0.0  # bands are moved by up to this share of their place, as another throat does, while training
     tilt: float = 0.0  # bands are louder or quieter by up to so many nats, as another microphone does, while training
     stretch: float = 0.0  # frames are stretched in time by up to this share at the same pitch, while training
+    join: float = 0.0  # how often another recording of the batch follows, while training: no sentence is known by heart
     time_masks: int = 2  # how many stretches of time are covered, while training
     longest_mask: int = 40  # how many frames each of them has at most
     band_masks: int = 2  # how many groups of bands are covered, while training
@@ -62,7 +63,7 @@ class SpeechSettings(Config):
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "rate", "bands", "beam", "max_tokens")
         self.at_least(0, "decoder_layers", "halvings", "dropout", "attention_dropout", "depth_dropout", "smoothing")
-        self.at_least(0, "min_tokens", "speed", "noise", "shift", "voice", "tilt", "stretch")
+        self.at_least(0, "min_tokens", "speed", "noise", "shift", "voice", "tilt", "stretch", "join")
         self.at_least(0, "time_masks", "longest_mask", "band_masks", "widest_mask")
         if not 0.0 <= self.ctc <= 1.0:
             raise ValueError(f"SpeechSettings.ctc must lie between 0 and 1, but got {self.ctc!r}")
@@ -128,3 +129,16 @@ def varied_sound(samples: Tensor, settings: SpeechSettings, generator: torch.Gen
 def spread(all_frames: Sequence[Tensor]) -> Tensor:
     """How far each number of a frame is from its mean, over all frames: (M,)."""
     return torch.cat(list(all_frames)).std(0).clamp(min=1e-3)
+
+
+def joined(
+    frames: Sequence[Tensor], texts: Sequence[list[int]], share: float, generator: torch.Generator
+) -> tuple[list[Tensor], list[list[int]]]:
+    """So many of the recordings are followed by another one, and their texts by its text."""
+    others = torch.randperm(len(frames), generator=generator).tolist()
+    chosen = (torch.rand(len(frames), generator=generator) < share).tolist()
+    follows = [[other] if yes else [] for other, yes in zip(others, chosen, strict=True)]
+    longer = [torch.cat([own, *(frames[i] for i in more)]) for own, more in zip(frames, follows, strict=True)]
+    return longer, [
+        [*own, *(token for i in more for token in texts[i])] for own, more in zip(texts, follows, strict=True)
+    ]

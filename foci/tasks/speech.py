@@ -26,7 +26,7 @@ from foci.labels import Labels
 from foci.nn.model import Model
 from foci.nn.speech import SpeechConfig, SpeechEncoder, read_ctc
 from foci.record import Record
-from foci.tasks.hearing import SpeechSettings, frames_of, heard, spread, varied_frames
+from foci.tasks.hearing import SpeechSettings, frames_of, heard, joined, spread, varied_frames
 from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
 
@@ -141,8 +141,11 @@ class Speech(Task[Recording, str]):
         return len(given) if given.dim() == 2 else 1 + len(given) // round(self.settings.hop * self.settings.rate)
 
     def batch(self, examples: Sequence[Recording], training: bool, generator: torch.Generator) -> dict[str, Tensor]:
-        frames, lengths = padded([self.frames(each, generator if training else None) for each in examples])
+        heard_so = [self.frames(each, generator if training else None) for each in examples]
         texts = [self.tokenizer.encode(each.text) for each in examples]
+        if training and self.settings.join:
+            heard_so, texts = joined(heard_so, texts, self.settings.join, generator)
+        frames, lengths = padded([each[: self.longest] for each in heard_so])
         targets, counts = padded([[*row, STOP] for row in texts], PAD)
         return {
             "frames": frames,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.nn.speech import SpeechEncoder
-from foci.tasks.hearing import SpeechSettings, frames_of, heard
+from foci.tasks.hearing import SpeechSettings, frames_of, heard, joined
 from foci.tasks.speech import Recording, Speech, error_rates
 from tests.inputs.test_audio import write_wav
 from tests.tasks.lessons import Lesson, lesson
@@ -114,6 +114,20 @@ def test_a_recording_may_keep_its_colour(tmp_path: Path) -> None:
         settings = SpeechSettings(rate=RATE, bands=16, colour=colour)
         apart = (frames_of(low, settings) - frames_of(high, settings))[5:-5].square().mean().sqrt()
         assert (float(apart) > 1.0) == colour
+
+
+def test_another_recording_may_follow() -> None:
+    frames = [torch.full((length, 2), float(length)) for length in (1, 2, 3)]
+    texts = [[1], [2, 2], [3]]
+    longer, said = joined(frames, texts, 1.0, torch.Generator().manual_seed(1))
+    for own, text, whole, words in zip(frames, texts, longer, said, strict=True):
+        other = whole[len(own) :]
+        assert torch.equal(whole[: len(own)], own)
+        assert words == [*text, *texts[len(other) - 1]]
+        assert torch.equal(other, frames[len(other) - 1])
+    same, kept = joined(frames, texts, 0.0, torch.Generator())
+    assert all(map(torch.equal, same, frames))
+    assert kept == texts
 
 
 def test_what_is_heard_has_seconds_and_words(learned: Lesson) -> None:
