@@ -5,6 +5,7 @@ B batch, C channels, N patches in `rows` x `columns`, T tokens: those that stand
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -18,6 +19,9 @@ from foci.nn.model import Model
 from foci.nn.stack import Output
 from foci.nn.transformer import Encoder
 from foci.positions import sinusoidal
+
+# So many channels of a stem have one norm.
+TOGETHER = 16
 
 
 @dataclass(frozen=True)
@@ -33,15 +37,23 @@ class VisionConfig(BlockConfig):
     positions: Literal["learned", "sinusoidal"] = "learned"  # where a patch stands, by row and column
     registers: int = 0  # learned tokens without a patch, which give attention a place to rest
     stem: int = 0  # 3 x 3 convolutions over the pixels before they are cut: little data goes further with some
-    stem_width: int = 64  # numbers per pixel after each of them
+    stem_width: int = 64  # numbers per pixel after each of them, twice as many after a halving
+    stem_pool: int = 0  # how often it halves the height and width, evenly among them, last after the last
     checkpoint: bool = False  # gradient checkpointing: recompute each block in the backward, for less memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "layers", "image", "patch", "channels", "classes", "stem_width")
-        self.at_least(0, "registers", "stem")
+        self.at_least(0, "registers", "stem", "stem_pool")
         if self.image % self.patch:
             raise ValueError(f"an image must be a multiple of the patch, but got {self.image} and {self.patch}")
+        if self.stem_pool > self.stem:
+            raise ValueError(f"a convolution halves once at most, but got {self.stem_pool} halvings by {self.stem}")
+        if self.patch % 2**self.stem_pool:
+            raise ValueError(
+                f"a patch must be a multiple of {2**self.stem_pool} pixels, which {self.stem_pool} halvings make one,"
+                f" but got {self.patch}"
+            )
         if self.positions == "sinusoidal" and self.width % 4:
             raise ValueError(f"sinusoidal positions in 2-D take a width that is a multiple of 4, but got {self.width}")
 
@@ -78,7 +90,8 @@ class VisionTransformer(Model):
         self.config = config
         width, side = config.width, config.image // config.patch
         self.stem = made_stem(config)
-        self.embed = nn.Linear((config.stem_width if config.stem else config.channels) * config.patch**2, width)
+        self.cut = config.patch // 2**config.stem_pool  # a patch, as the stem leaves it
+        self.embed = nn.Linear(numbers_per_pixel(config, config.stem) * self.cut**2, width)
         self.leading = config.registers + (config.pool == "class")  # the tokens before the patches
         self.extra = nn.Parameter(torch.empty(self.leading, width)) if self.leading else None
         self.places: Tensor  # (rows, columns, width)
@@ -101,7 +114,7 @@ class VisionTransformer(Model):
             return_weights: also give every layer's weights, by name.
         """
         rows, columns = self.grid(*self._checked(images).shape[2:])
-        x = self.embed(patches(images if self.stem is None else self.stem(images), self.config.patch))
+        x = self.embed(patches(images if self.stem is None else self.stem(images), self.cut))
         x = x + self._places(rows, columns).flatten(0, 1).to(x.dtype)
         real = None
         if self.extra is not None:
@@ -159,15 +172,39 @@ class VisionTransformer(Model):
         return padding
 
 
+class StandardConv2d(nn.Conv2d):
+    """A convolution whose every filter has mean 0 and spread 1, and so learns what differs within its window.
+
+    With a norm over groups of channels after it, a stem learns as fast as with one over the batch, and is the same in
+    training and in use.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, F.layer_norm(self.weight, self.weight.shape[1:]), self.bias, self.stride, self.padding)
+
+
 def made_stem(config: VisionConfig) -> nn.Sequential | None:
-    """Convolutions, each with a norm over all its numbers: unlike one over the batch, it is the same in use."""
+    """Where a convolution halves, its maxima are over 3 x 3 pixels, so that neighbouring patches share some."""
     if not config.stem:
         return None
     parts: list[nn.Module] = []
     for i in range(config.stem):
-        inner = config.stem_width if i else config.channels
-        parts += [nn.Conv2d(inner, config.stem_width, 3, padding=1), nn.GroupNorm(1, config.stem_width), nn.GELU()]
+        inner, outer = numbers_per_pixel(config, i), numbers_per_pixel(config, i + 1)
+        norm = nn.GroupNorm(math.gcd(outer, max(outer // TOGETHER, 1)), outer)
+        parts += [StandardConv2d(inner, outer, 3, padding=1, bias=False), norm, nn.GELU()]
+        if halvings(config, i + 1) > halvings(config, i):
+            parts.append(nn.MaxPool2d(3, stride=2, padding=1))
     return nn.Sequential(*parts)
+
+
+def halvings(config: VisionConfig, count: int) -> int:
+    """How often the first `count` convolutions of a stem halve what they are given."""
+    return count * config.stem_pool // config.stem
+
+
+def numbers_per_pixel(config: VisionConfig, count: int) -> int:
+    """After the first `count` convolutions of a stem."""
+    return config.stem_width * 2 ** halvings(config, count - 1) if count else config.channels
 
 
 def patches(images: Tensor, size: int) -> Tensor:

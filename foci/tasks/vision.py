@@ -45,6 +45,8 @@ CHANGES = (
     "pool",
     "registers",
     "stem",
+    "stem_width",
+    "stem_pool",
     "dropout",
     "attention_dropout",
     "depth_dropout",
@@ -77,6 +79,8 @@ class VisionSettings(Config):
     pool: Literal["class", "mean"] = "class"  # what stands for the picture: a token of its own, or the patches' mean
     registers: int = 0  # tokens without a patch, which give attention a place to rest
     stem: int = 0  # 3 x 3 convolutions over the pixels before they are cut
+    stem_width: int | None = None  # numbers per pixel after each of them, twice as many after a halving
+    stem_pool: int = 0  # how often they halve the height and width; patches are still counted in pixels of the picture
     crop: int = 2  # how many pixels a picture is moved by at most, while training
     flip: bool = True  # whether left and right may be exchanged, while training
     turn: float = 0.0  # how many degrees a picture is turned by at most, while training
@@ -84,13 +88,16 @@ class VisionSettings(Config):
     erase: float = 0.0  # how often a box in a picture is filled with noise, while training
     mix: float = 0.0  # how often a batch of pictures is mixed with itself (mixup, cutmix), while training
     smoothing: float = 0.1  # the share of each target that is spread over all classes, while training
+    mirror: bool = False  # whether an answer is the mean of those to the picture and its mirror image
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "image", "patch", "width", "layers", "heads", "hidden")
-        self.at_least(0, "crop", "turn", "larger", "erase", "mix", "smoothing", "registers", "stem")
+        self.at_least(1, "image", "patch", "width", "layers", "heads", "hidden", "stem_width")
+        self.at_least(0, "crop", "turn", "larger", "erase", "mix", "smoothing", "registers", "stem", "stem_pool")
         if self.channels not in {1, 3}:
             raise ValueError(f"VisionSettings.channels must be 1 or 3, but got {self.channels}")
+        if self.mirror and not self.flip:
+            raise ValueError("VisionSettings.mirror needs flip, which teaches mirror images, but got flip = false")
 
 
 class Vision(Task[Picture, Guess]):
@@ -201,10 +208,15 @@ class Vision(Task[Picture, Guess]):
         found: list[Guess] = []
         for first in range(0, len(examples), TOGETHER):
             images = self.images(examples[first : first + TOGETHER]).to(device)
-            shares, numbers = model(images).logits.float().softmax(-1).max(-1)
+            shares, numbers = self.shares(model, images).max(-1)
             pairs = zip(numbers.tolist(), shares.tolist(), strict=True)
             found += [Guess(self.labels[number], share) for number, share in pairs]
         return found
+
+    def shares(self, model: nn.Module, images: Tensor) -> Tensor:
+        """How likely each class is: (B, classes)."""
+        asked = [images, images.flip(-1)] if self.settings.mirror else [images]
+        return torch.stack([model(each).logits.float().softmax(-1) for each in asked]).mean(0)
 
     def score(self, answers: Sequence[Guess], examples: Sequence[Picture]) -> dict[str, float | str]:
         return accuracy(answers, examples)
@@ -219,6 +231,7 @@ class Vision(Task[Picture, Guess]):
         """The picture, and where its patches and the token that stands for it look."""
         viewer = cast("VisionTransformer", model)
         with torch.no_grad():
+            answer = self.decode(model, [example])[0].label
             out = viewer(self.images([example]).to(next(model.parameters()).device), return_weights=True)
         grid = viewer.grid(self.settings.image, self.settings.image)
         leading = [f"<{i}>" for i in range(viewer.leading)]
@@ -227,7 +240,7 @@ class Vision(Task[Picture, Guess]):
         places = [f"{row},{column}" for row in range(grid[0]) for column in range(grid[1])]
         pixels = self._pixels(example.path).expand(3, -1, -1).permute(1, 2, 0).contiguous()[None]
         labels = Labels("patches", ((*leading, *places),), grid=grid, leading=viewer.leading, images=pixels)
-        return record_of(model, out.weights, {"input": labels}, self.labels[int(out.logits.argmax())])
+        return record_of(model, out.weights, {"input": labels}, answer)
 
     def number(self, example: Picture) -> int:
         if example.label is None or example.label not in self._numbers:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import foci.nn
-from foci.nn.vision import VisionConfig, VisionTransformer, patches
+from foci.nn.vision import StandardConv2d, VisionConfig, VisionTransformer, patches
 from tests.nn.same import assert_same
 
 OPTIONS = [
@@ -180,3 +180,51 @@ def test_a_stem_sees_beyond_a_patch_and_takes_no_padding() -> None:
     assert not torch.equal(patches(model.stem(image), 2)[0, 1], patches(model.stem(changed), 2)[0, 1])
     with pytest.raises(ValueError, match="takes images of one size, but got padding"):
         model(image, padding=torch.ones(1, 4, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("stem", "pool", "widths", "pools"),
+    [(2, 1, [4, 4], [1]), (2, 2, [4, 8], [0, 1]), (4, 2, [4, 4, 8, 8], [1, 3]), (3, 2, [4, 4, 8], [1, 2])],
+)
+def test_a_stem_that_halves_leaves_the_patches_where_they_were(
+    stem: int, pool: int, widths: list[int], pools: list[int]
+) -> None:
+    model = small(stem=stem, stem_width=4, stem_pool=pool, patch=4, pool="mean")
+    assert model.stem is not None
+    kinds = [type(part).__name__ for part in model.stem if not isinstance(part, torch.nn.GroupNorm | torch.nn.GELU)]
+    assert [i - kinds[:i].count("MaxPool2d") - 1 for i, kind in enumerate(kinds) if kind == "MaxPool2d"] == pools
+    assert [part.out_channels for part in model.stem if isinstance(part, torch.nn.Conv2d)] == widths
+    assert model.stem(images(1)).shape == (1, widths[-1], 8 // 2**pool, 8 // 2**pool)
+    assert model.grid(8, 8) == (2, 2)
+    out = model(images(3, 8, 12), return_weights=True)
+    assert out.logits.shape == (3, 4)
+    assert out.weights["L1"].shape == (3, 2, 6, 6)
+
+
+def test_a_light_is_seen_by_the_patch_that_it_is_in() -> None:
+    """Halvings must not move what a patch sees."""
+    model = small(image=48, patch=4, stem=4, stem_width=8, stem_pool=2)
+    assert model.stem is not None
+    dark = model.stem(torch.zeros(1, 1, 48, 48))
+    for row, column in ((3, 3), (3, 8), (7, 4)):
+        light = torch.zeros(1, 1, 48, 48)
+        light[0, 0, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] = 5.0
+        felt = (model.stem(light) - dark).detach().square().sum(1)[0]
+        places = torch.arange(12.0)
+        assert abs(float((felt.sum(1) * places).sum() / felt.sum()) - row) < 0.6
+        assert abs(float((felt.sum(0) * places).sum() / felt.sum()) - column) < 0.6
+
+
+def test_the_filters_of_a_stem_have_mean_0_and_spread_1() -> None:
+    layer = StandardConv2d(3, 5, 3, padding=1, bias=False)
+    x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    filters = (layer.weight - layer.weight.mean((1, 2, 3), keepdim=True)).detach()
+    filters /= (filters.square().mean((1, 2, 3), keepdim=True) + 1e-5).sqrt()
+    assert_same(layer(x), F.conv2d(x, filters, padding=1))
+
+
+def test_halvings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="a convolution halves once at most, but got 2 halvings by 1"):
+        small(stem=1, stem_pool=2, patch=4)
+    with pytest.raises(ValueError, match="a patch must be a multiple of 4 pixels, which 2 halvings make one"):
+        small(stem=2, stem_pool=2, patch=2)

@@ -117,3 +117,27 @@ def test_a_mixture_has_the_loss_of_its_parts(learned: Lesson) -> None:
     both = batch | {"others": batch["labels"].flip(0), "own": torch.tensor([0.25, 0.25])}
     assert int(count) == 2
     assert torch.allclose(task.loss(model, both)[0], 0.25 * alone + 0.75 * swapped)
+
+
+def test_an_answer_to_both_mirror_images_is_the_mean(learned: Lesson) -> None:
+    task, model, _ = learned.trained
+    assert isinstance(task, Vision)
+    both = Vision(task.settings.changed(mirror=True), task.labels, task.mean, task.std)
+    images = task.images(learned.dev[:3])
+    with torch.no_grad():
+        apart = [model(each).logits.softmax(-1) for each in (images, images.flip(-1))]
+        assert not torch.allclose(*apart, atol=1e-4)
+        assert torch.allclose(both.shares(model, images), (apart[0] + apart[1]) / 2, atol=1e-6)
+        assert torch.allclose(both.shares(model, images.flip(-1)), both.shares(model, images), atol=1e-6)
+        assert both.decode(model, learned.dev[:1])[0].share == pytest.approx(float(both.shares(model, images)[0].max()))
+    with pytest.raises(ValueError, match="needs flip, which teaches mirror images, but got flip = false"):
+        VisionSettings(flip=False, mirror=True)
+
+
+def test_a_picture_has_as_many_patches_with_a_stem_that_halves(learned: Lesson) -> None:
+    settings = VisionSettings(image=12, channels=1, patch=4, stem=2, stem_width=8, stem_pool=2, width=16, heads=2)
+    task = Vision(settings, ["lying", "square", "standing"], [0.2], [0.2])
+    torch.manual_seed(0)
+    record = task.show(task.model().eval(), learned.dev[0])
+    assert task.size(learned.dev[0]) == 9
+    assert (record.labels["input"].grid, record["L0H0"].shape) == ((3, 3), (1, 1, 10, 10))
