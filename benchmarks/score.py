@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.train import CONFIGS, inside, tests
-from foci.tasks import find, trained
+from foci.tasks import find
 from foci.tasks.task import Task
 from foci.training.config import from_table, read_toml
 
@@ -39,11 +39,11 @@ def main() -> None:
 
 def scored(folder: Path, data: Path) -> tuple[str, str, dict[str, Any], dict[str, Any]]:
     """The metric, the variant that is best on dev, and what it reaches on dev and on test."""
-    summary = json.loads((folder / "summary.json").read_text())
-    task = trained.load(folder).task
+    summary, run = (json.loads((folder / name).read_text()) for name in ("summary.json", "run.json"))
     table = read_toml(CONFIGS / f"{summary['name']}.toml")
     benchmark = table.pop("benchmark", {})
     config = from_table(None, inside(table, data), summary["name"])
+    task = find(config.task).from_files(config.settings, run["files"])
     sign = 1.0 if task.better == "higher" else -1.0
     on_dev = {
         path.stem.removeprefix("answers-dev-"): score(task, path, config.dev)

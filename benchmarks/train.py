@@ -6,8 +6,9 @@ DATA is the folder that holds one folder per dataset, as it was published; what 
 benchmarks/datasets.py in DATA/plain. Nothing but torch, tokenizers and safetensors is needed where this runs; the
 answers are scored by benchmarks/score.py, where the metric packages are.
 
-The folder then has the weights in bfloat16 in files below 15 MiB, config.toml, metrics.jsonl, summary.json, and the
-answers to the dev and the test part, one JSON a line, for every variant of the settings that the config names.
+The folder then has the weights in bfloat16 in files below 15 MiB, config.toml, run.json, metrics.jsonl, summary.json,
+and the answers to the dev and the test part, one JSON a line, for every variant of the settings that the config names.
+Scoring needs all of it but the weights.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def main() -> None:
         trained.save(
             options.out / "model.safetensors", model.task, model.model, about, storage="bfloat16", largest=LARGEST
         )
-        shutil.copy(run / "metrics.jsonl", options.out)
+        for name in ("metrics.jsonl", "run.json"):
+            shutil.copy(run / name, options.out)
         # As it was used, with the paths from the folder of the datasets on.
         (options.out / "config.toml").write_text(from_table(None, table, options.name).to_toml())
         parts = {"dev": config.dev, "test": tests(benchmark, config)}
