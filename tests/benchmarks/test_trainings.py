@@ -44,7 +44,7 @@ def test_what_is_trained_is_scored_with_the_variant_that_is_best_on_dev(
     monkeypatch.setattr(sys, "argv", ["train", "words", "--data", data, "--out", str(out), "--seed", "5"])
     train.main()
     assert {path.name for path in out.iterdir()} == {
-        *("config.toml", "metrics.jsonl", "summary.json", "model-1-of-1.safetensors"),
+        *("config.toml", "run.json", "metrics.jsonl", "summary.json", "model-1-of-1.safetensors"),
         *(f"answers-{part}-{variant}.jsonl" for part in ("dev", "test") for variant in ("one", "two")),
     }
     assert str(tmp_path) not in (out / "config.toml").read_text() + (out / "summary.json").read_text()
