@@ -23,6 +23,7 @@ from foci.layer import Layer
 from foci.record import Record
 from foci.scoring import SCORES
 from foci.view.blob import Blob
+from foci.view.reading import clearest_across
 from foci.view.vectors import add_vectors, described_score, vector_numbers
 
 EXACT = 128
@@ -73,6 +74,7 @@ def head_of(record: Record, title: str | None, blob: Blob) -> dict[str, Any]:
     table: list[Labels] = []
     for number, layer in enumerate(layers):
         add_layer(blob, f"{number}", layer, shown, plan)
+    clearest = clearest_across(record)
     return {
         "format": 1,
         "title": shortened(title or record.model),
@@ -85,6 +87,7 @@ def head_of(record: Record, title: str | None, blob: Blob) -> dict[str, Any]:
         "layers": [layer_head(record, layer, plan, table) for layer in layers],
         "labels": [label_head(blob, f"image.{i}", labels, shown) for i, labels in enumerate(table)],
         "measures": measures(record, layers),
+        "across": next((number for number, layer in enumerate(layers) if layer is clearest), None),
     }
 
 

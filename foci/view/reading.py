@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ LONGEST = 200
 LONG = 2048
 # A token so many places away is a neighbour, as the word before and after is: heads that look there are many.
 NEAR = 2
+# Up to so many entries a layer's links are looked through before one is shown.
+MOST_SEARCHED = 2**22
 
 
 @dataclass(frozen=True)
@@ -227,10 +230,15 @@ def telling(record: Record, batch: int = 0) -> Choice:
     if not layers:
         raise ValueError("expected a record with at least one attention, received one that has seen none")
     check_batch(layers[0], batch)
-    crossing = [layer for layer in layers if layer.queries != layer.keys]
-    if crossing:
-        return mean_of(record, max(crossing, key=clearness))
-    return telling_of(record, layers, batch)
+    across = clearest_across(record, batch)
+    return telling_of(record, layers, batch) if across is None else mean_of(record, across)
+
+
+@torch.no_grad()
+def clearest_across(record: Record, batch: int = 0) -> Layer | None:
+    """Of the layers between two sequences the one whose words have the clearest links; None where there is none."""
+    crossing = [layer for layer in record.layers.values() if layer.queries != layer.keys]
+    return max(crossing, key=lambda layer: clearness(record, layer, batch), default=None)
 
 
 def reading_of(record: Record, alignment: Choice, batch: int = 0) -> Choice | None:
@@ -259,9 +267,18 @@ def mean_of(record: Record, layer: Layer) -> Choice:
     return Choice(layer, head, name_of(record, layer, head))
 
 
-def clearness(layer: Layer) -> float:
-    """The less its heads spread, the clearer."""
-    return -float(layer.entropy().float().mean()) if "entropy" in layer.can else 0.0
+def clearness(record: Record, layer: Layer, batch: int) -> tuple[float, float]:
+    """How much a word gives to the word that it looks at most, on average; then, how little the heads spread.
+
+    A head that rests on the end of a sentence spreads little and says nothing, so spread alone would mislead.
+    """
+    spread = float(layer.entropy().float().mean()) if "entropy" in layer.can else 0.0
+    if "entries" not in layer.can or prod(layer.shape[1:]) > MOST_SEARCHED:
+        return 0.0, -spread
+    queries, keys = ([unit for unit in units if unit.spoken] for units in sides(record, layer, batch))
+    if not queries or not keys:
+        return 0.0, -spread
+    return float(shares(mean_of(record, layer), batch, queries, keys).amax(1).mean()), -spread
 
 
 def quickly_asked(layer: Layer) -> bool:

@@ -69,6 +69,21 @@ def translation() -> Record:
     return Record({layer.name: layer for layer in layers}, labels, model="EncoderDecoder", calls=3)
 
 
+def translation_that_rests() -> Record:
+    """The heads of cross.L0 and cross.L2 rest on the end, sharply; those of cross.L1 look at the words."""
+    resting = torch.tensor([0.0, 0.0, 0.0, 1.0]).expand(1, 2, 4, 4)
+    looking = percent(((70, 10, 10, 10), (10, 70, 10, 10), (10, 10, 70, 10), (0, 0, 0, 100))).expand(1, 2, 4, 4)
+    layers = [
+        Layer(f"cross.{i}", "cross", i, matrix=matrix, queries="target", keys="source")
+        for i, matrix in enumerate((resting, looking, resting))
+    ]
+    labels = {
+        "source": Labels.tokens([("A", " man", " sleeps", "<stop>")]),
+        "target": Labels.tokens([("Ein", " Mann", " schläft", "<stop>")]),
+    }
+    return Record({layer.name: layer for layer in layers}, labels, model="EncoderDecoder", calls=3)
+
+
 def image(grid: tuple[int, int] = (2, 3), pictures: bool = True) -> Record:
     """Patches after a class token, which looks at the last patch most."""
     count = grid[0] * grid[1]

@@ -324,6 +324,41 @@ def test_generation_step_by_step(look: Look) -> None:
         assert "Step 6 of 6" in tab.locator(".told").inner_text()
 
 
+def test_many_steps_have_thin_bars_that_all_fit(look: Look) -> None:
+    record = records.of_texts(*("\n" if i % 40 == 39 else "n" for i in range(210)))
+    record.prompt = 10
+    with look(record, "#v=steps&n=199") as tab:
+        wide, room = tab.locator(".stepstrip").evaluate("strip => [strip.scrollWidth, strip.clientWidth]")
+        assert tab.locator(".stepbar").count() == 200
+        assert wide == room
+
+
+def test_letters_that_are_tokens_read_as_a_text_that_breaks_at_its_spaces(look: Look) -> None:
+    text = "so we are here " * 20
+    with look(records.of_texts("<start>", *text), "#t=") as tab:
+        assert token(tab, 3).inner_text() == "\u00a0"
+        ends = tab.eval_on_selector_all(".line", "lines => lines.slice(0, -1).map((line) => line.lastChild.innerText)")
+        assert ends
+        assert set(ends) == {"\u00a0"}
+        assert "gap" in str(token(tab, 1).get_attribute("class"))
+    with look(records.of_texts("so", " ", " we"), "#t=") as tab:
+        assert token(tab, 1).inner_text() == "␣"
+
+
+def test_the_end_stands_apart_though_it_has_a_word_of_its_own(look: Look) -> None:
+    record = records.of_texts("Ein", " Mann", ".", "<stop>")
+    record.labels["input"] = Labels.tokens([record.labels["input"].texts[0]], [[0, 1, 1, 2]])
+    with look(record, "#t=") as tab:
+        assert "gap" in str(token(tab, 3).get_attribute("class"))
+        assert "gap" not in str(token(tab, 2).get_attribute("class"))
+
+
+def test_an_alignment_begins_with_the_clearest_layer(look: Look) -> None:
+    record = records.translation_that_rests()
+    with look(record, "#v=align") as tab:
+        assert "cross.L1, mean of 2 heads" in tab.locator(".right").inner_text()
+
+
 def test_the_arithmetic_is_the_record_s(look: Look) -> None:
     record = lazy(9, heads=4, kv_heads=2)
     layer = record["L1"]

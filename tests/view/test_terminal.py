@@ -16,7 +16,7 @@ from foci.view import terminal, words
 from foci.view.reading import Unit, choose, find, shares, sides, telling, units
 from foci.view.sheet import Sheet
 from foci.view.terminal import render, show
-from tests.view.records import image, jane, kept, of_texts, translation
+from tests.view.records import image, jane, kept, of_texts, translation, translation_that_rests
 
 
 def lines(record: Record, width: int = 72, **options: object) -> list[str]:
@@ -328,6 +328,7 @@ def test_lines_break_where_the_text_does() -> None:
 def test_the_head_to_begin_with_looks_far_and_clearly() -> None:
     assert telling(jane()).name == "L0H1"
     assert telling(translation()).name == "cross.L0"
+    assert telling(translation_that_rests()).name == "cross.L1"
     assert telling(image()).name == "L0H0"
 
 

@@ -55,7 +55,8 @@ export class AlignView {
   }
 
   sheet(focus, rows, columns, matrix, R, C) {
-    const cell = Math.max(14, Math.min(38, 760 / C));
+    // Few words get larger cells, as far as the sheet stays in sight.
+    const cell = Math.max(14, Math.min(38, 760 / C), Math.min(52, 460 / C, 500 / R));
     const [left, top] = [140, 116];
     const [width, height] = [left + C * cell + 60, top + R * cell + 24];
     const sheet = draw("svg", {
@@ -68,7 +69,7 @@ export class AlignView {
     });
     const scale = scaleOf(this.state.scale, matrix.flatMap((row) => [...row]));
     this.scale = scale;
-    const size = Math.min(13, cell * 0.62);
+    const size = Math.min(cell > 38 ? 15 : 13, cell * 0.62);
     const soft = cssColor("--soft");
     sheet.append(
       draw("text", { x: left, y: 14, "font-size": 11, "font-weight": 600, fill: soft }, "is looked at →"),

@@ -237,10 +237,10 @@ export class App {
   }
 }
 
-// A head worth looking at first: between two texts the last layer's mean; else one that looks somewhere sharply, and
-// not at the first token. And a word to look from.
+// A head worth looking at first: between two texts the mean of the clearest layer; else one that looks somewhere
+// sharply, and not at the first token. And a word to look from.
 function defaults(store) {
-  const across = store.layers.findLast((layer) => !layer.self);
+  const across = store.head.across === null ? null : store.layers[store.head.across];
   const one = across ? null : tellingHead(store);
   const layer = across ?? store.layers[one.layer];
   const texts = store.texts(layer, "queries", 0);

@@ -9,6 +9,8 @@ import { csvOf, textSvg } from "./exporting.js";
 import { queryAt } from "./text.js";
 
 const PACE = 700;
+// From so many steps on bars are thin, so that some hundreds stand side by side.
+const MANY = 80;
 
 // The steps of a record: after a prompt in one text, or along the text that a decoder writes.
 export function stepsOf(store, layer, seq) {
@@ -116,7 +118,7 @@ export class StepsView {
       make("bdi", { class: "wrote" }, clipped(label(text), 30)),
       `, and looked like this in ${focus.name}.`,
     );
-    for (const bar of this.strip.children) bar.setAttribute("aria-pressed", String(Number(bar.dataset.step) === n));
+    this.press(n);
     const scale = scaleOf(this.state.scale, focus.units);
     const place = this.store.place(layer, query);
     const hidden = this.state.hideSinks ? focus.sinks : new Set();
@@ -132,6 +134,18 @@ export class StepsView {
       mark: (i) => markOf(i, query, position),
     });
     this.writtenPane?.reveal(query);
+  }
+
+  // The bar of a step, pressed and in sight.
+  press(n) {
+    for (const bar of this.strip.children) bar.setAttribute("aria-pressed", String(Number(bar.dataset.step) === n));
+    const bar = this.strip.children[n];
+    if (!bar) return;
+    const left = bar.offsetLeft - this.strip.offsetLeft;
+    const { scrollLeft, clientWidth } = this.strip;
+    if (left < scrollLeft || left + bar.offsetWidth > scrollLeft + clientWidth) {
+      this.strip.scrollLeft = left - clientWidth / 2;
+    }
   }
 
   build({ layer }) {
@@ -162,6 +176,7 @@ export class StepsView {
       framed(layer.keys, "is looked at", this.keysPane),
     );
     this.strip.replaceChildren(...this.bars(layer));
+    this.strip.classList.toggle("many", this.steps.length > MANY);
   }
 
   // One bar per step: how spread the attention was, as a share of the most that it could be.

@@ -8,12 +8,16 @@ const PAD = 3;
 const SPARE = 6;
 // A short text is set larger: up to so many tokens, the size of its letters, and the height of a line.
 const SIZES = [[70, 25, 52], [400, 19, 42], [Infinity, 16, 35]];
+// Tokens that a tokenizer adds: [CLS], <s>, <|endoftext|>.
+const ADDED = /^(\[[A-Z]+\d*\]|<[^<>\s]+>)$/;
 
 export class TextPane {
   // options: name, texts, words, onhover(i or null), onpick(i, add), onmove(i)
   constructor(options) {
     Object.assign(this, options);
     this.keepsSpaces = this.texts.some((text, i) => i > 0 && /^\s/.test(text));
+    // Where every letter is a token, a space reads as one; elsewhere a space that stands alone is worth a sign.
+    this.spelled = this.texts.every((text) => [...text].length <= 1 || ADDED.test(text));
     this.leftward = runsLeftward(this.texts);
     this.scroller = make("div", {
       class: "textpane",
@@ -108,13 +112,14 @@ export class TextPane {
 
   // A token that the tokenizer added belongs to no word, and no letter of the text does.
   isAdded(i) {
-    return Boolean(this.words) && this.words[i] === null && /\S/.test(this.texts[i]);
+    return ADDED.test(this.texts[i]) || (Boolean(this.words) && this.words[i] === null && /\S/.test(this.texts[i]));
   }
 
   // What is written: the space before a word is a gap, so that a tint fits the letters.
   written(i) {
     const text = this.texts[i];
-    return shown(/^ ./su.test(text) ? text.slice(1) : text === " " ? "␣" : text);
+    if (text === " ") return this.spelled ? "\u00a0" : "␣";
+    return shown(/^ ./su.test(text) ? text.slice(1) : text);
   }
 
   layout() {
@@ -140,13 +145,13 @@ export class TextPane {
     this.render();
   }
 
-  // Where lines begin: at a gap where there is one, inside a word only where it is longer than a line.
+  // Where lines begin: at a gap or after a space where there is one, inside a word only where it is longer than a line.
   broken(widthOf, width) {
     const starts = [0];
     let [x, gapAt, sinceGap] = [0, 0, 0];
     for (let i = 0; i < this.texts.length; i++) {
       const wide = widthOf(i);
-      if (this.hasGap(i)) [gapAt, sinceGap] = [i, 0];
+      if (this.hasGap(i) || this.texts[i - 1] === " ") [gapAt, sinceGap] = [i, 0];
       if (i > starts.at(-1) && this.texts[i - 1].includes("\n")) {
         starts.push(i);
         x = 0;
