@@ -81,11 +81,86 @@ def turns(start, stop, s, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
+def write_cells(
+    t, cells, picture, picture_row, cells_before, column_before, picture_rows, picture_columns,
+    PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr, COLUMN_KEYS: tl.constexpr,
+    ADD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """The cells of tile t of the keys, (BK // CELL_KEYS, BQ // CELL_QUERIES). LATE: there is none where t is -1."""
+    first = (t * BK) // COLUMN_KEYS
+    row = picture_row + tl.arange(0, BQ // CELL_QUERIES)[None, :]
+    column = first + tl.arange(0, BK // CELL_KEYS)[:, None]
+    there = (row < picture_rows) & (column < picture_columns)
+    if LATE:
+        first = tl.where(t < 0, -1, first)
+        there &= t >= 0
+    into = picture + row.to(tl.int64) * picture_columns + column
+    if ADD:
+        # What an earlier loop left is read when a cell is entered; then the sum is carried and written over.
+        entered = first != column_before
+        column_before = first
+        old = tl.load(into, mask=there & entered, other=0.0)
+        old = tl.where(entered, old, cells_before)
+        cells = cells + old if PICTURE == 1 else tl.maximum(cells, old)
+        cells_before = cells
+    tl.store(into, cells, mask=there)
+    return cells_before, column_before
+
+
+@triton.jit
+def strip_sums(p, STRIP: tl.constexpr, BK: tl.constexpr, BQ: tl.constexpr):
+    """Sums over strips of queries, in the four parts that lie in four lanes: (BK, BQ // STRIP, 4)."""
+    return tl.sum(tl.sum(tl.reshape(p, (BK, BQ // STRIP, STRIP // 8, 4, 2)), 4), 2)
+
+
+@triton.jit
+def over_lanes(parts, M: tl.constexpr, N: tl.constexpr):
+    """(M, N, 4) -> (M, N). One step for all, then the next: for one after the other, lanes would wait each time."""
+    return tl.sum(tl.sum(tl.reshape(parts, (M, N, 2, 2)), 3), 2)
+
+
+@triton.jit
+def over_keys(parts, BK: tl.constexpr, N: tl.constexpr):
+    """(BK, N, 4) -> (BK // 16, N, 4): rows r and r + 8 inside of a thread, then over lanes, step by step."""
+    sums = tl.sum(tl.reshape(parts, (BK // 16, 2, 8, N, 4)), 1)
+    sums = tl.sum(tl.reshape(sums, (BK // 16, 2, 4, N, 4)), 1)
+    sums = tl.sum(tl.reshape(sums, (BK // 16, 2, 2, N, 4)), 1)
+    return tl.sum(sums, 1)
+
+
+@triton.jit
+def write_late(
+    t, sums, columns, picture, picture_row, cells_before, column_before,
+    Tk, picture_scale, picture_rows, picture_columns,
+    RECEIVED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
+    COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Adds the sums over strips of an earlier tile, t, to what the keys receive and to a picture of means."""
+    j = t * BK + tl.arange(0, BK)
+    if RECEIVED:
+        there = (j < Tk) & (t >= 0)
+        before = tl.load(columns + j, mask=there, other=0.0)
+        received = over_lanes(tl.sum(sums, 1, keep_dims=True), BK, 1)
+    if PICTURE > 0:
+        DOWN: tl.constexpr = BQ // CELL_QUERIES
+        cells = over_lanes(over_keys(sums, BK, DOWN), BK // 16, DOWN) * picture_scale
+        if CELL_KEYS > 16:
+            cells = tl.sum(tl.reshape(cells, (BK // CELL_KEYS, CELL_KEYS // 16, DOWN)), 1)
+        cells_before, column_before = write_cells(
+            t, cells, picture, picture_row, cells_before, column_before, picture_rows, picture_columns,
+            PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK, True,
+        )  # fmt: skip
+    if RECEIVED:
+        tl.store(columns + j, before + tl.reshape(received, (BK,)), mask=there)
+    return cells_before, column_before
+
+
+@triton.jit
 def step(
     t, tag, queries, i, lse, low, high, weights, slope, k, k_tiles, batch, key_head,
     columns, picture, picture_row,
     query_ids, key_ids, dense, dense_query, dense_key,
-    entropy, distance, largest, best, second, third, cells_before, column_before,
+    entropy, distance, largest, best, second, third, cells_before, column_before, sums, tile_before,
     offset, Tq, Tk, D, k_key, scale, softcap, picture_scale, picture_rows, picture_columns,
     MASKED: tl.constexpr, SPANS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     IDS: tl.constexpr, DENSE: tl.constexpr,
@@ -93,12 +168,13 @@ def step(
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    FETCHED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """One tile: keys t * BK and on, for all queries of the program."""
     j = t * BK + tl.arange(0, BK)
     d = tl.arange(0, BD)
     places = k + tl.cast(t * BK, tl.int64) * k_key + tl.arange(0, BK)[:, None] * k_key + d[None, :]
-    if k_tiles is not None:
+    if FETCHED:
         # The copy engine leaves the threads alone, and puts zeros where there is no key.
         keys = tl.reshape(k_tiles.load([batch, key_head, t * BK, 0]), (BK, BD))
     elif MASKED:
@@ -107,10 +183,18 @@ def step(
         keys = tl.load(places)
     else:
         keys = tl.load(places, mask=d[None, :] < D, other=0.0)
-    if RECEIVED:
+    if RECEIVED and not LATE:
         # Asked for before the product, so that it has arrived by the time it is added to.
         before = tl.load(columns + j, mask=j < Tk, other=0.0)
     dots = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # (BK, BQ)
+    if LATE:
+        # While the tensor core works on this tile, and lanes wait for their exponentials.
+        cells_before, column_before = write_late(
+            tile_before, sums, columns, picture, picture_row, cells_before, column_before,
+            Tk, picture_scale, picture_rows, picture_columns,
+            RECEIVED, PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
+        )  # fmt: skip
+        tile_before = t
     z = logits(dots, i[None, :], j[:, None], offset, slope, scale, softcap, SOFTCAP, ALIBI)
     x = z - lse[None, :]
     if MASKED:
@@ -143,7 +227,9 @@ def step(
             # Turned into floats before they are spread over the tile: per entry that would take as long as exp2.
             far = tl.abs((i + offset).to(tl.float32)[None, :] - j.to(tl.float32)[:, None])
             distance = add_keys(distance, p * far, BK, BQ)
-        if PICTURE > 0:
+        if LATE:
+            sums = strip_sums(p, CELL_QUERIES if PICTURE > 0 else BQ, BK, BQ)
+        elif PICTURE > 0:
             cells = tl.reshape(p, (BK, BQ // CELL_QUERIES, CELL_QUERIES))
             if PICTURE == 1:
                 rows = tl.sum(cells, 2)  # (BK, cells)
@@ -151,20 +237,11 @@ def step(
             else:
                 rows = tl.max(cells, 2)
                 cells = tl.max(tl.reshape(rows, (BK // CELL_KEYS, CELL_KEYS, BQ // CELL_QUERIES)), 1)
-            row = picture_row + tl.arange(0, BQ // CELL_QUERIES)[None, :]
-            column = (t * BK) // COLUMN_KEYS + tl.arange(0, BK // CELL_KEYS)[:, None]
-            there = (row < picture_rows) & (column < picture_columns)
-            into = picture + row.to(tl.int64) * picture_columns + column
-            if ADD:
-                # What an earlier loop left is read when a cell is entered; then the sum is carried and written over.
-                entered = (t * BK) // COLUMN_KEYS != column_before
-                column_before = (t * BK) // COLUMN_KEYS
-                old = tl.load(into, mask=there & entered, other=0.0)
-                old = tl.where(entered, old, cells_before)
-                cells = cells + old if PICTURE == 1 else tl.maximum(cells, old)
-                cells_before = cells
-            tl.store(into, cells, mask=there)
-        if RECEIVED:
+            cells_before, column_before = write_cells(
+                t, cells, picture, picture_row, cells_before, column_before, picture_rows, picture_columns,
+                PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK, False,
+            )  # fmt: skip
+        if RECEIVED and not LATE:
             if WEIGHTED:
                 received = tl.sum(p * weights[None, :], 1)
             elif PICTURE == 1:
@@ -172,7 +249,7 @@ def step(
             else:
                 received = tl.sum(p, 1)
             tl.store(columns + j, before + received, mask=j < Tk)
-    return entropy, distance, largest, best, second, third, cells_before, column_before
+    return entropy, distance, largest, best, second, third, cells_before, column_before, sums, tile_before
 
 
 @triton.jit
@@ -192,10 +269,11 @@ def statistics(
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    FETCHED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, slot) serves every `slots`-th tile of queries, back and forth, the longest causal rows first.
 
-    k_tiles is the keys as the copy engine takes them, or None. columns is (pairs, slots, Tk): each program adds to its
+    FETCHED: k_tiles is the keys as the copy engine takes them. columns is (pairs, slots, Tk): each program adds to its
     own. picture is (pairs, picture_rows, picture_columns), zeros; PICTURE is 0 none, 1 mean, 2 max. best and second
     are (pairs, SEGMENTS, BK // 2, queries), third is (pairs, SEGMENTS, BK // 16, queries).
     """
@@ -220,6 +298,7 @@ def statistics(
     if ALIBI:
         slope = tl.load(slopes + h)
     ALWAYS: tl.constexpr = IDS or DENSE
+    STRIP: tl.constexpr = CELL_QUERIES if LATE and PICTURE > 0 else BQ
     d = tl.arange(0, BD)
     for turn in range(tl.cdiv(tiles, slots)):
         place = turn * slots + tl.where(turn % 2 == 0, slot, slots - 1 - slot)
@@ -253,6 +332,8 @@ def statistics(
                         count = count_before + count_behind if kind == 0 else count_inside
                         cells = tl.zeros((BK // CELL_KEYS, BQ // CELL_QUERIES), tl.float32)
                         column = -1
+                        sums = tl.zeros((BK, BQ // STRIP, 4), tl.float32)
+                        tile_before = -1
                         if SPANS == 2 or ADD:
                             # What another loop wrote to the same columns or cells must be there. Not inside a loop:
                             # a barrier would keep the compiler from fetching keys ahead.
@@ -264,17 +345,27 @@ def statistics(
                             u = inside // SEGMENTS + n
                             if kind == 0:
                                 u = tl.where(n < count_before, before, behind - count_before * SEGMENTS) // SEGMENTS + n
-                            sum_entropy, sum_distance, highest, first_best, next_best, third_best, cells, column = step(
+                            (
+                                sum_entropy, sum_distance, highest, first_best, next_best, third_best,
+                                cells, column, sums, tile_before,
+                            ) = step(
                                 u * SEGMENTS + s, u, queries, i, rows, low, high, weights, slope,
                                 k, k_tiles, pair // H, h // group, columns, picture,
                                 (tile * BQ) // CELL_QUERIES, query_ids, key_ids, dense, dense_query, dense_key,
-                                sum_entropy, sum_distance, highest, first_best, next_best, third_best, cells, column,
-                                offset, Tq, Tk, D, k_key, scale, softcap,
+                                sum_entropy, sum_distance, highest, first_best, next_best, third_best,
+                                cells, column, sums, tile_before, offset, Tq, Tk, D, k_key, scale, softcap,
                                 picture_scale, picture_rows, picture_columns,
                                 kind == 0, SPANS, SOFTCAP, ALIBI, IDS, DENSE,
                                 ENTROPY, DISTANCE, LARGEST, RECEIVED, WEIGHTED,
                                 PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, TOP, TAG_BITS,
-                                BQ, BK, BD, EVEN, PRECISION,
+                                BQ, BK, BD, EVEN, PRECISION, FETCHED, LATE,
+                            )  # fmt: skip
+                        if LATE:
+                            # No next tile follows the last one.
+                            write_late(
+                                tile_before, sums, columns, picture, (tile * BQ) // CELL_QUERIES, cells, column,
+                                Tk, picture_scale, picture_rows, picture_columns,
+                                RECEIVED, PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
                             )  # fmt: skip
                 if TOP:
                     # Queries lie side by side, so that choosing takes one thread per query or two.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.cuda_sdpa import HALF, hopper_or_later
+from foci.fitting import is_unreadable
 from foci.statistics.tiling import Cells, Config
 from foci.statistics.wanted import Wanted
 
@@ -129,9 +130,11 @@ def key_tiles(k: Tensor, width: int, config: Config) -> Any:
 
     It takes addresses and steps of 16 bytes only. What a tile has beyond the keys or their width is 0.
     """
+    # A compiler that traces the call knows no addresses.
+    if not config.fetched or is_unreadable(k) or k.dtype not in HALF or not has_copy_engine(k.device):
+        return None
     steps = [stride * k.element_size() for stride in k.stride()[:-1]]
-    regular = k.stride(-1) == 1 and k.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
-    if not (config.fetched and regular and k.dtype in HALF and has_copy_engine(k.device)):
+    if k.stride(-1) != 1 or k.data_ptr() % 16 or any(step <= 0 or step % 16 for step in steps):
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -95,7 +95,8 @@ def sweep(
     kept = candidates(q, plan, config.queries, classes) if wanted.top else {}
     unused = arguments["lse"]
     common = weights_arguments(query_weights, arguments["lse"])
-    common["k_tiles"] = key_tiles(arguments["k"], arguments["BD"], config)
+    described = key_tiles(arguments["k"], arguments["BD"], config)
+    common |= {"k_tiles": unused if described is None else described, "FETCHED": described is not None}
     common |= picture_arguments(wanted, fit, k.shape[2], twice=arguments["SPANS"] == 2)
     common |= {name: (buffers | kept).get(name, unused) for name in WRITTEN} | {"picture": buffers.get("cells", unused)}
     common |= {"ENTROPY": wanted.entropy, "DISTANCE": wanted.distance, "LARGEST": wanted.largest}
@@ -118,9 +119,17 @@ def run(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, confi
     kernel[(launch.pairs * common["slots"],)](
         **arguments, **common, first_pair=launch.first_pair, first_tile=launch.first_tile, tiles=launch.tiles,
         BQ=config.queries, BK=config.keys, EVEN=arguments["D"] == arguments["BD"], PRECISION=precision(arguments["q"]),
-        num_warps=config.warps, num_stages=config.stages,
+        LATE=config.late and can_wait(common), num_warps=config.warps, num_stages=config.stages,
         **({} if config.registers is None else {"maxnreg": config.registers}),
     )  # fmt: skip
+
+
+def can_wait(common: dict[str, Any]) -> bool:
+    """Sums over queries are carried to the next tile in four parts, where the same ones serve columns and picture."""
+    if common["PICTURE"] == 0:
+        return bool(common["RECEIVED"] and not common["WEIGHTED"])
+    means = common["PICTURE"] == 1 and not (common["RECEIVED"] and common["WEIGHTED"])
+    return means and common["CELL_QUERIES"] % 8 == 0 and common["CELL_KEYS"] % 16 == 0
 
 
 def candidates(q: Tensor, plan: list[Launch], queries: int, classes: Classes) -> dict[str, Tensor]:

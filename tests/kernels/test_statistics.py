@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -302,6 +303,8 @@ def test_what_the_copy_engine_cannot_fetch(monkeypatch: pytest.MonkeyPatch) -> N
     for refused in (k.float(), k[..., 4:20], odd[..., :32], no_steps, k[..., ::2]):
         assert key_tiles(refused, 32, SMALL) is None
     assert key_tiles(k, 32, replace(SMALL, fetched=False)) is None
+    with FakeTensorMode() as mode:
+        assert key_tiles(mode.from_tensor(k), 32, SMALL) is None
 
 
 @pytest.mark.parametrize(("hip", "hopper", "has"), [(None, True, True), (None, False, False), ("6.4", True, False)])
@@ -311,6 +314,57 @@ def test_which_devices_have_a_copy_engine(
     monkeypatch.setattr("foci.statistics.device_arguments.hopper_or_later", lambda index: hopper)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert has_copy_engine(torch.device("cuda", 0)) is has
+
+
+def late_spans() -> Case:
+    """Some tiles are met twice, and some queries see nothing."""
+    runs = [[(0, 9), (20, 33 + i)] if i % 7 else [(3, 3), (64, 64)] for i in range(32)]
+    return span_case(runs, keys=64)
+
+
+@pytest.mark.parametrize(
+    ("make", "picture"),
+    [
+        (lambda: causal(heads=(2, 1), queries=32, keys=96), (4, 6, "mean")),
+        (lambda: causal(heads=(2, 1), queries=32, keys=128), (2, 1, "mean")),
+        (lambda: causal(queries=24, keys=45), None),
+        (sees_nothing_at_the_start, None),
+        (documents, None),
+        (late_spans, (2, 2, "mean")),
+        (late_spans, (4, 1, "mean")),
+    ],
+)
+def test_sums_that_are_written_beside_the_next_product(make, picture, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = []
+    plain = triton_statistics.can_wait
+    monkeypatch.setattr(triton_statistics, "can_wait", lambda common: answers.append(plain(common)) or answers[-1])
+    case = make()
+    weights, _ = case.truth()
+    got = case.run(Wanted(entropy=True, received=True, picture=picture, top=2), replace(SMALL, late=True))
+    assert set(answers) == {True}
+    close(got["entropy"], torch.special.entr(weights).sum(-1))
+    close(got["received"], weights.sum(-2), 1e-5)
+    if picture:
+        close(got["picture"], pooled(weights, *picture))
+    check_top(got, case, 2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "weighted"),
+    [
+        (Wanted(received=True, picture=(4, 4, "max")), False),
+        (Wanted(received=True, picture=(4, 4, "mean")), True),
+        (Wanted(received=True, picture=(16, 4, "mean")), False),
+        (Wanted(received=True), True),
+        (Wanted(entropy=True), False),
+    ],
+)
+def test_sums_that_cannot_wait_are_written_at_once(wanted: Wanted, weighted: bool) -> None:
+    case = causal(queries=32, keys=64)
+    if weighted:
+        case.options["query_weights"] = torch.rand(32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    late, at_once = case.run(wanted, replace(SMALL, late=True)), case.run(wanted)
+    assert {name: torch.equal(late[name], at_once[name]) for name in at_once} == dict.fromkeys(at_once, True)
 
 
 @pytest.mark.parametrize("shape", [(24,), (1, 2, 24)])
