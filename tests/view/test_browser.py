@@ -324,6 +324,15 @@ def test_generation_step_by_step(look: Look) -> None:
         assert "Step 6 of 6" in tab.locator(".told").inner_text()
 
 
+def test_what_is_not_written_yet_has_no_tint(look: Look) -> None:
+    record = records.of_texts("a", " comm", "and", "ed")
+    record.labels["input"] = Labels.tokens([record.labels["input"].texts[0]], [[0, 1, 1, 1]])
+    record.prompt = 1
+    with look(record, "#v=steps&n=1") as tab:
+        assert background(tab, 1) != CLEAR
+        assert [background(tab, i) for i in (2, 3)] == [CLEAR, CLEAR]
+
+
 def test_many_steps_have_thin_bars_that_all_fit(look: Look) -> None:
     record = records.of_texts(*("\n" if i % 40 == 39 else "n" for i in range(210)))
     record.prompt = 10

@@ -124,7 +124,8 @@ export class StepsView {
     const hidden = this.state.hideSinks ? focus.sinks : new Set();
     this.keysPane.update({
       direction: "to",
-      tint: (j) => scale.of(focus.units[focus.targets.of[j]]),
+      // Of a word that is half written, what is to come was not there to be looked at.
+      tint: (j) => (layer.self && j >= position ? 0 : scale.of(focus.units[focus.targets.of[j]])),
       mark: (j) => (layer.self ? markOf(j, place, position) : "") + (hidden.has(j) ? "s" : ""),
     });
     if (layer.self) this.keysPane.reveal(position);
