@@ -18,6 +18,7 @@ from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
 
 SMALL = Config(queries=16, keys=32, warps=4, stages=1, per_processor=1, fine=16)
+FETCHED = replace(SMALL, fetched=True)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -282,10 +283,10 @@ def test_keys_that_the_copy_engine_fetches(make, beyond: int) -> None:
     case = make()
     weights, lse = case.truth()
     q, k = within_nan(case.q), within_nan(case.k, beyond)
-    assert key_tiles(k, 32, SMALL) is not None
+    assert key_tiles(k, 32, FETCHED) is not None
     picture = (min(4, q.shape[2]), 5, "mean")
     wanted = Wanted(entropy=True, received=True, largest=True, picture=picture, top=3)
-    got = statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, config=SMALL, **case.options)
+    got = statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, config=FETCHED, **case.options)
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
     close(got["largest"], case.logits().amax((-1, -2)), 1e-5)
@@ -297,14 +298,14 @@ def test_what_the_copy_engine_cannot_fetch(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("foci.statistics.device_arguments.has_copy_engine", lambda device: True)
     k = torch.zeros(2, 3, 40, 32, dtype=torch.float16)
     for whole in (k, k.transpose(1, 2), k[:, :, 1:], k[..., 8:24], k[:, :, ::2]):
-        assert key_tiles(whole, 32, SMALL) is not None
+        assert key_tiles(whole, 32, FETCHED) is not None
     odd = torch.zeros(2, 3, 40, 36, dtype=torch.float16)
     no_steps = k[:1].expand(2, 3, 40, 32)
     for refused in (k.float(), k[..., 4:20], odd[..., :32], no_steps, k[..., ::2]):
-        assert key_tiles(refused, 32, SMALL) is None
-    assert key_tiles(k, 32, replace(SMALL, fetched=False)) is None
+        assert key_tiles(refused, 32, FETCHED) is None
+    assert key_tiles(k, 32, SMALL) is None
     with FakeTensorMode() as mode:
-        assert key_tiles(mode.from_tensor(k), 32, SMALL) is None
+        assert key_tiles(mode.from_tensor(k), 32, FETCHED) is None
 
 
 @pytest.mark.parametrize(("hip", "hopper", "has"), [(None, True, True), (None, False, False), ("6.4", True, False)])
