@@ -21,7 +21,8 @@ class Config:
     """One way to cut.
 
     per_processor: programs that share a multiprocessor; registers: at most so many per thread, that they may;
-    fine: keys per sum of a picture; fetched: the copy engine fetches the keys, where the device has one that can (not yet run on one);
+    fine: keys per sum of a picture;
+    fetched: the copy engine fetches the keys, where the device has one that can (not yet run on one);
     late: what a tile adds to its keys and to a picture of means is written beside the next product (not yet timed);
     choosing: queries of a program that chooses the heaviest keys; refining: keys that are read again at a time, the
     warps that read them, and programs that share a multiprocessor.
