@@ -28,7 +28,6 @@ SAFELY: dict[str, Any] = {"trust_remote_code": False}
 SHIPPED = Path(__file__).parent / "shipped"
 # Of the models that ship, those that read a text, the one to begin with first.
 TEXTS = ("translation", "generation", "sentiment", "summarization")
-ANY_MODEL = "the folder or name of a Hugging Face model, or a model of foci"
 # So many seconds Hugging Face has to say whether it knows a name.
 PATIENCE = 10
 
@@ -92,15 +91,20 @@ def place_of(model: str | os.PathLike[str] | None) -> str:
     if model is None and not {*there} & {*TEXTS}:
         raise ValueError(
             "expected a model, by the folder or name of one of Hugging Face or a run of foci (--model), because none"
-            ' ships with foci yet; without one, foci explain "..." shows how attention works'
+            ' that reads texts ships with this foci; without one, foci explain "..." shows how attention works'
         )
     name = there[0] if model is None else os.path.expanduser(os.fspath(model))  # noqa: PTH111
     if not name:
-        raise ValueError(f"expected {ANY_MODEL}, received none")
+        raise ValueError(f"expected {any_model()}, received none")
     if name in there and not is_there(Path(name)):
         return str(SHIPPED / name)
     check_path(name)
     return name
+
+
+def any_model() -> str:
+    """What may be named, for whoever named something else."""
+    return f"the folder or name of a Hugging Face model, a run of foci, or a model that ships ({', '.join(shipped())})"
 
 
 def check_path(name: str) -> None:
@@ -156,12 +160,12 @@ class Reader:
         transformers = imported()
         self.say, self.device = say, device
         say(f"loading {name}")
-        with expecting(ANY_MODEL, name):
+        with expecting(any_model(), name):
             check_name(name)
             self.config = transformers.AutoConfig.from_pretrained(name, **SAFELY)
         with expecting("a model that reads texts", name):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **SAFELY)
-        with expecting(ANY_MODEL, name):
+        with expecting(any_model(), name):
             kind = getattr(transformers, kind_of(self.config))
             self.model = kind.from_pretrained(name, **SAFELY).eval().to(device)
 

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 TEXT = "Jane is hungry, Jane sleeps"
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "Jane", "is", "hungry", ",", "sleeps"]
 NO_MODEL = (
-    "expected a model, by the folder or name of one of Hugging Face or a run of foci (--model), because none ships with"
-    ' foci yet; without one, foci explain "..." shows how attention works'
+    "expected a model, by the folder or name of one of Hugging Face or a run of foci (--model), because none that"
+    ' reads texts ships with this foci; without one, foci explain "..." shows how attention works'
 )
 SMALL = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -197,7 +197,8 @@ def test_a_folder_that_is_no_model(tmp_path: Path, folders: Path) -> None:
         look("x", tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
-        ValueError, match=r"expected the folder or name of a Hugging Face model, or a model of foci, rece"
+        ValueError,
+        match=r"expected the folder or name of a Hugging Face model, a run of foci, or a model that ships",
     ):
         Reader(str(tmp_path))
     assert not is_own(tmp_path)

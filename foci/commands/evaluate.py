@@ -19,6 +19,7 @@ examples:
   foci evaluate runs/translation --data test.en test.de --set task.beam=8
   foci evaluate runs/translation --data test.tsv --answers answers.txt --json
   foci evaluate runs/translation
+  foci evaluate speech --data test.tsv
 """
 
 
@@ -27,7 +28,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "evaluate", help="measure a trained model on data that it has not seen", epilog=EXAMPLES
     )
-    parser.add_argument("model", type=Path, help="a run's folder, or a model file")
+    parser.add_argument("model", type=Path, help="a run's folder, a model file, or one that ships")
     parser.add_argument(
         "--data", nargs="+", default=[], metavar="PATH", help="what to measure with (default: the run's own dev part)"
     )
@@ -42,8 +43,9 @@ def run(options: argparse.Namespace) -> int:
     """Answers all examples and prints their score."""
     import torch
 
-    from foci.commands.loading import loaded, tell_cut
+    from foci.commands.loading import loaded, named, tell_cut
 
+    options.model = named(options.model)
     if options.answers is not None:
         check_place(options.answers, "--answers")
     task, model = loaded(options.model, options.changes, options.device)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import foci
+from foci import shipped
 from foci.nn.model import Model
 from foci.tasks import find
 from foci.tasks.task import Task
@@ -35,11 +35,18 @@ def place_of(name: str, path: Path | None) -> Path:
     find(name)
     if path is not None:
         return path
-    shipped = Path(foci.__file__).parent / "shipped" / name
-    for place in (Path("runs") / name, shipped):
+    for place in (Path("runs") / name, shipped.FOLDER / name):
         if place.is_dir():
             return place
-    raise ValueError(f"expected a model for {name}: train one (foci train {name} --data ...) or name one with --model")
+    raise ValueError(
+        f"expected a model for {name}: train one (foci train {name} --data ...) or name one with --model; of those that"
+        f" ship, {', '.join(shipped.names()) or 'none'}, none is for {name}"
+    )
+
+
+def named(path: Path) -> Path:
+    """A path that is there, or a model that ships by its name."""
+    return shipped.FOLDER / path if not path.exists() and str(path) in shipped.names() else path
 
 
 def tell_cut(command: str, count: int, total: int) -> None:

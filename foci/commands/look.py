@@ -13,9 +13,10 @@ from foci.commands.writing import check_out, check_text
 
 EXAMPLES = """\
 examples:
-  foci look "Jane is hungry, and she's really craving pasta from Italy." --model ./minilm
-  foci look "Jane is hungry." --model ./minilm --head L0H1 --word hungry
-  foci look "Jane is hungry." --model runs/translation --out page.html
+  foci look "Jane is hungry, and she's really craving pasta from Italy."
+  foci look "Where is the train station?" --head cross.L1 --word Bahnhof
+  foci look "ROMEO:" --model generation --out page.html
+  foci look "Jane is hungry." --model ./minilm --head L0H1
 """
 
 
@@ -28,7 +29,8 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("text", nargs="+", help="the text")
     parser.add_argument(
-        "--model", help="a Hugging Face model by folder or name, a file or run of foci, or one that ships"
+        "--model",
+        help="a Hugging Face model by folder or name, a file or run of foci, or one that ships (default: translation)",
     )
     parser.add_argument("--layer", type=int, help="a layer, from 0")
     parser.add_argument("--head", help="a head: L5H3, cross.L0H2, or a number beside --layer")

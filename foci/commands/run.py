@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 examples:
-  foci run translation "A man sleeps." --show
-  foci run translation --file sentences.txt > answers.txt
-  foci run generation "To be" --set task.temperature=0.5
+  foci run translation "Where is the train station?" --show
   foci run translation "A man sleeps." --out page.html
+  foci run translation --file sentences.txt > answers.txt
+  foci run speech seven.wav --show
+  foci run generation "ROMEO:" --set task.temperature=0.5
 """
+TASKS = "translation, generation, vision, sentiment, speech or summarization"
+# Looked for by its files: what lists them elsewhere is slow to import.
+SHIPPED = Path(__file__).parents[1] / "shipped"
 # The ending of a file of answers; the others are those of records.
 ANSWERS = ".txt"
 TOGETHER = 64
@@ -35,7 +39,8 @@ def add(commands: Any) -> None:
         help="let a trained model answer, and see where it looks",
         epilog=EXAMPLES,
     )
-    parser.add_argument("task", help="translation, generation, vision, sentiment, speech or summarization")
+    there = sorted({file.parent.name for file in SHIPPED.glob("*/*.safetensors")})
+    parser.add_argument("task", help=f"{TASKS}; models ship for {', '.join(there)}")
     parser.add_argument("inputs", nargs="*", help="sentences, or files of pictures or sound (default: lines of stdin)")
     parser.add_argument("--file", type=Path, help="a file with an input on each line; an empty one stays empty")
     parser.add_argument(
@@ -55,9 +60,10 @@ def run(options: argparse.Namespace) -> int:
     from foci.commands.loading import loaded, place_of, tell_cut
 
     check_out(options.out, ANSWERS)
-    task, model = loaded(place_of(options.task, options.model), options.changes, options.device)
+    place = place_of(options.task, options.model)
+    task, model = loaded(place, options.changes, options.device)
     if task.name != options.task:
-        raise ValueError(f"expected a model for {options.task}, but {options.model} is one for {task.name}")
+        raise ValueError(f"expected a model for {options.task}, but {place} is one for {task.name}")
     as_record = options.out is not None and options.out.suffix.lower() != ANSWERS
     if as_record and len(options.inputs) != 1:
         raise ValueError(f"{options.out} takes the attention to one input, but got {len(options.inputs)}")

@@ -24,6 +24,11 @@ class Pocket:
     model: Model
     about: dict[str, Any]  # score, data and licence
 
+    def __repr__(self) -> str:
+        """What it is, in one line; `about` has the score and where the data are from."""
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"Pocket({self.task.name}: {type(self.model).__name__}, {count:,} parameters)"
+
     @overload
     def __call__(self, given: str) -> str: ...
     @overload

@@ -57,8 +57,15 @@ def panels(record: Record) -> list[Panel]:
         values = [[float(v) if v.isfinite() else math.nan for v in row] for row in scores[title]]
         # A table of next to nothing would only take room.
         if any(value >= LEAST for row in values for value in row):
-            found.append(Panel(title, values, outstanding(record, title, values)))
+            rows = [values[number] for number in by_stack(record)]
+            found.append(Panel(title, rows, outstanding(record, title, values)))
     return found
+
+
+def by_stack(record: Record) -> list[int]:
+    """The numbers of the layers, those of one stack together: a decoder's own are run in turns with those across."""
+    stacks = [layer.stack for layer in record.layers.values()]
+    return sorted(range(len(stacks)), key=lambda number: stacks.index(stacks[number]))
 
 
 def outstanding(record: Record, title: str, values: Sequence[Sequence[float]]) -> str:
@@ -82,7 +89,8 @@ def write(sheet: Sheet, record: Record) -> None:
     if any(layer.kept is None and max(layer.shape[2:]) > LONG for layer in record.layers.values()):
         sheet.note("Measures of all heads take a while for a text of this length: record.scores() has them.")
         return
-    names = [name_of(record, layer) for layer in record.layers.values()][:MOST_LAYERS]
+    layers = list(record.layers.values())
+    names = [name_of(record, layers[number]) for number in by_stack(record)][:MOST_LAYERS]
     label = widest(names, 16) + 1
     room = sheet.room - label
     shown = [part for panel in panels(record) for part in panel.parts(room)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foci import cli
+from foci import cli, shipped
 from tests.training.reversal import SMALL, written
 
 
@@ -207,7 +207,8 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
     [
         (["run", "translation", ""], "expected a sentence to translate, but got none"),
         (["run", "generation", "x", "--model", "runs/translation"], "expected a model for generation, but"),
-        (["run", "speech", "x"], "expected a model for speech: train one"),
+        (["run", "summarization", "x"], "expected a model for summarization: train one"),
+        (["run", "summarization", "x"], f"that ship, {', '.join(shipped.names())}, none is for summarization"),
         (["run", "translation", "a", "\udcff"], r"expected a text in UTF-8, but got '\udcff'"),
         (["look", "\udcff", "--model", "runs/translation"], r"expected a text in UTF-8, but got '\udcff'"),
         (["run", "translation", "a", "--device", "cuda"], "expected a GPU for the device cuda, but"),
@@ -254,3 +255,17 @@ def test_bad_input_is_one_sentence(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_model_that_ships_answers_and_is_measured_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test.tsv").write_text("A man sleeps.\tEin Mann schläft.\n")
+    assert cli.main(["run", "translation", "A man sleeps."]) == 0
+    assert capsys.readouterr().out == "Ein Mann schläft.\n"
+    assert cli.main(["evaluate", "translation", "--data", "test.tsv", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bleu"] == pytest.approx(100)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["run", "--help"])
+    assert "ship for " + ", ".join(shipped.names()) in " ".join(capsys.readouterr().out.split())

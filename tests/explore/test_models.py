@@ -30,7 +30,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", "expected the folder or name of a Hugging Face model, or a model of foci, received none"),
+        ("", f"or a model that ships ({', '.join(looking.shipped())}), received none"),
         ("~/nowhere", "nowhere is not there"),
         ("/" + "x" * 300, "x is not there"),
         ("a b", "Repo id must use alphanumeric chars"),

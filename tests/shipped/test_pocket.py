@@ -1,3 +1,4 @@
+import re
 import tarfile
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def test_a_model_that_ships_answers_and_shows(tmp_path: Path, monkeypatch: pytes
     one, other = model(["a dog", "sleeps"])
     assert (model("a dog"), model("sleeps")) == (one, other)
     assert model.about == {"licence": "x"}
+    assert re.fullmatch(r"Pocket\(translation: EncoderDecoder, [\d,]+ parameters\)", repr(model))
     assert model.show("a dog").answer == one
     with pytest.raises(ValueError, match=r"expected one of the models that ship \(translation\), but got 'flying'"):
         shipped.pocket("flying")

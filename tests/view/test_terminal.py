@@ -457,3 +457,17 @@ def test_weights_that_are_no_numbers_are_said(wrong: float, length: int) -> None
 def test_one_other_is_one() -> None:
     record = of_texts(*(f" w{i}" for i in range(words.MOST_LINKS + 1)))
     assert any(line.strip().startswith("1 other ") for line in lines(record, word=0, head="L0H0"))
+
+
+def test_the_layers_of_a_stack_stand_together() -> None:
+    layers = [
+        Layer(f"{stack}.{i}", stack, i, matrix=torch.full((1, 2, 3, 3), 1 / 3 if (stack, i) == ("cross", 0) else 0.0))
+        for i in range(2)
+        for stack in ("decoder", "cross")
+    ]
+    record = Record({layer.name: layer for layer in layers}, {"input": Labels.tokens([["a", " b", " c"]])}, model="M")
+    found = lines(record)
+    first = next(i for i, line in enumerate(found) if line.strip().startswith("decoder.L0"))
+    rows = found[first : first + 4]
+    assert [row.split()[0] for row in rows] == ["decoder.L0", "decoder.L1", "cross.L0", "cross.L1"]
+    assert ["█" in row for row in rows] == [False, False, True, False]
