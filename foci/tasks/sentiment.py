@@ -25,6 +25,7 @@ from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.record import Record
 from foci.tasks.agreement import disagreement
+from foci.tasks.clues import NO_CLUE, clues_in, weighed
 from foci.tasks.guess import Guess, accuracy
 from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
@@ -76,6 +77,7 @@ class SentimentSettings(Config):
     max_length: int = 512  # how many tokens of a text are read: of a longer one its beginning and its end
     prior: bool = False  # whether to start from naive Bayes: what each token says of the classes in the train part
     prior_scale: float = 0.4  # how much of it: tokens are not as independent as it takes them to be
+    clues: int = 0  # buckets for words, pairs of words and parts of words that speak for a class; 0: they do not
     forget: float = 0.1  # the share of tokens that are made unknown, while training
     smoothing: float = 0.1  # the share of each target that is spread over all classes, while training
     agreement: float = 0.0  # how much two passes with different dropout must agree while training (R-Drop); 0: one pass
@@ -85,8 +87,18 @@ class SentimentSettings(Config):
         self.at_least(1, "width", "layers", "heads", "hidden", "grams", "buckets", "vocabulary")
         self.at_least(2, "max_length")
         self.at_least(
-            0, "dropout", "attention_dropout", "head_dropout", "forget", "smoothing", "agreement", "prior_scale"
+            0,
+            "dropout",
+            "attention_dropout",
+            "head_dropout",
+            "forget",
+            "smoothing",
+            "agreement",
+            "prior_scale",
+            "clues",
         )
+        if self.clues == 1:
+            raise ValueError("SentimentSettings.clues must be 0, or at least 2 because one says nothing, but got 1")
 
 
 class Sentiment(Task[Labelled, Guess]):
@@ -109,8 +121,10 @@ class Sentiment(Task[Labelled, Guess]):
         tokenizer: Tokenizer,
         labels: Sequence[str],
         prior: Sequence[Sequence[float]] | None = None,
+        clues: dict[str, list[float]] | None = None,
     ) -> None:
         self.settings, self.tokenizer, self.labels, self.prior = settings, tokenizer, list(labels), prior
+        self.clues = clues
         self._numbers = {label: number for number, label in enumerate(self.labels)}
 
     @classmethod
@@ -148,26 +162,32 @@ class Sentiment(Task[Labelled, Guess]):
         task = cls(settings, learned(settings.tokenizer, texts, settings.vocabulary), labels)
         if settings.prior:
             task.prior = naive_bayes([(task.tokens(each), task.number(each)) for each in train], task.tokenizer, labels)
+        if settings.clues:
+            read = [(task.clues_of(each), task.number(each)) for each in train]
+            task.clues = weighed(read, settings.clues, len(labels))
         return task
 
     def files(self) -> dict[str, str]:
         found = {"tokenizer.json": to_json(self.tokenizer), "labels.json": json.dumps(self.labels, ensure_ascii=False)}
-        return found if self.prior is None else found | {"prior.json": json.dumps(self.prior)}
+        known = {"prior.json": self.prior, "clues.json": self.clues}
+        return found | {name: json.dumps(content) for name, content in known.items() if content is not None}
 
     @classmethod
     def from_files(cls, settings: SentimentSettings, files: dict[str, str]) -> Self:
-        prior = json.loads(files["prior.json"]) if "prior.json" in files else None
-        return cls(settings, from_json(files["tokenizer.json"]), json.loads(files["labels.json"]), prior)
+        prior, clues = (json.loads(files[name]) if name in files else None for name in ("prior.json", "clues.json"))
+        return cls(settings, from_json(files["tokenizer.json"]), json.loads(files["labels.json"]), prior, clues)
 
     def model(self) -> Model:
         own = self.settings
         changes = {name: getattr(own, name) for name in CHANGES if getattr(own, name) is not None}
-        changes |= {"vocabulary": self.tokenizer.vocabulary, "classes": len(self.labels)}
+        changes |= {"vocabulary": self.tokenizer.vocabulary, "classes": len(self.labels), "clues": own.clues}
         model = TextClassifier.from_name(own.size, evidence=self.prior is not None, **changes)
         if self.prior is not None and model.evidence is not None:
             with torch.no_grad():
                 model.evidence.table.copy_(torch.tensor(self.prior))
                 model.evidence.scale.fill_(own.prior_scale)
+        if self.clues and model.clues is not None:
+            model.clues[torch.tensor(list(map(int, self.clues)))] = torch.tensor(list(self.clues.values()))
         return model
 
     def is_cut(self, example: Labelled) -> bool:
@@ -182,6 +202,10 @@ class Sentiment(Task[Labelled, Guess]):
         half = self.settings.max_length // 2
         return found if len(found) <= self.settings.max_length else found[:half] + found[-half:]
 
+    def clues_of(self, example: Labelled) -> list[int]:
+        text = example.text.lower() if self.settings.lower else example.text
+        return clues_in(text, self.settings.clues) if self.settings.clues else [NO_CLUE]
+
     def size(self, example: Labelled) -> int:
         return len(self.tokens(example)) + 1
 
@@ -191,7 +215,13 @@ class Sentiment(Task[Labelled, Guess]):
         if training and self.settings.forget:
             forgotten = torch.rand(tokens.shape, generator=generator) < self.settings.forget
             tokens = torch.where(forgotten & (tokens != PAD), UNKNOWN, tokens)
-        return {"tokens": tokens, "lengths": lengths, "labels": torch.tensor([self.number(each) for each in examples])}
+        return {
+            "tokens": tokens,
+            "lengths": lengths,
+            # They do not count in training, and take a while to find.
+            "clues": padded([[NO_CLUE] if training else self.clues_of(each) for each in examples], NO_CLUE)[0],
+            "labels": torch.tensor([self.number(each) for each in examples]),
+        }
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Cross-entropy; with `agreement` of two passes, and how far their answers are from each other."""
@@ -205,7 +235,7 @@ class Sentiment(Task[Labelled, Guess]):
 
     def _surprise(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The summed cross-entropy, and the logits (B, classes)."""
-        logits = model(batch["tokens"], padding=batch["lengths"]).logits.float()
+        logits = model(batch["tokens"], padding=batch["lengths"], clues=batch["clues"]).logits.float()
         smoothing = self.settings.smoothing if model.training else 0.0
         return F.cross_entropy(logits, batch["labels"], reduction="sum", label_smoothing=smoothing), logits
 
@@ -214,7 +244,9 @@ class Sentiment(Task[Labelled, Guess]):
         found = [Guess("", 0.0)] * len(examples)
         for group in longest_first([self.size(each) for each in examples], TOGETHER):
             tokens, lengths = padded([self.tokens(examples[place]) for place in group], PAD, multiple=1)
-            shares, numbers = model(tokens.to(device), padding=lengths.to(device)).logits.float().softmax(-1).max(-1)
+            clues, _ = padded([self.clues_of(examples[place]) for place in group], NO_CLUE)
+            out = model(tokens.to(device), padding=lengths.to(device), clues=clues.to(device))
+            shares, numbers = out.logits.float().softmax(-1).max(-1)
             for place, number, share in zip(group, numbers.tolist(), shares.tolist(), strict=True):
                 found[place] = Guess(self.labels[number], share)
         return found
@@ -234,8 +266,9 @@ class Sentiment(Task[Labelled, Guess]):
         """The tokens, before them the one that gathers what decides, and where they look."""
         tokens = self.tokens(example)
         with torch.no_grad():
-            given = torch.tensor([tokens], device=next(model.parameters()).device)
-            out = cast("TextClassifier", model)(given, return_weights=True)
+            device = next(model.parameters()).device
+            given, clues = (torch.tensor([each], device=device) for each in (tokens, self.clues_of(example)))
+            out = cast("TextClassifier", model)(given, clues=clues, return_weights=True)
         read = self.tokenizer.labels(tokens)
         labels = Labels.tokens([["<class>", *read.texts[0]]], read.words and [[None, *read.words[0]]])
         return record_of(model, out.weights, {"input": labels}, self.labels[int(out.logits.argmax())])

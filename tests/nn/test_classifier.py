@@ -57,6 +57,17 @@ def test_buckets_depend_on_the_tokens_before() -> None:
     assert int(bucket(tokens(20, 12), 3, 5).max()) == 4
 
 
+@pytest.mark.parametrize("buckets", [10_000, 2**14])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_few_pairs_share_a_bucket(buckets: int, count: int) -> None:
+    """As few as by chance: a third of 10,000 in 10,000 have no bucket of their own."""
+    pairs = torch.cartesian_prod(torch.arange(100), torch.arange(100))
+    given = torch.cat([torch.zeros(len(pairs), count - 2, dtype=torch.long), pairs], dim=1)
+    found = bucket(given, count, buckets)[:, -1]
+    by_chance = buckets * (1 - (1 - 1 / buckets) ** len(pairs))
+    assert len(found.unique()) > 0.95 * by_chance
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"T at most 12, but got torch.int64 \(3, 13\)"):
         small()(tokens(length=13))
@@ -72,3 +83,15 @@ def test_evidence_is_added_up_over_real_tokens() -> None:
     after = model(tokens(), padding=torch.tensor([7, 4, 7])).logits
     said = model.evidence.table[tokens()[1, :4]].sum(0)
     assert_same((after - before)[1], said)
+
+
+def test_clues_speak_in_answers_and_not_in_training() -> None:
+    model = small(clues=6, classes=2, dropout=0.0).eval()
+    assert model.clues is not None
+    model.clues.copy_(torch.arange(12.0).view(6, 2))
+    model.clues[0] = 0.0
+    clues = torch.tensor([[1, 5, 0], [2, 0, 0], [0, 0, 0]])
+    alone = model(tokens()).logits
+    said = torch.tensor([[2.0 + 10.0, 3.0 + 11.0], [4.0, 5.0], [0.0, 0.0]])
+    assert_same(model(tokens(), clues=clues).logits, (alone + said) / 2)
+    assert_same(model.train()(tokens(), clues=clues).logits, alone)
