@@ -1,4 +1,4 @@
-"""Models that the explorer runs: loaded once, told apart by what they are given, a text or an image."""
+"""Models that the explorer runs: loaded once, told apart by what they are given, a text, an image or a sound."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ UNTRAINED = "untrained vectors"
 MOST_LOADED = 2
 MOST_WORDS = 512
 LONGEST = 400_000
+# What the models of these tasks are given; those of all others are given texts.
+TAKES = {"vision": "images", "speech": "sounds"}
 
 
 class Shelf:
@@ -45,10 +47,7 @@ class Shelf:
             return untrained(text)
         model = place_of(model)
         if is_own(Path(model)):
-            task, own, _ = self.loaded("own", model, job)
-            with counted(own, job):
-                record: Record = task.show(own, task.given(text))
-            return record
+            return self.shown_by_own(model, "texts", text, job)
         reader = self.loaded("text", model, job)
         with counted(reader.model, job):
             found: Record = reader.look(text)
@@ -69,13 +68,33 @@ class Shelf:
         return seen
 
     def viewed_by_own(self, model: str, picture: Any, job: Job) -> Record:
-        task, own, _ = self.loaded("own", model, job)
         with tempfile.TemporaryDirectory() as folder:
             # The task reads its pictures from files, in a format of this side's choice.
             path = Path(folder) / "image.png"
             picture.save(path)
-            with counted(own, job):
-                record: Record = task.show(own, task.given(str(path)))
+            return self.shown_by_own(model, "images", str(path), job)
+
+    def hear(self, model: str, sound: bytes, job: Job) -> Record:
+        """A sound, heard by a model of foci."""
+        if model == UNTRAINED or not is_own(Path(place := place_of(model))):
+            raise ValueError(f"expected a model of foci that takes sounds, such as speech, received {model!r}")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "sound"
+            path.write_bytes(sound)
+            try:
+                return self.shown_by_own(place, "sounds", str(path), job)
+            except ValueError as problem:
+                # The path is this side's own and says nothing to who sent the sound.
+                raise ValueError(str(problem).replace(str(path), "the file")) from problem
+
+    def shown_by_own(self, model: str, what: str, given: str, job: Job) -> Record:
+        """What a model of foci shows, where it takes what it is given: a text, or the path of an image or a sound."""
+        task, own, _ = self.loaded("own", model, job)
+        taken = TAKES.get(task.name, "texts")
+        if taken != what:
+            raise ValueError(f"expected a model that takes {what}, but the one for {task.name} takes {taken}")
+        with counted(own, job):
+            record: Record = task.show(own, task.given(given))
         return record
 
     def loaded(self, kind: str, name: str, job: Job) -> Any:

@@ -90,6 +90,10 @@ class Explorer:
         image, model = await request.body(), request.query_params.get("model", "").strip()
         return answered({"job": self.desk.start(lambda job: self.shelf.view(model, image, job))})
 
+    async def hear(self, request: Any) -> Any:
+        sound, model = await request.body(), request.query_params.get("model", "").strip()
+        return answered({"job": self.desk.start(lambda job: self.shelf.hear(model, sound, job))})
+
     async def open(self, request: Any) -> Any:
         file = await request.body()
         return answered({"job": self.desk.start(lambda job: opened(file, job))})
@@ -125,6 +129,7 @@ class Explorer:
             ("GET", "/api/models", self.choices),
             ("POST", "/api/look", self.look),
             ("POST", "/api/view", self.view),
+            ("POST", "/api/hear", self.hear),
             ("POST", "/api/open", self.open),
             ("GET", "/api/jobs/{name}", self.job),
             ("GET", "/api/records/{name}/data", self.data),

@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foci.looking import shipped
 from tests.conftest import chromium_path
 from tests.view import records
 from tests.view.browsing import browsing, listed, opened, shares, summed
@@ -63,6 +65,35 @@ def test_type_a_text_and_look(browser: Any, address: str) -> None:
         tab.locator("a.brand").click()
         tab.wait_for_selector(".door")
         assert tab.get_by_label("Text").input_value() == "Jane <b>is</b> hungry"
+
+
+def test_what_ships_is_offered_and_translates(browser: Any, address: str) -> None:
+    with opened(browser, address, offline=False) as tab:
+        assert tab.locator(".modelchip").all_inner_texts()[:4] == ["untrained vectors", *shipped()[:3]]
+        assert tab.get_by_label("Model").input_value() == "translation"
+        tab.get_by_label("Text").fill("Where is the train station?")
+        tab.get_by_role("button", name="Look", exact=True).click()
+        tab.wait_for_selector(".token")
+        assert "Wo ist der Bahnhof?" in tab.locator(".app").inner_text()
+
+
+def test_a_sound_is_heard(browser: Any, address: str, tmp_path: Path) -> None:
+    with wave.open(str(tmp_path / "x.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(8000)
+        file.writeframes(bytes(range(256)) * 32)
+    with opened(browser, address, offline=False) as tab:
+        tab.get_by_label("Model").fill("translation")
+        tab.get_by_label("Open a file").set_input_files(tmp_path / "x.wav")
+        tab.get_by_role("alert").wait_for()
+        said = "expected a model that takes sounds, but the one for translation takes texts"
+        assert tab.get_by_role("alert").inner_text() == said
+    with opened(browser, address, offline=False) as tab:
+        tab.get_by_label("Model").fill("speech")
+        tab.get_by_label("Open a file").set_input_files(tmp_path / "x.wav")
+        tab.wait_for_selector(".app")
+        assert "SpeechEncoder" in tab.locator(".app").inner_text()
 
 
 def test_a_model_that_is_not_there(browser: Any, address: str) -> None:

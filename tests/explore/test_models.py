@@ -92,6 +92,21 @@ def test_a_damaged_model_is_said_in_one_sentence(vision: Path, tmp_path: Path) -
         models.image_model(str(tmp_path), "cpu")
 
 
+def test_a_model_is_given_what_it_takes(tmp_path: Path) -> None:
+    pytest.importorskip("PIL").Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
+    shelf, image = Shelf(), (tmp_path / "x.png").read_bytes()
+    with pytest.raises(ValueError, match=r"^expected a model that takes texts, but the one for speech takes sounds$"):
+        shelf.look("speech", "Jane is hungry.", Job())
+    with pytest.raises(
+        ValueError, match=r"^expected a model that takes images, but the one for translation takes texts$"
+    ):
+        shelf.view("translation", image, Job())
+    with pytest.raises(ValueError, match=r"^the file should be a sound file, but "):
+        shelf.hear("speech", b"nonsense", Job())
+    with pytest.raises(ValueError, match=r"such as speech, received 'untrained vectors'$"):
+        shelf.hear(models.UNTRAINED, b"", Job())
+
+
 def test_what_is_no_image() -> None:
     with pytest.raises(ValueError, match=r"^expected an image that Pillow can read, received something else$"):
         readable(b"nonsense")

@@ -354,6 +354,14 @@ def test_letters_that_are_tokens_read_as_a_text_that_breaks_at_its_spaces(look: 
         assert token(tab, 1).inner_text() == "␣"
 
 
+def test_of_letters_a_word_is_chosen_first(look: Look) -> None:
+    text = "who are you "
+    record = records.of_texts(*text)
+    record.labels["input"] = Labels.tokens([tuple(text)], [[0, 0, 0, 1, 2, 2, 2, 3, 4, 4, 4, 5]])
+    with look(record) as tab:
+        assert tab.locator(".ranked-title").inner_text() == "“you” looks at"
+
+
 def test_the_end_stands_apart_though_it_has_a_word_of_its_own(look: Look) -> None:
     record = records.of_texts("Ein", " Mann", ".", "<stop>")
     record.labels["input"] = Labels.tokens([record.labels["input"].texts[0]], [[0, 1, 1, 2]])

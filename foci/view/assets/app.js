@@ -16,6 +16,7 @@ import { ImageView } from "./image.js";
 import { StepsView } from "./steps.js";
 import { ComputeView } from "./compute.js";
 import { RolloutView } from "./rollout.js";
+import { unitsOf } from "./tokens.js";
 import { copied } from "./exporting.js";
 import { helpDialog, listen } from "./keys.js";
 import { isDark, percent } from "./colors.js";
@@ -244,7 +245,10 @@ function defaults(store) {
   const one = across ? null : tellingHead(store);
   const layer = across ?? store.layers[one.layer];
   const texts = store.texts(layer, "queries", 0);
-  const last = texts.slice(0, 120).findLastIndex((text) => /\p{L}{3,}/u.test(text) && !/^\s*[<[]/.test(text));
+  const units = unitsOf(texts.slice(0, 120), store.labels(layer, "queries").words?.[0]);
+  const isWord = (_, u) => /\p{L}{3,}/u.test(units.text(u)) && !/^\s*[<[]/.test(units.text(u));
+  // The last token of a word is the first that knows all of it.
+  const last = (units.stop[units.start.findLastIndex(isWord)] ?? 0) - 1;
   // Patches by their numbers are no text that anybody reads: an image is looked at as one, by its class token first.
   const [queries, keys] = ["queries", "keys"].map((side) => store.labels(layer, side));
   const leader = queries.grid && queries.leading > 0;

@@ -18,7 +18,7 @@ class FrontDoor {
   constructor() {
     this.text = make(
       "textarea",
-      { rows: "4", "aria-label": "Text", placeholder: "Type a text, or drop an image or a .foci file here" },
+      { rows: "4", "aria-label": "Text", placeholder: "Type a text, or drop an image, a sound or a .foci file here" },
       EXAMPLES[0],
     );
     this.model = make("input", {
@@ -33,7 +33,7 @@ class FrontDoor {
     this.go = button("Look", { class: "primary", onclick: () => this.look() });
     this.file = make("input", {
       type: "file",
-      accept: ".foci,image/*",
+      accept: ".foci,image/*,audio/*",
       class: "unseen",
       "aria-label": "Open a file",
       onchange: () => this.take(this.file.files[0]),
@@ -116,7 +116,12 @@ class FrontDoor {
       file,
       "application/octet-stream",
     );
-    else this.fail(`expected an image or a .foci file, received ${file.name}`);
+    else if (file.type.startsWith("audio/")) this.send(
+      `api/hear?${new URLSearchParams({ model: this.model.value })}`,
+      file,
+      "application/octet-stream",
+    );
+    else this.fail(`expected an image, a sound or a .foci file, received ${file.name}`);
   }
 
   async send(address, body, type) {
