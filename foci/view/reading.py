@@ -20,6 +20,8 @@ from foci.view.printable import printable, visible
 
 # Tokens that a tokenizer adds: [CLS], <s>, <|endoftext|>.
 ADDED = re.compile(r"\[[A-Z]+\d*\]|<[^<>\s]+>")
+# Marks around a word.
+MARKS = re.compile(r"^[^\w<\[]+|[^\w>\]]+$")
 LONGEST = 200
 # Above so many positions not every head is asked before one is shown.
 LONG = 2048
@@ -209,7 +211,10 @@ def find(shown: Sequence[Unit], word: str | int) -> int:
     if isinstance(word, int) and 0 <= word < len(shown):
         return word
     text, _, count = str(word).partition("#") if str(word) not in {unit.text for unit in shown} else (str(word), "", "")
-    same = [i for i, unit in enumerate(shown) if unit.text.casefold() == text.strip().casefold()]
+    asked = text.strip().casefold()
+    same = [i for i, unit in enumerate(shown) if unit.text.casefold() == asked]
+    # “Bahnhof?” is found as Bahnhof too.
+    same = same or [i for i, unit in enumerate(shown) if asked and MARKS.sub("", unit.text.casefold()) == asked]
     number = int(count) - 1 if count.isdigit() else 0
     if 0 <= number < len(same):
         return same[number]
@@ -308,9 +313,11 @@ def far(record: Record, layer: Layer, batch: int) -> Tensor:
 
 
 def numbered(labels: Labels, batch: int) -> Tensor:
-    """The number of the word that each position belongs to: (T,)."""
+    """The number of the word that each position belongs to, of what is no word that of the word before: (T,)."""
     found = torch.zeros(len(labels), dtype=torch.long)
-    for number, unit in enumerate(units(labels, batch)):
+    number = 0
+    for unit in units(labels, batch):
+        number += unit.spoken
         found[unit.start : unit.stop] = number
     return found
 

@@ -349,6 +349,16 @@ def test_neither_a_mark_inside_of_a_word_nor_the_word_beside_is_looked_at_from_f
     assert "Where “Rome.” looks in L0H2" in render(record).lines
 
 
+def test_the_space_between_letters_makes_no_word_far() -> None:
+    text, numbers = "so we go on", [0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
+    to_the_word_before, to_the_first = {8: 4, 10: 6}, {10: 0}
+    places = [[head.get(i, i) for i in range(len(text))] for head in (to_the_word_before, to_the_first)]
+    entries = torch.eye(len(text))[torch.tensor(places)].unsqueeze(0)
+    labels = Labels.tokens([tuple(text)], [numbers])
+    record = Record({"layers.0": Layer("layers.0", matrix=entries)}, {"input": labels}, model="Example")
+    assert telling(record).name == "L0H1"
+
+
 def test_a_head_that_is_clear_about_few_words_comes_before_one_that_prefers_many_a_little() -> None:
     entries = torch.zeros(1, 2, 8, 8)
     entries[0, 0] = torch.eye(8) * 0.7
@@ -364,6 +374,8 @@ def test_a_head_that_is_clear_about_few_words_comes_before_one_that_prefers_many
 def test_a_word_is_found_by_text_number_and_place() -> None:
     shown = [Unit(text, i, i + 1) for i, text in enumerate(["the", "cat", "The", "7", "C#"])]
     assert [find(shown, word) for word in ("the", "THE#2", "the#2", 3, "7", "2", "C#")] == [0, 2, 2, 3, 3, 2, 4]
+    marked = [Unit(text, i, i + 1) for i, text in enumerate(["(Wo", "ist", "?", "Bahnhof?", "<stop>", "Wo"])]
+    assert [find(marked, word) for word in ("bahnhof", "Bahnhof?", "?", "wo", "<stop>")] == [3, 3, 2, 5, 4]
     for wrong in ("dog", "the#3", "99", 99, -1, "cat#0"):
         with pytest.raises(ValueError, match=r"^expected one of the words the cat The 7 C#, received"):
             find(shown, wrong)
