@@ -370,6 +370,16 @@ def test_the_end_stands_apart_though_it_has_a_word_of_its_own(look: Look) -> Non
         assert "gap" not in str(token(tab, 2).get_attribute("class"))
 
 
+def test_an_alignment_of_a_usual_sentence_fits(look: Look) -> None:
+    entries = torch.eye(17)[:4].mul(0.83).add(0.01).view(1, 1, 4, 17)
+    labels = {"s": Labels.tokens([[f" {i}" for i in range(17)]]), "t": Labels.tokens([["a", " b", " c", " d"]])}
+    layer = Layer("cross.0", "cross", 0, matrix=entries, queries="t", keys="s")
+    with look(Record({"cross.0": layer}, labels, model="M"), "#v=align") as tab:
+        wide, room = tab.locator(".alignframe").evaluate("frame => [frame.scrollWidth, frame.clientWidth]")
+        assert wide == room
+        assert tab.locator(".alignrow text", has_text="84").count() == 4
+
+
 def test_an_alignment_begins_with_the_clearest_layer(look: Look) -> None:
     record = records.translation_that_rests()
     with look(record, "#v=align") as tab:

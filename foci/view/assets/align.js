@@ -55,9 +55,10 @@ export class AlignView {
   }
 
   sheet(focus, rows, columns, matrix, R, C) {
-    // Few words get larger cells, as far as the sheet stays in sight.
-    const cell = Math.max(14, Math.min(38, 760 / C), Math.min(52, 460 / C, 500 / R));
     const [left, top] = [140, 116];
+    // As large as the sheet stays in sight; before it is there, as on a usual screen.
+    const room = Math.max(300, (this.frame.clientWidth || 690) - left - 80);
+    const cell = Math.max(14, Math.min(38, room / C), Math.min(52, room / C, 500 / R));
     const [width, height] = [left + C * cell + 60, top + R * cell + 24];
     const sheet = draw("svg", {
       xmlns: "http://www.w3.org/2000/svg",
@@ -146,7 +147,7 @@ export class AlignView {
           draw("title", {}, `${rows.label(i)} looks at ${columns.label(j)}: ${percent(row[j])}`),
         ),
       );
-      if (cell >= 30 && row[j] >= 0.05) {
+      if (cell >= 24 && row[j] >= 0.05) {
         group.append(
           draw(
             "text",
@@ -154,7 +155,7 @@ export class AlignView {
               x: left + (j + 0.5) * cell,
               y: y + cell * 0.62,
               "text-anchor": "middle",
-              "font-size": 10.5,
+              "font-size": Math.min(10.5, cell * 0.38),
               fill: ink("to", t),
               "pointer-events": "none",
             },
