@@ -57,7 +57,7 @@ export class AlignView {
   sheet(focus, rows, columns, matrix, R, C) {
     const [left, top] = [140, 116];
     // As large as the sheet stays in sight; before it is there, as on a usual screen.
-    const room = Math.max(300, (this.frame.clientWidth || 690) - left - 80);
+    const room = Math.max(300, (this.frame.clientWidth || 690) - left - 94);
     const cell = Math.max(14, Math.min(38, room / C), Math.min(52, room / C, 500 / R));
     const [width, height] = [left + C * cell + 60, top + R * cell + 24];
     const sheet = draw("svg", {
