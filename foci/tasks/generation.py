@@ -222,6 +222,16 @@ class Generation(Task[Passage | Window, Measured]):
     def given(self, text: str) -> Passage:
         return Passage(text)
 
+    @property
+    def _room(self) -> int:
+        """How many tokens of a prompt are read: a long one leaves a quarter of the context to write in."""
+        settings = self.settings
+        return settings.context - max(min(settings.new_tokens, settings.context // 4), 1)
+
+    def is_cut(self, example: Passage | Window) -> bool:
+        """Of a longer prompt the end is read."""
+        return isinstance(example, Passage) and len(self.tokenizer.encode(example.text)) + 1 > self._room
+
     def write(self, model: nn.Module, examples: Sequence[Passage | Window]) -> list[str]:
         """Each passage, continued."""
         return [
@@ -260,8 +270,8 @@ class Generation(Task[Passage | Window, Measured]):
     def _answer(self, model: nn.Module, text: str) -> tuple[list[int], list[int]]:
         """The end of a text as tokens, as much as there is room for, and the tokens that come after it."""
         settings = self.settings
-        new = min(settings.new_tokens, settings.context - 1)
-        prompt = [START, *self.tokenizer.encode(text)][-(settings.context - new) :]
+        prompt = [START, *self.tokenizer.encode(text)][-self._room :]
+        new = min(settings.new_tokens, settings.context - len(prompt))
         method = Sampling(settings.temperature, top_k=settings.top_k, seed=settings.seed)
         return prompt, generate(model, [prompt], new_tokens=new, method=method, stop=START)[0].tokens
 

@@ -91,3 +91,14 @@ def test_an_empty_text_is_one_sentence(tmp_path: Path) -> None:
     assert [str(problem) for problem in Generation.check([tmp_path / "a.txt"], GenerationSettings())] == [
         f"{tmp_path}/a.txt: error: expected a text, but it is empty"
     ]
+
+
+def test_a_long_prompt_leaves_less_to_write_before_it_is_cut() -> None:
+    torch.manual_seed(0)
+    task = Generation.start(GenerationSettings(size="tiny", context=16, new_tokens=12), [Passage("abcdef" * 9)])
+    model = task.model().eval()
+    for length, read, most in ((3, 4, 12), (9, 10, 6), (11, 12, 4), (30, 12, 4)):
+        prompt, new = task._answer(model, ("abcdef" * 9)[:length])
+        assert len(prompt) == read
+        assert 0 < len(new) <= most
+        assert task.is_cut(Passage(("abcdef" * 9)[:length])) == (length == 30)
