@@ -44,6 +44,11 @@ def settle(tab: Any) -> None:
     )
 
 
+def until(tab: Any, selector: str, count: int) -> None:
+    """Waits until so many are there, and fails where they never are: under load a change takes many frames."""
+    tab.wait_for_function("([what, n]) => document.querySelectorAll(what).length === n", arg=[selector, count])
+
+
 def listed(tab: Any) -> list[tuple[str, int, str]]:
     """The list beside the text: token, position, weight."""
     settle(tab)

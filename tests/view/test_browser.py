@@ -19,7 +19,7 @@ from foci.record import Record
 from foci.view import packing, page
 from tests.conftest import chromium_path
 from tests.view import records
-from tests.view.browsing import browsing, listed, opened, settle, shares, summed
+from tests.view.browsing import browsing, listed, opened, settle, until, shares, summed
 from tests.view.pages import lazy, output_of, watched
 
 pytest.importorskip("playwright", reason="browser: playwright is not installed")
@@ -256,8 +256,7 @@ def test_lines_between_two_columns(look: Look) -> None:
         assert "hun looks at Jane: 70.0% (L0H1)" in tab.locator(".linesframe title").all_text_contents()
         tab.locator(".lineword", has_text="[SEP]").first.click()
         tab.mouse.move(2, 2)
-        settle(tab)
-        assert tab.locator(".linesframe path").count() == 2
+        until(tab, ".linesframe path", 2)
 
 
 def test_alignment_marks_the_strongest_link(look: Look) -> None:
