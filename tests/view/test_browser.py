@@ -19,7 +19,7 @@ from foci.record import Record
 from foci.view import packing, page
 from tests.conftest import chromium_path
 from tests.view import records
-from tests.view.browsing import browsing, listed, opened, settle, until, shares, summed
+from tests.view.browsing import browsing, listed, opened, settle, shares, summed, until
 from tests.view.pages import lazy, output_of, watched
 
 pytest.importorskip("playwright", reason="browser: playwright is not installed")
