@@ -1,6 +1,6 @@
 // The alignment of two texts: what each word of one looks at in the other, with the strongest link marked.
 
-import { cssColor, draw, make } from "./dom.js";
+import { cssColor, draw, make, onPress } from "./dom.js";
 import { ink, percent, scaleOf, shade } from "./colors.js";
 import { unitsFor } from "./focus.js";
 import { clipped } from "./tokens.js";
@@ -101,11 +101,11 @@ export class AlignView {
       class: "alignrow",
       onpointerenter: () => state.set({ hover: rows.start[i], direction: "to" }),
       onpointerleave: () => state.set({ hover: null }),
-      onclick: () => state.set({
+      ...onPress(() => state.set({
         chosen: state.chosen[0] === rows.start[i] && state.direction === "to" ? [] : [rows.start[i]],
         direction: "to",
         hover: null,
-      }),
+      })),
     });
     group.append(
       draw("rect", {

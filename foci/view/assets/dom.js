@@ -54,6 +54,15 @@ export function toggle(label, title, isOn, flip) {
   return element;
 }
 
+// For what is drawn anew while the pointer is over it: a click is lost where the element that it began on is gone at its
+// end, a press is not. Keys still click.
+export function onPress(choose) {
+  return {
+    onpointerdown: (event) => event.button === 0 && choose(event),
+    onclick: (event) => event.detail === 0 && choose(event),
+  };
+}
+
 // Runs the last of many calls, once per frame.
 export function perFrame(work) {
   let waiting = false;

@@ -1,10 +1,9 @@
 // An image with its patches lit by what the chosen patch or word looks at; the rest lies in the dark.
 
-import { cssColor, make, penOf, perFrame } from "./dom.js";
+import { choice, cssColor, draw, make, onPress, penOf, perFrame } from "./dom.js";
 import { percent, scaleOf, shade } from "./colors.js";
 import { label } from "./tokens.js";
 import { csvOf, svgSheet } from "./exporting.js";
-import { draw, choice } from "./dom.js";
 
 export class ImageView {
   constructor({ store, state }) {
@@ -126,7 +125,7 @@ export class ImageView {
             type: "button",
             class: "chip",
             "aria-pressed": String(this.state.chosen.includes(i)),
-            onclick: (event) => this.pick(i, event.shiftKey),
+            ...onPress((event) => this.pick(i, event.shiftKey)),
             onpointerenter: () => this.pointed(i),
             onpointerleave: () => this.state.set({ hover: null }),
           },

@@ -1,6 +1,6 @@
 // The picture everybody knows: two columns of tokens and a line for each link, as strong as the weight.
 
-import { button, cssColor, draw, make } from "./dom.js";
+import { button, cssColor, draw, make, onPress } from "./dom.js";
 import { HEAD_COLORS, percent, shade } from "./colors.js";
 import { chosenHeads, ranked, unitsFor } from "./focus.js";
 import { clipped } from "./tokens.js";
@@ -148,11 +148,11 @@ export class LinesView {
       class: "lineword",
       onpointerenter: () => state.set({ hover: units.start[u], direction }),
       onpointerleave: () => state.set({ hover: null }),
-      onclick: (event) => state.set({
+      ...onPress((event) => state.set({
         chosen: this.chosenWith(units.start[u], event.shiftKey),
         direction,
         hover: null,
-      }),
+      })),
     });
     const tinted = focus.to !== left ? Math.min(1, focus.units[u] ?? 0) : 0;
     const tint = tinted > 0.004 ? shade(focus.to ? "to" : "from", 0.5 * tinted) : "transparent";
