@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+
+# A compiler keeps what it finds in torch when it is first imported, and that must not be what is put there below.
+import torch._dynamo
 from torch import Tensor
 
 
