@@ -32,6 +32,8 @@ class SpeechConfig(BlockConfig):
 
     features: int = 80  # numbers per frame, such as 80 mel bands
     halvings: int = 2  # convolutions that each make two frames one: 2 gives a state for every 4 frames
+    local: int = 0  # how many blocks of convolution read before attention does
+    reach: int = 15  # how many states each of these looks at, an odd number
     layers: int = 6  # how many blocks read
     decoder_layers: int = 0  # how many blocks write, where there is a vocabulary; 0: no attention decoder
     vocabulary: int | None = None  # how many tokens there are; None: states only
@@ -41,8 +43,10 @@ class SpeechConfig(BlockConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "features", "layers", "vocabulary", "max_length")
-        self.at_least(0, "halvings", "decoder_layers")
+        self.at_least(1, "features", "layers", "vocabulary", "max_length", "reach")
+        self.at_least(0, "halvings", "local", "decoder_layers")
+        if self.reach % 2 == 0:
+            raise ValueError(f"SpeechConfig.reach must be odd, as many states on either side, but got {self.reach}")
 
     def stack(self, layers: int, vocabulary: int | None) -> TransformerConfig:
         """The stack that reads (without a vocabulary) or writes."""
@@ -96,6 +100,7 @@ class SpeechEncoder(Model):
         self.convolutions = nn.ModuleList(
             nn.Conv1d(inner, outer, kernel_size=3, stride=stride, padding=1) for inner, outer in pairwise(widths)
         )
+        self.near = nn.ModuleList(Near(config) for _ in range(config.local))
         self.encoder = Encoder(config.stack(config.layers, None))
         made = config.ctc and config.vocabulary is not None
         self.ctc = nn.Linear(config.width, config.vocabulary or 0) if made else None
@@ -168,7 +173,33 @@ class SpeechEncoder(Model):
                 x = torch.where(torch.arange(x.shape[-1], device=x.device) < lengths[:, None, None], x, 0.0)
                 lengths = (lengths - 1) // convolution.stride[0] + 1
             x = F.gelu(convolution(x))
-        return x.mT, lengths
+        x = x.mT
+        real = None if lengths is None else torch.arange(x.shape[1], device=x.device)[:, None] < lengths[:, None, None]
+        for block in self.near:
+            x = block(x, real)
+        return x, lengths
+
+
+class Near(nn.Module):
+    """What the states nearby say: the Conformer's gate and convolution, feature by feature, with a residual.
+
+    Attention has to learn what is near from much data; here it is given.
+    """
+
+    def __init__(self, config: SpeechConfig) -> None:
+        super().__init__()
+        width, self.dropout = config.width, config.dropout
+        self.norm, self.inner = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.convolution = nn.Conv1d(width, width, config.reach, padding=config.reach // 2, groups=width)
+        self.middle, self.outer = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
+        """(B, S, width); real is (B, S, 1), True where a state is no padding."""
+        y = F.glu(self.inner(self.norm(x)))
+        if real is not None:
+            y = torch.where(real, y, 0.0)
+        y = self.outer(F.silu(self.middle(self.convolution(y.mT).mT)))
+        return x + F.dropout(y, self.dropout, self.training)
 
 
 def read_ctc(logits: Tensor, lengths: Tensor | None = None, blank: int = 0) -> list[list[int]]:

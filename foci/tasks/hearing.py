@@ -30,6 +30,7 @@ class SpeechSettings(Config):
     heads: int | None = None  # of each attention
     hidden: int | None = None  # the width inside the feed-forward
     halvings: int | None = None  # how often two frames become one before attention
+    local: int | None = None  # how many blocks of convolution read before attention does
     dropout: float | None = None  # the share dropped while training
     attention_dropout: float | None = None  # the share of attention weights dropped while training
     depth_dropout: float | None = None  # how often the last layer is skipped while training
@@ -62,8 +63,8 @@ class SpeechSettings(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "rate", "bands", "beam", "max_tokens")
-        self.at_least(0, "decoder_layers", "halvings", "dropout", "attention_dropout", "depth_dropout", "smoothing")
-        self.at_least(0, "min_tokens", "speed", "noise", "shift", "voice", "tilt", "stretch", "join")
+        self.at_least(0, "decoder_layers", "halvings", "local", "dropout", "attention_dropout", "depth_dropout")
+        self.at_least(0, "smoothing", "min_tokens", "speed", "noise", "shift", "voice", "tilt", "stretch", "join")
         self.at_least(0, "time_masks", "longest_mask", "band_masks", "widest_mask")
         if not 0.0 <= self.ctc <= 1.0:
             raise ValueError(f"SpeechSettings.ctc must lie between 0 and 1, but got {self.ctc!r}")

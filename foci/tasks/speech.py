@@ -42,6 +42,7 @@ CHANGES = (
     "heads",
     "hidden",
     "halvings",
+    "local",
     "dropout",
     "attention_dropout",
     "depth_dropout",

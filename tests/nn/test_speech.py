@@ -28,9 +28,10 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(3, 21, FEATURES), torch.randint(VOCABULARY, (3, 5)), torch.tensor([21, 10, 17])
 
 
+@pytest.mark.parametrize("local", [0, 2])
 @pytest.mark.parametrize(("halvings", "states"), [(0, [21, 10, 17]), (1, [11, 5, 9]), (2, [6, 3, 5]), (3, [3, 2, 3])])
-def test_padded_equals_alone(halvings: int, states: list[int]) -> None:
-    model, (frames, target, lengths) = small(halvings=halvings), batch()
+def test_padded_equals_alone(halvings: int, states: list[int], local: int) -> None:
+    model, (frames, target, lengths) = small(halvings=halvings, local=local, reach=5), batch()
     out = model(frames, target, padding=lengths, return_weights=True)
     assert out.lengths.tolist() == states
     assert out.ctc.shape == (3, states[0], VOCABULARY)
@@ -45,7 +46,7 @@ def test_padded_equals_alone(halvings: int, states: list[int]) -> None:
 
 
 def test_gradients_reach_every_parameter() -> None:
-    model, (frames, target, lengths) = small().train(), batch()
+    model, (frames, target, lengths) = small(local=1).train(), batch()
     out = model(frames, target, padding=lengths)
     (out.ctc.square().mean() + out.logits.square().mean()).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())] == []
@@ -121,6 +122,11 @@ def test_a_model_may_have_no_head_and_no_decoder() -> None:
     assert small(ctc=False)(frames).ctc is None
     with pytest.raises(ValueError, match="this model's config says 0 and 7"):
         small(decoder_layers=0)(frames, target)
+
+
+def test_an_even_reach_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"SpeechConfig\.reach must be odd, as many states on either side, but got 4"):
+        small(local=1, reach=4)
 
 
 def test_wrong_inputs_are_refused() -> None:
