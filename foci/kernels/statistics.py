@@ -81,6 +81,14 @@ def turns(start, stop, s, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
+def clear(into, size):
+    """Zeros, for sums that are kept in memory. By the program that adds to them: one pass over memory less."""
+    for start in range(0, size, 1024):
+        n = start + tl.arange(0, 1024)
+        tl.store(into + n, tl.zeros((1024,), tl.float32), mask=n < size)
+
+
+@triton.jit
 def write_cells(
     t, cells, picture, picture_row, cells_before, column_before, picture_rows, picture_columns,
     PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr, COLUMN_KEYS: tl.constexpr,
@@ -132,24 +140,23 @@ def over_keys(parts, BK: tl.constexpr, N: tl.constexpr):
 def write_late(
     t, sums, columns, picture, picture_row, cells_before, column_before,
     Tk, picture_scale, picture_rows, picture_columns,
-    RECEIVED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
-    COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    RECEIVED: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr, COLUMN_KEYS: tl.constexpr,
+    ADD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Adds the sums over strips of an earlier tile, t, to what the keys receive and to a picture of means."""
+    DOWN: tl.constexpr = BQ // CELL_QUERIES
     j = t * BK + tl.arange(0, BK)
     if RECEIVED:
         there = (j < Tk) & (t >= 0)
         before = tl.load(columns + j, mask=there, other=0.0)
         received = over_lanes(tl.sum(sums, 1, keep_dims=True), BK, 1)
-    if PICTURE > 0:
-        DOWN: tl.constexpr = BQ // CELL_QUERIES
-        cells = over_lanes(over_keys(sums, BK, DOWN), BK // 16, DOWN) * picture_scale
-        if CELL_KEYS > 16:
-            cells = tl.sum(tl.reshape(cells, (BK // CELL_KEYS, CELL_KEYS // 16, DOWN)), 1)
-        cells_before, column_before = write_cells(
-            t, cells, picture, picture_row, cells_before, column_before, picture_rows, picture_columns,
-            PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK, True,
-        )  # fmt: skip
+    cells = over_lanes(over_keys(sums, BK, DOWN), BK // 16, DOWN) * picture_scale
+    if CELL_KEYS > 16:
+        cells = tl.sum(tl.reshape(cells, (BK // CELL_KEYS, CELL_KEYS // 16, DOWN)), 1)
+    cells_before, column_before = write_cells(
+        t, cells, picture, picture_row, cells_before, column_before, picture_rows, picture_columns,
+        1, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK, True,
+    )  # fmt: skip
     if RECEIVED:
         tl.store(columns + j, before + tl.reshape(received, (BK,)), mask=there)
     return cells_before, column_before
@@ -192,7 +199,7 @@ def step(
         cells_before, column_before = write_late(
             tile_before, sums, columns, picture, picture_row, cells_before, column_before,
             Tk, picture_scale, picture_rows, picture_columns,
-            RECEIVED, PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
+            RECEIVED, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
         )  # fmt: skip
         tile_before = t
     z = logits(dots, i[None, :], j[:, None], offset, slope, scale, softcap, SOFTCAP, ALIBI)
@@ -228,7 +235,7 @@ def step(
             far = tl.abs((i + offset).to(tl.float32)[None, :] - j.to(tl.float32)[:, None])
             distance = add_keys(distance, p * far, BK, BQ)
         if LATE:
-            sums = strip_sums(p, CELL_QUERIES if PICTURE > 0 else BQ, BK, BQ)
+            sums = strip_sums(p, CELL_QUERIES, BK, BQ)
         elif PICTURE > 0:
             cells = tl.reshape(p, (BK, BQ // CELL_QUERIES, CELL_QUERIES))
             if PICTURE == 1:
@@ -274,7 +281,7 @@ def statistics(
     """Program (pair, slot) serves every `slots`-th tile of queries, back and forth, the longest causal rows first.
 
     FETCHED: k_tiles is the keys as the copy engine takes them. columns is (pairs, slots, Tk): each program adds to its
-    own. picture is (pairs, picture_rows, picture_columns), zeros; PICTURE is 0 none, 1 mean, 2 max. best and second
+    own. picture is (pairs, picture_rows, picture_columns); PICTURE is 0 none, 1 mean, 2 max. best and second
     are (pairs, SEGMENTS, BK // 2, queries), third is (pairs, SEGMENTS, BK // 16, queries).
     """
     pair = first_pair + tl.program_id(0) // slots
@@ -298,8 +305,12 @@ def statistics(
     if ALIBI:
         slope = tl.load(slopes + h)
     ALWAYS: tl.constexpr = IDS or DENSE
-    STRIP: tl.constexpr = CELL_QUERIES if LATE and PICTURE > 0 else BQ
+    STRIP: tl.constexpr = CELL_QUERIES if LATE else BQ
     d = tl.arange(0, BD)
+    # Later launches for the same pairs go on adding.
+    if RECEIVED and first_tile == 0:
+        clear(columns, Tk)
+        tl.debug_barrier()
     for turn in range(tl.cdiv(tiles, slots)):
         place = turn * slots + tl.where(turn % 2 == 0, slot, slots - 1 - slot)
         if place < tiles:
@@ -311,6 +322,12 @@ def statistics(
                 other=0.0,
             )
             rows = log_sum_exps(lse, i, Tq)
+            picture_row = (tile * BQ) // CELL_QUERIES
+            if PICTURE > 0:
+                # Not all of its cells may be visited.
+                lines = tl.minimum(picture_rows - picture_row, BQ // CELL_QUERIES)
+                clear(picture + picture_row.to(tl.int64) * picture_columns, lines * picture_columns)
+                tl.debug_barrier()
             weights = rows
             if WEIGHTED:
                 weights = tl.load(query_weights + i, mask=i < Tq, other=0.0).to(tl.float32)
@@ -350,8 +367,8 @@ def statistics(
                                 cells, column, sums, tile_before,
                             ) = step(
                                 u * SEGMENTS + s, u, queries, i, rows, low, high, weights, slope,
-                                k, k_tiles, pair // H, h // group, columns, picture,
-                                (tile * BQ) // CELL_QUERIES, query_ids, key_ids, dense, dense_query, dense_key,
+                                k, k_tiles, pair // H, h // group, columns, picture, picture_row,
+                                query_ids, key_ids, dense, dense_query, dense_key,
                                 sum_entropy, sum_distance, highest, first_best, next_best, third_best,
                                 cells, column, sums, tile_before, offset, Tq, Tk, D, k_key, scale, softcap,
                                 picture_scale, picture_rows, picture_columns,
@@ -363,9 +380,9 @@ def statistics(
                         if LATE:
                             # No next tile follows the last one.
                             write_late(
-                                tile_before, sums, columns, picture, (tile * BQ) // CELL_QUERIES, cells, column,
+                                tile_before, sums, columns, picture, picture_row, cells, column,
                                 Tk, picture_scale, picture_rows, picture_columns,
-                                RECEIVED, PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
+                                RECEIVED, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
                             )  # fmt: skip
                 if TOP:
                     # Queries lie side by side, so that choosing takes one thread per query or two.

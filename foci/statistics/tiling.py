@@ -23,7 +23,7 @@ class Config:
     per_processor: programs that share a multiprocessor; registers: at most so many per thread, that they may;
     fine: keys per sum of a picture;
     fetched: the copy engine fetches the keys, where the device has one that can (not yet run on one);
-    late: what a tile adds to its keys and to a picture of means is written beside the next product (not yet timed);
+    late: what a tile adds to its keys and to a picture of means is written beside the next product;
     choosing: queries of a program that chooses the heaviest keys; refining: keys that are read again at a time, the
     warps that read them, and programs that share a multiprocessor.
     """
@@ -49,9 +49,16 @@ def default(width: int, dtype: torch.dtype, wanted: Wanted) -> Config:
         return Config(queries=64, keys=64, warps=4, stages=2, per_processor=1)
     # Each of these is kept in registers for half a tile; with many of them a tile has to be smaller.
     carried = wanted.entropy + wanted.distance + wanted.largest + 3 * (wanted.top > 0)
-    if carried > 3:
-        return Config(queries=64, keys=64, warps=4, stages=3, per_processor=2)
-    return Config(queries=128, keys=64, warps=4, stages=3, per_processor=2)
+    queries = 64 if carried > 3 else 128
+    return Config(queries, keys=64, warps=4, stages=3, per_processor=2, late=better_late(wanted))
+
+
+def better_late(wanted: Wanted) -> bool:
+    """Whether sums of a tile had better wait for the next one, as measured: not where registers run out, and not
+    where nothing but sums is wanted.
+    """
+    means = wanted.picture is not None and wanted.picture[2] == "mean"
+    return means and (wanted.entropy or not wanted.received) and not (wanted.distance or wanted.largest)
 
 
 def slots(pairs: int, tiles: int, programs: int) -> int:

@@ -126,8 +126,6 @@ def run(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, confi
 
 def can_wait(common: dict[str, Any]) -> bool:
     """Sums over queries are carried to the next tile in four parts, where the same ones serve columns and picture."""
-    if common["PICTURE"] == 0:
-        return bool(common["RECEIVED"] and not common["WEIGHTED"])
     means = common["PICTURE"] == 1 and not (common["RECEIVED"] and common["WEIGHTED"])
     return means and common["CELL_QUERIES"] % 8 == 0 and common["CELL_KEYS"] % 16 == 0
 
@@ -199,7 +197,7 @@ def processors(device: torch.device) -> int:
 
 
 def allocate(q: Tensor, k: Tensor, wanted: Wanted, fit: Cells | None, slots: int, tiles: int) -> dict[str, Tensor]:
-    """What the kernel writes. It adds to columns and may skip cells, so these start from 0."""
+    """What the kernel writes, all of it: also the zeros that it adds to."""
     lead, queries, keys = q.shape[:2], q.shape[2], k.shape[2]
     out = {}
     if wanted.entropy:
@@ -209,9 +207,9 @@ def allocate(q: Tensor, k: Tensor, wanted: Wanted, fit: Cells | None, slots: int
     if wanted.largest:
         out["largest"] = q.new_empty((*lead, tiles), dtype=torch.float32)
     if wanted.received:
-        out["columns"] = q.new_zeros((*lead, slots, keys), dtype=torch.float32)
+        out["columns"] = q.new_empty((*lead, slots, keys), dtype=torch.float32)
     if fit:
-        out["cells"] = q.new_zeros((*lead, fit.rows, fit.columns), dtype=torch.float32)
+        out["cells"] = q.new_empty((*lead, fit.rows, fit.columns), dtype=torch.float32)
     if wanted.top:
         out["top_values"] = q.new_empty((*lead, queries, wanted.top), dtype=torch.float32)
         out["top_keys"] = q.new_empty((*lead, queries, wanted.top), dtype=torch.int32)
@@ -236,5 +234,8 @@ def joined(parts: Tensor, rows: int, columns: int, reduce: str) -> Tensor:
     """(..., rows * a, columns * b) -> (..., rows, columns)."""
     if parts.shape[-2:] == (rows, columns):
         return parts
+    if parts.shape[-2:] == (rows, 2 * columns) and reduce == "mean":
+        # Twice as fast on a GPU as a sum over an axis of two.
+        return parts[..., ::2] + parts[..., 1::2]
     blocks: Tensor = parts.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
     return blocks.sum((-3, -1)) if reduce == "mean" else blocks.amax((-3, -1))

@@ -323,14 +323,21 @@ def late_spans() -> Case:
     return span_case(runs, keys=64)
 
 
+def late_documents() -> Case:
+    case = Case(queries=32, keys=32)
+    ids = torch.arange(32, device=DEVICE)[None] // 12
+    case.seen &= ids[:, :, None] == ids[:, None, :]
+    case.options |= {"query_ids": ids, "key_ids": ids}
+    return case
+
+
 @pytest.mark.parametrize(
     ("make", "picture"),
     [
         (lambda: causal(heads=(2, 1), queries=32, keys=96), (4, 6, "mean")),
         (lambda: causal(heads=(2, 1), queries=32, keys=128), (2, 1, "mean")),
-        (lambda: causal(queries=24, keys=45), None),
-        (sees_nothing_at_the_start, None),
-        (documents, None),
+        (lambda: causal(queries=32, keys=16), (2, 1, "mean")),
+        (late_documents, (4, 2, "mean")),
         (late_spans, (2, 2, "mean")),
         (late_spans, (4, 1, "mean")),
     ],
@@ -345,8 +352,7 @@ def test_sums_that_are_written_beside_the_next_product(make, picture, monkeypatc
     assert set(answers) == {True}
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
-    if picture:
-        close(got["picture"], pooled(weights, *picture))
+    close(got["picture"], pooled(weights, *picture))
     check_top(got, case, 2)
 
 
@@ -356,7 +362,7 @@ def test_sums_that_are_written_beside_the_next_product(make, picture, monkeypatc
         (Wanted(received=True, picture=(4, 4, "max")), False),
         (Wanted(received=True, picture=(4, 4, "mean")), True),
         (Wanted(received=True, picture=(16, 4, "mean")), False),
-        (Wanted(received=True), True),
+        (Wanted(received=True), False),
         (Wanted(entropy=True), False),
     ],
 )
@@ -366,6 +372,25 @@ def test_sums_that_cannot_wait_are_written_at_once(wanted: Wanted, weighted: boo
         case.options["query_weights"] = torch.rand(32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     late, at_once = case.run(wanted, replace(SMALL, late=True)), case.run(wanted)
     assert {name: torch.equal(late[name], at_once[name]) for name in at_once} == dict.fromkeys(at_once, True)
+
+
+MEANS = (4, 4, "mean")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "late"),
+    [
+        (Wanted(entropy=True, received=True, picture=MEANS), True),
+        (Wanted(entropy=True, received=True, picture=MEANS, top=8), True),
+        (Wanted(picture=MEANS), True),
+        (Wanted(received=True, picture=MEANS), False),
+        (Wanted(entropy=True, received=True), False),
+        (Wanted(entropy=True, picture=(4, 4, "max")), False),
+        (Wanted(entropy=True, received=True, picture=MEANS, top=8, distance=True, largest=True), False),
+    ],
+)
+def test_sums_wait_where_that_was_faster(wanted: Wanted, late: bool) -> None:
+    assert tiling.default(128, torch.bfloat16, wanted).late is late
 
 
 @pytest.mark.parametrize("shape", [(24,), (1, 2, 24)])
