@@ -28,7 +28,7 @@ from timing import Clock, Contestant, Measured, clock_of, compare, one_line, rel
 from torch import Tensor
 
 import foci
-from foci.backends import additive_launch
+from foci.backends import additive_joint, additive_launch
 from foci.backends.additive_launch import Terms, Tiling
 from foci.kernels import native
 
@@ -160,9 +160,8 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        d_lse = torch.zeros_like(lse)
-        return (*additive_launch.two_passes(d_out, d_lse, *tensors, out, lse, NO_TERMS, ctx.back), None, None)
+        found = additive_joint.backward(d_out, None, *ctx.saved_tensors, NO_TERMS, ctx.back)
+        return (*found, None, None)
 
 
 FORWARD = {
@@ -184,13 +183,11 @@ FORWARD = {
 }
 BACKWARD = {
     "64x64": Tiling(),
+    "64x64 ahead": Tiling(ahead=True),
     "64x64 c4": Tiling(chunk=4),
-    "64x64 r168": Tiling(chunk=4, registers=168),
-    "64x64 w8": Tiling(warps=8, across=16),
-    "64x64 w8 r128": Tiling(warps=8, across=16, registers=128),
+    "64x64 w8 r128": Tiling(warps=8, across=16, registers=128, lanes=64),
+    "64x32 r128": Tiling(keys=32, registers=128, programs=4),
     "32x64": Tiling(queries=32),
-    "32x32": Tiling(queries=32, keys=32),
-    "128x64 w8": Tiling(queries=128, warps=8, across=16),
 }
 
 

@@ -1,7 +1,8 @@
 """Additive attention in our own kernels: wᵀ tanh(q + k), forward and backward, without the matrix.
 
-Gradients reach query, key, value and weight, through the output and through the log-sum-exp, and are the same in every
-run. A compiler takes the two operators as they are.
+Gradients reach query, key, value and weight, through the output and through the log-sum-exp. From run to run they may
+differ in their last digits; under torch.use_deterministic_algorithms(True) they are the same every time, and take about
+twice as long. A compiler takes the two operators as they are.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
 """
@@ -87,11 +88,14 @@ class Attend(torch.autograd.Function):
         out, lse = additive_launch.forward(q, k, v, weight, terms)
         ctx.save_for_backward(q, k, v, weight, out, lse, *terms[:5])
         ctx.options = terms[5:]
+        # Nobody who did not ask for the log-sum-exp pays for its zeros.
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, weight, out, lse, *masks = ctx.saved_tensors
+        d_out = torch.zeros_like(out) if d_out is None else d_out
         found = additive_launch.backward(d_out, d_lse, q, k, v, weight, out, lse, Terms(*masks, *ctx.options))
         return (*found, None)
 

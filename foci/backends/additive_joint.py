@@ -6,6 +6,7 @@ B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,13 @@ from foci.backends.additive_launch import (
     INTERPRETED,
     Terms,
     Tiling,
+    blocks_of,
     inputs,
     options,
+    parts,
     power_of_two,
-    prepared,
+    preparation,
+    preparing,
     processors,
     shape,
 )
@@ -25,16 +29,15 @@ from foci.backends.additive_launch import (
 
 @cache
 def tiling_for(queries: int, device: torch.device) -> Tiling:
-    """128 registers: two programs of eight warps on a processor, whose waits for the cache overlap."""
+    """All the registers there are: eight warps on a processor, each with enough terms to wait for nothing."""
     if device.type != "cuda":
         return INTERPRETED
-    rows = 16 if queries <= 16 else 32 if queries <= 32 else 64
-    return Tiling(queries=rows, across=16, warps=8, registers=128, lanes=64)
+    return Tiling(queries=16 if queries <= 16 else 32 if queries <= 32 else 64)
 
 
 def backward(
     d_out: Tensor,
-    d_lse: Tensor,
+    d_lse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -51,24 +54,80 @@ def backward(
     d_out = d_out.contiguous()
     tiling = tiling or tiling_for(q.shape[2], q.device)
     sizes = turns(q.shape[3], v.shape[3], tiling)
-    powers = laid_out(q, k, out, d_out, d_lse, tiling, sizes)
     blocks, wanted = -(-k.shape[2] // tiling.keys) * k.shape[0] * k.shape[1], processors(q.device) * tiling.programs
     splits = max(1, min(wanted // blocks, -(-q.shape[2] // tiling.queries)))
     programs = min(blocks * splits, wanted)
-    weights = weight.reshape(-1, weight.shape[-1])
-    dq, dk = padded(q, tiling.queries, sizes["DW"]), padded(k, tiling.keys, sizes["DW"])
-    dv = padded(v, 1, v.shape[3])
-    dw = torch.zeros((programs, *weights.shape), dtype=torch.float32, device=q.device)
-    room = torch.empty((programs, tiling.queries * tiling.keys), dtype=torch.float32, device=q.device)
+    found = parts(
+        preparation(q, k, weight, tiling)
+        | sums(q, k, v, tiling, sizes["DW"])
+        | {"delta": lse.numel(), "dw": programs * weight.numel(), "room": programs * tiling.queries * tiling.keys},
+        q.device,
+    )
+    begin(q, k, weight, out, d_out, d_lse, found, tiling, sizes)
     kernel[(programs,)](
-        **inputs(q, k, v, weight, terms), **prepared(q, k, weight, tiling), **shape(q, v, tiling), **powers, **sizes,
-        room=room, d_out=d_out, lse=lse, dq=dq, dk=dk, dv=dv, dw=dw,
-        pairs=q.shape[0] * q.shape[1], items=blocks * splits, programs=programs, splits=splits,
-        BV=power_of_two(v.shape[3]), **options(tiling),
+        **inputs(q, k, v, weight, terms), **shape(q, v, tiling), **found, **sizes, d_out=d_out, lse=lse,
+        headed=int(weight.dim() == 2), pairs=q.shape[0] * q.shape[1], items=blocks * splits, programs=programs,
+        splits=splits, BV=power_of_two(v.shape[3]), AHEAD=tiling.ahead, **options(tiling),
     )  # fmt: skip
-    dq = dq[:, :, : q.shape[2], : q.shape[3]] * (4.0 * weights.float()).unsqueeze(1)
-    dk = dk[:, :, : k.shape[2], : k.shape[3]] * 4.0
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dw.sum(0).view(weight.shape).to(weight.dtype)
+    return finished(q, k, v, weight, found, programs, tiling, sizes)
+
+
+def sums(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, width: int) -> dict[str, int]:
+    """How many floats the sums and the exponentials have, in whole blocks of rows."""
+    q_rows = q.shape[0] * q.shape[1] * -(-q.shape[2] // tiling.queries) * tiling.queries
+    k_rows = k.shape[0] * k.shape[1] * -(-k.shape[2] // tiling.keys) * tiling.keys
+    return {
+        "q_powers": q_rows * width, "k_powers": k_rows * width,
+        "dq": q_rows * width, "dk": k_rows * width, "dv": v.numel(),
+    }  # fmt: skip
+
+
+def begin(
+    q: Tensor,
+    k: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    found: dict[str, Tensor],
+    tiling: Tiling,
+    sizes: dict[str, int],
+) -> None:
+    """Exponentials for both looks at a tile, what the logits of a row lose, and zeros for the sums."""
+    from foci.kernels.additive_ends import begin as kernel
+
+    given: dict[str, Any] = {name: x for name, x in found.items() if name not in ("dw", "room")}
+    kernel[(blocks_of(q, k, tiling),)](
+        q=q, k=k, weight=weight, out=out, d_out=d_out, d_lse=out if d_lse is None else d_lse.contiguous(), **given,
+        **preparing(q, k, weight, tiling), Dv=out.shape[3], DW=sizes["DW"], DC=sizes["DC"], VC=sizes["VC"],
+        LSE=d_lse is not None,
+    )  # fmt: skip
+
+
+def finished(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    found: dict[str, Tensor],
+    programs: int,
+    tiling: Tiling,
+    sizes: dict[str, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sums as gradients of q, k, v and weight."""
+    from foci.kernels.additive_ends import finish as kernel
+
+    gradients = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, weight))
+    (B, H, Tq, D), (G, Tk), Dv = q.shape, k.shape[1:3], v.shape[3]
+    rows = max(1, 4096 // power_of_two(max(D, Dv)))
+    weights = weight.numel() // D
+    kernel[(-(-B * H * Tq // rows) + -(-B * G * Tk // rows) + weights * -(-D // 64),)](
+        found["dq"], found["dk"], found["dv"], found["dw"], weight, *gradients,
+        B * H * Tq, B * G * Tk, H, Tq, Tk, D, Dv, D if weights > 1 else 0,
+        -(-Tq // tiling.queries) * tiling.queries, -(-Tk // tiling.keys) * tiling.keys, programs,
+        ROWS=rows, BD=power_of_two(D), BV=power_of_two(Dv), DW=sizes["DW"], MANY=32, num_warps=4,
+    )  # fmt: skip
+    return gradients  # type: ignore[return-value]
 
 
 def turns(width: int, value_width: int, tiling: Tiling) -> dict[str, int]:
@@ -80,30 +139,3 @@ def turns(width: int, value_width: int, tiling: Tiling) -> dict[str, int]:
         "DC": at_once, "DW": -(-width // at_once) * at_once, "DT": lanes, "JT": tiling.warps * 32 // lanes,
         "VC": min(power_of_two(value_width), 64),
     }  # fmt: skip
-
-
-def laid_out(
-    q: Tensor, k: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor, tiling: Tiling, sizes: dict[str, int]
-) -> dict[str, Tensor]:
-    """Exponentials for the second look at a tile, and what the logits of a row lose."""
-    from foci.kernels.additive_joint import prepare as kernel
-
-    (B, H, Tq, D), (G, Tk) = q.shape, k.shape[1:3]
-    q_blocks, k_blocks = B * H * -(-Tq // tiling.queries), B * G * -(-Tk // tiling.keys)
-    q_powers = torch.empty((q_blocks, tiling.queries * sizes["DW"]), dtype=torch.float32, device=q.device)
-    k_powers = torch.empty((k_blocks, tiling.keys * sizes["DW"]), dtype=torch.float32, device=q.device)
-    delta = torch.empty((B, H, Tq), dtype=torch.float32, device=q.device)
-    kernel[(q_blocks + k_blocks,)](
-        q=q, k=k, out=out, d_out=d_out, d_lse=d_lse.contiguous(), delta=delta, q_powers=q_powers, k_powers=k_powers,
-        H=H, G=G, Tq=Tq, Tk=Tk, D=D, Dv=out.shape[3], q_programs=q_blocks,
-        q_batch=q.stride(0), q_head=q.stride(1), q_query=q.stride(2),
-        k_batch=k.stride(0), k_head=k.stride(1), k_key=k.stride(2),
-        BM=tiling.queries, BN=tiling.keys, DW=sizes["DW"], DC=sizes["DC"], VC=sizes["VC"], GPU=q.is_cuda, num_warps=4,
-    )  # fmt: skip
-    return {"q_powers": q_powers, "k_powers": k_powers, "delta": delta}
-
-
-def padded(x: Tensor, rows: int, width: int) -> Tensor:
-    """Zeros for the gradient of x, in whole blocks of rows."""
-    length = -(-x.shape[2] // rows) * rows
-    return torch.zeros((*x.shape[:2], length, width), dtype=torch.float32, device=x.device)

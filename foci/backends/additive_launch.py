@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Whether the backward takes one pass over the terms instead of two, where the results of two runs may differ.
-ONE_PASS = False
 # With fewer queries each is on its own.
 FEW_QUERIES = 4
 
@@ -35,7 +33,7 @@ class Tiling:
     """How a pass is tiled: queries and keys of a tile, threads along its queries, features per turn of the loop.
 
     Programs of the backward: as many as a processor holds, each has a tile of memory to itself. Lanes: threads along
-    the features, where those are threads.
+    the features, where those are threads. Ahead: exponentials are fetched a turn before they are needed.
     """
 
     queries: int = 64
@@ -48,6 +46,7 @@ class Tiling:
     most: int = 4
     programs: int = 2
     lanes: int = 32
+    ahead: bool = False
 
 
 # The interpreter's time goes with what is padded.
@@ -100,7 +99,7 @@ def forward(
     kernel[(programs, splits)](
         **inputs(q, k, v, weight, terms), **prepared(q, k, weight, tiling), **shape(q, v, tiling),
         out=parts[0], lse=parts[1], pairs=pairs, per_split=-(-blocks // splits), SPLITS=splits,
-        BV=power_of_two(v.shape[3]), **options(tiling),
+        BV=power_of_two(v.shape[3]), AHEAD=tiling.ahead, **options(tiling),
     )  # fmt: skip
     join(splits, parts, out, lse)
     return out, lse
@@ -149,7 +148,7 @@ def join(splits: int, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) ->
 
 def backward(
     d_out: Tensor,
-    d_lse: Tensor,
+    d_lse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -158,22 +157,21 @@ def backward(
     lse: Tensor,
     terms: Terms,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and weight, in one pass over the terms or in two."""
-    if one_pass():
-        from foci.backends import additive_joint
+    """The gradients of q, k, v and weight.
 
-        return additive_joint.backward(d_out, d_lse, q, k, v, weight, out, lse, terms)
-    return two_passes(d_out, d_lse, q, k, v, weight, out, lse, terms)
+    One pass over the terms adds to the queries in no fixed order; two passes take twice as long and are the same in
+    every run, for those who ask for that.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return two_passes(d_out, d_lse, q, k, v, weight, out, lse, terms)
+    from foci.backends import additive_joint
 
-
-def one_pass() -> bool:
-    """One pass is faster, and adds to the queries in no fixed order."""
-    return ONE_PASS and not torch.are_deterministic_algorithms_enabled()
+    return additive_joint.backward(d_out, d_lse, q, k, v, weight, out, lse, terms)
 
 
 def two_passes(
     d_out: Tensor,
-    d_lse: Tensor,
+    d_lse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -186,8 +184,8 @@ def two_passes(
     """The gradients of q, k, v and weight, the same in every run."""
     from foci.kernels.additive_backward import columns, rows
 
-    given = q, k, v, weight
-    q, k, v, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
+    q, k, v, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, weight))
+    d_lse = torch.zeros_like(lse) if d_lse is None else d_lse.contiguous()
     tiling = tiling or backward_tiling(q.shape[2], v.shape[3], q.device)
     pairs, weights = q.shape[0] * q.shape[1], weight.numel() // weight.shape[-1]
     arguments = inputs(q, k, v, weight, terms) | prepared(q, k, weight, tiling) | shape(q, v, tiling)
@@ -204,8 +202,8 @@ def two_passes(
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dw = torch.zeros((programs, weights, q.shape[3]), dtype=torch.float32, device=q.device)
     rows[(programs,)](
-        **arguments, out=out, d_lse=d_lse.contiguous(), dq=dq, dw=dw, **rooms(programs, room, q),
-        items=items, programs=programs, **options(tiling),
+        **arguments, out=out, d_lse=d_lse, dq=dq, dw=dw,
+        room=dw.new_empty((programs, room)), items=items, programs=programs, **options(tiling),
     )  # fmt: skip
     dq, d_weight = dq.to(q.dtype), dw.sum(0).view(weight.shape).to(weight.dtype)
     room = tiling.queries * tiling.keys + tiling.queries * features
@@ -214,46 +212,57 @@ def two_passes(
     dk = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     columns[(programs,)](
-        **arguments, dk=dk, dv=dv, **rooms(programs, room, q), items=items, programs=programs, **options(tiling)
-    )
+        **arguments, dk=dk, dv=dv, room=dw.new_empty((programs, room)), items=items, programs=programs,
+        **options(tiling),
+    )  # fmt: skip
     return dq, dk.to(k.dtype), dv, d_weight
-
-
-def rooms(programs: int, size: int, q: Tensor) -> dict[str, Tensor]:
-    """Memory that each program has to itself, as floats and as 64-bit words."""
-    room = torch.empty((programs, size), dtype=torch.float32, device=q.device)
-    return {"room": room, "words": room.view(torch.int64)}
 
 
 def prepared(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, Any]:
     """The exponentials, laid out for a tiling, and what is known of their sizes."""
     from foci.kernels.additive import prepare as kernel
 
+    found = parts(preparation(q, k, weight, tiling), q.device)
+    kernel[(blocks_of(q, k, tiling),)](q=q, k=k, weight=weight, **found, **preparing(q, k, weight, tiling))
+    return found | {"headed": int(weight.dim() == 2)}
+
+
+def parts(sizes: dict[str, int], device: torch.device) -> dict[str, Tensor]:
+    """Many arrays of floats in one allocation, each from a multiple of 128 bytes on: allocating is the host's time."""
+    rounded = [-(-size // 32) * 32 for size in sizes.values()]
+    whole = torch.empty(sum(rounded), dtype=torch.float32, device=device)
+    return dict(zip(sizes, whole.split(rounded), strict=True))
+
+
+def preparation(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, int]:
+    """How many floats each result of `prepare` has."""
     B, H, Tq, D = q.shape
-    G, Tk = k.shape[1:3]
-    padded = rounded(D, tiling)
-    q_blocks, k_blocks = B * H * -(-Tq // tiling.queries), B * G * -(-Tk // tiling.keys)
-    weights = weight.numel() // D
-
-    def empty(*sizes: int) -> Tensor:
-        return torch.empty(sizes, dtype=torch.float32, device=q.device)
-
-    found = {
-        "E": empty(q_blocks, padded * tiling.queries), "F": empty(k_blocks, padded * tiling.keys),
-        "table": empty(weights, padded), "sizes": empty(weights, padded), "constants": empty(weights, 2),
-        "q_most": empty(q_blocks, padded), "k_most": empty(k_blocks, padded),
-        "q_reach": empty(q_blocks), "k_reach": empty(k_blocks),
+    q_blocks, k_blocks = B * H * -(-Tq // tiling.queries), B * k.shape[1] * -(-k.shape[2] // tiling.keys)
+    width, weights = rounded(D, tiling), weight.numel() // D
+    return {
+        "E": q_blocks * width * tiling.queries, "F": k_blocks * width * tiling.keys,
+        "table": weights * width, "sizes": weights * width, "constants": weights * 2,
+        "q_most": q_blocks * width, "k_most": k_blocks * width, "q_reach": q_blocks, "k_reach": k_blocks,
     }  # fmt: skip
-    kernel[(q_blocks + k_blocks,)](
-        q=q, k=k, weight=weight, **found, B=B, H=H, G=G, Tq=Tq, Tk=Tk, D=D,
-        q_batch=q.stride(0), q_head=q.stride(1), q_query=q.stride(2),
-        k_batch=k.stride(0), k_head=k.stride(1), k_key=k.stride(2),
-        weight_head=D if weight.dim() == 2 else 0, weights=weights,
-        BM=tiling.queries, BN=tiling.keys, DP=padded, BD=power_of_two(D), STEP=min(power_of_two(D), 64),
-        GPU=q.is_cuda, num_warps=4,
-    )  # fmt: skip
-    words = {name: found[name].view(torch.int64) for name in ("E", "F", "table")}
-    return found | words | {"headed": int(weight.dim() == 2)}
+
+
+def preparing(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, Any]:
+    """What `prepare` is told besides its tensors."""
+    (B, H, Tq, D), (G, Tk), headed = q.shape, k.shape[1:3], weight.dim() == 2
+    return {
+        "B": B, "H": H, "G": G, "Tq": Tq, "Tk": Tk, "D": D,
+        "q_batch": q.stride(0), "q_head": q.stride(1), "q_query": q.stride(2),
+        "k_batch": k.stride(0), "k_head": k.stride(1), "k_key": k.stride(2),
+        "weight_head": D if headed else 0, "weights": H if headed else 1,
+        "BM": tiling.queries, "BN": tiling.keys, "DP": rounded(D, tiling), "BD": power_of_two(D),
+        "STEP": min(power_of_two(D), 64), "GPU": q.is_cuda, "num_warps": 4,
+    }  # fmt: skip
+
+
+def blocks_of(q: Tensor, k: Tensor, tiling: Tiling) -> int:
+    """Blocks of queries and blocks of keys: the programs of `prepare`."""
+    B, H, Tq, _ = q.shape
+    return B * (H * -(-Tq // tiling.queries) + k.shape[1] * -(-k.shape[2] // tiling.keys))
 
 
 def inputs(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms) -> dict[str, Any]:

@@ -54,6 +54,12 @@ def product(a, b, total, PRECISION: tl.constexpr, GPU: tl.constexpr):
 
 
 @triton.jit
+def as_words(pointer):
+    """The same memory in words of 64 bits."""
+    return pointer.to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
 def two(x):
     """The two floats of a 64-bit word: one load instead of two."""
     first = (x & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
@@ -124,7 +130,8 @@ def prepare(
 ):  # fmt: skip
     """A program per block of queries or keys: its exponentials. The first ones also write what depends on the weight.
 
-    E (B H, blocks, DP / 2, BM, 2), F (B G, blocks, DP / 2, BN, 2); table (weights, DP): c; sizes: 1 + log2 |c|.
+    E (B H, blocks, DP / 2, BM, 2), F (B G, blocks, DP / 2, BN, 2); table (weights, DP): c, neighbours exchanged;
+    sizes: 1 + log2 |c|.
     constants (weights, 2): the logit in base 2 is the first minus the second times the sum of 1 / (c + E F).
     """
     pid = tl.program_id(0)
@@ -146,7 +153,8 @@ def prepare(
         )  # fmt: skip
         if (block == 0) & (pair < weights):
             c, counts = denominators(weight, d, peak, D)
-            tl.store(table + pair * DP + d, c, mask=d < DP)
+            # Pairs the other way round: a register of c and one of E F must not come from the same bank.
+            tl.store(table + pair * DP + (d ^ 1), c, mask=d < DP)
             tl.store(sizes + pair * DP + d, 1.0 + tl.log2(tl.abs(c)), mask=d < DP)
             idle = tl.sum(((d < DP) & (counts == 0)).to(tl.float32), 0) / DROPPED
             factor = 2.0 * LOG2_E * peak
@@ -163,23 +171,38 @@ def prepare(
 
 
 @triton.jit
+def fetch(pointer, LINES: tl.constexpr, GPU: tl.constexpr):
+    """Has lines of 128 bytes brought into the first cache, and waits for nothing."""
+    if GPU:
+        places = pointer.to(tl.int64) + tl.arange(0, LINES) * 128
+        tl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [places], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def shared_by_four(
     E, F, table,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
-    GPU: tl.constexpr,
+    AHEAD: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Σ_d 1 / (c + E F), four terms at a time."""
     total = tl.zeros((BM // MT, BN // NT, MT, NT), tl.float32)
     e = E + rows_of(BM, MT)
     f = F + columns_of(BN, NT)
     for _ in range(0, DP, CHUNK):
+        if AHEAD:
+            E += CHUNK // 2 * BM
+            F += CHUNK // 2 * BN
+            fetch(E, CHUNK * BM // 32, GPU)
+            fetch(F, CHUNK * BN // 32, GPU)
         for step in tl.static_range(CHUNK // 4):
             e0, e1 = two(tl.load(e + (2 * step) * BM))
             e2, e3 = two(tl.load(e + (2 * step + 1) * BM))
             f0, f1 = two(tl.load(f + (2 * step) * BN))
             f2, f3 = two(tl.load(f + (2 * step + 1) * BN))
-            c0, c1 = two(tl.load(table + 2 * step))
-            c2, c3 = two(tl.load(table + 2 * step + 1))
+            c1, c0 = two(tl.load(table + 2 * step))
+            c3, c2 = two(tl.load(table + 2 * step + 1))
             d0 = c0 + e0 * f0
             d1 = c1 + e1 * f1
             n = d0 + d1
@@ -211,7 +234,7 @@ def shared_by_two(
         for step in tl.static_range(CHUNK // 2):
             e0, e1 = two(tl.load(e + step * BM))
             f0, f1 = two(tl.load(f + step * BN))
-            c0, c1 = two(tl.load(table + step))
+            c1, c0 = two(tl.load(table + step))
             d0 = c0 + e0 * f0
             d1 = c1 + e1 * f1
             total += (d0 + d1) * reciprocal(d0 * d1, GPU)
@@ -273,7 +296,7 @@ def logits(
     E, F, table, constant, factor, q_most, k_most, sizes, far,
     q, q_query, i, Tq, k, k_key, j, Tk, weight, D,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
-    CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr,
+    CHUNK: tl.constexpr, MOST: tl.constexpr, AHEAD: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """A tile of logits in base 2; E and F point to its blocks, sizes is 1 + log2 |c|."""
     exponents = tl.maximum(q_most + k_most, 0.0) + sizes
@@ -284,7 +307,7 @@ def logits(
     elif (by_four > ROOM) | (MOST == 2):
         z = constant - factor * shared_by_two(E, F, table, BM, BN, MT, NT, DP, CHUNK, GPU)
     else:
-        z = constant - factor * shared_by_four(E, F, table, BM, BN, MT, NT, DP, CHUNK, GPU)
+        z = constant - factor * shared_by_four(E, F, table, BM, BN, MT, NT, DP, CHUNK, AHEAD, GPU)
     return z
 
 
@@ -309,14 +332,15 @@ def forward(
     threshold, grown,
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr,
-    DP: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DP: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, AHEAD: tl.constexpr,
+    GPU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of queries against every key that one of them sees, the longest causal rows first.
 
     out (B, H, Tq, Dv) and lse (B, H, Tq) in base 2; with SPLITS both have one more axis in front,
     each part over its own keys.
     """
+    E, F, table = as_words(E), as_words(F), as_words(table)
     blocks = tl.cdiv(Tq, BM)
     pair = tl.program_id(0) % pairs
     block = blocks - 1 - tl.program_id(0) // pairs
@@ -363,7 +387,8 @@ def forward(
             z = logits(
                 E, F + tl.cast(t, tl.int64) * (BN * DP // 2), table, constant, factor,
                 own_most, per_feature(k_most, k_pair * k_blocks + t, DP, BD), own_sizes, far,
-                q, q_query, i, Tq, k, k_key, j, Tk, weight, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
+                q, q_query, i, Tq, k, k_key, j, Tk, weight, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST,
+                AHEAD, GPU,
             )  # fmt: skip
             if (t < full) | (t >= end):
                 seen = visible(

@@ -22,6 +22,7 @@ from foci.kernels.additive import (
     TWO_LOG2_E,
     as_matrix,
     as_tile,
+    as_words,
     columns_of,
     exponent,
     exponential,
@@ -114,7 +115,7 @@ def own_features(
 @triton.jit
 def add_slopes(
     x, stride, i, T, D, others, other_stride, other_first, other_T, weight, gradient, d_weight, sum_ds,
-    others_room, others_words, ds_words, fast,
+    others_room, ds_room, fast,
     BR: tl.constexpr, BO: tl.constexpr, DC: tl.constexpr, RT: tl.constexpr, DT: tl.constexpr,
     WEIGHT: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +129,7 @@ def add_slopes(
         tl.debug_barrier()
         own = own_features(x, stride, i, T, D, start, fast, DC, DT, GPU)
         total, first = slopes(
-            own, others_words, ds_words, BR, BO, DC, RT, DT, fast, WEIGHT, GPU,
+            own, as_words(others_room), as_words(ds_room), BR, BO, DC, RT, DT, fast, WEIGHT, GPU,
         )  # fmt: skip
         d = start + columns_of(DC, DT)
         w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
@@ -175,7 +176,7 @@ def row_log_sum_exps(lse, i, Tq):
 def rows(
     E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
     q, k, v, weight, spans, query_ids, key_ids, dense, seed,
-    out, lse, d_out, d_lse, delta, dq, dw, room, words,
+    out, lse, d_out, d_lse, delta, dq, dw, room,
     H, group, Tq, Tk, D, Dv, pairs, items, programs,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head, headed,
     spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
@@ -189,17 +190,15 @@ def rows(
 
     lse and d_lse are those of base 2.
 
-    dw (programs, weights, D) float32, zeros before: each program adds to its own. room is
-    (programs, BM BN + BN DC), and words the same memory.
+    dw (programs, weights, D) float32, zeros before: each program adds to its own. room is (programs, BM BN + BN DC).
     """
+    E, F, table = as_words(E), as_words(F), as_words(table)
     blocks = tl.cdiv(Tq, BM)
     k_blocks = tl.cdiv(Tk, BN)
     offset = Tk - Tq
     ALWAYS: tl.constexpr = IDS or DENSE
     ds_room = room + tl.program_id(0).to(tl.int64) * (BM * BN + BN * DC)
-    ds_words = words + tl.program_id(0).to(tl.int64) * ((BM * BN + BN * DC) // 2)
     others_room = ds_room + BM * BN
-    others_words = ds_words + BM * BN // 2
     for item in range(tl.program_id(0), items, programs):
         pair = item % pairs
         block = blocks - 1 - item // pairs
@@ -238,7 +237,7 @@ def rows(
                     E + place * (BM * DP // 2), F + k_place * (BN * DP // 2), table + h * headed * (DP // 2),
                     constant, factor, own_most, k_block_most, own_sizes, far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + (h // group) * k_head, k_key, j, Tk,
-                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
+                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, False, GPU,
                 )  # fmt: skip
                 p = tl.exp2(z - row_lse)
                 if (t < full) | (t >= end):
@@ -263,7 +262,7 @@ def rows(
                     q + b * q_batch + h * q_head, q_query, block * BM + rows_of(BM, RT), Tq, D,
                     k + b * k_batch + (h // group) * k_head, k_key, t * BN, Tk, weight + h * weight_head,
                     dq + first_row * D, dw + (tl.program_id(0) * (headed * (H - 1) + 1) + h * headed) * D,
-                    tl.sum(tl.sum(tl.sum(tl.sum(ds, 0), 0), 0), 0), others_room, others_words, ds_words, fast,
+                    tl.sum(tl.sum(tl.sum(tl.sum(ds, 0), 0), 0), 0), others_room, ds_room, fast,
                     BM, BN, DC, RT, DT, True, GPU,
                 )  # fmt: skip
 
@@ -272,7 +271,7 @@ def rows(
 def columns(
     E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
     q, k, v, weight, spans, query_ids, key_ids, dense, seed,
-    lse, d_out, delta, dk, dv, room, words,
+    lse, d_out, delta, dk, dv, room,
     H, group, Tq, Tk, D, Dv, pairs, items, programs,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head, headed,
     spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
@@ -284,17 +283,15 @@ def columns(
 ):  # fmt: skip
     """Blocks of keys, each against every query of the heads that share it, in order.
 
-    dk (B, G, Tk, D) float32, zeros before; dv (B, G, Tk, Dv). room is (programs, BM BN + BM DC), and words the
-    same memory.
+    dk (B, G, Tk, D) float32, zeros before; dv (B, G, Tk, Dv). room is (programs, BM BN + BM DC).
     """
+    E, F, table = as_words(E), as_words(F), as_words(table)
     blocks = tl.cdiv(Tq, BM)
     k_blocks = tl.cdiv(Tk, BN)
     k_heads = H // group
     offset = Tk - Tq
     ds_room = room + tl.program_id(0).to(tl.int64) * (BM * BN + BM * DC)
-    ds_words = words + tl.program_id(0).to(tl.int64) * ((BM * BN + BM * DC) // 2)
     others_room = ds_room + BM * BN
-    others_words = ds_words + BM * BN // 2
     for item in range(tl.program_id(0), items, programs):
         k_pair = (item % (pairs // group)).to(tl.int64)
         t = item // (pairs // group)
@@ -328,7 +325,7 @@ def columns(
                     tl.load(constants + h * headed * 2), tl.load(constants + h * headed * 2 + 1),
                     q_block_most, own_most, per_feature(sizes, h * headed, DP, BD), far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + g * k_head, k_key, j, Tk,
-                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
+                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, False, GPU,
                 )  # fmt: skip
                 p = tl.exp2(z - row_log_sum_exps(lse + pair * Tq, i, Tq))
                 if every == 0:
@@ -369,7 +366,7 @@ def columns(
                 add_slopes(
                     k + b * k_batch + g * k_head, k_key, t * BN + rows_of(BN, RT), Tk, D,
                     q + b * q_batch + h * q_head, q_query, block * BM, Tq, weight + h * weight_head,
-                    dk + k_pair * Tk * D, dk, 0.0, others_room, others_words, ds_words, fast,
+                    dk + k_pair * Tk * D, dk, 0.0, others_room, ds_room, fast,
                     BN, BM, DC, RT, DT, False, GPU,
                 )  # fmt: skip
         tl.store(

@@ -6,7 +6,8 @@ has some keys and some features, so that sums over queries and over keys both st
 queries is added in memory by whoever comes first: two runs differ in the last digits. Its twin in additive_backward.py
 takes two passes and is the same in every run.
 
-Rows are padded to whole blocks here, features to DW: whole turns of DC.
+Rows are padded to whole blocks here, features to DW: whole turns of DC. What comes before and after the pass is in
+additive_ends.py.
 """
 
 # Device code carries no Python types.
@@ -20,9 +21,9 @@ from foci.kernels.additive import (
     TWO_LOG2_E,
     as_matrix,
     as_tile,
+    as_words,
     columns_of,
-    exponent,
-    exponential,
+    fetch,
     logits,
     per_feature,
     product,
@@ -32,7 +33,6 @@ from foci.kernels.additive import (
 )
 from foci.kernels.additive_backward import HALF_ROOM, crossing, products, row_log_sum_exps
 from foci.kernels.dropout import kept
-from foci.kernels.logits import LOG2_E
 
 
 @triton.jit
@@ -74,67 +74,17 @@ def add_to(pointer, x, GPU: tl.constexpr):
 
 
 @triton.jit
-def put_powers(
-    x, stride, first, T, D, into, ROWS: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, TOGETHER: tl.constexpr,
-    GPU: tl.constexpr,
-):  # fmt: skip
-    """e^2x of ROWS rows from first on, some rows together: (ROWS / TOGETHER, DW, TOGETHER)."""
-    r = tl.arange(0, ROWS)
-    for start in range(0, DW, DC):
-        d = start + tl.arange(0, DC)
-        there = (first + r < T)[:, None] & (d < D)[None, :]
-        places = x + (first + r).to(tl.int64)[:, None] * stride + d[None, :]
-        high, low = exponent(tl.load(places, mask=there, other=0.0), GPU)
-        places = (r // TOGETHER)[:, None] * (TOGETHER * DW) + d[None, :] * TOGETHER + (r % TOGETHER)[:, None]
-        tl.store(into + places, exponential(high, low))
-
-
-@triton.jit
-def prepare(
-    q, k, out, d_out, d_lse, delta, q_powers, k_powers,
-    H, G, Tq, Tk, D, Dv, q_programs, q_batch, q_head, q_query, k_batch, k_head, k_key,
-    BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, VC: tl.constexpr, GPU: tl.constexpr,
-):  # fmt: skip
-    """A program per block of queries or of keys: its exponentials, and delta (B, H, Tq): what a row's gradients lose.
-
-    q_powers (B H, blocks, BM / 4, DW, 4), k_powers (B G, blocks BN, DW).
-    """
-    pid = tl.program_id(0)
-    if pid < q_programs:
-        blocks = tl.cdiv(Tq, BM)
-        pair = (pid // blocks).to(tl.int64)
-        first = (pid % blocks) * BM
-        q += (pair // H) * q_batch + (pair % H) * q_head
-        put_powers(q, q_query, first, Tq, D, q_powers + pid.to(tl.int64) * (BM * DW), BM, DW, DC, 4, GPU)
-        i = first + tl.arange(0, BM)
-        change = tl.load(d_lse + pair * Tq + i, mask=i < Tq, other=0.0) * -LOG2_E
-        for start in range(0, Dv, VC):
-            dv = start + tl.arange(0, VC)
-            places = (pair * Tq + i)[:, None] * Dv + dv[None, :]
-            there = (i < Tq)[:, None] & (dv < Dv)[None, :]
-            given = tl.load(d_out + places, mask=there, other=0.0).to(tl.float32)
-            change += tl.sum(given * tl.load(out + places, mask=there, other=0.0).to(tl.float32), 1)
-        tl.store(delta + pair * Tq + i, change, mask=i < Tq)
-    else:
-        place = pid - q_programs
-        k_blocks = tl.cdiv(Tk, BN)
-        k_pair = (place // k_blocks).to(tl.int64)
-        k += (k_pair // G) * k_batch + (k_pair % G) * k_head
-        first = (place % k_blocks) * BN
-        put_powers(k, k_key, first, Tk, D, k_powers + place.to(tl.int64) * (BN * DW), BN, DW, DC, 1, GPU)
-
-
-@triton.jit
 def near_slopes(
-    k_powers, q_powers, ds, into,
+    k_powers, q_powers, ds, into, d, thread,
     BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
-    GPU: tl.constexpr,
+    AHEAD: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Σ_i ds u (1 - u) for each of a thread's keys, and Σ_ij ds u; adds Σ_j ds u (1 - u) to the queries.
 
     The sums are a tensor (DR, JT, DT) for each of a thread's keys. k_powers (BN, DW), q_powers (BM / 4, DW, 4);
     ds (BM / 4, BN, 4); into (BM, DW). Two queries share a reciprocal.
     """
+    k_powers += thread * DW + d
     nothing = tl.zeros((DC // DT, JT, DT), tl.float32)
     own = ()
     totals = ()
@@ -142,12 +92,17 @@ def near_slopes(
         own += (one(k_powers + r * JT * DW, GPU),)
         totals += (nothing,)
     shares = nothing
+    e0, e1, e2, e3 = four(q_powers + d * 4, GPU)
     for _ in range(0, BM, 4):
-        e0, e1, e2, e3 = four(q_powers, GPU)
+        # Those of the next turn; the last one reads what comes after the block, and leaves it.
+        q_powers += 4 * DW
+        next0, next1, next2, next3 = four(q_powers + d * 4, GPU)
+        if AHEAD:
+            fetch(ds + 4 * BN, BN // 8, GPU)
         g0, g1, g2, g3 = nothing, nothing, nothing, nothing
         found = ()
         for r in tl.static_range(BN // JT):
-            s0, s1, s2, s3 = four(ds + r * (4 * JT), GPU)
+            s0, s1, s2, s3 = four(ds + thread * 4 + r * (4 * JT), GPU)
             total = totals[r]
             d0 = 1.0 + own[r] * e0
             d1 = 1.0 + own[r] * e1
@@ -166,8 +121,8 @@ def near_slopes(
         add_to(into + 2 * DW, g2, GPU)
         add_to(into + 3 * DW, g3, GPU)
         ds += 4 * BN
-        q_powers += 4 * DW
         into += 4 * DW
+        e0, e1, e2, e3 = next0, next1, next2, next3
     return totals, shares
 
 
@@ -212,26 +167,23 @@ def far_slopes(
 def add_slopes(
     k, k_key, first_key, Tk, q, q_query, first, Tq, D, k_powers, q_powers, ds, near, weight, sum_ds, dq, dk, dw,
     BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
-    GPU: tl.constexpr,
+    AHEAD: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile gives; dq without its factor 4 w, dk without its factor 4.
 
     The threads are JT keys by DT features; a thread has BN / JT keys and DC / DT features.
     """
     thread = tl.arange(0, JT)[None, :, None]
-    ds += thread * 4
     for start in range(0, DW, DC):
         d = start + tl.arange(0, DC // DT)[:, None, None] * DT + tl.arange(0, DT)[None, None, :]
         into = dq + d + thread * 0
         # Each way gives its own results away: what a condition returns would go through the threads once more.
         if near:
-            totals, shares = near_slopes(
-                k_powers + thread * DW + d, q_powers + d * 4, ds, into, BM, BN, DW, DC, JT, DT, GPU
-            )
+            totals, shares = near_slopes(k_powers, q_powers, ds, into, d, thread, BM, BN, DW, DC, JT, DT, AHEAD, GPU)
             give(totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, GPU)
         else:
             totals, shares = far_slopes(
-                k + d, k_key, first_key + thread, Tk, q + d, q_query, first, Tq, d < D, ds, into,
+                k + d, k_key, first_key + thread, Tk, q + d, q_query, first, Tq, d < D, ds + thread * 4, into,
                 BM, BN, DW, DC, JT, DT, GPU,
             )  # fmt: skip
             # Loads that the compiler saw may have laid these out in another way.
@@ -281,18 +233,25 @@ def joint(
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr,
     DP: tl.constexpr, BD: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
-    CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, MOST: tl.constexpr, AHEAD: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Blocks of keys, each against every query of the heads that share it, or one of `splits` parts of those.
 
-    dq (B H, blocks BM, DW), dk (B G, blocks BN, DW), dv (B, G, Tk, Dv) and dw (programs, weights, D) float32, zeros
-    before; dq lacks its factor 4 w, dk its factor 4. room is (programs, BM BN).
+    dq (B H, blocks BM, DW), dk (B G, blocks BN, DW), dv (B, G, Tk, Dv) float32, zeros before; dq lacks its factor 4 w,
+    dk its factor 4. dw (programs, weights, D) float32: each program adds to its own. room is (programs, BM BN).
     """
+    E, F, table = as_words(E), as_words(F), as_words(table)
     blocks = tl.cdiv(Tq, BM)
     k_blocks = tl.cdiv(Tk, BN)
     k_heads = H // group
     offset = Tk - Tq
     ds_room = room + tl.program_id(0).to(tl.int64) * (BM * BN)
+    own_weights = (headed * (H - 1) + 1) * D
+    dw += tl.program_id(0).to(tl.int64) * own_weights
+    for first_weight in range(0, own_weights, 128):
+        c = first_weight + tl.arange(0, 128)
+        tl.store(dw + c, tl.zeros((128,), tl.float32), mask=c < own_weights)
+    tl.debug_barrier()
     for item in range(tl.program_id(0), items, programs):
         k_pair = (item % (pairs // group)).to(tl.int64)
         t = item // (pairs // group) // splits
@@ -325,7 +284,7 @@ def joint(
                     tl.load(constants + h * headed * 2), tl.load(constants + h * headed * 2 + 1),
                     q_block_most, own_most, per_feature(sizes, h * headed, DP, BD), far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + g * k_head, k_key, j, Tk,
-                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
+                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, AHEAD, GPU,
                 )  # fmt: skip
                 p = tl.exp2(z - row_log_sum_exps(lse + pair * Tq, i, Tq))
                 if every == 0:
@@ -366,8 +325,8 @@ def joint(
                     Tq, D, k_powers + k_place * (BN * DW), q_powers + place * (BM * DW), ds_room,
                     (far == 0) & (tl.max(own_most + q_block_most, 0) < HALF_ROOM), weight + h * weight_head, sum_ds,
                     dq + place * (BM * DW), dk + k_place * (BN * DW),
-                    dw + (tl.program_id(0) * (headed * (H - 1) + 1) + h * headed) * D,
-                    BM, BN, DW, DC, JT, DT, GPU,
+                    dw + h * headed * D,
+                    BM, BN, DW, DC, JT, DT, AHEAD, GPU,
                 )  # fmt: skip
                 # The room is written anew.
                 tl.debug_barrier()
