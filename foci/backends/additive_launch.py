@@ -86,7 +86,9 @@ def forward(
     q, k, v, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, weight))
     out, lse = results(q, v)
     if q.shape[2] <= FEW_QUERIES and tiling is None:
-        few_queries(q, k, v, weight, terms, out, lse)
+        from foci.backends import additive_few
+
+        additive_few.forward(q, k, v, weight, terms, out, lse)
         return out, lse
     from foci.kernels.additive import forward as kernel
 
@@ -103,24 +105,6 @@ def forward(
     )  # fmt: skip
     join(splits, parts, out, lse)
     return out, lse
-
-
-def few_queries(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, out: Tensor, lse: Tensor) -> None:
-    """One query against many keys, as a decoder does at each step."""
-    from foci.kernels.additive_decode import few as kernel
-
-    rows, Tk = lse.numel(), k.shape[2]
-    width, value_width = power_of_two(q.shape[3]), power_of_two(v.shape[3])
-    keys = max(4096 // max(width, value_width), 8)
-    blocks = -(-Tk // keys)
-    splits = splits_for(rows, blocks, 4, q.device)
-    parts = partial_results(splits, out, lse)
-    kernel[(rows, splits)](
-        **inputs(q, k, v, weight, terms), out=parts[0], lse=parts[1], D=q.shape[3], Dv=v.shape[3],
-        pairs=q.shape[0] * q.shape[1], per_split=-(-blocks // splits) * keys,
-        BN=keys, BD=width, BV=value_width, GPU=q.is_cuda, num_warps=4, num_stages=1,
-    )  # fmt: skip
-    join(splits, parts, out, lse)
 
 
 def splits_for(programs: int, blocks: int, per_processor: int, device: torch.device) -> int:
@@ -160,8 +144,12 @@ def backward(
     """The gradients of q, k, v and weight.
 
     One pass over the terms adds to the queries in no fixed order; two passes take twice as long and are the same in
-    every run, for those who ask for that.
+    every run, for those who ask for that. So is the one pass for very few queries.
     """
+    if q.shape[2] <= FEW_QUERIES:
+        from foci.backends import additive_few
+
+        return additive_few.backward(d_out, d_lse, q, k, v, weight, out, lse, terms)
     if torch.are_deterministic_algorithms_enabled():
         return two_passes(d_out, d_lse, q, k, v, weight, out, lse, terms)
     from foci.backends import additive_joint

@@ -1,7 +1,7 @@
 """Additive attention of very few queries: each against its own run of keys, which many programs share.
 
-This is what a recurrent decoder does at each step. It is bound by reading keys and values once, so every exponential is
-taken on the way; nothing is prepared.
+This is what a recurrent decoder does at each step. It is bound by reading keys and values once, and by writing their
+gradients once, so every exponential is taken on the way; nothing is prepared.
 
 BN keys at a time, D width, Dv value width. A pair is one head of one sequence.
 """
@@ -12,7 +12,8 @@ BN keys at a time, D width, Dv value width. A pair is one head of one sequence.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive import TWO_LOG2_E, reciprocal
+from foci.kernels.additive import TWO_LOG2_E, reciprocal, visible
+from foci.kernels.additive_backward import row_log_sum_exps
 from foci.kernels.dropout import kept
 from foci.kernels.logits import LOG2_E, allowed, span
 
@@ -83,3 +84,85 @@ def few(
     tl.store(lse + row, tl.where(empty, -float("inf"), peak + tl.log2(sums)))
     result = tl.sum(mixture, 0) * (grown / sums)
     tl.store(out + row * Dv + dv, result.to(out.dtype.element_ty), mask=dv < Dv)
+
+
+@triton.jit
+def few_backward(
+    q, k, v, weight, spans, query_ids, key_ids, dense, seed, out, lse, d_out, d_lse, dq, dk, dv, dw,
+    H, group, Tq, Tk, D, Dv, per_split,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head,
+    spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    threshold, grown,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, LSE: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """The keys of one split, BN at a time, against every query of the heads that share them.
+
+    dk (B, G, Tk, D) and dv (B, G, Tk, Dv); dq (splits, B, H, Tq, D) and dw (splits, B, H, D) float32. The formulas are
+    those of additive_backward.py, lse and d_lse those of base 2.
+    """
+    k_pair = tl.program_id(0).to(tl.int64)
+    b = k_pair // (H // group)
+    g = k_pair % (H // group)
+    d = tl.arange(0, BD)
+    e = tl.arange(0, BV)
+    k += b * k_batch + g * k_head
+    v += b * v_batch + g * v_head
+    pairs = tl.num_programs(0).to(tl.int64) * group
+    dq += tl.program_id(1) * pairs * Tq * D
+    dw += tl.program_id(1) * pairs * D
+    low = tl.program_id(1) * per_split
+    for start in range(low, tl.minimum(low + per_split, Tk), BN):
+        j = start + tl.arange(0, BN)
+        rows = j.to(tl.int64)[:, None]
+        there = (j < Tk)[:, None] & (d < D)[None, :]
+        in_values = (j < Tk)[:, None] & (e < Dv)[None, :]
+        keys = tl.load(k + rows * k_key + d[None, :], mask=there, other=0.0).to(tl.float32)
+        values = tl.load(v + rows * v_key + e[None, :], mask=in_values, other=0.0).to(tl.float32)
+        d_keys = tl.zeros((BN, BD), tl.float32)
+        d_values = tl.zeros((BN, BV), tl.float32)
+        for turn in range(group * Tq):
+            h = g * group + turn // Tq
+            i = turn % Tq
+            row = (b * H + h) * Tq + i
+            a = tl.load(q + b * q_batch + h * q_head + i * q_query + d, mask=d < D, other=0.0).to(tl.float32)
+            w = tl.load(weight + h * weight_head + d, mask=d < D, other=0.0).to(tl.float32)
+            given = tl.load(d_out + row * Dv + e, mask=e < Dv, other=0.0).to(tl.float32)
+            change = tl.sum(given * tl.load(out + row * Dv + e, mask=e < Dv, other=0.0).to(tl.float32), 0)
+            if LSE:
+                change -= tl.load(d_lse + row) * LOG2_E
+            shares = reciprocal(1.0 + tl.exp2((a[None, :] + keys) * TWO_LOG2_E), GPU)
+            z = (tl.sum(w, 0) - 2.0 * tl.sum(w[None, :] * shares, 1)) * LOG2_E
+            p = tl.exp2(z - row_log_sum_exps(lse + (b * H + h) * Tq, i, Tq))
+            seen = visible(
+                i, j, 0, spans + b * spans_batch, Tk - Tq, query_ids + b * query_ids_batch,
+                key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key, Tq, Tk,
+                CAUSAL, SPANS, IDS, DENSE,
+            )  # fmt: skip
+            if SPANS == 2:
+                seen |= visible(
+                    i, j, 1, spans + b * spans_batch, Tk - Tq, query_ids + b * query_ids_batch,
+                    key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key, Tq,
+                    Tk, CAUSAL, SPANS, IDS, DENSE,
+                )  # fmt: skip
+            p = tl.where(seen, p, 0.0)
+            dp = tl.sum(values * given[None, :], 1)
+            dropped = p
+            if DROPOUT:
+                stays = kept(tl.load(seed), b, h, i, j, threshold)
+                dp = tl.where(stays, dp * grown, 0.0)
+                dropped = tl.where(stays, p * grown, 0.0)
+            ds = p * (dp - change)
+            slopes = ds[:, None] * (shares - shares * shares)
+            d_keys += slopes * (4.0 * w)[None, :]
+            d_values += dropped[:, None] * given[None, :]
+            into = dq + row * D + d
+            before = tl.load(into, mask=(d < D) & (start > low), other=0.0)
+            tl.store(into, before + 4.0 * w * tl.sum(slopes, 0), mask=d < D)
+            into = dw + (b * H + h) * D + d
+            before = tl.load(into, mask=(d < D) & ((start > low) | (i > 0)), other=0.0)
+            tl.store(into, before + tl.sum(ds, 0) - 2.0 * tl.sum(ds[:, None] * shares, 0), mask=d < D)
+            # The next turn adds to what other threads wrote.
+            tl.debug_barrier()
+        tl.store(dk + (k_pair * Tk + rows) * D + d[None, :], d_keys.to(dk.dtype.element_ty), mask=there)
+        tl.store(dv + (k_pair * Tk + rows) * Dv + e[None, :], d_values.to(dv.dtype.element_ty), mask=in_values)
