@@ -43,8 +43,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and weight, the same in every run.
 
-    Each split of the keys has its own sums for queries and weight. block: the numbers of a block of keys, its warps; one
-    warp has nobody to wait for.
+    Each split of the keys has its own sums for queries and weight. block: the numbers of a block of keys, and its
+    warps; a single one has nobody to wait for.
     """
     from foci.kernels.additive_decode import few_backward as kernel
 
