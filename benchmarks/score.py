@@ -40,9 +40,9 @@ def main() -> None:
 def scored(folder: Path, data: Path) -> tuple[str, str, dict[str, Any], dict[str, Any]]:
     """The metric, the variant that is best on dev, and what it reaches on dev and on test."""
     summary, run = (json.loads((folder / name).read_text()) for name in ("summary.json", "run.json"))
-    table = read_toml(CONFIGS / f"{summary['name']}.toml")
-    benchmark = table.pop("benchmark", {})
-    config = from_table(None, inside(table, data), summary["name"])
+    benchmark = read_toml(CONFIGS / f"{summary['name']}.toml").get("benchmark", {})
+    # As it was used: a run may have been told of other data.
+    config = from_table(None, inside(read_toml(folder / "config.toml"), data), summary["name"])
     task = find(config.task).from_files(config.settings, run["files"])
     sign = 1.0 if task.better == "higher" else -1.0
     on_dev = {

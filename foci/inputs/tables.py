@@ -132,4 +132,6 @@ def only(paths: Sequence[Path], what: str) -> Path:
     """The one path of a task that takes one."""
     if len(paths) != 1:
         raise ValueError(f"expected one path, {what}, but got {len(paths)}: {', '.join(map(str, paths))}")
+    if not paths[0].exists():
+        raise ValueError(f"expected {what} at {paths[0]}, but there is nothing")
     return paths[0]

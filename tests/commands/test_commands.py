@@ -236,6 +236,7 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
         (["evaluate", "runs/translation/model.safetensors"], "expected data to measure with (--data), because"),
         (["evaluate", "runs/translation", "--answers", "runs"], "expected a file for --answers, but runs is a folder"),
         (["evaluate", "none", "--data", "pairs.tsv"], "expected a model at none"),
+        (["train", "vision", "--data", "none"], "table of paths and labels at none, but there is nothing"),
         (["evaluate", "runs/translation", "--data", "none.tsv"], "expected a file at none.tsv, but there is nothing"),
     ],
 )
