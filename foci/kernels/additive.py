@@ -335,6 +335,22 @@ def visible(
 
 
 @triton.jit
+def visible_at_all(
+    i, j, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Which entries of a tile are seen, by any of the runs."""
+    seen = visible(
+        i, j, 0, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE
+    )
+    if SPANS == 2:
+        seen |= visible(
+            i, j, 1, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE
+        )
+    return seen
+
+
+@triton.jit
 def forward(
     E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
     q, k, v, weight, spans, query_ids, key_ids, dense, seed, out, lse,

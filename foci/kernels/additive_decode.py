@@ -12,7 +12,7 @@ BN keys at a time, D width, Dv value width. A pair is one head of one sequence.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive import TWO_LOG2_E, reciprocal, visible
+from foci.kernels.additive import TWO_LOG2_E, reciprocal, visible_at_all
 from foci.kernels.additive_backward import row_log_sum_exps
 from foci.kernels.dropout import kept
 from foci.kernels.logits import LOG2_E, allowed, span
@@ -134,17 +134,11 @@ def few_backward(
             shares = reciprocal(1.0 + tl.exp2((a[None, :] + keys) * TWO_LOG2_E), GPU)
             z = (tl.sum(w, 0) - 2.0 * tl.sum(w[None, :] * shares, 1)) * LOG2_E
             p = tl.exp2(z - row_log_sum_exps(lse + (b * H + h) * Tq, i, Tq))
-            seen = visible(
-                i, j, 0, spans + b * spans_batch, Tk - Tq, query_ids + b * query_ids_batch,
+            seen = visible_at_all(
+                i, j, spans + b * spans_batch, Tk - Tq, query_ids + b * query_ids_batch,
                 key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key, Tq, Tk,
                 CAUSAL, SPANS, IDS, DENSE,
             )  # fmt: skip
-            if SPANS == 2:
-                seen |= visible(
-                    i, j, 1, spans + b * spans_batch, Tk - Tq, query_ids + b * query_ids_batch,
-                    key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key, Tq,
-                    Tk, CAUSAL, SPANS, IDS, DENSE,
-                )  # fmt: skip
             p = tl.where(seen, p, 0.0)
             dp = tl.sum(values * given[None, :], 1)
             dropped = p

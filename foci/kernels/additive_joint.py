@@ -29,7 +29,7 @@ from foci.kernels.additive import (
     product,
     reciprocal,
     rows_of,
-    visible,
+    visible_at_all,
 )
 from foci.kernels.additive_backward import HALF_ROOM, crossing, products, row_log_sum_exps
 from foci.kernels.dropout import kept
@@ -288,17 +288,11 @@ def joint(
                 )  # fmt: skip
                 p = tl.exp2(z - row_log_sum_exps(lse + pair * Tq, i, Tq))
                 if every == 0:
-                    seen = visible(
-                        i, j, 0, spans + b * spans_batch, offset, query_ids + b * query_ids_batch,
+                    seen = visible_at_all(
+                        i, j, spans + b * spans_batch, offset, query_ids + b * query_ids_batch,
                         key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key,
                         Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
                     )  # fmt: skip
-                    if SPANS == 2:
-                        seen |= visible(
-                            i, j, 1, spans + b * spans_batch, offset, query_ids + b * query_ids_batch,
-                            key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query,
-                            dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
-                        )  # fmt: skip
                     p = tl.where(seen, p, 0.0)
                 dp = products(
                     d_out + pair * Tq * Dv, Dv, block * BM, Tq, v + b * v_batch + g * v_head, v_key, t * BN, Tk, Dv,
