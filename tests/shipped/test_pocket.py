@@ -45,7 +45,7 @@ def test_what_ships_says_where_it_comes_from(name: str) -> None:
 
 
 def test_what_ships() -> None:
-    assert shipped.names() == ["generation", "speech", "translation"]
+    assert shipped.names() == ["generation", "speech", "translation", "vision"]
 
 
 def test_what_ships_stays_small() -> None:
@@ -68,6 +68,19 @@ def test_the_writer_goes_on() -> None:
     text = shipped.pocket("generation")("ROMEO:")
     assert text.startswith("ROMEO:\n")
     assert len(set(text.split())) > 10
+
+
+def test_the_viewer_names_clothes(tmp_path: Path) -> None:
+    trouser, shirt = torch.zeros(28, 28, dtype=torch.uint8), torch.zeros(28, 28, dtype=torch.uint8)
+    trouser[2:8, 8:20] = trouser[8:27, 8:13] = trouser[8:27, 15:20] = 180
+    shirt[4:10, 2:26] = shirt[10:26, 7:21] = 160
+    shirt[3:6, 11:17] = 0
+    for name, picture in (("trouser", trouser), ("t-shirt", shirt)):
+        path = tmp_path / f"{name}.pgm"
+        path.write_bytes(b"P5 28 28 255\n" + bytes(picture.flatten().tolist()))
+        record = shipped.pocket("vision").show(str(path))
+        assert record.answer == name
+        assert record.layers["L0"].shape == (1, 4, 49, 49)
 
 
 @pytest.mark.data
