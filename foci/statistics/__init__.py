@@ -26,12 +26,13 @@ def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str
     return strips.measure(call, lse, wanted, averaged)
 
 
-def who(call: Call) -> str:
+def who(call: Call, wanted: Wanted | None = None) -> str:
     """Who measures the weights of such a call, in words."""
-    refusals = {"triton": device.refuses(call), "compiled C": compiled.refuses(call)}
-    for name, reasons in refusals.items():
-        if not reasons:
-            return f"{name}, in one pass"
+    refusals = {"triton": device.refuses(call, wanted), "compiled C": compiled.refuses(call, wanted)}
+    if not refusals["triton"]:
+        return device.who(call, wanted)
+    if not refusals["compiled C"]:
+        return "compiled C, in one pass"
     said = "; ".join(f"{name} refuses: {', '.join(reasons)}" for name, reasons in refusals.items())
     return f"blocked, strip by strip ({said})"
 

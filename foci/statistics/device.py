@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,30 +43,45 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
     return reasons + kernel_masks.reasons(call)
 
 
+def who(call: Call, wanted: Wanted | None = None) -> str:
+    """Which of our kernels measures a call that none refuses; without wanted, whatever they leave open."""
+    from foci.statistics import hopper
+    from foci.statistics.device_arguments import inputs
+
+    unused = torch.empty(call.q.shape[:3], device=call.q.device)
+    if hopper.refuses(inputs(lse=unused, **terms(call)), weighted=False, wanted=wanted):
+        return "triton, in one pass"
+    # Without wanted, there is always something that it leaves to the other.
+    return f"gluon{'' if wanted else ', or triton where it refuses what is wanted'}, in one pass"
+
+
 def measure(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
     """The wanted statistics by one pass of the kernel."""
     from foci.statistics.triton import statistics
 
+    found = statistics(lse=lse.float(), **terms(call), wanted=wanted)
+    if "top_keys" in found:
+        found["top_keys"] = found["top_keys"].long()
+    return found
+
+
+def terms(call: Call) -> dict[str, Any]:
+    """A call in the form that the launcher takes."""
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
     masks = kernel_masks.forms(call)
     slopes = call.bias.slopes if isinstance(call.bias, ALiBi) else None
     if slopes is not None:
         slopes = slopes[call.heads.flatten()].float()
-    found = statistics(
-        dot.q,
-        dot.k,
-        lse.float(),
-        scale=dot.score.factor(dot.q.shape[-1]),
-        softcap=dot.score.softcap,
-        slopes=slopes,
-        causal=masks.causal,
-        spans=masks.spans,
-        query_ids=masks.query_ids,
-        key_ids=masks.key_ids,
-        dense=masks.dense,
-        wanted=wanted,
-    )
-    if "top_keys" in found:
-        found["top_keys"] = found["top_keys"].long()
-    return found
+    return {
+        "q": dot.q,
+        "k": dot.k,
+        "scale": dot.score.factor(dot.q.shape[-1]),
+        "softcap": dot.score.softcap,
+        "slopes": slopes,
+        "causal": masks.causal,
+        "spans": masks.spans,
+        "query_ids": masks.query_ids,
+        "key_ids": masks.key_ids,
+        "dense": masks.dense,
+    }

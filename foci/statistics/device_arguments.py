@@ -126,19 +126,24 @@ def inputs(
 
 
 def key_tiles(k: Tensor, width: int, config: Config) -> Any:
-    """k (B, G, Tk, D) as the copy engine fetches it, a tile at a time; None where it cannot, and threads load the keys.
+    """k (B, G, Tk, D) as the copy engine fetches it, a tile at a time; None where threads load the keys instead.
 
-    It takes addresses and steps of 16 bytes only. What a tile has beyond the keys or their width is 0.
+    What a tile has beyond the keys or their width is 0.
     """
-    # A compiler that traces the call knows no addresses.
-    if not config.fetched or is_unreadable(k) or k.dtype not in HALF or not has_copy_engine(k.device):
-        return None
-    steps = [stride * k.element_size() for stride in k.stride()[:-1]]
-    if k.stride(-1) != 1 or k.data_ptr() % 16 or any(step <= 0 or step % 16 for step in steps):
+    if not config.fetched or not fetchable(k):
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(k, [1, 1, config.keys, width])
+
+
+def fetchable(x: Tensor) -> bool:
+    """Whether the copy engine takes x (B, H, T, D), here of half precision: addresses and steps of 16 bytes only."""
+    # A compiler that traces the call knows no addresses.
+    if is_unreadable(x) or x.dtype not in HALF or not has_copy_engine(x.device):
+        return False
+    steps = [stride * x.element_size() for stride in x.stride()[:-1]]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def has_copy_engine(device: torch.device) -> bool:

@@ -22,8 +22,9 @@ class Config:
 
     per_processor: programs that share a multiprocessor; registers: at most so many per thread, that they may;
     fine: keys per sum of a picture;
-    fetched: the copy engine fetches the keys, where the device has one that can (not yet run on one);
+    fetched: the copy engine fetches the keys, where it can;
     late: what a tile adds to its keys and to a picture of means is written beside the next product;
+    in_flight: the kernel for Hopper, in which the next product is on its way meanwhile: see hopper.py;
     choosing: queries of a program that chooses the heaviest keys; refining: keys that are read again at a time, the
     warps that read them, and programs that share a multiprocessor.
     """
@@ -41,16 +42,19 @@ class Config:
     registers: int | None = None
     fetched: bool = False
     late: bool = False
+    in_flight: bool = False
 
 
-def default(width: int, dtype: torch.dtype, wanted: Wanted) -> Config:
+def default(width: int, dtype: torch.dtype, wanted: Wanted, fetched: bool) -> Config:
     """Wide tiles for half precision; float32 takes three products per tile and twice the room."""
     if dtype == torch.float32 or width > 128:
         return Config(queries=64, keys=64, warps=4, stages=2, per_processor=1)
     # Each of these is kept in registers for half a tile; with many of them a tile has to be smaller.
     carried = wanted.entropy + wanted.distance + wanted.largest + 3 * (wanted.top > 0)
     queries = 64 if carried > 3 else 128
-    return Config(queries, keys=64, warps=4, stages=3, per_processor=2, late=better_late(wanted))
+    # Older devices, where threads load the keys, have no room for a fourth.
+    stages = 4 if fetched and wanted.top else 3
+    return Config(queries, 64, warps=4, stages=stages, per_processor=2, fetched=fetched, late=better_late(wanted))
 
 
 def better_late(wanted: Wanted) -> bool:

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.statistics.device_arguments import check, inputs, key_tiles, picture_arguments, weights_arguments
+from foci.statistics import hopper
+from foci.statistics.device_arguments import (
+    check,
+    fetchable,
+    inputs,
+    key_tiles,
+    picture_arguments,
+    weights_arguments,
+)
 from foci.statistics.tiling import (
     BUDGET,
     CLASSES_PER_BOUND,
@@ -71,12 +79,19 @@ def statistics(
     "top_values" and "top_keys" (B, H, Tq, k), "largest" (B, H), "distance" (B, H, Tq).
     """
     check(q, k, lse, slopes, causal, spans, query_ids, key_ids, dense, query_weights, wanted)
-    config = config or default(q.shape[-1], q.dtype, wanted)
     arguments = inputs(q, k, lse, scale, softcap, slopes, causal, spans, query_ids, key_ids, dense)
+    config = config or chosen(arguments, query_weights is not None, wanted)
     out = sweep(q, k, arguments, query_weights, wanted, config)
     if wanted.picture and "picture" not in out:
         out["picture"] = odd_picture(q, k, arguments, wanted.picture)
     return out
+
+
+def chosen(arguments: dict[str, Any], weighted: bool, wanted: Wanted) -> Config:
+    """The kernel for Hopper where it serves, else the plain one, cut as measured."""
+    if not hopper.refuses(arguments, weighted, wanted):
+        return hopper.config(wanted)
+    return default(arguments["D"], arguments["q"].dtype, wanted, fetchable(arguments["k"]))
 
 
 def sweep(
@@ -114,6 +129,9 @@ def sweep(
 
 def run(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, config: Config) -> None:
     """One launch of the pass over the tiles."""
+    if config.in_flight:
+        hopper.run(arguments, common, launch, config)
+        return
     from foci.kernels.statistics import statistics as kernel
 
     kernel[(launch.pairs * common["slots"],)](

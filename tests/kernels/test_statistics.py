@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from foci.statistics import tiling
 from foci.statistics import triton as triton_statistics
-from foci.statistics.device_arguments import has_copy_engine, key_tiles
+from foci.statistics.device_arguments import has_copy_engine, inputs, key_tiles
 from foci.statistics.tiling import Config, cells, classes_for, launches, segments_for, slots
 from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
@@ -390,7 +390,20 @@ MEANS = (4, 4, "mean")
     ],
 )
 def test_sums_wait_where_that_was_faster(wanted: Wanted, late: bool) -> None:
-    assert tiling.default(128, torch.bfloat16, wanted).late is late
+    assert tiling.default(128, torch.bfloat16, wanted, fetched=True).late is late
+
+
+@pytest.mark.parametrize(("fetched", "top", "stages"), [(True, 8, 4), (True, 0, 3), (False, 8, 3), (False, 0, 3)])
+def test_more_keys_wait_where_they_are_fetched(fetched: bool, top: int, stages: int) -> None:
+    config = tiling.default(128, torch.bfloat16, Wanted(entropy=True, top=top), fetched)
+    assert (config.fetched, config.stages) == (fetched, stages)
+
+
+def test_keys_are_fetched_where_they_can_be() -> None:
+    for dtype, fetched in ((torch.float16, True), (torch.float32, False)):
+        case = causal(dtype=dtype, width=32)
+        arguments = inputs(case.q, case.k, case.truth()[1].float(), 1.0, None, None, True, None, None, None, None)
+        assert triton_statistics.chosen(arguments, False, Wanted(distance=True)).fetched is fetched
 
 
 @pytest.mark.parametrize("shape", [(24,), (1, 2, 24)])

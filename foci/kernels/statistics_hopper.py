@@ -1,0 +1,409 @@
+"""The pass of statistics.py for Hopper: while a tile is summed up, the product of the next one is on its way.
+
+Plain Triton waits for each product; this is written in Gluon, where products and copies are started and awaited by
+hand. It takes what is common: half precision, dot products, causal or no mask, as many queries as keys, a multiple of
+128. Its sums are those of statistics.py, which has the rest and is what it is tested against.
+
+A turn of the loop takes a pair of tiles: the even one is segment 0 of the candidates for the heaviest keys, the odd one
+segment 1. Their keys come in one copy. What a tile adds to its keys and to the picture is written during the next tile,
+by the threads that hold it: no shared memory, no barrier.
+
+Two rules that the compiler does not say aloud. No product may be under way where the loop turns back: it would lose
+track and wait after every instruction of the tensor core. And arithmetic has to be held in place, see `finished`: else
+it is put off until the product that it should overlap with is done.
+
+B batch, H heads, T queries and keys, D width. A pair is also one head of one batch element.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from foci.kernels.logits import LN_2, LOG2_E, NONE
+
+# Renamed after Triton 3.6.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# Keys of a tile.
+BK = gl.constexpr(64)
+
+
+@gluon.jit
+def halves(tile):
+    """Rows r and r + 8 of each 16, which the tensor core's layout keeps in one thread: two (BK // 16, 8, BQ)."""
+    return tile.reshape((BK // 16, 2, 8, tile.shape[1])).permute((0, 2, 3, 1)).split()
+
+
+@gluon.jit
+def marked(x, tag, TAG_BITS: gl.constexpr):
+    """As in statistics.py: x with a tag in its lowest bits."""
+    return ((x.to(gl.int32, bitcast=True) & (-(1 << TAG_BITS))) | tag).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def no_less(x, TAG_BITS: gl.constexpr):
+    """As in statistics.py: a 16-bit number that is no less than a marked logit, and hardly more."""
+    bare = (x.to(gl.int32, bitcast=True) & (-(1 << TAG_BITS))).to(gl.float32, bitcast=True)
+    above = gl.maximum(bare + gl.abs(bare) * 0.0009765625 + 6e-8, -65504.0)
+    return gl.where(x > NONE / 2, above, -float("inf")).to(gl.float16)
+
+
+@gluon.jit
+def finished(x):
+    """Where this stands, x is computed, and with it all that it is the sum of.
+
+    The assembler would put that off until a later wait is over, when nothing is left to overlap with. It moves nothing
+    past a sleep that hangs on x being above 1e30, which no sum of ours is. A branch or a trap in its place would make
+    it wait for each product.
+    """
+    ASM: gl.constexpr = "{ .reg .pred p; setp.gt.f32 p, $1, 0f7149F2CA; @p nanosleep.u32 1; mov.b32 $0, $1; }"
+    return gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def exchanged(a, DISTANCE: gl.constexpr):
+    """What the lane at this distance holds."""
+    ASM: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, " + DISTANCE + ", 0x1f, 0xffffffff;"
+    return gl.inline_asm_elementwise(ASM, "=f,f", [a], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def either(low, high, bit, DISTANCE: gl.constexpr):
+    """Lanes whose bit is 0 get the sum of low over two lanes, the others that of high: two sums for one exchange."""
+    kept = gl.where(bit, high, low)
+    return kept + exchanged(gl.where(bit, low, high), DISTANCE)
+
+
+@gluon.jit
+def one_of(x):
+    """The sum of what a thread holds of (BK // 16, 8, BQ): one number for each."""
+    return gl.sum(gl.sum(x.reshape((BK // 16, 8, x.shape[2] // 8, 4, 2)), 4), 2)
+
+
+@gluon.jit
+def strip_sums(p, STRIP: gl.constexpr):
+    """Over strips of queries, for keys r and r + 8 of 16: one number per thread each, (BK // 16, 8, 4).
+
+    Gives the sums of both keys for each strip, of which there are 1, 2 or 4, and over all strips for r and for r + 8.
+    """
+    DOWN: gl.constexpr = p.shape[1] // STRIP
+    sums = gl.sum(gl.sum(p.reshape((BK, DOWN, STRIP // 8, 4, 2)), 4), 2)
+    first, second = sums.reshape((BK // 16, 2, 8, DOWN, 4)).permute((0, 2, 3, 4, 1)).split()
+    both = first + second
+    if DOWN == 4:
+        a, b = both.reshape((BK // 16, 8, 2, 2, 4)).permute((0, 1, 2, 4, 3)).split()
+        a, c = a.permute((0, 1, 3, 2)).split()
+        b, d = b.permute((0, 1, 3, 2)).split()
+        strips = (a, b, c, d)
+    elif DOWN == 2:
+        strips = both.permute((0, 1, 3, 2)).split()
+    else:
+        strips = (gl.sum(both, 2),)
+    return strips, gl.sum(first, 2), gl.sum(second, 2)
+
+
+@gluon.jit
+def places(x):
+    """Where a thread's number of x (BK // 16, 8, 4) belongs: its warp, which of 8 keys, which of the 4 lanes of one."""
+    L: gl.constexpr = x.type.layout
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    nothing = warp * 0 + r * 0 + lane * 0
+    return warp + nothing, r + nothing, lane + nothing
+
+
+@gluon.jit
+def add_received(t, first, second, columns):
+    """Of four lanes two add, for key r and for r + 8. Always the same ones, so the order of the sums is the same."""
+    warp, r, lane = places(first)
+    received = either(first, second, lane % 2 == 1, "1")
+    received += exchanged(received, "2")
+    gl.atomic_add(columns + t * BK + (warp * 16 + (lane % 2) * 8 + r), received, mask=lane < 2, sem="relaxed")
+
+
+@gluon.jit
+def write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN: gl.constexpr):
+    """Cells of 16 keys: each warp has a column of them, and of its first four lanes each writes another strip."""
+    warp, r, lane = places(strips[0])
+    odd = lane % 2 == 1
+    if DOWN == 4:
+        low = either(strips[0], strips[2], odd, "1")
+        high = either(strips[1], strips[3], odd, "1")
+        cell = either(low, high, lane >= 2, "2")
+        line = (lane % 2) * 2 + lane // 2
+    elif DOWN == 2:
+        cell = either(strips[0], strips[1], odd, "1")
+        cell += exchanged(cell, "2")
+        line = lane % 2
+    else:
+        cell = strips[0] + exchanged(strips[0], "1")
+        cell += exchanged(cell, "2")
+        line = lane * 0
+    cell += exchanged(cell, "4")
+    cell += exchanged(cell, "8")
+    cell += exchanged(cell, "16")
+    there = (r == 0) & (lane < DOWN)
+    gl.store(cells_at + t * (BK // 16) + (line * picture_columns + warp), cell * picture_scale, mask=there)
+
+
+@gluon.jit
+def write_late(
+    t, sums, columns, cells_at, picture_columns, picture_scale,
+    RECEIVED: gl.constexpr, PICTURE: gl.constexpr, DOWN: gl.constexpr,
+):  # fmt: skip
+    """What tile t adds to its keys and to the picture."""
+    strips, first, second = sums
+    if RECEIVED:
+        add_received(t, first, second, columns)
+    if PICTURE:
+        write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN)
+
+
+@gluon.jit
+def heaviest(x, tag, best, second, third, TAG_BITS: gl.constexpr):
+    """As in statistics.py: the two largest of each class, and what the third is no larger than."""
+    upper, lower = halves(x)
+    upper = marked(upper, 2 * tag, TAG_BITS)
+    lower = marked(lower, 2 * tag + 1, TAG_BITS)
+    loser = gl.minimum(upper, lower)
+    winner = gl.maximum(upper, lower)
+    weaker = gl.minimum(best, winner)
+    stronger = gl.maximum(second, loser)
+    third = gl.maximum(third, gl.minimum(weaker, stronger))
+    return gl.maximum(best, winner), gl.maximum(weaker, stronger), third
+
+
+@gluon.jit
+def tally(
+    dots, t, tag, row, rows, entropy, best, second, third, sums, scale, MASK: gl.constexpr,
+    ENTROPY: gl.constexpr, SUMS: gl.constexpr, TOP: gl.constexpr, TAG_BITS: gl.constexpr, STRIP: gl.constexpr,
+):  # fmt: skip
+    """Tile t of the keys against the queries from row on; rows are their log-sum-exps."""
+    MMA: gl.constexpr = dots.type.layout
+    if TOP:
+        rows = rows.load(gl.SliceLayout(0, MMA))
+    x = dots * scale - rows[None, :]
+    if MASK:
+        j = gl.arange(0, BK, gl.SliceLayout(1, MMA)) + (t * BK - row)
+        i = gl.arange(0, dots.shape[1], gl.SliceLayout(0, MMA))
+        x = gl.where(j[:, None] <= i[None, :], x, NONE)
+    if TOP:
+        best, second, third = heaviest(x, tag, best, second, third, TAG_BITS)
+    if ENTROPY or SUMS:
+        p = gl.exp2(x)
+    if ENTROPY:
+        upper, lower = halves(p * x)
+        entropy = (entropy + upper) + lower
+    if SUMS:
+        sums = strip_sums(p, STRIP)
+        finished(sums[1] + sums[2])
+    else:
+        finished(one_of(entropy if ENTROPY else third))
+    return entropy, best, second, third, sums
+
+
+@gluon.jit
+def product(k_buffers, at, queries, acc, WHICH: gl.constexpr):
+    """Of the first or the second tile of a pair, on its way."""
+    keys = k_buffers.index(at).reshape((2 * BK, k_buffers.shape[4])).slice(WHICH * BK, BK, 0)
+    return warpgroup_mma(keys, queries, acc, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def pair_of(n, pairs):
+    """The pair on the edge comes first, then the others in order."""
+    return gl.where(n == 0, pairs, n) - 1
+
+
+@gluon.jit
+def fetch(k, k_buffers, k_full, b, g, n, counted, pairs):
+    """The n-th pair of this turn, if there is one, to its place."""
+    there = n < pairs
+    at = (counted + n) & 1
+    mbarrier.expect(k_full.index(at), k.block_type.nbytes, pred=there)
+    # All have read what was there before. Triton 3.6 and 3.7 put a barrier here themselves, so it costs nothing.
+    barrier()
+    tma.async_copy_global_to_shared(
+        k, [b, g, pair_of(n, pairs) * (2 * BK), 0], k_full.index(at), k_buffers.index(at), pred=there
+    )
+
+
+@gluon.jit
+def start(k_buffers, k_full, queries, acc, n, counted, pairs):
+    """The first product of the n-th pair; where there is none, one for nothing."""
+    at = (counted + n) & 1
+    mbarrier.wait(k_full.index(at), ((counted + n) >> 1) & 1, pred=n < pairs)
+    return product(k_buffers, at, queries, acc, 0)
+
+
+@gluon.jit
+def tile_at(turn, slot, slots, first_tile, tiles):
+    """Back and forth, the longest rows first; -1 where there is none."""
+    place = turn * slots + gl.where(turn % 2 == 0, slot, slots - 1 - slot)
+    return gl.where(place < tiles, first_tile + tiles - 1 - place, -1)
+
+
+@gluon.jit
+def begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, g, tile, counted, T, CAUSAL: gl.constexpr, BQ: gl.constexpr):
+    """Fetches the queries of a tile and the first keys; gives the pairs of tiles of keys that it needs."""
+    there = tile >= 0
+    pairs = T // (2 * BK)
+    if CAUSAL:
+        pairs = tile * BQ // (2 * BK) + 1
+    pairs = gl.where(there, pairs, 0)
+    mbarrier.expect(q_full, q.block_type.nbytes, pred=there)
+    barrier()
+    tma.async_copy_global_to_shared(q, [b, h, tile * BQ, 0], q_full, q_buffer, pred=there)
+    fetch(k, k_buffers, k_full, b, g, 0, counted, pairs)
+    fetch(k, k_buffers, k_full, b, g, 1, counted, pairs)
+    return pairs
+
+
+@gluon.jit
+def clear(into, first, size):
+    """Zeros from first on, for sums that are kept in memory."""
+    LINE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    for start_at in range(first, size, 512):
+        at = start_at + gl.arange(0, 512, LINE)
+        gl.store(into + at, gl.zeros((512,), gl.float32, LINE), mask=at < size)
+
+
+@gluon.jit
+def keep(best, second, third, kept, into, queries, TAG_BITS: gl.constexpr):
+    """Writes the candidates of a segment, as statistics.py does."""
+    to_best, to_second, to_third = kept
+    L: gl.constexpr = best.type.layout
+    a = gl.arange(0, BK // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    c = gl.arange(0, best.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    at = (8 * (into + a) + r) * queries + c
+    gl.store(to_best + at, best)
+    gl.store(to_second + at, second)
+    bound = no_less(gl.max(third, 1), TAG_BITS)
+    M: gl.constexpr = bound.type.layout
+    a = gl.arange(0, BK // 16, gl.SliceLayout(1, M))[:, None]
+    c = gl.arange(0, best.shape[2], gl.SliceLayout(0, M))[None, :]
+    gl.store(to_third + (into + a) * queries + c, bound)
+
+
+@gluon.jit
+def statistics_hopper(
+    q, k, lse, entropy, columns, picture, best, second, third,
+    H, group, T, slots, first_pair, first_tile, tiles, scale, picture_columns, picture_scale,
+    CAUSAL: gl.constexpr, ENTROPY: gl.constexpr, RECEIVED: gl.constexpr, PICTURE: gl.constexpr, TOP: gl.constexpr,
+    TAG_BITS: gl.constexpr, BQ: gl.constexpr, STRIP: gl.constexpr,
+):  # fmt: skip
+    """Program (pair, slot) serves every `slots`-th tile of queries; what it writes is as in statistics.py.
+
+    q and k are described for the copy engine, (B, H, T, D) by BQ and 2 * BK rows. STRIP: queries of a cell. With TOP
+    registers are short: log-sum-exps stay in shared memory, and the next queries are fetched when all is written, not
+    before.
+    """
+    AHEAD: gl.constexpr = not TOP
+    SUMS: gl.constexpr = RECEIVED or PICTURE
+    DOWN: gl.constexpr = BQ // STRIP
+    D: gl.constexpr = q.block_type.shape[3]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BQ, 16])
+    pair = first_pair + gl.program_id(0) // slots
+    slot = gl.program_id(0) % slots
+    b = pair // H
+    h = pair % H
+    wide = pair.to(gl.int64)
+    lse += wide * T
+    entropy += wide * T
+    columns += (wide * slots + slot) * T
+    picture += wide * (T // STRIP) * picture_columns
+    scale = scale * LOG2_E
+    q_buffer = gl.allocate_shared_memory(q.dtype, [1, 1, BQ, D], q.layout)
+    k_buffers = gl.allocate_shared_memory(k.dtype, [2, 1, 1, 2 * BK, D], k.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    for m in gl.static_range(2):
+        mbarrier.init(k_full.index(m), count=1)
+    rows_buffer = gl.allocate_shared_memory(gl.float32, [BQ], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queries = q_buffer.reshape((BQ, D)).permute((1, 0))
+    # Later launches for the same pairs go on adding.
+    if RECEIVED and first_tile == 0:
+        clear(columns, 0, T)
+    barrier()
+    counted = 0
+    done = 0
+    nothing = gl.zeros((BK, BQ), gl.float32, MMA)
+    no_entropy, _ = halves(nothing)
+    none = gl.full_like(no_entropy, NONE)
+    no_sums = strip_sums(nothing, STRIP)
+    tile = tile_at(0, slot, slots, first_tile, tiles)
+    pairs = 0
+    if AHEAD:
+        pairs = begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ)
+    for turn in range(gl.cdiv(tiles, slots)):
+        if not AHEAD:
+            tile = tile_at(turn, slot, slots, first_tile, tiles)
+        if tile >= 0:
+            if not AHEAD:
+                pairs = begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ)
+            row = tile * BQ
+            rows = gl.load(lse + row + gl.arange(0, BQ, gl.SliceLayout(0, MMA)))
+            rows = gl.where(rows == -float("inf"), -NONE, rows * LOG2_E)
+            if TOP:
+                rows_buffer.store(rows)
+                rows = rows_buffer
+            cells_at = picture + (row // STRIP).to(gl.int64) * picture_columns
+            if PICTURE:
+                # Cells that no tile visits.
+                for line in gl.static_range(DOWN):
+                    clear(cells_at + line * picture_columns, pairs * (2 * BK // 16), picture_columns)
+            mbarrier.wait(q_full, done & 1)
+            even = start(k_buffers, k_full, queries, nothing, 0, counted, pairs)
+            sums, before = no_sums, -1
+            sum_entropy = no_entropy
+            best0, second0, third0 = none, none, none
+            best1, second1, third1 = none, none, none
+            dots = warpgroup_mma_wait(0, [even])
+            for edge in gl.static_range(2):
+                for n in range(0 if edge == 0 else 1, 1 if edge == 0 else pairs):
+                    # One product is on its way at any time, none at the end.
+                    u = pair_of(n, pairs)
+                    odd = product(k_buffers, (counted + n) & 1, queries, nothing, 1)
+                    if edge == 1:
+                        write_late(
+                            before, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN
+                        )
+                    sum_entropy, best0, second0, third0, sums = tally(
+                        dots, 2 * u, u, row, rows, sum_entropy, best0, second0, third0, sums, scale,
+                        CAUSAL and edge == 0, ENTROPY, SUMS, TOP, TAG_BITS, STRIP,
+                    )  # fmt: skip
+                    other, sum_entropy = warpgroup_mma_wait(0, [odd, sum_entropy])
+                    even = start(k_buffers, k_full, queries, nothing, n + 1, counted, pairs)
+                    fetch(k, k_buffers, k_full, b, h // group, n + 2, counted, pairs)
+                    write_late(2 * u, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN)
+                    sum_entropy, best1, second1, third1, sums = tally(
+                        other, 2 * u + 1, u, row, rows, sum_entropy, best1, second1, third1, sums, scale,
+                        CAUSAL and edge == 0, ENTROPY, SUMS, TOP, TAG_BITS, STRIP,
+                    )  # fmt: skip
+                    dots, sum_entropy = warpgroup_mma_wait(0, [even, sum_entropy])
+                    before = 2 * u + 1
+            counted += pairs
+            done += 1
+            if AHEAD:
+                # The next queries and keys are on their way while the rest is written.
+                tile = tile_at(turn + 1, slot, slots, first_tile, tiles)
+                pairs = begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ)
+            write_late(before, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN)
+            if TOP:
+                into = (wide - first_pair) * 2 * (BK // 16)
+                at = row - first_tile * BQ
+                kept = (best + at, second + at, third + at)
+                keep(best0, second0, third0, kept, into, tiles * BQ, TAG_BITS)
+                keep(best1, second1, third1, kept, into + BK // 16, tiles * BQ, TAG_BITS)
+            if ENTROPY:
+                total = gl.sum(gl.sum(sum_entropy, 1), 0)
+                i = row + gl.arange(0, BQ, total.type.layout)
+                gl.store(entropy + i, 0.0 - total * LN_2)
+            if not AHEAD:
+                # All have read the queries.
+                barrier()

@@ -1,0 +1,137 @@
+"""The launcher of the kernel for Hopper, and what that kernel takes; the rest is left to the one in plain Triton."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.backends.cuda_sdpa import capability
+from foci.fitting import is_unreadable
+from foci.statistics.device_arguments import fetchable
+from foci.statistics.tiling import Cells, Config, Launch, cells, segments_for
+from foci.statistics.wanted import Wanted
+
+# Gluon is an experiment of Triton's, and its names change: these are the versions that the kernel was built with.
+BUILT_WITH = ((3, 6), (3, 7))
+WIDTHS = (64, 128)
+# The keys that are fetched at a time, two tiles.
+TOGETHER = 128
+# As in kernels/statistics_hopper.py: one for even tiles and one for odd ones.
+SEGMENTS = 2
+LEAST_CELL_QUERIES = 32
+CELL_KEYS = 16
+
+
+def refuses(arguments: dict[str, Any], weighted: bool, wanted: Wanted | None = None) -> list[str]:
+    """Why the kernel does not serve these arguments of `inputs`; empty where it does, or may: without wanted."""
+    if is_unreadable(arguments["q"]):
+        return ["a call that is traced"]
+    reasons = machine_refuses(arguments["q"].device) + masks_refuse(arguments) + shapes_refuse(arguments)
+    if weighted:
+        reasons.append("queries that count by their weight")
+    if wanted is not None:
+        reasons += wanted_refuses(wanted, arguments["Tk"])
+    return reasons
+
+
+def machine_refuses(device: torch.device) -> list[str]:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return [f"the queries are on {device.type if torch.version.hip is None else 'ROCm'}, not on CUDA"]
+    if capability(device.index) != 9:
+        return [f"a GPU of compute capability {capability(device.index)}, not 9"]
+    return list(gluon_refuses())
+
+
+@cache
+def gluon_refuses() -> tuple[str, ...]:
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return () if version in BUILT_WITH else (f"the Gluon of Triton {triton.__version__}",)
+
+
+def masks_refuse(arguments: dict[str, Any]) -> list[str]:
+    kinds = {
+        "SPANS": "runs of keys",
+        "IDS": "documents",
+        "DENSE": "a dense mask",
+        "SOFTCAP": "a softcap",
+        "ALIBI": "ALiBi",
+    }
+    return [what for name, what in kinds.items() if arguments[name]]
+
+
+def shapes_refuse(arguments: dict[str, Any]) -> list[str]:
+    reasons = []
+    if arguments["Tq"] != arguments["Tk"] or arguments["Tk"] % TOGETHER:
+        reasons.append(f"{arguments['Tq']} queries and {arguments['Tk']} keys, not as many, a multiple of {TOGETHER}")
+    if arguments["D"] not in WIDTHS:
+        reasons.append(f"width {arguments['D']}, not 64 or 128")
+    if not (fetchable(arguments["q"]) and fetchable(arguments["k"])):
+        reasons.append("queries or keys that the copy engine does not take")
+    return reasons
+
+
+def wanted_refuses(wanted: Wanted, tokens: int) -> list[str]:
+    """Distance and the largest logit would take more registers than there are.
+
+    For the heaviest keys without the entropy plain Triton has room for tiles of twice the size: it is left to that
+    until measured.
+    """
+    reasons = []
+    if wanted.distance:
+        reasons.append("distance")
+    if wanted.largest:
+        reasons.append("the largest logit")
+    if wanted.top and not wanted.entropy:
+        reasons.append("the heaviest keys without the entropy")
+    if wanted.top and segments_for(wanted.top, tokens // 64, 32) != SEGMENTS:
+        reasons.append(f"the {wanted.top} heaviest keys, not 5 to 8")
+    if wanted.picture is not None and not fits(
+        wanted.picture[2], cells(wanted.picture, tokens, tokens, config(wanted))
+    ):
+        reasons.append(f"a picture of {wanted.picture[0]} x {wanted.picture[1]} by {wanted.picture[2]}")
+    return reasons
+
+
+def fits(reduce: str, fit: Cells | None) -> bool:
+    """Whether the kernel writes such cells. Those that fit no tile take a pass of their own beside either kernel."""
+    if fit is None:
+        return True
+    fine = fit.cell_keys == fit.keys_per_column == CELL_KEYS
+    return reduce == "mean" and fine and fit.cell_queries >= LEAST_CELL_QUERIES
+
+
+def config(wanted: Wanted) -> Config:
+    """Candidates for the heaviest keys take half the registers."""
+    queries = 64 if wanted.top else 128
+    return Config(queries, keys=64, warps=4, stages=2, per_processor=2, in_flight=True)
+
+
+def run(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, config: Config) -> None:
+    """One launch of the pass over the tiles."""
+    from foci.kernels.statistics_hopper import statistics_hopper as kernel
+
+    written = ("entropy", "columns", "picture", "best", "second", "third")
+    kernel[(launch.pairs * common["slots"],)](
+        described(arguments["q"], config.queries), described(arguments["k"], TOGETHER), arguments["lse"],
+        *(common[name] for name in written), arguments["H"], arguments["group"], arguments["Tq"], common["slots"],
+        launch.first_pair, launch.first_tile, launch.tiles, arguments["scale"],
+        common["picture_columns"], common["picture_scale"], CAUSAL=arguments["CAUSAL"], ENTROPY=common["ENTROPY"],
+        RECEIVED=common["RECEIVED"], PICTURE=common["PICTURE"] > 0, TOP=common["TOP"], TAG_BITS=common["TAG_BITS"],
+        BQ=config.queries, STRIP=common["CELL_QUERIES"] if common["PICTURE"] else config.queries,
+        num_warps=config.warps, maxnreg=255,
+    )  # fmt: skip
+
+
+def described(x: Tensor, rows: int) -> Any:
+    """x (B, H, T, D) as the copy engine fetches it, so many rows at a time."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [1, 1, rows, x.shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
+    return TensorDescriptor.from_tensor(x, block, layout)

@@ -1,0 +1,277 @@
+"""The kernel for Hopper: where it is taken, and on such a GPU that it gives what its twin in plain Triton gives."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton.experimental.gluon")
+
+import foci
+from foci.backends import cuda_sdpa
+from foci.statistics import device, hopper
+from foci.statistics import triton as triton_statistics
+from foci.statistics.device_arguments import inputs
+from foci.statistics.tiling import Config
+from foci.statistics.triton import statistics
+from foci.statistics.wanted import Wanted
+from tests.kernels.test_statistics import DEVICE, Case, causal, check_top, close, pooled, within_nan
+
+BF16, F16 = torch.bfloat16, torch.float16
+MEANS = (8, 8, "mean")
+ERP = Wanted(entropy=True, received=True, picture=MEANS)
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_fresh_memory() -> Iterator[None]:
+    """What a kernel forgets to write is NaN, not whatever was there before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def hopper_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "machine_refuses", lambda device: [])
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """Gets an entry for each launch of the kernel."""
+    found: list[Config] = []
+    true = hopper.run
+
+    def counted(arguments: Any, common: Any, launch: Any, config: Config) -> None:
+        found.append(config)
+        true(arguments, common, launch, config)
+
+    monkeypatch.setattr(hopper, "run", counted)
+    return found
+
+
+def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dtype: torch.dtype = F16, **changes: Any):
+    q, k = (torch.zeros(1, 2, n, width, dtype=dtype, device=DEVICE) for n in (tokens, keys or tokens))
+    given = dict.fromkeys(("softcap", "slopes", "spans", "query_ids", "key_ids", "dense")) | {"causal": True} | changes
+    return inputs(q, k, torch.zeros(1, 2, tokens, device=DEVICE), 0.1, **given)
+
+
+@pytest.mark.usefixtures("hopper_here")
+@pytest.mark.parametrize(
+    ("wanted", "taken"),
+    [
+        (ERP, True),
+        (replace(ERP, top=8), True),
+        (Wanted(entropy=True), True),
+        (Wanted(received=True), True),
+        (Wanted(picture=MEANS), True),
+        (Wanted(entropy=True, top=5), True),
+        (replace(ERP, picture=(2, 16, "mean")), True),
+        # No cells of the kernel's: the picture is left to a pass of its own, the rest is not.
+        (replace(ERP, picture=(7, 9, "max")), True),
+        (replace(ERP, picture=(16, 8, "mean")), False),
+        (replace(ERP, picture=(8, 32, "mean")), False),
+        (replace(ERP, picture=(8, 2, "mean")), False),
+        (replace(ERP, picture=(8, 8, "max")), False),
+        (replace(ERP, top=4), False),
+        (replace(ERP, top=9), False),
+        (Wanted(top=8), False),
+        (replace(ERP, distance=True), False),
+        (replace(ERP, largest=True), False),
+    ],
+)
+def test_what_is_wanted_of_it(wanted: Wanted, taken: bool) -> None:
+    assert (hopper.refuses(arguments_of(), False, wanted) == []) is taken
+    assert triton_statistics.chosen(arguments_of(), False, wanted).in_flight is taken
+
+
+SPANS = torch.zeros(1, 1, 2, 256, dtype=torch.int32, device=DEVICE)
+IDS = torch.zeros(1, 256, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.usefixtures("hopper_here")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"causal": False}, None),
+        ({"width": 128, "dtype": BF16, "tokens": 128}, None),
+        ({"tokens": 264}, "264 queries and 264 keys"),
+        ({"tokens": 128, "keys": 256}, "128 queries and 256 keys"),
+        ({"width": 32}, "width 32, not 64 or 128"),
+        ({"dtype": torch.float32}, "the copy engine"),
+        ({"softcap": 2.0}, "a softcap"),
+        ({"slopes": torch.ones(2, device=DEVICE)}, "ALiBi"),
+        ({"causal": False, "spans": SPANS}, "runs of keys"),
+        ({"query_ids": IDS, "key_ids": IDS}, "documents"),
+        ({"dense": torch.ones(1, 1, 256, 256, dtype=torch.bool, device=DEVICE)}, "a dense mask"),
+    ],
+)
+def test_which_calls_it_takes(changes: dict[str, Any], reason: str | None) -> None:
+    found = hopper.refuses(arguments_of(**changes), False, Wanted(entropy=True))
+    assert found == [] if reason is None else (len(found) == 1 and reason in found[0])
+
+
+@pytest.mark.usefixtures("hopper_here")
+def test_neither_weighted_queries_nor_those_that_lie_apart() -> None:
+    arguments = arguments_of()
+    assert hopper.refuses(arguments, True, Wanted(received=True)) == ["queries that count by their weight"]
+    arguments["q"] = torch.zeros(1, 2, 256, 68, dtype=F16, device=DEVICE)[..., :64]
+    assert "the copy engine" in hopper.refuses(arguments, False, ERP)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "hip", "triton", "reason"),
+    [
+        ("cuda", 9, None, "3.6.0", None),
+        ("cuda", 9, None, "3.7.1", None),
+        ("cuda", 9, None, "3.9.0", "the Gluon of Triton 3.9.0"),
+        ("cuda", 8, None, "3.6.0", "a GPU of compute capability 8, not 9"),
+        ("cuda", 10, None, "3.6.0", "a GPU of compute capability 10, not 9"),
+        ("cuda", 9, "6.4", "3.6.0", "the queries are on ROCm, not on CUDA"),
+        ("cpu", 9, None, "3.6.0", "the queries are on cpu, not on CUDA"),
+    ],
+)
+def test_which_machines_have_it(
+    kind: str, capability: int, hip: str | None, triton: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "capability", lambda index: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr("triton.__version__", triton)
+    hopper.gluon_refuses.cache_clear()
+    assert hopper.machine_refuses(torch.device(kind, 0)) == ([] if reason is None else [reason])
+    hopper.gluon_refuses.cache_clear()
+
+
+@pytest.mark.usefixtures("hopper_here")
+def test_the_plan_says_which_kernel_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "refuses", lambda *call: [])
+    q = torch.zeros(1, 2, 128, 64, dtype=F16, device=DEVICE)
+    plan = str(foci.plan(q, q, q, mask=foci.causal, return_weights=True))
+    assert "statistics of the weights: gluon, or triton where it refuses what is wanted, in one pass" in plan
+    assert "triton, in one pass" in str(foci.plan(q, q, q, mask=foci.window(9), return_weights=True))
+    call = foci.attention(q, q, q, mask=foci.causal, return_weights=True)[1]._call
+    assert device.who(call, replace(ERP, picture=(4, 4, "mean"))) == "gluon, in one pass"
+    assert device.who(call, Wanted(distance=True)) == "triton, in one pass"
+
+
+def test_the_kernel_is_there() -> None:
+    from foci.kernels.statistics_hopper import BK, statistics_hopper
+
+    assert 2 * BK.value == hopper.TOGETHER
+    assert {"CAUSAL", "ENTROPY", "RECEIVED", "PICTURE", "TOP", "STRIP"} <= set(statistics_hopper.arg_names)
+
+
+@pytest.mark.usefixtures("hopper_here")
+@pytest.mark.skipif(DEVICE == "cuda", reason="for Triton's interpreter")
+@pytest.mark.parametrize("top", [0, 5])
+def test_its_twin_serves_in_its_place(top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers, cells and classes as they are cut for it, filled by the plain kernel."""
+    seen = []
+
+    def twin(arguments: Any, common: Any, launch: Any, config: Config) -> None:
+        seen.append(config)
+        triton_statistics.run(arguments, common, launch, replace(config, in_flight=False, fetched=False))
+
+    monkeypatch.setattr(hopper, "run", twin)
+    case = causal(heads=(2, 1), queries=128, keys=128, width=64, dtype=F16)
+    check(case, replace(ERP, picture=(2, 4, "mean"), top=top))
+    assert [config.queries for config in seen] == [64 if top else 128]
+
+
+def full(**kinds: Any) -> Case:
+    return Case(**kinds)
+
+
+def check(case: Case, wanted: Wanted, tolerance: float = 5e-5) -> dict[str, Tensor]:
+    """Against the dense truth, in memory that is NaN all around."""
+    weights, lse = case.truth()
+    q, k = within_nan(case.q, 8), within_nan(case.k, 8)
+    got = statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, **case.options)
+    if wanted.entropy:
+        close(got["entropy"], torch.special.entr(weights).sum(-1), tolerance)
+    if wanted.received:
+        close(got["received"], weights.sum(-2), tolerance)
+    if wanted.picture:
+        close(got["picture"], pooled(weights, *wanted.picture), tolerance / 10)
+    if wanted.top:
+        check_top(got, case, wanted.top, tolerance)
+    return got
+
+
+def on_hopper() -> bool:
+    return DEVICE == "cuda" and cuda_sdpa.capability(0) == 9
+
+
+ONLY_HOPPER = pytest.mark.skipif(not on_hopper(), reason="no GPU of compute capability 9")
+EP, RP = replace(ERP, received=False), replace(ERP, entropy=False)
+# Heads and those of the keys, tokens, width, dtype, mask, what is wanted, the picture.
+CASES = [
+    ((4, 4), 1024, 128, BF16, causal, ERP, (32, 32)),
+    ((2, 2), 128, 128, BF16, causal, ERP, (4, 4)),
+    ((4, 1), 384, 64, F16, full, ERP, (12, 24)),
+    ((2, 1), 256, 128, BF16, causal, ERP, (4, 4)),
+    ((2, 2), 256, 128, BF16, causal, ERP, (2, 16)),
+    ((2, 2), 256, 128, BF16, full, replace(ERP, picture=None), None),
+    ((2, 2), 512, 128, BF16, causal, EP, (16, 8)),
+    ((2, 2), 512, 64, BF16, causal, RP, (16, 8)),
+    ((3, 3), 512, 128, BF16, causal, Wanted(entropy=True), None),
+    ((3, 3), 512, 128, F16, full, Wanted(received=True), None),
+    ((3, 3), 512, 128, F16, causal, Wanted(picture=MEANS), (16, 16)),
+    ((4, 2), 1024, 128, BF16, causal, replace(ERP, top=8), (32, 32)),
+    ((3, 3), 640, 64, F16, full, replace(ERP, top=8), (20, 20)),
+    ((2, 2), 256, 128, F16, causal, replace(ERP, top=5), (4, 4)),
+    ((2, 2), 128, 128, BF16, causal, Wanted(entropy=True, top=6), None),
+]
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+@pytest.mark.parametrize(("heads", "tokens", "width", "dtype", "make", "wanted", "picture"), CASES)
+def test_it_gives_what_its_twin_gives_and_what_is_true(
+    heads, tokens: int, width: int, dtype: torch.dtype, make, wanted: Wanted, picture, launched: list[Config]
+) -> None:
+    wanted = replace(wanted, picture=(*picture, "mean") if picture else None)
+    case = make(heads=heads, queries=tokens, keys=tokens, width=width, dtype=dtype, batch=2)
+    got = check(case, wanted)
+    count = len(launched)
+    assert launched == [hopper.config(wanted)] * max(count, 1)
+    config = replace(hopper.config(wanted), in_flight=False, stages=3)
+    twin = statistics(
+        case.q, case.k, case.truth()[1].float(), scale=case.scale, wanted=wanted, config=config, **case.options
+    )
+    assert len(launched) == count
+    for name in set(got) - {"top_keys"}:
+        torch.testing.assert_close(got[name], twin[name], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+def test_several_launches_go_on_adding(launched: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_statistics, "BUDGET", 200_000)
+    check(causal(heads=(4, 2), queries=1024, keys=1024, width=128, dtype=BF16), replace(ERP, picture=None, top=8))
+    assert len(launched) > 4
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+def test_it_gives_the_same_every_time() -> None:
+    case = causal(heads=(4, 4), queries=1024, keys=1024, width=128, dtype=BF16)
+    first, again = (check(case, replace(ERP, picture=(32, 32, "mean"))) for _ in range(2))
+    assert {name: torch.equal(first[name], again[name]) for name in first} == dict.fromkeys(first, True)
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+@pytest.mark.parametrize(("make", "mask"), [(causal, foci.causal), (full, None)])
+def test_the_weights_of_a_call_are_measured_by_it(make, mask, launched: list[Config]) -> None:
+    case = make(heads=(4, 2), queries=512, keys=512, width=128, dtype=BF16)
+    assert "gluon" in str(foci.plan(case.q, case.k, case.k, mask=mask, return_weights=True))
+    _, weights = foci.attention(case.q, case.k, case.k, mask=mask, return_weights=True)
+    truth, _ = case.truth()
+    close(weights.entropy(), torch.special.entr(truth).sum(-1), 1e-3)
+    close(weights.received(), truth.sum(-2), 1e-3)
+    close(weights.picture(16, 16), pooled(truth, 16, 16, "mean"), 1e-4)
+    assert len(launched) == 3
