@@ -67,7 +67,7 @@ def masks_refuse(arguments: dict[str, Any]) -> list[str]:
 def shapes_refuse(arguments: dict[str, Any]) -> list[str]:
     reasons = []
     if arguments["Tq"] != arguments["Tk"] or arguments["Tk"] % TOGETHER:
-        reasons.append(f"{arguments['Tq']} queries and {arguments['Tk']} keys, not as many, a multiple of {TOGETHER}")
+        reasons.append(f"{arguments['Tq']} queries and {arguments['Tk']} keys, not equal and a multiple of {TOGETHER}")
     if arguments["D"] not in WIDTHS:
         reasons.append(f"width {arguments['D']}, not 64 or 128")
     if not (fetchable(arguments["q"]) and fetchable(arguments["k"])):

@@ -399,7 +399,8 @@ def test_more_keys_wait_where_they_are_fetched(fetched: bool, top: int, stages: 
     assert (config.fetched, config.stages) == (fetched, stages)
 
 
-def test_keys_are_fetched_where_they_can_be() -> None:
+def test_keys_are_fetched_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foci.statistics.device_arguments.has_copy_engine", lambda device: True)
     for dtype, fetched in ((torch.float16, True), (torch.float32, False)):
         case = causal(dtype=dtype, width=32)
         arguments = inputs(case.q, case.k, case.truth()[1].float(), 1.0, None, None, True, None, None, None, None)

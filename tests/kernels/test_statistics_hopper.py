@@ -36,6 +36,7 @@ def _nan_in_fresh_memory() -> Iterator[None]:
 @pytest.fixture
 def hopper_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "machine_refuses", lambda device: [])
+    monkeypatch.setattr("foci.statistics.device_arguments.has_copy_engine", lambda device: True)
 
 
 @pytest.fixture
