@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.decoding import Beam, generate
+from foci.decoding import Answer, Beam, generate
 from foci.inputs.batch import longest_first, padded, real
 from foci.inputs.tables import good_rows, only, rows
 from foci.inputs.text import PAD, START, STOP, UNKNOWN, Tokenizer, TokenizerKind, from_json, learned, to_json
@@ -25,6 +25,7 @@ from foci.nn.model import Model
 from foci.nn.transformer import EncoderDecoder
 from foci.record import Record
 from foci.tasks.agreement import agreeing_loss
+from foci.tasks.consensus import most_alike
 from foci.tasks.showing import record_of
 from foci.tasks.task import Problem, Task
 
@@ -69,12 +70,21 @@ class SummarizationSettings(Config):
     agreement: float = 0.0  # how much two passes with different dropout must agree while training (R-Drop); 0: one pass
     beam: int = 4  # how many hypotheses grow side by side
     length_penalty: float = 1.0  # 0 prefers short answers
+    consensus: float = 0.0  # above 0: of the beam the answer most like the others, 2 or 3 being usual; 0: the likeliest
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "max_length", "max_summary", "beam")
         self.at_least(
-            0, "dropout", "attention_dropout", "left_out", "forget", "smoothing", "agreement", "length_penalty"
+            0,
+            "dropout",
+            "attention_dropout",
+            "left_out",
+            "forget",
+            "smoothing",
+            "agreement",
+            "length_penalty",
+            "consensus",
         )
 
 
@@ -215,12 +225,19 @@ class Summarization(Task[Document, str]):
         return answers
 
     def written(self, model: nn.Module, sources: list[list[int]]) -> list[list[int]]:
-        method = Beam(min(self.settings.beam, self.tokenizer.vocabulary), self.settings.length_penalty)
+        width = min(self.settings.beam, self.tokenizer.vocabulary)
+        method = Beam(width, self.settings.length_penalty, best=width if self.settings.consensus else 1)
         options: dict[str, Any] = {"new_tokens": self.settings.max_summary, "method": method}
         # A captured step would not see the words of the next batch, which are copied from.
         capture = False if self.settings.copy else None
         answers = generate(model, sources, start=START, stop=STOP, capture=capture, **options)
-        return [answer.tokens for answer in answers]
+        return [self.agreed(answer).tokens if self.settings.consensus else answer.tokens for answer in answers]
+
+    def agreed(self, answer: Answer) -> Answer:
+        """Of all that a beam found the one that is most like the others; the likelier, the more each of them counts."""
+        proposed = [answer, *answer.others]
+        logs = [each.score / self.settings.consensus for each in proposed]
+        return proposed[most_alike([self.tokenizer.decode(each.tokens) for each in proposed], logs)]
 
     def score(self, answers: Sequence[str], examples: Sequence[Document]) -> dict[str, float | str]:
         """The F-measures of ROUGE by rouge-score, with stemming, in percent."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from foci.decoding import Answer, Beam
 from foci.nn.copying import CopyingTransformer
 from foci.tasks.summarization import Document, Summarization, SummarizationSettings
 from tests.tasks.lessons import Lesson, lesson
@@ -65,6 +66,23 @@ def test_answers_stand_in_the_order_of_the_documents(learned: Lesson, monkeypatc
         together = task.decode(model, learned.dev[:10])
         monkeypatch.setattr("foci.tasks.summarization.TOGETHER", {"cpu": 1})
         assert task.decode(model, learned.dev[:10]) == together
+
+
+def test_of_a_beam_the_answer_that_most_agree_on_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Summarization.start(SummarizationSettings(tokenizer="words"), [Document("sale meeting on monday", "sale")])
+    proposed = [(["sale"], -1.0), (["meeting", "on"], -1.5), (["meeting", "on", "monday"], -1.6), (["meeting"], -1.7)]
+    first, *others = (Answer(task.tokenizer.encode(" ".join(said)), score, True) for said, score in proposed)
+    asked: list[Beam] = []
+
+    def found(model: object, sources: list[list[int]], *, method: Beam, **options: object) -> list[Answer]:
+        asked.append(method)
+        return [first.with_others(others)]
+
+    monkeypatch.setattr("foci.tasks.summarization.generate", found)
+    assert task.tokenizer.decode(task.written(torch.nn.Identity(), [[5]])[0]) == "sale"
+    task.settings = task.settings.changed(consensus=2.0)
+    assert task.tokenizer.decode(task.written(torch.nn.Identity(), [[5]])[0]) == "meeting on"
+    assert [method.best for method in asked] == [1, 4]
 
 
 def test_rouge_has_known_values() -> None:
