@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.backends.additive_launch import Terms, inputs, join, partial_results, power_of_two, processors, splits_for
+from foci.backends.additive_launch import (
+    Terms,
+    inputs,
+    join,
+    partial_results,
+    power_of_two,
+    processors,
+    readable,
+    splits_for,
+)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, out: Tensor, lse: Tensor) -> None:
@@ -48,7 +57,7 @@ def backward(
     """
     from foci.kernels.additive_decode import few_backward as kernel
 
-    q, k, v, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, weight))
+    q, k, v, weight = readable(q, k, v, weight)
     numbers, warps = block or ((1024, 1) if max(q.shape[3], v.shape[3]) <= 256 else (2048, 4))
     pairs, sizes = k.shape[0] * k.shape[1], blocks(q, v, numbers)
     count = -(-k.shape[2] // sizes["BN"])

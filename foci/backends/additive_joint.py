@@ -23,6 +23,7 @@ from foci.backends.additive_launch import (
     preparation,
     preparing,
     processors,
+    readable,
     shape,
 )
 
@@ -50,7 +51,7 @@ def backward(
     """The gradients of q, k, v and weight; from run to run they may differ in their last digits."""
     from foci.kernels.additive_joint import joint as kernel
 
-    q, k, v, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, weight))
+    q, k, v, weight = readable(q, k, v, weight)
     d_out = d_out.contiguous()
     tiling = tiling or tiling_for(q.shape[2], q.device)
     sizes = turns(q.shape[3], v.shape[3], tiling)

@@ -83,7 +83,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, tiling: Tiling | None = None
 ) -> tuple[Tensor, Tensor]:
     """The output (B, H, Tq, Dv) and the log-sum-exp (B, H, Tq), in base 2."""
-    q, k, v, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, weight))
+    q, k, v, weight = readable(q, k, v, weight)
     out, lse = results(q, v)
     if q.shape[2] <= FEW_QUERIES and tiling is None:
         from foci.backends import additive_few
@@ -105,6 +105,12 @@ def forward(
     )  # fmt: skip
     join(splits, parts, out, lse)
     return out, lse
+
+
+def readable(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As the kernels read them: features that lie side by side, and of the weight also the heads."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v, weight.contiguous()
 
 
 def splits_for(programs: int, blocks: int, per_processor: int, device: torch.device) -> int:
@@ -172,7 +178,7 @@ def two_passes(
     """The gradients of q, k, v and weight, the same in every run."""
     from foci.kernels.additive_backward import columns, rows
 
-    q, k, v, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, weight))
+    q, k, v, weight = readable(q, k, v, weight)
     d_lse = torch.zeros_like(lse) if d_lse is None else d_lse.contiguous()
     tiling = tiling or backward_tiling(q.shape[2], v.shape[3], q.device)
     pairs, weights = q.shape[0] * q.shape[1], weight.numel() // weight.shape[-1]

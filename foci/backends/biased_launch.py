@@ -272,6 +272,11 @@ def even(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def whole(x: Tensor | None) -> Tensor | None:
+    """All of it in one piece: what is read without strides."""
+    return None if x is None else x.contiguous()
+
+
 def blocks(length: int, size: int) -> int:
     return -(-length // size)
 
@@ -285,7 +290,7 @@ def arguments(part: Part) -> dict[str, Any]:
         **strided("q", q), **strided("k", k), **strided("v", v),
         peaks=peaks, extras=part.extras, peaks_batch=peaks.stride(0), peaks_head=peaks.stride(1),
         **masks(terms, dense, peaks),
-        **present(peaks, slopes=terms.slopes, seed=terms.seed, table=table),
+        **present(peaks, slopes=whole(terms.slopes), seed=terms.seed, table=table),
         H=q.shape[1], group=q.shape[1] // k.shape[1], Tq=q.shape[2], Tk=k.shape[2], D=q.shape[3], Dv=v.shape[3],
         clip=terms.width // 2, first_b=part.place[0].start, first_h=part.place[1].start,
         scale=terms.scale, softcap=terms.softcap,
@@ -297,7 +302,7 @@ def arguments(part: Part) -> dict[str, Any]:
 
 
 def masks(terms: Terms, dense: Tensor | None, unused: Tensor) -> dict[str, Any]:
-    spans, query_ids, key_ids = terms.spans, terms.query_ids, terms.key_ids
+    spans, query_ids, key_ids = whole(terms.spans), whole(terms.query_ids), whole(terms.key_ids)
     strides = (0, 0, 0, 0) if dense is None else dense.stride()
     return dict(
         **present(unused, spans=spans, query_ids=query_ids, key_ids=key_ids, dense=dense),
