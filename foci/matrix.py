@@ -19,6 +19,7 @@ from foci import backends, matrix_compiled
 from foci.algebra import Mask
 from foci.arguments import Call, keeps_dtypes, prepare
 from foci.backends import blocked, reference
+from foci.backends.twice import apart
 from foci.biases import Added
 from foci.scores import Dot
 from foci.statistics import strips
@@ -79,7 +80,7 @@ class Once(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_matrix: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_out is None and d_matrix is None:
             return (None,) * 6
-        q, k, v, entries = tensors = ctx.saved_tensors
+        q, k, v, entries = tensors = apart(*ctx.saved_tensors)
         twice = torch.is_grad_enabled()
         call = replace(ctx.call, q=q, k=k, v=v, bias=None if entries is None else Added(entries))
         with torch.enable_grad():
@@ -91,7 +92,7 @@ class Once(torch.autograd.Function):
 
 
 def gradients(
-    made: list[tuple[Tensor, Tensor | None]], tensors: tuple[Tensor | None, ...], twice: bool
+    made: list[tuple[Tensor, Tensor | None]], tensors: list[Tensor | None], twice: bool
 ) -> list[Tensor | None]:
     """What reaches each tensor from the gradients of what was made of them; `twice`: with a graph of its own."""
     wanted = {place: tensor for place, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad}

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from foci.arguments import Call
 from foci.backends import biased_launch, kernel_masks, row_tables
@@ -202,6 +201,6 @@ class Attend(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        # An operator, which PyTorch refuses to differentiate again.
         return differentiate(ctx, *slopes)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from foci.arguments import Call, keeps_dtypes
 from foci.backends import reference
 from foci.backends.tanh_scores import quickened
+from foci.backends.twice import apart
 from foci.fitting import is_captured, is_unreadable
 from foci.spans import Segment, Spans
 
@@ -181,9 +182,10 @@ def strip_gradients(
 
 def gradients_with_graph(call: Call, slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The same with a graph of their own, for whoever takes a gradient of a gradient."""
-    tensors = [call.q, call.k, call.v, *parameters(call).values()]
+    tensors = apart(call.q, call.k, call.v, *parameters(call).values())
     wanted = [place for place, x in enumerate(tensors) if x.requires_grad]
-    reached = [pair for pair in zip(every_strip(call), slopes, strict=True) if pair[1] is not None]
+    results = every_strip(with_tensors(call, tensors))
+    reached = [pair for pair in zip(results, slopes, strict=True) if pair[1] is not None]
     found = torch.autograd.grad(
         [result for result, _ in reached],
         [tensors[place] for place in wanted],

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.backends import tanh_compiled
+from foci.backends.twice import apart
 from foci.fitting import is_unreadable
 from foci.scores import Additive
 
@@ -68,6 +69,7 @@ class Scores(torch.autograd.Function):
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
         q, k, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
+            q, k, weight = apart(q, k, weight)
             with torch.enable_grad():
                 wanted = [tensor for tensor in (q, k, weight) if tensor.requires_grad]
                 found = iter(torch.autograd.grad(Additive(weight).raw(q, k), wanted, slopes, create_graph=True))

@@ -103,6 +103,35 @@ def test_wide_values_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     judge(problem_of(sizes(7, 15, value_width=21), "causal", F32, False, True))
 
 
+WEIGHTS = {
+    "part of a wider one": lambda w: w[:4, :7],
+    "every other head": lambda w: w[::2, :7],
+    "one for all": lambda w: w[0, :7].expand(4, 7),
+    "transposed": lambda w: w[:7, :4].mT,
+}
+
+
+@pytest.mark.parametrize("queries", [2, 6])
+@pytest.mark.parametrize("part", WEIGHTS)
+def test_weights_of_heads_that_lie_apart(part: str, queries: int) -> None:
+    problem = problem_of(sizes(queries, 9, heads=4, key_heads=2))
+    tensors = problem.tensors | {"weight": randn(8, 10, seed=7)}
+
+    def arguments(leaves: Tensors) -> dict[str, Any]:
+        return problem.arguments(leaves) | {"score": foci.Additive(WEIGHTS[part](leaves["weight"]))}
+
+    judge(Problem(tensors, arguments, F32))
+
+
+@pytest.mark.parametrize("queries", [2, 6])
+def test_a_gradient_of_a_gradient_is_refused(queries: int) -> None:
+    x = randn(1, 1, queries, 7).float().to(DEVICE).requires_grad_()
+    out = foci.attention(x, x, x, score=foci.Additive(x[0, 0, 0].detach()), backend="triton")
+    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="expected a backend whose gradients have gradients"):
+        torch.autograd.grad(first.square().sum() + x.sum(), x)
+
+
 def additive_problem(query: Tensor, key: Tensor, weight: Tensor, mask: Any = None) -> Problem:
     tensors = {"query": query, "key": key, "value": randn(*key.shape[:-1], 5, seed=9), "weight": weight}
 

@@ -168,6 +168,35 @@ def test_a_row_that_sees_nothing_gives_zeros() -> None:
     assert all(bool(tensor.isfinite().all()) for name, tensor in found.items() if name != "lse")
 
 
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    x = torch.randn(1, 2, 5, 12, device=DEVICE).requires_grad_()
+    out = foci.attention(x, x, x, bias=foci.ALiBi(), backend="triton")
+    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"Trying to backward through foci\.biased_backward"):
+        torch.autograd.grad(first.square().sum() + x.sum(), x)
+
+
+SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a column": lambda x: x[:, 1],
+    "one for all": lambda x: x[0, 1].expand(2),
+}
+
+
+@pytest.mark.parametrize("part", SLOPES)
+def test_slopes_and_ids_that_lie_apart(part: str) -> None:
+    """They give what copies of them in one piece give, bit for bit."""
+    drawn = torch.Generator().manual_seed(0)
+    x, table = torch.randn(1, 2, 21, 12, generator=drawn), torch.rand(2, 3, generator=drawn)
+    ids = torch.stack([torch.arange(21) // 8, torch.full((21,), 9)], dim=1).to(DEVICE)[:, 0]
+    found = []
+    for laid in (Tensor.contiguous, lambda given: given):
+        q, slopes = (given.to(DEVICE).requires_grad_() for given in (x, table))
+        bias, mask = foci.ALiBi(laid(SLOPES[part](slopes))), foci.documents(laid(ids))
+        out = foci.attention(q, q, q, bias=bias, mask=mask, backend="triton")
+        found.append([out, *torch.autograd.grad(out.sin().sum(), [q, slopes])])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_a_table_of_minus_infinity_masks() -> None:
     q = torch.randn(1, 2, 20, 8, device=DEVICE)
     table = torch.zeros(6, 2, device=DEVICE)
