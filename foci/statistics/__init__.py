@@ -28,6 +28,8 @@ def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str
 
 def who(call: Call, wanted: Wanted | None = None) -> str:
     """Who measures the weights of such a call, in words."""
+    if is_empty(call):
+        return "nobody, as there are none"
     refusals = {"triton": device.refuses(call, wanted), "compiled C": compiled.refuses(call, wanted)}
     if not refusals["triton"]:
         return device.who(call, wanted)

@@ -34,8 +34,8 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
         reasons.append(f"{call.q.dtype}")
     if call.positions is not None:
         reasons.append("positions of your own")
-    if max(call.q.shape[-1], call.k.shape[-1]) > WIDEST:
-        reasons.append(f"widths above {WIDEST}")
+    if not 0 < max(call.q.shape[-1], call.k.shape[-1]) <= WIDEST:
+        reasons.append(f"widths that are 0 or above {WIDEST}")
     if wanted is not None and wanted.top > MOST_TOP:
         reasons.append(f"more than the {MOST_TOP} heaviest keys")
     if averaged:
@@ -48,6 +48,9 @@ def who(call: Call, wanted: Wanted | None = None) -> str:
     from foci.statistics import hopper
     from foci.statistics.device_arguments import inputs
 
+    # First what costs nothing to ask: the terms of a call may have to be computed.
+    if hopper.machine_refuses(call.q.device):
+        return "triton, in one pass"
     unused = torch.empty(call.q.shape[:3], device=call.q.device)
     if hopper.refuses(inputs(lse=unused, **terms(call)), weighted=False, wanted=wanted):
         return "triton, in one pass"

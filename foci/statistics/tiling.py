@@ -20,7 +20,7 @@ CLASSES_PER_BOUND = 8
 class Config:
     """One way to cut.
 
-    per_processor: programs that share a multiprocessor; registers: at most so many per thread, that they may;
+    per_processor: programs that share a multiprocessor;
     fine: keys per sum of a picture;
     fetched: the copy engine fetches the keys, where it can;
     late: what a tile adds to its keys and to a picture of means is written beside the next product;
@@ -39,7 +39,6 @@ class Config:
     refining_keys: int = 64
     refining_warps: int = 4
     refining_programs: int = 4
-    registers: int | None = None
     fetched: bool = False
     late: bool = False
     in_flight: bool = False

@@ -138,7 +138,6 @@ def run(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, confi
         **arguments, **common, first_pair=launch.first_pair, first_tile=launch.first_tile, tiles=launch.tiles,
         BQ=config.queries, BK=config.keys, EVEN=arguments["D"] == arguments["BD"], PRECISION=precision(arguments["q"]),
         LATE=config.late and can_wait(common), num_warps=config.warps, num_stages=config.stages,
-        **({} if config.registers is None else {"maxnreg": config.registers}),
     )  # fmt: skip
 
 

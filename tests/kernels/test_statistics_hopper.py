@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton.experimental.gluon")
 
 import foci
+from foci.arguments import prepare
 from foci.backends import cuda_sdpa
+from foci.scores import Dot
 from foci.statistics import device, hopper
 from foci.statistics import triton as triton_statistics
 from foci.statistics.device_arguments import inputs
@@ -170,6 +173,22 @@ def test_the_plan_says_which_kernel_measures(monkeypatch: pytest.MonkeyPatch) ->
     call = foci.attention(q, q, q, mask=foci.causal, return_weights=True)[1]._call
     assert device.who(call, replace(ERP, picture=(4, 4, "mean"))) == "gluon, in one pass"
     assert device.who(call, Wanted(distance=True)) == "triton, in one pass"
+
+
+@pytest.mark.usefixtures("hopper_here")
+@pytest.mark.parametrize("shape", [(1, 0, 4, 8), (1, 2, 0, 8), (0, 2, 4, 8)])
+def test_the_plan_of_a_call_without_weights(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "refuses", lambda *call: [])
+    q = torch.zeros(shape, device=DEVICE)
+    assert "nobody, as there are none" in str(foci.plan(q, q, q, return_weights=True))
+
+
+@pytest.mark.parametrize("width", [0, 1, 256, 257])
+def test_widths_that_no_kernel_takes(width: int) -> None:
+    with FakeTensorMode():
+        q = torch.zeros(1, 2, 4, width, device="cuda")
+        reasons = device.refuses(prepare(q, q, q, Dot(), None, None, None, None, 0.0, True))
+    assert reasons == ([] if 0 < width <= 256 else ["widths that are 0 or above 256"])
 
 
 def test_the_kernel_is_there() -> None:
