@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # A header of the plain bitmap formats: its kind, width, height and largest value, each after white space or comments.
 BITMAP = re.compile(rb"(P[56])(?:\s|#[^\n]*\n)+(\d+)(?:\s|#[^\n]*\n)+(\d+)(?:\s|#[^\n]*\n)+(\d+)\s")
@@ -61,12 +65,26 @@ def read_with_pillow(name: str) -> Tensor:
     try:
         with Image.open(name) as opened:
             image = ImageOps.exif_transpose(opened)
-            grey = image.mode in {"1", "L", "LA", "I;16", "I", "F"}
-            image = image.convert("L" if grey else "RGB")
+            grey = image.mode in {"1", "L", "LA", "La", "I;16", "I", "F"}
+            image = (on_white(image) if image.has_transparency_data else image).convert("L" if grey else "RGB")
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"{name} should be an image, but Pillow cannot read it: {error}") from error
     flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return flat.view(image.height, image.width, -1).permute(2, 0, 1).contiguous()
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """What shows through is white, as on a page: the colours under it are nobody's choice."""
+    from PIL import Image
+
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+
+
+def negative(pixels: Tensor, ground: Literal["dark", "light"]) -> Tensor:
+    """The pixels, turned into their negative where their edge is not as dark or light as the ground is to be."""
+    edge = torch.cat([pixels[:, 0], pixels[:, -1], pixels[:, :, 0], pixels[:, :, -1]], dim=1).float().mean()
+    return 255 - pixels if (edge > 127.5) == (ground == "dark") else pixels
 
 
 def in_channels(pixels: Tensor, channels: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.inputs.image import read_image
+from foci.inputs.image import negative, read_image
 from foci.inputs.image_changes import cropped, erased, flipped, mixed, turned
 from foci.inputs.shelf import Shelf
 from foci.inputs.tables import good_rows, only, rows
@@ -76,6 +76,7 @@ class VisionSettings(Config):
     dropout: float | None = None  # the share dropped while training
     attention_dropout: float | None = None  # the share of attention weights dropped while training
     depth_dropout: float | None = None  # how often the last layer is skipped while training
+    ground: Literal["dark", "light"] | None = None  # pictures on the other ground become their negatives; None: none
     pool: Literal["class", "mean"] = "class"  # what stands for the picture: a token of its own, or the patches' mean
     registers: int = 0  # tokens without a patch, which give attention a place to rest
     stem: int = 0  # 3 x 3 convolutions over the pixels before they are cut
@@ -250,7 +251,13 @@ class Vision(Task[Picture, Guess]):
 
 
 def reader(settings: VisionSettings) -> Shelf:
-    return Shelf(partial(read_image, channels=settings.channels, size=settings.image))
+    return Shelf(partial(seen, settings=settings))
+
+
+def seen(path: str, settings: VisionSettings) -> Tensor:
+    """The pixels of a picture as the model is given them: uint8 (C, height, width)."""
+    pixels = read_image(path, channels=settings.channels, size=settings.image)
+    return pixels if settings.ground is None else negative(pixels, settings.ground)
 
 
 def in_folders(folder: Path) -> list[Picture]:

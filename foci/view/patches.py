@@ -32,7 +32,7 @@ def looking(labels: Labels, place: str | int | None) -> tuple[int, str]:
     """The position that looks: the class token unless a patch is named, by its row and column ("3,4") or its place."""
     rows_, columns = grid_of(labels) if labels.kind == "patches" else (0, 0)
     if place is None and labels.kind == "patches":
-        return (0, "the class token") if labels.leading else (rows_ * columns // 2 + columns // 2, "the middle patch")
+        return (0, "the class token") if labels.leading else (rows_ // 2 * columns + columns // 2, "the middle patch")
     text = str(0 if place is None else place)
     numbers = [int(part) for part in text.split(",") if part.strip().isdigit()]
     if len(numbers) == 2 and numbers[0] < rows_ and numbers[1] < columns:

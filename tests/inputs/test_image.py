@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.inputs.image import read_image
+from foci.inputs.image import negative, read_image
 
 
 def write_bitmap(path: Path, pixels: Tensor) -> Path:
@@ -50,6 +50,24 @@ def test_the_middle_square_is_scaled(tmp_path: Path) -> None:
     path = write_bitmap(tmp_path / "wide.pgm", wide)
     assert read_image(path, 1, size=2).tolist() == [[[100, 100], [100, 100]]]
     assert read_image(path, 1, size=8).shape == (1, 8, 8)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_shows_through_is_white(mode: str, tmp_path: Path) -> None:
+    from PIL import Image
+
+    image = Image.new("RGBA", (3, 2), (10, 200, 30, 0))
+    image.putpixel((1, 0), (0, 0, 0, 255))
+    image.convert(mode).save(tmp_path / "a.png")
+    assert read_image(tmp_path / "a.png", channels=1).tolist() == [[[255, 0, 255], [255, 255, 255]]]
+
+
+def test_a_picture_on_the_other_ground_becomes_its_negative() -> None:
+    dark = torch.zeros(1, 5, 5, dtype=torch.uint8)
+    dark[:, 1:4, 1:4] = 200
+    assert negative(dark, "dark") is dark
+    assert torch.equal(negative(255 - dark, "dark"), dark)
+    assert torch.equal(negative(dark, "light"), 255 - dark)
 
 
 def test_few_grey_values_are_spread_over_all(tmp_path: Path) -> None:

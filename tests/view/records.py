@@ -94,3 +94,13 @@ def image(grid: tuple[int, int] = (2, 3), pictures: bool = True) -> Record:
     labels = Labels("patches", (texts,), grid=grid, leading=1, images=shown)
     layer = Layer("blocks.0", matrix=rows[None, None], queries="patches", keys="patches")
     return Record({"blocks.0": layer}, {"patches": labels}, model="VisionTransformer", calls=1)
+
+
+def plain_image(grid: tuple[int, int]) -> Record:
+    """Black patches without a class token, each of which looks at itself most."""
+    count = grid[0] * grid[1]
+    texts = tuple(f"{i // grid[1]},{i % grid[1]}" for i in range(count))
+    labels = Labels("patches", (texts,), grid=grid, images=torch.zeros(1, *grid, 3, dtype=torch.uint8))
+    rows = torch.eye(count) * 0.5 + 0.5 / count
+    layer = Layer("blocks.0", matrix=rows[None, None], queries="patches", keys="patches")
+    return Record({"blocks.0": layer}, {"patches": labels}, model="VisionTransformer", calls=1, answer="a night")

@@ -301,6 +301,15 @@ def test_an_image_is_opened_as_one_and_its_class_token_looks_first(look: Look) -
         assert tab.get_by_role("tab", selected=True).inner_text() == "Text"
 
 
+def test_without_a_class_token_the_middle_looks_and_black_patches_are_lit(look: Look) -> None:
+    record = records.plain_image((3, 3))
+    with look(record) as tab:
+        near(shares(tab), record["L0H0"].row(0, 4))
+        assert "it says a night" in tab.locator(".tools:visible").all_inner_texts()[-1].replace("\n", " ")
+        lit, dark = (pixel(tab, x, y) for x, y in ((0.5, 0.45), (1 / 6, 0.2)))
+        assert max(lit[:3]) > max(dark[:3]) + 50
+
+
 def pixel(tab: Any, x: float, y: float) -> list[int]:
     settle(tab)
     script = """(canvas, [x, y]) => [...canvas.getContext("2d")

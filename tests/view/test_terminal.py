@@ -12,7 +12,7 @@ from foci.labels import Labels
 from foci.layer import Layer
 from foci.record import Record
 from foci.terminal import STYLE, text_width
-from foci.view import terminal, words
+from foci.view import patches, terminal, words
 from foci.view.reading import Unit, choose, find, shares, sides, telling, units
 from foci.view.sheet import Sheet
 from foci.view.terminal import render, show
@@ -181,6 +181,14 @@ def test_patches_of_an_image() -> None:
         " on the class token: 10.0%",
     ]
     assert "Where patch 1,0 looks in L0H0" in lines(image(), 60, word="1,0", head="L0")
+
+
+@pytest.mark.parametrize(("grid", "place"), [((7, 7), 24), ((4, 6), 15), ((1, 1), 0), ((3, 2), 3)])
+def test_without_a_class_token_the_middle_patch_looks(grid: tuple[int, int], place: int) -> None:
+    names = tuple(f"{row},{column}" for row in range(grid[0]) for column in range(grid[1]))
+    labels = Labels("patches", (names,), grid=grid)
+    assert patches.looking(labels, None) == (place, "the middle patch")
+    assert names[place] == f"{grid[0] // 2},{grid[1] // 2}"
 
 
 def test_patches_in_half_blocks_where_they_are_many() -> None:

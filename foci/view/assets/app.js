@@ -249,13 +249,14 @@ function defaults(store) {
   const isWord = (_, u) => /\p{L}{3,}/u.test(units.text(u)) && !/^\s*[<[]/.test(units.text(u));
   // The last token of a word is the first that knows all of it.
   const last = (units.stop[units.start.findLastIndex(isWord)] ?? 0) - 1;
-  // Patches by their numbers are no text that anybody reads: an image is looked at as one, by its class token first.
+  // Patches by their numbers are no text that anybody reads: an image is looked at as one, by its class token first, or from its middle.
   const [queries, keys] = ["queries", "keys"].map((side) => store.labels(layer, side));
   const leader = queries.grid && queries.leading > 0;
+  const middle = queries.grid && Math.floor(queries.grid[0] / 2) * queries.grid[1] + Math.floor(queries.grid[1] / 2);
   return {
     view: keys.grid ? "image" : "text",
     heads: [across ? across.label : one.name],
-    chosen: [leader ? 0 : last < 0 ? Math.min(texts.length, 120) - 1 : last],
+    chosen: [leader ? 0 : middle ?? (last < 0 ? Math.min(texts.length, 120) - 1 : last)],
     words: store.head.labels.some((labels) => labels.words),
   };
 }

@@ -3,6 +3,7 @@
 import { choice, cssColor, draw, make, onPress, penOf, perFrame } from "./dom.js";
 import { percent, scaleOf, shade } from "./colors.js";
 import { label } from "./tokens.js";
+import { answerOf } from "./answer.js";
 import { csvOf, svgSheet } from "./exporting.js";
 
 export class ImageView {
@@ -25,7 +26,14 @@ export class ImageView {
     this.element = make(
       "section",
       { class: "view imageview", "aria-label": "Image" },
-      make("div", { class: "tools" }, make("span", { class: "label" }, "attention as"), this.modes, this.note),
+      make(
+        "div",
+        { class: "tools" },
+        make("span", { class: "label" }, "attention as"),
+        this.modes,
+        this.note,
+        answerOf(store),
+      ),
       this.frame,
       this.chips,
     );
@@ -180,12 +188,19 @@ export class ImageView {
     const [w, h] = [width / columns, height / rows];
     for (let p = 0; p < rows * columns; p++) {
       const t = Math.min(1, scale.of(patches[p]));
-      pen.globalAlpha = this.mode === "light" ? 0.86 * (1 - t) : 0.72;
-      pen.fillStyle = this.mode === "light" ? "#0b0c10" : shade(direction, t);
       const [x, y] = [Math.round((p % columns) * w), Math.round(Math.floor(p / columns) * h)];
-      pen.fillRect(x, y, Math.round(((p % columns) + 1) * w) - x, Math.round((Math.floor(p / columns) + 1) * h) - y);
+      const box = [x, y, Math.round(((p % columns) + 1) * w) - x, Math.round((Math.floor(p / columns) + 1) * h) - y];
+      const fill = (color, alpha, how = "source-over") => {
+        Object.assign(pen, { fillStyle: color, globalAlpha: alpha, globalCompositeOperation: how });
+        pen.fillRect(...box);
+      };
+      if (this.mode === "light") {
+        fill("#0b0c10", 0.86 * (1 - t));
+        // What is black itself would stay so in any light.
+        fill("#6b5733", t, "lighten");
+      } else fill(shade(direction, t), 0.72);
     }
-    pen.globalAlpha = 1;
+    Object.assign(pen, { globalAlpha: 1, globalCompositeOperation: "source-over" });
   }
 
   frameChosen(pen, width, height, { grid: [rows, columns], leading }, side) {

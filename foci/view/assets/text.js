@@ -3,7 +3,7 @@
 import { make, button } from "./dom.js";
 import { TextPane } from "./textpane.js";
 import { scaleOf } from "./colors.js";
-import { clipped, printable } from "./tokens.js";
+import { answerOf } from "./answer.js";
 import { LayerStrip } from "./layerstrip.js";
 import { csvOf, textSvg } from "./exporting.js";
 
@@ -25,14 +25,7 @@ export class TextView {
       button("↑", { title: "Previous (Shift+Enter)", onclick: () => this.next(-1) }),
       button("↓", { title: "Next (Enter)", onclick: () => this.next(1) }),
     ];
-    const { answer } = store.head;
-    const said = answer ? make(
-      "span",
-      { class: "answer", title: printable(answer).slice(0, 2000) },
-      make("span", { class: "label" }, "it says "),
-      make("bdi", {}, clipped(printable(answer), 90)),
-    ) : null;
-    this.tools = make("div", { class: "tools" }, this.input, ...steps, this.count, said);
+    this.tools = make("div", { class: "tools" }, this.input, ...steps, this.count, answerOf(store));
     this.panes = make("div", { class: "panes" });
     this.strip = new LayerStrip(store, state);
     this.element = make(
