@@ -92,7 +92,10 @@ class Shelf:
         task, own, _ = self.loaded("own", model, job)
         taken = TAKES.get(task.name, "texts")
         if taken != what:
-            raise ValueError(f"expected a model that takes {what}, but the one for {task.name} takes {taken}")
+            fit = next((name for name, takes in TAKES.items() if takes == what), "translation")
+            raise ValueError(
+                f"expected a model that takes {what}, such as {fit}, but the one for {task.name} takes {taken}"
+            )
         with counted(own, job):
             record: Record = task.show(own, task.given(given))
         return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -30,20 +31,30 @@ class Pocket:
         return f"Pocket({self.task.name}: {type(self.model).__name__}, {count:,} parameters)"
 
     @overload
-    def __call__(self, given: str) -> str: ...
+    def __call__(self, given: str | os.PathLike[str]) -> str: ...
     @overload
-    def __call__(self, given: list[str] | tuple[str, ...]) -> list[str]: ...
-    def __call__(self, given: str | list[str] | tuple[str, ...]) -> str | list[str]:
+    def __call__(self, given: list[Any] | tuple[Any, ...]) -> list[str]: ...
+    def __call__(self, given: str | os.PathLike[str] | list[Any] | tuple[Any, ...]) -> str | list[str]:
         """The answer to a text (or to the path of a picture or a sound), or to several of them at once."""
-        several = [given] if isinstance(given, str) else list(given)
+        several = given if isinstance(given, list | tuple) else [given]
         with torch.no_grad():
-            answers = self.task.write(self.model, [self.task.given(each) for each in several])
-        return answers[0] if isinstance(given, str) else answers
+            answers = self.task.write(self.model, [self._given(each) for each in several])
+        return answers if several is given else answers[0]
 
-    def show(self, given: str) -> Record:
+    def show(self, given: str | os.PathLike[str]) -> Record:
         """Where the model looks while it answers; `Record.answer` is what it answers."""
         with torch.no_grad():
-            return self.task.show(self.model, self.task.given(given))
+            return self.task.show(self.model, self._given(given))
+
+    def _given(self, each: object) -> Any:
+        if not isinstance(each, str | os.PathLike):
+            raise refused(each)
+        return self.task.given(os.fspath(each))
+
+
+def refused(given: object) -> TypeError:
+    kind = f"{type(given).__module__}.{type(given).__name__}".removeprefix("builtins.")
+    return TypeError(f"expected a text, the path of a picture or a sound, or a list of these, but got a {kind}")
 
 
 def names() -> list[str]:

@@ -113,7 +113,7 @@ def described(record: Record) -> list[str]:
     ]
     several = len(record.labels) > 1
     return parts + [
-        f"{counted(labels)} of the {printable(shortened(name))}" if several else counted(labels)
+        f"{counted(labels)} ({printable(shortened(name))})" if several else counted(labels)
         for name, labels in record.labels.items()
     ]
 

@@ -87,7 +87,7 @@ def test_a_sound_is_heard(browser: Any, address: str, tmp_path: Path) -> None:
         tab.get_by_label("Model").fill("translation")
         tab.get_by_label("Open a file").set_input_files(tmp_path / "x.wav")
         tab.get_by_role("alert").wait_for()
-        said = "expected a model that takes sounds, but the one for translation takes texts"
+        said = "expected a model that takes sounds, such as speech, but the one for translation takes texts"
         assert tab.get_by_role("alert").inner_text() == said
     with opened(browser, address, offline=False) as tab:
         tab.get_by_label("Model").fill("speech")

@@ -95,10 +95,14 @@ def test_a_damaged_model_is_said_in_one_sentence(vision: Path, tmp_path: Path) -
 def test_a_model_is_given_what_it_takes(tmp_path: Path) -> None:
     pytest.importorskip("PIL").Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
     shelf, image = Shelf(), (tmp_path / "x.png").read_bytes()
-    with pytest.raises(ValueError, match=r"^expected a model that takes texts, but the one for speech takes sounds$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^expected a model that takes texts, such as translation, but the one for speech takes sounds$",
+    ):
         shelf.look("speech", "Jane is hungry.", Job())
     with pytest.raises(
-        ValueError, match=r"^expected a model that takes images, but the one for translation takes texts$"
+        ValueError,
+        match=r"^expected a model that takes images, such as vision, but the one for translation takes texts$",
     ):
         shelf.view("translation", image, Job())
     with pytest.raises(ValueError, match=r"^the file should be a sound file, but "):

@@ -32,6 +32,10 @@ def test_a_model_that_ships_answers_and_shows(tmp_path: Path, monkeypatch: pytes
     assert model.about == {"licence": "x"}
     assert re.fullmatch(r"Pocket\(translation: EncoderDecoder, [\d,]+ parameters\)", repr(model))
     assert model.show("a dog").answer == one
+    assert model(Path("a dog")) == one
+    for wrong, kind in ((torch.zeros(2), "torch.Tensor"), ([b"a"], "bytes"), (3, "int")):
+        with pytest.raises(TypeError, match=rf"expected a text, the path of .* but got a {kind}"):
+            model(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected one of the models that ship \(translation\), but got 'flying'"):
         shipped.pocket("flying")
 
@@ -78,7 +82,7 @@ def test_the_viewer_names_clothes(tmp_path: Path) -> None:
     for name, picture in (("trouser", trouser), ("t-shirt", shirt)):
         path = tmp_path / f"{name}.pgm"
         path.write_bytes(b"P5 28 28 255\n" + bytes(picture.flatten().tolist()))
-        record = shipped.pocket("vision").show(str(path))
+        record = shipped.pocket("vision").show(path)
         assert record.answer == name
         assert record.layers["L0"].shape == (1, 4, 49, 49)
 
