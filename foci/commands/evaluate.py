@@ -68,6 +68,9 @@ def examples_for(task: Task[Any, Any], options: argparse.Namespace) -> Sequence[
     """The data that was named, or what a run held out of its own."""
     if options.data:
         return task.read([Path(each) for each in options.data], task.settings)
+    from foci import shipped
     from foci.training.run import held_out
 
+    if options.model.parent == shipped.FOLDER:
+        raise ValueError(f"expected data to measure {options.model.name} with (--data): a model that ships has none")
     return held_out(options.model)

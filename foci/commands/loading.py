@@ -17,7 +17,7 @@ def loaded(path: Path, changes: Sequence[str], device: str = "auto") -> tuple[Ta
     """A task and its model, on the device that is asked for."""
     from foci.looking import device_of
     from foci.tasks.trained import load
-    from foci.training.config import put
+    from foci.training.config import put, check_keys, section
 
     task, model, _ = load(path, device=device_of(device))
     table: dict[str, Any] = {}
@@ -26,7 +26,9 @@ def loaded(path: Path, changes: Sequence[str], device: str = "auto") -> tuple[Ta
     if table.keys() - {"task"}:
         raise ValueError(f"a trained model takes changes of [task] only, but got {', '.join(table.keys() - {'task'})}")
     if table:
-        task = type(task).from_files(task.settings.changed(**table["task"]), task.files())
+        settings = section(table, "task", "the changes")
+        check_keys(type(task.settings), settings, "task", task.name)
+        task = type(task).from_files(task.settings.changed(**settings), task.files())
     return task, model
 
 

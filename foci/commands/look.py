@@ -17,6 +17,7 @@ examples:
   foci look "Where is the train station?" --head cross.L1 --word Bahnhof
   foci look "ROMEO:" --model generation --out page.html
   foci look "Jane is hungry." --model ./minilm --head L0H1
+  foci look shoe.png --model vision
 """
 
 
@@ -27,7 +28,9 @@ def add(commands: Any) -> None:
         help="see where a model looks when it reads a text of yours",
         epilog=EXAMPLES,
     )
-    parser.add_argument("text", nargs="+", help="the text")
+    parser.add_argument(
+        "text", nargs="+", help="the text; a picture's file with --model vision, a sound's with --model speech"
+    )
     parser.add_argument(
         "--model",
         help="a Hugging Face model by folder or name, a file or run of foci, or one that ships (default: translation)",

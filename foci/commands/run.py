@@ -22,8 +22,11 @@ examples:
   foci run translation "A man sleeps." --out page.html
   foci run translation --file sentences.txt > answers.txt
   foci run speech seven.wav --show
+  foci run vision shoe.png coat.png
   foci run generation "ROMEO:" --set task.temperature=0.5
 """
+# Those whose inputs are files; the others take the text itself.
+OF_FILES = ("speech", "vision")
 TASKS = "translation, generation, vision, sentiment, speech or summarization"
 # Looked for by its files: what lists them elsewhere is slow to import.
 SHIPPED = Path(__file__).parents[1] / "shipped"
@@ -64,6 +67,9 @@ def run(options: argparse.Namespace) -> int:
     task, model = loaded(place, options.changes, options.device)
     if task.name != options.task:
         raise ValueError(f"expected a model for {options.task}, but {place} is one for {task.name}")
+    if options.model is None and place.parent != SHIPPED:
+        # It stands in front of the one that ships, which is easily forgotten.
+        print(f"foci run: the model in {place} answers", file=sys.stderr, flush=True)
     as_record = options.out is not None and options.out.suffix.lower() != ANSWERS
     if as_record and len(options.inputs) != 1:
         raise ValueError(f"{options.out} takes the attention to one input, but got {len(options.inputs)}")
@@ -73,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         for some in in_groups(inputs(options), 1 if one_by_one else TOGETHER):
             # Answers and the lines of a file stay side by side.
             asked = [each for each in some if options.inputs or each.strip()]
-            given = [task.given(check_text(each)) for each in asked]
+            given = [task.given(check_input(each, task.name)) for each in asked]
             count, cut = count + len(given), cut + sum(map(task.is_cut, given))
             if given and (options.show or as_record):
                 looked(task, model, given[0], options.show, options.out if as_record else None, file)
@@ -86,13 +92,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def looked(task: Task[Any, Any], model: Model, given: Any, show: bool, out: Path | None, file: TextIO) -> None:
-    """The answer to one input, and where the model looked: in the terminal, in a file, or both."""
+    """The answer to one input, into the file of answers, and where the model looked: shown, saved, or both."""
     record = task.show(model, given)
     print(record.answer, file=file, flush=True)
     if show:
-        record.show(file=file)
+        record.show()
     if out is not None:
         record.save(out)
+
+
+def check_input(text: str, task: str) -> str:
+    """The text; refuses a folder where a file is asked for."""
+    check_text(text)
+    if task in OF_FILES and Path(text).is_dir():
+        raise ValueError(f"expected a file for {task}, but {text} is a folder: name the files in it")
+    return text
 
 
 def is_typed(options: argparse.Namespace) -> bool:

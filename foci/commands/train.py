@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains, and prints what the model reaches."""
+    """Trains, and prints what the model reaches; the status is 130 where somebody stopped it, as after Ctrl-C."""
     if options.settings:
         from foci.commands.settings import listed
 
@@ -58,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
     # Of several processes the first speaks for all.
     for name, value in found.items() if os.environ.get("RANK", "0") == "0" else ():
         print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
-    return 0
+    # What waits for a finished training (foci train ... && foci evaluate ...) does not go on with half a one.
+    return 128 + signal.SIGINT if "stopped_at_step" in found else 0
 
 
 def own_config(options: argparse.Namespace, folder: Path) -> Path:

@@ -44,7 +44,8 @@ class ClassifierConfig(BlockConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "vocabulary", "classes", "max_length", "grams", "buckets")
-        self.at_least(0, "layers", "head_dropout", "clues")
+        self.at_least(0, "layers", "clues")
+        self.shares("head_dropout", whole=False)
         if self.grams > 1 + len(FACTORS):
             raise ValueError(f"ClassifierConfig.grams must be at most {1 + len(FACTORS)}, but got {self.grams}")
 

@@ -44,6 +44,14 @@ class Config:
             if value is not None and not value >= low:
                 raise ValueError(f"{type(self).__name__}.{name} must be at least {low}, but got {value!r}")
 
+    def shares(self, *names: str, whole: bool = True) -> None:
+        """Refuses fields that do not lie between 0 and 1, where not the `whole` also 1 itself; None is let through."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (0 <= value < 1 or (whole and value == 1)):
+                wanted = "lie between 0 and 1" if whole else "be at least 0 and below 1"
+                raise ValueError(f"{type(self).__name__}.{name} must {wanted}, but got {value!r}")
+
 
 @dataclass(frozen=True)
 class BlockConfig(Config):
@@ -69,7 +77,8 @@ class BlockConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "width", "heads", "kv_heads", "head_width", "hidden")
-        self.at_least(0, "dropout", "attention_dropout", "depth_dropout", "eps")
+        self.at_least(0, "eps")
+        self.shares("dropout", "attention_dropout", "depth_dropout", whole=False)
 
     @property
     def inner(self) -> int:

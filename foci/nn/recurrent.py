@@ -74,7 +74,7 @@ class RecurrentConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "vocabulary", "source_vocabulary", "width", "layers")
-        self.at_least(0, "dropout")
+        self.shares("dropout", whole=False)
         if self.shared and self.source_vocabulary not in {None, self.vocabulary}:
             raise ValueError(
                 f"shared embeddings need one vocabulary, but got {self.source_vocabulary} and {self.vocabulary}"

@@ -54,7 +54,8 @@ class GenerationSettings(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "vocabulary", "context", "stride", "new_tokens", "top_k")
-        self.at_least(0, "dropout", "attention_dropout", "temperature")
+        self.at_least(0, "temperature")
+        self.shares("dropout", "attention_dropout", whole=False)
         if self.stride is not None and self.stride > self.context:
             raise ValueError(f"stride must be at most the context, {self.context}, but got {self.stride}")
 

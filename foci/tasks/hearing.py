@@ -63,11 +63,11 @@ class SpeechSettings(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "rate", "bands", "beam", "max_tokens")
-        self.at_least(0, "decoder_layers", "halvings", "local", "dropout", "attention_dropout", "depth_dropout")
-        self.at_least(0, "smoothing", "min_tokens", "speed", "noise", "shift", "voice", "tilt", "stretch", "join")
+        self.at_least(0, "decoder_layers", "halvings", "local", "min_tokens", "shift", "tilt")
         self.at_least(0, "time_masks", "longest_mask", "band_masks", "widest_mask")
-        if not 0.0 <= self.ctc <= 1.0:
-            raise ValueError(f"SpeechSettings.ctc must lie between 0 and 1, but got {self.ctc!r}")
+        self.shares("ctc", "noise", "join")
+        self.shares("dropout", "attention_dropout", "depth_dropout", "smoothing", whole=False)
+        self.shares("speed", "voice", "stretch", whole=False)
 
 
 def heard(path: str, rate: int) -> Tensor:

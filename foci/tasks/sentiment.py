@@ -86,17 +86,8 @@ class SentimentSettings(Config):
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "grams", "buckets", "vocabulary")
         self.at_least(2, "max_length")
-        self.at_least(
-            0,
-            "dropout",
-            "attention_dropout",
-            "head_dropout",
-            "forget",
-            "smoothing",
-            "agreement",
-            "prior_scale",
-            "clues",
-        )
+        self.at_least(0, "agreement", "prior_scale", "clues")
+        self.shares("dropout", "attention_dropout", "head_dropout", "forget", "smoothing", whole=False)
         if self.clues == 1:
             raise ValueError("SentimentSettings.clues must be 0, or at least 2 because one says nothing, but got 1")
 

@@ -75,17 +75,9 @@ class SummarizationSettings(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "max_length", "max_summary", "beam")
-        self.at_least(
-            0,
-            "dropout",
-            "attention_dropout",
-            "left_out",
-            "forget",
-            "smoothing",
-            "agreement",
-            "length_penalty",
-            "consensus",
-        )
+        self.at_least(0, "agreement", "length_penalty", "consensus")
+        self.shares("left_out")
+        self.shares("dropout", "attention_dropout", "forget", "smoothing", whole=False)
 
 
 class Summarization(Task[Document, str]):

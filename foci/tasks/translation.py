@@ -57,7 +57,8 @@ class TranslationSettings(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "max_length", "beam")
-        self.at_least(0, "dropout", "attention_dropout", "smoothing", "agreement", "length_penalty")
+        self.at_least(0, "agreement", "length_penalty")
+        self.shares("dropout", "attention_dropout", "smoothing", whole=False)
 
 
 class Translation(Task[Pair, str]):

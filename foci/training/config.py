@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,12 +51,12 @@ class TrainConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "batch_tokens", "accumulate", "average", "evaluate_every", "log_every", "checkpoint_every")
-        self.at_least(0, "epochs", "steps", "minutes", "rate", "warmup", "floor", "decay", "clip", "patience")
-        self.at_least(0, "ema", "decoded", "ahead", "workers")
+        self.at_least(0, "epochs", "steps", "minutes", "rate", "warmup", "decay", "clip", "patience")
+        self.at_least(0, "decoded", "ahead", "workers")
+        self.shares("floor")
+        self.shares("ema", "momentum", "variance", whole=False)
         if not 0.0 < self.dev_share < 1.0:
             raise ValueError(f"TrainConfig.dev_share must lie between 0 and 1, but got {self.dev_share!r}")
-        if self.ema >= 1.0:
-            raise ValueError(f"TrainConfig.ema must be below 1, but got {self.ema!r}")
         if self.graphs and self.shard:
             raise ValueError("a model that is shared out cannot be captured: expected graphs or shard, but got both")
         if not self.steps and not self.epochs:
@@ -113,14 +114,26 @@ def from_table(task: str | None, table: dict[str, Any], place: str) -> RunConfig
     seed = table.get("seed", 1)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"expected a whole number as seed, but got {seed!r}")
+    kind = find(named).settings_type
+    check_keys(kind, settings, "task", named)
+    check_keys(TrainConfig, train, "train", named)
     return RunConfig(
         named,
-        find(named).settings_type.from_dict(settings),
+        kind.from_dict(settings),
         TrainConfig.from_dict(train),
         names(table.get("data", ()), "data"),
         names(table.get("dev", ()), "dev"),
         seed,
     )
+
+
+def check_keys(kind: type[Config], given: Iterable[str], section: str, task: str) -> None:
+    """Refuses what a section of a task's config does not have, and names what is spelled most like it."""
+    known = [field.name for field in fields(kind)]
+    for name in given:
+        if name not in known:
+            near = "".join(f"the nearest is {section}.{each}; " for each in get_close_matches(name, known, 1))
+            raise ValueError(f"{section}.{name} is no setting of {task}: {near}foci train {task} --settings lists all")
 
 
 def section(table: dict[str, Any], name: str, place: str) -> dict[str, Any]:

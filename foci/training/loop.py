@@ -83,7 +83,7 @@ def trained(run: Run, progress: Progress) -> dict[str, float | str]:
                 checkpoint.save(run.folder / "checkpoints", state.step, learner.tensors(), asdict(state), processes)
             if stopped:
                 progress.say(f"stopped at step {state.step} and saved: --resume goes on from here")
-                return {"stopped_at_step": float(state.step)}
+                return {"stopped_at_step": state.step}
             if ends:
                 break
 

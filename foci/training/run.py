@@ -20,6 +20,7 @@ from foci.training.batches import Batches, seeded
 from foci.training.checkpoint import write_text
 from foci.training.config import RunConfig, read_config
 from foci.training.distributed import Processes
+from foci.training.progress import counted
 
 CHUNK = 2**24
 # How many updates several processes do before they ask each other whether to stop.
@@ -67,9 +68,11 @@ def opened(config: RunConfig, folder: Path, processes: Processes, *, resume: boo
     source = Batches(task, train, config.train.batch_tokens, config.train.accumulate, 0, processes.world, config.seed)
     per_epoch = len(source.epoch(0)[1])
     total = config.train.steps or math.ceil(config.train.epochs * per_epoch)
-    messages.append(
-        f"{len(train):,} examples to train on, {len(dev):,} to measure with; {per_epoch:,} updates an epoch"
-    )
+    examples, updates = counted(len(train), "example"), counted(per_epoch, "update")
+    messages.append(f"{examples} to train on, {len(dev):,} to measure with; {updates} an epoch")
+    if config.train.warmup >= total:
+        warmup = counted(config.train.warmup, "update")
+        messages.append(f"the warm-up takes {warmup}, all of this training's {total:,}: the rate only rises")
     return Run(config, folder, processes, task, train, dev, total, messages)
 
 
@@ -145,5 +148,6 @@ def short_enough(task: Task[Any, Any], examples: Sequence[Any], part: str, messa
     kept = [example for example in examples if task.size(example) <= task.longest]
     if len(kept) < len(examples):
         left = len(examples) - len(kept)
-        messages.append(f"{left:,} of {len(examples):,} {part} examples are longer than {task.longest}: left out")
+        are = "is" if left == 1 else "are"
+        messages.append(f"{left:,} of {len(examples):,} {part} examples {are} longer than {task.longest}: left out")
     return kept

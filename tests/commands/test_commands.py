@@ -3,11 +3,15 @@
 import io
 import json
 import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from foci import cli, shipped
+from foci.training import loop
 from tests.training.reversal import SMALL, written
 
 
@@ -107,6 +111,37 @@ def test_a_finished_run_is_resumed_with_the_command_that_began_it(
     assert capsys.readouterr().out.startswith("loss ")
 
 
+def test_what_is_stopped_is_no_success(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = loop.one_update
+
+    def asking(run: Any, learner: Any, update: Any, step: int) -> Tensor:
+        signal.raise_signal(signal.SIGINT)
+        return plain(run, learner, update, step)
+
+    monkeypatch.setattr(loop, "one_update", asking)
+    options = [part for change in SMALL for part in ("--set", change)]
+    data, out = str(folder / "pairs.tsv"), str(tmp_path / "run")
+    assert cli.main(["train", "translation", "--data", data, "--out", out, *options]) == 130
+    said = capsys.readouterr()
+    assert said.out == "stopped_at_step 1\n"
+    assert said.err.endswith("stopped at step 1 and saved: --resume goes on from here\n")
+
+
+def test_a_run_that_stands_before_the_model_that_ships_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place, more, said in (
+        (folder, [], "foci run: the model in runs/translation answers\n"),
+        (folder, ["--model", "runs/translation"], ""),
+        (tmp_path, [], ""),
+    ):
+        monkeypatch.chdir(place)
+        assert cli.main(["run", "translation", "ab", *more]) == 0
+        assert capsys.readouterr().err == said
+
+
 def test_it_shows_where_it_looked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +150,10 @@ def test_it_shows_where_it_looked(
     out = capsys.readouterr().out
     assert "cross" in out
     assert "ab cd ef <stop>" in out
+    assert cli.main(["run", "translation", "ab cd ef", "--show", "--out", "shown.txt"]) == 0
+    answer, _, view = out.partition("\n")
+    assert (folder / "shown.txt").read_text() == f"{answer}\n"
+    assert capsys.readouterr().out == view
     assert cli.main(["run", "translation", "ab cd ef", "--out", "page.html"]) == 0
     assert "<html" in (folder / "page.html").read_text()
 
@@ -195,7 +234,7 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines() == [
         f"{bad}:2: error: expected 2 columns (source, target) between tabs, but got 1",
         f"{bad}:3: warning: expected every pair once, but it is the same as {bad}:1",
-        "1 errors, 1 warnings",
+        "1 error, 1 warning",
     ]
     bad.write_text("a\tb\n" * 300)
     assert cli.main(["data", "check", "translation", "--data", str(bad)]) == 0
@@ -236,6 +275,11 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
         (["evaluate", "runs/translation/model.safetensors"], "expected data to measure with (--data), because"),
         (["evaluate", "runs/translation", "--answers", "runs"], "expected a file for --answers, but runs is a folder"),
         (["evaluate", "none", "--data", "pairs.tsv"], "expected a model at none"),
+        (["evaluate", "vision"], "to measure vision with (--data): a model that ships has none"),
+        (["run", "vision", "runs"], "expected a file for vision, but runs is a folder: name the files in it"),
+        (["run", "speech", "runs"], "expected a file for speech, but runs is a folder: name the files in it"),
+        (["run", "translation", "a", "--set", "task.bean=1"], "no setting of translation: the nearest is task.beam; "),
+        (["run", "translation", "a", "--set", "task=1"], "expected [task] in the changes to be a table, but got 1"),
         (["train", "vision", "--data", "none"], "table of paths and labels at none, but there is nothing"),
         (["evaluate", "runs/translation", "--data", "none.tsv"], "expected a file at none.tsv, but there is nothing"),
     ],
@@ -253,9 +297,9 @@ def test_bad_input_is_one_sentence(
     if "speech" in arguments:
         monkeypatch.setattr("foci.__file__", str(folder / "foci" / "__init__.py"))
     assert cli.main(arguments) == 2
-    error = capsys.readouterr().err
+    *before, error = capsys.readouterr().err.splitlines()
     assert said in error
-    assert error.count("\n") == 1
+    assert before in ([], ["foci run: the model in runs/translation answers"])
 
 
 def test_a_model_that_ships_answers_and_is_measured_by_its_name(

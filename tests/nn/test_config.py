@@ -21,7 +21,7 @@ SMALL = TransformerConfig(width=16, layers=1, heads=2)
         ({"width": 0}, "TransformerConfig.width must be at least 1, but got 0"),
         ({"layers": -1}, "TransformerConfig.layers must be at least 0, but got -1"),
         ({"kv_heads": 1.5}, "TransformerConfig.kv_heads must be a whole number or None, but got 1.5"),
-        ({"dropout": float("nan")}, "TransformerConfig.dropout must be at least 0, but got nan"),
+        ({"dropout": float("nan")}, "TransformerConfig.dropout must be at least 0 and below 1, but got nan"),
         ({"norm": "batch"}, "TransformerConfig.norm must be 'layer' or 'rms', but got 'batch'"),
         ({"positions": "rotary"}, "TransformerConfig.positions must be 'learned' or 'sinusoidal' or None"),
         ({"norm_first": 1}, "TransformerConfig.norm_first must be True or False, but got 1"),

@@ -26,7 +26,7 @@ def test_what_is_set_stands_over_the_file(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ("train.rate=fast", "TrainConfig.rate must be a number, but got 'fast'"),
-        ("train.speed=1", "TrainConfig has the fields epochs, .*, but got speed"),
+        ("train.speed=1", r"train\.speed is no setting of translation: .*foci train translation --settings lists all"),
         ("task.size=huge", "TranslationSettings.size must be 'tiny' or 'small' or 'base', but got 'huge'"),
         ("rate=1", "expected the keys data, dev, seed, task, train in the config, but got rate"),
         ("train.rate", "expected key=value, such as train.rate=0.001, but got 'train.rate'"),
@@ -35,13 +35,32 @@ def test_what_is_set_stands_over_the_file(tmp_path: Path) -> None:
         ("data=3", "expected a path or a list of paths as data, but got 3"),
         ("task=3", r"expected \[task\] in the config to be a table, but got 3"),
         ("train={graphs=true,shard=true}", "expected graphs or shard, but got both"),
-        ("train.ema=1", "TrainConfig.ema must be below 1, but got 1"),
+        ("task.widht=8", r"task\.widht is no setting of translation: the nearest is task\.width; foci train"),
+        ("train.ema=1", "TrainConfig.ema must be at least 0 and below 1, but got 1"),
+        ("train.variance=1.0", r"TrainConfig.variance must be at least 0 and below 1, but got 1\.0"),
+        ("train.floor=1.5", r"TrainConfig.floor must lie between 0 and 1, but got 1\.5"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(change: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as error:
         read_config("translation", None, [change])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "most"),
+    [
+        ("translation", "smoothing", "be at least 0 and below 1"),
+        ("generation", "attention_dropout", "be at least 0 and below 1"),
+        ("sentiment", "forget", "be at least 0 and below 1"),
+        ("sentiment", "head_dropout", "be at least 0 and below 1"),
+        ("summarization", "forget", "be at least 0 and below 1"),
+        ("summarization", "left_out", "lie between 0 and 1"),
+    ],
+)
+def test_a_share_in_percent_is_refused(task: str, name: str, most: str) -> None:
+    with pytest.raises(ValueError, match=rf"Settings\.{name} must {most}, but got 10"):
+        read_config(task, None, [f"task.{name}=10"])
 
 
 def test_a_config_of_another_task_is_refused(tmp_path: Path) -> None:

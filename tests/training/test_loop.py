@@ -95,12 +95,26 @@ def test_asked_to_stop_it_saves_and_goes_on_later(
         return plain(run, learner, update, step)
 
     monkeypatch.setattr(loop, "one_update", asking)
-    assert train(config(data, "train.steps=12"), tmp_path / "run") == {"stopped_at_step": 7.0}
+    assert train(config(data, "train.steps=12"), tmp_path / "run") == {"stopped_at_step": 7}
     assert "stopped at step 7 and saved: --resume goes on from here" in capsys.readouterr().err
     monkeypatch.undo()
     train(config(data, "train.steps=12"), tmp_path / "run", resume=True, quiet=True)
     train(config(data, "train.steps=12"), tmp_path / "whole", quiet=True)
     assert logged(tmp_path / "run", "loss") == logged(tmp_path / "whole", "loss")
+
+
+@pytest.mark.parametrize(("steps", "told"), [(2, True), (3, True), (4, False)])
+def test_a_warm_up_that_takes_all_is_told(
+    steps: int, told: bool, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(config(data, f"train.steps={steps}", "train.warmup=3"), tmp_path / "run")
+    said = f"the warm-up takes 3 updates, all of this training's {steps}: the rate only rises\n"
+    assert (said in capsys.readouterr().err) is told
+
+
+def test_one_update_an_epoch_is_one(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config(data, "train.steps=1", "train.batch_tokens=1000000"), tmp_path / "run")
+    assert "; 1 update an epoch\n" in capsys.readouterr().err
 
 
 def test_a_time_limit_ends_with_a_finished_model(data: Path, tmp_path: Path) -> None:
@@ -109,7 +123,7 @@ def test_a_time_limit_ends_with_a_finished_model(data: Path, tmp_path: Path) -> 
 
 
 def test_it_says_rate_and_time_left(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(config(data, "train.steps=3"), tmp_path / "run")
+    train(config(data, "train.steps=3", "train.warmup=2"), tmp_path / "run")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("190 examples to train on, 10 to measure with; ")
     assert lines[1].startswith("step 1/3  loss ")
