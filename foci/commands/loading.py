@@ -17,7 +17,7 @@ def loaded(path: Path, changes: Sequence[str], device: str = "auto") -> tuple[Ta
     """A task and its model, on the device that is asked for."""
     from foci.looking import device_of
     from foci.tasks.trained import load
-    from foci.training.config import put, check_keys, section
+    from foci.training.config import check_keys, put, section
 
     task, model, _ = load(path, device=device_of(device))
     table: dict[str, Any] = {}
