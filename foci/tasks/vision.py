@@ -94,7 +94,9 @@ class VisionSettings(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.at_least(1, "image", "patch", "width", "layers", "heads", "hidden", "stem_width")
-        self.at_least(0, "crop", "turn", "larger", "erase", "mix", "smoothing", "registers", "stem", "stem_pool")
+        self.at_least(0, "crop", "turn", "registers", "stem", "stem_pool")
+        self.shares("erase", "mix")
+        self.shares("larger", "smoothing", "dropout", "attention_dropout", "depth_dropout", whole=False)
         if self.channels not in {1, 3}:
             raise ValueError(f"VisionSettings.channels must be 1 or 3, but got {self.channels}")
         if self.mirror and not self.flip:
