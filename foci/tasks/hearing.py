@@ -31,6 +31,7 @@ class SpeechSettings(Config):
     hidden: int | None = None  # the width inside the feed-forward
     halvings: int | None = None  # how often two frames become one before attention
     local: int | None = None  # how many blocks of convolution read before attention does
+    reach: int | None = None  # how many states each of these looks at, an odd number
     dropout: float | None = None  # the share dropped while training
     attention_dropout: float | None = None  # the share of attention weights dropped while training
     depth_dropout: float | None = None  # how often the last layer is skipped while training

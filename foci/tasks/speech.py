@@ -43,6 +43,7 @@ CHANGES = (
     "hidden",
     "halvings",
     "local",
+    "reach",
     "dropout",
     "attention_dropout",
     "depth_dropout",

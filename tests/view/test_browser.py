@@ -310,6 +310,14 @@ def test_without_a_class_token_the_middle_looks_and_black_patches_are_lit(look: 
         assert max(lit[:3]) > max(dark[:3]) + 50
 
 
+def test_nothing_hangs_out_of_a_narrow_window(look: Look) -> None:
+    for record in (records.translation(), records.plain_image((3, 3))):
+        with look(record) as tab:
+            tab.set_viewport_size({"width": 400, "height": 700})
+            settle(tab)
+            assert tab.evaluate("() => document.documentElement.scrollWidth") == 400
+
+
 def pixel(tab: Any, x: float, y: float) -> list[int]:
     settle(tab)
     script = """(canvas, [x, y]) => [...canvas.getContext("2d")
