@@ -12,11 +12,8 @@ from foci.backends import kernel_masks
 from foci.backends.triton import has_triton
 from foci.biases import ALiBi
 from foci.scores import Additive, Dot
+from foci.statistics.device_arguments import DTYPES, MOST_TOP, WIDEST, inputs
 from foci.statistics.wanted import Wanted
-
-WIDEST = 256
-MOST_TOP = 64
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) -> list[str]:
@@ -46,7 +43,6 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
 def who(call: Call, wanted: Wanted | None = None) -> str:
     """Which of our kernels measures a call that none refuses; without wanted, whatever they leave open."""
     from foci.statistics import hopper
-    from foci.statistics.device_arguments import inputs
 
     # First what costs nothing to ask: the terms of a call may have to be computed.
     if hopper.machine_refuses(call.q.device):
