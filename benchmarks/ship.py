@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from foci.commands.loading import loaded
+from foci.commands.loading import changed
 from foci.shipped import FOLDER
 from foci.tasks.trained import load, save
 
@@ -32,10 +32,12 @@ def main() -> None:
     parser.add_argument("--source", required=True, help="whose data it was trained on")
     parser.add_argument("--licence", required=True, help="the licence of that data")
     parser.add_argument("--score", default="", help="what it reaches, and on which part")
-    parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="task.ground=dark"
+    )
     options = parser.parse_args()
-    about = load(options.folder).about
-    task, model = loaded(options.folder, options.changes, device="cpu")
+    task, model, about = load(options.folder)
+    task = changed(task, options.changes)
     if task.name != options.name:
         raise ValueError(f"expected a model for {options.name}, but {options.folder} has one for {task.name}")
     about |= {"source": options.source, "licence": options.licence, "score": options.score}

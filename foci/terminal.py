@@ -17,6 +17,15 @@ FIRST_BRIGHT = 5
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
+def count(number: int, noun: str) -> str:
+    """A number and what it counts.
+
+    >>> count(1, "error"), count(2000, "update")
+    ('1 error', '2,000 updates')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def columns() -> int:
     """The width to write for: the terminal's (or COLUMNS), kept between 60 and 120."""
     return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)

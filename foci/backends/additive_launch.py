@@ -214,7 +214,7 @@ def two_passes(
 
 def prepared(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, Any]:
     """The exponentials, laid out for a tiling, and what is known of their sizes."""
-    from foci.kernels.additive import prepare as kernel
+    from foci.kernels.additive_powers import prepare as kernel
 
     found = parts(preparation(q, k, weight, tiling), q.device)
     kernel[(blocks_of(q, k, tiling),)](q=q, k=k, weight=weight, **found, **preparing(q, k, weight, tiling))

@@ -31,8 +31,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints every problem; the status is 2 where there are errors."""
     from foci.tasks import find
+    from foci.terminal import count
     from foci.training import read_config
-    from foci.training.progress import counted
 
     settings = read_config(options.task, None, options.changes).settings
     counts = {"error": 0, "warning": 0}
@@ -43,5 +43,5 @@ def run(options: argparse.Namespace) -> int:
     more = sum(counts.values()) - SHOWN
     if more > 0 and not options.all:
         print(f"and {more} more (--all prints them)")
-    print(", ".join(counted(count, severity) for severity, count in counts.items()))
+    print(", ".join(count(number, severity) for severity, number in counts.items()))
     return 2 if counts["error"] else 0

@@ -17,19 +17,25 @@ def loaded(path: Path, changes: Sequence[str], device: str = "auto") -> tuple[Ta
     """A task and its model, on the device that is asked for."""
     from foci.looking import device_of
     from foci.tasks.trained import load
-    from foci.training.config import check_keys, put, section
 
     task, model, _ = load(path, device=device_of(device))
+    return changed(task, changes), model
+
+
+def changed(task: Task[Any, Any], changes: Sequence[str]) -> Task[Any, Any]:
+    """The task with other settings: task.beam=8."""
+    from foci.training.config import check_keys, put, section
+
     table: dict[str, Any] = {}
     for change in changes:
         put(table, change)
     if table.keys() - {"task"}:
         raise ValueError(f"a trained model takes changes of [task] only, but got {', '.join(table.keys() - {'task'})}")
-    if table:
-        settings = section(table, "task", "the changes")
-        check_keys(type(task.settings), settings, "task", task.name)
-        task = type(task).from_files(task.settings.changed(**settings), task.files())
-    return task, model
+    if not table:
+        return task
+    settings = section(table, "task", "the changes")
+    check_keys(type(task.settings), settings, "task", task.name)
+    return type(task).from_files(task.settings.changed(**settings), task.files())
 
 
 def place_of(name: str, path: Path | None) -> Path:

@@ -19,20 +19,14 @@ one head of one sequence. BM queries, BN keys, D width, DP width rounded up, Dv 
 import triton
 import triton.language as tl
 
+from foci.kernels.additive_powers import NEVER, TWO_LOG2_E
 from foci.kernels.dropout import kept
-from foci.kernels.logits import LN_2, LOG2_E, allowed, span
+from foci.kernels.logits import LOG2_E, allowed, span
 from foci.kernels.statistics import bounds
 
-# 2 log2(e) as a float, and the rest of it.
-TWO_LOG2_E = tl.constexpr(2.885390043258667)
-TWO_LOG2_E_REST = tl.constexpr(3.851925978e-08)
 # The largest exponent of a product of denominators, and of a single exponential.
 ROOM = tl.constexpr(124.0)
 FAR = tl.constexpr(120.0)
-# Below this share of the largest weight a weight is below rounding; its denominator is a plain power of two.
-NOTHING = tl.constexpr(2.0**-33)
-DROPPED = tl.constexpr(1024.0)
-NEVER = tl.constexpr(-1000.0)
 
 
 @triton.jit
@@ -78,110 +72,6 @@ def quartet(words, GPU: tl.constexpr):
         first, second = two(tl.load(words))
         third, fourth = two(tl.load(words + 1))
         return first, second, third, fourth
-
-
-@triton.jit
-def exponent(a, GPU: tl.constexpr):
-    """2 a log2(e) as a float and what it lost: e^2a keeps its digits for large a."""
-    if GPU:
-        a = a.to(tl.float32)
-        high = a * TWO_LOG2_E
-        return high, tl.fma(a, TWO_LOG2_E, -high) + a * TWO_LOG2_E_REST
-    else:  # noqa: RET505
-        # The interpreter's fma rounds twice.
-        exact = a.to(tl.float64) * 2.8853900817779268147
-        high = exact.to(tl.float32)
-        return high, (exact - high.to(tl.float64)).to(tl.float32)
-
-
-@triton.jit
-def exponential(high, low):
-    return tl.exp2(high) * (1.0 + low * LN_2)
-
-
-@triton.jit
-def denominators(weight, d, peak, D):
-    """c = peak / w and whether a feature counts; those that do not have E = 0: each adds 1 / DROPPED."""
-    w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
-    counts = tl.abs(w) > peak * NOTHING
-    return tl.where(counts, peak / tl.where(counts, w, 1.0), DROPPED), counts
-
-
-@triton.jit
-def lay_out(
-    x, stride, first, T, D, weight, peak, into, most, reach,
-    ROWS: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, FOLD: tl.constexpr,
-    GPU: tl.constexpr,
-):  # fmt: skip
-    """Exponentials of ROWS vectors, features in fours: (DP / 4, ROWS, 4); their largest exponents."""
-    rows = tl.arange(0, ROWS)
-    inside = first + rows < T
-    furthest = 0.0
-    for start in range(0, DP, STEP):
-        d = start + tl.arange(0, STEP)
-        there = inside[:, None] & (d < D)[None, :]
-        places = x + (first + rows).to(tl.int64)[:, None] * stride + d[None, :]
-        high, low = exponent(tl.load(places, mask=there, other=0.0), GPU)
-        e = exponential(high, low)
-        size = tl.where(there, tl.abs(high), 0.0)
-        if FOLD:
-            c, counts = denominators(weight, d, peak, D)
-            e = tl.where(counts[None, :], e * c[None, :], 0.0)
-            size += tl.log2(tl.abs(c))[None, :]
-        furthest = tl.maximum(furthest, tl.max(tl.max(size, 1), 0))
-        tl.store(most + d, tl.max(tl.where(there, high, NEVER), 0), mask=d < DP)
-        place = (d // 4)[None, :] * (4 * ROWS) + rows[:, None] * 4 + (d % 4)[None, :]
-        tl.store(into + place, e, mask=(d < DP)[None, :])
-    tl.store(reach, furthest)
-
-
-@triton.jit
-def prepare(
-    q, k, weight, E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
-    B, H, G, Tq, Tk, D, q_batch, q_head, q_query, k_batch, k_head, k_key, weight_head, weights,
-    BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
-    GPU: tl.constexpr,
-):  # fmt: skip
-    """A program per block of queries or keys: its exponentials. The first ones also write what depends on the weight.
-
-    E (B H, blocks, DP / 4, BM, 4), F (B G, blocks, DP / 4, BN, 4); table (weights, DP): c, neighbours exchanged;
-    sizes: 1 + log2 |c|.
-    constants (weights, 2): the logit in base 2 is the first minus the second times the sum of 1 / (c + E F).
-    """
-    pid = tl.program_id(0)
-    q_blocks = tl.cdiv(Tq, BM)
-    k_blocks = tl.cdiv(Tk, BN)
-    if pid < B * H * q_blocks:
-        pair = pid // q_blocks
-        block = pid % q_blocks
-        h = pair % H
-        weight += h.to(tl.int64) * weight_head
-        d = tl.arange(0, BD)
-        w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
-        peak = tl.max(tl.abs(w), 0)
-        peak = tl.where(peak > 0, peak, 1.0)
-        place = pid.to(tl.int64)
-        lay_out(
-            q + (pair // H).to(tl.int64) * q_batch + h.to(tl.int64) * q_head, q_query, block * BM, Tq, D, weight, peak,
-            E + place * (BM * DP), q_most + place * DP, q_reach + place, BM, DP, STEP, True, GPU,
-        )  # fmt: skip
-        if (block == 0) & (pair < weights):
-            c, counts = denominators(weight, d, peak, D)
-            # Pairs the other way round: a register of c and one of E F must not come from the same bank.
-            tl.store(table + pair * DP + (d ^ 1), c, mask=d < DP)
-            tl.store(sizes + pair * DP + d, 1.0 + tl.log2(tl.abs(c)), mask=d < DP)
-            idle = tl.sum(((d < DP) & (counts == 0)).to(tl.float32), 0) / DROPPED
-            factor = 2.0 * LOG2_E * peak
-            tl.store(constants + 2 * pair, tl.sum(w, 0) * LOG2_E + factor * idle)
-            tl.store(constants + 2 * pair + 1, factor)
-    else:
-        key_pid = pid - B * H * q_blocks
-        key_pair = (key_pid // k_blocks).to(tl.int64)
-        key_place = key_pid.to(tl.int64)
-        lay_out(
-            k + (key_pair // G) * k_batch + (key_pair % G) * k_head, k_key, (key_pid % k_blocks) * BN, Tk, D, weight,
-            1.0, F + key_place * (BN * DP), k_most + key_place * DP, k_reach + key_place, BN, DP, STEP, False, GPU,
-        )  # fmt: skip
 
 
 @triton.jit

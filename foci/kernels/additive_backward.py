@@ -19,13 +19,10 @@ import triton.language as tl
 
 from foci.kernels.additive import (
     FAR,
-    TWO_LOG2_E,
     as_matrix,
     as_tile,
     as_words,
     columns_of,
-    exponent,
-    exponential,
     logits,
     per_feature,
     product,
@@ -35,6 +32,7 @@ from foci.kernels.additive import (
     visible,
     visible_at_all,
 )
+from foci.kernels.additive_powers import TWO_LOG2_E, exponent, exponential
 from foci.kernels.dropout import kept
 from foci.kernels.logits import LOG2_E, NONE, span
 from foci.kernels.statistics import bounds

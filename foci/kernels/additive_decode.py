@@ -12,8 +12,9 @@ BN keys at a time, D width, Dv value width. A pair is one head of one sequence.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive import TWO_LOG2_E, reciprocal, visible_at_all
+from foci.kernels.additive import reciprocal, visible_at_all
 from foci.kernels.additive_backward import row_log_sum_exps
+from foci.kernels.additive_powers import TWO_LOG2_E
 from foci.kernels.dropout import kept
 from foci.kernels.logits import LOG2_E, allowed, span
 

@@ -10,7 +10,7 @@ padded to DW; a factor of theirs is common to all terms and waits for the end.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive import exponent, exponential, prepare
+from foci.kernels.additive_powers import exponent, exponential, prepare
 from foci.kernels.logits import LOG2_E
 
 

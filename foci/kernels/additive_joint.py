@@ -18,7 +18,6 @@ import triton.language as tl
 
 from foci.kernels.additive import (
     FAR,
-    TWO_LOG2_E,
     as_matrix,
     as_tile,
     as_words,
@@ -32,6 +31,7 @@ from foci.kernels.additive import (
     visible_at_all,
 )
 from foci.kernels.additive_backward import HALF_ROOM, crossing, products, row_log_sum_exps
+from foci.kernels.additive_powers import TWO_LOG2_E
 from foci.kernels.dropout import kept
 
 

@@ -262,7 +262,8 @@ class Sentiment(Task[Labelled, Guess]):
             out = cast("TextClassifier", model)(given, clues=clues, return_weights=True)
         read = self.tokenizer.labels(tokens)
         labels = Labels.tokens([["<class>", *read.texts[0]]], read.words and [[None, *read.words[0]]])
-        return record_of(model, out.weights, {"input": labels}, self.labels[int(out.logits.argmax())])
+        share, number = out.logits[0].float().softmax(-1).max(-1)
+        return record_of(model, out.weights, {"input": labels}, str(Guess(self.labels[int(number)], float(share))))
 
     def number(self, example: Labelled) -> int:
         if example.label is None or example.label not in self._numbers:

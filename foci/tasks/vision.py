@@ -234,7 +234,7 @@ class Vision(Task[Picture, Guess]):
         """The picture, and where its patches and the token that stands for it look."""
         viewer = cast("VisionTransformer", model)
         with torch.no_grad():
-            answer = self.decode(model, [example])[0].label
+            answer = self.write(model, [example])[0]
             out = viewer(self.images([example]).to(next(model.parameters()).device), return_weights=True)
         grid = viewer.grid(self.settings.image, self.settings.image)
         leading = [f"<{i}>" for i in range(viewer.leading)]

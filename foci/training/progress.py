@@ -121,15 +121,6 @@ def tensorboard(folder: Path) -> Any:
     return SummaryWriter(str(folder / "tensorboard"))
 
 
-def counted(count: int, noun: str) -> str:
-    """A number and what it counts.
-
-    >>> counted(1, "error"), counted(2000, "update")
-    ('1 error', '2,000 updates')
-    """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def clock(seconds: float) -> str:
     """Minutes and seconds, or hours.
 

@@ -16,11 +16,11 @@ import torch
 from foci import __version__
 from foci.tasks import find
 from foci.tasks.task import Task
+from foci.terminal import count
 from foci.training.batches import Batches, seeded
 from foci.training.checkpoint import write_text
 from foci.training.config import RunConfig, read_config
 from foci.training.distributed import Processes
-from foci.training.progress import counted
 
 CHUNK = 2**24
 # How many updates several processes do before they ask each other whether to stop.
@@ -68,10 +68,10 @@ def opened(config: RunConfig, folder: Path, processes: Processes, *, resume: boo
     source = Batches(task, train, config.train.batch_tokens, config.train.accumulate, 0, processes.world, config.seed)
     per_epoch = len(source.epoch(0)[1])
     total = config.train.steps or math.ceil(config.train.epochs * per_epoch)
-    examples, updates = counted(len(train), "example"), counted(per_epoch, "update")
+    examples, updates = count(len(train), "example"), count(per_epoch, "update")
     messages.append(f"{examples} to train on, {len(dev):,} to measure with; {updates} an epoch")
     if config.train.warmup >= total:
-        warmup = counted(config.train.warmup, "update")
+        warmup = count(config.train.warmup, "update")
         messages.append(f"the warm-up takes {warmup}, all of this training's {total:,}: the rate only rises")
     return Run(config, folder, processes, task, train, dev, total, messages)
 

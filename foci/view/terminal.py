@@ -12,7 +12,7 @@ from torch import Tensor
 from foci.labels import Labels
 from foci.layer import Layer
 from foci.record import Record
-from foci.terminal import clip
+from foci.terminal import clip, count
 from foci.view import heads, matrix, patches, words
 from foci.view.printable import isolated, printable
 from foci.view.reading import (
@@ -122,10 +122,6 @@ def counted(labels: Labels) -> str:
     if labels.grid is not None:
         return f"{labels.grid[0]} × {labels.grid[1]} patches"
     return count(len(labels), labels.kind.removesuffix("s"))
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def write_text(

@@ -83,7 +83,8 @@ def test_the_viewer_names_clothes(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.pgm"
         path.write_bytes(b"P5 28 28 255\n" + bytes(picture.flatten().tolist()))
         record = shipped.pocket("vision").show(path)
-        assert record.answer == name
+        assert record.answer == shipped.pocket("vision")(path)
+        assert record.answer.startswith(f"{name} (")
         assert record.layers["L0"].shape == (1, 4, 49, 49)
 
 

@@ -65,7 +65,7 @@ def test_what_is_seen_has_the_words_after_the_one_that_gathers(learned: Lesson) 
     labels = record.labels["input"]
     assert [text.strip() for text in labels.texts[0]] == ["<class>", "a", "dull", "story"]
     assert record["L0H1"].shape == (1, 1, 4, 4)
-    assert record.answer == "bad"
+    assert (record.answer or "").startswith("bad (")
 
 
 def test_answers_stand_in_the_order_of_the_texts(learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
