@@ -152,13 +152,12 @@ def asked_of_foci(statistics: Statistics, q: Tensor, k: Tensor, v: Tensor, mask:
     return {"out": out, **statistics(weights)}
 
 
-def summary(weights: foci.Weights, top: int) -> Found:
-    """All that `summary` gives: also distance, largest logit and log-sum-exp, which nobody else here computes."""
-    whole = weights.summary(top=top, picture=PICTURE)
-    names = ("entropy", "received", "distance", "lse")
+def summary(weights: foci.Weights, top: int, every: bool = True) -> Found:
+    """What `summary` gives: where it is every statistic also distance and largest logit, which nobody else computes."""
+    whole = weights.summary(top=top, picture=PICTURE, largest_logit=every, distance=every)
+    names = ("entropy", "received", "distance", "lse", "picture")
     found = {name: getattr(whole, name) for name in names} | {"largest": whole.largest_logit}
-    if whole.picture is not None:
-        found["picture"] = whole.picture
+    found = {name: tensor for name, tensor in found.items() if tensor is not None}
     if whole.top is not None:
         found |= {"top_values": whole.top.values, "top_keys": whole.top.keys}
     return found
@@ -172,6 +171,8 @@ def picture(weights: foci.Weights) -> Found:
 # What is asked of the weights, each with a forward of its own.
 STATISTICS: dict[str, Statistics] = {
     "foci lazy": lambda weights: {},
+    "foci three": partial(summary, top=0, every=False),
+    "foci four": partial(summary, top=TOP, every=False),
     "foci summary-0": partial(summary, top=0),
     "foci summary": partial(summary, top=TOP),
     "foci entropy": lambda weights: {"entropy": weights.entropy()},
@@ -274,7 +275,8 @@ def finish(table: Table) -> None:
     own = {"sdpa ms": ("sdpa", "ms"), "summary ms": ("foci summary", "ms")}
     table.show("times the fastest fused forward alone (every contestant gives the output too)", down, "times", own)
     table.show("MiB beyond that forward, at the peak", down, "extra_mib", {})
-    print("\nsummary: entropy, received, picture, distance, largest logit, and the top keys; summary-0: no top keys.")
+    print("\nthree: entropy, received and picture in one pass; four: and the top keys.")
+    print("summary: entropy, received, picture, distance, largest logit, and the top keys; summary-0: no top keys.")
     print("eager: entropy, received, picture and the top keys; eager-0: no top keys.")
     table.complaints()
     table.close()

@@ -39,7 +39,7 @@ class Summary:
 
     entropy: Tensor
     received: Tensor
-    distance: Tensor
+    distance: Tensor | None
     lse: Tensor
     sink_mass: Tensor
     largest_logit: Tensor | None
@@ -294,8 +294,11 @@ class Weights:
         mass = torch.zeros_like(lse) if sink is None else torch.exp(sink.to(lse.dtype).view(1, -1, 1) - finite(lse))
         return self._shaped(mass)
 
-    def summary(self, top: int = 8, picture: int = 256, largest_logit: bool = True) -> Summary:
-        """Every statistic in one pass; `top` and `picture` are cut to the size of the matrix, 0 leaves them out."""
+    def summary(self, top: int = 8, picture: int = 256, largest_logit: bool = True, distance: bool = True) -> Summary:
+        """Every statistic in one pass; `top` and `picture` are cut to the size of the matrix, 0 leaves them out.
+
+        The pass is shorter by what is left out.
+        """
         for name, asked in (("top", top), ("picture", picture)):
             if asked != 0 and not is_count(asked):
                 raise ValueError(f"summary takes a whole number, 0 or more, for {name}, but got {asked!r}")
@@ -304,14 +307,14 @@ class Weights:
         queries, keys = self.shape[-2:]
         size = (min(picture, queries), min(picture, keys), "mean") if picture and queries and keys else None
         k = min(top, keys)
-        wanted = Wanted(entropy=True, received=True, picture=size, top=k, largest=largest_logit, distance=True)
+        wanted = Wanted(entropy=True, received=True, picture=size, top=k, largest=largest_logit, distance=distance)
         with torch.no_grad():
             found = {name: self._shaped(tensor) for name, tensor in self._measured(wanted).items()}
             heaviest = Top(found["top_values"], found["top_keys"]) if k else None
             return Summary(
                 entropy=found["entropy"],
                 received=found["received"],
-                distance=found["distance"],
+                distance=found.get("distance"),
                 lse=self.lse.detach(),
                 sink_mass=self.sink_mass(),
                 largest_logit=found.get("largest"),

@@ -121,10 +121,11 @@ def test_the_summary_is_every_statistic(case: str) -> None:
     assert torch.equal(summary.top.keys, weights.top(k).keys)
 
 
-def test_a_summary_without_top_and_picture() -> None:
-    summary = both("causal")[0].summary(top=0, picture=0)
-    assert summary.top is None
-    assert summary.picture is None
+def test_a_summary_leaves_out_what_is_not_asked() -> None:
+    weights = both("causal")[0]
+    summary = weights.summary(top=0, picture=0, largest_logit=False, distance=False)
+    assert summary.top is summary.picture is summary.largest_logit is summary.distance is None
+    assert torch.equal(summary.entropy, weights.summary().entropy)
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.endswith("empty rows")])
