@@ -183,7 +183,6 @@ FORWARD = {
 }
 BACKWARD = {
     "64x64": Tiling(),
-    "64x64 ahead": Tiling(ahead=True),
     "64x64 c4": Tiling(chunk=4),
     "64x64 w8 r128": Tiling(warps=8, across=16, registers=128, lanes=64),
     "64x32 r128": Tiling(keys=32, registers=128, programs=4),

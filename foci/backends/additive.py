@@ -46,16 +46,6 @@ def refuses(call: Call) -> list[str]:
     return [*reasons, *kernel_masks.reasons(call)]
 
 
-def hesitates(call: Call) -> list[str]:
-    """With the backward in two passes an H200 took 6.9 ms for 64 x 1 query x 4,096 keys, where eager code takes 0.8.
-
-    The one of their own that few queries have now (additive_few.py) has no figure yet.
-    """
-    if call.needs_grad and call.q.shape[2] <= additive_launch.FEW_QUERIES:
-        return ["its backward for so few queries has yet to be measured: name backend='triton' to use it"]
-    return []
-
-
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     assert isinstance(call.score, Additive)
     masks = kernel_masks.forms(call)
@@ -68,10 +58,15 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         masks.causal,
         call.dropout,
     )
-    # Wider values come in pieces, each mixed by the same weights.
-    found = [served(call, call.score.weight, values, terms) for values in call.v.split(WIDEST, dim=-1)]
-    out = found[0][0] if len(found) == 1 else torch.cat([part for part, _ in found], dim=-1)
-    return out, found[0][1] * LN_2 if call.needs_lse else None
+    out, lse = (served if call.v.shape[-1] <= WIDEST else in_pieces)(call, call.score.weight, call.v, terms)
+    return out, lse * LN_2 if call.needs_lse else None
+
+
+def in_pieces(call: Call, weight: Tensor, values: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Wider values, a piece after the other, each mixed by the same weights."""
+    # A split of one piece would be a view, whose gradient is copied.
+    found = [served(call, weight, piece, terms) for piece in values.split(WIDEST, dim=-1)]
+    return torch.cat([out for out, _ in found], dim=-1), found[0][1]
 
 
 def served(call: Call, weight: Tensor, values: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:

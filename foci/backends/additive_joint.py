@@ -5,7 +5,6 @@ B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,19 +15,19 @@ from foci.backends.additive_launch import (
     Terms,
     Tiling,
     blocks_of,
-    inputs,
+    kind,
+    numbers_of,
     options,
-    parts,
     power_of_two,
     preparation,
-    preparing,
     processors,
     readable,
     shape,
+    tensors_of,
 )
+from foci.backends.launches import Launches, Step, kept, step
 
 
-@cache
 def tiling_for(queries: int, device: torch.device) -> Tiling:
     """All the registers there are: eight warps on a processor, each with enough terms to wait for nothing."""
     if device.type != "cuda":
@@ -49,28 +48,45 @@ def backward(
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and weight; from run to run they may differ in their last digits."""
-    from foci.kernels.additive_joint import joint as kernel
+    q, k, v, weight, terms = readable(q, k, v, weight, terms)
+    most, has_d_lse = processors(q.device), d_lse is not None
+    launches = kept(
+        kind(in_one_pass, q, k, v, weight, terms, tiling, most, has_d_lse, d_out.dtype),
+        lambda: in_one_pass(q, k, v, weight, terms, tiling or tiling_for(q.shape[2], q.device), most, has_d_lse),
+    )
+    gradients = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, weight))
+    names = "d_query", "d_key", "d_value", "d_weight"
+    given = tensors_of(q, k, v, weight, terms) | dict(zip(names, gradients, strict=True))
+    given |= {"out": out, "lse": lse, "d_out": d_out.contiguous()}
+    given["d_lse"] = lse if d_lse is None else d_lse.contiguous()
+    launches(given)
+    return gradients  # type: ignore[return-value]
 
-    q, k, v, weight = readable(q, k, v, weight)
-    d_out = d_out.contiguous()
-    tiling = tiling or tiling_for(q.shape[2], q.device)
-    sizes = turns(q.shape[3], v.shape[3], tiling)
-    blocks, wanted = -(-k.shape[2] // tiling.keys) * k.shape[0] * k.shape[1], processors(q.device) * tiling.programs
+
+def in_one_pass(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, tiling: Tiling, processors: int, has_d_lse: bool
+) -> Launches:
+    """What comes before, the pass, and what comes after it."""
+    from foci.kernels.additive_ends import begin
+    from foci.kernels.additive_joint import joint
+
+    turned = turns(q.shape[3], v.shape[3], tiling)
+    blocks, wanted = -(-k.shape[2] // tiling.keys) * k.shape[0] * k.shape[1], processors * tiling.programs
     splits = max(1, min(wanted // blocks, -(-q.shape[2] // tiling.queries)))
     programs = min(blocks * splits, wanted)
-    found = parts(
-        preparation(q, k, weight, tiling)
-        | sums(q, k, v, tiling, sizes["DW"])
-        | {"delta": lse.numel(), "dw": programs * weight.numel(), "room": programs * tiling.queries * tiling.keys},
-        q.device,
-    )
-    begin(q, k, weight, out, d_out, d_lse, found, tiling, sizes)
-    kernel[(programs,)](
-        **inputs(q, k, v, weight, terms), **shape(q, v, tiling), **found, **sizes, d_out=d_out, lse=lse,
-        headed=int(weight.dim() == 2), pairs=q.shape[0] * q.shape[1], items=blocks * splits, programs=programs,
-        splits=splits, BV=power_of_two(v.shape[3]), AHEAD=tiling.ahead, **options(tiling),
-    )  # fmt: skip
-    return finished(q, k, v, weight, found, programs, tiling, sizes)
+    numbers = numbers_of(q, k, v, weight, terms) | shape(q, v, tiling) | turned
+    numbers |= {"items": blocks * splits, "programs": programs, "splits": splits, "LSE": has_d_lse}
+    sizes = preparation(q, k, weight, tiling) | sums(q, k, v, tiling, turned["DW"])
+    sizes |= {
+        "delta": q.numel() // q.shape[3], "dw": programs * weight.numel(),
+        "room": programs * tiling.queries * tiling.keys,
+    }  # fmt: skip
+    steps = [
+        step(begin, (blocks_of(q, k, tiling),), numbers, num_warps=4),
+        step(joint, (programs,), numbers, **options(tiling)),
+        finishing(q, k, v, tiling, numbers),
+    ]
+    return Launches(sizes, q.device, steps)
 
 
 def sums(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, width: int) -> dict[str, int]:
@@ -83,52 +99,18 @@ def sums(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, width: int) -> dict[st
     }  # fmt: skip
 
 
-def begin(
-    q: Tensor,
-    k: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    found: dict[str, Tensor],
-    tiling: Tiling,
-    sizes: dict[str, int],
-) -> None:
-    """Exponentials for both looks at a tile, what the logits of a row lose, and zeros for the sums."""
-    from foci.kernels.additive_ends import begin as kernel
-
-    given: dict[str, Any] = {name: x for name, x in found.items() if name not in ("dw", "room")}
-    kernel[(blocks_of(q, k, tiling),)](
-        q=q, k=k, weight=weight, out=out, d_out=d_out, d_lse=out if d_lse is None else d_lse.contiguous(), **given,
-        **preparing(q, k, weight, tiling), Dv=out.shape[3], DW=sizes["DW"], DC=sizes["DC"], VC=sizes["VC"],
-        LSE=d_lse is not None,
-    )  # fmt: skip
-
-
-def finished(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    found: dict[str, Tensor],
-    programs: int,
-    tiling: Tiling,
-    sizes: dict[str, int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def finishing(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, numbers: dict[str, Any]) -> Step:
     """The sums as gradients of q, k, v and weight."""
     from foci.kernels.additive_ends import finish as kernel
 
-    gradients = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, weight))
     (B, H, Tq, D), (G, Tk), Dv = q.shape, k.shape[1:3], v.shape[3]
     rows = max(1, 4096 // power_of_two(max(D, Dv)))
-    weights = weight.numel() // D
-    kernel[(-(-B * H * Tq // rows) + -(-B * G * Tk // rows) + weights * -(-D // 64),)](
-        found["dq"], found["dk"], found["dv"], found["dw"], weight, *gradients,
-        B * H * Tq, B * G * Tk, H, Tq, Tk, D, Dv, D if weights > 1 else 0,
-        -(-Tq // tiling.queries) * tiling.queries, -(-Tk // tiling.keys) * tiling.keys, programs,
-        ROWS=rows, BD=power_of_two(D), BV=power_of_two(Dv), DW=sizes["DW"], MANY=32, num_warps=4,
-    )  # fmt: skip
-    return gradients  # type: ignore[return-value]
+    numbers = numbers | {
+        "q_rows": B * H * Tq, "k_rows": B * G * Tk, "ROWS": rows, "MANY": 32,
+        "q_padded": -(-Tq // tiling.queries) * tiling.queries, "k_padded": -(-Tk // tiling.keys) * tiling.keys,
+    }  # fmt: skip
+    programs = -(-B * H * Tq // rows) + -(-B * G * Tk // rows) + numbers["weights"] * -(-D // 64)
+    return step(kernel, (programs,), numbers, num_warps=4)
 
 
 def turns(width: int, value_width: int, tiling: Tiling) -> dict[str, int]:

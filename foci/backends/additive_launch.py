@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foci.backends.launches import Launches, Step, kept, layout, step
+
 # With fewer queries each is on its own.
 FEW_QUERIES = 4
 
@@ -33,7 +35,7 @@ class Tiling:
     """How a pass is tiled: queries and keys of a tile, threads along its queries, features per turn of the loop.
 
     Programs of the backward: as many as a processor holds, each has a tile of memory to itself. Lanes: threads along
-    the features, where those are threads. Ahead: exponentials are fetched a turn before they are needed.
+    the features, where those are threads.
     """
 
     queries: int = 64
@@ -46,14 +48,12 @@ class Tiling:
     most: int = 4
     programs: int = 2
     lanes: int = 32
-    ahead: bool = False
 
 
 # The interpreter's time goes with what is padded.
 INTERPRETED = Tiling(queries=16, keys=16)
 
 
-@cache
 def forward_tiling(queries: int, pairs: int, value_width: int, dtype: torch.dtype, device: torch.device) -> Tiling:
     """Few registers per value width; small blocks of queries where there are few of them."""
     if device.type != "cuda":
@@ -62,14 +62,15 @@ def forward_tiling(queries: int, pairs: int, value_width: int, dtype: torch.dtyp
         return Tiling(queries=16)
     if value_width > 256:
         return Tiling(queries=32, warps=8, across=16)
-    if -(-queries // 64) * pairs < processors(device):
+    programs = -(-queries // 64) * pairs
+    # On an H200 128 of these programs took 0.24 ms where twice as many with half the queries took 0.29.
+    if value_width > 128 and dtype != torch.float32 and queries > 32 and programs * 2 > processors(device):
+        return Tiling(keys=128, warps=8)
+    if queries <= 32 or programs < processors(device):
         return Tiling(queries=32)
-    if value_width <= 128:
-        return Tiling()
-    return Tiling(warps=8, across=16) if dtype == torch.float32 else Tiling(keys=128, warps=8)
+    return Tiling() if value_width <= 128 else Tiling(warps=8, across=16)
 
 
-@cache
 def backward_tiling(queries: int, value_width: int, device: torch.device) -> Tiling:
     if device.type != "cuda":
         return INTERPRETED
@@ -83,13 +84,26 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, tiling: Tiling | None = None
 ) -> tuple[Tensor, Tensor]:
     """The output (B, H, Tq, Dv) and the log-sum-exp (B, H, Tq), in base 2."""
-    q, k, v, weight = readable(q, k, v, weight)
+    q, k, v, weight, terms = readable(q, k, v, weight, terms)
     out, lse = results(q, v)
-    if q.shape[2] <= FEW_QUERIES and tiling is None:
-        from foci.backends import additive_few
+    make = one_by_one if q.shape[2] <= FEW_QUERIES and tiling is None else in_tiles
+    launches = kept(kind(make, q, k, v, weight, terms, tiling), lambda: make(q, k, v, weight, terms, out, tiling))
+    launches(tensors_of(q, k, v, weight, terms) | {"out": out, "lse": lse})
+    return out, lse
 
-        additive_few.forward(q, k, v, weight, terms, out, lse)
-        return out, lse
+
+def one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, out: Tensor, _: Tiling | None
+) -> Launches:
+    from foci.backends import additive_few
+
+    return additive_few.forward(q, k, v, weight, terms, out)
+
+
+def in_tiles(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, out: Tensor, tiling: Tiling | None
+) -> Launches:
+    """The forward of a block of queries against blocks of keys."""
     from foci.kernels.additive import forward as kernel
 
     pairs, Tq, Tk = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
@@ -97,20 +111,30 @@ def forward(
     programs = -(-Tq // tiling.queries) * pairs
     blocks = -(-Tk // tiling.keys)
     splits = splits_for(programs, blocks, 1, q.device)
-    parts = partial_results(splits, out, lse)
-    kernel[(programs, splits)](
-        **inputs(q, k, v, weight, terms), **prepared(q, k, weight, tiling), **shape(q, v, tiling),
-        out=parts[0], lse=parts[1], pairs=pairs, per_split=-(-blocks // splits), SPLITS=splits,
-        BV=power_of_two(v.shape[3]), AHEAD=tiling.ahead, **options(tiling),
-    )  # fmt: skip
-    join(splits, parts, out, lse)
-    return out, lse
+    numbers = numbers_of(q, k, v, weight, terms) | shape(q, v, tiling)
+    numbers |= {"per_split": -(-blocks // splits), "SPLITS": splits}
+    sizes, renamed = partial_results(splits, out)
+    attend = step(kernel, (programs, splits), numbers, renamed, **options(tiling))
+    steps = [preparing(q, k, tiling, numbers), attend, *join(splits, out)]
+    return Launches(preparation(q, k, weight, tiling) | sizes, q.device, steps)
 
 
-def readable(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the kernels read them: features that lie side by side, and of the weight also the heads."""
+def kind(make: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, *more: Any) -> tuple[Any, ...]:
+    """What the launches of a call follow from, besides the addresses of its tensors."""
+    device = q.device
+    tensors = layout(q), layout(k), layout(v), layout(weight), *map(layout, terms[:5])
+    return make, device, processors(device), tensors, terms[5:], more
+
+
+def readable(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Terms]:
+    """As the kernels read them: features that lie side by side, and of the weight also the heads; masks in bytes."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return q, k, v, weight.contiguous()
+    spans, query_ids, key_ids, dense = (None if x is None else x.contiguous() for x in terms[:4])
+    if terms.dense is not None:
+        dense = terms.dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
+    return q, k, v, weight.contiguous(), Terms(spans, query_ids, key_ids, dense, *terms[4:])
 
 
 def splits_for(programs: int, blocks: int, per_processor: int, device: torch.device) -> int:
@@ -119,21 +143,22 @@ def splits_for(programs: int, blocks: int, per_processor: int, device: torch.dev
     return max(1, min(wanted // programs, blocks // 4, 64)) if programs * 2 <= wanted else 1
 
 
-def partial_results(splits: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def partial_results(splits: int, out: Tensor) -> tuple[dict[str, int], dict[str, str]]:
+    """Where the splits put their own results: how many floats these are, and what stands for what."""
     if splits == 1:
-        return out, lse
-    return out.new_empty((splits, *out.shape), dtype=torch.float32), lse.new_empty((splits, *lse.shape))
+        return {}, {}
+    sizes = {"parts": splits * out.numel(), "part_lse": splits * out.numel() // out.shape[3]}
+    return sizes, {"out": "parts", "lse": "part_lse"}
 
 
-def join(splits: int, parts: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
+def join(splits: int, out: Tensor) -> list[Step]:
     if splits == 1:
-        return
+        return []
     from foci.kernels.additive import join as kernel
 
-    width = min(power_of_two(out.shape[3]), 64)
-    kernel[(lse.numel(), -(-out.shape[3] // width))](
-        *parts, out, lse, lse.numel(), out.shape[3], SPLITS=splits, BS=power_of_two(splits, 1), BV=width, num_warps=4
-    )
+    rows, width = out.numel() // out.shape[3], min(power_of_two(out.shape[3]), 64)
+    numbers = {"rows": rows, "Dv": out.shape[3], "SPLITS": splits, "BS": power_of_two(splits, 1), "BV": width}
+    return [step(kernel, (rows, -(-out.shape[3] // width)), numbers, num_warps=4)]
 
 
 def backward(
@@ -173,59 +198,65 @@ def two_passes(
     out: Tensor,
     lse: Tensor,
     terms: Terms,
-    tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and weight, the same in every run."""
+    q, k, v, weight, terms = readable(q, k, v, weight, terms)
+    tiling = backward_tiling(q.shape[2], v.shape[3], q.device)
+    programs = programs_of(q, k, tiling)
+    launches = kept(
+        kind(by_rows_and_columns, q, k, v, weight, terms, programs, d_out.dtype),
+        lambda: by_rows_and_columns(q, k, v, weight, terms, tiling, programs),
+    )
+    dq, dk, dw = (
+        torch.zeros(sizes, dtype=torch.float32, device=q.device)
+        for sizes in (q.shape, k.shape, (programs[0], *weight.shape))
+    )
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    given = {"out": out, "lse": lse, "d_out": d_out.contiguous(), "dq": dq, "dk": dk, "dv": dv, "dw": dw}
+    given["d_lse"] = torch.zeros_like(lse) if d_lse is None else d_lse.contiguous()
+    launches(tensors_of(q, k, v, weight, terms) | given)
+    return dq.to(q.dtype), dk.to(k.dtype), dv, dw.sum(0).to(weight.dtype)
+
+
+def programs_of(q: Tensor, k: Tensor, tiling: Tiling) -> tuple[int, int]:
+    """Of the pass over the rows, and of that over the columns."""
+    rows, columns = -(-q.shape[2] // tiling.queries) * q.shape[1], -(-k.shape[2] // tiling.keys) * k.shape[1]
+    most = processors(q.device) * tiling.programs
+    return min(rows * q.shape[0], most), min(columns * k.shape[0], most)
+
+
+def by_rows_and_columns(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, tiling: Tiling, programs: tuple[int, int]
+) -> Launches:
     from foci.kernels.additive_backward import columns, rows
 
-    q, k, v, weight = readable(q, k, v, weight)
-    d_lse = torch.zeros_like(lse) if d_lse is None else d_lse.contiguous()
-    tiling = tiling or backward_tiling(q.shape[2], v.shape[3], q.device)
-    pairs, weights = q.shape[0] * q.shape[1], weight.numel() // weight.shape[-1]
-    arguments = inputs(q, k, v, weight, terms) | prepared(q, k, weight, tiling) | shape(q, v, tiling)
     features = min(power_of_two(q.shape[3]), 64)
-    threads_across = min(features, 16)
-    arguments |= {
-        "lse": lse, "d_out": d_out.contiguous(), "delta": torch.empty_like(lse), "pairs": pairs,
-        "BV": power_of_two(v.shape[3]), "VC": min(power_of_two(v.shape[3]), 64), "DC": features, "DT": threads_across,
-        "RT": tiling.warps * 32 // threads_across,
+    across = min(features, 16)
+    numbers = numbers_of(q, k, v, weight, terms) | shape(q, v, tiling)
+    numbers |= {"DC": features, "DT": across, "RT": tiling.warps * 32 // across}
+    tile = tiling.queries * tiling.keys
+    sizes = preparation(q, k, weight, tiling) | {
+        "delta": q.numel() // q.shape[3],
+        "row_room": programs[0] * (tile + tiling.keys * features),
+        "column_room": programs[1] * (tile + tiling.queries * features),
     }  # fmt: skip
-    room = tiling.queries * tiling.keys + tiling.keys * features
-    items = -(-q.shape[2] // tiling.queries) * pairs
-    programs = min(items, processors(q.device) * tiling.programs)
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    dw = torch.zeros((programs, weights, q.shape[3]), dtype=torch.float32, device=q.device)
-    rows[(programs,)](
-        **arguments, out=out, d_lse=d_lse, dq=dq, dw=dw,
-        room=dw.new_empty((programs, room)), items=items, programs=programs, **options(tiling),
-    )  # fmt: skip
-    dq, d_weight = dq.to(q.dtype), dw.sum(0).view(weight.shape).to(weight.dtype)
-    room = tiling.queries * tiling.keys + tiling.queries * features
-    items = -(-k.shape[2] // tiling.keys) * k.shape[0] * k.shape[1]
-    programs = min(items, processors(q.device) * tiling.programs)
-    dk = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    columns[(programs,)](
-        **arguments, dk=dk, dv=dv, room=dw.new_empty((programs, room)), items=items, programs=programs,
-        **options(tiling),
-    )  # fmt: skip
-    return dq, dk.to(k.dtype), dv, d_weight
+    row_items = numbers["pairs"] * -(-q.shape[2] // tiling.queries)
+    column_items = k.shape[0] * k.shape[1] * -(-k.shape[2] // tiling.keys)
+    by_rows = numbers | {"items": row_items, "programs": programs[0]}
+    by_columns = numbers | {"items": column_items, "programs": programs[1]}
+    steps = [
+        preparing(q, k, tiling, numbers),
+        step(rows, programs[:1], by_rows, {"room": "row_room"}, **options(tiling)),
+        step(columns, programs[1:], by_columns, {"room": "column_room"}, **options(tiling)),
+    ]
+    return Launches(sizes, q.device, steps)
 
 
-def prepared(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, Any]:
+def preparing(q: Tensor, k: Tensor, tiling: Tiling, numbers: dict[str, Any]) -> Step:
     """The exponentials, laid out for a tiling, and what is known of their sizes."""
     from foci.kernels.additive_powers import prepare as kernel
 
-    found = parts(preparation(q, k, weight, tiling), q.device)
-    kernel[(blocks_of(q, k, tiling),)](q=q, k=k, weight=weight, **found, **preparing(q, k, weight, tiling))
-    return found | {"headed": int(weight.dim() == 2)}
-
-
-def parts(sizes: dict[str, int], device: torch.device) -> dict[str, Tensor]:
-    """Many arrays of floats in one allocation, each from a multiple of 128 bytes on: allocating is the host's time."""
-    rounded = [-(-size // 32) * 32 for size in sizes.values()]
-    whole = torch.empty(sum(rounded), dtype=torch.float32, device=device)
-    return dict(zip(sizes, whole.split(rounded), strict=True))
+    return step(kernel, (blocks_of(q, k, tiling),), numbers, num_warps=4)
 
 
 def preparation(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, int]:
@@ -240,58 +271,48 @@ def preparation(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[st
     }  # fmt: skip
 
 
-def preparing(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, Any]:
-    """What `prepare` is told besides its tensors."""
-    (B, H, Tq, D), (G, Tk), headed = q.shape, k.shape[1:3], weight.dim() == 2
-    return {
-        "B": B, "H": H, "G": G, "Tq": Tq, "Tk": Tk, "D": D,
-        "q_batch": q.stride(0), "q_head": q.stride(1), "q_query": q.stride(2),
-        "k_batch": k.stride(0), "k_head": k.stride(1), "k_key": k.stride(2),
-        "weight_head": D if headed else 0, "weights": H if headed else 1,
-        "BM": tiling.queries, "BN": tiling.keys, "DP": rounded(D, tiling), "BD": power_of_two(D),
-        "STEP": min(power_of_two(D), 64), "GPU": q.is_cuda, "num_warps": 4,
-    }  # fmt: skip
-
-
 def blocks_of(q: Tensor, k: Tensor, tiling: Tiling) -> int:
     """Blocks of queries and blocks of keys: the programs of `prepare`."""
     B, H, Tq, _ = q.shape
     return B * (H * -(-Tq // tiling.queries) + k.shape[1] * -(-k.shape[2] // tiling.keys))
 
 
-def inputs(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms) -> dict[str, Any]:
+def tensors_of(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms) -> dict[str, Tensor]:
     """What every kernel reads. What is not given points at the weight and is never read."""
-    dense = terms.dense
-    if dense is not None:
-        dense = dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
-    strides = (0, 0, 0, 0) if dense is None else dense.stride()
+    spans, query_ids, key_ids, dense, seed = (weight if x is None else x for x in terms[:5])
+    return {
+        "q": q, "k": k, "v": v, "weight": weight,
+        "spans": spans, "query_ids": query_ids, "key_ids": key_ids, "dense": dense, "seed": seed,
+    }  # fmt: skip
+
+
+def numbers_of(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms) -> dict[str, Any]:
+    """What the kernels are told of these tensors."""
+    (B, H, Tq, D), (G, Tk), Dv, headed = q.shape, k.shape[1:3], v.shape[3], weight.dim() == 2
+    strides = (0, 0, 0, 0) if terms.dense is None else terms.dense.stride()
     masks = {"spans": terms.spans, "query_ids": terms.query_ids, "key_ids": terms.key_ids}
-    masks = {name: None if x is None else x.contiguous() for name, x in masks.items()}
-    return dict(
-        q=q, k=k, v=v, weight=weight, dense=weight if dense is None else dense,
-        seed=weight if terms.seed is None else terms.seed,
-        **{name: weight if x is None else x for name, x in masks.items()},
+    return {
+        "B": B, "H": H, "G": G, "group": H // G, "pairs": B * H, "Tq": Tq, "Tk": Tk, "D": D, "Dv": Dv,
+        "q_batch": q.stride(0), "q_head": q.stride(1), "q_query": q.stride(2),
+        "k_batch": k.stride(0), "k_head": k.stride(1), "k_key": k.stride(2),
+        "v_batch": v.stride(0), "v_head": v.stride(1), "v_key": v.stride(2),
+        "weight_head": D if headed else 0, "headed": int(headed), "weights": H if headed else 1,
         **{f"{name}_batch": 0 if x is None or x.shape[0] == 1 else x.stride(0) for name, x in masks.items()},
-        dense_batch=strides[0], dense_head=strides[1], dense_query=strides[2], dense_key=strides[3],
-        H=q.shape[1], group=q.shape[1] // k.shape[1], Tq=q.shape[2], Tk=k.shape[2],
-        q_batch=q.stride(0), q_head=q.stride(1), q_query=q.stride(2),
-        k_batch=k.stride(0), k_head=k.stride(1), k_key=k.stride(2),
-        v_batch=v.stride(0), v_head=v.stride(1), v_key=v.stride(2),
-        weight_head=weight.shape[-1] if weight.dim() == 2 else 0,
-        threshold=int(terms.dropout * 2**32), grown=1.0 / (1.0 - terms.dropout),
-        CAUSAL=terms.causal, SPANS=0 if terms.spans is None else terms.spans.shape[1],
-        IDS=terms.query_ids is not None, DENSE=dense is not None, DROPOUT=terms.seed is not None,
-    )  # fmt: skip
+        "dense_batch": strides[0], "dense_head": strides[1], "dense_query": strides[2], "dense_key": strides[3],
+        "threshold": int(terms.dropout * 2**32), "grown": 1.0 / (1.0 - terms.dropout),
+        "CAUSAL": terms.causal, "SPANS": 0 if terms.spans is None else terms.spans.shape[1],
+        "IDS": terms.query_ids is not None, "DENSE": terms.dense is not None, "DROPOUT": terms.seed is not None,
+        "BD": power_of_two(D), "BV": power_of_two(Dv), "GPU": q.is_cuda,
+    }  # fmt: skip
 
 
 def shape(q: Tensor, v: Tensor, tiling: Tiling) -> dict[str, Any]:
     """The sizes of a tile, for the kernels that work on tiles."""
     D, threads = q.shape[3], tiling.warps * 32
     return {
-        "D": D, "Dv": v.shape[3], "DP": rounded(D, tiling), "BD": power_of_two(D),
+        "DP": rounded(D, tiling), "STEP": min(power_of_two(D), 64), "VC": min(power_of_two(v.shape[3]), 64),
         "BM": tiling.queries, "BN": tiling.keys, "MT": tiling.across, "NT": threads // tiling.across,
-        "CHUNK": tiling.chunk, "MOST": tiling.most, "GPU": q.is_cuda,
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+        "CHUNK": tiling.chunk, "MOST": tiling.most, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
 
 

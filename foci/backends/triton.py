@@ -13,7 +13,7 @@ from foci.backends import additive, biased
 
 NAME = "triton"
 
-# Each has `refuses` and `run`, and may have `hesitates`, like a backend; the first that serves the call is used.
+# Each has `refuses` and `run`, like a backend; the first that serves the call is used.
 LAUNCHERS: tuple[ModuleType, ...] = (additive, biased)
 
 
@@ -26,10 +26,7 @@ def refuses(call: Call) -> list[str]:
 
 def hesitates(call: Call) -> list[str]:
     """Reasons not to be chosen unless it is named."""
-    if on_cpu(call):
-        return ["Triton's interpreter is for tests: name backend='triton' to use it"]
-    launcher = launcher_of(call)
-    return launcher.hesitates(call) if launcher is not None and hasattr(launcher, "hesitates") else []
+    return ["Triton's interpreter is for tests: name backend='triton' to use it"] if on_cpu(call) else []
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:

@@ -75,31 +75,16 @@ def quartet(words, GPU: tl.constexpr):
 
 
 @triton.jit
-def fetch(pointer, LINES: tl.constexpr, GPU: tl.constexpr):
-    """Has lines of 128 bytes brought into the first cache, and waits for nothing."""
-    if GPU:
-        places = pointer.to(tl.int64) + tl.arange(0, LINES) * 128
-        tl.inline_asm_elementwise(
-            "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [places], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def shared_by_four(
     E, F, table,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
-    AHEAD: tl.constexpr, GPU: tl.constexpr,
+    GPU: tl.constexpr,
 ):  # fmt: skip
     """Σ_d 1 / (c + E F), four terms at a time."""
     total = tl.zeros((BM // MT, BN // NT, MT, NT), tl.float32)
     e = E + 2 * rows_of(BM, MT)
     f = F + 2 * columns_of(BN, NT)
     for _ in range(0, DP, CHUNK):
-        if AHEAD:
-            E += CHUNK // 2 * BM
-            F += CHUNK // 2 * BN
-            fetch(E, CHUNK * BM // 32, GPU)
-            fetch(F, CHUNK * BN // 32, GPU)
         for step in tl.static_range(CHUNK // 4):
             e0, e1, e2, e3 = quartet(e + 2 * step * BM, GPU)
             f0, f1, f2, f3 = quartet(f + 2 * step * BN, GPU)
@@ -198,7 +183,7 @@ def logits(
     E, F, table, constant, factor, q_most, k_most, sizes, far,
     q, q_query, i, Tq, k, k_key, j, Tk, weight, D,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
-    CHUNK: tl.constexpr, MOST: tl.constexpr, AHEAD: tl.constexpr, GPU: tl.constexpr,
+    CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """A tile of logits in base 2; E and F point to its blocks, sizes is 1 + log2 |c|."""
     exponents = tl.maximum(q_most + k_most, 0.0) + sizes
@@ -209,7 +194,7 @@ def logits(
     elif (by_four > ROOM) | (MOST == 2):
         z = constant - factor * shared_by_two(E, F, table, BM, BN, MT, NT, DP, CHUNK, GPU)
     else:
-        z = constant - factor * shared_by_four(E, F, table, BM, BN, MT, NT, DP, CHUNK, AHEAD, GPU)
+        z = constant - factor * shared_by_four(E, F, table, BM, BN, MT, NT, DP, CHUNK, GPU)
     return z
 
 
@@ -250,8 +235,8 @@ def forward(
     threshold, grown,
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr,
-    DP: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, AHEAD: tl.constexpr,
-    GPU: tl.constexpr, PRECISION: tl.constexpr,
+    DP: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of queries against every key that one of them sees, the longest causal rows first.
 
@@ -305,8 +290,7 @@ def forward(
             z = logits(
                 E, F + tl.cast(t, tl.int64) * (BN * DP // 2), table, constant, factor,
                 own_most, per_feature(k_most, k_pair * k_blocks + t, DP, BD), own_sizes, far,
-                q, q_query, i, Tq, k, k_key, j, Tk, weight, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST,
-                AHEAD, GPU,
+                q, q_query, i, Tq, k, k_key, j, Tk, weight, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
             )  # fmt: skip
             if (t < full) | (t >= end):
                 seen = visible(

@@ -22,7 +22,6 @@ from foci.kernels.additive import (
     as_tile,
     as_words,
     columns_of,
-    fetch,
     logits,
     per_feature,
     product,
@@ -77,7 +76,7 @@ def add_to(pointer, x, GPU: tl.constexpr):
 def near_slopes(
     k_powers, q_powers, ds, into, d, thread,
     BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
-    AHEAD: tl.constexpr, GPU: tl.constexpr,
+    GPU: tl.constexpr,
 ):  # fmt: skip
     """Σ_i ds u (1 - u) for each of a thread's keys, and Σ_ij ds u; adds Σ_j ds u (1 - u) to the queries.
 
@@ -97,8 +96,6 @@ def near_slopes(
         # Those of the next turn; the last one reads what comes after the block, and leaves it.
         q_powers += 4 * DW
         next0, next1, next2, next3 = four(q_powers + d * 4, GPU)
-        if AHEAD:
-            fetch(ds + 4 * BN, BN // 8, GPU)
         g0, g1, g2, g3 = nothing, nothing, nothing, nothing
         found = ()
         for r in tl.static_range(BN // JT):
@@ -167,7 +164,7 @@ def far_slopes(
 def add_slopes(
     k, k_key, first_key, Tk, q, q_query, first, Tq, D, k_powers, q_powers, ds, near, weight, sum_ds, dq, dk, dw,
     BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
-    AHEAD: tl.constexpr, GPU: tl.constexpr,
+    GPU: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile gives; dq without its factor 4 w, dk without its factor 4.
 
@@ -179,7 +176,7 @@ def add_slopes(
         into = dq + d + thread * 0
         # Each way gives its own results away: what a condition returns would go through the threads once more.
         if near:
-            totals, shares = near_slopes(k_powers, q_powers, ds, into, d, thread, BM, BN, DW, DC, JT, DT, AHEAD, GPU)
+            totals, shares = near_slopes(k_powers, q_powers, ds, into, d, thread, BM, BN, DW, DC, JT, DT, GPU)
             give(totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, GPU)
         else:
             totals, shares = far_slopes(
@@ -233,7 +230,7 @@ def joint(
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr,
     DP: tl.constexpr, BD: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
-    CHUNK: tl.constexpr, MOST: tl.constexpr, AHEAD: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Blocks of keys, each against every query of the heads that share it, or one of `splits` parts of those.
 
@@ -284,7 +281,7 @@ def joint(
                     tl.load(constants + h * headed * 2), tl.load(constants + h * headed * 2 + 1),
                     q_block_most, own_most, per_feature(sizes, h * headed, DP, BD), far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + g * k_head, k_key, j, Tk,
-                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, AHEAD, GPU,
+                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
                 )  # fmt: skip
                 p = tl.exp2(z - row_log_sum_exps(lse + pair * Tq, i, Tq))
                 if every == 0:
@@ -320,7 +317,7 @@ def joint(
                     (far == 0) & (tl.max(own_most + q_block_most, 0) < HALF_ROOM), weight + h * weight_head, sum_ds,
                     dq + place * (BM * DW), dk + k_place * (BN * DW),
                     dw + h * headed * D,
-                    BM, BN, DW, DC, JT, DT, AHEAD, GPU,
+                    BM, BN, DW, DC, JT, DT, GPU,
                 )  # fmt: skip
                 # The room is written anew.
                 tl.debug_barrier()

@@ -16,6 +16,7 @@ import foci
 from foci.arguments import Call, prepare
 from foci.backends import additive, additive_launch, reference
 from foci.backends.additive_launch import Terms, Tiling
+from foci.backends.launches import Launches
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth, worst
 from tests.contract.cells import MASKS, Sizes, input_shapes, laid_out
 
@@ -151,12 +152,21 @@ def test_numbers_of_every_size(spread: float, query: float, key: float) -> None:
     judge(additive_problem(q, k, randn(17, seed=3)))
 
 
+def prepared(x: Tensor, w: Tensor) -> dict[str, Tensor]:
+    """What is taken once per query and key, where both are the same."""
+    tiling = additive_launch.INTERPRETED
+    found = {name: torch.empty(size) for name, size in additive_launch.preparation(x, x, w, tiling).items()}
+    numbers = additive_launch.numbers_of(x, x, x, w, NO_TERMS) | additive_launch.shape(x, x, tiling)
+    Launches({}, x.device, [additive_launch.preparing(x, x, tiling, numbers)])({"q": x, "k": x, "weight": w} | found)
+    return found
+
+
 def test_every_way_to_sum_is_taken() -> None:
     """By four, by two, and the sum first: each where the sizes ask for it."""
     w = torch.ones(8)
     for size, four, two, far in ((1.0, True, True, False), (6.0, False, True, False), (50.0, False, False, True)):
         x = torch.full((1, 1, 16, 8), size)
-        found = additive_launch.prepared(x, x, w, additive_launch.INTERPRETED)
+        found = prepared(x, w)
         exponents = ((found["q_most"] + found["k_most"]).clamp(min=0) + found["sizes"])[:8]
         assert bool((exponents.view(-1, 4).sum(1) <= 124).all()) == four
         assert bool((exponents.view(-1, 2).sum(1) <= 124).all()) == two
@@ -180,6 +190,37 @@ def test_tiles_of_every_shape_agree(most: int) -> None:
         out, lse = additive_launch.forward(q, k, v, w, NO_TERMS, tiling)
         torch.testing.assert_close(out, expected[0], atol=3e-6, rtol=0)
         torch.testing.assert_close(lse * math.log(2), expected[1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("queries", "pairs", "value_width", "dtype", "expected"),
+    [
+        (128, 64, 256, torch.bfloat16, Tiling(keys=128, warps=8)),
+        (512, 16, 256, torch.float16, Tiling(keys=128, warps=8)),
+        (128, 16, 256, torch.bfloat16, Tiling(queries=32)),
+        (512, 16, 256, torch.float32, Tiling(queries=32)),
+        (1024, 32, 256, torch.float32, Tiling(warps=8, across=16)),
+        (1024, 32, 64, torch.bfloat16, Tiling()),
+        (512, 16, 64, torch.bfloat16, Tiling(queries=32)),
+        (20, 500, 256, torch.bfloat16, Tiling(queries=32)),
+        (16, 500, 64, torch.bfloat16, Tiling(queries=16)),
+        (128, 64, 512, torch.bfloat16, Tiling(queries=32, warps=8, across=16)),
+    ],
+)
+def test_tiles_fit_the_values_and_the_processors(
+    queries: int, pairs: int, value_width: int, dtype: torch.dtype, expected: Tiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(additive_launch, "processors", lambda device: 132)
+    assert additive_launch.forward_tiling(queries, pairs, value_width, dtype, torch.device("cuda", 0)) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [70, 2])
+def test_later_calls_of_a_shape_are_right_too(queries: int) -> None:
+    """The first call of a shape goes through Triton, later ones hand over addresses."""
+    for seed in range(4):
+        q, k = randn(2, 2, queries, 48, seed=seed), randn(2, 1, 90, 48, seed=10 + seed)
+        judge(additive_problem(q, k, randn(48, seed=20 + seed), foci.causal))
 
 
 def seeded(dropout: float, requires_grad: bool, queries: int) -> Call:

@@ -150,7 +150,6 @@ def test_who_asks_for_the_same_result_in_every_run_gets_two_passes(one_pass: lis
         (128, 200, 512, 512, 1, NO_TERMS, None),
         (300, 100, 16, 128, 1, NO_TERMS._replace(seed=SEED, dropout=0.3), None),
         (300, 190, 64, 64, 1, NO_TERMS, Tiling(chunk=4, registers=168, programs=3)),
-        (300, 190, 64, 64, 1, NO_TERMS, Tiling(ahead=True)),
     ],
 )
 def test_large_ones_equal_the_two_passes(

@@ -1,0 +1,121 @@
+"""Kernels that are launched again and again: what is found out for the first call of some shapes holds for the next.
+
+Triton looks at each argument of each launch, and a kernel here has up to 85 of them: for small calls the GPU would wait
+for that. All but the addresses follow from shapes, strides and dtypes, so a later call hands only those to what was
+compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, reduce
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Kinds of calls that are remembered. Lengths that never come again push all of them out now and then.
+MOST = 1024
+
+# Where a compiled kernel is known to take addresses, and every argument in order.
+KNOWN = ((3, 5), (3, 6), (3, 7))
+
+
+# What was compiled, the choice of its tensors from all of them, and the arguments after those.
+Again = tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]
+
+
+class Step(NamedTuple):
+    """One launch: the names of its tensors, which are the kernel's first arguments, and the arguments after them."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    tensors: tuple[str, ...]
+    numbers: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def step(
+    kernel: Any, grid: tuple[int, ...], numbers: dict[str, Any], renamed: dict[str, str] | None = None, **options: Any
+) -> Step:
+    """The launch of a kernel: what is no number is a tensor, of the same name unless it is renamed."""
+    first = next(place for place, name in enumerate(kernel.arg_names) if name in numbers)
+    tensors = tuple((renamed or {}).get(name, name) for name in kernel.arg_names[:first])
+    return Step(kernel, grid, tensors, tuple(numbers[name] for name in kernel.arg_names[first:]), options)
+
+
+class Launches:
+    """Launches in a row, with the arrays of floats that they share, for one kind of call.
+
+    Args:
+        sizes: how many floats each array has.
+        device: where it all happens.
+        steps: the launches, in order.
+    """
+
+    def __init__(self, sizes: dict[str, int], device: torch.device, steps: Sequence[Step]) -> None:
+        self.device, self.steps = device, steps
+        self.names = list(sizes)
+        # One allocation, each array from a multiple of 128 bytes on: allocating is the host's time.
+        self.sizes = [-(-size // 32) * 32 for size in sizes.values()]
+        self.total = sum(self.sizes)
+        self.again: list[Again] = []
+
+    def __call__(self, tensors: dict[str, Tensor]) -> None:
+        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+            self.launch(tensors)
+        else:
+            with torch.cuda.device(self.device):
+                self.launch(tensors)
+
+    def launch(self, tensors: dict[str, Tensor]) -> None:
+        whole = torch.empty(self.total, dtype=torch.float32, device=self.device)
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        # What is compiled relies on addresses that are multiples of 16, as they nearly always are.
+        aligned = reduce(or_, addresses.values()) % 16 == 0
+        if aligned and self.again:
+            place = whole.data_ptr()
+            for name, size in zip(self.names, self.sizes, strict=True):
+                addresses[name] = place
+                place += 4 * size
+            for compiled, chosen, numbers in self.again:
+                compiled(*chosen(addresses), *numbers)
+        else:
+            arrays = dict(zip(self.names, whole.split(self.sizes), strict=True))
+            self.launch_by_triton(tensors | arrays, aligned)
+
+    def launch_by_triton(self, tensors: dict[str, Tensor], aligned: bool) -> None:
+        found: list[Again] = []
+        for kernel, grid, names, numbers, options in self.steps:
+            compiled = kernel[grid](*(tensors[name] for name in names), *numbers, **options)
+            # The interpreter compiles nothing.
+            if compiled is not None and aligned and takes_addresses():
+                found.append((compiled[(*grid, 1, 1)[:3]], itemgetter(*names), numbers))
+        self.again = found or self.again
+
+
+@cache
+def takes_addresses() -> bool:
+    """Other versions of Triton are given tensors, and look at them each time."""
+    from triton import __version__
+
+    return torch.version.hip is None and tuple(map(int, __version__.split(".")[:2])) in KNOWN
+
+
+KEPT: dict[Hashable, Any] = {}
+
+
+def kept(key: Hashable, make: Callable[[], Launches]) -> Launches:
+    """What was made for this kind of call, or is now."""
+    found: Launches | None = KEPT.get(key)
+    if found is None:
+        if len(KEPT) >= MOST:
+            KEPT.clear()
+        found = KEPT[key] = make()
+    return found
+
+
+def layout(x: Tensor | None) -> Hashable:
+    """What a kernel's arguments follow from."""
+    return None if x is None else (x.shape, x.stride(), x.dtype)
