@@ -69,14 +69,19 @@ def test_the_gradient_is_the_same_every_time() -> None:
 
 
 def difference(queries: int, keys: int, width: int, values: int, group: int, terms: Terms, dtype: torch.dtype) -> float:
-    """Against the two passes, on memory that holds NaN before it is written."""
+    """Against the two passes, on memory that holds NaN before it is written.
+
+    Each has the log-sum-exp of its own forward: what a logit lost on one way is not what it lost on the other.
+    """
     shapes = [(2, 2 * group, queries, width), (2, 2, keys, width), (2, 2, keys, values), (2 * group, width)]
     q, k, v, w = (randn(*shape, seed=seed).to(DEVICE, dtype) for seed, shape in enumerate(shapes))
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        out, lse = additive_launch.forward(q, k, v, w, terms)
-        given = (randn(*out.shape, seed=8).to(out), None, q, k, v, w, out, lse, terms)
-        expected, found = additive_launch.two_passes(*given), additive_launch.backward(*given)
+        d_out = randn(2, 2 * group, queries, values, seed=8).to(q)
+        found = additive_launch.backward(d_out, None, q, k, v, w, *additive_launch.forward(q, k, v, w, terms), terms)
+        tiling = additive_launch.forward_tiling(queries, 4 * group, values, dtype, q.device)
+        tiled = additive_launch.forward(q, k, v, w, terms, tiling)
+        expected = additive_launch.two_passes(d_out, None, q, k, v, w, *tiled, terms)
     finally:
         torch.use_deterministic_algorithms(False)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
@@ -99,5 +104,6 @@ def test_it_equals_the_two_passes(terms: Terms) -> None:
 def test_large_ones_equal_the_two_passes(
     queries: int, keys: int, width: int, values: int, group: int, dtype: torch.dtype
 ) -> None:
-    rounding = 8 * torch.finfo(dtype).eps if dtype != F32 else 2e-5
+    # In float32 what a logit loses counts, up to eps Σ|w|: 5e-5 at a width of 512.
+    rounding = 8 * torch.finfo(dtype).eps if dtype != F32 else max(2e-5, torch.finfo(F32).eps * 0.8 * width)
     assert difference(queries, keys, width, values, group, NO_TERMS, dtype) < rounding
