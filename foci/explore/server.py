@@ -16,7 +16,7 @@ from typing import Any
 from foci.explore import answers
 from foci.explore.guard import App, Guard
 from foci.explore.jobs import Desk, Job, Kept
-from foci.explore.models import UNTRAINED, Shelf
+from foci.explore.models import TAKES, UNTRAINED, Shelf
 from foci.looking import device_of, place_of, shipped
 from foci.record import Record
 from foci.view.linking import ASSETS
@@ -74,7 +74,9 @@ class Explorer:
         return Response(path.read_bytes(), media_type=TYPES[path.suffix])
 
     async def choices(self, _request: Any) -> Any:
-        return answered({"models": [*dict.fromkeys([UNTRAINED, *self.models, *shipped(), *cached_models()])]})
+        models = [*dict.fromkeys([UNTRAINED, *self.models, *shipped(), *cached_models()])]
+        takes = {name: TAKES.get(name, "texts") for name in (UNTRAINED, *shipped())}
+        return answered({"models": models, "takes": takes})
 
     async def look(self, request: Any) -> Any:
         try:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.inputs.files import found_at
+
 # About 60 dB below speech of the usual loudness: what is quieter is silence.
 FLOOR = 1e-6
 # Zero crossings of the resampling kernel on either side: more of them cut sharper.
@@ -37,7 +39,7 @@ def read_sound(path: str | os.PathLike[str], rate: int | None = None) -> tuple[T
     """
     name = os.fspath(path)
     if not Path(name).is_file():
-        raise FileNotFoundError(f"{name} should be a sound file, but there is no such file")
+        raise FileNotFoundError(f"{name} should be a sound file, but there is {found_at(Path(name))}")
     channels, found = read_channels(name)
     if len(channels) == 0:
         raise ValueError(f"{name} should be a sound file, but it holds no samples")

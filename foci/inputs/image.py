@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foci.inputs.files import found_at
+
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -35,7 +37,7 @@ def read_image(path: str | os.PathLike[str], channels: int = 3, size: int | None
         raise ValueError(f"an image has 1 or 3 channels, but got {channels!r}")
     name = os.fspath(path)
     if not Path(name).is_file():
-        raise FileNotFoundError(f"{name} should be an image, but there is no such file")
+        raise FileNotFoundError(f"{name} should be an image, but there is {found_at(Path(name))}")
     bitmap = name.lower().endswith((".pgm", ".ppm"))
     pixels = read_bitmap(name) if bitmap else read_with_pillow(name)
     return scaled(in_channels(pixels, channels), size)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
+from foci.inputs.files import found_at
+
 
 class Row(NamedTuple):
     """A line of a table: where it stands, and its columns by name; or what is wrong with it."""
@@ -116,8 +118,7 @@ def text_of(path: Path) -> str:
 def opened(path: Path) -> BinaryIO:
     """The bytes of a file, unpacked."""
     if not path.is_file():
-        found = "a folder" if path.is_dir() else "something else" if path.exists() else "nothing"
-        raise ValueError(f"expected a file at {path}, but there is {found}")
+        raise ValueError(f"expected a file at {path}, but there is {found_at(path)}")
     if path.suffix == ".gz":
         return cast("BinaryIO", gzip.open(path, "rb"))
     return cast("BinaryIO", lzma.open(path, "rb")) if path.suffix == ".xz" else path.open("rb")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foci.inputs import audio_changes
 from foci.inputs.audio import levelled, log_mel, read_sound, with_deltas
+from foci.inputs.files import found_at
 from foci.inputs.text import TokenizerKind
 from foci.nn.config import Config
 
@@ -80,7 +81,7 @@ def heard(path: str, rate: int) -> Tensor:
     except ImportError as error:
         raise ImportError(f"{path} needs numpy to be read: pip install numpy") from error
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} should hold frames, but there is no such file")
+        raise FileNotFoundError(f"{path} should hold frames, but there is {found_at(Path(path))}")
     try:
         frames = torch.from_numpy(numpy.load(path, allow_pickle=False)).float()
     except (ValueError, TypeError, EOFError) as error:

@@ -281,7 +281,7 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
         (["run", "translation", "a", "--set", "task.bean=1"], "no setting of translation: the nearest is task.beam; "),
         (["run", "translation", "a", "--set", "task=1"], "expected [task] in the changes to be a table, but got 1"),
         (["train", "vision", "--data", "none"], "table of paths and labels at none, but there is nothing"),
-        (["evaluate", "runs/translation", "--data", "none.tsv"], "expected a file at none.tsv, but there is nothing"),
+        (["evaluate", "runs/translation", "--data", "none.tsv"], "a file at none.tsv, but there is no such file"),
     ],
 )
 def test_bad_input_is_one_sentence(

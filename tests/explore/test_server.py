@@ -140,7 +140,9 @@ def test_files_have_their_types(client: Any) -> None:
 
 
 def test_models_on_offer(client: Any) -> None:
-    assert client.get(f"/{SECRET}/api/models").json()["models"][:2] == [models.UNTRAINED, "./offered"]
+    found = client.get(f"/{SECRET}/api/models").json()
+    assert found["models"][:2] == [models.UNTRAINED, "./offered"]
+    assert (found["takes"]["vision"], found["takes"][models.UNTRAINED]) == ("images", "texts")
 
 
 def test_a_text_becomes_a_record(client: Any, explorer: Explorer) -> None:

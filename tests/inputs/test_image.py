@@ -88,6 +88,8 @@ def test_what_is_no_image_is_refused_in_one_sentence(tmp_path: Path) -> None:
         read_image(tmp_path / "short.pgm")
     with pytest.raises(FileNotFoundError, match=r"nothing.png should be an image, but there is no such file"):
         read_image(tmp_path / "nothing.png")
+    with pytest.raises(FileNotFoundError, match=r"should be an image, but there is a folder"):
+        read_image(tmp_path)
     with pytest.raises(ValueError, match="1 or 3 channels, but got 2"):
         read_image(tmp_path / "text.png", 2)
 

@@ -16,6 +16,7 @@ const OFTEN = 300;
 
 class FrontDoor {
   constructor() {
+    this.takes = {};
     this.text = make(
       "textarea",
       { rows: "4", "aria-label": "Text", placeholder: "Type a text, or drop an image, a sound or a .foci file here" },
@@ -92,7 +93,8 @@ class FrontDoor {
   }
 
   async start() {
-    const { models } = await (await fetch(`${ROOT}api/models`)).json();
+    const { models, takes } = await (await fetch(`${ROOT}api/models`)).json();
+    this.takes = takes;
     this.names.append(...models.map((name) => make("option", { value: name })));
     this.chips.append(
       ...models.slice(0, 8).map(
@@ -112,16 +114,24 @@ class FrontDoor {
     if (!file) return;
     if (file.name.endsWith(".foci")) this.send("api/open", file, "application/octet-stream");
     else if (file.type.startsWith("image/")) this.send(
-      `api/view?${new URLSearchParams({ model: this.model.value })}`,
+      `api/view?${new URLSearchParams({ model: this.fitting("images") })}`,
       file,
       "application/octet-stream",
     );
     else if (file.type.startsWith("audio/")) this.send(
-      `api/hear?${new URLSearchParams({ model: this.model.value })}`,
+      `api/hear?${new URLSearchParams({ model: this.fitting("sounds") })}`,
       file,
       "application/octet-stream",
     );
     else this.fail(`expected an image, a sound or a .foci file, received ${file.name}`);
+  }
+
+  /** The model that was chosen; where it is known to take something else, one that ships and takes this. */
+  fitting(what) {
+    const taken = this.takes[this.model.value];
+    const other = Object.keys(this.takes).find((name) => this.takes[name] === what);
+    if (taken && taken !== what && other) this.model.value = other;
+    return this.model.value;
   }
 
   async send(address, body, type) {
