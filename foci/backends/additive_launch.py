@@ -131,9 +131,10 @@ def readable(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Terms]:
     """As the kernels read them: features that lie side by side, and of the weight also the heads; masks in bytes."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    spans, query_ids, key_ids, dense = (None if x is None else x.contiguous() for x in terms[:4])
-    if terms.dense is not None:
-        dense = terms.dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
+    spans, query_ids, key_ids = (None if x is None else x.contiguous() for x in terms[:3])
+    dense = terms.dense
+    if dense is not None:
+        dense = dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
     return q, k, v, weight.contiguous(), Terms(spans, query_ids, key_ids, dense, *terms[4:])
 
 

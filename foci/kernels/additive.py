@@ -278,7 +278,7 @@ def forward(
     peak = tl.full((BM // MT, MT), -float("inf"), tl.float32)
     total = tl.zeros((BM // MT, MT, NT), tl.float32)
     mixture = tl.zeros((BM, BV), tl.float32)
-    for run in tl.static_range(max(SPANS, 1)):
+    for run in tl.static_range(SPANS if SPANS > 0 else 1):
         low, high = span(spans, run, flat, offset, Tq, Tk, CAUSAL, SPANS)
         first, last, full, end = bounds(low, high, flat < Tq, Tk, BN, ALWAYS)
         if SPLITS > 1:

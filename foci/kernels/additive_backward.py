@@ -224,7 +224,7 @@ def rows(
         tl.store(delta + first_row + flat, change, mask=flat < Tq)
         change = tl.reshape(change, (BM // MT, MT))[:, None, :, None]
         row_lse = row_log_sum_exps(lse + first_row, i, Tq)
-        for run in tl.static_range(max(SPANS, 1)):
+        for run in tl.static_range(SPANS if SPANS > 0 else 1):
             low, high = span(spans + b * spans_batch, run, flat, offset, Tq, Tk, CAUSAL, SPANS)
             first, last, full, end = bounds(low, high, flat < Tq, Tk, BN, ALWAYS)
             for t in range(first, last):

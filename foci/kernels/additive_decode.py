@@ -51,7 +51,7 @@ def few(
     peak = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((BN,), tl.float32)
     mixture = tl.zeros((BN, BV), tl.float32)
-    for run in tl.static_range(max(SPANS, 1)):
+    for run in tl.static_range(SPANS if SPANS > 0 else 1):
         low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
         low = tl.maximum(low, split * per_split)
         high = tl.minimum(high, (split + 1) * per_split)
