@@ -76,15 +76,15 @@ def shapes_refuse(arguments: dict[str, Any]) -> list[str]:
 
 
 def wanted_refuses(wanted: Wanted, tokens: int) -> list[str]:
-    """Distance and the largest logit would take more registers than there are.
+    """Distance and the largest logit would take more registers than there are; the latter is the heaviest key's, too.
 
     For the heaviest keys without the entropy plain Triton has room for tiles of twice the size, and is as fast.
     """
     reasons = []
     if wanted.distance:
         reasons.append("distance")
-    if wanted.largest:
-        reasons.append("the largest logit")
+    if wanted.largest and not wanted.top:
+        reasons.append("the largest logit without the heaviest keys")
     if wanted.top and not wanted.entropy:
         reasons.append("the heaviest keys without the entropy")
     if wanted.top and segments_for(wanted.top, tokens // 64, 32) != SEGMENTS:

@@ -25,8 +25,8 @@ class Config:
     fetched: the copy engine fetches the keys, where it can;
     late: what a tile adds to its keys and to a picture of means is written beside the next product;
     in_flight: the kernel for Hopper, in which the next product is on its way meanwhile: see hopper.py;
-    choosing: queries of a program that chooses the heaviest keys; refining: keys that are read again at a time, the
-    warps that read them, and programs that share a multiprocessor.
+    choosing: warps of a program that chooses the heaviest keys; refining: keys that are read again at a time, the warps
+    that read them, and programs that share a multiprocessor.
     """
 
     queries: int
@@ -35,10 +35,10 @@ class Config:
     stages: int
     per_processor: int
     fine: int = 16
-    choosing_rows: int = 16
-    refining_keys: int = 64
-    refining_warps: int = 4
-    refining_programs: int = 4
+    choosing_warps: int = 1
+    refining_keys: int = 16
+    refining_warps: int = 1
+    refining_programs: int = 16
     fetched: bool = False
     late: bool = False
     in_flight: bool = False
@@ -49,7 +49,8 @@ def default(width: int, dtype: torch.dtype, wanted: Wanted, fetched: bool) -> Co
     if dtype == torch.float32 or width > 128:
         return Config(queries=64, keys=64, warps=4, stages=2, per_processor=1)
     # Each of these is kept in registers for half a tile; with many of them a tile has to be smaller.
-    carried = wanted.entropy + wanted.distance + wanted.largest + 3 * (wanted.top > 0)
+    # The largest logit is that of the heaviest keys, where these are wanted.
+    carried = wanted.entropy + wanted.distance + (3 if wanted.top else wanted.largest)
     queries = 64 if carried > 3 else 128
     # Older devices, where threads load the keys, have no room for a fourth.
     stages = 4 if fetched and wanted.top else 3
@@ -61,7 +62,8 @@ def better_late(wanted: Wanted) -> bool:
     where nothing but sums is wanted.
     """
     means = wanted.picture is not None and wanted.picture[2] == "mean"
-    return means and (wanted.entropy or not wanted.received) and not (wanted.distance or wanted.largest)
+    tight = wanted.distance or (wanted.largest and not wanted.top)
+    return means and (wanted.entropy or not wanted.received) and not tight
 
 
 def slots(pairs: int, tiles: int, programs: int) -> int:

@@ -46,6 +46,8 @@ CHOOSING = (
 )
 # Fewer would be enough for short sequences, at the price of a build for each length.
 LEAST_TAG_BITS = 7
+# With more, which are those of longer sequences than 32,768 tokens, logits lack too much to be taken as they are kept.
+MOST_TAG_BITS = 9
 WRITTEN = ("entropy", "distance", "largest", "columns", "best", "second", "third")
 
 
@@ -114,14 +116,15 @@ def sweep(
     common |= {"k_tiles": unused if described is None else described, "FETCHED": described is not None}
     common |= picture_arguments(wanted, fit, k.shape[2], twice=arguments["SPANS"] == 2)
     common |= {name: (buffers | kept).get(name, unused) for name in WRITTEN} | {"picture": buffers.get("cells", unused)}
-    common |= {"ENTROPY": wanted.entropy, "DISTANCE": wanted.distance, "LARGEST": wanted.largest}
+    common |= {"ENTROPY": wanted.entropy, "DISTANCE": wanted.distance, "LARGEST": "largest" in buffers}
     common |= {"RECEIVED": wanted.received, "TOP": wanted.top > 0, "slots": per_pair}
     common |= {"SEGMENTS": classes.segments, "TAG_BITS": classes.tag_bits}
-    for number, launch in enumerate(plan):
+    for launch in plan:
         run(arguments, common, launch, config)
         if wanted.top:
-            written = {"values": buffers["top_values"], "keys": buffers["top_keys"]}
-            choose(arguments, kept | {"counter": kept["counter"][number]} | written, launch, classes, config)
+            choose(arguments, kept, buffers, launch, classes, config)
+    if wanted.top:
+        refine(arguments, kept, buffers, classes, config)
     # Before what the programs wrote apart is joined, so that the two never take memory together.
     del kept, common
     return finish(wanted, buffers)
@@ -154,37 +157,64 @@ def candidates(q: Tensor, plan: list[Launch], queries: int, classes: Classes) ->
         "best": q.new_empty(rows * classes.number, dtype=torch.float32),
         "second": q.new_empty(rows * classes.number, dtype=torch.float32),
         "third": q.new_empty(rows * classes.number // CLASSES_PER_BOUND, dtype=torch.float16),
-        "flags": q.new_empty(rows * classes.number // FLAGS_PER_WORD, dtype=torch.int32),
-        "listed": q.new_empty(rows, dtype=torch.int32),
-        # One for each launch, at addresses that are all aligned alike: else the kernels would be built twice.
-        "counter": q.new_zeros((len(plan), 4), dtype=torch.int32),
+        # Of all launches: they are read again together.
+        "flags": q.new_empty((*q.shape[:3], classes.number // FLAGS_PER_WORD), dtype=torch.int32),
+        "listed": q.new_empty(q.shape[:3], dtype=torch.int32),
+        "counter": q.new_zeros(1, dtype=torch.int32),
     }
 
 
 def choose(
-    arguments: dict[str, Any], buffers: dict[str, Tensor], launch: Launch, classes: Classes, config: Config
+    arguments: dict[str, Any],
+    kept: dict[str, Tensor],
+    buffers: dict[str, Tensor],
+    launch: Launch,
+    classes: Classes,
+    config: Config,
 ) -> None:
-    """The heaviest keys of the queries of one launch: chosen, and where that leaves a doubt, read again."""
+    """The heaviest keys of the queries of one launch: chosen, and those that this leaves in doubt put on a list."""
     from foci.kernels.top import choose as kernel
-    from foci.kernels.top import refine
 
-    queries, top = launch.tiles * config.queries, buffers["keys"].shape[-1]
-    slots = 2 ** math.ceil(math.log2(top))
-    common: dict[str, Any] = {name: buffers[name] for name in ("values", "keys", "flags", "listed", "counter")}
-    common |= {"first_pair": launch.first_pair, "first_query": launch.first_tile * config.queries, "queries": queries}
-    common |= {"segments": classes.segments, "TOP": top, "SLOTS": slots, "CLASSES": classes.number, "BK": config.keys}
-    common["EVEN"] = arguments["D"] == arguments["BD"]
-    # A lane keeps two numbers for each candidate that it holds.
-    rows = max(1, min(config.choosing_rows, 1024 // classes.number))
+    queries, top = launch.tiles * config.queries, buffers["top_keys"].shape[-1]
+    log = (top - 1).bit_length()
+    # A thread for each query.
+    rows = 32 * config.choosing_warps
     kernel[(-(-queries // rows), launch.pairs)](
-        **{name: arguments[name] for name in CHOOSING}, **{name: buffers[name] for name in ("best", "second", "third")},
-        **common, TAG_BITS=classes.tag_bits, LABEL_BITS=max(classes.tag_bits, (2 * classes.number - 1).bit_length()),
-        R=rows, STEP=min(arguments["BD"], max(16, 2048 // (rows * slots))), num_warps=1,
+        **{name: arguments[name] for name in CHOOSING}, **kept, values=buffers["top_values"], keys=buffers["top_keys"],
+        largest_logits=buffers.get("logits", arguments["lse"]), LARGEST="logits" in buffers,
+        first_pair=launch.first_pair, first_query=launch.first_tile * config.queries, queries=queries,
+        segments=classes.segments, EXACT=exact(arguments["q"].dtype, classes), TOP=top, CLASSES=classes.number,
+        LOG_N=max(log, min(6, (classes.number - 1).bit_length())), LOG=log, BK=config.keys, TAG_BITS=classes.tag_bits,
+        LABEL_BITS=max(classes.tag_bits, (max(2 * classes.number, 2 << log) - 1).bit_length()), R=rows,
+        STEP=min(arguments["BD"], 32), EVEN=arguments["D"] == arguments["BD"], num_warps=config.choosing_warps,
+        **few_registers(log),
     )  # fmt: skip
+
+
+def few_registers(log: int) -> dict[str, int]:
+    """So few that 16 warps share a multiprocessor, which is what a launch has for each; AMD's compiler is not asked."""
+    return {"maxnreg": 128} if log <= 3 and torch.version.hip is None else {}
+
+
+def exact(dtype: torch.dtype, classes: Classes) -> bool:
+    """Whether the weights of the heaviest keys are computed anew, not taken as kept, without the bits of the tag."""
+    return dtype == torch.float32 or classes.tag_bits > MOST_TAG_BITS
+
+
+def refine(
+    arguments: dict[str, Any], kept: dict[str, Tensor], buffers: dict[str, Tensor], classes: Classes, config: Config
+) -> None:
+    """The heaviest keys of the queries that are in doubt, of all launches: classes that may hide one are read again."""
+    from foci.kernels.top import refine as kernel
+
+    top = buffers["top_keys"].shape[-1]
     programs = config.refining_programs * processors(arguments["q"].device)
-    refine[(min(programs, queries * launch.pairs),)](
-        **arguments | common, tags=classes.tags, READ=config.refining_keys,
-        STEP=min(arguments["BD"], max(16, 8192 // config.refining_keys)), num_warps=config.refining_warps,
+    kernel[(min(programs, kept["listed"].numel()),)](
+        **arguments, **{name: kept[name] for name in ("flags", "listed", "counter")}, values=buffers["top_values"],
+        keys=buffers["top_keys"], segments=classes.segments, tags=classes.tags, TOP=top,
+        SLOTS=1 << (top - 1).bit_length(), CLASSES=classes.number, BK=config.keys, READ=config.refining_keys,
+        STEP=min(arguments["BD"], max(16, 2048 * config.refining_warps // config.refining_keys)),
+        EVEN=arguments["D"] == arguments["BD"], num_warps=config.refining_warps,
     )  # fmt: skip
 
 
@@ -221,7 +251,10 @@ def allocate(q: Tensor, k: Tensor, wanted: Wanted, fit: Cells | None, slots: int
         out["entropy"] = q.new_empty((*lead, queries), dtype=torch.float32)
     if wanted.distance:
         out["distance"] = q.new_empty((*lead, queries), dtype=torch.float32)
-    if wanted.largest:
+    if wanted.largest and wanted.top:
+        # The heaviest key's of each query.
+        out["logits"] = q.new_empty((*lead, queries), dtype=torch.float32)
+    elif wanted.largest:
         out["largest"] = q.new_empty((*lead, tiles), dtype=torch.float32)
     if wanted.received:
         out["columns"] = q.new_empty((*lead, slots, keys), dtype=torch.float32)
@@ -237,8 +270,8 @@ def finish(wanted: Wanted, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     """Joins what the programs wrote apart."""
     names = ("entropy", "distance", "top_values", "top_keys")
     out = {name: buffers[name] for name in names if name in buffers}
-    if "largest" in buffers:
-        out["largest"] = buffers["largest"].amax(-1)
+    if wanted.largest:
+        out["largest"] = buffers["logits" if wanted.top else "largest"].amax(-1)
     if "columns" in buffers:
         columns = buffers["columns"]
         out["received"] = columns.sum(2) if columns.shape[2] > 1 else columns.squeeze(2)

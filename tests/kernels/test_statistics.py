@@ -242,6 +242,8 @@ def test_a_cell_that_two_runs_share_is_added_up(reduce: str) -> None:
     close(case.run(Wanted(picture=(2, 2, reduce)))["picture"], pooled(weights, 2, 2, reduce))
 
 
+# Weights of the heaviest keys, in half precision: logits of up to 10 that lack 7 of 24 bits.
+KEPT = 1e-5
 BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bits of bfloat16")
 
 
@@ -253,7 +255,7 @@ def test_half_precision_inputs_lose_nothing_more(dtype: torch.dtype) -> None:
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
     close(got["picture"], pooled(weights, 3, 5, "mean"))
-    check_top(got, case, 4)
+    check_top(got, case, 4, KEPT)
 
 
 def fetched_one_head() -> Case:
@@ -289,9 +291,9 @@ def test_keys_that_the_copy_engine_fetches(make, beyond: int) -> None:
     got = statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, config=FETCHED, **case.options)
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
-    close(got["largest"], case.logits().amax((-1, -2)), 1e-5)
+    close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
     close(got["picture"], pooled(weights, *picture))
-    check_top(got, case, 3)
+    check_top(got, case, 3, KEPT)
 
 
 def test_what_the_copy_engine_cannot_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,9 +461,11 @@ class Recorded:
     def __getitem__(self, grid: object) -> "Recorded":
         return self
 
-    def __call__(self, flags: Tensor, queries: int, CLASSES: int, **others: object) -> None:
-        words = flags[: queries * CLASSES // 16].view(queries, -1)
-        self.flagged = sum((words >> bit) & 1 for bit in range(16)).sum(-1)
+    def __call__(self, flags: Tensor, listed: Tensor, counter: Tensor, **others: object) -> None:
+        rows = listed.flatten()[: int(counter)].long()
+        words = flags.flatten(0, -2)[rows]
+        self.flagged = torch.zeros(listed.numel(), dtype=words.dtype, device=words.device)
+        self.flagged[rows] = sum((words >> bit) & 1 for bit in range(16)).sum(-1, dtype=words.dtype)
 
 
 @pytest.mark.parametrize(("together", "flagged"), [(1, 0), (2, 0), (3, 1), (5, 1)])
@@ -476,7 +480,7 @@ def test_a_class_is_read_again_where_three_of_its_keys_count(
     recorded = Recorded()
     monkeypatch.setattr("foci.kernels.top.refine", recorded)
     case.run(Wanted(top=7))
-    assert recorded.flagged[:8].tolist() == [flagged] * 8
+    assert recorded.flagged.tolist() == [flagged] * 8
 
 
 def test_exact_ties_go_to_the_lower_key() -> None:
@@ -484,6 +488,25 @@ def test_exact_ties_go_to_the_lower_key() -> None:
     case.q.zero_()
     got = case.run(Wanted(top=12))["top_keys"]
     assert torch.equal(got, torch.arange(12, device=DEVICE, dtype=torch.int32).expand_as(got))
+
+
+@pytest.mark.parametrize("top", [1, 3, 8])
+def test_half_precision_finds_ties_and_what_a_class_hides(top: int) -> None:
+    case = causal(heads=(2, 1), queries=8, keys=150, dtype=torch.float16)
+    case.q[:, 1] = 0
+    case.k[:, :, 80:130] = case.k[:, :, :50]
+    got = case.run(Wanted(top=top, largest=True))
+    check_top(got, case, top, KEPT)
+    close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
+    assert torch.equal(got["top_keys"][0, 1], torch.arange(top, device=DEVICE, dtype=torch.int32).expand(8, top))
+    keys = got["top_keys"][0, 0].tolist()
+    assert all(key - 80 in row[:place] for row in keys for place, key in enumerate(row) if 80 <= key < 130)
+
+
+def test_tags_of_many_bits_leave_too_little_of_a_logit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", 12)
+    case = causal(heads=(1, 1), queries=7, keys=100, dtype=torch.float16)
+    check_top(case.run(Wanted(top=5)), case, 5)
 
 
 def test_doubtful_queries_of_every_head_and_launch_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,7 @@ def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dt
         (Wanted(top=8), False),
         (replace(ERP, distance=True), False),
         (replace(ERP, largest=True), False),
+        (replace(ERP, largest=True, top=8), True),
     ],
 )
 def test_what_is_wanted_of_it(wanted: Wanted, taken: bool) -> None:
@@ -264,7 +265,8 @@ def test_it_gives_what_its_twin_gives_and_what_is_true(
     )
     assert len(launched) == count
     for name in set(got) - {"top_keys"}:
-        torch.testing.assert_close(got[name], twin[name], rtol=2e-5, atol=2e-6)
+        # Logits that were kept without their lowest bits may lie on two sides of a step.
+        torch.testing.assert_close(got[name], twin[name], rtol=3e-4 if name == "top_values" else 2e-5, atol=2e-6)
 
 
 @pytest.mark.gpu

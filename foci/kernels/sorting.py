@@ -1,0 +1,94 @@
+"""The largest numbers of each row, in order: a bitonic network over tensors (R, N), whose moves stay inside of a thread
+where it holds a whole row. Numbers of a row are all different, or it does not matter which comes first.
+
+L is a length of lists, several of which lie in a row. L and N are powers of two.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exchange(x, L: tl.constexpr, D: tl.constexpr):
+    """Puts numbers D apart in order: in lists of L that go down and up in turns, the first one down."""
+    R: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    if N == L:
+        a, b = tl.split(tl.permute(tl.reshape(x, (R, L // (2 * D), 2, D)), (0, 1, 3, 2)))
+        pairs = tl.permute(tl.join(tl.maximum(a, b), tl.minimum(a, b)), (0, 1, 3, 2))
+    else:
+        lists = tl.reshape(x, (R, N // (2 * L), 2, L // (2 * D), 2, D))
+        a, b = tl.split(tl.permute(lists, (0, 1, 3, 5, 2, 4)))
+        high_down, high_up = tl.split(tl.maximum(a, b))
+        low_down, low_up = tl.split(tl.minimum(a, b))
+        pairs = tl.join(tl.join(high_down, low_up), tl.join(low_down, high_up))
+        pairs = tl.permute(pairs, (0, 1, 4, 2, 5, 3))
+    return tl.reshape(pairs, (R, N))
+
+
+@triton.jit
+def in_order(x, LOG: tl.constexpr):
+    """Lists of 2 ** LOG that go down and up in turns, from numbers in any order."""
+    for m in tl.static_range(LOG):
+        for n in tl.static_range(m + 1):
+            x = exchange(x, 2 << m, (1 << m) >> n)
+    return x
+
+
+@triton.jit
+def flipped(x, LOG: tl.constexpr):
+    """The last of 2 ** LOG first."""
+    R: tl.constexpr = x.shape[0]
+    for n in tl.static_range(LOG):
+        a, b = tl.split(tl.permute(tl.reshape(x, (R, 1 << n, 2, (1 << LOG) >> (n + 1))), (0, 1, 3, 2)))
+        x = tl.reshape(tl.permute(tl.join(b, a), (0, 1, 3, 2)), (R, 1 << LOG))
+    return x
+
+
+@triton.jit
+def better(a, b, LOG: tl.constexpr):
+    """Of lists that go down and lists that go up, the larger halves, in order; and the largest of what is left."""
+    left = tl.minimum(a, b)
+    x = tl.maximum(a, b)
+    for n in tl.static_range(LOG):
+        x = exchange(x, 1 << LOG, (1 << LOG) >> (n + 1))
+    return x, tl.max(left, 1)
+
+
+@triton.jit
+def largest(x, LOG_N: tl.constexpr, LOG: tl.constexpr):
+    """The 2 ** LOG largest of 2 ** LOG_N, the largest first, and the largest of the rest, or of any (-inf: none)."""
+    L: tl.constexpr = 1 << LOG
+    R: tl.constexpr = x.shape[0]
+    x = in_order(x, LOG)
+    left = tl.full((R,), -float("inf"), tl.float32)
+    for n in tl.static_range(LOG_N - LOG):
+        lists = tl.reshape(x, (R, (1 << LOG_N) // (2 * L) >> n, 2, L))
+        a, b = tl.split(tl.permute(lists, (0, 1, 3, 2)))
+        a = tl.reshape(a, (R, a.shape[1] * L))
+        b = tl.reshape(b, (R, b.shape[1] * L))
+        x, rest = better(a, b, LOG)
+        left = tl.maximum(left, rest)
+    return x, left
+
+
+@triton.jit
+def shifted(x):
+    """Each number's neighbour on the right; NaN for the last."""
+    R: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    if N == 1:
+        right = tl.full((R, 1), float("nan"), tl.float32)
+    else:
+        even, odd = tl.split(tl.reshape(x, (R, N // 2, 2)))
+        right = tl.reshape(tl.join(odd, shifted(even)), (R, N))
+    return right
+
+
+@triton.jit
+def has_ties(x):
+    """Whether two neighbours in a row are the same number: (R, N) -> (R,)."""
+    return tl.max((x == shifted(x)).to(tl.int32), 1) > 0
