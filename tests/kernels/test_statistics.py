@@ -428,6 +428,16 @@ def test_as_many_keys_as_wanted(top: int, sharp: float) -> None:
     check_top(case.run(Wanted(top=top)), case, top, 4e-5 if sharp > 1 else 3e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("top", "keys", "classes"), [(33, 20, 16), (12, 300, 128)])
+def test_fewer_classes_than_wanted_and_more_than_are_taken_at_a_time(
+    top: int, keys: int, classes: int, dtype: torch.dtype
+) -> None:
+    assert classes_for(top, keys, SMALL, 7).number == classes
+    case = causal(heads=(1, 1), queries=5, keys=keys, dtype=dtype)
+    check_top(case.run(Wanted(top=top)), case, top, KEPT if dtype == torch.float16 else 3e-6)
+
+
 def ascending(queries: int, keys: int) -> Case:
     case = causal(heads=(1, 1), queries=queries, keys=keys, width=16)
     case.q.fill_(1.0)
