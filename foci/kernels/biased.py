@@ -206,7 +206,7 @@ def forward(
     left = tl.zeros((BM,), tl.float32)
     right = tl.zeros((BM,), tl.float32)
     mean = tl.zeros((BM, BV), tl.float32)
-    for s in tl.static_range(max(1, SPANS)):
+    for s in tl.static_range(SPANS if SPANS > 0 else 1):
         low, high = span(spans, s, rows, offset, Tq, Tk, CAUSAL, SPANS)
         some = high > low
         first = tl.min(tl.where(some, low, Tk), 0) // BN

@@ -103,7 +103,7 @@ def queries(
     left_mass = tl.zeros((BM,), tl.float32)
     right_mass = tl.zeros((BM,), tl.float32)
     steep = tl.zeros((BM,), tl.float32)
-    for s in tl.static_range(max(1, SPANS)):
+    for s in tl.static_range(SPANS if SPANS > 0 else 1):
         low, high = span(spans, s, rows, offset, Tq, Tk, CAUSAL, SPANS)
         some = high > low
         first = tl.min(tl.where(some, low, Tk), 0) // BN

@@ -66,7 +66,7 @@ def picture(
     most = tl.full((), 0, tl.int32)
     for part in range(HEIGHT // TALL):
         i = top + part * BQ + down % TALL
-        for run in tl.static_range(max(SPANS, 1)):
+        for run in tl.static_range(SPANS if SPANS > 0 else 1):
             low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
             some = (high > low) & (i < bottom)
             least = tl.minimum(least, tl.min(tl.where(some, low, Tk), 0))
@@ -95,7 +95,7 @@ def picture(
             dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (BQ, BK)
             z = logits(dots, i[:, None], j[None, :], offset, slope, scale, softcap, SOFTCAP, ALIBI)
             seen = tl.zeros((BQ, BK), tl.int1)
-            for run in tl.static_range(max(SPANS, 1)):
+            for run in tl.static_range(SPANS if SPANS > 0 else 1):
                 low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
                 seen |= (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
             seen &= (i < bottom)[:, None] & (j < right)[None, :]

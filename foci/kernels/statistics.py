@@ -338,7 +338,7 @@ def statistics(
                 first_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
                 next_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
                 third_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
-                for run in tl.static_range(max(SPANS, 1)):
+                for run in tl.static_range(SPANS if SPANS > 0 else 1):
                     low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
                     first, last, full, end = bounds(low, high, i < Tq, Tk, BK, ALWAYS)
                     before, count_before = turns(first, full, s, SEGMENTS)

@@ -324,7 +324,7 @@ def refine(
                 tag = start + tl.arange(0, READ)[None, :]
                 j = located(word * WORD + bit, tag, segments, BK)
                 seen = j < 0
-                for run in tl.static_range(max(SPANS, 1)):
+                for run in tl.static_range(SPANS if SPANS > 0 else 1):
                     low, high = span(spans + b * spans_batch, run, one, offset, Tq, Tk, CAUSAL, SPANS)
                     seen |= (j >= low[:, None]) & (j < high[:, None])
                 # What is in the list already must not come twice.

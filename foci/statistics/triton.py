@@ -46,8 +46,8 @@ CHOOSING = (
 )
 # Fewer would be enough for short sequences, at the price of a build for each length.
 LEAST_TAG_BITS = 7
-# With more, which are those of longer sequences than 32,768 tokens, logits lack too much to be taken as they are kept.
-MOST_TAG_BITS = 9
+# With more, which are those of longer sequences than 16,384 tokens, logits lack too much to be taken as they are kept.
+MOST_TAG_BITS = 8
 WRITTEN = ("entropy", "distance", "largest", "columns", "best", "second", "third")
 
 
