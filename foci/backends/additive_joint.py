@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foci.backends.additive_launch import (
     INTERPRETED,
+    PREPARING_WARPS,
     Terms,
     Tiling,
     blocks_of,
@@ -82,7 +83,7 @@ def in_one_pass(
         "room": programs * tiling.queries * tiling.keys,
     }  # fmt: skip
     steps = [
-        step(begin, (blocks_of(q, k, tiling),), numbers, num_warps=4),
+        step(begin, (blocks_of(q, k, tiling),), numbers, num_warps=PREPARING_WARPS),
         step(joint, (programs,), numbers, **options(tiling)),
         finishing(q, k, v, tiling, numbers),
     ]

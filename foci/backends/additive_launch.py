@@ -14,6 +14,8 @@ from torch import Tensor
 
 from foci.backends.launches import Launches, Step, kept, layout, step
 
+# There are few blocks to prepare: each is shared by many threads.
+PREPARING_WARPS = 16
 # With fewer queries each is on its own.
 FEW_QUERIES = 4
 
@@ -257,7 +259,7 @@ def preparing(q: Tensor, k: Tensor, tiling: Tiling, numbers: dict[str, Any]) -> 
     """The exponentials, laid out for a tiling, and what is known of their sizes."""
     from foci.kernels.additive_powers import prepare as kernel
 
-    return step(kernel, (blocks_of(q, k, tiling),), numbers, num_warps=4)
+    return step(kernel, (blocks_of(q, k, tiling),), numbers, num_warps=PREPARING_WARPS)
 
 
 def preparation(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, int]:

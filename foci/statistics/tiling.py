@@ -24,9 +24,7 @@ class Config:
     fine: keys per sum of a picture;
     fetched: the copy engine fetches the keys, where it can;
     late: what a tile adds to its keys and to a picture of means is written beside the next product;
-    in_flight: the kernel for Hopper, in which the next product is on its way meanwhile: see hopper.py;
-    choosing: warps of a program that chooses the heaviest keys; refining: keys that are read again at a time, the warps
-    that read them, and programs that share a multiprocessor.
+    in_flight: the kernel for Hopper, in which the next product is on its way meanwhile: see hopper.py.
     """
 
     queries: int
@@ -35,10 +33,6 @@ class Config:
     stages: int
     per_processor: int
     fine: int = 16
-    choosing_warps: int = 1
-    refining_keys: int = 16
-    refining_warps: int = 1
-    refining_programs: int = 16
     fetched: bool = False
     late: bool = False
     in_flight: bool = False

@@ -48,6 +48,10 @@ CHOOSING = (
 LEAST_TAG_BITS = 7
 # With more, which are those of longer sequences than 16,384 tokens, logits lack too much to be taken as they are kept.
 MOST_TAG_BITS = 8
+# Queries that a program chooses keys for: a thread for each.
+CHOSEN_TOGETHER = 32
+# Where queries are in doubt: keys that are read again at a time, warps that read them, programs on a multiprocessor.
+READ_TOGETHER, READING_WARPS, READING_PROGRAMS = 32, 2, 8
 WRITTEN = ("entropy", "distance", "largest", "columns", "best", "second", "third")
 
 
@@ -177,23 +181,15 @@ def choose(
 
     queries, top = launch.tiles * config.queries, buffers["top_keys"].shape[-1]
     log = (top - 1).bit_length()
-    # A thread for each query.
-    rows = 32 * config.choosing_warps
-    kernel[(-(-queries // rows), launch.pairs)](
+    kernel[(-(-queries // CHOSEN_TOGETHER), launch.pairs)](
         **{name: arguments[name] for name in CHOOSING}, **kept, values=buffers["top_values"], keys=buffers["top_keys"],
         largest_logits=buffers.get("logits", arguments["lse"]), LARGEST="logits" in buffers,
         first_pair=launch.first_pair, first_query=launch.first_tile * config.queries, queries=queries,
         segments=classes.segments, EXACT=exact(arguments["q"].dtype, classes), TOP=top, CLASSES=classes.number,
         LOG_N=max(log, min(6, (classes.number - 1).bit_length())), LOG=log, BK=config.keys, TAG_BITS=classes.tag_bits,
-        LABEL_BITS=max(classes.tag_bits, (max(2 * classes.number, 2 << log) - 1).bit_length()), R=rows,
-        STEP=min(arguments["BD"], 32), EVEN=arguments["D"] == arguments["BD"], num_warps=config.choosing_warps,
-        **few_registers(log),
+        LABEL_BITS=max(classes.tag_bits, (max(2 * classes.number, 2 << log) - 1).bit_length()), R=CHOSEN_TOGETHER,
+        STEP=min(arguments["BD"], 32), EVEN=arguments["D"] == arguments["BD"], num_warps=1,
     )  # fmt: skip
-
-
-def few_registers(log: int) -> dict[str, int]:
-    """So few that 16 warps share a multiprocessor, which is what a launch has for each; AMD's compiler is not asked."""
-    return {"maxnreg": 128} if log <= 3 and torch.version.hip is None else {}
 
 
 def exact(dtype: torch.dtype, classes: Classes) -> bool:
@@ -208,13 +204,13 @@ def refine(
     from foci.kernels.top import refine as kernel
 
     top = buffers["top_keys"].shape[-1]
-    programs = config.refining_programs * processors(arguments["q"].device)
+    programs = READING_PROGRAMS * processors(arguments["q"].device)
     kernel[(min(programs, kept["listed"].numel()),)](
         **arguments, **{name: kept[name] for name in ("flags", "listed", "counter")}, values=buffers["top_values"],
         keys=buffers["top_keys"], segments=classes.segments, tags=classes.tags, TOP=top,
-        SLOTS=1 << (top - 1).bit_length(), CLASSES=classes.number, BK=config.keys, READ=config.refining_keys,
-        STEP=min(arguments["BD"], max(16, 2048 * config.refining_warps // config.refining_keys)),
-        EVEN=arguments["D"] == arguments["BD"], num_warps=config.refining_warps,
+        SLOTS=1 << (top - 1).bit_length(), CLASSES=classes.number, BK=config.keys, READ=READ_TOGETHER,
+        STEP=min(arguments["BD"], max(16, 2048 * READING_WARPS // READ_TOGETHER)),
+        EVEN=arguments["D"] == arguments["BD"], num_warps=READING_WARPS,
     )  # fmt: skip
 
 
