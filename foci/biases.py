@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foci.fitting import four_dimensional, on_device
+from foci.remembering import once
 from foci.scores import described, fits
 from foci.where import Extent, Where
 
@@ -64,7 +65,8 @@ class ALiBi(Bias):
     def fit(self, extent: Extent, q: Tensor, v: Tensor) -> Bias:
         heads = need_heads(self, extent)
         if self.slopes is None:
-            return ALiBi(default_slopes(heads, q))
+            key = (default_slopes, heads, torch.promote_types(q.dtype, torch.float32))
+            return ALiBi(once(key, q, lambda: default_slopes(heads, q)))
         fits(self.slopes, q, "ALiBi slopes", [(heads,)], [])
         return ALiBi(wide(self.slopes, q))
 

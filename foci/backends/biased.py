@@ -9,7 +9,7 @@ B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width, W =
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.backends import biased_launch, kernel_masks, row_tables
 from foci.backends.row_tables import Terms
+from foci.backends.twice import only_once
 from foci.biases import ALiBi, Buckets, Relative
+from foci.remembering import once
 from foci.scores import Additive, Dot
 
 LN_2 = math.log(2.0)
@@ -34,7 +36,8 @@ TERMS = (
     " Tensor? key_ids, Tensor? dense, Tensor? seed, bool causal, float scale, float softcap, float dropout"
 )
 
-INPUTS = ("q", "k", "v", *Terms.__dataclass_fields__)
+INPUTS = ("q", "k", "v", *Terms._fields)
+PLACES = {name: place for place, name in enumerate(INPUTS)}
 OPTIONS = ("causal", "scale", "softcap", "dropout")
 
 
@@ -108,8 +111,8 @@ def bias_tensors(call: Call) -> tuple[Tensor | None, ...]:
     bias, heads = call.bias, None if call.head_ids is None else call.heads.flatten()
     if isinstance(bias, Buckets):
         table = bias.table if heads is None else bias.table[:, heads]
-        kept = buckets_of if torch.compiler.is_compiling() else cached_buckets
-        found = kept(table.shape[0], bias.bidirectional, bias.max_distance, table.device)
+        numbers = table.shape[0], bias.bidirectional, bias.max_distance
+        found = once((buckets_of, *numbers), table, lambda: buckets_of(*numbers, table.device))
         return table, found, None, None, None
     if isinstance(bias, Relative):
         tables = (bias.keys, bias.values)
@@ -123,13 +126,6 @@ def buckets_of(buckets: int, bidirectional: bool, max_distance: int, device: tor
     """The bucket of every distance from -max_distance to max_distance, beyond which it stays the same: (W,)."""
     bias = Buckets(torch.empty(buckets, 1, device=device), bidirectional, max_distance)
     return bias.bucket(torch.arange(-max_distance, max_distance + 1, device=device))
-
-
-@cache
-def cached_buckets(buckets: int, bidirectional: bool, max_distance: int, device: torch.device) -> Tensor:
-    # A tensor that is made in inference mode could not be used in a later training step.
-    with torch.inference_mode(False):
-        return buckets_of(buckets, bidirectional, max_distance, device)
 
 
 @torch.library.custom_op(
@@ -179,12 +175,22 @@ def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 def differentiate(ctx: Any, d_out: Tensor, d_peaks: Tensor, d_extras: Tensor) -> tuple[Tensor | None, ...]:
     out, peaks, extras, *tensors = ctx.saved_tensors
-    wanted = dict(zip(INPUTS, ctx.needs_input_grad, strict=True))
-    tables = any(wanted[name] for name in row_tables.LEARNED)
+    tables = wants_tables(ctx)
     found = attend_backward(d_out, d_extras, out, peaks, extras, tables, *tensors, *ctx.options)
-    names = ("q", "k", "v", *row_tables.learned(Terms(*tensors[3:], *ctx.options), tables))
-    gradients = dict(zip(names, found, strict=True))
-    return tuple(gradients.get(name) if wanted[name] else None for name in INPUTS)
+    return by_input(ctx, found, Terms(*tensors[3:], *ctx.options), tables)
+
+
+def wants_tables(ctx: Any) -> bool:
+    """Whether a gradient of what the bias has is wanted."""
+    return any(ctx.needs_input_grad[PLACES[name]] for name in row_tables.LEARNED)
+
+
+def by_input(ctx: Any, found: Sequence[Tensor | None], terms: Terms, tables: bool) -> tuple[Tensor | None, ...]:
+    """The gradients in the places of their inputs, where they are wanted."""
+    placed: list[Tensor | None] = [None] * len(INPUTS)
+    for name, gradient in zip(("q", "k", "v", *row_tables.learned(terms, tables)), found, strict=True):
+        placed[PLACES[name]] = gradient if ctx.needs_input_grad[PLACES[name]] else None
+    return tuple(placed)
 
 
 attend.register_autograd(differentiate, setup_context=keep_for_backward)
@@ -198,9 +204,17 @@ class Attend(torch.autograd.Function):
         q, k, v, *terms = inputs
         output = biased_launch.forward(q, k, v, Terms(*terms))
         keep_for_backward(ctx, inputs, output)
+        # Nobody who did not ask for the log-sum-exp pays for its zeros.
+        ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        # An operator, which PyTorch refuses to differentiate again.
-        return differentiate(ctx, *slopes)
+    def backward(
+        ctx: Any, d_out: Tensor | None, d_peaks: Tensor | None, d_extras: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        out, peaks, extras, q, k, v, *tensors = ctx.saved_tensors
+        terms, tables = Terms(*tensors, *ctx.options), wants_tables(ctx)
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        found = biased_launch.backward(d_out, d_extras, out, peaks, extras, tables, q, k, v, terms)
+        learned = (getattr(terms, name) for name in row_tables.LEARNED)
+        return by_input(ctx, only_once(found, d_out, d_extras, q, k, v, *learned), terms, tables)

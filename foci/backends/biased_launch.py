@@ -5,15 +5,14 @@ B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width, W =
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from foci.backends import row_tables
+from foci.backends import biased_tables, row_tables
+from foci.backends.launches import Launches, kept, layout, step
 from foci.backends.row_tables import Place, Terms
 
 
@@ -26,9 +25,12 @@ class Tiles(NamedTuple):
     stages: int
     registers: int | None = None  # the most that a thread may take, so that more programs share a processor
 
-    def options(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
+        return {"BM": self.queries, "BN": self.keys}
+
+    def options(self) -> dict[str, Any]:
         most = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"BM": self.queries, "BN": self.keys, "num_warps": self.warps, "num_stages": self.stages} | most
+        return {"num_warps": self.warps, "num_stages": self.stages} | most
 
 
 # By pass and by the wider of D and Dv, for 16-bit inputs. Near the diagonal a program holds a tile of numbers that it
@@ -53,26 +55,39 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Some sequences and heads of a call, with the row table that is theirs."""
 
-    place: Place
+    place: Place | None  # all of them
     q: Tensor
     k: Tensor
     v: Tensor
     peaks: Tensor
     extras: Tensor
     terms: Terms
-    table: Tensor | None
+    rows: Tensor | None  # the row table of vectors
+
+    @property
+    def first(self) -> tuple[int, int]:
+        """The first sequence and head."""
+        return (0, 0) if self.place is None else (self.place[0].start, self.place[1].start)
 
     @property
     def pairs(self) -> int:
         return self.q.shape[0] * self.q.shape[1]
 
+    def of(self, x: Tensor) -> Tensor:
+        """The same part of a tensor with the queries' heads."""
+        return x if self.place is None else x[self.place]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """The same part of a tensor with the keys' heads."""
+        return x if self.place is None else x[in_keys(self.place, self.q.shape[1] // self.k.shape[1])]
+
     def band(self, fill: float) -> Tensor:
         """One number per query and distance."""
-        return self.q.new_full((*self.q.shape[:3], self.terms.width), fill, dtype=torch.float32)
+        sizes = (*self.q.shape[:3], self.terms.width)
+        return torch.full(sizes, fill, dtype=torch.float32, device=self.q.device)
 
 
 def tiles_of(name: str, part: Part) -> Tiles:
@@ -85,16 +100,24 @@ def tiles_of(name: str, part: Part) -> Tiles:
     few = padded(q.shape[2])
     if few < min(found.queries, 64):
         return found._replace(queries=few, warps=4, registers=None)
+    # Under a mask the ends of the rows want registers too: with a third load under way some went to memory and back in
+    # every tile, with two none does, and as many programs share a processor.
+    if name == "forward" and terms.kind == 2 and (terms.causal or terms.spans is not None):
+        found = found._replace(stages=min(found.stages, 2))
     # These hold yet another tile.
     crowded = terms.values is not None or terms.dense is not None
     return found._replace(registers=None) if crowded else found
 
 
 def parts(q: Tensor, k: Tensor, v: Tensor, peaks: Tensor, extras: Tensor, terms: Terms, bands: int) -> Iterator[Part]:
-    """The call in parts, each with room for its row table and `bands` more."""
-    own = terms.kind == 1
-    for place in row_tables.places(q, q.shape[1] // k.shape[1], 4 * terms.width * (bands + own)):
-        some, shared = terms.part(place), in_keys(place, q.shape[1] // k.shape[1])
+    """The call in parts, each with room for its row table and `bands` more; mostly there is one."""
+    group, row_bytes = q.shape[1] // k.shape[1], 4 * terms.width * (bands + (terms.kind == 1))
+    found = list(row_tables.places(q, group, row_bytes))
+    if len(found) == 1:
+        yield Part(None, q, k, v, peaks, extras, terms, row_tables.rows(q, terms))
+        return
+    for place in found:
+        some, shared = terms.part(place), in_keys(place, group)
         inputs = q[place], k[shared], v[shared], peaks[place], extras[place]
         yield Part(place, *inputs, some, row_tables.rows(q[place], some))
 
@@ -106,32 +129,38 @@ def in_keys(place: Place, group: int) -> Place:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (even(x) for x in (q, k, v))
+    q, k, v, terms = readable(q, k, v, terms)
     out, peaks, extras = results(q, v)
     for part in parts(q, k, v, peaks, extras, terms, bands=terms.values is not None):
-        forward_part(part, out[part.place])
+        forward_part(part, part.of(out))
     return out, peaks, extras
 
 
 def forward_part(part: Part, out: Tensor) -> None:
-    from foci.kernels.biased import forward as kernel
-
     values, tiles = part.terms.values, tiles_of("forward", part)
     band = None if values is None else part.band(-torch.inf)
     # What the values per distance add comes on top, before the one rounding.
-    into = out if values is None else out.new_empty(out.shape, dtype=torch.float32)
-    kernel[(blocks(part.q.shape[2], tiles.queries) * part.pairs,)](
-        **arguments(part), **strided("out", into), **present(part.peaks, band=band), BAND=band is not None,
-        **tiles.options(),
-    )  # fmt: skip
+    into = out if values is None else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    launches = kept(kind(part, tiles, layout(into)), lambda: over_keys(part, into, tiles))
+    launches(tensors_of(part) | {"out": into, "band": part.peaks if band is None else band})
     if band is not None and values is not None:
         row_tables.add_products(into, row_tables.weights_by_distance(band, part.peaks, part.extras), values)
         out.copy_(into)
 
 
+def over_keys(part: Part, out: Tensor, tiles: Tiles) -> Launches:
+    """The forward's launches: the row table, and every tile of queries over the keys."""
+    from foci.kernels.biased import forward as kernel
+
+    numbers = numbers_of(part) | strides("out", out) | tiles.sizes() | {"BAND": part.terms.values is not None}
+    grid = (blocks(part.q.shape[2], tiles.queries) * part.pairs,)
+    steps = [*biased_tables.spreading(part.terms, part.q.shape[1]), step(kernel, grid, numbers, **tiles.options())]
+    return Launches(biased_tables.row_sizes(part.terms, part.q.shape[1]), part.q.device, steps)
+
+
 def backward(
     d_out: Tensor,
-    d_extras: Tensor,
+    d_extras: Tensor | None,
     out: Tensor,
     peaks: Tensor,
     extras: Tensor,
@@ -141,120 +170,131 @@ def backward(
     v: Tensor,
     terms: Terms,
 ) -> list[Tensor]:
-    q, k, v, d_out, d_extras = even(q), even(k), even(v), even(d_out), d_extras.contiguous()
-    found = gradients(q, k, v, terms, tables)
-    learned = dict(zip(row_tables.learned(terms, tables), (x.zero_() for x in found[3:]), strict=True))
-    delta = torch.empty_like(peaks)
-    bands = 3 if terms.values is not None else int(terms.kind == 1 or "table" in learned)
+    """The gradients of q, k, v and of what is learned; `d_extras` is that of the log-sum-exp in base 2."""
+    q, k, v, terms = readable(q, k, v, terms)
+    d_out, d_extras = even(d_out), None if d_extras is None else d_extras.contiguous()
+    names = row_tables.learned(terms, tables)
+    found = [torch.empty_like(x) for x in (q, k, v)]
+    shares: list[tuple[Part, dict[str, Tensor]]] = []
+    bands = 3 if terms.values is not None else int(terms.kind == 1 or "table" in names)
     for part in parts(q, k, v, peaks, extras, terms, bands):
-        rows, columns = part.place, in_keys(part.place, q.shape[1] // k.shape[1])
-        after = After(out[rows], d_out[rows], d_extras[rows], delta[rows], gains_of(part, d_out[rows]))
-        queries_part(part, after, found[0][rows], learned)
-        keys_part(part, after, found[1][columns], found[2][columns])
-    return found
+        after = After(
+            part.of(out), part.of(d_out), None if d_extras is None else part.of(d_extras),
+            part.of(found[0]), part.of_keys(found[1]), part.of_keys(found[2]), names,
+        )  # fmt: skip
+        shares.append((part, backward_part(part, after)))
+    return [*found, *(joined(name, getattr(terms, name), shares) for name in names)]
 
 
-@dataclass(frozen=True, slots=True)
-class After:
-    """What the backward of a part has besides its inputs."""
+def joined(name: str, learned: Tensor, shares: list[tuple[Part, dict[str, Tensor]]]) -> Tensor:
+    """The gradient of a learned tensor, from those of all parts."""
+    if len(shares) == 1:
+        return shares[0][1][name]
+    total = torch.zeros(learned.shape, dtype=learned.dtype, device=learned.device)
+    for part, found in shares:
+        assert part.place is not None
+        heads = part.place[1]
+        headless = name in {"keys", "values"} and learned.dim() == 2
+        own = total if headless else total[:, heads] if name == "table" else total[heads]
+        own += found[name]
+    return total
+
+
+class After(NamedTuple):
+    """What the backward of a part has besides its inputs, and where the gradients go."""
 
     out: Tensor
     d_out: Tensor
-    d_extras: Tensor  # the gradient of the log-sum-exp in base 2
-    delta: Tensor  # filled by the pass over the queries
-    gains: Tensor | None  # what a weight at each distance adds to the output, times d_out: (B, H, Tq, W)
+    d_extras: Tensor | None
+    d_q: Tensor
+    d_k: Tensor
+    d_v: Tensor
+    learned: list[str]
 
 
-def gains_of(part: Part, d_out: Tensor) -> Tensor | None:
-    return None if part.terms.values is None else d_out.float() @ part.terms.values.mT
-
-
-def queries_part(part: Part, after: After, d_q: Tensor, learned: dict[str, Tensor]) -> None:
-    """The gradients of the queries and of what is learned."""
-    from foci.kernels.biased_backward import queries as kernel
-
-    terms, tiles = part.terms, tiles_of("queries", part)
-    count = blocks(part.q.shape[2], tiles.queries)
-    d_rows = part.band(0.0) if terms.kind == 1 or "table" in learned else None
-    band = None if terms.values is None else part.band(0.0)
-    d_slopes = part.peaks.new_empty(*part.q.shape[:2], count) if "slopes" in learned else None
-    into = d_q.new_empty(d_q.shape, dtype=torch.float32) if terms.kind == 1 else d_q
-    kernel[(count * part.pairs,)](
-        **arguments(part), **strided("out", after.out), **strided("d_out", after.d_out), **strided("d_q", into),
-        d_extras=after.d_extras, delta=after.delta, **present(part.peaks, gains=after.gains, d_table=d_rows, band=band),
-        **present(part.peaks, d_slopes=d_slopes), VALUED=band is not None, TABLE_GRADIENT=d_rows is not None,
-        SLOPE_GRADIENT=d_slopes is not None,
-        **tiles.options(),
-    )  # fmt: skip
-    if terms.kind == 1:
-        assert terms.keys is not None and d_rows is not None
-        row_tables.add_products(into, d_rows, terms.keys)
-        d_q.copy_(into)
-    learn(part, after, learned, d_rows, band, d_slopes)
-
-
-def learn(
-    part: Part,
-    after: After,
-    learned: dict[str, Tensor],
-    d_rows: Tensor | None,
-    band: Tensor | None,
-    d_slopes: Tensor | None,
-) -> None:
-    """Adds a part's share to the gradients of table, keys, values and slopes."""
-    terms, heads = part.terms, part.place[1]
-    if "table" in learned and d_rows is not None:
-        learned["table"][:, heads] += row_tables.buckets_gradient(d_rows.sum((0, 2)), terms)
-    if "slopes" in learned and d_slopes is not None:
-        learned["slopes"][heads] += d_slopes.sum((0, 2))
-    if "keys" in learned and d_rows is not None:
-        row_tables.add_gradient(learned["keys"], d_rows, part.q, heads)
-    if "values" in learned and band is not None:
-        row_tables.add_gradient(learned["values"], band, after.d_out, heads)
-
-
-def keys_part(part: Part, after: After, d_k: Tensor, d_v: Tensor) -> None:
-    """The gradients of keys and values."""
-    from foci.kernels.biased_backward import keys as kernel
-
-    tiles = tiles_of("keys", part)
-    reach, inner = reaches(part.terms.spans, part.k.shape[2], tiles)
-    kernel[(blocks(part.k.shape[2], tiles.keys) * part.k.shape[0] * part.k.shape[1],)](
-        **arguments(part), **strided("d_out", after.d_out), **strided("d_k", d_k), **strided("d_v", d_v),
-        delta=after.delta, **present(part.peaks, gains=after.gains, reach=reach, inner=inner),
-        reach_batch=batch_stride(reach), inner_batch=batch_stride(inner), VALUED=after.gains is not None,
-        **tiles.options(),
-    )  # fmt: skip
-
-
-def reaches(spans: Tensor | None, keys: int, tiles: Tiles) -> tuple[Tensor | None, Tensor | None]:
-    """Which tiles of queries see some of a tile of keys, and which run of keys all queries of a tile see.
-
-    (Bm, runs, 2, Tq) -> (Bm, tiles of keys, 2), first and last, and (Bm, tiles of queries, 2), low and high.
+class Passing(NamedTuple):
+    """What the passes leave to be summed: the gradient of the row table, weights by distance, slopes by tile, buckets;
+    and `gains`, which they read: what a weight at each distance adds to the output, times d_out, (B, H, Tq, W).
     """
-    if spans is None:
-        return None, None
-    low, high = spans[:, :, 0], spans[:, :, 1]
-    start = tiled(torch.where(low < high, low, keys), tiles.queries, keys).amin(-1)  # (Bm, runs, nq)
-    stop = tiled(torch.where(low < high, high, 0), tiles.queries, 0).amax(-1)
-    first_j = torch.arange(blocks(keys, tiles.keys), device=spans.device) * tiles.keys
-    seen = ((start.unsqueeze(-1) < first_j + tiles.keys) & (stop.unsqueeze(-1) > first_j)).any(1)  # (Bm, nq, nk)
-    index = torch.arange(seen.shape[1], device=spans.device).unsqueeze(-1)
-    reach = torch.where(seen, index, seen.shape[1]).amin(1), torch.where(seen, index + 1, 0).amax(1)
-    # Of two runs a tile of keys may need both: then the mask is asked everywhere.
-    one = int(spans.shape[1] == 1)
-    inner = tiled(low, tiles.queries, 0).amax((1, 3)), tiled(high, tiles.queries, keys).amin((1, 3)) * one
-    return torch.stack(reach, -1).int(), torch.stack(inner, -1).int()
+
+    gains: Tensor | None
+    d_table: Tensor | None
+    band: Tensor | None
+    d_slopes: Tensor | None
+    d_by_bucket: Tensor | None
 
 
-def tiled(ends: Tensor, size: int, fill: int) -> Tensor:
-    """(Bm, runs, Tq) -> (Bm, runs, tiles, size)."""
-    padded: Tensor = F.pad(ends, (0, -ends.shape[-1] % size), value=fill)
-    return padded.view(*ends.shape[:-1], -1, size)
+def passing(part: Part, after: After, tiles: Tiles) -> Passing:
+    terms, learned, empty = part.terms, after.learned, part.peaks.new_empty
+    valued = terms.values is not None
+    return Passing(
+        gains=after.d_out.float() @ terms.values.mT if terms.values is not None else None,
+        d_table=part.band(0.0) if terms.kind == 1 or "table" in learned else None,
+        band=part.band(0.0) if valued else None,
+        d_slopes=empty(*part.q.shape[:2], blocks(part.q.shape[2], tiles.queries)) if "slopes" in learned else None,
+        d_by_bucket=empty(terms.table.shape) if terms.table is not None and "table" in learned else None,
+    )
+
+
+def backward_part(part: Part, after: After) -> dict[str, Tensor]:
+    """Both passes of a part; gives the gradients of what is learned."""
+    terms, tiles = part.terms, (tiles_of("queries", part), tiles_of("keys", part))
+    found = passing(part, after, tiles[0])
+    d_q = after.d_q if terms.kind != 1 else torch.empty(part.q.shape, dtype=torch.float32, device=part.q.device)
+    key = kind(part, tiles, layout(d_q), *map(layout, after[:6]), tuple(after.learned))
+    launches = kept(key, lambda: both_passes(part, after, found, d_q, tiles))
+    given = {"out": after.out, "d_out": after.d_out, "d_q": d_q, "d_k": after.d_k, "d_v": after.d_v}
+    optional = found._asdict() | {"d_extras": after.d_extras, "reach": None, "inner": None}
+    launches(tensors_of(part) | given | {name: part.peaks if x is None else x for name, x in optional.items()})
+    if terms.keys is not None and found.d_table is not None:
+        row_tables.add_products(d_q, found.d_table, terms.keys)
+        after.d_q.copy_(d_q)
+    return learn(part, after, found)
+
+
+def both_passes(part: Part, after: After, found: Passing, d_q: Tensor, tiles: tuple[Tiles, Tiles]) -> Launches:
+    """The backward's launches: tables, the pass over queries, the pass over keys, and sums."""
+    from foci.kernels.biased_backward import keys, queries
+
+    terms, H = part.terms, part.q.shape[1]
+    reaching, sizes = biased_tables.reaching(terms.spans, part.k.shape[2], tiles[1].queries, tiles[1].keys)
+    collecting, sums = ([], {}) if found.d_by_bucket is None else biased_tables.collecting(terms, part.q)
+    numbers = numbers_of(part) | strides("out", after.out) | strides("d_out", after.d_out) | strides("d_q", d_q)
+    numbers |= strides("d_k", after.d_k) | strides("d_v", after.d_v)
+    apart = terms.spans is not None and terms.spans.shape[0] > 1
+    numbers |= {
+        "reach_batch": 2 * blocks(part.k.shape[2], tiles[1].keys) * apart,
+        "inner_batch": 2 * blocks(part.q.shape[2], tiles[1].queries) * apart,
+        "VALUED": terms.values is not None, "TABLE_GRADIENT": found.d_table is not None,
+        "SLOPE_GRADIENT": found.d_slopes is not None, "EXTRAS": after.d_extras is not None,
+    }  # fmt: skip
+    rows = (blocks(part.q.shape[2], tiles[0].queries) * part.pairs,)
+    columns = (blocks(part.k.shape[2], tiles[1].keys) * part.k.shape[0] * part.k.shape[1],)
+    steps = [
+        *biased_tables.spreading(terms, H), *reaching,
+        step(queries, rows, numbers | tiles[0].sizes(), **tiles[0].options()),
+        step(keys, columns, numbers | tiles[1].sizes(), **tiles[1].options()), *collecting,
+    ]  # fmt: skip
+    sizes |= biased_tables.row_sizes(terms, H) | sums | {"delta": part.pairs * part.q.shape[2]}
+    return Launches(sizes, part.q.device, steps)
+
+
+def learn(part: Part, after: After, found: Passing) -> dict[str, Tensor]:
+    """A part's share of the gradients of table, keys, values and slopes."""
+    terms, shares = part.terms, {}
+    if found.d_by_bucket is not None:
+        shares["table"] = found.d_by_bucket
+    if found.d_slopes is not None:
+        shares["slopes"] = found.d_slopes.sum((0, 2))
+    if "keys" in after.learned and terms.keys is not None and found.d_table is not None:
+        shares["keys"] = row_tables.gradient(terms.keys, found.d_table, part.q)
+    if "values" in after.learned and terms.values is not None and found.band is not None:
+        shares["values"] = row_tables.gradient(terms.values, found.band, after.d_out)
+    return shares
 
 
 def gradients(q: Tensor, k: Tensor, v: Tensor, terms: Terms, tables: bool) -> list[Tensor]:
-    """Where the gradients go: of q, k, v, and of what is learned."""
+    """As the backward gives them, and empty: of q, k, v, and of what is learned."""
     learned = [getattr(terms, name) for name in row_tables.learned(terms, tables)]
     return [*(torch.empty_like(even(x)) for x in (q, k, v)), *(x.new_empty(x.shape) for x in learned)]
 
@@ -263,8 +303,21 @@ def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Where the output and the log-sum-exp go; the output lies in memory as the queries do."""
     same = q.shape[-1] == v.shape[-1]
     out = torch.empty_like(even(q)) if same else q.new_empty(*q.shape[:3], v.shape[-1])
-    rows = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2)]
+    rows = [torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2)]
     return out, rows[0], rows[1]
+
+
+def readable(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor, Terms]:
+    """As the kernels read them: features that lie side by side, ids and slopes in one piece, masks in bytes."""
+    spans, query_ids, key_ids, slopes = (
+        None if x is None else x.contiguous() for x in (terms.spans, terms.query_ids, terms.key_ids, terms.slopes)
+    )
+    dense = terms.dense
+    if dense is not None:
+        dense = dense.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
+    if spans is not None or query_ids is not None or dense is not None or slopes is not terms.slopes:
+        terms = terms._replace(spans=spans, query_ids=query_ids, key_ids=key_ids, slopes=slopes, dense=dense)
+    return even(q), even(k), even(v), terms
 
 
 def even(x: Tensor) -> Tensor:
@@ -272,27 +325,44 @@ def even(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def whole(x: Tensor | None) -> Tensor | None:
-    """All of it in one piece: what is read without strides."""
-    return None if x is None else x.contiguous()
-
-
 def blocks(length: int, size: int) -> int:
     return -(-length // size)
 
 
-def arguments(part: Part) -> dict[str, Any]:
-    """What all three kernels take."""
-    q, k, v, peaks, terms, table = part.q, part.k, part.v, part.peaks, part.terms, part.table
-    dense = None if terms.dense is None else terms.dense.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
+def kind(part: Part, *more: Hashable) -> Hashable:
+    """What the launches of a part follow from, besides the addresses of its tensors."""
+    _, q, k, v, peaks, _, terms, _ = part
+    return part.first, q.device, *map(layout, (q, k, v, peaks, *terms[:10])), terms[10:], more
+
+
+def tensors_of(part: Part) -> dict[str, Tensor]:
+    """What every kernel reads. What is not given points at something, and is never read."""
+    _, q, k, v, peaks, extras, terms, rows = part
+    by_bucket, buckets, _, _, slopes, spans, query_ids, key_ids, dense, seed = (
+        peaks if x is None else x for x in terms[:10]
+    )
+    return {
+        "q": q, "k": k, "v": v, "peaks": peaks, "extras": extras, "table": peaks if rows is None else rows,
+        "by_bucket": by_bucket, "buckets": buckets, "slopes": slopes, "spans": spans, "query_ids": query_ids,
+        "key_ids": key_ids, "dense": dense, "seed": seed,
+    }  # fmt: skip
+
+
+def numbers_of(part: Part) -> dict[str, Any]:
+    """What all three kernels are told."""
+    q, k, v, peaks, terms = part.q, part.k, part.v, part.peaks, part.terms
     widths = padded(q.shape[-1]), padded(v.shape[-1])
+    dense = (0, 0, 0, 0) if terms.dense is None else terms.dense.stride()
     return dict(
-        **strided("q", q), **strided("k", k), **strided("v", v),
-        peaks=peaks, extras=part.extras, peaks_batch=peaks.stride(0), peaks_head=peaks.stride(1),
-        **masks(terms, dense, peaks),
-        **present(peaks, slopes=whole(terms.slopes), seed=terms.seed, table=table),
+        **strides("q", q), **strides("k", k), **strides("v", v),
+        peaks_batch=peaks.stride(0), peaks_head=peaks.stride(1),
+        spans_batch=batch_stride(terms.spans), query_ids_batch=batch_stride(terms.query_ids),
+        key_ids_batch=batch_stride(terms.key_ids),
+        dense_batch=dense[0], dense_head=dense[1], dense_query=dense[2], dense_key=dense[3],
+        CAUSAL=terms.causal, SPANS=0 if terms.spans is None else terms.spans.shape[1],
+        IDS=terms.query_ids is not None, DENSE=terms.dense is not None,
         H=q.shape[1], group=q.shape[1] // k.shape[1], Tq=q.shape[2], Tk=k.shape[2], D=q.shape[3], Dv=v.shape[3],
-        clip=terms.width // 2, first_b=part.place[0].start, first_h=part.place[1].start,
+        clip=terms.width // 2, first_b=part.first[0], first_h=part.first[1],
         scale=terms.scale, softcap=terms.softcap,
         threshold=int(terms.dropout * 2**32), keep_scale=1.0 / (1.0 - terms.dropout),
         SOFTCAP=terms.softcap > 0, ALIBI=terms.slopes is not None, TABLE=terms.kind, DROPOUT=terms.dropout > 0,
@@ -301,25 +371,8 @@ def arguments(part: Part) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def masks(terms: Terms, dense: Tensor | None, unused: Tensor) -> dict[str, Any]:
-    spans, query_ids, key_ids = whole(terms.spans), whole(terms.query_ids), whole(terms.key_ids)
-    strides = (0, 0, 0, 0) if dense is None else dense.stride()
-    return dict(
-        **present(unused, spans=spans, query_ids=query_ids, key_ids=key_ids, dense=dense),
-        spans_batch=batch_stride(spans), query_ids_batch=batch_stride(query_ids), key_ids_batch=batch_stride(key_ids),
-        dense_batch=strides[0], dense_head=strides[1], dense_query=strides[2], dense_key=strides[3],
-        CAUSAL=terms.causal, SPANS=0 if spans is None else spans.shape[1],
-        IDS=query_ids is not None, DENSE=dense is not None,
-    )  # fmt: skip
-
-
-def present(unused: Tensor, **tensors: Tensor | None) -> dict[str, Tensor]:
-    """What is absent points at something, and is never read."""
-    return {name: unused if x is None else x for name, x in tensors.items()}
-
-
-def strided(name: str, x: Tensor) -> dict[str, Any]:
-    return {name: x, f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1), f"{name}_row": x.stride(2)}
+def strides(name: str, x: Tensor) -> dict[str, int]:
+    return {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1), f"{name}_row": x.stride(2)}
 
 
 def batch_stride(x: Tensor | None) -> int:

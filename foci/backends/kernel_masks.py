@@ -5,18 +5,24 @@ Bm is 1 or the batch size, Tq queries, Tk keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from foci.algebra import Both, Entries, Mask
+from foci.algebra import Both, Either, Entries, Mask, Opposite
 from foci.arguments import Call
-from foci.masks import Causal, Documents
+from foci.masks import Causal, Documents, Prefix, Window
+from foci.remembering import remembered
 from foci.spans import Spans
 from foci.where import Extent
 
 SMALLEST = Extent((1,), 1, 1, 1, torch.device("cpu"))
+SMALL = torch.empty(0)
+
+# Masks of plain numbers alone.
+NUMBERS = (Causal, Window, Prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +36,18 @@ class KernelMasks:
     dense: Tensor | None = None  # (B or 1, H or 1, Tq or 1, Tk or 1) bool
 
 
+ALL, TRIANGLE = KernelMasks(), KernelMasks(causal=True)
+
+
 def reasons(call: Call) -> list[str]:
     """Why the mask has no such form; empty where it has one."""
+    if call.mask is None or is_plain_causal(call):
+        return []
+    key = key_of(call)
+    return found_reasons(call) if key is None else remembered(("reasons", key), SMALL, lambda: found_reasons(call))
+
+
+def found_reasons(call: Call) -> list[str]:
     # Whether runs are exact follows from the kinds of masks: where there are no tensors in it, small ones tell.
     small = call.mask is None or call.mask.static
     _, documents, dense, spans = sorted_out(call, SMALLEST if small else call.extent)
@@ -44,6 +60,15 @@ def reasons(call: Call) -> list[str]:
 
 def forms(call: Call) -> KernelMasks:
     """The mask of a call for which `reasons` has none."""
+    if call.mask is None or is_plain_causal(call):
+        return ALL if call.mask is None else TRIANGLE
+    key = key_of(call)
+    if key is None:
+        return found_forms(call)
+    return remembered((key, call.extent.queries, call.extent.keys), call.q, lambda: found_forms(call))
+
+
+def found_forms(call: Call) -> KernelMasks:
     causal, documents, dense, spans = sorted_out(call, call.extent)
     device = call.q.device
     if documents:
@@ -74,6 +99,29 @@ def sorted_out(call: Call, extent: Extent) -> tuple[bool, list[Documents], list[
             runs = own(mask.spans(extent, call.positions is not None), call)
             spans = runs if spans is None else spans & runs
     return causal, documents, dense, spans
+
+
+def is_plain_causal(call: Call) -> bool:
+    return isinstance(call.mask, Causal) and is_aligned(call.mask, call)
+
+
+def key_of(call: Call) -> Hashable | None:
+    """What the runs of a mask follow from besides the lengths; None where that is more than plain numbers."""
+    if call.mask is None or call.positions is not None or call.batch_ids is not None:
+        return None
+    return structure(call.mask)
+
+
+def structure(mask: Mask) -> Hashable | None:
+    if isinstance(mask, Both | Either):
+        sides = structure(mask.left), structure(mask.right)
+        return None if None in sides else (type(mask), sides)
+    if isinstance(mask, Opposite):
+        inner = structure(mask.mask)
+        return None if inner is None else (Opposite, inner)
+    if type(mask) not in NUMBERS:
+        return None
+    return (type(mask), *(getattr(mask, field.name) for field in fields(mask)))  # type: ignore[arg-type]
 
 
 def is_aligned(mask: Causal, call: Call) -> bool:

@@ -9,7 +9,7 @@ B batch, H heads, Tq queries, W = 2 clip + 1 distances, D width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ Place = tuple[slice, slice]
 LEARNED = ("table", "keys", "values", "slopes")
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):
     """Everything of a call beyond query, key and value; None is absent. Tables are float32."""
 
     table: Tensor | None  # Buckets: (buckets, H)
@@ -57,8 +56,7 @@ class Terms:
     def part(self, place: Place) -> Terms:
         """The same for some sequences and heads; the bucket table stays whole, it is small."""
         batches, heads = place
-        return replace(
-            self,
+        return self._replace(
             table=None if self.table is None else self.table[:, heads],
             keys=of_heads(self.keys, heads),
             values=of_heads(self.values, heads),
@@ -101,18 +99,8 @@ def places(q: Tensor, group: int, row_bytes: int) -> Iterator[Place]:
 
 
 def rows(q: Tensor, terms: Terms) -> Tensor | None:
-    """The row table: (1, H, 1, W) for buckets, (B, H, Tq, W) for vectors; None where the bias has none."""
-    if terms.table is not None:
-        assert terms.buckets is not None
-        return terms.table.index_select(0, terms.buckets).mT.contiguous()[None, :, None]
+    """The row table of vectors (B, H, Tq, W); None where the bias has none. Buckets' own is made by a kernel."""
     return None if terms.keys is None else q.float() @ terms.keys.mT
-
-
-def buckets_gradient(d_rows: Tensor, terms: Terms) -> Tensor:
-    """(H, W) -> (buckets, H): a product with ones and zeros, which unlike scattering adds in a fixed order."""
-    assert terms.table is not None and terms.buckets is not None
-    member = terms.buckets.unsqueeze(0) == torch.arange(terms.table.shape[0], device=d_rows.device).unsqueeze(1)
-    return (member.double() @ d_rows.double().mT).to(terms.table.dtype)
 
 
 def add_products(into: Tensor, rows: Tensor, table: Tensor) -> None:
@@ -124,13 +112,10 @@ def add_products(into: Tensor, rows: Tensor, table: Tensor) -> None:
     into.view(-1, *into.shape[2:]).baddbmm_(rows.view(-1, *rows.shape[2:]), tables)
 
 
-def add_gradient(into: Tensor, rows: Tensor, x: Tensor, heads: slice) -> None:
-    """Adds Σ rowsᵀ x to the gradient of a table (W, D) or (H, W, D), given (B, H, Tq, W) and (B, H, Tq, D)."""
+def gradient(table: Tensor, rows: Tensor, x: Tensor) -> Tensor:
+    """Σ rowsᵀ x, the gradient of a table (W, D) or (H, W, D), given (B, H, Tq, W) and (B, H, Tq, D)."""
     products = rows.mT @ x.float()
-    if into.dim() == 2:
-        into += products.sum((0, 1))
-    else:
-        into[heads] += products.sum(0)
+    return products.sum((0, 1)) if table.dim() == 2 else products.sum(0)
 
 
 def weights_by_distance(band: Tensor, peaks: Tensor, extras: Tensor) -> Tensor:

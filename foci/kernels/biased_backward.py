@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from foci.kernels.biased import clipped, ends, looked_up, own_rows, put, rows_of, scored, side, visible
+from foci.kernels.biased_tables import whole_numbers
 from foci.kernels.dropout import kept
 from foci.kernels.logits import LN_2, span
 
@@ -50,7 +51,7 @@ def queries(
     scale, softcap, threshold, keep_scale,
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TABLE: tl.constexpr, VALUED: tl.constexpr, DROPOUT: tl.constexpr,
-    TABLE_GRADIENT: tl.constexpr, SLOPE_GRADIENT: tl.constexpr,
+    TABLE_GRADIENT: tl.constexpr, SLOPE_GRADIENT: tl.constexpr, EXTRAS: tl.constexpr,
     EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -72,9 +73,10 @@ def queries(
     d_rows = rows_of(d_out + b * d_out_batch + h * d_out_head, d_out_row, first_i, r, Tq, e, Dv, EVEN)
     outs = rows_of(out + b * out_batch + h * out_head, out_row, first_i, r, Tq, e, Dv, EVEN)
     at = b * peaks_batch + h * peaks_head + rows
-    # The log-sum-exp is in base 2: so much of its gradient is that of a natural one.
-    rows_delta = -tl.load(d_extras + at, mask=inside, other=0.0) / LN_2
-    rows_delta += tl.sum(outs.to(tl.float32) * d_rows.to(tl.float32), 1)
+    rows_delta = tl.sum(outs.to(tl.float32) * d_rows.to(tl.float32), 1)
+    if EXTRAS:
+        # The log-sum-exp is in base 2: so much of its gradient is that of a natural one.
+        rows_delta = -tl.load(d_extras + at, mask=inside, other=0.0) / LN_2 + rows_delta
     tl.store(delta + at, rows_delta, mask=inside)
     peak, extra = log_sum_exps(peaks, extras, at, inside)
     k += b * k_batch + g * k_head
@@ -208,7 +210,7 @@ def keys(
     """d_k (B, G, Tk, D), d_v (B, G, Tk, Dv). A tile is (keys, queries) here, so that no product turns it round.
 
     With SPANS, reach (Bm, tiles of keys, 2) says which tiles of queries see some of these keys, and inner (Bm, tiles
-    of queries, 2) which run of keys all queries of a tile see.
+    of queries, 2) which run of keys all queries of a tile see: whole numbers, in room that was made for floats.
     """
     tiles = tl.cdiv(Tk, BN)
     pair, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -224,12 +226,13 @@ def keys(
     spans += b * spans_batch
     query_ids += b * query_ids_batch
     key_ids += b * key_ids_batch
-    inner += b * inner_batch
     drawn = tl.load(seed) if DROPOUT else 0
     start, stop = 0, tl.cdiv(Tq, BM)
     if SPANS > 0:
+        reach, inner = whole_numbers(reach), whole_numbers(inner)
         start = tl.load(reach + b * reach_batch + 2 * tile)
         stop = tl.load(reach + b * reach_batch + 2 * tile + 1)
+        inner += b * inner_batch
     elif CAUSAL:
         start = tl.maximum(first_j - offset, 0) // BM
     d_keys = tl.zeros((BN, BD), tl.float32)

@@ -1,5 +1,6 @@
 """Masks in the forms of kernels: what they say, and that nothing waits for a device on the way."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -158,3 +159,64 @@ def test_on_a_gpu_nothing_waits_for_it(name: str) -> None:
         *(mapped(getattr(masks, field.name), lambda tensor: tensor.cpu()) for field in fields(masks))
     )
     assert torch.equal(seen_by(back, call_of(MASKS[name])), expected)
+
+
+class Counted(TorchDispatchMode):
+    """Counts what is asked of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+REPEATED: dict[str, Callable[[], Mask | None]] = {
+    "none": lambda: None,
+    "causal": lambda: foci.causal,
+    "window": lambda: foci.causal & foci.window(3),
+    "prefix": lambda: foci.causal | foci.prefix(2),
+    "opposite": lambda: ~foci.window(1, 1),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_masks_of_plain_numbers_are_brought_to_their_form_once(name: str) -> None:
+    def asked() -> kernel_masks.KernelMasks:
+        call = call_of(REPEATED[name]())
+        assert not kernel_masks.reasons(call)
+        return kernel_masks.forms(call)
+
+    first = asked()
+    call = call_of(REPEATED[name]())
+    with Counted() as counted:
+        assert not kernel_masks.reasons(call)
+        again = kernel_masks.forms(call)
+    assert counted.calls == 0
+    assert again is first
+    longer = call_of(REPEATED[name](), keys=KEYS + 1)
+    found, fresh = kernel_masks.forms(longer), kernel_masks.found_forms(longer)
+    assert (found.causal, found.spans is None) == (fresh.causal, fresh.spans is None)
+    assert found.spans is None or fresh.spans is None or torch.equal(found.spans, fresh.spans)
+
+
+def test_numbers_and_kinds_tell_masks_apart() -> None:
+    masks = (
+        foci.causal, foci.causal.at(1), foci.window(3), foci.window(3, 2), foci.prefix(3), ~foci.window(3),
+        foci.causal & foci.window(3), foci.causal | foci.window(3), foci.window(3) & foci.causal,
+    )  # fmt: skip
+    keys = [kernel_masks.structure(mask) for mask in masks]
+    assert None not in keys
+    assert len(set(keys)) == len(masks)
+
+
+def test_masks_with_tensors_are_looked_at_each_time() -> None:
+    for mask in (
+        foci.padding([3, 4]),
+        foci.documents(torch.arange(QUERIES)),
+        foci.causal & torch.ones(1, dtype=torch.bool),
+    ):
+        assert kernel_masks.structure(mask) is None
+        assert kernel_masks.structure(~(foci.causal | mask)) is None

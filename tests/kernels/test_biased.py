@@ -16,8 +16,9 @@ pytest.importorskip("triton")
 
 import foci
 from foci.arguments import Call, prepare
-from foci.backends import biased, biased_launch, row_tables
+from foci.backends import biased, biased_launch, biased_tables, launches, row_tables
 from foci.backends.biased_launch import Tiles
+from foci.backends.launches import Launches
 from foci.scores import Dot
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
 
@@ -136,8 +137,8 @@ def test_parts_are_the_same_as_the_whole(bias: str, mask: str, monkeypatch: pyte
     """A budget for one head at a time."""
     monkeypatch.setattr(row_tables, "BUDGET", 1)
     launched = []
-    whole = biased_launch.queries_part
-    monkeypatch.setattr(biased_launch, "queries_part", lambda part, *rest: launched.append(part) or whole(part, *rest))
+    whole = biased_launch.backward_part
+    monkeypatch.setattr(biased_launch, "backward_part", lambda part, after: launched.append(part) or whole(part, after))
     problem = problem_of(bias, mask)
     check_problem(problem)
     heads = {"padding": 2 * 2, "grouped": 1}[mask]
@@ -172,7 +173,7 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
     x = torch.randn(1, 2, 5, 12, device=DEVICE).requires_grad_()
     out = foci.attention(x, x, x, bias=foci.ALiBi(), backend="triton")
     (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"Trying to backward through foci\.biased_backward"):
+    with pytest.raises(RuntimeError, match=r"expected a backend whose gradients have gradients"):
         torch.autograd.grad(first.square().sum() + x.sum(), x)
 
 
@@ -273,11 +274,26 @@ def test_what_the_kernels_do_not_take_is_refused_with_a_reason(name: str) -> Non
 
 def test_reaches_hold_every_tile_that_sees_something() -> None:
     spans = torch.tensor([[[[0, 0, 5, 9], [4, 4, 8, 9]]], [[[2, 2, 2, 2], [9, 10, 9, 9]]]], dtype=torch.int32)
-    reach, inner = biased_launch.reaches(spans, 10, Tiles(2, 4, 4, 1))
-    assert reach is not None
-    assert inner is not None
-    assert reach.tolist() == [[[0, 1], [1, 2], [2, 0]], [[0, 2], [0, 2], [0, 2]]]
-    assert inner.tolist() == [[[0, 4], [9, 8]], [[2, 9], [2, 9]]]
+    found = reached(spans, 10, 2, 4)
+    assert found["reach"].tolist() == [[[0, 1], [1, 2], [2, 0]], [[0, 2], [0, 2], [0, 2]]]
+    assert found["inner"].tolist() == [[[0, 4], [9, 8]], [[2, 9], [2, 9]]]
+
+
+def test_reaches_of_two_runs_ask_the_mask_everywhere() -> None:
+    """Four queries in two tiles; the second run of the first two is empty."""
+    spans = torch.tensor([[[[0, 1, 2, 3], [2, 3, 4, 4]], [[6, 6, 6, 7], [6, 6, 9, 9]]]], dtype=torch.int32)
+    found = reached(spans, 10, 2, 5)
+    assert found["reach"].tolist() == [[[0, 2], [1, 2]]]
+    assert (found["inner"][..., 1] == 0).all()
+
+
+def reached(spans: Tensor, Tk: int, queries: int, keys: int) -> dict[str, Tensor]:
+    """What the launches before the pass over the keys leave, (Bm, tiles, 2) each."""
+    steps, sizes = biased_tables.reaching(spans, Tk, queries, keys)
+    room = {name: torch.empty(size, device=DEVICE) for name, size in sizes.items()}
+    given = {"spans": spans.to(DEVICE)}
+    Launches({}, given["spans"].device, steps)(given | room)
+    return {name: x.view(torch.int32).view(spans.shape[0], -1, 2).cpu() for name, x in room.items()}
 
 
 # Every one is three kernels to compile, so not everything meets everything.
@@ -327,6 +343,28 @@ def long_problem(kind: str, width: int, value_width: int, dtype: torch.dtype, qu
 def test_on_a_gpu_many_tiles(kind: str, width: int | tuple[int, int], dtype: torch.dtype) -> None:
     widths = (width, width) if isinstance(width, int) else width
     check_problem(long_problem(kind, *widths, dtype, 517, 645))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("bias", "mask"), [("buckets", "causal"), ("alibi", "window"), ("headed", "padding")])
+def test_on_a_gpu_later_calls_of_a_shape_are_right_too(bias: str, mask: str) -> None:
+    """The first call of a shape goes through Triton, later ones hand over addresses."""
+    for scale in (1.0, 0.5, 2.0):
+        problem = problem_of(bias, mask, torch.bfloat16)
+        for x in problem.tensors.values():
+            x.mul_(scale)
+        check_problem(problem)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_part_is_launched_by_what_was_kept_of_the_first(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls alike share the launches, forward and backward; another mask has its own."""
+    monkeypatch.setattr(launches, "KEPT", {})
+    for mask in [foci.causal, foci.causal, None][: count + 1]:
+        x, table = torch.randn(1, 2, 18, 12, device=DEVICE).requires_grad_(), torch.randn(6, 2, device=DEVICE)
+        out = foci.attention(x, x, x, bias=foci.Buckets(table, False, 5), mask=mask, backend="triton")
+        torch.autograd.grad(out.sum(), x)
+    assert len(launches.KEPT) == 2 * count
 
 
 @pytest.mark.gpu
