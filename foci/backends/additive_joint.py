@@ -12,7 +12,6 @@ from torch import Tensor
 
 from foci.backends.additive_launch import (
     INTERPRETED,
-    PREPARING_WARPS,
     Terms,
     Tiling,
     blocks_of,
@@ -83,7 +82,7 @@ def in_one_pass(
         "room": programs * tiling.queries * tiling.keys,
     }  # fmt: skip
     steps = [
-        step(begin, (blocks_of(q, k, tiling),), numbers, num_warps=PREPARING_WARPS),
+        step(begin, (blocks_of(q, k, tiling),), numbers, num_warps=4),
         step(joint, (programs,), numbers, **options(tiling)),
         finishing(q, k, v, tiling, numbers),
     ]

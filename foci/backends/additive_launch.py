@@ -14,8 +14,6 @@ from torch import Tensor
 
 from foci.backends.launches import Launches, Step, kept, layout, step
 
-# There are few blocks to prepare: each is shared by many threads.
-PREPARING_WARPS = 16
 # With fewer queries each is on its own.
 FEW_QUERIES = 4
 
@@ -259,7 +257,7 @@ def preparing(q: Tensor, k: Tensor, tiling: Tiling, numbers: dict[str, Any]) -> 
     """The exponentials, laid out for a tiling, and what is known of their sizes."""
     from foci.kernels.additive_powers import prepare as kernel
 
-    return step(kernel, (blocks_of(q, k, tiling),), numbers, num_warps=PREPARING_WARPS)
+    return step(kernel, (blocks_of(q, k, tiling),), numbers, num_warps=4)
 
 
 def preparation(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, int]:
