@@ -51,8 +51,14 @@ def once(key: Hashable, beside: Tensor, make: Callable[[], T]) -> T:
 
 
 def is_special(beside: Tensor) -> bool:
-    """Whether somebody looks on who must see how it is made: a compiler, or a transform of torch.func."""
-    return is_unreadable(beside) or torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether somebody looks on who must see how it is made: a compiler, a transform of torch.func, or a mode, whose
+    tensors may be of its own kind, or which counts on the same operations when a forward runs again.
+    """
+    return (
+        is_unreadable(beside)
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 def for_all_modes(make: Callable[[], T]) -> T:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.compilers import nop
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import foci
 from foci import remembering
 from foci.remembering import once, remembered
 
@@ -43,6 +49,40 @@ def test_transforms_and_fake_tensors_leave_nothing_behind(keep: Keep) -> None:
     torch.func.grad(lambda x: (x * keep("a", BESIDE, lambda: torch.ones(3))).sum())(torch.ones(3))
     assert not remembering.KEPT
     assert not remembering.FOREVER
+
+
+@pytest.mark.parametrize("keep", [once, remembered])
+def test_a_mode_leaves_nothing_behind(keep: Keep) -> None:
+    with FunctionalTensorMode():
+        keep("a", BESIDE, lambda: torch.ones(3))
+    assert type(keep("a", BESIDE, lambda: torch.ones(3))) is Tensor
+
+
+def test_a_call_that_was_traced_leaves_nothing_behind() -> None:
+    def attend(q: Tensor) -> Tensor:
+        return foci.attention(q, q, q, bias=foci.ALiBi())
+
+    q = torch.randn(1, 2, 5, 4)
+    traced = aot_function(attend, nop)(q)
+    assert torch.equal(traced, attend(q))
+
+
+@pytest.mark.parametrize("keep", [once, remembered])
+def test_a_forward_that_is_checkpointed_runs_again_with_the_same_operations(keep: Keep) -> None:
+    """Selective checkpointing hands out what operations gave before, in the order in which they were asked."""
+
+    def forward(x: Tensor) -> Tensor:
+        return x.square() * keep("a", BESIDE, lambda: torch.full((), 2.0)) * torch.full((), 3.0)
+
+    def save_constants(context: object, operation: object, *inputs: object, **options: object) -> CheckpointPolicy:
+        saved = operation is torch.ops.aten.full.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x = torch.ones(1, requires_grad=True)
+    context = partial(create_selective_checkpoint_contexts, save_constants)
+    checkpoint(forward, x, use_reentrant=False, context_fn=context).backward()
+    assert x.grad is not None
+    assert x.grad.item() == 12.0
 
 
 @pytest.mark.parametrize("keep", [once, remembered])
