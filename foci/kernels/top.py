@@ -161,11 +161,12 @@ def choose(
     x, left = pick(best, second, column, valid, queries, CLASSES, LABEL_BITS, LOG_N, LOG)
     doubts(x, left, best, second, third, flags, listed, counter, column, valid, row, queries, TOP, CLASSES, LABEL_BITS)
     bits = candidates(best, second, x, column, queries, CLASSES, LABEL_BITS)
-    real = x > NONE / 2
+    slot = tl.arange(0, 1 << LOG)[None, :]
+    # Only what was chosen is put in order: `doubts` flagged the classes of all others that are level with it.
+    real = (x > NONE / 2) & (slot < TOP)
     klass = ((x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)) >> 1) % CLASSES
     found = tl.where(real, located(klass, bits & ((1 << TAG_BITS) - 1), segments, BK), -1)  # (R, slots)
     into = row.to(tl.int64)[:, None] * TOP
-    slot = tl.arange(0, 1 << LOG)[None, :]
     if EXACT:
         b = (pair // H).to(tl.int64)
         h = pair % H
@@ -174,7 +175,6 @@ def choose(
             slope = tl.load(slopes + h)
         q += b * q_batch + h.to(tl.int64) * q_head
         k += b * k_batch + (h // group).to(tl.int64) * k_head
-        found = tl.where(slot < TOP, found, -1)
         # They wait where the weights are to stand: whoever reads keys side by side holds no query for itself.
         for n in range(TOP):
             one = at_slot(found, n)[:, None]
@@ -281,13 +281,13 @@ def store(x, found, place, values, keys, valid, TOP: tl.constexpr):
 
 @triton.jit
 def refine(
-    q, k, lse, spans, query_ids, key_ids, dense, slopes, flags, listed, counter, values, keys,
+    q, k, lse, spans, query_ids, key_ids, dense, slopes, flags, listed, counter, values, keys, largest_logits,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key,
     scale, softcap, segments, tags,
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LARGEST: tl.constexpr,
     TOP: tl.constexpr, SLOTS: tl.constexpr, CLASSES: tl.constexpr, BK: tl.constexpr,
     READ: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -341,3 +341,5 @@ def refine(
         # What is written lies where the chosen were read, by other threads.
         tl.debug_barrier()
         store(y, chosen, places_at_once(y, chosen), values + line, keys + line, True, TOP)
+        if LARGEST:
+            tl.store(largest_logits + at + tl.zeros((1,), tl.int32), tl.max(y + row, 1) * LN_2)

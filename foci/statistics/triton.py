@@ -46,7 +46,8 @@ CHOOSING = (
 )
 # Fewer would be enough for short sequences, at the price of a build for each length.
 LEAST_TAG_BITS = 7
-# With more, which are those of longer sequences than 16,384 tokens, logits lack too much to be taken as they are kept.
+# With more, logits lack too much to be taken as they are kept. Those are sequences of over 8,192 tokens for up to 4 keys,
+# of over 16,384 for up to 8, and so on: more keys have more classes, and a class fewer tags.
 MOST_TAG_BITS = 8
 # Queries that a program chooses keys for: a thread for each.
 CHOSEN_TOGETHER = 32
@@ -207,7 +208,8 @@ def refine(
     programs = READING_PROGRAMS * processors(arguments["q"].device)
     kernel[(min(programs, kept["listed"].numel()),)](
         **arguments, **{name: kept[name] for name in ("flags", "listed", "counter")}, values=buffers["top_values"],
-        keys=buffers["top_keys"], segments=classes.segments, tags=classes.tags, TOP=top,
+        keys=buffers["top_keys"], largest_logits=buffers.get("logits", arguments["lse"]), LARGEST="logits" in buffers,
+        segments=classes.segments, tags=classes.tags, TOP=top,
         SLOTS=1 << (top - 1).bit_length(), CLASSES=classes.number, BK=config.keys, READ=READ_TOGETHER,
         STEP=min(arguments["BD"], max(16, 2048 * READING_WARPS // READ_TOGETHER)),
         EVEN=arguments["D"] == arguments["BD"], num_warps=READING_WARPS,

@@ -513,6 +513,38 @@ def test_half_precision_finds_ties_and_what_a_class_hides(top: int) -> None:
     assert all(key - 80 in row[:place] for row in keys for place, key in enumerate(row) if 80 <= key < 130)
 
 
+def nearly_level(keys: int, dtype: torch.dtype, heavier: int) -> Case:
+    """Logits of 0, and one that is heavier by less than what is kept of a logit can tell."""
+    case = Case(heads=(1, 1), queries=8, keys=keys, width=16, dtype=dtype)
+    case.q.zero_()
+    case.k.zero_()
+    case.q[..., :2] = 1
+    case.k[..., heavier, 1] = 2.0**-18
+    case.scale = 1.0
+    return case
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("top", [3, 4])
+def test_the_last_one_is_the_heavier_of_two_that_are_nearly_level(top: int, dtype: torch.dtype) -> None:
+    """Key 64 is of the first class: what is level with it, and a lower key, may not take its place unread."""
+    case = nearly_level(96, dtype, heavier=64)
+    heavy = [6, 5, 7][: top - 1]
+    case.k[0, 0, heavy, 0] = torch.tensor([4.0, 3.0, 2.0][: top - 1], dtype=dtype, device=DEVICE)
+    case.k[0, 0, [1, 64], 0] = 1
+    got = case.run(Wanted(top=top))["top_keys"]
+    assert got[0, 0].tolist() == [[*heavy, 64]] * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("top", [1, 2])
+def test_the_largest_logit_of_keys_that_are_nearly_level(top: int, dtype: torch.dtype) -> None:
+    case = nearly_level(80, dtype, heavier=50)
+    got = case.run(Wanted(top=top, largest=True))
+    assert got["top_keys"][0, 0, :, 0].tolist() == [50] * 8
+    close(got["largest"], case.logits().amax((-1, -2)), 6e-7)
+
+
 def test_tags_of_many_bits_leave_too_little_of_a_logit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", 12)
     case = causal(heads=(1, 1), queries=7, keys=100, dtype=torch.float16)
