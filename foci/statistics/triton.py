@@ -46,8 +46,8 @@ CHOOSING = (
 )
 # Fewer would be enough for short sequences, at the price of a build for each length.
 LEAST_TAG_BITS = 7
-# With more, logits lack too much to be taken as they are kept. Those are sequences of over 8,192 tokens for up to 4 keys,
-# of over 16,384 for up to 8, and so on: more keys have more classes, and a class fewer tags.
+# With more, logits lack too much to be taken as they are kept: in sequences of over 8,192 tokens for up to 4 keys, of
+# over 16,384 for up to 8, and so on, as more keys have more classes, and a class then has fewer tags.
 MOST_TAG_BITS = 8
 # Queries that a program chooses keys for: a thread for each.
 CHOSEN_TOGETHER = 32
