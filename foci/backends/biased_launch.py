@@ -174,7 +174,7 @@ def backward(
     q, k, v, terms = readable(q, k, v, terms)
     d_out, d_extras = even(d_out), None if d_extras is None else d_extras.contiguous()
     names = row_tables.learned(terms, tables)
-    found = [torch.empty_like(x) for x in (q, k, v)]
+    found = [alike(x) for x in (q, k, v)]
     shares: list[tuple[Part, dict[str, Tensor]]] = []
     bands = 3 if terms.values is not None else int(terms.kind == 1 or "table" in names)
     for part in parts(q, k, v, peaks, extras, terms, bands):
@@ -296,13 +296,13 @@ def learn(part: Part, after: After, found: Passing) -> dict[str, Tensor]:
 def gradients(q: Tensor, k: Tensor, v: Tensor, terms: Terms, tables: bool) -> list[Tensor]:
     """As the backward gives them, and empty: of q, k, v, and of what is learned."""
     learned = [getattr(terms, name) for name in row_tables.learned(terms, tables)]
-    return [*(torch.empty_like(even(x)) for x in (q, k, v)), *(x.new_empty(x.shape) for x in learned)]
+    return [*(alike(even(x)) for x in (q, k, v)), *(x.new_empty(x.shape) for x in learned)]
 
 
 def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Where the output and the log-sum-exp go; the output lies in memory as the queries do."""
     same = q.shape[-1] == v.shape[-1]
-    out = torch.empty_like(even(q)) if same else q.new_empty(*q.shape[:3], v.shape[-1])
+    out = alike(even(q)) if same else q.new_empty(*q.shape[:3], v.shape[-1])
     rows = [torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2)]
     return out, rows[0], rows[1]
 
@@ -323,6 +323,11 @@ def readable(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Ten
 def even(x: Tensor) -> Tensor:
     """Rows that lie in one piece."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def alike(x: Tensor) -> Tensor:
+    """Room that lies in memory as x does; its rows in one piece also where those of x overlap."""
+    return even(torch.empty_like(x))
 
 
 def blocks(length: int, size: int) -> int:

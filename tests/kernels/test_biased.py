@@ -345,6 +345,17 @@ def test_on_a_gpu_many_tiles(kind: str, width: int | tuple[int, int], dtype: tor
     check_problem(long_problem(kind, *widths, dtype, 517, 645))
 
 
+def test_rows_that_overlap_in_memory() -> None:
+    """Windows of a series: room that is laid out as they are would have its features apart."""
+    series = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = []
+    for laid in (Tensor.contiguous, lambda given: given):
+        x = laid(series.unfold(-1, 8, 1)).requires_grad_()
+        out = foci.attention(x, x, x, bias=foci.ALiBi(), backend="triton")
+        found.append([out, *torch.autograd.grad(out.sin().sum(), [x])])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("bias", "mask"), [("buckets", "causal"), ("alibi", "window"), ("headed", "padding")])
 def test_on_a_gpu_later_calls_of_a_shape_are_right_too(bias: str, mask: str) -> None:
