@@ -89,6 +89,15 @@ def test_an_interpreter_or_a_triton_that_is_not_known_is_given_tensors(
     assert all(isinstance(x, Tensor) for _, arguments, _ in kernel.launched for x in arguments[:3])
 
 
+def test_launches_are_handed_addresses_all_together_or_not_at_all() -> None:
+    """A hook of Triton's may keep one kernel from being compiled: the others do not go on without it."""
+    kernels = Kernel("x", "out", "n"), Kernel("x", "out", "n", compiles=False)
+    row = Launches({"out": 4}, torch.device("cpu"), [step(kernel, (1,), {"n": 1}) for kernel in kernels])
+    for _ in range(2):
+        row({"x": torch.zeros(8)})
+    assert [len(kernel.launched) for kernel in kernels] == [2, 2]
+
+
 def test_a_number_that_is_missing_is_an_error() -> None:
     with pytest.raises(KeyError, match="m"):
         step(Kernel("x", "n", "m"), (1,), {"n": 1})
