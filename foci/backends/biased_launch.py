@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.backends import biased_tables, row_tables
-from foci.backends.launches import Launches, kept, layout, step
+from foci.backends.launches import Launches, keeps_dtypes, kept, layout, step
 from foci.backends.row_tables import Place, Terms
 
 
@@ -158,6 +158,7 @@ def over_keys(part: Part, out: Tensor, tiles: Tiles) -> Launches:
     return Launches(biased_tables.row_sizes(part.terms, part.q.shape[1]), part.q.device, steps)
 
 
+@keeps_dtypes
 def backward(
     d_out: Tensor,
     d_extras: Tensor | None,

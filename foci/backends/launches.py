@@ -8,12 +8,15 @@ compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, reduce
+from functools import cache, reduce, wraps
 from operator import itemgetter, or_
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Kinds of calls that are remembered. Lengths that never come again push all of them out now and then.
 MOST = 1024
@@ -120,3 +123,18 @@ def kept(key: Hashable, make: Callable[[], Launches]) -> Launches:
 def layout(x: Tensor | None) -> Hashable:
     """What a kernel's arguments follow from."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
+
+
+def keeps_dtypes(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+    """A backward may be started inside of autocast, which has no say here: what is kept was made for the dtypes of the
+    inputs, and what torch multiplies for a kernel must have the same each time.
+    """
+
+    @wraps(function)
+    def unchanged(x: Tensor, /, *arguments: P.args, **options: P.kwargs) -> R:
+        if not torch.is_autocast_enabled(x.device.type):
+            return function(x, *arguments, **options)
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *arguments, **options)
+
+    return unchanged

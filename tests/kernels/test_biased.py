@@ -345,6 +345,18 @@ def test_on_a_gpu_many_tiles(kind: str, width: int | tuple[int, int], dtype: tor
     check_problem(long_problem(kind, *widths, dtype, 517, 645))
 
 
+@pytest.mark.parametrize("bias", ["values", "buckets"])
+def test_a_backward_inside_of_autocast_is_the_same(bias: str) -> None:
+    problem = problem_of(bias, "causal")
+    leaves = problem.leaves(torch.float32, DEVICE)
+    found = []
+    for enabled in (False, True):
+        out = foci.attention(**problem.arguments(leaves), backend="triton")
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(out.sin().sum(), list(leaves.values())))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_rows_that_overlap_in_memory() -> None:
     """Windows of a series: room that is laid out as they are would have its features apart."""
     series = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(0)).to(DEVICE)
