@@ -59,9 +59,10 @@ def reaching(spans: Tensor | None, Tk: int, queries: int, keys: int) -> tuple[li
     rows, columns = -(-Tq // queries), -(-Tk // keys)
     numbers = {"spans_batch": spans.stride(0), "Tq": Tq, "Tk": Tk, "SPANS": runs, "BM": queries, "BN": keys}
     numbers |= {"count": rows, "BT": block(rows)}
+    # Sequences first: of the second a GPU takes 65,535 at most.
     steps = [
-        step(tile_spans, (rows, Bm), numbers, num_warps=4),
-        step(tile_reach, (columns, Bm), numbers, num_warps=4),
+        step(tile_spans, (Bm, rows), numbers, num_warps=4),
+        step(tile_reach, (Bm, columns), numbers, num_warps=4),
     ]
     return steps, {"edges": Bm * rows * runs * 2, "inner": Bm * rows * 2, "reach": Bm * columns * 2}
 

@@ -56,9 +56,9 @@ def tile_spans(spans, edges, inner, spans_batch, Tq, Tk, SPANS: tl.constexpr, BM
     """Of a tile of queries: edges (Bm, tiles, runs, 2), from the first to the last key that one of them sees, and inner
     (Bm, tiles, 2), the run of keys that all of them see; none where a query has two runs.
     """
-    tile, b = tl.program_id(0), tl.program_id(1)
+    b, tile = tl.program_id(0), tl.program_id(1)
     row = tile * BM + tl.arange(0, BM)
-    place = b.to(tl.int64) * tl.num_programs(0) + tile
+    place = b.to(tl.int64) * tl.num_programs(1) + tile
     for s in tl.static_range(SPANS):
         low = tl.load(spans + b.to(tl.int64) * spans_batch + 2 * s * Tq + row, mask=row < Tq, other=0)
         high = tl.load(spans + b.to(tl.int64) * spans_batch + (2 * s + 1) * Tq + row, mask=row < Tq, other=0)
@@ -74,7 +74,7 @@ def tile_spans(spans, edges, inner, spans_batch, Tq, Tk, SPANS: tl.constexpr, BM
 @triton.jit
 def tile_reach(edges, reach, count, SPANS: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr):
     """reach (Bm, tiles of keys, 2): from the first to the last of `count` tiles of queries that see one of the keys."""
-    tile, b = tl.program_id(0), tl.program_id(1)
+    b, tile = tl.program_id(0), tl.program_id(1)
     first, last = count, 0
     for start in range(0, count, BT):
         t = start + tl.arange(0, BT)
@@ -86,6 +86,6 @@ def tile_reach(edges, reach, count, SPANS: tl.constexpr, BN: tl.constexpr, BT: t
             seen = seen | ((low < (tile + 1) * BN) & (high > tile * BN))
         first = tl.minimum(first, tl.min(tl.where(seen, t, count), 0))
         last = tl.maximum(last, tl.max(tl.where(seen, t + 1, 0), 0))
-    place = 2 * (b.to(tl.int64) * tl.num_programs(0) + tile)
+    place = 2 * (b.to(tl.int64) * tl.num_programs(1) + tile)
     tl.store(whole_numbers(reach) + place, first)
     tl.store(whole_numbers(reach) + place + 1, last)

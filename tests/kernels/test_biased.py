@@ -287,6 +287,11 @@ def test_reaches_of_two_runs_ask_the_mask_everywhere() -> None:
     assert (found["inner"][..., 1] == 0).all()
 
 
+def test_reaches_of_more_sequences_than_a_gpu_counts_in_its_second_dimension() -> None:
+    steps, _ = biased_tables.reaching(torch.empty(1, 1, 2, 7, dtype=torch.int32).expand(70_000, 1, 2, 7), 9, 4, 4)
+    assert {step.grid for step in steps} == {(70_000, 2), (70_000, 3)}
+
+
 def reached(spans: Tensor, Tk: int, queries: int, keys: int) -> dict[str, Tensor]:
     """What the launches before the pass over the keys leave, (Bm, tiles, 2) each."""
     steps, sizes = biased_tables.reaching(spans, Tk, queries, keys)
