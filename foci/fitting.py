@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from foci.where import Extent
 
@@ -35,8 +36,8 @@ def on_device(tensor: Tensor, extent: Extent, name: str) -> Tensor:
 
 
 def is_unreadable(tensor: Tensor) -> bool:
-    """Whether there are no values to look at: while compiling, and in a fake tensor."""
-    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+    """Whether there are no values to look at: while compiling, and in a fake tensor, or one that stands for it."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
 def is_captured(tensor: Tensor) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.compilers import nop
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import foci
@@ -180,6 +182,28 @@ def test_fake_tensors_give_the_shapes(case: str) -> None:
     assert isinstance(out, FakeTensor)
     assert (out.shape, out.dtype) == (real.shape, real.dtype)
     assert weights.lse.shape == real.shape[:-1]
+
+
+@pytest.mark.parametrize("case", ["additive", "alibi", "buckets"])
+def test_fake_tensors_give_the_shapes_of_our_kernels(case: str) -> None:
+    pytest.importorskip("triton")
+    tensors, build = CASES[case]
+    with FakeTensorMode() as mode:
+        q, k, v, *rest = (mode.from_tensor(tensor).requires_grad_() for tensor in (*qkv(), *tensors))
+        out = foci.attention(q, k, v, backend="triton", **build(*rest))
+        (d_query,) = torch.autograd.grad(out.sum(), q)
+    assert (out.shape, d_query.shape) == ((*q.shape[:-1], v.shape[-1]), q.shape)
+
+
+@pytest.mark.parametrize("case", ["window", "additive", "alibi"])
+def test_a_tracer_below_autograd_takes_the_call(case: str) -> None:
+    tensors, build = CASES[case]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        return foci.attention(q, k, v, **build(*rest))
+
+    inputs = [*qkv(), *tensors]
+    torch.testing.assert_close(aot_function(attend, nop)(*inputs), attend(*inputs))
 
 
 class Layer(torch.nn.Module):

@@ -19,6 +19,7 @@ from foci.arguments import Call
 from foci.backends import additive_launch, kernel_masks
 from foci.backends.additive_launch import Terms
 from foci.backends.twice import only_once
+from foci.fitting import is_unreadable
 from foci.scores import Additive
 
 WIDEST = 512
@@ -72,7 +73,7 @@ def in_pieces(call: Call, weight: Tensor, values: Tensor, terms: Terms) -> tuple
 def served(call: Call, weight: Tensor, values: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """The output (B, H, Tq, Dv) for values that fit, and the log-sum-exp in base 2."""
     tensors = (call.q, call.k, values, weight)
-    if torch.compiler.is_compiling():
+    if is_unreadable(call.q):
         return attend(*tensors, *terms)  # type: ignore[no-any-return]
     if call.needs_grad:
         return Attend.apply(*tensors, terms)  # type: ignore[no-any-return, no-untyped-call]
@@ -80,7 +81,7 @@ def served(call: Call, weight: Tensor, values: Tensor, terms: Terms) -> tuple[Te
 
 
 class Attend(torch.autograd.Function):
-    """The operators below for everybody but a compiler: calling an operator costs more than all of a small call."""
+    """The operators below for all tensors that have values: calling an operator costs more than all of a small call."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:

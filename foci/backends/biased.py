@@ -20,6 +20,7 @@ from foci.backends import biased_launch, kernel_masks, row_tables
 from foci.backends.row_tables import Terms
 from foci.backends.twice import only_once
 from foci.biases import ALiBi, Buckets, Relative
+from foci.fitting import is_unreadable
 from foci.remembering import once
 from foci.scores import Additive, Dot
 
@@ -85,7 +86,7 @@ def input_reasons(call: Call) -> list[str]:
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     inputs = inputs_of(call)
-    if torch.compiler.is_compiling():
+    if is_unreadable(call.q):
         out, peaks, extras = attend(*inputs)
     elif call.needs_grad:
         out, peaks, extras = Attend.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -197,7 +198,7 @@ attend.register_autograd(differentiate, setup_context=keep_for_backward)
 
 
 class Attend(torch.autograd.Function):
-    """The operator for everybody but a compiler: calling an operator costs more than all of a small call."""
+    """The operator for all tensors that have values: calling an operator costs more than all of a small call."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
