@@ -60,7 +60,7 @@ def better(a, b, LOG: tl.constexpr):
 
 @triton.jit
 def largest(x, LOG_N: tl.constexpr, LOG: tl.constexpr):
-    """The 2 ** LOG largest of 2 ** LOG_N, the largest first, and the largest of the rest, or of any (-inf: none)."""
+    """The 2 ** LOG largest of 2 ** LOG_N, the largest first, and the largest of the rest; -inf where there is none."""
     L: tl.constexpr = 1 << LOG
     R: tl.constexpr = x.shape[0]
     x = in_order(x, LOG)
