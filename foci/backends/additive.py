@@ -59,13 +59,13 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         masks.causal,
         call.dropout,
     )
+    # A split of one piece would be a view, whose gradient is copied.
     out, lse = (served if call.v.shape[-1] <= WIDEST else in_pieces)(call, call.score.weight, call.v, terms)
     return out, lse * LN_2 if call.needs_lse else None
 
 
 def in_pieces(call: Call, weight: Tensor, values: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """Wider values, a piece after the other, each mixed by the same weights."""
-    # A split of one piece would be a view, whose gradient is copied.
     found = [served(call, weight, piece, terms) for piece in values.split(WIDEST, dim=-1)]
     return torch.cat([out for out, _ in found], dim=-1), found[0][1]
 

@@ -6,15 +6,14 @@ B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foci.backends.launches import Launches, Step, kept, layout, step
+from foci.backends.launches import Launches, Step, kept, layout, processors, step
 
-# With fewer queries each is on its own.
+# So few queries, or fewer, are each on their own.
 FEW_QUERIES = 4
 
 
@@ -334,8 +333,3 @@ def results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def power_of_two(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
-
-
-@cache
-def processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2

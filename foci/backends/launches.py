@@ -107,6 +107,12 @@ def takes_addresses() -> bool:
     return torch.version.hip is None and tuple(map(int, __version__.split(".")[:2])) in KNOWN
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has; for the interpreter two."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
+
+
 KEPT: dict[Hashable, Any] = {}
 
 

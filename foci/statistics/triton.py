@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.backends.launches import processors
 from foci.statistics import hopper
 from foci.statistics.device_arguments import (
     check,
@@ -235,10 +236,6 @@ def odd_picture(q: Tensor, k: Tensor, arguments: dict[str, Any], picture: tuple[
 def precision(q: Tensor) -> str:
     """Three products of tf32 parts are as good as float32 to its last bits; plain tf32 is not."""
     return "tf32x3" if q.dtype == torch.float32 else "tf32"
-
-
-def processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
 def allocate(q: Tensor, k: Tensor, wanted: Wanted, fit: Cells | None, slots: int, tiles: int) -> dict[str, Tensor]:
