@@ -194,6 +194,7 @@ def choose(
             store(y, found, places(y, found), values + into, keys + into, valid[:, None], TOP)
         else:
             store(y, found, slot, values + into, keys + into, valid[:, None], TOP)
+    spoil(lse + row, values + into + slot, keys + into + slot, valid, slot < TOP)
     if LARGEST:
         heaviest = tl.max(y, 1)
         z = heaviest + log_sum_exps(lse + pair.to(tl.int64) * Tq, i, Tq)
@@ -277,6 +278,20 @@ def store(x, found, place, values, keys, valid, TOP: tl.constexpr):
     there = valid & (place < TOP)
     tl.store(values + place, tl.where(real, tl.exp2(x), 0.0), mask=there)
     tl.store(keys + place, tl.where(real, found, -1), mask=there)
+
+
+@triton.jit
+def spoil(lse, values, keys, valid, there):
+    """Queries whose log-sum-exp is no number have weights that are none, of no key: not those of one that sees nothing.
+
+    lse (R,), values and keys (R, slots) pointers.
+    """
+    rows = tl.load(lse, mask=valid, other=0.0)
+    spoilt = (rows != rows)[:, None] & there
+    if tl.max((rows != rows).to(tl.int32), 0) > 0:
+        tl.debug_barrier()
+        tl.store(values, tl.full(values.shape, float("nan"), tl.float32), mask=spoilt)
+        tl.store(keys, tl.full(keys.shape, -1, tl.int32), mask=spoilt)
 
 
 @triton.jit

@@ -551,6 +551,18 @@ def test_tags_of_many_bits_leave_too_little_of_a_logit(monkeypatch: pytest.Monke
     check_top(case.run(Wanted(top=5)), case, 5)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_weights_of_a_query_that_is_no_number_are_none(dtype: torch.dtype) -> None:
+    case = causal(heads=(2, 1), queries=9, keys=40, dtype=dtype)
+    case.q[0, 1, 3] = torch.nan
+    values, keys = (case.run(Wanted(top=3))[name] for name in ("top_values", "top_keys"))
+    assert values[0, 1, 3].isnan().all()
+    assert (keys[0, 1, 3] == -1).all()
+    assert values.isnan().sum() == 3
+    assert (keys == -1).sum() == 3
+
+
 def test_doubtful_queries_of_every_head_and_launch_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     case = causal(heads=(2, 1), queries=17, keys=40, batch=2, width=16)
     # Level keys leave a doubt in every query of one head; the other has none to speak of.
