@@ -17,12 +17,11 @@ from foci.backends.additive_launch import (
     numbers_of,
     partial_results,
     power_of_two,
-    processors,
     readable,
     splits_for,
     tensors_of,
 )
-from foci.backends.launches import Launches, kept, step
+from foci.backends.launches import Launches, kept, processors, step
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, out: Tensor) -> Launches:

@@ -20,12 +20,11 @@ from foci.backends.additive_launch import (
     options,
     power_of_two,
     preparation,
-    processors,
     readable,
     shape,
     tensors_of,
 )
-from foci.backends.launches import Launches, Step, kept, step
+from foci.backends.launches import Launches, Step, kept, processors, step
 
 
 def tiling_for(queries: int, device: torch.device) -> Tiling:
