@@ -8,7 +8,7 @@ error of eager float64 is that of float32, scaled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +85,16 @@ def slope_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.randn(tensor.shape, generator=generator).to(narrow(dtype)).to(tensor.device, tensor.dtype)
 
 
+def taken_off(true: Tensors, dtype: torch.dtype) -> Tensor:
+    """What a backward takes off the gradient of every weight of a row: the output times what comes down to it.
+
+    The less is left, the more of it is rounding: for the only key that a query sees nothing is. Over the keys of a row
+    it may add up.
+    """
+    keys = true["gradient of key"].shape[-2]
+    return (true["out"] * slope_like(true["out"], dtype).double()).abs().sum(-1) * keys
+
+
 @contextmanager
 def no_wider_than_the_inputs() -> Iterator[None]:
     """Takes the logits, the softmax and the biases in the dtype of the queries: plain eager code."""
@@ -95,15 +105,20 @@ def no_wider_than_the_inputs() -> Iterator[None]:
         yield
 
 
-def check(found: Tensors, true: Tensors, eager: Tensors, dtype: torch.dtype) -> None:
-    """Fails with every answer that is missing, of a wrong shape or dtype, or further from the truth than it may be."""
+def check(found: Tensors, true: Tensors, eager: Tensors, dtype: torch.dtype, cancelled: Sequence[Tensor] = ()) -> None:
+    """Fails with every answer that is missing, of a wrong shape or dtype, or further from the truth than it may be.
+
+    Args:
+        cancelled: what gradients are known to be the difference of, for the floor of their error.
+    """
     assert found.keys() == true.keys(), f"expected {', '.join(true)}, but got {', '.join(found)}"
     terms = [true[f"gradient of {name}"] for name in INPUTS if f"gradient of {name}" in true]
     wrong = {}
     for name, tensor in true.items():
         # The gradient of a parameter is a sum over all entries, which cancels; its terms are those of the inputs'.
         shared = name.startswith("gradient of ") and name.removeprefix("gradient of ") not in INPUTS
-        wrong[name] = fault(name, found[name], tensor, eager[name], dtype, terms if shared else [])
+        summed = [*(terms if shared else []), *(cancelled if name.startswith("gradient of ") else [])]
+        wrong[name] = fault(name, found[name], tensor, eager[name], dtype, summed)
     assert not any(wrong.values()), "; ".join(f"{name}: {what}" for name, what in wrong.items() if what)
 
 

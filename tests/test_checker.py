@@ -214,3 +214,16 @@ def test_a_gradient_that_is_exactly_zero_may_be_rounded() -> None:
     check({"out": torch.full((4,), 1e-7)}, true, eager, torch.float32)
     with pytest.raises(AssertionError, match="off by"):
         check({"out": torch.full((4,), 1e-6)}, true, eager, torch.float32)
+
+
+def test_what_cancelled_raises_the_floor_of_gradients_alone() -> None:
+    true = {"out": torch.ones(3, dtype=torch.float64), "gradient of query": torch.zeros(3, dtype=torch.float64)}
+    eager = {name: torch.zeros_like(tensor) for name, tensor in true.items()}
+    found = {"out": torch.ones(3), "gradient of query": torch.full((3,), 4e-6)}
+    with pytest.raises(AssertionError, match=r"gradient of query: off by 4e-06"):
+        check(found, true, eager, torch.float32)
+    check(found, true, eager, torch.float32, [torch.full((3,), 5.0)])
+    with pytest.raises(AssertionError, match=r"gradient of query: off by 4e-06"):
+        check(found, true, eager, torch.float32, [torch.full((3,), 4.0)])
+    with pytest.raises(AssertionError, match=r"^out: off by"):
+        check(found | {"out": torch.ones(3) + 4e-6}, true, eager, torch.float32, [torch.full((3,), 5.0)])
