@@ -5,10 +5,8 @@ B batch (all leading dimensions as one), H query heads, G key heads, Tq queries,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +18,6 @@ from foci.scores import Dot, Score
 from foci.where import Extent, Where
 
 HALF = (torch.float16, torch.bfloat16)
-P = ParamSpec("P")
-R = TypeVar("R")
-
 FLOATS = (*HALF, torch.float32, torch.float64)
 
 
@@ -58,6 +53,10 @@ class Call:
     @property
     def needs_grad(self) -> bool:
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
+
+    @property
+    def device(self) -> torch.device:
+        return self.extent.device
 
     @property
     def mapped(self) -> bool:
@@ -141,20 +140,6 @@ class Call:
         """(B, H, T, D) back to the shape the caller used."""
         heads = () if self.extent.heads is None else (self.extent.heads,)
         return out.reshape(*self.extent.batch, *heads, *out.shape[2:])
-
-
-def keeps_dtypes(function: Callable[Concatenate[Call, P], R]) -> Callable[Concatenate[Call, P], R]:
-    """Autocast chooses the dtype of the inputs and has no say inside: logits and softmax stay in float32 at least."""
-
-    @wraps(function)
-    def kept(call: Call, /, *arguments: P.args, **options: P.kwargs) -> R:
-        device = call.extent.device.type
-        if not torch.is_autocast_enabled(device):
-            return function(call, *arguments, **options)
-        with torch.autocast(device, enabled=False):
-            return function(call, *arguments, **options)
-
-    return kept
 
 
 def prepare(

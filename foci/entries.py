@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.arguments import Call, keeps_dtypes
+from foci.arguments import Call
 from foci.backends import blocked, reference
 from foci.biases import Added
+from foci.fitting import keeps_dtypes
 from foci.statistics.strips import finite
 from foci.where import Where
 
@@ -29,7 +30,7 @@ def entries(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bo
         return call.q.new_zeros(shape, dtype=call.wide)
     if call.needs_grad:
         some = rows.split(rows_at_once(call, call.k.shape[2], 1))
-        return torch.cat([blocked.remembered(call, whole_rows, call, part, columns, averaged) for part in some], dim=2)
+        return torch.cat([blocked.recomputed(call, whole_rows, call, part, columns, averaged) for part in some], dim=2)
     found = call.q.new_empty(shape, dtype=call.wide)
     start = 0
     for part in rows.split(rows_at_once(call, columns.numel(), STRIPS)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +12,35 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from foci.where import Extent
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Placed(Protocol):
+    """A tensor, or a call."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+X = TypeVar("X", bound=Placed)
+
+
+def keeps_dtypes(function: Callable[Concatenate[X, P], R]) -> Callable[Concatenate[X, P], R]:
+    """Autocast chooses the dtype of the inputs and has no say inside: logits and softmax stay in float32 at least, and
+    a backward that is started in it computes what its forward did.
+    """
+
+    @wraps(function)
+    def kept(x: X, /, *arguments: P.args, **options: P.kwargs) -> R:
+        device = x.device.type
+        if not torch.is_autocast_enabled(device):
+            return function(x, *arguments, **options)
+        with torch.autocast(device, enabled=False):
+            return function(x, *arguments, **options)
+
+    return kept
 
 
 def whole_numbers(values: Tensor | list[int], name: str) -> Tensor:

@@ -17,10 +17,11 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from foci import backends, matrix_compiled
 from foci.algebra import Mask
-from foci.arguments import Call, keeps_dtypes, prepare
+from foci.arguments import Call, prepare
 from foci.backends import blocked, reference
 from foci.backends.twice import apart
 from foci.biases import Added
+from foci.fitting import keeps_dtypes
 from foci.scores import Dot
 from foci.statistics import strips
 

@@ -26,11 +26,17 @@ def remembered(key: Hashable, beside: Tensor, make: Callable[[], T]) -> T:
         return make()
     device = beside.device
     whole = key, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    found: T | None = KEPT.get(whole)
+    found: T = found_or_made(KEPT, MOST, whole, lambda: for_all_modes(make))
+    return found
+
+
+def found_or_made(shelf: dict[Hashable, T], most: int, key: Hashable, make: Callable[[], T]) -> T:
+    """What is on the shelf, or is put there now; a full one is cleared before."""
+    found = shelf.get(key)
     if found is None:
-        if len(KEPT) >= MOST:
-            KEPT.clear()
-        found = KEPT[whole] = for_all_modes(make)
+        if len(shelf) >= most:
+            shelf.clear()
+        found = shelf[key] = make()
     return found
 
 

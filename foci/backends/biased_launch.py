@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from foci.backends import biased_tables, row_tables
-from foci.backends.launches import Launches, keeps_dtypes, kept, layout, step
+from foci.backends.launches import Launches, kept, layout, step
 from foci.backends.row_tables import Place, Terms
+from foci.fitting import keeps_dtypes
 
 
 class Tiles(NamedTuple):

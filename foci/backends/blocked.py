@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foci.arguments import Call, keeps_dtypes
+from foci.arguments import Call
 from foci.backends import reference
 from foci.backends.tanh_scores import quickened
 from foci.backends.twice import apart
-from foci.fitting import is_captured, is_unreadable
+from foci.fitting import is_captured, is_unreadable, keeps_dtypes
 from foci.spans import Segment, Spans
 
 NAME = "blocked"
@@ -61,7 +61,7 @@ def every_strip(call: Call) -> tuple[Tensor, Tensor]:
 
 def part_attention(part: Call) -> tuple[Tensor, Tensor]:
     """The strips of one part, joined: (B H, Tq, Dv) and (B H, Tq)."""
-    done = [remembered(part, attend, part, strip) for strip in strips(part)]
+    done = [recomputed(part, attend, part, strip) for strip in strips(part)]
     out = torch.cat([out for out, _ in done], dim=2) if done else part.q.new_zeros(*part.q.shape[:3], part.v.shape[-1])
     lse = torch.cat([lse for _, lse in done], dim=2) if done else part.q.new_zeros(part.q.shape[:3], dtype=part.wide)
     return out.flatten(0, 1), lse.flatten(0, 1)
@@ -353,7 +353,7 @@ def pieces(strip: Strip, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
         start += width
 
 
-def remembered(call: Call, function, *arguments):  # type: ignore[no-untyped-def]
+def recomputed(call: Call, function, *arguments):  # type: ignore[no-untyped-def]
     """Runs it; where gradients are wanted, without keeping what lies between: the backward runs it again.
 
     Inside a transform of torch.func, where nothing can be run again, it is kept.

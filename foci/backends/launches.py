@@ -8,15 +8,14 @@ compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, reduce, wraps
+from functools import cache, reduce
 from operator import itemgetter, or_
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-P = ParamSpec("P")
-R = TypeVar("R")
+from foci.remembering import found_or_made
 
 # Kinds of calls that are remembered. Lengths that never come again push all of them out now and then.
 MOST = 1024
@@ -102,9 +101,14 @@ class Launches:
 @cache
 def takes_addresses() -> bool:
     """Other versions of Triton are given tensors, and look at them each time."""
+    return torch.version.hip is None and triton_version() in KNOWN
+
+
+def triton_version() -> tuple[int, ...]:
+    """Its first two numbers."""
     from triton import __version__
 
-    return torch.version.hip is None and tuple(map(int, __version__.split(".")[:2])) in KNOWN
+    return tuple(map(int, __version__.split(".")[:2]))
 
 
 @cache
@@ -113,34 +117,14 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
-KEPT: dict[Hashable, Any] = {}
+KEPT: dict[Hashable, Launches] = {}
 
 
 def kept(key: Hashable, make: Callable[[], Launches]) -> Launches:
     """What was made for this kind of call, or is now."""
-    found: Launches | None = KEPT.get(key)
-    if found is None:
-        if len(KEPT) >= MOST:
-            KEPT.clear()
-        found = KEPT[key] = make()
-    return found
+    return found_or_made(KEPT, MOST, key, make)
 
 
 def layout(x: Tensor | None) -> Hashable:
     """What a kernel's arguments follow from."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
-
-
-def keeps_dtypes(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """A backward may be started inside of autocast, which has no say here: what is kept was made for the dtypes of the
-    inputs, and what torch multiplies for a kernel must have the same each time.
-    """
-
-    @wraps(function)
-    def unchanged(x: Tensor, /, *arguments: P.args, **options: P.kwargs) -> R:
-        if not torch.is_autocast_enabled(x.device.type):
-            return function(x, *arguments, **options)
-        with torch.autocast(x.device.type, enabled=False):
-            return function(x, *arguments, **options)
-
-    return unchanged

@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from foci.arguments import Call, keeps_dtypes
+from foci.arguments import Call
+from foci.fitting import keeps_dtypes
 from foci.statistics import compiled, device, strips
 from foci.statistics.wanted import Wanted
 

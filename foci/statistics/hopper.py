@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.cuda_sdpa import capability
+from foci.backends.launches import triton_version
 from foci.fitting import is_unreadable
 from foci.statistics.device_arguments import fetchable
 from foci.statistics.tiling import Cells, Config, Launch, cells, segments_for
@@ -47,10 +48,8 @@ def machine_refuses(device: torch.device) -> list[str]:
 
 @cache
 def gluon_refuses() -> tuple[str, ...]:
-    import triton
-
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return () if version in BUILT_WITH else (f"the Gluon of Triton {triton.__version__}",)
+    version = triton_version()
+    return () if version in BUILT_WITH else (f"the Gluon of Triton {'.'.join(map(str, version))}",)
 
 
 def masks_refuse(arguments: dict[str, Any]) -> list[str]:

@@ -213,7 +213,7 @@ def each_strip(call: Call, averaged: bool, statistic: Statistic) -> Iterator[Ite
         def of_strip(part: Call, place: Place, strip: Strip) -> Tensor:
             return statistic(part, place, strip, softened(part, strip, averaged))
 
-        yield (blocked.remembered(part, of_strip, part, place, strip) for strip in blocked.strips(part))
+        yield (blocked.recomputed(part, of_strip, part, place, strip) for strip in blocked.strips(part))
 
 
 def entropy_of(call: Call, place: Place, strip: Strip, weights: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def test_neither_weighted_queries_nor_those_that_lie_apart() -> None:
     [
         ("cuda", 9, None, "3.6.0", None),
         ("cuda", 9, None, "3.7.1", None),
-        ("cuda", 9, None, "3.9.0", "the Gluon of Triton 3.9.0"),
+        ("cuda", 9, None, "3.9.0", "the Gluon of Triton 3.9"),
         ("cuda", 8, None, "3.6.0", "a GPU of compute capability 8, not 9"),
         ("cuda", 10, None, "3.6.0", "a GPU of compute capability 10, not 9"),
         ("cuda", 9, "6.4", "3.6.0", "the queries are on ROCm, not on CUDA"),
