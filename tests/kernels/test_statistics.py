@@ -1,11 +1,9 @@
 """The pass over the tiles against the dense matrix in float64, by definition. Runs in Triton's interpreter on a CPU."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
@@ -16,78 +14,20 @@ from foci.statistics.device_arguments import has_copy_engine, inputs, key_tiles
 from foci.statistics.tiling import Config, cells, classes_for, launches, segments_for, slots
 from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
-
-SMALL = Config(queries=16, keys=32, warps=4, stages=1, per_processor=1, fine=16)
-FETCHED = replace(SMALL, fetched=True)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def _nan_in_fresh_memory() -> Iterator[None]:
-    """What a kernel forgets to write is NaN, not whatever was there before."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def within_nan(x: Tensor, beyond: int = 5) -> Tensor:
-    """The same values as a view into memory that is NaN all around: what is read past the end is noticed."""
-    b, h, t, d = x.shape
-    around = torch.full((b, t + 3, h, d + beyond), torch.nan, dtype=x.dtype, device=x.device)
-    around[:, 1 : t + 1, :, :d] = x.transpose(1, 2)
-    return around[:, 1 : t + 1, :, :d].transpose(1, 2)
-
-
-class Case:
-    """Inputs, what each query sees, and the dense truth."""
-
-    def __init__(self, heads=(2, 2), queries=24, keys=40, width=24, dtype=torch.float32, batch=1, seed=0, sharp=1.0):
-        make = torch.Generator().manual_seed(seed)
-        self.q = torch.randn(batch, heads[0], queries, width, generator=make).mul(sharp).to(DEVICE, dtype)
-        self.k = torch.randn(batch, heads[1], keys, width, generator=make).to(DEVICE, dtype)
-        self.seen = torch.ones(batch, heads[0], queries, keys, dtype=torch.bool, device=DEVICE)
-        self.scale = width**-0.5
-        self.options: dict[str, object] = {}
-        self.sink = None
-
-    @property
-    def apart(self) -> Tensor:
-        queries, keys = self.seen.shape[-2:]
-        at = torch.arange(queries, device=DEVICE) + keys - queries
-        return (at[:, None] - torch.arange(keys, device=DEVICE)).abs().double()
-
-    def logits(self) -> Tensor:
-        k = self.k.repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)
-        s = self.scale * self.q.double() @ k.double().mT
-        if cap := self.options.get("softcap"):
-            s = cap * torch.tanh(s / cap)
-        if (slopes := self.options.get("slopes")) is not None:
-            s = s - slopes.double()[:, None, None] * self.apart
-        return s.masked_fill(~self.seen, -torch.inf)
-
-    def truth(self) -> tuple[Tensor, Tensor]:
-        s = self.logits()
-        lse = s.logsumexp(-1)
-        if self.sink is not None:
-            lse = torch.logaddexp(lse, self.sink.double()[:, None])
-        return torch.where(self.seen, torch.exp(s - lse.unsqueeze(-1)), 0.0), lse
-
-    def run(self, wanted: Wanted, config: Config = SMALL) -> dict[str, Tensor]:
-        _, lse = self.truth()
-        q, k = within_nan(self.q), within_nan(self.k)
-        return statistics(q, k, lse.float(), scale=self.scale, wanted=wanted, config=config, **self.options)
-
-
-def no_mask() -> Case:
-    return Case(queries=40, keys=40)
-
-
-def causal(**kinds) -> Case:
-    case = Case(**kinds)
-    queries, keys = case.seen.shape[-2:]
-    case.seen &= torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries)
-    case.options["causal"] = True
-    return case
+from tests.kernels.statistics_cases import (
+    DEVICE,
+    FETCHED,
+    KEPT,
+    SMALL,
+    Case,
+    causal,
+    check_top,
+    close,
+    no_mask,
+    pooled,
+    within_nan,
+)
+from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 
 
 def span_case(runs: list[list[tuple[int, int]]], **kinds) -> Case:
@@ -168,38 +108,6 @@ CASES = [
 ALL = Wanted(entropy=True, received=True, top=3, largest=True, distance=True)
 
 
-def pooled(weights: Tensor, rows: int, columns: int, reduce: str) -> Tensor:
-    """By definition: a cell at a time, edges at floor(r T / rows)."""
-    queries, keys = weights.shape[-2:]
-    out = weights.new_zeros(*weights.shape[:-2], rows, columns)
-    for r in range(rows):
-        for c in range(columns):
-            part = weights[..., r * queries // rows : (r + 1) * queries // rows, :]
-            part = part[..., c * keys // columns : (c + 1) * keys // columns]
-            out[..., r, c] = part.mean((-1, -2)) if reduce == "mean" else part.amax((-1, -2))
-    return out
-
-
-def close(got: Tensor, truth: Tensor, tolerance: float = 3e-6) -> None:
-    torch.testing.assert_close(got.double(), truth, rtol=tolerance * 4, atol=tolerance)
-
-
-def check_top(got: dict[str, Tensor], case: Case, top: int, tolerance: float = 3e-6) -> None:
-    """The values are the largest weights, each key has its value, none comes twice, and none that is not visible."""
-    weights, _ = case.truth()
-    values, keys = got["top_values"], got["top_keys"].long()
-    expected = weights.sort(-1, descending=True).values[..., :top]
-    expected = torch.nn.functional.pad(expected, (0, top - expected.shape[-1]))
-    close(values, expected, tolerance)
-    count = case.seen.sum(-1, keepdim=True).clamp(max=top)
-    assert torch.equal(keys >= 0, torch.arange(top, device=DEVICE) < count)
-    named = weights.gather(-1, keys.clamp(min=0)).where(keys >= 0, torch.zeros((), dtype=torch.double, device=DEVICE))
-    close(values, named, tolerance)
-    assert bool(case.seen.gather(-1, keys.clamp(min=0))[keys >= 0].all())
-    marks = torch.zeros_like(weights).scatter_add_(-1, keys.clamp(min=0), (keys >= 0).double())
-    assert float(marks.max()) <= 1
-
-
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_every_statistic_under_every_mask(make) -> None:
     case = make()
@@ -242,8 +150,6 @@ def test_a_cell_that_two_runs_share_is_added_up(reduce: str) -> None:
     close(case.run(Wanted(picture=(2, 2, reduce)))["picture"], pooled(weights, 2, 2, reduce))
 
 
-# Weights of the heaviest keys, in half precision: logits of up to 10 that lack 7 of 24 bits.
-KEPT = 1e-5
 BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bits of bfloat16")
 
 
@@ -419,174 +325,6 @@ def test_queries_count_by_their_weight(shape: tuple[int, ...]) -> None:
     close(got["received"], (weights * counts.double().unsqueeze(-1)).sum(-2), 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("top", "sharp"), [(1, 0.0), (1, 1.0), (1, 20.0), (5, 1.0), (8, 0.0), (8, 1.0), (8, 20.0), (33, 1.0)]
-)
-def test_as_many_keys_as_wanted(top: int, sharp: float) -> None:
-    case = causal(heads=(1, 1), queries=5 if sharp else 2, keys=130, sharp=sharp)
-    # Logits of 100 carry a rounding error of 1e-5 themselves.
-    check_top(case.run(Wanted(top=top)), case, top, 4e-5 if sharp > 1 else 3e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("top", "keys", "classes"), [(33, 20, 16), (12, 300, 128)])
-def test_fewer_classes_than_wanted_and_more_than_are_taken_at_a_time(
-    top: int, keys: int, classes: int, dtype: torch.dtype
-) -> None:
-    assert classes_for(top, keys, SMALL, 7).number == classes
-    case = causal(heads=(1, 1), queries=5, keys=keys, dtype=dtype)
-    check_top(case.run(Wanted(top=top)), case, top, KEPT if dtype == torch.float16 else 3e-6)
-
-
-def ascending(queries: int, keys: int) -> Case:
-    case = causal(heads=(1, 1), queries=queries, keys=keys, width=16)
-    case.q.fill_(1.0)
-    case.k.copy_(torch.arange(keys, device=DEVICE)[None, None, :, None] / keys * 4)
-    return case
-
-
-def test_ascending_scores() -> None:
-    case = ascending(8, 150)
-    got = case.run(Wanted(top=8))
-    check_top(got, case, 8)
-    newest = torch.arange(142, 150, device=DEVICE)[:, None] - torch.arange(8, device=DEVICE)
-    assert torch.equal(got["top_keys"][0, 0].long(), newest)
-
-
-@pytest.mark.parametrize("stride", [1, 8, 16, 32, 64, 128])
-def test_heavy_keys_that_share_a_class_are_all_found(stride: int) -> None:
-    case = causal(heads=(1, 1), queries=8, keys=900 if stride > 64 else 320, width=16)
-    heavy = torch.arange(5, 290 if stride < 128 else 890, stride, device=DEVICE)[:7]
-    case.k[:, :, heavy] = case.q.mean(2, keepdim=True)[:, : case.k.shape[1]] + 1.0
-    case.q += 1.0
-    check_top(case.run(Wanted(top=7)), case, 7)
-
-
-class Recorded:
-    """Stands for the kernel that reads classes again: remembers how many it was asked for, per query."""
-
-    def __init__(self) -> None:
-        self.flagged = torch.empty(0)
-
-    def __getitem__(self, grid: object) -> "Recorded":
-        return self
-
-    def __call__(self, flags: Tensor, listed: Tensor, counter: Tensor, **others: object) -> None:
-        rows = listed.flatten()[: int(counter)].long()
-        words = flags.flatten(0, -2)[rows]
-        self.flagged = torch.zeros(listed.numel(), dtype=words.dtype, device=words.device)
-        self.flagged[rows] = sum((words >> bit) & 1 for bit in range(16)).sum(-1, dtype=words.dtype)
-
-
-@pytest.mark.parametrize(("together", "flagged"), [(1, 0), (2, 0), (3, 1), (5, 1)])
-def test_a_class_is_read_again_where_three_of_its_keys_count(
-    together: int, flagged: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = causal(heads=(1, 1), queries=8, keys=320, width=16)
-    case.q.abs_()
-    # Tiles have 32 keys and four segments: keys 8 and 128 apart are in one class, the others in classes of their own.
-    heavy = [5, 13, 133, 141, 261][:together] + list(range(6, 6 + 7 - together))
-    case.k[:, :, heavy] = 2 + torch.arange(7.0, device=DEVICE).unsqueeze(-1) / 16
-    recorded = Recorded()
-    monkeypatch.setattr("foci.kernels.top.refine", recorded)
-    case.run(Wanted(top=7))
-    assert recorded.flagged.tolist() == [flagged] * 8
-
-
-def test_exact_ties_go_to_the_lower_key() -> None:
-    case = causal(heads=(1, 1), queries=3, keys=150)
-    case.q.zero_()
-    got = case.run(Wanted(top=12))["top_keys"]
-    assert torch.equal(got, torch.arange(12, device=DEVICE, dtype=torch.int32).expand_as(got))
-
-
-@pytest.mark.parametrize("top", [1, 3, 8])
-def test_half_precision_finds_ties_and_what_a_class_hides(top: int) -> None:
-    case = causal(heads=(2, 1), queries=4, keys=150, dtype=torch.float16)
-    case.q[:, 1] = 0
-    case.k[:, :, 80:130] = case.k[:, :, :50]
-    got = case.run(Wanted(top=top, largest=True))
-    check_top(got, case, top, KEPT)
-    close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
-    assert torch.equal(got["top_keys"][0, 1], torch.arange(top, device=DEVICE, dtype=torch.int32).expand(4, top))
-    keys = got["top_keys"][0, 0].tolist()
-    assert all(key - 80 in row[:place] for row in keys for place, key in enumerate(row) if 80 <= key < 130)
-
-
-def nearly_level(keys: int, dtype: torch.dtype, heavier: int) -> Case:
-    """Logits of 0, and one that is heavier by less than what is kept of a logit can tell."""
-    case = Case(heads=(1, 1), queries=8, keys=keys, width=16, dtype=dtype)
-    case.q.zero_()
-    case.k.zero_()
-    case.q[..., :2] = 1
-    case.k[..., heavier, 1] = 2.0**-18
-    case.scale = 1.0
-    return case
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("top", [3, 4])
-def test_the_last_one_is_the_heavier_of_two_that_are_nearly_level(top: int, dtype: torch.dtype) -> None:
-    """Key 64 is of the first class: what is level with it, and a lower key, may not take its place unread."""
-    case = nearly_level(96, dtype, heavier=64)
-    heavy = [6, 5, 7][: top - 1]
-    case.k[0, 0, heavy, 0] = torch.tensor([4.0, 3.0, 2.0][: top - 1], dtype=dtype, device=DEVICE)
-    case.k[0, 0, [1, 64], 0] = 1
-    got = case.run(Wanted(top=top))["top_keys"]
-    assert got[0, 0].tolist() == [[*heavy, 64]] * 8
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("top", [1, 2])
-def test_the_largest_logit_of_keys_that_are_nearly_level(top: int, dtype: torch.dtype) -> None:
-    case = nearly_level(80, dtype, heavier=50)
-    got = case.run(Wanted(top=top, largest=True))
-    assert got["top_keys"][0, 0, :, 0].tolist() == [50] * 8
-    close(got["largest"], case.logits().amax((-1, -2)), 6e-7)
-
-
-def test_tags_of_many_bits_leave_too_little_of_a_logit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", 12)
-    case = causal(heads=(1, 1), queries=7, keys=100, dtype=torch.float16)
-    check_top(case.run(Wanted(top=5)), case, 5)
-
-
-@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_weights_of_a_query_that_is_no_number_are_none(dtype: torch.dtype) -> None:
-    case = causal(heads=(2, 1), queries=9, keys=40, dtype=dtype)
-    case.q[0, 1, 3] = torch.nan
-    values, keys = (case.run(Wanted(top=3))[name] for name in ("top_values", "top_keys"))
-    assert values[0, 1, 3].isnan().all()
-    assert (keys[0, 1, 3] == -1).all()
-    assert values.isnan().sum() == 3
-    assert (keys == -1).sum() == 3
-
-
-def test_doubtful_queries_of_every_head_and_launch_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = causal(heads=(2, 1), queries=17, keys=40, batch=2, width=16)
-    # Level keys leave a doubt in every query of one head; the other has none to speak of.
-    case.q[:, 1] = 0
-    monkeypatch.setattr("foci.statistics.triton.BUDGET", 1)
-    got = case.run(Wanted(top=3))
-    check_top(got, case, 3)
-    expected = torch.arange(3, device=DEVICE, dtype=torch.int32).expand(2, 17, 3)
-    assert torch.equal(got["top_keys"][:, 1], expected)
-
-
-def test_a_key_that_comes_again_is_named_where_it_comes_first() -> None:
-    case = causal(heads=(1, 1), queries=8, keys=150)
-    case.k[:, :, 80:130] = case.k[:, :, :50]
-    got = case.run(Wanted(top=6))
-    check_top(got, case, 6)
-    keys = got["top_keys"]
-    twin = torch.where((keys >= 80) & (keys < 130), keys - 80, -2)
-    both = zip(keys.flatten(0, 2).tolist(), twin.flatten(0, 2).tolist(), strict=True)
-    earlier = [[key in row[:place] for place, key in enumerate(twins) if key >= 0] for row, twins in both]
-    assert sum(len(row) for row in earlier) > 0
-    assert all(all(row) for row in earlier)
-
-
 def test_small_launches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     case = causal(queries=38, keys=38, heads=(3, 3))
     wanted = Wanted(entropy=True, received=True, top=5, picture=(19, 19, "mean"), largest=True)
@@ -671,11 +409,3 @@ def test_cells_that_fit_no_tile() -> None:
     assert cells((256, 256, "mean"), 8000, 8192, SMALL) is None
     assert cells((3, 4, "mean"), 36, 64, SMALL) is None
     assert tiling.BUDGET > 0
-
-
-@pytest.mark.parametrize("bits", [12, 18])
-def test_keys_that_look_level_are_told_apart(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long sequences take so many bits for the place that many logits look the same without them."""
-    monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", bits)
-    case = causal(heads=(1, 1), queries=7, keys=200, sharp=1.0)
-    check_top(case.run(Wanted(top=8)), case, 8)

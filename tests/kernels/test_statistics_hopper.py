@@ -1,6 +1,5 @@
 """The kernel for Hopper: where it is taken, and on such a GPU that it gives what its twin in plain Triton gives."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,19 +20,12 @@ from foci.statistics.device_arguments import inputs
 from foci.statistics.tiling import Config
 from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
-from tests.kernels.test_statistics import DEVICE, Case, causal, check_top, close, pooled, within_nan
+from tests.kernels.statistics_cases import DEVICE, Case, causal, check_top, close, pooled, within_nan
+from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 
 BF16, F16 = torch.bfloat16, torch.float16
 MEANS = (8, 8, "mean")
 ERP = Wanted(entropy=True, received=True, picture=MEANS)
-
-
-@pytest.fixture(autouse=True)
-def _nan_in_fresh_memory() -> Iterator[None]:
-    """What a kernel forgets to write is NaN, not whatever was there before."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

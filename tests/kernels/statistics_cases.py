@@ -1,0 +1,120 @@
+"""Small attention matrices and their statistics by definition, in float64: what the pass over the tiles must give."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from foci.statistics.tiling import Config
+from foci.statistics.triton import statistics
+from foci.statistics.wanted import Wanted
+
+SMALL = Config(queries=16, keys=32, warps=4, stages=1, per_processor=1, fine=16)
+FETCHED = replace(SMALL, fetched=True)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Weights of the heaviest keys, in half precision: logits of up to 10 that lack 7 of 24 bits.
+KEPT = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def nan_in_fresh_memory() -> Iterator[None]:
+    """What a kernel forgets to write is NaN, not whatever was there before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def within_nan(x: Tensor, beyond: int = 5) -> Tensor:
+    """The same values as a view into memory that is NaN all around: what is read past the end is noticed."""
+    b, h, t, d = x.shape
+    around = torch.full((b, t + 3, h, d + beyond), torch.nan, dtype=x.dtype, device=x.device)
+    around[:, 1 : t + 1, :, :d] = x.transpose(1, 2)
+    return around[:, 1 : t + 1, :, :d].transpose(1, 2)
+
+
+class Case:
+    """Inputs, what each query sees, and the dense truth."""
+
+    def __init__(self, heads=(2, 2), queries=24, keys=40, width=24, dtype=torch.float32, batch=1, seed=0, sharp=1.0):
+        make = torch.Generator().manual_seed(seed)
+        self.q = torch.randn(batch, heads[0], queries, width, generator=make).mul(sharp).to(DEVICE, dtype)
+        self.k = torch.randn(batch, heads[1], keys, width, generator=make).to(DEVICE, dtype)
+        self.seen = torch.ones(batch, heads[0], queries, keys, dtype=torch.bool, device=DEVICE)
+        self.scale = width**-0.5
+        self.options: dict[str, object] = {}
+        self.sink = None
+
+    @property
+    def apart(self) -> Tensor:
+        queries, keys = self.seen.shape[-2:]
+        at = torch.arange(queries, device=DEVICE) + keys - queries
+        return (at[:, None] - torch.arange(keys, device=DEVICE)).abs().double()
+
+    def logits(self) -> Tensor:
+        k = self.k.repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)
+        s = self.scale * self.q.double() @ k.double().mT
+        if cap := self.options.get("softcap"):
+            s = cap * torch.tanh(s / cap)
+        if (slopes := self.options.get("slopes")) is not None:
+            s = s - slopes.double()[:, None, None] * self.apart
+        return s.masked_fill(~self.seen, -torch.inf)
+
+    def truth(self) -> tuple[Tensor, Tensor]:
+        s = self.logits()
+        lse = s.logsumexp(-1)
+        if self.sink is not None:
+            lse = torch.logaddexp(lse, self.sink.double()[:, None])
+        return torch.where(self.seen, torch.exp(s - lse.unsqueeze(-1)), 0.0), lse
+
+    def run(self, wanted: Wanted, config: Config = SMALL) -> dict[str, Tensor]:
+        _, lse = self.truth()
+        q, k = within_nan(self.q), within_nan(self.k)
+        return statistics(q, k, lse.float(), scale=self.scale, wanted=wanted, config=config, **self.options)
+
+
+def no_mask() -> Case:
+    return Case(queries=40, keys=40)
+
+
+def causal(**kinds) -> Case:
+    case = Case(**kinds)
+    queries, keys = case.seen.shape[-2:]
+    case.seen &= torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries)
+    case.options["causal"] = True
+    return case
+
+
+def pooled(weights: Tensor, rows: int, columns: int, reduce: str) -> Tensor:
+    """By definition: a cell at a time, edges at floor(r T / rows)."""
+    queries, keys = weights.shape[-2:]
+    out = weights.new_zeros(*weights.shape[:-2], rows, columns)
+    for r in range(rows):
+        for c in range(columns):
+            part = weights[..., r * queries // rows : (r + 1) * queries // rows, :]
+            part = part[..., c * keys // columns : (c + 1) * keys // columns]
+            out[..., r, c] = part.mean((-1, -2)) if reduce == "mean" else part.amax((-1, -2))
+    return out
+
+
+def close(got: Tensor, truth: Tensor, tolerance: float = 3e-6) -> None:
+    torch.testing.assert_close(got.double(), truth, rtol=tolerance * 4, atol=tolerance)
+
+
+def check_top(got: dict[str, Tensor], case: Case, top: int, tolerance: float = 3e-6) -> None:
+    """The values are the largest weights, each key has its value, none comes twice, and none that is not visible."""
+    weights, _ = case.truth()
+    values, keys = got["top_values"], got["top_keys"].long()
+    expected = weights.sort(-1, descending=True).values[..., :top]
+    expected = torch.nn.functional.pad(expected, (0, top - expected.shape[-1]))
+    close(values, expected, tolerance)
+    count = case.seen.sum(-1, keepdim=True).clamp(max=top)
+    assert torch.equal(keys >= 0, torch.arange(top, device=DEVICE) < count)
+    named = weights.gather(-1, keys.clamp(min=0)).where(keys >= 0, torch.zeros((), dtype=torch.double, device=DEVICE))
+    close(values, named, tolerance)
+    assert bool(case.seen.gather(-1, keys.clamp(min=0))[keys >= 0].all())
+    marks = torch.zeros_like(weights).scatter_add_(-1, keys.clamp(min=0), (keys >= 0).double())
+    assert float(marks.max()) <= 1
