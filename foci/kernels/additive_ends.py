@@ -10,39 +10,29 @@ padded to DW; a factor of theirs is common to all terms and waits for the end.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive_powers import exponent, exponential, prepare
+from foci.kernels.additive_powers import prepare
 from foci.kernels.logits import LOG2_E
 
 
 @triton.jit
-def put_powers(
-    x, stride, first, T, D, into, sums, ROWS: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, TOGETHER: tl.constexpr,
-    GPU: tl.constexpr,
-):  # fmt: skip
-    """e^2x of ROWS rows from first on, some rows together: (ROWS / TOGETHER, DW, TOGETHER); zeros for their sums."""
-    r = tl.arange(0, ROWS)
+def clear(sums, ROWS: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr):
+    """Zeros for the sums of a block: (ROWS, DW)."""
+    places = tl.arange(0, ROWS)[:, None] * DW + tl.arange(0, DC)[None, :]
     for start in range(0, DW, DC):
-        d = start + tl.arange(0, DC)
-        there = (first + r < T)[:, None] & (d < D)[None, :]
-        places = x + (first + r).to(tl.int64)[:, None] * stride + d[None, :]
-        high, low = exponent(tl.load(places, mask=there, other=0.0), GPU)
-        places = (r // TOGETHER)[:, None] * (TOGETHER * DW) + d[None, :] * TOGETHER + (r % TOGETHER)[:, None]
-        tl.store(into + places, exponential(high, low))
-        tl.store(sums + r[:, None] * DW + d[None, :], tl.zeros((ROWS, DC), tl.float32))
+        tl.store(sums + start + places, tl.zeros((ROWS, DC), tl.float32))
 
 
 @triton.jit
 def begin(
     q, k, weight, E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
-    out, d_out, d_lse, delta, q_powers, k_powers, dq, dk, dv,
+    out, d_out, d_lse, delta, dq, dk, dv,
     B, H, G, Tq, Tk, D, Dv, q_batch, q_head, q_query, k_batch, k_head, k_key, weight_head, weights,
     BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
     DW: tl.constexpr, DC: tl.constexpr, VC: tl.constexpr, LSE: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """A program per block of queries or of keys: what `prepare` does, exponentials, and zeros for the sums.
+    """A program per block of queries or of keys: what `prepare` does, and zeros for the sums.
 
-    q_powers (B H, blocks, BM / 4, DW, 4), k_powers (B G, blocks BN, DW). delta (B, H, Tq): what a row's gradients
-    lose; d_lse is read where LSE says that there is one.
+    delta (B, H, Tq): what a row's gradients lose; d_lse is read where LSE says that there is one.
     """
     prepare(
         q, k, weight, E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
@@ -54,9 +44,7 @@ def begin(
     if pid < B * H * blocks:
         pair = (pid // blocks).to(tl.int64)
         first = (pid % blocks) * BM
-        block = pid.to(tl.int64) * (BM * DW)
-        q += (pair // H) * q_batch + (pair % H) * q_head
-        put_powers(q, q_query, first, Tq, D, q_powers + block, dq + block, BM, DW, DC, 4, GPU)
+        clear(dq + pid.to(tl.int64) * (BM * DW), BM, DW, DC)
         i = first + tl.arange(0, BM)
         change = tl.zeros((BM,), tl.float32)
         if LSE:
@@ -73,9 +61,7 @@ def begin(
         k_blocks = tl.cdiv(Tk, BN)
         k_pair = (place // k_blocks).to(tl.int64)
         first_key = (place % k_blocks) * BN
-        k_block = place.to(tl.int64) * (BN * DW)
-        k += (k_pair // G) * k_batch + (k_pair % G) * k_head
-        put_powers(k, k_key, first_key, Tk, D, k_powers + k_block, dk + k_block, BN, DW, DC, 1, GPU)
+        clear(dk + place.to(tl.int64) * (BN * DW), BN, DW, DC)
         j = first_key + tl.arange(0, BN)
         for start in range(0, Dv, VC):
             e = start + tl.arange(0, VC)

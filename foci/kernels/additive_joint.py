@@ -74,28 +74,33 @@ def add_to(pointer, x, GPU: tl.constexpr):
 
 @triton.jit
 def near_slopes(
-    k_powers, q_powers, ds, into, d, thread,
-    BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
-    GPU: tl.constexpr,
+    E, F, table, ds, into, d, thread,
+    BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr,
+    JT: tl.constexpr, DT: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Σ_i ds u (1 - u) for each of a thread's keys, and Σ_ij ds u; adds Σ_j ds u (1 - u) to the queries.
 
-    The sums are a tensor (DR, JT, DT) for each of a thread's keys. k_powers (BN, DW), q_powers (BM / 4, DW, 4);
-    ds (BM / 4, BN, 4); into (BM, DW). Two queries share a reciprocal.
+    The sums are a tensor (DR, JT, DT) for each of a thread's keys. E (DP / 4, BM, 4), F (DP / 4, BN, 4), as the logits
+    read them; ds (BM / 4, BN, 4); into (BM, DW). Two queries share a reciprocal.
     """
-    k_powers += thread * DW + d
+    # What comes after the last feature is computed from that one, and thrown away.
+    there = tl.minimum(d, DP - 1) if DP < DW else d
+    E += there // 4 * (4 * BM) + there % 4 + thread * 0
+    F += there // 4 * (4 * BN) + there % 4 + thread * 4
+    # E has the denominator c as a factor, so a key has 1 / c: u = 1 / (1 + (c e^2q) (e^2k / c)).
+    inverse = reciprocal(one(table + (there ^ 1) + thread * 0, GPU), GPU)
     nothing = tl.zeros((DC // DT, JT, DT), tl.float32)
     own = ()
     totals = ()
     for r in tl.static_range(BN // JT):
-        own += (one(k_powers + r * JT * DW, GPU),)
+        own += (one(F + r * (4 * JT), GPU) * inverse,)
         totals += (nothing,)
     shares = nothing
-    e0, e1, e2, e3 = four(q_powers + d * 4, GPU)
+    e0, e1, e2, e3 = one(E, GPU), one(E + 4, GPU), one(E + 8, GPU), one(E + 12, GPU)
     for _ in range(0, BM, 4):
         # Those of the next turn; the last one reads what comes after the block, and leaves it.
-        q_powers += 4 * DW
-        next0, next1, next2, next3 = four(q_powers + d * 4, GPU)
+        E += 16
+        next0, next1, next2, next3 = one(E, GPU), one(E + 4, GPU), one(E + 8, GPU), one(E + 12, GPU)
         g0, g1, g2, g3 = nothing, nothing, nothing, nothing
         found = ()
         for r in tl.static_range(BN // JT):
@@ -162,9 +167,9 @@ def far_slopes(
 
 @triton.jit
 def add_slopes(
-    k, k_key, first_key, Tk, q, q_query, first, Tq, D, k_powers, q_powers, ds, near, weight, sum_ds, dq, dk, dw,
-    BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
-    GPU: tl.constexpr,
+    k, k_key, first_key, Tk, q, q_query, first, Tq, D, E, F, table, ds, near, weight, sum_ds, dq, dk, dw,
+    BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr,
+    JT: tl.constexpr, DT: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile gives; dq without its factor 4 w, dk without its factor 4.
 
@@ -176,7 +181,7 @@ def add_slopes(
         into = dq + d + thread * 0
         # Each way gives its own results away: what a condition returns would go through the threads once more.
         if near:
-            totals, shares = near_slopes(k_powers, q_powers, ds, into, d, thread, BM, BN, DW, DC, JT, DT, GPU)
+            totals, shares = near_slopes(E, F, table, ds, into, d, thread, BM, BN, DP, DW, DC, JT, DT, GPU)
             give(totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, GPU)
         else:
             totals, shares = far_slopes(
@@ -222,7 +227,7 @@ def add_values(
 def joint(
     E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
     q, k, v, weight, spans, query_ids, key_ids, dense, seed,
-    lse, d_out, delta, q_powers, k_powers, dq, dk, dv, dw, room,
+    lse, d_out, delta, dq, dk, dv, dw, room,
     H, group, Tq, Tk, D, Dv, pairs, items, programs, splits,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head, headed,
     spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
@@ -237,7 +242,6 @@ def joint(
     dq (B H, blocks BM, DW), dk (B G, blocks BN, DW), dv (B, G, Tk, Dv) float32, zeros before; dq lacks its factor 4 w,
     dk its factor 4. dw (programs, weights, D) float32: each program adds to its own. room is (programs, BM BN).
     """
-    E, F, table = as_words(E), as_words(F), as_words(table)
     blocks = tl.cdiv(Tq, BM)
     k_blocks = tl.cdiv(Tk, BN)
     k_heads = H // group
@@ -277,7 +281,8 @@ def joint(
                 q_block_most = per_feature(q_most, place, DP, BD)
                 far = own_far | (tl.load(q_reach + place) > FAR)
                 z = logits(
-                    E + place * (BM * DP // 2), F + k_place * (BN * DP // 2), table + h * headed * (DP // 2),
+                    as_words(E + place * (BM * DP)), as_words(F + k_place * (BN * DP)),
+                    as_words(table + h * headed * DP),
                     tl.load(constants + h * headed * 2), tl.load(constants + h * headed * 2 + 1),
                     q_block_most, own_most, per_feature(sizes, h * headed, DP, BD), far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + g * k_head, k_key, j, Tk,
@@ -313,11 +318,11 @@ def joint(
                 tl.debug_barrier()
                 add_slopes(
                     k + b * k_batch + g * k_head, k_key, t * BN, Tk, q + b * q_batch + h * q_head, q_query, block * BM,
-                    Tq, D, k_powers + k_place * (BN * DW), q_powers + place * (BM * DW), ds_room,
+                    Tq, D, E + place * (BM * DP), F + k_place * (BN * DP), table + h * headed * DP, ds_room,
                     (far == 0) & (tl.max(own_most + q_block_most, 0) < HALF_ROOM), weight + h * weight_head, sum_ds,
                     dq + place * (BM * DW), dk + k_place * (BN * DW),
                     dw + h * headed * D,
-                    BM, BN, DW, DC, JT, DT, GPU,
+                    BM, BN, DP, DW, DC, JT, DT, GPU,
                 )  # fmt: skip
                 # The room is written anew.
                 tl.debug_barrier()

@@ -15,9 +15,10 @@ from foci.kernels.logits import LN_2, LOG2_E
 # 2 log2(e) as a float, and the rest of it.
 TWO_LOG2_E = tl.constexpr(2.885390043258667)
 TWO_LOG2_E_REST = tl.constexpr(3.851925978e-08)
-# Below this share of the largest weight a weight is below rounding; its denominator is a plain power of two.
+# Below this share of the largest weight a weight is below rounding; then it counts as this share.
 NOTHING = tl.constexpr(2.0**-33)
-DROPPED = tl.constexpr(1024.0)
+# The denominators of features that are only there to fill up.
+FILLING = tl.constexpr(1024.0)
 NEVER = tl.constexpr(-1000.0)
 
 
@@ -42,10 +43,10 @@ def exponential(high, low):
 
 @triton.jit
 def denominators(weight, d, peak, D):
-    """c = peak / w and whether a feature counts; those that do not have E = 0: each adds 1 / DROPPED."""
+    """c = peak / w. What fills up has E = 0, and each of those adds 1 / FILLING."""
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     counts = tl.abs(w) > peak * NOTHING
-    return tl.where(counts, peak / tl.where(counts, w, 1.0), DROPPED), counts
+    return tl.where(counts, peak / tl.where(counts, w, 1.0), tl.where(d < D, 1.0 / NOTHING, FILLING))
 
 
 @triton.jit
@@ -66,8 +67,8 @@ def lay_out(
         e = exponential(high, low)
         size = tl.where(there, tl.abs(high), 0.0)
         if FOLD:
-            c, counts = denominators(weight, d, peak, D)
-            e = tl.where(counts[None, :], e * c[None, :], 0.0)
+            c = denominators(weight, d, peak, D)
+            e = tl.where((d < D)[None, :], e * c[None, :], 0.0)
             size += tl.log2(tl.abs(c))[None, :]
         furthest = tl.maximum(furthest, tl.max(tl.max(size, 1), 0))
         tl.store(most + d, tl.max(tl.where(there, high, NEVER), 0), mask=d < DP)
@@ -107,13 +108,12 @@ def prepare(
             E + place * (BM * DP), q_most + place * DP, q_reach + place, BM, DP, STEP, True, GPU,
         )  # fmt: skip
         if (block == 0) & (pair < weights):
-            c, counts = denominators(weight, d, peak, D)
+            c = denominators(weight, d, peak, D)
             # Pairs the other way round: a register of c and one of E F must not come from the same bank.
             tl.store(table + pair * DP + (d ^ 1), c, mask=d < DP)
             tl.store(sizes + pair * DP + d, 1.0 + tl.log2(tl.abs(c)), mask=d < DP)
-            idle = tl.sum(((d < DP) & (counts == 0)).to(tl.float32), 0) / DROPPED
             factor = 2.0 * LOG2_E * peak
-            tl.store(constants + 2 * pair, tl.sum(w, 0) * LOG2_E + factor * idle)
+            tl.store(constants + 2 * pair, tl.sum(w, 0) * LOG2_E + factor * ((DP - D) / FILLING))
             tl.store(constants + 2 * pair + 1, factor)
     else:
         key_pid = pid - B * H * q_blocks
