@@ -35,19 +35,57 @@ from foci.kernels.dropout import kept
 
 
 @triton.jit
-def four(pointer, GPU: tl.constexpr):
-    """Four floats that lie together, in one load.
+def own_room(room, SIZE: tl.constexpr, GPU: tl.constexpr):
+    """A program's own room for SIZE floats: shared memory, by its address; interpreted code has a part of `room`.
+
+    The compiler offers no shared memory that is written in one layout and read in another, so the room is declared in
+    an instruction; as large and aligned as it is, the compiler's own memory after it stays aligned.
+    """
+    if GPU:
+        tl.static_assert(SIZE <= 4096, "the room holds 64 x 64 floats")
+        return tl.inline_asm_elementwise(
+            "{ .shared .align 1024 .b8 foci_room[16384]; mov.u32 $0, foci_room; }", "=r,r", [tl.program_id(0)],
+            tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505 - what is not taken must not be compiled
+        return room + tl.program_id(0).to(tl.int64) * SIZE
+
+
+@triton.jit
+def put(room, place, x, GPU: tl.constexpr):
+    if GPU:
+        tl.inline_asm_elementwise(
+            "st.shared.f32 [$1], $2; mov.b32 $0, 0;", "=r,r,f", [room + 4 * place, x], tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.store(room + place, x)
+
+
+@triton.jit
+def four(room, place, GPU: tl.constexpr):
+    """Four floats that lie together in a room, in one load.
 
     Written as an instruction, since the compiler lays out the threads for each load that it sees: they must stay where
     they are, or the sums would go from lane to lane.
     """
     if GPU:
         return tl.inline_asm_elementwise(
-            "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", [pointer.to(tl.int64)],
+            "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [room + 4 * place],
             (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
         )  # fmt: skip
-    else:  # noqa: RET505 - what is not taken must not be compiled
-        return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
+    else:  # noqa: RET505
+        at = room + place
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def from_room(room, place, GPU: tl.constexpr):
+    if GPU:
+        return tl.inline_asm_elementwise(
+            "ld.shared.f32 $0, [$1];", "=f,r", [room + 4 * place], tl.float32, is_pure=False, pack=1
+        )
+    else:  # noqa: RET505
+        return tl.load(room + place)
 
 
 @triton.jit
@@ -74,37 +112,37 @@ def add_to(pointer, x, GPU: tl.constexpr):
 
 @triton.jit
 def near_slopes(
-    E, F, table, ds, into, d, thread,
+    E, F, table, room, into, d, thread,
     BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr,
     JT: tl.constexpr, DT: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Σ_i ds u (1 - u) for each of a thread's keys, and Σ_ij ds u; adds Σ_j ds u (1 - u) to the queries.
 
     The sums are a tensor (DR, JT, DT) for each of a thread's keys. E (DP / 4, BM, 4), F (DP / 4, BN, 4), as the logits
-    read them; ds (BM / 4, BN, 4); into (BM, DW). Two queries share a reciprocal.
+    read them; the room has ds, (BM / 4, BN, 4); into (BM, DW). Two queries share a reciprocal.
     """
     # What comes after the last feature is computed from that one, and thrown away.
     there = tl.minimum(d, DP - 1) if DP < DW else d
     E += there // 4 * (4 * BM) + there % 4 + thread * 0
     F += there // 4 * (4 * BN) + there % 4 + thread * 4
     # E has the denominator c as a factor, so a key has 1 / c: u = 1 / (1 + (c e^2q) (e^2k / c)).
-    inverse = reciprocal(one(table + (there ^ 1) + thread * 0, GPU), GPU)
+    unfold = reciprocal(one(table + (there ^ 1) + thread * 0, GPU), GPU)
     nothing = tl.zeros((DC // DT, JT, DT), tl.float32)
     own = ()
     totals = ()
     for r in tl.static_range(BN // JT):
-        own += (one(F + r * (4 * JT), GPU) * inverse,)
+        own += (one(F + r * (4 * JT), GPU) * unfold,)
         totals += (nothing,)
     shares = nothing
     e0, e1, e2, e3 = one(E, GPU), one(E + 4, GPU), one(E + 8, GPU), one(E + 12, GPU)
-    for _ in range(0, BM, 4):
+    for i in range(0, BM, 4):
         # Those of the next turn; the last one reads what comes after the block, and leaves it.
         E += 16
         next0, next1, next2, next3 = one(E, GPU), one(E + 4, GPU), one(E + 8, GPU), one(E + 12, GPU)
         g0, g1, g2, g3 = nothing, nothing, nothing, nothing
         found = ()
         for r in tl.static_range(BN // JT):
-            s0, s1, s2, s3 = four(ds + thread * 4 + r * (4 * JT), GPU)
+            s0, s1, s2, s3 = four(room, i * BN + thread * 4 + r * (4 * JT), GPU)
             total = totals[r]
             d0 = 1.0 + own[r] * e0
             d1 = 1.0 + own[r] * e1
@@ -122,7 +160,6 @@ def near_slopes(
         add_to(into + DW, g1, GPU)
         add_to(into + 2 * DW, g2, GPU)
         add_to(into + 3 * DW, g3, GPU)
-        ds += 4 * BN
         into += 4 * DW
         e0, e1, e2, e3 = next0, next1, next2, next3
     return totals, shares
@@ -137,7 +174,7 @@ def add_one(s, u, total, gradient, shares):
 
 @triton.jit
 def far_slopes(
-    k, k_key, j, Tk, q, q_query, first, Tq, there, ds, into,
+    k, k_key, j, Tk, q, q_query, first, Tq, there, room, thread, into,
     BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
     GPU: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +193,7 @@ def far_slopes(
         gradient = nothing
         found = ()
         for r in tl.static_range(BN // JT):
-            s = one(ds + (i // 4) * (4 * BN) + i % 4 + r * (4 * JT), GPU)
+            s = from_room(room, (i // 4) * (4 * BN) + i % 4 + thread * 4 + r * (4 * JT), GPU)
             u = reciprocal(1.0 + tl.exp2((own[r] + a) * TWO_LOG2_E), GPU)
             total, gradient, shares = add_one(s, u, totals[r], gradient, shares)
             found += (total,)
@@ -167,7 +204,7 @@ def far_slopes(
 
 @triton.jit
 def add_slopes(
-    k, k_key, first_key, Tk, q, q_query, first, Tq, D, E, F, table, ds, near, weight, sum_ds, dq, dk, dw,
+    k, k_key, first_key, Tk, q, q_query, first, Tq, D, E, F, table, room, near, weight, sum_ds, dq, dk, dw,
     BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr,
     JT: tl.constexpr, DT: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -181,11 +218,11 @@ def add_slopes(
         into = dq + d + thread * 0
         # Each way gives its own results away: what a condition returns would go through the threads once more.
         if near:
-            totals, shares = near_slopes(E, F, table, ds, into, d, thread, BM, BN, DP, DW, DC, JT, DT, GPU)
+            totals, shares = near_slopes(E, F, table, room, into, d, thread, BM, BN, DP, DW, DC, JT, DT, GPU)
             give(totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, GPU)
         else:
             totals, shares = far_slopes(
-                k + d, k_key, first_key + thread, Tk, q + d, q_query, first, Tq, d < D, ds + thread * 4, into,
+                k + d, k_key, first_key + thread, Tk, q + d, q_query, first, Tq, d < D, room, thread, into,
                 BM, BN, DW, DC, JT, DT, GPU,
             )  # fmt: skip
             # Loads that the compiler saw may have laid these out in another way.
@@ -240,13 +277,13 @@ def joint(
     """Blocks of keys, each against every query of the heads that share it, or one of `splits` parts of those.
 
     dq (B H, blocks BM, DW), dk (B G, blocks BN, DW), dv (B, G, Tk, Dv) float32, zeros before; dq lacks its factor 4 w,
-    dk its factor 4. dw (programs, weights, D) float32: each program adds to its own. room is (programs, BM BN).
+    dk its factor 4. dw (programs, weights, D) float32: each program adds to its own. room is (programs, BM BN), where it is read.
     """
     blocks = tl.cdiv(Tq, BM)
     k_blocks = tl.cdiv(Tk, BN)
     k_heads = H // group
     offset = Tk - Tq
-    ds_room = room + tl.program_id(0).to(tl.int64) * (BM * BN)
+    ds_room = own_room(room, BM * BN, GPU)
     own_weights = (headed * (H - 1) + 1) * D
     dw += tl.program_id(0).to(tl.int64) * own_weights
     for first_weight in range(0, own_weights, 128):
@@ -308,7 +345,7 @@ def joint(
                     dropped = tl.where(stays, p * grown, 0.0)
                 ds = p * (dp - tl.load(delta + pair * Tq + i, mask=i < Tq, other=0.0))
                 ii = rows_of(BM, MT)
-                tl.store(ds_room + (ii // 4) * (4 * BN) + columns_of(BN, NT) * 4 + ii % 4, ds)
+                put(ds_room, (ii // 4) * (4 * BN) + columns_of(BN, NT) * 4 + ii % 4, ds, GPU)
                 add_values(
                     as_matrix(dropped.to(d_out.dtype.element_ty), BM, BN), d_out + pair * Tq * Dv, block * BM, Tq,
                     dv + k_pair * Tk * Dv, t * BN, Tk, Dv, BM, BN, BV, VC, PRECISION, GPU,
