@@ -53,19 +53,26 @@ def backward(
         kind(in_one_pass, q, k, v, weight, terms, tiling, most, has_d_lse, d_out.dtype),
         lambda: in_one_pass(q, k, v, weight, terms, tiling or tiling_for(q.shape[2], q.device), most, has_d_lse),
     )
-    gradients = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, weight))
-    names = "d_query", "d_key", "d_value", "d_weight"
-    given = tensors_of(q, k, v, weight, terms) | dict(zip(names, gradients, strict=True))
-    given |= {"out": out, "lse": lse, "d_out": d_out.contiguous()}
+    gradients: dict[str, Tensor] = {}
+
+    def late() -> dict[str, Tensor]:
+        for name, x in ("d_query", q), ("d_key", k), ("d_value", v), ("d_weight", weight):
+            gradients[name] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return gradients
+
+    given = tensors_of(q, k, v, weight, terms) | {"out": out, "lse": lse, "d_out": d_out.contiguous()}
     given["d_lse"] = lse if d_lse is None else d_lse.contiguous()
-    launches(given)
-    return gradients  # type: ignore[return-value]
+    launches(given, late)
+    return tuple(gradients.values())  # type: ignore[return-value]
 
 
 def in_one_pass(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, tiling: Tiling, processors: int, has_d_lse: bool
 ) -> Launches:
-    """What comes before, the pass, and what comes after it."""
+    """What comes before, the pass, and what comes after it, which needs only the sums.
+
+    Besides them the pass has the exponentials, and nothing else of their size.
+    """
     from foci.kernels.additive_ends import begin
     from foci.kernels.additive_joint import joint
 
@@ -75,17 +82,16 @@ def in_one_pass(
     programs = min(blocks * splits, wanted)
     numbers = numbers_of(q, k, v, weight, terms) | shape(q, v, tiling) | turned
     numbers |= {"items": blocks * splits, "programs": programs, "splits": splits, "LSE": has_d_lse}
-    sizes = preparation(q, k, weight, tiling) | sums(q, k, v, tiling, turned["DW"])
-    sizes |= {
-        "delta": q.numel() // q.shape[3], "dw": programs * weight.numel(),
-        "room": programs * tiling.queries * tiling.keys,
-    }  # fmt: skip
+    sizes = preparation(q, k, weight, tiling) | {"delta": q.numel() // q.shape[3]}
+    # A GPU has shared memory for it, and never reads what stands in its place.
+    room = {} if q.is_cuda else {"room": programs * tiling.queries * tiling.keys}
+    lasting = sums(q, k, v, tiling, turned["DW"]) | {"dw": programs * weight.numel()}
     steps = [
         step(begin, (blocks_of(q, k, tiling),), numbers, num_warps=4),
-        step(joint, (programs,), numbers, **options(tiling)),
+        step(joint, (programs,), numbers, {} if room else {"room": "delta"}, **options(tiling)),
         finishing(q, k, v, tiling, numbers),
     ]
-    return Launches(sizes, q.device, steps)
+    return Launches(sizes | room, q.device, steps, lasting)
 
 
 def sums(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, width: int) -> dict[str, int]:

@@ -207,15 +207,22 @@ def two_passes(
         kind(by_rows_and_columns, q, k, v, weight, terms, programs, d_out.dtype),
         lambda: by_rows_and_columns(q, k, v, weight, terms, tiling, programs),
     )
-    dq, dk, dw = (
-        torch.zeros(sizes, dtype=torch.float32, device=q.device)
-        for sizes in (q.shape, k.shape, (programs[0], *weight.shape))
-    )
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    given = {"out": out, "lse": lse, "d_out": d_out.contiguous(), "dq": dq, "dk": dk, "dv": dv, "dw": dw}
+    given = tensors_of(q, k, v, weight, terms) | {"out": out, "lse": lse, "d_out": d_out.contiguous()}
     given["d_lse"] = torch.zeros_like(lse) if d_lse is None else d_lse.contiguous()
-    launches(tensors_of(q, k, v, weight, terms) | given)
-    return dq.to(q.dtype), dk.to(k.dtype), dv, dw.sum(0).to(weight.dtype)
+    dw = torch.zeros((programs[0], *weight.shape), dtype=torch.float32, device=q.device)
+    given |= {"dq": torch.zeros(q.shape, dtype=torch.float32, device=q.device), "dw": dw}
+    d_query: list[Tensor] = []
+    late: dict[str, Tensor] = {}
+
+    def of_the_columns() -> dict[str, Tensor]:
+        """The sums for the queries are done: they need no memory next to those for the keys."""
+        d_query.append(given.pop("dq").to(q.dtype))
+        late["dk"] = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+        late["dv"] = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        return late
+
+    launches(given, of_the_columns)
+    return d_query[0], late["dk"].to(k.dtype), late["dv"], dw.sum(0).to(weight.dtype)
 
 
 def programs_of(q: Tensor, k: Tensor, tiling: Tiling) -> tuple[int, int]:
@@ -235,21 +242,18 @@ def by_rows_and_columns(
     numbers = numbers_of(q, k, v, weight, terms) | shape(q, v, tiling)
     numbers |= {"DC": features, "DT": across, "RT": tiling.warps * 32 // across}
     tile = tiling.queries * tiling.keys
-    sizes = preparation(q, k, weight, tiling) | {
-        "delta": q.numel() // q.shape[3],
-        "row_room": programs[0] * (tile + tiling.keys * features),
-        "column_room": programs[1] * (tile + tiling.queries * features),
-    }  # fmt: skip
+    rooms = programs[0] * (tile + tiling.keys * features), programs[1] * (tile + tiling.queries * features)
+    sizes = preparation(q, k, weight, tiling) | {"delta": q.numel() // q.shape[3], "room": max(rooms)}
     row_items = numbers["pairs"] * -(-q.shape[2] // tiling.queries)
     column_items = k.shape[0] * k.shape[1] * -(-k.shape[2] // tiling.keys)
     by_rows = numbers | {"items": row_items, "programs": programs[0]}
     by_columns = numbers | {"items": column_items, "programs": programs[1]}
     steps = [
         preparing(q, k, tiling, numbers),
-        step(rows, programs[:1], by_rows, {"room": "row_room"}, **options(tiling)),
-        step(columns, programs[1:], by_columns, {"room": "column_room"}, **options(tiling)),
+        step(rows, programs[:1], by_rows, **options(tiling)),
+        step(columns, programs[1:], by_columns, **options(tiling)),
     ]
-    return Launches(sizes, q.device, steps)
+    return Launches({}, q.device, steps, sizes)
 
 
 def preparing(q: Tensor, k: Tensor, tiling: Tiling, numbers: dict[str, Any]) -> Step:
