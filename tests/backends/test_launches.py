@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -96,6 +97,67 @@ def test_launches_are_handed_addresses_all_together_or_not_at_all() -> None:
     for _ in range(2):
         row({"x": torch.zeros(8)})
     assert [len(kernel.launched) for kernel in kernels] == [2, 2]
+
+
+class Watched:
+    """Stands for a kernel that keeps nothing, and tells which of the arrays it was given are still there."""
+
+    arg_names: ClassVar = ["x", "scratch", "sums", "n"]
+
+    def __init__(self) -> None:
+        self.given: dict[str, weakref.ref[Tensor]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.launch
+
+    def launch(self, x: Tensor, scratch: Tensor, sums: Tensor, n: int) -> None:
+        self.given = {"scratch": weakref.ref(scratch), "sums": weakref.ref(sums)}
+
+    def alive(self) -> list[str]:
+        return [name for name, found in self.given.items() if found() is not None]
+
+
+def test_what_comes_late_finds_the_memory_of_all_but_what_lasts() -> None:
+    first, last = Watched(), Kernel("sums", "result", "n")
+    steps = [step(first, (1,), {"n": 1}), step(last, (1,), {"n": 1})]
+    row = Launches({"scratch": 64}, torch.device("cpu"), steps, {"sums": 64})
+    result, alive = torch.zeros(4), []
+
+    def late() -> dict[str, Tensor]:
+        alive.extend(first.alive())
+        return {"result": result}
+
+    row({"x": torch.zeros(8)}, late)
+    assert alive == ["sums"]
+    assert last.launched[0][1][1] is result
+
+
+def test_what_comes_late_is_given_by_its_address_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = Kernel("x", "scratch", "sums", "n"), Kernel("sums", "result", "n")
+    steps = [step(first, (1,), {"n": 1}), step(last, (1,), {"n": 1})]
+    row = Launches({"scratch": 40}, torch.device("cpu"), steps, {"sums": 64})
+    results = [torch.zeros(4) for _ in range(2)]
+    wholes: list[weakref.ref[Tensor]] = []
+    true = torch.empty
+
+    def counted(*sizes: Any, **options: Any) -> Tensor:
+        whole = true(*sizes, **options)
+        wholes.append(weakref.ref(whole))
+        return whole
+
+    monkeypatch.setattr(torch, "empty", counted)
+    alive: list[bool] = []
+    for result in results:
+
+        def late(result: Tensor = result) -> dict[str, Tensor]:
+            alive.extend(whole() is not None for whole in wholes[-2:])
+            return {"result": result}
+
+        row({"x": torch.zeros(8)}, late)
+    assert len(last.again) == 1
+    assert last.again[0][1][1] == results[1].data_ptr()
+    assert last.again[0][1][0] == first.again[0][1][2]
+    assert alive[2:] == [False, True]
 
 
 def test_a_number_that_is_missing_is_an_error() -> None:
