@@ -260,7 +260,7 @@ def preparing(q: Tensor, k: Tensor, tiling: Tiling, numbers: dict[str, Any]) -> 
     """The exponentials, laid out for a tiling, and what is known of their sizes."""
     from foci.kernels.additive_powers import prepare as kernel
 
-    return step(kernel, (blocks_of(q, k, tiling),), numbers, num_warps=4)
+    return step(kernel, (blocks_of(q, k, tiling),), numbers | {"TOGETHER": tiling.queries}, num_warps=4)
 
 
 def preparation(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, int]:

@@ -75,18 +75,24 @@ def quartet(words, GPU: tl.constexpr):
 
 
 @triton.jit
+def first_words(i, DP: tl.constexpr, TOGETHER: tl.constexpr):
+    """Where the exponentials of a query begin in E, (BM / TOGETHER, DP / 4, TOGETHER, 4), in words."""
+    return (i // TOGETHER) * (TOGETHER * DP // 2) + (i % TOGETHER) * 2
+
+
+@triton.jit
 def shared_by_four(
     E, F, table,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
-    GPU: tl.constexpr,
+    TOGETHER: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Σ_d 1 / (c + E F), four terms at a time."""
     total = tl.zeros((BM // MT, BN // NT, MT, NT), tl.float32)
-    e = E + 2 * rows_of(BM, MT)
+    e = E + first_words(rows_of(BM, MT), DP, TOGETHER)
     f = F + 2 * columns_of(BN, NT)
     for _ in range(0, DP, CHUNK):
         for step in tl.static_range(CHUNK // 4):
-            e0, e1, e2, e3 = quartet(e + 2 * step * BM, GPU)
+            e0, e1, e2, e3 = quartet(e + 2 * step * TOGETHER, GPU)
             f0, f1, f2, f3 = quartet(f + 2 * step * BN, GPU)
             c1, c0 = two(tl.load(table + 2 * step))
             c3, c2 = two(tl.load(table + 2 * step + 1))
@@ -101,7 +107,7 @@ def shared_by_four(
             n = n * d3 + m
             m = m * d3
             total += n * reciprocal(m, GPU)
-        e += CHUNK // 2 * BM
+        e += CHUNK // 2 * TOGETHER
         f += CHUNK // 2 * BN
         table += CHUNK // 2
     return total
@@ -111,21 +117,21 @@ def shared_by_four(
 def shared_by_two(
     E, F, table,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
-    GPU: tl.constexpr,
+    TOGETHER: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """The same, two terms at a time: for numbers whose product with three others would not fit."""
     total = tl.zeros((BM // MT, BN // NT, MT, NT), tl.float32)
-    e = E + 2 * rows_of(BM, MT)
+    e = E + first_words(rows_of(BM, MT), DP, TOGETHER)
     f = F + 2 * columns_of(BN, NT)
     for _ in range(0, DP, CHUNK):
         for step in tl.static_range(CHUNK // 2):
-            e0, e1 = two(tl.load(e + step // 2 * (2 * BM) + step % 2))
+            e0, e1 = two(tl.load(e + step // 2 * (2 * TOGETHER) + step % 2))
             f0, f1 = two(tl.load(f + step // 2 * (2 * BN) + step % 2))
             c1, c0 = two(tl.load(table + step))
             d0 = c0 + e0 * f0
             d1 = c1 + e1 * f1
             total += (d0 + d1) * reciprocal(d0 * d1, GPU)
-        e += CHUNK // 2 * BM
+        e += CHUNK // 2 * TOGETHER
         f += CHUNK // 2 * BN
         table += CHUNK // 2
     return total
@@ -183,7 +189,7 @@ def logits(
     E, F, table, constant, factor, q_most, k_most, sizes, far,
     q, q_query, i, Tq, k, k_key, j, Tk, weight, D,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
-    CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr,
+    CHUNK: tl.constexpr, MOST: tl.constexpr, TOGETHER: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """A tile of logits in base 2; E and F point to its blocks, sizes is 1 + log2 |c|."""
     exponents = tl.maximum(q_most + k_most, 0.0) + sizes
@@ -192,9 +198,9 @@ def logits(
     if far | (by_two > ROOM):
         z = sum_first(q, q_query, i, Tq, k, k_key, j, Tk, weight, D, GPU)
     elif (by_four > ROOM) | (MOST == 2):
-        z = constant - factor * shared_by_two(E, F, table, BM, BN, MT, NT, DP, CHUNK, GPU)
+        z = constant - factor * shared_by_two(E, F, table, BM, BN, MT, NT, DP, CHUNK, TOGETHER, GPU)
     else:
-        z = constant - factor * shared_by_four(E, F, table, BM, BN, MT, NT, DP, CHUNK, GPU)
+        z = constant - factor * shared_by_four(E, F, table, BM, BN, MT, NT, DP, CHUNK, TOGETHER, GPU)
     return z
 
 
@@ -290,7 +296,7 @@ def forward(
             z = logits(
                 E, F + tl.cast(t, tl.int64) * (BN * DP // 2), table, constant, factor,
                 own_most, per_feature(k_most, k_pair * k_blocks + t, DP, BD), own_sizes, far,
-                q, q_query, i, Tq, k, k_key, j, Tk, weight, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
+                q, q_query, i, Tq, k, k_key, j, Tk, weight, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, BM, GPU,
             )  # fmt: skip
             if (t < full) | (t >= end):
                 seen = visible(

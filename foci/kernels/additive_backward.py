@@ -236,7 +236,7 @@ def rows(
                     E + place * (BM * DP // 2), F + k_place * (BN * DP // 2), table + h * headed * (DP // 2),
                     constant, factor, own_most, k_block_most, own_sizes, far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + (h // group) * k_head, k_key, j, Tk,
-                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
+                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, BM, GPU,
                 )  # fmt: skip
                 p = tl.exp2(z - row_lse)
                 if (t < full) | (t >= end):
@@ -324,7 +324,7 @@ def columns(
                     tl.load(constants + h * headed * 2), tl.load(constants + h * headed * 2 + 1),
                     q_block_most, own_most, per_feature(sizes, h * headed, DP, BD), far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + g * k_head, k_key, j, Tk,
-                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
+                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, BM, GPU,
                 )  # fmt: skip
                 p = tl.exp2(z - row_log_sum_exps(lse + pair * Tq, i, Tq))
                 if every == 0:

@@ -37,7 +37,7 @@ def begin(
     prepare(
         q, k, weight, E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
         B, H, G, Tq, Tk, D, q_batch, q_head, q_query, k_batch, k_head, k_key, weight_head, weights,
-        BM, BN, DP, BD, STEP, GPU,
+        BM, BN, DP, BD, STEP, 4, GPU,
     )  # fmt: skip
     pid = tl.program_id(0)
     blocks = tl.cdiv(Tq, BM)

@@ -118,12 +118,12 @@ def near_slopes(
 ):  # fmt: skip
     """Σ_i ds u (1 - u) for each of a thread's keys, and Σ_ij ds u; adds Σ_j ds u (1 - u) to the queries.
 
-    The sums are a tensor (DR, JT, DT) for each of a thread's keys. E (DP / 4, BM, 4), F (DP / 4, BN, 4), as the logits
-    read them; the room has ds, (BM / 4, BN, 4); into (BM, DW). Two queries share a reciprocal.
+    The sums are a tensor (DR, JT, DT) for each of a thread's keys. E (BM / 4, DP / 4, 4, 4), F (DP / 4, BN, 4), as the
+    logits read them; the room has ds, (BM / 4, BN, 4); into (BM, DW). Two queries share a reciprocal.
     """
     # What comes after the last feature is computed from that one, and thrown away.
     there = tl.minimum(d, DP - 1) if DP < DW else d
-    E += there // 4 * (4 * BM) + there % 4 + thread * 0
+    E += there // 4 * 16 + there % 4 + thread * 0
     F += there // 4 * (4 * BN) + there % 4 + thread * 4
     # E has the denominator c as a factor, so a key has 1 / c: u = 1 / (1 + (c e^2q) (e^2k / c)).
     unfold = reciprocal(one(table + (there ^ 1) + thread * 0, GPU), GPU)
@@ -138,7 +138,7 @@ def near_slopes(
     place = thread * 4
     for _ in range(0, BM, 4):
         # Those of the next turn; the last one reads what comes after the block, and leaves it.
-        E += 16
+        E += 4 * DP
         next0, next1, next2, next3 = one(E, GPU), one(E + 4, GPU), one(E + 8, GPU), one(E + 12, GPU)
         g0, g1, g2, g3 = nothing, nothing, nothing, nothing
         found = ()
@@ -326,7 +326,7 @@ def joint(
                     tl.load(constants + h * headed * 2), tl.load(constants + h * headed * 2 + 1),
                     q_block_most, own_most, per_feature(sizes, h * headed, DP, BD), far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + g * k_head, k_key, j, Tk,
-                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, GPU,
+                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, 4, GPU,
                 )  # fmt: skip
                 p = tl.exp2(z - row_log_sum_exps(lse + pair * Tq, i, Tq))
                 if every == 0:

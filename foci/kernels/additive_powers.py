@@ -52,10 +52,11 @@ def denominators(weight, d, peak, D):
 @triton.jit
 def lay_out(
     x, stride, first, T, D, weight, peak, into, most, reach,
-    ROWS: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, FOLD: tl.constexpr,
+    ROWS: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, FOLD: tl.constexpr, TOGETHER: tl.constexpr,
     GPU: tl.constexpr,
 ):  # fmt: skip
-    """Exponentials of ROWS vectors, features in fours: (DP / 4, ROWS, 4); their largest exponents."""
+    """Exponentials of ROWS vectors, features in fours: (ROWS / TOGETHER, DP / 4, TOGETHER, 4); their largest exponents.
+    """
     rows = tl.arange(0, ROWS)
     inside = first + rows < T
     furthest = 0.0
@@ -72,7 +73,8 @@ def lay_out(
             size += tl.log2(tl.abs(c))[None, :]
         furthest = tl.maximum(furthest, tl.max(tl.max(size, 1), 0))
         tl.store(most + d, tl.max(tl.where(there, high, NEVER), 0), mask=d < DP)
-        place = (d // 4)[None, :] * (4 * ROWS) + rows[:, None] * 4 + (d % 4)[None, :]
+        place = (rows // TOGETHER * (TOGETHER * DP) + rows % TOGETHER * 4)[:, None]
+        place += (d // 4 * (4 * TOGETHER) + d % 4)[None, :]
         tl.store(into + place, e, mask=(d < DP)[None, :])
     tl.store(reach, furthest)
 
@@ -82,12 +84,12 @@ def prepare(
     q, k, weight, E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
     B, H, G, Tq, Tk, D, q_batch, q_head, q_query, k_batch, k_head, k_key, weight_head, weights,
     BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
-    GPU: tl.constexpr,
+    TOGETHER: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """A program per block of queries or keys: its exponentials. The first ones also write what depends on the weight.
 
-    E (B H, blocks, DP / 4, BM, 4), F (B G, blocks, DP / 4, BN, 4); table (weights, DP): c, neighbours exchanged;
-    sizes: 1 + log2 |c|.
+    E (B H, blocks, BM / TOGETHER, DP / 4, TOGETHER, 4), F (B G, blocks, DP / 4, BN, 4); table (weights, DP): c,
+    neighbours exchanged; sizes: 1 + log2 |c|.
     constants (weights, 2): the logit in base 2 is the first minus the second times the sum of 1 / (c + E F).
     """
     pid = tl.program_id(0)
@@ -105,7 +107,7 @@ def prepare(
         place = pid.to(tl.int64)
         lay_out(
             q + (pair // H).to(tl.int64) * q_batch + h.to(tl.int64) * q_head, q_query, block * BM, Tq, D, weight, peak,
-            E + place * (BM * DP), q_most + place * DP, q_reach + place, BM, DP, STEP, True, GPU,
+            E + place * (BM * DP), q_most + place * DP, q_reach + place, BM, DP, STEP, True, TOGETHER, GPU,
         )  # fmt: skip
         if (block == 0) & (pair < weights):
             c = denominators(weight, d, peak, D)
@@ -121,5 +123,5 @@ def prepare(
         key_place = key_pid.to(tl.int64)
         lay_out(
             k + (key_pair // G) * k_batch + (key_pair % G) * k_head, k_key, (key_pid % k_blocks) * BN, Tk, D, weight,
-            1.0, F + key_place * (BN * DP), k_most + key_place * DP, k_reach + key_place, BN, DP, STEP, False, GPU,
+            1.0, F + key_place * (BN * DP), k_most + key_place * DP, k_reach + key_place, BN, DP, STEP, False, BN, GPU,
         )  # fmt: skip
