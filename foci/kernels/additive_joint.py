@@ -135,15 +135,14 @@ def near_slopes(
         totals += (nothing,)
     shares = nothing
     e0, e1, e2, e3 = one(E, GPU), one(E + 4, GPU), one(E + 8, GPU), one(E + 12, GPU)
-    place = thread * 4
-    for _ in range(0, BM, 4):
+    for i in range(0, BM, 4):
         # Those of the next turn; the last one reads what comes after the block, and leaves it.
         E += 4 * DP
         next0, next1, next2, next3 = one(E, GPU), one(E + 4, GPU), one(E + 8, GPU), one(E + 12, GPU)
         g0, g1, g2, g3 = nothing, nothing, nothing, nothing
         found = ()
         for r in tl.static_range(BN // JT):
-            s0, s1, s2, s3 = four(room, place + r * (4 * JT), GPU)
+            s0, s1, s2, s3 = four(room, i * BN + thread * 4 + r * (4 * JT), GPU)
             total = totals[r]
             d0 = 1.0 + own[r] * e0
             d1 = 1.0 + own[r] * e1
@@ -162,7 +161,6 @@ def near_slopes(
         add_to(into + 2 * DW, g2, GPU)
         add_to(into + 3 * DW, g3, GPU)
         into += 4 * DW
-        place += 4 * BN
         e0, e1, e2, e3 = next0, next1, next2, next3
     return totals, shares
 

@@ -55,8 +55,7 @@ def lay_out(
     ROWS: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, FOLD: tl.constexpr, TOGETHER: tl.constexpr,
     GPU: tl.constexpr,
 ):  # fmt: skip
-    """Exponentials of ROWS vectors, features in fours: (ROWS / TOGETHER, DP / 4, TOGETHER, 4); their largest exponents.
-    """
+    """Exponentials of ROWS vectors and their largest exponents: (ROWS / TOGETHER, DP / 4, TOGETHER, 4)."""
     rows = tl.arange(0, ROWS)
     inside = first + rows < T
     furthest = 0.0
