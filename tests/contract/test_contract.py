@@ -152,7 +152,7 @@ def test_on_a_gpu_a_backend_equals_the_reference_or_refuses(device: str, backend
     problem = problem_of(cell)
     reasons = plan_of(problem, cell, device).refusals.get(backend)
     if reasons is None:
-        # The backward of FlexAttention is PyTorch's: of a float32 gradient that cancels it leaves a little more rounding.
+        # The backward of FlexAttention is PyTorch's: where a gradient cancels it rounds a little more.
         run_and_check(cell, backend, device, cancels=backend == "flex")
         return
     assert all(reasons)
