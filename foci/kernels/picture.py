@@ -38,8 +38,9 @@ def picture(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (a tile's worth of rows of cells, pair). A cell is at most HEIGHT x WIDTH; out is zeros."""
-    TALL: tl.constexpr = min(HEIGHT, BQ)
-    WIDE: tl.constexpr = min(WIDTH, BK)
+    # Triton 3.5 knows no min() of constants.
+    TALL: tl.constexpr = HEIGHT if HEIGHT < BQ else BQ  # noqa: FURB136
+    WIDE: tl.constexpr = WIDTH if WIDTH < BK else BK  # noqa: FURB136
     pair = tl.program_id(1)
     b = (pair // H).to(tl.int64)
     h = pair % H
