@@ -30,9 +30,10 @@ class Held:
 
     def check(self) -> None:
         for name, tensor, was in self._marks:
-            if tensor.untyped_storage().size() == 0 and tensor.numel():
-                raise RuntimeError(f"the weights cannot be computed any more: {name} was freed since the call")
             if mark(tensor) != was:
+                # What is freed lies nowhere, so that its address is another one, too.
+                if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
+                    raise RuntimeError(f"the weights cannot be computed any more: {name} was freed since the call")
                 raise RuntimeError(
                     f"the weights cannot be computed any more: {name} was changed or moved in place since the call"
                     " (pass a clone to the call, or ask before changing it)"
