@@ -80,7 +80,7 @@ def statistics(
     "top_values" and "top_keys" (B, H, Tq, k), "largest" (B, H), "distance" (B, H, Tq).
     """
     given = Given(q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights)
-    terms = scale, softcap, causal, wanted, config
+    terms = float(scale), None if softcap is None else float(softcap), causal, wanted, config
     if is_unreadable(q):
         return planned(given, *terms).traced(given.readable())
     return found_or_made(PASSES, MOST, kind(given, *terms), lambda: planned(given, *terms))(given.readable())
