@@ -51,11 +51,12 @@ class Given(NamedTuple):
 
     def by_name(self) -> dict[str, Tensor]:
         """What is not given points at lse and is never read."""
-        return {name: self.lse if x is None else x for name, x in zip(self._fields, self, strict=True)}
+        return {name: self.lse if x is None else x for name, x in zip(NAMES, self, strict=True)}
 
 
+NAMES = Given._fields
 # The tensors that every kernel takes.
-TENSORS = Given._fields[:-1]
+TENSORS = NAMES[:-1]
 
 
 def check(given: Given, causal: bool, wanted: Wanted) -> None:

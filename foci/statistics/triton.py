@@ -8,7 +8,7 @@ B batch, H query heads, G key heads, Tq queries, Tk keys, D width.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -201,7 +201,7 @@ def sweep(given: Given, numbers: dict[str, Any], wanted: Wanted, config: Config,
     common |= {"RECEIVED": wanted.received, "TOP": wanted.top > 0, "slots": per_pair}
     common |= {"SEGMENTS": classes.segments, "TAG_BITS": classes.tag_bits}
     tensors = written(wanted, fit, arrays) | {"k_tiles": "k_tiles" if "k_tiles" in described else "lse"}
-    found = Plan(list(results(q, keys, wanted, fit)), arrays, [], described)
+    found = Plan(results(q, keys, wanted, fit), arrays, [], described)
     for part in parts:
         found.launchings.append(launchings.tiles(numbers, common, tensors, part, config, q))
         if wanted.top:
@@ -219,22 +219,23 @@ def descriptions(k: Tensor, width: int, config: Config) -> dict[str, Described]:
     return hopper.descriptions(config) if config.in_flight else describable(k, width, config)
 
 
-def results(q: Tensor, keys: int, wanted: Wanted, fit: Cells | None) -> Iterator[Result]:
+def results(q: Tensor, keys: int, wanted: Wanted, fit: Cells | None) -> list[Result]:
     """What the pass gives, all of it written: also the zeros that it adds to."""
-    lead, queries = (q.shape[0], q.shape[1]), q.shape[2]
+    lead, queries, found = (q.shape[0], q.shape[1]), q.shape[2], []
     if wanted.entropy:
-        yield Result("entropy", (*lead, queries))
+        found.append(Result("entropy", (*lead, queries)))
     if wanted.distance:
-        yield Result("distance", (*lead, queries))
+        found.append(Result("distance", (*lead, queries)))
     if wanted.top:
-        yield Result("top_values", (*lead, queries, wanted.top))
-        yield Result("top_keys", (*lead, queries, wanted.top), torch.int64)
+        found.append(Result("top_values", (*lead, queries, wanted.top)))
+        found.append(Result("top_keys", (*lead, queries, wanted.top), torch.int64))
     if wanted.largest:
-        yield Result("largest", lead)
+        found.append(Result("largest", lead))
     if wanted.received:
-        yield Result("received", (*lead, keys))
+        found.append(Result("received", (*lead, keys)))
     if fit and wanted.picture:
-        yield Result("picture", (*lead, *wanted.picture[:2]))
+        found.append(Result("picture", (*lead, *wanted.picture[:2])))
+    return found
 
 
 def apart(
@@ -281,14 +282,14 @@ def candidates(q: Tensor, parts: list[Launch], queries: int, classes: Classes) -
 
 def joined(
     pairs: int, keys: int, slots: int, wanted: Wanted, fit: Cells | None, arrays: dict[str, Any]
-) -> Iterator[Launching]:
+) -> list[Launching]:
     """The launch that joins what was written apart, where anything was."""
-    if not {"columns", "cells", "logits"} & set(arrays):
-        return
+    if not ("columns" in arrays or "cells" in arrays or "logits" in arrays):
+        return []
     picture = None
     if "cells" in arrays and fit and wanted.picture:
         rows, columns, reduce = wanted.picture
         picture = rows, columns, fit.rows // rows, fit.columns // columns, reduce
     columns_apart = (slots, keys) if "columns" in arrays else None
     each = arrays["logits"][0] // pairs if "logits" in arrays else 0
-    yield launchings.join(pairs, columns_apart, picture, each)
+    return [launchings.join(pairs, columns_apart, picture, each)]
