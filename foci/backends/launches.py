@@ -38,6 +38,31 @@ class Step(NamedTuple):
     options: dict[str, Any]
 
 
+class Launching(NamedTuple):
+    """One launch by names: which tensor is which argument, the other arguments, and the options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    tensors: dict[str, str]
+    numbers: dict[str, Any]
+    options: dict[str, Any]
+
+    def step(self) -> Step:
+        return step(self.kernel, self.grid, self.numbers, self.tensors, **self.options)
+
+    def traced(self, tensors: dict[str, Tensor]) -> None:
+        """As a compiler sees it, who knows neither addresses nor the order of arguments."""
+        given = {argument: tensors[name] for argument, name in self.tensors.items()}
+        self.kernel[self.grid](**given, **self.numbers, **self.options)
+
+
+class Described(NamedTuple):
+    """A tensor that a kernel is given as the copy engine takes it: its name, and how it is described."""
+
+    tensor: str
+    make: Callable[[Tensor], Any]
+
+
 def step(
     kernel: Any, grid: tuple[int, ...], numbers: dict[str, Any], renamed: dict[str, str] | None = None, **options: Any
 ) -> Step:
@@ -54,10 +79,21 @@ class Launches:
         sizes: how many floats each array has.
         device: where it all happens.
         steps: the launches, in order.
+        dtypes: of arrays that hold other numbers; their sizes are in floats all the same.
+        described: arguments that are descriptions of tensors.
     """
 
-    def __init__(self, sizes: dict[str, int], device: torch.device, steps: Sequence[Step]) -> None:
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        device: torch.device,
+        steps: Sequence[Step],
+        dtypes: dict[str, torch.dtype] | None = None,
+        described: dict[str, Described] | None = None,
+    ) -> None:
         self.device, self.steps = device, steps
+        self.dtypes, self.described = dtypes or {}, described or {}
+        self.forms: list[tuple[str, str, Any]] = []
         self.names = list(sizes)
         # One allocation, each array from a multiple of 128 bytes on: allocating is the host's time.
         self.sizes = [-(-size // 32) * 32 for size in sizes.values()]
@@ -73,7 +109,7 @@ class Launches:
 
     def launch(self, tensors: dict[str, Tensor]) -> None:
         whole = torch.empty(self.total, dtype=torch.float32, device=self.device)
-        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        addresses: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         # What is compiled relies on addresses that are multiples of 16, as they nearly always are.
         aligned = reduce(or_, addresses.values()) % 16 == 0
         if aligned and self.again:
@@ -81,21 +117,38 @@ class Launches:
             for name, size in zip(self.names, self.sizes, strict=True):
                 addresses[name] = place
                 place += 4 * size
+            for name, tensor, form in self.forms:
+                addresses[name] = rebased(form, tensors[tensor])
             for compiled, chosen, numbers in self.again:
                 compiled(*chosen(addresses), *numbers)
         else:
             arrays = dict(zip(self.names, whole.split(self.sizes), strict=True))
+            arrays |= {name: arrays[name].view(dtype) for name, dtype in self.dtypes.items()}
             self.launch_by_triton(tensors | arrays, aligned)
 
-    def launch_by_triton(self, tensors: dict[str, Tensor], aligned: bool) -> None:
+    def launch_by_triton(self, tensors: dict[str, Any], aligned: bool) -> None:
         found: list[Again] = []
+        forms = {name: described.make(tensors[described.tensor]) for name, described in self.described.items()}
+        tensors = tensors | forms
         for kernel, grid, names, numbers, options in self.steps:
             compiled = kernel[grid](*(tensors[name] for name in names), *numbers, **options)
             # The interpreter compiles nothing, and a hook of Triton's may leave out a launch.
             if compiled is not None and aligned and takes_addresses():
                 found.append((compiled[(*grid, 1, 1)[:3]], itemgetter(*names), numbers))
         if len(found) == len(self.steps):
+            self.forms = [(name, self.described[name].tensor, rebased(form, None)) for name, form in forms.items()]
             self.again = found
+
+
+def rebased(form: Any, base: Tensor | None) -> Any:
+    """The description of a tensor as that of another one with the same layout, without checking it again.
+
+    All that a launch reads of it is the address of its base, and plain attributes.
+    """
+    found = object.__new__(type(form))
+    found.__dict__.update(form.__dict__)
+    found.base = base
+    return found
 
 
 @cache

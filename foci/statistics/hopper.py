@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foci.backends.cuda_sdpa import capability
-from foci.backends.launches import triton_version
+from foci.backends.launches import Described, Launching, triton_version
 from foci.fitting import is_unreadable
 from foci.statistics.device_arguments import fetchable
 from foci.statistics.tiling import Cells, Config, Launch, cells, segments_for
@@ -110,21 +110,28 @@ def config(wanted: Wanted) -> Config:
     return Config(queries, keys=64, warps=4, stages=2, per_processor=2, in_flight=True)
 
 
-def run(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, config: Config) -> None:
-    """One launch of the pass over the tiles."""
+def launching(numbers: dict[str, Any], tensors: dict[str, str], launch: Launch, config: Config) -> Launching:
+    """One launch of the pass over the tiles; numbers and tensors are those of statistics.py."""
     from foci.kernels.statistics_hopper import statistics_hopper as kernel
 
-    written = ("entropy", "distance", "largest", "columns", "picture", "best", "second", "third")
-    kernel[(launch.pairs * common["slots"],)](
-        described(arguments["q"], config.queries), described(arguments["k"], TOGETHER), arguments["lse"],
-        *(common[name] for name in written), arguments["H"], arguments["group"], arguments["Tq"], common["slots"],
-        launch.first_pair, launch.first_tile, launch.tiles, arguments["scale"],
-        common["picture_columns"], common["picture_scale"], CAUSAL=arguments["CAUSAL"],
-        **{name: common[name] for name in ("ENTROPY", "DISTANCE", "LARGEST", "RECEIVED", "TOP", "TAG_BITS")},
-        PICTURE=common["PICTURE"] > 0, BQ=config.queries,
-        STRIP=common["CELL_QUERIES"] if common["PICTURE"] else config.queries,
-        WIDE=max(1, common["COLUMN_KEYS"] // CELL_KEYS), num_warps=config.warps, maxnreg=255,
-    )  # fmt: skip
+    names = ("lse", "entropy", "distance", "largest", "columns", "picture", "best", "second", "third")
+    same = ("H", "group", "slots", "scale", "picture_columns", "picture_scale", "CAUSAL", "ENTROPY", "DISTANCE")
+    own = {name: numbers[name] for name in (*same, "LARGEST", "RECEIVED", "TOP", "TAG_BITS")}
+    own |= {"first_pair": launch.first_pair, "first_tile": launch.first_tile, "tiles": launch.tiles}
+    own |= {"T": numbers["Tq"], "BQ": config.queries, "PICTURE": numbers["PICTURE"] > 0}
+    own |= {"STRIP": numbers["CELL_QUERIES"] if numbers["PICTURE"] else config.queries}
+    own |= {"WIDE": max(1, numbers["COLUMN_KEYS"] // CELL_KEYS)}
+    given = {"q": "q_tiles", "k": "k_tiles"} | {name: tensors[name] for name in names}
+    grid = (launch.pairs * numbers["slots"],)
+    return Launching(kernel, grid, given, own, {"num_warps": config.warps, "maxnreg": 255})
+
+
+def descriptions(config: Config) -> dict[str, Described]:
+    """Queries and keys as the kernel takes them."""
+    return {
+        "q_tiles": Described("q", partial(described, rows=config.queries)),
+        "k_tiles": Described("k", partial(described, rows=TOGETHER)),
+    }
 
 
 def described(x: Tensor, rows: int) -> Any:

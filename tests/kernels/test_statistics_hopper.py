@@ -13,8 +13,9 @@ pytest.importorskip("triton.experimental.gluon")
 import foci
 from foci.arguments import prepare
 from foci.backends import cuda_sdpa
+from foci.backends.launches import Launching
 from foci.scores import Dot
-from foci.statistics import device, hopper
+from foci.statistics import device, hopper, launchings
 from foci.statistics import triton as triton_statistics
 from foci.statistics.device_arguments import inputs
 from foci.statistics.tiling import Config
@@ -22,6 +23,7 @@ from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
 from tests.kernels.statistics_cases import DEVICE, Case, causal, check_top, close, pooled, within_nan
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
+from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 
 BF16, F16 = torch.bfloat16, torch.float16
 MEANS = (8, 8, "mean")
@@ -36,15 +38,15 @@ def hopper_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """Gets an entry for each launch of the kernel."""
+    """Gets an entry for each launch of the kernel that is planned."""
     found: list[Config] = []
-    true = hopper.run
+    true = hopper.launching
 
-    def counted(arguments: Any, common: Any, launch: Any, config: Config) -> None:
+    def counted(numbers: Any, tensors: Any, launch: Any, config: Config) -> Launching:
         found.append(config)
-        true(arguments, common, launch, config)
+        return true(numbers, tensors, launch, config)
 
-    monkeypatch.setattr(hopper, "run", counted)
+    monkeypatch.setattr(hopper, "launching", counted)
     return found
 
 
@@ -196,11 +198,14 @@ def test_its_twin_serves_in_its_place(top: int, monkeypatch: pytest.MonkeyPatch)
     """Buffers, cells and classes as they are cut for it, filled by the plain kernel."""
     seen = []
 
-    def twin(arguments: Any, common: Any, launch: Any, config: Config) -> None:
-        seen.append(config)
-        triton_statistics.run(arguments, common, launch, replace(config, in_flight=False, fetched=False))
+    true = launchings.tiles
 
-    monkeypatch.setattr(hopper, "run", twin)
+    def twin(numbers: Any, common: Any, tensors: Any, launch: Any, config: Config, q: Tensor) -> Launching:
+        seen.append(config)
+        return true(numbers, common, tensors | {"k_tiles": "lse"}, launch, replace(config, in_flight=False), q)
+
+    monkeypatch.setattr(launchings, "tiles", twin)
+    monkeypatch.setattr(hopper, "descriptions", lambda config: {})
     case = causal(heads=(2, 1), queries=128, keys=128, width=64, dtype=F16)
     check(case, replace(ERP, picture=(2, 4, "mean"), top=top))
     assert [config.queries for config in seen] == [64 if top else 128]
