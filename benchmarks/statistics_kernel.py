@@ -38,7 +38,7 @@ LIMITS = {"entropy": 2e-4, "received": 2e-4, "picture": 2e-3, "top values": 3e-3
 LIMITS |= {"distance": 1e-4, "largest": 1e-3}
 FORWARD = "cuDNN forward"
 KINDS = ("random", "peaked", "ascending")
-WIDTH_OF_CELLS = 32
+LEAST_CELL, MOST_CELLS = 32, 256
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,13 @@ class Case:
         return f"{self.heads}/{self.groups} heads of {self.width}, {self.tokens} tokens, {mask}"
 
     def wanted(self) -> dict[str, Wanted]:
-        picture = (self.tokens // WIDTH_OF_CELLS, self.tokens // WIDTH_OF_CELLS, "mean")
+        side = min(self.tokens // LEAST_CELL, MOST_CELLS)
+        picture = (side, side, "mean")
         named = {name: Wanted("e" in name, "r" in name, picture if "p" in name else None) for name in SUBSETS}
         three = Wanted(entropy=True, received=True, picture=picture)
         return {label: named[name] for name, label in SUBSETS.items()} | {
             THREE: three,
+            ALL_BUT_TOP: Wanted(True, True, picture, largest=True, distance=True),
             "top 8": Wanted(top=8),
             FOUR: Wanted(True, True, picture, top=8),
             EVERY: Wanted(True, True, picture, top=8, largest=True, distance=True),
@@ -76,9 +78,11 @@ SUBSETS = {
     "ep": "entropy, picture",
     "rp": "received, picture",
 }
-THREE, FOUR, EVERY = "entropy, received, picture", "and top 8", "and top 8, distance, largest logit"
+THREE, FOUR = "entropy, received, picture", "and top 8"
+ALL_BUT_TOP, EVERY = "and distance, largest logit", "and top 8, distance, largest logit"
 MAIN = Case()
-SHAPES = [Case(width=64), Case(heads=32, groups=8), Case(tokens=2048), Case(causal=False), Case(tokens=16384)]
+SHAPES = [Case(width=64), Case(heads=32, groups=8), Case(causal=False)]
+SHAPES += [Case(tokens=tokens) for tokens in (2048, 16384, 32768)]
 
 
 def make(kind: str, case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +109,7 @@ def configs(q: Tensor, k: Tensor, lse: Tensor, case: Case, wanted: Wanted) -> di
     arguments = inputs(q, k, lse, 1.0, None, None, case.causal, None, None, None, None)
     chosen = launcher.chosen(arguments, False, wanted)
     found = {"triton": default(case.width, q.dtype, wanted, fetchable(k))}
-    if not hopper.machine_refuses(q.device) and not (wanted.distance or wanted.largest):
+    if not hopper.refuses(arguments, False, wanted):
         found = {"gluon": hopper.config(wanted)} | found
     return {name: (config, config == chosen) for name, config in found.items()}
 
@@ -231,7 +235,7 @@ def run_case(case: Case, kind: str, labels: list[str], table: Table, seconds: fl
 
 
 def labels_of(case: Case, kind: str) -> list[str]:
-    return list(case.wanted()) if (case, kind) == (MAIN, "random") else [THREE, FOUR]
+    return list(case.wanted()) if (case, kind) == (MAIN, "random") else [THREE, FOUR, EVERY]
 
 
 def build(number: int, label: str) -> None:

@@ -19,6 +19,10 @@ from foci.saving import mapped
 KEPT = ("q", "k", "score", "mask", "bias", "sink", "positions", "batch_ids", "head_ids")
 
 
+# What has no tensors inside, as most of what a score or a mask is made of.
+PLAIN = (bool, int, float, str)
+
+
 class Held:
     """The tensors behind a `Weights`: says what they weigh, and refuses to go on when one of them was changed."""
 
@@ -30,9 +34,10 @@ class Held:
 
     def check(self) -> None:
         for name, tensor, was in self._marks:
-            if tensor.untyped_storage().size() == 0 and tensor.numel():
-                raise RuntimeError(f"the weights cannot be computed any more: {name} was freed since the call")
             if mark(tensor) != was:
+                # What is freed lies nowhere, so that its address is another one, too.
+                if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
+                    raise RuntimeError(f"the weights cannot be computed any more: {name} was freed since the call")
                 raise RuntimeError(
                     f"the weights cannot be computed any more: {name} was changed or moved in place since the call"
                     " (pass a clone to the call, or ask before changing it)"
@@ -57,7 +62,11 @@ def without_values(call: Call) -> Call:
     Tensors of inference mode have no version, so a later change to them could not be seen: they are copied.
     """
     bias = Relative(call.bias.keys) if isinstance(call.bias, Relative) else call.bias
-    call = replace(call, v=call.k, bias=bias, dropout=0.0, seed=None)
+    # What `dataclasses.replace` does, without looking at each field.
+    call = Call(
+        call.q, call.k, call.k, call.extent, call.score, call.mask, bias, call.sink, call.positions,
+        needs_lse=call.needs_lse, batch_ids=call.batch_ids, head_ids=call.head_ids,
+    )  # fmt: skip
     if not any(is_inference(tensor) for tensor in nested(described(call))):
         return call
     own = mapped(described(call), lambda tensor: tensor.clone() if is_inference(tensor) else tensor)
@@ -109,7 +118,7 @@ def tensors_of(call: Call, lse: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def nested(thing: Any) -> list[Tensor]:
     """The tensors inside a score, a mask or a bias."""
-    if thing is None:
+    if thing is None or type(thing) in PLAIN:
         return []
     if isinstance(thing, Tensor):
         return [thing]

@@ -63,8 +63,7 @@ class Keep:
         """The statistics of some weights (B, H, Tq, Tk), where these are."""
         with torch.no_grad():
             found = weights.summary(self.top, self.picture, self.largest_logit)
-            given = {name: getattr(found, name, None) for name in AXES}
-            kept = {name: tensor for name, tensor in given.items() if tensor is not None}
+            kept = {name: tensor for name, tensor in vars(found).items() if name in AXES and tensor is not None}
             if found.top is not None:
                 # Half the way to the host; `top` gives them as they were.
                 kept |= {"top_values": found.top.values, "top_keys": found.top.keys.to(torch.int32)}

@@ -119,8 +119,7 @@ class Weights:
     def lse(self) -> Tensor:
         """The log-sum-exp of each row, the sink included: (..., H, Tq)."""
         lse = self._of_heads("lse")
-        # In inference mode a change to it could not be seen: the caller gets a copy.
-        return self._shaped(lse.clone() if is_inference(lse) else lse)
+        return own(lse).reshape(self.shape[:-1])
 
     def _of_heads(self, name: str) -> Tensor:
         if self._averaged:
@@ -130,6 +129,8 @@ class Weights:
 
     def _shaped(self, found: Tensor) -> Tensor:
         """(B, H, ...) in the shape of these weights."""
+        if self._headed and len(self._batch) == 1:
+            return found
         return found.reshape((*self._lead, *found.shape[2:]))
 
     def __repr__(self) -> str:
@@ -199,8 +200,9 @@ class Weights:
         """Lets `x @ weights` and `torch.matmul` reach the lazy products."""
         return product(function, args, kwargs)
 
-    def _measured(self, wanted: Wanted) -> dict[str, Tensor]:
-        return statistics.measure(self._call, self._held.lse, wanted, self._averaged)
+    def _measured(self, wanted: Wanted, call: Call | None = None) -> dict[str, Tensor]:
+        """What is wanted of the call, which is checked here unless it was."""
+        return statistics.measure(call or self._call, self._held.lse, wanted, self._averaged)
 
     def top(self, k: int) -> Top:
         """The k heaviest keys of each query, heaviest first, exact ties to the lower key; (..., Tq, k) each."""
@@ -212,9 +214,10 @@ class Weights:
 
     def entropy(self) -> Tensor:
         """Nats per query, -Σ w ln w over the keys: 0 for a query that looks at one key only; (..., Tq)."""
-        if self._call.needs_grad:
-            return self._shaped(statistics.entropy(self._call, self._averaged))
-        return self._shaped(self._measured(Wanted(entropy=True))["entropy"])
+        call = self._call
+        if call.needs_grad:
+            return self._shaped(statistics.entropy(call, self._averaged))
+        return self._shaped(self._measured(Wanted(entropy=True), call)["entropy"])
 
     def received(self, queries: Any = None, per: str = "query_head") -> Tensor:
         """The attention that each key gets, the column sums: (..., Tk).
@@ -236,7 +239,7 @@ class Weights:
     def _received(self, queries: Any) -> Tensor:
         call = self._call
         if queries is None and not call.needs_grad:
-            return self._measured(Wanted(received=True))["received"]
+            return self._measured(Wanted(received=True), call)["received"]
         counted = torch.ones(call.q.shape[2], 1, device=self.device, dtype=self.dtype)
         if queries is not None:
             chosen = axis_of(queries, call.q.shape[2], "query", self.device).index
@@ -278,9 +281,10 @@ class Weights:
 
     def distance(self) -> Tensor:
         """How far each query looks on average, Σ w |key position - query position|: (..., Tq)."""
-        if self._call.needs_grad:
-            return self._shaped(statistics.distance(self._call, self._averaged))
-        return self._shaped(self._measured(Wanted(distance=True))["distance"])
+        call = self._call
+        if call.needs_grad:
+            return self._shaped(statistics.distance(call, self._averaged))
+        return self._shaped(self._measured(Wanted(distance=True), call)["distance"])
 
     def largest_logit(self) -> Tensor:
         """The largest visible score of each head, -inf where nothing is visible: (..., H)."""
@@ -289,10 +293,7 @@ class Weights:
 
     def sink_mass(self) -> Tensor:
         """The share of each query's attention that the sink takes, 0 without a sink: (..., Tq)."""
-        lse = self._of_heads("sink_mass")
-        sink = self._call.sink
-        mass = torch.zeros_like(lse) if sink is None else torch.exp(sink.to(lse.dtype).view(1, -1, 1) - finite(lse))
-        return self._shaped(mass)
+        return self._shaped(sink_mass(self._of_heads("sink_mass"), self._held.call.sink))
 
     def summary(self, top: int = 8, picture: int = 256, largest_logit: bool = True, distance: bool = True) -> Summary:
         """Every statistic in one pass; `top` and `picture` are cut to the size of the matrix, 0 leaves them out.
@@ -310,15 +311,16 @@ class Weights:
         wanted = Wanted(entropy=True, received=True, picture=size, top=k, largest=largest_logit, distance=distance)
         with torch.no_grad():
             found = {name: self._shaped(tensor) for name, tensor in self._measured(wanted).items()}
-            heaviest = Top(found["top_values"], found["top_keys"]) if k else None
+            # These were checked with the rest.
+            lse, sink = self._held.lse, self._held.call.sink
             return Summary(
                 entropy=found["entropy"],
                 received=found["received"],
                 distance=found.get("distance"),
-                lse=self.lse.detach(),
-                sink_mass=self.sink_mass(),
+                lse=self._shaped(own(lse).detach()),
+                sink_mass=self._shaped(sink_mass(lse, sink)),
                 largest_logit=found.get("largest"),
-                top=heaviest,
+                top=Top(found["top_values"], found["top_keys"]) if k else None,
                 picture=found.get("picture"),
             )
 
@@ -388,6 +390,16 @@ def product(function: Any, args: Any, kwargs: Any) -> Any:
 def flipped(x: Any) -> Any:
     """A matrix with its last two axes exchanged; a vector as it is."""
     return x.mT if isinstance(x, Tensor) and x.dim() > 1 else x
+
+
+def own(lse: Tensor) -> Tensor:
+    """For a caller: in inference mode a change to it could not be seen, so it is a copy."""
+    return lse.clone() if is_inference(lse) else lse
+
+
+def sink_mass(lse: Tensor, sink: Tensor | None) -> Tensor:
+    """(B, H, Tq), the share that the sink takes of each query's attention."""
+    return torch.zeros_like(lse) if sink is None else torch.exp(sink.to(lse.dtype).view(1, -1, 1) - finite(lse))
 
 
 def is_count(number: Any) -> bool:

@@ -72,3 +72,15 @@ def test_what_is_required_must_run(pytester: pytest.Pytester, folder: Path) -> N
 @pytest.mark.usefixtures("folder")
 def test_a_file_that_skips_itself_is_found_out(pytester: pytest.Pytester, required: str, closing: str) -> None:
     assert closing in run(pytester, SKIPS_ITSELF, required).splitlines()[-1]
+
+
+def test_with_a_device_the_kernels_tests_are_for_a_gpu(
+    pytester: pytest.Pytester, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(Path(__file__).parent / "kernels" / "conftest.py", folder)
+    pytester.makepyfile(test_it="def test_a_kernel(): pass", test_native="def test_on_a_cpu(): pass")
+    for there, run in ((False, "test_a_kernel"), (True, "test_on_a_cpu")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there)
+        out = pytester.runpytest_inprocess("-v", "test_it.py", "test_native.py").stdout.str()
+        assert f"::{run} PASSED" in out
+        assert ("1 passed, 1 deselected" if there else "2 passed") in out

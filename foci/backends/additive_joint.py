@@ -91,7 +91,7 @@ def in_one_pass(
         step(joint, (programs,), numbers, {} if room else {"room": "delta"}, **options(tiling)),
         finishing(q, k, v, tiling, numbers),
     ]
-    return Launches(sizes | room, q.device, steps, lasting)
+    return Launches(sizes | room, q.device, steps, lasting=lasting)
 
 
 def sums(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, width: int) -> dict[str, int]:

@@ -253,7 +253,7 @@ def by_rows_and_columns(
         step(rows, programs[:1], by_rows, **options(tiling)),
         step(columns, programs[1:], by_columns, **options(tiling)),
     ]
-    return Launches({}, q.device, steps, sizes)
+    return Launches({}, q.device, steps, lasting=sizes)
 
 
 def preparing(q: Tensor, k: Tensor, tiling: Tiling, numbers: dict[str, Any]) -> Step:

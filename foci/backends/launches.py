@@ -42,6 +42,31 @@ class Step(NamedTuple):
     options: dict[str, Any]
 
 
+class Launching(NamedTuple):
+    """One launch by names: which tensor is which argument, the other arguments, and the options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    tensors: dict[str, str]
+    numbers: dict[str, Any]
+    options: dict[str, Any]
+
+    def step(self) -> Step:
+        return step(self.kernel, self.grid, self.numbers, self.tensors, **self.options)
+
+    def traced(self, tensors: dict[str, Tensor]) -> None:
+        """As a compiler sees it, who knows neither addresses nor the order of arguments."""
+        given = {argument: tensors[name] for argument, name in self.tensors.items()}
+        self.kernel[self.grid](**given, **self.numbers, **self.options)
+
+
+class Described(NamedTuple):
+    """A tensor that a kernel is given as the copy engine takes it: its name, and how it is described."""
+
+    tensor: str
+    make: Callable[[Tensor], Any]
+
+
 def step(
     kernel: Any, grid: tuple[int, ...], numbers: dict[str, Any], renamed: dict[str, str] | None = None, **options: Any
 ) -> Step:
@@ -54,7 +79,8 @@ def step(
 class Arrays:
     """Arrays of floats in one allocation, each from a multiple of 128 bytes on: allocating is the host's time."""
 
-    def __init__(self, sizes: dict[str, int]) -> None:
+    def __init__(self, sizes: dict[str, int], dtypes: dict[str, torch.dtype]) -> None:
+        self.dtypes = {name: dtype for name, dtype in dtypes.items() if name in sizes}
         self.sizes = [-(-size // 32) * 32 for size in sizes.values()]
         self.total = sum(self.sizes)
         self.starts = dict(zip(sizes, accumulate([0, *self.sizes]), strict=False))
@@ -67,7 +93,8 @@ class Arrays:
         return {name: first + 4 * start for name, start in self.starts.items()}
 
     def tensors(self, whole: Tensor) -> dict[str, Tensor]:
-        return dict(zip(self.starts, whole.split(self.sizes), strict=True)) if self.starts else {}
+        found = dict(zip(self.starts, whole.split(self.sizes), strict=True)) if self.starts else {}
+        return found | {name: found[name].view(dtype) for name, dtype in self.dtypes.items()}
 
 
 class Launches:
@@ -77,14 +104,24 @@ class Launches:
         sizes: how many floats each array has.
         device: where it all happens.
         steps: the launches, in order.
-        lasting: the same for the arrays that the last launch needs, where some are given back before it.
+        dtypes: of arrays that hold other numbers; their sizes are in floats all the same.
+        described: arguments that are descriptions of tensors.
+        lasting: sizes of the arrays that the last launch needs, where the others are given back before it.
     """
 
     def __init__(
-        self, sizes: dict[str, int], device: torch.device, steps: Sequence[Step], lasting: dict[str, int] | None = None
+        self,
+        sizes: dict[str, int],
+        device: torch.device,
+        steps: Sequence[Step],
+        dtypes: dict[str, torch.dtype] | None = None,
+        described: dict[str, Described] | None = None,
+        lasting: dict[str, int] | None = None,
     ) -> None:
         self.device, self.steps = device, steps
-        self.arrays, self.lasting = Arrays(sizes), Arrays(lasting or {})
+        self.described = described or {}
+        self.forms: list[tuple[str, str, Any]] = []
+        self.arrays, self.lasting = Arrays(sizes, dtypes or {}), Arrays(lasting or {}, dtypes or {})
         self.again: list[Again] = []
 
     def __call__(self, tensors: dict[str, Tensor], late: Late | None = None) -> None:
@@ -92,7 +129,8 @@ class Launches:
 
         Args:
             tensors: what the launches know, by name.
-            late: makes what only the last launch knows, when the arrays that it does not need are given back.
+            late: makes what only the last launch knows, when the arrays that it does not need are given back; it may
+                take out of `tensors` what that launch does not need either.
         """
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
             self.launch(tensors, late)
@@ -103,10 +141,11 @@ class Launches:
     def launch(self, tensors: dict[str, Tensor], late: Late | None) -> None:
         whole = self.arrays.allocated(self.device)
         rest = self.lasting.allocated(self.device) if self.lasting.total else None
-        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        addresses: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         # What is compiled relies on addresses that are multiples of 16, as they nearly always are.
         aligned = reduce(or_, addresses.values()) % 16 == 0
         if not (aligned and self.again):
+            tensors = dict(tensors) if late is None else tensors
             tensors |= self.arrays.tensors(whole)
             tensors |= {} if rest is None else self.lasting.tensors(rest)
             del whole
@@ -114,6 +153,8 @@ class Launches:
             return
         addresses |= self.arrays.addresses(whole)
         addresses |= {} if rest is None else self.lasting.addresses(rest)
+        for name, tensor, form in self.forms:
+            addresses[name] = rebased(form, tensors[tensor])
         for compiled, chosen, numbers in self.again[:-1]:
             compiled(*chosen(addresses), *numbers)
         if late is not None:
@@ -123,8 +164,10 @@ class Launches:
         compiled, chosen, numbers = self.again[-1]
         compiled(*chosen(addresses), *numbers)
 
-    def launch_by_triton(self, tensors: dict[str, Tensor], late: Late | None, aligned: bool) -> None:
+    def launch_by_triton(self, tensors: dict[str, Any], late: Late | None, aligned: bool) -> None:
         found: list[Again] = []
+        forms = {name: described.make(tensors[described.tensor]) for name, described in self.described.items()}
+        tensors |= forms
         for place, (kernel, grid, names, numbers, options) in enumerate(self.steps):
             if late is not None and place == len(self.steps) - 1:
                 for name in self.arrays.starts:
@@ -135,7 +178,19 @@ class Launches:
             if compiled is not None and aligned and takes_addresses():
                 found.append((compiled[(*grid, 1, 1)[:3]], itemgetter(*names), numbers))
         if len(found) == len(self.steps):
+            self.forms = [(name, self.described[name].tensor, rebased(form, None)) for name, form in forms.items()]
             self.again = found
+
+
+def rebased(form: Any, base: Tensor | None) -> Any:
+    """The description of a tensor as that of another one with the same layout, without checking it again.
+
+    All that a launch reads of it is the address of its base, and plain attributes.
+    """
+    found = object.__new__(type(form))
+    found.__dict__.update(form.__dict__)
+    found.base = base
+    return found
 
 
 @cache

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
     from foci.capture.recorder import Recorder
 
+# PyTorch counts from the first key, foci from the last.
+FROM_THE_FIRST = causal.at(0)
+
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
 
@@ -174,13 +177,13 @@ class Fused:
         if not enable_gqa and query.dim() > 3 and query.shape[-3] != key.shape[-3] != 1:
             raise ValueError(f"{query.shape[-3]} and {key.shape[-3]} heads without enable_gqa")
         heads = query.shape[-3:-2] if query.dim() > 3 else ()
-        batches = (t.shape[: -2 - len(heads)] for t in (query, key, value))
-        leading = torch.broadcast_shapes(*batches) + heads
+        batch, *others = (t.shape[: -2 - len(heads)] for t in (query, key, value))
+        # In Python, and slow: nearly always they are the same.
+        leading = (batch if others == [batch, batch] else torch.broadcast_shapes(batch, *others)) + heads
         q, k, v, _ = folded(*(t.unsqueeze(0) if t.dim() == 2 else t for t in (query, key, value)))
         options: Options = {"score": Dot(scale=scale)}
         if is_causal:
-            # PyTorch counts from the first key, foci from the last.
-            options["mask"] = causal.at(0)
+            options["mask"] = FROM_THE_FIRST
         if attn_mask is not None:
             form = attn_mask
             if query.dim() > 4 and form.dim() > 4:

@@ -37,10 +37,11 @@ def picture(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (a tile's worth of rows of cells, pair). A cell is at most HEIGHT x WIDTH; out is zeros."""
-    TALL: tl.constexpr = min(HEIGHT, BQ)
-    WIDE: tl.constexpr = min(WIDTH, BK)
-    pair = tl.program_id(1)
+    """Program (pair, a tile's worth of rows of cells). A cell is at most HEIGHT x WIDTH; out is zeros."""
+    # Triton 3.5 knows no min() of constants.
+    TALL: tl.constexpr = HEIGHT if HEIGHT < BQ else BQ  # noqa: FURB136
+    WIDE: tl.constexpr = WIDTH if WIDTH < BK else BK  # noqa: FURB136
+    pair = tl.program_id(0)
     b = (pair // H).to(tl.int64)
     h = pair % H
     offset = Tk - Tq
@@ -58,7 +59,7 @@ def picture(
     d = tl.arange(0, BD)
     across = tl.arange(0, BK)
     down = tl.arange(0, BQ)
-    row = tl.program_id(0) * (BQ // TALL) + down // TALL
+    row = tl.program_id(1) * (BQ // TALL) + down // TALL
     top = edge(row, rows, Tq)
     bottom = tl.where(row < rows, edge(row + 1, rows, Tq), 0)
 
@@ -108,7 +109,7 @@ def picture(
                 cells = tl.maximum(cells, tl.max(tl.max(parts, 3), 1))
             else:
                 cells += tl.sum(tl.sum(parts, 3), 1)
-        r = tl.program_id(0) * (BQ // TALL) + tl.arange(0, BQ // TALL)
+        r = tl.program_id(1) * (BQ // TALL) + tl.arange(0, BQ // TALL)
         c = start + tl.arange(0, BK // WIDE)
         if not MAX:
             tall = edge(r + 1, rows, Tq) - edge(r, rows, Tq)

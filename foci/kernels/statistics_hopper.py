@@ -23,17 +23,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from foci.kernels.logits import LN_2, LOG2_E, NONE
+from foci.kernels.statistics_hopper_sums import BK, halves, one_of, strip_sums, write_late
 
 # Renamed after Triton 3.6.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-# Keys of a tile.
-BK = gl.constexpr(64)
-
-
-@gluon.jit
-def halves(tile):
-    """Rows r and r + 8 of each 16, which the tensor core's layout keeps in one thread: two (BK // 16, 8, BQ)."""
-    return tile.reshape((BK // 16, 2, 8, tile.shape[1])).permute((0, 2, 3, 1)).split()
 
 
 @gluon.jit
@@ -63,106 +56,6 @@ def finished(x):
 
 
 @gluon.jit
-def exchanged(a, DISTANCE: gl.constexpr):
-    """What the lane at this distance holds."""
-    ASM: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, " + DISTANCE + ", 0x1f, 0xffffffff;"
-    return gl.inline_asm_elementwise(ASM, "=f,f", [a], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def either(low, high, bit, DISTANCE: gl.constexpr):
-    """Lanes whose bit is 0 get the sum of low over two lanes, the others that of high: two sums for one exchange."""
-    kept = gl.where(bit, high, low)
-    return kept + exchanged(gl.where(bit, low, high), DISTANCE)
-
-
-@gluon.jit
-def one_of(x):
-    """The sum of what a thread holds of (BK // 16, 8, BQ): one number for each."""
-    return gl.sum(gl.sum(x.reshape((BK // 16, 8, x.shape[2] // 8, 4, 2)), 4), 2)
-
-
-@gluon.jit
-def strip_sums(p, STRIP: gl.constexpr):
-    """Over strips of queries, for keys r and r + 8 of 16: one number per thread each, (BK // 16, 8, 4).
-
-    Gives the sums of both keys for each strip, of which there are 1, 2 or 4, and over all strips for r and for r + 8.
-    """
-    DOWN: gl.constexpr = p.shape[1] // STRIP
-    sums = gl.sum(gl.sum(p.reshape((BK, DOWN, STRIP // 8, 4, 2)), 4), 2)
-    first, second = sums.reshape((BK // 16, 2, 8, DOWN, 4)).permute((0, 2, 3, 4, 1)).split()
-    both = first + second
-    if DOWN == 4:
-        a, b = both.reshape((BK // 16, 8, 2, 2, 4)).permute((0, 1, 2, 4, 3)).split()
-        a, c = a.permute((0, 1, 3, 2)).split()
-        b, d = b.permute((0, 1, 3, 2)).split()
-        strips = (a, b, c, d)
-    elif DOWN == 2:
-        strips = both.permute((0, 1, 3, 2)).split()
-    else:
-        strips = (gl.sum(both, 2),)
-    return strips, gl.sum(first, 2), gl.sum(second, 2)
-
-
-@gluon.jit
-def places(x):
-    """Where a thread's number of x (BK // 16, 8, 4) belongs: its warp, which of 8 keys, which of the 4 lanes of one."""
-    L: gl.constexpr = x.type.layout
-    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-    r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    nothing = warp * 0 + r * 0 + lane * 0
-    return warp + nothing, r + nothing, lane + nothing
-
-
-@gluon.jit
-def add_received(t, first, second, columns):
-    """Of four lanes two add, for key r and for r + 8. Always the same ones, so the order of the sums is the same."""
-    warp, r, lane = places(first)
-    received = either(first, second, lane % 2 == 1, "1")
-    received += exchanged(received, "2")
-    gl.atomic_add(columns + t * BK + (warp * 16 + (lane % 2) * 8 + r), received, mask=lane < 2, sem="relaxed")
-
-
-@gluon.jit
-def write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN: gl.constexpr):
-    """Cells of 16 keys: each warp has a column of them, and of its first four lanes each writes another strip."""
-    warp, r, lane = places(strips[0])
-    odd = lane % 2 == 1
-    if DOWN == 4:
-        low = either(strips[0], strips[2], odd, "1")
-        high = either(strips[1], strips[3], odd, "1")
-        cell = either(low, high, lane >= 2, "2")
-        line = (lane % 2) * 2 + lane // 2
-    elif DOWN == 2:
-        cell = either(strips[0], strips[1], odd, "1")
-        cell += exchanged(cell, "2")
-        line = lane % 2
-    else:
-        cell = strips[0] + exchanged(strips[0], "1")
-        cell += exchanged(cell, "2")
-        line = lane * 0
-    cell += exchanged(cell, "4")
-    cell += exchanged(cell, "8")
-    cell += exchanged(cell, "16")
-    there = (r == 0) & (lane < DOWN)
-    gl.store(cells_at + t * (BK // 16) + (line * picture_columns + warp), cell * picture_scale, mask=there)
-
-
-@gluon.jit
-def write_late(
-    t, sums, columns, cells_at, picture_columns, picture_scale,
-    RECEIVED: gl.constexpr, PICTURE: gl.constexpr, DOWN: gl.constexpr,
-):  # fmt: skip
-    """What tile t adds to its keys and to the picture."""
-    strips, first, second = sums
-    if RECEIVED:
-        add_received(t, first, second, columns)
-    if PICTURE:
-        write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN)
-
-
-@gluon.jit
 def heaviest(x, tag, best, second, third, TAG_BITS: gl.constexpr):
     """As in statistics.py: the two largest of each class, and what the third is no larger than."""
     upper, lower = halves(x)
@@ -177,9 +70,47 @@ def heaviest(x, tag, best, second, third, TAG_BITS: gl.constexpr):
 
 
 @gluon.jit
+def threads(x):
+    """(BK // 16, 8, BQ) by what the tensor core's layout gives to each thread: (BK // 16, 8, BQ // 8, 4, 2)."""
+    return x.reshape((BK // 16, 8, x.shape[2] // 8, 4, 2))
+
+
+@gluon.jit
+def add_distances(distance, p, t, row, CAUSAL: gl.constexpr):
+    """Adds p (BK, BQ) times how far each key is from each query, to distance, which is in the form of `threads`.
+
+    A thread has one difference of places to work out. All others are a constant away from it, and few.
+    """
+    upper, lower = halves(p)
+    upper, lower = threads(upper), threads(lower)
+    OURS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, upper.type.layout))
+    warp = gl.arange(0, BK // 16, gl.SliceLayout(1, gl.SliceLayout(2, OURS)))[:, None, None]
+    r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OURS)))[None, :, None]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, OURS)))[None, None, :]
+    ours = (row - t * BK + 2 * lane - (16 * warp + r)).to(gl.float32)[:, :, None, :, None]
+    REST: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, upper.type.layout)))
+    eights = gl.arange(0, upper.shape[2], gl.SliceLayout(1, REST))[:, None]
+    ones = gl.arange(0, 2, gl.SliceLayout(0, REST))[None, :]
+    constants = (8 * eights + ones).to(gl.float32)[None, None, :, None, :]
+    near = ours + constants
+    far = ours + (constants - 8)
+    if not CAUSAL:
+        near, far = gl.abs(near), gl.abs(far)
+    return (distance + upper * near) + lower * far
+
+
+@gluon.jit
+def largest_of(x):
+    """The largest of what a thread holds of (BK, BQ): one number for each, (BK // 16, 8, 4)."""
+    upper, lower = halves(x)
+    return gl.max(gl.max(threads(gl.maximum(upper, lower)), 4), 2)
+
+
+@gluon.jit
 def tally(
-    dots, t, tag, row, rows, entropy, best, second, third, sums, scale, MASK: gl.constexpr,
-    ENTROPY: gl.constexpr, SUMS: gl.constexpr, TOP: gl.constexpr, TAG_BITS: gl.constexpr, STRIP: gl.constexpr,
+    dots, t, tag, row, rows, entropy, distance, highest, best, second, third, sums, scale,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, LARGEST: gl.constexpr,
+    SUMS: gl.constexpr, TOP: gl.constexpr, TAG_BITS: gl.constexpr, STRIP: gl.constexpr,
 ):  # fmt: skip
     """Tile t of the keys against the queries from row on; rows are their log-sum-exps."""
     MMA: gl.constexpr = dots.type.layout
@@ -189,20 +120,28 @@ def tally(
     if MASK:
         j = gl.arange(0, BK, gl.SliceLayout(1, MMA)) + (t * BK - row)
         i = gl.arange(0, dots.shape[1], gl.SliceLayout(0, MMA))
-        x = gl.where(j[:, None] <= i[None, :], x, NONE)
+        seen = j[:, None] <= i[None, :]
+        x = gl.where(seen, x, NONE)
+        dots = gl.where(seen, dots, -float("inf"))
+    if LARGEST:
+        highest = gl.maximum(highest, largest_of(dots))
     if TOP:
         best, second, third = heaviest(x, tag, best, second, third, TAG_BITS)
-    if ENTROPY or SUMS:
+    if ENTROPY or DISTANCE or SUMS:
         p = gl.exp2(x)
     if ENTROPY:
         upper, lower = halves(p * x)
         entropy = (entropy + upper) + lower
+    if DISTANCE:
+        distance = add_distances(distance, p, t, row, CAUSAL)
     if SUMS:
         sums = strip_sums(p, STRIP)
         finished(sums[1] + sums[2])
+    elif ENTROPY:
+        finished(one_of(entropy))
     else:
-        finished(one_of(entropy if ENTROPY else third))
-    return entropy, best, second, third, sums
+        finished(gl.sum(gl.sum(distance, 4), 2))
+    return entropy, distance, highest, best, second, third, sums
 
 
 @gluon.jit
@@ -291,18 +230,22 @@ def keep(best, second, third, kept, into, queries, TAG_BITS: gl.constexpr):
 
 @gluon.jit
 def statistics_hopper(
-    q, k, lse, entropy, columns, picture, best, second, third,
+    q, k, lse, entropy, distance, largest, columns, picture, best, second, third,
     H, group, T, slots, first_pair, first_tile, tiles, scale, picture_columns, picture_scale,
-    CAUSAL: gl.constexpr, ENTROPY: gl.constexpr, RECEIVED: gl.constexpr, PICTURE: gl.constexpr, TOP: gl.constexpr,
-    TAG_BITS: gl.constexpr, BQ: gl.constexpr, STRIP: gl.constexpr,
+    CAUSAL: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, LARGEST: gl.constexpr,
+    RECEIVED: gl.constexpr, PICTURE: gl.constexpr, TOP: gl.constexpr, TAG_BITS: gl.constexpr,
+    BQ: gl.constexpr, STRIP: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Program (pair, slot) serves every `slots`-th tile of queries; what it writes is as in statistics.py.
 
-    q and k are described for the copy engine, (B, H, T, D) by BQ and 2 * BK rows. STRIP: queries of a cell. With TOP
+    q and k are described for the copy engine, (B, H, T, D) by BQ and 2 * BK rows. STRIP: queries of a cell. WIDE: tiles
+    that a cell is wide, at least 1. LARGEST: for a positive scale, and not with TOP, which knows it. With TOP
     registers are short: log-sum-exps stay in shared memory, and the next queries are fetched when all is written, not
     before.
     """
     AHEAD: gl.constexpr = not TOP
+    # One bound for both segments: a query in doubt has more to be read again, but is not in doubt more often.
+    SHARED: gl.constexpr = TOP and DISTANCE
     SUMS: gl.constexpr = RECEIVED or PICTURE
     DOWN: gl.constexpr = BQ // STRIP
     D: gl.constexpr = q.block_type.shape[3]
@@ -314,6 +257,8 @@ def statistics_hopper(
     wide = pair.to(gl.int64)
     lse += wide * T
     entropy += wide * T
+    distance += wide * T
+    largest += wide * (T // BQ)
     columns += (wide * slots + slot) * T
     picture += wide * (T // STRIP) * picture_columns
     scale = scale * LOG2_E
@@ -333,8 +278,9 @@ def statistics_hopper(
     counted = 0
     done = 0
     nothing = gl.zeros((BK, BQ), gl.float32, MMA)
-    no_entropy, _ = halves(nothing)
-    none = gl.full_like(no_entropy, NONE)
+    zeros, _ = halves(nothing)
+    none = gl.full_like(zeros, NONE)
+    lowest = gl.full_like(one_of(zeros), -float("inf"))
     no_sums = strip_sums(nothing, STRIP)
     tile = tile_at(0, slot, slots, first_tile, tiles)
     pairs = 0
@@ -354,13 +300,16 @@ def statistics_hopper(
                 rows = rows_buffer
             cells_at = picture + (row // STRIP).to(gl.int64) * picture_columns
             if PICTURE:
-                # Cells that no tile visits.
+                # Cells that no tile visits, or that all tiles add to.
                 for line in gl.static_range(DOWN):
-                    clear(cells_at + line * picture_columns, pairs * (2 * BK // 16), picture_columns)
+                    visited = pairs * (2 * BK // 16) if WIDE == 1 else 0
+                    clear(cells_at + line * picture_columns, visited, picture_columns)
+                if WIDE > 1:
+                    barrier()
             mbarrier.wait(q_full, done & 1)
             even = start(k_buffers, k_full, queries, nothing, 0, counted, pairs)
             sums, before = no_sums, -1
-            sum_entropy = no_entropy
+            sum_entropy, sum_distance, highest = zeros, threads(zeros), lowest
             best0, second0, third0 = none, none, none
             best1, second1, third1 = none, none, none
             dots = warpgroup_mma_wait(0, [even])
@@ -371,20 +320,29 @@ def statistics_hopper(
                     odd = product(k_buffers, (counted + n) & 1, queries, nothing, 1)
                     if edge == 1:
                         write_late(
-                            before, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN
-                        )
-                    sum_entropy, best0, second0, third0, sums = tally(
-                        dots, 2 * u, u, row, rows, sum_entropy, best0, second0, third0, sums, scale,
-                        CAUSAL and edge == 0, ENTROPY, SUMS, TOP, TAG_BITS, STRIP,
+                            before, sums, columns, cells_at, picture_columns, picture_scale,
+                            RECEIVED, PICTURE, DOWN, WIDE,
+                        )  # fmt: skip
+                    sum_entropy, sum_distance, highest, best0, second0, third0, sums = tally(
+                        dots, 2 * u, u, row, rows, sum_entropy, sum_distance, highest, best0, second0, third0,
+                        sums, scale, CAUSAL, CAUSAL and edge == 0, ENTROPY, DISTANCE, LARGEST, SUMS, TOP, TAG_BITS,
+                        STRIP,
                     )  # fmt: skip
                     other, sum_entropy = warpgroup_mma_wait(0, [odd, sum_entropy])
                     even = start(k_buffers, k_full, queries, nothing, n + 1, counted, pairs)
                     fetch(k, k_buffers, k_full, b, h // group, n + 2, counted, pairs)
-                    write_late(2 * u, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN)
-                    sum_entropy, best1, second1, third1, sums = tally(
-                        other, 2 * u + 1, u, row, rows, sum_entropy, best1, second1, third1, sums, scale,
-                        CAUSAL and edge == 0, ENTROPY, SUMS, TOP, TAG_BITS, STRIP,
+                    write_late(
+                        2 * u, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN, WIDE
+                    )
+                    if SHARED:
+                        third1 = third0
+                    sum_entropy, sum_distance, highest, best1, second1, third1, sums = tally(
+                        other, 2 * u + 1, u, row, rows, sum_entropy, sum_distance, highest, best1, second1, third1,
+                        sums, scale, CAUSAL, CAUSAL and edge == 0, ENTROPY, DISTANCE, LARGEST, SUMS, TOP, TAG_BITS,
+                        STRIP,
                     )  # fmt: skip
+                    if SHARED:
+                        third0 = third1
                     dots, sum_entropy = warpgroup_mma_wait(0, [even, sum_entropy])
                     before = 2 * u + 1
             counted += pairs
@@ -393,17 +351,25 @@ def statistics_hopper(
                 # The next queries and keys are on their way while the rest is written.
                 tile = tile_at(turn + 1, slot, slots, first_tile, tiles)
                 pairs = begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ)
-            write_late(before, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN)
+            write_late(before, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN, WIDE)
             if TOP:
                 into = (wide - first_pair) * 2 * (BK // 16)
                 at = row - first_tile * BQ
                 kept = (best + at, second + at, third + at)
+                if SHARED:
+                    third1 = third0
                 keep(best0, second0, third0, kept, into, tiles * BQ, TAG_BITS)
                 keep(best1, second1, third1, kept, into + BK // 16, tiles * BQ, TAG_BITS)
             if ENTROPY:
                 total = gl.sum(gl.sum(sum_entropy, 1), 0)
                 i = row + gl.arange(0, BQ, total.type.layout)
                 gl.store(entropy + i, 0.0 - total * LN_2)
+            if DISTANCE:
+                total = gl.sum(gl.sum(sum_distance, 1), 0).reshape((BQ,))
+                i = row + gl.arange(0, BQ, total.type.layout)
+                gl.store(distance + i, total)
+            if LARGEST:
+                gl.store(largest + row // BQ, gl.max(gl.max(gl.max(highest, 2), 1), 0) * (scale * LN_2))
             if not AHEAD:
                 # All have read the queries.
                 barrier()

@@ -58,10 +58,7 @@ def measure(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
     """The wanted statistics by one pass of the kernel."""
     from foci.statistics.triton import statistics
 
-    found = statistics(lse=lse.float(), **terms(call), wanted=wanted)
-    if "top_keys" in found:
-        found["top_keys"] = found["top_keys"].long()
-    return found
+    return statistics(lse=lse.float(), **terms(call), wanted=wanted)
 
 
 def terms(call: Call) -> dict[str, Any]:

@@ -6,12 +6,14 @@ B batch, H query heads, G key heads, Tq queries, Tk keys, D width.
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foci.backends.cuda_sdpa import HALF, hopper_or_later
+from foci.backends.launches import Described
 from foci.fitting import is_unreadable
 from foci.statistics.tiling import Cells, Config
 from foci.statistics.wanted import Wanted
@@ -21,20 +23,45 @@ MOST_TOP = 64
 WIDEST = 256
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    slopes: Tensor | None,
-    causal: bool,
-    spans: Tensor | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
-    dense: Tensor | None,
-    query_weights: Tensor | None,
-    wanted: Wanted,
-) -> None:
+class Given(NamedTuple):
+    """The tensors of a call. Those of masks, the slopes of ALiBi and the weights of queries may be None."""
+
+    q: Tensor
+    k: Tensor
+    lse: Tensor
+    spans: Tensor | None
+    query_ids: Tensor | None
+    key_ids: Tensor | None
+    dense: Tensor | None
+    slopes: Tensor | None
+    query_weights: Tensor | None = None
+
+    def readable(self) -> Given:
+        """As the kernels read them: features that lie side by side, masks in bytes."""
+        q, k, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.q, self.k, self.lse.contiguous()))
+        dense, weights = self.dense, self.query_weights
+        if dense is not None:
+            dense = dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
+        if weights is not None:
+            weights = (weights if weights.dim() == 3 else weights[None, None]).contiguous()
+        spans, query_ids, key_ids, slopes = (
+            None if x is None else x.contiguous() for x in (self.spans, self.query_ids, self.key_ids, self.slopes)
+        )
+        return Given(q, k, lse, spans, query_ids, key_ids, dense, slopes, weights)
+
+    def by_name(self) -> dict[str, Tensor]:
+        """What is not given points at lse and is never read."""
+        return {name: self.lse if x is None else x for name, x in zip(NAMES, self, strict=True)}
+
+
+NAMES = Given._fields
+# The tensors that every kernel takes.
+TENSORS = NAMES[:-1]
+
+
+def check(given: Given, causal: bool, wanted: Wanted) -> None:
     """Refuses what the kernels do not take, with the expected and the received."""
+    q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights = given
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"expected q (B, H, Tq, D) and k (B, G, Tk, D), got {tuple(q.shape)} and {tuple(k.shape)}")
     batch, heads, queries, width = q.shape
@@ -103,38 +130,42 @@ def inputs(
     key_ids: Tensor | None,
     dense: Tensor | None,
 ) -> dict[str, Any]:
-    """The arguments that every kernel takes. What is not given points at lse and is never read."""
-    q, k, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, lse.contiguous()))
-    if dense is not None:
-        dense = dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
-    given = {"spans": spans, "query_ids": query_ids, "key_ids": key_ids, "slopes": slopes}
-    given = {name: None if x is None else x.contiguous() for name, x in given.items()}
-    batch = {f"{name}_batch": batch_stride(given[name]) for name in ("spans", "query_ids", "key_ids")}
+    """The arguments that every kernel takes."""
+    given = Given(q, k, lse, spans, query_ids, key_ids, dense, slopes).readable()
+    tensors = given.by_name()
+    return {name: tensors[name] for name in TENSORS} | numbers_of(given, scale, softcap, causal)
+
+
+def numbers_of(given: Given, scale: float, softcap: float | None, causal: bool) -> dict[str, Any]:
+    """What every kernel is told of readable tensors."""
+    q, k, dense, spans = given.q, given.k, given.dense, given.spans
     strides = (0, 0, 0, 0) if dense is None else dense.stride()
-    return dict(
-        q=q, k=k, lse=lse, dense=lse if dense is None else dense,
-        **{name: lse if x is None else x for name, x in given.items()}, **batch,
-        H=q.shape[1], group=q.shape[1] // k.shape[1], Tq=q.shape[2], Tk=k.shape[2], D=q.shape[3],
-        q_batch=q.stride(0), q_head=q.stride(1), q_query=q.stride(2),
-        k_batch=k.stride(0), k_head=k.stride(1), k_key=k.stride(2),
-        dense_batch=strides[0], dense_head=strides[1], dense_query=strides[2], dense_key=strides[3],
-        scale=float(scale), softcap=float(softcap or 0.0),
-        CAUSAL=causal, SPANS=0 if spans is None else spans.shape[1], IDS=query_ids is not None,
-        DENSE=dense is not None, SOFTCAP=softcap is not None, ALIBI=slopes is not None,
-        BD=max(16, 2 ** math.ceil(math.log2(q.shape[3]))),
-    )  # fmt: skip
+    return {
+        "spans_batch": batch_stride(spans), "query_ids_batch": batch_stride(given.query_ids),
+        "key_ids_batch": batch_stride(given.key_ids),
+        "H": q.shape[1], "group": q.shape[1] // k.shape[1], "Tq": q.shape[2], "Tk": k.shape[2], "D": q.shape[3],
+        "q_batch": q.stride(0), "q_head": q.stride(1), "q_query": q.stride(2),
+        "k_batch": k.stride(0), "k_head": k.stride(1), "k_key": k.stride(2),
+        "dense_batch": strides[0], "dense_head": strides[1], "dense_query": strides[2], "dense_key": strides[3],
+        "scale": float(scale), "softcap": float(softcap or 0.0),
+        "CAUSAL": causal, "SPANS": 0 if spans is None else spans.shape[1], "IDS": given.query_ids is not None,
+        "DENSE": dense is not None, "SOFTCAP": softcap is not None, "ALIBI": given.slopes is not None,
+        "BD": max(16, 2 ** math.ceil(math.log2(q.shape[3]))),
+    }  # fmt: skip
 
 
-def key_tiles(k: Tensor, width: int, config: Config) -> Any:
-    """k (B, G, Tk, D) as the copy engine fetches it, a tile at a time; None where threads load the keys instead.
-
-    What a tile has beyond the keys or their width is 0.
-    """
+def describable(k: Tensor, width: int, config: Config) -> dict[str, Described]:
+    """k (B, G, Tk, D) as the copy engine fetches it, a tile at a time; empty where threads load the keys instead."""
     if not config.fetched or not fetchable(k):
-        return None
+        return {}
+    return {"k_tiles": Described("k", partial(key_tiles, keys=config.keys, width=width))}
+
+
+def key_tiles(k: Tensor, keys: int, width: int) -> Any:
+    """What a tile has beyond the keys or their width is 0."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(k, [1, 1, config.keys, width])
+    return TensorDescriptor.from_tensor(k, [1, 1, keys, width])
 
 
 def fetchable(x: Tensor) -> bool:
@@ -157,13 +188,13 @@ def batch_stride(x: Tensor | None) -> int:
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
-def weights_arguments(query_weights: Tensor | None, unused: Tensor) -> dict[str, Any]:
+def weights_arguments(query_weights: Tensor | None) -> dict[str, Any]:
+    """What the kernels are told of readable weights, (1 or B, 1 or H, Tq)."""
     if query_weights is None:
-        return {"query_weights": unused, "weights_batch": 0, "weights_head": 0, "WEIGHTED": False}
-    x = query_weights if query_weights.dim() == 3 else query_weights[None, None]
-    x = x.contiguous()
-    batch, head = (0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
-    return {"query_weights": x, "weights_batch": batch, "weights_head": head, "WEIGHTED": True}
+        return {"weights_batch": 0, "weights_head": 0, "WEIGHTED": False}
+    sizes, strides = query_weights.shape[:2], query_weights.stride()[:2]
+    batch, head = (0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True))
+    return {"weights_batch": batch, "weights_head": head, "WEIGHTED": True}
 
 
 def picture_arguments(wanted: Wanted, fit: Cells | None, keys: int, twice: bool) -> dict[str, Any]:

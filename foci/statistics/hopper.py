@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foci.backends.cuda_sdpa import capability
-from foci.backends.launches import triton_version
+from foci.backends.launches import Described, Launching, triton_version
 from foci.fitting import is_unreadable
 from foci.statistics.device_arguments import fetchable
 from foci.statistics.tiling import Cells, Config, Launch, cells, segments_for
@@ -34,7 +34,7 @@ def refuses(arguments: dict[str, Any], weighted: bool, wanted: Wanted | None = N
     if weighted:
         reasons.append("queries that count by their weight")
     if wanted is not None:
-        reasons += wanted_refuses(wanted, arguments["Tk"])
+        reasons += wanted_refuses(wanted, arguments)
     return reasons
 
 
@@ -74,18 +74,20 @@ def shapes_refuse(arguments: dict[str, Any]) -> list[str]:
     return reasons
 
 
-def wanted_refuses(wanted: Wanted, tokens: int) -> list[str]:
-    """Distance and the largest logit would take more registers than there are; the latter is the heaviest key's, too.
+def wanted_refuses(wanted: Wanted, arguments: dict[str, Any]) -> list[str]:
+    """The largest logit is that of the heaviest keys, where these are wanted, else that of the largest product.
 
-    For the heaviest keys without the entropy plain Triton has room for tiles of twice the size, and is as fast.
+    For the heaviest keys or the largest logit without the entropy plain Triton has room for tiles of twice the size,
+    and is as fast.
     """
     reasons = []
-    if wanted.distance:
-        reasons.append("distance")
-    if wanted.largest and not wanted.top:
-        reasons.append("the largest logit without the heaviest keys")
+    tokens = arguments["Tk"]
+    if wanted.largest and not wanted.top and arguments["scale"] <= 0:
+        reasons.append(f"the largest logit of products times {arguments['scale']}")
     if wanted.top and not wanted.entropy:
         reasons.append("the heaviest keys without the entropy")
+    elif wanted.largest and not wanted.entropy:
+        reasons.append("the largest logit without the entropy")
     if wanted.top and segments_for(wanted.top, tokens // 64, 32) != SEGMENTS:
         reasons.append(f"the {wanted.top} heaviest keys, not 5 to 8")
     if wanted.picture is not None and not fits(
@@ -99,30 +101,37 @@ def fits(reduce: str, fit: Cells | None) -> bool:
     """Whether the kernel writes such cells. Those that fit no tile take a pass of their own beside either kernel."""
     if fit is None:
         return True
-    fine = fit.cell_keys == fit.keys_per_column == CELL_KEYS
-    return reduce == "mean" and fine and fit.cell_queries >= LEAST_CELL_QUERIES
+    return reduce == "mean" and fit.cell_keys == CELL_KEYS and fit.cell_queries >= LEAST_CELL_QUERIES
 
 
 def config(wanted: Wanted) -> Config:
-    """Candidates for the heaviest keys take half the registers."""
-    queries = 64 if wanted.top else 128
+    """Candidates for the heaviest keys take half the registers; the largest product has no room beside 128 queries."""
+    queries = 64 if wanted.top or wanted.largest else 128
     return Config(queries, keys=64, warps=4, stages=2, per_processor=2, in_flight=True)
 
 
-def run(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, config: Config) -> None:
-    """One launch of the pass over the tiles."""
+def launching(numbers: dict[str, Any], tensors: dict[str, str], launch: Launch, config: Config) -> Launching:
+    """One launch of the pass over the tiles; numbers and tensors are those of statistics.py."""
     from foci.kernels.statistics_hopper import statistics_hopper as kernel
 
-    written = ("entropy", "columns", "picture", "best", "second", "third")
-    kernel[(launch.pairs * common["slots"],)](
-        described(arguments["q"], config.queries), described(arguments["k"], TOGETHER), arguments["lse"],
-        *(common[name] for name in written), arguments["H"], arguments["group"], arguments["Tq"], common["slots"],
-        launch.first_pair, launch.first_tile, launch.tiles, arguments["scale"],
-        common["picture_columns"], common["picture_scale"], CAUSAL=arguments["CAUSAL"], ENTROPY=common["ENTROPY"],
-        RECEIVED=common["RECEIVED"], PICTURE=common["PICTURE"] > 0, TOP=common["TOP"], TAG_BITS=common["TAG_BITS"],
-        BQ=config.queries, STRIP=common["CELL_QUERIES"] if common["PICTURE"] else config.queries,
-        num_warps=config.warps, maxnreg=255,
-    )  # fmt: skip
+    names = ("lse", "entropy", "distance", "largest", "columns", "picture", "best", "second", "third")
+    same = ("H", "group", "slots", "scale", "picture_columns", "picture_scale", "CAUSAL", "ENTROPY", "DISTANCE")
+    own = {name: numbers[name] for name in (*same, "LARGEST", "RECEIVED", "TOP", "TAG_BITS")}
+    own |= {"first_pair": launch.first_pair, "first_tile": launch.first_tile, "tiles": launch.tiles}
+    own |= {"T": numbers["Tq"], "BQ": config.queries, "PICTURE": numbers["PICTURE"] > 0}
+    own |= {"STRIP": numbers["CELL_QUERIES"] if numbers["PICTURE"] else config.queries}
+    own |= {"WIDE": max(1, numbers["COLUMN_KEYS"] // CELL_KEYS)}
+    given = {"q": "q_tiles", "k": "k_tiles"} | {name: tensors[name] for name in names}
+    grid = (launch.pairs * numbers["slots"],)
+    return Launching(kernel, grid, given, own, {"num_warps": config.warps, "maxnreg": 255})
+
+
+def descriptions(config: Config) -> dict[str, Described]:
+    """Queries and keys as the kernel takes them."""
+    return {
+        "q_tiles": Described("q", partial(described, rows=config.queries)),
+        "k_tiles": Described("k", partial(described, rows=TOGETHER)),
+    }
 
 
 def described(x: Tensor, rows: int) -> Any:

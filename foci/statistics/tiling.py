@@ -142,6 +142,10 @@ def cells(picture: tuple[int, int, str], queries: int, keys: int, config: Config
     if tall & (tall - 1) or wide & (wide - 1):
         return None
     cell_queries = min(tall, config.queries)
+    if config.in_flight and wide > config.keys:
+        # Each warp has a part of every cell to itself.
+        parts = config.keys // config.fine
+        return Cells(queries // cell_queries, columns * parts, cell_queries, config.fine, wide // parts)
     cell_keys = min(wide, config.keys, config.fine) if wide <= config.keys else config.keys
     keys_per_column = cell_keys if wide <= config.keys else wide
     return Cells(queries // cell_queries, keys // keys_per_column, cell_queries, cell_keys, keys_per_column)

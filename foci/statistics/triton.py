@@ -1,23 +1,29 @@
 """One pass over the tiles of the attention matrix on a GPU: statistics from (q, k, log-sum-exp).
 
+What a pass does follows from shapes, strides, dtypes and what is wanted: it is planned for the first call of a kind,
+and later ones hand their tensors to it.
+
 B batch, H query heads, G key heads, Tq queries, Tk keys, D width.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foci.backends.launches import processors
-from foci.statistics import hopper
+from foci.backends.launches import MOST, Described, Launches, Launching, layout, processors
+from foci.fitting import is_unreadable
+from foci.remembering import found_or_made
+from foci.statistics import hopper, launchings
 from foci.statistics.device_arguments import (
+    Given,
     check,
+    describable,
     fetchable,
-    inputs,
-    key_tiles,
+    numbers_of,
     picture_arguments,
     weights_arguments,
 )
@@ -38,23 +44,10 @@ from foci.statistics.wanted import Wanted
 
 # As in kernels/top.py.
 FLAGS_PER_WORD = 16
-
-
-# What the kernel that chooses takes of the others' arguments.
-CHOOSING = (
-    *("q", "k", "lse", "slopes", "H", "group", "Tq", "Tk", "D", "q_batch", "q_head", "q_query"),
-    *("k_batch", "k_head", "k_key", "scale", "softcap", "SOFTCAP", "ALIBI", "BD"),
-)
 # Fewer would be enough for short sequences, at the price of a build for each length.
 LEAST_TAG_BITS = 7
-# With more, logits lack too much to be taken as they are kept: in sequences of over 8,192 tokens for up to 4 keys, of
-# over 16,384 for up to 8, and so on, as more keys have more classes, and a class then has fewer tags.
-MOST_TAG_BITS = 8
-# Queries that a program chooses keys for: a thread for each.
-CHOSEN_TOGETHER = 32
-# Where queries are in doubt: keys that are read again at a time, warps that read them, programs on a multiprocessor.
-READ_TOGETHER, READING_WARPS, READING_PROGRAMS = 32, 2, 8
-WRITTEN = ("entropy", "distance", "largest", "columns", "best", "second", "third")
+
+PASSES: dict[Hashable, Pass] = {}
 
 
 def statistics(
@@ -86,13 +79,104 @@ def statistics(
     Returns what is wanted: "entropy" (B, H, Tq), "received" (B, H, Tk), "picture" (B, H, rows, columns),
     "top_values" and "top_keys" (B, H, Tq, k), "largest" (B, H), "distance" (B, H, Tq).
     """
-    check(q, k, lse, slopes, causal, spans, query_ids, key_ids, dense, query_weights, wanted)
-    arguments = inputs(q, k, lse, scale, softcap, slopes, causal, spans, query_ids, key_ids, dense)
-    config = config or chosen(arguments, query_weights is not None, wanted)
-    out = sweep(q, k, arguments, query_weights, wanted, config)
-    if wanted.picture and "picture" not in out:
-        out["picture"] = odd_picture(q, k, arguments, wanted.picture)
-    return out
+    given = Given(q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights)
+    terms = float(scale), None if softcap is None else float(softcap), causal, wanted, config
+    if is_unreadable(q):
+        return planned(given, *terms).traced(given.readable())
+    return found_or_made(PASSES, MOST, kind(given, *terms), lambda: planned(given, *terms))(given.readable())
+
+
+def kind(given: Given, *terms: Any) -> Hashable:
+    """What a pass follows from: all but the addresses, and of these whether the copy engine takes them."""
+    device = given.q.device
+    tensors = [None if x is None else (layout(x), x.device) for x in given]
+    whole = (given.q.data_ptr() | given.k.data_ptr()) % 16 == 0
+    return *terms, *tensors, whole, processors(device), BUDGET
+
+
+class Result(NamedTuple):
+    """A tensor that a pass gives, or needs as zeros and gives not."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    zeros: bool = False
+    given: bool = True
+
+
+class Plan(NamedTuple):
+    """A pass by names: the tensors that it gives, the arrays that its launches share, and these, in order.
+
+    Arrays are (numbers, dtype).
+    """
+
+    results: list[Result]
+    arrays: dict[str, tuple[int, torch.dtype]]
+    launchings: list[Launching]
+    described: dict[str, Described]
+
+
+class Pass:
+    """A pass that was planned for one kind of call."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        self.launches: Launches | None = None
+
+    def __call__(self, given: Given) -> dict[str, Tensor]:
+        found = self.results()
+        if self.launches is None:
+            self.launches = self.kept()
+        self.launches(given.by_name() | found)
+        return self.wanted(found)
+
+    def kept(self) -> Launches:
+        sizes = {name: -(-size * dtype.itemsize // 4) for name, (size, dtype) in self.plan.arrays.items()}
+        dtypes = {name: dtype for name, (_, dtype) in self.plan.arrays.items() if dtype != torch.float32}
+        steps = [launching.step() for launching in self.plan.launchings]
+        return Launches(sizes, self.device, steps, dtypes, self.plan.described)
+
+    def traced(self, given: Given) -> dict[str, Tensor]:
+        """For a compiler, or tensors without memory."""
+        found = self.results()
+        arrays = {
+            name: torch.empty(size, dtype=dtype, device=self.device) for name, (size, dtype) in self.plan.arrays.items()
+        }
+        for launching in self.plan.launchings:
+            launching.traced(given.by_name() | found | arrays)
+        return self.wanted(found)
+
+    def results(self) -> dict[str, Tensor]:
+        device = self.device
+        return {
+            name: (torch.zeros if zeros else torch.empty)(shape, dtype=dtype, device=device)
+            for name, shape, dtype, zeros, _ in self.plan.results
+        }
+
+    def wanted(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        for result in self.plan.results:
+            if not result.given:
+                del found[result.name]
+        return found
+
+
+def planned(
+    given: Given, scale: float, softcap: float | None, causal: bool, wanted: Wanted, config: Config | None
+) -> Pass:
+    """The pass for calls such as this one, which is checked."""
+    check(given, causal, wanted)
+    weighted, given = given.query_weights is not None, given.readable()
+    numbers = numbers_of(given, scale, softcap, causal)
+    config = config or chosen(given.by_name() | numbers, weighted, wanted)
+    fit = cells(wanted.picture, given.q.shape[2], given.k.shape[2], config) if wanted.picture else None
+    plan = Plan([], {}, [], {})
+    if any((wanted.entropy, wanted.received, fit, wanted.top, wanted.largest, wanted.distance)):
+        plan = sweep(given, numbers, wanted, config, fit)
+    if wanted.picture and fit is None:
+        shape = (*given.q.shape[:2], *wanted.picture[:2])
+        plan.results.append(Result("picture", shape, zeros=True))
+        plan.launchings.append(launchings.odd_picture(numbers, wanted.picture, given.q))
+    return Pass(plan, given.q.device)
 
 
 def chosen(arguments: dict[str, Any], weighted: bool, wanted: Wanted) -> Config:
@@ -102,185 +186,110 @@ def chosen(arguments: dict[str, Any], weighted: bool, wanted: Wanted) -> Config:
     return default(arguments["D"], arguments["q"].dtype, wanted, fetchable(arguments["k"]))
 
 
-def sweep(
-    q: Tensor, k: Tensor, arguments: dict[str, Any], query_weights: Tensor | None, wanted: Wanted, config: Config
-) -> dict[str, Tensor]:
+def sweep(given: Given, numbers: dict[str, Any], wanted: Wanted, config: Config, fit: Cells | None) -> Plan:
     """The pass over the tiles, in as many launches as the candidates for the heaviest keys need."""
+    q, keys = given.q, given.k.shape[2]
     pairs, tiles = q.shape[0] * q.shape[1], -(-q.shape[2] // config.queries)
-    fit = cells(wanted.picture, q.shape[2], k.shape[2], config) if wanted.picture else None
-    if not any((wanted.entropy, wanted.received, fit, wanted.top, wanted.largest, wanted.distance)):
-        return {}
-    classes = classes_for(wanted.top, k.shape[2], config, LEAST_TAG_BITS)
-    plan = list(launches(pairs, tiles, classes.bytes_per_query * config.queries if wanted.top else 0, BUDGET))
-    most = max(launch.tiles for launch in plan)
-    per_pair = slots(plan[0].pairs, most, processors(q.device) * config.per_processor)
-    buffers = allocate(q, k, wanted, fit, per_pair, tiles)
-    kept = candidates(q, plan, config.queries, classes) if wanted.top else {}
-    unused = arguments["lse"]
-    common = weights_arguments(query_weights, arguments["lse"])
-    described = key_tiles(arguments["k"], arguments["BD"], config)
-    common |= {"k_tiles": unused if described is None else described, "FETCHED": described is not None}
-    common |= picture_arguments(wanted, fit, k.shape[2], twice=arguments["SPANS"] == 2)
-    common |= {name: (buffers | kept).get(name, unused) for name in WRITTEN} | {"picture": buffers.get("cells", unused)}
-    common |= {"ENTROPY": wanted.entropy, "DISTANCE": wanted.distance, "LARGEST": "largest" in buffers}
+    classes = classes_for(wanted.top, keys, config, LEAST_TAG_BITS)
+    parts = list(launches(pairs, tiles, classes.bytes_per_query * config.queries if wanted.top else 0, BUDGET))
+    per_pair = slots(parts[0].pairs, max(part.tiles for part in parts), processors(q.device) * config.per_processor)
+    arrays = apart(q, keys, wanted, fit, per_pair, tiles)
+    described = descriptions(given.k, numbers["BD"], config)
+    common = weights_arguments(given.query_weights)
+    common |= picture_arguments(wanted, fit, keys, twice=numbers["SPANS"] == 2)
+    common |= {"ENTROPY": wanted.entropy, "DISTANCE": wanted.distance, "LARGEST": wanted.largest and not wanted.top}
     common |= {"RECEIVED": wanted.received, "TOP": wanted.top > 0, "slots": per_pair}
     common |= {"SEGMENTS": classes.segments, "TAG_BITS": classes.tag_bits}
-    for launch in plan:
-        run(arguments, common, launch, config)
+    tensors = written(wanted, fit, arrays) | {"k_tiles": "k_tiles" if "k_tiles" in described else "lse"}
+    found = Plan(results(q, keys, wanted, fit), arrays, [], described)
+    for part in parts:
+        found.launchings.append(launchings.tiles(numbers, common, tensors, part, config, q))
         if wanted.top:
-            choose(arguments, kept, buffers, launch, classes, config)
+            found.launchings.append(launchings.choose(numbers, wanted.top, wanted.largest, part, classes, config, q))
     if wanted.top:
-        refine(arguments, kept, buffers, classes, config)
-    # Before what the programs wrote apart is joined, so that the two never take memory together.
-    del kept, common
-    return finish(wanted, buffers)
+        arrays |= candidates(q, parts, config.queries, classes)
+        found.launchings.append(launchings.refine(numbers, wanted.top, wanted.largest, classes, config, q))
+        found.results.append(Result("counter", (1,), torch.int32, zeros=True, given=False))
+    found.launchings.extend(joined(pairs, keys, per_pair, wanted, fit, arrays))
+    return found
 
 
-def run(arguments: dict[str, Any], common: dict[str, Any], launch: Launch, config: Config) -> None:
-    """One launch of the pass over the tiles."""
-    if config.in_flight:
-        hopper.run(arguments, common, launch, config)
-        return
-    from foci.kernels.statistics import statistics as kernel
-
-    kernel[(launch.pairs * common["slots"],)](
-        **arguments, **common, first_pair=launch.first_pair, first_tile=launch.first_tile, tiles=launch.tiles,
-        BQ=config.queries, BK=config.keys, EVEN=arguments["D"] == arguments["BD"], PRECISION=precision(arguments["q"]),
-        LATE=config.late and can_wait(common), num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+def descriptions(k: Tensor, width: int, config: Config) -> dict[str, Described]:
+    """The tensors that the pass is given as the copy engine takes them."""
+    return hopper.descriptions(config) if config.in_flight else describable(k, width, config)
 
 
-def can_wait(common: dict[str, Any]) -> bool:
-    """Sums over queries are carried to the next tile in four parts, where the same ones serve columns and picture."""
-    means = common["PICTURE"] == 1 and not (common["RECEIVED"] and common["WEIGHTED"])
-    return means and common["CELL_QUERIES"] % 8 == 0 and common["CELL_KEYS"] % 16 == 0
+def results(q: Tensor, keys: int, wanted: Wanted, fit: Cells | None) -> list[Result]:
+    """What the pass gives, all of it written: also the zeros that it adds to."""
+    lead, queries, found = (q.shape[0], q.shape[1]), q.shape[2], []
+    if wanted.entropy:
+        found.append(Result("entropy", (*lead, queries)))
+    if wanted.distance:
+        found.append(Result("distance", (*lead, queries)))
+    if wanted.top:
+        found.append(Result("top_values", (*lead, queries, wanted.top)))
+        found.append(Result("top_keys", (*lead, queries, wanted.top), torch.int64))
+    if wanted.largest:
+        found.append(Result("largest", lead))
+    if wanted.received:
+        found.append(Result("received", (*lead, keys)))
+    if fit and wanted.picture:
+        found.append(Result("picture", (*lead, *wanted.picture[:2])))
+    return found
 
 
-def candidates(q: Tensor, plan: list[Launch], queries: int, classes: Classes) -> dict[str, Tensor]:
+def apart(
+    q: Tensor, keys: int, wanted: Wanted, fit: Cells | None, slots: int, tiles: int
+) -> dict[str, tuple[int, torch.dtype]]:
+    """What programs write apart and has to be joined."""
+    pairs, found = q.shape[0] * q.shape[1], {}
+    if wanted.largest:
+        # Of each query, where its heaviest key is known; else of each tile.
+        found["logits"] = pairs * (q.shape[2] if wanted.top else tiles)
+    if wanted.received and slots > 1:
+        found["columns"] = pairs * slots * keys
+    if fit and wanted.picture and (fit.rows, fit.columns) != wanted.picture[:2]:
+        found["cells"] = pairs * fit.rows * fit.columns
+    return {name: (size, torch.float32) for name, size in found.items()}
+
+
+def written(wanted: Wanted, fit: Cells | None, arrays: dict[str, Any]) -> dict[str, str]:
+    """What stands for the arguments of the pass over the tiles; lse where nothing is read or written."""
+    there = {
+        "query_weights": "query_weights",
+        "entropy": "entropy" if wanted.entropy else "lse",
+        "distance": "distance" if wanted.distance else "lse",
+        "largest": "logits" if wanted.largest and not wanted.top else "lse",
+        "columns": ("columns" if "columns" in arrays else "received") if wanted.received else "lse",
+        "picture": ("cells" if "cells" in arrays else "picture") if fit else "lse",
+    }
+    return there | {name: name if wanted.top else "lse" for name in ("best", "second", "third")}
+
+
+def candidates(q: Tensor, parts: list[Launch], queries: int, classes: Classes) -> dict[str, tuple[int, torch.dtype]]:
     """What a launch keeps of the keys until the heaviest are chosen."""
-    rows = max(launch.pairs * launch.tiles for launch in plan) * queries
+    rows, number = max(part.pairs * part.tiles for part in parts) * queries, classes.number
+    every = q.shape[0] * q.shape[1] * q.shape[2]
     return {
-        "best": q.new_empty(rows * classes.number, dtype=torch.float32),
-        "second": q.new_empty(rows * classes.number, dtype=torch.float32),
-        "third": q.new_empty(rows * classes.number // CLASSES_PER_BOUND, dtype=torch.float16),
+        "best": (rows * number, torch.float32),
+        "second": (rows * number, torch.float32),
+        "third": (rows * number // CLASSES_PER_BOUND, torch.float16),
         # Of all launches: they are read again together.
-        "flags": q.new_empty((*q.shape[:3], classes.number // FLAGS_PER_WORD), dtype=torch.int32),
-        "listed": q.new_empty(q.shape[:3], dtype=torch.int32),
-        "counter": q.new_zeros(1, dtype=torch.int32),
+        "flags": (every * (number // FLAGS_PER_WORD), torch.int32),
+        "listed": (every, torch.int32),
     }
 
 
-def choose(
-    arguments: dict[str, Any],
-    kept: dict[str, Tensor],
-    buffers: dict[str, Tensor],
-    launch: Launch,
-    classes: Classes,
-    config: Config,
-) -> None:
-    """The heaviest keys of the queries of one launch: chosen, and those that this leaves in doubt put on a list."""
-    from foci.kernels.top import choose as kernel
-
-    queries, top = launch.tiles * config.queries, buffers["top_keys"].shape[-1]
-    log = (top - 1).bit_length()
-    kernel[(-(-queries // CHOSEN_TOGETHER), launch.pairs)](
-        **{name: arguments[name] for name in CHOOSING}, **kept, values=buffers["top_values"], keys=buffers["top_keys"],
-        largest_logits=buffers.get("logits", arguments["lse"]), LARGEST="logits" in buffers,
-        first_pair=launch.first_pair, first_query=launch.first_tile * config.queries, queries=queries,
-        segments=classes.segments, EXACT=exact(arguments["q"].dtype, classes), TOP=top, CLASSES=classes.number,
-        LOG_N=max(log, min(6, (classes.number - 1).bit_length())), LOG=log, BK=config.keys, TAG_BITS=classes.tag_bits,
-        LABEL_BITS=max(classes.tag_bits, (max(2 * classes.number, 2 << log) - 1).bit_length()), R=CHOSEN_TOGETHER,
-        STEP=min(arguments["BD"], 32), EVEN=arguments["D"] == arguments["BD"], num_warps=1,
-    )  # fmt: skip
-
-
-def exact(dtype: torch.dtype, classes: Classes) -> bool:
-    """Whether the weights of the heaviest keys are computed anew, not taken as kept, without the bits of the tag."""
-    return dtype == torch.float32 or classes.tag_bits > MOST_TAG_BITS
-
-
-def refine(
-    arguments: dict[str, Any], kept: dict[str, Tensor], buffers: dict[str, Tensor], classes: Classes, config: Config
-) -> None:
-    """The heaviest keys of the queries that are in doubt, of all launches: classes that may hide one are read again."""
-    from foci.kernels.top import refine as kernel
-
-    top = buffers["top_keys"].shape[-1]
-    programs = READING_PROGRAMS * processors(arguments["q"].device)
-    kernel[(min(programs, kept["listed"].numel()),)](
-        **arguments, **{name: kept[name] for name in ("flags", "listed", "counter")}, values=buffers["top_values"],
-        keys=buffers["top_keys"], largest_logits=buffers.get("logits", arguments["lse"]), LARGEST="logits" in buffers,
-        segments=classes.segments, tags=classes.tags, TOP=top,
-        SLOTS=1 << (top - 1).bit_length(), CLASSES=classes.number, BK=config.keys, READ=READ_TOGETHER,
-        STEP=min(arguments["BD"], max(16, 2048 * READING_WARPS // READ_TOGETHER)),
-        EVEN=arguments["D"] == arguments["BD"], num_warps=READING_WARPS,
-    )  # fmt: skip
-
-
-def odd_picture(q: Tensor, k: Tensor, arguments: dict[str, Any], picture: tuple[int, int, str]) -> Tensor:
-    """A picture whose cells do not fit the tiles: a pass of its own."""
-    from foci.kernels.picture import picture as kernel
-
-    rows, columns, reduce = picture
-    height = 2 ** math.ceil(math.log2(-(-q.shape[2] // rows)))
-    width = 2 ** math.ceil(math.log2(-(-k.shape[2] // columns)))
-    block = 64 if q.device.type == "cuda" else 16
-    out = q.new_zeros((*q.shape[:2], rows, columns), dtype=torch.float32)
-    kernel[(-(-rows // (block // min(height, block))), q.shape[0] * q.shape[1])](
-        **arguments, out=out, rows=rows, columns=columns, MAX=reduce == "max", HEIGHT=height, WIDTH=width,
-        BQ=block, BK=block, PRECISION=precision(q), num_warps=4, num_stages=2,
-    )  # fmt: skip
-    return out
-
-
-def precision(q: Tensor) -> str:
-    """Three products of tf32 parts are as good as float32 to its last bits; plain tf32 is not."""
-    return "tf32x3" if q.dtype == torch.float32 else "tf32"
-
-
-def allocate(q: Tensor, k: Tensor, wanted: Wanted, fit: Cells | None, slots: int, tiles: int) -> dict[str, Tensor]:
-    """What the kernel writes, all of it: also the zeros that it adds to."""
-    lead, queries, keys = q.shape[:2], q.shape[2], k.shape[2]
-    out = {}
-    if wanted.entropy:
-        out["entropy"] = q.new_empty((*lead, queries), dtype=torch.float32)
-    if wanted.distance:
-        out["distance"] = q.new_empty((*lead, queries), dtype=torch.float32)
-    if wanted.largest and wanted.top:
-        # The heaviest key's of each query.
-        out["logits"] = q.new_empty((*lead, queries), dtype=torch.float32)
-    elif wanted.largest:
-        out["largest"] = q.new_empty((*lead, tiles), dtype=torch.float32)
-    if wanted.received:
-        out["columns"] = q.new_empty((*lead, slots, keys), dtype=torch.float32)
-    if fit:
-        out["cells"] = q.new_empty((*lead, fit.rows, fit.columns), dtype=torch.float32)
-    if wanted.top:
-        out["top_values"] = q.new_empty((*lead, queries, wanted.top), dtype=torch.float32)
-        out["top_keys"] = q.new_empty((*lead, queries, wanted.top), dtype=torch.int32)
-    return out
-
-
-def finish(wanted: Wanted, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Joins what the programs wrote apart."""
-    names = ("entropy", "distance", "top_values", "top_keys")
-    out = {name: buffers[name] for name in names if name in buffers}
-    if wanted.largest:
-        out["largest"] = buffers["logits" if wanted.top else "largest"].amax(-1)
-    if "columns" in buffers:
-        columns = buffers["columns"]
-        out["received"] = columns.sum(2) if columns.shape[2] > 1 else columns.squeeze(2)
-    if "cells" in buffers and wanted.picture:
-        out["picture"] = joined(buffers["cells"], *wanted.picture)
-    return out
-
-
-def joined(parts: Tensor, rows: int, columns: int, reduce: str) -> Tensor:
-    """(..., rows * a, columns * b) -> (..., rows, columns)."""
-    if parts.shape[-2:] == (rows, columns):
-        return parts
-    if parts.shape[-2:] == (rows, 2 * columns) and reduce == "mean":
-        # Twice as fast on a GPU as a sum over an axis of two.
-        return parts[..., ::2] + parts[..., 1::2]
-    blocks: Tensor = parts.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
-    return blocks.sum((-3, -1)) if reduce == "mean" else blocks.amax((-3, -1))
+def joined(
+    pairs: int, keys: int, slots: int, wanted: Wanted, fit: Cells | None, arrays: dict[str, Any]
+) -> list[Launching]:
+    """The launch that joins what was written apart, where anything was."""
+    if not ("columns" in arrays or "cells" in arrays or "logits" in arrays):
+        return []
+    picture = None
+    if "cells" in arrays and fit and wanted.picture:
+        rows, columns, reduce = wanted.picture
+        picture = rows, columns, fit.rows // rows, fit.columns // columns, reduce
+    columns_apart = (slots, keys) if "columns" in arrays else None
+    each = arrays["logits"][0] // pairs if "logits" in arrays else 0
+    return [launchings.join(pairs, columns_apart, picture, each)]

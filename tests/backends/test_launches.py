@@ -120,7 +120,7 @@ class Watched:
 def test_what_comes_late_finds_the_memory_of_all_but_what_lasts() -> None:
     first, last = Watched(), Kernel("sums", "result", "n")
     steps = [step(first, (1,), {"n": 1}), step(last, (1,), {"n": 1})]
-    row = Launches({"scratch": 64}, torch.device("cpu"), steps, {"sums": 64})
+    row = Launches({"scratch": 64}, torch.device("cpu"), steps, lasting={"sums": 64})
     result, alive = torch.zeros(4), []
 
     def late() -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ def test_what_comes_late_finds_the_memory_of_all_but_what_lasts() -> None:
 def test_what_comes_late_is_given_by_its_address_too(monkeypatch: pytest.MonkeyPatch) -> None:
     first, last = Kernel("x", "scratch", "sums", "n"), Kernel("sums", "result", "n")
     steps = [step(first, (1,), {"n": 1}), step(last, (1,), {"n": 1})]
-    row = Launches({"scratch": 40}, torch.device("cpu"), steps, {"sums": 64})
+    row = Launches({"scratch": 40}, torch.device("cpu"), steps, lasting={"sums": 64})
     results = [torch.zeros(4) for _ in range(2)]
     wholes: list[weakref.ref[Tensor]] = []
     true = torch.empty
@@ -180,3 +180,64 @@ def test_layouts_tell_apart_what_kernels_are_compiled_for() -> None:
     assert launches.layout(x) == launches.layout(torch.ones(2, 3))
     others = x.mT, x[:1], x.half(), torch.zeros(2, 4)[:, :3], None
     assert len({launches.layout(y) for y in (x, *others)}) == 6
+
+
+def test_arrays_of_other_numbers_are_views_of_the_same_memory() -> None:
+    kernel = Kernel("x", "flags", "halves", "n")
+    row = Launches(
+        {"flags": 4, "halves": 3},
+        torch.device("cpu"),
+        [step(kernel, (1,), {"n": 1})],
+        {"flags": torch.int32, "halves": torch.float16},
+    )
+    row({"x": torch.zeros(8)})
+    _, (_, flags, halves, _), _ = kernel.launched[0]
+    assert (flags.dtype, halves.dtype, halves.numel()) == (torch.int32, torch.float16, 64)
+    assert halves.data_ptr() - flags.data_ptr() == 128
+
+
+def test_a_description_is_made_once_and_then_has_another_base() -> None:
+    """As of triton.tools.tensor_descriptor: a plain object that is checked where it is made."""
+    kernel, made = Kernel("x_tiles", "x", "n"), []
+
+    class Description:
+        def __init__(self, base: Tensor) -> None:
+            self.base, self.block = base, [16, base.shape[-1]]
+            made.append(base)
+
+    described = {"x_tiles": launches.Described("x", Description)}
+    row = Launches({}, torch.device("cpu"), [step(kernel, (1,), {"n": 1})], described=described)
+    tensors = [torch.zeros(4, 8) for _ in range(3)]
+    for x in tensors:
+        row({"x": x})
+    assert len(made) == len(kernel.launched) == 1
+    for x, (_, (form, address, number)) in zip(tensors[1:], kernel.again, strict=True):
+        assert type(form) is Description
+        assert form.base is x
+        assert (form.block, address, number) == ([16, 8], x.data_ptr(), 1)
+    # What is kept holds no tensor of the first call.
+    assert [form.base for _, _, form in row.forms] == [None]
+
+
+def test_descriptions_are_made_anew_where_triton_looks_at_each_launch() -> None:
+    kernel = Kernel("x_tiles", "x", "n", compiles=False)
+    described = {"x_tiles": launches.Described("x", lambda x: ("tiles of", x))}
+    row = Launches({}, torch.device("cpu"), [step(kernel, (1,), {"n": 1})], described=described)
+    for x in (torch.zeros(8), torch.ones(8)):
+        row({"x": x})
+        assert kernel.launched[-1][1][0] == ("tiles of", x)
+
+
+def test_a_launch_by_names_is_the_same_for_a_compiler() -> None:
+    given: list[Any] = []
+
+    class Traced(Kernel):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda **named: given.append((grid, named))
+
+    kernel = Traced("x", "out", "n")
+    launching = launches.Launching(kernel, (2,), {"x": "x", "out": "result"}, {"n": 3}, {"num_warps": 4})
+    assert launching.step() == (kernel, (2,), ("x", "result"), (3,), {"num_warps": 4})
+    x, result = torch.zeros(1), torch.ones(1)
+    launching.traced({"x": x, "result": result, "more": x})
+    assert given == [((2,), {"x": x, "out": result, "n": 3, "num_warps": 4})]

@@ -152,7 +152,8 @@ def test_on_a_gpu_a_backend_equals_the_reference_or_refuses(device: str, backend
     problem = problem_of(cell)
     reasons = plan_of(problem, cell, device).refusals.get(backend)
     if reasons is None:
-        run_and_check(cell, backend, device)
+        # The backward of FlexAttention is PyTorch's: where a gradient cancels it rounds a little more.
+        run_and_check(cell, backend, device, cancels=backend == "flex")
         return
     assert all(reasons)
     with pytest.raises(ValueError, match=f"backend '{backend}' refuses this call"):

@@ -36,6 +36,12 @@ def within_nan(x: Tensor, beyond: int = 5) -> Tensor:
     return around[:, 1 : t + 1, :, :d].transpose(1, 2)
 
 
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test plans its own passes: some change what a plan follows from."""
+    monkeypatch.setattr("foci.statistics.triton.PASSES", {})
+
+
 class Case:
     """Inputs, what each query sees, and the dense truth."""
 

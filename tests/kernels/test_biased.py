@@ -416,6 +416,8 @@ def test_on_a_gpu_memory_grows_with_the_length_and_not_with_its_square(kind: str
         torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
         return torch.cuda.max_memory_allocated() - before
 
+    # The first product in a thread takes room that cuBLAS keeps.
+    beyond(128)
     # The square would be 16 times as much.
     assert beyond(8192) < 5 * beyond(2048)
 

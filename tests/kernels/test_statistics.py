@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from foci.statistics import tiling
+from foci.statistics import launchings, tiling
 from foci.statistics import triton as triton_statistics
-from foci.statistics.device_arguments import has_copy_engine, inputs, key_tiles
+from foci.statistics.device_arguments import describable, has_copy_engine, inputs, key_tiles
 from foci.statistics.tiling import Config, cells, classes_for, launches, segments_for, slots
 from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
@@ -28,6 +28,7 @@ from tests.kernels.statistics_cases import (
     within_nan,
 )
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
+from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 
 
 def span_case(runs: list[list[tuple[int, int]]], **kinds) -> Case:
@@ -191,7 +192,7 @@ def test_keys_that_the_copy_engine_fetches(make, beyond: int) -> None:
     case = make()
     weights, lse = case.truth()
     q, k = within_nan(case.q), within_nan(case.k, beyond)
-    assert key_tiles(k, 32, FETCHED) is not None
+    assert describable(k, 32, FETCHED)
     picture = (min(4, q.shape[2]), 5, "mean")
     wanted = Wanted(entropy=True, received=True, largest=True, picture=picture, top=3)
     got = statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, config=FETCHED, **case.options)
@@ -206,14 +207,15 @@ def test_what_the_copy_engine_cannot_fetch(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("foci.statistics.device_arguments.has_copy_engine", lambda device: True)
     k = torch.zeros(2, 3, 40, 32, dtype=torch.float16)
     for whole in (k, k.transpose(1, 2), k[:, :, 1:], k[..., 8:24], k[:, :, ::2]):
-        assert key_tiles(whole, 32, FETCHED) is not None
+        assert describable(whole, 32, FETCHED)
+        assert key_tiles(whole, FETCHED.keys, 32).base is whole
     odd = torch.zeros(2, 3, 40, 36, dtype=torch.float16)
     no_steps = k[:1].expand(2, 3, 40, 32)
     for refused in (k.float(), k[..., 4:20], odd[..., :32], no_steps, k[..., ::2]):
-        assert key_tiles(refused, 32, FETCHED) is None
-    assert key_tiles(k, 32, SMALL) is None
+        assert not describable(refused, 32, FETCHED)
+    assert not describable(k, 32, SMALL)
     with FakeTensorMode() as mode:
-        assert key_tiles(mode.from_tensor(k), 32, FETCHED) is None
+        assert not describable(mode.from_tensor(k), 32, FETCHED)
 
 
 @pytest.mark.parametrize(("hip", "hopper", "has"), [(None, True, True), (None, False, False), ("6.4", True, False)])
@@ -252,8 +254,8 @@ def late_documents() -> Case:
 )
 def test_sums_that_are_written_beside_the_next_product(make, picture, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = []
-    plain = triton_statistics.can_wait
-    monkeypatch.setattr(triton_statistics, "can_wait", lambda common: answers.append(plain(common)) or answers[-1])
+    plain = launchings.can_wait
+    monkeypatch.setattr(launchings, "can_wait", lambda common: answers.append(plain(common)) or answers[-1])
     case = make()
     weights, _ = case.truth()
     got = case.run(Wanted(entropy=True, received=True, picture=picture, top=2), replace(SMALL, late=True))

@@ -13,8 +13,9 @@ pytest.importorskip("triton.experimental.gluon")
 import foci
 from foci.arguments import prepare
 from foci.backends import cuda_sdpa
+from foci.backends.launches import Launching
 from foci.scores import Dot
-from foci.statistics import device, hopper
+from foci.statistics import device, hopper, launchings
 from foci.statistics import triton as triton_statistics
 from foci.statistics.device_arguments import inputs
 from foci.statistics.tiling import Config
@@ -22,6 +23,7 @@ from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
 from tests.kernels.statistics_cases import DEVICE, Case, causal, check_top, close, pooled, within_nan
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
+from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 
 BF16, F16 = torch.bfloat16, torch.float16
 MEANS = (8, 8, "mean")
@@ -36,15 +38,15 @@ def hopper_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """Gets an entry for each launch of the kernel."""
+    """Gets an entry for each launch of the kernel that is planned."""
     found: list[Config] = []
-    true = hopper.run
+    true = hopper.launching
 
-    def counted(arguments: Any, common: Any, launch: Any, config: Config) -> None:
+    def counted(numbers: Any, tensors: Any, launch: Any, config: Config) -> Launching:
         found.append(config)
-        true(arguments, common, launch, config)
+        return true(numbers, tensors, launch, config)
 
-    monkeypatch.setattr(hopper, "run", counted)
+    monkeypatch.setattr(hopper, "launching", counted)
     return found
 
 
@@ -69,14 +71,17 @@ def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dt
         (replace(ERP, picture=(7, 9, "max")), True),
         (replace(ERP, picture=(16, 8, "mean")), False),
         (replace(ERP, picture=(8, 32, "mean")), False),
-        (replace(ERP, picture=(8, 2, "mean")), False),
+        (replace(ERP, picture=(8, 2, "mean")), True),
         (replace(ERP, picture=(8, 8, "max")), False),
         (replace(ERP, top=4), False),
         (replace(ERP, top=9), False),
         (Wanted(top=8), False),
-        (replace(ERP, distance=True), False),
-        (replace(ERP, largest=True), False),
-        (replace(ERP, largest=True, top=8), True),
+        (replace(ERP, distance=True), True),
+        (Wanted(distance=True), True),
+        (replace(ERP, largest=True), True),
+        (replace(ERP, largest=True, top=8, distance=True), True),
+        (Wanted(largest=True), False),
+        (Wanted(largest=True, top=8), False),
     ],
 )
 def test_what_is_wanted_of_it(wanted: Wanted, taken: bool) -> None:
@@ -109,6 +114,14 @@ IDS = torch.zeros(1, 256, dtype=torch.int32, device=DEVICE)
 def test_which_calls_it_takes(changes: dict[str, Any], reason: str | None) -> None:
     found = hopper.refuses(arguments_of(**changes), False, Wanted(entropy=True))
     assert found == [] if reason is None else (len(found) == 1 and reason in found[0])
+
+
+@pytest.mark.usefixtures("hopper_here")
+def test_the_largest_logit_is_not_that_of_the_largest_product_where_the_scale_is_negative() -> None:
+    arguments = arguments_of() | {"scale": -0.5}
+    wanted = replace(ERP, largest=True)
+    assert hopper.refuses(arguments, False, wanted) == ["the largest logit of products times -0.5"]
+    assert hopper.refuses(arguments, False, replace(wanted, top=8)) == []
 
 
 @pytest.mark.usefixtures("hopper_here")
@@ -151,7 +164,7 @@ def test_the_plan_says_which_kernel_measures(monkeypatch: pytest.MonkeyPatch) ->
     assert "triton, in one pass" in str(foci.plan(q, q, q, mask=foci.window(9), return_weights=True))
     call = foci.attention(q, q, q, mask=foci.causal, return_weights=True)[1]._call
     assert device.who(call, replace(ERP, picture=(4, 4, "mean"))) == "gluon, in one pass"
-    assert device.who(call, Wanted(distance=True)) == "triton, in one pass"
+    assert device.who(call, Wanted(largest=True)) == "triton, in one pass"
 
 
 @pytest.mark.usefixtures("hopper_here")
@@ -174,7 +187,8 @@ def test_the_kernel_is_there() -> None:
     from foci.kernels.statistics_hopper import BK, statistics_hopper
 
     assert 2 * BK.value == hopper.TOGETHER
-    assert {"CAUSAL", "ENTROPY", "RECEIVED", "PICTURE", "TOP", "STRIP"} <= set(statistics_hopper.arg_names)
+    names = {"CAUSAL", "ENTROPY", "DISTANCE", "LARGEST", "RECEIVED", "PICTURE", "TOP", "STRIP", "WIDE"}
+    assert names <= set(statistics_hopper.arg_names)
 
 
 @pytest.mark.usefixtures("hopper_here")
@@ -184,11 +198,14 @@ def test_its_twin_serves_in_its_place(top: int, monkeypatch: pytest.MonkeyPatch)
     """Buffers, cells and classes as they are cut for it, filled by the plain kernel."""
     seen = []
 
-    def twin(arguments: Any, common: Any, launch: Any, config: Config) -> None:
-        seen.append(config)
-        triton_statistics.run(arguments, common, launch, replace(config, in_flight=False, fetched=False))
+    true = launchings.tiles
 
-    monkeypatch.setattr(hopper, "run", twin)
+    def twin(numbers: Any, common: Any, tensors: Any, launch: Any, config: Config, q: Tensor) -> Launching:
+        seen.append(config)
+        return true(numbers, common, tensors | {"k_tiles": "lse"}, launch, replace(config, in_flight=False), q)
+
+    monkeypatch.setattr(launchings, "tiles", twin)
+    monkeypatch.setattr(hopper, "descriptions", lambda config: {})
     case = causal(heads=(2, 1), queries=128, keys=128, width=64, dtype=F16)
     check(case, replace(ERP, picture=(2, 4, "mean"), top=top))
     assert [config.queries for config in seen] == [64 if top else 128]
@@ -209,6 +226,12 @@ def check(case: Case, wanted: Wanted, tolerance: float = 5e-5) -> dict[str, Tens
         close(got["received"], weights.sum(-2), tolerance)
     if wanted.picture:
         close(got["picture"], pooled(weights, *wanted.picture), tolerance / 10)
+    if wanted.distance:
+        places = torch.arange(weights.shape[-1], device=weights.device)
+        away = (weights * (places[:, None] - places).abs()).sum(-1)
+        close(got["distance"] / weights.shape[-1], away / weights.shape[-1], tolerance / 10)
+    if wanted.largest:
+        close(got["largest"], case.logits().amax((-1, -2)), tolerance)
     if wanted.top:
         check_top(got, case, wanted.top, tolerance)
     return got
@@ -219,6 +242,7 @@ def on_hopper() -> bool:
 
 
 ONLY_HOPPER = pytest.mark.skipif(not on_hopper(), reason="no GPU of compute capability 9")
+EVERY = replace(ERP, top=8, distance=True, largest=True)
 EP, RP = replace(ERP, received=False), replace(ERP, entropy=False)
 # Heads and those of the keys, tokens, width, dtype, mask, what is wanted, the picture.
 CASES = [
@@ -237,6 +261,18 @@ CASES = [
     ((3, 3), 640, 64, F16, full, replace(ERP, top=8), (20, 20)),
     ((2, 2), 256, 128, F16, causal, replace(ERP, top=5), (4, 4)),
     ((2, 2), 128, 128, BF16, causal, Wanted(entropy=True, top=6), None),
+    ((3, 3), 512, 128, BF16, causal, Wanted(distance=True), None),
+    ((4, 2), 1024, 128, BF16, causal, replace(ERP, distance=True), (32, 32)),
+    ((2, 2), 640, 64, F16, full, EVERY, (20, 20)),
+    ((2, 2), 256, 128, F16, full, replace(EVERY, top=0), (8, 8)),
+    ((2, 2), 1024, 128, BF16, causal, EVERY, (16, 16)),
+    ((2, 2), 384, 128, BF16, causal, replace(EVERY, top=0), (12, 12)),
+    ((2, 1), 384, 64, F16, full, replace(ERP, largest=True), (12, 12)),
+    # Cells as wide as several tiles, and as tall.
+    ((2, 2), 1024, 128, BF16, causal, ERP, (8, 8)),
+    ((2, 2), 1024, 128, BF16, causal, ERP, (2, 2)),
+    ((2, 2), 1024, 128, BF16, full, Wanted(picture=MEANS), (4, 1)),
+    ((2, 2), 1024, 128, BF16, causal, EVERY, (4, 4)),
 ]
 
 
@@ -271,9 +307,10 @@ def test_several_launches_go_on_adding(launched: list[Config], monkeypatch: pyte
 
 @pytest.mark.gpu
 @ONLY_HOPPER
-def test_it_gives_the_same_every_time() -> None:
+@pytest.mark.parametrize(("wanted", "cells"), [(ERP, 32), (ERP, 4), (EVERY, 32), (EVERY, 4)])
+def test_it_gives_the_same_every_time(wanted: Wanted, cells: int) -> None:
     case = causal(heads=(4, 4), queries=1024, keys=1024, width=128, dtype=BF16)
-    first, again = (check(case, replace(ERP, picture=(32, 32, "mean"))) for _ in range(2))
+    first, again = (check(case, replace(wanted, picture=(cells, cells, "mean"))) for _ in range(2))
     assert {name: torch.equal(first[name], again[name]) for name in first} == dict.fromkeys(first, True)
 
 

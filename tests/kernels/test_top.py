@@ -1,16 +1,19 @@
 """The heaviest keys: which are chosen, ties, and queries that are in doubt. In Triton's interpreter on a CPU."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
+from foci.kernels.top import refine
 from foci.statistics import triton as triton_statistics
 from foci.statistics.tiling import classes_for
 from foci.statistics.wanted import Wanted
 from tests.kernels.statistics_cases import DEVICE, KEPT, SMALL, Case, causal, check_top, close
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
+from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 
 
 @pytest.mark.parametrize(
@@ -59,17 +62,19 @@ def test_heavy_keys_that_share_a_class_are_all_found(stride: int) -> None:
 class Recorded:
     """Stands for the kernel that reads classes again: remembers how many it was asked for, per query."""
 
-    def __init__(self) -> None:
-        self.flagged = torch.empty(0)
+    def __init__(self, arg_names: list[str]) -> None:
+        self.arg_names, self.flagged = arg_names, torch.empty(0)
 
     def __getitem__(self, grid: object) -> "Recorded":
         return self
 
-    def __call__(self, flags: Tensor, listed: Tensor, counter: Tensor, **others: object) -> None:
-        rows = listed.flatten()[: int(counter)].long()
-        words = flags.flatten(0, -2)[rows]
-        self.flagged = torch.zeros(listed.numel(), dtype=words.dtype, device=words.device)
-        self.flagged[rows] = sum((words >> bit) & 1 for bit in range(16)).sum(-1, dtype=words.dtype)
+    def __call__(self, *arguments: Any, **options: object) -> None:
+        given = dict(zip(self.arg_names, arguments, strict=True))
+        # Arrays are as long as whole lines of memory: these are of 8 queries.
+        words = given["flags"][: 8 * given["CLASSES"] // 16].view(8, -1)
+        rows = given["listed"][: int(given["counter"])].long()
+        self.flagged = torch.zeros(8, dtype=words.dtype, device=words.device)
+        self.flagged[rows] = sum((words[rows] >> bit) & 1 for bit in range(16)).sum(-1, dtype=words.dtype)
 
 
 @pytest.mark.parametrize(("together", "flagged"), [(1, 0), (2, 0), (3, 1), (5, 1)])
@@ -81,7 +86,7 @@ def test_a_class_is_read_again_where_three_of_its_keys_count(
     # Tiles have 32 keys and four segments: keys 8 and 128 apart are in one class, the others in classes of their own.
     heavy = [5, 13, 133, 141, 261][:together] + list(range(6, 6 + 7 - together))
     case.k[:, :, heavy] = 2 + torch.arange(7.0, device=DEVICE).unsqueeze(-1) / 16
-    recorded = Recorded()
+    recorded = Recorded(refine.arg_names)
     monkeypatch.setattr("foci.kernels.top.refine", recorded)
     case.run(Wanted(top=7))
     assert recorded.flagged.tolist() == [flagged] * 8
@@ -91,7 +96,7 @@ def test_exact_ties_go_to_the_lower_key() -> None:
     case = causal(heads=(1, 1), queries=3, keys=150)
     case.q.zero_()
     got = case.run(Wanted(top=12))["top_keys"]
-    assert torch.equal(got, torch.arange(12, device=DEVICE, dtype=torch.int32).expand_as(got))
+    assert torch.equal(got, torch.arange(12, device=DEVICE).expand_as(got))
 
 
 @pytest.mark.parametrize("top", [1, 3, 8])
@@ -102,7 +107,7 @@ def test_half_precision_finds_ties_and_what_a_class_hides(top: int) -> None:
     got = case.run(Wanted(top=top, largest=True))
     check_top(got, case, top, KEPT)
     close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
-    assert torch.equal(got["top_keys"][0, 1], torch.arange(top, device=DEVICE, dtype=torch.int32).expand(4, top))
+    assert torch.equal(got["top_keys"][0, 1], torch.arange(top, device=DEVICE).expand(4, top))
     keys = got["top_keys"][0, 0].tolist()
     assert all(key - 80 in row[:place] for row in keys for place, key in enumerate(row) if 80 <= key < 130)
 
@@ -164,7 +169,7 @@ def test_doubtful_queries_of_every_head_and_launch_are_read_again(monkeypatch: p
     monkeypatch.setattr("foci.statistics.triton.BUDGET", 1)
     got = case.run(Wanted(top=3))
     check_top(got, case, 3)
-    expected = torch.arange(3, device=DEVICE, dtype=torch.int32).expand(2, 17, 3)
+    expected = torch.arange(3, device=DEVICE).expand(2, 17, 3)
     assert torch.equal(got["top_keys"][:, 1], expected)
 
 

@@ -1,0 +1,128 @@
+"""What a tile of the kernel for Hopper adds up over its queries, for its keys and for the picture, and where that goes.
+
+The tensor core's layout gives keys r and r + 8 of each 16 to a thread, and of every 8 queries two: four lanes have all
+of them. So a thread adds up its own, two exchanges between lanes do the rest, and whoever holds a sum writes it: no
+shared memory, no barrier. The same lanes add to the same places each time, so the order of all sums is the same.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Keys of a tile.
+BK = gl.constexpr(64)
+
+
+@gluon.jit
+def halves(tile):
+    """Rows r and r + 8 of each 16, which the tensor core's layout keeps in one thread: two (BK // 16, 8, BQ)."""
+    return tile.reshape((BK // 16, 2, 8, tile.shape[1])).permute((0, 2, 3, 1)).split()
+
+
+@gluon.jit
+def exchanged(a, DISTANCE: gl.constexpr):
+    """What the lane at this distance holds."""
+    ASM: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, " + DISTANCE + ", 0x1f, 0xffffffff;"
+    return gl.inline_asm_elementwise(ASM, "=f,f", [a], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def either(low, high, bit, DISTANCE: gl.constexpr):
+    """Lanes whose bit is 0 get the sum of low over two lanes, the others that of high: two sums for one exchange."""
+    kept = gl.where(bit, high, low)
+    return kept + exchanged(gl.where(bit, low, high), DISTANCE)
+
+
+@gluon.jit
+def one_of(x):
+    """The sum of what a thread holds of (BK // 16, 8, BQ): one number for each."""
+    return gl.sum(gl.sum(x.reshape((BK // 16, 8, x.shape[2] // 8, 4, 2)), 4), 2)
+
+
+@gluon.jit
+def strip_sums(p, STRIP: gl.constexpr):
+    """Over strips of queries, for keys r and r + 8 of 16: one number per thread each, (BK // 16, 8, 4).
+
+    Gives the sums of both keys for each strip, of which there are 1, 2 or 4, and over all strips for r and for r + 8.
+    """
+    DOWN: gl.constexpr = p.shape[1] // STRIP
+    sums = gl.sum(gl.sum(p.reshape((BK, DOWN, STRIP // 8, 4, 2)), 4), 2)
+    first, second = sums.reshape((BK // 16, 2, 8, DOWN, 4)).permute((0, 2, 3, 4, 1)).split()
+    both = first + second
+    if DOWN == 4:
+        a, b = both.reshape((BK // 16, 8, 2, 2, 4)).permute((0, 1, 2, 4, 3)).split()
+        a, c = a.permute((0, 1, 3, 2)).split()
+        b, d = b.permute((0, 1, 3, 2)).split()
+        strips = (a, b, c, d)
+    elif DOWN == 2:
+        strips = both.permute((0, 1, 3, 2)).split()
+    else:
+        strips = (gl.sum(both, 2),)
+    return strips, gl.sum(first, 2), gl.sum(second, 2)
+
+
+@gluon.jit
+def places(x):
+    """Where a thread's number of x (BK // 16, 8, 4) belongs: its warp, which of 8 keys, which of the 4 lanes of one."""
+    L: gl.constexpr = x.type.layout
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    nothing = warp * 0 + r * 0 + lane * 0
+    return warp + nothing, r + nothing, lane + nothing
+
+
+@gluon.jit
+def add_received(t, first, second, columns):
+    """Of four lanes two add, for key r and for r + 8. Always the same ones, so the order of the sums is the same."""
+    warp, r, lane = places(first)
+    received = either(first, second, lane % 2 == 1, "1")
+    received += exchanged(received, "2")
+    gl.atomic_add(columns + t * BK + (warp * 16 + (lane % 2) * 8 + r), received, mask=lane < 2, sem="relaxed")
+
+
+@gluon.jit
+def write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN: gl.constexpr, WIDE: gl.constexpr):
+    """Cells of 16 keys: each warp has a column of them, and of its first four lanes each writes another strip.
+
+    Cells as wide as several tiles are added to, by the same lanes each time: each warp has a part to itself.
+    """
+    warp, r, lane = places(strips[0])
+    odd = lane % 2 == 1
+    if DOWN == 4:
+        low = either(strips[0], strips[2], odd, "1")
+        high = either(strips[1], strips[3], odd, "1")
+        cell = either(low, high, lane >= 2, "2")
+        line = (lane % 2) * 2 + lane // 2
+    elif DOWN == 2:
+        cell = either(strips[0], strips[1], odd, "1")
+        cell += exchanged(cell, "2")
+        line = lane % 2
+    else:
+        cell = strips[0] + exchanged(strips[0], "1")
+        cell += exchanged(cell, "2")
+        line = lane * 0
+    cell += exchanged(cell, "4")
+    cell += exchanged(cell, "8")
+    cell += exchanged(cell, "16")
+    there = (r == 0) & (lane < DOWN)
+    if WIDE > 1:
+        at = cells_at + t // WIDE * (BK // 16) + (line * picture_columns + warp)
+        gl.atomic_add(at, cell * picture_scale, mask=there, sem="relaxed")
+    else:
+        gl.store(cells_at + t * (BK // 16) + (line * picture_columns + warp), cell * picture_scale, mask=there)
+
+
+@gluon.jit
+def write_late(
+    t, sums, columns, cells_at, picture_columns, picture_scale,
+    RECEIVED: gl.constexpr, PICTURE: gl.constexpr, DOWN: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """What tile t adds to its keys and to the picture."""
+    strips, first, second = sums
+    if RECEIVED:
+        add_received(t, first, second, columns)
+    if PICTURE:
+        write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN, WIDE)
