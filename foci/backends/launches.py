@@ -150,6 +150,9 @@ class Launches:
             tensors |= {} if rest is None else self.lasting.tensors(rest)
             del whole
             self.launch_by_triton(tensors, late, aligned)
+            # Whoever called may keep its tensors, but not these.
+            for name in (*self.arrays.starts, *self.lasting.starts):
+                tensors.pop(name, None)
             return
         addresses |= self.arrays.addresses(whole)
         addresses |= {} if rest is None else self.lasting.addresses(rest)

@@ -127,9 +127,14 @@ def test_what_comes_late_finds_the_memory_of_all_but_what_lasts() -> None:
         alive.extend(first.alive())
         return {"result": result}
 
-    row({"x": torch.zeros(8)}, late)
+    given = {"x": torch.zeros(8)}
+    row(given, late)
     assert alive == ["sums"]
     assert last.launched[0][1][1] is result
+    # And nothing lasts where the caller keeps what was its own.
+    last.launched.clear()
+    assert first.alive() == []
+    assert set(given) == {"x", "result"}
 
 
 def test_what_comes_late_is_given_by_its_address_too(monkeypatch: pytest.MonkeyPatch) -> None:
