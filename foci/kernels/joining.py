@@ -1,4 +1,6 @@
-"""What programs of the pass over the tiles wrote apart, joined: sums of columns, cells of a picture, largest logits."""
+"""What programs of the pass over the tiles wrote apart, joined: sums of columns, cells of a picture, largest logits.
+The heaviest keys get the width of an index here, when the memory of all that came before is free again.
+"""
 
 # Device code carries no Python types.
 # mypy: ignore-errors
@@ -31,14 +33,14 @@ def over(total, at, there, count, step, MAX: tl.constexpr):
 
 @triton.jit
 def join(
-    columns, received, cells, picture, logits, largest,
-    pairs, slots, keys, picture_size, picture_columns, down, across, logits_each,
-    RECEIVED: tl.constexpr, PICTURE: tl.constexpr, LARGEST: tl.constexpr, BN: tl.constexpr,
+    columns, received, cells, picture, chosen, top_keys, logits, largest,
+    pairs, slots, keys, picture_size, picture_columns, down, across, chosen_size, logits_each,
+    RECEIVED: tl.constexpr, PICTURE: tl.constexpr, TOP: tl.constexpr, LARGEST: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Programs for all of these, in a row.
 
     columns (pairs, slots, keys) -> received (pairs, keys). cells -> picture: `down` x `across` each; PICTURE is 0 none,
-    1 sum, 2 max. logits (pairs, logits_each) -> largest (pairs,).
+    1 sum, 2 max. chosen (chosen_size,) int32 -> top_keys int64. logits (pairs, logits_each) -> largest (pairs,).
     """
     program = tl.program_id(0)
     n = tl.arange(0, BN)
@@ -63,6 +65,13 @@ def join(
             for part in range(across):
                 total = over(total, at + part, there, down, width, PICTURE == 2)
             tl.store(picture + place, total, mask=there)
+        program -= blocks
+    if TOP:
+        blocks = tl.cdiv(chosen_size, BN)
+        if (program >= 0) & (program < blocks):
+            place = program.to(tl.int64) * BN + n
+            there = place < chosen_size
+            tl.store(top_keys + place, tl.load(chosen + place, mask=there, other=0).to(tl.int64), mask=there)
         program -= blocks
     if LARGEST:  # noqa: SIM102 (what is constant is asked by itself)
         if program >= 0:

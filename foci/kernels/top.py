@@ -325,7 +325,7 @@ def refine(
         row = log_sum_exps(lse + pair.to(tl.int64) * Tq, one, Tq)[:, None]
         line = at.to(tl.int64) * TOP + tl.zeros((1, 1), tl.int64)
         flag = tl.load(flags + at.to(tl.int64) * (CLASSES // WORD) + words)  # (1, CLASSES // WORD)
-        chosen = tl.load(keys + line + slot, mask=slot < TOP, other=-1).to(tl.int32)
+        chosen = tl.load(keys + line + slot, mask=slot < TOP, other=-1)
         y = products(query, others, one, chosen, one < Tq, chosen >= 0, D, q_query, k_key, BD, STEP, EVEN)
         y = logits(y, one[:, None], chosen, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
         y = tl.where(chosen >= 0, y, NONE)

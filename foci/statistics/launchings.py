@@ -86,7 +86,7 @@ def choose(
 
 def chosen_keys(largest: bool) -> dict[str, str]:
     """Where the heaviest keys are written."""
-    return {"values": "top_values", "keys": "top_keys", "largest_logits": "logits" if largest else "lse"}
+    return {"values": "top_values", "keys": "chosen", "largest_logits": "logits" if largest else "lse"}
 
 
 def exact(dtype: torch.dtype, classes: Classes) -> bool:
@@ -109,13 +109,18 @@ def refine(numbers: dict[str, Any], top: int, largest: bool, classes: Classes, c
 
 
 def join(
-    pairs: int, columns: tuple[int, int] | None, cells: tuple[int, int, int, int, str] | None, logits: int
+    pairs: int,
+    columns: tuple[int, int] | None,
+    cells: tuple[int, int, int, int, str] | None,
+    chosen: int,
+    logits: int,
 ) -> Launching:
     """What programs wrote apart.
 
     Args:
         columns: slots and keys; None where there is nothing to add up.
         cells: rows and columns of a picture, how many cells down and across make one of its, and how.
+        chosen: how many keys were chosen in all; 0: none.
         logits: how many each pair has; 0: none.
     """
     from foci.kernels.joining import join as kernel
@@ -125,16 +130,17 @@ def join(
     size = pairs * rows * across_all
     programs = pairs * -(-keys // JOINED_TOGETHER) if columns else 0
     programs += -(-size // JOINED_TOGETHER) if cells else 0
-    written = {"columns": "received", "cells": "picture", "logits": "largest"}
-    there = {"columns": columns, "cells": cells, "logits": logits}
+    programs += -(-chosen // JOINED_TOGETHER) + (pairs if logits else 0)
+    written = {"columns": "received", "cells": "picture", "chosen": "top_keys", "logits": "largest"}
+    there = {"columns": columns, "cells": cells, "chosen": chosen, "logits": logits}
     tensors = {name: name if there[name] else "lse" for name in written}
     tensors |= {into: into if there[name] else "lse" for name, into in written.items()}
     numbers = {
         "pairs": pairs, "slots": slots, "keys": keys, "picture_size": size, "picture_columns": across_all,
-        "down": down, "across": across, "logits_each": logits, "RECEIVED": columns is not None,
-        "PICTURE": ("", "mean", "max").index(reduce), "LARGEST": logits > 0, "BN": JOINED_TOGETHER,
+        "down": down, "across": across, "chosen_size": chosen, "logits_each": logits, "RECEIVED": columns is not None,
+        "PICTURE": ("", "mean", "max").index(reduce), "TOP": chosen > 0, "LARGEST": logits > 0, "BN": JOINED_TOGETHER,
     }  # fmt: skip
-    return Launching(kernel, (programs + (pairs if logits else 0),), tensors, numbers, {"num_warps": 4})
+    return Launching(kernel, (programs,), tensors, numbers, {"num_warps": 4})
 
 
 def odd_picture(numbers: dict[str, Any], picture: tuple[int, int, str], q: Tensor) -> Launching:

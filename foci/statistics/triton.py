@@ -95,23 +95,26 @@ def kind(given: Given, *terms: Any) -> Hashable:
 
 
 class Result(NamedTuple):
-    """A tensor that a pass gives, or needs as zeros and gives not."""
+    """A tensor that a pass gives, or needs as zeros and gives not; late: only the last launch knows it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     zeros: bool = False
     given: bool = True
+    late: bool = False
 
 
 class Plan(NamedTuple):
     """A pass by names: the tensors that it gives, the arrays that its launches share, and these, in order.
 
-    Arrays are (numbers, dtype).
+    Arrays are (numbers, dtype). Those that are lasting are read by the last launch; the others are given back before
+    it, and late results take their memory.
     """
 
     results: list[Result]
     arrays: dict[str, tuple[int, torch.dtype]]
+    lasting: dict[str, tuple[int, torch.dtype]]
     launchings: list[Launching]
     described: dict[str, Described]
 
@@ -124,33 +127,41 @@ class Pass:
         self.launches: Launches | None = None
 
     def __call__(self, given: Given) -> dict[str, Tensor]:
-        found = self.results()
+        found = self.results(late=False)
         if self.launches is None:
             self.launches = self.kept()
-        self.launches(given.by_name() | found)
+
+        def late() -> dict[str, Tensor]:
+            made = self.results(late=True)
+            found.update(made)
+            return made
+
+        self.launches(given.by_name() | found, late if self.plan.lasting else None)
         return self.wanted(found)
 
     def kept(self) -> Launches:
-        sizes = {name: -(-size * dtype.itemsize // 4) for name, (size, dtype) in self.plan.arrays.items()}
-        dtypes = {name: dtype for name, (_, dtype) in self.plan.arrays.items() if dtype != torch.float32}
+        arrays = self.plan.arrays | self.plan.lasting
+        sizes = {name: -(-size * dtype.itemsize // 4) for name, (size, dtype) in arrays.items()}
+        dtypes = {name: dtype for name, (_, dtype) in arrays.items() if dtype != torch.float32}
         steps = [launching.step() for launching in self.plan.launchings]
-        return Launches(sizes, self.device, steps, dtypes, self.plan.described)
+        lasting = {name: sizes.pop(name) for name in self.plan.lasting}
+        return Launches(sizes, self.device, steps, dtypes, self.plan.described, lasting)
 
     def traced(self, given: Given) -> dict[str, Tensor]:
         """For a compiler, or tensors without memory."""
-        found = self.results()
-        arrays = {
-            name: torch.empty(size, dtype=dtype, device=self.device) for name, (size, dtype) in self.plan.arrays.items()
-        }
+        found = self.results(late=False) | self.results(late=True)
+        needed = self.plan.arrays | self.plan.lasting
+        arrays = {name: torch.empty(size, dtype=dtype, device=self.device) for name, (size, dtype) in needed.items()}
         for launching in self.plan.launchings:
             launching.traced(given.by_name() | found | arrays)
         return self.wanted(found)
 
-    def results(self) -> dict[str, Tensor]:
+    def results(self, late: bool) -> dict[str, Tensor]:
         device = self.device
         return {
             name: (torch.zeros if zeros else torch.empty)(shape, dtype=dtype, device=device)
-            for name, shape, dtype, zeros, _ in self.plan.results
+            for name, shape, dtype, zeros, _, is_late in self.plan.results
+            if is_late == late
         }
 
     def wanted(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -169,13 +180,14 @@ def planned(
     numbers = numbers_of(given, scale, softcap, causal)
     config = config or chosen(given.by_name() | numbers, weighted, wanted)
     fit = cells(wanted.picture, given.q.shape[2], given.k.shape[2], config) if wanted.picture else None
-    plan = Plan([], {}, [], {})
+    plan = Plan([], {}, {}, [], {})
     if any((wanted.entropy, wanted.received, fit, wanted.top, wanted.largest, wanted.distance)):
         plan = sweep(given, numbers, wanted, config, fit)
     if wanted.picture and fit is None:
         shape = (*given.q.shape[:2], *wanted.picture[:2])
         plan.results.append(Result("picture", shape, zeros=True))
-        plan.launchings.append(launchings.odd_picture(numbers, wanted.picture, given.q))
+        # Before what joins the rest: that must be the last.
+        plan.launchings.insert(0, launchings.odd_picture(numbers, wanted.picture, given.q))
     return Pass(plan, given.q.device)
 
 
@@ -193,24 +205,24 @@ def sweep(given: Given, numbers: dict[str, Any], wanted: Wanted, config: Config,
     classes = classes_for(wanted.top, keys, config, LEAST_TAG_BITS)
     parts = list(launches(pairs, tiles, classes.bytes_per_query * config.queries if wanted.top else 0, BUDGET))
     per_pair = slots(parts[0].pairs, max(part.tiles for part in parts), processors(q.device) * config.per_processor)
-    arrays = apart(q, keys, wanted, fit, per_pair, tiles)
+    lasting = apart(q, keys, wanted, fit, per_pair, tiles)
+    arrays = candidates(q, parts, config.queries, classes) if wanted.top else {}
     described = descriptions(given.k, numbers["BD"], config)
     common = weights_arguments(given.query_weights)
     common |= picture_arguments(wanted, fit, keys, twice=numbers["SPANS"] == 2)
     common |= {"ENTROPY": wanted.entropy, "DISTANCE": wanted.distance, "LARGEST": wanted.largest and not wanted.top}
     common |= {"RECEIVED": wanted.received, "TOP": wanted.top > 0, "slots": per_pair}
     common |= {"SEGMENTS": classes.segments, "TAG_BITS": classes.tag_bits}
-    tensors = written(wanted, fit, arrays) | {"k_tiles": "k_tiles" if "k_tiles" in described else "lse"}
-    found = Plan(results(q, keys, wanted, fit), arrays, [], described)
+    tensors = written(wanted, fit, lasting) | {"k_tiles": "k_tiles" if "k_tiles" in described else "lse"}
+    found = Plan(results(q, keys, wanted, fit, lasting), arrays, lasting, [], described)
     for part in parts:
         found.launchings.append(launchings.tiles(numbers, common, tensors, part, config, q))
         if wanted.top:
             found.launchings.append(launchings.choose(numbers, wanted.top, wanted.largest, part, classes, config, q))
     if wanted.top:
-        arrays |= candidates(q, parts, config.queries, classes)
         found.launchings.append(launchings.refine(numbers, wanted.top, wanted.largest, classes, config, q))
         found.results.append(Result("counter", (1,), torch.int32, zeros=True, given=False))
-    found.launchings.extend(joined(pairs, keys, per_pair, wanted, fit, arrays))
+    found.launchings.extend(joined(pairs, keys, per_pair, wanted, fit, lasting))
     return found
 
 
@@ -219,8 +231,8 @@ def descriptions(k: Tensor, width: int, config: Config) -> dict[str, Described]:
     return hopper.descriptions(config) if config.in_flight else describable(k, width, config)
 
 
-def results(q: Tensor, keys: int, wanted: Wanted, fit: Cells | None) -> list[Result]:
-    """What the pass gives, all of it written: also the zeros that it adds to."""
+def results(q: Tensor, keys: int, wanted: Wanted, fit: Cells | None, lasting: dict[str, Any]) -> list[Result]:
+    """What the pass gives, all of it written: also the zeros that it adds to. What is joined is late."""
     lead, queries, found = (q.shape[0], q.shape[1]), q.shape[2], []
     if wanted.entropy:
         found.append(Result("entropy", (*lead, queries)))
@@ -228,13 +240,13 @@ def results(q: Tensor, keys: int, wanted: Wanted, fit: Cells | None) -> list[Res
         found.append(Result("distance", (*lead, queries)))
     if wanted.top:
         found.append(Result("top_values", (*lead, queries, wanted.top)))
-        found.append(Result("top_keys", (*lead, queries, wanted.top), torch.int64))
+        found.append(Result("top_keys", (*lead, queries, wanted.top), torch.int64, late=True))
     if wanted.largest:
-        found.append(Result("largest", lead))
+        found.append(Result("largest", lead, late=True))
     if wanted.received:
-        found.append(Result("received", (*lead, keys)))
+        found.append(Result("received", (*lead, keys), late="columns" in lasting))
     if fit and wanted.picture:
-        found.append(Result("picture", (*lead, *wanted.picture[:2])))
+        found.append(Result("picture", (*lead, *wanted.picture[:2]), late="cells" in lasting))
     return found
 
 
@@ -243,6 +255,8 @@ def apart(
 ) -> dict[str, tuple[int, torch.dtype]]:
     """What programs write apart and has to be joined."""
     pairs, found = q.shape[0] * q.shape[1], {}
+    if wanted.top:
+        found["chosen"] = pairs * q.shape[2] * wanted.top
     if wanted.largest:
         # Of each query, where its heaviest key is known; else of each tile.
         found["logits"] = pairs * (q.shape[2] if wanted.top else tiles)
@@ -250,7 +264,7 @@ def apart(
         found["columns"] = pairs * slots * keys
     if fit and wanted.picture and (fit.rows, fit.columns) != wanted.picture[:2]:
         found["cells"] = pairs * fit.rows * fit.columns
-    return {name: (size, torch.float32) for name, size in found.items()}
+    return {name: (size, torch.int32 if name == "chosen" else torch.float32) for name, size in found.items()}
 
 
 def written(wanted: Wanted, fit: Cells | None, arrays: dict[str, Any]) -> dict[str, str]:
@@ -284,7 +298,7 @@ def joined(
     pairs: int, keys: int, slots: int, wanted: Wanted, fit: Cells | None, arrays: dict[str, Any]
 ) -> list[Launching]:
     """The launch that joins what was written apart, where anything was."""
-    if not ("columns" in arrays or "cells" in arrays or "logits" in arrays):
+    if not arrays:
         return []
     picture = None
     if "cells" in arrays and fit and wanted.picture:
@@ -292,4 +306,5 @@ def joined(
         picture = rows, columns, fit.rows // rows, fit.columns // columns, reduce
     columns_apart = (slots, keys) if "columns" in arrays else None
     each = arrays["logits"][0] // pairs if "logits" in arrays else 0
-    return [launchings.join(pairs, columns_apart, picture, each)]
+    chosen = arrays["chosen"][0] if "chosen" in arrays else 0
+    return [launchings.join(pairs, columns_apart, picture, chosen, each)]

@@ -14,8 +14,8 @@ from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_m
 PAIRS = 3
 
 
-def joined(given: dict[str, Tensor], columns=None, cells=None, logits=0) -> dict[str, Tensor]:
-    launching = join(PAIRS, columns, cells, logits)
+def joined(given: dict[str, Tensor], columns=None, cells=None, chosen=0, logits=0) -> dict[str, Tensor]:
+    launching = join(PAIRS, columns, cells, chosen, logits)
     shapes = {}
     if columns:
         shapes["received"] = (PAIRS, columns[1])
@@ -24,6 +24,8 @@ def joined(given: dict[str, Tensor], columns=None, cells=None, logits=0) -> dict
     if logits:
         shapes["largest"] = (PAIRS,)
     results = {name: torch.empty(shape, device=DEVICE) for name, shape in shapes.items()}
+    if chosen:
+        results["top_keys"] = torch.empty(chosen, dtype=torch.int64, device=DEVICE)
     Launches({}, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE), [launching.step()])(
         given | results | {"lse": torch.zeros(1, device=DEVICE)}
     )
@@ -62,10 +64,18 @@ def test_the_largest_of_each_pair(each: int) -> None:
     torch.testing.assert_close(got, logits.amax(1), equal_nan=True)
 
 
+@pytest.mark.parametrize("size", [3, 512, 1030])
+def test_keys_get_the_width_of_an_index(size: int) -> None:
+    chosen = torch.arange(-1, size - 1, dtype=torch.int32, device=DEVICE)
+    assert torch.equal(joined({"chosen": chosen}, chosen=size)["top_keys"], chosen.long())
+
+
 def test_all_in_one_launch() -> None:
     columns, cells, logits = numbers(PAIRS, 5, 600), numbers(PAIRS, 20, 64), numbers(PAIRS, 70)
-    given = {"columns": columns, "cells": cells, "logits": logits}
-    got = joined(given, (5, 600), (10, 32, 2, 2, "max"), 70)
+    chosen = torch.arange(777, dtype=torch.int32, device=DEVICE)
+    given = {"columns": columns, "cells": cells, "chosen": chosen, "logits": logits}
+    got = joined(given, (5, 600), (10, 32, 2, 2, "max"), 777, 70)
+    assert torch.equal(got["top_keys"], chosen.long())
     torch.testing.assert_close(got["received"], columns.sum(1))
     torch.testing.assert_close(got["picture"], cells.view(PAIRS, 10, 2, 32, 2).amax((2, 4)))
     torch.testing.assert_close(got["largest"], logits.amax(1))

@@ -10,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
+from foci.statistics import hopper, launchings
 from foci.statistics import triton as triton_statistics
+from foci.statistics.device_arguments import Given
 from foci.statistics.triton import statistics
 from foci.statistics.wanted import Wanted
 from tests.kernels.statistics_cases import DEVICE, FETCHED, SMALL, Case, causal, check_top, close, pooled
@@ -128,7 +130,7 @@ def test_calls_without_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
         "entropy": (1, 2, 24), "distance": (1, 2, 24), "top_values": (1, 2, 24, 3), "top_keys": (1, 2, 24, 3),
         "largest": (1, 2), "received": (1, 2, 40), "picture": (1, 2, 4, 5),
     }  # fmt: skip
-    assert seen == ["statistics", "choose", "refine", "join", "picture"]
+    assert seen == ["picture", "statistics", "choose", "refine", "join"]
     assert not triton_statistics.PASSES
 
 
@@ -164,3 +166,27 @@ def test_a_gpu_that_is_not_the_current_one() -> None:
         got = statistics(q, k, rows, scale=case.scale, wanted=ALL, **case.options)
         for name in expected:
             torch.testing.assert_close(got[name].cpu(), expected[name].cpu())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "most"),
+    [
+        (Wanted(True, True, (256, 256, "mean")), 22),
+        (Wanted(True, True, (256, 256, "mean"), 8), 61),
+        (Wanted(True, True, (256, 256, "mean"), 8, True, True), 62),
+    ],
+)
+def test_the_memory_of_a_pass_over_8192_tokens(wanted: Wanted, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with 132 processors, added up: 16 heads of 128. What joins the rest finds the memory of candidates."""
+    for module in (triton_statistics, launchings):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    with FakeTensorMode():
+        q = torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16, device="cuda:0")
+        given = Given(q, q, torch.empty(1, 16, 8192, device="cuda:0"), *[None] * 6)
+        found = triton_statistics.planned(given, 0.1, None, True, wanted, hopper.config(wanted))
+        launches = found.kept()
+        early, late = (
+            sum(x.numel() * x.element_size() for x in found.results(late=late).values()) for late in (False, True)
+        )
+    lasting = early + 4 * launches.lasting.total
+    assert max(lasting + 4 * launches.arrays.total, lasting + late) <= most * 2**20
