@@ -81,10 +81,11 @@ def in_one_pass(
     splits = max(1, min(wanted // blocks, -(-q.shape[2] // tiling.queries)))
     programs = min(blocks * splits, wanted)
     numbers = numbers_of(q, k, v, weight, terms) | shape(q, v, tiling) | turned
-    numbers |= {"items": blocks * splits, "programs": programs, "splits": splits, "LSE": has_d_lse}
+    # Products of float32 take so much shared memory that no room is left for a tile.
+    shared = q.is_cuda and q.dtype != torch.float32
+    numbers |= {"items": blocks * splits, "programs": programs, "splits": splits, "LSE": has_d_lse, "SHARED": shared}
     sizes = preparation(q, k, weight, tiling) | {"delta": q.numel() // q.shape[3]}
-    # A GPU has shared memory for it, and never reads what stands in its place.
-    room = {} if q.is_cuda else {"room": programs * tiling.queries * tiling.keys}
+    room = {} if shared else {"room": programs * tiling.queries * tiling.keys}
     lasting = sums(q, k, v, tiling, turned["DW"]) | {"dw": programs * weight.numel()}
     steps = [
         step(begin, (blocks_of(q, k, tiling),), numbers, num_warps=4),

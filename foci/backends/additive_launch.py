@@ -33,8 +33,7 @@ class Terms(NamedTuple):
 class Tiling:
     """How a pass is tiled: queries and keys of a tile, threads along its queries, features per turn of the loop.
 
-    Programs of the backward: as many as a processor holds, each has a tile of memory to itself. Lanes: threads along
-    the features, where those are threads.
+    Programs of the backward: as many as a processor holds. Lanes: threads along the features, where those are threads.
     """
 
     queries: int = 64
@@ -264,7 +263,7 @@ def preparing(q: Tensor, k: Tensor, tiling: Tiling, numbers: dict[str, Any]) -> 
 
 
 def preparation(q: Tensor, k: Tensor, weight: Tensor, tiling: Tiling) -> dict[str, int]:
-    """How many floats each result of `prepare` has."""
+    """How many floats each result of `prepare` has. The backward reads a few beyond E: F must follow it."""
     B, H, Tq, D = q.shape
     q_blocks, k_blocks = B * H * -(-Tq // tiling.queries), B * k.shape[1] * -(-k.shape[2] // tiling.keys)
     width, weights = rounded(D, tiling), weight.numel() // D

@@ -130,7 +130,7 @@ class Launches:
         Args:
             tensors: what the launches know, by name.
             late: makes what only the last launch knows, when the arrays that it does not need are given back; it may
-                take out of `tensors` what that launch does not need either.
+                take out of `tensors` what that launch does not need either, so these are the caller's own.
         """
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
             self.launch(tensors, late)
@@ -139,23 +139,20 @@ class Launches:
                 self.launch(tensors, late)
 
     def launch(self, tensors: dict[str, Tensor], late: Late | None) -> None:
-        whole = self.arrays.allocated(self.device)
-        rest = self.lasting.allocated(self.device) if self.lasting.total else None
-        addresses: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         # What is compiled relies on addresses that are multiples of 16, as they nearly always are.
         aligned = reduce(or_, addresses.values()) % 16 == 0
-        if not (aligned and self.again):
-            tensors = dict(tensors) if late is None else tensors
-            tensors |= self.arrays.tensors(whole)
-            tensors |= {} if rest is None else self.lasting.tensors(rest)
-            del whole
+        if aligned and self.again:
+            self.launch_again(tensors, addresses, late)
+        else:
             self.launch_by_triton(tensors, late, aligned)
-            # Whoever called may keep its tensors, but not these.
-            for name in (*self.arrays.starts, *self.lasting.starts):
-                tensors.pop(name, None)
-            return
+
+    def launch_again(self, tensors: dict[str, Tensor], addresses: dict[str, Any], late: Late | None) -> None:
+        whole = self.arrays.allocated(self.device)
         addresses |= self.arrays.addresses(whole)
-        addresses |= {} if rest is None else self.lasting.addresses(rest)
+        if self.lasting.starts:
+            rest = self.lasting.allocated(self.device)
+            addresses |= self.lasting.addresses(rest)
         for name, tensor, form in self.forms:
             addresses[name] = rebased(form, tensors[tensor])
         for compiled, chosen, numbers in self.again[:-1]:
@@ -170,6 +167,9 @@ class Launches:
     def launch_by_triton(self, tensors: dict[str, Any], late: Late | None, aligned: bool) -> None:
         found: list[Again] = []
         forms = {name: described.make(tensors[described.tensor]) for name, described in self.described.items()}
+        own = {*forms, *self.arrays.starts, *self.lasting.starts}
+        for arrays in (self.arrays, self.lasting):
+            tensors |= arrays.tensors(arrays.allocated(self.device))
         tensors |= forms
         for place, (kernel, grid, names, numbers, options) in enumerate(self.steps):
             if late is not None and place == len(self.steps) - 1:
@@ -183,6 +183,9 @@ class Launches:
         if len(found) == len(self.steps):
             self.forms = [(name, self.described[name].tensor, rebased(form, None)) for name, form in forms.items()]
             self.again = found
+        # Whoever called may keep its tensors, but not these.
+        for name in own & tensors.keys():
+            del tensors[name]
 
 
 def rebased(form: Any, base: Tensor | None) -> Any:

@@ -35,13 +35,14 @@ from foci.kernels.dropout import kept
 
 
 @triton.jit
-def own_room(room, SIZE: tl.constexpr, GPU: tl.constexpr):
-    """A program's own room for SIZE floats: shared memory, by its address; interpreted code has a part of `room`.
+def own_room(room, SIZE: tl.constexpr, SHARED: tl.constexpr):
+    """A program's own room for SIZE floats: shared memory, by its address, or a part of `room`.
 
     The compiler offers no shared memory that is written in one layout and read in another, so the room is declared in
-    an instruction; as large and aligned as it is, the compiler's own memory after it stays aligned.
+    an instruction; as large and aligned as it is, the compiler's own memory after it stays aligned. A launch has 48 KiB
+    unless more is asked for, and the compiler asks by what it knows of: its own part has to be 32 KiB at most.
     """
-    if GPU:
+    if SHARED:
         tl.static_assert(SIZE <= 4096, "the room holds 64 x 64 floats")
         return tl.inline_asm_elementwise(
             "{ .shared .align 1024 .b8 foci_room[16384]; mov.u32 $0, foci_room; }", "=r,r", [tl.program_id(0)],
@@ -52,8 +53,8 @@ def own_room(room, SIZE: tl.constexpr, GPU: tl.constexpr):
 
 
 @triton.jit
-def put(room, place, x, GPU: tl.constexpr):
-    if GPU:
+def put(room, place, x, SHARED: tl.constexpr):
+    if SHARED:
         tl.inline_asm_elementwise(
             "st.shared.f32 [$1], $2; mov.b32 $0, 0;", "=r,r,f", [room + 4 * place, x], tl.int32, is_pure=False, pack=1
         )
@@ -62,30 +63,35 @@ def put(room, place, x, GPU: tl.constexpr):
 
 
 @triton.jit
-def four(room, place, GPU: tl.constexpr):
+def four(room, place, SHARED: tl.constexpr, GPU: tl.constexpr):
     """Four floats that lie together in a room, in one load.
 
     Written as an instruction, since the compiler lays out the threads for each load that it sees: they must stay where
     they are, or the sums would go from lane to lane.
     """
-    if GPU:
+    if SHARED:
         return tl.inline_asm_elementwise(
             "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [room + 4 * place],
             (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
         )  # fmt: skip
-    else:  # noqa: RET505
+    elif GPU:  # noqa: RET505
+        return tl.inline_asm_elementwise(
+            "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", [(room + place).to(tl.int64)],
+            (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
         at = room + place
         return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 @triton.jit
-def from_room(room, place, GPU: tl.constexpr):
-    if GPU:
+def from_room(room, place, SHARED: tl.constexpr, GPU: tl.constexpr):
+    if SHARED:
         return tl.inline_asm_elementwise(
             "ld.shared.f32 $0, [$1];", "=f,r", [room + 4 * place], tl.float32, is_pure=False, pack=1
         )
     else:  # noqa: RET505
-        return tl.load(room + place)
+        return one(room + place, GPU)
 
 
 @triton.jit
@@ -114,7 +120,7 @@ def add_to(pointer, x, GPU: tl.constexpr):
 def near_slopes(
     E, F, table, room, into, d, thread,
     BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr,
-    JT: tl.constexpr, DT: tl.constexpr, GPU: tl.constexpr,
+    JT: tl.constexpr, DT: tl.constexpr, SHARED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Σ_i ds u (1 - u) for each of a thread's keys, and Σ_ij ds u; adds Σ_j ds u (1 - u) to the queries.
 
@@ -142,7 +148,7 @@ def near_slopes(
         g0, g1, g2, g3 = nothing, nothing, nothing, nothing
         found = ()
         for r in tl.static_range(BN // JT):
-            s0, s1, s2, s3 = four(room, i * BN + thread * 4 + r * (4 * JT), GPU)
+            s0, s1, s2, s3 = four(room, i * BN + thread * 4 + r * (4 * JT), SHARED, GPU)
             total = totals[r]
             d0 = 1.0 + own[r] * e0
             d1 = 1.0 + own[r] * e1
@@ -176,7 +182,7 @@ def add_one(s, u, total, gradient, shares):
 def far_slopes(
     k, k_key, j, Tk, q, q_query, first, Tq, there, room, thread, into,
     BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
-    GPU: tl.constexpr,
+    SHARED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """The same for numbers of any size, from the vectors themselves: their sum first, one query at a time."""
     nothing = tl.zeros((DC // DT, JT, DT), tl.float32)
@@ -193,7 +199,7 @@ def far_slopes(
         gradient = nothing
         found = ()
         for r in tl.static_range(BN // JT):
-            s = from_room(room, (i // 4) * (4 * BN) + i % 4 + thread * 4 + r * (4 * JT), GPU)
+            s = from_room(room, (i // 4) * (4 * BN) + i % 4 + thread * 4 + r * (4 * JT), SHARED, GPU)
             u = reciprocal(1.0 + tl.exp2((own[r] + a) * TWO_LOG2_E), GPU)
             total, gradient, shares = add_one(s, u, totals[r], gradient, shares)
             found += (total,)
@@ -206,7 +212,7 @@ def far_slopes(
 def add_slopes(
     k, k_key, first_key, Tk, q, q_query, first, Tq, D, E, F, table, room, near, weight, sum_ds, dq, dk, dw,
     BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr,
-    JT: tl.constexpr, DT: tl.constexpr, GPU: tl.constexpr,
+    JT: tl.constexpr, DT: tl.constexpr, SHARED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Adds what one tile gives; dq without its factor 4 w, dk without its factor 4.
 
@@ -218,12 +224,12 @@ def add_slopes(
         into = dq + d + thread * 0
         # Each way gives its own results away: what a condition returns would go through the threads once more.
         if near:
-            totals, shares = near_slopes(E, F, table, room, into, d, thread, BM, BN, DP, DW, DC, JT, DT, GPU)
+            totals, shares = near_slopes(E, F, table, room, into, d, thread, BM, BN, DP, DW, DC, JT, DT, SHARED, GPU)
             give(totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, GPU)
         else:
             totals, shares = far_slopes(
                 k + d, k_key, first_key + thread, Tk, q + d, q_query, first, Tq, d < D, room, thread, into,
-                BM, BN, DW, DC, JT, DT, GPU,
+                BM, BN, DW, DC, JT, DT, SHARED, GPU,
             )  # fmt: skip
             # Loads that the compiler saw may have laid these out in another way.
             give(totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, False)
@@ -272,19 +278,19 @@ def joint(
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr,
     DP: tl.constexpr, BD: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
-    CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, MOST: tl.constexpr, SHARED: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Blocks of keys, each against every query of the heads that share it, or one of `splits` parts of those.
 
     dq (B H, blocks BM, DW), dk (B G, blocks BN, DW), dv (B, G, Tk, Dv) float32, zeros before; dq lacks its factor 4 w,
-    dk its factor 4. dw (programs, weights, D) float32: each program adds to its own. room is (programs, BM BN), for
-    interpreted code alone.
+    dk its factor 4. dw (programs, weights, D) float32: each program adds to its own. room is (programs, BM BN) where it
+    is not SHARED memory.
     """
     blocks = tl.cdiv(Tq, BM)
     k_blocks = tl.cdiv(Tk, BN)
     k_heads = H // group
     offset = Tk - Tq
-    ds_room = own_room(room, BM * BN, GPU)
+    ds_room = own_room(room, BM * BN, SHARED)
     own_weights = (headed * (H - 1) + 1) * D
     dw += tl.program_id(0).to(tl.int64) * own_weights
     for first_weight in range(0, own_weights, 128):
@@ -346,7 +352,7 @@ def joint(
                     dropped = tl.where(stays, p * grown, 0.0)
                 ds = p * (dp - tl.load(delta + pair * Tq + i, mask=i < Tq, other=0.0))
                 ii = rows_of(BM, MT)
-                put(ds_room, (ii // 4) * (4 * BN) + columns_of(BN, NT) * 4 + ii % 4, ds, GPU)
+                put(ds_room, (ii // 4) * (4 * BN) + columns_of(BN, NT) * 4 + ii % 4, ds, SHARED)
                 add_values(
                     as_matrix(dropped.to(d_out.dtype.element_ty), BM, BN), d_out + pair * Tq * Dv, block * BM, Tq,
                     dv + k_pair * Tk * Dv, t * BN, Tk, Dv, BM, BN, BV, VC, PRECISION, GPU,
@@ -360,7 +366,7 @@ def joint(
                     (far == 0) & (tl.max(own_most + q_block_most, 0) < HALF_ROOM), weight + h * weight_head, sum_ds,
                     dq + place * (BM * DW), dk + k_place * (BN * DW),
                     dw + h * headed * D,
-                    BM, BN, DP, DW, DC, JT, DT, GPU,
+                    BM, BN, DP, DW, DC, JT, DT, SHARED, GPU,
                 )  # fmt: skip
                 # The room is written anew.
                 tl.debug_barrier()

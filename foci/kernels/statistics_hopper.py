@@ -6,7 +6,7 @@ hand. It takes what is common: half precision, dot products, causal or no mask, 
 
 A turn of the loop takes a pair of tiles: the even one is segment 0 of the candidates for the heaviest keys, the odd one
 segment 1. Their keys come in one copy. What a tile adds to its keys and to the picture is written during the next tile,
-by the threads that hold it: no shared memory, no barrier.
+by the threads that hold it (statistics_hopper_sums.py).
 
 Two rules that the compiler does not say aloud. No product may be under way where the loop turns back: it would lose
 track and wait after every instruction of the tensor core. And arithmetic has to be held in place, see `finished`: else

@@ -89,10 +89,9 @@ def statistics(
 
 def kind(given: Given, *terms: Any) -> Hashable:
     """What a pass follows from: all but the addresses, and of these whether the copy engine takes them."""
-    device = given.q.device
+    q, k = given.q, given.k
     tensors = [None if x is None else (layout(x), x.device) for x in given]
-    whole = (given.q.data_ptr() | given.k.data_ptr()) % 16 == 0
-    return *terms, *tensors, whole, processors(device), BUDGET
+    return *terms, *tensors, q.data_ptr() % 16 == 0, k.data_ptr() % 16 == 0, processors(q.device), BUDGET
 
 
 def planned(

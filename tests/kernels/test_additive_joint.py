@@ -171,3 +171,19 @@ def test_large_ones_equal_the_two_passes(
 def test_large_ones_equal_the_reference(mask: str, one_pass: list[Tensor]) -> None:
     judge(problem_of(sizes(200, 200, 64, 2), mask, BF16, headed=True))
     assert one_pass
+
+
+@pytest.mark.parametrize("values", [16, 32])
+def test_a_dense_mask_in_float32(values: int) -> None:
+    """Where the compiler takes the most shared memory."""
+    n = 200 if DEVICE == "cuda" else 20
+    shapes = [(1, 2, n, 24), (1, 2, n, 24), (1, 2, n, values), (24,)]
+    leaves = [randn(*shape, seed=seed).to(DEVICE, F32).requires_grad_() for seed, shape in enumerate(shapes)]
+    mask = (randn(1, 2, n, n, seed=5) < 1).to(DEVICE)
+    found = []
+    for dtype, backend in ((F32, "triton"), (torch.float64, "reference")):
+        q, k, v, w = (x.detach().to(dtype).requires_grad_() for x in leaves)
+        out = foci.attention(q, k, v, score=foci.Additive(w), mask=mask, backend=backend)
+        found.append(torch.autograd.grad(out.sin().sum(), (q, k, v, w)))
+    for one, true in zip(*found, strict=True):
+        assert float((one.double() - true).norm() / true.norm()) < 2e-5

@@ -91,6 +91,13 @@ def test_the_forward(shape: tuple[int, ...]) -> None:
     assert arrays <= taken_together(q, k, v, w)
 
 
+def test_what_is_read_beyond_the_exponentials_of_the_queries_are_those_of_the_keys() -> None:
+    """The last turn of a loop reads a few ahead, and leaves them."""
+    q, k, _, weight = inputs(SHAPES[0], "meta", torch.bfloat16)
+    sizes = additive_launch.preparation(q, k, weight, additive_launch.backward_tiling(4096, 64, torch.device("cpu")))
+    assert list(sizes)[:2] == ["E", "F"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, *FEW])

@@ -1,5 +1,7 @@
 """Passes that are planned for the first call of a kind and run again for others: other data, other kinds between."""
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +96,14 @@ def test_tensors_that_lie_off_a_multiple_of_16_bytes(dtype: torch.dtype) -> None
     assert len(triton_statistics.PASSES) == 2
 
 
+@pytest.mark.parametrize("order", [("q", "k"), ("k", "q")])
+def test_queries_off_a_multiple_of_16_bytes_are_another_kind_than_keys(order: tuple[str, str]) -> None:
+    for seed, off in enumerate(order):
+        case = causal(width=32, dtype=torch.float16, seed=seed)
+        check(case, ALL, **{off: shifted(getattr(case, off))}, config=replace(SMALL, fetched=True))
+    assert len(triton_statistics.PASSES) == 2
+
+
 def test_what_is_refused_is_refused_again() -> None:
     case = causal()
     for _ in range(2):
@@ -111,10 +121,15 @@ def test_several_launches_are_planned_for_a_small_budget(monkeypatch: pytest.Mon
 
 
 def test_a_pass_keeps_no_tensor() -> None:
-    check(causal(dtype=torch.float16, width=32), ALL, config=FETCHED)
-    (one,) = triton_statistics.PASSES.values()
-    found = [*vars(one).values(), *vars(one.launches).values(), *one.plan]
-    assert not any(isinstance(x, Tensor) for x in found)
+    case = causal(dtype=torch.float16, width=32)
+    tensors = case.q.clone(), case.k.clone(), case.truth()[1].float()
+    gone = [weakref.ref(x) for x in tensors]
+    found = statistics(*tensors, scale=case.scale, wanted=ALL, config=FETCHED, **case.options)
+    gone += [weakref.ref(x) for x in found.values()]
+    del tensors, found
+    gc.collect()
+    assert len(triton_statistics.PASSES) == 1
+    assert [x() for x in gone] == [None] * len(gone)
 
 
 def test_calls_without_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
