@@ -86,10 +86,12 @@ def in_one_pass(
     numbers |= {"items": blocks * splits, "programs": programs, "splits": splits, "LSE": has_d_lse, "SHARED": shared}
     sizes = preparation(q, k, weight, tiling) | {"delta": q.numel() // q.shape[3]}
     room = {} if shared else {"room": programs * tiling.queries * tiling.keys}
+    # Any array stands for the one that is not there: it is never read.
+    instead = {"room": "delta"} if shared else {}
     lasting = sums(q, k, v, tiling, turned["DW"]) | {"dw": programs * weight.numel()}
     steps = [
         step(begin, (blocks_of(q, k, tiling),), numbers, num_warps=4),
-        step(joint, (programs,), numbers, {} if room else {"room": "delta"}, **options(tiling)),
+        step(joint, (programs,), numbers, instead, **options(tiling)),
         finishing(q, k, v, tiling, numbers),
     ]
     return Launches(sizes | room, q.device, steps, lasting=lasting)

@@ -210,18 +210,17 @@ def two_passes(
     given["d_lse"] = torch.zeros_like(lse) if d_lse is None else d_lse.contiguous()
     dw = torch.zeros((programs[0], *weight.shape), dtype=torch.float32, device=q.device)
     given |= {"dq": torch.zeros(q.shape, dtype=torch.float32, device=q.device), "dw": dw}
-    d_query: list[Tensor] = []
-    late: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
 
-    def of_the_columns() -> dict[str, Tensor]:
+    def late() -> dict[str, Tensor]:
         """The sums for the queries are done: they need no memory next to those for the keys."""
-        d_query.append(given.pop("dq").to(q.dtype))
-        late["dk"] = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
-        late["dv"] = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        return late
+        found["d_query"] = given.pop("dq").to(q.dtype)
+        found["dk"] = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+        found["dv"] = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        return found
 
-    launches(given, of_the_columns)
-    return d_query[0], late["dk"].to(k.dtype), late["dv"], dw.sum(0).to(weight.dtype)
+    launches(given, late)
+    return found["d_query"], found["dk"].to(k.dtype), found["dv"], dw.sum(0).to(weight.dtype)
 
 
 def programs_of(q: Tensor, k: Tensor, tiling: Tiling) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.backends import biased_tables, row_tables
-from foci.backends.launches import Launches, kept, layout, step
+from foci.backends.launches import Launches, batch_stride, kept, layout, step
 from foci.backends.row_tables import Place, Terms
 from foci.fitting import keeps_dtypes
 
@@ -380,10 +380,6 @@ def numbers_of(part: Part) -> dict[str, Any]:
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
     return {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1), f"{name}_row": x.stride(2)}
-
-
-def batch_stride(x: Tensor | None) -> int:
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
 def precision(q: Tensor) -> str:

@@ -229,3 +229,8 @@ def kept(key: Hashable, make: Callable[[], Launches]) -> Launches:
 def layout(x: Tensor | None) -> Hashable:
     """What a kernel's arguments follow from."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
+
+
+def batch_stride(x: Tensor | None) -> int:
+    """The first stride, as a kernel takes it: 0 where all of a batch share one, or nothing is given."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.cuda_sdpa import HALF, hopper_or_later
-from foci.backends.launches import Described
+from foci.backends.launches import Described, batch_stride
 from foci.fitting import is_unreadable
 from foci.statistics.tiling import Cells, Config
 from foci.statistics.wanted import Wanted
@@ -182,10 +182,6 @@ def has_copy_engine(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return torch.version.hip is None and hopper_or_later(device.index)
-
-
-def batch_stride(x: Tensor | None) -> int:
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
 def weights_arguments(query_weights: Tensor | None) -> dict[str, Any]:
