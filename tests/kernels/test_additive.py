@@ -155,7 +155,8 @@ def test_numbers_of_every_size(spread: float, query: float, key: float) -> None:
 def prepared(x: Tensor, w: Tensor) -> dict[str, Tensor]:
     """What is taken once per query and key, where both are the same."""
     tiling = additive_launch.INTERPRETED
-    found = {name: torch.empty(size) for name, size in additive_launch.preparation(x, x, w, tiling).items()}
+    sizes = additive_launch.preparation(x, x, w, tiling)
+    found = {name: torch.empty(size, device=x.device) for name, size in sizes.items()}
     numbers = additive_launch.numbers_of(x, x, x, w, NO_TERMS) | additive_launch.shape(x, x, tiling)
     Launches({}, x.device, [additive_launch.preparing(x, x, tiling, numbers)])({"q": x, "k": x, "weight": w} | found)
     return found
@@ -163,9 +164,9 @@ def prepared(x: Tensor, w: Tensor) -> dict[str, Tensor]:
 
 def test_every_way_to_sum_is_taken() -> None:
     """By four, by two, and the sum first: each where the sizes ask for it."""
-    w = torch.ones(8)
+    w = torch.ones(8, device=DEVICE)
     for size, four, two, far in ((1.0, True, True, False), (6.0, False, True, False), (50.0, False, False, True)):
-        x = torch.full((1, 1, 16, 8), size)
+        x = torch.full((1, 1, 16, 8), size, device=DEVICE)
         found = prepared(x, w)
         exponents = ((found["q_most"] + found["k_most"]).clamp(min=0) + found["sizes"])[:8]
         assert bool((exponents.view(-1, 4).sum(1) <= 124).all()) == four
@@ -182,9 +183,8 @@ def test_weights_of_nothing_count_as_nothing() -> None:
 
 @pytest.mark.parametrize("most", [4, 2])
 def test_tiles_of_every_shape_agree(most: int) -> None:
-    q, k, v, w = (
-        x.float() for x in (randn(1, 2, 33, 20), randn(1, 1, 33, 20, seed=1), randn(1, 1, 33, 6), randn(2, 20))
-    )
+    made = (randn(1, 2, 33, 20), randn(1, 1, 33, 20, seed=1), randn(1, 1, 33, 6), randn(2, 20))
+    q, k, v, w = (x.to(DEVICE, torch.float32) for x in made)
     expected = reference.run(prepare(q, k, v, foci.Additive(w), None, None, None, None, 0.0, True))
     for tiling in (Tiling(queries=32, keys=16, most=most), Tiling(queries=16, keys=32, chunk=4, most=most)):
         out, lse = additive_launch.forward(q, k, v, w, NO_TERMS, tiling)
