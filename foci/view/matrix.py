@@ -50,7 +50,11 @@ def write(
 
 def shown(sheet: Sheet, share: float, cell: int) -> str:
     """A share in its cell; what is no number is a question."""
-    return sheet.shaded(share, cell) if isfinite(share) else sheet.faint("?".center(cell))
+    return (
+        sheet.shaded(share, cell)
+        if isfinite(share)
+        else sheet.faint("?".rjust(cell - 1) + " " if sheet.color else "?".rjust(cell))
+    )
 
 
 def write_header(sheet: Sheet, keys: Sequence[Unit], label: int, cell: int) -> None:

@@ -17,7 +17,7 @@ from foci.record import Record
 from foci.view import drawing, patches
 from foci.view.colors import ON_WHITE, ink, mixed
 from foci.view.drawing import ACCENT, colors, new_axes, style
-from foci.view.reading import Choice, Unit, choose, mean_of, picture, rows, shares, sides, telling
+from foci.view.reading import Choice, Unit, choose, picture, rows, shares, sides, telling
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -211,7 +211,7 @@ def overlay(
     record: Record, head: str | None = None, ax: Axes | None = None, *, patch: str | int | None = None, batch: int = 0
 ) -> Axes:
     """An image, its patches lit by where one of them looks: the class token, or `patch` as "row,column" or a number."""
-    choice = choose(record, head) if head else mean_of(record, list(record.layers.values())[-1])
+    choice = choose(record, head) if head else telling(record, batch)
     queries, keys = record.labels_of(choice.layer)
     query, name = patches.looking(queries, patch)
     lit = patches.on_grid(rows(choice, batch, [query])[0], keys)

@@ -14,15 +14,14 @@ from foci.layer import Layer
 from foci.record import Record
 from foci.terminal import clip, count
 from foci.view import heads, matrix, patches, words
+from foci.view.beginning import clearest
 from foci.view.printable import isolated, printable
 from foci.view.reading import (
     Choice,
     Unit,
     choose,
-    far,
     find,
     picture,
-    quickly_asked,
     reading_of,
     shares,
     shortened,
@@ -179,15 +178,6 @@ def write_unknown(sheet: Sheet, choice: Choice, batch: int) -> None:
 def drawn(found: Tensor) -> Tensor:
     """Shares as they are drawn: what is no number, of which `write_unknown` speaks, stays empty."""
     return found.nan_to_num(0.0, 0.0, 0.0)
-
-
-def clearest(record: Record, choice: Choice, batch: int, queries: Sequence[Unit]) -> int:
-    """The word that looks most clearly at another one that is not its neighbour; of a very long text the last."""
-    layer = choice.layer if choice.head is None else choice.layer.head(choice.head)
-    if not quickly_asked(layer):
-        return len(queries) - 1
-    place = int(far(record, layer, batch).mean(0).argmax())
-    return next((i for i, unit in enumerate(queries) if unit.start <= place < unit.stop), 0)
 
 
 def in_words(choice: Choice) -> str:
