@@ -66,10 +66,17 @@ def look(
         say(f"loading {model or Path(place).name}")
         task, own, _ = load(Path(place), device=device)
         given = task.given(text)
+        record = task.show(own, given)
         if task.is_cut(given):
-            say("the text is longer than the model reads: what is shown is a part of it")
-        return task.show(own, given)
+            record.notes.append(cut_note())
+            say(record.notes[-1])
+        return record
     return Reader(place, device, say).look(text, new_tokens)
+
+
+def cut_note(what: str = "text") -> str:
+    """That a model did not read all that it was given."""
+    return f"the {what} is longer than the model reads: what is shown is a part of it"
 
 
 def device_of(name: str) -> str:
@@ -172,32 +179,36 @@ class Reader:
     @torch.no_grad()
     def look(self, text: str, new_tokens: int = NEW_TOKENS) -> Record:
         """Runs the model on the text, and records."""
-        encoded, labels = self.read(text)
+        encoded, labels, notes = self.read(text)
         if self.config.is_encoder_decoder:
-            return self.answer(encoded, labels, new_tokens)
-        with watch(self.model, tokenizer=self.tokenizer, labels={"input": labels}) as seen:
-            out = self.model(**encoded)
-        if kind_of(self.config) == "AutoModelForCausalLM":
-            seen.answer = self.likeliest(out.logits[0, -1])
+            seen = self.answer(encoded, labels, new_tokens)
+        else:
+            with watch(self.model, tokenizer=self.tokenizer, labels={"input": labels}) as seen:
+                out = self.model(**encoded)
+            if kind_of(self.config) == "AutoModelForCausalLM":
+                seen.answer = self.likeliest(out.logits[0, -1])
+        seen.notes += notes
         return seen
 
-    def read(self, text: str) -> tuple[dict[str, Any], Labels]:
-        """The numbers of a text's tokens, cut to what the model can take, and the texts of these."""
+    def read(self, text: str) -> tuple[dict[str, Any], Labels, list[str]]:
+        """The numbers of a text's tokens, cut to what the model can take; the texts of these; and that it was cut."""
         longest = min(getattr(self.config, "max_position_embeddings", None) or 2**20, self.tokenizer.model_max_length)
         quick = self.tokenizer.is_fast
         encoded = self.tokenizer(
             text, return_tensors="pt", return_offsets_mapping=quick, truncation=True, max_length=longest
         )
         ids = encoded["input_ids"]
-        if ids.shape[1] == longest:
-            self.say(f"the model takes {longest:,} tokens: what is beyond them is cut off")
+        notes = []
+        if ids.shape[1] == longest and len(self.tokenizer(text)["input_ids"]) > longest:
+            notes = [f"the model takes {longest:,} tokens: what is beyond them is cut off"]
+            self.say(notes[0])
         if quick:
             offsets = [tuple(pair) for pair in encoded.pop("offset_mapping")[0].tolist()]
             names = self.tokenizer.convert_ids_to_tokens(ids[0])
             labels = Labels.by_offsets([text], [offsets], [names], [encoded.word_ids(0)])
         else:
             labels = Labels.decoded(ids, self.tokenizer)
-        return {name: tensor.to(self.device) for name, tensor in encoded.items()}, labels
+        return {name: tensor.to(self.device) for name, tensor in encoded.items()}, labels, notes
 
     def answer(self, encoded: dict[str, Any], labels: Labels, new_tokens: int) -> Record:
         """What a model that reads and writes says; each row of the alignment is the word that was being written."""

@@ -41,6 +41,7 @@ class Record:
         unseen: attention modules that were there and could not be seen, each with the reason.
         prompt: of a generation, how many positions were the prompt; the rows after it are the steps.
         answer: what the model said, where that is known.
+        notes: what whoever sees the record must know: that the text was longer than the model reads.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class Record:
         unseen: Sequence[str] = (),
         prompt: int | None = None,
         answer: str | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.layers, self.labels = dict(layers or {}), dict(labels or {})
         self.model, self.calls, self.unseen = model, calls, list(unseen)
-        self.prompt, self.answer = prompt, answer
+        self.prompt, self.answer, self.notes = prompt, answer, list(notes)
         # Whether a block that fills it is still open.
         self.filling = False
         # Sums over records that were added; those of the record's own layers come to them when asked.
@@ -316,6 +318,7 @@ class Record:
             unseen=found["unseen"],
             prompt=found["prompt"],
             answer=found["answer"],
+            notes=found["notes"],
         )
         record.sequences, record._added = found["sequences"], found["added"]
         return record

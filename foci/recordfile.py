@@ -18,7 +18,7 @@ from foci.scoring import SCORES, Totals
 from foci.weights import Weights
 
 FORMAT = "foci.record/1"
-PLAIN = ("model", "calls", "unseen", "prompt", "answer", "sequences")
+PLAIN = ("model", "calls", "unseen", "prompt", "answer", "sequences", "notes")
 LABELS = ("kind", "texts", "words", "grid", "leading", "images", "seconds")
 OF_LAYER = ("name", "stack", "index", "heads", "queries", "keys", "rows", "kv_heads", "query_places", "value_norms")
 # So many letters a stack's name may have.
@@ -68,6 +68,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def checked(found: dict[str, Any]) -> dict[str, Any]:
+    # Files of earlier versions say nothing of notes.
+    found = {"notes": ()} | found
     parts = {*PLAIN, "layers", "labels", "added"}
     need(found.keys() == parts, f"the parts {sorted(parts)}", sorted(found))
     check_plain(found)
@@ -88,7 +90,8 @@ def checked(found: dict[str, Any]) -> dict[str, Any]:
 def check_plain(found: dict[str, Any]) -> None:
     need(isinstance(found["model"], str), "a text for model", type(found["model"]).__name__)
     need(whole((found["calls"], found["sequences"])), "whole numbers for calls and sequences", found["calls"])
-    need(is_texts(found["unseen"]), "texts for unseen", type(found["unseen"]).__name__)
+    for name in ("unseen", "notes"):
+        need(is_texts(found[name]), f"texts for {name}", type(found[name]).__name__)
     need(found["prompt"] is None or whole((found["prompt"],)), "a whole number for prompt", found["prompt"])
     need(
         found["answer"] is None or isinstance(found["answer"], str), "a text for answer", type(found["answer"]).__name__

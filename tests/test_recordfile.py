@@ -42,7 +42,9 @@ def record() -> foci.Record:
             "patches", (("",) * 6,) * 2, grid=(1, 5), leading=1, images=torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
         ),
     }
-    return foci.Record(layers, labels, model="M", calls=9, unseen=["x: because"], prompt=4, answer="ja 🙂")
+    return foci.Record(
+        layers, labels, model="M", calls=9, unseen=["x: because"], prompt=4, answer="ja 🙂", notes=["cut"]
+    )
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
@@ -51,7 +53,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     loaded = foci.Record.load(tmp_path / "r.foci")
     assert repr(loaded) == repr(saved)
     assert loaded.heads == saved.heads
-    for name in ("model", "calls", "unseen", "prompt", "answer", "sequences"):
+    for name in ("model", "calls", "unseen", "prompt", "answer", "sequences", "notes"):
         assert getattr(loaded, name) == getattr(saved, name)
     assert loaded.labels["input"] == saved.labels["input"]
     patches = loaded.labels["source"]
@@ -119,10 +121,16 @@ def plain(**parts: Any) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], N
     return lambda content, _: content.update(parts)
 
 
+def test_a_file_of_before_there_were_notes_opens(tmp_path: Path) -> None:
+    path = rewritten(tmp_path / "r.foci", lambda content, _: content.pop("notes"))
+    assert foci.Record.load(path).notes == []
+
+
 WRONG = {
     "no layers": (plain(layers=3), "a list of layers"),
     "calls": (plain(calls=-1), "whole numbers for calls"),
     "unseen": (plain(unseen={"tuple": [1]}), "texts for unseen"),
+    "notes": (plain(notes={"tuple": [1]}), "texts for notes"),
     "prompt": (plain(prompt="x"), "a whole number for prompt"),
     "answer": (plain(answer=1), "a text for answer"),
     "model": (plain(model=None), "a text for model"),

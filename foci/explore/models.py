@@ -19,7 +19,7 @@ from foci.explain import Example, fold, split
 from foci.explore.jobs import LOADED, RAN, Job
 from foci.labels import Labels
 from foci.layer import Layer
-from foci.looking import SAFELY, Reader, check_name, expecting, imported, is_own, place_of
+from foci.looking import SAFELY, Reader, check_name, cut_note, expecting, imported, is_own, place_of
 from foci.record import Record
 
 UNTRAINED = "untrained vectors"
@@ -97,7 +97,10 @@ class Shelf:
                 f"expected a model that takes {what}, such as {fit}, but the one for {task.name} takes {taken}"
             )
         with counted(own, job):
-            record: Record = task.show(own, task.given(given))
+            example = task.given(given)
+            record: Record = task.show(own, example)
+        if task.is_cut(example):
+            record.notes.append(cut_note(taken.removesuffix("s")))
         return record
 
     def loaded(self, kind: str, name: str, job: Job) -> Any:

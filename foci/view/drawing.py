@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from foci.terminal import clip
-from foci.view.colors import ON_WHITE
+from foci.view.colors import ON_WHITE, Color
 from foci.view.printable import code
 
 if TYPE_CHECKING:
@@ -182,11 +182,11 @@ def every_second(seconds: float) -> Any:
     return Times(nbins=8)
 
 
-def colors() -> Colormap:
+def colors(ramp: Sequence[Color] = ON_WHITE) -> Colormap:
     """The ramp of the terminal's light ground: white is nothing, its lightness falls evenly; grey is no number."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    found: Colormap = LinearSegmentedColormap.from_list("foci", [tuple(c / 255 for c in color) for color in ON_WHITE])
+    found: Colormap = LinearSegmentedColormap.from_list("foci", [tuple(c / 255 for c in color) for color in ramp])
     return found.with_extremes(bad=UNKNOWN)
 
 

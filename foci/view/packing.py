@@ -24,7 +24,7 @@ from foci.record import Record
 from foci.scoring import SCORES
 from foci.view.beginning import first_query
 from foci.view.blob import Blob
-from foci.view.reading import telling
+from foci.view.reading import telling, texts_of
 from foci.view.vectors import add_vectors, described_score, vector_numbers
 
 EXACT = 128
@@ -83,6 +83,7 @@ def head_of(record: Record, title: str | None, blob: Blob) -> dict[str, Any]:
         "total": total,
         "prompt": record.prompt,
         "answer": record.answer,
+        "notes": [shortened(note) for note in record.notes],
         "unseen": [shortened(reason) for reason in record.unseen],
         "layers": [layer_head(record, layer, plan, table) | how for layer, how in zip(layers, written, strict=True)],
         "labels": [label_head(blob, f"image.{i}", labels, shown) for i, labels in enumerate(table)],
@@ -233,7 +234,7 @@ def label_head(blob: Blob, name: str, labels: Labels, shown: int) -> dict[str, A
         blob.add(name, labels.images[:shown], "u1")
     return {
         "kind": labels.kind,
-        "texts": [[shortened(text) for text in texts] for texts in labels.texts[:shown]],
+        "texts": [[shortened(text) for text in texts_of(labels, i)] for i in range(min(shown, labels.batch))],
         "words": None if labels.words is None else [list(words) for words in labels.words[:shown]],
         "grid": labels.grid,
         "leading": labels.leading,

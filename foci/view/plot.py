@@ -27,6 +27,9 @@ MOST_NAMES = 64
 MOST_NUMBERS = 20
 BLOCKS = 256
 THUMBNAIL = 48
+# Of an image: its black under the attention, how much of it the heaviest patch covers, and from how many times an even
+# share on a patch has the last colour.
+DARKEST, THICKEST, TIMES_EVEN = 0.15, 0.7, 3
 
 
 def matrix(
@@ -218,18 +221,22 @@ def overlay(
     height, width = lit.shape
     ax = new_axes(ax, (3.4, 0.5 + 2.9 * height / width))
     box = (-0.5, width - 0.5, height - 0.5, -0.5)
+    # An even look at everything stays pale: it says little.
+    most = max(drawing.largest(lit), TIMES_EVEN / lit.numel())
+    alpha = None
     if keys.images is not None:
-        # In grey and pale, so that every colour is attention.
+        # In grey, so that every colour is attention, which lies over it as thin as it is small.
         grey = keys.images[batch].float().mean(-1) / 255
-        ax.imshow((0.35 + 0.65 * grey).numpy(), cmap="gray", vmin=0, vmax=1, extent=box)
-    share = lit / lit.max().clamp(min=1e-9)
-    alpha = (0.85 * share.sqrt()).numpy() if keys.images is not None else None
-    image = ax.imshow(lit.numpy(), cmap=colors(), vmin=0, alpha=alpha)
+        ax.imshow((DARKEST + (1 - DARKEST) * grey).numpy(), cmap="gray", vmin=0, vmax=1, extent=box)
+        alpha = (THICKEST * (lit.nan_to_num(0.0, 0.0, 0.0) / most).sqrt()).numpy()
+    # The last colours of the ramp are dark, and would not be seen over what is dark itself.
+    image = ax.imshow(lit.numpy(), cmap=colors(ON_WHITE[:5]), vmin=0, vmax=most, alpha=alpha)
     row, column = divmod(query - keys.leading, width)
     if query >= keys.leading:
         frame = (column - 0.5, row - 0.5)
         ax.add_patch(drawing.rectangle(frame, ACCENT))
-    drawing.title(ax, f"{name} looks, {choice.name}")
+    mean = "" if choice.head is not None else ", mean of its heads"
+    drawing.title(ax, f"Where {name} looks in {choice.name}{mean}")
     ax.set_xticks([])
     ax.set_yticks([])
     ax.spines[:].set_visible(False)

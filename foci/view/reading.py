@@ -22,6 +22,8 @@ from foci.view.printable import printable, visible
 ADDED = re.compile(r"\[[A-Z]+\d*\]|<[^<>\s]+>")
 # Marks around a word.
 MARKS = re.compile(r"^[^\w<\[]+|[^\w>\]]+$")
+# The time of a frame, with or without its unit.
+TIME = re.compile(r"^([\d.]*\d) ?s?$")
 LONGEST = 200
 # Above so many positions not every head is asked before one is shown.
 LONG = 2048
@@ -76,7 +78,7 @@ class Choice:
 
 def units(labels: Labels, batch: int = 0, by_token: bool = False) -> list[Unit]:
     """The words of a sequence, or its tokens where nobody said which belong together; padding is left out."""
-    texts = labels.texts[batch]
+    texts = texts_of(labels, batch)
     numbers = labels.words[batch] if labels.words is not None else None
     # GPT-2 and others keep the space in the token; where none has one, tokens stand apart.
     keeps_spaces = any(text[:1].isspace() for text in texts[1:])
@@ -88,6 +90,13 @@ def units(labels: Labels, batch: int = 0, by_token: bool = False) -> list[Unit]:
         breaks = bool(text.strip()) and "\n" in text[: len(text) - len(text.lstrip())]
         found.append(Unit(visible(shortened(text)), start, stop, spaced, breaks, added))
     return found
+
+
+def texts_of(labels: Labels, batch: int) -> tuple[str, ...]:
+    """What stands at each position; the times of a sound's frames with their unit: "0.04 s"."""
+    if labels.kind != "frames" or labels.seconds is None:
+        return labels.texts[batch]
+    return tuple(TIME.sub(r"\1 s", text) for text in labels.texts[batch])
 
 
 def shortened(text: str) -> str:
@@ -222,7 +231,7 @@ def find(shown: Sequence[Unit], word: str | int) -> int:
         return word
     text, _, count = str(word).partition("#") if str(word) not in {unit.text for unit in shown} else (str(word), "", "")
     asked = text.strip().casefold()
-    same = [i for i, unit in enumerate(shown) if unit.text.casefold() == asked]
+    same = [i for i, unit in enumerate(shown) if unit.text.casefold() in (asked, f"{asked} s")]
     # “Bahnhof?” is found as Bahnhof too.
     same = same or [i for i, unit in enumerate(shown) if asked and MARKS.sub("", unit.text.casefold()) == asked]
     number = int(count) - 1 if count.isdigit() else 0

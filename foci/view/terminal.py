@@ -96,6 +96,8 @@ def write_title(sheet: Sheet, record: Record) -> None:
     sheet.prose(", ".join(described(record)))
     if record.answer:
         sheet.wrapped(["answer:", *printable(shortened(record.answer)).split(" ")], hang=2)
+    for note in record.notes:
+        sheet.wrapped(["note:", *printable(shortened(note)).split()], hang=2)
     for reason in record.unseen[:MOST_UNSEEN]:
         sheet.wrapped(["not seen:", *printable(shortened(reason)).split()], hang=2)
     if len(record.unseen) > MOST_UNSEEN:

@@ -107,9 +107,14 @@ def write_links(sheet: Sheet, shown: Sequence[Unit], shares: Sequence[float], ex
     label = widest([name for name, _ in links + below], max(8, sheet.room // 2 - 8))
     for name, share in links:
         bar = sheet.bar(share, max(sheet.room - label - 10, 1))
-        sheet.line(f"{sheet.label(name, label)}  {share:6.1%}  {bar}")
+        sheet.line(f"{sheet.label(name, label)}  {percent(share)}  {bar}")
     for name, share in below:
-        sheet.line(sheet.faint(f"{sheet.label(name, label)}  {share:6.1%}"))
+        sheet.line(sheet.faint(f"{sheet.label(name, label)}  {percent(share)}"))
+
+
+def percent(share: float) -> str:
+    """A share in six columns; what is there is not shown as nothing."""
+    return " <0.1%" if 0 < share < 0.0005 else f"{share:6.1%}"
 
 
 def named(shown: Sequence[Unit], place: int) -> str:

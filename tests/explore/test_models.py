@@ -152,3 +152,12 @@ def test_a_file_that_cannot_be_written_is_said_before_a_model_runs(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["look", "x", "--model", "./none", "--out", out]) == 2
     assert capsys.readouterr().err == f"foci look: {said}\n"
+
+
+@pytest.mark.skipif("translation" not in looking.shipped(), reason="the translation model does not ship")
+def test_a_text_that_is_longer_than_the_model_reads_is_noted() -> None:
+    note = ["the text is longer than the model reads: what is shown is a part of it"]
+    long = "The cat sat on the mat. " * 30
+    assert Shelf().look("translation", long, Job()).notes == note
+    assert looking.look(long, "translation", device="cpu").notes == note
+    assert Shelf().look("translation", "A man sleeps.", Job()).notes == []

@@ -61,7 +61,7 @@ def listed(tab: Any) -> list[tuple[str, int, str]]:
 
 def shares(tab: Any) -> dict[int, float]:
     """By position, the listed weights as numbers."""
-    return {position: float(weight.rstrip("%")) / 100 for _, position, weight in listed(tab)}
+    return {position: float(weight.strip("<%")) / 100 for _, position, weight in listed(tab)}
 
 
 def summed(tab: Any) -> list[float]:

@@ -12,7 +12,7 @@ from foci.labels import Labels
 from foci.layer import Layer
 from foci.record import Record
 from foci.view import drawing, plot
-from tests.view.records import image, jane, of_texts, translation
+from tests.view.records import image, jane, of_texts, plain_image, translation
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_the_head_grid_has_a_picture_for_each_head() -> None:
 
 def test_the_overlay_lights_the_patches() -> None:
     ax = plot.overlay(image())
-    assert ax.get_title(loc="left") == "the class token looks, L0H0"
+    assert ax.get_title(loc="left") == "Where the class token looks in L0H0"
     assert len(ax.images) == 2
     torch.testing.assert_close(shown(ax).flatten(), 0.9 * torch.arange(1.0, 7) / 21)
     assert not ax.patches
@@ -242,3 +242,18 @@ def test_words_are_those_of_the_labels_where_sequences_differ() -> None:
     record = of_texts("a", "b")
     record.labels["input"] = Labels.tokens([["left", " right"]])
     assert texts(plot.matrix(record, "L0H0").get_xticklabels()) == ["left", "right"]
+
+
+def test_an_even_look_leaves_the_picture_to_be_seen() -> None:
+    count = 36
+    record = plain_image((6, 6))
+    record.layers["blocks.0"] = Layer(
+        "blocks.0", matrix=torch.full((1, 1, count, count), 1 / count), queries="patches", keys="patches"
+    )
+    ax = plot.overlay(record)
+    over = ax.images[-1]
+    assert float(over.get_alpha().max()) < 0.5
+    assert over.get_clim()[1] == pytest.approx(3 / count)
+    assert ax.get_title(loc="left") == "Where the middle patch looks in L0H0"
+    # Black stays darker than any grey that would be taken for a part of the picture.
+    assert float(ax.images[0].get_array().max()) < 0.2

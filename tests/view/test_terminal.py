@@ -212,7 +212,7 @@ def test_a_patch_that_is_not_there(place: str) -> None:
 
 def test_kept_statistics_show_what_they_know() -> None:
     found = lines(kept(), 60)
-    assert " 4 others    0.0%" in found
+    assert " 4 others   <0.1%" in found
     assert not any("sink" in line for line in found)
 
 
@@ -505,3 +505,27 @@ def test_the_layers_of_a_stack_stand_together() -> None:
     rows = found[first : first + 4]
     assert [row.split()[0] for row in rows] == ["decoder.L0", "decoder.L1", "cross.L0", "cross.L1"]
     assert ["█" in row for row in rows] == [False, False, True, False]
+
+
+def sound() -> Record:
+    """Two words that look at three frames of sound, one of them hardly."""
+    labels = {
+        "heard": Labels.tokens([["one", " two"]]),
+        "source": Labels("frames", (("0.00", "0.04s", "0.08"),), seconds=0.04),
+    }
+    matrix = torch.tensor([[0.0001, 0.2999, 0.7], [0.2, 0.3, 0.5]])
+    layer = Layer("cross", "cross", matrix=matrix[None, None], queries="heard", keys="source")
+    return Record({"cross": layer}, labels, model="M")
+
+
+def test_the_times_of_a_sound_have_their_unit() -> None:
+    found = "\n".join(lines(sound(), word="one", head="cross.L0H0"))
+    assert "0.00 s 0.04 s 0.08 s" in found
+    assert " <0.1%" in found
+    assert find(units(sound().labels["source"]), "0.04") == 1
+
+
+def test_what_must_be_known_of_a_record_is_said() -> None:
+    record = jane()
+    record.notes.append("the text is longer than the model reads: what is shown is a part of it")
+    assert "note: the text is longer than the model reads" in "\n".join(lines(record))

@@ -19,6 +19,7 @@ import { RolloutView } from "./rollout.js";
 import { copied } from "./exporting.js";
 import { helpDialog, listen } from "./keys.js";
 import { isDark, percent } from "./colors.js";
+import { printable } from "./tokens.js";
 
 // Every view: its name in the address, its title, its class, and the records for which it is there.
 const VIEWS = [
@@ -105,7 +106,8 @@ export class App {
 
   footer() {
     const { head } = this.store;
-    const notes = [];
+    const sentence = (note) => `${note.slice(0, 1).toUpperCase()}${note.slice(1)}.`;
+    const notes = head.notes.map((note) => sentence(printable(note)));
     if (head.total > head.sequences) notes.push(`The first ${head.sequences} of ${head.total} sequences are here.`);
     const more = head.unseen.length > 3 ? ` and ${head.unseen.length - 3} more` : "";
     if (head.unseen.length) {

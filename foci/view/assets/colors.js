@@ -73,8 +73,13 @@ export function scaleOf(mode, weights, largest = null) {
 
 function logScale(top) {
   const of = (w) => (w > 0 ? Math.max(0, 1 + Math.log10(w / top) / DECADES) : 0);
-  const ticks = Array.from({ length: DECADES + 1 }, (_, i) => [i / DECADES, percent(top * 10 ** (i - DECADES))]);
+  const ticks = Array.from({ length: DECADES + 1 }, (_, i) => [i / DECADES, tick(top * 10 ** (i - DECADES))]);
   return { mode: "log", largest: top, of, ticks };
+}
+
+// A place on a scale, exactly: what is written beside a weight is cut off below.
+function tick(weight) {
+  return weight >= 1e-4 ? percent(weight) : `${Number((100 * weight).toPrecision(1))}%`;
 }
 
 function rankScale(weights, top) {
@@ -103,5 +108,5 @@ export function percent(weight) {
   if (value >= 99.95) return "100%";
   if (value >= 10) return `${value.toFixed(1)}%`;
   if (value >= 0.01) return `${Number(value.toPrecision(2))}%`;
-  return `${value.toExponential(0)}%`;
+  return "<0.01%";
 }

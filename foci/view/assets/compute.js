@@ -2,9 +2,9 @@
 
 import { make } from "./dom.js";
 import { percent, shade } from "./colors.js";
-import { chosenHeads } from "./focus.js";
+import { chosenHeads, tokenNamed } from "./focus.js";
 import { number, workedFor } from "./worked.js";
-import { clipped, label } from "./tokens.js";
+import { clipped } from "./tokens.js";
 import { svgSheet, svgText } from "./exporting.js";
 
 const NOT_KEPT =
@@ -34,13 +34,13 @@ export class ComputeView {
 
   steps(focus, one, layer, i) {
     const { worked } = this;
-    const name = clipped(label(this.store.texts(layer, "queries", this.state.seq)[i] ?? ""), 24);
+    const { token: name, place } = tokenNamed(this.store, this.state, layer, "queries", i);
     const title = make(
       "h2",
       { class: "worked-title" },
       "How ",
       make("bdi", { class: "wrote" }, name),
-      ` (query ${i}) is worked out in ${one.name}`,
+      `${place} is worked out in ${one.name}`,
     );
     if (!worked) {
       return [

@@ -1,7 +1,7 @@
 // The one question of the page: for the chosen tokens and heads, how much attention goes where. Every view that shows
 // one distribution shows this one, so that they agree.
 
-import { unitsOf } from "./tokens.js";
+import { clipped, unitsOf } from "./tokens.js";
 
 // The heads that are looked at: the chosen ones of one layer shape, else the first head of the record.
 export function chosenHeads(store, state) {
@@ -37,6 +37,14 @@ export function unitsFor(store, state, layer, side) {
     `units ${number} ${state.seq} ${by}`,
     () => unitsOf(store.texts(layer, side, state.seq), by === "words" ? words : null),
   );
+}
+
+// A token as every view names it: “.” (position 14, in “verrückt.”); the word only where words are chosen.
+export function tokenNamed(store, state, layer, side, i) {
+  const [tokens, units] = [{ ...state, words: false }, state].map((how) => unitsFor(store, how, layer, side));
+  const [token, word] = [tokens.label(tokens.of[i]), units.label(units.of[i])];
+  const within = units.stop[units.of[i]] - units.start[units.of[i]] > 1 ? `, in “${clipped(word, 24)}”` : "";
+  return { token: clipped(token, 24), place: ` (position ${i}${within})` };
 }
 
 // Tokens picked: under the pointer, else those that were clicked.

@@ -1,10 +1,15 @@
-// An image with its patches lit by what the chosen patch or word looks at; the rest lies in the dark.
+// An image with its patches lit by what the chosen patch or word looks at; the rest lies in the shade.
 
 import { choice, cssColor, draw, make, onPress, penOf, perFrame } from "./dom.js";
 import { percent, scaleOf, shade } from "./colors.js";
 import { label } from "./tokens.js";
 import { answerOf } from "./answer.js";
 import { csvOf, svgSheet } from "./exporting.js";
+
+// How dark a patch is that is not looked at: so that the picture is still seen. And from how many times an even share on
+// a patch is fully lit.
+const DARKEST = 0.62;
+const TIMES_EVEN = 3;
 
 export class ImageView {
   constructor({ store, state }) {
@@ -183,7 +188,9 @@ export class ImageView {
   paintPatches(pen, width, height, { grid: [rows, columns], leading }, lit, any) {
     if (!lit || !any) return;
     const patches = lit.units.subarray(leading);
-    const scale = scaleOf(this.state.scale, patches);
+    // An even look at everything lights nothing up: it says little.
+    const most = Math.max(TIMES_EVEN / patches.length, ...patches);
+    const scale = scaleOf(this.state.scale, patches, this.state.scale === "rank" ? null : most);
     const direction = this.focus.to ? "to" : "from";
     const [w, h] = [width / columns, height / rows];
     for (let p = 0; p < rows * columns; p++) {
@@ -195,10 +202,10 @@ export class ImageView {
         pen.fillRect(...box);
       };
       if (this.mode === "light") {
-        fill("#0b0c10", 0.86 * (1 - t));
+        fill("#0b0c10", DARKEST * (1 - t));
         // What is black itself would stay so in any light.
         fill("#6b5733", t, "lighten");
-      } else fill(shade(direction, t), 0.72);
+      } else fill(shade(direction, t), 0.25 + 0.4 * t);
     }
     Object.assign(pen, { globalAlpha: 1, globalCompositeOperation: "source-over" });
   }

@@ -34,7 +34,8 @@ export function levelOf(measure, one) {
   const value = measure?.values[one.layer][one.head] ?? null;
   if (value === null) return null;
   const [low, high] = boundsOf(measure);
-  return high > low ? (value - low) / (high - low) : 0.5;
+  // What reads alike looks alike.
+  return formatted(high) === formatted(low) ? 0.5 : (value - low) / (high - low);
 }
 
 export function formatted(value) {
@@ -129,7 +130,8 @@ export class Picker {
         piece.style.backgroundColor = shade("from", 0.06 + (0.9 * i) / 23);
         strip.append(piece);
       }
-      this.scale.replaceChildren(formatted(low), strip, formatted(high));
+      const alike = formatted(low) === formatted(high);
+      this.scale.replaceChildren(...(alike ? [`${formatted(low)} in every head`] : [formatted(low), strip, formatted(high)]));
     }
     for (const [one, cell] of this.cells) {
       const level = levelOf(measure, one);

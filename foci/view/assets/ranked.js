@@ -175,7 +175,8 @@ function noteOf(focus, store, state) {
   }
   if (focus.exact) {
     const rounded = store.layers[focus.layer.number].entries === "log16" && !store.remote;
-    return rounded ? "Every entry is here, to four digits." : "Every entry is here, exact.";
+    const read = store.head.notes.length ? "Of what the model read, every entry" : "Every entry";
+    return `${read} is here, ${rounded ? "to four digits" : "exact"}.`;
   }
   const k = store.topCount(focus.layer.number);
   if (store.remote) return "The heaviest keys first; every entry is on its way.";

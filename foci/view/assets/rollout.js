@@ -3,7 +3,7 @@
 import { make } from "./dom.js";
 import { TextPane } from "./textpane.js";
 import { percent, scaleOf, shade } from "./colors.js";
-import { chosenHeads, ranked, unitsFor } from "./focus.js";
+import { chosenHeads, ranked, tokenNamed, unitsFor } from "./focus.js";
 import { clipped } from "./tokens.js";
 import { textSvg } from "./exporting.js";
 
@@ -35,12 +35,13 @@ export class RolloutView {
     );
   }
 
-  // The self-attention of the stack that the chosen head is in; across two texts, that of the one that looks.
-  stack() {
+  // The self-attention of the stack that the chosen head is in; across two texts, that of the one that is chosen from.
+  stack(chosen) {
     const { store, state } = this;
-    const chosen = store.layers[chosenHeads(store, state)[0].layer];
-    const looking = (layer) => layer.self && (layer.queries === chosen.queries || layer.stack === "decoder");
-    const nearest = store.layers.find(looking) ?? store.layers.find((layer) => layer.self);
+    const text = state.direction === "to" ? chosen.queries : chosen.keys;
+    const selves = store.layers.filter((layer) => layer.self);
+    const alike = selves.find((layer) => layer.queries === text);
+    const nearest = alike ?? selves.find((layer) => layer.stack === "decoder") ?? selves[0];
     const own = chosen.self ? chosen.stack : nearest?.stack;
     return store.layers.filter(
       (layer) => layer.self && layer.stack === own && !layer.name.includes("#"),
@@ -49,10 +50,14 @@ export class RolloutView {
 
   update() {
     const { store, state } = this;
-    const layers = this.stack();
+    const chosen = store.layers[chosenHeads(store, state)[0].layer];
+    const layers = this.stack(chosen);
     const last = layers.at(-1);
     if (!last) return this.refuse("There is no self-attention that could be rolled out.");
-    const query = Math.min(state.hover ?? state.chosen[0] ?? last.Tq - 1, last.Tq - 1);
+    const picked = state.hover ?? state.chosen[0] ?? last.Tq - 1;
+    // A text that looks at itself is counted by its keys where somebody is looked at.
+    const asked = chosen.self && state.direction === "from" ? picked - (chosen.Tk - chosen.Tq) : picked;
+    const query = Math.min(Math.max(asked, 0), last.Tq - 1);
     const flow = this.flowOf(layers, query);
     this.build(last);
     if (!flow) {
@@ -71,10 +76,15 @@ export class RolloutView {
     const inSinks = [...sinks].reduce((sum, j) => sum + flow[j], 0);
     const scale = scaleOf(state.scale, shown);
     const place = store.place(last, query);
+    // By the name that it was chosen by: of a decoder's position, the word that is being written there.
+    const side = state.direction === "to" ? "queries" : "keys";
+    const read = units.label(place);
+    const named = tokenNamed(store, state, chosen, side, Math.min(picked, chosen[side === "queries" ? "Tq" : "Tk"] - 1));
+    const after = chosen.self || read === named.token ? "" : `, written after “${clipped(read, 24)}”,`;
     this.told.replaceChildren(
       "What reaches ",
-      make("bdi", { class: "wrote" }, clipped(units.label(place), 24)),
-      ` (position ${place}) through ${layers.length} layer${layers.length > 1 ? "s" : ""}`,
+      make("bdi", { class: "wrote" }, named.token),
+      `${named.place}${after} through ${layers.length} layer${layers.length > 1 ? "s" : ""}`,
       sinks.size ? `; ${percent(inSinks)} of it is ${state.hideSinks ? "hidden in sinks" : "from sinks"}` : "",
     );
     this.pane.update({
