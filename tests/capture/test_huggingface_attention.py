@@ -1,4 +1,4 @@
-"""transformers' attention interface is seen as a whole, whoever else looks on, and what attends beside it is seen too."""
+"""transformers' attention interface is seen as a whole, whoever else looks on, and attention beside it is seen too."""
 
 from contextlib import ExitStack
 from typing import Any
