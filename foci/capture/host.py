@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# What gradients of many tensors travel in between machines: one call for all of them, where each view from Python costs
+# as much as an allocation.
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
 
 class Leaving(NamedTuple):
     """Tensors that are being copied, the stream that made them, and the end of the copies."""
@@ -81,17 +85,15 @@ def by_size(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 def in_a_row(tensors: Iterable[Tensor]) -> Tensor:
     """All their numbers, one tensor after the other, under the dtype of the first: bits are copied, not converted."""
     first, *others = tensors
-    if not others:
-        return first.reshape(-1)
-    dtype = first.dtype
-    flat = [first, *(other if other.dtype == dtype else other.view(dtype) for other in others)]
-    return torch.cat([tensor.reshape(-1) for tensor in flat])
+    same = [other if other.dtype == first.dtype else other.view(first.dtype) for other in others]
+    row: Tensor = _flatten_dense_tensors([first, *same])
+    return row
 
 
 def as_they_were(tensors: Mapping[str, Tensor], row: Tensor) -> dict[str, Tensor]:
     """The tensors of `in_a_row`, from its copy: views of it."""
-    parts = row.split([tensor.numel() for tensor in tensors.values()])
+    parts = _unflatten_dense_tensors(row, list(tensors.values()))
     return {
-        name: (part if part.dtype == tensor.dtype else part.view(tensor.dtype)).view(tensor.shape)
+        name: part if part.dtype == tensor.dtype else part.view(tensor.dtype)
         for (name, tensor), part in zip(tensors.items(), parts, strict=True)
     }
