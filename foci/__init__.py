@@ -1,25 +1,25 @@
 """foci: attention at the speed of fused kernels, with the attention matrix in reach."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-
-from foci.algebra import Mask
-from foci.biases import ALiBi, Bias, Buckets, Relative
-from foci.cache import Cache
-from foci.call import attention, merge, plan
-from foci.masks import causal, documents, from_function, padding, prefix, window
-from foci.positions import rotary, sinusoidal
-from foci.scores import Additive, Cosine, Dot, General, Score
-from foci.weights import Weights
 
 if TYPE_CHECKING:
     from foci import nn as nn
+    from foci.algebra import Mask
+    from foci.biases import ALiBi, Bias, Buckets, Relative
+    from foci.cache import Cache
+    from foci.call import attention, merge, plan
     from foci.capture.watch import watch
     from foci.decoding import Answer, Beam, Sampling, generate, stream
     from foci.keep import Keep
+    from foci.masks import causal, documents, from_function, padding, prefix, window
+    from foci.positions import rotary, sinusoidal
     from foci.record import Record
+    from foci.scores import Additive, Cosine, Dot, General, Score
     from foci.shipped import pocket
     from foci.view.bertviz import head_view, model_view
+    from foci.weights import Weights
 
 __version__ = "0.1.0"
 
@@ -61,10 +61,24 @@ __all__ = [
 ]
 
 
-LATER = dict.fromkeys(("Answer", "Beam", "Sampling", "generate", "stream"), "foci.decoding")
-LATER |= {"Keep": "foci.keep", "Record": "foci.record", "watch": "foci.capture"}
-LATER |= {"pocket": "foci.shipped"}
-LATER |= dict.fromkeys(("head_view", "model_view"), "foci.view.bertviz")
+# Where each name is; that is imported when one of its names is first used.
+PARTS = {
+    "foci.algebra": ("Mask",),
+    "foci.biases": ("ALiBi", "Bias", "Buckets", "Relative"),
+    "foci.cache": ("Cache",),
+    "foci.call": ("attention", "merge", "plan"),
+    "foci.masks": ("causal", "documents", "from_function", "padding", "prefix", "window"),
+    "foci.positions": ("rotary", "sinusoidal"),
+    "foci.scores": ("Additive", "Cosine", "Dot", "General", "Score"),
+    "foci.weights": ("Weights",),
+    "foci.decoding": ("Answer", "Beam", "Sampling", "generate", "stream"),
+    "foci.keep": ("Keep",),
+    "foci.record": ("Record",),
+    "foci.capture.watch": ("watch",),
+    "foci.shipped": ("pocket",),
+    "foci.view.bertviz": ("head_view", "model_view"),
+}
+PLACES = {name: module for module, names in PARTS.items() for name in names}
 
 
 def __dir__() -> list[str]:
@@ -72,9 +86,12 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """What is not the call itself is imported when it is first named: the call alone is there at once."""
-    if name == "nn":
-        return import_module("foci.nn")
-    if name in LATER:
-        return getattr(import_module(LATER[name]), name)
+    """A public name, or a module of foci, when it is first used: torch takes seconds to import, `foci --help` none."""
+    if name in PLACES:
+        found = getattr(import_module(PLACES[name]), name)
+        # From here on it is found without asking.
+        globals()[name] = found
+        return found
+    if not name.startswith("_") and find_spec(f"foci.{name}") is not None:
+        return import_module(f"foci.{name}")
     raise AttributeError(f"module 'foci' has no attribute {name!r}")

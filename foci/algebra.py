@@ -5,7 +5,9 @@ B batch, H heads, R queries and C keys of a tile. True always means "may look".
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,18 +70,27 @@ class Mask:
         keys = queries if keys is None else keys
         if queries < 1 or keys < 1:
             raise ValueError(f"a drawing needs at least one query and one key, but got {queries} and {keys}")
-        # Lengths and document ids are counted against the keys; plain numbers and bool tensors are drawn as they are.
-        fitted = self if self.static else self.fit(Extent((self._drawn()[2],), head + 1, queries, keys, CPU))
-        return draw(fitted, queries, keys, batch, head)
+        size = self._drawn()
+        return draw(self, size._replace(queries=queries, keys=keys, heads=max(size.heads, head + 1)), batch, head)
 
     def __str__(self) -> str:
-        queries, keys, batch = self._drawn()
-        fitted = self.fit(Extent((batch,), 1, queries, keys, CPU))
-        return f"{self!r}, {queries} queries and {keys} keys\n{draw(fitted, queries, keys, 0, 0)}"
+        size = self._drawn()
+        return f"{self!r}, {size.queries} queries and {size.keys} keys\n{draw(self, size, 0, 0)}"
 
-    def _drawn(self) -> tuple[int, int, int]:
-        """How many queries, keys and sequences a drawing needs."""
-        return 6, 6, 1
+    def _drawn(self) -> Drawn:
+        """What a drawing of it needs."""
+        return Drawn()
+
+
+class Drawn(NamedTuple):
+    """The sizes of a drawing, and how firm they are: 0 where any would do, 2 where tensors decide."""
+
+    firm: int = 0
+    queries: int = 6
+    keys: int = 6
+    batch: tuple[int, ...] = (1,)
+    heads: int = 1
+    device: torch.device = CPU
 
 
 def as_mask(mask: Mask | Tensor) -> Mask:
@@ -91,9 +102,12 @@ def as_mask(mask: Mask | Tensor) -> Mask:
     return Entries(mask)
 
 
-def draw(mask: Mask, queries: int, keys: int, batch: int, head: int) -> str:
-    query, key = torch.arange(queries).view(-1, 1), torch.arange(keys).view(1, -1)
-    where = Where(torch.tensor(batch), torch.tensor(head), query, key, query + keys - queries, key)
+def draw(mask: Mask, size: Drawn, batch: int, head: int) -> str:
+    queries, keys, device = size.queries, size.keys, size.device
+    mask = mask.fit(Extent(size.batch, size.heads, queries, keys, device))
+    query, key = torch.arange(queries, device=device).view(-1, 1), torch.arange(keys, device=device).view(1, -1)
+    sequence, own = torch.tensor(batch, device=device), torch.tensor(head, device=device)
+    where = Where(sequence, own, query, key, query + keys - queries, key)
     seen = mask.visible(where).cpu().broadcast_to(queries, keys).tolist()
     return "\n".join(" ".join("■" if entry else "·" for entry in row) for row in seen)
 
@@ -105,20 +119,15 @@ class Entries(Mask):
     entries: Tensor
 
     def visible(self, where: Where) -> Tensor:
-        if self.entries.dim() != 4:
-            return self.entries.broadcast_to(where.query.shape[-2], where.key.shape[-1])
         return where.pick(self.entries)
 
     def fit(self, extent: Extent) -> Mask:
         return Entries(four_dimensional(on_device(self.entries, extent, "mask"), extent, "mask"))
 
-    def _drawn(self) -> tuple[int, int, int]:
-        return (*(self.entries.shape[-2:] if self.entries.dim() > 1 else (1, self.entries.shape[-1])), 1)
-
-    def __str__(self) -> str:
-        rows, columns, _ = self._drawn()
-        one = Entries(self.entries.reshape(-1, rows, columns)[0])
-        return f"{self!r}, {rows} queries and {columns} keys\n{draw(one, rows, columns, 0, 0)}"
+    def _drawn(self) -> Drawn:
+        batch, heads, queries, keys = (1, 1, 1, 1, *self.entries.shape)[-4:]
+        leading = tuple(self.entries.shape[:-3]) or (batch,)
+        return Drawn(2, queries, keys, leading, heads, self.entries.device)
 
     def __repr__(self) -> str:
         return f"bool tensor {tuple(self.entries.shape)}"
@@ -144,7 +153,7 @@ class Both(Mask):
     def spans(self, extent: Extent, positioned: bool) -> Spans:
         return self.left.spans(extent, positioned) & self.right.spans(extent, positioned)
 
-    def _drawn(self) -> tuple[int, int, int]:
+    def _drawn(self) -> Drawn:
         return joined(self.left, self.right)
 
     def __repr__(self) -> str:
@@ -171,7 +180,7 @@ class Either(Mask):
     def spans(self, extent: Extent, positioned: bool) -> Spans:
         return self.left.spans(extent, positioned) | self.right.spans(extent, positioned)
 
-    def _drawn(self) -> tuple[int, int, int]:
+    def _drawn(self) -> Drawn:
         return joined(self.left, self.right)
 
     def __repr__(self) -> str:
@@ -197,17 +206,21 @@ class Opposite(Mask):
     def spans(self, extent: Extent, positioned: bool) -> Spans:
         return ~self.mask.spans(extent, positioned)
 
-    def _drawn(self) -> tuple[int, int, int]:
+    def _drawn(self) -> Drawn:
         return self.mask._drawn()
 
     def __repr__(self) -> str:
         return f"~{bracketed(self.mask, Both, Either)}"
 
 
-def joined(left: Mask, right: Mask) -> tuple[int, int, int]:
+def joined(left: Mask, right: Mask) -> Drawn:
     """The sizes of a drawing that shows both masks; one with tensors decides."""
-    sizes = [mask._drawn() for mask in (left, right) if not mask.static or isinstance(mask, Entries)]
-    return max(sizes, default=(6, 6, 1))
+    sizes = left._drawn(), right._drawn()
+    return max(sizes, key=lambda size: size[:3])._replace(
+        batch=max((size.batch for size in sizes), key=lambda batch: (math.prod(batch), len(batch))),
+        heads=max(size.heads for size in sizes),
+        device=next((size.device for size in sizes if size.device != CPU), CPU),
+    )
 
 
 def bracketed(mask: Mask, *kinds: type[Mask]) -> str:

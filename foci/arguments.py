@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foci.algebra import Mask, as_mask
 from foci.biases import Bias, Relative, as_bias
-from foci.fitting import on_device
+from foci.fitting import autocasts, on_device
 from foci.scores import Dot, Score
 from foci.where import Extent, Where
 
@@ -157,7 +157,7 @@ def prepare(
     """Checks everything that a caller can get wrong and brings it to (B, H, T, D)."""
     check_tensors(query, key, value)
     device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
+    if autocasts(device_type):
         query, key, value = (autocast(t, device_type) for t in (query, key, value))
         if not query.dtype == key.dtype == value.dtype:
             refuse_dtypes(query, key, value)
@@ -223,7 +223,7 @@ def refuse_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(f"key and value must have the same length, but got {key.shape[-2]} and {value.shape[-2]}")
-    if not (query.dtype == key.dtype == value.dtype) and not torch.is_autocast_enabled(query.device.type):
+    if not (query.dtype == key.dtype == value.dtype) and not autocasts(query.device.type):
         refuse_dtypes(query, key, value)
 
 

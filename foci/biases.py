@@ -196,11 +196,11 @@ def as_bias(bias: Bias | Tensor) -> Bias:
 
 def default_slopes(heads: int, q: Tensor) -> Tensor:
     """The slopes of Press et al.: for a power of two 2^(-8/n)^i, and between two powers every other of the next."""
-    below = 1 << (heads.bit_length() - 1)
+    below = 1 << max(heads.bit_length() - 1, 0)
     # Made on the device: a copy to it would be refused while a graph is captured.
     step = torch.arange(below, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     whole, between = (step + 1) * (-8.0 / below), (2 * step[: heads - below] + 1) * (-4.0 / below)
-    return torch.exp2(torch.cat((whole, between)))
+    return torch.exp2(torch.cat((whole, between)))[:heads]
 
 
 def need_heads(bias: Bias, extent: Extent) -> int:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from foci import __version__
 from foci.commands import data, evaluate, explore, look, run, train
+from foci.commands.writing import BAD_INPUT, said_of
 
 EXAMPLES = """\
 examples:
@@ -39,7 +40,6 @@ examples:
   foci bench attention --quick
 """
 
-BAD_INPUT = 2
 FAILED = 1
 
 
@@ -78,9 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"foci {options.command}: {problem}", file=sys.stderr)
         return FAILED
     except OSError as problem:
-        # A disk that is full, a file that may not be read: what the system says, and about which file.
-        said = f"{problem.filename}: {problem.strerror}" if problem.filename and problem.strerror else str(problem)
-        print(f"foci {options.command}: {said}", file=sys.stderr)
+        # A disk that is full, a file that may not be read.
+        print(f"foci {options.command}: {said_of(problem)}", file=sys.stderr)
         return BAD_INPUT if isinstance(problem, FileNotFoundError) else FAILED
     return status
 
@@ -95,6 +94,9 @@ def open_streams() -> None:
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of a command; its inputs may also stand behind them, where argparse finds none before."""
     top = parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        top.print_help(sys.stderr)
+        top.exit(BAD_INPUT)
     options, more = top.parse_known_args(arguments)
     if more and (not hasattr(options, "inputs") or any(each.startswith("-") for each in more)):
         top.error(f"unrecognized arguments: {' '.join(more)}")

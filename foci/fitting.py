@@ -35,7 +35,7 @@ def keeps_dtypes(function: Callable[Concatenate[X, P], R]) -> Callable[Concatena
     @wraps(function)
     def kept(x: X, /, *arguments: P.args, **options: P.kwargs) -> R:
         device = x.device.type
-        if not torch.is_autocast_enabled(device):
+        if not autocasts(device):
             return function(x, *arguments, **options)
         with torch.autocast(device, enabled=False):
             return function(x, *arguments, **options)
@@ -43,9 +43,15 @@ def keeps_dtypes(function: Callable[Concatenate[X, P], R]) -> Callable[Concatena
     return kept
 
 
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on; a meta tensor has none, and PyTorch does not want to be asked."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def whole_numbers(values: Tensor | list[int], name: str) -> Tensor:
     try:
-        tensor = torch.as_tensor(values)
+        # A tensor stays where it is, whatever the default device.
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
     except (RuntimeError, TypeError, ValueError):
         raise TypeError(f"{name} must be whole numbers, but got {values!r}") from None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:

@@ -14,6 +14,9 @@ from torch import Tensor
 from foci.labels import Labels
 from foci.layer import Layer
 
+# Rows in half precision add up to 1 only so exactly.
+TOLERANCE = 0.02
+
 
 def gathered(attentions: Any, tokens: Any, source: Any, encoder: Any, cross: Any) -> dict[str, Any]:
     """What a record is made of, by the arguments of `Record.from_tensors`."""
@@ -37,19 +40,41 @@ def gathered(attentions: Any, tokens: Any, source: Any, encoder: Any, cross: Any
     if source is not None:
         labels[read] = labels_from(source)
     check_labels(layers, labels)
+    for layer in layers.values():
+        check_shares(layer)
     return {"layers": layers, "labels": labels, "calls": calls, "prompt": prompt}
 
 
 def check_labels(layers: dict[str, Layer], labels: dict[str, Labels]) -> None:
     """Labels that were given must fit the matrices that they are given for; there may be more of them."""
     for layer in layers.values():
-        for name, length in ((layer.queries, layer.shape[2]), (layer.keys, layer.shape[3])):
-            found = labels.get(name)
-            if found is not None and (found.batch != layer.shape[0] or len(found) < length):
-                raise ValueError(
-                    f"{name} takes labels for {layer.shape[0]} sequences of {length} positions, as in {layer.name},"
-                    f" but got {found.batch} of {len(found)}"
-                )
+        if reason := misfit(layer, labels):
+            raise ValueError(reason)
+
+
+def misfit(layer: Layer, labels: dict[str, Labels]) -> str | None:
+    """Why labels cannot stand along a layer's axes; None where they can."""
+    for name, length in ((layer.queries, layer.shape[2]), (layer.keys, layer.shape[3])):
+        found = labels.get(name)
+        if found is not None and (found.batch != layer.shape[0] or len(found) < length):
+            return (
+                f"{name} takes labels for {layer.shape[0]} sequences of {length} positions, as in {layer.name},"
+                f" but got {found.batch} of {len(found)}"
+            )
+    return None
+
+
+def check_shares(layer: Layer) -> None:
+    """Weights are shares of 1; a row may have less (a sink, dropout, nothing to look at), and NaN is for the views."""
+    assert layer.matrix is not None
+    sums = layer.matrix.sum(-1, dtype=torch.promote_types(layer.matrix.dtype, torch.float32))
+    below, above = layer.matrix[layer.matrix < -TOLERANCE], sums[sums > 1 + TOLERANCE]
+    if below.numel() or above.numel():
+        got = f"a weight of {float(below.min()):.4g}" if below.numel() else f"a row of {float(above.max()):.4g} in all"
+        raise ValueError(
+            f"{layer.name} takes attention weights, none below 0 and a row at most 1 in all, but got {got} (scores need"
+            " their softmax first; a model in training has its weights scaled by dropout: call eval())"
+        )
 
 
 def joined(given: Any, grows: bool) -> tuple[list[Tensor], int | None, int]:

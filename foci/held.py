@@ -33,6 +33,14 @@ class Held:
         watched = [] if is_unreadable(lse) or call.transformed else tensors_of(call, lse)
         self._marks = [(name, tensor, mark(tensor)) for name, tensor in watched]
 
+    def __getstate__(self) -> tuple[Call, Tensor]:
+        """Copies, pickled ones too, are watched from then on; what cannot be computed any more is not copied."""
+        self.check()
+        return self.call, self.lse
+
+    def __setstate__(self, state: tuple[Call, Tensor]) -> None:
+        Held.__init__(self, *state)
+
     def check(self) -> None:
         for name, tensor, was in self._marks:
             if mark(tensor) != was:

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foci.algebra import Mask
+from foci.algebra import Drawn, Mask
 from foci.fitting import broadcasts, is_unreadable, on_device, refuse_unless, taken, whole_numbers
 from foci.spans import Spans
 from foci.where import Extent, Where
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# Distances beyond it are this one, so that a position and a distance are still a number of 64 bits.
+FARTHEST = 2**62
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -52,9 +55,9 @@ class Causal(Mask):
         ■ · · · ·
         ■ ■ · · ·
         """
-        if not isinstance(offset, int):
+        if not is_whole(offset):
             raise TypeError(f"causal.at takes a whole number, but got {offset!r}")
-        return Causal(offset)
+        return Causal(max(-FARTHEST, min(offset, FARTHEST)))
 
     def visible(self, where: Where) -> Tensor:
         if self.offset is None:
@@ -87,9 +90,12 @@ class Window(Mask):
     right: int | None = 0
 
     def __post_init__(self) -> None:
-        for side in (self.left, self.right):
-            if side is not None and (not isinstance(side, int) or side < 0):
+        for name in ("left", "right"):
+            side = getattr(self, name)
+            if side is not None and (not is_whole(side) or side < 0):
                 raise ValueError(f"window takes sizes >= 0 or None, but got left={self.left!r}, right={self.right!r}")
+            if side is not None and side > FARTHEST:
+                object.__setattr__(self, name, FARTHEST)
 
     def visible(self, where: Where) -> Tensor:
         step = where.key_position - where.query_position
@@ -148,9 +154,9 @@ class Padding(Mask):
             return Spans.run(torch.zeros_like(lengths), lengths, extent)
         return Spans.run(extent.keys - lengths, torch.full_like(lengths, extent.keys), extent)
 
-    def _drawn(self) -> tuple[int, int, int]:
+    def _drawn(self) -> Drawn:
         keys = max(int(self.lengths.max()), 6) if self.lengths.numel() else 6
-        return min(keys, 32), keys, max(self.lengths.numel(), 1)
+        return Drawn(1, min(keys, 32), keys, tuple(self.lengths.shape), 1, self.lengths.device)
 
     def __repr__(self) -> str:
         return f"padding({shown(self.lengths)}{'' if self.side == 'right' else ', side=' + repr(self.side)})"
@@ -190,7 +196,7 @@ class Documents(Mask):
     def spans(self, extent: Extent, positioned: bool) -> Spans:
         """From the first to the last key of each query's document; documents need not be contiguous."""
         queries, keys = self.query_ids, self._key_ids()
-        rows = max(queries.shape[0], keys.shape[0])
+        rows = torch.broadcast_shapes(queries.shape[:1], keys.shape[:1])[0]
         order = torch.sort(keys.expand(rows, -1), dim=-1, stable=True)
         queries = queries.expand(rows, -1).contiguous()
         first = torch.searchsorted(order.values, queries)
@@ -200,9 +206,9 @@ class Documents(Mask):
         high = order.indices.gather(1, last.clamp(min=0)) + 1 if extent.keys else first
         return Spans.run(low * found, high * found, extent, exact=False)
 
-    def _drawn(self) -> tuple[int, int, int]:
-        batch = self.query_ids.shape[0] if self.query_ids.dim() > 1 else 1
-        return self.query_ids.shape[-1], self._key_ids().shape[-1], batch
+    def _drawn(self) -> Drawn:
+        queries, keys = self.query_ids, self._key_ids()
+        return Drawn(2, queries.shape[-1], keys.shape[-1], tuple(queries.shape[:-1]) or (1,), 1, queries.device)
 
     def __repr__(self) -> str:
         keys = "" if self.key_ids is None else f", {shown(self.key_ids)}"
@@ -223,8 +229,10 @@ class Prefix(Mask):
     length: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.length, int) or self.length < 0:
+        if not is_whole(self.length) or self.length < 0:
             raise ValueError(f"prefix takes a whole number >= 0, but got {self.length!r}")
+        if self.length > FARTHEST:
+            object.__setattr__(self, "length", FARTHEST)
 
     def visible(self, where: Where) -> Tensor:
         return where.key_position < self.length
@@ -304,6 +312,10 @@ def from_function(function: Predicate) -> Mask:
     if not callable(function):
         raise TypeError(f"from_function takes a function of four index tensors, but got {type(function).__name__}")
     return FromFunction(function)
+
+
+def is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def shown(tensor: Tensor) -> str:

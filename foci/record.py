@@ -77,14 +77,15 @@ class Record:
     ) -> Record:
         """A record of matrices that another library gave.
 
-        >>> steps = ((torch.rand(1, 2, 3, 3), torch.rand(1, 2, 3, 3)),      # generate: [step][layer], the prompt first
-        ...          (torch.rand(1, 2, 1, 4), torch.rand(1, 2, 1, 4)))
+        >>> first, second = torch.rand(1, 2, 3, 3).softmax(-1), torch.rand(1, 2, 1, 4).softmax(-1)
+        >>> steps = ((first, first), (second, second))                 # generate: [step][layer], the prompt first
         >>> foci.Record.from_tensors(steps, tokens=["a", "b", "c", "d"])["L1"].shape
         (1, 2, 4, 4)
 
         Args:
             attentions: [layer][batch, head, query, key]: a tuple of tensors, one array, or the tuples of tuples
-                that Hugging Face's `generate` gives; (head, query, key) is taken as one sequence.
+                that Hugging Face's `generate` gives; (head, query, key) is taken as one sequence. They are weights, not
+                scores: a row that adds up to more than 1 is refused.
             tokens: the texts along the axes, [position] or [batch][position], or Labels.
             source: the same for the encoder's side of an encoder-decoder.
             encoder, cross: the other attentions of an encoder-decoder; `attentions` are then the decoder's.
@@ -153,7 +154,13 @@ class Record:
 
         `decode` is a tokenizer, or a function from a list of numbers to a text. Returns the record.
         """
-        self.labels[name] = foreign.labels_from(tokens, decode)
+        labels = foreign.labels_from(tokens, decode)
+        # Some layers may see fewer positions than others; labels that fit none of them are about something else.
+        along = [layer for layer in self.layers.values() if name in (layer.queries, layer.keys)]
+        reasons = [foreign.misfit(layer, {name: labels}) for layer in along]
+        if reasons and all(reasons):
+            raise ValueError(reasons[0])
+        self.labels[name] = labels
         self._own.clear()
         return self
 

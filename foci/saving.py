@@ -46,7 +46,7 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """A safetensors file, written to the side and renamed: it is whole or not there, and may be read as any other."""
-    package = safetensors()
+    package = safetensors(str(path))
     from safetensors import SafetensorError
 
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -89,10 +89,10 @@ def load(path: str | os.PathLike[str], kind: str = FORMAT) -> dict[str, Any]:
     return described
 
 
-def opened(path: str | os.PathLike[str]) -> Any:
+def opened(path: str | os.PathLike[str], extra: str = "view") -> Any:
     """A safetensors file to read from; the package says of one that may not be read that it is not there."""
     Path(path).open("rb").close()
-    return safetensors().safe_open(os.fspath(path), framework="pt")
+    return safetensors(os.fspath(path), extra).safe_open(os.fspath(path), framework="pt")
 
 
 def packed(thing: Any, tensors: dict[str, Tensor], name: str, seen: dict[Any, str]) -> Any:
@@ -171,9 +171,10 @@ def checksum(tensors: dict[str, Tensor]) -> int:
     return total
 
 
-def safetensors() -> Any:
+def safetensors(what: str = "a file of weights", extra: str = "view") -> Any:
+    """The package; where it is missing, what needs it and the extra that brings it."""
     try:
         import safetensors.torch as package
     except ImportError as error:
-        raise ImportError("saving weights needs safetensors: pip install safetensors") from error
+        raise ImportError(f"{what} needs safetensors, which is not installed: pip install 'foci[{extra}]'") from error
     return package

@@ -169,7 +169,8 @@ def products(q: Tensor, k: Tensor) -> Tensor:
     """q kᵀ; heads that share keys are folded into the rows, so that no key is copied."""
     if q.shape[1] == k.shape[1]:
         return q @ k.mT
-    folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.mT
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    folded = q.reshape(q.shape[0], k.shape[1], rows, q.shape[-1]) @ k.mT
     return folded.view(*q.shape[:-1], k.shape[-2])
 
 

@@ -70,7 +70,7 @@ def totals(layer: Layer, tokens: tuple[Tokens, Tokens] | None = None) -> Totals:
         found |= from_entries(layer, tokens)
     if layer.most:
         heaviest = layer.top(1)
-        seen = heaviest.keys[..., 0] >= 0
+        seen = (heaviest.keys[..., 0] >= 0) & heaviest.values[..., 0].isfinite()
         found["heaviest"] = summed(heaviest.values[..., 0], seen)
         onward = heaviest.keys[..., 1:, 0] >= heaviest.keys[..., :-1, 0]
         found["alignment"] = summed(onward.double(), seen[..., 1:] & seen[..., :-1])

@@ -282,3 +282,53 @@ def test_a_bias_of_nan_shows() -> None:
 def test_merge_refuses_what_are_no_pairs(parts: Any) -> None:
     with pytest.raises(ValueError, match=r"a list of \(out, lse\) pairs"):
         foci.merge(parts)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [3.0, 500.0])
+def test_a_bias_keeps_its_digits_beside_half_precision(half: torch.dtype, size: float) -> None:
+    """In the dtype of the queries it would lose them, and a large one would be infinite."""
+    q, k, v = (tensor.to(half).requires_grad_() for tensor in qkv())
+    bias = size * randn(6, 6, seed=9)
+    assert foci.plan(q, k, v, bias=bias).chosen == "sdpa"
+    out, weights = foci.attention(q, k, v, bias=bias, return_weights=True)
+    torch.testing.assert_close(weights.dense().sum(-1), torch.ones(2, 4, 6), atol=1e-5, rtol=0)
+    expected = foci.attention(q, k, v, bias=bias, backend="reference")
+    tolerance = 4 * torch.finfo(half).eps
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    grads, true = (torch.autograd.grad(x.float().square().sum(), (q, k, v)) for x in (out, expected))
+    torch.testing.assert_close(grads, true, atol=16 * tolerance, rtol=4 * tolerance)
+    large = torch.full((6, 6), -1e5)
+    torch.testing.assert_close(foci.attention(q, k, v, bias=large), foci.attention(q, k, v), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("nothing", [torch.nan, torch.inf])
+@pytest.mark.parametrize("mask", [foci.padding([4, 6]), torch.tensor([True] * 4 + [False] * 2).expand(6, 6)])
+def test_keys_that_nobody_sees_may_be_anything(nothing: float, mask: foci.Mask | Tensor) -> None:
+    q, k, v = qkv()
+    expected, there = foci.attention(q, k, v, mask=mask, return_weights=True)
+    dirty = k.clone()
+    dirty[0, :, 4:] = nothing
+    dirty.requires_grad_()
+    assert foci.plan(q, dirty, v, mask=mask).chosen == "sdpa"
+    out, weights = foci.attention(q, dirty, v, mask=mask, return_weights=True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(weights.entropy(), there.entropy())
+    assert bool(torch.autograd.grad(out.sum(), dirty)[0].isfinite().all())
+    seen = k.clone()
+    seen[0, :, 0] = torch.nan
+    assert bool(foci.attention(q, seen, v, mask=mask)[0].isnan().all())
+
+
+def test_meta_tensors_have_the_shapes_of_the_answer() -> None:
+    q, k, v = (tensor.to("meta") for tensor in qkv())
+    for options in ({}, {"mask": foci.causal & foci.window(2)}, {"bias": foci.ALiBi()}):
+        out, weights = foci.attention(q, k, v, **options, return_weights=True)
+        assert out.is_meta
+        assert out.shape == q.shape
+        assert weights.entropy().shape == (2, 4, 6)
+
+
+def test_a_plan_refuses_a_backend_that_is_none() -> None:
+    with pytest.raises(ValueError, match="unknown backend 'nope': expected one of sdpa"):
+        foci.plan(*qkv(), backend="nope")

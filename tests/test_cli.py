@@ -98,7 +98,7 @@ def test_bad_input_is_one_sentence_and_exit_2(
     assert capsys.readouterr() == ("", message)
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["explain"], ["explain", "a", "--words", "b"], ["doctor", "now"]])
+@pytest.mark.parametrize("arguments", [["fly"], ["explain"], ["explain", "a", "--words", "b"], ["doctor", "now"]])
 def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
@@ -148,3 +148,20 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
     assert done.stdout == "Attention, step by step\n"
     assert done.stderr == ""
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([])
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "examples:\n  foci explain" in said.err
+
+
+def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(tmp_path: Path) -> None:
+    # In place of torch, something that takes as long and is interrupted.
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "foci", "look", "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -1,6 +1,8 @@
 """The lazy matrix holds references: a change behind its back is seen, and the values are not kept alive."""
 
+import copy
 import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -215,3 +217,18 @@ def test_every_backend_gives_weights_that_can_be_asked(backend: str) -> None:
         pytest.skip("; ".join(plan.refusals[backend]))
     weights = lazy(arguments, backend)
     matrices.assert_close(weights.dense(), matrices.truth(arguments), torch.float32)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
+def test_copies_are_watched_by_themselves(copied: Callable[[Any], Any]) -> None:
+    arguments = matrices.qkv() | {"mask": foci.causal, "sink": matrices.sink()}
+    weights = lazy(arguments)
+    before = weights.dense()
+    other = copied(weights)
+    arguments["query"].add_(1)
+    assert torch.equal(other.dense(), before)
+    other._held.call.q.add_(1)
+    with pytest.raises(RuntimeError, match="the query was changed"):
+        other.entropy()
+    with pytest.raises(RuntimeError, match="the query was changed"):
+        copied(weights)

@@ -4,9 +4,12 @@ import ast
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import foci
 
 ROOT = Path(__file__).parent.parent
 
@@ -140,13 +143,29 @@ def test_imports_are_read_wherever_they_stand() -> None:
     assert imported("from foci import attention", {"masks"}) == {"foci"}
 
 
-def test_importing_foci_brings_the_call_and_no_compiler() -> None:
-    code = "import sys, foci; print(*(name for name in sys.modules if name.startswith(('torch._dynamo', 'foci'))))"
+def test_naming_the_call_brings_it_and_no_compiler() -> None:
+    code = "foci.attention; print(*(name for name in sys.modules if name.startswith(('torch._dynamo', 'foci'))))"
+    code = f"import sys, foci; {code}"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     brought = {name.partition(".")[2].partition(".")[0] for name in printed.split() if name.startswith("foci.")}
     assert "call" in brought
     assert not {"nn", "record", "capture", "view", "decoding"} & brought
     assert "torch._dynamo" not in printed.split()
+
+
+def test_the_command_line_is_there_before_torch_is() -> None:
+    code = "import sys, foci.cli; foci.cli.parser(); print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert "torch" not in printed.split()
+
+
+def test_every_public_name_is_found_and_no_other() -> None:
+    listed = {name for names in foci.PARTS.values() for name in names}
+    assert listed == {*foci.__all__}
+    assert all(getattr(foci, name) is getattr(import_module(foci.PLACES[name]), name) for name in listed)
+    assert foci.masks is import_module("foci.masks")
+    with pytest.raises(AttributeError, match=r"^module 'foci' has no attribute 'nothing'$"):
+        foci.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("module", ["nn", "record", "capture", "decoding", "tasks", "training", "cli"])

@@ -231,3 +231,22 @@ def test_without_transformers_the_error_says_what_to_install(
     assert cli.main(["look", "x", "--model", "gpt2"]) == 1
     said = "models of Hugging Face need transformers, which is not installed: pip install 'foci[hf]'"
     assert capsys.readouterr().err == f"foci look: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "said"),
+    [
+        ([], 0, r"hungry is no word that looks in cross\.L\d, but one in (encoder\.L\dH\d), which is shown\n$"),
+        (["--head", "cross.L1"], 2, r"'hungry' is no word that looks in cross\.L1, but one in encoder\.L0 to encoder"),
+        (["--head", "encoder.L1H0"], 0, "loading"),
+    ],
+)
+def test_a_word_of_the_text_that_the_answer_does_not_have(
+    asked: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["look", "Jane is hungry.", "--word", "hungry", *asked]) == status
+    out, err = capsys.readouterr()
+    found = re.search(said, err)
+    assert found is not None
+    name = found[1] if found.groups() else "encoder.L1H0"
+    assert (f"Where “hungry.” looks in {name}" in out) is (status == 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 import foci
 from foci.algebra import Mask, as_mask
-from foci.masks import Causal
+from foci.masks import Causal, Padding
 
 
 def drawing(text: str) -> str:
@@ -285,3 +287,44 @@ def test_a_mask_has_no_truth_value() -> None:
 def test_a_drawing_needs_something_to_draw() -> None:
     with pytest.raises(ValueError, match="at least one query and one key, but got -1 and -1"):
         foci.causal.draw(-1)
+
+
+def test_a_mask_of_many_sequences_and_heads_draws_the_first() -> None:
+    entries = torch.ones(2, 3, 2, 2, dtype=torch.bool)
+    entries[0, 0, 1, 0] = False
+    expected = "2 queries and 2 keys\n■ ·\n· ■"
+    assert str(foci.causal & entries) == f"causal & bool tensor (2, 3, 2, 2), {expected}"
+    assert str(~~as_mask(entries) & foci.causal).endswith(expected)
+    assert (foci.causal & entries).draw(2, batch=1, head=2) == "■ ·\n■ ■"
+
+
+def test_of_two_masks_the_one_that_knows_its_size_decides_it() -> None:
+    ids = torch.tensor([[0, 0, 1], [0, 1, 1]])
+    for mask in (foci.padding([2, 3]) & foci.documents(ids), foci.documents(ids) & foci.padding([2, 3])):
+        assert str(mask).split("\n")[1:] == ["■ ■ ·", "■ ■ ·", "· · ·"]
+
+
+@pytest.mark.parametrize("far", [sys.maxsize, 10**30])
+def test_distances_beyond_all_keys_are_no_limit(far: int) -> None:
+    q = torch.randn(1, 2, 5, 4)
+    assert torch.equal(
+        foci.attention(q, q, q, mask=foci.window(0, far)), foci.attention(q, q, q, mask=foci.window(0, None))
+    )
+    near = foci.attention(q, q, q, mask=foci.window(3))
+    for mask in (foci.causal.at(far) & foci.window(3), foci.window(3, far) & foci.causal):
+        torch.testing.assert_close(foci.attention(q, q, q, mask=mask), near)
+    assert not foci.attention(q, q, q, mask=foci.causal.at(-far)).any()
+    torch.testing.assert_close(foci.attention(q, q, q, mask=foci.prefix(far)), foci.attention(q, q, q))
+
+
+@pytest.mark.parametrize("make", [lambda: foci.window(True), lambda: foci.causal.at(True), lambda: foci.prefix(True)])
+def test_a_truth_value_is_no_number(make: Callable[[], Mask]) -> None:
+    with pytest.raises((TypeError, ValueError), match="True"):
+        make()
+
+
+def test_given_lengths_stay_on_their_device() -> None:
+    with torch.device("meta"):
+        mask = foci.padding(torch.tensor([3], device="cpu"))
+    assert isinstance(mask, Padding)
+    assert mask.lengths.device.type == "cpu"

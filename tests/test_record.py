@@ -105,6 +105,16 @@ def test_labels_only_where_they_fit() -> None:
         record.label([[1, 2]])
 
 
+def test_labels_set_afterwards_that_fit_no_layer_are_refused() -> None:
+    record = foci.Record.from_tensors(matrices(), tokens=list("abcde"))
+    for wrong in ([["a"]], [list("abcde")] * 2):
+        with pytest.raises(ValueError, match=r"input takes labels for 1 sequences of 5 positions, as in layers.0, but"):
+            record.label(wrong)
+    assert record.labels["input"].texts == (tuple("abcde"),)
+    record.layers["longer"] = Layer("longer", index=2, matrix=matrices(1, 7, 7)[0])
+    assert record.label([list("vwxyz")]).labels["input"].texts == (tuple("vwxyz"),)
+
+
 def test_tensors_of_other_libraries() -> None:
     given = matrices()
     forms: dict[str, Any] = {
@@ -152,8 +162,42 @@ def test_labels_that_do_not_fit_the_tensors_are_refused() -> None:
         foci.Record.from_tensors(matrices(), tokens=list("abc"))
 
 
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (randn(1, 2, 5, 5), "a weight of -"),
+        (torch.full((1, 2, 5, 5), 0.5), "a row of 2.5 in all"),
+        (torch.full((1, 2, 5, 5), torch.inf), "a row of inf in all"),
+    ],
+)
+def test_scores_are_no_weights(given: Tensor, got: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"layers.0 takes attention weights, none below 0 and a row at most 1 in all, bu"
+    ):
+        foci.Record.from_tensors([given])
+    with pytest.raises(ValueError, match=got):
+        foci.Record.from_tensors([given])
+
+
+def test_rows_may_have_less_than_one_and_the_rounding_of_half_precision() -> None:
+    whole = matrices(1)[0]
+    for given in (whole / 2, whole * 0, whole.bfloat16(), whole.half(), torch.full((1, 1, 2, 2), torch.nan)):
+        assert foci.Record.from_tensors([given])["L0"].dense() is not None
+
+
+def test_rows_that_are_no_numbers_are_in_no_score() -> None:
+    whole = matrices(1)[0]
+    broken = whole.clone()
+    broken[:, :, 4] = torch.nan
+    scores = foci.Record.from_tensors([broken], tokens=list("abcde")).scores()
+    kept = foci.Record.from_tensors([whole[:, :, :4]]).scores()
+    torch.testing.assert_close(scores["entropy"], kept["entropy"])
+    torch.testing.assert_close(scores["heaviest"], kept["heaviest"])
+    assert foci.Record.from_tensors([broken * torch.nan]).scores() == {}
+
+
 def test_scores_have_a_row_per_layer() -> None:
-    record = foci.Record.from_tensors([*matrices(1), torch.rand(1, 2, 5, 5)], tokens=list("abcab"))
+    record = foci.Record.from_tensors([*matrices(1), torch.rand(1, 2, 5, 5).softmax(-1)], tokens=list("abcab"))
     scores = record.scores()
     assert scores["previous token"].shape == (2, 3)
     assert scores["previous token"].isnan().tolist() == [[False] * 3, [False, False, True]]

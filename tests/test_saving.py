@@ -170,6 +170,8 @@ def test_what_is_no_known_thing_is_refused(case: str) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match="pip install safetensors"):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(
+        ImportError, match=r"^a file of weights needs safetensors, which is not installed: pip install 'foci\[view\]'$"
+    ):
         saving.safetensors()

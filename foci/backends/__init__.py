@@ -57,10 +57,16 @@ def named(call: Call, name: str) -> ModuleType:
             if reasons:
                 raise ValueError(f"backend {name!r} refuses this call: {'; '.join(reasons)}")
             return backend
-    raise ValueError(f"unknown backend {name!r}: expected one of {', '.join(NAMES)}")
+    raise unknown(name)
+
+
+def unknown(name: str) -> ValueError:
+    return ValueError(f"unknown backend {name!r}: expected one of {', '.join(NAMES)}")
 
 
 def plan(call: Call, name: str | None = None) -> Plan:
+    if name is not None and name not in NAMES:
+        raise unknown(name)
     refusals = {backend.NAME: backend.refuses(call) for backend in BACKENDS}
     notes = {backend.NAME: "; ".join(reasons) for backend in BACKENDS if (reasons := hesitations(backend, call))}
     serving = [backend for backend in NAMES if not refusals[backend]]

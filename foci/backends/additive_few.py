@@ -25,16 +25,18 @@ from foci.backends.launches import Launches, kept, processors, step
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms, out: Tensor) -> Launches:
-    """One query against many keys, as a decoder does at each step."""
+    """One query against many keys, as a decoder does at each step: two blocks of keys are on their way meanwhile."""
     from foci.kernels.additive_decode import few as kernel
 
     rows = out.numel() // out.shape[3]
-    keys = block_of(q, v, 4096)
+    numbers, warps = (1024, 1) if max(q.shape[3], v.shape[3]) <= 256 else (4096, 4)
+    keys = block_of(q, v, numbers)
     count = -(-k.shape[2] // keys)
-    splits = splits_for(rows, count, 4, q.device)
-    numbers = numbers_of(q, k, v, weight, terms) | {"BN": keys, "per_split": -(-count // splits) * keys}
+    splits = splits_for(rows, count, 16 // warps, q.device, most=256 // warps)
+    given = numbers_of(q, k, v, weight, terms)
+    given |= {"BN": keys, "per_split": -(-count // splits) * keys, "STAGES": 3}
     sizes, renamed = partial_results(splits, out)
-    attend = step(kernel, (rows, splits), numbers, renamed, num_warps=4, num_stages=1)
+    attend = step(kernel, (rows, splits), given, renamed, num_warps=warps)
     return Launches(sizes, q.device, [attend, *join(splits, out)])
 
 
@@ -90,6 +92,7 @@ def backward_launches(
 
     numbers: dict[str, Any] = numbers_of(q, k, v, weight, terms)
     numbers |= {"BN": keys, "per_split": per_split * keys, "LSE": has_d_lse}
+    numbers |= {"ONE": q.shape[1] * q.shape[2] == k.shape[1], "STAGES": 2}
     attend = step(kernel, (k.shape[0] * k.shape[1], splits), numbers, num_warps=warps, num_stages=1)
     return Launches({}, q.device, [attend])
 

@@ -136,10 +136,10 @@ def readable(
     return q, k, v, weight.contiguous(), Terms(spans, query_ids, key_ids, dense, *terms[4:])
 
 
-def splits_for(programs: int, blocks: int, per_processor: int, device: torch.device) -> int:
+def splits_for(programs: int, blocks: int, per_processor: int, device: torch.device, most: int = 64) -> int:
     """Into how many parts the keys are split: enough programs for every processor, a few blocks for each of them."""
     wanted = processors(device) * per_processor
-    return max(1, min(wanted // programs, blocks // 4, 64)) if programs * 2 <= wanted else 1
+    return max(1, min(wanted // programs, blocks // 4, most)) if programs * 2 <= wanted else 1
 
 
 def partial_results(splits: int, out: Tensor) -> tuple[dict[str, int], dict[str, str]]:

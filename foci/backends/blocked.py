@@ -317,7 +317,8 @@ def logits(call: Call, strip: Strip, hidden: float = -torch.inf) -> Tensor:
     """The strip's logits over its segments, side by side; only the edges of what it sees pay for the mask."""
     q = taken(call.q, strip.rows)
     if not strip.segments:
-        return q.new_zeros(*q.shape[:3], 0, dtype=call.wide)
+        # Of no width, but a part of the graph: a gradient of nothing is zeros.
+        return (q @ q[:, :, :0].mT + taken(call.k, slice(0, 0)).sum()).to(call.wide)
     found = [segment_logits(call, q, strip.rows, segment, hidden) for segment in strip.segments]
     return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 

@@ -17,13 +17,16 @@ from torch import Tensor
 
 from foci.algebra import Entries, Mask
 from foci.arguments import FLOATS, Call
-from foci.backends import cuda_sdpa
+from foci.backends import blocked, cuda_sdpa
 from foci.backends.fused import padded, with_lse_column
 from foci.biases import Added
+from foci.fitting import is_unreadable
 from foci.masks import Causal, Padding, causal
 from foci.scores import Additive, Dot
 
 NAME = "sdpa"
+
+HALF = (torch.float16, torch.bfloat16)
 
 cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -92,6 +95,9 @@ def bias_reasons(call: Call) -> list[str]:
         reasons.append("a bias that needs a gradient")
     if call.mask is not None:
         reasons.append("a bias together with a mask")
+    if call.extent.device.type == "cuda" and bias_dtype(call, call.bias) != call.q.dtype:
+        dtypes = (f"{dtype}".removeprefix("torch.") for dtype in (call.bias.entries.dtype, call.q.dtype))
+        reasons.append("a bias in {} would be rounded to {}".format(*dtypes))
     return reasons
 
 
@@ -153,14 +159,21 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         out, lse = cuda_sdpa.run(dot, scale, kind, mask)
     else:
         out, lse = cpu(dot, scale, kind, mask)
+        if mask is not None and has_nan(out):
+            # The kernel adds -inf to what is hidden, and a NaN or inf stays one: padding that nobody filled.
+            return blocked.run(call)
     return (out, lse) if mask is None else hidden_rows(out, lse, mask)
+
+
+def has_nan(out: Tensor) -> bool:
+    return not is_unreadable(out) and bool(out.isnan().any())
 
 
 def attn_mask(call: Call) -> Tensor | None:
     """The float tensor that is added to the logits."""
     if isinstance(call.bias, Added):
         # Of a part of a call only these sequences and heads.
-        return call.bias.term(call.everything()).to(call.q.dtype)
+        return call.bias.term(call.everything()).to(bias_dtype(call, call.bias))
     mask = dense_mask(call)
     if mask is None:
         return None
@@ -168,6 +181,11 @@ def attn_mask(call: Call) -> Tensor | None:
     rows = slice(0, call.q.shape[2]) if isinstance(mask, Entries) else slice(0, 1)
     visible = mask.visible(call.where(rows, slice(0, keys)))
     return torch.where(visible, 0.0, -torch.inf).to(call.q.dtype)
+
+
+def bias_dtype(call: Call, bias: Added) -> torch.dtype:
+    """What the kernels take without a loss: beside half precision another dtype is added in float32."""
+    return torch.float32 if call.q.dtype in HALF and bias.entries.dtype != call.q.dtype else call.q.dtype
 
 
 def cpu(call: Call, scale: float, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

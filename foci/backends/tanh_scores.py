@@ -81,7 +81,7 @@ class Scores(torch.autograd.Function):
 
 def is_near(q: Tensor, k: Tensor) -> bool:
     """Whether all exponentials are floats of full precision; NaN is not."""
-    return all(float(edge.abs()) <= NEAR for x in (q, k) for edge in x.aminmax())
+    return all(float(edge.abs()) <= NEAR for x in (q.detach(), k.detach()) for edge in x.aminmax())
 
 
 def in_blocks(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from foci.commands.loading import loaded, named, tell_cut
+    from foci.training.progress import answering
 
     options.model = named(options.model)
     if options.answers is not None:
@@ -51,8 +52,8 @@ def run(options: argparse.Namespace) -> int:
     task, model = loaded(options.model, options.changes, options.device)
     examples = examples_for(task, options)
     tell_cut("evaluate", sum(map(task.is_cut, examples)), len(examples))
-    with torch.no_grad():
-        answers = task.decode(model, examples)
+    with torch.no_grad(), answering(len(examples)) as done:
+        answers = task.decode(model, examples, done)
     if options.answers is not None:
         options.answers.write_text("".join(f"{answer}\n" for answer in answers), encoding="utf-8")
     found = task.score(answers, examples)

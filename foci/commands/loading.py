@@ -39,10 +39,10 @@ def changed(task: Task[Any, Any], changes: Sequence[str]) -> Task[Any, Any]:
 
 
 def place_of(name: str, path: Path | None) -> Path:
-    """Where the model for a task is: where somebody says, in runs/TASK, or among those that ship."""
+    """Where the model for a task is: what somebody names, in runs/TASK, or among those that ship."""
     find(name)
     if path is not None:
-        return path
+        return named(path)
     for place in (Path("runs") / name, shipped.FOLDER / name):
         if place.is_dir():
             return place

@@ -7,13 +7,18 @@ import logging
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foci.commands.writing import check_out, check_text
+
+if TYPE_CHECKING:
+    from foci.layer import Layer
+    from foci.record import Record
 
 EXAMPLES = """\
 examples:
   foci look "Jane is hungry, and she's really craving pasta from Italy."
+  foci look "Jane is hungry." --word hungry
   foci look "Where is the train station?" --head cross.L1 --word Bahnhof
   foci look "ROMEO:" --model generation --out page.html
   foci look "Jane is hungry." --model ./minilm --head L0H1
@@ -37,7 +42,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--layer", type=int, help="a layer, from 0")
     parser.add_argument("--head", help="a head: L5H3, cross.L0H2, or a number beside --layer")
-    parser.add_argument("--word", help="the word to follow: hungry, the#2 for the second the, or its place from 0")
+    parser.add_argument(
+        "--word",
+        help="the word to follow, of the answer or of the text: hungry, the#2 for the second the, or its place",
+    )
     parser.add_argument("--tokens", action="store_true", help="single tokens instead of whole words")
     parser.add_argument("--out", type=Path, help="into a file: page.html, figure.png, .svg or .pdf, record.foci")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -54,11 +62,45 @@ def run(options: argparse.Namespace) -> int:
     record = look(check_text(" ".join(options.text)), options.model, device=options.device, say=tell)
     head = int(options.head) if options.head is not None and options.head.isdigit() else options.head
     if options.out is None:
+        head = following(record, options, head)
         record.show(options.word, head, options.layer, by_token=options.tokens)
         return 0
     record.save(options.out, **(figure(head, options) if options.out.suffix.lower() in PICTURES else {}))
     tell(f"written: {options.out}")
     return 0
+
+
+def following(record: Record, options: argparse.Namespace, head: str | int | None) -> str | int | None:
+    """The head to show: the one that was named, or one that reads the text, where only the text has the word."""
+    from foci.view.reading import choose, reading_of, telling
+
+    asked = head is not None or options.layer is not None
+    if options.word is None:
+        return head
+    choice = choose(record, head, options.layer) if asked else telling(record)
+    having = [layer for layer in record.layers.values() if has(record, layer, options)]
+    if not having or choice.layer in having or record.labels_of(choice.layer)[1].grid is not None:
+        return head
+    names = f"{record.name_of(having[0])} to {record.name_of(having[-1])}" if having[1:] else record.name_of(having[0])
+    if asked:
+        raise ValueError(
+            f"{options.word!r} is no word that looks in {choice.name}, but one in {names}: name one of them"
+        )
+    reading = reading_of(record, choice)
+    shown = reading.name if reading is not None and reading.layer in having else record.name_of(having[0])
+    tell(f"{options.word} is no word that looks in {choice.name}, but one in {shown}, which is shown")
+    return shown
+
+
+def has(record: Record, layer: Layer, options: argparse.Namespace) -> bool:
+    """Whether the word to follow is one that looks in a layer."""
+    from foci.view.reading import find, sides
+
+    try:
+        find(sides(record, layer, 0, options.tokens)[0], options.word)
+    except ValueError:
+        return False
+    return True
 
 
 def figure(head: str | int | None, options: argparse.Namespace) -> dict[str, Any]:

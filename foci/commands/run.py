@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from foci.commands.writing import check_out, check_text
+from foci.commands.writing import BAD_INPUT, check_out, check_text, said_of
 
 if TYPE_CHECKING:
     from foci.nn.model import Model
@@ -33,6 +33,8 @@ SHIPPED = Path(__file__).parents[1] / "shipped"
 # The ending of a file of answers; the others are those of records.
 ANSWERS = ".txt"
 TOGETHER = 64
+# What a task says of an input that it cannot read.
+UNREADABLE = (ValueError, OSError)
 
 
 def add(commands: Any) -> None:
@@ -47,7 +49,9 @@ def add(commands: Any) -> None:
     parser.add_argument("inputs", nargs="*", help="sentences, or files of pictures or sound (default: lines of stdin)")
     parser.add_argument("--file", type=Path, help="a file with an input on each line; an empty one stays empty")
     parser.add_argument(
-        "--model", type=Path, help="a run's folder or a model file (default: runs/TASK, else one that ships)"
+        "--model",
+        type=Path,
+        help="a run's folder, a model file, or one that ships (default: runs/TASK, else the one that ships)",
     )
     parser.add_argument("--show", action="store_true", help="the attention, in the terminal")
     parser.add_argument("--out", type=Path, help="the attention as page.html, .foci, .png; or the answers as .txt")
@@ -57,7 +61,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answers every input."""
+    """Answers every input; the status is 2 where some could not be read."""
     import torch
 
     from foci.commands.loading import loaded, place_of, tell_cut
@@ -69,36 +73,85 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"expected a model for {options.task}, but {place} is one for {task.name}")
     if options.model is None and place.parent != SHIPPED:
         # It stands in front of the one that ships, which is easily forgotten.
-        print(f"foci run: the model in {place} answers", file=sys.stderr, flush=True)
+        ships = f"; --model {task.name} is the one that ships" if (SHIPPED / task.name).is_dir() else ""
+        tell(f"the model in {place} answers{ships}")
     as_record = options.out is not None and options.out.suffix.lower() != ANSWERS
     if as_record and len(options.inputs) != 1:
         raise ValueError(f"{options.out} takes the attention to one input, but got {len(options.inputs)}")
-    count = cut = 0
+    asked = Asked(task, model)
     one_by_one = options.show or as_record or is_typed(options)
     with torch.no_grad(), answers_to(None if as_record else options.out) as file:
         for some in in_groups(inputs(options), 1 if one_by_one else TOGETHER):
             # Answers and the lines of a file stay side by side.
-            asked = [each for each in some if options.inputs or each.strip()]
-            given = [task.given(check_input(each, task.name)) for each in asked]
-            count, cut = count + len(given), cut + sum(map(task.is_cut, given))
-            if given and (options.show or as_record):
-                looked(task, model, given[0], options.show, options.out if as_record else None, file)
+            examples = asked.examples({i: text for i, text in enumerate(some) if options.inputs or text.strip()})
+            if options.show or as_record:
+                asked.look(examples, options.show, options.out if as_record else None, file)
                 continue
-            answers = iter(task.write(model, given) if given else ())
-            for each in some:
-                print(next(answers) if each in asked else "", file=file, flush=True)
-    tell_cut("run", cut, count)
-    return 0
+            answers = asked.answers(examples)
+            for i in range(len(some)):
+                print(answers.get(i, ""), file=file, flush=True)
+    tell_cut("run", asked.cut, asked.count)
+    if options.out is not None and not (as_record and asked.refused):
+        tell(f"written: {options.out}")
+    return BAD_INPUT if asked.refused else 0
 
 
-def looked(task: Task[Any, Any], model: Model, given: Any, show: bool, out: Path | None, file: TextIO) -> None:
-    """The answer to one input, into the file of answers, and where the model looked: shown, saved, or both."""
-    record = task.show(model, given)
-    print(record.answer, file=file, flush=True)
-    if show:
-        record.show()
-    if out is not None:
-        record.save(out)
+class Asked:
+    """A model and what it was asked; an input that it cannot read is told and does not keep the others waiting."""
+
+    def __init__(self, task: Task[Any, Any], model: Model) -> None:
+        self.task, self.model = task, model
+        self.count = self.cut = self.refused = 0
+
+    def examples(self, texts: dict[int, str]) -> dict[int, Any]:
+        """What some lines are to the task, by their places."""
+        found = {}
+        for place, text in texts.items():
+            with self.refusing():
+                example = self.task.given(check_input(text, self.task.name))
+                self.cut += self.task.is_cut(example)
+                found[place] = example
+        self.count += len(found)
+        return found
+
+    def answers(self, examples: dict[int, Any]) -> dict[int, str]:
+        """The answers, by their places."""
+        if not examples:
+            return {}
+        try:
+            return dict(zip(examples, self.task.write(self.model, [*examples.values()]), strict=True))
+        except UNREADABLE:
+            # One of them cannot be read: each is asked alone.
+            found = {}
+            for place, example in examples.items():
+                with self.refusing():
+                    found[place] = self.task.write(self.model, [example])[0]
+            return found
+
+    def look(self, examples: dict[int, Any], show: bool, out: Path | None, file: TextIO) -> None:
+        """The answer to one input, into the file of answers, and where the model looked: shown, saved, or both."""
+        record = None
+        for example in examples.values():
+            with self.refusing():
+                record = self.task.show(self.model, example)
+        print("" if record is None else record.answer, file=file, flush=True)
+        if record is not None and show:
+            record.show()
+        if record is not None and out is not None:
+            record.save(out)
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except UNREADABLE as problem:
+            self.refused += 1
+            tell(said_of(problem))
+
+
+def tell(message: str) -> None:
+    """Beside the answers and not among them."""
+    print(f"foci run: {message}", file=sys.stderr, flush=True)
 
 
 def check_input(text: str, task: str) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+# The status of a command that was given something wrong.
+BAD_INPUT = 2
+
 
 def check_out(path: Path | None, *texts: str) -> None:
     """Refuses an ending that nobody knows; `texts` are those beside the ones that a record is saved as."""
@@ -32,3 +35,10 @@ def check_text(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"expected a text in UTF-8, but got {text[:60]!r}") from error
     return text
+
+
+def said_of(problem: Exception) -> str:
+    """An error in one sentence; of one of the system's, a file that may not be read, what it says and about which."""
+    if isinstance(problem, OSError) and problem.filename and problem.strerror:
+        return f"{problem.filename}: {problem.strerror}"
+    return str(problem)

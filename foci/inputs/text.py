@@ -266,5 +266,7 @@ def tokenizers() -> Any:
     try:
         import tokenizers as package
     except ImportError as error:
-        raise ImportError("pieces of words need the package tokenizers: pip install foci[tasks]") from error
+        raise ImportError(
+            "pieces of words need tokenizers, which is not installed: pip install 'foci[tasks]'"
+        ) from error
     return package

@@ -27,7 +27,7 @@ def few(
     spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
     threshold, grown,
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, GPU: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, GPU: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One query against the keys of one split: out (splits, B, H, Tq, Dv) and lse in base 2."""
     i = tl.program_id(0) % Tq
@@ -55,7 +55,7 @@ def few(
         low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
         low = tl.maximum(low, split * per_split)
         high = tl.minimum(high, (split + 1) * per_split)
-        for start in range(low, high, BN):
+        for start in tl.range(low, high, BN, num_stages=STAGES):
             j = start + tl.arange(0, BN)
             there = j < high
             keys = k + j.to(tl.int64)[:, None] * k_key + d[None, :]
@@ -88,6 +88,50 @@ def few(
 
 
 @triton.jit
+def query_of(
+    q, weight, d_out, out, d_lse, lse, b, h, i, d, e,
+    H, Tq, D, Dv, q_batch, q_head, q_query, weight_head, LSE: tl.constexpr,
+):  # fmt: skip
+    """What a query brings to the backward: itself, its weight, the gradient of its output, what its logits' gradients
+    lose, and its log-sum-exp.
+    """
+    row = (b * H + h) * Tq + i
+    a = tl.load(q + b * q_batch + h * q_head + i * q_query + d, mask=d < D, other=0.0).to(tl.float32)
+    w = tl.load(weight + h * weight_head + d, mask=d < D, other=0.0).to(tl.float32)
+    given = tl.load(d_out + row * Dv + e, mask=e < Dv, other=0.0).to(tl.float32)
+    change = tl.sum(given * tl.load(out + row * Dv + e, mask=e < Dv, other=0.0).to(tl.float32), 0)
+    if LSE:
+        change -= tl.load(d_lse + row) * LOG2_E
+    return a, w, given, change, row_log_sum_exps(lse + (b * H + h) * Tq, i, Tq)
+
+
+@triton.jit
+def block_of(k, v, k_key, v_key, j, there, in_values, d, e):
+    """A block of keys and values."""
+    rows = j.to(tl.int64)[:, None]
+    keys = tl.load(k + rows * k_key + d[None, :], mask=there, other=0.0)
+    return keys.to(tl.float32), tl.load(v + rows * v_key + e[None, :], mask=in_values, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def changes(
+    a, w, given, change, row_lse, keys, values, seen, b, h, i, j, seed, threshold, grown,
+    DROPOUT: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a block of logits, the 1 / (1 + e^2(q + k)) they came from, and the weights after dropout."""
+    shares = reciprocal(1.0 + tl.exp2((a[None, :] + keys) * TWO_LOG2_E), GPU)
+    z = (tl.sum(w, 0) - 2.0 * tl.sum(w[None, :] * shares, 1)) * LOG2_E
+    p = tl.where(seen, tl.exp2(z - row_lse), 0.0)
+    dp = tl.sum(values * given[None, :], 1)
+    dropped = p
+    if DROPOUT:
+        stays = kept(tl.load(seed), b, h, i, j, threshold)
+        dp = tl.where(stays, dp * grown, 0.0)
+        dropped = tl.where(stays, p * grown, 0.0)
+    return p * (dp - change), shares, dropped
+
+
+@triton.jit
 def few_backward(
     q, k, v, weight, spans, query_ids, key_ids, dense, seed, out, lse, d_out, d_lse, dq, dk, dv, dw,
     H, group, Tq, Tk, D, Dv, per_split,
@@ -95,12 +139,14 @@ def few_backward(
     spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
     threshold, grown,
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, LSE: tl.constexpr, GPU: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, LSE: tl.constexpr, ONE: tl.constexpr,
+    STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """The keys of one split, BN at a time, against every query of the heads that share them.
 
     dk (B, G, Tk, D) and dv (B, G, Tk, Dv); dq (splits, B, H, Tq, D) and dw (splits, B, H, D) float32. The formulas are
-    those of additive_backward.py, lse and d_lse those of base 2.
+    those of additive_backward.py, lse and d_lse those of base 2. ONE: there is one query, which waits in registers
+    while blocks of keys are on their way.
     """
     k_pair = tl.program_id(0).to(tl.int64)
     b = k_pair // (H // group)
@@ -109,55 +155,79 @@ def few_backward(
     e = tl.arange(0, BV)
     k += b * k_batch + g * k_head
     v += b * v_batch + g * v_head
+    dk += k_pair * Tk * D
+    dv += k_pair * Tk * Dv
+    spans += b * spans_batch
+    query_ids += b * query_ids_batch
+    key_ids += b * key_ids_batch
     pairs = tl.num_programs(0).to(tl.int64) * group
     dq += tl.program_id(1) * pairs * Tq * D
     dw += tl.program_id(1) * pairs * D
     low = tl.program_id(1) * per_split
-    for start in range(low, tl.minimum(low + per_split, Tk), BN):
-        j = start + tl.arange(0, BN)
-        rows = j.to(tl.int64)[:, None]
-        there = (j < Tk)[:, None] & (d < D)[None, :]
-        in_values = (j < Tk)[:, None] & (e < Dv)[None, :]
-        keys = tl.load(k + rows * k_key + d[None, :], mask=there, other=0.0).to(tl.float32)
-        values = tl.load(v + rows * v_key + e[None, :], mask=in_values, other=0.0).to(tl.float32)
-        d_keys = tl.zeros((BN, BD), tl.float32)
-        d_values = tl.zeros((BN, BV), tl.float32)
-        for turn in range(group * Tq):
-            h = g * group + turn // Tq
-            i = turn % Tq
-            row = (b * H + h) * Tq + i
-            a = tl.load(q + b * q_batch + h * q_head + i * q_query + d, mask=d < D, other=0.0).to(tl.float32)
-            w = tl.load(weight + h * weight_head + d, mask=d < D, other=0.0).to(tl.float32)
-            given = tl.load(d_out + row * Dv + e, mask=e < Dv, other=0.0).to(tl.float32)
-            change = tl.sum(given * tl.load(out + row * Dv + e, mask=e < Dv, other=0.0).to(tl.float32), 0)
-            if LSE:
-                change -= tl.load(d_lse + row) * LOG2_E
-            shares = reciprocal(1.0 + tl.exp2((a[None, :] + keys) * TWO_LOG2_E), GPU)
-            z = (tl.sum(w, 0) - 2.0 * tl.sum(w[None, :] * shares, 1)) * LOG2_E
-            p = tl.exp2(z - row_log_sum_exps(lse + (b * H + h) * Tq, i, Tq))
+    high = tl.minimum(low + per_split, Tk)
+    if ONE:
+        i = tl.full((), 0, tl.int32)
+        a, w, given, change, row_lse = query_of(
+            q, weight, d_out, out, d_lse, lse, b, g, i, d, e,
+            H, Tq, D, Dv, q_batch, q_head, q_query, weight_head, LSE,
+        )  # fmt: skip
+        d_query = tl.zeros((BD,), tl.float32)
+        d_weight = tl.zeros((BD,), tl.float32)
+        for start in tl.range(low, high, BN, num_stages=STAGES):
+            j = start + tl.arange(0, BN)
+            there = (j < Tk)[:, None] & (d < D)[None, :]
+            in_values = (j < Tk)[:, None] & (e < Dv)[None, :]
+            keys, values = block_of(k, v, k_key, v_key, j, there, in_values, d, e)
             seen = visible_at_all(
-                i, j, spans + b * spans_batch, Tk - Tq, query_ids + b * query_ids_batch,
-                key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key, Tq, Tk,
-                CAUSAL, SPANS, IDS, DENSE,
+                i, j, spans, Tk - Tq, query_ids, key_ids, dense + b * dense_batch + g * dense_head, dense_query,
+                dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
             )  # fmt: skip
-            p = tl.where(seen, p, 0.0)
-            dp = tl.sum(values * given[None, :], 1)
-            dropped = p
-            if DROPOUT:
-                stays = kept(tl.load(seed), b, h, i, j, threshold)
-                dp = tl.where(stays, dp * grown, 0.0)
-                dropped = tl.where(stays, p * grown, 0.0)
-            ds = p * (dp - change)
+            ds, shares, dropped = changes(
+                a, w, given, change, row_lse, keys, values, seen, b, g, i, j, seed, threshold, grown, DROPOUT, GPU
+            )
             slopes = ds[:, None] * (shares - shares * shares)
-            d_keys += slopes * (4.0 * w)[None, :]
-            d_values += dropped[:, None] * given[None, :]
-            into = dq + row * D + d
-            before = tl.load(into, mask=(d < D) & (start > low), other=0.0)
-            tl.store(into, before + 4.0 * w * tl.sum(slopes, 0), mask=d < D)
-            into = dw + (b * H + h) * D + d
-            before = tl.load(into, mask=(d < D) & ((start > low) | (i > 0)), other=0.0)
-            tl.store(into, before + tl.sum(ds, 0) - 2.0 * tl.sum(ds[:, None] * shares, 0), mask=d < D)
-            # The next turn adds to what other threads wrote.
-            tl.debug_barrier()
-        tl.store(dk + (k_pair * Tk + rows) * D + d[None, :], d_keys.to(dk.dtype.element_ty), mask=there)
-        tl.store(dv + (k_pair * Tk + rows) * Dv + e[None, :], d_values.to(dv.dtype.element_ty), mask=in_values)
+            d_query += tl.sum(slopes, 0)
+            d_weight += tl.sum(ds, 0) - 2.0 * tl.sum(ds[:, None] * shares, 0)
+            rows = j.to(tl.int64)[:, None]
+            d_keys = (slopes * (4.0 * w)[None, :]).to(dk.dtype.element_ty)
+            tl.store(dk + rows * D + d[None, :], d_keys, mask=there)
+            d_values = (dropped[:, None] * given[None, :]).to(dv.dtype.element_ty)
+            tl.store(dv + rows * Dv + e[None, :], d_values, mask=in_values)
+        tl.store(dq + k_pair * D + d, 4.0 * w * d_query, mask=d < D)
+        tl.store(dw + k_pair * D + d, d_weight, mask=d < D)
+    else:
+        for start in range(low, high, BN):
+            j = start + tl.arange(0, BN)
+            there = (j < Tk)[:, None] & (d < D)[None, :]
+            in_values = (j < Tk)[:, None] & (e < Dv)[None, :]
+            keys, values = block_of(k, v, k_key, v_key, j, there, in_values, d, e)
+            d_keys = tl.zeros((BN, BD), tl.float32)
+            d_values = tl.zeros((BN, BV), tl.float32)
+            for turn in range(group * Tq):
+                h = g * group + turn // Tq
+                i = turn % Tq
+                a, w, given, change, row_lse = query_of(
+                    q, weight, d_out, out, d_lse, lse, b, h, i, d, e,
+                    H, Tq, D, Dv, q_batch, q_head, q_query, weight_head, LSE,
+                )  # fmt: skip
+                seen = visible_at_all(
+                    i, j, spans, Tk - Tq, query_ids, key_ids, dense + b * dense_batch + h * dense_head, dense_query,
+                    dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
+                )  # fmt: skip
+                ds, shares, dropped = changes(
+                    a, w, given, change, row_lse, keys, values, seen, b, h, i, j, seed, threshold, grown, DROPOUT, GPU
+                )
+                slopes = ds[:, None] * (shares - shares * shares)
+                d_keys += slopes * (4.0 * w)[None, :]
+                d_values += dropped[:, None] * given[None, :]
+                into = dq + ((b * H + h) * Tq + i) * D + d
+                before = tl.load(into, mask=(d < D) & (start > low), other=0.0)
+                tl.store(into, before + 4.0 * w * tl.sum(slopes, 0), mask=d < D)
+                into = dw + (b * H + h) * D + d
+                before = tl.load(into, mask=(d < D) & ((start > low) | (i > 0)), other=0.0)
+                tl.store(into, before + tl.sum(ds, 0) - 2.0 * tl.sum(ds[:, None] * shares, 0), mask=d < D)
+                # The next turn adds to what other threads wrote.
+                tl.debug_barrier()
+            rows = j.to(tl.int64)[:, None]
+            tl.store(dk + rows * D + d[None, :], d_keys.to(dk.dtype.element_ty), mask=there)
+            tl.store(dv + rows * Dv + e[None, :], d_values.to(dv.dtype.element_ty), mask=in_values)

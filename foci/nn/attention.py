@@ -142,7 +142,8 @@ class Attention(nn.Module):
 
     def _split(self, projected: Tensor) -> Tensor:
         """(B, T, heads D) -> (B, heads, T, D)."""
-        return projected.view(*projected.shape[:2], -1, self.head_width).transpose(1, 2)
+        heads = projected.shape[2] // self.head_width
+        return projected.view(*projected.shape[:2], heads, self.head_width).transpose(1, 2)
 
     def extra_repr(self) -> str:
         """What `print` shows beside the parts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 ScoreName = Literal["dot", "additive", "general", "cosine"]
 BiasName = Literal["alibi", "buckets", "relative"]
@@ -15,13 +15,19 @@ Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"]
 class Config:
     """Plain numbers, words and other configs; a value that does not fit its field is refused at once."""
 
+    # The section of a run's TOML that it is, if any: then errors name a field as somebody types it, task.size.
+    section: ClassVar[str] = ""
+
     def __post_init__(self) -> None:
         kinds = get_type_hints(type(self))
         for field in fields(self):
             value = getattr(self, field.name)
             if not fits(value, kinds[field.name]):
-                place = f"{type(self).__name__}.{field.name}"
-                raise ValueError(f"{place} must be {spelled(kinds[field.name])}, but got {value!r}")
+                raise ValueError(f"{self.called(field.name)} must be {spelled(kinds[field.name])}, but got {value!r}")
+
+    def called(self, name: str) -> str:
+        """A field as errors name it."""
+        return f"{self.section or type(self).__name__}.{name}"
 
     def changed(self, **changes: Any) -> Self:
         """The same config with some fields changed."""
@@ -42,7 +48,7 @@ class Config:
         for name in names:
             value = getattr(self, name)
             if value is not None and not value >= low:
-                raise ValueError(f"{type(self).__name__}.{name} must be at least {low}, but got {value!r}")
+                raise ValueError(f"{self.called(name)} must be at least {low}, but got {value!r}")
 
     def shares(self, *names: str, whole: bool = True) -> None:
         """Refuses fields that do not lie between 0 and 1, where not the `whole` also 1 itself; None is let through."""
@@ -50,7 +56,7 @@ class Config:
             value = getattr(self, name)
             if value is not None and not (0 <= value < 1 or (whole and value == 1)):
                 wanted = "lie between 0 and 1" if whole else "be at least 0 and below 1"
-                raise ValueError(f"{type(self).__name__}.{name} must {wanted}, but got {value!r}")
+                raise ValueError(f"{self.called(name)} must {wanted}, but got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,10 @@ class Model(nn.Module):
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and the tensors of a model file."""
     try:
-        with opened(path) as file:
+        with opened(path, "tasks") as file:
             header = json.loads((file.metadata() or {}).get("foci", "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except OSError:
+    except (OSError, ImportError):
         raise
     except Exception as error:
         raise ValueError(f"{os.fspath(path)} is not a whole safetensors file: {error}") from error

@@ -125,10 +125,12 @@ def dot_log2_weights(call: Call, lse: Tensor, strip: Strip, segment: Segment) ->
     assert isinstance(call.score, Dot)
     q = call.q[:, :, strip.rows]
     k = call.k[:, :, segment.start : segment.stop].flatten(0, 1)
-    shift = (lse * -LOG2_E).to(q.dtype).reshape(k.shape[0], -1, 1)
-    rows = q.reshape(k.shape[0], -1, q.shape[-1])
+    # Heads that share keys are rows of one product; what is empty tells no size by -1.
+    count = q.shape[2] * call.group
+    shift = (lse * -LOG2_E).to(q.dtype).reshape(k.shape[0], count, 1)
+    rows = q.reshape(k.shape[0], count, q.shape[-1])
     x = torch.baddbmm(shift, rows, k.mT, alpha=call.score.factor(q.shape[-1]) * LOG2_E)
-    x = x.view(*q.shape[:3], -1)
+    x = x.view(*q.shape[:3], k.shape[1])
     blocked.hide(call, x, strip.rows, segment, HIDDEN)
     return x
 
@@ -211,7 +213,10 @@ def each_strip(call: Call, averaged: bool, statistic: Statistic) -> Iterator[Ite
     for place, part in blocked.parts(call, whole=averaged):
 
         def of_strip(part: Call, place: Place, strip: Strip) -> Tensor:
-            return statistic(part, place, strip, softened(part, strip, averaged))
+            weights = softened(part, strip, averaged)
+            found = statistic(part, place, strip, weights)
+            # Zeros of rows that see nothing are a part of the graph all the same.
+            return found if strip.segments else found + weights.sum()
 
         yield (blocked.recomputed(part, of_strip, part, place, strip) for strip in blocked.strips(part))
 
@@ -250,6 +255,8 @@ def grouped_of(
 def spread(strip: Strip, sums: Tensor, keys: int) -> Tensor:
     """(..., C, E) sums of the strip's own columns to (..., Tk, E)."""
     whole = sums.new_zeros(*sums.shape[:-2], keys, sums.shape[-1])
+    if not strip.segments:
+        return whole + sums.sum()
     start = 0
     for segment in strip.segments:
         width = segment.stop - segment.start

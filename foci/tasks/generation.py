@@ -23,7 +23,7 @@ from foci.nn.model import Model
 from foci.nn.transformer import Decoder
 from foci.record import Record
 from foci.tasks.showing import record_of
-from foci.tasks.task import Problem, Task
+from foci.tasks.task import Done, Problem, Task, unheard
 
 NOT_COUNTED = -100
 # How many tokens are looked at in one call while a text is measured.
@@ -33,6 +33,8 @@ MEASURED = 16384
 @dataclass(frozen=True)
 class GenerationSettings(Config):
     """What a language model is made of: [task] in a run's TOML."""
+
+    section = "task"
 
     size: Literal["tiny", "small", "base"] = "small"  # of the model; what follows changes single numbers of it
     width: int | None = None  # of the tokens
@@ -207,9 +209,9 @@ class Generation(Task[Passage | Window, Measured]):
         )
         return loss, (targets != NOT_COUNTED).sum()
 
-    def decode(self, model: nn.Module, examples: Sequence[Passage | Window]) -> list[Measured]:
+    def decode(self, model: nn.Module, examples: Sequence[Passage | Window], done: Done = unheard) -> list[Measured]:
         """How likely the model finds each passage, all of it, its first token included."""
-        return [self._measured(model, example) for example in examples if isinstance(example, Passage)]
+        return [self._measured(model, example, done) for example in examples if isinstance(example, Passage)]
 
     def score(self, answers: Sequence[Measured], examples: Sequence[Passage | Window]) -> dict[str, float | str]:
         nats, characters = sum(answer[0] for answer in answers), sum(answer[1] for answer in answers)
@@ -258,7 +260,7 @@ class Generation(Task[Passage | Window, Measured]):
         return torch.tensor([token for passage in passages for token in (START, *self.tokenizer.encode(passage.text))])
 
     @torch.no_grad()
-    def _measured(self, model: nn.Module, passage: Passage) -> Measured:
+    def _measured(self, model: nn.Module, passage: Passage, done: Done) -> Measured:
         device = next(model.parameters()).device
         pieces = windows(self._joined([passage]), self.settings.context, self.settings.stride or self.settings.context)
         nats, count = torch.zeros((), dtype=torch.float64), max(MEASURED // self.settings.context, 1)
@@ -266,6 +268,7 @@ class Generation(Task[Passage | Window, Measured]):
             batch = self.batch(pieces[first : first + count], False, torch.Generator())
             loss, _ = self.loss(model, {name: tensor.to(device) for name, tensor in batch.items()})
             nats += loss.double().cpu()
+            done(min(count, len(pieces) - first) / len(pieces))
         return Measured((float(nats), len(passage.text)))
 
     def _answer(self, model: nn.Module, text: str) -> tuple[list[int], list[int]]:

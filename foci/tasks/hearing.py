@@ -24,6 +24,8 @@ from foci.nn.config import Config
 class SpeechSettings(Config):
     """What recordings become, how they are varied, and what writes them down: [task] in a run's TOML."""
 
+    section = "task"
+
     size: Literal["tiny", "small", "base"] = "small"  # of the model; what follows changes single numbers of it
     width: int | None = None  # of the states
     layers: int | None = None  # how many blocks listen

@@ -28,7 +28,7 @@ from foci.tasks.agreement import disagreement
 from foci.tasks.clues import NO_CLUE, clues_in, weighed
 from foci.tasks.guess import Guess, accuracy
 from foci.tasks.showing import record_of
-from foci.tasks.task import Problem, Task
+from foci.tasks.task import Done, Problem, Task, unheard
 
 COLUMNS = ("text", "label")
 # How many tokens are answered at a time.
@@ -60,6 +60,8 @@ class Labelled:
 class SentimentSettings(Config):
     """What texts become and what reads them: [task] in a run's TOML."""
 
+    section = "task"
+
     size: Literal["tiny", "small", "base"] = "tiny"  # of the model; what follows changes single numbers of it
     width: int | None = None  # of the tokens
     layers: int | None = None  # how many blocks
@@ -89,7 +91,7 @@ class SentimentSettings(Config):
         self.at_least(0, "agreement", "prior_scale", "clues")
         self.shares("dropout", "attention_dropout", "head_dropout", "forget", "smoothing", whole=False)
         if self.clues == 1:
-            raise ValueError("SentimentSettings.clues must be 0, or at least 2 because one says nothing, but got 1")
+            raise ValueError("task.clues must be 0, or at least 2 because one says nothing, but got 1")
 
 
 class Sentiment(Task[Labelled, Guess]):
@@ -230,7 +232,7 @@ class Sentiment(Task[Labelled, Guess]):
         smoothing = self.settings.smoothing if model.training else 0.0
         return F.cross_entropy(logits, batch["labels"], reduction="sum", label_smoothing=smoothing), logits
 
-    def decode(self, model: nn.Module, examples: Sequence[Labelled]) -> list[Guess]:
+    def decode(self, model: nn.Module, examples: Sequence[Labelled], done: Done = unheard) -> list[Guess]:
         device = next(model.parameters()).device
         found = [Guess("", 0.0)] * len(examples)
         for group in longest_first([self.size(each) for each in examples], TOGETHER):
@@ -240,6 +242,7 @@ class Sentiment(Task[Labelled, Guess]):
             shares, numbers = out.logits.float().softmax(-1).max(-1)
             for place, number, share in zip(group, numbers.tolist(), shares.tolist(), strict=True):
                 found[place] = Guess(self.labels[number], share)
+            done(len(group))
         return found
 
     def score(self, answers: Sequence[Guess], examples: Sequence[Labelled]) -> dict[str, float | str]:

@@ -28,7 +28,7 @@ from foci.nn.speech import SpeechConfig, SpeechEncoder, read_ctc
 from foci.record import Record
 from foci.tasks.hearing import SpeechSettings, frames_of, heard, joined, spread, varied_frames
 from foci.tasks.showing import record_of
-from foci.tasks.task import Problem, Task
+from foci.tasks.task import Done, Problem, Task, unheard
 
 COLUMNS = ("sound", "text")
 # The CTC head's blank: no text has the padding in it.
@@ -185,12 +185,13 @@ class Speech(Task[Recording, str]):
             loss = loss + (1.0 - share) * told
         return loss, (targets != PAD).sum()
 
-    def decode(self, model: nn.Module, examples: Sequence[Recording]) -> list[str]:
+    def decode(self, model: nn.Module, examples: Sequence[Recording], done: Done = unheard) -> list[str]:
         answers = [""] * len(examples)
         for group in longest_first([self.size(each) for each in examples], TOGETHER):
             tokens = self.written(cast("SpeechEncoder", model), [self.frames(examples[place]) for place in group])
             for place, row in zip(group, tokens, strict=True):
                 answers[place] = self.tokenizer.decode(row)
+            done(len(group))
         return answers
 
     def written(self, model: SpeechEncoder, frames: list[Tensor]) -> list[list[int]]:

@@ -27,7 +27,7 @@ from foci.record import Record
 from foci.tasks.agreement import agreeing_loss
 from foci.tasks.consensus import most_alike
 from foci.tasks.showing import record_of
-from foci.tasks.task import Problem, Task
+from foci.tasks.task import Done, Problem, Task, unheard
 
 COLUMNS = ("document", "summary")
 # How many tokens of documents are summarised at a time, by device.
@@ -49,6 +49,8 @@ class Document:
 @dataclass(frozen=True)
 class SummarizationSettings(Config):
     """What documents become and what reads and writes: [task] in a run's TOML."""
+
+    section = "task"
 
     size: Literal["tiny", "small", "base"] = "small"  # of the model; what follows changes single numbers of it
     width: int | None = None  # of the tokens
@@ -206,7 +208,7 @@ class Summarization(Task[Document, str]):
         logits: Tensor = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits
         return logits
 
-    def decode(self, model: nn.Module, examples: Sequence[Document]) -> list[str]:
+    def decode(self, model: nn.Module, examples: Sequence[Document], done: Done = unheard) -> list[str]:
         """Beam search, documents of similar length together."""
         sources = [self.source(each) for each in examples]
         answers = [""] * len(sources)
@@ -214,6 +216,7 @@ class Summarization(Task[Document, str]):
         for group in longest_first([len(row) for row in sources], together // self.settings.beam):
             for place, row in zip(group, self.written(model, [sources[place] for place in group]), strict=True):
                 answers[place] = self.tokenizer.decode(row)
+            done(len(group))
         return answers
 
     def written(self, model: nn.Module, sources: list[list[int]]) -> list[list[int]]:
@@ -288,5 +291,5 @@ def metrics() -> Any:
     try:
         from rouge_score import rouge_scorer
     except ImportError as error:
-        raise ImportError("ROUGE needs the package rouge-score: pip install foci[tasks]") from error
+        raise ImportError("ROUGE needs rouge-score, which is not installed: pip install 'foci[tasks]'") from error
     return rouge_scorer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
@@ -16,6 +16,13 @@ from foci.record import Record
 
 Example = TypeVar("Example")
 Answer = TypeVar("Answer")
+
+
+Done = Callable[[float], None]
+
+
+def unheard(_count: float) -> None:
+    """Where nobody waits."""
 
 
 class Problem(NamedTuple):
@@ -109,8 +116,11 @@ class Task(ABC, Generic[Example, Answer]):
         """
 
     @abstractmethod
-    def decode(self, model: nn.Module, examples: Sequence[Example]) -> list[Answer]:
-        """The model's answers, in the order of the examples; the model is in eval mode, gradients are off."""
+    def decode(self, model: nn.Module, examples: Sequence[Example], done: Done = unheard) -> list[Answer]:
+        """The model's answers, in the order of the examples; the model is in eval mode, gradients are off.
+
+        `done` is told again and again how many more examples are answered, of a long one also parts.
+        """
 
     @abstractmethod
     def score(self, answers: Sequence[Answer], examples: Sequence[Example]) -> dict[str, float | str]:

@@ -110,10 +110,10 @@ def read(paths: list[Path]) -> tuple[list[dict[str, Any]], dict[str, Tensor], di
     described = None
     for path in paths:
         try:
-            with opened(path) as file:
+            with opened(path, "tasks") as file:
                 metadata = file.metadata() or {}
                 own = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except OSError:
+        except (OSError, ImportError):
             raise
         except Exception as error:
             raise ValueError(f"{path} is not a whole safetensors file: {error}") from error

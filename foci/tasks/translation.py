@@ -25,7 +25,7 @@ from foci.record import Record
 from foci.tasks.agreement import agreeing_loss
 from foci.tasks.pairs import Pair, pair_problems, read_pairs
 from foci.tasks.showing import record_of
-from foci.tasks.task import Problem, Task
+from foci.tasks.task import Done, Problem, Task, unheard
 
 # How many tokens of sources are decoded at a time, of all hypotheses together.
 DECODED = {"cpu": 4096, "cuda": 2**16}
@@ -34,6 +34,8 @@ DECODED = {"cpu": 4096, "cuda": 2**16}
 @dataclass(frozen=True)
 class TranslationSettings(Config):
     """What a translation is made of: [task] in a run's TOML."""
+
+    section = "task"
 
     model: Literal["transformer", "rnn"] = "transformer"  # rnn: recurrent, with additive attention
     size: Literal["tiny", "small", "base"] = "small"  # of the model; what follows changes single numbers of it
@@ -153,7 +155,7 @@ class Translation(Task[Pair, str]):
         )
         return loss, count
 
-    def decode(self, model: nn.Module, examples: Sequence[Pair]) -> list[str]:
+    def decode(self, model: nn.Module, examples: Sequence[Pair], done: Done = unheard) -> list[str]:
         """Beam search, sentences of similar length together."""
         sources = [self._read(example.source) for example in examples]
         answers = [""] * len(sources)
@@ -161,6 +163,7 @@ class Translation(Task[Pair, str]):
         for group in longest_first([len(row) for row in sources], together // self.settings.beam):
             for place, answer in zip(group, self._answers(model, [sources[place] for place in group]), strict=True):
                 answers[place] = self.tokenizer.decode(answer.tokens)
+            done(len(group))
         return answers
 
     def score(self, answers: Sequence[str], examples: Sequence[Pair]) -> dict[str, float | str]:
@@ -220,5 +223,5 @@ def metrics() -> Any:
     try:
         import sacrebleu.metrics as package
     except ImportError as error:
-        raise ImportError("BLEU needs the package sacrebleu: pip install foci[tasks]") from error
+        raise ImportError("BLEU needs sacrebleu, which is not installed: pip install 'foci[tasks]'") from error
     return package

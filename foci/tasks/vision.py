@@ -28,7 +28,7 @@ from foci.nn.vision import VisionTransformer
 from foci.record import Record
 from foci.tasks.guess import Guess, accuracy
 from foci.tasks.showing import record_of
-from foci.tasks.task import Problem, Task
+from foci.tasks.task import Done, Problem, Task, unheard
 
 COLUMNS = ("image", "label")
 ENDINGS = {".png", ".jpg", ".jpeg", ".pgm", ".ppm", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
@@ -65,6 +65,8 @@ class Picture:
 class VisionSettings(Config):
     """What pictures become, how they are varied, and what reads them: [task] in a run's TOML."""
 
+    section = "task"
+
     image: int = 32  # the height and width that pictures are brought to, in pixels
     channels: int = 3  # 3 for colours, 1 for grey
     patch: int = 4  # the height and width of a patch
@@ -98,9 +100,9 @@ class VisionSettings(Config):
         self.shares("erase", "mix")
         self.shares("larger", "smoothing", "dropout", "attention_dropout", "depth_dropout", whole=False)
         if self.channels not in {1, 3}:
-            raise ValueError(f"VisionSettings.channels must be 1 or 3, but got {self.channels}")
+            raise ValueError(f"task.channels must be 1 or 3, but got {self.channels}")
         if self.mirror and not self.flip:
-            raise ValueError("VisionSettings.mirror needs flip, which teaches mirror images, but got flip = false")
+            raise ValueError("task.mirror needs task.flip, which teaches mirror images, but got task.flip=false")
 
 
 class Vision(Task[Picture, Guess]):
@@ -206,7 +208,7 @@ class Vision(Task[Picture, Guess]):
             found = batch["own"] * found + (1 - batch["own"]) * losses(batch["others"])
         return found.sum(), torch.full((), len(found), device=found.device)
 
-    def decode(self, model: nn.Module, examples: Sequence[Picture]) -> list[Guess]:
+    def decode(self, model: nn.Module, examples: Sequence[Picture], done: Done = unheard) -> list[Guess]:
         device = next(model.parameters()).device
         found: list[Guess] = []
         for first in range(0, len(examples), TOGETHER):
@@ -214,6 +216,7 @@ class Vision(Task[Picture, Guess]):
             shares, numbers = self.shares(model, images).max(-1)
             pairs = zip(numbers.tolist(), shares.tolist(), strict=True)
             found += [Guess(self.labels[number], share) for number, share in pairs]
+            done(len(images))
         return found
 
     def shares(self, model: nn.Module, images: Tensor) -> Tensor:

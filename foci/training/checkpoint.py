@@ -179,7 +179,7 @@ def best_steps(folder: Path) -> set[int]:
     steps: set[int] = set()
     for path in found(folder):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            steps |= {int(step) for _, step in json.loads((path / "state.json").read_text())["state"]["best"]}
+            steps |= {int(each[-1]) for each in json.loads((path / "state.json").read_text())["state"]["best"]}
     return steps
 
 

@@ -18,6 +18,8 @@ from foci.tasks import find
 class TrainConfig(Config):
     """How a model is trained: [train] in a run's TOML."""
 
+    section = "train"
+
     epochs: float = 20.0  # how often all examples are seen
     steps: int = 0  # how many updates there are; 0: as many as the epochs take
     minutes: float = 0.0  # stop when so much time has passed; 0: no limit
@@ -56,11 +58,13 @@ class TrainConfig(Config):
         self.shares("floor")
         self.shares("ema", "momentum", "variance", whole=False)
         if not 0.0 < self.dev_share < 1.0:
-            raise ValueError(f"TrainConfig.dev_share must lie between 0 and 1, but got {self.dev_share!r}")
+            raise ValueError(f"train.dev_share must lie between 0 and 1, but got {self.dev_share!r}")
         if self.graphs and self.shard:
-            raise ValueError("a model that is shared out cannot be captured: expected graphs or shard, but got both")
+            raise ValueError(
+                "a model that is shared out cannot be captured: expected train.graphs or train.shard, but got both"
+            )
         if not self.steps and not self.epochs:
-            raise ValueError("expected steps or epochs above 0, but got 0 for both")
+            raise ValueError("expected train.steps or train.epochs above 0, but got 0 for both")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
+from foci.saving import safetensors
 from foci.training import checkpoint
 from foci.training.batches import Batches, Place, Update, by_workers, in_advance, number_from
 from foci.training.config import RunConfig
@@ -37,6 +38,8 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, quiet: bool 
     checkpoints. Killed at any moment and resumed, a run ends with the same weights: all chance is drawn from the seed
     and the number of the update alone.
     """
+    # Hours later it would be too late to say so.
+    safetensors("a training", "tasks")
     processes = join(config.train.device)
     try:
         run = opened(config, folder, processes, resume=resume)
@@ -65,6 +68,8 @@ def trained(run: Run, progress: Progress) -> dict[str, float | str]:
             state.step, state.place = state.step + 1, Place(update.place.epoch, update.place.batch + 1)
             state.seconds = time.monotonic() - began
             unseen.append((update, state.step, found))
+            if state.step == 1:
+                run.begin()
 
             late = 0 < config.minutes * 60 < state.seconds
             stopped, late = run.agreed(state.step, (bool(stop), late))

@@ -1,15 +1,20 @@
-"""What a training says while it runs: lines, a bar where rich is installed, metrics.jsonl, TensorBoard."""
+"""What a training, or a long evaluation, says while it runs: a bar where rich is installed, lines, metrics.jsonl."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from foci.training.checkpoint import write_text
+
+# So many seconds are between two lines where there is no bar.
+SELDOM = 10.0
 
 
 class Progress:
@@ -95,6 +100,30 @@ def take_back(path: Path, step: int) -> None:
             # A line that was cut off when the process was killed.
             continue
     write_text(path, "".join(kept))
+
+
+@contextmanager
+def answering(total: int) -> Iterator[Callable[[float], None]]:
+    """What is told how many more of so many examples are answered, and shows it to whoever watches in a terminal."""
+    watched = sys.stderr.isatty()
+    bar = rich_bar(total) if watched else None
+    told, done = time.monotonic(), 0.0
+
+    def add(count: float) -> None:
+        nonlocal told, done
+        done += count
+        if bar is not None:
+            # Parts of an example that are added up may miss the whole by a little.
+            bar.update(bar.task_ids[0], completed=round(done, 6))
+        elif watched and time.monotonic() - told > SELDOM:
+            told = time.monotonic()
+            print(f"{done:,.0f}/{total:,} answered", file=sys.stderr, flush=True)
+
+    try:
+        yield add
+    finally:
+        if bar is not None:
+            bar.stop()
 
 
 def rich_bar(total: int) -> Any:

@@ -39,6 +39,15 @@ class Run:
     dev: Sequence[Any]
     total: int  # updates
     messages: list[str]  # what to say before it begins
+    about: dict[str, Any] | None  # what run.json is to say; None where it is there, or somebody else writes it
+
+    def begin(self) -> None:
+        """Writes what makes the folder a run's: after the first update, so that what cannot start leaves no run."""
+        if self.about is not None:
+            check_free(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(self.folder / "config.toml", self.config.from_anywhere().to_toml())
+            write_text(self.folder / "run.json", json.dumps(self.about, ensure_ascii=False))
 
     def agreed(self, step: int, wishes: tuple[bool, bool]) -> tuple[bool, bool]:
         """What the first process wishes; several ask each other only now and then, because asking takes time."""
@@ -49,18 +58,17 @@ class Run:
 
 def opened(config: RunConfig, folder: Path, processes: Processes, *, resume: bool) -> Run:
     """Begins a run in a folder that has none, or goes on with the one that it has."""
-    about = folder / "run.json"
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"expected a folder for the run, but {folder} is a file")
-    if resume and not about.exists():
+    if not resume:
+        check_free(folder)
+    elif not (folder / "run.json").exists():
         raise ValueError(f"expected a run to resume in {folder}, but there is none")
-    if not resume and about.exists():
-        raise ValueError(f"{folder} has a run already: --resume goes on with it, --out names another folder")
-    if resume:
+    else:
         still_there(config, folder)
     train, dev = both_parts(config)
-    files = processes.from_first(learned(config, train, folder, resume=resume) if processes.first else None)
-    task = find(config.task).from_files(config.settings, files)
+    about = (remembered(config, folder) if resume else learned(config, train)) if processes.first else None
+    task = find(config.task).from_files(config.settings, processes.from_first(about and about["files"]))
     messages: list[str] = []
     train, dev = (short_enough(task, part, name, messages) for name, part in (("train", train), ("dev", dev)))
     if not train or not dev:
@@ -73,7 +81,12 @@ def opened(config: RunConfig, folder: Path, processes: Processes, *, resume: boo
     if config.train.warmup >= total:
         warmup = count(config.train.warmup, "update")
         messages.append(f"the warm-up takes {warmup}, all of this training's {total:,}: the rate only rises")
-    return Run(config, folder, processes, task, train, dev, total, messages)
+    return Run(config, folder, processes, task, train, dev, total, messages, None if resume else about)
+
+
+def check_free(folder: Path) -> None:
+    if (folder / "run.json").exists():
+        raise ValueError(f"{folder} has a run already: --resume goes on with it, --out names another folder")
 
 
 def both_parts(config: RunConfig) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -103,25 +116,22 @@ def held_out(folder: Path) -> Sequence[Any]:
     return both_parts(config)[1]
 
 
-def learned(config: RunConfig, train: Sequence[Any], folder: Path, *, resume: bool) -> dict[str, str]:
-    """What the task learns from the train part before the first update; a resumed run has it in its folder."""
-    about, same = folder / "run.json", fingerprint(config)
-    if resume:
-        content = json.loads(about.read_text(encoding="utf-8"))
-        # It may have been moved, but is the same.
-        if list(content["data"].values()) != list(same.values()):
-            raise ValueError(
-                f"expected the data that {folder} began with, but the files have changed: {', '.join(same)}"
-            )
-        files: dict[str, str] = content["files"]
-        return files
+def learned(config: RunConfig, train: Sequence[Any]) -> dict[str, Any]:
+    """What a run is, with what the task learns from the train part before the first update."""
     files = find(config.task).start(config.settings, train).files()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "config.toml", config.from_anywhere().to_toml())
     versions = {"foci": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    content = {"task": config.task, "seed": config.seed, "versions": versions, "data": same, "files": files}
-    write_text(about, json.dumps(content, ensure_ascii=False))
-    return files
+    data = fingerprint(config)
+    return {"task": config.task, "seed": config.seed, "versions": versions, "data": data, "files": files}
+
+
+def remembered(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """The same of a run that is resumed, as it is in its folder."""
+    content: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    same = fingerprint(config)
+    # It may have been moved, but is the same.
+    if list(content["data"].values()) != list(same.values()):
+        raise ValueError(f"expected the data that {folder} began with, but the files have changed: {', '.join(same)}")
+    return content
 
 
 def fingerprint(config: RunConfig) -> dict[str, str]:

@@ -18,7 +18,7 @@ from foci.training.evaluation import answered, mean_loss
 from foci.training.learner import Learner
 from foci.training.progress import Progress
 from foci.training.run import Run
-from foci.training.state import State
+from foci.training.state import Judged, State
 
 
 class Selection:
@@ -39,11 +39,14 @@ class Selection:
             found = self.measured()
             goodness = float(state.step) if self.by == "last" else self.goodness(found)
             state.judged = state.step
-            first = not state.best or goodness > state.best[0][0]
-            state.waiting = 0 if first else state.waiting + 1
-            ranked = sorted([*state.best, (goodness, state.step)], key=lambda each: (-each[0], each[1]))
+            own = Judged(goodness, float(found["loss"]), state.step)
+            better = not state.best or own.rank > state.best[0].rank
+            state.waiting = 0 if better else state.waiting + 1
+            # Of those that are the same in all the later one has learned from more.
+            ranked = sorted([*state.best, own], key=lambda each: (each.rank, each.step), reverse=True)
             state.best = ranked[: self.run.config.train.average]
-            if (goodness, state.step) in state.best:
+            first = state.best[0] is own
+            if own in state.best:
                 weights = whole_weights(self.learner)
                 self.write(self.folder / name_of(state.step), weights, found)
                 if first:
@@ -59,10 +62,10 @@ class Selection:
         # A run that was resumed where it is to end has nothing to do but this.
         if state.judged != state.step:
             self.judge(state)
-        best = self.read(state.best[0][1])
+        best = self.read(state.best[0].step)
         found = self.tried(best)
         if len(state.best) > 1:
-            mean = mean_of([self.read(step) for _, step in state.best])
+            mean = mean_of([self.read(each.step) for each in state.best])
             averaged = self.tried(mean)
             better = self.by == "last" or self.rank(averaged) > self.rank(found)
             which = "is taken" if better else "is not better than the best alone"

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from foci.training.batches import Place
 
 START = Place(0, 0)
+
+
+class Judged(NamedTuple):
+    """A model as it was measured."""
+
+    goodness: float  # higher for a better model
+    loss: float  # on the dev part: of equally good models the one with the lower loss is the better
+    step: int
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Greater for a better model."""
+        return self.goodness, -self.loss
 
 
 @dataclass
@@ -21,13 +35,14 @@ class State:
     targets: float = 0.0
     judged: int = 0  # the step of the last evaluation
     waiting: int = 0  # how many evaluations in a row were not the best
-    best: list[tuple[float, int]] = field(default_factory=list)  # goodness and step of the best models, best first
+    best: list[Judged] = field(default_factory=list)  # best first
 
     @property
     def best_steps(self) -> set[int]:
-        return {step for _, step in self.best}
+        return {each.step for each in self.best}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> State:
-        best = [(float(goodness), int(step)) for goodness, step in content["best"]]
+        # Checkpoints of old named no loss.
+        best = [Judged(each[0], each[1] if len(each) > 2 else math.inf, each[-1]) for each in content["best"]]
         return cls(**{**content, "place": Place(*content["place"]), "best": best})

@@ -32,7 +32,11 @@ class Blob:
         """Writes a tensor as `kind`: f4, f2, u1, u2, u3, u4, log16 or log8 (which adds its peaks as `name.peak`)."""
         tensor = tensor.detach().cpu()
         if kind == "log8":
-            peak = tensor.flatten(1).amax(1) if tensor.numel() else tensor.new_zeros(tensor.shape[0])
+            peak = (
+                tensor.nan_to_num(0.0, 0.0, 0.0).flatten(1).amax(1)
+                if tensor.numel()
+                else tensor.new_zeros(tensor.shape[0])
+            )
             self.add(f"{name}.peak", peak, "f4")
             tensor = relative(tensor, peak)
         planes = by_planes(encoded(tensor, kind), width_of(kind))

@@ -50,6 +50,12 @@ LONGEST = 18
 # The pictures of control characters, which fonts for print lack.
 CONTROL = re.compile("[\u2400-\u241f]")
 INK, QUIET, ACCENT = "#1d1b26", "#6d6a75", "#0072b2"
+# Inches of a cell with a number in it and of one without, and of a side that is too long for cells.
+WITH_NUMBERS, WITHOUT, LONG = 0.26, 0.17, 4.0
+# A picture is at least so high that the name of its colours fits beside it, and so wide that its title does.
+LOWEST, NARROWEST = 1.7, 1.2
+# What is no number.
+UNKNOWN = "#b9b6bd"
 # Colours of several lines, told apart with every kind of colour vision (Okabe and Ito).
 APART = ("#7d2482", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
 
@@ -131,25 +137,62 @@ def plain(text: Any) -> None:
     text.set_parse_math(False)
 
 
+def sides(across: float, down: float) -> tuple[float, float]:
+    """Width and height of a picture in inches, from those that its cells ask for."""
+    return max(across, NARROWEST), max(down, LOWEST)
+
+
 def ticks(ax: Axes, along: Sequence[str], down: Sequence[str]) -> None:
     """Words on both axes: upright under each other, turned over the columns where they are long or many."""
-    columns, lines = texts(along), texts(down)
-    turned = max(map(len, columns), default=0) > 3 or len(columns) > 24
-    ax.set_xticks(range(len(columns)), columns, rotation=60 if turned else 0, ha="left" if turned else "center")
-    ax.set_yticks(range(len(lines)), lines)
+    write_names(ax.xaxis, along)
+    write_names(ax.yaxis, down)
     ax.xaxis.tick_top()
-    for text in (*ax.get_xticklabels(), *ax.get_yticklabels()):
+
+
+def write_names(axis: Any, names: Sequence[str]) -> None:
+    """A word at each place of an axis."""
+    shown = texts(names)
+    turned = axis.axis_name == "x" and (max(map(len, shown), default=0) > 3 or len(shown) > 24)
+    axis.set_ticks(range(len(shown)), shown, **({"rotation": 60, "ha": "left"} if turned else {}))
+    for text in axis.get_ticklabels():
         plain(text)
         if turned:
             text.set_rotation_mode("anchor")
 
 
+def count_along(axis: Any, names: Sequence[str] | None, seconds: float | None) -> None:
+    """Names where there are some; else whole positions, as many as there is room for, of a sound in seconds."""
+    if names is not None:
+        write_names(axis, names)
+    elif seconds is None:
+        axis.set_major_locator(whole_numbers())
+    else:
+        axis.set_major_locator(every_second(seconds))
+        axis.set_major_formatter(lambda frame, _: f"{frame * seconds:g} s")
+
+
+def every_second(seconds: float) -> Any:
+    """Ticks at round times: `seconds` is how long a frame is."""
+    from matplotlib.ticker import MaxNLocator
+
+    class Times(MaxNLocator):
+        def tick_values(self, vmin: float, vmax: float) -> Any:
+            return [time / seconds for time in super().tick_values(vmin * seconds, vmax * seconds)]
+
+    return Times(nbins=8)
+
+
 def colors() -> Colormap:
-    """The ramp of the terminal's light ground: white is nothing, and its lightness falls evenly."""
+    """The ramp of the terminal's light ground: white is nothing, its lightness falls evenly; grey is no number."""
     from matplotlib.colors import LinearSegmentedColormap
 
     found: Colormap = LinearSegmentedColormap.from_list("foci", [tuple(c / 255 for c in color) for color in ON_WHITE])
-    return found
+    return found.with_extremes(bad=UNKNOWN)
+
+
+def largest(values: Tensor) -> float:
+    """The largest of what are numbers; never 0, so that it can be divided by."""
+    return max(float(values[values.isfinite()].max()) if bool(values.isfinite().any()) else 0.0, 1e-9)
 
 
 def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
@@ -166,18 +209,18 @@ def title(ax: Axes, text: str) -> None:
 
 def bar(ax: Axes, image: Any, label: str) -> None:
     """The legend of the colours, exactly as high as the picture."""
-    found = ax.figure.colorbar(
-        image, cax=ax.inset_axes((1.03, 0, 0.03, 1)), format=lambda share, _: f"{100 * share:g}%"
-    )
+    inch = ax.figure.dpi / ax.get_window_extent().width
+    place = ax.inset_axes((1 + 0.1 * inch, 0, 0.12 * inch, 1))
+    found = ax.figure.colorbar(image, cax=place, format=lambda share, _: f"{100 * share:g}%")
     found.set_label(label)
     found.outline.set_visible(False)
 
 
-def rooted(values: Tensor) -> Any:
+def rooted(most: float) -> Any:
     """Colours by the root of the shares, from none to the largest."""
     from matplotlib.colors import PowerNorm
 
-    return PowerNorm(0.5, vmin=0, vmax=max(float(values.max()), 1e-9))
+    return PowerNorm(0.5, vmin=0, vmax=most)
 
 
 def whole_numbers() -> Any:

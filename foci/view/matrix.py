@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 from foci.view.reading import Unit
 from foci.view.sheet import Sheet, widest
@@ -44,7 +45,16 @@ def write(
     write_header(sheet, keys, label, cell)
     for i, (unit, row) in enumerate(zip(queries, shares, strict=True)):
         name = sheet.label(unit.text, label - 1) + " "
-        sheet.line((sheet.accent(name) if i == focus else name) + "".join(sheet.shaded(share, cell) for share in row))
+        sheet.line((sheet.accent(name) if i == focus else name) + "".join(shown(sheet, share, cell) for share in row))
+
+
+def shown(sheet: Sheet, share: float, cell: int) -> str:
+    """A share in its cell; what is no number is a question."""
+    return (
+        sheet.shaded(share, cell)
+        if isfinite(share)
+        else sheet.faint("?".rjust(cell - 1) + " " if sheet.color else "?".rjust(cell))
+    )
 
 
 def write_header(sheet: Sheet, keys: Sequence[Unit], label: int, cell: int) -> None:

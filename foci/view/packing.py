@@ -22,8 +22,9 @@ from foci.labels import Labels
 from foci.layer import Layer
 from foci.record import Record
 from foci.scoring import SCORES
+from foci.view.beginning import first_query
 from foci.view.blob import Blob
-from foci.view.reading import clearest_across
+from foci.view.reading import telling
 from foci.view.vectors import add_vectors, described_score, vector_numbers
 
 EXACT = 128
@@ -72,9 +73,8 @@ def head_of(record: Record, title: str | None, blob: Blob) -> dict[str, Any]:
     shown = min(total, MOST_SEQUENCES if fits_all(layers) else 1)
     plan = plan_of(layers, shown)
     table: list[Labels] = []
-    for number, layer in enumerate(layers):
-        add_layer(blob, f"{number}", layer, shown, plan)
-    clearest = clearest_across(record)
+    written = [add_layer(blob, f"{number}", layer, shown, plan) for number, layer in enumerate(layers)]
+    first = telling(record)
     return {
         "format": 1,
         "title": shortened(title or record.model),
@@ -84,10 +84,10 @@ def head_of(record: Record, title: str | None, blob: Blob) -> dict[str, Any]:
         "prompt": record.prompt,
         "answer": record.answer,
         "unseen": [shortened(reason) for reason in record.unseen],
-        "layers": [layer_head(record, layer, plan, table) for layer in layers],
+        "layers": [layer_head(record, layer, plan, table) | how for layer, how in zip(layers, written, strict=True)],
         "labels": [label_head(blob, f"image.{i}", labels, shown) for i, labels in enumerate(table)],
         "measures": measures(record, layers),
-        "across": next((number for number, layer in enumerate(layers) if layer is clearest), None),
+        "first": {"head": record.name_of(first.layer, first.head), "query": first_query(record, first)},
     }
 
 
@@ -141,20 +141,28 @@ def layer_head(record: Record, layer: Layer, plan: dict[str, Any], table: list[L
         "places": None if layer.query_places is None else layer.query_places.tolist(),
         "exact": layer.name in plan["exact"],
         "asks": "entries" in layer.can,
-        "entries": plan["entries"],
         "score": described_score(layer),
     }
 
 
-def add_layer(blob: Blob, name: str, layer: Layer, shown: int, plan: dict[str, Any]) -> None:
-    """The numbers of a layer, each array (sequences, H, ...)."""
-    some = min(shown, layer.shape[0])
+def add_layer(blob: Blob, name: str, layer: Layer, shown: int, plan: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a layer, each array (sequences, H, ...).
+
+    Gives how its entries are written, and how many rows of each sequence and head have weights that are no numbers.
+    """
+    some, kind = min(shown, layer.shape[0]), plan["entries"]
     if layer.name in plan["exact"]:
-        blob.add(f"{name}.entries", entries(layer, some), plan["entries"])
+        whole = entries(layer, some)
+        missing = ~whole.isfinite().all(-1)
+        # Logarithms cannot tell NaN from 0.
+        kind = "f4" if missing.any() else kind
+        blob.add(f"{name}.entries", whole, kind)
     else:
         found = {part: tensor[:some].cpu() for part, tensor in statistics(layer, plan["top"], plan["side"]).items()}
         add_statistics(blob, name, layer, found)
+        missing = ~found["entropy"].isfinite() if "entropy" in found else torch.zeros(some, layer.shape[1], 1)
     add_vectors(blob, name, layer, some, plan["lse"], plan["vectors"])
+    return {"entries": kind, "unknown": missing.sum(-1).int().tolist()}
 
 
 def entries(layer: Layer, some: int) -> Tensor:

@@ -20,8 +20,11 @@ def write(sheet: Sheet, record: Record, choice: Choice, place: str | int | None,
     queries, labels = record.labels_of(choice.layer)
     query, name = looking(queries, place)
     shares = rows(choice, batch, [query])[0]
-    lit = on_grid(shares, labels)
     sheet.heading(f"Where {name} looks in {choice.name}")
+    if not shares.isfinite().all():
+        sheet.note("That cannot be told: its weights are NaN or infinite.")
+        return
+    lit = on_grid(shares, labels)
     left = drawn_image(sheet, labels, batch)
     right = drawn_patches(sheet, lit)
     write_beside(sheet, left, right)

@@ -6,9 +6,8 @@ from there. `save` picks the figure that suits a record.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +17,16 @@ from foci.record import Record
 from foci.view import drawing, patches
 from foci.view.colors import ON_WHITE, ink, mixed
 from foci.view.drawing import ACCENT, colors, new_axes, style
-from foci.view.reading import Choice, choose, mean_of, picture, rows, shares, sides, telling
+from foci.view.reading import Choice, Unit, choose, picture, rows, shares, sides, telling
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Up to so many words a matrix has names on its axes; beyond, it is drawn as a picture of blocks.
+# Up to so many words an axis has names; beyond, it counts positions, and what stands there is drawn in blocks.
 MOST_NAMES = 64
 MOST_NUMBERS = 20
 BLOCKS = 256
 THUMBNAIL = 48
-INCHES = 0.26
 
 
 def matrix(
@@ -78,37 +76,73 @@ def draw_matrix(
     record: Record, choice: Choice, ax: Axes | None, batch: int, by_token: bool, numbers: bool | None
 ) -> Axes:
     queries, keys = sides(record, choice.layer, batch, by_token)
-    longest = max(len(queries), len(keys))
-    if longest > MOST_NAMES:
-        return draw_blocks(choice, ax, batch)
-    ax = new_axes(ax, (1.9 + INCHES * len(keys), 1.2 + INCHES * len(queries)))
+    if max(len(queries), len(keys)) > MOST_NAMES:
+        return draw_blocks(record, choice, ax, batch, queries, keys)
+    numbers = max(len(queries), len(keys)) <= MOST_NUMBERS if numbers is None else numbers
+    cell = drawing.WITH_NUMBERS if numbers else drawing.WITHOUT
+    size = drawing.sides(cell * len(keys), cell * len(queries))
+    ax = new_axes(ax, (1.9 + size[0], 1.2 + size[1]))
     values = shares(choice, batch, queries, keys)
-    image = ax.imshow(values.numpy(), cmap=colors(), vmin=0, vmax=max(float(values.max()), 1e-9))
+    image = ax.imshow(values.numpy(), cmap=colors(), vmin=0, vmax=drawing.largest(values))
+    # Square cells where that leaves both sides room enough; a matrix of two rows would be a line.
+    ax.set_aspect("equal" if size == (cell * len(keys), cell * len(queries)) else "auto")
     drawing.ticks(ax, [unit.text for unit in keys], [unit.text for unit in queries])
-    if numbers if numbers is not None else longest <= MOST_NUMBERS:
+    if numbers:
         write_numbers(ax, values)
-    finish(ax, image, choice)
+    finish(ax, image, choice, ["share of the attention"], values)
     return ax
 
 
-def draw_blocks(choice: Choice, ax: Axes | None, batch: int) -> Axes:
-    """A long text: no names, but positions, and the matrix averaged in blocks."""
-    queries, keys = choice.layer.shape[2:]
-    finest = choice.layer.finest
-    values = picture(choice, batch, min(finest[0], BLOCKS), min(finest[1], BLOCKS))
-    ax = new_axes(ax, (4.6, 0.6 + 4.0 * min(queries / keys, 1.5)))
-    box = (0, keys, queries, 0)
+def draw_blocks(
+    record: Record, choice: Choice, ax: Axes | None, batch: int, queries: Sequence[Unit], keys: Sequence[Unit]
+) -> Axes:
+    """A long text: positions instead of names along what is long, and the matrix averaged in blocks there."""
+    values, named, whole = in_blocks(choice, batch, queries, keys)
+    across, down = (drawing.LONG if units is None else drawing.WITHOUT * len(units) for units in reversed(named))
+    size = drawing.sides(across, down)
+    ax = new_axes(ax, (1.9 + size[0], 1.0 + size[1]))
+    lengths = [most if units is None else len(units) for most, units in zip(choice.layer.shape[2:], named, strict=True)]
+    # A tick is at the middle of its cell, as between names.
+    box = (-0.5, lengths[1] - 0.5, lengths[0] - 0.5, -0.5)
     # The root lets the many small shares be seen.
-    image = ax.imshow(values.numpy(), cmap=colors(), norm=drawing.rooted(values), extent=box, interpolation="nearest")
-    ax.set_aspect("auto")
+    norm = drawing.rooted(drawing.largest(values))
+    ax.imshow(values.numpy(), cmap=colors(), norm=norm, extent=box, interpolation="nearest", aspect="auto")
+    labels = record.labels_of(choice.layer)
+    for axis, units, labelled in zip((ax.yaxis, ax.xaxis), named, labels, strict=True):
+        drawing.count_along(axis, None if units is None else [unit.text for unit in units], labelled.seconds)
     ax.xaxis.tick_top()
-    finish(ax, image, choice, "share of the attention, mean of a block")
+    said = ["share of the attention" + ("" if whole else ", mean of a block"), "colours by its square root"]
+    finish(ax, ax.images[-1], choice, said, values)
     return ax
+
+
+def in_blocks(
+    choice: Choice, batch: int, queries: Sequence[Unit], keys: Sequence[Unit]
+) -> tuple[Tensor, list[Sequence[Unit] | None], bool]:
+    """The matrix, in words along a side that has few and in at most `BLOCKS` blocks along one that has many.
+
+    With it the words of each side, or None; and whether each cell is what one position or word gives another.
+    """
+    lengths, finest = choice.layer.shape[2:], choice.layer.finest
+    # Words are put together from whole positions.
+    named = [
+        units if len(units) <= MOST_NAMES and most == length else None
+        for units, length, most in zip((queries, keys), lengths, finest, strict=True)
+    ]
+    rows, columns = (
+        most if units is not None else min(most, BLOCKS) for units, most in zip(named, finest, strict=True)
+    )
+    values = picture(choice, batch, rows, columns)
+    if named[0] is not None:
+        values = torch.stack([values[unit.start : unit.stop].mean(0) for unit in named[0]])
+    if named[1] is not None:
+        values = torch.stack([values[:, unit.start : unit.stop].sum(1) for unit in named[1]], 1)
+    return values, named, (rows, columns) == lengths
 
 
 def write_numbers(ax: Axes, values: Tensor) -> None:
     """The percentage in each cell, in dark or light ink."""
-    largest = max(float(values.max()), 1e-9)
+    largest = drawing.largest(values)
     for i, row in enumerate(values.tolist()):
         for j, value in enumerate(row):
             if value >= 0.005:
@@ -116,14 +150,15 @@ def write_numbers(ax: Axes, values: Tensor) -> None:
                 ax.text(j, i, f"{100 * value:.0f}", ha="center", va="center", fontsize=6, color=letters)
 
 
-def finish(ax: Axes, image: Any, choice: Choice, legend: str = "share of the attention") -> None:
+def finish(ax: Axes, image: Any, choice: Choice, legend: list[str], values: Tensor) -> None:
     """Title, names of the axes, no frame, the legend of the colours."""
     drawing.title(ax, choice.name if choice.head is not None else f"{choice.name}, mean of its heads")
     ax.set_ylabel("looks")
     ax.set_xlabel("is looked at")
     ax.xaxis.set_label_position("bottom")
     ax.spines[:].set_visible(False)
-    drawing.bar(ax, image, legend)
+    unknown = [] if values.isfinite().all() else ["grey: no number (NaN)"]
+    drawing.bar(ax, image, "\n".join(legend + unknown))
 
 
 @style()
@@ -132,12 +167,12 @@ def heads(record: Record, ax: Axes | None = None, *, batch: int = 0) -> Axes:
     layers = list(record.layers.values())
     most = max(len(layer.heads) for layer in layers)
     size = min(THUMBNAIL, *(side for layer in layers for side in layer.finest))
-    sheet = torch.full((len(layers) * (size + 1), most * (size + 1)), math.nan)
+    sheet = torch.zeros(len(layers) * (size + 1), most * (size + 1))
     for i, layer in enumerate(layers):
         small = layer.picture(size, size)[batch].detach().float().cpu()
         for j, head in enumerate(small):
             place = slice(i * (size + 1), i * (size + 1) + size), slice(j * (size + 1), j * (size + 1) + size)
-            sheet[place] = (head / head.max().clamp(min=1e-9)).sqrt()
+            sheet[place] = (head / drawing.largest(head)).sqrt()
     ax = new_axes(ax, (max(0.8 + 0.5 * most, 3.0), max(0.6 + 0.5 * len(layers), 1.4)))
     ax.imshow(sheet.numpy(), cmap=colors(), vmin=0, vmax=1, interpolation="nearest")
     middle = [(size - 1) / 2 + step * (size + 1) for step in range(max(most, len(layers)))]
@@ -176,7 +211,7 @@ def overlay(
     record: Record, head: str | None = None, ax: Axes | None = None, *, patch: str | int | None = None, batch: int = 0
 ) -> Axes:
     """An image, its patches lit by where one of them looks: the class token, or `patch` as "row,column" or a number."""
-    choice = choose(record, head) if head else mean_of(record, list(record.layers.values())[-1])
+    choice = choose(record, head) if head else telling(record, batch)
     queries, keys = record.labels_of(choice.layer)
     query, name = patches.looking(queries, patch)
     lit = patches.on_grid(rows(choice, batch, [query])[0], keys)

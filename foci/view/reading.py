@@ -198,6 +198,16 @@ def shares(choice: Choice, batch: int, queries: Sequence[Unit], keys: Sequence[U
     return ends[:, [unit.stop for unit in keys]].sub(ends[:, [unit.start for unit in keys]]).float()
 
 
+@torch.no_grad()
+def unknown(choice: Choice, batch: int) -> Tensor:
+    """Which queries have weights that are no numbers: (Tq,). Of a long text that was not kept, none is asked."""
+    layer = choice.layer
+    if layer.kept is None and max(layer.shape[2:]) > LONG:
+        return torch.zeros(layer.shape[2], dtype=torch.bool)
+    nats = layer.entropy()[batch].view(layer.shape[1], layer.shape[2])
+    return ~nats[choice.places].isfinite().all(0).cpu()
+
+
 def picture(choice: Choice, batch: int, rows: int, columns: int) -> Tensor:
     """The matrix in blocks: (rows, columns)."""
     with torch.no_grad():
@@ -277,13 +287,13 @@ def clearness(record: Record, layer: Layer, batch: int) -> tuple[float, float]:
 
     A head that rests on the end of a sentence spreads little and says nothing, so spread alone would mislead.
     """
-    spread = float(layer.entropy().float().mean()) if "entropy" in layer.can else 0.0
+    spread = float(layer.entropy().float().nanmean().nan_to_num()) if "entropy" in layer.can else 0.0
     if "entries" not in layer.can or prod(layer.shape[1:]) > MOST_SEARCHED:
         return 0.0, -spread
     queries, keys = ([unit for unit in units if unit.spoken] for units in sides(record, layer, batch))
     if not queries or not keys:
         return 0.0, -spread
-    return float(shares(mean_of(record, layer), batch, queries, keys).amax(1).mean()), -spread
+    return float(shares(mean_of(record, layer), batch, queries, keys).nan_to_num().amax(1).mean()), -spread
 
 
 def quickly_asked(layer: Layer) -> bool:
@@ -300,7 +310,7 @@ def far(record: Record, layer: Layer, batch: int) -> Tensor:
     values = values.float()
     if "received" in layer.can:
         # What every query looks at says little about the one that does.
-        usual = layer.received()[batch].view(layer.shape[1], -1).float().cpu() / layer.shape[2]
+        usual = layer.received()[batch].view(layer.shape[1], -1).float().cpu().nan_to_num(0.0, 0.0) / layer.shape[2]
         values = values - usual.unsqueeze(1).expand(-1, layer.shape[2], -1).gather(2, keys.clamp(min=0))
     queries_spoken, keys_spoken = (spoken(labels, batch) for labels in record.labels_of(layer))
     seen = keys_spoken[keys.clamp(min=0)] & (keys >= 0)
@@ -309,7 +319,8 @@ def far(record: Record, layer: Layer, batch: int) -> Tensor:
         words = numbered(record.labels_of(layer)[1], batch)
         seen &= (keys - places.view(1, -1, 1)).abs() > NEAR
         seen &= (words[keys.clamp(min=0)] - words[places].view(1, -1, 1)).abs() > 1
-    return values.where(seen, 0).amax(-1) * queries_spoken
+    # What is no number stands out from nothing.
+    return values.where(seen & values.isfinite(), 0).amax(-1) * queries_spoken
 
 
 def numbered(labels: Labels, batch: int) -> Tensor:

@@ -14,20 +14,20 @@ from foci.layer import Layer
 from foci.record import Record
 from foci.terminal import clip, count
 from foci.view import heads, matrix, patches, words
+from foci.view.beginning import clearest
 from foci.view.printable import isolated, printable
 from foci.view.reading import (
     Choice,
     Unit,
     choose,
-    far,
     find,
     picture,
-    quickly_asked,
     reading_of,
     shares,
     shortened,
     sides,
     telling,
+    unknown,
 )
 from foci.view.sheet import Sheet
 
@@ -133,13 +133,18 @@ def write_text(
     focus = find(queries, word) if word is not None else clearest(record, choice, batch, queries)
     same = layer.queries == layer.keys
     sheet.heading(f"Where {quoted(queries[focus])} looks in {in_words(choice)}")
-    row = known(sheet, shares(choice, batch, [queries[focus]], keys))[0].tolist()
+    write_unknown(sheet, choice, batch)
+    found = shares(choice, batch, [queries[focus]], keys)[0]
+    row = drawn(found).tolist()
     if not same:
         words.write_text(sheet, queries, [0.0] * len(queries), focus)
         sheet.line(sheet.faint("↓ looks at"))
     words.write_text(sheet, keys, row, focus if same else None)
     sheet.line()
-    words.write_links(sheet, keys, row, choice.exact)
+    if found.isfinite().all():
+        words.write_links(sheet, keys, row, choice.exact)
+    else:
+        sheet.note(f"Where {quoted(queries[focus])} looks cannot be told: its weights are NaN or infinite.")
     write_matrix(sheet, choice, batch, queries, keys, focus)
 
 
@@ -149,30 +154,30 @@ def write_matrix(
     """All words at once: cells where they fit, else a map."""
     if matrix.fits(sheet, queries, keys):
         sheet.heading(f"All of {in_words(choice)}")
-        matrix.write(sheet, queries, keys, known(sheet, shares(choice, batch, queries, keys)).tolist(), focus)
+        matrix.write(sheet, queries, keys, shares(choice, batch, queries, keys).tolist(), focus)
     elif choice.layer.kept is None and prod(choice.layer.shape[1:]) > MOST_ENTRIES:
         sheet.note(f"No map of {choice.layer.shape[3]:,} positions: watch with keep=foci.Keep() for one.")
     elif "picture" in choice.layer.can:
         sheet.heading(f"All of {in_words(choice)}")
         sheet.prose("From top to bottom who looks, from left to right who is looked at.")
         blocks = picture(choice, batch, *matrix.map_size(sheet, choice.layer.finest))
-        matrix.write_map(sheet, known(sheet, blocks).tolist())
+        matrix.write_map(sheet, drawn(blocks).tolist())
 
 
-def known(sheet: Sheet, found: Tensor) -> Tensor:
-    """Shares of which those that are no numbers become 0, and that is said."""
-    if not found.isfinite().all():
-        sheet.note("Some weights are NaN or infinite: they are drawn as 0.")
+def write_unknown(sheet: Sheet, choice: Choice, batch: int) -> None:
+    """How many rows have no numbers, where some have not."""
+    missing = unknown(choice, batch)
+    if missing.any():
+        verb = "has" if int(missing.sum()) == 1 else "have"
+        sheet.note(
+            f"{int(missing.sum()):,} of {count(len(missing), 'row')} of {choice.name} {verb} weights that are NaN or"
+            " infinite: nothing is drawn or counted there."
+        )
+
+
+def drawn(found: Tensor) -> Tensor:
+    """Shares as they are drawn: what is no number, of which `write_unknown` speaks, stays empty."""
     return found.nan_to_num(0.0, 0.0, 0.0)
-
-
-def clearest(record: Record, choice: Choice, batch: int, queries: Sequence[Unit]) -> int:
-    """The word that looks most clearly at another one that is not its neighbour; of a very long text the last."""
-    layer = choice.layer if choice.head is None else choice.layer.head(choice.head)
-    if not quickly_asked(layer):
-        return len(queries) - 1
-    place = int(far(record, layer, batch).mean(0).argmax())
-    return next((i for i, unit in enumerate(queries) if unit.start <= place < unit.stop), 0)
 
 
 def in_words(choice: Choice) -> str:

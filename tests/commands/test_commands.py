@@ -4,6 +4,7 @@ import io
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from foci import cli, shipped
 from foci.training import loop
 from tests.training.reversal import SMALL, written
+
+STANDS_BEFORE = "foci run: the model in runs/translation answers; --model translation is the one that ships"
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +136,7 @@ def test_a_run_that_stands_before_the_model_that_ships_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place, more, said in (
-        (folder, [], "foci run: the model in runs/translation answers\n"),
+        (folder, [], f"{STANDS_BEFORE}\n"),
         (folder, ["--model", "runs/translation"], ""),
         (tmp_path, [], ""),
     ):
@@ -173,7 +176,8 @@ def test_what_is_too_long_is_cut_and_said_in_one_line(
         arguments = ["evaluate", str(model), "--data", str(data), "--answers", str(answers)]
     assert cli.main(arguments) == 0
     said = f"foci {command}: 1 of 3 inputs is longer than the model reads: answered by a part of it\n"
-    assert capsys.readouterr().err == said
+    wrote = f"foci run: written: {answers}\n" if command == "run" else ""
+    assert capsys.readouterr().err == said + wrote
     assert len(answers.read_text().splitlines()) == 3
 
 
@@ -299,7 +303,7 @@ def test_bad_input_is_one_sentence(
     assert cli.main(arguments) == 2
     *before, error = capsys.readouterr().err.splitlines()
     assert said in error
-    assert before in ([], ["foci run: the model in runs/translation answers"])
+    assert before in ([], [STANDS_BEFORE])
 
 
 def test_a_model_that_ships_answers_and_is_measured_by_its_name(
@@ -314,3 +318,78 @@ def test_a_model_that_ships_answers_and_is_measured_by_its_name(
     with pytest.raises(SystemExit, match="0"):
         cli.main(["run", "--help"])
     assert "ship for " + ", ".join(shipped.names()) in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_that_ships_is_reached_by_its_name_beside_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert cli.main(["run", "translation", "A man sleeps.", "--model", "translation"]) == 0
+    assert capsys.readouterr() == ("Ein Mann schläft.\n", "")
+
+
+def test_one_damaged_file_does_not_keep_the_others_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good, broken = b"P5 28 28 255\n" + bytes(28 * 28), b"P5 28 28 255\n" + bytes(9)
+    for name, content in (("a.pgm", good), ("broken.pgm", broken), ("c.pgm", good)):
+        (tmp_path / name).write_bytes(content)
+    assert cli.main(["run", "vision", "a.pgm", "broken.pgm", "none.pgm", "c.pgm"]) == 2
+    said = capsys.readouterr()
+    first, *failed, last = said.out.splitlines()
+    assert first == last != ""
+    assert failed == ["", ""]
+    assert said.err.splitlines() == [
+        "foci run: broken.pgm should hold 784 bytes of 28 x 28 pixels, but it holds 9",
+        "foci run: none.pgm should be an image, but there is no such file",
+    ]
+
+
+def test_what_is_written_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    model = ["--model", "runs/translation"]
+    for out in ("x.foci", "x.txt"):
+        assert cli.main(["run", "translation", "ab", *model, "--out", out]) == 0
+        assert capsys.readouterr().err == f"foci run: written: {out}\n"
+
+
+def test_a_bar_is_shown_while_a_model_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    assert cli.main(["evaluate", str(folder / "runs" / "translation"), "--data", str(folder / "pairs.tsv")]) == 0
+    assert "300/300" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["look", "ab", "--model", "runs/translation"],
+        ["run", "translation", "ab", "--model", "runs/translation"],
+        ["evaluate", "runs/translation", "--data", "pairs.tsv"],
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert cli.main(arguments) == 1
+    said = "model.safetensors needs safetensors, which is not installed: pip install 'foci[tasks]'\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_a_record_without_the_package_names_its_extra(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "some.foci").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert cli.main(["view", "some.foci", "--out", "z.html"]) == 1
+    said = "foci view: some.foci needs safetensors, which is not installed: pip install 'foci[view]'\n"
+    assert capsys.readouterr().err == said

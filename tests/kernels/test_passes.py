@@ -73,6 +73,8 @@ def test_other_kinds_have_passes_of_their_own() -> None:
         check(one, replace(ALL, top=2))
         check(one, ALL, q=one.q.transpose(1, 2).contiguous().transpose(1, 2))
         check(one, ALL, k=one.k.mT.contiguous().mT)
+        check(one, ALL, k=shifted(one.k))
+        check(one, ALL, q=shifted(one.q))
         open_to_all = Case(seed=3)
         check(open_to_all, ALL)
         dense = Case(seed=4)
@@ -82,7 +84,7 @@ def test_other_kinds_have_passes_of_their_own() -> None:
         sloped = causal(seed=5)
         sloped.options["slopes"] = torch.tensor([0.1, 0.3], device=DEVICE)
         check(sloped, ALL)
-    assert len(triton_statistics.PASSES) == 8
+    assert len(triton_statistics.PASSES) == 10
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

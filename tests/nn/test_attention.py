@@ -94,6 +94,16 @@ def test_a_cache_gives_the_same_as_all_at_once(kind: str) -> None:
         assert_same(torch.cat(steps, dim=1), module(x, mask=foci.causal))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(0, 5, 16), (3, 0, 16)])
+def test_nothing_in_nothing_out(kind: str, shape: tuple[int, ...]) -> None:
+    """As the last part of a batch that is shared among processes may be."""
+    x = torch.zeros(shape, requires_grad=True)
+    out = made(kind)(x)
+    assert out.shape == shape
+    assert torch.autograd.grad(out.sum(), x)[0].shape == shape
+
+
 def test_a_context_is_projected_once() -> None:
     module, x, context = made("grouped"), randn(2, 6, 16), randn(2, 5, 16, seed=1)
     cache = foci.Cache()

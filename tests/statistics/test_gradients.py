@@ -144,3 +144,14 @@ def test_memory_of_an_additive_score_is_linear(monkeypatch: pytest.MonkeyPatch) 
         weights.entropy().sum().backward()
     # One row of q + k is n d entries; the matrix of them would be n² d.
     assert seen.largest <= 2 * n * n * 4 // 8
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("only", ["query", "key"])
+def test_a_matrix_that_nobody_sees_has_gradients_of_zero(question: str, only: str) -> None:
+    """As a batch of padding alone has it: a loss on its entropy must not break the training."""
+    arguments = matrices.qkv() | {"mask": foci.padding([0, 0])}
+    leaf = arguments[only].requires_grad_()
+    asked = QUESTIONS[question](lazy(arguments))
+    assert not asked.any()
+    assert not torch.autograd.grad(asked.sum(), leaf)[0].any()

@@ -197,14 +197,14 @@ def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ctc", "noise", "join"])
 def test_a_share_beyond_one_is_refused(name: str) -> None:
     SpeechSettings().changed(**{name: 1.0})
-    with pytest.raises(ValueError, match=rf"SpeechSettings.{name} must lie between 0 and 1, but got 1.5"):
+    with pytest.raises(ValueError, match=rf"task.{name} must lie between 0 and 1, but got 1.5"):
         SpeechSettings().changed(**{name: 1.5})
 
 
 @pytest.mark.parametrize("name", ["speed", "voice", "stretch", "dropout", "smoothing"])
 def test_the_whole_is_refused_where_nothing_would_be_left(name: str) -> None:
     for value in (1.0, -0.1):
-        with pytest.raises(ValueError, match=rf"SpeechSettings.{name} must be at least 0 and below 1, but got {value}"):
+        with pytest.raises(ValueError, match=rf"task.{name} must be at least 0 and below 1, but got {value}"):
             SpeechSettings().changed(**{name: value})
 
 

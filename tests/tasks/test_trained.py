@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,16 @@ def test_tasks_are_found_by_name() -> None:
         kind.settings_type()
     with pytest.raises(ValueError, match=r"expected one of the tasks translation, .*, but got 'flying'"):
         find("flying")
+
+
+def test_a_missing_package_is_not_called_a_damaged_file(
+    task: Translation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = save(tmp_path / "model.safetensors", task, task.model())
+    for package in ("tokenizers", "safetensors"):
+        monkeypatch.setitem(sys.modules, package, None)
+        for read in (load, Model.load) if package == "safetensors" else (load,):
+            with pytest.raises(
+                ImportError, match=rf"needs? {package}, which is not installed: pip install 'foci\[tasks\]'$"
+            ):
+                read(path)

@@ -25,20 +25,21 @@ def test_what_is_set_stands_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("train.rate=fast", "TrainConfig.rate must be a number, but got 'fast'"),
+        ("train.rate=fast", "train.rate must be a number, but got 'fast'"),
         ("train.speed=1", r"train\.speed is no setting of translation: .*foci train translation --settings lists all"),
-        ("task.size=huge", "TranslationSettings.size must be 'tiny' or 'small' or 'base', but got 'huge'"),
+        ("task.size=huge", "task.size must be 'tiny' or 'small' or 'base', but got 'huge'"),
         ("rate=1", "expected the keys data, dev, seed, task, train in the config, but got rate"),
         ("train.rate", "expected key=value, such as train.rate=0.001, but got 'train.rate'"),
-        ("train.batch_tokens=0", "TrainConfig.batch_tokens must be at least 1, but got 0"),
+        ("train.batch_tokens=0", "train.batch_tokens must be at least 1, but got 0"),
         ("seed=x", "expected a whole number as seed, but got 'x'"),
         ("data=3", "expected a path or a list of paths as data, but got 3"),
         ("task=3", r"expected \[task\] in the config to be a table, but got 3"),
-        ("train={graphs=true,shard=true}", "expected graphs or shard, but got both"),
+        ("train={graphs=true,shard=true}", "expected train.graphs or train.shard, but got both"),
         ("task.widht=8", r"task\.widht is no setting of translation: the nearest is task\.width; foci train"),
-        ("train.ema=1", "TrainConfig.ema must be at least 0 and below 1, but got 1"),
-        ("train.variance=1.0", r"TrainConfig.variance must be at least 0 and below 1, but got 1\.0"),
-        ("train.floor=1.5", r"TrainConfig.floor must lie between 0 and 1, but got 1\.5"),
+        ("train.ema=1", "train.ema must be at least 0 and below 1, but got 1"),
+        ("train.variance=1.0", r"train.variance must be at least 0 and below 1, but got 1\.0"),
+        ("task.beam=0", "task.beam must be at least 1, but got 0"),
+        ("train.floor=1.5", r"train.floor must lie between 0 and 1, but got 1\.5"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(change: str, said: str) -> None:
@@ -59,7 +60,7 @@ def test_a_wrong_setting_is_one_sentence(change: str, said: str) -> None:
     ],
 )
 def test_a_share_in_percent_is_refused(task: str, name: str, most: str) -> None:
-    with pytest.raises(ValueError, match=rf"Settings\.{name} must {most}, but got 10"):
+    with pytest.raises(ValueError, match=rf"^task\.{name} must {most}, but got 10"):
         read_config(task, None, [f"task.{name}=10"])
 
 

@@ -15,6 +15,8 @@ from foci.saving import safetensors
 from foci.tasks.trained import load
 from foci.tasks.translation import Translation
 from foci.training import loop, progress, train
+from foci.training.selection import Selection
+from foci.training.state import State
 from tests.training.reversal import SMALL, config, logged, written
 
 
@@ -81,7 +83,7 @@ def test_a_missing_metric_package_is_said_and_the_loss_decides(
     found = train(config(data, "train.steps=10", "train.select=metric", "train.decoded=2"), tmp_path / "run")
     assert list(found) == ["loss"]
     said = capsys.readouterr().err
-    assert said.count("pip install foci[tasks]; until then the best model is the one with the lowest loss") == 1
+    assert said.count("pip install 'foci[tasks]'; until then the best model is the one with the lowest loss") == 1
 
 
 def test_asked_to_stop_it_saves_and_goes_on_later(
@@ -167,3 +169,53 @@ def test_what_fails_in_a_worker_is_said_as_without(data: Path, tmp_path: Path, m
     monkeypatch.setattr(Translation, "batch", breaking)
     with pytest.raises(ValueError, match=r"^no such sound$"):
         train(config(data, "train.steps=4", "train.workers=1"), tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize(("wrong", "said"), [("task.heads=7", "7"), ("train.steps=2", "no such sound")])
+def test_a_start_that_fails_leaves_nothing_in_the_way(
+    wrong: str, said: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaking(*_: object) -> dict[str, Tensor]:
+        raise ValueError("no such sound")
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with monkeypatch.context() as broken:
+        broken.setattr(Translation, "batch", breaking)
+        with pytest.raises(ValueError, match=said):
+            train(config(data, wrong), folder, quiet=True)
+    assert [path.name for path in folder.iterdir() if path.is_file()] == ["notes.txt"]
+    train(config(data, "train.steps=1"), folder, quiet=True)
+    assert {"notes.txt", "config.toml", "run.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_training_that_could_not_be_saved_does_not_begin(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"^a training needs safetensors, which is not installed: pip install 'foci"):
+        train(config(data, "train.steps=1"), tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize(("losses", "best"), [((3.0, 2.0, 2.5), 2), ((2.0, 2.0, 2.0), 3), ((1.0, 2.0, 3.0), 1)])
+def test_of_equally_good_models_the_loss_then_the_later_one_decides(
+    losses: tuple[float, ...], best: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter(losses)
+
+    def same(self: Selection) -> dict[str, float | str]:
+        loss = next(found, losses[best - 1])
+        return {"bleu": 0.0, "loss": loss}
+
+    monkeypatch.setattr(Selection, "measured", same)
+    often = ("train.select=metric", "train.evaluate_every=1", "train.steps=3", "train.patience=0")
+    train(config(data, *often), tmp_path / "run", quiet=True)
+    assert [path.name for path in (tmp_path / "run" / "best").iterdir()] == [f"step-{best:08d}.safetensors"]
+
+
+def test_a_state_that_named_no_losses_is_read() -> None:
+    before = {"step": 4, "place": [0, 4], "best": [[0.5, 4], [0.25, 2]]}
+    state = State.from_json(before)
+    assert [(each.goodness, each.step) for each in state.best] == [(0.5, 4), (0.25, 2)]
+    assert state.best_steps == {2, 4}

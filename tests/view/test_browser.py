@@ -636,3 +636,24 @@ def test_the_package_is_named(look: Look) -> None:
     with look(records.jane()) as tab:
         assert tab.title() == "BertModel · foci"
         assert foci.__version__
+
+
+def test_rows_that_are_no_numbers_are_said_and_nothing_is_made_of_them(look: Look) -> None:
+    record = records.jane()
+    matrix = record["L0"].matrix
+    assert matrix is not None
+    matrix[0, 1, 2] = torch.nan
+    with look(record, "#h=L0H1&w=0&t=2") as tab:
+        said = "1 of 7 rows of L0H1 have weights that are NaN or infinite: nothing is drawn or counted there."
+        assert tab.locator(".panel.right .note").inner_text() == said
+        facts = tab.locator(".facts").inner_text()
+        assert "no numbers (NaN or infinite)" in facts
+        assert "nats" not in facts
+        assert listed(tab) == []
+        token(tab, 1).click()
+        tab.mouse.move(5, 5)
+        near(shares(tab), matrix[0, 1, 1])
+    with look(record, "#h=L0H1&w=0&t=2&v=compute") as tab:
+        assert "NaN or infinite" in tab.locator(".worked").inner_text()
+    with look(record, "#h=L0H1&w=0&t=2&v=rollout") as tab:
+        assert "cannot be told" in tab.locator(".told").inner_text()

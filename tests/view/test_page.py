@@ -2,6 +2,7 @@ import base64
 import hashlib
 import html
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ import foci
 from foci.labels import Labels
 from foci.layer import Layer
 from foci.record import Record
-from foci.view import linking, packing, page
+from foci.view import linking, packing, page, reading, terminal
 from foci.view.blob import Blob
 from foci.view.compact import text_of
 from tests.view import records
@@ -271,3 +272,34 @@ def test_attention_to_nothing_is_no_page() -> None:
     record = Record({"l": Layer("l", matrix=torch.zeros(1, 1, 4, 0))}, {}, model="M")
     with pytest.raises(ValueError, match=r"at least one query and one key, but L0 is \(1, 1, 4, 0\)"):
         page.html(record)
+
+
+@pytest.mark.parametrize("make", [records.jane, records.translation, records.image, lambda: lazy(12)])
+def test_a_page_begins_where_the_terminal_and_the_figure_do(make: Callable[[], Record]) -> None:
+    record = make()
+    first = payload(page.html(record))[0]["first"]
+    choice = reading.telling(record)
+    assert first["head"] == choice.name
+    heading = next(line for line in str(terminal.render(record)).splitlines()[::-1] if line.startswith("Where "))
+    assert f" looks in {choice.name}" in heading
+    labels = record.labels_of(choice.layer)[0]
+    if labels.grid is None:
+        word = next(unit for unit in reading.units(labels) if first["query"] in unit.positions)
+        assert f"“{word.text}”" in heading
+    else:
+        assert first["query"] == 0
+
+
+def test_rows_that_are_no_numbers_are_counted_and_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    # So few that logarithms, which have no NaN, would be written.
+    monkeypatch.setattr(packing, "MOST_FLOATS", 1)
+    record = records.jane()
+    matrix = record["L0"].matrix
+    assert matrix is not None
+    matrix[0, 1, 2:4] = torch.nan
+    head, blob = payload(page.html(record))
+    assert head["layers"][0]["unknown"] == [[0, 2]]
+    assert array(head, blob, "0.entries").isnan().any(-1).nonzero().tolist() == [[0, 1, 2], [0, 1, 3]]
+    monkeypatch.setattr(packing, "EXACT", 1)
+    monkeypatch.setattr(packing, "MOST_ENTRIES", 1)
+    assert payload(page.html(record))[0]["layers"][0]["unknown"] == [[0, 2]]

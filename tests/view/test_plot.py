@@ -1,5 +1,6 @@
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib as mpl
@@ -8,6 +9,7 @@ import torch
 from matplotlib.axes import Axes
 
 from foci.labels import Labels
+from foci.layer import Layer
 from foci.record import Record
 from foci.view import drawing, plot
 from tests.view.records import image, jane, of_texts, translation
@@ -91,7 +93,59 @@ def test_entropy_per_layer_has_a_line_for_each_stack() -> None:
 def test_a_long_text_is_drawn_in_blocks() -> None:
     ax = plot.matrix(of_texts(*(f" w{i}" for i in range(300))))
     assert shown(ax).shape == (256, 256)
-    assert ax.images[0].get_extent() == [0, 300, 300, 0]
+    assert ax.images[0].get_extent() == [-0.5, 299.5, 299.5, -0.5]
+    assert legend(ax) == "share of the attention, mean of a block\ncolours by its square root"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("queries", "keys"), [(17, 129), (129, 17), (5, 100), (30, 300), (2, 1500), (2, 40), (1, 1)])
+def test_a_matrix_of_any_shape_has_room_for_its_picture_and_whole_numbers(queries: int, keys: int) -> None:
+    ax = plot.matrix(across(queries, keys), "cross.L0H0")
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    figure.canvas.draw()
+    width, height = figure.get_size_inches()
+    box = ax.get_window_extent()
+    assert 1.9 < min(width, height) < max(width, height) < 13
+    assert box.width / figure.dpi > 1
+    assert box.height / figure.dpi > 1.4
+    for axis in (ax.xaxis, ax.yaxis):
+        names = [label for label in axis.get_ticklabels() if label.get_text()]
+        # Outside of the picture there is a tick below 0, which is not drawn.
+        assert all(label.get_text().lstrip("\u2212").isdecimal() for label in names)
+        assert axis.axis_name == "x" or apart(names)
+
+
+def apart(labels: list[mpl.text.Text]) -> bool:
+    """Whether no name is written over the one below it."""
+    boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.y0)
+    return all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes))
+
+
+def test_words_are_named_along_the_side_that_has_few_of_them() -> None:
+    record = across(3, 100)
+    record.labels["target"] = Labels.tokens([["ver", "rückt", "."]], [[0, 0, 1]])
+    ax = plot.matrix(record, "cross.L0H0")
+    assert texts(ax.get_yticklabels()) == ["verrückt", "."]
+    torch.testing.assert_close(shown(ax)[0], record["cross.L0H0"].dense()[0, :2].mean(0))
+    assert legend(ax) == "share of the attention\ncolours by its square root"
+
+
+def test_a_long_sound_is_counted_in_seconds() -> None:
+    record = across(2, 200)
+    record.labels["source"] = Labels("frames", (tuple(f"{i * 0.04:.2f}" for i in range(200)),), seconds=0.04)
+    ax = plot.matrix(record, "cross.L0H0")
+    assert {"0 s", "2 s", "6 s"} <= {*ax.xaxis.get_major_formatter().format_ticks(ax.get_xticks())}
+
+
+def across(queries: int, keys: int) -> Record:
+    """Attention by chance between two sequences of bare positions."""
+    matrix = torch.randn(1, 1, queries, keys, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    return Record({"cross": Layer("cross", "cross", matrix=matrix, queries="target", keys="source")})
+
+
+def legend(ax: Axes) -> str:
+    return ax.child_axes[0].get_ylabel()
 
 
 @pytest.mark.parametrize(

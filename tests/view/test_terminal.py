@@ -470,8 +470,22 @@ def test_weights_that_are_no_numbers_are_said(wrong: float, length: int) -> None
     matrix[:, :, 1] = wrong
     record = Record({"l": Layer("l", matrix=matrix)}, {"input": Labels.tokens([["w"] * length])}, model="M")
     found = lines(record, head="L0H1", word=1)
-    assert found.count("   Some weights are NaN or infinite: they are drawn as 0.") == 2
+    said = f"1 of {length} rows of L0H1 has weights that are NaN or infinite: nothing is drawn or counted there."
+    assert said in " ".join(" ".join(found).split())
+    assert any("looks cannot be told: its weights are NaN or infinite." in line for line in found)
+    assert not any("sink" in line for line in found if "%" in line)
     assert lines(record)
+
+
+def test_a_matrix_without_any_number_has_no_statistics() -> None:
+    record = Record(
+        {"l": Layer("l", matrix=torch.full((1, 2, 3, 3), torch.nan))}, {"input": Labels.tokens([["a"] * 3])}
+    )
+    text = " ".join("\n".join(lines(record)).split())
+    assert "3 of 3 rows of L0H0 have weights that are NaN" in text
+    assert "%" not in text
+    assert "nats" not in text
+    assert "? ? ?" in text
 
 
 def test_one_other_is_one() -> None:

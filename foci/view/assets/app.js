@@ -2,7 +2,7 @@
 
 import { make, perFrame } from "./dom.js";
 import { State } from "./state.js";
-import { chosenHeads, focusOf, ranked } from "./focus.js";
+import { chosenHeads, focusOf, headsNamed, ranked } from "./focus.js";
 import { Header } from "./header.js";
 import { Controls } from "./controls.js";
 import { Picker } from "./picker.js";
@@ -16,7 +16,6 @@ import { ImageView } from "./image.js";
 import { StepsView } from "./steps.js";
 import { ComputeView } from "./compute.js";
 import { RolloutView } from "./rollout.js";
-import { unitsOf } from "./tokens.js";
 import { copied } from "./exporting.js";
 import { helpDialog, listen } from "./keys.js";
 import { isDark, percent } from "./colors.js";
@@ -238,34 +237,15 @@ export class App {
   }
 }
 
-// A head worth looking at first: between two texts the mean of the clearest layer; else one that looks somewhere
-// sharply, and not at the first token. And a word to look from.
+// The head and the word that every view of the record begins with.
 function defaults(store) {
-  const across = store.head.across === null ? null : store.layers[store.head.across];
-  const one = across ? null : tellingHead(store);
-  const layer = across ?? store.layers[one.layer];
-  const texts = store.texts(layer, "queries", 0);
-  const units = unitsOf(texts.slice(0, 120), store.labels(layer, "queries").words?.[0]);
-  const isWord = (_, u) => /\p{L}{3,}/u.test(units.text(u)) && !/^\s*[<[]/.test(units.text(u));
-  // The last token of a word is the first that knows all of it.
-  const last = (units.stop[units.start.findLastIndex(isWord)] ?? 0) - 1;
-  // Patches by their numbers are no text that anybody reads: an image is looked at as one, by its class token first, or from its middle.
-  const [queries, keys] = ["queries", "keys"].map((side) => store.labels(layer, side));
-  const leader = queries.grid && queries.leading > 0;
-  const middle = queries.grid && Math.floor(queries.grid[0] / 2) * queries.grid[1] + Math.floor(queries.grid[1] / 2);
+  const { head, query } = store.head.first;
+  const keys = store.labels(store.layers[headsNamed(store, head)[0].layer], "keys");
   return {
+    // Patches by their numbers are no text that anybody reads: an image is looked at as one.
     view: keys.grid ? "image" : "text",
-    heads: [across ? across.label : one.name],
-    chosen: [leader ? 0 : middle ?? (last < 0 ? Math.min(texts.length, 120) - 1 : last)],
+    heads: [head],
+    chosen: [query],
     words: store.head.labels.some((labels) => labels.words),
   };
-}
-
-function tellingHead(store) {
-  const values = (name) => store.head.measures.find((measure) => measure.name === name)?.values;
-  const [heaviest, previous] = [values("heaviest"), values("previous token")];
-  const inSinks = (one) => store.sinks(one, 0).reduce((sum, j) => sum + store.received(one, 0)[j], 0);
-  const of = (table, one) => table?.[one.layer][one.head] ?? 0;
-  const worth = (one) => of(heaviest, one) * (1 - inSinks(one)) ** 2 * (1 - of(previous, one));
-  return store.heads.reduce((best, one) => (worth(one) > worth(best) ? one : best), store.heads[0]);
 }

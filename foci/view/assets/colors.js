@@ -47,14 +47,16 @@ export function ramp(direction) {
 
 export function shade(direction, t) {
   const table = ramp(direction);
-  const at = 3 * Math.round(255 * Math.min(Math.max(t, 0), 1));
+  // What is no number has no colour.
+  const at = 3 * Math.round(255 * Math.min(Math.max(t || 0, 0), 1));
   return `rgb(${table[at]}, ${table[at + 1]}, ${table[at + 2]})`;
 }
 
 // Black or white letters, whichever reads better on the colour.
 export function ink(direction, t) {
   const table = ramp(direction);
-  const at = 3 * Math.round(255 * Math.min(Math.max(t, 0), 1));
+  // What is no number has no colour.
+  const at = 3 * Math.round(255 * Math.min(Math.max(t || 0, 0), 1));
   const light = (0.299 * table[at] + 0.587 * table[at + 1] + 0.114 * table[at + 2]) / 255;
   return light > 0.55 ? "#17181c" : "#fbfaf6";
 }
@@ -95,6 +97,7 @@ function rankScale(weights, top) {
 
 // Three digits that matter, as a share of all attention: 0.123 is 12.3%.
 export function percent(weight) {
+  if (Number.isNaN(weight)) return "NaN";
   if (!(weight > 0)) return "0";
   const value = 100 * weight;
   if (value >= 99.95) return "100%";

@@ -7,6 +7,10 @@ import { number, workedFor } from "./worked.js";
 import { clipped, label } from "./tokens.js";
 import { svgSheet, svgText } from "./exporting.js";
 
+const NOT_KEPT =
+  "This record kept neither the entries of this row nor what made them: watch with keep='lazy' to see them.";
+const NO_NUMBERS = "The weights of this row are NaN or infinite: there is nothing to be worked out.";
+
 export class ComputeView {
   constructor({ store, state }) {
     Object.assign(this, { store, state });
@@ -41,11 +45,7 @@ export class ComputeView {
     if (!worked) {
       return [
         title,
-        make(
-          "p",
-          { class: "note" },
-          "This record kept neither the entries of this row nor what made them: watch with keep='lazy' to see them.",
-        ),
+        make("p", { class: "note" }, this.store.isKnown(one, i, this.state.seq) ? NOT_KEPT : NO_NUMBERS),
       ];
     }
     const parts = [

@@ -15,7 +15,7 @@ export function chosenHeads(store, state) {
 }
 
 // "L5H3" is a head, "L5" all heads of a layer.
-function headsNamed(store, name) {
+export function headsNamed(store, name) {
   if (store.byName.has(name)) return [store.byName.get(name)];
   return store.heads.filter((one) => store.layers[one.layer].label === name);
 }
@@ -78,6 +78,7 @@ function summed({ heads, to, picks, sources, targets, weights }, store, state) {
   const units = new Float32Array(targets.count);
   let [total, inSinks] = [0, 0];
   for (let i = 0; i < weights.length; i++) {
+    // Of what is no number nothing is made.
     if (!weights[i]) continue;
     total += weights[i];
     const isSink = to && sinks.has(i);
@@ -91,6 +92,7 @@ function summed({ heads, to, picks, sources, targets, weights }, store, state) {
   const exact = positions.every(
     (i) => heads.every((one) => (to ? store.isExact(one, i, state.seq) : exactColumn(store, one, i, state))),
   );
+  const known = !to || positions.every((i) => heads.every((one) => store.isKnown(one, i, state.seq)));
   const sinkMass = (one, i) => store.perQuery("sinkMass", one, i, state.seq) ?? 0;
   const learned = to ? heads.reduce(
     (sum, one) => sum + positions.reduce((part, i) => part + sinkMass(one, i), 0),
@@ -106,6 +108,7 @@ function summed({ heads, to, picks, sources, targets, weights }, store, state) {
     total,
     sinkShare: whole ? inSinks / whole : 0,
     exact,
+    known,
     learned,
     whole,
     coverage: to && whole ? total / whole : 1,

@@ -100,6 +100,7 @@ export class Ranked {
     const { picks, sinkShare, sinks, learned, coverage, exact, to } = focus;
     const facts = [fact("head", focus.name)];
     if (!picks.length) return facts;
+    if (!focus.known) return [...facts, fact("weights", "no numbers (NaN or infinite)")];
     if (to && sinks.size) {
       const where = [...sinks].slice(0, 3).map(
         (j) => `“${clipped(focus.targets.label(focus.targets.of[j]), 12)}”`,
@@ -167,6 +168,11 @@ export function spoken(focus) {
 
 function noteOf(focus, store, state) {
   if (!focus.picks.length) return "Hover to look, click to keep, Shift-click to add. Press ? for all keys.";
+  const unknown = store.unknownRows(focus.heads, state.seq);
+  if (unknown) {
+    const rows = `${unknown} of ${focus.layer.Tq * focus.heads.length} rows of ${focus.name}`;
+    return `${rows} have weights that are NaN or infinite: nothing is drawn or counted there.`;
+  }
   if (focus.exact) {
     const rounded = store.layers[focus.layer.number].entries === "log16" && !store.remote;
     return rounded ? "Every entry is here, to four digits." : "Every entry is here, exact.";

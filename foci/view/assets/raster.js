@@ -2,6 +2,9 @@
 
 import { ramp, scaleOf } from "./colors.js";
 
+// The grey of what is no number.
+const UNKNOWN = 140;
+
 // hidden(column) says which columns are left out of the colours; they are drawn as nothing. A given scale is that of
 // more than this picture.
 export function rasterOf({ rows, columns, values }, mode, direction = "to", hidden = null, given = null) {
@@ -15,10 +18,11 @@ export function rasterOf({ rows, columns, values }, mode, direction = "to", hidd
   const table = ramp(direction);
   const pixels = image.data;
   for (let i = 0; i < seen.length; i++) {
+    const known = Number.isFinite(seen[i]);
     const at = 3 * Math.round(255 * Math.min(scale.of(seen[i]), 1));
-    pixels[4 * i] = table[at];
-    pixels[4 * i + 1] = table[at + 1];
-    pixels[4 * i + 2] = table[at + 2];
+    pixels[4 * i] = known ? table[at] : UNKNOWN;
+    pixels[4 * i + 1] = known ? table[at + 1] : UNKNOWN;
+    pixels[4 * i + 2] = known ? table[at + 2] : UNKNOWN;
     pixels[4 * i + 3] = 255;
   }
   pen.putImageData(image, 0, 0);

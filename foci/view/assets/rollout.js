@@ -60,6 +60,9 @@ export class RolloutView {
         "Rollout needs every entry of every layer. A file of a long text has not; Record.rollout and the explorer do.",
       );
     }
+    if (!flow.every(Number.isFinite)) {
+      return this.refuse("What reaches it cannot be told: some of the weights are NaN or infinite.");
+    }
     this.flow = flow;
     const units = unitsFor(store, { ...state, words: false }, last, "keys");
     const sinks = this.sinksOf(layers);

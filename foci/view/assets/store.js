@@ -60,6 +60,21 @@ export class Store {
     return this.layers[one.layer].exact || Boolean(this.remote?.row(one, i, seq));
   }
 
+  // Whether the weights of a query are numbers; NaN and infinite ones are drawn and counted nowhere.
+  isKnown(one, i, seq) {
+    const layer = this.layers[one.layer];
+    if (!this.unknownRows([one], seq)) return true;
+    if (!this.isExact(one, i, seq)) return Number.isFinite(this.perQuery("entropy", one, i, seq));
+    const row = new Float32Array(layer.Tk);
+    this.addRow(row, one, i, seq);
+    return row.every(Number.isFinite);
+  }
+
+  // Of the rows of these heads, how many are not known.
+  unknownRows(heads, seq) {
+    return heads.reduce((sum, one) => sum + (this.layers[one.layer].unknown[seq]?.[one.head] ?? 0), 0);
+  }
+
   // Adds a query's weights, times `factor`, to a Float32Array over the keys.
   addRow(target, one, i, seq, factor = 1) {
     const layer = this.layers[one.layer];
@@ -152,7 +167,8 @@ export class Store {
     return this.once(`received ${one.order} ${seq}`, () => {
       const found = new Float32Array(layer.Tk);
       if (layer.exact) {
-        for (let i = 0; i < layer.Tq; i++) this.addRow(found, one, i, seq, 1 / layer.Tq);
+        const known = Array.from({ length: layer.Tq }, (_, i) => i).filter((i) => this.isKnown(one, i, seq));
+        for (const i of known) this.addRow(found, one, i, seq, 1 / known.length);
       } else if (this.arrays.has(`${one.layer}.received`)) {
         const at = this.base(one, seq) * layer.Tk;
         found.set(this.arrays.floats(`${one.layer}.received`, at, at + layer.Tk));
@@ -182,6 +198,7 @@ export class Store {
   // Nats: how many keys a query spreads over, as a logarithm.
   entropy(one, i, seq) {
     const layer = this.layers[one.layer];
+    if (!this.isKnown(one, i, seq)) return null;
     if (!this.isExact(one, i, seq)) return this.perQuery("entropy", one, i, seq);
     const row = new Float32Array(layer.Tk);
     this.addRow(row, one, i, seq);

@@ -1,0 +1,84 @@
+"""A part of a call, some of its sequences and heads: what is per head or sequence goes with it, in every backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import foci
+from foci.arguments import Call, prepare
+from foci.backends import reference, triton
+from foci.biases import Bias
+from foci.kernels import native
+from foci.scores import Dot
+from foci.statistics import Wanted, compiled, device, strips
+from tests.tensors import randn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WANTED = Wanted(entropy=True, received=True)
+B, H, T = 3, 4, 24
+
+
+def per_head(kind: str) -> Bias | None:
+    if kind == "alibi":
+        return foci.ALiBi(torch.tensor([0.9, 0.1, 0.5, 0.02]))
+    return foci.Buckets(randn(8, H, seed=4) * 2, bidirectional=True, max_distance=12) if kind == "buckets" else None
+
+
+def seen_per_head() -> Tensor:
+    return randn(B, H, T, T, seed=5) > -0.5
+
+
+def call_of(bias: Bias | None, mask: foci.Mask | Tensor | None = None, device: str = "cpu") -> Call:
+    q, k, v = (randn(B, H, T, 16, seed=seed).to(device) for seed in range(3))
+    return prepare(q, k, v, Dot(), mask, bias, None, None, 0.0, True)
+
+
+PARTS = [(slice(0, B), slice(1, H)), (slice(1, B), slice(3, H)), (slice(0, B, 2), slice(1, H, 2))]
+
+
+@pytest.mark.skipif(native.refusal("strip") is not None, reason="nothing is compiled here")
+@pytest.mark.parametrize("kind", ["none", "alibi", "buckets"])
+@pytest.mark.parametrize("place", PARTS)
+def test_the_compiled_pass(kind: str, place: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "LEAST_QUERIES", 0)
+    monkeypatch.setattr(compiled, "LEAST_ENTRIES", 0)
+    part = call_of(per_head(kind), foci.causal).part(*place)
+    assert compiled.refuses(part, WANTED) == []
+    _, lse = reference.run(part)
+    assert lse is not None
+    same(compiled.measure(part, lse, WANTED), strips.measure(part, lse, WANTED))
+
+
+@pytest.mark.parametrize("kind", ["none", "alibi"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("place", PARTS)
+def test_the_pass_of_a_gpu(kind: str, masked: bool, place: tuple[slice, slice]) -> None:
+    pytest.importorskip("triton")
+    from foci.statistics.triton import statistics
+    from tests.kernels.statistics_cases import SMALL
+
+    part = call_of(per_head(kind), seen_per_head() if masked else foci.causal, DEVICE).part(*place)
+    _, lse = reference.run(part)
+    assert lse is not None
+    found = statistics(lse=lse.contiguous(), **device.terms(part), wanted=WANTED, config=SMALL)
+    same(found, strips.measure(part, lse, WANTED))
+
+
+@pytest.mark.parametrize("kind", ["alibi", "buckets"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("place", PARTS)
+def test_attention_with_a_bias_by_distance(kind: str, masked: bool, place: tuple[slice, slice]) -> None:
+    pytest.importorskip("triton")
+    part = call_of(per_head(kind), seen_per_head() if masked else foci.causal, DEVICE).part(*place)
+    assert triton.launcher_of(part) is not None
+    for found, expected in zip(triton.run(part), reference.run(part), strict=True):
+        assert found is not None
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor.to(found[name].dtype), atol=2e-5, rtol=0)
