@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from foci.arguments import Call
 from foci.biases import Relative
 from foci.fitting import is_unreadable
+from foci.masks import Causal, Window
 from foci.saving import mapped
+from foci.scores import Dot
 
 # What makes the matrix, by its name in the call. The values are no part of it, nor are dropout and Shaw's value term.
 KEPT = ("q", "k", "score", "mask", "bias", "sink", "positions", "batch_ids", "head_ids")
 
-
-# What has no tensors inside, as most of what a score or a mask is made of.
-PLAIN = (bool, int, float, str)
+# What has no tensors inside: most scores and masks, and most of what the others are made of.
+BARE = {type(None), bool, int, float, str, Dot, Causal, Window}
 
 
 class Held:
@@ -75,7 +76,7 @@ def without_values(call: Call) -> Call:
         call.q, call.k, call.k, call.extent, call.score, call.mask, bias, call.sink, call.positions,
         needs_lse=call.needs_lse, batch_ids=call.batch_ids, head_ids=call.head_ids,
     )  # fmt: skip
-    if not any(is_inference(tensor) for tensor in nested(described(call))):
+    if torch.compiler.is_compiling() or not any(tensor.is_inference() for tensor in nested(described(call))):
         return call
     own = mapped(described(call), lambda tensor: tensor.clone() if is_inference(tensor) else tensor)
     return replace(call, **own, v=own["k"])
@@ -115,18 +116,18 @@ def size_of(tensor: Tensor) -> int:
     return size
 
 
-def tensors_of(call: Call, lse: Tensor) -> Iterator[tuple[str, Tensor]]:
-    yield from (("the query", call.q), ("the key", call.k), ("the log-sum-exp", lse))
-    for name in ("score", "mask", "bias", "positions"):
-        for tensor in nested(getattr(call, name)):
-            yield f"a tensor of the {name}", tensor
-    if call.sink is not None:
-        yield "the sink", call.sink
+def tensors_of(call: Call, lse: Tensor) -> list[tuple[str, Tensor]]:
+    found = [("the query", call.q), ("the key", call.k), ("the log-sum-exp", lse)]
+    parts = {"score": call.score, "mask": call.mask, "bias": call.bias, "positions": call.positions}
+    for name, part in parts.items():
+        if type(part) not in BARE:
+            found += [(f"a tensor of the {name}", tensor) for tensor in nested(part)]
+    return found if call.sink is None else [*found, ("the sink", call.sink)]
 
 
 def nested(thing: Any) -> list[Tensor]:
     """The tensors inside a score, a mask or a bias."""
-    if thing is None or type(thing) in PLAIN:
+    if type(thing) in BARE:
         return []
     if isinstance(thing, Tensor):
         return [thing]
@@ -137,4 +138,4 @@ def nested(thing: Any) -> list[Tensor]:
     else:
         # What `dataclasses.fields` reads, without its checks: every call with weights asks several times.
         parts = [getattr(thing, name) for name in getattr(thing, "__dataclass_fields__", ())]
-    return [tensor for part in parts for tensor in nested(part)]
+    return [tensor for part in parts if type(part) not in BARE for tensor in nested(part)]

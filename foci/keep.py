@@ -60,15 +60,14 @@ class Keep:
                 raise ValueError(f"Keep takes a whole number, 0 or more, for {name}, but got {number!r}")
 
     def of(self, weights: Weights) -> dict[str, Tensor]:
-        """The statistics of some weights (B, H, Tq, Tk), where these are."""
+        """The statistics of some weights (B, H, Tq, Tk), where these are; the sinks' mass where there are sinks."""
         with torch.no_grad():
-            found = weights.summary(self.top, self.picture, self.largest_logit)
-            kept = {name: tensor for name, tensor in vars(found).items() if name in AXES and tensor is not None}
-            if found.top is not None:
-                # Half the way to the host; `top` gives them as they were.
-                kept |= {"top_values": found.top.values, "top_keys": found.top.keys.to(torch.int32)}
+            # Keys are half as long on their way to the host; `top` gives them as they were.
+            kept = weights._in_one_pass(self.top, self.picture, self.largest_logit, narrow=True)
+            if weights._held.call.sink is not None:
+                kept["sink_mass"] = weights.sink_mass()
             if self.shares:
-                kept |= shares(weights, found.received)
+                kept |= shares(weights, kept["received"])
         return kept
 
     def nbytes(self, batch: int, heads: int, queries: int, keys: int) -> int:
@@ -111,7 +110,11 @@ class Kept(Mapping[str, Tensor]):
     """
 
     def __init__(self, statistics: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:
-        self.statistics, self.shape = dict(statistics), shape
+        found = dict(statistics)
+        if "lse" in found and "sink_mass" not in found:
+            # Without sinks their mass is neither computed nor moved nor stored.
+            found["sink_mass"] = found["lse"].new_zeros(()).expand_as(found["lse"])
+        self.statistics, self.shape = {name: found[name] for name in AXES if name in found}, shape
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.statistics:

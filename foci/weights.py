@@ -80,6 +80,8 @@ class Weights:
     ) -> None:
         self._held = Held(call, lse)
         self._batch, self._headed, self._averaged = batch, headed, averaged
+        self._lead = (*batch, call.q.shape[1]) if headed else batch
+        self.shape: tuple[int, ...] = (*self._lead, call.q.shape[2], call.k.shape[2])
         # How many heads shared keys in the call: a part of its heads cannot tell.
         self._group = group or call.group
 
@@ -93,14 +95,6 @@ class Weights:
         """The call behind the weights, refused when its tensors were changed since."""
         self._held.check()
         return self._held.call
-
-    @property
-    def _lead(self) -> tuple[int, ...]:
-        return (*self._batch, self._held.call.q.shape[1]) if self._headed else self._batch
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self._lead, self._held.call.q.shape[2], self._held.call.k.shape[2])
 
     @property
     def device(self) -> torch.device:
@@ -303,26 +297,35 @@ class Weights:
         for name, asked in (("top", top), ("picture", picture)):
             if asked != 0 and not is_count(asked):
                 raise ValueError(f"summary takes a whole number, 0 or more, for {name}, but got {asked!r}")
-        if self._averaged:
-            raise ValueError("summary belongs to single heads: ask it before mean('heads')")
-        queries, keys = self.shape[-2:]
-        size = (min(picture, queries), min(picture, keys), "mean") if picture and queries and keys else None
-        k = min(top, keys)
-        wanted = Wanted(entropy=True, received=True, picture=size, top=k, largest=largest_logit, distance=distance)
         with torch.no_grad():
-            found = {name: self._shaped(tensor) for name, tensor in self._measured(wanted).items()}
-            # These were checked with the rest.
-            lse, sink = self._held.lse, self._held.call.sink
+            found = self._in_one_pass(top, picture, largest_logit, distance)
             return Summary(
                 entropy=found["entropy"],
                 received=found["received"],
                 distance=found.get("distance"),
-                lse=self._shaped(own(lse).detach()),
-                sink_mass=self._shaped(sink_mass(lse, sink)),
-                largest_logit=found.get("largest"),
-                top=Top(found["top_values"], found["top_keys"]) if k else None,
+                lse=found["lse"],
+                # Checked with the rest.
+                sink_mass=self._shaped(sink_mass(self._held.lse, self._held.call.sink)),
+                largest_logit=found.get("largest_logit"),
+                top=Top(found["top_values"], found["top_keys"]) if "top_keys" in found else None,
                 picture=found.get("picture"),
             )
+
+    def _in_one_pass(
+        self, top: int, picture: int, largest_logit: bool, distance: bool = True, narrow: bool = False
+    ) -> dict[str, Tensor]:
+        """What a summary is made of, by name, without the sinks' mass; narrow: the heaviest keys in int32."""
+        if self._averaged:
+            raise ValueError("summary belongs to single heads: ask it before mean('heads')")
+        queries, keys = self.shape[-2:]
+        size = (min(picture, queries), min(picture, keys), "mean") if picture and queries and keys else None
+        wanted = Wanted(True, True, size, min(top, keys), largest_logit, distance, narrow)
+        found = {name: self._shaped(tensor) for name, tensor in self._measured(wanted).items()}
+        if largest_logit:
+            found["largest_logit"] = found.pop("largest")
+        # Checked with the rest.
+        found["lse"] = self._shaped(own(self._held.lse).detach())
+        return found
 
     def to(self, device: torch.device | str) -> Weights:
         """The same weights with everything they hold on another device."""

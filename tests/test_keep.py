@@ -30,6 +30,27 @@ def test_everything_is_what_the_weights_say() -> None:
     assert len(found) == len(list(found)) == 9
 
 
+def test_the_mass_of_sinks_is_computed_only_where_there_are_some() -> None:
+    keep, inputs = foci.Keep(top=2, picture=4), qkv(12, 12)
+    with_sinks = foci.attention(*inputs, sink=torch.randn(4), return_weights=True)[1]
+    found = Kept(keep.of(with_sinks), with_sinks.shape)
+    torch.testing.assert_close(found.sink_mass(), with_sinks.sink_mass())
+    assert found.sink_mass().min() > 0
+    without = keep.of(weights())
+    assert "sink_mass" not in without
+    zeros = Kept(without, (2, 4, 12, 12)).head(1).sink_mass()
+    assert zeros.shape == (2, 12)
+    assert not zeros.any()
+
+
+@pytest.mark.parametrize("queries", [0, 12])
+def test_kept_keys_are_half_as_long_as_indices(queries: int) -> None:
+    lazy = weights(queries)
+    assert foci.Keep(top=3).of(lazy)["top_keys"].dtype == torch.int32
+    assert "top_keys" not in foci.Keep(top=0).of(lazy)
+    assert lazy.top(3).keys.dtype == torch.int64
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(13, 13), (5, 13), (11, 7)])
 def test_a_coarser_picture_weighs_its_blocks(queries: int, keys: int) -> None:
     found, lazy = kept(foci.Keep(top=0, picture=4), queries, keys)

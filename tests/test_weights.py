@@ -1,6 +1,7 @@
 """Every question to the lazy matrix, for every kind of call, against the dense matrix in float64."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -297,8 +298,7 @@ def test_dense_says_its_size_above_the_limit() -> None:
         weights.dense(limit=size - 1)
     x = torch.zeros(1, 8, 2**14, 1)
     big = foci.attention(x[:, :, :2], x, x, return_weights=True)[1]
-    long = foci.Weights(big._call, big._held.lse, (1,), True)
-    long._held.call.q = x
+    long = foci.Weights(replace(big._call, q=x), big._held.lse, (1,), True)
     with pytest.raises(ValueError, match=r"takes 8\.00 GiB, above the limit of 1\.00 GiB: ask for slices"):
         long.dense()
 

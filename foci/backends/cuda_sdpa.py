@@ -88,7 +88,8 @@ def run(call: Call, scale: float, causal: str, mask: Tensor | None) -> tuple[Ten
         out, lse = WithLse.apply(*given)  # type: ignore[no-untyped-call]
     else:
         out, lse = forward(*given, call.needs_lse)[:2]
-        lse = tidy_lse(lse, q) if call.needs_lse else None
+        hides = mask is not None or (causal != "none" and q.shape[2] > k.shape[2])
+        lse = tidy_lse(lse, q, hides) if call.needs_lse else None
     return out[..., : call.v.shape[-1]] if width != call.v.shape[-1] else out, lse
 
 
@@ -149,7 +150,7 @@ class WithLse(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, mask, out, raw_lse)
         ctx.rest, ctx.name, ctx.scale, ctx.causal, ctx.dropout = found[2:], name, scale, causal, dropout
         ctx.set_materialize_grads(False)
-        return out, tidy_lse(raw_lse, q)
+        return out, tidy_lse(raw_lse, q, hides=True)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -220,7 +221,13 @@ def backward(
     )
 
 
-def tidy_lse(lse: Tensor, q: Tensor) -> Tensor:
-    """(B, H, Tq): cuDNN adds an axis, efficient rounds the length up, flash marks rows that see nothing by +inf."""
-    lse = lse.squeeze(-1) if lse.dim() == 4 else lse[..., : q.shape[2]]
+def tidy_lse(lse: Tensor, q: Tensor, hides: bool) -> Tensor:
+    """(B, H, Tq): cuDNN adds an axis, efficient rounds the length up, flash marks rows that see nothing by +inf.
+
+    Where no row can be hidden there is no mark to look for: two launches less, in nearly every call.
+    """
+    lse = lse.squeeze(-1) if lse.dim() == 4 else lse
+    if not hides and lse.shape[2] == q.shape[2]:
+        return lse
+    lse = lse[..., : q.shape[2]]
     return torch.where(lse == torch.inf, -torch.inf, lse)

@@ -199,7 +199,7 @@ def cpu(call: Call, scale: float, kind: str, mask: Tensor | None) -> tuple[Tenso
     q, k, v = (padded(t, width) for t in (q, k, v))
     compute = CpuFlash.apply if cuda_sdpa.needs_backward(q, k, v) else flash
     out, lse = compute(q, k, v, mask, pieces_of(kind, q, k), scale)
-    return out[..., : call.v.shape[-1]], lse
+    return out if width == call.v.shape[-1] else out[..., : call.v.shape[-1]], lse
 
 
 def pieces_of(kind: str, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
@@ -229,10 +229,13 @@ def flash(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[Piece, ...], scale: float
 ) -> tuple[Tensor, Tensor]:
     """The CPU's fused kernel, piece by piece of the keys, without gradients."""
+    if len(pieces) == 1:
+        whole: tuple[Tensor, Tensor] = cpu_flash(q, k, v, 0.0, pieces[0].causal, attn_mask=mask, scale=scale)
+        return whole
     found = [
         cpu_flash(q, k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=scale) for keys, causal in pieces
     ]
-    return found[0] if len(found) == 1 else joined(found)
+    return joined(found)
 
 
 class CpuFlash(torch.autograd.Function):

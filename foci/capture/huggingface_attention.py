@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from foci.algebra import Mask, as_mask
 from foci.call import DOT, attention
@@ -45,6 +47,22 @@ class Seen(NamedTuple):
 
 
 def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """One attention of a model of transformers: (B, H, Tq, D) in, (B, Tq, H, Dv) out, and the weights where asked.
+
+    The mode of `foci.watch` is told of it as a whole, and not of each thing that is asked of a tensor on the way to
+    `foci.attention`.
+    """
+    given = module, query, key, value, attention_mask
+    if has_torch_function_variadic(query, key, value) and watched():
+        found: tuple[Tensor, Tensor | None] = handle_torch_function(attend, (query, key, value), *given, **options)
+        return found
+    return attended(attention, *given, **options)
+
+
+def attended(
+    compute: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -60,7 +78,7 @@ def attend(
     indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """One attention of a model of transformers: (B, H, Tq, D) in, (B, Tq, H, Dv) out, and the weights where asked."""
+    """What `attend` says, by `foci.attention` or by who tells of it: `compute`."""
     for name, what in NOT_SERVED.items():
         if others.get(name) is not None:
             raise ValueError(f"attn_implementation='foci' does not serve {what}: expected {name}=None")
@@ -73,15 +91,20 @@ def attend(
         "sink": None if s_aux is None else s_aux.reshape(-1),
         "dropout": dropout if module.training else 0.0,
     }
-    key_now, value_now = key[:, :, : seen.keys], value[:, :, : seen.keys]
+    key_now, value_now = first(seen.keys, key), first(seen.keys, value)
     if looks_back and watched() and overwritten(key):
         key_now, value_now = key_now.clone(), value_now.clone()
     query_key_value = query, key_now, value_now
     if not wants_weights(others):
-        return attention(*query_key_value, **options).transpose(1, 2).contiguous(), None
-    out, weights = attention(*query_key_value, **options, return_weights=True)
+        return compute(*query_key_value, **options).transpose(1, 2).contiguous(), None
+    out, weights = compute(*query_key_value, **options, return_weights=True)
     dense = F.pad(weights.dense(limit=2**62), (0, key.shape[2] - seen.keys))
     return out.transpose(1, 2).contiguous(), dense.to(query.dtype)
+
+
+def first(count: int, keys: Tensor) -> Tensor:
+    """The first keys of a cache; all of them as they are, as a slice takes time."""
+    return keys if keys.shape[2] == count else keys[:, :, :count]
 
 
 def who_sees(

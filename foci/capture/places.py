@@ -7,11 +7,13 @@ Everything here is read from the names of modules, as `model.named_modules()` gi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from foci.remembering import MOST, found_or_made
 
 # Classes that attend, by what people call them.
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -44,10 +46,10 @@ class Place:
         return f"{self.stack}.L{self.index}".lstrip(".")
 
 
-def attention_modules(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """The innermost modules that are called attention, by name: those that one expects to attend."""
-    named = {plain(name): module for name, module in modules if ATTENTION.search(kind_of(module))}
-    return {name: module for name, module in named.items() if not any(inside(other, name) for other in named)}
+def attention_names(kinds: Mapping[str, str]) -> list[str]:
+    """The innermost modules that are called attention: those that one expects to attend."""
+    named = [name for name, kind in kinds.items() if ATTENTION.search(kind)]
+    return [name for name in named if not any(inside(other, name) for other in named)]
 
 
 def kind_of(module: nn.Module) -> str:
@@ -65,6 +67,44 @@ def inside(name: str, outer: str) -> bool:
     return name != outer and (outer == "" or name.startswith(f"{outer}."))
 
 
+class Told:
+    """What the names of a model's modules and of their classes tell.
+
+    Args:
+        kinds: the class names by module name.
+    """
+
+    def __init__(self, kinds: Mapping[str, str]) -> None:
+        self.known = dict.fromkeys(attention_names(kinds))
+        self.crossing = {name for name in self.known if is_cross(kinds, name, kinds[name])}
+        self.paired = has_part(kinds, "encoder") and has_part(kinds, "decoder")
+        self.several = len({side_of(name) for name in self.known}) > 1
+        self.found: dict[str, Place] = {}
+        for stack, members in grouped((self.stack(name), name) for name in self.known):
+            for name, index in zip(members, numbers(members), strict=True):
+                self.found[name] = self.made(stack, index)
+
+    def stack(self, name: str) -> str:
+        if name in self.crossing or (name not in self.known and CROSS.search(tail(name))):
+            return "cross"
+        side = side_of(name)
+        if self.several and side:
+            return side
+        for part in ("encoder", "decoder"):
+            if self.paired and has_part([name], part):
+                return part
+        return ""
+
+    def made(self, stack: str, index: int) -> Place:
+        if stack == "cross":
+            return Place(stack, index, "target" if self.paired else "input", "source")
+        sequence = {"encoder": "source", "decoder": "target", "": "input"}.get(stack, stack)
+        return Place(stack, index, sequence, sequence)
+
+
+TOLD: dict[Hashable, Told] = {}
+
+
 class Places:
     """The place of every module that attends: known ones from the start, others when they are first met.
 
@@ -73,15 +113,13 @@ class Places:
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        names = {plain(name) for name, _ in modules}
-        self.known = attention_modules(modules)
-        self.crossing = {name for name, module in self.known.items() if is_cross(names, name, module)}
-        self.paired = has_part(names, "encoder") and has_part(names, "decoder")
-        self.several = len({side_of(name) for name in self.known}) > 1
-        self.found: dict[str, Place] = {}
-        for stack, members in grouped((self._stack(name), name) for name in self.known):
-            for name, index in zip(members, numbers(members), strict=True):
-                self.found[name] = self._made(stack, index)
+        by_name = {plain(name): module for name, module in modules}
+        kinds = {name: kind_of(module) for name, module in by_name.items()}
+        # Many blocks are opened around one model.
+        self.told = found_or_made(TOLD, MOST, tuple(kinds.items()), lambda: Told(kinds))
+        self.known = {name: by_name[name] for name in self.told.known}
+        self.paired = self.told.paired
+        self.found = dict(self.told.found)
 
     def set(self, name: str, place: Place) -> None:
         self.found[name] = place
@@ -100,32 +138,15 @@ class Places:
 
     def _new(self, name: str) -> Place:
         """A module whose class says nothing: the number in its path where that is free, else the next one."""
-        stack = self._stack(name)
+        stack = self.told.stack(name)
         taken = {place.index for place in self.found.values() if place.stack == stack}
         written = [int(part) for part in name.split(".") if part.isdigit()]
         free = [number for number in (*written[:1], len(taken)) if number not in taken]
-        return self._made(stack, free[0] if free else max(taken) + 1)
-
-    def _stack(self, name: str) -> str:
-        if name in self.crossing or (name not in self.known and CROSS.search(tail(name))):
-            return "cross"
-        side = side_of(name)
-        if self.several and side:
-            return side
-        for part in ("encoder", "decoder"):
-            if self.paired and has_part([name], part):
-                return part
-        return ""
-
-    def _made(self, stack: str, index: int) -> Place:
-        if stack == "cross":
-            return Place(stack, index, "target" if self.paired else "input", "source")
-        sequence = {"encoder": "source", "decoder": "target", "": "input"}.get(stack, stack)
-        return Place(stack, index, sequence, sequence)
+        return self.told.made(stack, free[0] if free else max(taken) + 1)
 
 
-def is_cross(names: set[str], name: str, module: nn.Module) -> bool:
-    if CROSS.search(tail(name)) or CROSS.search(kind_of(module)):
+def is_cross(names: Collection[str], name: str, kind: str) -> bool:
+    if CROSS.search(tail(name)) or CROSS.search(kind):
         return True
     # PyTorch's decoder layer calls its attention to the memory "multihead_attn", beside "self_attn".
     return name.endswith("multihead_attn") and name.removesuffix("multihead_attn") + "self_attn" in names

@@ -6,7 +6,9 @@ Token numbers are taken from the embeddings that look them up, pass by pass: not
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -76,9 +78,11 @@ class Reading:
     def _of(self, name: str, passes: Sequence[int]) -> list[tuple[int, Tensor]]:
         """What was read last in or before each of these passes, each once."""
         found: dict[int, Tensor] = {}
+        chunks = self._chunks.get(name, [])
         for number in passes:
-            before = [chunk for chunk in self._chunks.get(name, []) if chunk[0] <= number]
-            found |= dict(before[-1:])
+            # They are in order: a long generation has as many as it has passes, and each layer asks.
+            place = bisect_right(chunks, number, key=itemgetter(0))
+            found.update(chunks[max(place - 1, 0) : place])
         return list(found.items())
 
     def labels(self) -> dict[str, Labels]:

@@ -124,7 +124,9 @@ class Recorder:
     def leave(self, name: str) -> None:
         """A module ends; one that was running on another thread when the block began was never entered."""
         stack = self.stack
-        if name in stack:
+        if stack and stack[-1] == name:
+            stack.pop()
+        elif name in stack:
             del stack[len(stack) - 1 - stack[::-1].index(name) :]
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -36,11 +37,11 @@ def fingerprint(k: Tensor) -> Tensor:
 
     Eight bytes at a time where the width allows: numbers that are widened first took a hundred times as long on a CPU.
     """
-    k, together = k.detach(), 8 // k.element_size()
+    k, together = k.detach() if k.requires_grad else k, 8 // k.element_size()
     if k.shape[-1] % together or k.numel() == 0:
         return k.view(WHOLE[k.element_size()]).sum(-1, dtype=torch.int64)
-    steps = (k.storage_offset(), *k.stride()[:-1])
-    viewable = k.stride(-1) == 1 and not any(step % together for step in steps)
+    *steps, last = k.storage_offset(), *k.stride()
+    viewable = last == 1 and gcd(*steps) % together == 0
     return (k if viewable else k.clone(memory_format=torch.contiguous_format)).view(torch.int64).sum(-1)
 
 

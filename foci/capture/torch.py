@@ -1,7 +1,8 @@
 """How PyTorch's attention is seen: a torch function mode, which every call of PyTorch on this thread passes.
 
-F.scaled_dot_product_attention and `foci.attention` come here as they were called. F.multi_head_attention_forward
-hides what it does inside: a copy of it runs with the mode switched on, so that its own calls come here too.
+F.scaled_dot_product_attention, `foci.attention` and transformers' interface come here as they were called.
+F.multi_head_attention_forward hides what it does inside: a copy of it runs with the mode switched on, so that its own
+calls come here too.
 
 What the model gets back is what it would have got: from the same kernel where that gives the log-sum-exp (then it is
 identical), from one of foci's backends otherwise (then it is within rounding). With dropout, and where the model asks
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from foci.arguments import folded
 from foci.call import attention
+from foci.capture.huggingface_attention import attend, attended
 from foci.capture.recorder import is_repeated
 from foci.capture.steps import RefusedError
 from foci.masks import causal
@@ -126,6 +128,15 @@ def seen_own(mode: Seeing, func: Any, args: Arguments, kwargs: Options) -> Any:
         given = given if asked else out
     recorder.saw(name, weights, folded(query, key, value)[2])
     return own_quiet(given, asked, silent, name)
+
+
+def seen_interface(mode: Seeing, func: Any, args: Arguments, kwargs: Options) -> Any:
+    """transformers' attention interface: `foci.attention`, and what has to be done before and after."""
+
+    def told(*inputs: Tensor, **options: Any) -> Any:
+        return seen_own(mode, attention, inputs, options)
+
+    return attended(told, *args, **kwargs)
 
 
 def own_quiet(given: Any, asked: bool, silent: list[int] | None, name: str) -> Any:
@@ -314,6 +325,7 @@ HANDLERS: dict[Any, Callable[[Seeing, Any, Arguments, Options], Any]] = {
     F.scaled_dot_product_attention: seen_fused,
     F.multi_head_attention_forward: seen_multi_head,
     attention: seen_own,
+    attend: seen_interface,
     attention_and_matrix: seen_with_matrix,
     torch.bmm: seen_product,
     torch.baddbmm: seen_product,

@@ -148,8 +148,8 @@ class Track:
         new = values if not self.norms else values[:, :, :0] if self.cross else values[:, :, -queries:]
         if not new.shape[2]:
             return {}
-        wide = torch.promote_types(new.dtype, torch.float32)
-        return {"norms": torch.linalg.vector_norm(new.detach(), dim=-1, dtype=wide)}
+        wide = torch.float64 if new.dtype == torch.float64 else torch.float32
+        return {"norms": torch.linalg.vector_norm(new.detach() if new.requires_grad else new, dim=-1, dtype=wide)}
 
     def _hold(self, norms: dict[str, Tensor], **found: Tensor) -> None:
         """Takes what was computed of a call; all of it leaves for the host together where statistics are kept."""

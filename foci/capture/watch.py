@@ -159,7 +159,8 @@ def hooked(recorder: Recorder) -> Iterator[None]:
 
 def attends_never(module: nn.Module) -> bool:
     """Whether it is one of PyTorch's small parts, such as Linear or Dropout: most modules are, and hooks cost time."""
-    if isinstance(module, nn.MultiheadAttention | nn.Embedding) or next(module.children(), None) is not None:
+    # Not `children()`, which makes a generator and a set for each of hundreds of modules.
+    if module._modules or isinstance(module, (nn.MultiheadAttention, nn.Embedding)):
         return False
     return type(module).__module__.startswith("torch.nn.modules.")
 

@@ -18,6 +18,14 @@ __all__ = ["Wanted", "distance", "entropy", "grouped", "measure", "transposed", 
 @keeps_dtypes
 def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str, Tensor]:
     """Every wanted statistic in one pass, without gradients."""
+    found = measured(call, lse, wanted, averaged)
+    if wanted.narrow and wanted.top:
+        # On a GPU they are.
+        found["top_keys"] = found["top_keys"].to(torch.int32)
+    return found
+
+
+def measured(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str, Tensor]:
     if is_empty(call):
         return strips.empty(call, wanted, 1 if averaged else call.q.shape[1])
     if not device.refuses(call, wanted, averaged):

@@ -15,6 +15,7 @@ from foci.backends.launches import Launching, processors
 from foci.statistics import hopper
 from foci.statistics.device_arguments import TENSORS
 from foci.statistics.tiling import Classes, Config, Launch
+from foci.statistics.wanted import Wanted
 
 # What the kernel that chooses takes of the others' arguments.
 CHOOSING = (
@@ -60,14 +61,15 @@ def is_even(numbers: dict[str, Any]) -> bool:
 
 
 def choose(
-    numbers: dict[str, Any], top: int, largest: bool, launch: Launch, classes: Classes, config: Config, q: Tensor
+    numbers: dict[str, Any], wanted: Wanted, launch: Launch, classes: Classes, config: Config, q: Tensor
 ) -> Launching:
     """The heaviest keys of the queries of one launch: chosen, and those that this leaves in doubt put on a list."""
     from foci.kernels.top import choose as kernel
 
-    queries, log = launch.tiles * config.queries, (top - 1).bit_length()
+    queries, top = launch.tiles * config.queries, wanted.top
+    log = (top - 1).bit_length()
     own = {
-        "LARGEST": largest, "first_pair": launch.first_pair, "first_query": launch.first_tile * config.queries,
+        "LARGEST": wanted.largest, "first_pair": launch.first_pair, "first_query": launch.first_tile * config.queries,
         "queries": queries, "segments": classes.segments, "EXACT": exact(q.dtype, classes), "TOP": top,
         "CLASSES": classes.number, "LOG_N": max(log, min(6, (classes.number - 1).bit_length())), "LOG": log,
         "BK": config.keys, "TAG_BITS": classes.tag_bits,
@@ -78,15 +80,16 @@ def choose(
     return Launching(
         kernel,
         (-(-queries // CHOSEN_TOGETHER), launch.pairs),
-        {name: name for name in names} | chosen_keys(largest),
+        {name: name for name in names} | chosen_keys(wanted),
         {name: numbers[name] for name in CHOOSING} | own,
         {"num_warps": 1},
     )
 
 
-def chosen_keys(largest: bool) -> dict[str, str]:
-    """Where the heaviest keys are written."""
-    return {"values": "top_values", "keys": "chosen", "largest_logits": "logits" if largest else "lse"}
+def chosen_keys(wanted: Wanted) -> dict[str, str]:
+    """Where the heaviest keys are written: in int32, where they stay if nobody wants them wider."""
+    keys = "top_keys" if wanted.narrow else "chosen"
+    return {"values": "top_values", "keys": keys, "largest_logits": "logits" if wanted.largest else "lse"}
 
 
 def exact(dtype: torch.dtype, classes: Classes) -> bool:
@@ -94,17 +97,18 @@ def exact(dtype: torch.dtype, classes: Classes) -> bool:
     return dtype == torch.float32 or classes.tag_bits > MOST_TAG_BITS
 
 
-def refine(numbers: dict[str, Any], top: int, largest: bool, classes: Classes, config: Config, q: Tensor) -> Launching:
+def refine(numbers: dict[str, Any], wanted: Wanted, classes: Classes, config: Config, q: Tensor) -> Launching:
     """The heaviest keys of the queries that are in doubt, of all launches: classes that may hide one are read again."""
     from foci.kernels.top import refine as kernel
 
+    top = wanted.top
     own = {
-        "LARGEST": largest, "segments": classes.segments, "tags": classes.tags, "TOP": top,
+        "LARGEST": wanted.largest, "segments": classes.segments, "tags": classes.tags, "TOP": top,
         "SLOTS": 1 << (top - 1).bit_length(), "CLASSES": classes.number, "BK": config.keys, "READ": READ_TOGETHER,
         "STEP": min(numbers["BD"], max(16, 2048 * READING_WARPS // READ_TOGETHER)), "EVEN": is_even(numbers),
     }  # fmt: skip
     programs = min(READING_PROGRAMS * processors(q.device), q.shape[0] * q.shape[1] * q.shape[2])
-    tensors = SAME | {name: name for name in ("flags", "listed", "counter")} | chosen_keys(largest)
+    tensors = SAME | {name: name for name in ("flags", "listed", "counter")} | chosen_keys(wanted)
     return Launching(kernel, (programs,), tensors, numbers | own, {"num_warps": READING_WARPS})
 
 

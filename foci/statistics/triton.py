@@ -141,9 +141,9 @@ def sweep(given: Given, numbers: dict[str, Any], wanted: Wanted, config: Config,
     for part in parts:
         found.launchings.append(launchings.tiles(numbers, common, tensors, part, config, q))
         if wanted.top:
-            found.launchings.append(launchings.choose(numbers, wanted.top, wanted.largest, part, classes, config, q))
+            found.launchings.append(launchings.choose(numbers, wanted, part, classes, config, q))
     if wanted.top:
-        found.launchings.append(launchings.refine(numbers, wanted.top, wanted.largest, classes, config, q))
+        found.launchings.append(launchings.refine(numbers, wanted, classes, config, q))
         found.results.append(Result("counter", (1,), torch.int32, zeros=True, given=False))
     found.launchings.extend(joined(pairs, keys, per_pair, wanted, fit, lasting))
     return found
@@ -163,7 +163,8 @@ def results(q: Tensor, keys: int, wanted: Wanted, fit: Cells | None, lasting: di
         found.append(Result("distance", (*lead, queries)))
     if wanted.top:
         found.append(Result("top_values", (*lead, queries, wanted.top)))
-        found.append(Result("top_keys", (*lead, queries, wanted.top), torch.int64, late=True))
+        dtype = torch.int32 if wanted.narrow else torch.int64
+        found.append(Result("top_keys", (*lead, queries, wanted.top), dtype, late=not wanted.narrow))
     if wanted.largest:
         found.append(Result("largest", lead, late=True))
     if wanted.received:
@@ -178,7 +179,7 @@ def apart(
 ) -> dict[str, tuple[int, torch.dtype]]:
     """What programs write apart and has to be joined."""
     pairs, found = q.shape[0] * q.shape[1], {}
-    if wanted.top:
+    if wanted.top and not wanted.narrow:
         found["chosen"] = pairs * q.shape[2] * wanted.top
     if wanted.largest:
         # Of each query, where its heaviest key is known; else of each tile.

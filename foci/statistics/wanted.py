@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The statistics of one pass; `picture` is (rows, columns, "mean" or "max"), `top` the number of keys per query."""
+    """The statistics of one pass; `picture` is (rows, columns, "mean" or "max"), `top` the number of keys per query.
+
+    narrow: these keys are int32 and not int64, for whoever moves or stores them.
+    """
 
     entropy: bool = False
     received: bool = False
@@ -15,3 +18,4 @@ class Wanted:
     top: int = 0
     largest: bool = False
     distance: bool = False
+    narrow: bool = False

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import foci
+from foci.capture.host import pinned
 from tests.capture.models import CachedAttention, Stack
 from tests.tensors import randn
 
@@ -98,6 +99,26 @@ def test_what_left_for_the_host_arrives_whole() -> None:
         for question in ("entropy", "received", "distance"):
             torch.testing.assert_close(getattr(seen[name], question)(), getattr(lazy[name], question)().cpu())
         torch.testing.assert_close(seen[name].top(4).values, lazy[name].top(4).values.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_statistics_of_a_layer_leave_in_one_copy(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+
+    def counted(like: torch.Tensor) -> torch.Tensor:
+        made.append(pinned(like))
+        return made[-1]
+
+    monkeypatch.setattr("foci.capture.host.pinned", counted)
+    model, x = Stack(3).to("cuda", dtype), randn(1, 300, 16).to("cuda", dtype)
+    with torch.no_grad(), foci.watch(model, keep=foci.Keep(top=4, picture=16, largest_logit=True)) as seen:
+        model(x, is_causal=True)
+    # In float64 the keys, which are half as long, are a row of their own.
+    assert len(made) == 3 * (2 if dtype == torch.float64 else 1)
+    with torch.no_grad(), foci.watch(model) as lazy:
+        model(x, is_causal=True)
+    assert torch.equal(seen["L2"].top(4).keys, lazy["L2"].top(4).keys.cpu())
+    torch.testing.assert_close(seen["L2"].largest_logit(), lazy["L2"].largest_logit().cpu())
 
 
 def test_a_reordered_cache_is_refused_when_the_block_ends() -> None:

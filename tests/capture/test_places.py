@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import foci
-from foci.capture.places import Place, Places, attention_modules, numbers
+from foci.capture.places import Place, Places, numbers
 
 
 class SelfAttention(nn.Module):
@@ -70,7 +70,7 @@ def test_names(case: str) -> None:
 
 
 def test_the_innermost_of_nested_attention_attends() -> None:
-    assert list(attention_modules(modules(tree("layer.0.attention", kind=Attention)))) == ["layer.0.attention.self"]
+    assert list(Places(modules(tree("layer.0.attention", kind=Attention))).known) == ["layer.0.attention.self"]
 
 
 def test_pytorchs_own_transformer() -> None:
@@ -104,3 +104,16 @@ def test_numbers() -> None:
     assert numbers(["a.1.b.0", "a.1.b.5"]) == [0, 5]
     assert numbers(["a", "b"]) == [0, 1]
     assert numbers([]) == []
+
+
+def test_what_names_tell_is_remembered_and_each_model_has_places_of_its_own() -> None:
+    one, other = (tree("layers.0.attention", "layers.1.attention", kind=Attention) for _ in range(2))
+    first = Places(modules(one))
+    first.set("layers.0.attention.self", first.of("layers.1.attention.self"))
+    assert first.of("layers.0.attention.self").index == 1
+    second = Places(modules(other))
+    assert second.told is first.told
+    assert second.of("layers.0.attention.self").index == 0
+    assert second.known["layers.1.attention.self"] is other.get_submodule("layers.1.attention.self")
+    del other.get_submodule("layers.1.attention").self
+    assert list(Places(modules(other)).known) == ["layers.0.attention.self", "layers.1.attention"]

@@ -44,7 +44,7 @@ def check(case: Case, wanted: Wanted, q: Tensor | None = None, k: Tensor | None 
         close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
     if wanted.top:
         check_top(got, case, wanted.top, tolerance)
-        assert got["top_keys"].dtype == torch.int64
+        assert got["top_keys"].dtype == (torch.int32 if wanted.narrow else torch.int64)
 
 
 def shifted(x: Tensor) -> Tensor:
@@ -53,7 +53,9 @@ def shifted(x: Tensor) -> Tensor:
     return room.copy_(x)
 
 
-@pytest.mark.parametrize("wanted", [ALL, PICTURE_MAX, replace(ALL, top=0)])
+@pytest.mark.parametrize(
+    "wanted", [ALL, PICTURE_MAX, replace(ALL, top=0), replace(ALL, narrow=True), Wanted(top=3, narrow=True)]
+)
 @pytest.mark.parametrize("config", [SMALL, FETCHED])
 def test_later_calls_of_a_kind_are_right_too(wanted: Wanted, config: Any) -> None:
     dtype = torch.float16 if config.fetched else torch.float32
@@ -191,6 +193,7 @@ def test_a_gpu_that_is_not_the_current_one() -> None:
         (Wanted(True, True, (256, 256, "mean")), 22),
         (Wanted(True, True, (256, 256, "mean"), 8), 61),
         (Wanted(True, True, (256, 256, "mean"), 8, True, True), 62),
+        (Wanted(True, True, (256, 256, "mean"), 8, True, True, narrow=True), 62),
     ],
 )
 def test_the_memory_of_a_pass_over_8192_tokens(wanted: Wanted, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
