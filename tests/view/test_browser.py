@@ -709,3 +709,20 @@ def test_heads_that_measure_alike_look_alike(look: Look) -> None:
         cells = tab.locator(".left .cell").evaluate_all("cells => cells.map((cell) => cell.style.backgroundColor)")
         assert len(cells) == 2
         assert len({*cells}) == 1
+
+
+def test_the_map_of_a_sound_has_times(look: Look) -> None:
+    record = records.translation()
+    times = Labels("frames", (tuple(f"{i * 0.04:.2f}" for i in range(300)),), seconds=0.04)
+    matrix = torch.full((1, 1, 4, 300), 1 / 300)
+    layer = Layer("cross.0", "cross", 0, matrix=matrix, queries="target", keys="frames")
+    sound = Record({"cross.0": layer}, {"target": record.labels["target"], "frames": times}, model="M")
+    written = "CanvasRenderingContext2D.prototype"
+    with look(sound) as tab:
+        tab.evaluate(
+            f"() => {{ const plain = {written}.fillText; window.said = [];"
+            f" {written}.fillText = function (text, ...rest) {{ said.push(text); plain.call(this, text, ...rest); }} }}"
+        )
+        tab.get_by_role("tab", name="Map").click()
+        settle(tab)
+        assert {"4.00 s", "8.00 s"} <= {*tab.evaluate("() => window.said")}

@@ -11,6 +11,7 @@ export const TOP = 92;
 // Labels are written from this size of a cell on.
 const LABELLED = 11;
 const SHADES = 24;
+const TIME = /^[\d.]+ s$/;
 
 // The heaviest keys of the rows in sight, over their blocks; their scale is that of a single entry.
 export function drawEntries(pen, view, { store, state, heads, y1, blocks }) {
@@ -97,12 +98,18 @@ export function drawAxes(pen, view, source, { at, chosen, family }) {
   writeColumns(pen, view, source.columns, { x1, step, labelled, marked: at?.j });
 }
 
+// A word where it fits, else its number; of a sound always the time.
+function nameAt(units, i, labelled) {
+  const name = units.label(i);
+  return labelled || TIME.test(name) ? clipped(name, 12) : String(i);
+}
+
 function writeRows(pen, view, rows, { y1, step, labelled, marked }) {
   pen.textAlign = "right";
   for (let i = Math.ceil(view.y / step) * step; i < y1; i += step) {
     const y = TOP + (i + (labelled ? 0.5 : 0) - view.y) * view.s;
     pen.fillStyle = cssColor(marked.has(i) ? "--ink" : "--soft");
-    if (y >= TOP - 1) pen.fillText(labelled ? clipped(rows.label(i), 12) : String(i), LEFT - 7, y);
+    if (y >= TOP - 1) pen.fillText(nameAt(rows, i, labelled), LEFT - 7, y);
   }
 }
 
@@ -115,7 +122,7 @@ function writeColumns(pen, view, columns, { x1, step, labelled, marked }) {
     pen.save();
     pen.translate(x, TOP - 8);
     if (labelled) pen.rotate(-Math.PI / 3.4);
-    pen.fillText(labelled ? clipped(columns.label(j), 11) : String(j), 0, 0);
+    pen.fillText(nameAt(columns, j, labelled), 0, 0);
     pen.restore();
   }
 }
