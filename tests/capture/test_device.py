@@ -118,7 +118,7 @@ def test_the_statistics_of_a_layer_leave_in_one_copy(dtype: torch.dtype, monkeyp
     with torch.no_grad(), foci.watch(model) as lazy:
         model(x, is_causal=True)
     assert torch.equal(seen["L2"].top(4).keys, lazy["L2"].top(4).keys.cpu())
-    torch.testing.assert_close(seen["L2"].largest_logit(), lazy["L2"].largest_logit().cpu())
+    torch.testing.assert_close(seen["L2"].largest_logit(), lazy["L2"].largest_logit().cpu(), atol=1e-4, rtol=1e-5)
 
 
 def test_a_reordered_cache_is_refused_when_the_block_ends() -> None:
