@@ -11,6 +11,7 @@ H heads, R queries, C keys, D width.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,7 +91,7 @@ class Additive(Score):
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
         weight = self.weight.to(q.dtype).unsqueeze(-2)  # (1, D) or (H, 1, D)
         k = k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1)
-        rows = [torch.tanh(row.unsqueeze(-2) + k) @ weight.mT for row in q.unbind(-2)]
+        rows = [torch.tanh(row.unsqueeze(-2) + k) @ weight.mT for row in rows_of(q)]
         return torch.stack(rows, dim=-3).squeeze(-1) if rows else products(q, k)
 
     def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
@@ -163,6 +164,11 @@ class Cosine(Score):
     @staticmethod
     def _headed() -> int:
         return 1
+
+
+def rows_of(q: Tensor) -> Sequence[Tensor]:
+    """The queries one by one; a compiler that computes something again refuses what gives many tensors at once."""
+    return [q[..., i, :] for i in range(q.shape[-2])] if torch.compiler.is_compiling() else q.unbind(-2)
 
 
 def products(q: Tensor, k: Tensor) -> Tensor:

@@ -141,6 +141,21 @@ def test_statistics_compile_as_one_graph() -> None:
     torch.testing.assert_close(results(compiled, leaves), results(lambda q, k: measured(q, k, k), leaves))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_two_questions_to_additive_weights_compile_together() -> None:
+    weight = randn(8, seed=4)
+
+    def asked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        _, weights = foci.attention(q * 1, k, v, score=foci.Additive(weight), return_weights=True)
+        return weights.entropy().sin().sum() + weights[0, 1, 2].sum()
+
+    leaves = [[tensor.requires_grad_() for tensor in qkv()] for _ in range(2)]
+    torch.compile(asked, backend="aot_eager")(*leaves[0]).backward()
+    asked(*leaves[1]).backward()
+    for compiled, eager in zip(*(leaf[:2] for leaf in leaves), strict=True):
+        torch.testing.assert_close(compiled.grad, eager.grad)
+
+
 def test_compiled_dropout_drops_the_same_in_the_backward() -> None:
     q, k, v = (leaf(tensor) for tensor in qkv())
     compiled = torch.compile(lambda q, k, v: foci.attention(q, k, v, dropout=0.5), fullgraph=True, backend="aot_eager")
