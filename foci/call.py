@@ -185,6 +185,9 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if not isinstance(parts, list | tuple) or not parts or any(len(part) != 2 for part in parts):
         raise ValueError(f"merge expects a list of (out, lse) pairs, at least one, but got {type(parts).__name__}")
     for out, lse in parts:
+        if not isinstance(out, Tensor) or not isinstance(lse, Tensor):
+            got = f"{type(out).__name__} and {type(lse).__name__}"
+            raise TypeError(f"merge expects pairs of tensors, (out, lse), but got {got}")
         if out.shape[:-1] != lse.shape or out.shape != parts[0][0].shape:
             raise ValueError(
                 f"merge expects out (..., T, D) with lse (..., T), all of one shape, but got {tuple(out.shape)}"

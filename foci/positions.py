@@ -124,6 +124,8 @@ def _rotated_width(x: Tensor, width: int | None) -> int:
 
 
 def _check_positions(x: Tensor, positions: Tensor) -> None:
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"rotary expected positions as an int tensor, but got {type(positions).__name__}")
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(f"rotary expected positions as an int tensor, but got {positions.dtype}")
     if positions.device != x.device:

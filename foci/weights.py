@@ -163,6 +163,8 @@ class Weights:
     def dense(self, limit: int = 2**30) -> Tensor:
         """All of the matrix; above `limit` bytes an error that says its size."""
         size = math.prod(self.shape) * self.dtype.itemsize
+        if not isinstance(limit, int | float):
+            raise TypeError(f"dense takes limit= in bytes, such as 2**30, but got {limit!r}")
         if size > limit:
             raise ValueError(
                 f"the dense matrix {self.shape} takes {in_bytes(size)}, above the limit of {in_bytes(limit)}:"

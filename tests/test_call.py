@@ -282,6 +282,8 @@ def test_a_bias_of_nan_shows() -> None:
 def test_merge_refuses_what_are_no_pairs(parts: Any) -> None:
     with pytest.raises(ValueError, match=r"a list of \(out, lse\) pairs"):
         foci.merge(parts)
+    with pytest.raises(TypeError, match=r"pairs of tensors, \(out, lse\), but got int and int"):
+        foci.merge([(1, 2)])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])

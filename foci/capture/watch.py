@@ -29,8 +29,8 @@ def watch(
     model: nn.Module,
     *,
     keep: Literal["lazy"] | Keep = "lazy",
-    layers: Iterable[int | str] | None = None,
-    heads: Iterable[int | str] | None = None,
+    layers: Iterable[int | str] | int | str | None = None,
+    heads: Iterable[int | str] | int | str | None = None,
     queries: Literal["all", "last"] | Sequence[int] | slice = "all",
     limit: int = 2**33,
     silence: Iterable[str] = (),
@@ -71,13 +71,14 @@ def watch(
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("foci.watch cannot be compiled: open the block around the compiled model, not inside of it")
+    check(model, limit)
     record = Record(model=type(getattr(model, "_orig_mod", model)).__name__)
     recorder = Recorder(
         model,
         record,
         keep=checked_keep(keep),
-        layers=layers,
-        heads=heads,
+        layers=listed("layers", layers),
+        heads=listed("heads", heads),
         rows=checked_queries(queries),
         limit=limit,
         silence=checked_silence(silence),
@@ -94,6 +95,26 @@ def watch(
         stack.enter_context(Seeing(recorder))
         yield record
     recorder.finish()
+
+
+def check(model: Any, limit: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"foci.watch takes a model, an nn.Module, but got {type(model).__name__}")
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+        raise ValueError(f"limit must be a whole number of bytes, such as 2**33, but got {limit!r}")
+
+
+def listed(name: str, chosen: Any) -> list[int | str] | None:
+    """Some layers or heads: None for all of them, a single one as a list."""
+    if chosen is None:
+        return None
+    if isinstance(chosen, int | str):
+        return [chosen]
+    try:
+        return list(chosen)
+    except TypeError:
+        example = "L5H3" if name == "heads" else "L5"
+        raise TypeError(f"{name} takes numbers and names such as {example!r}, but got {chosen!r}") from None
 
 
 def checked_keep(keep: Any) -> Keep | None:

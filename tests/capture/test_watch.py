@@ -240,11 +240,26 @@ def test_names_that_nothing_has_are_refused() -> None:
         ({"queries": []}, "queries must be"),
         ({"heads": ["L1"]}, "heads takes numbers from 0 or names such as 'L5H3', but got 'L1'"),
         ({"silence": ["H3"]}, "silence takes names such as 'L5H3'"),
+        ({"limit": "1GB"}, r"limit must be a whole number of bytes, such as 2\*\*33, but got '1GB'"),
+        ({"layers": 0.5}, "layers takes numbers and names such as 'L5', but got 0.5"),
     ],
 )
 def test_other_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message), foci.watch(Stack(), **options):
+    with pytest.raises((TypeError, ValueError), match=message), foci.watch(Stack(), **options):
         pytest.fail("the block must not begin")
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"takes a model, an nn\.Module, but got str"), foci.watch("model"):  # type: ignore[arg-type]
+        pytest.fail("the block must not begin")
+
+
+@pytest.mark.parametrize("options", [{"layers": "L1"}, {"layers": 1}, {"layers": "blocks.1"}, {"heads": "L1H2"}])
+def test_a_single_layer_or_head_needs_no_list(options: dict[str, Any]) -> None:
+    model = Stack()
+    with foci.watch(model, **options) as seen:
+        model(IDS)
+    assert seen.heads == (["L1H2"] if "heads" in options else [f"L1H{h}" for h in range(4)])
 
 
 def test_the_estimate_is_logged_and_the_limit_holds(caplog: pytest.LogCaptureFixture) -> None:
