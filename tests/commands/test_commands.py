@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+import foci
 from foci import cli, shipped
 from foci.training import loop
 from tests.training.reversal import SMALL, written
@@ -159,6 +160,14 @@ def test_it_shows_where_it_looked(
     assert capsys.readouterr().out == view
     assert cli.main(["run", "translation", "ab cd ef", "--out", "page.html"]) == 0
     assert "<html" in (folder / "page.html").read_text()
+
+
+def test_a_record_of_what_was_cut_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert cli.main(["run", "translation", "ab " * 300, "--out", "long.foci"]) == 0
+    assert foci.Record.load(folder / "long.foci").notes == [
+        "the text is longer than the model reads: what is shown is a part of it"
+    ]
 
 
 @pytest.mark.parametrize("command", ["run", "evaluate"])
