@@ -13,6 +13,7 @@ from torch._functorch.compilers import nop
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import foci
+from foci.backends import blocked
 from tests.tensors import qkv, randn
 
 # PyTorch warns of its own doing where it traces an autograd function.
@@ -280,3 +281,14 @@ def test_gradients_of_torch_func(case: str) -> None:
     (expected,) = torch.autograd.grad(total(leaf), leaf)
     torch.testing.assert_close(torch.func.grad(total)(q), expected)
     torch.testing.assert_close(torch.func.jacrev(total)(q), expected)
+
+
+def test_a_matrix_that_torch_func_keeps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be computed again there; where the matrix is small nobody minds."""
+    q, k, v = qkv()
+    gradient = torch.func.grad(lambda x: foci.attention(x, k, v, bias=foci.ALiBi()).sum())
+    gradient(q)
+    monkeypatch.setattr(blocked, "WORTH_A_WORD", 2 * 4 * 6 * 6 * 4)
+    with pytest.warns(UserWarning, match="torch.func the backward of this call keeps its matrix") as told:
+        gradient(q)
+    assert told[0].filename == __file__

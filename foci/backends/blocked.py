@@ -10,6 +10,7 @@ B batch, H heads, R rows of the strip, C keys that the strip sees.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,9 @@ CPU = torch.device("cpu")
 CPU_ENTRIES = 2**19
 GPU_ENTRIES = 2**26
 
+# Bytes of a matrix that nobody expects to be kept.
+WORTH_A_WORD = 2**26
+
 
 def refuses(call: Call) -> list[str]:
     if call.mapped:
@@ -48,7 +52,20 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
         return reference.run(call)
     if call.needs_grad and not call.transformed and not is_unreadable(call.q):
         return Streamed.apply(call, call.q, call.k, call.v, *parameters(call).values())  # type: ignore[no-any-return, no-untyped-call]
+    if call.needs_grad and call.transformed:
+        warn_of_the_matrix(call)
     return every_strip(call)
+
+
+def warn_of_the_matrix(call: Call) -> None:
+    """What would be too much to keep in silence."""
+    size = math.prod(call.q.shape[:3]) * call.k.shape[2] * call.wide.itemsize
+    if size >= WORTH_A_WORD:
+        warnings.warn(
+            f"inside a transform of torch.func the backward of this call keeps its matrix, {size / 2**20:,.0f} MiB or"
+            " more: torch.autograd keeps none",
+            stacklevel=6,
+        )
 
 
 def every_strip(call: Call) -> tuple[Tensor, Tensor]:
