@@ -71,6 +71,11 @@ class Mask:
         if queries < 1 or keys < 1:
             raise ValueError(f"a drawing needs at least one query and one key, but got {queries} and {keys}")
         size = self._drawn()
+        sequences = math.prod(size.batch)
+        if not 0 <= batch < max(sequences, 1) or head < 0:
+            raise ValueError(
+                f"a drawing of {sequences} sequences takes one of them, but got batch={batch}, head={head}"
+            )
         return draw(self, size._replace(queries=queries, keys=keys, heads=max(size.heads, head + 1)), batch, head)
 
     def __str__(self) -> str:

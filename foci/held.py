@@ -34,9 +34,12 @@ class Held:
         self._marks = [(name, tensor, mark(tensor)) for name, tensor in watched]
 
     def __getstate__(self) -> tuple[Call, Tensor]:
-        """Copies, pickled ones too, are watched from then on; what cannot be computed any more is not copied."""
+        """Copies, pickled ones too, have tensors of their own, without a graph, and are watched from then on; what
+        cannot be computed any more is not copied.
+        """
         self.check()
-        return self.call, self.lse
+        own = mapped(described(self.call), lambda tensor: tensor.detach().clone())
+        return replace(self.call, **own, v=own["k"]), self.lse.detach().clone()
 
     def __setstate__(self, state: tuple[Call, Tensor]) -> None:
         Held.__init__(self, *state)

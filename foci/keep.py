@@ -112,7 +112,7 @@ class Kept(Mapping[str, Tensor]):
     def __init__(self, statistics: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:
         found = dict(statistics)
         if "lse" in found and "sink_mass" not in found:
-            # Without sinks their mass is neither computed nor moved nor stored.
+            # Without sinks their mass is neither computed nor moved.
             found["sink_mass"] = found["lse"].new_zeros(()).expand_as(found["lse"])
         self.statistics, self.shape = {name: found[name] for name in AXES if name in found}, shape
 

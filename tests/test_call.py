@@ -313,10 +313,13 @@ def test_keys_that_nobody_sees_may_be_anything(nothing: float, mask: foci.Mask |
     dirty[0, :, 4:] = nothing
     dirty.requires_grad_()
     assert foci.plan(q, dirty, v, mask=mask).chosen == "sdpa"
-    out, weights = foci.attention(q, dirty, v, mask=mask, return_weights=True)
+    leaves = q.clone().requires_grad_(), dirty, v.clone().requires_grad_()
+    with torch.no_grad():
+        leaves[2][0, :, 4:] = nothing
+    out, weights = foci.attention(*leaves, mask=mask, return_weights=True)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(weights.entropy(), there.entropy())
-    assert bool(torch.autograd.grad(out.sum(), dirty)[0].isfinite().all())
+    assert all(bool(grad.isfinite().all()) for grad in torch.autograd.grad(out.sum(), leaves))
     seen = k.clone()
     seen[0, :, 0] = torch.nan
     assert bool(foci.attention(q, seen, v, mask=mask)[0].isnan().all())

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.compilers import nop
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import foci
 from foci.backends import blocked
@@ -265,6 +266,13 @@ def test_vmap_is_refused_with_the_way_out(mapped: tuple[int | None, ...], weight
         torch.func.vmap(attend, in_dims=mapped)(*tensors)
     found = torch.func.vmap(lambda *t: attend(*t, backend="reference"), in_dims=mapped)(*tensors)
     torch.testing.assert_close(found[2], attend(*qkv()))
+
+
+def test_a_tracer_of_real_tensors_takes_a_masked_call() -> None:
+    q, k, v = qkv()
+    mask = torch.ones(6, 6).tril(1).bool()
+    traced = make_fx(lambda q: foci.attention(q, k, v, mask=mask))(q)
+    torch.testing.assert_close(traced(q + 1), foci.attention(q + 1, k, v, mask=mask))
 
 
 @pytest.mark.parametrize("case", ["plain", "window", "sink"])

@@ -328,3 +328,8 @@ def test_given_lengths_stay_on_their_device() -> None:
         mask = foci.padding(torch.tensor([3], device="cpu"))
     assert isinstance(mask, Padding)
     assert mask.lengths.device.type == "cpu"
+
+
+def test_a_drawing_is_of_one_of_the_sequences() -> None:
+    with pytest.raises(ValueError, match="a drawing of 2 sequences takes one of them, but got batch=2"):
+        foci.padding([1, 2]).draw(3, batch=2)

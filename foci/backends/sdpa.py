@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foci.algebra import Entries, Mask
 from foci.arguments import FLOATS, Call
-from foci.backends import blocked, cuda_sdpa
+from foci.backends import cuda_sdpa
 from foci.backends.fused import padded, with_lse_column
 from foci.biases import Added
 from foci.fitting import is_unreadable
@@ -160,13 +160,26 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     else:
         out, lse = cpu(dot, scale, kind, mask)
         if mask is not None and has_nan(out):
-            # The kernel adds -inf to what is hidden, and a NaN or inf stays one: padding that nobody filled.
-            return blocked.run(call)
+            out, lse = cpu(without_hidden_keys(dot, mask), scale, kind, mask)
     return (out, lse) if mask is None else hidden_rows(out, lse, mask)
 
 
 def has_nan(out: Tensor) -> bool:
-    return not is_unreadable(out) and bool(out.isnan().any())
+    """Whether there may be one; a sum shows it, and is quickly taken."""
+    if is_unreadable(out) or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return False
+    return bool(out.detach().sum().isnan())
+
+
+def without_hidden_keys(call: Call, mask: Tensor) -> Call:
+    """Zeros for what nobody looks at, such as padding that nobody filled: the kernel adds -inf to its logits and takes
+    0 of its values, and what is NaN or infinite stays so.
+    """
+    seen = (mask != -torch.inf).any(-2).expand(-1, -1, call.k.shape[2])
+    if seen.shape[1] != call.k.shape[1]:
+        seen = seen.any(1, keepdim=True)
+    k, v = (torch.where(seen.unsqueeze(-1), t, 0.0) for t in (call.k, call.v))
+    return replace(call, k=k, v=v)
 
 
 def attn_mask(call: Call) -> Tensor | None:

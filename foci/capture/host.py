@@ -76,9 +76,10 @@ def pinned(like: Tensor) -> Tensor:
 
 def by_size(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Tensors whose numbers are equally long, and fit in one row: nearly always all of them."""
-    groups: dict[int, dict[str, Tensor]] = {}
+    groups: dict[Any, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        groups.setdefault(tensor.dtype.itemsize, {})[name] = tensor
+        # Truth values are bytes of which only two mean something.
+        groups.setdefault((tensor.dtype.itemsize, tensor.dtype == torch.bool), {})[name] = tensor
     return list(groups.values())
 
 
@@ -93,7 +94,9 @@ def in_a_row(tensors: Iterable[Tensor]) -> Tensor:
 def as_they_were(tensors: Mapping[str, Tensor], row: Tensor) -> dict[str, Tensor]:
     """The tensors of `in_a_row`, from its copy: views of it."""
     parts = _unflatten_dense_tensors(row, list(tensors.values()))
-    return {
-        name: part if part.dtype == tensor.dtype else part.view(tensor.dtype)
-        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
-    }
+    found = {}
+    for (name, tensor), part in zip(tensors.items(), parts, strict=True):
+        same = part if part.dtype == tensor.dtype else part.view(tensor.dtype)
+        # Of what is empty older releases of PyTorch forget the shape.
+        found[name] = same if same.numel() else same.view(tensor.shape)
+    return found

@@ -26,11 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from foci.arguments import folded
+from foci.arguments import autocast, folded
 from foci.call import attention
 from foci.capture.huggingface_attention import attend, attended
 from foci.capture.recorder import is_repeated
 from foci.capture.steps import RefusedError
+from foci.fitting import autocasts
 from foci.masks import causal
 from foci.matrix import attention_and_matrix
 from foci.scores import Dot
@@ -196,7 +197,9 @@ class Fused:
         if is_causal:
             options["mask"] = FROM_THE_FIRST
         if attn_mask is not None:
-            form = attn_mask
+            # As PyTorch does it: a mask that is added is narrowed like the others.
+            narrowed = attn_mask.is_floating_point() and autocasts(query.device.type)
+            form = autocast(attn_mask, query.device.type) if narrowed else attn_mask
             if query.dim() > 4 and form.dim() > 4:
                 form = form.expand(*leading, *form.shape[-2:]).reshape(-1, leading[-1], *form.shape[-2:])
             elif query.dim() == 3 and form.dim() == 3:

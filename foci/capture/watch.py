@@ -108,7 +108,7 @@ def listed(name: str, chosen: Any) -> list[int | str] | None:
     """Some layers or heads: None for all of them, a single one as a list."""
     if chosen is None:
         return None
-    if isinstance(chosen, int | str):
+    if isinstance(chosen, int | str) and not isinstance(chosen, bool):
         return [chosen]
     try:
         return list(chosen)

@@ -35,8 +35,8 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, quiet: bool 
     """Trains a task in a folder, and gives what the finished model reaches on the dev part.
 
     The folder then has model.safetensors, which is all that `foci run` needs, config.toml, run.json, metrics.jsonl and
-    checkpoints. Killed at any moment and resumed, a run ends with the same weights: all chance is drawn from the seed
-    and the number of the update alone.
+    checkpoints. Killed at any moment after its first update and resumed, a run ends with the same weights: all chance
+    is drawn from the seed and the number of the update alone.
     """
     # Hours later it would be too late to say so.
     safetensors("a training", "tasks")

@@ -87,6 +87,9 @@ def opened(config: RunConfig, folder: Path, processes: Processes, *, resume: boo
 def check_free(folder: Path) -> None:
     if (folder / "run.json").exists():
         raise ValueError(f"{folder} has a run already: --resume goes on with it, --out names another folder")
+    if (folder / "checkpoints").exists():
+        # A new run would begin where they end.
+        raise ValueError(f"{folder} has checkpoints of a run, but no run.json: --out names another folder")
 
 
 def both_parts(config: RunConfig) -> tuple[Sequence[Any], Sequence[Any]]:

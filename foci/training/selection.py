@@ -40,7 +40,7 @@ class Selection:
             goodness = float(state.step) if self.by == "last" else self.goodness(found)
             state.judged = state.step
             own = Judged(goodness, float(found["loss"]), state.step)
-            better = not state.best or own.rank > state.best[0].rank
+            better = not state.best or goodness > state.best[0].goodness
             state.waiting = 0 if better else state.waiting + 1
             # Of those that are the same in all the later one has learned from more.
             ranked = sorted([*state.best, own], key=lambda each: (each.rank, each.step), reverse=True)

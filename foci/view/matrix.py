@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import isfinite, nan
 
 from foci.view.reading import Unit
 from foci.view.sheet import Sheet, widest
@@ -45,7 +45,9 @@ def write(
     write_header(sheet, keys, label, cell)
     for i, (unit, row) in enumerate(zip(queries, shares, strict=True)):
         name = sheet.label(unit.text, label - 1) + " "
-        sheet.line((sheet.accent(name) if i == focus else name) + "".join(shown(sheet, share, cell) for share in row))
+        # Sums along the row carry what is no number on, so none of it is shown.
+        told = row if all(map(isfinite, row)) else [nan] * len(row)
+        sheet.line((sheet.accent(name) if i == focus else name) + "".join(shown(sheet, share, cell) for share in told))
 
 
 def shown(sheet: Sheet, share: float, cell: int) -> str:

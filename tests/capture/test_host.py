@@ -13,6 +13,8 @@ SOME = {
     "wide": torch.randn(2, 3, dtype=torch.float64),
     "long": torch.arange(4),
     "half": torch.randn(3, 3).bfloat16(),
+    "truth": torch.tensor([True, False]),
+    "bytes": torch.tensor([1, 2, 255], dtype=torch.uint8),
 }
 
 
@@ -22,6 +24,8 @@ def test_rows_hold_what_was_put_in() -> None:
         {"entropy", "keys", "largest", "strided", "nothing"},
         {"wide", "long"},
         {"half"},
+        {"truth"},
+        {"bytes"},
     ]
     for group in groups:
         row = in_a_row(group.values())

@@ -330,3 +330,14 @@ def test_transforms_of_torch_func_run_and_are_named() -> None:
     torch.testing.assert_close(out, torch.stack([model(each) for each in x]))
     assert seen.layers == {}
     assert "torch.func" in seen.unseen[0]
+
+
+@pytest.mark.parametrize("size", [3.0, 300.0])
+def test_under_autocast_an_added_mask_is_narrowed_as_pytorch_does_it(size: float) -> None:
+    q, k, v = randn(2, 4, 6, 8), randn(2, 4, 9, 8, seed=1), randn(2, 4, 9, 8, seed=2)
+    model, mask = Calls(F.scaled_dot_product_attention), size * randn(6, 9, seed=8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(q, k, v, attn_mask=mask)
+        out, seen = seen_in(model, q, k, v, attn_mask=mask)
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(seen["L0H1"].dense().sum(-1), torch.ones(2, 6), atol=1e-4, rtol=0)

@@ -214,6 +214,16 @@ def test_of_equally_good_models_the_loss_then_the_later_one_decides(
     assert [path.name for path in (tmp_path / "run" / "best").iterdir()] == [f"step-{best:08d}.safetensors"]
 
 
+def test_a_lower_loss_alone_is_no_reason_to_wait_longer(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter(range(100, 0, -1))
+    monkeypatch.setattr(Selection, "measured", lambda self: {"bleu": 0.0, "loss": float(next(losses))})
+    often = ("train.select=metric", "train.evaluate_every=1", "train.steps=20", "train.patience=3")
+    train(config(data, *often), tmp_path / "run", quiet=True)
+    assert max(logged(tmp_path / "run", "loss")) == 4
+
+
 def test_a_state_that_named_no_losses_is_read() -> None:
     before = {"step": 4, "place": [0, 4], "best": [[0.5, 4], [0.25, 2]]}
     state = State.from_json(before)

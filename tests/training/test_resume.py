@@ -140,6 +140,9 @@ def test_a_run_is_not_begun_twice_and_not_resumed_with_other_data(run: tuple[Pat
     data, whole = run
     with pytest.raises(ValueError, match="has a run already"):
         train(config(data, *CHANGES), whole, quiet=True)
+    (tmp_path / "rest" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"has checkpoints of a run, but no run\.json"):
+        train(config(data, *CHANGES), tmp_path / "rest", quiet=True)
     other = written(tmp_path / "pairs.tsv", seed=2)
     changed = json.loads((whole / "run.json").read_text())
     changed["data"] = {str(other): next(iter(changed["data"].values()))}

@@ -477,6 +477,15 @@ def test_weights_that_are_no_numbers_are_said(wrong: float, length: int) -> None
     assert lines(record)
 
 
+def test_of_a_row_with_one_nan_nothing_is_shown() -> None:
+    matrix = torch.full((1, 1, 5, 5), 0.2)
+    matrix[0, 0, 2, 3] = torch.nan
+    record = Record({"l": Layer("l", matrix=matrix)}, {"input": Labels.tokens([["a", "b", "c", "d", "e"]])})
+    rows = [line.split() for line in lines(record, head="L0H0")]
+    assert ["c", *"?????"] in rows
+    assert ["b", *["▓20"] * 5] in rows
+
+
 def test_a_matrix_without_any_number_has_no_statistics() -> None:
     record = Record(
         {"l": Layer("l", matrix=torch.full((1, 2, 3, 3), torch.nan))}, {"input": Labels.tokens([["a"] * 3])}
