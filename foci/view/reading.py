@@ -327,7 +327,8 @@ def far(record: Record, layer: Layer, batch: int) -> Tensor:
         places = layer.places
         words = numbered(record.labels_of(layer)[1], batch)
         seen &= (keys - places.view(1, -1, 1)).abs() > NEAR
-        seen &= (words[keys.clamp(min=0)] - words[places].view(1, -1, 1)).abs() > 1
+        # Queries before the first key are next to it at best.
+        seen &= (words[keys.clamp(min=0)] - words[places.clamp(min=0)].view(1, -1, 1)).abs() > 1
     # What is no number stands out from nothing.
     return values.where(seen & values.isfinite(), 0).amax(-1) * queries_spoken
 
