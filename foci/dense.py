@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from foci.grouping import group_ids
-from foci.weights import Top, is_count
+from foci.summary import Top
+from foci.weights import is_count
 
 
 class Dense:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.weights import Top, Weights
+from foci.summary import Top
+from foci.weights import Weights
 
 # The axes after (B, H) of each statistic: q queries, k keys.
 AXES = {

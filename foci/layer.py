@@ -13,7 +13,8 @@ from torch import Tensor
 
 from foci.dense import Dense
 from foci.keep import AXES, Kept
-from foci.weights import Top, Weights
+from foci.summary import Top
+from foci.weights import Weights
 
 STATISTICS = ("entropy", "received", "distance", "top", "picture", "grouped")
 EVERYTHING = frozenset({*STATISTICS, "entries", "products", "lse", "sink_mass", "largest_logit", "first", "previous"})

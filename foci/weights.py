@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,33 +24,7 @@ from foci.held import Held, described, is_inference, without_values
 from foci.indexing import axis_of, evenly, lead_of, split_index
 from foci.statistics import Wanted
 from foci.statistics.strips import finite
-
-
-class Top(NamedTuple):
-    """The heaviest keys of each query, heaviest first; 0 and -1 where fewer are visible."""
-
-    values: Tensor
-    keys: Tensor
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The statistics of an attention matrix, each as the method of `Weights` of the same name gives it."""
-
-    entropy: Tensor
-    received: Tensor
-    distance: Tensor | None
-    lse: Tensor
-    sink_mass: Tensor
-    largest_logit: Tensor | None
-    top: Top | None
-    picture: Tensor | None
-
-    def __repr__(self) -> str:
-        shapes = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        if self.top is not None:
-            shapes["top"] = self.top.keys
-        return f"Summary({', '.join(f'{name} {tuple(x.shape)}' for name, x in shapes.items() if x is not None)})"
+from foci.summary import Summary, Top
 
 
 class Weights:

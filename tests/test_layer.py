@@ -9,7 +9,7 @@ from torch import Tensor
 import foci
 from foci.keep import Kept
 from foci.layer import Layer
-from foci.weights import Top
+from foci.summary import Top
 from tests.tensors import qkv
 
 QUESTIONS: dict[str, Any] = {

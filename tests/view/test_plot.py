@@ -98,7 +98,9 @@ def test_a_long_text_is_drawn_in_blocks() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("queries", "keys"), [(17, 129), (129, 17), (5, 100), (30, 300), (2, 1500), (70, 1), (2, 40), (1, 1)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(17, 129), (129, 17), (5, 100), (30, 300), (2, 1500), (70, 1), (2, 40), (1, 1)]
+)
 def test_a_matrix_of_any_shape_has_room_for_its_picture_and_whole_numbers(queries: int, keys: int) -> None:
     ax = plot.matrix(across(queries, keys), "cross.L0H0")
     figure = ax.get_figure(root=True)
