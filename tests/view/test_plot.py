@@ -98,9 +98,7 @@ def test_a_long_text_is_drawn_in_blocks() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("queries", "keys"), [(17, 129), (129, 17), (5, 100), (30, 300), (2, 1500), (70, 1), (2, 40), (1, 1)]
-)
+@pytest.mark.parametrize(("queries", "keys"), [(17, 129), (129, 17), (5, 100), (30, 300), (2, 1500), (2, 40), (1, 1)])
 def test_a_matrix_of_any_shape_has_room_for_its_picture_and_whole_numbers(queries: int, keys: int) -> None:
     ax = plot.matrix(across(queries, keys), "cross.L0H0")
     figure = ax.get_figure(root=True)
@@ -259,3 +257,9 @@ def test_an_even_look_leaves_the_picture_to_be_seen() -> None:
     assert ax.get_title(loc="left") == "Where the middle patch looks in L0H0"
     # Black stays darker than any grey that would be taken for a part of the picture.
     assert float(ax.images[0].get_array().max()) < 0.2
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(70, 1), (9, 3), (3, 9)])
+def test_a_text_may_look_at_another_length_of_itself(queries: int, keys: int) -> None:
+    ax = plot.matrix(Record.from_tensors([torch.full((1, 1, queries, keys), 1 / keys)]))
+    assert ax.images[0].get_array().shape == (queries, keys)
