@@ -711,6 +711,19 @@ def test_heads_that_measure_alike_look_alike(look: Look) -> None:
         assert len({*cells}) == 1
 
 
+@pytest.mark.parametrize(("queries", "keys", "x", "y"), [(3, 500, 0.5, 42), (500, 3, 42, 0.5)])
+def test_the_map_of_a_long_matrix_is_no_thin_line(queries: int, keys: int, x: float, y: float, look: Look) -> None:
+    """Cells along the short side are 28 pixels large: the second one is there where it should be."""
+    record = Record.from_tensors([torch.full((1, 1, queries, keys), 1 / keys)])
+    with look(record, "#v=map&h=L0H0") as tab:
+        box = tab.locator(".map").bounding_box()
+        assert box is not None
+        tab.mouse.move(box["x"] + 116 + x, box["y"] + 92 + y)
+        settle(tab)
+        query, key = (0, 1) if queries > keys else (1, 0)
+        assert f"query {query}, key {key}" in tab.locator(".tip").inner_text()
+
+
 def test_the_map_of_a_sound_has_times(look: Look) -> None:
     record = records.translation()
     times = Labels("frames", (tuple(f"{i * 0.04:.2f}" for i in range(300)),), seconds=0.04)

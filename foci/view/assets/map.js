@@ -3,7 +3,7 @@
 
 import { button, choice, make, penOf, perFrame } from "./dom.js";
 import { percent, shade } from "./colors.js";
-import { rasterOf } from "./raster.js";
+import { narrowed, rasterOf } from "./raster.js";
 import { chosenHeads, unitsFor } from "./focus.js";
 import { clipped } from "./tokens.js";
 import { csvOf, matrixSvg } from "./exporting.js";
@@ -24,6 +24,9 @@ const EDGE = 12;
 // Slanted labels reach beyond the last column.
 const RIGHT = 46;
 const NEAREST = 72;
+// Where one side is so many times as long as the other fits, cells are larger along the short one, up to this size.
+const LONG = 4;
+const READABLE = 28;
 // Single entries are drawn over blocks from this number of rows down.
 const MOST_ROWS = 800;
 
@@ -158,49 +161,65 @@ export class MapView {
     return [this.frame.clientWidth, this.frame.clientHeight];
   }
 
-  // Pixels for each token; from the whole in sight to a cell as large as a thumb.
-  bounds() {
+  // How much larger cells are along each side: a sound of two words is no thin line.
+  stretch() {
     const { Tq, Tk } = this.source();
     const [width, height] = this.size();
-    const whole = Math.min((width - LEFT - RIGHT) / Tk, (height - TOP - EDGE) / Tq);
-    return [Math.min(Math.max(whole, 1e-4), NEAREST), NEAREST];
+    const [wide, tall] = [(width - LEFT - RIGHT) / Tk, (height - TOP - EDGE) / Tq];
+    const of = (own, other) => (own > LONG * other ? Math.max(1, Math.min(own, READABLE) / other) : 1);
+    return { wide, tall, across: of(wide, tall), down: of(tall, wide) };
+  }
+
+  // Pixels for each token of the longer side; from the whole in sight to a cell as large as a thumb.
+  bounds() {
+    const { wide, tall, across, down } = this.stretch();
+    return [Math.min(Math.max(Math.min(wide / across, tall / down), 1e-4), NEAREST), NEAREST];
+  }
+
+  // Pixels for each key and for each query.
+  cellsAt(u) {
+    const { across, down } = this.stretch();
+    return [across, down].map((times) => Math.max(u, Math.min(u * times, NEAREST)));
   }
 
   viewport() {
     const { Tq, Tk } = this.source();
     const [least, most] = this.bounds();
-    const s = Math.min(Math.max(least * 2 ** this.state.zoom, least), most);
+    const u = Math.min(Math.max(least * 2 ** this.state.zoom, least), most);
+    const [s, t] = this.cellsAt(u);
     const [width, height] = this.size();
-    const [w, h] = [(width - LEFT - RIGHT) / s, (height - TOP - EDGE) / s];
+    const [w, h] = [(width - LEFT - RIGHT) / s, (height - TOP - EDGE) / t];
     const clamp = (middle, seen, length) => (seen >= length ? 0 : Math.min(
       Math.max((middle < 0 ? length / 2 : middle) - seen / 2, 0),
       length - seen,
     ));
-    return { s, w, h, x: clamp(this.state.x, w, Tk), y: clamp(this.state.y, h, Tq), width, height };
+    return { u, s, t, w, h, x: clamp(this.state.x, w, Tk), y: clamp(this.state.y, h, Tq), width, height };
   }
 
-  place(s, x, y, view) {
+  place(u, x, y, view) {
     const [least] = this.bounds();
     const { Tq, Tk } = this.source();
-    const [w, h] = [(view.width - LEFT - RIGHT) / s, (view.height - TOP - EDGE) / s];
+    const [s, t] = this.cellsAt(u);
+    const [w, h] = [(view.width - LEFT - RIGHT) / s, (view.height - TOP - EDGE) / t];
     const inside = (start, seen, length) => Math.min(Math.max(start, 0), Math.max(0, length - seen)) + seen / 2;
-    this.state.set({ zoom: Math.max(0, Math.log2(s / least)), x: inside(x, w, Tk), y: inside(y, h, Tq) });
+    this.state.set({ zoom: Math.max(0, Math.log2(u / least)), x: inside(x, w, Tk), y: inside(y, h, Tq) });
     this.redraw();
   }
 
   zoomBy(factor, event = null) {
     const view = this.viewport();
     const [least, most] = this.bounds();
-    const s = Math.min(Math.max(view.s * factor, least), most);
+    const u = Math.min(Math.max(view.u * factor, least), most);
+    const [s, t] = this.cellsAt(u);
     const box = this.canvas.getBoundingClientRect();
     const px = event ? event.clientX - box.left - LEFT : (view.w * view.s) / 2;
-    const py = event ? event.clientY - box.top - TOP : (view.h * view.s) / 2;
-    this.place(s, view.x + px / view.s - px / s, view.y + py / view.s - py / s, view);
+    const py = event ? event.clientY - box.top - TOP : (view.h * view.t) / 2;
+    this.place(u, view.x + px / view.s - px / s, view.y + py / view.t - py / t, view);
   }
 
   pan(dx, dy) {
     const view = this.viewport();
-    this.place(view.s, view.x + dx / view.s, view.y + dy / view.s, view);
+    this.place(view.u, view.x + dx / view.s, view.y + dy / view.t, view);
   }
 
   fit() {
@@ -229,7 +248,7 @@ export class MapView {
     const { Tq, Tk } = this.source();
     const [j, i] = [
       Math.floor(view.x + (event.clientX - box.left - LEFT) / view.s),
-      Math.floor(view.y + (event.clientY - box.top - TOP) / view.s),
+      Math.floor(view.y + (event.clientY - box.top - TOP) / view.t),
     ];
     const inside = event.clientX - box.left >= LEFT && event.clientY - box.top >= TOP;
     return inside && i >= 0 && j >= 0 && i < Tq && j < Tk ? { i, j } : null;
@@ -244,7 +263,7 @@ export class MapView {
   valueAt({ i, j }) {
     const { heads, layer, picture, rows, columns } = this.source();
     if (picture?.whole) return { weight: picture.values[i * columns.count + j], about: "" };
-    const tile = this.store.remote?.cell(heads, i, j, this.state, this.viewport().s);
+    const tile = this.store.remote?.cell(heads, i, j, this.state, this.viewport().u);
     if (tile) return tile;
     let weight = 0;
     let known = 0;
@@ -364,23 +383,18 @@ export class MapView {
     const [sx, sy] = [picture.columns / Tk, picture.rows / Tq];
     pen.save();
     pen.beginPath();
-    pen.rect(LEFT, TOP, (x1 - view.x) * view.s, (y1 - view.y) * view.s);
+    pen.rect(LEFT, TOP, (x1 - view.x) * view.s, (y1 - view.y) * view.t);
     pen.clip();
     pen.fillStyle = shade("to", 0);
     pen.fillRect(LEFT, TOP, view.width, view.height);
     // Smoothing only where several blocks share a pixel: else a block has sharp edges.
-    pen.imageSmoothingEnabled = view.s / sx < 1;
-    pen.drawImage(
-      raster.canvas,
-      view.x * sx,
-      view.y * sy,
-      (x1 - view.x) * sx,
-      (y1 - view.y) * sy,
-      LEFT,
-      TOP,
-      (x1 - view.x) * view.s,
-      (y1 - view.y) * view.s,
-    );
+    const [wide, tall] = [(x1 - view.x) * view.s, (y1 - view.y) * view.t];
+    const smooth = view.s / sx < 1;
+    let from = raster.canvas;
+    let part = [view.x * sx, view.y * sy, (x1 - view.x) * sx, (y1 - view.y) * sy];
+    if (smooth && view.t / sy > 1) [from, part] = narrowed(from, part, wide);
+    pen.imageSmoothingEnabled = smooth && from === raster.canvas;
+    pen.drawImage(from, ...part, LEFT, TOP, wide, tall);
     this.level.textContent = this.drawFiner(pen, view, { heads, layer, picture, x1, y1 }, raster.scale);
     pen.restore();
   }
@@ -390,7 +404,7 @@ export class MapView {
     const { store, state, hidden } = this;
     if (picture.whole) {
       const { fontFamily: family } = getComputedStyle(this.canvas);
-      if (view.s >= 30) writeWeights(pen, view, picture, { x1, y1, scale, hidden, family });
+      if (Math.min(view.s, view.t) >= 30) writeWeights(pen, view, picture, { x1, y1, scale, hidden, family });
       return "Entries: every cell is one weight";
     }
     const tiles = store.remote?.drawTiles(pen, view, { heads, layer, LEFT, TOP, x1, y1, state });

@@ -1,5 +1,5 @@
 // What the map is drawn with: entries over blocks, numbers, crossed-out sinks, axes, the frame of the whole.
-// A view is { x, y, w, h, s, width, height }: the part of the matrix in sight, and pixels for each token.
+// A view is { x, y, w, h, s, t, width, height }: the part of the matrix in sight, and pixels for each key and query.
 
 import { cssColor } from "./dom.js";
 import { ink, scaleOf, shade } from "./colors.js";
@@ -15,7 +15,7 @@ const TIME = /^[\d.]+ s$/;
 
 // The heaviest keys of the rows in sight, over their blocks; their scale is that of a single entry.
 export function drawEntries(pen, view, { store, state, heads, y1, blocks }) {
-  const size = Math.max(view.s, 1.25);
+  const [wide, tall] = [Math.max(view.s, 1.25), Math.max(view.t, 1.25)];
   const scale = state.scale === "rank" ? blocks : scaleOf(state.scale, [], Math.max(blocks.largest, 0.25));
   const sinks = state.hideSinks ? new Set(heads.flatMap((one) => store.sinks(one, state.seq))) : null;
   // By shade, light ones first: a canvas is slow where each cell changes the colour.
@@ -29,13 +29,13 @@ export function drawEntries(pen, view, { store, state, heads, y1, blocks }) {
   shades.forEach((places, level) => {
     pen.fillStyle = shade("to", Math.max(0.12, level / (SHADES - 1)));
     for (let n = 0; n < places.length; n += 2) {
-      pen.fillRect(LEFT + (places[n] - view.x) * view.s, TOP + (places[n + 1] - view.y) * view.s, size, size);
+      pen.fillRect(LEFT + (places[n] - view.x) * view.s, TOP + (places[n + 1] - view.y) * view.t, wide, tall);
     }
   });
 }
 
 export function writeWeights(pen, view, { values, columns }, { x1, y1, scale, hidden, family }) {
-  pen.font = `${Math.min(12, view.s * 0.3)}px ${family}`;
+  pen.font = `${Math.min(12, view.s * 0.3, view.t * 0.5)}px ${family}`;
   pen.textAlign = "center";
   pen.textBaseline = "middle";
   for (let i = Math.floor(view.y); i < y1; i++) {
@@ -43,7 +43,7 @@ export function writeWeights(pen, view, { values, columns }, { x1, y1, scale, hi
       const weight = values[i * columns + j];
       if (weight < 0.005) continue;
       pen.fillStyle = hidden?.has(j) ? "transparent" : ink("to", scale.of(weight));
-      pen.fillText((100 * weight).toFixed(0), LEFT + (j + 0.5 - view.x) * view.s, TOP + (i + 0.5 - view.y) * view.s);
+      pen.fillText((100 * weight).toFixed(0), LEFT + (j + 0.5 - view.x) * view.s, TOP + (i + 0.5 - view.y) * view.t);
     }
   }
 }
@@ -53,7 +53,7 @@ export function drawHidden(pen, view, { picture, Tk, Tq }, hidden) {
   if (!hidden) return;
   pen.save();
   pen.beginPath();
-  pen.rect(LEFT, TOP, Math.min(view.w, Tk - view.x) * view.s, Math.min(view.h, Tq - view.y) * view.s);
+  pen.rect(LEFT, TOP, Math.min(view.w, Tk - view.x) * view.s, Math.min(view.h, Tq - view.y) * view.t);
   pen.clip();
   pen.strokeStyle = cssColor("--line-strong");
   for (const c of hidden) {
@@ -89,13 +89,17 @@ export function drawAxes(pen, view, source, { at, chosen, family }) {
   pen.restore();
   const [x1, y1] = [Math.min(view.x + view.w, Tk), Math.min(view.y + view.h, Tq)];
   pen.strokeStyle = cssColor("--line-strong");
-  pen.strokeRect(LEFT - 0.5, TOP - 0.5, (x1 - view.x) * view.s + 1, (y1 - view.y) * view.s + 1);
-  const labelled = view.s >= LABELLED;
-  pen.font = `${labelled ? Math.min(13, view.s * 0.85) : 11}px ${family}`;
-  const step = labelled ? 1 : tickStep(64 / view.s);
+  pen.strokeRect(LEFT - 0.5, TOP - 0.5, (x1 - view.x) * view.s + 1, (y1 - view.y) * view.t + 1);
   const marked = new Set([at?.i, ...chosen.map((i) => source.rows.of[i])]);
-  writeRows(pen, view, source.rows, { y1, step, labelled, marked });
-  writeColumns(pen, view, source.columns, { x1, step, labelled, marked: at?.j });
+  writeRows(pen, view, source.rows, { y1, ...stepsOf(pen, view.t, family), marked });
+  writeColumns(pen, view, source.columns, { x1, ...stepsOf(pen, view.s, family), marked: at?.j });
+}
+
+// Every word where cells have room for it, else numbers now and then; sets the size of both.
+function stepsOf(pen, size, family) {
+  const labelled = size >= LABELLED;
+  pen.font = `${labelled ? Math.min(13, size * 0.85) : 11}px ${family}`;
+  return { labelled, step: labelled ? 1 : tickStep(64 / size) };
 }
 
 // A word where it fits, else its number; of a sound always the time.
@@ -107,7 +111,7 @@ function nameAt(units, i, labelled) {
 function writeRows(pen, view, rows, { y1, step, labelled, marked }) {
   pen.textAlign = "right";
   for (let i = Math.ceil(view.y / step) * step; i < y1; i += step) {
-    const y = TOP + (i + (labelled ? 0.5 : 0) - view.y) * view.s;
+    const y = TOP + (i + (labelled ? 0.5 : 0) - view.y) * view.t;
     pen.fillStyle = cssColor(marked.has(i) ? "--ink" : "--soft");
     if (y >= TOP - 1) pen.fillText(nameAt(rows, i, labelled), LEFT - 7, y);
   }
@@ -132,14 +136,14 @@ export function drawCross(pen, view, { rows, Tk }, { at, chosen }) {
   const wide = Math.min(view.w, Tk - view.x) * view.s;
   pen.lineWidth = 1.5;
   for (const i of chosen) {
-    const y = TOP + (rows.of[i] - view.y) * view.s;
-    if (y >= TOP - view.s && y < view.height) pen.strokeRect(LEFT, Math.max(y, TOP), wide, Math.max(view.s, 1));
+    const y = TOP + (rows.of[i] - view.y) * view.t;
+    if (y >= TOP - view.t && y < view.height) pen.strokeRect(LEFT, Math.max(y, TOP), wide, Math.max(view.t, 1));
   }
   pen.lineWidth = 1;
   if (!at) return;
-  const [x, y] = [LEFT + (at.j - view.x) * view.s, TOP + (at.i - view.y) * view.s];
+  const [x, y] = [LEFT + (at.j - view.x) * view.s, TOP + (at.i - view.y) * view.t];
   pen.strokeStyle = cssColor("--ink");
-  pen.strokeRect(x, y, Math.max(view.s, 3), Math.max(view.s, 3));
+  pen.strokeRect(x, y, Math.max(view.s, 3), Math.max(view.t, 3));
 }
 
 // Where the part in sight lies in the whole.

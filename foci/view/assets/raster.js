@@ -1,5 +1,6 @@
 // Weights as pixels: a picture of a head on a canvas of its own, one pixel for each block.
 
+import { make } from "./dom.js";
 import { ramp, scaleOf } from "./colors.js";
 
 // The grey of what is no number.
@@ -27,4 +28,13 @@ export function rasterOf({ rows, columns, values }, mode, direction = "to", hidd
   }
   pen.putImageData(image, 0, 0);
   return { canvas, scale };
+}
+
+// A part of a picture, row by row as wide as it is to be seen: rows that are stretched must not run into each other.
+export function narrowed(canvas, [x, y, width, height], wide) {
+  const [first, last] = [Math.floor(y), Math.ceil(y + height)];
+  const strip = make("canvas", { width: Math.ceil(wide * devicePixelRatio), height: last - first });
+  const pen = strip.getContext("2d");
+  pen.drawImage(canvas, x, first, width, last - first, 0, 0, strip.width, strip.height);
+  return [strip, [0, y - first, strip.width, height]];
 }

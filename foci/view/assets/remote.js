@@ -105,7 +105,7 @@ export class Remote {
 
   // Draws the tiles in sight; says what they are, or null where the picture must do.
   drawTiles(pen, view, { heads, layer, LEFT, TOP, x1, y1, state }) {
-    const step = this.level(heads, view.s);
+    const step = this.level(heads, view.u);
     if (!step) return null;
     const side = CELLS * step;
     const seen = [];
@@ -137,9 +137,9 @@ export class Remote {
     pen.drawImage(
       canvas,
       LEFT + (tx * side - view.x) * view.s,
-      TOP + (ty * side - view.y) * view.s,
+      TOP + (ty * side - view.y) * view.t,
       Math.ceil(wide / step) * step * view.s,
-      Math.ceil(tall / step) * step * view.s,
+      Math.ceil(tall / step) * step * view.t,
     );
   }
 
