@@ -224,6 +224,23 @@ def test_the_class_that_loads_a_model(both: bool, named: list[str] | None, kind:
     assert kind_of(transformers.PretrainedConfig(is_encoder_decoder=both, architectures=named)) == kind
 
 
+def test_a_page_opens_at_the_head_and_the_word_that_were_named(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    look = ["look", TEXT, "--model", str(folders / "reads"), "--out", str(out)]
+    assert cli.main(look) == 0
+    assert "data-state" not in out.read_text().partition("<script")[0]
+    word = TEXT.split()[0]
+    assert cli.main([*look, "--head", "L1H0", "--word", word]) == 0
+    assert re.search(r'data-state="h=L1H0&amp;t=\d+"', out.read_text())
+    for wrong in (["--word", "zebra"], ["--head", "L99H0"]):
+        out.unlink(missing_ok=True)
+        assert cli.main([*look, *wrong]) == 2
+        assert not out.exists()
+        assert wrong[1] in capsys.readouterr().err
+
+
 def test_without_transformers_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,8 +176,9 @@ def without_hidden_keys(call: Call, mask: Tensor) -> Call:
     0 of its values, and what is NaN or infinite stays so.
     """
     seen = (mask != -torch.inf).any(-2).expand(-1, -1, call.k.shape[2])
-    if seen.shape[1] != call.k.shape[1]:
-        seen = seen.any(1, keepdim=True)
+    if seen.shape[1] not in {1, call.k.shape[1]}:
+        # Heads that share keys: what one of them sees stays.
+        seen = seen.unflatten(1, (call.k.shape[1], call.group)).any(2)
     k, v = (torch.where(seen.unsqueeze(-1), t, 0.0) for t in (call.k, call.v))
     return replace(call, k=k, v=v)
 

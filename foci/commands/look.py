@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from foci.commands.writing import check_out, check_text
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from foci.layer import Layer
     from foci.record import Record
 
+PAGE = ".html"
 EXAMPLES = """\
 examples:
   foci look "Jane is hungry, and she's really craving pasta from Italy."
@@ -61,11 +63,14 @@ def run(options: argparse.Namespace) -> int:
     check_out(options.out)
     record = look(check_text(" ".join(options.text)), options.model, device=options.device, say=tell)
     head = int(options.head) if options.head is not None and options.head.isdigit() else options.head
+    head = following(record, options, head)
     if options.out is None:
-        head = following(record, options, head)
         record.show(options.word, head, options.layer, by_token=options.tokens)
         return 0
-    record.save(options.out, **(figure(head, options) if options.out.suffix.lower() in PICTURES else {}))
+    ending = options.out.suffix.lower()
+    # A figure shows all words; one that is not there is refused all the same.
+    opens = beginning(record, options, head)
+    record.save(options.out, **(figure(head, options) if ending in PICTURES else opens if ending == PAGE else {}))
     tell(f"written: {options.out}")
     return 0
 
@@ -101,6 +106,24 @@ def has(record: Record, layer: Layer, options: argparse.Namespace) -> bool:
     except ValueError:
         return False
     return True
+
+
+def beginning(record: Record, options: argparse.Namespace, head: str | int | None) -> dict[str, Any]:
+    """What of the options says where a page opens."""
+    from foci.view.patches import looking
+    from foci.view.reading import choose, find, sides, telling
+
+    if head is None and options.layer is None and options.word is None:
+        return {}
+    choice = telling(record) if head is None and options.layer is None else choose(record, head, options.layer)
+    state = {"h": choice.name}
+    if options.word is not None:
+        labels = record.labels_of(choice.layer)[0]
+        queries = sides(record, choice.layer, 0, options.tokens)[0]
+        patches = labels.grid is not None
+        place = looking(labels, options.word)[0] if patches else queries[find(queries, options.word)].stop - 1
+        state["t"] = str(place)
+    return {"state": urlencode(state)}
 
 
 def figure(head: str | int | None, options: argparse.Namespace) -> dict[str, Any]:

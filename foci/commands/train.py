@@ -65,13 +65,17 @@ def run(options: argparse.Namespace) -> int:
 
 def own_config(options: argparse.Namespace, folder: Path) -> Path:
     """The config of the run that is resumed, which only [train] may change."""
+    from foci.training import read_config
+
     given = [name for name in ("config", "seed", "size") if getattr(options, name) is not None]
     if given:
         raise ValueError(f"--resume goes on with the run's own config, but got --{given[0]} too")
-    strange = [change for change in options.changes if not change.startswith("train.")]
-    if strange:
-        raise ValueError(f"a resumed run takes changes of [train] only, but got --set {strange[0]}")
     path = folder / "config.toml"
     if not path.exists():
         raise ValueError(f"expected a run to resume in {folder}, but there is none")
+    before = read_config(options.task, path, [])
+    for change in options.changes:
+        # The command that was interrupted, as it was: what it says again changes nothing.
+        if not change.startswith("train.") and read_config(options.task, path, [change]) != before:
+            raise ValueError(f"a resumed run takes changes of [train] only, but got --set {change}")
     return path

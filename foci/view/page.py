@@ -57,9 +57,9 @@ def html(record: Record, title: str | None = None, state: str = "") -> str:
     )
 
 
-def write(record: Record, path: str | os.PathLike[str], title: str | None = None) -> None:
-    """Writes the page; it opens from disk in any browser."""
-    Path(path).write_text(html(record, title), "utf-8")
+def write(record: Record, path: str | os.PathLike[str], title: str | None = None, state: str = "") -> None:
+    """Writes the page; it opens from disk in any browser, at the view that `state` names."""
+    Path(path).write_text(html(record, title, state), "utf-8")
 
 
 def frame(record: Record, title: str | None = None, height: int = 720) -> str:

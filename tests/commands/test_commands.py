@@ -112,6 +112,9 @@ def test_a_finished_run_is_resumed_with_the_command_that_began_it(
 ) -> None:
     out, data = str(folder / "runs" / "translation"), str(folder / "pairs.tsv")
     assert cli.main(["train", "translation", "--data", data, "--out", out, "--resume", "--quiet"]) == 0
+    # The command as it was, with settings that say what the run has already.
+    options = [part for change in (*SMALL, "train.steps=12") for part in ("--set", change)]
+    assert cli.main(["train", "translation", "--data", data, "--out", out, *options, "--resume", "--quiet"]) == 0
     assert capsys.readouterr().out.startswith("loss ")
 
 

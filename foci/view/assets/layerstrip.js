@@ -5,7 +5,7 @@ import { ink, percent, scaleOf, shade } from "./colors.js";
 import { clipped } from "./tokens.js";
 
 const MOST = 64;
-const [LEFT, TOP, ROW] = [64, 74, 22];
+const [LEFT, TOP, ROW] = [84, 74, 22];
 
 export class LayerStrip {
   constructor(store, state) {
