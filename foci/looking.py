@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foci.capture import watch
 from foci.labels import Labels
 from foci.record import Record
+
+if TYPE_CHECKING:
+    from foci.nn.model import Model
+    from foci.tasks.task import Task
 
 NEW_TOKENS = 128
 # How many of the likeliest next tokens are named.
@@ -65,18 +69,20 @@ def look(
 
         say(f"loading {model or Path(place).name}")
         task, own, _ = load(Path(place), device=device)
-        given = task.given(text)
-        record = task.show(own, given)
-        if task.is_cut(given):
-            record.notes.append(cut_note())
-            say(record.notes[-1])
+        record = shown(task, own, task.given(text))
+        for note in record.notes:
+            say(note)
         return record
     return Reader(place, device, say).look(text, new_tokens)
 
 
-def cut_note(what: str = "text") -> str:
-    """That a model did not read all that it was given."""
-    return f"the {what} is longer than the model reads: what is shown is a part of it"
+def shown(task: Task[Any, Any], model: Model, example: Any) -> Record:
+    """Where a model of a task looks, with a note where it did not read all that it was given."""
+    record = task.show(model, example)
+    if task.is_cut(example):
+        what = "sound" if task.name == "speech" else "text"
+        record.notes.append(f"the {what} is longer than the model reads: what is shown is a part of it")
+    return record
 
 
 def device_of(name: str) -> str:

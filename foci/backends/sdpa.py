@@ -26,8 +26,6 @@ from foci.scores import Additive, Dot
 
 NAME = "sdpa"
 
-HALF = (torch.float16, torch.bfloat16)
-
 cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -199,7 +197,7 @@ def attn_mask(call: Call) -> Tensor | None:
 
 def bias_dtype(call: Call, bias: Added) -> torch.dtype:
     """What the kernels take without a loss: beside half precision another dtype is added in float32."""
-    return torch.float32 if call.q.dtype in HALF and bias.entries.dtype != call.q.dtype else call.q.dtype
+    return torch.float32 if call.q.dtype in cuda_sdpa.HALF and bias.entries.dtype != call.q.dtype else call.q.dtype
 
 
 def cpu(call: Call, scale: float, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

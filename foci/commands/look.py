@@ -15,6 +15,7 @@ from foci.commands.writing import check_out, check_text
 if TYPE_CHECKING:
     from foci.layer import Layer
     from foci.record import Record
+    from foci.view.reading import Choice
 
 PAGE = ".html"
 EXAMPLES = """\
@@ -77,12 +78,12 @@ def run(options: argparse.Namespace) -> int:
 
 def following(record: Record, options: argparse.Namespace, head: str | int | None) -> str | int | None:
     """The head to show: the one that was named, or one that reads the text, where only the text has the word."""
-    from foci.view.reading import choose, reading_of, telling
+    from foci.view.reading import reading_of
 
-    asked = head is not None or options.layer is not None
     if options.word is None:
         return head
-    choice = choose(record, head, options.layer) if asked else telling(record)
+    asked = head is not None or options.layer is not None
+    choice = chosen(record, options, head)
     having = [layer for layer in record.layers.values() if has(record, layer, options)]
     if not having or choice.layer in having or record.labels_of(choice.layer)[1].grid is not None:
         return head
@@ -95,6 +96,13 @@ def following(record: Record, options: argparse.Namespace, head: str | int | Non
     shown = reading.name if reading is not None and reading.layer in having else record.name_of(having[0])
     tell(f"{options.word} is no word that looks in {choice.name}, but one in {shown}, which is shown")
     return shown
+
+
+def chosen(record: Record, options: argparse.Namespace, head: str | int | None) -> Choice:
+    """The head that was named, or the one that every view begins with."""
+    from foci.view.reading import choose, telling
+
+    return telling(record) if head is None and options.layer is None else choose(record, head, options.layer)
 
 
 def has(record: Record, layer: Layer, options: argparse.Namespace) -> bool:
@@ -111,11 +119,11 @@ def has(record: Record, layer: Layer, options: argparse.Namespace) -> bool:
 def beginning(record: Record, options: argparse.Namespace, head: str | int | None) -> dict[str, Any]:
     """What of the options says where a page opens."""
     from foci.view.patches import looking
-    from foci.view.reading import choose, find, sides, telling
+    from foci.view.reading import find, sides
 
     if head is None and options.layer is None and options.word is None:
         return {}
-    choice = telling(record) if head is None and options.layer is None else choose(record, head, options.layer)
+    choice = chosen(record, options, head)
     state = {"h": choice.name}
     if options.word is not None:
         labels = record.labels_of(choice.layer)[0]
@@ -128,8 +136,8 @@ def beginning(record: Record, options: argparse.Namespace, head: str | int | Non
 
 def figure(head: str | int | None, options: argparse.Namespace) -> dict[str, Any]:
     """What of the options says which figure to draw."""
-    chosen = f"L{options.layer}" + ("" if head is None else f"H{head}") if options.layer is not None else head
-    return ({"head": chosen} if chosen is not None else {}) | ({"by_token": True} if options.tokens else {})
+    name = f"L{options.layer}" + ("" if head is None else f"H{head}") if options.layer is not None else head
+    return ({"head": name} if name is not None else {}) | ({"by_token": True} if options.tokens else {})
 
 
 def tell(message: str) -> None:

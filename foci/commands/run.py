@@ -130,14 +130,12 @@ class Asked:
 
     def look(self, examples: dict[int, Any], show: bool, out: Path | None, file: TextIO) -> None:
         """The answer to one input, into the file of answers, and where the model looked: shown, saved, or both."""
-        from foci.looking import cut_note
+        from foci.looking import shown
 
         record = None
         for example in examples.values():
             with self.refusing():
-                record = self.task.show(self.model, example)
-                if self.task.is_cut(example):
-                    record.notes.append(cut_note("sound" if self.task.name == "speech" else "text"))
+                record = shown(self.task, self.model, example)
         print("" if record is None else record.answer, file=file, flush=True)
         if record is not None and show:
             record.show()

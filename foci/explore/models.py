@@ -19,7 +19,7 @@ from foci.explain import Example, fold, split
 from foci.explore.jobs import LOADED, RAN, Job
 from foci.labels import Labels
 from foci.layer import Layer
-from foci.looking import SAFELY, Reader, check_name, cut_note, expecting, imported, is_own, place_of
+from foci.looking import SAFELY, Reader, check_name, expecting, imported, is_own, place_of, shown
 from foci.record import Record
 
 UNTRAINED = "untrained vectors"
@@ -97,11 +97,7 @@ class Shelf:
                 f"expected a model that takes {what}, such as {fit}, but the one for {task.name} takes {taken}"
             )
         with counted(own, job):
-            example = task.given(given)
-            record: Record = task.show(own, example)
-        if task.is_cut(example):
-            record.notes.append(cut_note(taken.removesuffix("s")))
-        return record
+            return shown(task, own, task.given(given))
 
     def loaded(self, kind: str, name: str, job: Job) -> Any:
         """A model with what reads its input; the ones that were not used for longest make room."""

@@ -106,11 +106,14 @@ def query_of(
 
 
 @triton.jit
-def block_of(k, v, k_key, v_key, j, there, in_values, d, e):
-    """A block of keys and values."""
+def block_of(k, v, k_key, v_key, j, d, e, Tk, D, Dv):
+    """A block of keys and values, and which of their numbers there are."""
     rows = j.to(tl.int64)[:, None]
-    keys = tl.load(k + rows * k_key + d[None, :], mask=there, other=0.0)
-    return keys.to(tl.float32), tl.load(v + rows * v_key + e[None, :], mask=in_values, other=0.0).to(tl.float32)
+    there = (j < Tk)[:, None] & (d < D)[None, :]
+    in_values = (j < Tk)[:, None] & (e < Dv)[None, :]
+    keys = tl.load(k + rows * k_key + d[None, :], mask=there, other=0.0).to(tl.float32)
+    values = tl.load(v + rows * v_key + e[None, :], mask=in_values, other=0.0).to(tl.float32)
+    return rows, there, in_values, keys, values
 
 
 @triton.jit
@@ -175,9 +178,7 @@ def few_backward(
         d_weight = tl.zeros((BD,), tl.float32)
         for start in tl.range(low, high, BN, num_stages=STAGES):
             j = start + tl.arange(0, BN)
-            there = (j < Tk)[:, None] & (d < D)[None, :]
-            in_values = (j < Tk)[:, None] & (e < Dv)[None, :]
-            keys, values = block_of(k, v, k_key, v_key, j, there, in_values, d, e)
+            rows, there, in_values, keys, values = block_of(k, v, k_key, v_key, j, d, e, Tk, D, Dv)
             seen = visible_at_all(
                 i, j, spans, Tk - Tq, query_ids, key_ids, dense + b * dense_batch + g * dense_head, dense_query,
                 dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
@@ -188,7 +189,6 @@ def few_backward(
             slopes = ds[:, None] * (shares - shares * shares)
             d_query += tl.sum(slopes, 0)
             d_weight += tl.sum(ds, 0) - 2.0 * tl.sum(ds[:, None] * shares, 0)
-            rows = j.to(tl.int64)[:, None]
             d_keys = (slopes * (4.0 * w)[None, :]).to(dk.dtype.element_ty)
             tl.store(dk + rows * D + d[None, :], d_keys, mask=there)
             d_values = (dropped[:, None] * given[None, :]).to(dv.dtype.element_ty)
@@ -198,9 +198,7 @@ def few_backward(
     else:
         for start in range(low, high, BN):
             j = start + tl.arange(0, BN)
-            there = (j < Tk)[:, None] & (d < D)[None, :]
-            in_values = (j < Tk)[:, None] & (e < Dv)[None, :]
-            keys, values = block_of(k, v, k_key, v_key, j, there, in_values, d, e)
+            rows, there, in_values, keys, values = block_of(k, v, k_key, v_key, j, d, e, Tk, D, Dv)
             d_keys = tl.zeros((BN, BD), tl.float32)
             d_values = tl.zeros((BN, BV), tl.float32)
             for turn in range(group * Tq):
@@ -228,6 +226,5 @@ def few_backward(
                 tl.store(into, before + tl.sum(ds, 0) - 2.0 * tl.sum(ds[:, None] * shares, 0), mask=d < D)
                 # The next turn adds to what other threads wrote.
                 tl.debug_barrier()
-            rows = j.to(tl.int64)[:, None]
             tl.store(dk + rows * D + d[None, :], d_keys.to(dk.dtype.element_ty), mask=there)
             tl.store(dv + rows * Dv + e[None, :], d_values.to(dv.dtype.element_ty), mask=in_values)

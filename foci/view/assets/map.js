@@ -4,7 +4,8 @@
 import { button, choice, make, penOf, perFrame } from "./dom.js";
 import { percent, shade } from "./colors.js";
 import { narrowed, rasterOf } from "./raster.js";
-import { chosenHeads, unitsFor } from "./focus.js";
+import { chosenHeads } from "./focus.js";
+import { blockSource, exactSource } from "./mapsource.js";
 import { clipped } from "./tokens.js";
 import { csvOf, matrixSvg } from "./exporting.js";
 import {
@@ -111,50 +112,10 @@ export class MapView {
     ].join(" ");
     if (key !== this.sourceKey) {
       this.sourceKey = key;
-      this.shown = layer.exact ? this.exactSource(heads, layer) : this.blockSource(heads, layer);
+      this.shown = (layer.exact ? exactSource : blockSource)(store, state, heads, layer);
       this.raster = null;
     }
     return this.shown;
-  }
-
-  exactSource(heads, layer) {
-    const { store, state } = this;
-    const [rows, columns] = [unitsFor(store, state, layer, "queries"), unitsFor(store, state, layer, "keys")];
-    const values = new Float32Array(rows.count * columns.count);
-    const row = new Float32Array(layer.Tk);
-    for (let i = 0; i < layer.Tq; i++) {
-      row.fill(0);
-      for (const one of heads) store.addRow(row, one, i, state.seq, 1 / heads.length);
-      const u = rows.of[i];
-      for (let j = 0; j < layer.Tk; j++) {
-        values[u * columns.count + columns.of[j]] += row[j] / (rows.stop[u] - rows.start[u]);
-      }
-    }
-    return {
-      heads,
-      layer,
-      rows,
-      columns,
-      Tq: rows.count,
-      Tk: columns.count,
-      picture: { rows: rows.count, columns: columns.count, values, whole: true },
-    };
-  }
-
-  blockSource(heads, layer) {
-    const { store, state } = this;
-    const tokens = { ...state, words: false };
-    const [rows, columns] = [unitsFor(store, tokens, layer, "queries"), unitsFor(store, tokens, layer, "keys")];
-    const pictures = heads.map((one) => store.picture(one, state.seq, state.reduce)).filter(Boolean);
-    let picture = pictures[0] ?? null;
-    if (pictures.length > 1) {
-      const values = new Float32Array(picture.values.length);
-      for (const { values: some } of pictures) {
-        for (let i = 0; i < values.length; i++) values[i] += some[i] / pictures.length;
-      }
-      picture = { ...picture, values };
-    }
-    return { heads, layer, rows, columns, Tq: layer.Tq, Tk: layer.Tk, picture };
   }
 
   size() {
