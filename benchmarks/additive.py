@@ -28,9 +28,9 @@ from timing import Clock, Contestant, Measured, clock_of, compare, one_line, rel
 from torch import Tensor
 
 import foci
-from foci.backends import additive_joint, additive_launch
-from foci.backends.additive_launch import Terms, Tiling
-from foci.kernels import native
+from foci.gpu.additive import launch, one_pass_backward
+from foci.gpu.additive.launch import Terms, Tiling
+from foci.runtime import native
 
 COLUMNS = (
     "case", "dtype", "direction", "contestant", "ms", "spread", "rounds", "terms_e12", "terms_e9", "gb_s", "mib",
@@ -153,14 +153,14 @@ class Tiled(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, there: Tiling | None, back: Tiling | None
     ) -> Tensor:
-        out, lse = additive_launch.forward(q, k, v, weight, NO_TERMS, there)
+        out, lse = launch.forward(q, k, v, weight, NO_TERMS, there)
         ctx.save_for_backward(q, k, v, weight, out, lse)
         ctx.back = back
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        found = additive_joint.backward(d_out, None, *ctx.saved_tensors, NO_TERMS, ctx.back)
+        found = one_pass_backward.backward(d_out, None, *ctx.saved_tensors, NO_TERMS, ctx.back)
         return (*found, None, None)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import foci
 import foci.nn
-from foci.graphs import captured
+from foci.runtime.cuda_graphs import captured
 
 COLUMNS = ("case", "contestant", "ms", "spread", "rounds", "tokens_per_s", "mib", "speed", "note")
 Loss = Callable[[nn.Module], Tensor]

@@ -24,10 +24,10 @@ from table import Table, machine_of
 from timing import say
 
 import foci
-from foci.keep import Kept
-from foci.labels import Labels
-from foci.layer import Layer
-from foci.record import Record
+from foci.record.kept import Kept
+from foci.record.labels import Labels
+from foci.record.layer import Layer
+from foci.record.record import Record
 
 COLUMNS = ("case", "contestant", "mb", "opens_ms", "frames", "median_ms", "most_ms_of_95")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")

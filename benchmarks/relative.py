@@ -30,8 +30,8 @@ from timing import Clock, Contestant, Measured, clock_of, compare, one_line, rel
 from torch import Tensor
 
 import foci
-from foci.backends import biased_launch
-from foci.backends.biased_launch import Tiles
+from foci.gpu.distance_bias import launch
+from foci.gpu.distance_bias.launch import Tiles
 
 COLUMNS = (
     "case", "dtype", "direction", "contestant", "ms", "spread", "rounds", "tflops", "mib", "over_dense", "error",
@@ -204,12 +204,12 @@ TUNED = (Case("buckets", 4, 16, 2048), Case("values", 4, 16, 2048, reach=16), Ca
 @contextmanager
 def tiled(name: str, width: int, tiles: Tiles) -> Iterator[None]:
     """foci's kernels with these tiles in one pass."""
-    before = biased_launch.HALF[name][width]
-    biased_launch.HALF[name][width] = tiles
+    before = launch.HALF[name][width]
+    launch.HALF[name][width] = tiles
     try:
         yield
     finally:
-        biased_launch.HALF[name][width] = before
+        launch.HALF[name][width] = before
 
 
 def contestants(case: Case, direction: str, variants: bool) -> Iterator[Contestant]:

@@ -3,7 +3,7 @@
     python benchmarks/ship.py trained/tatoeba-1 --as translation --storage int8 \
         --source "tatoeba.org, by way of manythings.org/anki" --licence "CC BY 2.0" --score "39.1 BLEU"
 
-Score what ships, not what was trained: foci evaluate foci/shipped/translation --data DATA/tatoeba_en_de/test.tsv.xz
+Score what ships, not what was trained: foci evaluate foci/models/translation --data DATA/tatoeba_en_de/test.tsv.xz
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from foci.commands.loading import changed
-from foci.shipped import FOLDER
-from foci.tasks.trained import load, save
+from foci.cli.model_choice import changed
+from foci.models import FOLDER
+from foci.tasks.model_file import load, save
 
 LARGEST = 14 * 2**20
 

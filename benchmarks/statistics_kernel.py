@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from table import Table, options
 from timing import Contestant, Measured, clock_of, compare, one_line, release, say
 
-from foci.statistics import hopper
-from foci.statistics import triton as launcher
-from foci.statistics.device_arguments import fetchable, inputs
-from foci.statistics.tiling import Config, default
-from foci.statistics.wanted import Wanted
+from foci.statistics.cuda import hopper
+from foci.statistics.cuda import plan as launcher
+from foci.statistics.cuda.arguments import fetchable, inputs
+from foci.statistics.cuda.tiling import Config, default
+from foci.statistics.request import Wanted
 
 COLUMNS = (
     *("case", "scores", "wanted", "contestant", "chosen", "ms", "spread", "rounds", "with_forward", "mib"),

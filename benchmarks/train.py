@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from foci.tasks import trained
+from foci.tasks import model_file
 from foci.training import RunConfig, train
 from foci.training.config import from_table, put, read_toml
 
@@ -52,9 +52,9 @@ def main() -> None:
         run = Path(folder) / "run"
         found = train(config, run)
         taken = time.monotonic() - began
-        model = trained.load(run)
+        model = model_file.load(run)
         about = model.about | {"name": options.name, "training_seconds": round(taken, 1), "device": device_name()}
-        trained.save(
+        model_file.save(
             options.out / "model.safetensors", model.task, model.model, about, storage="bfloat16", largest=LARGEST
         )
         for name in ("metrics.jsonl", "run.json"):
@@ -107,7 +107,7 @@ def answer(
     run: Path, config: RunConfig, options: argparse.Namespace, variants: dict[str, Any], parts: dict[str, Any]
 ) -> None:
     """Writes the answers to each part, once for every variant of the settings."""
-    from foci.commands.loading import loaded
+    from foci.cli.model_choice import loaded
 
     for variant, changes in variants.items():
         task, model = loaded(run, changes)

@@ -20,7 +20,7 @@ from ctranslate2_whisper import END, PLAIN, START, whisper
 from torch import Tensor
 
 import foci
-from foci.labels import Labels
+from foci.record.labels import Labels
 
 RATE = 16000
 SECONDS_PER_FRAME = 0.02

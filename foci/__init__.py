@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foci import nn as nn
-    from foci.algebra import Mask
+    from foci.bertviz import head_view, model_view
     from foci.biases import ALiBi, Bias, Buckets, Relative
     from foci.cache import Cache
     from foci.call import attention, merge, plan
     from foci.capture.watch import watch
     from foci.decoding import Answer, Beam, Sampling, generate, stream
-    from foci.keep import Keep
-    from foci.masks import causal, documents, from_function, padding, prefix, window
+    from foci.masks.base import Mask
+    from foci.masks.kinds import causal, documents, from_function, padding, prefix, window
+    from foci.models import pocket
     from foci.positions import rotary, sinusoidal
-    from foci.record import Record
+    from foci.record.kept import Keep
+    from foci.record.record import Record
     from foci.scores import Additive, Cosine, Dot, General, Score
-    from foci.shipped import pocket
-    from foci.view.bertviz import head_view, model_view
-    from foci.weights import Weights
+    from foci.weights.weights import Weights
 
 __version__ = "0.1.0"
 
@@ -63,20 +63,20 @@ __all__ = [
 
 # Where each name is; that is imported when one of its names is first used.
 PARTS = {
-    "foci.algebra": ("Mask",),
+    "foci.masks.base": ("Mask",),
     "foci.biases": ("ALiBi", "Bias", "Buckets", "Relative"),
     "foci.cache": ("Cache",),
     "foci.call": ("attention", "merge", "plan"),
-    "foci.masks": ("causal", "documents", "from_function", "padding", "prefix", "window"),
+    "foci.masks.kinds": ("causal", "documents", "from_function", "padding", "prefix", "window"),
     "foci.positions": ("rotary", "sinusoidal"),
     "foci.scores": ("Additive", "Cosine", "Dot", "General", "Score"),
-    "foci.weights": ("Weights",),
+    "foci.weights.weights": ("Weights",),
     "foci.decoding": ("Answer", "Beam", "Sampling", "generate", "stream"),
-    "foci.keep": ("Keep",),
-    "foci.record": ("Record",),
+    "foci.record.kept": ("Keep",),
+    "foci.record.record": ("Record",),
     "foci.capture.watch": ("watch",),
-    "foci.shipped": ("pocket",),
-    "foci.view.bertviz": ("head_view", "model_view"),
+    "foci.models": ("pocket",),
+    "foci.bertviz": ("head_view", "model_view"),
 }
 PLACES = {name: module for module, names in PARTS.items() for name in names}
 

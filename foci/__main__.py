@@ -1,6 +1,6 @@
 """`python -m foci` is `foci`."""
 
-from foci.cli import main
+from foci.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.algebra import Mask, as_mask
 from foci.biases import Bias, Relative, as_bias
-from foci.fitting import autocasts, on_device
+from foci.masks.base import Mask, as_mask
+from foci.masks.tile import Extent, Where
+from foci.runtime.checks import autocasts, on_device
 from foci.scores import Dot, Score
-from foci.where import Extent, Where
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32, torch.float64)

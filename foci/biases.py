@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foci.fitting import four_dimensional, on_device
-from foci.remembering import once
+from foci.masks.tile import Extent, Where
+from foci.runtime.checks import four_dimensional, on_device
+from foci.runtime.tensor_cache import once
 from foci.scores import described, fits
-from foci.where import Extent, Where
 
 
 class Bias:

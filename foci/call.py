@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from foci import backends, statistics
-from foci.algebra import Mask
 from foci.arguments import Call, prepare
 from foci.biases import Bias
+from foci.masks.base import Mask
 from foci.scores import Dot, Score
-from foci.weights import Weights
+from foci.weights.weights import Weights
 
 DOT = Dot()
 Positions = tuple[Tensor | None, Tensor | None]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import foci
 from foci.backends import blocked
-from foci.saving import mapped
+from foci.runtime.safetensors_file import mapped
 
 Arguments = dict[str, Any]
 B, H, TQ, TK, D = 2, 4, 11, 17, 6

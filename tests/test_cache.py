@@ -11,8 +11,8 @@ from torch import Tensor
 
 import foci
 import foci.cache
-from foci.algebra import Mask
 from foci.cache import Cache, Changes
+from foci.masks.base import Mask
 
 
 def tokens(rows: list[list[int]]) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foci
-from foci.algebra import as_mask
 from foci.backends import NAMES, blocked
+from foci.masks.base import as_mask
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
 from tests.tensors import qkv, randn
 

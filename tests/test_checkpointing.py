@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import foci
-from foci.backends import cuda_sdpa
-from foci.backends.sdpa import cpu_flash, cpu_flash_backward
-from foci.backends.tanh_scores import Scores
-from foci.matrix import attention_and_matrix
+from foci.backends.additive_cpu import Scores
+from foci.backends.sdpa import cpu_flash, cpu_flash_backward, cuda
+from foci.weights.dense_attention import attention_and_matrix
 from tests.tensors import randn
 
 Results = tuple[Tensor, ...]
@@ -27,7 +26,7 @@ def with_lse(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Results:
 
 
 def on_cuda(q: Tensor, k: Tensor, v: Tensor) -> Results:
-    out, lse = cuda_sdpa.WithLse.apply(q, k, v, None, "flash", 0.5, True, 0.0)  # type: ignore[no-untyped-call]
+    out, lse = cuda.WithLse.apply(q, k, v, None, "flash", 0.5, True, 0.0)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -58,8 +57,8 @@ def a_kernel_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         d_out, q, k, v, out, lse, _ = given
         return cpu_flash_backward(d_out, q, k, v, out, lse, 0.0, True, scale=ctx.scale)
 
-    monkeypatch.setattr(cuda_sdpa, "forward", forward)
-    monkeypatch.setattr(cuda_sdpa, "backward", backward)
+    monkeypatch.setattr(cuda, "forward", forward)
+    monkeypatch.setattr(cuda, "backward", backward)
 
 
 def gradients(run: Run, used: tuple[int, ...], again: bool) -> list[Tensor | None]:

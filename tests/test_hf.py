@@ -13,7 +13,7 @@ from tests.nn.same import assert_same
 transformers = pytest.importorskip("transformers")
 
 import foci.hf  # noqa: E402
-from foci.capture import huggingface_masks  # noqa: E402
+from foci.capture.huggingface import masks  # noqa: E402
 from tests.capture.architectures import (  # noqa: E402
     ARCHITECTURES,
     LEFT,
@@ -77,7 +77,7 @@ def test_padded_sequences(name: str, side: Tensor) -> None:
 @pytest.mark.parametrize("name", ["bert", "modernbert", "gpt2", "gemma2", "gpt-oss", "llama4", "t5", "t5gemma"])
 def test_padded_sequences_by_rules(name: str, side: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, but the masks count as large: nothing of size n x n is built for them."""
-    monkeypatch.setattr(huggingface_masks, "SMALL", 0)
+    monkeypatch.setattr(masks, "SMALL", 0)
     test_padded_sequences(name, side)
 
 

@@ -68,7 +68,7 @@ TEXT = {
 
 
 def room_of(path: Path) -> str:
-    """foci/backends/sdpa.py -> backends, foci/masks.py -> masks, foci/__init__.py -> foci."""
+    """foci/backends/sdpa/__init__.py -> backends, foci/masks/kinds.py -> masks, foci/__init__.py -> foci."""
     first = path.relative_to(ROOT / "foci").parts[0].removesuffix(".py")
     return "foci" if first == "__init__" else first
 
@@ -137,7 +137,7 @@ def test_a_wrong_way_is_found(graph: Graph, found: list[str]) -> None:
 
 def test_imports_are_read_wherever_they_stand() -> None:
     source = (
-        "import torch, foci.scores\ndef f():\n    from foci import masks, attention\n    from foci.nn.embed import x"
+        "import torch, foci.scores\ndef f():\n    from foci import masks, attention\n    from foci.nn.scores import x"
     )
     assert imported(source, {"masks", "scores", "nn"}) == {"foci", "masks", "scores", "nn"}
     assert imported("from foci import attention", {"masks"}) == {"foci"}
@@ -154,7 +154,7 @@ def test_naming_the_call_brings_it_and_no_compiler() -> None:
 
 
 def test_the_command_line_is_there_before_torch_is() -> None:
-    code = "import sys, foci.cli; foci.cli.parser(); print(*sys.modules)"
+    code = "import sys, foci.cli.main; foci.cli.main.parser(); print(*sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert "torch" not in printed.split()
 
@@ -163,7 +163,7 @@ def test_every_public_name_is_found_and_no_other() -> None:
     listed = {name for names in foci.PARTS.values() for name in names}
     assert listed == {*foci.__all__}
     assert all(getattr(foci, name) is getattr(import_module(foci.PLACES[name]), name) for name in listed)
-    assert foci.masks is import_module("foci.masks")
+    assert foci.masks.kinds is import_module("foci.masks")
     with pytest.raises(AttributeError, match=r"^module 'foci' has no attribute 'nothing'$"):
         foci.nothing  # noqa: B018
 

@@ -10,9 +10,9 @@ import foci
 from foci.arguments import Call, prepare
 from foci.backends import reference, triton
 from foci.biases import Bias
-from foci.kernels import native
+from foci.runtime import native
 from foci.scores import Dot
-from foci.statistics import Wanted, compiled, device, strips
+from foci.statistics import Wanted, cpu_c, cuda, streaming
 from tests.tensors import randn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,13 +42,13 @@ PARTS = [(slice(0, B), slice(1, H)), (slice(1, B), slice(3, H)), (slice(0, B, 2)
 @pytest.mark.parametrize("kind", ["none", "alibi", "buckets"])
 @pytest.mark.parametrize("place", PARTS)
 def test_the_compiled_pass(kind: str, place: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "LEAST_QUERIES", 0)
-    monkeypatch.setattr(compiled, "LEAST_ENTRIES", 0)
+    monkeypatch.setattr(cpu_c, "LEAST_QUERIES", 0)
+    monkeypatch.setattr(cpu_c, "LEAST_ENTRIES", 0)
     part = call_of(per_head(kind), foci.causal).part(*place)
-    assert compiled.refuses(part, WANTED) == []
+    assert cpu_c.refuses(part, WANTED) == []
     _, lse = reference.run(part)
     assert lse is not None
-    same(compiled.measure(part, lse, WANTED), strips.measure(part, lse, WANTED))
+    same(cpu_c.measure(part, lse, WANTED), streaming.measure(part, lse, WANTED))
 
 
 @pytest.mark.parametrize("kind", ["none", "alibi"])
@@ -56,14 +56,14 @@ def test_the_compiled_pass(kind: str, place: tuple[slice, slice], monkeypatch: p
 @pytest.mark.parametrize("place", PARTS)
 def test_the_pass_of_a_gpu(kind: str, masked: bool, place: tuple[slice, slice]) -> None:
     pytest.importorskip("triton")
-    from foci.statistics.triton import statistics
+    from foci.statistics.cuda.plan import statistics
     from tests.kernels.statistics_cases import SMALL
 
     part = call_of(per_head(kind), seen_per_head() if masked else foci.causal, DEVICE).part(*place)
     _, lse = reference.run(part)
     assert lse is not None
-    found = statistics(lse=lse.contiguous(), **device.terms(part), wanted=WANTED, config=SMALL)
-    same(found, strips.measure(part, lse, WANTED))
+    found = statistics(lse=lse.contiguous(), **cuda.terms(part), wanted=WANTED, config=SMALL)
+    same(found, streaming.measure(part, lse, WANTED))
 
 
 @pytest.mark.parametrize("kind", ["alibi", "buckets"])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import foci
-from foci.algebra import Mask, as_mask
-from foci.masks import FromFunction
-from foci.where import Extent, Where
+from foci.masks.base import Mask, as_mask
+from foci.masks.kinds import FromFunction
+from foci.masks.tile import Extent, Where
 
 few = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 BACKENDS = ["sdpa", "blocked", "reference"]

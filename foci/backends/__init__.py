@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.backends import blocked, flex, reference, sdpa, triton
-from foci.fitting import keeps_dtypes
+from foci.runtime.checks import keeps_dtypes
 
 # The first that serves the call and does not hesitate is used; one that hesitates is used when it is named.
 BACKENDS: tuple[ModuleType, ...] = (sdpa, triton, flex, blocked, reference)

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from foci.arguments import Call
 from foci.backends import reference
-from foci.backends.tanh_scores import quickened
-from foci.backends.twice import apart
-from foci.fitting import is_captured, is_unreadable, keeps_dtypes
-from foci.spans import Segment, Spans
+from foci.backends.additive_cpu import quickened
+from foci.masks.ranges import Segment, Spans
+from foci.runtime.checks import is_captured, is_unreadable, keeps_dtypes
+from foci.runtime.double_backward import apart
 
 NAME = "blocked"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.where import Where
+from foci.masks.tile import Where
 
 NAME = "reference"
 

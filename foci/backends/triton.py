@@ -9,12 +9,12 @@ from types import ModuleType
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.backends import additive, biased
+from foci.gpu import additive, distance_bias
 
 NAME = "triton"
 
 # Each has `refuses` and `run`, like a backend; the first that serves the call is used.
-LAUNCHERS: tuple[ModuleType, ...] = (additive, biased)
+LAUNCHERS: tuple[ModuleType, ...] = (additive, distance_bias)
 
 
 def refuses(call: Call) -> list[str]:

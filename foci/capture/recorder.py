@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foci.capture.host import Host
-from foci.capture.places import Place, Places, inside
-from foci.capture.reading import Reading
-from foci.capture.steps import RefusedError, bytes_of, chosen, in_four
-from foci.capture.track import Track
-from foci.keep import Keep
-from foci.labels import Labels
-from foci.record import Record
-from foci.weights import Weights, in_bytes
+from foci.capture.generation import RefusedError, bytes_of, chosen, in_four
+from foci.capture.host_copy import Host
+from foci.capture.layer_log import Track
+from foci.capture.naming import Place, Places, inside
+from foci.capture.token_ids import Reading
+from foci.record.kept import Keep
+from foci.record.labels import Labels
+from foci.record.record import Record
+from foci.weights.weights import Weights, in_bytes
 
 log = logging.getLogger("foci.capture")
 HEAD = re.compile(r"(?:(?P<stack>[^.]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?")
@@ -46,7 +46,7 @@ def is_repeated() -> bool:
 
 
 class Recorder:
-    """What one `foci.watch` block collects. The torch function mode in foci.capture.torch tells it of every call."""
+    """What one `foci.watch` block collects; the torch function mode in `torch_functions` reports every call to it."""
 
     def __init__(
         self,

@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from foci.capture.places import plain
+from foci.capture.naming import plain
 from foci.capture.recorder import HEAD, Recorder, _blocks, is_repeated
-from foci.capture.torch import Seeing
-from foci.compiling import uncompiled
-from foci.keep import Keep
-from foci.labels import Labels
-from foci.record import Record
+from foci.capture.torch_functions import Seeing
+from foci.record.kept import Keep
+from foci.record.labels import Labels
+from foci.record.record import Record
+from foci.runtime.compile_switch import uncompiled
 
 # Embeddings that look up something else than tokens, by their names.
 NO_TOKENS = re.compile(r"pos|type|segment|lang|time|relative|bucket|bias", re.IGNORECASE)

@@ -12,10 +12,10 @@ from torch.overrides import _get_current_function_mode_stack
 
 from foci.decoding import beam
 from foci.decoding.beam import Beam
-from foci.decoding.endings import Answer, Decode, Endings, Rows
-from foci.decoding.fixed import Fixed
 from foci.decoding.sampling import Picker, Sampling
+from foci.decoding.static_cache import Fixed
 from foci.decoding.steps import Afresh, Begun, Prompt, Steps, begun
+from foci.decoding.stopping import Answer, Decode, Endings, Rows
 
 __all__ = ["Answer", "Beam", "Sampling", "generate", "stream"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foci.decoding.endings import Answer, Endings
 from foci.decoding.steps import Steps
+from foci.decoding.stopping import Answer, Endings
 
 
 @dataclass(frozen=True)

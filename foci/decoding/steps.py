@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foci.nn.caches import Caches
+from foci.nn.layer_caches import Caches
 from foci.nn.transformer import Decoder
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]

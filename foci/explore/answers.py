@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.layer import Layer
-from foci.record import Record
-from foci.view.blob import as_bytes
-from foci.view.vectors import worked
+from foci.record.layer import Layer
+from foci.record.record import Record
+from foci.view.page.arrays import as_bytes
+from foci.view.page.vectors import worked
 
 # A tile has at most so many cells a side, and so many entries behind each cell's side.
 CELLS = 256

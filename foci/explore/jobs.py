@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from foci.record import Record
-from foci.view.packing import packed
+from foci.record.record import Record
+from foci.view.page.payload import packed
 
 MOST_JOBS = 64
 MOST_RECORDS = 8

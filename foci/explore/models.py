@@ -15,12 +15,12 @@ from torch import nn
 
 import foci
 from foci.capture import watch
-from foci.explain import Example, fold, split
+from foci.capture.look import SAFELY, Reader, check_name, expecting, imported, is_own, place_of, shown
+from foci.cli.explain import Example, fold, split
 from foci.explore.jobs import LOADED, RAN, Job
-from foci.labels import Labels
-from foci.layer import Layer
-from foci.looking import SAFELY, Reader, check_name, expecting, imported, is_own, place_of, shown
-from foci.record import Record
+from foci.record.labels import Labels
+from foci.record.layer import Layer
+from foci.record.record import Record
 
 UNTRAINED = "untrained vectors"
 MOST_LOADED = 2
@@ -112,7 +112,7 @@ class Shelf:
 
 
 def own_model(name: str, device: str) -> Any:
-    from foci.tasks.trained import load
+    from foci.tasks.model_file import load
 
     return load(Path(name), device=device)
 

@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from foci.capture.look import device_of, place_of, shipped
 from foci.explore import answers
-from foci.explore.guard import App, Guard
+from foci.explore.access import App, Guard
 from foci.explore.jobs import Desk, Job, Kept
 from foci.explore.models import TAKES, UNTRAINED, Shelf
-from foci.looking import device_of, place_of, shipped
-from foci.record import Record
-from foci.view.linking import ASSETS
+from foci.record.record import Record
+from foci.view.page.bundle import ASSETS
 
 MOST_BYTES = 512 * 2**20
 # So many entries take a CPU some minutes.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
-from foci.labels import Labels, pieces, spaced_words
+from foci.record.labels import Labels, pieces, spaced_words
 
 SPECIAL = ("<pad>", "<start>", "<stop>", "<unknown>")
 PAD, START, STOP, UNKNOWN = range(4)

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.algebra import Mask
 from foci.biases import ALiBi, Bias
 from foci.cache import Cache
 from foci.call import attention
+from foci.masks.base import Mask
 from foci.nn.config import BiasName, ScoreName
-from foci.nn.embed import BucketTable, RelativeTable, Rotary
-from foci.nn.scores import AdditiveScore, CosineScore, GeneralScore
+from foci.nn.learned_scores import AdditiveScore, CosineScore, GeneralScore
+from foci.nn.positions import BucketTable, RelativeTable, Rotary
 from foci.scores import Dot, Score
-from foci.weights import Weights
+from foci.weights.weights import Weights
 
 SCORES: dict[str, type[nn.Module]] = {"additive": AdditiveScore, "general": GeneralScore, "cosine": CosineScore}
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.algebra import Mask
 from foci.cache import Cache
+from foci.masks.base import Mask
 from foci.nn.attention import Attention
 from foci.nn.config import BlockConfig
-from foci.nn.embed import Rotary
-from foci.weights import Weights
+from foci.nn.positions import Rotary
+from foci.weights.weights import Weights
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from foci.nn.attention import Attention
 from foci.nn.config import BlockConfig, Config, TransformerConfig
-from foci.nn.ends import check_tokens
+from foci.nn.embedding import check_tokens
 from foci.nn.model import Model
 from foci.nn.stack import Output
 from foci.nn.transformer import Encoder

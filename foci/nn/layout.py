@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foci.algebra import Mask, as_mask
-from foci.masks import documents, padding
+from foci.masks.base import Mask, as_mask
+from foci.masks.kinds import documents, padding
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from foci.nn.config import Config
-from foci.saving import checksum, opened, write
+from foci.runtime.safetensors_file import checksum, opened, write
 
 FORMAT = "foci.model/1"
 

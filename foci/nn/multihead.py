@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.algebra import Mask
 from foci.call import attention
-from foci.masks import causal
-from foci.matrix import attention_and_matrix
-from foci.nn import refusals
+from foci.masks.base import Mask
+from foci.masks.kinds import causal
+from foci.nn import multihead_checks
+from foci.weights.dense_attention import attention_and_matrix
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -53,11 +53,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             average_attn_weights: average them over the heads; False: (N, H, L, S).
             is_causal: a hint that `attn_mask`, which must be given, is the causal mask.
         """
-        refusals.refuse_nested(query, key, value)
-        refusals.check_mask_types(attn_mask, key_padding_mask)
-        refusals.check_dimensions(query, key, value, attn_mask, key_padding_mask, self.num_heads)
-        refusals.check_hint(is_causal, attn_mask)
-        refusals.check_sizes(
+        multihead_checks.refuse_nested(query, key, value)
+        multihead_checks.check_mask_types(attn_mask, key_padding_mask)
+        multihead_checks.check_dimensions(query, key, value, attn_mask, key_padding_mask, self.num_heads)
+        multihead_checks.check_hint(is_causal, attn_mask)
+        multihead_checks.check_sizes(
             self._turned(query), self._turned(key), self._turned(value), self.embed_dim, self._qkv_same_embed_dim
         )
         q, k, v = (self._heads(x) for x in self._projected(query, key, value))
@@ -141,7 +141,7 @@ def merged(
     batch, _, queries, keys = full
     if key_padding_mask is not None and key_padding_mask.dim() == 1:
         key_padding_mask = key_padding_mask.unsqueeze(0)
-    refusals.check_mask_sizes(attn_mask, key_padding_mask, full, extra)
+    multihead_checks.check_mask_sizes(attn_mask, key_padding_mask, full, extra)
     found = []
     if attn_mask is not None:
         found.append(attn_mask.view((1, 1, queries, keys) if attn_mask.dim() == 2 else full))

@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from foci.algebra import Mask
 from foci.call import attention
+from foci.masks.base import Mask
 from foci.nn.config import Config
-from foci.nn.ends import check_tokens
+from foci.nn.embedding import check_tokens
 from foci.nn.layout import Layout
+from foci.nn.learned_scores import AdditiveScore
 from foci.nn.model import Model
-from foci.nn.scores import AdditiveScore
 from foci.nn.stack import Output
 from foci.scores import Dot, General, Score
-from foci.weights import Weights
+from foci.weights.weights import Weights
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.nn.attention import Attention
-from foci.nn.caches import Caches
 from foci.nn.config import BlockConfig, Config, TransformerConfig
+from foci.nn.layer_caches import Caches
 from foci.nn.layout import Layout
 from foci.nn.model import Model
 from foci.nn.stack import Memory, Output, renamed
 from foci.nn.transformer import Decoder, Encoder
-from foci.weights import Weights
+from foci.weights.weights import Weights
 
 
 @dataclass(frozen=True)

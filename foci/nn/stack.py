@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from foci.algebra import Mask
+from foci.masks.base import Mask
 from foci.nn.attention import Attention
 from foci.nn.block import Block, made_norm
-from foci.nn.caches import Caches
 from foci.nn.config import TransformerConfig
-from foci.nn.embed import BucketTable
-from foci.nn.ends import Embedding, Head
+from foci.nn.embedding import Embedding, Head
+from foci.nn.layer_caches import Caches
 from foci.nn.layout import Layout
 from foci.nn.model import Model
-from foci.weights import Weights
+from foci.nn.positions import BucketTable
+from foci.weights.weights import Weights
 
 Named = TypeVar("Named")
 

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from foci.algebra import Mask
-from foci.masks import causal
+from foci.masks.base import Mask
+from foci.masks.kinds import causal
 from foci.nn.attention import Attention
-from foci.nn.caches import Caches
 from foci.nn.config import Config, EncoderDecoderConfig, TransformerConfig
+from foci.nn.layer_caches import Caches
 from foci.nn.layout import Layout
 from foci.nn.model import Model
 from foci.nn.stack import Memory, Output, Stack, renamed

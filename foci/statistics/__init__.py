@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.fitting import keeps_dtypes
-from foci.statistics import compiled, device, strips
-from foci.statistics.wanted import Wanted
+from foci.runtime.checks import keeps_dtypes
+from foci.statistics import cpu_c, cuda, streaming
+from foci.statistics.request import Wanted
 
 __all__ = ["Wanted", "distance", "entropy", "grouped", "measure", "transposed", "who"]
 
@@ -27,21 +27,21 @@ def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str
 
 def measured(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str, Tensor]:
     if is_empty(call):
-        return strips.empty(call, wanted, 1 if averaged else call.q.shape[1])
-    if not device.refuses(call, wanted, averaged):
-        return device.measure(call, lse.detach(), wanted)
-    if not compiled.refuses(call, wanted, averaged):
-        return compiled.measure(call, lse.detach(), wanted)
-    return strips.measure(call, lse, wanted, averaged)
+        return streaming.empty(call, wanted, 1 if averaged else call.q.shape[1])
+    if not cuda.refuses(call, wanted, averaged):
+        return cuda.measure(call, lse.detach(), wanted)
+    if not cpu_c.refuses(call, wanted, averaged):
+        return cpu_c.measure(call, lse.detach(), wanted)
+    return streaming.measure(call, lse, wanted, averaged)
 
 
 def who(call: Call, wanted: Wanted | None = None) -> str:
     """Who measures the weights of such a call, in words."""
     if is_empty(call):
         return "nobody, as there are none"
-    refusals = {"triton": device.refuses(call, wanted), "compiled C": compiled.refuses(call, wanted)}
+    refusals = {"triton": cuda.refuses(call, wanted), "compiled C": cpu_c.refuses(call, wanted)}
     if not refusals["triton"]:
-        return device.who(call, wanted)
+        return cuda.who(call, wanted)
     if not refusals["compiled C"]:
         return "compiled C, in one pass"
     said = "; ".join(f"{name} refuses: {', '.join(reasons)}" for name, reasons in refusals.items())
@@ -53,7 +53,7 @@ def entropy(call: Call, averaged: bool) -> Tensor:
     """Differentiable: (B, H, Tq)."""
     if is_empty(call):
         return zeros(call, averaged, call.q.shape[2])
-    return strips.per_query(call, averaged, strips.entropy_of)
+    return streaming.per_query(call, averaged, streaming.entropy_of)
 
 
 @keeps_dtypes
@@ -61,7 +61,7 @@ def distance(call: Call, averaged: bool) -> Tensor:
     """Differentiable: (B, H, Tq)."""
     if is_empty(call):
         return zeros(call, averaged, call.q.shape[2])
-    return strips.per_query(call, averaged, strips.distance_of)
+    return streaming.per_query(call, averaged, streaming.distance_of)
 
 
 @keeps_dtypes
@@ -70,7 +70,7 @@ def transposed(call: Call, x: Tensor, averaged: bool) -> Tensor:
     if is_empty(call):
         return zeros(call, averaged, call.k.shape[2], x.shape[-1])
     x = x.expand(call.q.shape[0], 1 if averaged else call.q.shape[1], *x.shape[-2:])
-    return strips.over_queries(call, averaged, partial(strips.transposed_of, x=x))
+    return streaming.over_queries(call, averaged, partial(streaming.transposed_of, x=x))
 
 
 @keeps_dtypes
@@ -79,7 +79,7 @@ def grouped(call: Call, rows: tuple[Tensor, int], columns: tuple[Tensor, int], a
     (row_ids, row_count), (_, column_count) = rows, columns
     if is_empty(call):
         return zeros(call, averaged, row_count, column_count)
-    sums = strips.over_queries(call, averaged, partial(strips.grouped_of, rows=rows, columns=columns))
+    sums = streaming.over_queries(call, averaged, partial(streaming.grouped_of, rows=rows, columns=columns))
     sizes = torch.bincount(row_ids, minlength=row_count + 1)[:row_count].to(sums.dtype)
     return sums[..., :row_count, :column_count] / sizes.unsqueeze(-1)
 

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Sampling, generate
-from foci.inputs.batch import padded
+from foci.inputs.padding import padded
 from foci.inputs.tables import good_rows, kind, only, rows, text_of
 from foci.inputs.text import PAD, START, Tokenizer, TokenizerKind, from_json, learned, to_json
 from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.nn.transformer import Decoder
-from foci.record import Record
-from foci.tasks.showing import record_of
+from foci.record.record import Record
 from foci.tasks.task import Done, Problem, Task, unheard
+from foci.tasks.task_record import record_of
 
 NOT_COUNTED = -100
 # How many tokens are looked at in one call while a text is measured.

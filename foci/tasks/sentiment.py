@@ -16,19 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.inputs.batch import longest_first, padded
+from foci.inputs.padding import longest_first, padded
 from foci.inputs.tables import good_rows, only, rows
 from foci.inputs.text import PAD, SPECIAL, UNKNOWN, Tokenizer, TokenizerKind, from_json, learned, to_json
-from foci.labels import Labels
 from foci.nn.classifier import TextClassifier
 from foci.nn.config import Config
 from foci.nn.model import Model
-from foci.record import Record
-from foci.tasks.agreement import disagreement
+from foci.record.labels import Labels
+from foci.record.record import Record
+from foci.tasks.class_prediction import Guess, accuracy
 from foci.tasks.clues import NO_CLUE, clues_in, weighed
-from foci.tasks.guess import Guess, accuracy
-from foci.tasks.showing import record_of
+from foci.tasks.rdrop import disagreement
 from foci.tasks.task import Done, Problem, Task, unheard
+from foci.tasks.task_record import record_of
 
 COLUMNS = ("text", "label")
 # How many tokens are answered at a time.

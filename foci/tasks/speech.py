@@ -18,17 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Beam, generate
-from foci.inputs.batch import longest_first, padded
-from foci.inputs.shelf import Shelf
+from foci.inputs.padding import longest_first, padded
+from foci.inputs.sample_cache import Shelf
 from foci.inputs.tables import good_rows, only, rows
 from foci.inputs.text import PAD, START, STOP, Tokenizer, from_json, learned, to_json
-from foci.labels import Labels
 from foci.nn.model import Model
 from foci.nn.speech import SpeechConfig, SpeechEncoder, read_ctc
-from foci.record import Record
-from foci.tasks.hearing import SpeechSettings, frames_of, heard, joined, spread, varied_frames
-from foci.tasks.showing import record_of
+from foci.record.labels import Labels
+from foci.record.record import Record
+from foci.tasks.speech_features import SpeechSettings, frames_of, heard, joined, spread, varied_frames
 from foci.tasks.task import Done, Problem, Task, unheard
+from foci.tasks.task_record import record_of
 
 COLUMNS = ("sound", "text")
 # The CTC head's blank: no text has the padding in it.

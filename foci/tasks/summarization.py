@@ -16,18 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Answer, Beam, generate
-from foci.inputs.batch import longest_first, padded, real
+from foci.inputs.padding import longest_first, padded, real
 from foci.inputs.tables import good_rows, only, rows
 from foci.inputs.text import PAD, START, STOP, UNKNOWN, Tokenizer, TokenizerKind, from_json, learned, to_json
 from foci.nn.config import Config
-from foci.nn.copying import CopyingTransformer
 from foci.nn.model import Model
+from foci.nn.pointer_generator import CopyingTransformer
 from foci.nn.transformer import EncoderDecoder
-from foci.record import Record
-from foci.tasks.agreement import agreeing_loss
-from foci.tasks.consensus import most_alike
-from foci.tasks.showing import record_of
+from foci.record.record import Record
+from foci.tasks.minimum_bayes_risk import most_alike
+from foci.tasks.rdrop import agreeing_loss
 from foci.tasks.task import Done, Problem, Task, unheard
+from foci.tasks.task_record import record_of
 
 COLUMNS = ("document", "summary")
 # How many tokens of documents are summarised at a time, by device.

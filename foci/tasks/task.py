@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from foci.nn.config import Config
 from foci.nn.model import Model
-from foci.record import Record
+from foci.record.record import Record
 
 Example = TypeVar("Example")
 Answer = TypeVar("Answer")
@@ -139,4 +139,4 @@ class Task(ABC, Generic[Example, Answer]):
 
     @abstractmethod
     def show(self, model: nn.Module, example: Example) -> Record:
-        """The attention worth looking at while the example is answered, with labels (`foci.tasks.showing`)."""
+        """The attention worth looking at while the example is answered, with labels (`foci.tasks.task_record`)."""

@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Answer, Beam, generate
-from foci.inputs.batch import longest_first, padded, real
+from foci.inputs.padding import longest_first, padded, real
 from foci.inputs.text import PAD, START, STOP, Tokenizer, TokenizerKind, from_json, learned, to_json
 from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.nn.recurrent import Seq2SeqRNN
 from foci.nn.transformer import EncoderDecoder
-from foci.record import Record
-from foci.tasks.agreement import agreeing_loss
-from foci.tasks.pairs import Pair, pair_problems, read_pairs
-from foci.tasks.showing import record_of
+from foci.record.record import Record
+from foci.tasks.parallel_text import Pair, pair_problems, read_pairs
+from foci.tasks.rdrop import agreeing_loss
 from foci.tasks.task import Done, Problem, Task, unheard
+from foci.tasks.task_record import record_of
 
 # How many tokens of sources are decoded at a time, of all hypotheses together.
 DECODED = {"cpu": 4096, "cuda": 2**16}

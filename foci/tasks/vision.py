@@ -18,17 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.inputs.image import negative, read_image
-from foci.inputs.image_changes import cropped, erased, flipped, mixed, turned
-from foci.inputs.shelf import Shelf
+from foci.inputs.image_augmentation import cropped, erased, flipped, mixed, turned
+from foci.inputs.sample_cache import Shelf
 from foci.inputs.tables import good_rows, only, rows
-from foci.labels import Labels
 from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.nn.vision import VisionTransformer
-from foci.record import Record
-from foci.tasks.guess import Guess, accuracy
-from foci.tasks.showing import record_of
+from foci.record.labels import Labels
+from foci.record.record import Record
+from foci.tasks.class_prediction import Guess, accuracy
 from foci.tasks.task import Done, Problem, Task, unheard
+from foci.tasks.task_record import record_of
 
 COLUMNS = ("image", "label")
 ENDINGS = {".png", ".jpg", ".jpeg", ".pgm", ".ppm", ".bmp", ".gif", ".webp", ".tif", ".tiff"}

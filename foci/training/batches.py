@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from foci.inputs.batch import MULTIPLE
+from foci.inputs.padding import MULTIPLE
 from foci.tasks.task import Task
 
 Item = TypeVar("Item")

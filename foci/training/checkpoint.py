@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foci.saving import safetensors, write_tensors
+from foci.runtime.safetensors_file import safetensors, write_tensors
 from foci.training.distributed import Processes
 
 FORMAT = "foci.checkpoint/1"

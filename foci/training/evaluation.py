@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foci.inputs.batch import MULTIPLE, longest_first
+from foci.inputs.padding import MULTIPLE, longest_first
 from foci.tasks.task import Task
 from foci.training.batches import seeded
 from foci.training.distributed import Processes

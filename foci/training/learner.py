@@ -13,9 +13,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from foci.nn.model import Model, each_once
 from foci.tasks.task import Task
-from foci.training.captured import Captured
 from foci.training.config import TrainConfig
 from foci.training.distributed import Processes, shared_out
+from foci.training.graphed_steps import Captured
 
 
 class Learner:

@@ -15,16 +15,16 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from foci.saving import safetensors
+from foci.runtime.safetensors_file import safetensors
 from foci.training import checkpoint
 from foci.training.batches import Batches, Place, Update, by_workers, in_advance, number_from
+from foci.training.best_models import Selection
 from foci.training.config import RunConfig
 from foci.training.distributed import join, leave
 from foci.training.learner import Learner
 from foci.training.progress import Progress
 from foci.training.run import Run, opened
 from foci.training.schedule import rate_at
-from foci.training.selection import Selection
 from foci.training.state import State
 
 # How many updates a GPU may be ahead before somebody looks whether their losses are finite: looking waits for it.

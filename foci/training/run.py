@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from foci import __version__
+from foci.runtime.console import count
 from foci.tasks import find
 from foci.tasks.task import Task
-from foci.terminal import count
 from foci.training.batches import Batches, seeded
 from foci.training.checkpoint import write_text
 from foci.training.config import RunConfig, read_config

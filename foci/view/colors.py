@@ -3,7 +3,7 @@
 import os
 from typing import TextIO
 
-from foci.terminal import takes_color
+from foci.runtime.console import takes_color
 
 Color = tuple[int, int, int]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import foci
 from foci.backends import blocked
-from foci.fitting import is_captured
-from foci.graphs import captured
-from foci.spans import Spans
+from foci.masks.ranges import Spans
+from foci.runtime.checks import is_captured
+from foci.runtime.cuda_graphs import captured
 from tests.tensors import qkv, randn
 
 DOUBLE = torch.float64

@@ -18,10 +18,11 @@ from torch import Tensor
 
 import foci
 from foci import backends
-from foci.algebra import as_mask
 from foci.arguments import Call, prepare
-from foci.backends import flex, programs
-from foci.graphs import captured
+from foci.backends import flex
+from foci.backends.flex import compiled_calls
+from foci.masks.base import as_mask
+from foci.runtime.cuda_graphs import captured
 from foci.scores import Dot
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
 
@@ -115,11 +116,11 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     compiling = torch.compile
     monkeypatch.setattr(flex, "cpu_reasons", lambda call: [])
     monkeypatch.setattr(
-        programs.torch, "compile", lambda f, **options: compiling(f, **({"backend": counter} | options))
+        compiled_calls.torch, "compile", lambda f, **options: compiling(f, **({"backend": counter} | options))
     )
-    programs.program.cache_clear()
+    compiled_calls.program.cache_clear()
     yield counter
-    programs.program.cache_clear()
+    compiled_calls.program.cache_clear()
 
 
 def test_a_compiled_program_equals_the_reference() -> None:
@@ -153,7 +154,7 @@ def test_twelve_shapes_are_two_programs(counter: Counter) -> None:
         out = foci.attention(q, k, k, mask=foci.causal & foci.window(20), backend="flex")
         torch.testing.assert_close(out, foci.attention(q, k, k, mask=foci.causal & foci.window(20)))
     assert counter.graphs == 2
-    assert programs.program.cache_info().currsize == 1
+    assert compiled_calls.program.cache_info().currsize == 1
 
 
 def test_other_numbers_are_the_same_program(counter: Counter) -> None:
@@ -171,7 +172,7 @@ def test_each_kind_of_call_has_a_function_of_its_own(counter: Counter) -> None:
     with torch._dynamo.config.patch(recompile_limit=2):
         for softcap in (1.0, 2.0, 3.0, 4.0):
             foci.attention(q, q, q, score=foci.Dot(softcap=softcap), backend="flex")
-    assert counter.graphs == programs.program.cache_info().currsize == 4
+    assert counter.graphs == compiled_calls.program.cache_info().currsize == 4
 
 
 def test_past_the_limit_of_recompilations_it_raises(counter: Counter) -> None:
@@ -327,7 +328,7 @@ def test_buckets_are_those_of_the_bias() -> None:
         table = flex.by_distance(bias)
         distance = torch.arange(-3 * reach, 3 * reach + 1)
         zero = torch.zeros_like(distance)
-        where = foci.where.Where(zero, torch.arange(3).unsqueeze(-1), zero, zero, zero, distance)
+        where = foci.masks.tile.Where(zero, torch.arange(3).unsqueeze(-1), zero, zero, zero, distance)
         assert torch.equal(table.term(where), bias.term(where))
 
 
@@ -447,7 +448,7 @@ def test_on_a_gpu_it_equals_the_reference(name: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "backward"])
 def test_on_a_gpu_twelve_shapes_stay_compiled(needs_grad: bool) -> None:
     mask = foci.causal & foci.window(20)
-    programs.program.cache_clear()
+    compiled_calls.program.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for queries, keys in SHAPES:
@@ -458,7 +459,7 @@ def test_on_a_gpu_twelve_shapes_stay_compiled(needs_grad: bool) -> None:
         if needs_grad:
             found, true = (torch.autograd.grad(result.sum(), (q, k)) for result in (out, expected))
             torch.testing.assert_close(found, true, atol=1e-3, rtol=1e-3)
-    assert programs.program.cache_info().currsize == 1
+    assert compiled_calls.program.cache_info().currsize == 1
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 

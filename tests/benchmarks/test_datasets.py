@@ -15,9 +15,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from foci.tasks.hearing import SpeechSettings
 from foci.tasks.sentiment import Labelled, Sentiment, SentimentSettings
 from foci.tasks.speech import Speech
+from foci.tasks.speech_features import SpeechSettings
 from foci.tasks.summarization import Document, Summarization, SummarizationSettings
 from foci.tasks.vision import Vision, VisionSettings
 from tests.inputs.test_audio import write_wav

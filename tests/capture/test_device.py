@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import foci
-from foci.capture.host import pinned
+from foci.capture.host_copy import pinned
 from tests.capture.models import CachedAttention, Stack
 from tests.tensors import randn
 
@@ -109,7 +109,7 @@ def test_the_statistics_of_a_layer_leave_in_one_copy(dtype: torch.dtype, monkeyp
         made.append(pinned(like))
         return made[-1]
 
-    monkeypatch.setattr("foci.capture.host.pinned", counted)
+    monkeypatch.setattr("foci.capture.host_copy.pinned", counted)
     model, x = Stack(3).to("cuda", dtype), randn(1, 300, 16).to("cuda", dtype)
     with torch.no_grad(), foci.watch(model, keep=foci.Keep(top=4, picture=16, largest_logit=True)) as seen:
         model(x, is_causal=True)

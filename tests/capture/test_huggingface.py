@@ -17,7 +17,7 @@ from tests.nn.same import assert_same
 transformers = pytest.importorskip("transformers")
 
 from foci.capture.huggingface import attends  # noqa: E402
-from foci.capture.huggingface_switch import SWITCHED, switched  # noqa: E402
+from foci.capture.huggingface.switch import SWITCHED, switched  # noqa: E402
 from tests.capture.architectures import (  # noqa: E402
     ARCHITECTURES,
     LEFT,

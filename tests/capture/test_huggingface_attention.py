@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import foci
-from foci.capture.torch import Seeing
+from foci.capture.torch_functions import Seeing
 
 transformers = pytest.importorskip("transformers")
 
-from foci.capture.huggingface_attention import attend  # noqa: E402
+from foci.capture.huggingface.attention import attend  # noqa: E402
 
 IDS = torch.arange(12).view(1, 12)
 

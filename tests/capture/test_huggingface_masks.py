@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils as theirs  # noqa: E402
 
 import foci  # noqa: E402
-from foci.capture import huggingface_masks  # noqa: E402
-from foci.capture.huggingface_masks import Deferred, built, mask_of  # noqa: E402
+from foci.capture.huggingface import masks  # noqa: E402
+from foci.capture.huggingface.masks import Deferred, built, mask_of  # noqa: E402
 
 LENGTH = 6
 RIGHT = torch.arange(LENGTH) < torch.tensor([[6], [4]])
@@ -52,7 +52,7 @@ PADDINGS = {"none": None, "all": torch.ones_like(RIGHT), "right": RIGHT, "left":
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of this test count as large."""
-    monkeypatch.setattr(huggingface_masks, "SMALL", 0)
+    monkeypatch.setattr(masks, "SMALL", 0)
 
 
 @pytest.mark.usefixtures("large")
@@ -80,7 +80,7 @@ def test_known_rules_build_nothing(rule: str, padding: str) -> None:
 
 
 def tensors_of(mask: foci.Mask) -> list[Tensor]:
-    from foci.held import nested
+    from foci.weights.tensors import nested
 
     return list(nested(mask))
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import foci
 from foci.capture.recorder import active
-from foci.labels import Labels
-from foci.scoring import SCORES
+from foci.record.labels import Labels
+from foci.record.metrics import SCORES
 from tests.capture.models import FusedAttention, Stack
 from tests.tensors import randn
 

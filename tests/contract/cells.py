@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.algebra import Mask
+from foci.masks.base import Mask
 from tests.checker import Problem, Tensors
 
 Cell = dict[str, str]

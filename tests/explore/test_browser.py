@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from foci.looking import shipped
+from foci.capture.look import shipped
 from tests.conftest import chromium_path
 from tests.view import records
 from tests.view.browsing import browsing, listed, opened, shares, summed

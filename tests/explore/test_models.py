@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foci import cli, looking
+from foci.capture import look
+from foci.cli import main
 from foci.explore import models
 from foci.explore.jobs import Job
 from foci.explore.models import Shelf, readable
@@ -30,7 +31,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", f"or a model that ships ({', '.join(looking.shipped())}), received none"),
+        ("", f"or a model that ships ({', '.join(look.shipped())}), received none"),
         ("~/nowhere", "nowhere is not there"),
         ("/" + "x" * 300, "x is not there"),
         ("a b", "Repo id must use alphanumeric chars"),
@@ -47,7 +48,7 @@ def test_a_name_that_is_none(name: str, said: str) -> None:
 def test_home_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert looking.place_of("~/model") == str(tmp_path / "model")
+    assert look.place_of("~/model") == str(tmp_path / "model")
 
 
 def test_a_name_that_nobody_knows_is_told_after_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +64,7 @@ def test_a_name_that_nobody_knows_is_told_after_one_question(monkeypatch: pytest
             ValueError, match=r"received 'no/such': it is not on this machine, and .* \(no such host\)$"
         ):
             ask()
-    assert asked == [("no/such", looking.PATIENCE)] * 2
+    assert asked == [("no/such", look.PATIENCE)] * 2
 
 
 def test_the_code_of_a_stranger_is_not_run(vision: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +75,7 @@ def test_the_code_of_a_stranger_is_not_run(vision: Path, tmp_path: Path, monkeyp
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for load in (lambda: looking.Reader(str(folder)), lambda: models.image_model(str(folder), "cpu")):
+    for load in (lambda: look.Reader(str(folder)), lambda: models.image_model(str(folder), "cpu")):
         with pytest.raises(ValueError, match="contains custom code"):
             load()
     assert not (tmp_path / "ran").exists()
@@ -120,10 +121,10 @@ def test_what_ships_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name in ("vision", "generation"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
-    monkeypatch.setattr(looking, "SHIPPED", tmp_path)
-    assert looking.shipped() == ["generation", "vision"]
-    assert looking.place_of(None) == looking.place_of("generation") == str(tmp_path / "generation")
-    assert looking.place_of("vision") == str(tmp_path / "vision")
+    monkeypatch.setattr(look, "SHIPPED", tmp_path)
+    assert look.shipped() == ["generation", "vision"]
+    assert look.place_of(None) == look.place_of("generation") == str(tmp_path / "generation")
+    assert look.place_of("vision") == str(tmp_path / "vision")
 
 
 def test_a_model_that_is_not_there_is_not_offered() -> None:
@@ -133,8 +134,8 @@ def test_a_model_that_is_not_there_is_not_offered() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gpu: there is one here")
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["look", "x", "--model", "y", "--device", "cuda"]) == 2
-    assert cli.main(["explore", "--device", "cuda", "--no-browser"]) == 2
+    assert main.main(["look", "x", "--model", "y", "--device", "cuda"]) == 2
+    assert main.main(["explore", "--device", "cuda", "--no-browser"]) == 2
     said = "expected a GPU for the device cuda, but PyTorch finds none here"
     assert capsys.readouterr().err == f"foci look: {said}\nfoci explore: {said}\n"
 
@@ -150,14 +151,14 @@ def test_a_file_that_cannot_be_written_is_said_before_a_model_runs(
     out: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["look", "x", "--model", "./none", "--out", out]) == 2
+    assert main.main(["look", "x", "--model", "./none", "--out", out]) == 2
     assert capsys.readouterr().err == f"foci look: {said}\n"
 
 
-@pytest.mark.skipif("translation" not in looking.shipped(), reason="the translation model does not ship")
+@pytest.mark.skipif("translation" not in look.shipped(), reason="the translation model does not ship")
 def test_a_text_that_is_longer_than_the_model_reads_is_noted() -> None:
     note = ["the text is longer than the model reads: what is shown is a part of it"]
     long = "The cat sat on the mat. " * 30
     assert Shelf().look("translation", long, Job()).notes == note
-    assert looking.look(long, "translation", device="cpu").notes == note
+    assert look.look(long, "translation", device="cpu").notes == note
     assert Shelf().look("translation", "A man sleeps.", Job()).notes == []

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from foci.explore import answers, jobs, models, server
-from foci.explore.guard import HEADERS, Guard
+from foci.explore.access import HEADERS, Guard
 from foci.explore.server import Explorer, serve
-from foci.record import Record
-from foci.view import packing
+from foci.record.record import Record
+from foci.view.page import payload
 from tests.view import records
 from tests.view.pages import array, lazy, opened
 
@@ -364,7 +364,7 @@ def test_ctrl_c_ends_it_quietly() -> None:
 
 
 def test_long_records_are_packed_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "MOST_ENTRIES", 0)
-    head, _ = opened(packing.packed(lazy(150, layers=1)))
+    monkeypatch.setattr(payload, "MOST_ENTRIES", 0)
+    head, _ = opened(payload.packed(lazy(150, layers=1)))
     assert not head["layers"][0]["exact"]
     assert head["layers"][0]["asks"]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from foci.statistics.tiling import Config
-from foci.statistics.triton import statistics
-from foci.statistics.wanted import Wanted
+from foci.statistics.cuda.plan import statistics
+from foci.statistics.cuda.tiling import Config
+from foci.statistics.request import Wanted
 
 SMALL = Config(queries=16, keys=32, warps=4, stages=1, per_processor=1, fine=16)
 FETCHED = replace(SMALL, fetched=True)
@@ -39,7 +39,7 @@ def within_nan(x: Tensor, beyond: int = 5) -> Tensor:
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test plans its own passes: some change what a plan follows from."""
-    monkeypatch.setattr("foci.statistics.triton.PASSES", {})
+    monkeypatch.setattr("foci.statistics.cuda.plan.PASSES", {})
 
 
 class Case:

@@ -14,9 +14,11 @@ pytest.importorskip("triton")
 
 import foci
 from foci.arguments import Call, prepare
-from foci.backends import additive, additive_launch, reference
-from foci.backends.additive_launch import Terms, Tiling
-from foci.backends.launches import Launches
+from foci.backends import reference
+from foci.gpu import additive
+from foci.gpu.additive import launch
+from foci.gpu.additive.launch import Terms, Tiling
+from foci.gpu.launcher import Launches
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth, worst
 from tests.contract.cells import MASKS, Sizes, input_shapes, laid_out
 
@@ -154,11 +156,11 @@ def test_numbers_of_every_size(spread: float, query: float, key: float) -> None:
 
 def prepared(x: Tensor, w: Tensor) -> dict[str, Tensor]:
     """What is taken once per query and key, where both are the same."""
-    tiling = additive_launch.INTERPRETED
-    sizes = additive_launch.preparation(x, x, w, tiling)
+    tiling = launch.INTERPRETED
+    sizes = launch.preparation(x, x, w, tiling)
     found = {name: torch.empty(size, device=x.device) for name, size in sizes.items()}
-    numbers = additive_launch.numbers_of(x, x, x, w, NO_TERMS) | additive_launch.shape(x, x, tiling)
-    Launches({}, x.device, [additive_launch.preparing(x, x, tiling, numbers)])({"q": x, "k": x, "weight": w} | found)
+    numbers = launch.numbers_of(x, x, x, w, NO_TERMS) | launch.shape(x, x, tiling)
+    Launches({}, x.device, [launch.preparing(x, x, tiling, numbers)])({"q": x, "k": x, "weight": w} | found)
     return found
 
 
@@ -187,7 +189,7 @@ def test_tiles_of_every_shape_agree(most: int) -> None:
     q, k, v, w = (x.to(DEVICE, torch.float32) for x in made)
     expected = reference.run(prepare(q, k, v, foci.Additive(w), None, None, None, None, 0.0, True))
     for tiling in (Tiling(queries=32, keys=16, most=most), Tiling(queries=16, keys=32, chunk=4, most=most)):
-        out, lse = additive_launch.forward(q, k, v, w, NO_TERMS, tiling)
+        out, lse = launch.forward(q, k, v, w, NO_TERMS, tiling)
         torch.testing.assert_close(out, expected[0], atol=3e-6, rtol=0)
         torch.testing.assert_close(lse * math.log(2), expected[1], atol=1e-5, rtol=0)
 
@@ -210,8 +212,8 @@ def test_tiles_of_every_shape_agree(most: int) -> None:
 def test_tiles_fit_the_values_and_the_processors(
     queries: int, pairs: int, value_width: int, dtype: torch.dtype, expected: Tiling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(additive_launch, "processors", lambda device: 132)
-    assert additive_launch.forward_tiling(queries, pairs, value_width, dtype, torch.device("cuda", 0)) == expected
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    assert launch.forward_tiling(queries, pairs, value_width, dtype, torch.device("cuda", 0)) == expected
 
 
 @pytest.mark.gpu
@@ -248,7 +250,7 @@ def test_dropout_keeps_what_the_reference_keeps(queries: int) -> None:
 
 
 def test_keys_that_are_split_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(additive_launch, "processors", lambda device: 64)
+    monkeypatch.setattr(launch, "processors", lambda device: 64)
     for queries in (1, 7):
         q, k = randn(1, 1, queries, 16), randn(1, 1, 70, 16, seed=1)
         judge(additive_problem(q, k, randn(16, seed=2), foci.causal & foci.window(60)))

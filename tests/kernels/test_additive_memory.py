@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 import foci
-from foci.backends import additive_few, additive_joint, additive_launch
-from foci.backends.launches import Launches
+from foci.gpu.additive import decode, launch, one_pass_backward
+from foci.gpu.launcher import Launches
 from tests.kernels.test_additive import NO_TERMS
 
 # Batch, heads, queries, keys, width.
@@ -54,7 +54,7 @@ def taken_together(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> int:
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        for module in additive_launch, additive_few:
+        for module in launch, decode:
             monkeypatch.setattr(module, "processors", lambda device: PROCESSORS)
 
 
@@ -63,8 +63,8 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_pass(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     with FakeTensorMode():
         q, k, v, w = inputs(shape, "cuda:0", dtype)
-        tiling = additive_joint.tiling_for(q.shape[2], q.device)
-        before, last = arrays_of(additive_joint.in_one_pass(q, k, v, w, NO_TERMS, tiling, PROCESSORS, False))
+        tiling = one_pass_backward.tiling_for(q.shape[2], q.device)
+        before, last = arrays_of(one_pass_backward.in_one_pass(q, k, v, w, NO_TERMS, tiling, PROCESSORS, False))
     gradients = in_bytes(q, k, v, w)
     assert max(before, last + gradients) - gradients <= taken_together(q, k, v, w)
 
@@ -73,9 +73,9 @@ def test_one_pass(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_two_passes(shape: tuple[int, ...]) -> None:
     with FakeTensorMode():
         q, k, v, w = inputs(shape, "cuda:0", torch.bfloat16)
-        tiling = additive_launch.backward_tiling(q.shape[2], v.shape[3], q.device)
-        programs = additive_launch.programs_of(q, k, tiling)
-        _, arrays = arrays_of(additive_launch.by_rows_and_columns(q, k, v, w, NO_TERMS, tiling, programs))
+        tiling = launch.backward_tiling(q.shape[2], v.shape[3], q.device)
+        programs = launch.programs_of(q, k, tiling)
+        _, arrays = arrays_of(launch.by_rows_and_columns(q, k, v, w, NO_TERMS, tiling, programs))
     arrays += programs[0] * in_float32(w)
     rows, turn = arrays + in_float32(q), arrays + in_float32(q) + in_bytes(q)
     columns, end = arrays + in_bytes(q, v) + in_float32(k), in_bytes(q, k, v) + in_float32(k)
@@ -86,7 +86,7 @@ def test_two_passes(shape: tuple[int, ...]) -> None:
 def test_the_forward(shape: tuple[int, ...]) -> None:
     with FakeTensorMode():
         q, k, v, w = inputs(shape, "cuda:0", torch.bfloat16)
-        make = additive_launch.one_by_one if shape in FEW else additive_launch.in_tiles
+        make = launch.one_by_one if shape in FEW else launch.in_tiles
         arrays, _ = arrays_of(make(q, k, v, w, NO_TERMS, q, None))
     assert arrays <= taken_together(q, k, v, w)
 
@@ -94,7 +94,7 @@ def test_the_forward(shape: tuple[int, ...]) -> None:
 def test_what_is_read_beyond_the_exponentials_of_the_queries_are_those_of_the_keys() -> None:
     """The last turn of a loop reads a few ahead, and leaves them."""
     q, k, _, weight = inputs(SHAPES[0], "meta", torch.bfloat16)
-    sizes = additive_launch.preparation(q, k, weight, additive_launch.backward_tiling(4096, 64, torch.device("cpu")))
+    sizes = launch.preparation(q, k, weight, launch.backward_tiling(4096, 64, torch.device("cpu")))
     assert list(sizes)[:2] == ["E", "F"]
 
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from foci.backends import additive_joint
-from foci.backends.additive_launch import Terms
+from foci.gpu.additive.launch import Terms
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 name, capability, values = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

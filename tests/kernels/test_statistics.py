@@ -8,12 +8,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from foci.statistics import launchings, tiling
-from foci.statistics import triton as triton_statistics
-from foci.statistics.device_arguments import describable, has_copy_engine, inputs, key_tiles
-from foci.statistics.tiling import Config, cells, classes_for, launches, segments_for, slots
-from foci.statistics.triton import statistics
-from foci.statistics.wanted import Wanted
+from foci.statistics.cuda import plan as triton_statistics
+from foci.statistics.cuda import steps, tiling
+from foci.statistics.cuda.arguments import describable, has_copy_engine, inputs, key_tiles
+from foci.statistics.cuda.plan import statistics
+from foci.statistics.cuda.tiling import Config, cells, classes_for, launches, segments_for, slots
+from foci.statistics.request import Wanted
 from tests.kernels.statistics_cases import (
     DEVICE,
     FETCHED,
@@ -204,7 +204,7 @@ def test_keys_that_the_copy_engine_fetches(make, beyond: int) -> None:
 
 
 def test_what_the_copy_engine_cannot_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foci.statistics.device_arguments.has_copy_engine", lambda device: True)
+    monkeypatch.setattr("foci.statistics.cuda.arguments.has_copy_engine", lambda device: True)
     k = torch.zeros(2, 3, 40, 32, dtype=torch.float16)
     for whole in (k, k.transpose(1, 2), k[:, :, 1:], k[..., 8:24], k[:, :, ::2]):
         assert describable(whole, 32, FETCHED)
@@ -222,7 +222,7 @@ def test_what_the_copy_engine_cannot_fetch(monkeypatch: pytest.MonkeyPatch) -> N
 def test_which_devices_have_a_copy_engine(
     hip: str | None, hopper: bool, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foci.statistics.device_arguments.hopper_or_later", lambda index: hopper)
+    monkeypatch.setattr("foci.statistics.cuda.arguments.hopper_or_later", lambda index: hopper)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert has_copy_engine(torch.device("cuda", 0)) is has
 
@@ -254,8 +254,8 @@ def late_documents() -> Case:
 )
 def test_sums_that_are_written_beside_the_next_product(make, picture, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = []
-    plain = launchings.can_wait
-    monkeypatch.setattr(launchings, "can_wait", lambda common: answers.append(plain(common)) or answers[-1])
+    plain = steps.can_wait
+    monkeypatch.setattr(steps, "can_wait", lambda common: answers.append(plain(common)) or answers[-1])
     case = make()
     weights, _ = case.truth()
     got = case.run(Wanted(entropy=True, received=True, picture=picture, top=2), replace(SMALL, late=True))
@@ -310,7 +310,7 @@ def test_more_keys_wait_where_they_are_fetched(fetched: bool, top: int, stages: 
 
 
 def test_keys_are_fetched_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foci.statistics.device_arguments.has_copy_engine", lambda device: True)
+    monkeypatch.setattr("foci.statistics.cuda.arguments.has_copy_engine", lambda device: True)
     for dtype, fetched in ((torch.float16, True), (torch.float32, False)):
         case = causal(dtype=dtype, width=32)
         arguments = inputs(case.q, case.k, case.truth()[1].float(), 1.0, None, None, True, None, None, None, None)
@@ -331,7 +331,7 @@ def test_small_launches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     case = causal(queries=38, keys=38, heads=(3, 3))
     wanted = Wanted(entropy=True, received=True, top=5, picture=(19, 19, "mean"), largest=True)
     whole = case.run(wanted)
-    monkeypatch.setattr("foci.statistics.triton.BUDGET", 2 * 16 * 8 * 96)
+    monkeypatch.setattr("foci.statistics.cuda.plan.BUDGET", 2 * 16 * 8 * 96)
     parts = case.run(wanted)
     assert {name: torch.allclose(parts[name], whole[name]) for name in whole} == dict.fromkeys(whole, True)
 

@@ -12,15 +12,16 @@ pytest.importorskip("triton.experimental.gluon")
 
 import foci
 from foci.arguments import prepare
-from foci.backends import cuda_sdpa
-from foci.backends.launches import Launching
+from foci.backends.sdpa import cuda as sdpa_cuda
+from foci.gpu.launcher import Launching
 from foci.scores import Dot
-from foci.statistics import device, hopper, launchings
-from foci.statistics import triton as triton_statistics
-from foci.statistics.device_arguments import inputs
-from foci.statistics.tiling import Config
-from foci.statistics.triton import statistics
-from foci.statistics.wanted import Wanted
+from foci.statistics import cuda
+from foci.statistics.cuda import hopper, steps
+from foci.statistics.cuda import plan as triton_statistics
+from foci.statistics.cuda.arguments import inputs
+from foci.statistics.cuda.plan import statistics
+from foci.statistics.cuda.tiling import Config
+from foci.statistics.request import Wanted
 from tests.kernels.statistics_cases import DEVICE, Case, causal, check_top, close, pooled, within_nan
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 from tests.kernels.statistics_cases import nothing_kept as nothing_kept
@@ -33,7 +34,7 @@ ERP = Wanted(entropy=True, received=True, picture=MEANS)
 @pytest.fixture
 def hopper_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "machine_refuses", lambda device: [])
-    monkeypatch.setattr("foci.statistics.device_arguments.has_copy_engine", lambda device: True)
+    monkeypatch.setattr("foci.statistics.cuda.arguments.has_copy_engine", lambda device: True)
 
 
 @pytest.fixture
@@ -157,20 +158,20 @@ def test_which_machines_have_it(
 
 @pytest.mark.usefixtures("hopper_here")
 def test_the_plan_says_which_kernel_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "refuses", lambda *call: [])
+    monkeypatch.setattr(cuda, "refuses", lambda *call: [])
     q = torch.zeros(1, 2, 128, 64, dtype=F16, device=DEVICE)
     plan = str(foci.plan(q, q, q, mask=foci.causal, return_weights=True))
     assert "statistics of the weights: gluon, or triton where it refuses what is wanted, in one pass" in plan
     assert "triton, in one pass" in str(foci.plan(q, q, q, mask=foci.window(9), return_weights=True))
     call = foci.attention(q, q, q, mask=foci.causal, return_weights=True)[1]._call
-    assert device.who(call, replace(ERP, picture=(4, 4, "mean"))) == "gluon, in one pass"
-    assert device.who(call, Wanted(largest=True)) == "triton, in one pass"
+    assert cuda.who(call, replace(ERP, picture=(4, 4, "mean"))) == "gluon, in one pass"
+    assert cuda.who(call, Wanted(largest=True)) == "triton, in one pass"
 
 
 @pytest.mark.usefixtures("hopper_here")
 @pytest.mark.parametrize("shape", [(1, 0, 4, 8), (1, 2, 0, 8), (0, 2, 4, 8)])
 def test_the_plan_of_a_call_without_weights(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "refuses", lambda *call: [])
+    monkeypatch.setattr(cuda, "refuses", lambda *call: [])
     q = torch.zeros(shape, device=DEVICE)
     assert "nobody, as there are none" in str(foci.plan(q, q, q, return_weights=True))
 
@@ -179,12 +180,12 @@ def test_the_plan_of_a_call_without_weights(shape: tuple[int, ...], monkeypatch:
 def test_widths_that_no_kernel_takes(width: int) -> None:
     with FakeTensorMode():
         q = torch.zeros(1, 2, 4, width, device="cuda")
-        reasons = device.refuses(prepare(q, q, q, Dot(), None, None, None, None, 0.0, True))
+        reasons = cuda.refuses(prepare(q, q, q, Dot(), None, None, None, None, 0.0, True))
     assert reasons == ([] if 0 < width <= 256 else ["widths that are 0 or above 256"])
 
 
 def test_the_kernel_is_there() -> None:
-    from foci.kernels.statistics_hopper import BK, statistics_hopper
+    from foci.kernels.statistics.tiles_hopper import BK, statistics_hopper
 
     assert 2 * BK.value == hopper.TOGETHER
     names = {"CAUSAL", "ENTROPY", "DISTANCE", "LARGEST", "RECEIVED", "PICTURE", "TOP", "STRIP", "WIDE"}
@@ -198,13 +199,13 @@ def test_its_twin_serves_in_its_place(top: int, monkeypatch: pytest.MonkeyPatch)
     """Buffers, cells and classes as they are cut for it, filled by the plain kernel."""
     seen = []
 
-    true = launchings.tiles
+    true = steps.tiles
 
     def twin(numbers: Any, common: Any, tensors: Any, launch: Any, config: Config, q: Tensor) -> Launching:
         seen.append(config)
         return true(numbers, common, tensors | {"k_tiles": "lse"}, launch, replace(config, in_flight=False), q)
 
-    monkeypatch.setattr(launchings, "tiles", twin)
+    monkeypatch.setattr(steps, "tiles", twin)
     monkeypatch.setattr(hopper, "descriptions", lambda config: {})
     case = causal(heads=(2, 1), queries=128, keys=128, width=64, dtype=F16)
     check(case, replace(ERP, picture=(2, 4, "mean"), top=top))
@@ -238,7 +239,7 @@ def check(case: Case, wanted: Wanted, tolerance: float = 5e-5) -> dict[str, Tens
 
 
 def on_hopper() -> bool:
-    return DEVICE == "cuda" and cuda_sdpa.capability(0) == 9
+    return DEVICE == "cuda" and sdpa_cuda.capability(0) == 9
 
 
 ONLY_HOPPER = pytest.mark.skipif(not on_hopper(), reason="no GPU of compute capability 9")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.held import nested
-from foci.saving import mapped
+from foci.runtime.safetensors_file import mapped
+from foci.weights.tensors import nested
 from tests import matrices
 from tests.allocation import LargestTensor
 from tests.matrices import CASES, Arguments, lazy, small_strips

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foci.tasks.trained import Trained, load
+from foci.tasks.model_file import Trained, load
 from foci.training import read_config, train
 
 QUICK = ("train.device=cpu", "train.warmup=10", "train.decoded=0", "train.evaluate_every=1000", "train.patience=0")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foci.tasks.generation import Generation, GenerationSettings, Passage, windows
-from foci.tasks.trained import load
+from foci.tasks.model_file import load
 from foci.training import read_config, train
 
 SENTENCES = ("the cat sat. ", "a dog ran far. ", "she sings well. ")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from foci.nn.speech import SpeechEncoder
-from foci.tasks.hearing import SpeechSettings, frames_of, heard, joined
 from foci.tasks.speech import Recording, Speech, error_rates
+from foci.tasks.speech_features import SpeechSettings, frames_of, heard, joined
 from tests.inputs.test_audio import write_wav
 from tests.tasks.lessons import Lesson, lesson
 

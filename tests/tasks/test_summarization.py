@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foci.decoding import Answer, Beam
-from foci.nn.copying import CopyingTransformer
+from foci.nn.pointer_generator import CopyingTransformer
 from foci.tasks.summarization import Document, Summarization, SummarizationSettings
 from tests.tasks.lessons import Lesson, lesson
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foci.tasks.pairs import Pair
-from foci.tasks.trained import Trained, load
+from foci.tasks.model_file import Trained, load
+from foci.tasks.parallel_text import Pair
 from foci.tasks.translation import Translation, TranslationSettings
 from foci.training import read_config, train
 from tests.training.reversal import written

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from foci.inputs.batch import MULTIPLE, longest_first
+from foci.inputs.padding import MULTIPLE, longest_first
 from foci.training.batches import dealt, in_advance, number_from, seeded
 
 SIZES = [3, 50, 7, 8, 9, 17, 50, 2, 31, 12, 5, 5, 5, 40, 1] * 4

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foci import cli
-from foci.saving import safetensors
-from foci.tasks.trained import load
+from foci.cli import main
+from foci.runtime.safetensors_file import safetensors
+from foci.tasks.model_file import load
 from foci.tasks.translation import Translation
 from foci.training import loop, progress, train
-from foci.training.selection import Selection
+from foci.training.best_models import Selection
 from foci.training.state import State
 from tests.training.reversal import SMALL, config, logged, written
 
@@ -38,7 +38,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_batch_and_norm(
     monkeypatch.setattr(Translation, "loss", breaking)
     changes = [part for change in (*SMALL, "train.steps=20") for part in ("--set", change)]
     assert (
-        cli.main(["train", "translation", "--data", str(data), "--out", str(tmp_path / "r"), "--quiet", *changes]) == 1
+        main.main(["train", "translation", "--data", str(data), "--out", str(tmp_path / "r"), "--quiet", *changes]) == 1
     )
     said = capsys.readouterr().err
     assert (

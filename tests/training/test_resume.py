@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci import cli
-from foci.saving import safetensors
+from foci.cli import main
+from foci.runtime.safetensors_file import safetensors
 from foci.training import checkpoint, train
 from tests.training.reversal import SMALL, config, logged, written
 
@@ -180,13 +180,13 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(
     shutil.rmtree(last)
     resume = ["train", "translation", "--out", str(folder), "--resume", "--quiet"]
     with full_disk():
-        assert cli.main([*resume, *(part for change in changes for part in ("--set", change))]) == 1
+        assert main.main([*resume, *(part for change in changes for part in ("--set", change))]) == 1
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
     assert checkpoint.found(folder / "checkpoints") == [before]
     assert not list(folder.rglob(".*"))
-    assert cli.main(resume) == 0
+    assert main.main(resume) == 0
 
 
 def test_models_that_a_checkpoint_names_stay_until_the_next_one(

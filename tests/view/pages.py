@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.labels import Labels
-from foci.layer import Layer
-from foci.record import Record
+from foci.record.labels import Labels
+from foci.record.layer import Layer
+from foci.record.record import Record
 
 WORDS = "the fox jumps over lazy dogs and seven wizards brew strong potions near an old castle under pale moon light"
 
@@ -58,7 +58,7 @@ def output_of(record: Record, head: str, query: int) -> list[float]:
     return found
 
 
-def payload(page: str) -> tuple[dict[str, Any], bytes]:
+def read_payload(page: str) -> tuple[dict[str, Any], bytes]:
     """Head and blob of a page."""
     found = re.search(r'<script type="text/plain" id="payload">(\d+) ([^<]*)</script>', page)
     assert found
@@ -66,7 +66,7 @@ def payload(page: str) -> tuple[dict[str, Any], bytes]:
 
 
 def decoded(text: str) -> bytes:
-    """The other way round from `foci.view.compact.text_of`, bit by bit."""
+    """The other way round from `foci.view.page.encoding.text_of`, bit by bit."""
     digits = {chr(code): i for i, code in enumerate(code for code in range(33, 127) if chr(code) not in "<>&")}
     found = bytearray()
     for start in range(0, len(text), 16):

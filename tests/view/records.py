@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.keep import Keep, Kept
-from foci.labels import Labels
-from foci.layer import Layer
-from foci.record import Record
+from foci.record.kept import Keep, Kept
+from foci.record.labels import Labels
+from foci.record.layer import Layer
+from foci.record.record import Record
 
 JANE = ("[CLS]", "Jane", " is", " hun", "gry", ".", "[SEP]")
 JANE_WORDS = (None, 0, 1, 2, 2, 3, None)

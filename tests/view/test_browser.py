@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.labels import Labels
-from foci.layer import Layer
-from foci.record import Record
-from foci.view import packing, page
+from foci.record.labels import Labels
+from foci.record.layer import Layer
+from foci.record.record import Record
+from foci.view.page import document, payload
 from tests.conftest import chromium_path
 from tests.view import records
 from tests.view.browsing import browsing, listed, opened, settle, shares, summed, until
@@ -42,7 +42,7 @@ def look(browser: Any, tmp_path: Path) -> Look:
     """Opens a record's page: look(record, "#v=map")."""
 
     def open_page(record: Record, address: str = "", **options: Any) -> AbstractContextManager[Any]:
-        page.write(record, tmp_path / "x.html")
+        document.write(record, tmp_path / "x.html")
         return opened(browser, f"file://{tmp_path / 'x.html'}{address}", **options)
 
     return open_page
@@ -121,7 +121,7 @@ def test_mean_of_several_heads(look: Look) -> None:
 
 
 def test_a_long_text_says_what_it_has(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "MOST_ENTRIES", 0)
+    monkeypatch.setattr(payload, "MOST_ENTRIES", 0)
     record = lazy(400, layers=1)
     with look(record, "#h=L0H1&t=399") as tab:
         assert "the 16 heaviest keys of each query are exact" in tab.locator(".right .note").inner_text()
@@ -238,8 +238,8 @@ def test_the_map_zooms_and_tells_entries(look: Look) -> None:
 
 
 def test_the_map_of_a_long_text_has_blocks_then_entries(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "MOST_ENTRIES", 0)
-    monkeypatch.setattr(packing, "SIDES", (100,))
+    monkeypatch.setattr(payload, "MOST_ENTRIES", 0)
+    monkeypatch.setattr(payload, "SIDES", (100,))
     record = lazy(1000, layers=1, heads=2)
     with look(record, "#v=map&h=L0H1") as tab:
         told = tab.locator(".tools .count")
@@ -441,7 +441,7 @@ def test_the_arithmetic_says_what_was_not_kept_and_invents_nothing(look: Look) -
 def test_a_file_too_large_for_vectors_says_so(
     options: dict[str, Any] | None, columns: list[str], look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "MOST_VECTORS", (0, 0))
+    monkeypatch.setattr(payload, "MOST_VECTORS", (0, 0))
     record = lazy(9, **({"bias": torch.ones(9, 9)} if options is None else options))
     with look(record, "#v=compute&h=L1H3&t=7") as tab:
         cards = tab.locator(".card")

@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import foci
-from foci.labels import Labels
-from foci.layer import Layer
-from foci.record import Record
-from foci.view import linking, packing, page, reading, terminal
-from foci.view.blob import Blob
-from foci.view.compact import text_of
+from foci.record.labels import Labels
+from foci.record.layer import Layer
+from foci.record.record import Record
+from foci.view import selection
+from foci.view.page import bundle, document, payload
+from foci.view.page.arrays import Blob
+from foci.view.page.encoding import text_of
 from tests.view import records
-from tests.view.pages import array, decoded, lazy, opened, payload
+from tests.view.pages import array, decoded, lazy, opened, read_payload
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -57,7 +58,7 @@ def test_numbers_come_back_within_the_error_of_their_kind(kind: str, error: floa
 
 def test_a_short_record_has_every_entry() -> None:
     record = lazy(20)
-    head, blob = payload(page.html(record))
+    head, blob = read_payload(document.html(record))
     entries = array(head, blob, "1.entries")
     assert head["layers"][1]["exact"]
     assert torch.equal(entries, record["L1"].dense().float())
@@ -65,15 +66,15 @@ def test_a_short_record_has_every_entry() -> None:
 
 def test_many_short_heads_keep_four_digits() -> None:
     record = lazy(128, layers=2, heads=40)
-    head, blob = payload(page.html(record))
+    head, blob = read_payload(document.html(record))
     assert head["layers"][0]["entries"] == "log16"
     torch.testing.assert_close(array(head, blob, "0.entries").float(), record["L0"].dense(), rtol=3e-4, atol=1e-13)
 
 
 def test_a_long_record_has_the_heaviest_keys_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "MOST_ENTRIES", 0)
+    monkeypatch.setattr(payload, "MOST_ENTRIES", 0)
     record = lazy(150, layers=1)
-    head, blob = payload(page.html(record))
+    head, blob = read_payload(document.html(record))
     assert not head["layers"][0]["exact"]
     steps, values = array(head, blob, "0.keys"), array(head, blob, "0.values")
     expected, at = record["L0"].top(16)
@@ -97,7 +98,7 @@ def test_a_long_record_has_the_heaviest_keys_and_pictures(monkeypatch: pytest.Mo
 
 def test_kept_statistics_are_written_as_they_are() -> None:
     record = records.kept()
-    head, blob = payload(page.html(record))
+    head, blob = read_payload(document.html(record))
     assert array(head, blob, "0.keys").shape == (1, 1, 6, 2)
     torch.testing.assert_close(array(head, blob, "0.mean").float(), record["L0"].picture(3, 3)[0], rtol=0.04, atol=1e-7)
     assert "0.max" not in head["arrays"]
@@ -107,10 +108,10 @@ def test_kept_statistics_are_written_as_they_are() -> None:
 def test_what_the_arithmetic_needs() -> None:
     weight = torch.randn(8)
     record = lazy(6, score=foci.Additive(weight), sink=None)
-    head, blob = payload(page.html(record))
+    head, blob = read_payload(document.html(record))
     assert head["layers"][0]["score"]["additive"]
     assert torch.equal(array(head, blob, "0.w")[3], weight)
-    plain, blob = payload(page.html(lazy(6, heads=4, kv_heads=2)))
+    plain, blob = read_payload(document.html(lazy(6, heads=4, kv_heads=2)))
     assert plain["layers"][0]["score"] | {"mask": ""} == {
         "kind": "Dot",
         "additive": False,
@@ -126,7 +127,7 @@ def test_what_the_arithmetic_needs() -> None:
 
 def test_scores_and_names() -> None:
     record = records.translation()
-    head, _ = payload(page.html(record, title="Ein Titel"))
+    head, _ = read_payload(document.html(record, title="Ein Titel"))
     assert head["title"] == "Ein Titel"
     assert [layer["label"] for layer in head["layers"]] == ["encoder.L0", "decoder.L0", "cross.L0"]
     assert head["layers"][2]["names"] == ["cross.L0H0", "cross.L0H1"]
@@ -142,22 +143,22 @@ def test_what_a_tokenizer_says_is_nowhere_in_the_markup() -> None:
     record = records.of_texts(*HOSTILE)
     record.model = '</title><img src=x onerror="alert(1)">'
     record.answer = HOSTILE[0]
-    text = page.html(record)
+    text = document.html(record)
     assert text.count("</script>") == 2
     assert "<img" not in text
     assert "alert(1)</script" not in text
     assert "<title>&lt;/title&gt;&lt;img" in text
-    head, _ = payload(text)
+    head, _ = read_payload(text)
     assert head["labels"][0]["texts"][0] == [token.replace("\ud800", "\ufffd") for token in HOSTILE]
 
 
 def test_megabytes_in_a_token_are_cut_and_say_so() -> None:
-    head, _ = payload(page.html(records.of_texts("x" * 3_000_000, "y")))
+    head, _ = read_payload(document.html(records.of_texts("x" * 3_000_000, "y")))
     assert head["labels"][0]["texts"][0][0] == "x" * 1000 + "… (3,000,000 characters)"
 
 
 def test_the_policy_lets_one_script_and_one_style_run() -> None:
-    text = page.html(records.jane())
+    text = document.html(records.jane())
     policy = html.unescape(re.search(r'Security-Policy" content="([^"]*)"', text)[1])  # type: ignore[index]
     script = re.search(r"<script>(.*)</script>", text, re.DOTALL)[1]  # type: ignore[index]
     style = re.search(r"<style>(.*)</style>", text, re.DOTALL)[1]  # type: ignore[index]
@@ -172,45 +173,45 @@ def hashed(text: str) -> str:
 
 
 def test_nothing_outside_is_named() -> None:
-    text = page.html(records.jane())
+    text = document.html(records.jane())
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", text)
     assert not re.search(r"\b(?:fetch|XMLHttpRequest|WebSocket|import)\s*\(", text)
 
 
 def test_the_same_record_gives_the_same_page() -> None:
-    assert page.html(lazy(10)) == page.html(lazy(10))
+    assert document.html(lazy(10)) == document.html(lazy(10))
 
 
 def test_a_frame_holds_the_whole_page() -> None:
     record = records.jane()
-    frame = page.frame(record)
-    assert html.unescape(re.search(r'srcdoc="([^"]*)"', frame)[1]) == page.html(record)  # type: ignore[index]
+    frame = document.frame(record)
+    assert html.unescape(re.search(r'srcdoc="([^"]*)"', frame)[1]) == document.html(record)  # type: ignore[index]
     assert record._repr_mimebundle_()["text/html"] == frame
 
 
 def test_sequences_beyond_the_first_are_counted() -> None:
     layer = Layer("l", matrix=torch.rand(20, 1, 3, 3).softmax(-1))
     record = Record({"l": layer}, {"input": Labels.positions(20, 3)}, model="M")
-    head, blob = payload(page.html(record))
+    head, blob = read_payload(document.html(record))
     assert (head["sequences"], head["total"]) == (8, 20)
     assert array(head, blob, "0.entries").shape == (8, 1, 3, 3)
 
 
 def test_save_writes_the_page(tmp_path: Path) -> None:
     records.jane().save(tmp_path / "x.html")
-    assert (tmp_path / "x.html").read_text("utf-8") == page.html(records.jane())
+    assert (tmp_path / "x.html").read_text("utf-8") == document.html(records.jane())
 
 
 def test_a_record_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one layer"):
-        page.html(Record())
+        document.html(Record())
 
 
 def test_modules_are_joined_in_order() -> None:
-    names = linking.in_order("main")
+    names = bundle.in_order("main")
     assert names.index("dom") < names.index("text") < names.index("app") < names.index("main")
-    assert not re.search(r"^(import|export)\b", linking.linked(), re.MULTILINE)
-    assert "</script" not in linking.linked()
+    assert not re.search(r"^(import|export)\b", bundle.linked(), re.MULTILINE)
+    assert "</script" not in bundle.linked()
 
 
 @pytest.mark.parametrize(
@@ -222,13 +223,13 @@ def test_modules_are_joined_in_order() -> None:
     ],
 )
 def test_modules_that_cannot_be_joined(sources: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linking, "source", sources.__getitem__)
+    monkeypatch.setattr(bundle, "source", sources.__getitem__)
     with pytest.raises(ValueError, match=message):
-        linking.linked("a")
+        bundle.linked("a")
 
 
 def test_colours_are_even_in_lightness() -> None:
-    ramps = re.findall(r"\b(?:to|from): (\[.*?\])", linking.source("colors"))
+    ramps = re.findall(r"\b(?:to|from): (\[.*?\])", bundle.source("colors"))
     assert len(ramps) == 4
     for ramp in ramps:
         light = [
@@ -240,7 +241,7 @@ def test_colours_are_even_in_lightness() -> None:
 
 
 def test_gzip_has_no_time_stamp() -> None:
-    packed = packing.packed(records.jane())
+    packed = payload.packed(records.jane())
     assert packed[4:8] == b"\0\0\0\0"
     assert opened(packed)[0]["model"] == "BertModel"
 
@@ -249,13 +250,13 @@ def test_gzip_has_no_time_stamp() -> None:
 def test_a_model_may_have_any_name(name: str) -> None:
     record = records.jane()
     record.model = name
-    made = page.html(record)
+    made = document.html(record)
     made.encode()
     title = re.search("<title>([^<]*)</title>", made)
     assert title
     assert len(title[1]) < 300
     assert len(made) < 300_000
-    assert 'title="attention of ' in page.frame(record)
+    assert 'title="attention of ' in document.frame(record)
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
@@ -263,7 +264,7 @@ def test_what_json_cannot_say_is_left_out(seconds: float) -> None:
     record = records.jane()
     record.labels["input"] = replace(record.labels["input"], seconds=seconds)
     record.layers["layers.0"] = replace(record.layers["layers.0"], matrix=torch.full((1, 2, 7, 7), float("inf")))
-    head, _ = payload(page.html(record))
+    head, _ = read_payload(document.html(record))
     assert head["labels"][0]["seconds"] is None
     assert "Infinity" not in str(head["measures"])
 
@@ -271,20 +272,20 @@ def test_what_json_cannot_say_is_left_out(seconds: float) -> None:
 def test_attention_to_nothing_is_no_page() -> None:
     record = Record({"l": Layer("l", matrix=torch.zeros(1, 1, 4, 0))}, {}, model="M")
     with pytest.raises(ValueError, match=r"at least one query and one key, but L0 is \(1, 1, 4, 0\)"):
-        page.html(record)
+        document.html(record)
 
 
 @pytest.mark.parametrize("make", [records.jane, records.translation, records.image, lambda: lazy(12)])
 def test_a_page_begins_where_the_terminal_and_the_figure_do(make: Callable[[], Record]) -> None:
     record = make()
-    first = payload(page.html(record))[0]["first"]
-    choice = reading.telling(record)
+    first = read_payload(document.html(record))[0]["first"]
+    choice = selection.telling(record)
     assert first["head"] == choice.name
-    heading = next(line for line in str(terminal.render(record)).splitlines()[::-1] if line.startswith("Where "))
+    heading = next(line for line in str(record.render(record)).splitlines()[::-1] if line.startswith("Where "))
     assert f" looks in {choice.name}" in heading
     labels = record.labels_of(choice.layer)[0]
     if labels.grid is None:
-        word = next(unit for unit in reading.units(labels) if first["query"] in unit.positions)
+        word = next(unit for unit in selection.units(labels) if first["query"] in unit.positions)
         assert f"“{word.text}”" in heading
     else:
         assert first["query"] == 0
@@ -292,14 +293,14 @@ def test_a_page_begins_where_the_terminal_and_the_figure_do(make: Callable[[], R
 
 def test_rows_that_are_no_numbers_are_counted_and_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     # So few that logarithms, which have no NaN, would be written.
-    monkeypatch.setattr(packing, "MOST_FLOATS", 1)
+    monkeypatch.setattr(payload, "MOST_FLOATS", 1)
     record = records.jane()
     matrix = record["L0"].matrix
     assert matrix is not None
     matrix[0, 1, 2:4] = torch.nan
-    head, blob = payload(page.html(record))
+    head, blob = read_payload(document.html(record))
     assert head["layers"][0]["unknown"] == [[0, 2]]
     assert array(head, blob, "0.entries").isnan().any(-1).nonzero().tolist() == [[0, 1, 2], [0, 1, 3]]
-    monkeypatch.setattr(packing, "EXACT", 1)
-    monkeypatch.setattr(packing, "MOST_ENTRIES", 1)
-    assert payload(page.html(record))[0]["layers"][0]["unknown"] == [[0, 2]]
+    monkeypatch.setattr(payload, "EXACT", 1)
+    monkeypatch.setattr(payload, "MOST_ENTRIES", 1)
+    assert read_payload(document.html(record))[0]["layers"][0]["unknown"] == [[0, 2]]

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foci
-from foci.labels import Labels
-from foci.layer import Layer
-from foci.record import Record
-from foci.terminal import STYLE, text_width
-from foci.view import patches, terminal, words
-from foci.view.reading import Unit, choose, find, shares, sides, telling, units
-from foci.view.sheet import Sheet
-from foci.view.terminal import render, show
+from foci.record.labels import Labels
+from foci.record.layer import Layer
+from foci.record.record import Record
+from foci.runtime.console import STYLE, text_width
+from foci.view.selection import Unit, choose, find, shares, sides, telling, units
+from foci.view.terminal import patches, record, text
+from foci.view.terminal.record import render, show
+from foci.view.terminal.styled_text import Sheet
 from tests.view.records import image, jane, kept, of_texts, translation, translation_that_rests
 
 
@@ -329,7 +329,7 @@ def test_padding_is_no_word_and_a_split_character_is_one() -> None:
 
 def test_lines_break_where_the_text_does() -> None:
     texts = ["One", "\nTwo", " three", "\n", "four"]
-    found = words.in_lines(words.pieces(units(Labels.tokens([texts])), [0.0] * 5, None, plain=True), 40)
+    found = text.in_lines(text.pieces(units(Labels.tokens([texts])), [0.0] * 5, None, plain=True), 40)
     assert [[piece.text for piece in line] for line in found] == [["One"], ["Two", "three", "↵", "four"]]
 
 
@@ -437,7 +437,7 @@ def test_a_very_long_text_is_not_gone_through_for_an_overview() -> None:
 
 
 def test_a_map_that_would_take_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "MOST_ENTRIES", 199 * 199)
+    monkeypatch.setattr(record, "MOST_ENTRIES", 199 * 199)
     assert lines(lazy(199), 80, head="L0")[-1].startswith(" " * 3)
     assert lines(lazy(200), 80, head="L0")[-1] == "   No map of 200 positions: watch with keep=foci.Keep() for one."
 
@@ -498,7 +498,7 @@ def test_a_matrix_without_any_number_has_no_statistics() -> None:
 
 
 def test_one_other_is_one() -> None:
-    record = of_texts(*(f" w{i}" for i in range(words.MOST_LINKS + 1)))
+    record = of_texts(*(f" w{i}" for i in range(text.MOST_LINKS + 1)))
     assert any(line.strip().startswith("1 other ") for line in lines(record, word=0, head="L0H0"))
 
 

@@ -1,0 +1,233 @@
+"""The fused kernels that PyTorch has on CUDA, each called by its own name: cuDNN on Hopper and later, else flash, and
+efficient for float32 and for dense masks. What they leave to the caller is put right here once.
+
+B batch, H heads, G key heads, Tq queries, Tk keys, D width.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from foci.arguments import Call
+from foci.backends.sdpa.padding import padded, with_lse_column
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+
+
+@cache
+def capability(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
+
+
+def hopper_or_later(index: int) -> bool:
+    return capability(index) >= 9
+
+
+def has_cudnn() -> bool:
+    return bool(torch.backends.cudnn.is_available())
+
+
+# A compiler asks these once: traced, they would break its graph. torch.compiler.assume_constant_result marks them the
+# same way, and would bring the whole compiler with `import foci`, which takes seconds.
+hopper_or_later._dynamo_marked_constant = True  # type: ignore[attr-defined]
+has_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def default_is_fastest(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Whether PyTorch's own choice for this call is the kernel that is the fastest here."""
+    if q.dtype not in HALF or not hopper_or_later(q.device.index or 0):
+        return False
+    return torch._fused_sdp_choice(q, k, v, None, 0.0, causal) == SDPBackend.CUDNN_ATTENTION.value
+
+
+def kernel(call: Call, causal: str, masked: bool) -> str | None:
+    """The fastest kernel that takes the call; None where there is none."""
+    width = max(call.q.shape[-1], call.v.shape[-1])
+    if call.q.dtype == torch.float64 or width > widest(call):
+        return None
+    if call.q.dtype == torch.float32 or masked:
+        return None if causal == "last" else "efficient"
+    if causal != "last" and width <= 128 and hopper_or_later(call.q.device.index or 0) and has_cudnn():
+        return "cudnn"
+    return "flash"
+
+
+def widest(call: Call) -> int:
+    """The gradient of the log-sum-exp takes one more column."""
+    return 248 if call.needs_lse and call.needs_grad else 256
+
+
+def reasons(call: Call, causal: str, masked: bool) -> list[str]:
+    if call.q.dtype == torch.float64:
+        return ["there is no fused kernel for float64 on CUDA"]
+    width = max(call.q.shape[-1], call.v.shape[-1])
+    if width > widest(call):
+        return [f"these kernels take widths up to {widest(call)} for this call, not {width}"]
+    if kernel(call, causal, masked) is None:
+        return ["causal with unequal lengths in float32 is not part of these kernels"]
+    return []
+
+
+def run(call: Call, scale: float, causal: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    name = kernel(call, causal, mask is not None)
+    assert name is not None
+    width = -(-max(call.q.shape[-1], call.v.shape[-1]) // 8) * 8
+    q, k, v = (padded(t, width) for t in (call.q, call.k, call.v))
+    if name == "efficient":
+        k, v = (repeated(t, call.group) for t in (k, v))
+        mask = None if mask is None else aligned(mask, call)
+    given = q, k, v, mask, name, scale, causal != "none", call.dropout
+    if call.needs_lse and needs_backward(q, k, v):
+        out, lse = WithLse.apply(*given)  # type: ignore[no-untyped-call]
+    else:
+        out, lse = forward(*given, call.needs_lse)[:2]
+        hides = mask is not None or (causal != "none" and q.shape[2] > k.shape[2])
+        lse = tidy_lse(lse, q, hides) if call.needs_lse else None
+    return out[..., : call.v.shape[-1]] if width != call.v.shape[-1] else out, lse
+
+
+def repeated(x: Tensor, group: int) -> Tensor:
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def aligned(mask: Tensor, call: Call) -> Tensor:
+    """Expanded as the kernel wants it; its rows must start at multiples of 16 bytes."""
+    keys = call.k.shape[2]
+    room = F.pad(mask.expand(*mask.shape[:3], keys), (0, -keys % 16))[..., :keys]
+    return room.expand(*call.q.shape[:3], keys)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    name: str,
+    scale: float,
+    causal: bool,
+    dropout: float,
+    lse: bool,
+) -> Any:
+    if name == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, lse or needs_backward(q, k, v), dropout, causal, False, scale=scale
+        )
+    if name == "flash":
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, mask, lse or needs_backward(q, k, v), dropout, causal, scale=scale
+    )
+
+
+def needs_backward(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+class WithLse(torch.autograd.Function):
+    """A fused kernel with a log-sum-exp that gradients pass through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        name: str,
+        scale: float,
+        causal: bool,
+        dropout: float,
+    ) -> tuple[Tensor, Tensor]:
+        found = forward(q, k, v, mask, name, scale, causal, dropout, True)
+        out, raw_lse = found[0], found[1]
+        ctx.save_for_backward(q, k, v, mask, out, raw_lse)
+        ctx.rest, ctx.name, ctx.scale, ctx.causal, ctx.dropout = found[2:], name, scale, causal, dropout
+        ctx.set_materialize_grads(False)
+        return out, tidy_lse(raw_lse, q, hides=True)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        if d_out is None and d_lse is None:
+            return (None,) * 8
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        width, dtype, name = q.shape[-1], q.dtype, ctx.name
+        if d_lse is not None:
+            q, k, v, out, d_out = with_lse_column(q, k, v, out, d_out, d_lse)
+            name = "flash" if name == "cudnn" else name
+            if name == "efficient":
+                # In half precision this kernel loses the column: measured, gradients off by their own size.
+                q, k, v, out, d_out = (t.float() for t in (q, k, v, out, d_out))
+                mask = None if mask is None else mask.float()
+        if name == "flash":
+            lse = lse.squeeze(-1).contiguous() if lse.dim() == 4 else lse
+        grads = backward(name, ctx, d_out, q, k, v, out, lse, mask)
+        grads = [g[..., :width].to(dtype) for g in grads[:3]]
+        return (*grads, None, None, None, None, None)
+
+
+def backward(
+    name: str, ctx: Any, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+) -> Any:
+    queries, keys, rest = q.shape[2], k.shape[2], ctx.rest
+    if name == "cudnn":
+        cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            d_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            seed,
+            offset,
+            mask,
+            cum_q,
+            cum_k,
+            max_q,
+            max_k,
+            ctx.dropout,
+            ctx.causal,
+            scale=ctx.scale,
+        )
+    if name == "flash":
+        seed = rest[4] if ctx.name == "flash" else torch.zeros(2, dtype=torch.uint64, device=q.device)
+        offset = rest[5] if ctx.name == "flash" else torch.zeros((), dtype=torch.uint64, device=q.device)
+        return aten._scaled_dot_product_flash_attention_backward(
+            d_out, q, k, v, out, lse, None, None, queries, keys, ctx.dropout, ctx.causal, seed, offset, scale=ctx.scale
+        )
+    seed, offset = rest
+    return aten._scaled_dot_product_efficient_attention_backward(
+        d_out,
+        q,
+        k,
+        v,
+        mask,
+        out,
+        lse,
+        seed,
+        offset,
+        ctx.dropout,
+        [True, True, True, False],
+        ctx.causal,
+        scale=ctx.scale,
+    )
+
+
+def tidy_lse(lse: Tensor, q: Tensor, hides: bool) -> Tensor:
+    """(B, H, Tq): cuDNN adds an axis, efficient rounds the length up, flash marks rows that see nothing by +inf.
+
+    Where no row can be hidden there is no mark to look for: two launches less, in nearly every call.
+    """
+    lse = lse.squeeze(-1) if lse.dim() == 4 else lse
+    if not hides and lse.shape[2] == q.shape[2]:
+        return lse
+    lse = lse[..., : q.shape[2]]
+    return torch.where(lse == torch.inf, -torch.inf, lse)

@@ -1,0 +1,268 @@
+"""The steps of a generation as one matrix: the queries and log-sum-exps of all steps, and only the last keys.
+
+B batch, H heads, G key heads, Tq queries, Tk keys, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foci.arguments import Call
+from foci.biases import Added, Bias
+from foci.masks.base import Both, Mask, as_mask
+from foci.masks.kinds import Causal, Padding, Prefix, Window, causal, padding
+from foci.masks.tile import Extent
+from foci.weights.tensors import mark, nested
+from foci.weights.weights import Weights
+
+# A joined mask that has to be dense may be so large, in bytes.
+DENSE = 2**31
+
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RefusedError(ValueError):
+    """What cannot be recorded as it was asked: raised out of the watched model, with the reason."""
+
+
+def fingerprint(k: Tensor) -> Tensor:
+    """One number per key, (B, G, Tk): the sum of its bits, which no order of adding changes.
+
+    Eight bytes at a time where the width allows: numbers that are widened first took a hundred times as long on a CPU.
+    """
+    k, together = k.detach() if k.requires_grad else k, 8 // k.element_size()
+    if k.shape[-1] % together or k.numel() == 0:
+        return k.view(WHOLE[k.element_size()]).sum(-1, dtype=torch.int64)
+    *steps, last = k.storage_offset(), *k.stride()
+    viewable = last == 1 and gcd(*steps) % together == 0
+    return (k if viewable else k.clone(memory_format=torch.contiguous_format)).view(torch.int64).sum(-1)
+
+
+@dataclass
+class Step:
+    """One attention call of a generation, without its keys."""
+
+    call: Call  # its k and v are empty
+    lse: Tensor
+    keys: int
+    marks: tuple[Any, Any]
+
+    @classmethod
+    def of(cls, weights: Weights) -> Step:
+        held, nothing = weights._held, weights._held.call.k[:, :, :0]
+        marks = held.was(held.call.q), held.was(held.lse)
+        return cls(replace(held.call, k=nothing, v=nothing), held.lse, held.call.k.shape[2], marks)
+
+    @property
+    def queries(self) -> int:
+        return self.call.q.shape[2]
+
+    def whole(self, k: Tensor) -> Call:
+        """The call as it was, with the keys that it had."""
+        own = k[:, :, : self.keys]
+        return replace(self.call, k=own, v=own)
+
+
+def bytes_of(weights: Weights) -> int:
+    """What the weights of one step add to what is held, their keys aside."""
+    call, lse = weights._held.call, weights._held.lse
+    return call.q.nbytes + lse.nbytes + sum(tensor.nbytes for tensor in nested((call.mask, call.bias)))
+
+
+def joined(steps: Sequence[Step], k: Tensor, cross: bool) -> Weights:
+    """The rows of all steps as one lazy matrix over the last keys (B, G, Tk, D)."""
+    for step in steps:
+        if (mark(step.call.q), mark(step.lse)) != step.marks:
+            raise RefusedError("the steps cannot be joined: the queries of one were changed in place since its call")
+    last = steps[-1].call
+    q, lse = torch.cat([s.call.q for s in steps], 2), torch.cat([s.lse for s in steps], 2)
+    batch, heads, queries = lse.shape
+    extent = Extent((batch,), last.extent.heads or heads, queries, k.shape[2], k.device)
+    call = replace(last, q=q, k=k, v=k, extent=extent, mask=None, bias=None)
+    call.positions = None if cross else joined_positions(steps, k.shape[2])
+    fitted = extent._replace(heads=heads)
+    mask = joined_mask(steps, k, cross)
+    call.mask = None if mask is None else mask.fit(fitted)
+    call.bias = joined_bias(steps, k)
+    return Weights(call, lse, (batch,), True)
+
+
+def query_places(step: Step) -> Tensor:
+    """Where the queries of a step stand, (B or 1, Tq)."""
+    if step.call.positions is not None:
+        return step.call.positions[0]
+    return (torch.arange(step.queries, device=step.lse.device) + (step.keys - step.queries)).unsqueeze(0)
+
+
+def joined_positions(steps: Sequence[Step], keys: int) -> tuple[Tensor, Tensor] | None:
+    """Where all queries and keys stand; None where that is the default."""
+    places = [query_places(step) for step in steps]
+    batch = max(place.shape[0] for place in places)
+    queries = torch.cat([place.expand(batch, -1) for place in places], 1)
+    given = [step.call.positions[1] for step in steps if step.call.positions is not None]
+    default = torch.arange(keys, device=queries.device).unsqueeze(0)
+    if not given:
+        usual = torch.equal(queries, default[:, keys - queries.shape[1] :]) if queries.shape[1] <= keys else False
+        return None if usual else (queries, default)
+    last = given[-1]
+    if last.shape[1] != keys or any(not same(place, last[:, : place.shape[1]]) for place in given):
+        raise RefusedError(
+            "the steps cannot be joined: the keys moved to other positions (a ring that overwrites old ones)"
+        )
+    return queries, last
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(*torch.broadcast_tensors(left, right)) if left.shape[1] == right.shape[1] else False
+
+
+def joined_mask(steps: Sequence[Step], k: Tensor, cross: bool) -> Mask | None:
+    """One mask for all rows: a rule where the steps follow one, else their rows as a dense tensor."""
+    rules = [rules_of(step, cross) for step in steps]
+    if all(rule is not None for rule in rules):
+        kept = [rule for rule in rules if rule is not None]
+        if all(agree(rule, kept[0]) for rule in kept[1:]):
+            return made(kept[0], k.shape[2])
+    return dense_mask(steps, k)
+
+
+# The parts of a mask that are joined by &, each as (what it is, its number or tensor).
+Rules = dict[str, Any]
+
+
+def rules_of(step: Step, cross: bool) -> Rules | None:
+    """A mask as rules that mean the same for all steps; None where it has others."""
+    rules: Rules = {}
+    # A single query at the end of the keys sees all of them, which is what causal says.
+    if not cross and step.queries == 1 and step.call.positions is None:
+        rules["causal"] = True
+    for part in conjuncts(step.call.mask):
+        if isinstance(part, Causal) and part.offset is None:
+            rules["causal"] = True
+        elif isinstance(part, Window) and "window" not in rules:
+            rules["window"] = (part.left, part.right)
+        elif isinstance(part, Prefix) and "prefix" not in rules:
+            rules["prefix"] = part.length
+        elif isinstance(part, Padding) and part.side not in rules:
+            lengths = part.lengths if step.call.batch_ids is None else part.lengths[step.call.batch_ids]
+            rules[part.side] = lengths if part.side == "right" else part.keys - lengths
+        else:
+            return None
+    return rules if cross or "causal" in rules else None
+
+
+def conjuncts(mask: Mask | None) -> list[Mask]:
+    if isinstance(mask, Both):
+        return conjuncts(mask.left) + conjuncts(mask.right)
+    return [] if mask is None else [mask]
+
+
+def agree(left: Rules, right: Rules) -> bool:
+    if left.keys() != right.keys():
+        return False
+    return all(
+        torch.equal(each, right[name]) if isinstance(each, Tensor) else each == right[name]
+        for name, each in left.items()
+    )
+
+
+def made(rules: Rules, keys: int) -> Mask | None:
+    """The mask that the rules describe."""
+    parts: list[Mask] = []
+    if "causal" in rules:
+        parts.append(causal)
+    if "window" in rules:
+        parts.append(Window(*rules["window"]))
+    if "prefix" in rules:
+        parts.append(Prefix(rules["prefix"]))
+    if "right" in rules:
+        parts.append(padding(rules["right"]))
+    if "left" in rules:
+        parts.append(padding(keys - rules["left"], side="left"))
+    found = parts[0] if parts else None
+    for part in parts[1:]:
+        found = part if found is None else found & part
+    return found
+
+
+def dense_mask(steps: Sequence[Step], k: Tensor) -> Mask:
+    """The visible entries of each step, put together; keys that came later were not seen."""
+    keys = k.shape[2]
+    rows = [visible(step, k) for step in steps]
+    batch, heads = (max(row.shape[axis] for row in rows) for axis in (0, 1))
+    size = batch * heads * keys * sum(step.queries for step in steps)
+    if size > DENSE:
+        raise RefusedError(
+            f"the steps cannot be joined: their masks differ, and one for all of them would take {size:,} bytes"
+            f" (at most {DENSE:,})"
+        )
+    padded = [F.pad(row, (0, keys - row.shape[3])).expand(batch, heads, -1, -1) for row in rows]
+    return as_mask(torch.cat(padded, 2))
+
+
+def visible(step: Step, k: Tensor) -> Tensor:
+    """What a step may look at, bool (B or 1, H or 1, Tq, its keys)."""
+    call = step.whole(k)
+    if call.mask is None:
+        return torch.ones(1, 1, step.queries, step.keys, dtype=torch.bool, device=k.device)
+    found = call.mask.visible(call.everything())
+    return found.expand(*found.shape[:2], step.queries, step.keys)
+
+
+def joined_bias(steps: Sequence[Step], k: Tensor) -> Bias | None:
+    """A bias by distance is the same for all steps; dense ones are put together."""
+    biases = [step.call.bias for step in steps]
+    first = biases[0]
+    if any(isinstance(bias, Added) for bias in biases):
+        return dense_bias(steps, k)
+    for bias in biases[1:]:
+        if type(bias) is not type(first) or any(
+            not torch.equal(a, b) for a, b in zip(nested(bias), nested(first), strict=True)
+        ):
+            raise RefusedError("the steps cannot be joined: their biases differ")
+    return biases[-1]
+
+
+def dense_bias(steps: Sequence[Step], k: Tensor) -> Bias:
+    rows = []
+    for step in steps:
+        call = step.whole(k)
+        term = None if call.bias is None else call.bias.term(call.everything())
+        if term is None:
+            term = torch.zeros(1, 1, 1, 1, dtype=call.q.dtype, device=k.device)
+        rows.append(term.expand(*term.shape[:2], step.queries, step.keys))
+    batch, heads = (max(row.shape[axis] for row in rows) for axis in (0, 1))
+    keys = k.shape[2]
+    return Added(torch.cat([F.pad(r, (0, keys - r.shape[3])).expand(batch, heads, -1, -1) for r in rows], 2))
+
+
+def chosen(weights: Weights, heads: Sequence[int]) -> Weights:
+    """The weights (B, H, Tq, Tk) of some heads, in the order of their numbers."""
+    call, lse = weights._call, weights._held.lse
+    index = torch.tensor(list(heads), device=call.q.device)
+    k = call.k[:, index // call.group]
+    part = replace(
+        call,
+        q=call.q[:, index],
+        k=k,
+        v=k,
+        score=call.score.part(index),  # type: ignore[arg-type]
+        sink=None if call.sink is None else call.sink[index],
+        head_ids=call.heads.flatten()[index],
+    )
+    return Weights(part, lse[:, index], weights._batch, True)
+
+
+def in_four(weights: Weights) -> Weights:
+    """The same weights with one batch axis and one head axis: (B, H, Tq, Tk)."""
+    if len(weights.shape) == 4:
+        return weights
+    call = weights._call
+    return Weights(call, weights._held.lse, (call.q.shape[0],), True, group=weights._group)

@@ -1,0 +1,47 @@
+"""`foci data check`: what is wrong with a dataset, before hours are spent."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = """\
+examples:
+  foci data check translation --data pairs.tsv
+  foci data check translation --data train.en train.de --all
+  foci data check vision --data pictures/
+"""
+# More lines than these help nobody; the sums at the end count all.
+SHOWN = 100
+
+
+def add(commands: Any) -> None:
+    """Names the options."""
+    parser = commands.add_parser("data", help="check a dataset", epilog=EXAMPLES)
+    inner = parser.add_subparsers(dest="what", metavar="check", required=True)
+    check = inner.add_parser("check", help="say what is wrong with a dataset, line by line", epilog=EXAMPLES)
+    check.add_argument("task", help="translation, generation, vision, sentiment, speech or summarization")
+    check.add_argument("--data", nargs="+", required=True, metavar="PATH", help="a table, parallel files or a folder")
+    check.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="one setting")
+    check.add_argument("--all", action="store_true", help=f"print every line, not only {SHOWN}")
+    check.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints every problem; the status is 2 where there are errors."""
+    from foci.runtime.console import count
+    from foci.tasks import find
+    from foci.training import read_config
+
+    settings = read_config(options.task, None, options.changes).settings
+    counts = {"error": 0, "warning": 0}
+    for problem in find(options.task).check([Path(each) for each in options.data], settings):
+        counts[problem.severity] += 1
+        if options.all or sum(counts.values()) <= SHOWN:
+            print(problem)
+    more = sum(counts.values()) - SHOWN
+    if more > 0 and not options.all:
+        print(f"and {more} more (--all prints them)")
+    print(", ".join(count(number, severity) for severity, number in counts.items()))
+    return 2 if counts["error"] else 0

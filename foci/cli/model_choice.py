@@ -1,0 +1,64 @@
+"""The model that a command names, with its settings changed for this call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from foci import models
+from foci.nn.model import Model
+from foci.tasks import find
+from foci.tasks.task import Task
+
+
+def loaded(path: Path, changes: Sequence[str], device: str = "auto") -> tuple[Task[Any, Any], Model]:
+    """A task and its model, on the device that is asked for."""
+    from foci.capture.look import device_of
+    from foci.tasks.model_file import load
+
+    task, model, _ = load(path, device=device_of(device))
+    return changed(task, changes), model
+
+
+def changed(task: Task[Any, Any], changes: Sequence[str]) -> Task[Any, Any]:
+    """The task with other settings: task.beam=8."""
+    from foci.training.config import check_keys, put, section
+
+    table: dict[str, Any] = {}
+    for change in changes:
+        put(table, change)
+    if table.keys() - {"task"}:
+        raise ValueError(f"a trained model takes changes of [task] only, but got {', '.join(table.keys() - {'task'})}")
+    if not table:
+        return task
+    settings = section(table, "task", "the changes")
+    check_keys(type(task.settings), settings, "task", task.name)
+    return type(task).from_files(task.settings.changed(**settings), task.files())
+
+
+def place_of(name: str, path: Path | None) -> Path:
+    """Where the model for a task is: what somebody names, in runs/TASK, or among those that ship."""
+    find(name)
+    if path is not None:
+        return named(path)
+    for place in (Path("runs") / name, models.FOLDER / name):
+        if place.is_dir():
+            return place
+    raise ValueError(
+        f"expected a model for {name}: train one (foci train {name} --data ...) or name one with --model; of those that"
+        f" ship, {', '.join(models.names()) or 'none'}, none is for {name}"
+    )
+
+
+def named(path: Path) -> Path:
+    """A path that is there, or a model that ships by its name."""
+    return models.FOLDER / path if not path.exists() and str(path) in models.names() else path
+
+
+def tell_cut(command: str, count: int, total: int) -> None:
+    """How many inputs were too long to be read whole, beside the answers and not among them."""
+    if count:
+        which = f"{count} of {total} inputs {'is' if count == 1 else 'are'} longer than the model reads"
+        print(f"foci {command}: {which}: answered by a part of it", file=sys.stderr, flush=True)

@@ -1,0 +1,353 @@
+"""Additive attention, wᵀ tanh(q + k), from exponentials that are taken once per query and once per key.
+
+tanh(a + b) = 1 - 2 / (1 + e^2a e^2b), so a logit is Σ w - 2 Σ_d w_d / (1 + E_d F_d) with E = e^2q and F = e^2k. The
+weight goes into the denominator: w / (1 + E F) = 1 / (c + (c E) F) with c = 1 / w. Then four terms share a reciprocal,
+
+    1/D0 + 1/D1 + 1/D2 + 1/D3 = n / (D0 D1 D2 D3),
+
+where n grows with each denominator by one fused operation: three instructions a term, and a quarter of a reciprocal.
+What keeps the products finite is known before a tile begins, from the largest query and key of each feature: where
+four would not fit two share a reciprocal, and where e^2a itself is out of range the sum a + b is taken first.
+
+A tile is (MR, NR, MT, NT): the last two axes are the threads, the first two what a thread keeps in registers. A pair is
+one head of one sequence. BM queries, BN keys, D width, DP width rounded up, Dv value width.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from foci.kernels.additive.exponentials import NEVER, TWO_LOG2_E
+from foci.kernels.dropout import kept
+from foci.kernels.logits import LOG2_E, allowed, span
+from foci.kernels.statistics.tiles import bounds
+
+# The largest exponent of a product of denominators, and of a single exponential.
+ROOM = tl.constexpr(124.0)
+FAR = tl.constexpr(120.0)
+
+
+@triton.jit
+def reciprocal(x, GPU: tl.constexpr):
+    """To one unit in the last place, in one instruction; interpreted code divides."""
+    if GPU:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:  # noqa: RET505 - what is not taken must not be compiled
+        return 1.0 / x
+
+
+@triton.jit
+def product(a, b, total, PRECISION: tl.constexpr, GPU: tl.constexpr):
+    """total + a b; the interpreter knows no product of bfloat16."""
+    if GPU:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+    else:  # noqa: RET505
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+
+
+@triton.jit
+def as_words(pointer):
+    """The same memory in words of 64 bits."""
+    return pointer.to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
+def two(x):
+    """The two floats of a 64-bit word: one load instead of two."""
+    first = (x & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return first, (x >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quartet(words, GPU: tl.constexpr):
+    """The four floats of two words, from memory that nobody writes while the kernel runs: one load instead of four."""
+    if GPU:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", [words.to(tl.int64)],
+            (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505
+        first, second = two(tl.load(words))
+        third, fourth = two(tl.load(words + 1))
+        return first, second, third, fourth
+
+
+@triton.jit
+def first_words(i, DP: tl.constexpr, TOGETHER: tl.constexpr):
+    """Where the exponentials of a query begin in E, (BM / TOGETHER, DP / 4, TOGETHER, 4), in words."""
+    return (i // TOGETHER) * (TOGETHER * DP // 2) + (i % TOGETHER) * 2
+
+
+@triton.jit
+def shared_by_four(
+    E, F, table,
+    BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+    TOGETHER: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """Σ_d 1 / (c + E F), four terms at a time."""
+    total = tl.zeros((BM // MT, BN // NT, MT, NT), tl.float32)
+    e = E + first_words(rows_of(BM, MT), DP, TOGETHER)
+    f = F + 2 * columns_of(BN, NT)
+    for _ in range(0, DP, CHUNK):
+        for step in tl.static_range(CHUNK // 4):
+            e0, e1, e2, e3 = quartet(e + 2 * step * TOGETHER, GPU)
+            f0, f1, f2, f3 = quartet(f + 2 * step * BN, GPU)
+            c1, c0 = two(tl.load(table + 2 * step))
+            c3, c2 = two(tl.load(table + 2 * step + 1))
+            d0 = c0 + e0 * f0
+            d1 = c1 + e1 * f1
+            n = d0 + d1
+            m = d0 * d1
+            d2 = c2 + e2 * f2
+            n = n * d2 + m
+            m = m * d2
+            d3 = c3 + e3 * f3
+            n = n * d3 + m
+            m = m * d3
+            total += n * reciprocal(m, GPU)
+        e += CHUNK // 2 * TOGETHER
+        f += CHUNK // 2 * BN
+        table += CHUNK // 2
+    return total
+
+
+@triton.jit
+def shared_by_two(
+    E, F, table,
+    BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+    TOGETHER: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """The same, two terms at a time: for numbers whose product with three others would not fit."""
+    total = tl.zeros((BM // MT, BN // NT, MT, NT), tl.float32)
+    e = E + first_words(rows_of(BM, MT), DP, TOGETHER)
+    f = F + 2 * columns_of(BN, NT)
+    for _ in range(0, DP, CHUNK):
+        for step in tl.static_range(CHUNK // 2):
+            e0, e1 = two(tl.load(e + step // 2 * (2 * TOGETHER) + step % 2))
+            f0, f1 = two(tl.load(f + step // 2 * (2 * BN) + step % 2))
+            c1, c0 = two(tl.load(table + step))
+            d0 = c0 + e0 * f0
+            d1 = c1 + e1 * f1
+            total += (d0 + d1) * reciprocal(d0 * d1, GPU)
+        e += CHUNK // 2 * TOGETHER
+        f += CHUNK // 2 * BN
+        table += CHUNK // 2
+    return total
+
+
+@triton.jit
+def sum_first(
+    q, q_query, i, Tq, k, k_key, j, Tk, weight, D, GPU: tl.constexpr,
+):  # fmt: skip
+    """Σ_d w_d tanh(a + b) in base 2, for numbers of any size: slow, and rarely needed."""
+    q += i.to(tl.int64) * q_query
+    k += j.to(tl.int64) * k_key
+    total = tl.zeros_like(i + j).to(tl.float32)
+    for d in range(D):
+        a = tl.load(q + d, mask=i < Tq, other=0.0).to(tl.float32)
+        b = tl.load(k + d, mask=j < Tk, other=0.0).to(tl.float32)
+        w = tl.load(weight + d).to(tl.float32) * LOG2_E
+        total += w - (2.0 * w) * reciprocal(1.0 + tl.exp2((a + b) * TWO_LOG2_E), GPU)
+    return total
+
+
+@triton.jit
+def rows_of(BM: tl.constexpr, MT: tl.constexpr):
+    """Which query of its tile each entry belongs to: (MR, 1, MT, 1)."""
+    return tl.arange(0, BM // MT)[:, None, None, None] * MT + tl.arange(0, MT)[None, None, :, None]
+
+
+@triton.jit
+def columns_of(BN: tl.constexpr, NT: tl.constexpr):
+    """Which key of its tile each entry belongs to: (1, NR, 1, NT)."""
+    return tl.arange(0, BN // NT)[None, :, None, None] * NT + tl.arange(0, NT)[None, None, None, :]
+
+
+@triton.jit
+def as_matrix(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """(MR, NR, MT, NT) -> (BM, BN)."""
+    return tl.reshape(tl.permute(tile, (0, 2, 1, 3)), (BM, BN))
+
+
+@triton.jit
+def as_tile(matrix, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr):
+    """(BM, BN) -> (MR, NR, MT, NT)."""
+    return tl.permute(tl.reshape(matrix, (BM // MT, MT, BN // NT, NT)), (0, 2, 1, 3))
+
+
+@triton.jit
+def per_feature(x, place, DP: tl.constexpr, BD: tl.constexpr):
+    """A row of a table that has a number for each feature."""
+    d = tl.arange(0, BD)
+    return tl.load(x + place * DP + d, mask=d < DP, other=NEVER)
+
+
+@triton.jit
+def logits(
+    E, F, table, constant, factor, q_most, k_most, sizes, far,
+    q, q_query, i, Tq, k, k_key, j, Tk, weight, D,
+    BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
+    CHUNK: tl.constexpr, MOST: tl.constexpr, TOGETHER: tl.constexpr, GPU: tl.constexpr,
+):  # fmt: skip
+    """A tile of logits in base 2; E and F point to its blocks, sizes is 1 + log2 |c|."""
+    exponents = tl.maximum(q_most + k_most, 0.0) + sizes
+    by_four = tl.max(tl.sum(tl.reshape(exponents, (BD // 4, 4)), 1), 0)
+    by_two = tl.max(tl.sum(tl.reshape(exponents, (BD // 2, 2)), 1), 0)
+    if far | (by_two > ROOM):
+        z = sum_first(q, q_query, i, Tq, k, k_key, j, Tk, weight, D, GPU)
+    elif (by_four > ROOM) | (MOST == 2):
+        z = constant - factor * shared_by_two(E, F, table, BM, BN, MT, NT, DP, CHUNK, TOGETHER, GPU)
+    else:
+        z = constant - factor * shared_by_four(E, F, table, BM, BN, MT, NT, DP, CHUNK, TOGETHER, GPU)
+    return z
+
+
+@triton.jit
+def visible(
+    i, j, run, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Which entries of a tile are seen, by one run of keys."""
+    low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+    seen = (j >= low) & (j < high)
+    return allowed(seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
+
+
+@triton.jit
+def visible_at_all(
+    i, j, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Which entries of a tile are seen, by any of the runs."""
+    seen = visible(
+        i, j, 0, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE
+    )
+    if SPANS == 2:
+        seen |= visible(
+            i, j, 1, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE
+        )
+    return seen
+
+
+@triton.jit
+def forward(
+    E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
+    q, k, v, weight, spans, query_ids, key_ids, dense, seed, out, lse,
+    H, group, Tq, Tk, D, Dv, pairs, per_split,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head, headed,
+    spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    threshold, grown,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr,
+    DP: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, GPU: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of queries against every key that one of them sees, the longest causal rows first.
+
+    out (B, H, Tq, Dv) and lse (B, H, Tq) in base 2; with SPLITS both have one more axis in front,
+    each part over its own keys.
+    """
+    E, F, table = as_words(E), as_words(F), as_words(table)
+    blocks = tl.cdiv(Tq, BM)
+    pair = tl.program_id(0) % pairs
+    block = blocks - 1 - tl.program_id(0) // pairs
+    split = tl.program_id(1)
+    b = (pair // H).to(tl.int64)
+    h = (pair % H).to(tl.int64)
+    k_blocks = tl.cdiv(Tk, BN)
+    k_pair = b * (H // group) + h // group
+    offset = Tk - Tq
+    q += b * q_batch + h * q_head
+    k += b * k_batch + (h // group) * k_head
+    v += b * v_batch + (h // group) * v_head
+    spans += b * spans_batch
+    query_ids += b * query_ids_batch
+    key_ids += b * key_ids_batch
+    dense += b * dense_batch + h * dense_head
+    weight += h * weight_head
+    # One table for all heads, or one for each.
+    table += h * headed * (DP // 2)
+    constant = tl.load(constants + h * headed * 2)
+    factor = tl.load(constants + h * headed * 2 + 1)
+    place = pair.to(tl.int64) * blocks + block
+    E += place * (BM * DP // 2)
+    F += k_pair * k_blocks * (BN * DP // 2)
+    own_most = per_feature(q_most, place, DP, BD)
+    own_far = tl.load(q_reach + place) > FAR
+    own_sizes = per_feature(sizes, h * headed, DP, BD)
+    i = block * BM + rows_of(BM, MT)
+    flat = block * BM + tl.arange(0, BM)
+    dv = tl.arange(0, BV)
+    ALWAYS: tl.constexpr = IDS or DENSE
+    peak = tl.full((BM // MT, MT), -float("inf"), tl.float32)
+    total = tl.zeros((BM // MT, MT, NT), tl.float32)
+    mixture = tl.zeros((BM, BV), tl.float32)
+    for run in tl.static_range(SPANS if SPANS > 0 else 1):
+        low, high = span(spans, run, flat, offset, Tq, Tk, CAUSAL, SPANS)
+        first, last, full, end = bounds(low, high, flat < Tq, Tk, BN, ALWAYS)
+        if SPLITS > 1:
+            first = tl.maximum(first, split * per_split)
+            last = tl.minimum(last, (split + 1) * per_split)
+        for t in range(first, last):
+            j = t * BN + columns_of(BN, NT)
+            far = own_far | (tl.load(k_reach + k_pair * k_blocks + t) > FAR)
+            z = logits(
+                E, F + tl.cast(t, tl.int64) * (BN * DP // 2), table, constant, factor,
+                own_most, per_feature(k_most, k_pair * k_blocks + t, DP, BD), own_sizes, far,
+                q, q_query, i, Tq, k, k_key, j, Tk, weight, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, BM, GPU,
+            )  # fmt: skip
+            if (t < full) | (t >= end):
+                seen = visible(
+                    i, j, run, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
+                    CAUSAL, SPANS, IDS, DENSE,
+                )  # fmt: skip
+                z = tl.where(seen, z, -float("inf"))
+            higher = tl.maximum(peak, tl.max(tl.max(z, 1), 2))
+            # A row that has seen nothing so far: -inf minus -inf would not be a number.
+            safe = tl.where(higher == -float("inf"), 0.0, higher)
+            p = tl.exp2(z - safe[:, None, :, None])
+            shrunk = tl.exp2(peak - safe)
+            total = total * shrunk[:, :, None] + tl.sum(p, 1)
+            peak = higher
+            if DROPOUT:
+                p = tl.where(kept(tl.load(seed), b, h, i, j, threshold), p, 0.0)
+            flat_j = t * BN + tl.arange(0, BN)
+            values = tl.load(
+                v + flat_j.to(tl.int64)[:, None] * v_key + dv[None, :],
+                mask=(flat_j < Tk)[:, None] & (dv < Dv)[None, :], other=0.0,
+            )  # fmt: skip
+            mixture = mixture * tl.reshape(shrunk, (BM,))[:, None]
+            mixture = product(as_matrix(p.to(values.dtype), BM, BN), values, mixture, PRECISION, GPU)
+    sums = tl.sum(total, 2)
+    empty = sums == 0.0
+    sums = tl.where(empty, 1.0, sums)
+    row_lse = tl.where(empty, -float("inf"), peak + tl.log2(sums))
+    mixture = mixture * tl.reshape(grown / sums, (BM,))[:, None]
+    row = (split.to(tl.int64) * pairs + pair) * Tq + flat
+    tl.store(lse + row, tl.reshape(row_lse, (BM,)), mask=flat < Tq)
+    tl.store(
+        out + row[:, None] * Dv + dv[None, :], mixture.to(out.dtype.element_ty),
+        mask=(flat < Tq)[:, None] & (dv < Dv)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def join(parts, part_lse, out, lse, rows, Dv, SPLITS: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr):
+    """Joins what SPLITS programs found over their own keys: parts (SPLITS, rows, Dv), part_lse (SPLITS, rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, BS)
+    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    found = tl.load(part_lse + s * rows + row, mask=s < SPLITS, other=-float("inf"))
+    peak = tl.max(found, 0)
+    safe = tl.where(peak == -float("inf"), 0.0, peak)
+    shares = tl.exp2(found - safe)
+    total = tl.sum(shares, 0)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    there = (s < SPLITS)[:, None] & (dv < Dv)[None, :]
+    values = tl.load(parts + (s * rows + row)[:, None] * Dv + dv[None, :], mask=there, other=0.0)
+    mixture = tl.sum(values * (shares / total)[:, None], 0)
+    tl.store(out + row * Dv + dv, mixture.to(out.dtype.element_ty), mask=dv < Dv)
+    tl.store(lse + row, tl.where(empty, -float("inf"), tl.log2(total) + safe))

@@ -1,0 +1,375 @@
+"""The pass of statistics.py for Hopper: while a tile is summed up, the product of the next one is on its way.
+
+Plain Triton waits for each product; this is written in Gluon, where products and copies are started and awaited by
+hand. It takes what is common: half precision, dot products, causal or no mask, as many queries as keys, a multiple of
+128. Its sums are those of statistics.py, which has the rest and is what it is tested against.
+
+A turn of the loop takes a pair of tiles: the even one is segment 0 of the candidates for the heaviest keys, the odd one
+segment 1. Their keys come in one copy. What a tile adds to its keys and to the picture is written during the next tile,
+by the threads that hold it (statistics_hopper_sums.py).
+
+Two rules that the compiler does not say aloud. No product may be under way where the loop turns back: it would lose
+track and wait after every instruction of the tensor core. And arithmetic has to be held in place, see `finished`: else
+it is put off until the product that it should overlap with is done.
+
+B batch, H heads, T queries and keys, D width. A pair is also one head of one batch element.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from foci.kernels.logits import LN_2, LOG2_E, NONE
+from foci.kernels.statistics.sums_hopper import BK, halves, one_of, strip_sums, write_late
+
+# Renamed after Triton 3.6.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def marked(x, tag, TAG_BITS: gl.constexpr):
+    """As in statistics.py: x with a tag in its lowest bits."""
+    return ((x.to(gl.int32, bitcast=True) & (-(1 << TAG_BITS))) | tag).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def no_less(x, TAG_BITS: gl.constexpr):
+    """As in statistics.py: a 16-bit number that is no less than a marked logit, and hardly more."""
+    bare = (x.to(gl.int32, bitcast=True) & (-(1 << TAG_BITS))).to(gl.float32, bitcast=True)
+    above = gl.maximum(bare + gl.abs(bare) * 0.0009765625 + 6e-8, -65504.0)
+    return gl.where(x > NONE / 2, above, -float("inf")).to(gl.float16)
+
+
+@gluon.jit
+def finished(x):
+    """Where this stands, x is computed, and with it all that it is the sum of.
+
+    The assembler would put that off until a later wait is over, when nothing is left to overlap with. It moves nothing
+    past a sleep that hangs on x being above 1e30, which no sum of ours is. A branch or a trap in its place would make
+    it wait for each product.
+    """
+    ASM: gl.constexpr = "{ .reg .pred p; setp.gt.f32 p, $1, 0f7149F2CA; @p nanosleep.u32 1; mov.b32 $0, $1; }"
+    return gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def heaviest(x, tag, best, second, third, TAG_BITS: gl.constexpr):
+    """As in statistics.py: the two largest of each class, and what the third is no larger than."""
+    upper, lower = halves(x)
+    upper = marked(upper, 2 * tag, TAG_BITS)
+    lower = marked(lower, 2 * tag + 1, TAG_BITS)
+    loser = gl.minimum(upper, lower)
+    winner = gl.maximum(upper, lower)
+    weaker = gl.minimum(best, winner)
+    stronger = gl.maximum(second, loser)
+    third = gl.maximum(third, gl.minimum(weaker, stronger))
+    return gl.maximum(best, winner), gl.maximum(weaker, stronger), third
+
+
+@gluon.jit
+def threads(x):
+    """(BK // 16, 8, BQ) by what the tensor core's layout gives to each thread: (BK // 16, 8, BQ // 8, 4, 2)."""
+    return x.reshape((BK // 16, 8, x.shape[2] // 8, 4, 2))
+
+
+@gluon.jit
+def add_distances(distance, p, t, row, CAUSAL: gl.constexpr):
+    """Adds p (BK, BQ) times how far each key is from each query, to distance, which is in the form of `threads`.
+
+    A thread has one difference of places to work out. All others are a constant away from it, and few.
+    """
+    upper, lower = halves(p)
+    upper, lower = threads(upper), threads(lower)
+    OURS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, upper.type.layout))
+    warp = gl.arange(0, BK // 16, gl.SliceLayout(1, gl.SliceLayout(2, OURS)))[:, None, None]
+    r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OURS)))[None, :, None]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, OURS)))[None, None, :]
+    ours = (row - t * BK + 2 * lane - (16 * warp + r)).to(gl.float32)[:, :, None, :, None]
+    REST: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, upper.type.layout)))
+    eights = gl.arange(0, upper.shape[2], gl.SliceLayout(1, REST))[:, None]
+    ones = gl.arange(0, 2, gl.SliceLayout(0, REST))[None, :]
+    constants = (8 * eights + ones).to(gl.float32)[None, None, :, None, :]
+    near = ours + constants
+    far = ours + (constants - 8)
+    if not CAUSAL:
+        near, far = gl.abs(near), gl.abs(far)
+    return (distance + upper * near) + lower * far
+
+
+@gluon.jit
+def largest_of(x):
+    """The largest of what a thread holds of (BK, BQ): one number for each, (BK // 16, 8, 4)."""
+    upper, lower = halves(x)
+    return gl.max(gl.max(threads(gl.maximum(upper, lower)), 4), 2)
+
+
+@gluon.jit
+def tally(
+    dots, t, tag, row, rows, entropy, distance, highest, best, second, third, sums, scale,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, LARGEST: gl.constexpr,
+    SUMS: gl.constexpr, TOP: gl.constexpr, TAG_BITS: gl.constexpr, STRIP: gl.constexpr,
+):  # fmt: skip
+    """Tile t of the keys against the queries from row on; rows are their log-sum-exps."""
+    MMA: gl.constexpr = dots.type.layout
+    if TOP:
+        rows = rows.load(gl.SliceLayout(0, MMA))
+    x = dots * scale - rows[None, :]
+    if MASK:
+        j = gl.arange(0, BK, gl.SliceLayout(1, MMA)) + (t * BK - row)
+        i = gl.arange(0, dots.shape[1], gl.SliceLayout(0, MMA))
+        seen = j[:, None] <= i[None, :]
+        x = gl.where(seen, x, NONE)
+        dots = gl.where(seen, dots, -float("inf"))
+    if LARGEST:
+        highest = gl.maximum(highest, largest_of(dots))
+    if TOP:
+        best, second, third = heaviest(x, tag, best, second, third, TAG_BITS)
+    if ENTROPY or DISTANCE or SUMS:
+        p = gl.exp2(x)
+    if ENTROPY:
+        upper, lower = halves(p * x)
+        entropy = (entropy + upper) + lower
+    if DISTANCE:
+        distance = add_distances(distance, p, t, row, CAUSAL)
+    if SUMS:
+        sums = strip_sums(p, STRIP)
+        finished(sums[1] + sums[2])
+    elif ENTROPY:
+        finished(one_of(entropy))
+    else:
+        finished(gl.sum(gl.sum(distance, 4), 2))
+    return entropy, distance, highest, best, second, third, sums
+
+
+@gluon.jit
+def product(k_buffers, at, queries, acc, WHICH: gl.constexpr):
+    """Of the first or the second tile of a pair, on its way."""
+    keys = k_buffers.index(at).reshape((2 * BK, k_buffers.shape[4])).slice(WHICH * BK, BK, 0)
+    return warpgroup_mma(keys, queries, acc, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def pair_of(n, pairs):
+    """The pair on the edge comes first, then the others in order."""
+    return gl.where(n == 0, pairs, n) - 1
+
+
+@gluon.jit
+def fetch(k, k_buffers, k_full, b, g, n, counted, pairs):
+    """The n-th pair of this turn, if there is one, to its place."""
+    there = n < pairs
+    at = (counted + n) & 1
+    mbarrier.expect(k_full.index(at), k.block_type.nbytes, pred=there)
+    # All have read what was there before. Triton 3.6 and 3.7 put a barrier here themselves, so it costs nothing.
+    barrier()
+    tma.async_copy_global_to_shared(
+        k, [b, g, pair_of(n, pairs) * (2 * BK), 0], k_full.index(at), k_buffers.index(at), pred=there
+    )
+
+
+@gluon.jit
+def start(k_buffers, k_full, queries, acc, n, counted, pairs):
+    """The first product of the n-th pair; where there is none, one for nothing."""
+    at = (counted + n) & 1
+    mbarrier.wait(k_full.index(at), ((counted + n) >> 1) & 1, pred=n < pairs)
+    return product(k_buffers, at, queries, acc, 0)
+
+
+@gluon.jit
+def tile_at(turn, slot, slots, first_tile, tiles):
+    """Back and forth, the longest rows first; -1 where there is none."""
+    place = turn * slots + gl.where(turn % 2 == 0, slot, slots - 1 - slot)
+    return gl.where(place < tiles, first_tile + tiles - 1 - place, -1)
+
+
+@gluon.jit
+def begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, g, tile, counted, T, CAUSAL: gl.constexpr, BQ: gl.constexpr):
+    """Fetches the queries of a tile and the first keys; gives the pairs of tiles of keys that it needs."""
+    there = tile >= 0
+    pairs = T // (2 * BK)
+    if CAUSAL:
+        pairs = tile * BQ // (2 * BK) + 1
+    pairs = gl.where(there, pairs, 0)
+    mbarrier.expect(q_full, q.block_type.nbytes, pred=there)
+    barrier()
+    tma.async_copy_global_to_shared(q, [b, h, tile * BQ, 0], q_full, q_buffer, pred=there)
+    fetch(k, k_buffers, k_full, b, g, 0, counted, pairs)
+    fetch(k, k_buffers, k_full, b, g, 1, counted, pairs)
+    return pairs
+
+
+@gluon.jit
+def clear(into, first, size):
+    """Zeros from first on, for sums that are kept in memory."""
+    LINE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    for start_at in range(first, size, 512):
+        at = start_at + gl.arange(0, 512, LINE)
+        gl.store(into + at, gl.zeros((512,), gl.float32, LINE), mask=at < size)
+
+
+@gluon.jit
+def keep(best, second, third, kept, into, queries, TAG_BITS: gl.constexpr):
+    """Writes the candidates of a segment, as statistics.py does."""
+    to_best, to_second, to_third = kept
+    L: gl.constexpr = best.type.layout
+    a = gl.arange(0, BK // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    c = gl.arange(0, best.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    at = (8 * (into + a) + r) * queries + c
+    gl.store(to_best + at, best)
+    gl.store(to_second + at, second)
+    bound = no_less(gl.max(third, 1), TAG_BITS)
+    M: gl.constexpr = bound.type.layout
+    a = gl.arange(0, BK // 16, gl.SliceLayout(1, M))[:, None]
+    c = gl.arange(0, best.shape[2], gl.SliceLayout(0, M))[None, :]
+    gl.store(to_third + (into + a) * queries + c, bound)
+
+
+@gluon.jit
+def statistics_hopper(
+    q, k, lse, entropy, distance, largest, columns, picture, best, second, third,
+    H, group, T, slots, first_pair, first_tile, tiles, scale, picture_columns, picture_scale,
+    CAUSAL: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, LARGEST: gl.constexpr,
+    RECEIVED: gl.constexpr, PICTURE: gl.constexpr, TOP: gl.constexpr, TAG_BITS: gl.constexpr,
+    BQ: gl.constexpr, STRIP: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Program (pair, slot) serves every `slots`-th tile of queries; what it writes is as in statistics.py.
+
+    q and k are described for the copy engine, (B, H, T, D) by BQ and 2 * BK rows. STRIP: queries of a cell. WIDE: tiles
+    that a cell is wide, at least 1. LARGEST: for a positive scale, and not with TOP, which knows it. With TOP
+    registers are short: log-sum-exps stay in shared memory, and the next queries are fetched when all is written, not
+    before.
+    """
+    AHEAD: gl.constexpr = not TOP
+    # One bound for both segments: a query in doubt has more to be read again, but is not in doubt more often.
+    SHARED: gl.constexpr = TOP and DISTANCE
+    SUMS: gl.constexpr = RECEIVED or PICTURE
+    DOWN: gl.constexpr = BQ // STRIP
+    D: gl.constexpr = q.block_type.shape[3]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BQ, 16])
+    pair = first_pair + gl.program_id(0) // slots
+    slot = gl.program_id(0) % slots
+    b = pair // H
+    h = pair % H
+    wide = pair.to(gl.int64)
+    lse += wide * T
+    entropy += wide * T
+    distance += wide * T
+    largest += wide * (T // BQ)
+    columns += (wide * slots + slot) * T
+    picture += wide * (T // STRIP) * picture_columns
+    scale = scale * LOG2_E
+    q_buffer = gl.allocate_shared_memory(q.dtype, [1, 1, BQ, D], q.layout)
+    k_buffers = gl.allocate_shared_memory(k.dtype, [2, 1, 1, 2 * BK, D], k.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    for m in gl.static_range(2):
+        mbarrier.init(k_full.index(m), count=1)
+    rows_buffer = gl.allocate_shared_memory(gl.float32, [BQ], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queries = q_buffer.reshape((BQ, D)).permute((1, 0))
+    # Later launches for the same pairs go on adding.
+    if RECEIVED and first_tile == 0:
+        clear(columns, 0, T)
+    barrier()
+    counted = 0
+    done = 0
+    nothing = gl.zeros((BK, BQ), gl.float32, MMA)
+    zeros, _ = halves(nothing)
+    none = gl.full_like(zeros, NONE)
+    lowest = gl.full_like(one_of(zeros), -float("inf"))
+    no_sums = strip_sums(nothing, STRIP)
+    tile = tile_at(0, slot, slots, first_tile, tiles)
+    pairs = 0
+    if AHEAD:
+        pairs = begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ)
+    for turn in range(gl.cdiv(tiles, slots)):
+        if not AHEAD:
+            tile = tile_at(turn, slot, slots, first_tile, tiles)
+        if tile >= 0:
+            if not AHEAD:
+                pairs = begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ)
+            row = tile * BQ
+            rows = gl.load(lse + row + gl.arange(0, BQ, gl.SliceLayout(0, MMA)))
+            rows = gl.where(rows == -float("inf"), -NONE, rows * LOG2_E)
+            if TOP:
+                rows_buffer.store(rows)
+                rows = rows_buffer
+            cells_at = picture + (row // STRIP).to(gl.int64) * picture_columns
+            if PICTURE:
+                # Cells that no tile visits, or that all tiles add to.
+                for line in gl.static_range(DOWN):
+                    visited = pairs * (2 * BK // 16) if WIDE == 1 else 0
+                    clear(cells_at + line * picture_columns, visited, picture_columns)
+                if WIDE > 1:
+                    barrier()
+            mbarrier.wait(q_full, done & 1)
+            even = start(k_buffers, k_full, queries, nothing, 0, counted, pairs)
+            sums, before = no_sums, -1
+            sum_entropy, sum_distance, highest = zeros, threads(zeros), lowest
+            best0, second0, third0 = none, none, none
+            best1, second1, third1 = none, none, none
+            dots = warpgroup_mma_wait(0, [even])
+            for edge in gl.static_range(2):
+                for n in range(0 if edge == 0 else 1, 1 if edge == 0 else pairs):
+                    # One product is on its way at any time, none at the end.
+                    u = pair_of(n, pairs)
+                    odd = product(k_buffers, (counted + n) & 1, queries, nothing, 1)
+                    if edge == 1:
+                        write_late(
+                            before, sums, columns, cells_at, picture_columns, picture_scale,
+                            RECEIVED, PICTURE, DOWN, WIDE,
+                        )  # fmt: skip
+                    sum_entropy, sum_distance, highest, best0, second0, third0, sums = tally(
+                        dots, 2 * u, u, row, rows, sum_entropy, sum_distance, highest, best0, second0, third0,
+                        sums, scale, CAUSAL, CAUSAL and edge == 0, ENTROPY, DISTANCE, LARGEST, SUMS, TOP, TAG_BITS,
+                        STRIP,
+                    )  # fmt: skip
+                    other, sum_entropy = warpgroup_mma_wait(0, [odd, sum_entropy])
+                    even = start(k_buffers, k_full, queries, nothing, n + 1, counted, pairs)
+                    fetch(k, k_buffers, k_full, b, h // group, n + 2, counted, pairs)
+                    write_late(
+                        2 * u, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN, WIDE
+                    )
+                    if SHARED:
+                        third1 = third0
+                    sum_entropy, sum_distance, highest, best1, second1, third1, sums = tally(
+                        other, 2 * u + 1, u, row, rows, sum_entropy, sum_distance, highest, best1, second1, third1,
+                        sums, scale, CAUSAL, CAUSAL and edge == 0, ENTROPY, DISTANCE, LARGEST, SUMS, TOP, TAG_BITS,
+                        STRIP,
+                    )  # fmt: skip
+                    if SHARED:
+                        third0 = third1
+                    dots, sum_entropy = warpgroup_mma_wait(0, [even, sum_entropy])
+                    before = 2 * u + 1
+            counted += pairs
+            done += 1
+            if AHEAD:
+                # The next queries and keys are on their way while the rest is written.
+                tile = tile_at(turn + 1, slot, slots, first_tile, tiles)
+                pairs = begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ)
+            write_late(before, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN, WIDE)
+            if TOP:
+                into = (wide - first_pair) * 2 * (BK // 16)
+                at = row - first_tile * BQ
+                kept = (best + at, second + at, third + at)
+                if SHARED:
+                    third1 = third0
+                keep(best0, second0, third0, kept, into, tiles * BQ, TAG_BITS)
+                keep(best1, second1, third1, kept, into + BK // 16, tiles * BQ, TAG_BITS)
+            if ENTROPY:
+                total = gl.sum(gl.sum(sum_entropy, 1), 0)
+                i = row + gl.arange(0, BQ, total.type.layout)
+                gl.store(entropy + i, 0.0 - total * LN_2)
+            if DISTANCE:
+                total = gl.sum(gl.sum(sum_distance, 1), 0).reshape((BQ,))
+                i = row + gl.arange(0, BQ, total.type.layout)
+                gl.store(distance + i, total)
+            if LARGEST:
+                gl.store(largest + row // BQ, gl.max(gl.max(gl.max(highest, 2), 1), 0) * (scale * LN_2))
+            if not AHEAD:
+                # All have read the queries.
+                barrier()

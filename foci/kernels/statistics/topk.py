@@ -1,0 +1,360 @@
+"""The k heaviest keys of each query, chosen from what the pass over the tiles has kept (statistics.py).
+
+It kept, per query and class of keys, the two largest logits and where they were, and a number that the third does not
+exceed. The k largest of these are chosen (choose). A key that was not kept can count only where both of its class were
+chosen and the third may reach the last one chosen. And the logits that were kept lack their lowest bits, which say
+where, so that keys level with the last one chosen are open too. Queries with such classes, few, are put on a list, and
+those classes are read again, key by key (refine).
+
+Weights of inputs in half precision are those of the logits that were kept: what they lack is far below what the inputs
+do. For float32 they are computed anew.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from foci.kernels.logits import LN_2, NONE, allowed, log_sum_exps, logits, span
+from foci.kernels.statistics.sort import better, flipped, has_ties, in_order, largest
+
+# Stands for no key where the lowest key is sought.
+LAST = tl.constexpr(2147483647)
+# Flags per word.
+WORD = tl.constexpr(16)
+
+
+@triton.jit
+def located(klass, tag, segments, BK: tl.constexpr):
+    """The key with this tag in its class: its tile among those of the segment, times 2, plus which of the two rows."""
+    place = klass % (BK // 2)
+    tile = (tag >> 1) * segments + klass // (BK // 2)
+    return tile * BK + (place // 8) * 16 + place % 8 + (tag & 1) * 8
+
+
+@triton.jit
+def relabelled(pointers, label, there, LABEL_BITS: tl.constexpr):
+    """Logits with a label of their own in the place of the tag, so that no two of a query are the same number."""
+    bits = tl.load(pointers, mask=there, other=NONE).to(tl.int32, bitcast=True)
+    return ((bits & (-(1 << LABEL_BITS))) | label).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bare(x, LABEL_BITS: tl.constexpr):
+    return (x.to(tl.int32, bitcast=True) & (-(1 << LABEL_BITS))).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def enlist(listed, counter, row, flagged):
+    """Puts the rows that are flagged on the list, in any order: each is read again by itself."""
+    base = tl.atomic_add(counter, tl.sum(flagged.to(tl.int32), 0))
+    tl.store(listed + base + tl.cumsum(flagged.to(tl.int32), 0) - 1, row, mask=flagged)
+
+
+@triton.jit
+def level_classes(best, second, last, klass, column, valid, queries, LABEL_BITS: tl.constexpr):
+    """Where classes (1, N) have a candidate that was left out and is level with the last one chosen: (R, N)."""
+    x = relabelled(best + klass * queries + column, 2 * klass, valid, LABEL_BITS)
+    y = relabelled(second + klass * queries + column, 2 * klass + 1, valid, LABEL_BITS)
+    left = tl.where(x < last, x, tl.where(y < last, y, NONE))
+    return (bare(left, LABEL_BITS) >= bare(last, LABEL_BITS)) & (last > NONE / 2) & valid
+
+
+@triton.jit
+def doubts(
+    x, left, best, second, third, flags, listed, counter, column, valid, row, queries,
+    TOP: tl.constexpr, CLASSES: tl.constexpr, LABEL_BITS: tl.constexpr,
+):  # fmt: skip
+    """Puts queries whose last one chosen is in doubt on the list, with a flag for each class that may hide another."""
+    slot = tl.arange(0, x.shape[1])[None, :]
+    last = tl.min(tl.where(slot < TOP, x, float("inf")), 1)
+    if x.shape[1] > TOP:
+        left = tl.maximum(left, bare(tl.max(tl.where(slot < TOP, NONE, x), 1), LABEL_BITS))
+    # What was kept lacks its lowest bits: a key that is level with the last one chosen may be the heavier one.
+    level = (left >= bare(last, LABEL_BITS)) & (last > NONE / 2) & valid
+    label = x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)
+    klass = (label >> 1) % CLASSES
+    both = (label % 2 == 1) & (x > NONE / 2) & (slot < TOP) & valid[:, None]
+    rest = tl.load(third + (klass // 8) * queries + column[:, None], mask=both, other=-float("inf"))
+    hidden = both & (rest.to(tl.float32) >= bare(last, LABEL_BITS)[:, None])
+    doubtful = level | (tl.max(hidden.to(tl.int32), 1) > 0)
+    if tl.max(doubtful.to(tl.int32), 0) > 0:
+        some_level = tl.max(level.to(tl.int32), 0) > 0
+        within = tl.arange(0, WORD)[None, :]
+        for word in range(CLASSES // WORD):
+            bits = tl.sum(tl.where(hidden & (klass // WORD == word), 1 << (klass % WORD), 0), 1)
+            if some_level:
+                more = level_classes(
+                    best, second, last[:, None], word * WORD + within, column[:, None], valid[:, None], queries,
+                    LABEL_BITS,
+                )  # fmt: skip
+                bits |= tl.sum(tl.where(more, 1 << within, 0), 1)
+            tl.store(flags + row.to(tl.int64) * (CLASSES // WORD) + word, bits, mask=doubtful)
+        enlist(listed, counter, row, doubtful)
+
+
+@triton.jit
+def pick(
+    best, second, column, valid, queries,
+    CLASSES: tl.constexpr, LABEL_BITS: tl.constexpr, LOG_N: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """The 2 ** LOG largest candidates of each query, by their labels, in order: (R, 2 ** LOG); and the largest left.
+
+    best and second (CLASSES, queries). 2 ** LOG_N classes are taken at a time.
+    """
+    klass = tl.arange(0, 1 << LOG_N)[None, :]
+    there = valid[:, None] & (klass < CLASSES)
+    x = relabelled(best + klass * queries + column[:, None], 2 * klass, there, LABEL_BITS)
+    x, left = largest(x, LOG_N, LOG)
+    for start in range(1 << LOG_N, CLASSES, 1 << LOG_N):
+        at = best + (start + klass) * queries + column[:, None]
+        more, rest = largest(relabelled(at, 2 * (start + klass), valid[:, None], LABEL_BITS), LOG_N, LOG)
+        left = tl.maximum(left, rest)
+        x, rest = better(x, flipped(more, LOG), LOG)
+        left = tl.maximum(left, rest)
+    # The second of a class counts only where the first was taken.
+    label = x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)
+    there = valid[:, None] & ((label >> 1) < CLASSES)
+    y = relabelled(second + (label >> 1) * queries + column[:, None], label | 1, there, LABEL_BITS)
+    x, rest = better(x, flipped(in_order(y, LOG), LOG), LOG)
+    return x, bare(tl.maximum(left, rest), LABEL_BITS)
+
+
+@triton.jit
+def candidates(best, second, x, column, queries, CLASSES: tl.constexpr, LABEL_BITS: tl.constexpr):
+    """The bits that were kept of the candidates behind labels (R, 2 ** LOG), read once more."""
+    label = x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)
+    places = ((label >> 1) % CLASSES) * queries + column[:, None]
+    real = x > NONE / 2
+    first = tl.load(best + places, mask=real & (label % 2 == 0), other=0.0).to(tl.int32, bitcast=True)
+    other = tl.load(second + places, mask=real & (label % 2 == 1), other=0.0).to(tl.int32, bitcast=True)
+    return first | other
+
+
+@triton.jit
+def choose(
+    q, k, lse, slopes, best, second, third, values, keys, largest_logits, flags, listed, counter,
+    H, group, Tq, Tk, D,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, scale, softcap, first_pair, first_query, queries, segments,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr, LARGEST: tl.constexpr,
+    TOP: tl.constexpr, CLASSES: tl.constexpr, LOG_N: tl.constexpr, LOG: tl.constexpr, BK: tl.constexpr,
+    TAG_BITS: tl.constexpr, LABEL_BITS: tl.constexpr,
+    R: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """R queries of one pair: the keys of the largest candidates and their weights, in order.
+
+    A thread takes a query: it holds all of its candidates, and reads them as its neighbours read theirs. best and
+    second are (pairs, CLASSES, queries), third (pairs, CLASSES // 8, queries), flags (rows, CLASSES // WORD), a row
+    being one query of any pair. EXACT: logits are computed anew, else they are what was kept of them.
+    """
+    local = tl.program_id(1).to(tl.int64)
+    best += local * CLASSES * queries
+    second += local * CLASSES * queries
+    third += local * (CLASSES // 8) * queries
+    pair = first_pair + tl.program_id(1)
+    # Not said to begin at a multiple: else a thread would read four queries at a time, and hold a part of their keys.
+    column = tl.multiple_of(tl.program_id(0) * R + tl.arange(0, R), [1])
+    i = first_query + column
+    valid = (column < queries) & (i < Tq)
+    row = pair * Tq + i
+    x, left = pick(best, second, column, valid, queries, CLASSES, LABEL_BITS, LOG_N, LOG)
+    doubts(x, left, best, second, third, flags, listed, counter, column, valid, row, queries, TOP, CLASSES, LABEL_BITS)
+    bits = candidates(best, second, x, column, queries, CLASSES, LABEL_BITS)
+    slot = tl.arange(0, 1 << LOG)[None, :]
+    # Only what was chosen is put in order: `doubts` flagged the classes of all others that are level with it.
+    real = (x > NONE / 2) & (slot < TOP)
+    klass = ((x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)) >> 1) % CLASSES
+    found = tl.where(real, located(klass, bits & ((1 << TAG_BITS) - 1), segments, BK), -1)  # (R, slots)
+    into = row.to(tl.int64)[:, None] * TOP
+    if EXACT:
+        b = (pair // H).to(tl.int64)
+        h = pair % H
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes + h)
+        q += b * q_batch + h.to(tl.int64) * q_head
+        k += b * k_batch + (h // group).to(tl.int64) * k_head
+        # They wait where the weights are to stand: whoever reads keys side by side holds no query for itself.
+        for n in range(TOP):
+            one = at_slot(found, n)[:, None]
+            dots = products(q, k, i, one, valid, one >= 0, D, q_query, k_key, BD, STEP, EVEN)
+            tl.store(values + into + n, dots, mask=valid[:, None])
+        tl.debug_barrier()
+        y = tl.load(values + into + slot, mask=found >= 0, other=0.0)
+        tl.debug_barrier()
+        y = logits(y, i[:, None], found, Tk - Tq, slope, scale, softcap, SOFTCAP, ALIBI)
+        y = tl.where(found >= 0, y - log_sum_exps(lse + pair.to(tl.int64) * Tq, i, Tq)[:, None], NONE)
+        store(y, found, places(y, found), values + into, keys + into, valid[:, None], TOP)
+    else:
+        # In the middle of what the lost bits may have been.
+        y = ((bits & (-(1 << TAG_BITS))) | (1 << (TAG_BITS - 1))).to(tl.float32, bitcast=True)
+        y = tl.where(real, y, NONE)
+        if tl.max(has_ties(tl.where(real, bare(x, LABEL_BITS), x)).to(tl.int32), 0) > 0:
+            store(y, found, places(y, found), values + into, keys + into, valid[:, None], TOP)
+        else:
+            store(y, found, slot, values + into, keys + into, valid[:, None], TOP)
+    spoil(lse + row, values + into + slot, keys + into + slot, valid, slot < TOP)
+    if LARGEST:
+        heaviest = tl.max(y, 1)
+        z = heaviest + log_sum_exps(lse + pair.to(tl.int64) * Tq, i, Tq)
+        tl.store(largest_logits + row, tl.where(heaviest > NONE / 2, z * LN_2, -float("inf")), mask=valid)
+
+
+@triton.jit
+def products(
+    q, k, i, j, valid, there, D, q_query, k_key, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """The dot product of query i with each key j, where it is valid and there: i (R,), j (R, N) -> (R, N)."""
+    shape: tl.constexpr = (j.shape[0], j.shape[1], STEP)
+    total = tl.zeros(shape, tl.float32)
+    row = q + i.to(tl.int64)[:, None, None] * q_query
+    keys = k + j.to(tl.int64)[:, :, None] * k_key
+    valid = valid[:, None, None]
+    there = there[:, :, None]
+    # Not unrolled: all rows of keys at once would take more registers than there are.
+    for start in range(0, BD, STEP):
+        d = (start + tl.arange(0, STEP))[None, None, :]
+        a = tl.load(row + d, mask=valid if EVEN else valid & (d < D), other=0.0)
+        b = tl.load(keys + d, mask=there if EVEN else there & (d < D), other=0.0)
+        # Added up at the end: a sum across lanes at every step would keep the next keys waiting.
+        total += a.to(tl.float32) * b.to(tl.float32)
+    return tl.sum(total, 2)
+
+
+@triton.jit
+def insert(x, keys, more, j, SLOTS: tl.constexpr):
+    """Puts each of `more` (1, N) that beats the worst of the list (1, SLOTS) in its place."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    # Most of the keys that are read again beat nobody: no turn is taken for them.
+    more = tl.where(more >= tl.min(x, 1)[:, None], more, NONE)
+    while tl.max(tl.max(more, 1), 0) > NONE / 2:
+        heaviest = tl.max(more, 1)
+        key = tl.min(tl.where(more == heaviest[:, None], j, LAST), 1)
+        worst = tl.min(x, 1)
+        worst_key = tl.max(tl.where(x == worst[:, None], keys, -1), 1)
+        better = (heaviest > worst) | ((heaviest == worst) & (key < worst_key))
+        is_worst = (x == worst[:, None]) & (keys == worst_key[:, None])
+        here = better[:, None] & (slot == tl.min(tl.where(is_worst, slot, SLOTS), 1)[:, None])
+        x = tl.where(here, heaviest[:, None], x)
+        keys = tl.where(here, key[:, None], keys)
+        more = tl.where(better[:, None] & (j != key[:, None]), more, NONE)
+    return x, keys
+
+
+@triton.jit
+def at_slot(x, n):
+    """x (R, slots) of whole numbers, none below -1 -> (R,)."""
+    return tl.max(tl.where(tl.arange(0, x.shape[1])[None, :] == n, x, -1), 1)
+
+
+@triton.jit
+def places(x, found):
+    """The place of each slot: how many come before it, by weight, then by key. Empty ones are alike: as they lie."""
+    slot = tl.arange(0, x.shape[1])[None, :]
+    place = tl.zeros(x.shape, tl.int32)
+    for n in range(x.shape[1]):
+        key = at_slot(found, n)[:, None]
+        other = tl.max(tl.where(slot == n, x, -float("inf")), 1)[:, None]
+        first = (key < found) | ((key == found) & (n < slot))
+        place += ((other > x) | ((other == x) & first)).to(tl.int32)
+    return place
+
+
+@triton.jit
+def places_at_once(x, found):
+    """As places, of one query that all threads share: no loop, in which they would wait for each other every time."""
+    slot = tl.arange(0, x.shape[1])
+    other, key = x[:, None, :], found[:, None, :]
+    alike = (key == found[:, :, None]) & (slot[None, None, :] < slot[None, :, None])
+    ahead = (other > x[:, :, None]) | ((other == x[:, :, None]) & ((key < found[:, :, None]) | alike))
+    return tl.sum(ahead.to(tl.int32), 2)
+
+
+@triton.jit
+def store(x, found, place, values, keys, valid, TOP: tl.constexpr):
+    """x, found, place (R, slots); values, keys (R, 1) pointers."""
+    real = x > NONE / 2
+    there = valid & (place < TOP)
+    tl.store(values + place, tl.where(real, tl.exp2(x), 0.0), mask=there)
+    tl.store(keys + place, tl.where(real, found, -1), mask=there)
+
+
+@triton.jit
+def spoil(lse, values, keys, valid, there):
+    """Queries whose log-sum-exp is no number have weights that are none, of no key: not those of one that sees nothing.
+
+    lse (R,), values and keys (R, slots) pointers.
+    """
+    rows = tl.load(lse, mask=valid, other=0.0)
+    spoilt = (rows != rows)[:, None] & there
+    if tl.max((rows != rows).to(tl.int32), 0) > 0:
+        tl.debug_barrier()
+        tl.store(values, tl.full(values.shape, float("nan"), tl.float32), mask=spoilt)
+        tl.store(keys, tl.full(keys.shape, -1, tl.int32), mask=spoilt)
+
+
+@triton.jit
+def refine(
+    q, k, lse, spans, query_ids, key_ids, dense, slopes, flags, listed, counter, values, keys, largest_logits,
+    H, group, Tq, Tk, D,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
+    dense_batch, dense_head, dense_query, dense_key,
+    scale, softcap, segments, tags,
+    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LARGEST: tl.constexpr,
+    TOP: tl.constexpr, SLOTS: tl.constexpr, CLASSES: tl.constexpr, BK: tl.constexpr,
+    READ: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The queries on the list, one after the other, shared among the programs. READ keys of a class at a time."""
+    words = tl.arange(0, CLASSES // WORD)[None, :]
+    slot = tl.arange(0, SLOTS)[None, :]
+    offset = Tk - Tq
+    for n in range(tl.program_id(0), tl.load(counter), tl.num_programs(0)):
+        at = tl.load(listed + n)
+        pair = at // Tq
+        b = (pair // H).to(tl.int64)
+        h = pair % H
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes + h)
+        one = at % Tq + tl.zeros((1,), tl.int32)
+        query = q + b * q_batch + h.to(tl.int64) * q_head
+        others = k + b * k_batch + (h // group).to(tl.int64) * k_head
+        mask = dense + b * dense_batch + h.to(tl.int64) * dense_head
+        row = log_sum_exps(lse + pair.to(tl.int64) * Tq, one, Tq)[:, None]
+        line = at.to(tl.int64) * TOP + tl.zeros((1, 1), tl.int64)
+        flag = tl.load(flags + at.to(tl.int64) * (CLASSES // WORD) + words)  # (1, CLASSES // WORD)
+        chosen = tl.load(keys + line + slot, mask=slot < TOP, other=-1)
+        y = products(query, others, one, chosen, one < Tq, chosen >= 0, D, q_query, k_key, BD, STEP, EVEN)
+        y = logits(y, one[:, None], chosen, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
+        y = tl.where(chosen >= 0, y, NONE)
+        while tl.max(tl.max(flag, 1), 0) > 0:
+            word = tl.min(tl.min(tl.where(flag > 0, words, CLASSES), 1), 0)
+            content = tl.max(tl.max(tl.where(words == word, flag, 0), 1), 0)
+            lowest = content & (-content)
+            bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            flag = tl.where(words == word, flag - lowest, flag)
+            for start in range(0, tags, READ):
+                tag = start + tl.arange(0, READ)[None, :]
+                j = located(word * WORD + bit, tag, segments, BK)
+                seen = j < 0
+                for run in tl.static_range(SPANS if SPANS > 0 else 1):
+                    low, high = span(spans + b * spans_batch, run, one, offset, Tq, Tk, CAUSAL, SPANS)
+                    seen |= (j >= low[:, None]) & (j < high[:, None])
+                # What is in the list already must not come twice.
+                twice = tl.max((j[:, :, None] == chosen[:, None, :]).to(tl.int32), 2) > 0
+                seen = allowed(
+                    seen & (tag < tags) & (j < Tk) & ~twice, one[:, None], j,
+                    query_ids + b * query_ids_batch, key_ids + b * key_ids_batch, mask, dense_query, dense_key,
+                    Tq, Tk, IDS, DENSE,
+                )  # fmt: skip
+                if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
+                    z = products(query, others, one, j, one < Tq, seen, D, q_query, k_key, BD, STEP, EVEN)
+                    z = logits(z, one[:, None], j, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
+                    y, chosen = insert(y, chosen, tl.where(seen, z, NONE), j, SLOTS)
+        # What is written lies where the chosen were read, by other threads.
+        tl.debug_barrier()
+        store(y, chosen, places_at_once(y, chosen), values + line, keys + line, True, TOP)
+        if LARGEST:
+            tl.store(largest_logits + at + tl.zeros((1,), tl.int32), tl.max(y + row, 1) * LN_2)

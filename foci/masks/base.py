@@ -1,0 +1,232 @@
+"""Mask: one question, `visible(where)`, the algebra `&`, `|`, `~`, and a drawing. The kinds are in kinds.py.
+
+B batch, H heads, R queries and C keys of a tile. True always means "may look".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.masks.ranges import Spans
+from foci.masks.tile import Extent, Where
+from foci.runtime.checks import four_dimensional, on_device
+
+CPU = torch.device("cpu")
+
+
+class Mask:
+    """Says which keys a query may look at; joined by `&`, `|`, `~` with masks and with bool tensors."""
+
+    def visible(self, where: Where) -> Tensor:
+        """True where the query may look at the key; broadcasts to (B, H, R, C)."""
+        raise NotImplementedError
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        """The keys that each query sees, as runs of key indices; `positioned`: positions were given by the caller.
+
+        What plain numbers say is made on the device that the extent names: for whoever reads it that is the CPU, for a
+        kernel its own, as a copy from the host would wait for all that the device has to do.
+        """
+        return Spans.everything(extent)
+
+    def fit(self, extent: Extent) -> Mask:
+        """The same mask, checked against a call and with its tensors in normal form."""
+        return self
+
+    @property
+    def static(self) -> bool:
+        """Whether the mask is made of plain numbers only, so that its spans cost no read of a device."""
+        return True
+
+    def __and__(self, other: Mask | Tensor) -> Mask:
+        return Both(self, as_mask(other))
+
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        return Either(self, as_mask(other))
+
+    def __invert__(self) -> Mask:
+        return Opposite(self)
+
+    __rand__ = __and__
+    __ror__ = __or__
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"a mask has no truth value: expected masks joined by &, | and ~, but {self!r} met and, or, not"
+        )
+
+    def draw(self, queries: int = 6, keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
+        """A small drawing: a row per query, a column per key, ■ where the query may look.
+
+        >>> print(foci.causal.draw(2, 5))
+        ■ ■ ■ ■ ·
+        ■ ■ ■ ■ ■
+        """
+        keys = queries if keys is None else keys
+        if queries < 1 or keys < 1:
+            raise ValueError(f"a drawing needs at least one query and one key, but got {queries} and {keys}")
+        size = self._drawn()
+        sequences = math.prod(size.batch)
+        if not 0 <= batch < max(sequences, 1) or head < 0:
+            raise ValueError(
+                f"a drawing of {sequences} sequences takes one of them, but got batch={batch}, head={head}"
+            )
+        return draw(self, size._replace(queries=queries, keys=keys, heads=max(size.heads, head + 1)), batch, head)
+
+    def __str__(self) -> str:
+        size = self._drawn()
+        return f"{self!r}, {size.queries} queries and {size.keys} keys\n{draw(self, size, 0, 0)}"
+
+    def _drawn(self) -> Drawn:
+        """What a drawing of it needs."""
+        return Drawn()
+
+
+class Drawn(NamedTuple):
+    """The sizes of a drawing, and how firm they are: 0 where any would do, 2 where tensors decide."""
+
+    firm: int = 0
+    queries: int = 6
+    keys: int = 6
+    batch: tuple[int, ...] = (1,)
+    heads: int = 1
+    device: torch.device = CPU
+
+
+def as_mask(mask: Mask | Tensor) -> Mask:
+    if isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = f"a {mask.dtype} tensor" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be a foci mask or a bool tensor (True = may look), but got {got}")
+    return Entries(mask)
+
+
+def draw(mask: Mask, size: Drawn, batch: int, head: int) -> str:
+    queries, keys, device = size.queries, size.keys, size.device
+    mask = mask.fit(Extent(size.batch, size.heads, queries, keys, device))
+    query, key = torch.arange(queries, device=device).view(-1, 1), torch.arange(keys, device=device).view(1, -1)
+    sequence, own = torch.tensor(batch, device=device), torch.tensor(head, device=device)
+    where = Where(sequence, own, query, key, query + keys - queries, key)
+    seen = mask.visible(where).cpu().broadcast_to(queries, keys).tolist()
+    return "\n".join(" ".join("■" if entry else "·" for entry in row) for row in seen)
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Entries(Mask):
+    """A bool tensor that broadcasts to the attention matrix."""
+
+    entries: Tensor
+
+    def visible(self, where: Where) -> Tensor:
+        return where.pick(self.entries)
+
+    def fit(self, extent: Extent) -> Mask:
+        return Entries(four_dimensional(on_device(self.entries, extent, "mask"), extent, "mask"))
+
+    def _drawn(self) -> Drawn:
+        batch, heads, queries, keys = (1, 1, 1, 1, *self.entries.shape)[-4:]
+        leading = tuple(self.entries.shape[:-3]) or (batch,)
+        return Drawn(2, queries, keys, leading, heads, self.entries.device)
+
+    def __repr__(self) -> str:
+        return f"bool tensor {tuple(self.entries.shape)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Both(Mask):
+    """Visible where both masks allow it."""
+
+    left: Mask
+    right: Mask
+
+    def visible(self, where: Where) -> Tensor:
+        return self.left.visible(where) & self.right.visible(where)
+
+    def fit(self, extent: Extent) -> Mask:
+        return Both(self.left.fit(extent), self.right.fit(extent))
+
+    @property
+    def static(self) -> bool:
+        return self.left.static and self.right.static
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        return self.left.spans(extent, positioned) & self.right.spans(extent, positioned)
+
+    def _drawn(self) -> Drawn:
+        return joined(self.left, self.right)
+
+    def __repr__(self) -> str:
+        return f"{bracketed(self.left, Either)} & {bracketed(self.right, Either)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Either(Mask):
+    """Visible where at least one of the masks allows it."""
+
+    left: Mask
+    right: Mask
+
+    def visible(self, where: Where) -> Tensor:
+        return self.left.visible(where) | self.right.visible(where)
+
+    def fit(self, extent: Extent) -> Mask:
+        return Either(self.left.fit(extent), self.right.fit(extent))
+
+    @property
+    def static(self) -> bool:
+        return self.left.static and self.right.static
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        return self.left.spans(extent, positioned) | self.right.spans(extent, positioned)
+
+    def _drawn(self) -> Drawn:
+        return joined(self.left, self.right)
+
+    def __repr__(self) -> str:
+        return f"{bracketed(self.left, Both)} | {bracketed(self.right, Both)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Opposite(Mask):
+    """Visible where the mask does not allow it."""
+
+    mask: Mask
+
+    def visible(self, where: Where) -> Tensor:
+        return ~self.mask.visible(where)
+
+    def fit(self, extent: Extent) -> Mask:
+        return Opposite(self.mask.fit(extent))
+
+    @property
+    def static(self) -> bool:
+        return self.mask.static
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        return ~self.mask.spans(extent, positioned)
+
+    def _drawn(self) -> Drawn:
+        return self.mask._drawn()
+
+    def __repr__(self) -> str:
+        return f"~{bracketed(self.mask, Both, Either)}"
+
+
+def joined(left: Mask, right: Mask) -> Drawn:
+    """The sizes of a drawing that shows both masks; one with tensors decides."""
+    sizes = left._drawn(), right._drawn()
+    return max(sizes, key=lambda size: size[:3])._replace(
+        batch=max((size.batch for size in sizes), key=lambda batch: (math.prod(batch), len(batch))),
+        heads=max(size.heads for size in sizes),
+        device=next((size.device for size in sizes if size.device != CPU), CPU),
+    )
+
+
+def bracketed(mask: Mask, *kinds: type[Mask]) -> str:
+    return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)

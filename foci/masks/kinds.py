@@ -1,0 +1,325 @@
+"""Who may look at whom: the kinds of masks, joined by `&`, `|`, `~` with each other and with bool tensors.
+
+    >>> print((causal & window(1)).draw(4))
+    ■ · · ·
+    ■ ■ · ·
+    · ■ ■ ·
+    · · ■ ■
+
+B batch, Tq queries, Tk keys. True always means "may look".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foci.masks.base import Drawn, Mask
+from foci.masks.ranges import Spans
+from foci.masks.tile import Extent, Where
+from foci.runtime.checks import broadcasts, is_unreadable, on_device, refuse_unless, taken, whole_numbers
+
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# Distances beyond it are this one, so that a position and a distance are still a number of 64 bits.
+FARTHEST = 2**62
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Causal(Mask):
+    """A query sees its own position and everything before it; with an offset, keys up to i + offset.
+
+    The last query stands at the last key, so a cache just works; two queries, five keys:
+
+        ■ ■ ■ ■ ·
+        ■ ■ ■ ■ ■
+
+    and five queries, two keys: the first three stand before every key and see nothing.
+
+        · ·
+        · ·
+        · ·
+        ■ ·
+        ■ ■
+    """
+
+    offset: int | None = None
+
+    def at(self, offset: int) -> Causal:
+        """Query i, counted from 0, sees the keys up to i + offset, whatever the positions are.
+
+        >>> print(causal.at(0).draw(2, 5))
+        ■ · · · ·
+        ■ ■ · · ·
+        """
+        if not is_whole(offset):
+            raise TypeError(f"causal.at takes a whole number, but got {offset!r}")
+        return Causal(max(-FARTHEST, min(offset, FARTHEST)))
+
+    def visible(self, where: Where) -> Tensor:
+        if self.offset is None:
+            return where.key_position <= where.query_position
+        return where.key <= where.query + self.offset
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        if self.offset is None and positioned:
+            return Spans.everything(extent)
+        offset = extent.keys - extent.queries if self.offset is None else self.offset
+        last = torch.arange(extent.queries, device=extent.device) + offset
+        return Spans.run(torch.zeros_like(last), last + 1, extent)
+
+    def __repr__(self) -> str:
+        return "causal" if self.offset is None else f"causal.at({self.offset})"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Window(Mask):
+    """Keys from p - left to p + right, both inclusive; None is unlimited.
+
+    >>> print(window(1).draw(4))
+    ■ · · ·
+    ■ ■ · ·
+    · ■ ■ ·
+    · · ■ ■
+    """
+
+    left: int | None
+    right: int | None = 0
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            side = getattr(self, name)
+            if side is not None and (not is_whole(side) or side < 0):
+                raise ValueError(f"window takes sizes >= 0 or None, but got left={self.left!r}, right={self.right!r}")
+            if side is not None and side > FARTHEST:
+                object.__setattr__(self, name, FARTHEST)
+
+    def visible(self, where: Where) -> Tensor:
+        step = where.key_position - where.query_position
+        seen = torch.ones_like(step, dtype=torch.bool)
+        if self.left is not None:
+            seen = step >= -self.left
+        if self.right is not None:
+            seen = seen & (step <= self.right)
+        return seen
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        if positioned:
+            return Spans.everything(extent)
+        position = torch.arange(extent.queries, device=extent.device) + (extent.keys - extent.queries)
+        low = torch.zeros_like(position) if self.left is None else position - self.left
+        high = torch.full_like(position, extent.keys) if self.right is None else position + self.right + 1
+        return Spans.run(low, high, extent)
+
+    def __repr__(self) -> str:
+        return f"window({self.left})" if self.right == 0 else f"window({self.left}, {self.right})"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Padding(Mask):
+    """Only the first `lengths[b]` keys are real (side "right"), or only the last ones (side "left")."""
+
+    lengths: Tensor
+    side: str = "right"
+    keys: int = 0
+
+    def visible(self, where: Where) -> Tensor:
+        length = self.lengths[where.batch]
+        return where.key < length if self.side == "right" else where.key >= self.keys - length
+
+    def fit(self, extent: Extent) -> Mask:
+        lengths = on_device(self.lengths, extent, "padding lengths")
+        if lengths.shape not in {extent.batch, (extent.flat_batch,)} and not (
+            not extent.batch and lengths.numel() == 1
+        ):
+            raise ValueError(
+                f"padding expects one length per sequence, shape {tuple(extent.batch)}, but got {tuple(lengths.shape)}"
+            )
+        refuse_unless(
+            (lengths >= 0) & (lengths <= extent.keys),
+            lambda: f"padding lengths must lie between 0 and the {extent.keys} keys, but got {lengths.tolist()}",
+        )
+        return Padding(lengths.reshape(-1), self.side, extent.keys)
+
+    @property
+    def static(self) -> bool:
+        return False
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        lengths = self.lengths.view(-1, 1).expand(-1, extent.queries)
+        if self.side == "right":
+            return Spans.run(torch.zeros_like(lengths), lengths, extent)
+        return Spans.run(extent.keys - lengths, torch.full_like(lengths, extent.keys), extent)
+
+    def _drawn(self) -> Drawn:
+        keys = max(int(self.lengths.max()), 6) if self.lengths.numel() else 6
+        return Drawn(1, min(keys, 32), keys, tuple(self.lengths.shape), 1, self.lengths.device)
+
+    def __repr__(self) -> str:
+        return f"padding({shown(self.lengths)}{'' if self.side == 'right' else ', side=' + repr(self.side)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Documents(Mask):
+    """A query sees only the keys of its own document: several sequences packed into one."""
+
+    query_ids: Tensor
+    key_ids: Tensor | None = None
+
+    def visible(self, where: Where) -> Tensor:
+        return taken(self.query_ids, where.batch, where.query) == taken(self._key_ids(), where.batch, where.key)
+
+    def _key_ids(self) -> Tensor:
+        return self.query_ids if self.key_ids is None else self.key_ids
+
+    def fit(self, extent: Extent) -> Mask:
+        queries = self._fitted(self.query_ids, extent, extent.queries, "query_ids")
+        keys = self._fitted(self._key_ids(), extent, extent.keys, "key_ids" if self.key_ids is not None else "ids")
+        return Documents(queries, keys)
+
+    @staticmethod
+    def _fitted(ids: Tensor, extent: Extent, length: int, name: str) -> Tensor:
+        ids = on_device(ids, extent, f"documents {name}")
+        if ids.shape not in {(length,), (1, length), (*extent.batch, length), (extent.flat_batch, length)}:
+            raise ValueError(
+                f"documents {name} must have shape {(length,)} or {(*extent.batch, length)}, but got {tuple(ids.shape)}"
+            )
+        return ids.unsqueeze(0) if ids.dim() == 1 else ids.flatten(0, -2)
+
+    @property
+    def static(self) -> bool:
+        return False
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        """From the first to the last key of each query's document; documents need not be contiguous."""
+        queries, keys = self.query_ids, self._key_ids()
+        rows = torch.broadcast_shapes(queries.shape[:1], keys.shape[:1])[0]
+        order = torch.sort(keys.expand(rows, -1), dim=-1, stable=True)
+        queries = queries.expand(rows, -1).contiguous()
+        first = torch.searchsorted(order.values, queries)
+        last = torch.searchsorted(order.values, queries, right=True) - 1
+        found = last >= first
+        low = order.indices.gather(1, first.clamp(max=extent.keys - 1)) if extent.keys else first
+        high = order.indices.gather(1, last.clamp(min=0)) + 1 if extent.keys else first
+        return Spans.run(low * found, high * found, extent, exact=False)
+
+    def _drawn(self) -> Drawn:
+        queries, keys = self.query_ids, self._key_ids()
+        return Drawn(2, queries.shape[-1], keys.shape[-1], tuple(queries.shape[:-1]) or (1,), 1, queries.device)
+
+    def __repr__(self) -> str:
+        keys = "" if self.key_ids is None else f", {shown(self.key_ids)}"
+        return f"documents({shown(self.query_ids)}{keys})"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Prefix(Mask):
+    """The keys that stand before `length`; joined to causal it gives a prefix language model.
+
+    >>> print((causal | prefix(2)).draw(4))
+    ■ ■ · ·
+    ■ ■ · ·
+    ■ ■ ■ ·
+    ■ ■ ■ ■
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.length) or self.length < 0:
+            raise ValueError(f"prefix takes a whole number >= 0, but got {self.length!r}")
+        if self.length > FARTHEST:
+            object.__setattr__(self, "length", FARTHEST)
+
+    def visible(self, where: Where) -> Tensor:
+        return where.key_position < self.length
+
+    def spans(self, extent: Extent, positioned: bool) -> Spans:
+        if positioned:
+            return Spans.everything(extent)
+        high = torch.full((extent.queries,), self.length, device=extent.device)
+        return Spans.run(torch.zeros_like(high), high, extent)
+
+    def __repr__(self) -> str:
+        return f"prefix({self.length})"
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class FromFunction(Mask):
+    """Any rule of your own: f(batch, head, query_position, key_position) -> bool, on index tensors."""
+
+    function: Predicate
+
+    def visible(self, where: Where) -> Tensor:
+        seen = self.function(where.batch, where.head, where.query_position, where.key_position)
+        if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+            got = f"a {seen.dtype} tensor" if isinstance(seen, Tensor) else type(seen).__name__
+            raise TypeError(f"a from_function mask must return a bool tensor, but {self!r} returned {got}")
+        tile = torch.broadcast_shapes(where.batch.shape, where.head.shape, where.query.shape, where.key.shape)
+        if not broadcasts(seen.shape, tile):
+            raise ValueError(f"{self!r} must return what broadcasts to {tuple(tile)}, but got {tuple(seen.shape)}")
+        return seen
+
+    def __repr__(self) -> str:
+        return f"from_function({getattr(self.function, '__name__', 'f')})"
+
+
+causal = Causal()
+
+
+def window(left: int | None, right: int | None = 0) -> Mask:
+    """Keys from p - left to p + right, both inclusive, around the query's position p; None is unlimited."""
+    return Window(left, right)
+
+
+def padding(lengths: Tensor | list[int], side: str = "right") -> Mask:
+    """Only the first `lengths[b]` keys of sequence b are real, or the last ones with side="left"."""
+    if side not in {"right", "left"}:
+        raise ValueError(f"padding takes side='right' or side='left', but got {side!r}")
+    return Padding(whole_numbers(lengths, "padding lengths"), side)
+
+
+def documents(query_ids: Tensor | list[int], key_ids: Tensor | list[int] | None = None) -> Mask:
+    """A query sees only keys with the same document id; ids are (T,) or (B, T).
+
+    >>> print(documents([0, 0, 1, 1, 1]).draw(5))
+    ■ ■ · · ·
+    ■ ■ · · ·
+    · · ■ ■ ■
+    · · ■ ■ ■
+    · · ■ ■ ■
+    """
+    keys = None if key_ids is None else whole_numbers(key_ids, "documents key_ids")
+    return Documents(whole_numbers(query_ids, "documents query_ids"), keys)
+
+
+def prefix(length: int) -> Mask:
+    """The keys that stand before `length`; join it: `causal | prefix(n)`."""
+    return Prefix(length)
+
+
+def from_function(function: Predicate) -> Mask:
+    """Any rule f(batch, head, query_position, key_position) -> bool, written on index tensors that broadcast.
+
+    >>> print(from_function(lambda b, h, q, k: (q - k) % 2 == 0).draw(3))
+    ■ · ■
+    · ■ ·
+    ■ · ■
+    """
+    if not callable(function):
+        raise TypeError(f"from_function takes a function of four index tensors, but got {type(function).__name__}")
+    return FromFunction(function)
+
+
+def is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
+def shown(tensor: Tensor) -> str:
+    # Reading values would wait for a GPU and stop a compiler, and every backend names the mask that it refuses.
+    if tensor.numel() <= 12 and tensor.device.type == "cpu" and not is_unreadable(tensor):
+        return repr(tensor.tolist())
+    return f"{tensor.dtype} tensor {tuple(tensor.shape)}"

@@ -1,0 +1,102 @@
+"""The two ends of a stack: tokens into vectors, and states into logits.
+
+B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foci.nn.block import ACTIVATIONS, made_norm
+from foci.nn.config import TransformerConfig
+from foci.nn.positions import LearnedPositions, SinusoidalPositions
+from foci.runtime.checks import is_unreadable
+
+
+class Embedding(nn.Module):
+    """Tokens (B, T), or vectors (B, T, width) where there is no vocabulary, into vectors that know where they stand."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.width, self.dropout = config.width, config.dropout
+        self.scale = config.width**0.5 if config.scale_embedding else 1.0
+        self.tokens = None if config.vocabulary is None else nn.Embedding(config.vocabulary, config.width)
+        self.segments = nn.Embedding(config.segments, config.width) if config.segments else None
+        self.positions = made_positions(config)
+        self.norm = made_norm(config) if config.embedding_norm else None
+
+    def forward(
+        self, tokens: Tensor, segments: Tensor | None = None, positions: Tensor | None = None, start: int = 0
+    ) -> Tensor:
+        """`segments` (B, T) or None for segment 0; `positions` (T,) or (B, T), or None: in order from `start`."""
+        x = self._looked_up(tokens)
+        if self.segments is not None:
+            if segments is not None:
+                check_tokens(segments, self.segments.num_embeddings, "segments", "the config")
+            x = x + (self.segments.weight[0] if segments is None else self.segments(segments))
+        elif segments is not None:
+            raise ValueError("this model has no segments (its config says 0), but segments were given")
+        if self.positions is not None:
+            x = self.positions(x, positions, start)
+        if self.norm is not None:
+            x = self.norm(x)
+        changed = self.tokens is not None or self.positions is not None
+        return F.dropout(x, self.dropout, self.training) if changed else x
+
+    def _looked_up(self, tokens: Tensor) -> Tensor:
+        if self.tokens is None:
+            if tokens.dim() != 3 or tokens.shape[-1] != self.width or not tokens.is_floating_point():
+                raise ValueError(
+                    f"a model without a vocabulary takes vectors (B, T, {self.width}),"
+                    f" but got {tokens.dtype} {tuple(tokens.shape)}"
+                )
+            return tokens * self.scale if self.scale != 1.0 else tokens
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be whole numbers (B, T), but got {tokens.dtype} {tuple(tokens.shape)}")
+        check_tokens(tokens, self.tokens.num_embeddings)
+        x: Tensor = self.tokens(tokens)
+        return x * self.scale if self.scale != 1.0 else x
+
+
+class Head(nn.Module):
+    """States (B, T, width) into logits (B, T, vocabulary)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        assert config.vocabulary is not None and config.head is not None
+        self.kind = config.head
+        if config.head == "masked":
+            self.transform = nn.Linear(config.width, config.width)
+            self.activation = ACTIVATIONS[config.activation]
+            self.norm = made_norm(config)
+        if config.head == "linear":
+            self.weight = nn.Parameter(torch.zeros(config.vocabulary, config.width))
+        biased = config.head_bias or config.head == "masked"
+        self.bias = nn.Parameter(torch.zeros(config.vocabulary)) if biased else None
+
+    def forward(self, states: Tensor, embedding: Tensor) -> Tensor:
+        """`embedding` (vocabulary, width) is what a tied head multiplies with."""
+        if self.kind == "masked":
+            states = self.norm(self.activation(self.transform(states)))
+        return F.linear(states, self.weight if self.kind == "linear" else embedding, self.bias)
+
+
+def check_tokens(tokens: Tensor, count: int, name: str = "tokens", table: str = "the vocabulary") -> None:
+    """Refuses numbers that a table has no row for; on a GPU and inside a compiled graph, PyTorch's look-up itself
+    asserts it without a sync.
+    """
+    if tokens.device.type != "cpu" or is_unreadable(tokens) or not tokens.numel():
+        return
+    least, most = (int(edge) for edge in tokens.aminmax())
+    if least < 0 or most >= count:
+        expected = f"numbers from 0 to {count - 1}, as {table} has {count}"
+        raise ValueError(f"{name} must be {expected}, but got {least} to {most}")
+
+
+def made_positions(config: TransformerConfig) -> LearnedPositions | SinusoidalPositions | None:
+    if config.positions is None:
+        return None
+    kind = LearnedPositions if config.positions == "learned" else SinusoidalPositions
+    return kind(config.max_length, config.width)

@@ -1,0 +1,112 @@
+"""Dense: attention matrices that somebody else built, asked as `Weights` are.
+
+B batch, H heads, Tq queries, Tk keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.weights.grouping import group_ids
+from foci.weights.summary import Top
+from foci.weights.weights import is_count
+
+
+class Dense:
+    """A given matrix (..., Tq, Tk) that answers as `Weights` does.
+
+    >>> matrix = torch.rand(2, 4, 6, 6).softmax(-1)
+    >>> Dense(matrix).entropy().shape, Dense(matrix).top(3).keys.shape
+    (torch.Size([2, 4, 6]), torch.Size([2, 4, 6, 3]))
+
+    Args:
+        matrix: (..., Tq, Tk) of any float dtype.
+        places: where the queries stand among the keys, (Tq,); None: the last query at the last key.
+    """
+
+    def __init__(self, matrix: Tensor, places: Tensor | None = None) -> None:
+        self.matrix = matrix
+        queries, keys = matrix.shape[-2:]
+        default = torch.arange(queries) + (keys - queries)
+        self.places = (default if places is None else places).to(matrix.device)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.matrix.shape)
+
+    @property
+    def _wide(self) -> Tensor:
+        return self.matrix.to(torch.promote_types(self.matrix.dtype, torch.float32))
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.matrix[index]
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return self._wide.to(x.dtype) @ x
+
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        vector = x.dim() == 1
+        found = (x.unsqueeze(0) if vector else x) @ self._wide.to(x.dtype)
+        return found.squeeze(-2) if vector else found
+
+    def mean(self, over: str) -> Dense:
+        if over != "heads":
+            raise ValueError(f"a matrix can be averaged over 'heads', but got {over!r}")
+        return Dense(self._wide.mean(-3), self.places)
+
+    def entropy(self) -> Tensor:
+        nats: Tensor = torch.special.entr(self._wide)
+        return nats.sum(-1)
+
+    def received(self, queries: Any = None, per: str = "query_head") -> Tensor:
+        if per != "query_head":
+            raise ValueError(
+                f"a given matrix takes per='query_head' (it does not say which heads share keys), but got {per!r}"
+            )
+        return self._wide.sum(-2) if queries is None else self._wide[..., queries, :].sum(-2)
+
+    def distance(self) -> Tensor:
+        keys = torch.arange(self.shape[-1], device=self.matrix.device)
+        return (self._wide * (keys - self.places[:, None]).abs()).sum(-1)
+
+    def top(self, k: int) -> Top:
+        if not is_count(k) or k > self.shape[-1]:
+            raise ValueError(f"top takes a whole number from 1 to the {self.shape[-1]} keys, but got {k!r}")
+        # A stable order: exact ties go to the lower key.
+        values, keys = self._wide.sort(dim=-1, descending=True, stable=True)
+        values, keys = values[..., :k], keys[..., :k]
+        return Top(values, torch.where(values > 0, keys, -1))
+
+    def picture(self, rows: int, columns: int, reduce: str = "mean") -> Tensor:
+        if reduce not in {"mean", "max"}:
+            raise ValueError(f"picture takes reduce='mean' or reduce='max', but got {reduce!r}")
+        queries, keys = self.shape[-2:]
+        if not (is_count(rows) and is_count(columns) and rows <= queries and columns <= keys):
+            raise ValueError(
+                f"a picture of {queries} queries and {keys} keys takes 1 to {queries} rows and 1 to {keys} columns,"
+                f" but got {rows!r} x {columns!r}"
+            )
+        return pooled(pooled(self._wide, rows, reduce).mT, columns, reduce).mT
+
+    def grouped(self, query_groups: Any, key_groups: Any) -> Tensor:
+        queries, keys = self.shape[-2:]
+        rows = membership(*group_ids(query_groups, queries, "query_groups", self.matrix.device))
+        columns = membership(*group_ids(key_groups, keys, "key_groups", self.matrix.device))
+        found = self._wide
+        rows, columns = rows.to(found.dtype), columns.to(found.dtype)
+        return (rows / rows.sum(-1, keepdim=True)) @ found @ columns.mT
+
+
+def pooled(matrix: Tensor, count: int, reduce: str) -> Tensor:
+    """(..., T, N) -> (..., count, N): runs of rows with edges floor(r T / count), averaged or their maximum."""
+    length = matrix.shape[-2]
+    runs = [matrix[..., r * length // count : (r + 1) * length // count, :] for r in range(count)]
+    return torch.stack([run.mean(-2) if reduce == "mean" else run.amax(-2) for run in runs], dim=-2)
+
+
+def membership(ids: Tensor, count: int) -> Tensor:
+    """(groups, T): which token belongs to which group."""
+    return ids == torch.arange(count, device=ids.device)[:, None]

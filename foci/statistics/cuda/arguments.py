@@ -1,0 +1,212 @@
+"""The arguments of the kernels that walk the attention matrix: checked, and laid out as they take them.
+
+B batch, H query heads, G key heads, Tq queries, Tk keys, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.backends.sdpa.cuda import HALF, hopper_or_later
+from foci.gpu.launcher import Described, batch_stride
+from foci.runtime.checks import is_unreadable
+from foci.statistics.cuda.tiling import Cells, Config
+from foci.statistics.request import Wanted
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MOST_TOP = 64
+WIDEST = 256
+
+
+class Given(NamedTuple):
+    """The tensors of a call. Those of masks, the slopes of ALiBi and the weights of queries may be None."""
+
+    q: Tensor
+    k: Tensor
+    lse: Tensor
+    spans: Tensor | None
+    query_ids: Tensor | None
+    key_ids: Tensor | None
+    dense: Tensor | None
+    slopes: Tensor | None
+    query_weights: Tensor | None = None
+
+    def readable(self) -> Given:
+        """As the kernels read them: features that lie side by side, masks in bytes."""
+        q, k, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.q, self.k, self.lse.contiguous()))
+        dense, weights = self.dense, self.query_weights
+        if dense is not None:
+            dense = dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
+        if weights is not None:
+            weights = (weights if weights.dim() == 3 else weights[None, None]).contiguous()
+        spans, query_ids, key_ids, slopes = (
+            None if x is None else x.contiguous() for x in (self.spans, self.query_ids, self.key_ids, self.slopes)
+        )
+        return Given(q, k, lse, spans, query_ids, key_ids, dense, slopes, weights)
+
+    def by_name(self) -> dict[str, Tensor]:
+        """What is not given points at lse and is never read."""
+        return {name: self.lse if x is None else x for name, x in zip(NAMES, self, strict=True)}
+
+
+NAMES = Given._fields
+# The tensors that every kernel takes.
+TENSORS = NAMES[:-1]
+
+
+def check(given: Given, causal: bool, wanted: Wanted) -> None:
+    """Refuses what the kernels do not take, with the expected and the received."""
+    q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights = given
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"expected q (B, H, Tq, D) and k (B, G, Tk, D), got {tuple(q.shape)} and {tuple(k.shape)}")
+    batch, heads, queries, width = q.shape
+    if k.shape[0] != batch or k.shape[3] != width or k.shape[1] == 0 or heads % k.shape[1]:
+        raise ValueError(
+            f"expected k (B, G, Tk, D) with B {batch}, D {width} and G a divisor of {heads}, got {tuple(k.shape)}"
+        )
+    if q.dtype != k.dtype or q.dtype not in DTYPES:
+        raise TypeError(f"expected q and k of one dtype out of float16, bfloat16, float32, got {q.dtype}, {k.dtype}")
+    if not 0 < width <= WIDEST:
+        raise ValueError(f"expected a width D from 1 to {WIDEST}, got {width}")
+    if min(q.numel(), k.numel()) == 0:
+        raise ValueError(f"expected at least one query and one key, got {tuple(q.shape)} and {tuple(k.shape)}")
+    if causal and spans is not None:
+        raise ValueError("expected causal or spans, got both: the spans say all there is to say")
+    if (query_ids is None) != (key_ids is None):
+        raise ValueError("expected query_ids and key_ids together, got one of them")
+    keys = k.shape[2]
+    one = (1, batch)
+    check_shape("lse", lse, [(batch,), (heads,), (queries,)], [torch.float32])
+    check_shape("slopes", slopes, [(heads,)], [torch.float32])
+    check_shape("spans", spans, [one, (1, 2), (2,), (queries,)], [torch.int32])
+    check_shape("query_ids", query_ids, [one, (queries,)], [torch.int32, torch.int64])
+    check_shape("key_ids", key_ids, [one, (keys,)], [torch.int32, torch.int64])
+    check_shape("dense", dense, [one, (1, heads), (1, queries), (1, keys)], [torch.bool])
+    whole = query_weights is not None and query_weights.dim() == 3
+    check_shape("query_weights", query_weights, [one, (1, heads), (queries,)] if whole else [(queries,)], list(DTYPES))
+    check_wanted(wanted, queries, keys)
+    for name, x in {"k": k, "lse": lse, "spans": spans, "dense": dense, "slopes": slopes}.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"expected {name} on {q.device}, where q is, got {x.device}")
+
+
+def check_shape(name: str, x: Tensor | None, sizes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> None:
+    if x is None:
+        return
+    if x.dim() != len(sizes) or any(size not in allowed for size, allowed in zip(x.shape, sizes, strict=True)):
+        expected = ", ".join(" or ".join(str(size) for size in dict.fromkeys(allowed)) for allowed in sizes)
+        raise ValueError(f"expected {name} of shape ({expected}), got {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"expected {name} of {' or '.join(str(dtype) for dtype in dtypes)}, got {x.dtype}")
+
+
+def check_wanted(wanted: Wanted, queries: int, keys: int) -> None:
+    if not 0 <= wanted.top <= MOST_TOP:
+        raise ValueError(f"expected top from 0 to {MOST_TOP}, got {wanted.top}")
+    if wanted.picture is None:
+        return
+    rows, columns, reduce = wanted.picture
+    if not (0 < rows <= queries and 0 < columns <= keys):
+        raise ValueError(f"expected a picture of at most {queries} x {keys} cells, got {rows} x {columns}")
+    if reduce not in ("mean", "max"):
+        raise ValueError(f"expected a picture that reduces by mean or max, got {reduce!r}")
+
+
+def inputs(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None,
+    slopes: Tensor | None,
+    causal: bool,
+    spans: Tensor | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    dense: Tensor | None,
+) -> dict[str, Any]:
+    """The arguments that every kernel takes."""
+    given = Given(q, k, lse, spans, query_ids, key_ids, dense, slopes).readable()
+    tensors = given.by_name()
+    return {name: tensors[name] for name in TENSORS} | numbers_of(given, scale, softcap, causal)
+
+
+def numbers_of(given: Given, scale: float, softcap: float | None, causal: bool) -> dict[str, Any]:
+    """What every kernel is told of readable tensors."""
+    q, k, dense, spans = given.q, given.k, given.dense, given.spans
+    strides = (0, 0, 0, 0) if dense is None else dense.stride()
+    return {
+        "spans_batch": batch_stride(spans), "query_ids_batch": batch_stride(given.query_ids),
+        "key_ids_batch": batch_stride(given.key_ids),
+        "H": q.shape[1], "group": q.shape[1] // k.shape[1], "Tq": q.shape[2], "Tk": k.shape[2], "D": q.shape[3],
+        "q_batch": q.stride(0), "q_head": q.stride(1), "q_query": q.stride(2),
+        "k_batch": k.stride(0), "k_head": k.stride(1), "k_key": k.stride(2),
+        "dense_batch": strides[0], "dense_head": strides[1], "dense_query": strides[2], "dense_key": strides[3],
+        "scale": float(scale), "softcap": float(softcap or 0.0),
+        "CAUSAL": causal, "SPANS": 0 if spans is None else spans.shape[1], "IDS": given.query_ids is not None,
+        "DENSE": dense is not None, "SOFTCAP": softcap is not None, "ALIBI": given.slopes is not None,
+        "BD": max(16, 2 ** math.ceil(math.log2(q.shape[3]))),
+    }  # fmt: skip
+
+
+def describable(k: Tensor, width: int, config: Config) -> dict[str, Described]:
+    """k (B, G, Tk, D) as the copy engine fetches it, a tile at a time; empty where threads load the keys instead."""
+    if not config.fetched or not fetchable(k):
+        return {}
+    return {"k_tiles": Described("k", partial(key_tiles, keys=config.keys, width=width))}
+
+
+def key_tiles(k: Tensor, keys: int, width: int) -> Any:
+    """What a tile has beyond the keys or their width is 0."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(k, [1, 1, keys, width])
+
+
+def fetchable(x: Tensor) -> bool:
+    """Whether the copy engine takes x (B, H, T, D), here of half precision: addresses and steps of 16 bytes only."""
+    # A compiler that traces the call knows no addresses.
+    if is_unreadable(x) or x.dtype not in HALF or not has_copy_engine(x.device):
+        return False
+    steps = [stride * x.element_size() for stride in x.stride()[:-1]]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Hopper and later; Triton's interpreter has one too."""
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and hopper_or_later(device.index)
+
+
+def weights_arguments(query_weights: Tensor | None) -> dict[str, Any]:
+    """What the kernels are told of readable weights, (1 or B, 1 or H, Tq)."""
+    if query_weights is None:
+        return {"weights_batch": 0, "weights_head": 0, "WEIGHTED": False}
+    sizes, strides = query_weights.shape[:2], query_weights.stride()[:2]
+    batch, head = (0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True))
+    return {"weights_batch": batch, "weights_head": head, "WEIGHTED": True}
+
+
+def picture_arguments(wanted: Wanted, fit: Cells | None, keys: int, twice: bool) -> dict[str, Any]:
+    """`twice`: a tile may be met more than once, so its cells are added to."""
+    if not wanted.picture or fit is None:
+        nothing = {"PICTURE": 0, "CELL_QUERIES": 1, "CELL_KEYS": 1, "COLUMN_KEYS": 1, "ADD": False}
+        return nothing | {"picture_rows": 0, "picture_columns": 0, "picture_scale": 1.0}
+    rows, columns, reduce = wanted.picture
+    tall = fit.rows * fit.cell_queries // rows
+    return {
+        "picture_rows": fit.rows,
+        "picture_columns": fit.columns,
+        "picture_scale": 1.0 / (tall * (keys // columns)),
+        "PICTURE": 1 if reduce == "mean" else 2,
+        "CELL_QUERIES": fit.cell_queries,
+        "CELL_KEYS": fit.cell_keys,
+        "COLUMN_KEYS": fit.keys_per_column,
+        "ADD": twice or fit.keys_per_column > fit.cell_keys,
+    }

@@ -1,0 +1,144 @@
+"""The launcher of the kernel for Hopper, and what that kernel takes; the rest is left to the one in plain Triton."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.backends.sdpa.cuda import capability
+from foci.gpu.launcher import Described, Launching, triton_version
+from foci.runtime.checks import is_unreadable
+from foci.statistics.cuda.arguments import fetchable
+from foci.statistics.cuda.tiling import Cells, Config, Launch, cells, segments_for
+from foci.statistics.request import Wanted
+
+# Gluon is an experiment of Triton's, and its names change: these are the versions that the kernel was built with.
+BUILT_WITH = ((3, 6), (3, 7))
+WIDTHS = (64, 128)
+# The keys that are fetched at a time, two tiles.
+TOGETHER = 128
+# As in kernels/statistics/tiles_hopper.py: one for even tiles and one for odd ones.
+SEGMENTS = 2
+LEAST_CELL_QUERIES = 32
+CELL_KEYS = 16
+
+
+def refuses(arguments: dict[str, Any], weighted: bool, wanted: Wanted | None = None) -> list[str]:
+    """Why the kernel does not serve these arguments of `inputs`; empty where it does, or may: without wanted."""
+    if is_unreadable(arguments["q"]):
+        return ["a call that is traced"]
+    reasons = machine_refuses(arguments["q"].device) + masks_refuse(arguments) + shapes_refuse(arguments)
+    if weighted:
+        reasons.append("queries that count by their weight")
+    if wanted is not None:
+        reasons += wanted_refuses(wanted, arguments)
+    return reasons
+
+
+def machine_refuses(device: torch.device) -> list[str]:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return [f"the queries are on {device.type if torch.version.hip is None else 'ROCm'}, not on CUDA"]
+    if capability(device.index) != 9:
+        return [f"a GPU of compute capability {capability(device.index)}, not 9"]
+    return list(gluon_refuses())
+
+
+@cache
+def gluon_refuses() -> tuple[str, ...]:
+    version = triton_version()
+    return () if version in BUILT_WITH else (f"the Gluon of Triton {'.'.join(map(str, version))}",)
+
+
+def masks_refuse(arguments: dict[str, Any]) -> list[str]:
+    kinds = {
+        "SPANS": "runs of keys",
+        "IDS": "documents",
+        "DENSE": "a dense mask",
+        "SOFTCAP": "a softcap",
+        "ALIBI": "ALiBi",
+    }
+    return [what for name, what in kinds.items() if arguments[name]]
+
+
+def shapes_refuse(arguments: dict[str, Any]) -> list[str]:
+    reasons = []
+    if arguments["Tq"] != arguments["Tk"] or arguments["Tk"] % TOGETHER:
+        reasons.append(f"{arguments['Tq']} queries and {arguments['Tk']} keys, not equal and a multiple of {TOGETHER}")
+    if arguments["D"] not in WIDTHS:
+        reasons.append(f"width {arguments['D']}, not 64 or 128")
+    if not (fetchable(arguments["q"]) and fetchable(arguments["k"])):
+        reasons.append("queries or keys that the copy engine does not take")
+    return reasons
+
+
+def wanted_refuses(wanted: Wanted, arguments: dict[str, Any]) -> list[str]:
+    """The largest logit is that of the heaviest keys, where these are wanted, else that of the largest product.
+
+    For the heaviest keys or the largest logit without the entropy plain Triton has room for tiles of twice the size,
+    and is as fast.
+    """
+    reasons = []
+    tokens = arguments["Tk"]
+    if wanted.largest and not wanted.top and arguments["scale"] <= 0:
+        reasons.append(f"the largest logit of products times {arguments['scale']}")
+    if wanted.top and not wanted.entropy:
+        reasons.append("the heaviest keys without the entropy")
+    elif wanted.largest and not wanted.entropy:
+        reasons.append("the largest logit without the entropy")
+    if wanted.top and segments_for(wanted.top, tokens // 64, 32) != SEGMENTS:
+        reasons.append(f"the {wanted.top} heaviest keys, not 5 to 8")
+    if wanted.picture is not None and not fits(
+        wanted.picture[2], cells(wanted.picture, tokens, tokens, config(wanted))
+    ):
+        reasons.append(f"a picture of {wanted.picture[0]} x {wanted.picture[1]} by {wanted.picture[2]}")
+    return reasons
+
+
+def fits(reduce: str, fit: Cells | None) -> bool:
+    """Whether the kernel writes such cells. Those that fit no tile take a pass of their own beside either kernel."""
+    if fit is None:
+        return True
+    return reduce == "mean" and fit.cell_keys == CELL_KEYS and fit.cell_queries >= LEAST_CELL_QUERIES
+
+
+def config(wanted: Wanted) -> Config:
+    """Candidates for the heaviest keys take half the registers; the largest product has no room beside 128 queries."""
+    queries = 64 if wanted.top or wanted.largest else 128
+    return Config(queries, keys=64, warps=4, stages=2, per_processor=2, in_flight=True)
+
+
+def launching(numbers: dict[str, Any], tensors: dict[str, str], launch: Launch, config: Config) -> Launching:
+    """One launch of the pass over the tiles; numbers and tensors are those of statistics.py."""
+    from foci.kernels.statistics.tiles_hopper import statistics_hopper as kernel
+
+    names = ("lse", "entropy", "distance", "largest", "columns", "picture", "best", "second", "third")
+    same = ("H", "group", "slots", "scale", "picture_columns", "picture_scale", "CAUSAL", "ENTROPY", "DISTANCE")
+    own = {name: numbers[name] for name in (*same, "LARGEST", "RECEIVED", "TOP", "TAG_BITS")}
+    own |= {"first_pair": launch.first_pair, "first_tile": launch.first_tile, "tiles": launch.tiles}
+    own |= {"T": numbers["Tq"], "BQ": config.queries, "PICTURE": numbers["PICTURE"] > 0}
+    own |= {"STRIP": numbers["CELL_QUERIES"] if numbers["PICTURE"] else config.queries}
+    own |= {"WIDE": max(1, numbers["COLUMN_KEYS"] // CELL_KEYS)}
+    given = {"q": "q_tiles", "k": "k_tiles"} | {name: tensors[name] for name in names}
+    grid = (launch.pairs * numbers["slots"],)
+    return Launching(kernel, grid, given, own, {"num_warps": config.warps, "maxnreg": 255})
+
+
+def descriptions(config: Config) -> dict[str, Described]:
+    """Queries and keys as the kernel takes them."""
+    return {
+        "q_tiles": Described("q", partial(described, rows=config.queries)),
+        "k_tiles": Described("k", partial(described, rows=TOGETHER)),
+    }
+
+
+def described(x: Tensor, rows: int) -> Any:
+    """x (B, H, T, D) as the copy engine fetches it, so many rows at a time."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [1, 1, rows, x.shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
+    return TensorDescriptor.from_tensor(x, block, layout)

@@ -1,0 +1,96 @@
+"""A Record as one HTML file: everything inside, no network, the same code as the explorer's page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html as markup
+import os
+from pathlib import Path
+
+from foci.record.record import Record
+from foci.view.page.bundle import ASSETS, linked
+from foci.view.page.encoding import text_of
+from foci.view.page.payload import HALVES, packed
+
+PAGE = """\
+<!doctype html>
+<html lang="en"{state}>
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>This page draws attention with JavaScript, which is switched off here.</noscript>
+<script type="text/plain" id="payload">{payload}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+LONGEST = 200
+
+FRAME = """\
+<iframe srcdoc="{page}" title="{title}" width="100%" height="{height}" loading="lazy" allow="clipboard-write" \
+style="border: 1px solid rgba(128, 128, 128, 0.35); border-radius: 8px; background: transparent"></iframe>"""
+
+
+def html(record: Record, title: str | None = None, state: str = "") -> str:
+    """The whole page as text. What a model or a tokenizer said is in the payload only, never in the markup.
+
+    `state` is the view that it opens at, as in its address: "v=lines&h=L0H1".
+    """
+    style = (ASSETS / "page.css").read_text("utf-8")
+    script = linked()
+    return PAGE.format(
+        state=f' data-state="{markup.escape(state)}"' if state else "",
+        policy=policy(script, style),
+        title=markup.escape(f"{named(title or record.model)} · foci"),
+        style=style,
+        payload=text_of(packed(record, title)),
+        script=script,
+    )
+
+
+def write(record: Record, path: str | os.PathLike[str], title: str | None = None, state: str = "") -> None:
+    """Writes the page; it opens from disk in any browser, at the view that `state` names."""
+    Path(path).write_text(html(record, title, state), "utf-8")
+
+
+def frame(record: Record, title: str | None = None, height: int = 720) -> str:
+    """The page inside a frame of its own: what a notebook shows, and what survives nbconvert and VS Code."""
+    return framed(html(record, title), f"attention of {named(title or record.model)}", height)
+
+
+def named(text: str) -> str:
+    """A name as a title: not endless, and without the halves of characters, which no file can hold."""
+    return HALVES.sub("\ufffd", text if len(text) <= LONGEST else text[: LONGEST - 1] + "…")
+
+
+def framed(page: str, title: str, height: int = 720) -> str:
+    """A whole page inside a frame."""
+    # Inside double quotes these two are all that must be escaped.
+    inner = page.replace("&", "&amp;").replace('"', "&quot;")
+    return FRAME.format(page=inner, title=markup.escape(title), height=height)
+
+
+def policy(script: str, style: str) -> str:
+    """Only this script and this style run; nothing is fetched, nothing is sent."""
+    rules = {
+        "default-src": "'none'",
+        "script-src": digest(script),
+        "style-src": digest(style),
+        "img-src": "data: blob:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,156 @@
+"""Attention together with its whole matrix, for callers that ask for all of it at once.
+
+`Weights` computes entries again when they are asked for. Here each strip of the matrix is made once, while it is in
+cache, and gives both its output and its entries.
+
+B batch, H heads, Tq queries, Tk keys, R rows of a strip, C keys that it sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from foci import backends
+from foci.arguments import Call, prepare
+from foci.backends import blocked, reference
+from foci.biases import Added
+from foci.masks.base import Mask
+from foci.runtime.checks import keeps_dtypes
+from foci.runtime.double_backward import apart
+from foci.scores import Dot
+from foci.statistics import streaming
+from foci.weights import dense_attention_c
+
+# Below this a logarithm stands for "not seen".
+UNSEEN = streaming.HIDDEN / 2
+
+
+def attention_and_matrix(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+    average: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`attention` and its dense weights, (B, H, Tq, Tk), or (B, Tq, Tk) averaged over the heads.
+
+    >>> import torch
+    >>> q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    >>> out, matrix = attention_and_matrix(q, k, v, average=True)
+    >>> out.shape, matrix.shape
+    (torch.Size([2, 4, 6, 8]), torch.Size([2, 6, 6]))
+
+    The arguments are those of `attention`. The weights are those before dropout, and gradients pass through them.
+    """
+    if has_torch_function_variadic(query, key, value):
+        options: dict[str, Any] = {"mask": mask, "bias": bias, "dropout": dropout, "average": average}
+        overridden: tuple[Tensor, Tensor] = handle_torch_function(
+            attention_and_matrix, (query, key, value), query, key, value, **options
+        )
+        return overridden
+    if query.dim() != 4:
+        raise ValueError(f"attention_and_matrix takes (B, H, T, D), but got a query {tuple(query.shape)}")
+    call = prepare(query, key, value, Dot(), mask, bias, None, None, dropout, False)
+    if torch.compiler.is_compiling():
+        return built(call, average)
+    entries = call.bias.entries if isinstance(call.bias, Added) else None
+    return Once.apply(call, average, call.q, call.k, call.v, entries)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Once(torch.autograd.Function):
+    """The strips, once; the backward attends again, and builds the matrix only where a gradient reaches it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, average: bool, q: Tensor, k: Tensor, v: Tensor, entries: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, entries)
+        ctx.set_materialize_grads(False)
+        nothing = q.new_zeros(0)
+        ctx.call, ctx.average = replace(call, q=nothing, k=nothing, v=nothing, bias=None), average
+        return at_once(call, average)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_matrix: Tensor | None) -> tuple[Tensor | None, ...]:
+        if d_out is None and d_matrix is None:
+            return (None,) * 6
+        q, k, v, entries = tensors = apart(*ctx.saved_tensors)
+        twice = torch.is_grad_enabled()
+        call = replace(ctx.call, q=q, k=k, v=v, bias=None if entries is None else Added(entries))
+        with torch.enable_grad():
+            if d_matrix is None and not twice:
+                made = [(backends.run(call, None)[0], d_out)]
+            else:
+                made = list(zip(built(call, ctx.average), (d_out, d_matrix), strict=True))
+        return (None, None, *gradients(made, tensors, twice))
+
+
+def gradients(
+    made: list[tuple[Tensor, Tensor | None]], tensors: list[Tensor | None], twice: bool
+) -> list[Tensor | None]:
+    """What reaches each tensor from the gradients of what was made of them; `twice`: with a graph of its own."""
+    wanted = {place: tensor for place, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad}
+    outputs, grads = zip(*(pair for pair in made if pair[1] is not None), strict=True)
+    found = torch.autograd.grad(outputs, list(wanted.values()), grads, create_graph=twice, allow_unused=True)
+    by_place = dict(zip(wanted, found, strict=True))
+    return [by_place.get(place) for place in range(len(tensors))]
+
+
+@keeps_dtypes
+def built(call: Call, average: bool) -> tuple[Tensor, Tensor]:
+    """As the reference does it: operations that a compiler can see through."""
+    where = call.everything()
+    weights, _ = reference.softmax(reference.logits(call, call.q, call.k, where))
+    out = reference.mix(call, weights, call.v, where).to(call.q.dtype)
+    return out, weights.mean(1) if average else weights
+
+
+@keeps_dtypes
+def at_once(call: Call, average: bool) -> tuple[Tensor, Tensor]:
+    return dense_attention_c.attend(call, average) if dense_attention_c.serves(call) else strip_by_strip(call, average)
+
+
+def strip_by_strip(call: Call, average: bool) -> tuple[Tensor, Tensor]:
+    batch, heads, queries = call.q.shape[:3]
+    out = call.q.new_zeros(batch, heads, queries, call.v.shape[-1])
+    matrix = call.q.new_zeros(batch, 1 if average else heads, queries, call.k.shape[2], dtype=call.wide)
+    if 0 not in matrix.shape:
+        for (batches, some), part in blocked.parts(call):
+            entries = matrix[batches] if average else matrix[batches, some]
+            for strip in blocked.strips(part):
+                rows = out[batches, some, strip.rows], entries[:, :, strip.rows]
+                add_strip(part, strip, *rows, heads if average else None)
+    return out, matrix.squeeze(1) if average else matrix
+
+
+def add_strip(call: Call, strip: blocked.Strip, out: Tensor, entries: Tensor, averaged: int | None) -> None:
+    """Adds a strip's output (B, H, R, D) and its entries (B, H, R, C), or (B, 1, R, C) averaged over so many heads."""
+    if not strip.segments:
+        return
+    powers, share = unnormalised(call, strip)
+    for columns, piece in blocked.pieces(strip, powers):
+        found = reference.mix(call, piece, call.v[:, :, columns], call.where(strip.rows, columns))
+        out += found.mul_(share)
+        place = entries[..., columns]
+        if averaged is None:
+            torch.mul(piece, share, out=place)
+        else:
+            for head in range(piece.shape[1]):
+                place.addcmul_(piece[:, head, None], share[:, head, None], value=1 / averaged)
+
+
+def unnormalised(call: Call, strip: blocked.Strip) -> tuple[Tensor, Tensor]:
+    """Powers of two (B, H, R, C), and what each row is multiplied with to sum to 1, or 0 where it sees nothing."""
+    no_lse = call.q.new_zeros(*call.q.shape[:2], strip.rows.stop - strip.rows.start, dtype=call.wide)
+    x = streaming.log2_weights(call, no_lse, strip)
+    peak = x.amax(-1, keepdim=True)
+    x.sub_(peak).exp2_()
+    return x, x.sum(-1, keepdim=True).reciprocal_().masked_fill_(peak < UNSEEN, 0.0)

@@ -1,0 +1,270 @@
+"""`foci look`: models of Hugging Face and of foci, from a folder to the terminal."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import foci.capture.look as look_module
+from foci.capture.look import Reader, check_path, is_own, kind_of, look
+from foci.cli import main
+from foci.tasks.generation import Generation, GenerationSettings, Passage
+from foci.tasks.model_file import save
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+TEXT = "Jane is hungry, Jane sleeps"
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", "Jane", "is", "hungry", ",", "sleeps"]
+NO_MODEL = (
+    "expected a model, by the folder or name of one of Hugging Face or a run of foci (--model), because none that"
+    ' reads texts ships with this foci; without one, foci explain "..." shows how attention works'
+)
+SMALL = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def tokenizer(longest: int = 32) -> transformers.PreTrainedTokenizerFast:
+    """Words and punctuation marks, with an end."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 2)])
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=longest, **special)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three models of two layers, untrained: one that reads, one that writes, one that does both."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    width = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    bert = transformers.BertConfig(**SMALL, **width, max_position_embeddings=32)
+    gpt2 = transformers.GPT2Config(**SMALL, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "decoder_start_token_id": 2}
+    bart = transformers.BartConfig(**SMALL, **layers, **sizes, max_position_embeddings=32, forced_eos_token_id=None)
+    models = {
+        "reads": transformers.BertModel(bert),
+        "writes": transformers.GPT2LMHeadModel(gpt2),
+        "both": transformers.BartForConditionalGeneration(bart),
+    }
+    # Without this it might end at once, and there would be nothing to see.
+    models["both"].final_logits_bias[0, 2] = -1e4
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+def test_a_model_that_reads(folders: Path) -> None:
+    record = look(TEXT, folders / "reads")
+    assert record.model == "BertModel"
+    assert record.heads == ["L0H0", "L0H1", "L1H0", "L1H1"]
+    assert record.labels["input"].texts == (("Jane", " is", " hungry", ",", " Jane", " sleeps", "</s>"),)
+    model = transformers.BertModel.from_pretrained(folders / "reads", attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(**tokenizer()(TEXT, return_tensors="pt"), output_attentions=True).attentions
+    torch.testing.assert_close(record["L1H1"].dense()[0], expected[1][0, 1])
+
+
+def test_a_model_that_writes_says_how_the_text_goes_on(folders: Path) -> None:
+    record = look(TEXT, folders / "writes")
+    model = transformers.GPT2LMHeadModel.from_pretrained(folders / "writes")
+    with torch.no_grad():
+        logits = model(**tokenizer()(TEXT, return_tensors="pt")).logits[0, -1]
+    best = WORDS[int(logits.argmax())]
+    assert record.answer is not None
+    assert re.fullmatch(rf"“{best}” \d+%(, “[^”]+” \d+%){{4}}", record.answer)
+
+
+def test_a_model_that_does_both_answers_and_its_rows_are_what_it_wrote(folders: Path) -> None:
+    record = look(TEXT, folders / "both", new_tokens=5)
+    cross = record["cross.L1"]
+    assert cross.shape[2:] == (5, 7)
+    queries, keys = record.labels_of(cross)
+    assert len(queries) == 5
+    assert keys.texts[0][0] == "Jane"
+    model = transformers.BartForConditionalGeneration.from_pretrained(folders / "both")
+    written = model.generate(**tokenizer()(TEXT, return_tensors="pt"), max_new_tokens=5, num_beams=1, do_sample=False)
+    assert record.answer == tokenizer().decode(written[0], skip_special_tokens=True)
+
+
+def test_the_command_shows_the_text_and_tells_what_it_does(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    model = str(folders / "reads")
+    assert main.main(["look", "Jane", "is hungry", "--model", model, "--head", "L1H1", "--word", "hungry"]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"foci look: loading {model}\n"
+    lines = said.out.splitlines()
+    assert lines[:5] == [
+        "BertModel",
+        "   2 layers of 2 heads, 4 tokens",
+        "",
+        "Where “hungry” looks in L1H1",
+        "   Jane is »hungry« </s>",
+    ]
+
+
+def test_layer_and_head_as_numbers_and_single_tokens(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(folders / "writes")
+    assert (
+        main.main(["look", TEXT, "--model", model, "--layer", "1", "--head", "0", "--tokens", "--word", "Jane#2"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "Where “Jane” looks in L1H0" in out
+    assert "answer: “" in out
+
+
+@pytest.mark.parametrize(("ending", "start"), [("html", b"<!doctype html>"), ("svg", b"<?xml"), ("foci", b"")])
+def test_a_file_is_written_by_its_ending(
+    ending: str, start: bytes, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / f"x.{ending}"
+    assert main.main(["look", TEXT, "--model", str(folders / "reads"), "--layer", "1", "--out", str(out)]) == 0
+    assert out.read_bytes().startswith(start)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.endswith(f"foci look: written: {out}\n")
+    if ending == "svg":
+        assert "L1, mean of its heads" in out.read_text()
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of foci that writes, untrained."""
+    folder = tmp_path_factory.mktemp("own") / "generation"
+    folder.mkdir()
+    settings = GenerationSettings(size="tiny", width=16, heads=2, context=32, new_tokens=4)
+    task = Generation.start(settings, [Passage("Jane is hungry.")])
+    torch.manual_seed(0)
+    save(folder / "model.safetensors", task, task.model())
+    return folder
+
+
+def test_a_model_that_foci_trained(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["look", "Jane is", "--model", str(own)]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"foci look: loading {own}\n"
+    assert re.match(r"Decoder\n   2 layers of 2 heads, \d+ tokens\n   answer: Jane is", said.out)
+
+
+@pytest.mark.parametrize("named", [[], ["--model", "generation"]])
+def test_a_model_that_ships_needs_no_folder(
+    named: list[str], own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look_module, "SHIPPED", own.parent)
+    assert main.main(["look", "Jane is", *named]) == 0
+    assert capsys.readouterr().err == "foci look: loading generation\n"
+
+
+def test_a_long_text_is_cut_and_that_is_said(folders: Path) -> None:
+    told: list[str] = []
+    record = look("Jane is hungry , " * 50, folders / "reads", say=told.append)
+    assert told[1:] == ["the model takes 32 tokens: what is beyond them is cut off"]
+    assert len(record.labels["input"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x"], NO_MODEL),
+        ([" ", "--model", "x"], "expected a text with at least one word, received none"),
+        (
+            ["x", "--model", "./none"],
+            "expected the folder of a Hugging Face model, or a model of foci, but ./none is not there",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_in_one_sentence(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(look_module, "SHIPPED", tmp_path)
+    assert main.main(["look", *arguments]) == 2
+    assert capsys.readouterr() == ("", f"foci look: {message}\n")
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path, folders: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a model at .*: a file, or a folder with model\.safetensors"):
+        look("x", tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ValueError,
+        match=r"expected the folder or name of a Hugging Face model, a run of foci, or a model that ships",
+    ):
+        Reader(str(tmp_path))
+    assert not is_own(tmp_path)
+    assert not is_own(folders / "reads")
+    check_path("gpt2")
+
+
+def test_a_word_that_is_not_there(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["look", "Jane sleeps", "--model", str(folders / "reads"), "--word", "pizza"]) == 2
+    assert capsys.readouterr().err.endswith("foci look: expected one of the words Jane sleeps </s>, received 'pizza'\n")
+
+
+@pytest.mark.parametrize(
+    ("both", "named", "kind"),
+    [
+        (True, ["T5ForConditionalGeneration"], "AutoModelForSeq2SeqLM"),
+        (False, ["LlamaForCausalLM"], "AutoModelForCausalLM"),
+        (False, ["BertForMaskedLM"], "AutoModel"),
+        (False, None, "AutoModel"),
+    ],
+)
+def test_the_class_that_loads_a_model(both: bool, named: list[str] | None, kind: str) -> None:
+    assert kind_of(transformers.PretrainedConfig(is_encoder_decoder=both, architectures=named)) == kind
+
+
+def test_a_page_opens_at_the_head_and_the_word_that_were_named(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.html"
+    look = ["look", TEXT, "--model", str(folders / "reads"), "--out", str(out)]
+    assert main.main(look) == 0
+    assert "data-state" not in out.read_text().partition("<script")[0]
+    word = TEXT.split()[0]
+    assert main.main([*look, "--head", "L1H0", "--word", word]) == 0
+    assert re.search(r'data-state="h=L1H0&amp;t=\d+"', out.read_text())
+    for wrong in (["--word", "zebra"], ["--head", "L99H0"]):
+        out.unlink(missing_ok=True)
+        assert main.main([*look, *wrong]) == 2
+        assert not out.exists()
+        assert wrong[1] in capsys.readouterr().err
+
+
+def test_without_transformers_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main.main(["look", "x", "--model", "gpt2"]) == 1
+    said = "models of Hugging Face need transformers, which is not installed: pip install 'foci[hf]'"
+    assert capsys.readouterr().err == f"foci look: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "said"),
+    [
+        ([], 0, r"hungry is no word that looks in cross\.L\d, but one in (encoder\.L\dH\d), which is shown\n$"),
+        (["--head", "cross.L1"], 2, r"'hungry' is no word that looks in cross\.L1, but one in encoder\.L0 to encoder"),
+        (["--head", "encoder.L1H0"], 0, "loading"),
+    ],
+)
+def test_a_word_of_the_text_that_the_answer_does_not_have(
+    asked: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["look", "Jane is hungry.", "--word", "hungry", *asked]) == status
+    out, err = capsys.readouterr()
+    found = re.search(said, err)
+    assert found is not None
+    name = found[1] if found.groups() else "encoder.L1H0"
+    assert (f"Where “hungry.” looks in {name}" in out) is (status == 0)

@@ -1,0 +1,119 @@
+"""Where attention stands in a model, told from the names of its modules."""
+
+import pytest
+from torch import nn
+
+import foci
+from foci.capture.naming import Place, Places, numbers
+
+
+class SelfAttention(nn.Module):
+    pass
+
+
+class Attention(nn.Module):
+    """Holds the one that attends, as BERT's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self = SelfAttention()
+
+
+def tree(*paths: str, kind: type[nn.Module] = SelfAttention) -> nn.Module:
+    """A module with attention at each of the paths."""
+    root = nn.Module()
+    for path in paths:
+        *outer, last = path.split(".")
+        at = root
+        for part in outer:
+            if part not in dict(at.named_children()):
+                at.add_module(part, nn.Module())
+            at = at.get_submodule(part)
+        at.add_module(last, kind())
+    return root
+
+
+def modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(model.named_modules())
+
+
+NAMED = {
+    "bert": (["encoder.layer.0.attention", "encoder.layer.1.attention"], ["L0", "L1"]),
+    "llama": (["model.layers.3.self_attn", "model.layers.10.self_attn"], ["L3", "L10"]),
+    "t5": (
+        [
+            "encoder.block.1.layer.0.SelfAttention",
+            "decoder.block.1.layer.0.SelfAttention",
+            "decoder.block.1.layer.1.EncDecAttention",
+        ],
+        ["encoder.L1", "decoder.L1", "cross.L1"],
+    ),
+    "bart": (
+        ["model.encoder.layers.0.self_attn", "model.decoder.layers.0.self_attn", "model.decoder.layers.0.encoder_attn"],
+        ["encoder.L0", "decoder.L0", "cross.L0"],
+    ),
+    "swin": (["layers.0.blocks.0.attn", "layers.0.blocks.1.attn", "layers.1.blocks.0.attn"], ["L0", "L1", "L2"]),
+    "clip": (
+        ["text_model.encoder.layers.0.self_attn", "vision_model.encoder.layers.0.self_attn"],
+        ["text.L0", "vision.L0"],
+    ),
+    "diffusion": (["blocks.0.attn1", "blocks.0.cross_attn"], ["L0", "cross.L0"]),
+    "a cross-encoder": (["cross_encoder.layer.0.attention", "cross_encoder.layer.1.attention"], ["L0", "L1"]),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_names(case: str) -> None:
+    paths, names = NAMED[case]
+    places = Places(modules(tree(*paths)))
+    assert [places.of(path).name for path in paths] == names
+
+
+def test_the_innermost_of_nested_attention_attends() -> None:
+    assert list(Places(modules(tree("layer.0.attention", kind=Attention))).known) == ["layer.0.attention.self"]
+
+
+def test_pytorchs_own_transformer() -> None:
+    places = Places(modules(nn.Transformer(8, 2, 1, 1, 8, batch_first=True)))
+    assert [place.name for place in places.found.values()] == ["encoder.L0", "decoder.L0", "cross.L0"]
+    cross = places.of("decoder.layers.0.multihead_attn")
+    assert (cross.queries, cross.keys, cross.cross) == ("target", "source", True)
+    alone = Places(modules(nn.MultiheadAttention(8, 2)))
+    assert alone.of("") == Place()
+
+
+def test_foci_names_its_own_as_its_weights() -> None:
+    model = foci.nn.EncoderDecoder.from_name("tiny", vocabulary=9)
+    names = {id(module): name for name, module in model.named_modules()}
+    places = Places(modules(model))
+    assert {places.of(names[id(each)]).name: name for name, each in model.attentions().items()} == {
+        name: name for name in model.attentions()
+    }
+
+
+def test_modules_whose_class_says_nothing() -> None:
+    places = Places(modules(nn.Module()))
+    assert [places.of(name).name for name in ("h.4.mix", "h.2.mix", "h.2.other", "free")] == ["L4", "L2", "L5", "L3"]
+    places.set("x", Place("vision", 7))
+    assert places.of("x").name == "vision.L7"
+    inner = Places(modules(tree("layers.3.self_attn")))
+    assert inner.of("layers.3.self_attn.core").name == "L3"
+
+
+def test_numbers() -> None:
+    assert numbers(["a.1.b.0", "a.1.b.5"]) == [0, 5]
+    assert numbers(["a", "b"]) == [0, 1]
+    assert numbers([]) == []
+
+
+def test_what_names_tell_is_remembered_and_each_model_has_places_of_its_own() -> None:
+    one, other = (tree("layers.0.attention", "layers.1.attention", kind=Attention) for _ in range(2))
+    first = Places(modules(one))
+    first.set("layers.0.attention.self", first.of("layers.1.attention.self"))
+    assert first.of("layers.0.attention.self").index == 1
+    second = Places(modules(other))
+    assert second.told is first.told
+    assert second.of("layers.0.attention.self").index == 0
+    assert second.known["layers.1.attention.self"] is other.get_submodule("layers.1.attention.self")
+    del other.get_submodule("layers.1.attention").self
+    assert list(Places(modules(other)).known) == ["layers.0.attention.self", "layers.1.attention"]

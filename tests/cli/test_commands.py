@@ -1,0 +1,408 @@
+"""From data to an answer with its picture, by the commands alone."""
+
+import io
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import foci
+from foci import models
+from foci.cli import main
+from foci.training import loop
+from tests.training.reversal import SMALL, written
+
+STANDS_BEFORE = "foci run: the model in runs/translation answers; --model translation is the one that ships"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and a trained model in runs/translation."""
+    place = tmp_path_factory.mktemp("commands")
+    data = written(place / "pairs.tsv", 300, longest=3)
+    options = [part for change in (*SMALL, "train.steps=12") for part in ("--set", change)]
+    out = str(place / "runs" / "translation")
+    assert main.main(["train", "translation", "--data", str(data), "--out", out, "--quiet", *options]) == 0
+    return place
+
+
+def test_it_answers_what_is_typed_piped_or_in_a_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main.main(["run", "translation", "ab cd", "ef"]) == 0
+    typed = capsys.readouterr().out
+    assert len(typed.splitlines()) == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab cd\nef\n"))
+    assert main.main(["run", "translation"]) == 0
+    assert capsys.readouterr().out == typed
+    (folder / "lines.txt").write_text("ab cd\nef\n")
+    assert main.main(["run", "translation", "--file", "lines.txt", "--out", "answers.txt"]) == 0
+    assert (folder / "answers.txt").read_text() == typed
+
+
+def test_inputs_may_stand_behind_options_and_empty_lines_stay(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main.main(["run", "translation", "ab cd", "ef"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert main.main(["run", "translation", "ab cd", "--set", "task.beam=1", "ef"]) == 0
+    assert capsys.readouterr().out.splitlines() == [first, second]
+    assert main.main(["run", "translation", "--model", "runs/translation", "ef"]) == 0
+    assert capsys.readouterr().out.splitlines() == [second]
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab cd\n\nef\n \n"))
+    assert main.main(["run", "translation"]) == 0
+    assert capsys.readouterr().out.splitlines() == [first, "", second, ""]
+    for wrong in (["run", "translation", "ef", "--sohw"], ["doctor", "ef"]):
+        with pytest.raises(SystemExit, match="2"):
+            main.main(wrong)
+        assert "unrecognized arguments: " in capsys.readouterr().err
+
+
+def test_somebody_who_types_waits_for_each_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def __next__(self) -> str:  # type: ignore[override]
+            said.append(capsys.readouterr().out.count("\n"))
+            return super().__next__()
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.stdin", Terminal("ab cd\nef\n"))
+    assert main.main(["run", "translation"]) == 0
+    assert said == [0, 1, 1]
+
+
+def test_closed_streams_end_without_a_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    with monkeypatch.context() as closed:
+        closed.setattr("sys.stdin", None)
+        assert main.main(["run", "translation"]) == 2
+        assert "but stdin is closed" in capsys.readouterr().err
+    for name in ("stdout", "stderr"):
+        with monkeypatch.context() as closed:
+            closed.setattr(f"sys.{name}", None)
+            assert main.main(["run", "translation", "ab " * 300]) == 0
+    assert "answered by a part" not in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "run_doctor", interrupted)
+    assert main.main(["doctor"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_finished_run_is_resumed_with_the_command_that_began_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data = str(folder / "runs" / "translation"), str(folder / "pairs.tsv")
+    assert main.main(["train", "translation", "--data", data, "--out", out, "--resume", "--quiet"]) == 0
+    # The command as it was, with settings that say what the run has already.
+    options = [part for change in (*SMALL, "train.steps=12") for part in ("--set", change)]
+    assert main.main(["train", "translation", "--data", data, "--out", out, *options, "--resume", "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("loss ")
+
+
+def test_what_is_stopped_is_no_success(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = loop.one_update
+
+    def asking(run: Any, learner: Any, update: Any, step: int) -> Tensor:
+        signal.raise_signal(signal.SIGINT)
+        return plain(run, learner, update, step)
+
+    monkeypatch.setattr(loop, "one_update", asking)
+    options = [part for change in SMALL for part in ("--set", change)]
+    data, out = str(folder / "pairs.tsv"), str(tmp_path / "run")
+    assert main.main(["train", "translation", "--data", data, "--out", out, *options]) == 130
+    said = capsys.readouterr()
+    assert said.out == "stopped_at_step 1\n"
+    assert said.err.endswith("stopped at step 1 and saved: --resume goes on from here\n")
+
+
+def test_a_run_that_stands_before_the_model_that_ships_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place, more, said in (
+        (folder, [], f"{STANDS_BEFORE}\n"),
+        (folder, ["--model", "runs/translation"], ""),
+        (tmp_path, [], ""),
+    ):
+        monkeypatch.chdir(place)
+        assert main.main(["run", "translation", "ab", *more]) == 0
+        assert capsys.readouterr().err == said
+
+
+def test_it_shows_where_it_looked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main.main(["run", "translation", "ab cd ef", "--show"]) == 0
+    out = capsys.readouterr().out
+    assert "cross" in out
+    assert "ab cd ef <stop>" in out
+    assert main.main(["run", "translation", "ab cd ef", "--show", "--out", "shown.txt"]) == 0
+    answer, _, view = out.partition("\n")
+    assert (folder / "shown.txt").read_text() == f"{answer}\n"
+    assert capsys.readouterr().out == view
+    assert main.main(["run", "translation", "ab cd ef", "--out", "page.html"]) == 0
+    assert "<html" in (folder / "page.html").read_text()
+
+
+def test_a_record_of_what_was_cut_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert main.main(["run", "translation", "ab " * 300, "--out", "long.foci"]) == 0
+    assert foci.Record.load(folder / "long.foci").notes == [
+        "the text is longer than the model reads: what is shown is a part of it"
+    ]
+
+
+@pytest.mark.parametrize("command", ["run", "evaluate"])
+def test_what_is_too_long_is_cut_and_said_in_one_line(
+    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, data, lines = folder / "runs" / "translation", tmp_path / "long.tsv", tmp_path / "long.txt"
+    sentences = ["ab cd", "ab " * 300, "ef"]
+    lines.write_text("".join(f"{each}\n" for each in sentences))
+    data.write_text("".join(f"{each}\tab\n" for each in sentences))
+    answers = tmp_path / "answers.txt"
+    if command == "run":
+        arguments = ["run", "translation", "--model", str(model), "--file", str(lines), "--out", str(answers)]
+    else:
+        arguments = ["evaluate", str(model), "--data", str(data), "--answers", str(answers)]
+    assert main.main(arguments) == 0
+    said = f"foci {command}: 1 of 3 inputs is longer than the model reads: answered by a part of it\n"
+    wrote = f"foci run: written: {answers}\n" if command == "run" else ""
+    assert capsys.readouterr().err == said + wrote
+    assert len(answers.read_text().splitlines()) == 3
+
+
+def test_a_run_is_found_from_another_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = written(tmp_path / "pairs.tsv", 40)
+    options = [part for change in (*SMALL, "train.steps=2") for part in ("--set", change)]
+    assert main.main(["train", "translation", "--data", "pairs.tsv", "--quiet", *options]) == 0
+    monkeypatch.chdir(folder)
+    run = str(tmp_path / "runs" / "translation")
+    resume = ["train", "translation", "--out", run, "--resume", "--quiet", "--set"]
+    assert main.main([*resume, "train.steps=3"]) == 0
+    assert main.main(["evaluate", run]) == 0
+    capsys.readouterr()
+    moved = data.rename(tmp_path / "moved.tsv")
+    for arguments in ([*resume, "train.steps=4"], ["evaluate", run]):
+        assert main.main(arguments) == 2
+        said = f": expected the data of {run} at {data}, but there is nothing: --data says where it is\n"
+        assert capsys.readouterr().err.endswith(said)
+    assert main.main([*resume, "train.steps=4", "--data", str(moved)]) == 0
+    assert main.main([*resume, "train.steps=5", "--data", str(folder / "pairs.tsv")]) == 2
+    assert "began with, but the files have changed" in capsys.readouterr().err
+
+
+def test_files_follow_the_umask(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = str(folder / "pairs.tsv")
+    options = [part for change in (*SMALL, "train.steps=2", "train.average=2") for part in ("--set", change)]
+    before = os.umask(0o027)
+    try:
+        out = tmp_path / "run"
+        assert main.main(["train", "translation", "--data", data, "--out", str(out), "--quiet", *options]) == 0
+        assert main.main(["run", "translation", "ab", "--model", str(out), "--out", str(out / "x.foci")]) == 0
+    finally:
+        os.umask(before)
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert {"model.safetensors", "x.foci", "state.json", "rank-00000.safetensors"} <= {path.name for path in files}
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: "0o640" for path in files}
+
+
+def test_it_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, data = folder / "runs" / "translation", folder / "pairs.tsv"
+    answers = folder / "out.txt"
+    assert main.main(["evaluate", str(model), "--data", str(data), "--json", "--answers", str(answers)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["bleu", "chrf", "signature"]
+    assert "tok:13a" in found["signature"]
+    assert len(answers.read_text().splitlines()) == 300
+    assert main.main(["evaluate", str(model), "--data", str(data), "--set", "task.tokenized=true"]) == 0
+    assert "tok:none" in capsys.readouterr().out
+
+
+def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = folder / "bad.tsv"
+    bad.write_text("a\tb\nonly one\na\tb\n")
+    assert main.main(["data", "check", "translation", "--data", str(bad)]) == 2
+    assert capsys.readouterr().out.splitlines() == [
+        f"{bad}:2: error: expected 2 columns (source, target) between tabs, but got 1",
+        f"{bad}:3: warning: expected every pair once, but it is the same as {bad}:1",
+        "1 error, 1 warning",
+    ]
+    bad.write_text("a\tb\n" * 300)
+    assert main.main(["data", "check", "translation", "--data", str(bad)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["and 199 more (--all prints them)", "0 errors, 299 warnings"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "translation", ""], "expected a sentence to translate, but got none"),
+        (["run", "generation", "x", "--model", "runs/translation"], "expected a model for generation, but"),
+        (["run", "summarization", "x"], "expected a model for summarization: train one"),
+        (["run", "summarization", "x"], f"that ship, {', '.join(models.names())}, none is for summarization"),
+        (["run", "translation", "a", "\udcff"], r"expected a text in UTF-8, but got '\udcff'"),
+        (["look", "\udcff", "--model", "runs/translation"], r"expected a text in UTF-8, but got '\udcff'"),
+        (["run", "translation", "a", "--device", "cuda"], "expected a GPU for the device cuda, but"),
+        (["evaluate", "runs/translation", "--device", "cuda"], "expected a GPU for the device cuda, but"),
+        (
+            ["train", "translation", "--data", "pairs.tsv", "--out", "pairs.tsv"],
+            "a folder for the run, but pairs.tsv is",
+        ),
+        (["train", "translation", "--data", "/dev/null", "--out", "new"], "at /dev/null, but there is something else"),
+        (["run", "translation", "a", "--set", "train.rate=1"], "takes changes of [task] only, but got train"),
+        (["run", "translation", "a", "b", "--out", "page.html"], "takes the attention to one input, but got 2"),
+        (["train", "translation", "--out", "new"], "expected the data to train on (--data), but got none"),
+        (["train", "translation", "--resume", "--seed", "3"], "goes on with the run's own config, but got --seed too"),
+        (["train", "translation", "--resume", "--data", "x"], "at x, but there is nothing: --data says where it is"),
+        (["train", "translation", "--resume", "--set", "task.width=8"], "changes of [train] only, but got --set task"),
+        (["train", "translation", "--resume", "--out", "none"], "expected a run to resume in none, but there is none"),
+        (
+            ["run", "translation", "a", "--out", "x.docx"],
+            ".foci, .html, .png, .svg, .pdf, .jpg, .webp or .txt, received",
+        ),
+        (["run", "translation", "a", "--out", "none/x.txt"], "expected a folder for --out, but none is not there"),
+        (["run", "translation", "a", "--out", "folder.txt"], "expected a file for --out, but folder.txt is a folder"),
+        (["view", "pairs.tsv", "--out", "x.docx"], "expected --out to end with .foci, .html"),
+        (["view", "runs"], "expected a .foci file, but runs is a folder"),
+        (["evaluate", "runs/translation/model.safetensors"], "expected data to measure with (--data), because"),
+        (["evaluate", "runs/translation", "--answers", "runs"], "expected a file for --answers, but runs is a folder"),
+        (["evaluate", "none", "--data", "pairs.tsv"], "expected a model at none"),
+        (["evaluate", "vision"], "to measure vision with (--data): a model that ships has none"),
+        (["run", "vision", "runs"], "expected a file for vision, but runs is a folder: name the files in it"),
+        (["run", "speech", "runs"], "expected a file for speech, but runs is a folder: name the files in it"),
+        (["run", "translation", "a", "--set", "task.bean=1"], "no setting of translation: the nearest is task.beam; "),
+        (["run", "translation", "a", "--set", "task=1"], "expected [task] in the changes to be a table, but got 1"),
+        (["train", "vision", "--data", "none"], "table of paths and labels at none, but there is nothing"),
+        (["evaluate", "runs/translation", "--data", "none.tsv"], "a file at none.tsv, but there is no such file"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str],
+    said: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (folder / "folder.txt").mkdir(exist_ok=True)
+    if "speech" in arguments:
+        monkeypatch.setattr("foci.__file__", str(folder / "foci" / "__init__.py"))
+    assert main.main(arguments) == 2
+    *before, error = capsys.readouterr().err.splitlines()
+    assert said in error
+    assert before in ([], [STANDS_BEFORE])
+
+
+def test_a_model_that_ships_answers_and_is_measured_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test.tsv").write_text("A man sleeps.\tEin Mann schläft.\n")
+    assert main.main(["run", "translation", "A man sleeps."]) == 0
+    assert capsys.readouterr().out == "Ein Mann schläft.\n"
+    assert main.main(["evaluate", "translation", "--data", "test.tsv", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bleu"] == pytest.approx(100)
+    with pytest.raises(SystemExit, match="0"):
+        main.main(["run", "--help"])
+    assert "ship for " + ", ".join(models.names()) in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_that_ships_is_reached_by_its_name_beside_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main.main(["run", "translation", "A man sleeps.", "--model", "translation"]) == 0
+    assert capsys.readouterr() == ("Ein Mann schläft.\n", "")
+
+
+def test_one_damaged_file_does_not_keep_the_others_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good, broken = b"P5 28 28 255\n" + bytes(28 * 28), b"P5 28 28 255\n" + bytes(9)
+    for name, content in (("a.pgm", good), ("broken.pgm", broken), ("c.pgm", good)):
+        (tmp_path / name).write_bytes(content)
+    assert main.main(["run", "vision", "a.pgm", "broken.pgm", "none.pgm", "c.pgm"]) == 2
+    said = capsys.readouterr()
+    first, *failed, last = said.out.splitlines()
+    assert first == last != ""
+    assert failed == ["", ""]
+    assert said.err.splitlines() == [
+        "foci run: broken.pgm should hold 784 bytes of 28 x 28 pixels, but it holds 9",
+        "foci run: none.pgm should be an image, but there is no such file",
+    ]
+
+
+def test_what_is_written_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    model = ["--model", "runs/translation"]
+    for out in ("x.foci", "x.txt"):
+        assert main.main(["run", "translation", "ab", *model, "--out", out]) == 0
+        assert capsys.readouterr().err == f"foci run: written: {out}\n"
+
+
+def test_a_bar_is_shown_while_a_model_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    assert main.main(["evaluate", str(folder / "runs" / "translation"), "--data", str(folder / "pairs.tsv")]) == 0
+    assert "300/300" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["look", "ab", "--model", "runs/translation"],
+        ["run", "translation", "ab", "--model", "runs/translation"],
+        ["evaluate", "runs/translation", "--data", "pairs.tsv"],
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert main.main(arguments) == 1
+    said = "model.safetensors needs safetensors, which is not installed: pip install 'foci[tasks]'\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_a_record_without_the_package_names_its_extra(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "some.foci").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert main.main(["view", "some.foci", "--out", "z.html"]) == 1
+    said = "foci view: some.foci needs safetensors, which is not installed: pip install 'foci[view]'\n"
+    assert capsys.readouterr().err == said

@@ -1,0 +1,167 @@
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import foci
+import foci.tasks
+from foci.cli import main
+from foci.training.config import TrainConfig, value_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"foci {foci.__version__}\n"
+
+
+def test_help_shows_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    out = capsys.readouterr().out
+    assert "examples:\n" in out
+    assert main.parser().parse_args(["explain", "Jane is hungry.", "--word", "hungry"]).word == "hungry"
+    assert main.parser().parse_args(["bench", "attention", "--help"]).rest == ["--help"]
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """The parsers of all commands, "data check" among them."""
+
+    def below(parser: argparse.ArgumentParser, name: str) -> dict[str, argparse.ArgumentParser]:
+        found = {name: parser}
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for each, inner in action.choices.items():
+                    found |= below(inner, f"{name} {each}".strip())
+        return found
+
+    return below(main.parser(), "")
+
+
+def examples(parser: argparse.ArgumentParser) -> list[str]:
+    return [line.strip() for line in (parser.epilog or "").splitlines()[1:]]
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_command_shows_its_own_examples(name: str) -> None:
+    shown = examples(commands()[name])
+    assert shown
+    for line in shown:
+        words = shlex.split(line.partition(">")[0])
+        # What many processes run is a module.
+        arguments = words[words.index("foci") + 1 :]
+        assert " ".join(arguments).startswith(name)
+        assert main.parsed(arguments).command == (name.split() or arguments)[0]
+
+
+@pytest.mark.parametrize("task", foci.tasks.TASKS)
+def test_every_setting_is_listed_with_its_default_and_what_it_is(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["train", task, "--settings"]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    for name, said, kind in (("task", first, foci.tasks.find(task).settings_type), ("train", second, TrainConfig)):
+        heading, *lines = said.splitlines()
+        assert heading == f"[{name}]"
+        found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines}
+        assert list(found) == [f"{name}.{field.name}" for field in fields(kind)]
+        assert all(len(rest) == 2 and len(rest[1]) > 3 for rest in found.values())
+        values = {key.partition(".")[2]: value_of(default) for key, (default, _) in found.items() if default != "-"}
+        assert kind.from_dict(values) == kind()
+
+
+def test_explain_joins_unquoted_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main.main(["explain", "Jane", "is", "hungry."]) == 0
+    out = capsys.readouterr().out
+    assert "   Jane · is · hungry · .\n" in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", ""], "foci explain: expected a sentence with at least one word, received ''\n"),
+        (["explain", "a b", "--word", "c"], "foci explain: expected one of the words a b, received 'c'\n"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(arguments) == 2
+    assert capsys.readouterr() == ("", message)
+
+
+@pytest.mark.parametrize("arguments", [["fly"], ["explain"], ["explain", "a", "--words", "b"], ["doctor", "now"]])
+def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main.main(arguments)
+    assert stop.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert said.err.endswith("--help)\n")
+
+
+def checkout(folder: Path, monkeypatch: pytest.MonkeyPatch, *scripts: str) -> None:
+    """Makes the command line believe that it runs in a checkout with these benchmarks."""
+    (folder / "benchmarks").mkdir()
+    for name in scripts:
+        source = 'import sys\nif __name__ == "__main__":\n    sys.exit(len(sys.argv[1:]))\n'
+        (folder / "benchmarks" / f"{name}.py").write_text(source)
+    (folder / "benchmarks" / "timing.py").write_text("STARTED = 0\n")
+    monkeypatch.setattr(main, "__file__", str(folder / "foci" / "cli/main.py"))
+
+
+def test_bench_runs_the_script_with_its_own_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checkout(tmp_path, monkeypatch, "attention", "weights")
+    assert main.main(["bench", "weights", "--quick", "--help", "7"]) == 3
+    assert main.main(["bench"]) == 0
+
+
+def test_bench_says_which_benchmarks_there_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkout(tmp_path, monkeypatch, "attention", "weights")
+    assert main.main(["bench", "speed"]) == 2
+    said = "foci bench: expected one of the benchmarks attention, weights, received 'speed'\n"
+    assert capsys.readouterr().err == said
+
+
+def test_bench_outside_a_checkout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkout(tmp_path, monkeypatch)
+    assert main.main(["bench"]) == 2
+    assert "found none: they come with a source checkout, not the wheel" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    command = f"{sys.executable} -m foci explain 'Jane is hungry.' | head -n 1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+    assert done.stdout == "Attention, step by step\n"
+    assert done.stderr == ""
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main.main([])
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "examples:\n  foci explain" in said.err
+
+
+def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(tmp_path: Path) -> None:
+    # In place of torch, something that takes as long and is interrupted.
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "foci", "look", "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

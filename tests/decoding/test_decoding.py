@@ -1,0 +1,428 @@
+"""foci.generate: every way of writing gives the same answer, and the answer that its definition says.
+
+V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import foci
+import foci.nn
+from foci import decoding
+from foci.decoding import static_cache
+from foci.decoding.sampling import Picker, narrowed
+from foci.decoding.static_cache import Fixed
+
+V, START, STOP = 40, 1, [2, 3]
+PROMPTS = [[5, 3, 8, 9, 1], [7, 4], [6, 2, 2]]
+CHANGES: dict[str, dict[str, Any]] = {
+    "decoder": {},
+    "rotary": {"kv_heads": 2, "positions": None, "rotary": 10000.0},
+    "alibi": {"positions": None, "bias": "alibi"},
+    "relative": {"positions": None, "bias": "relative"},
+}
+KINDS = (*CHANGES, "encoder-decoder", "gru", "lstm")
+METHODS: dict[str, foci.Sampling | foci.Beam] = {"greedy": decoding.GREEDY, "beam": foci.Beam(3, best=2)}
+PAIRS = list(itertools.product(KINDS, METHODS))
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    size: dict[str, Any] = {"vocabulary": V, "width": 16}
+    if kind in CHANGES:
+        model: nn.Module = foci.nn.Decoder.from_name("tiny", **size, heads=4, **CHANGES[kind])
+    elif kind == "encoder-decoder":
+        config = foci.nn.EncoderDecoder.sizes["tiny"].changed(**size, heads=4)
+        # A tied head that has learned nothing says the token that was there last.
+        model = foci.nn.EncoderDecoder(config.changed(decoder=config.decoder.changed(head="linear")))
+    else:
+        options = {"score": "general", "attend": "before"} if kind == "lstm" else {}
+        model = foci.nn.Seq2SeqRNN.from_name("tiny", **size, cell=kind, **options)
+    for parameter in model.parameters():
+        # Larger weights, so that a model that has learned nothing does not write one token all the time.
+        parameter.data.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    return model
+
+
+def starting(kind: str) -> dict[str, Any]:
+    return {"stop": STOP} if kind in CHANGES else {"stop": STOP, "start": START}
+
+
+def plain(answers: list[foci.Answer]) -> list[list[tuple[list[int], bool]]]:
+    return [[(each.tokens, each.stopped) for each in (answer, *answer.others)] for answer in answers]
+
+
+@pytest.fixture
+def in_fixed_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The steps that a GPU captures, taken here one by one; after 8 tokens they look at twice as many slots."""
+    monkeypatch.setattr(static_cache, "FEWEST", 8)
+    monkeypatch.setattr(decoding, "steps_of", lambda model, given, count, *_: Fixed(model, given, count, False, False))
+    static_cache.KEPT.clear()
+    yield
+    static_cache.KEPT.clear()
+
+
+@pytest.mark.parametrize(("kind", "method"), PAIRS)
+def test_cached_equals_uncached_and_padded_equals_alone(kind: str, method: str) -> None:
+    model, options = made(kind), {"new_tokens": 10, "method": METHODS[method], **starting(kind)}
+    answers = foci.generate(model, PROMPTS, **options)
+    assert plain(foci.generate(model, PROMPTS, cache=False, **options)) == plain(answers)
+    assert [plain(foci.generate(model, prompt, **options))[0] for prompt in PROMPTS] == plain(answers)
+    # Answers that are all alike would prove little.
+    assert len({tuple(answer.tokens) for answer in answers}) == len(PROMPTS)
+
+
+@pytest.mark.usefixtures("in_fixed_buffers")
+@pytest.mark.parametrize(("kind", "method"), PAIRS)
+def test_fixed_buffers_give_the_same(kind: str, method: str) -> None:
+    model, options = made(kind), {"new_tokens": 10, "method": METHODS[method], **starting(kind)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "steps_of", lambda model, given, *_: decoding.Afresh(model, given))
+        expected = plain(foci.generate(model, PROMPTS, **options))
+    assert plain(foci.generate(model, PROMPTS, **options)) == expected
+    kept = static_cache.KEPT[model]
+    # Another batch of the same shape finds the buffers of the one before.
+    assert plain(foci.generate(model, PROMPTS[::-1], **options)) == expected[::-1]
+    assert static_cache.KEPT[model] is kept
+    model.double()
+    foci.generate(model, PROMPTS, **options)
+    assert static_cache.KEPT[model] is not kept
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
+def test_a_compiled_step_is_one_graph_for_all_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(
+        static_cache,
+        "compiled_step",
+        lambda whole: torch.compile(static_cache.step, backend=backend, fullgraph=whole, dynamic=False),
+    )
+    model, options = made(kind), {"new_tokens": 6, **starting(kind)}
+    expected = plain(foci.generate(model, PROMPTS, **options))
+    for _ in range(2):
+        assert plain(foci.generate(model, PROMPTS, compiled=True, **options)) == expected
+    assert len(graphs) == 1
+    static_cache.KEPT.clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_beam_of_one_is_greedy(kind: str) -> None:
+    model, options = made(kind), {"new_tokens": 10, **starting(kind)}
+    greedy, beam = (
+        foci.generate(model, PROMPTS, method=method, **options) for method in (decoding.GREEDY, foci.Beam(1))
+    )
+    assert plain(beam) == plain(greedy)
+    for one, other in zip(greedy, beam, strict=True):
+        assert math.isclose(one.score, other.score, rel_tol=1e-4)
+
+
+class Chain(nn.Module):
+    """A model that is a table: what comes next depends on the last token, and on its place where there are several."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table if table.dim() == 3 else table[None])  # (places or 1, V, V)
+
+    def forward(self, tokens: Tensor, padding: Tensor | None = None, caches: Any = None) -> foci.nn.Output:
+        table = self.table.expand(max(tokens.shape[1], len(self.table)), -1, -1)
+        logits = torch.stack([table[place][token] for place, token in enumerate(tokens.unbind(1))], dim=1)
+        return foci.nn.Output(logits, logits, {})
+
+
+def searched(
+    table: Tensor, first: int, stop: int, limit: int, method: foci.Beam
+) -> list[tuple[tuple[int, ...], float]]:
+    """Beam search as one would write it down: the best answers by rank, with their log-probabilities."""
+    logs: list[list[list[float]]] = table.log_softmax(-1).tolist()
+    growing: list[tuple[tuple[int, ...], float]] = [((first,), 0.0)]
+    ended: list[tuple[tuple[int, ...], float]] = []
+    for place in range(limit):
+        longer = [
+            ((*tokens, token), score + log)
+            for tokens, score in growing
+            for token, log in enumerate(logs[place][tokens[-1]])
+        ]
+        longer = sorted(longer, key=lambda each: -each[1])[: method.width - len(ended)]
+        ended += [each for each in longer if each[0][-1] == stop]
+        growing = [each for each in longer if each[0][-1] != stop]
+        if method.early and len(ended) >= method.best:
+            growing = []
+    ranked = sorted(ended + growing, key=lambda each: -each[1] / (len(each[0]) - 1) ** method.length_penalty)
+    return [(tokens[1:], score) for tokens, score in ranked[: method.best]]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.7, 1.0, 2.0])
+@pytest.mark.parametrize("early", [False, True])
+def test_beam_search_is_what_its_definition_says(penalty: float, early: bool) -> None:
+    for seed, width in itertools.product(range(6), (1, 2, 4)):
+        table = torch.randn(6, 5, 5, generator=torch.Generator().manual_seed(seed)) * 2
+        method = foci.Beam(width, penalty, best=min(width, 2), early=early)
+        expected = [searched(table, first, 3, 6, method) for first in (0, 1, 2)]
+        answers = foci.generate(Chain(table), [[0], [1], [2]], method=method, stop=3, new_tokens=6, cache=False)
+        for answer, wanted in zip(answers, expected, strict=True):
+            found = [answer, *answer.others]
+            ends = [(*each.tokens, 3) if each.stopped else tuple(each.tokens) for each in found]
+            assert ends == [tokens for tokens, _ in wanted]
+            assert torch.allclose(torch.tensor([each.score for each in found]), torch.tensor([s for _, s in wanted]))
+
+
+def test_beam_search_by_hand() -> None:
+    """0.6 · 0.4 for the token that looks best at first, 0.4 · 0.9 for the other: greedy takes the first way."""
+    shares = torch.full((4, 4), 1e-9)
+    shares[0, 1], shares[0, 2] = 0.6, 0.4
+    shares[1, 3], shares[1, 0], shares[1, 1] = 0.4, 0.3, 0.3
+    shares[2, 3], shares[2, 0] = 0.9, 0.1
+    model = Chain(shares.log())
+    options: dict[str, Any] = {"stop": 3, "new_tokens": 2, "cache": False}
+    assert foci.generate(model, [0], **options)[0].tokens == [1]
+    best = foci.generate(model, [0], method=foci.Beam(2, best=2), **options)[0]
+    assert best.tokens == [2]
+    assert math.isclose(best.score, math.log(0.4 * 0.9), rel_tol=1e-4)
+    assert [(other.tokens, other.stopped) for other in best.others] == [([1], True)]
+    assert math.isclose(best.others[0].score, math.log(0.6 * 0.4), rel_tol=1e-4)
+
+
+def test_length_penalty_and_early_stopping() -> None:
+    """An answer of one token with probability 0.5 x 0.6, beside one of three whose every token has 0.9 after 0.5."""
+    shares = torch.full((6, 6), 1e-9)
+    shares[0, 1], shares[0, 2] = 0.5, 0.5
+    shares[1, 5], shares[1, 0] = 0.6, 0.4
+    shares[2, 3], shares[3, 4], shares[4, 5] = 0.9, 0.9, 0.9
+    model = Chain(shares.log())
+    options: dict[str, Any] = {"stop": 5, "new_tokens": 6, "cache": False}
+
+    def tokens(**beam: Any) -> list[int]:
+        return foci.generate(model, [0], method=foci.Beam(2, **beam), **options)[0].tokens
+
+    assert tokens(length_penalty=1.0) == [2, 3, 4]
+    assert tokens(length_penalty=0.0) == [2, 3, 4]  # 0.5 x 0.729 is more than 0.5 x 0.6
+    assert tokens(length_penalty=1.0, early=True) == [1]
+
+
+@pytest.mark.parametrize("method", [foci.Sampling(0.9, seed=3), foci.Sampling(1.5, 8, 0.8, 0.1, 1.3, seed=5)])
+def test_a_seed_gives_the_same_tokens(method: foci.Sampling) -> None:
+    model = made("decoder")
+
+    def drawn(method: foci.Sampling, **options: Any) -> list[list[tuple[list[int], bool]]]:
+        return plain(foci.generate(model, PROMPTS, method=method, new_tokens=8, **options))
+
+    first = drawn(method)
+    torch.rand(3)
+    assert drawn(method) == drawn(method, cache=False) == first
+    assert drawn(foci.Sampling(0.9, seed=99)) != first
+    assert drawn(foci.Sampling(0.9)) != drawn(foci.Sampling(0.9))
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
+    shares = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    picker = Picker(foci.Sampling(seed=0), torch.zeros(20000, 1, dtype=torch.long), None)
+    tokens, scores = picker(shares.log().expand(20000, -1))
+    counts = tokens.bincount(minlength=4) / 20000
+    assert float((counts - shares).abs().max()) < 0.02
+    assert float((scores - shares.log()[tokens]).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [
+        (foci.Sampling(top_k=2), [True, True, False, False]),
+        (foci.Sampling(top_k=9), [True, True, True, True]),
+        (foci.Sampling(top_p=0.5), [True, False, False, False]),
+        (foci.Sampling(top_p=0.51), [True, True, False, False]),
+        (foci.Sampling(top_p=0.0), [True, False, False, False]),
+        (foci.Sampling(min_p=0.3), [True, True, True, False]),
+        (foci.Sampling(min_p=0.7), [True, False, False, False]),
+        (foci.Sampling(top_k=3, top_p=0.9), [True, True, True, False]),
+        (foci.Sampling(top_k=2, min_p=0.7), [True, False, False, False]),
+    ],
+)
+def test_what_top_k_top_p_and_min_p_leave(method: foci.Sampling, kept: list[bool]) -> None:
+    order = [2, 0, 3, 1]
+    logits = torch.tensor([0.5, 0.3, 0.16, 0.04]).log()[order]
+    assert narrowed(logits[None], method)[0].isfinite().tolist() == [kept[place] for place in order]
+
+
+def test_repetition_makes_seen_tokens_less_likely() -> None:
+    """Positive logits are divided, negative ones multiplied; padding has not been seen, what was drawn has."""
+    tokens, real = torch.tensor([[0, 1], [2, 1]]), torch.tensor([[False, True], [True, True]])
+    picker = Picker(foci.Sampling(0.0, repetition=2.0), tokens, real)
+    logits = torch.tensor([[1.0, 1.5, -1.0], [1.0, 1.5, 1.75]])
+    assert picker._weighed(logits).tolist() == [[1.0, 0.75, -1.0], [1.0, 0.75, 0.875]]
+    assert picker(logits)[0].tolist() == [0, 0]
+    assert picker._weighed(-logits).tolist() == [[-2.0, -3.0, 1.0], [-2.0, -3.0, -3.5]]
+
+
+def test_temperature_zero_and_top_k_one_are_greedy() -> None:
+    model = made("rotary")
+    expected = plain(foci.generate(model, PROMPTS, new_tokens=8))
+    for method in (foci.Sampling(0.0), foci.Sampling(1.0, top_k=1), foci.Sampling(3.0, top_p=0.0)):
+        assert plain(foci.generate(model, PROMPTS, method=method, new_tokens=8)) == expected
+
+
+def test_the_score_is_the_log_probability_of_the_answer() -> None:
+    model = made("decoder").eval()
+    answer = foci.generate(model, [5, 3], new_tokens=6)[0]
+    tokens = torch.tensor([[5, 3, *answer.tokens]])
+    logs = model(tokens[:, :-1]).logits.log_softmax(-1)[0, 1:]
+    expected = float(logs.detach().gather(1, tokens[0, 2:, None]).sum())
+    assert math.isclose(answer.score, expected, rel_tol=1e-4)
+
+
+def test_stop_tokens_end_an_answer_and_are_not_part_of_it() -> None:
+    model = made("decoder")
+    whole = foci.generate(model, PROMPTS, new_tokens=10)
+    stop = whole[0].tokens[4]
+    assert stop not in whole[0].tokens[:4]
+    cut = foci.generate(model, PROMPTS, new_tokens=10, stop=stop)
+    assert cut[0].tokens == whole[0].tokens[:4]
+    assert cut[0].stopped
+    for one, other in zip(cut, whole, strict=True):
+        assert one.tokens == other.tokens[: len(one.tokens)]
+        assert one.stopped == (stop in other.tokens)
+
+
+def spelled(tokens: list[int]) -> str:
+    return " ".join(f"<{token}>" for token in tokens)
+
+
+@pytest.mark.parametrize("method", [decoding.GREEDY, foci.Beam(1)], ids=["greedy", "beam"])
+def test_stop_strings_end_an_answer(method: foci.Sampling | foci.Beam) -> None:
+    model = made("decoder")
+    options: dict[str, Any] = {"new_tokens": 10, "method": method, "decode": spelled}
+    whole = foci.generate(model, PROMPTS[:1], **options)[0]
+    assert whole.text == spelled(whole.tokens)
+    # A string across two tokens, beginning within the first.
+    word = f"{whole.tokens[3]}> <{whole.tokens[4]}"
+    place = spelled(whole.tokens).index(word)
+    answer = foci.generate(model, PROMPTS[:1], stop=[word, "nowhere"], **options)[0]
+    assert answer.stopped
+    assert answer.text == spelled(whole.tokens)[:place]
+    assert answer.tokens == whole.tokens[: spelled(whole.tokens)[: place + len(word)].count("<")]
+    with pytest.raises(ValueError, match="stop strings need decode="):
+        foci.generate(model, PROMPTS, stop="x")
+
+
+def test_a_stream_gives_the_tokens_one_by_one() -> None:
+    model = made("decoder").train()
+    whole = foci.generate(model, PROMPTS, new_tokens=10)
+    stop = whole[0].tokens[4]
+    expected = foci.generate(model, PROMPTS, new_tokens=10, stop=stop)
+    columns = list(foci.stream(model, PROMPTS, new_tokens=10, stop=stop))
+    rows = [[token for token in row if token is not None] for row in zip(*columns, strict=True)]
+    assert rows == [answer.tokens for answer in expected]
+    assert all(None not in row[: len(kept)] for row, kept in zip(zip(*columns, strict=True), rows, strict=True))
+    started = foci.stream(model, PROMPTS, new_tokens=10)
+    assert next(started) == [answer.tokens[0] for answer in whole]
+    started.close()  # type: ignore[attr-defined]
+    assert model.training
+    assert torch.is_grad_enabled()
+    with pytest.raises(TypeError, match="a beam decides at its end"):
+        foci.stream(model, PROMPTS, method=foci.Beam())  # type: ignore[arg-type]
+
+
+def test_dropout_is_off_and_the_model_stays_as_it_was() -> None:
+    model = made("encoder-decoder").train()
+    model.encoder.eval()  # type: ignore[union-attr]
+    modes = [module.training for module in model.modules()]
+    first = plain(foci.generate(model, PROMPTS, start=START, new_tokens=8))
+    assert plain(foci.generate(model, PROMPTS, start=START, new_tokens=8)) == first
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_prompts_of_every_form() -> None:
+    model = made("decoder")
+    expected = plain(foci.generate(model, [[5, 3, 8], [7, 4, 1]], new_tokens=3))
+    tensor = torch.tensor([[5, 3, 8], [7, 4, 1]])
+    for prompt in (tensor, list(tensor), tensor.int(), ((5, 3, 8), (7, 4, 1))):
+        assert plain(foci.generate(model, prompt, new_tokens=3)) == expected
+    for prompt in (tensor[0], [5, 3, 8], [[5, 3, 8]], tensor[:1]):
+        assert plain(foci.generate(model, prompt, new_tokens=3)) == expected[:1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_speech_of_unequal_length(method: str) -> None:
+    torch.manual_seed(0)
+    model = foci.nn.SpeechEncoder.from_name("tiny", vocabulary=V, features=4, width=16)
+    for parameter in model.parameters():
+        parameter.data.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    frames = [torch.randn(length, 4) for length in (30, 11, 21)]
+    options: dict[str, Any] = {"start": START, "new_tokens": 8, "method": METHODS[method]}
+    answers = plain(foci.generate(model, frames, **options))
+    assert [plain(foci.generate(model, one, **options))[0] for one in frames] == answers
+    assert plain(foci.generate(model, frames, cache=False, **options)) == answers
+
+
+def test_a_start_of_several_tokens() -> None:
+    model = made("encoder-decoder")
+    first = foci.generate(model, PROMPTS, start=START, new_tokens=6)
+    start = [START, *first[0].tokens[:2]]
+    assert foci.generate(model, PROMPTS, start=start, new_tokens=4)[0].tokens == first[0].tokens[2:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"prompt": []}, "at least one token"),
+        ({"prompt": [[1], []]}, "at least one token"),
+        ({"prompt": torch.zeros(2, 2, 2, dtype=torch.long)}, r"prompts are whole numbers \(T,\) or frames"),
+        ({"new_tokens": 0}, "new_tokens must be at least 1, but got 0"),
+        ({"new_tokens": 1024}, r"the model has 1024 positions, but a prompt of 2 tokens and new_tokens=1024 take 1025"),
+        ({"start": 1}, "Decoder continues the prompt itself, but start=1 was given"),
+        ({"capture": True}, "capture=True needs a model on a CUDA device, but it is on cpu"),
+        ({"cache": False, "compiled": True}, "needs the cache, but got cache=False"),
+        ({"method": foci.Beam(V + 1)}, f"at most the {V} tokens there are, but got {V + 1}"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        foci.generate(made("decoder"), **{"prompt": [1, 2], **arguments})
+
+
+def test_wrong_methods_and_models_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Sampling.temperature must lie between 0.0 and inf, but got -1"):
+        foci.Sampling(-1)
+    with pytest.raises(ValueError, match=r"Sampling.top_p must lie between 0.0 and 1.0, but got 1.5"):
+        foci.Sampling(top_p=1.5)
+    with pytest.raises(ValueError, match=r"Sampling.repetition must be above 0"):
+        foci.Sampling(repetition=0.0)
+    with pytest.raises(ValueError, match="1 <= best <= width, but got best=5 and width=4"):
+        foci.Beam(4, best=5)
+    with pytest.raises(TypeError, match="stop takes tokens"):
+        foci.generate(made("decoder"), [1], stop=[1.5])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="has no head"):
+        foci.generate(foci.nn.Decoder.from_name("tiny", vocabulary=V, head=None), [1])
+    with pytest.raises(ValueError, match="EncoderDecoder writes after start="):
+        foci.generate(made("encoder-decoder"), [1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "method"), PAIRS)
+def test_captured_equals_uncaptured(kind: str, method: str) -> None:
+    model, options = made(kind).cuda(), {"new_tokens": 20, "method": METHODS[method], **starting(kind)}
+    expected = plain(foci.generate(model, PROMPTS, capture=False, **options))
+    for prompts, answers in ((PROMPTS, expected), (PROMPTS[::-1], expected[::-1])):
+        assert plain(foci.generate(model, prompts, capture=True, **options)) == answers
+    assert static_cache.KEPT[model].graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_compiled_and_captured_equals_neither() -> None:
+    model, options = made("decoder").cuda(), {"new_tokens": 20, "stop": STOP}
+    expected = plain(foci.generate(model, PROMPTS, capture=False, **options))
+    assert plain(foci.generate(model, PROMPTS, compiled=True, **options)) == expected

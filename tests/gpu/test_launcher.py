@@ -1,0 +1,248 @@
+"""Kernels that are launched again: the first launch is Triton's own, later ones hand addresses to what was compiled."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from foci.gpu import launcher
+from foci.gpu.launcher import Launches, step
+
+
+class Kernel:
+    """Stands for a kernel, and for what is compiled of it: keeps how each was launched."""
+
+    def __init__(self, *names: str, compiles: bool = True) -> None:
+        self.arg_names = list(names)
+        self.compiles = compiles
+        self.launched: list[tuple[Any, ...]] = []
+        self.again: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> Any:
+            self.launched.append((grid, arguments, options))
+            return Compiled(self) if self.compiles else None
+
+        return launch
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.kernel.again.append((grid, arguments))
+
+
+def row_of(kernel: Kernel, sizes: dict[str, int] | None = None) -> Launches:
+    numbers = {"n": 5, "BLOCK": 16, "unused": 7}
+    steps = [step(kernel, (3, 2), numbers, {"out": "parts"}, num_warps=4)]
+    return Launches({"scratch": 33, "parts": 4} if sizes is None else sizes, torch.device("cpu"), steps)
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "takes_addresses", lambda: True)
+
+
+def test_the_second_launch_is_given_addresses() -> None:
+    kernel = Kernel("x", "scratch", "out", "n", "BLOCK")
+    row = row_of(kernel)
+    first, second = torch.zeros(8), torch.zeros(8)
+    row({"x": first})
+    ((grid, arguments, options),) = kernel.launched
+    assert (grid, arguments[3:], options) == ((3, 2), (5, 16), {"num_warps": 4})
+    assert arguments[0] is first
+    assert [x.numel() for x in arguments[1:3]] == [64, 32]
+    row({"x": second})
+    ((grid, arguments),) = kernel.again
+    assert (grid, arguments[0], arguments[3:]) == ((3, 2, 1), second.data_ptr(), (5, 16))
+    # In one allocation, each from a multiple of 128 bytes on.
+    assert arguments[2] - arguments[1] == 256
+    assert len(kernel.launched) == 1
+
+
+def test_addresses_that_are_no_multiples_of_16_are_looked_at_by_triton() -> None:
+    kernel = Kernel("x", "scratch", "out", "n", "BLOCK")
+    row, apart = row_of(kernel), torch.zeros(9)[1:]
+    for x in (apart, apart, torch.zeros(8), apart, torch.zeros(8)):
+        row({"x": x})
+    assert len(kernel.launched) == 4
+    assert len(kernel.again) == 1
+
+
+@pytest.mark.parametrize("version_known", [True, False])
+def test_an_interpreter_or_a_triton_that_is_not_known_is_given_tensors(
+    version_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel("x", "scratch", "out", "n", "BLOCK", compiles=not version_known)
+    monkeypatch.setattr(launcher, "takes_addresses", lambda: version_known)
+    row = row_of(kernel)
+    for _ in range(3):
+        row({"x": torch.zeros(8)})
+    assert len(kernel.launched) == 3
+    assert all(isinstance(x, Tensor) for _, arguments, _ in kernel.launched for x in arguments[:3])
+
+
+def test_launches_are_handed_addresses_all_together_or_not_at_all() -> None:
+    """A hook of Triton's may keep one kernel from being compiled: the others do not go on without it."""
+    kernels = Kernel("x", "out", "n"), Kernel("x", "out", "n", compiles=False)
+    row = Launches({"out": 4}, torch.device("cpu"), [step(kernel, (1,), {"n": 1}) for kernel in kernels])
+    for _ in range(2):
+        row({"x": torch.zeros(8)})
+    assert [len(kernel.launched) for kernel in kernels] == [2, 2]
+
+
+class Watched:
+    """Stands for a kernel that keeps nothing, and tells which of the arrays it was given are still there."""
+
+    arg_names: ClassVar = ["x", "scratch", "sums", "n"]
+
+    def __init__(self) -> None:
+        self.given: dict[str, weakref.ref[Tensor]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.launch
+
+    def launch(self, x: Tensor, scratch: Tensor, sums: Tensor, n: int) -> None:
+        self.given = {"scratch": weakref.ref(scratch), "sums": weakref.ref(sums)}
+
+    def alive(self) -> list[str]:
+        return [name for name, found in self.given.items() if found() is not None]
+
+
+def test_what_comes_late_finds_the_memory_of_all_but_what_lasts() -> None:
+    first, last = Watched(), Kernel("sums", "result", "n")
+    steps = [step(first, (1,), {"n": 1}), step(last, (1,), {"n": 1})]
+    row = Launches({"scratch": 64}, torch.device("cpu"), steps, lasting={"sums": 64})
+    result, alive = torch.zeros(4), []
+
+    def late() -> dict[str, Tensor]:
+        alive.extend(first.alive())
+        return {"result": result}
+
+    given = {"x": torch.zeros(8)}
+    row(given, late)
+    assert alive == ["sums"]
+    assert last.launched[0][1][1] is result
+    # And nothing lasts where the caller keeps what was its own.
+    last.launched.clear()
+    assert first.alive() == []
+    assert set(given) == {"x", "result"}
+
+
+def test_what_comes_late_is_given_by_its_address_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = Kernel("x", "scratch", "sums", "n"), Kernel("sums", "result", "n")
+    steps = [step(first, (1,), {"n": 1}), step(last, (1,), {"n": 1})]
+    row = Launches({"scratch": 40}, torch.device("cpu"), steps, lasting={"sums": 64})
+    results = [torch.zeros(4) for _ in range(2)]
+    wholes: list[weakref.ref[Tensor]] = []
+    true = torch.empty
+
+    def counted(*sizes: Any, **options: Any) -> Tensor:
+        whole = true(*sizes, **options)
+        wholes.append(weakref.ref(whole))
+        return whole
+
+    monkeypatch.setattr(torch, "empty", counted)
+    alive: list[bool] = []
+    for result in results:
+
+        def late(result: Tensor = result) -> dict[str, Tensor]:
+            alive.extend(whole() is not None for whole in wholes[-2:])
+            return {"result": result}
+
+        row({"x": torch.zeros(8)}, late)
+    assert len(last.again) == 1
+    assert last.again[0][1][1] == results[1].data_ptr()
+    assert last.again[0][1][0] == first.again[0][1][2]
+    assert alive[2:] == [False, True]
+
+
+def test_a_number_that_is_missing_is_an_error() -> None:
+    with pytest.raises(KeyError, match="m"):
+        step(Kernel("x", "n", "m"), (1,), {"n": 1})
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "KEPT", {})
+    monkeypatch.setattr(launcher, "MOST", 2)
+    kernel = Kernel("x", "scratch", "out", "n", "BLOCK")
+    made = [launcher.kept(key, lambda: row_of(kernel)) for key in (1, 1, 2, 3, 1)]
+    assert made[0] is made[1]
+    assert made[0] is not made[4]
+    assert len(launcher.KEPT) == 2
+
+
+def test_layouts_tell_apart_what_kernels_are_compiled_for() -> None:
+    x = torch.zeros(2, 3)
+    assert launcher.layout(x) == launcher.layout(torch.ones(2, 3))
+    others = x.mT, x[:1], x.half(), torch.zeros(2, 4)[:, :3], None
+    assert len({launcher.layout(y) for y in (x, *others)}) == 6
+
+
+def test_arrays_of_other_numbers_are_views_of_the_same_memory() -> None:
+    kernel = Kernel("x", "flags", "halves", "n")
+    row = Launches(
+        {"flags": 4, "halves": 3},
+        torch.device("cpu"),
+        [step(kernel, (1,), {"n": 1})],
+        {"flags": torch.int32, "halves": torch.float16},
+    )
+    row({"x": torch.zeros(8)})
+    _, (_, flags, halves, _), _ = kernel.launched[0]
+    assert (flags.dtype, halves.dtype, halves.numel()) == (torch.int32, torch.float16, 64)
+    assert halves.data_ptr() - flags.data_ptr() == 128
+
+
+def test_a_description_is_made_once_and_then_has_another_base() -> None:
+    """As of triton.tools.tensor_descriptor: a plain object that is checked where it is made."""
+    kernel, made = Kernel("x_tiles", "x", "n"), []
+
+    class Description:
+        def __init__(self, base: Tensor) -> None:
+            self.base, self.block = base, [16, base.shape[-1]]
+            made.append(base)
+
+    described = {"x_tiles": launcher.Described("x", Description)}
+    row = Launches({}, torch.device("cpu"), [step(kernel, (1,), {"n": 1})], described=described)
+    tensors = [torch.zeros(4, 8) for _ in range(3)]
+    for x in tensors:
+        row({"x": x})
+    assert len(made) == len(kernel.launched) == 1
+    for x, (_, (form, address, number)) in zip(tensors[1:], kernel.again, strict=True):
+        assert type(form) is Description
+        assert form.base is x
+        assert (form.block, address, number) == ([16, 8], x.data_ptr(), 1)
+    # What is kept holds no tensor of the first call.
+    assert [form.base for _, _, form in row.forms] == [None]
+
+
+def test_descriptions_are_made_anew_where_triton_looks_at_each_launch() -> None:
+    kernel = Kernel("x_tiles", "x", "n", compiles=False)
+    described = {"x_tiles": launcher.Described("x", lambda x: ("tiles of", x))}
+    row = Launches({}, torch.device("cpu"), [step(kernel, (1,), {"n": 1})], described=described)
+    for x in (torch.zeros(8), torch.ones(8)):
+        row({"x": x})
+        assert kernel.launched[-1][1][0] == ("tiles of", x)
+
+
+def test_a_launch_by_names_is_the_same_for_a_compiler() -> None:
+    given: list[Any] = []
+
+    class Traced(Kernel):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda **named: given.append((grid, named))
+
+    kernel = Traced("x", "out", "n")
+    launching = launcher.Launching(kernel, (2,), {"x": "x", "out": "result"}, {"n": 3}, {"num_warps": 4})
+    assert launching.step() == (kernel, (2,), ("x", "result"), (3,), {"num_warps": 4})
+    x, result = torch.zeros(1), torch.ones(1)
+    launching.traced({"x": x, "result": result, "more": x})
+    assert given == [((2,), {"x": x, "out": result, "n": 3, "num_warps": 4})]

@@ -1,0 +1,209 @@
+"""Masks in the forms of kernels: what they say, and that nothing waits for a device on the way."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import foci
+from foci.arguments import Call, prepare
+from foci.backends.flex.block_masks import blocks_of
+from foci.gpu import mask_inputs
+from foci.masks.base import Mask
+from foci.runtime.safetensors_file import mapped
+from foci.scores import Dot
+
+QUERIES, KEYS = 7, 9
+
+
+def call_of(mask: Mask | None, queries: int = QUERIES, keys: int = KEYS) -> Call:
+    q, k = torch.zeros(2, 1, queries, 4), torch.zeros(2, 1, keys, 4)
+    return prepare(q, k, k, Dot(), mask, None, None, None, 0.0, False)
+
+
+def seen_by(masks: mask_inputs.KernelMasks, call: Call) -> Tensor:
+    """What a kernel makes of them: (B, 1, Tq, Tk)."""
+    where = call.everything()
+    seen = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
+    if masks.causal:
+        seen = seen & (where.key <= where.query + KEYS - QUERIES)
+    if masks.spans is not None:
+        ends = masks.spans.unsqueeze(-1).unbind(2)
+        inside = (where.key[0] >= ends[0]) & (where.key[0] < ends[1])
+        seen = seen & inside.any(1, keepdim=True)
+    if masks.query_ids is not None and masks.key_ids is not None:
+        seen = seen & (masks.query_ids[:, None, :, None] == masks.key_ids[:, None, None])
+    return seen if masks.dense is None else seen & masks.dense
+
+
+IDS = torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+LENGTHS = torch.tensor([4, 9])
+
+MASKS = {
+    "nothing": None,
+    "causal": foci.causal,
+    "aligned": foci.causal.at(KEYS - QUERIES),
+    "first": foci.causal.at(0),
+    "window": foci.window(3, 1),
+    "causal_window": foci.causal & foci.window(3),
+    "prefix": foci.causal | foci.prefix(4),
+    "opposite": ~foci.window(1, 1) & foci.causal.at(KEYS - QUERIES),
+    "padding": foci.causal & foci.padding(LENGTHS),
+    "left": foci.window(3, 2) & foci.padding(LENGTHS, side="left"),
+    "documents": foci.causal & foci.documents(*IDS) & foci.window(4),
+    "entries": foci.window(4) & (torch.arange(QUERIES * KEYS).view(QUERIES, KEYS) % 3 > 0),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_forms_say_what_the_mask_says(name: str) -> None:
+    call = call_of(MASKS[name])
+    assert mask_inputs.reasons(call) == []
+    expected = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
+    if call.mask is not None:
+        expected = call.mask.visible(call.everything()).expand(2, 1, -1, -1)
+    assert torch.equal(seen_by(mask_inputs.forms(call), call), expected)
+
+
+@pytest.mark.parametrize(
+    ("offset", "queries", "keys", "plain"),
+    [(0, 9, 9, True), (2, 7, 9, True), (-2, 9, 7, True), (0, 7, 9, False), (1, 9, 9, False)],
+)
+def test_an_offset_that_means_plain_causal_is_plain_causal(offset: int, queries: int, keys: int, plain: bool) -> None:
+    """Kernels have a quick way for it: F.scaled_dot_product_attention(..., is_causal=True) is causal.at(0)."""
+    masks = mask_inputs.forms(call_of(foci.causal.at(offset), queries=queries, keys=keys))
+    assert (masks.causal, masks.spans is None) == (plain, plain)
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_positions_move_what_is_causal_and_no_offset(positions: bool) -> None:
+    call = call_of(foci.causal)
+    if positions:
+        call.positions = torch.arange(QUERIES)[None], torch.arange(KEYS)[None]
+    assert bool(mask_inputs.reasons(call)) == positions
+    call.mask = foci.causal.at(KEYS - QUERIES)
+    assert mask_inputs.forms(call) == mask_inputs.KernelMasks(causal=True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (foci.documents(*IDS) & foci.documents(*IDS), "more than one"),
+        (foci.from_function(lambda b, h, q, k: q > k), "no union of two runs"),
+        ((foci.window(1) | foci.prefix(2)) | foci.window(0, 1), "no union of two runs"),
+        (foci.window(1) | foci.padding(LENGTHS) | foci.prefix(1), "no union of two runs"),
+    ],
+)
+def test_what_has_no_form_is_refused(mask: Mask, reason: str) -> None:
+    (said,) = mask_inputs.reasons(call_of(mask))
+    assert reason in said
+
+
+class StaysThere(TorchDispatchMode):
+    """Refuses operations that take something from the host to the device: a GPU finishes all its work before one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        out = func(*args, **(kwargs or {}))
+        made = [leaf.device.type for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        assert not ("cpu" in given and "meta" in (*given, *made)), f"{func} takes a tensor from the host"
+        return out
+
+
+def there(call: Call, name: str = "meta") -> Call:
+    """The call with all of its tensors on a device, first one that nothing can be read of."""
+    device = torch.device(name)
+    q, k, mask = mapped((call.q, call.k, call.mask), lambda tensor: tensor.to(device))
+    return replace(call, q=q, k=k, v=k, mask=mask, extent=call.extent._replace(device=device))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_nothing_comes_from_the_host(name: str) -> None:
+    call = there(call_of(MASKS[name]))
+    with StaysThere():
+        assert mask_inputs.reasons(call) == []
+        masks = mask_inputs.forms(call)
+        assert masks.spans is None or masks.spans.device.type == "meta"
+        if call.mask is not None:
+            blocks_of(call)
+
+
+def test_what_comes_from_the_host_is_found() -> None:
+    with pytest.raises(AssertionError, match="from the host"), StaysThere():
+        torch.arange(3).to("meta")
+    with pytest.raises(AssertionError, match="from the host"), StaysThere():
+        torch.zeros(3, device="meta").copy_(torch.arange(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKS)
+def test_on_a_gpu_nothing_waits_for_it(name: str) -> None:
+    call = there(call_of(MASKS[name]), "cuda:0")
+    expected = seen_by(mask_inputs.forms(call_of(MASKS[name])), call_of(MASKS[name]))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert mask_inputs.reasons(call) == []
+        masks = mask_inputs.forms(call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    back = mask_inputs.KernelMasks(
+        *(mapped(getattr(masks, field.name), lambda tensor: tensor.cpu()) for field in fields(masks))
+    )
+    assert torch.equal(seen_by(back, call_of(MASKS[name])), expected)
+
+
+REPEATED: dict[str, Callable[[], Mask | None]] = {
+    "none": lambda: None,
+    "causal": lambda: foci.causal,
+    "window": lambda: foci.causal & foci.window(3),
+    "prefix": lambda: foci.causal | foci.prefix(2),
+    "opposite": lambda: ~foci.window(1, 1),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_masks_of_plain_numbers_are_brought_to_their_form_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> mask_inputs.KernelMasks:
+        call = call_of(REPEATED[name]())
+        assert not mask_inputs.reasons(call)
+        return mask_inputs.forms(call)
+
+    first = asked()
+    call = call_of(REPEATED[name]())
+    with monkeypatch.context() as patched:
+        patched.setattr(mask_inputs, "sorted_out", None)
+        assert not mask_inputs.reasons(call)
+        assert mask_inputs.forms(call) is first
+    longer = call_of(REPEATED[name](), keys=KEYS + 1)
+    found, fresh = mask_inputs.forms(longer), mask_inputs.found_forms(longer)
+    assert (found.causal, found.spans is None) == (fresh.causal, fresh.spans is None)
+    assert found.spans is None or fresh.spans is None or torch.equal(found.spans, fresh.spans)
+
+
+def test_numbers_and_kinds_tell_masks_apart() -> None:
+    masks = (
+        foci.causal, foci.causal.at(1), foci.window(3), foci.window(3, 2), foci.prefix(3), ~foci.window(3),
+        foci.causal & foci.window(3), foci.causal | foci.window(3), foci.window(3) & foci.causal,
+    )  # fmt: skip
+    keys = [mask_inputs.structure(mask) for mask in masks]
+    assert None not in keys
+    assert len(set(keys)) == len(masks)
+
+
+def test_masks_with_tensors_are_looked_at_each_time() -> None:
+    for mask in (
+        foci.padding([3, 4]),
+        foci.documents(torch.arange(QUERIES)),
+        foci.causal & torch.ones(1, dtype=torch.bool),
+    ):
+        assert mask_inputs.structure(mask) is None
+        assert mask_inputs.structure(~(foci.causal | mask)) is None

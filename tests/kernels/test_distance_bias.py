@@ -1,0 +1,353 @@
+"""Attention with a bias by distance in our own kernels, against the reference in float64.
+
+Here they run in Triton's interpreter, at sizes of a few tiles; with -m gpu on the device, in every dtype and width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import foci
+from foci.arguments import Call, prepare
+from foci.gpu import distance_bias, launcher
+from foci.gpu.distance_bias import launch, row_table, tables
+from foci.gpu.distance_bias.launch import Tiles
+from foci.gpu.launcher import Launches
+from foci.scores import Dot
+from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
+
+# The products of tables are cuBLAS's, which announces that other streams could change its sums.
+pytestmark = pytest.mark.filterwarnings("ignore:.*CuBLAS:UserWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+Make = Callable[[Tensors], Any]
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_fresh_memory() -> Iterator[None]:
+    """What a kernel forgets to write is NaN, not whatever was there before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def some(*shape: int) -> Tensor:
+    """Half of the entries, and a first row that sees nothing."""
+    entries = torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.5
+    entries[..., 0, :] = False
+    return entries
+
+
+# Each with the shapes of its tensors, for 2 heads, 12 features and values of 9.
+BIASES: dict[str, tuple[dict[str, tuple[int, ...]], Make]] = {
+    "alibi": ({"slopes": (2,)}, lambda t: foci.ALiBi(t["slopes"])),
+    "buckets": ({"table": (8, 2)}, lambda t: foci.Buckets(t["table"], True, 6)),
+    "causal_buckets": ({"table": (6, 2)}, lambda t: foci.Buckets(t["table"], False, 5)),
+    "relative": ({"near": (7, 12)}, lambda t: foci.Relative(t["near"])),
+    "values": ({"near": (5, 12), "far": (5, 9)}, lambda t: foci.Relative(t["near"], t["far"])),
+    "headed": ({"near": (2, 3, 12), "far": (2, 3, 9)}, lambda t: foci.Relative(t["near"], t["far"])),
+}
+
+# 37 queries and 41 keys are three tiles of 16 each way: near the diagonal, far before it, and past the end.
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": foci.causal},
+    "more_queries": {"mask": foci.causal, "queries": 37, "keys": 19},
+    "window": {"mask": foci.causal & foci.window(9)},
+    "padding": {"mask": foci.padding([33, 0]), "batch": 2, "queries": 20},
+    "left_padding": {"mask": foci.padding([5, 33], side="left"), "batch": 2, "queries": 20},
+    "documents": {"mask": foci.documents(torch.arange(37) // 13, torch.arange(41) // 15) & foci.causal},
+    "scattered": {"mask": foci.documents(torch.arange(37) % 3, torch.arange(41) % 3)},
+    "prefix": {"mask": foci.causal | foci.prefix(7)},
+    "two_runs": {"mask": ~foci.window(5, 4)},
+    "entries": {"mask": some(1, 2, 37, 41)},
+    "keys": {"mask": (torch.arange(41) % 4 != 1)},
+    "softcap": {"score": Dot(0.4, softcap=1.5), "mask": foci.causal},
+    "grouped": {"key_heads": 1, "mask": foci.causal},
+    "one_query": {"queries": 1, "mask": foci.causal},
+    "sink": {"sink": True, "mask": foci.causal, "queries": 30, "keys": 21},
+}
+EVERY = [(bias, mask) for bias in BIASES for mask in MASKS]
+# Every mask with a bias or two, in turn; the rest with -m slow.
+CHOSEN = [(bias, mask) for n, mask in enumerate(MASKS) for m, bias in enumerate(BIASES) if (n + m) % 5 == 0]
+
+
+def problem_of(bias: str, mask: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> Problem:
+    case = {"batch": 1, "queries": 37, "keys": 41, "key_heads": 2} | MASKS[mask] | sizes
+    bias_shapes, make = BIASES[bias]
+    keys = (case["batch"], case["key_heads"], case["keys"])
+    shapes = {"query": (case["batch"], 2, case["queries"], 12), "key": (*keys, 12), "value": (*keys, 9)} | bias_shapes
+    if "sink" in case:
+        shapes["sink"] = (2,)
+    generator = torch.Generator().manual_seed(len(bias) + len(mask))
+    tensors = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+    def arguments(leaves: Tensors) -> dict[str, Any]:
+        given = {name: within_nan(leaves[name]) for name in ("query", "key", "value")}
+        given |= {"score": case.get("score", Dot()), "sink": leaves.get("sink"), "bias": make(leaves)}
+        seen = case.get("mask")
+        return given | {"mask": seen.to(leaves["query"].device) if isinstance(seen, Tensor) else seen}
+
+    return Problem(tensors, arguments, dtype)
+
+
+def within_nan(x: Tensor) -> Tensor:
+    """The same values, with strides of their own and NaN all around: what is read past the end is noticed."""
+    around = torch.nn.functional.pad(x.transpose(1, 2), (0, 5, 0, 1, 1, 2), value=torch.nan)
+    return around[:, 1 : x.shape[2] + 1, : x.shape[1], : x.shape[3]].transpose(1, 2)
+
+
+def check_problem(problem: Problem, device: str = DEVICE) -> None:
+    true = truth(problem)
+    check(answers(problem, "triton", device=device), true, eager_errors(problem, true), problem.dtype)
+
+
+@pytest.mark.parametrize(("bias", "mask"), CHOSEN)
+def test_output_lse_and_every_gradient_equal_the_reference(bias: str, mask: str) -> None:
+    check_problem(problem_of(bias, mask))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bias", "mask"), [pair for pair in EVERY if pair not in CHOSEN])
+def test_the_other_masks_with_the_other_biases(bias: str, mask: str) -> None:
+    check_problem(problem_of(bias, mask))
+
+
+@pytest.mark.parametrize("bias", ["alibi", "buckets", "headed"])
+def test_float16(bias: str) -> None:
+    check_problem(problem_of(bias, "causal", torch.float16))
+
+
+@pytest.mark.parametrize("tiles", [Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1)], ids=["tall", "wide"])
+@pytest.mark.parametrize(("bias", "mask"), [("values", "full"), ("buckets", "window"), ("buckets", "two_runs")])
+def test_tiles_that_are_not_square(bias: str, mask: str, tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "tiles_of", lambda name, part: tiles)
+    check_problem(problem_of(bias, mask))
+
+
+@pytest.mark.parametrize(("bias", "mask"), [("buckets", "padding"), ("headed", "grouped"), ("values", "padding")])
+def test_parts_are_the_same_as_the_whole(bias: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget for one head at a time."""
+    monkeypatch.setattr(row_table, "BUDGET", 1)
+    launched = []
+    whole = launch.backward_part
+    monkeypatch.setattr(launch, "backward_part", lambda part, after: launched.append(part) or whole(part, after))
+    problem = problem_of(bias, mask)
+    check_problem(problem)
+    heads = {"padding": 2 * 2, "grouped": 1}[mask]
+    assert len(launched) == heads
+
+
+@pytest.mark.parametrize("bias", ["alibi", "buckets"])
+def test_dropout_drops_what_the_reference_drops(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_table, "BUDGET", 1)
+    problem = problem_of(bias, "causal", batch=2, queries=20, keys=20)
+    leaves = problem.leaves(torch.float32, DEVICE)
+
+    def found(backend: str) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        out = foci.attention(**problem.arguments(leaves), dropout=0.4, backend=backend)
+        return (out, *torch.autograd.grad(out.square().sum(), list(leaves.values())))
+
+    torch.testing.assert_close(found("triton"), found("reference"), rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_that_sees_nothing_gives_zeros() -> None:
+    found = answers(problem_of("values", "more_queries"), "triton", device=DEVICE)
+    empty = found["lse"].isneginf()
+    assert empty[..., :18].all()
+    assert not empty[..., 18:].any()
+    assert bool((found["out"][empty] == 0).all())
+    assert bool((found["gradient of query"][empty] == 0).all())
+    assert all(bool(tensor.isfinite().all()) for name, tensor in found.items() if name != "lse")
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    x = torch.randn(1, 2, 5, 12, device=DEVICE).requires_grad_()
+    out = foci.attention(x, x, x, bias=foci.ALiBi(), backend="triton")
+    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"expected a backend whose gradients have gradients"):
+        torch.autograd.grad(first.square().sum() + x.sum(), x)
+
+
+SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a column": lambda x: x[:, 1],
+    "one for all": lambda x: x[0, 1].expand(2),
+}
+
+
+@pytest.mark.parametrize("part", SLOPES)
+def test_slopes_and_ids_that_lie_apart(part: str) -> None:
+    """They give what copies of them in one piece give, bit for bit."""
+    drawn = torch.Generator().manual_seed(0)
+    x, table = torch.randn(1, 2, 21, 12, generator=drawn), torch.rand(2, 3, generator=drawn)
+    ids = torch.stack([torch.arange(21) // 8, torch.full((21,), 9)], dim=1).to(DEVICE)[:, 0]
+    found = []
+    for laid in (Tensor.contiguous, lambda given: given):
+        q, slopes = (given.to(DEVICE).requires_grad_() for given in (x, table))
+        bias, mask = foci.ALiBi(laid(SLOPES[part](slopes))), foci.documents(laid(ids))
+        out = foci.attention(q, q, q, bias=bias, mask=mask, backend="triton")
+        found.append([out, *torch.autograd.grad(out.sin().sum(), [q, slopes])])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_table_of_minus_infinity_masks() -> None:
+    q = torch.randn(1, 2, 20, 8, device=DEVICE)
+    table = torch.zeros(6, 2, device=DEVICE)
+    table[3:] = -torch.inf
+    bias = foci.Buckets(table, False, 5)
+    near = foci.window(2, None)
+    expected = foci.attention(q, q, q, mask=near, backend="reference")
+    torch.testing.assert_close(foci.attention(q, q, q, bias=bias, backend="triton"), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiler_takes_the_call_whole() -> None:
+    problem = problem_of("buckets", "window", queries=18, keys=20)
+    leaves = problem.leaves(torch.float32, DEVICE)
+
+    def attend(leaves: Tensors) -> Tensor:
+        return foci.attention(**problem.arguments(leaves), backend="triton")
+
+    results = [attend(leaves), torch.compile(attend, fullgraph=True, backend="aot_eager")(leaves)]
+    slopes = [torch.autograd.grad(out.square().sum(), list(leaves.values())) for out in results]
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(slopes[1], slopes[0])
+
+
+def test_the_operators_are_registered_as_pytorch_wants_them() -> None:
+    problem = problem_of("headed", "padding", queries=17)
+    call = call_of(**problem.arguments(problem.leaves(torch.float32, DEVICE)))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(distance_bias.attend, distance_bias.inputs_of(call), test_utils=tests)
+
+
+def call_of(dropout: float = 0.0, positions: Any = None, **arguments: Any) -> Call:
+    names = ("query", "key", "value", "score", "mask", "bias", "sink")
+    given = {"score": Dot(), "mask": None, "bias": None, "sink": None} | arguments
+    return prepare(*(given[name] for name in names), positions, dropout, needs_lse=False)
+
+
+def inputs(width: int = 8, dtype: torch.dtype = torch.float32, length: int = 5) -> dict[str, Tensor]:
+    return {name: torch.randn(1, 2, length, width, dtype=dtype) for name in ("query", "key", "value")}
+
+
+REFUSED: dict[str, tuple[Callable[[], Call], str]] = {
+    "none": (lambda: call_of(**inputs()), "no bias by distance"),
+    "float64": (lambda: call_of(**inputs(dtype=torch.float64), bias=foci.ALiBi()), "float64"),
+    "width": (lambda: call_of(**inputs(257), bias=foci.ALiBi()), "a width of 257"),
+    "empty": (lambda: call_of(**inputs(length=0), bias=foci.ALiBi()), "an empty tensor"),
+    "clip": (lambda: call_of(**inputs(), bias=foci.Relative(torch.zeros(1027, 8))), "a clip of 513"),
+    "one_vector": (lambda: call_of(**inputs(), bias=foci.Relative(torch.zeros(1, 8))), "a clip of 0"),
+    "buckets": (lambda: call_of(**inputs(), bias=foci.Buckets(torch.zeros(8, 2), True, 1025)), "distance of 1025"),
+    "positions": (
+        lambda: call_of(**inputs(), bias=foci.ALiBi(), positions=(torch.arange(5), None)),
+        "positions of your own",
+    ),
+    "function": (
+        lambda: call_of(**inputs(), bias=foci.ALiBi(), mask=foci.from_function(lambda b, h, q, k: q > k)),
+        "no union of two runs",
+    ),
+    "dropped_values": (
+        lambda: call_of(**inputs(), bias=foci.Relative(torch.zeros(3, 8), torch.zeros(3, 8)), dropout=0.1),
+        "dropout together with Relative values",
+    ),
+    "other_score": (
+        lambda: call_of(**inputs(), bias=foci.Relative(torch.zeros(3, 8)), score=foci.Cosine(2.0)),
+        "the score Cosine",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_kernels_do_not_take_is_refused_with_a_reason(name: str) -> None:
+    make, reason = REFUSED[name]
+    assert any(reason in found for found in distance_bias.refuses(make()))
+
+
+def test_reaches_hold_every_tile_that_sees_something() -> None:
+    spans = torch.tensor([[[[0, 0, 5, 9], [4, 4, 8, 9]]], [[[2, 2, 2, 2], [9, 10, 9, 9]]]], dtype=torch.int32)
+    found = reached(spans, 10, 2, 4)
+    assert found["reach"].tolist() == [[[0, 1], [1, 2], [2, 0]], [[0, 2], [0, 2], [0, 2]]]
+    assert found["inner"].tolist() == [[[0, 4], [9, 8]], [[2, 9], [2, 9]]]
+
+
+def test_reaches_of_two_runs_ask_the_mask_everywhere() -> None:
+    """Four queries in two tiles; the second run of the first two is empty."""
+    spans = torch.tensor([[[[0, 1, 2, 3], [2, 3, 4, 4]], [[6, 6, 6, 7], [6, 6, 9, 9]]]], dtype=torch.int32)
+    found = reached(spans, 10, 2, 5)
+    assert found["reach"].tolist() == [[[0, 2], [1, 2]]]
+    assert (found["inner"][..., 1] == 0).all()
+
+
+def test_reaches_of_more_sequences_than_a_gpu_counts_in_its_second_dimension() -> None:
+    steps, _ = tables.reaching(torch.empty(1, 1, 2, 7, dtype=torch.int32).expand(70_000, 1, 2, 7), 9, 4, 4)
+    assert {step.grid for step in steps} == {(70_000, 2), (70_000, 3)}
+
+
+def reached(spans: Tensor, Tk: int, queries: int, keys: int) -> dict[str, Tensor]:
+    """What the launches before the pass over the keys leave, (Bm, tiles, 2) each."""
+    steps, sizes = tables.reaching(spans, Tk, queries, keys)
+    room = {name: torch.empty(size, device=DEVICE) for name, size in sizes.items()}
+    given = {"spans": spans.to(DEVICE)}
+    Launches({}, given["spans"].device, steps)(given | room)
+    return {name: x.view(torch.int32).view(spans.shape[0], -1, 2).cpu() for name, x in room.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("bias", "mask"), CHOSEN)
+def test_on_a_gpu_every_mask(bias: str, mask: str) -> None:
+    check_problem(problem_of(bias, mask, torch.bfloat16))
+
+
+@pytest.mark.parametrize("bias", ["values", "buckets"])
+def test_a_backward_inside_of_autocast_is_the_same(bias: str) -> None:
+    problem = problem_of(bias, "causal")
+    leaves = problem.leaves(torch.float32, DEVICE)
+    found = []
+    for enabled in (False, True):
+        out = foci.attention(**problem.arguments(leaves), backend="triton")
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(out.sin().sum(), list(leaves.values())))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_rows_that_overlap_in_memory() -> None:
+    """Windows of a series: room that is laid out as they are would have its features apart."""
+    series = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = []
+    for laid in (Tensor.contiguous, lambda given: given):
+        x = laid(series.unfold(-1, 8, 1)).requires_grad_()
+        out = foci.attention(x, x, x, bias=foci.ALiBi(), backend="triton")
+        found.append([out, *torch.autograd.grad(out.sin().sum(), [x])])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("bias", "mask"), [("buckets", "causal"), ("alibi", "window"), ("headed", "padding")])
+def test_on_a_gpu_later_calls_of_a_shape_are_right_too(bias: str, mask: str) -> None:
+    """The first call of a shape goes through Triton, later ones hand over addresses."""
+    for scale in (1.0, 0.5, 2.0):
+        problem = problem_of(bias, mask, torch.bfloat16)
+        for x in problem.tensors.values():
+            x.mul_(scale)
+        check_problem(problem)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_part_is_launched_by_what_was_kept_of_the_first(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls alike share the launches, forward and backward; another mask has its own."""
+    monkeypatch.setattr(launcher, "KEPT", {})
+    for mask in [foci.causal, foci.causal, None][: count + 1]:
+        x, table = torch.randn(1, 2, 18, 12, device=DEVICE).requires_grad_(), torch.randn(6, 2, device=DEVICE)
+        out = foci.attention(x, x, x, bias=foci.Buckets(table, False, 5), mask=mask, backend="triton")
+        torch.autograd.grad(out.sum(), x)
+    assert len(launcher.KEPT) == 2 * count

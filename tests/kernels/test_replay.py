@@ -1,0 +1,210 @@
+"""Passes that are planned for the first call of a kind and run again for others: other data, other kinds between."""
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton")
+
+from foci.statistics.cuda import hopper, steps
+from foci.statistics.cuda import plan as triton_statistics
+from foci.statistics.cuda.arguments import Given
+from foci.statistics.cuda.plan import statistics
+from foci.statistics.request import Wanted
+from tests.kernels.statistics_cases import DEVICE, FETCHED, SMALL, Case, causal, check_top, close, pooled
+from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
+from tests.kernels.statistics_cases import nothing_kept as nothing_kept
+
+ALL = Wanted(True, True, (4, 5, "mean"), 3, True, True)
+PICTURE_MAX = Wanted(picture=(5, 4, "max"), received=True, largest=True)
+
+
+def check(case: Case, wanted: Wanted, q: Tensor | None = None, k: Tensor | None = None, **options: Any) -> None:
+    """Against the dense truth; q and k may be the same values in another place."""
+    weights, lse = case.truth()
+    q, k, half = case.q if q is None else q, case.k if k is None else k, case.q.dtype != torch.float32
+    options = {"config": SMALL} | case.options | options
+    got = statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, **options)
+    tolerance = 5e-5 if half else 1e-5 if DEVICE == "cuda" else 3e-6
+    if wanted.entropy:
+        close(got["entropy"], torch.special.entr(weights).sum(-1), tolerance)
+    if wanted.distance:
+        close(got["distance"], (weights * case.apart).sum(-1), tolerance * 10)
+    if wanted.received:
+        close(got["received"], weights.sum(-2), tolerance * 4)
+    if wanted.picture:
+        close(got["picture"], pooled(weights, *wanted.picture), tolerance)
+    if wanted.largest:
+        close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
+    if wanted.top:
+        check_top(got, case, wanted.top, tolerance)
+        assert got["top_keys"].dtype == (torch.int32 if wanted.narrow else torch.int64)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same values with the same strides, two bytes or four off a multiple of 16."""
+    room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
+    return room.copy_(x)
+
+
+@pytest.mark.parametrize(
+    "wanted", [ALL, PICTURE_MAX, replace(ALL, top=0), replace(ALL, narrow=True), Wanted(top=3, narrow=True)]
+)
+@pytest.mark.parametrize("config", [SMALL, FETCHED])
+def test_later_calls_of_a_kind_are_right_too(wanted: Wanted, config: Any) -> None:
+    dtype = torch.float16 if config.fetched else torch.float32
+    for seed in range(3):
+        check(causal(heads=(2, 1), queries=24, keys=40, dtype=dtype, seed=seed), wanted, config=config)
+    assert len(triton_statistics.PASSES) == 1
+
+
+def test_other_kinds_have_passes_of_their_own() -> None:
+    """Dtype, strides, mask, what is wanted, slopes: each is planned by itself, in any order."""
+    for _ in range(2):
+        one, half = causal(seed=1), causal(seed=2, dtype=torch.float16)
+        check(one, ALL)
+        check(half, ALL)
+        check(one, replace(ALL, top=2))
+        check(one, ALL, q=one.q.transpose(1, 2).contiguous().transpose(1, 2))
+        check(one, ALL, k=one.k.mT.contiguous().mT)
+        check(one, ALL, k=shifted(one.k))
+        check(one, ALL, q=shifted(one.q))
+        open_to_all = Case(seed=3)
+        check(open_to_all, ALL)
+        dense = Case(seed=4)
+        dense.options["dense"] = torch.rand(1, 1, 24, 40, device=DEVICE) < 0.8
+        dense.seen &= dense.options["dense"]
+        check(dense, ALL)
+        sloped = causal(seed=5)
+        sloped.options["slopes"] = torch.tensor([0.1, 0.3], device=DEVICE)
+        check(sloped, ALL)
+    assert len(triton_statistics.PASSES) == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_tensors_that_lie_off_a_multiple_of_16_bytes(dtype: torch.dtype) -> None:
+    """Neither the copy engine takes these nor what was compiled for others."""
+    config = replace(SMALL, fetched=True)
+    for seed in range(4):
+        case = causal(width=32, dtype=dtype, seed=seed)
+        if seed % 2:
+            check(case, ALL, q=shifted(case.q), k=shifted(case.k), config=config)
+        else:
+            check(case, ALL, config=config)
+    assert len(triton_statistics.PASSES) == 2
+
+
+@pytest.mark.parametrize("order", [("q", "k"), ("k", "q")])
+def test_queries_off_a_multiple_of_16_bytes_are_another_kind_than_keys(order: tuple[str, str]) -> None:
+    for seed, off in enumerate(order):
+        case = causal(width=32, dtype=torch.float16, seed=seed)
+        check(case, ALL, **{off: shifted(getattr(case, off))}, config=replace(SMALL, fetched=True))
+    assert len(triton_statistics.PASSES) == 2
+
+
+def test_what_is_refused_is_refused_again() -> None:
+    case = causal()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected top from 0 to 64, got 65"):
+            check(case, Wanted(top=65))
+    assert not triton_statistics.PASSES
+
+
+def test_several_launches_are_planned_for_a_small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_statistics, "BUDGET", 1)
+    for seed in range(2):
+        check(causal(heads=(2, 1), queries=38, keys=40, seed=seed), replace(ALL, picture=(19, 8, "mean")))
+    (one,) = triton_statistics.PASSES.values()
+    assert [launching.kernel.__name__ for launching in one.plan.launchings].count("choose") == 6
+
+
+def test_a_pass_keeps_no_tensor() -> None:
+    case = causal(dtype=torch.float16, width=32)
+    tensors = case.q.clone(), case.k.clone(), case.truth()[1].float()
+    gone = [weakref.ref(x) for x in tensors]
+    found = statistics(*tensors, scale=case.scale, wanted=ALL, config=FETCHED, **case.options)
+    gone += [weakref.ref(x) for x in found.values()]
+    del tensors, found
+    gc.collect()
+    assert len(triton_statistics.PASSES) == 1
+    assert [x() for x in gone] == [None] * len(gone)
+
+
+def test_calls_without_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler traces the launches by names, and no address is asked for."""
+    seen: list[str] = []
+    monkeypatch.setattr("foci.gpu.launcher.Launching.traced", lambda self, tensors: seen.append(self.kernel.__name__))
+    with FakeTensorMode():
+        q, k, lse = torch.zeros(1, 2, 24, 16), torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 24)
+        got = statistics(q, k, lse, scale=1.0, causal=True, wanted=ALL, config=SMALL)
+    assert {name: tuple(x.shape) for name, x in got.items()} == {
+        "entropy": (1, 2, 24), "distance": (1, 2, 24), "top_values": (1, 2, 24, 3), "top_keys": (1, 2, 24, 3),
+        "largest": (1, 2), "received": (1, 2, 40), "picture": (1, 2, 4, 5),
+    }  # fmt: skip
+    assert seen == ["picture", "statistics", "choose", "refine", "join"]
+    assert not triton_statistics.PASSES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wanted", [ALL, PICTURE_MAX, replace(ALL, distance=False, picture=(8, 16, "mean"), top=8)])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 48)])
+def test_on_a_gpu_later_calls_are_handed_addresses(wanted: Wanted, dtype: torch.dtype, width: int) -> None:
+    """With tensors off a multiple of 16 bytes between them, and memory that others use meanwhile."""
+    kept = []
+    for seed in range(5):
+        case = causal(heads=(4, 2), queries=256, keys=256, width=width, dtype=dtype, seed=seed)
+        kept.append(case)
+        if seed == 3:
+            check(case, wanted, q=shifted(case.q), k=shifted(case.k), config=None)
+        else:
+            check(case, wanted, config=None)
+    passes = list(triton_statistics.PASSES.values())
+    assert len(passes) == 2
+    assert passes[0].launches is not None
+    assert len(passes[0].launches.again) == len(passes[0].plan.launchings)
+    assert passes[1].launches is not None
+    assert not passes[1].launches.again
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_a_gpu_that_is_not_the_current_one() -> None:
+    case = causal(queries=64, keys=64)
+    _, lse = case.truth()
+    expected = statistics(case.q, case.k, lse.float(), scale=case.scale, wanted=ALL, **case.options)
+    for _ in range(2):
+        q, k, rows = (x.to("cuda:1") for x in (case.q, case.k, lse.float()))
+        got = statistics(q, k, rows, scale=case.scale, wanted=ALL, **case.options)
+        for name in expected:
+            torch.testing.assert_close(got[name].cpu(), expected[name].cpu())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "most"),
+    [
+        (Wanted(True, True, (256, 256, "mean")), 22),
+        (Wanted(True, True, (256, 256, "mean"), 8), 61),
+        (Wanted(True, True, (256, 256, "mean"), 8, True, True), 62),
+        (Wanted(True, True, (256, 256, "mean"), 8, True, True, narrow=True), 62),
+    ],
+)
+def test_the_memory_of_a_pass_over_8192_tokens(wanted: Wanted, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with 132 processors, added up: 16 heads of 128. What joins the rest finds the memory of candidates."""
+    for module in (triton_statistics, steps):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    with FakeTensorMode():
+        q = torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16, device="cuda:0")
+        given = Given(q, q, torch.empty(1, 16, 8192, device="cuda:0"), *[None] * 6)
+        found = triton_statistics.planned(given, 0.1, None, True, wanted, hopper.config(wanted))
+        launches = found.kept()
+        early, late = (
+            sum(x.numel() * x.element_size() for x in found.results(late=late).values()) for late in (False, True)
+        )
+    lasting = early + 4 * launches.lasting.total
+    assert max(lasting + 4 * launches.arrays.total, lasting + late) <= most * 2**20

@@ -1,0 +1,194 @@
+"""The heaviest keys: which are chosen, ties, and queries that are in doubt. In Triton's interpreter on a CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from foci.kernels.statistics.topk import refine
+from foci.statistics.cuda import plan as triton_statistics
+from foci.statistics.cuda.tiling import classes_for
+from foci.statistics.request import Wanted
+from tests.kernels.statistics_cases import DEVICE, KEPT, SMALL, Case, causal, check_top, close
+from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
+from tests.kernels.statistics_cases import nothing_kept as nothing_kept
+
+
+@pytest.mark.parametrize(
+    ("top", "sharp"), [(1, 0.0), (1, 1.0), (1, 20.0), (5, 1.0), (8, 0.0), (8, 1.0), (8, 20.0), (33, 1.0)]
+)
+def test_as_many_keys_as_wanted(top: int, sharp: float) -> None:
+    case = causal(heads=(1, 1), queries=5 if sharp else 2, keys=130, sharp=sharp)
+    # Logits of 100 carry a rounding error of 1e-5 themselves.
+    check_top(case.run(Wanted(top=top)), case, top, 4e-5 if sharp > 1 else 3e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("top", "keys", "classes"), [(33, 20, 16), (12, 300, 128)])
+def test_fewer_classes_than_wanted_and_more_than_are_taken_at_a_time(
+    top: int, keys: int, classes: int, dtype: torch.dtype
+) -> None:
+    assert classes_for(top, keys, SMALL, 7).number == classes
+    case = causal(heads=(1, 1), queries=5, keys=keys, dtype=dtype)
+    check_top(case.run(Wanted(top=top)), case, top, KEPT if dtype == torch.float16 else 3e-6)
+
+
+def ascending(queries: int, keys: int) -> Case:
+    case = causal(heads=(1, 1), queries=queries, keys=keys, width=16)
+    case.q.fill_(1.0)
+    case.k.copy_(torch.arange(keys, device=DEVICE)[None, None, :, None] / keys * 4)
+    return case
+
+
+def test_ascending_scores() -> None:
+    case = ascending(8, 150)
+    got = case.run(Wanted(top=8))
+    check_top(got, case, 8)
+    newest = torch.arange(142, 150, device=DEVICE)[:, None] - torch.arange(8, device=DEVICE)
+    assert torch.equal(got["top_keys"][0, 0].long(), newest)
+
+
+@pytest.mark.parametrize("stride", [1, 8, 16, 32, 64, 128])
+def test_heavy_keys_that_share_a_class_are_all_found(stride: int) -> None:
+    case = causal(heads=(1, 1), queries=8, keys=900 if stride > 64 else 320, width=16)
+    heavy = torch.arange(5, 290 if stride < 128 else 890, stride, device=DEVICE)[:7]
+    case.k[:, :, heavy] = case.q.mean(2, keepdim=True)[:, : case.k.shape[1]] + 1.0
+    case.q += 1.0
+    check_top(case.run(Wanted(top=7)), case, 7)
+
+
+class Recorded:
+    """Stands for the kernel that reads classes again: remembers how many it was asked for, per query."""
+
+    def __init__(self, arg_names: list[str]) -> None:
+        self.arg_names, self.flagged = arg_names, torch.empty(0)
+
+    def __getitem__(self, grid: object) -> "Recorded":
+        return self
+
+    def __call__(self, *arguments: Any, **options: object) -> None:
+        given = dict(zip(self.arg_names, arguments, strict=True))
+        # Arrays are as long as whole lines of memory: these are of 8 queries.
+        words = given["flags"][: 8 * given["CLASSES"] // 16].view(8, -1)
+        rows = given["listed"][: int(given["counter"])].long()
+        self.flagged = torch.zeros(8, dtype=words.dtype, device=words.device)
+        self.flagged[rows] = sum((words[rows] >> bit) & 1 for bit in range(16)).sum(-1, dtype=words.dtype)
+
+
+@pytest.mark.parametrize(("together", "flagged"), [(1, 0), (2, 0), (3, 1), (5, 1)])
+def test_a_class_is_read_again_where_three_of_its_keys_count(
+    together: int, flagged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = causal(heads=(1, 1), queries=8, keys=320, width=16)
+    case.q.abs_()
+    # Tiles have 32 keys and four segments: keys 8 and 128 apart are in one class, the others in classes of their own.
+    heavy = [5, 13, 133, 141, 261][:together] + list(range(6, 6 + 7 - together))
+    case.k[:, :, heavy] = 2 + torch.arange(7.0, device=DEVICE).unsqueeze(-1) / 16
+    recorded = Recorded(refine.arg_names)
+    monkeypatch.setattr("foci.kernels.statistics.topk.refine", recorded)
+    case.run(Wanted(top=7))
+    assert recorded.flagged.tolist() == [flagged] * 8
+
+
+def test_exact_ties_go_to_the_lower_key() -> None:
+    case = causal(heads=(1, 1), queries=3, keys=150)
+    case.q.zero_()
+    got = case.run(Wanted(top=12))["top_keys"]
+    assert torch.equal(got, torch.arange(12, device=DEVICE).expand_as(got))
+
+
+@pytest.mark.parametrize("top", [1, 3, 8])
+def test_half_precision_finds_ties_and_what_a_class_hides(top: int) -> None:
+    case = causal(heads=(2, 1), queries=4, keys=150, dtype=torch.float16)
+    case.q[:, 1] = 0
+    case.k[:, :, 80:130] = case.k[:, :, :50]
+    got = case.run(Wanted(top=top, largest=True))
+    check_top(got, case, top, KEPT)
+    close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
+    assert torch.equal(got["top_keys"][0, 1], torch.arange(top, device=DEVICE).expand(4, top))
+    keys = got["top_keys"][0, 0].tolist()
+    assert all(key - 80 in row[:place] for row in keys for place, key in enumerate(row) if 80 <= key < 130)
+
+
+def nearly_level(keys: int, dtype: torch.dtype, heavier: int) -> Case:
+    """Logits of 0, and one that is heavier by less than what is kept of a logit can tell."""
+    case = Case(heads=(1, 1), queries=8, keys=keys, width=16, dtype=dtype)
+    case.q.zero_()
+    case.k.zero_()
+    case.q[..., :2] = 1
+    case.k[..., heavier, 1] = 2.0**-18
+    case.scale = 1.0
+    return case
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("top", [3, 4])
+def test_the_last_one_is_the_heavier_of_two_that_are_nearly_level(top: int, dtype: torch.dtype) -> None:
+    """Key 64 is of the first class: what is level with it, and a lower key, may not take its place unread."""
+    case = nearly_level(96, dtype, heavier=64)
+    heavy = [6, 5, 7][: top - 1]
+    case.k[0, 0, heavy, 0] = torch.tensor([4.0, 3.0, 2.0][: top - 1], dtype=dtype, device=DEVICE)
+    case.k[0, 0, [1, 64], 0] = 1
+    got = case.run(Wanted(top=top))["top_keys"]
+    assert got[0, 0].tolist() == [[*heavy, 64]] * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("top", [1, 2])
+def test_the_largest_logit_of_keys_that_are_nearly_level(top: int, dtype: torch.dtype) -> None:
+    case = nearly_level(80, dtype, heavier=50)
+    got = case.run(Wanted(top=top, largest=True))
+    assert got["top_keys"][0, 0, :, 0].tolist() == [50] * 8
+    close(got["largest"], case.logits().amax((-1, -2)), 6e-7)
+
+
+def test_tags_of_many_bits_leave_too_little_of_a_logit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", 12)
+    case = causal(heads=(1, 1), queries=7, keys=100, dtype=torch.float16)
+    check_top(case.run(Wanted(top=5)), case, 5)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_weights_of_a_query_that_is_no_number_are_none(dtype: torch.dtype) -> None:
+    case = causal(heads=(2, 1), queries=9, keys=40, dtype=dtype)
+    case.q[0, 1, 3] = torch.nan
+    values, keys = (case.run(Wanted(top=3))[name] for name in ("top_values", "top_keys"))
+    assert values[0, 1, 3].isnan().all()
+    assert (keys[0, 1, 3] == -1).all()
+    assert values.isnan().sum() == 3
+    assert (keys == -1).sum() == 3
+
+
+def test_doubtful_queries_of_every_head_and_launch_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = causal(heads=(2, 1), queries=17, keys=40, batch=2, width=16)
+    # Level keys leave a doubt in every query of one head; the other has none to speak of.
+    case.q[:, 1] = 0
+    monkeypatch.setattr("foci.statistics.cuda.plan.BUDGET", 1)
+    got = case.run(Wanted(top=3))
+    check_top(got, case, 3)
+    expected = torch.arange(3, device=DEVICE).expand(2, 17, 3)
+    assert torch.equal(got["top_keys"][:, 1], expected)
+
+
+def test_a_key_that_comes_again_is_named_where_it_comes_first() -> None:
+    case = causal(heads=(1, 1), queries=8, keys=150)
+    case.k[:, :, 80:130] = case.k[:, :, :50]
+    got = case.run(Wanted(top=6))
+    check_top(got, case, 6)
+    keys = got["top_keys"]
+    twin = torch.where((keys >= 80) & (keys < 130), keys - 80, -2)
+    both = zip(keys.flatten(0, 2).tolist(), twin.flatten(0, 2).tolist(), strict=True)
+    earlier = [[key in row[:place] for place, key in enumerate(twins) if key >= 0] for row, twins in both]
+    assert sum(len(row) for row in earlier) > 0
+    assert all(all(row) for row in earlier)
+
+
+@pytest.mark.parametrize("bits", [12, 18])
+def test_keys_that_look_level_are_told_apart(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sequences take so many bits for the place that many logits look the same without them."""
+    monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", bits)
+    case = causal(heads=(1, 1), queries=7, keys=200, sharp=1.0)
+    check_top(case.run(Wanted(top=8)), case, 8)

@@ -1,0 +1,167 @@
+"""Runs of keys against brute force: their algebra, their strips, and what each kind of mask says of itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import foci
+from foci.masks.base import Mask
+from foci.masks.ranges import Spans
+from foci.masks.tile import Extent, Where
+
+few = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+CPU = torch.device("cpu")
+
+
+def extent_of(batch: int, queries: int, keys: int) -> Extent:
+    return Extent((batch,), 2, queries, keys, CPU)
+
+
+def covered(spans: Spans) -> Tensor:
+    """(Bm, Tq, Tk): the keys inside the runs."""
+    key = torch.arange(spans.keys)
+    seen = torch.zeros(1, 1, spans.keys, dtype=torch.bool)
+    for low, high in spans.runs:
+        seen = seen | ((key >= low[..., None]) & (key < high[..., None]))
+    return seen
+
+
+@st.composite
+def runs(draw: st.DrawFn, queries: int, keys: int) -> Spans:
+    """One run per query, of one or of two sequences; some of them empty, with any ends, and some not exact."""
+    batch = draw(st.integers(1, 2))
+    ends = st.lists(st.integers(0, keys), min_size=batch * queries, max_size=batch * queries)
+    low, high = (torch.tensor(draw(ends), dtype=torch.int64).view(batch, queries) for _ in range(2))
+    return Spans.run(low, high, extent_of(batch, queries, keys), exact=draw(st.booleans()))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[Spans, Tensor]:
+    """Runs joined at random, and what the same joins make of the keys that are seen."""
+    queries, keys = draw(st.integers(1, 5)), draw(st.integers(1, 8))
+
+    def leaf() -> tuple[Spans, Tensor]:
+        spans = draw(runs(queries, keys))
+        # Where the runs are not exact, any of what they hold is seen.
+        seen = covered(spans).expand(2, -1, -1)
+        return spans, seen if spans.exact else seen & (torch.arange(keys) % 2 == draw(st.integers(0, 1)))
+
+    spans, seen = leaf()
+    for join in draw(st.lists(st.sampled_from(["and", "or", "not"]), max_size=4)):
+        if join == "not":
+            spans, seen = ~spans, ~seen
+            continue
+        other, other_seen = leaf()
+        spans, seen = (spans & other, seen & other_seen) if join == "and" else (spans | other, seen | other_seen)
+    return spans, seen
+
+
+def check_holds(spans: Spans, seen: Tensor) -> None:
+    """Nothing is seen outside of the runs, and where they are exact everything inside."""
+    inside = covered(spans).expand_as(seen)
+    assert bool((inside | ~seen).all())
+    assert torch.equal(inside, seen) or not spans.exact
+    if len(spans.runs) == 2:
+        (_, end), (start, _) = spans.runs
+        assert bool(((end <= start) | (spans.runs[0][0] >= end) | (start >= spans.runs[1][1])).all())
+
+
+@few
+@given(trees())
+def test_joined_runs_hold_what_is_seen(tree: tuple[Spans, Tensor]) -> None:
+    spans, seen = tree
+    assert len(spans.runs) <= 2
+    check_holds(spans, seen)
+    check_holds(spans.hull(), seen)
+
+
+@few
+@given(trees(), st.integers(1, 6))
+def test_strips_visit_what_is_seen_and_know_what_is_full(tree: tuple[Spans, Tensor], rows: int) -> None:
+    spans, seen = tree
+    segments = spans.segments(rows)
+    assert len(segments) == -(-seen.shape[1] // rows)
+    for index, strip in enumerate(segments):
+        part = seen[:, index * rows : (index + 1) * rows]
+        visited = torch.zeros(spans.keys, dtype=torch.bool)
+        for segment in strip:
+            assert 0 <= segment.start <= segment.full_start <= segment.full_stop <= segment.stop <= spans.keys
+            assert not bool(visited[segment.start : segment.stop].any()), "no key is visited twice"
+            visited[segment.start : segment.stop] = True
+            assert bool(part[:, :, segment.full_start : segment.full_stop].all())
+        assert bool((visited | ~part.flatten(0, 1).any(0)).all())
+
+
+def test_exact_runs_stay_exact_through_two_runs() -> None:
+    extent = extent_of(1, 3, 10)
+    low = Spans.run(torch.tensor([0, 1, 2]), torch.tensor([3, 3, 3]), extent)
+    high = Spans.run(torch.tensor([5, 3, 9]), torch.tensor([7, 9, 9]), extent)
+    both = low | high
+    assert both.exact
+    assert covered(both).int().tolist()[0] == [
+        [1, 1, 1, 0, 0, 1, 1, 0, 0, 0],
+        [0, 1, 1, 1, 1, 1, 1, 1, 1, 0],
+        [0, 0, 1, 0, 0, 0, 0, 0, 0, 0],
+    ]
+    assert (~low).exact
+    assert (~low & high).exact
+    assert not (both | low).exact
+    assert not (~both).exact
+
+
+def test_the_form_that_kernels_read() -> None:
+    extent = extent_of(2, 3, 10)
+    one = Spans.run(torch.tensor([0, 1, 2]), torch.tensor([[3, 3, 3], [4, 4, 4]]), extent)
+    two = one | Spans.run(torch.tensor([6, 6, 6]), torch.tensor([8, 9, 10]), extent)
+    tensor = two.tensor(CPU)
+    assert (tensor.shape, tensor.dtype) == ((2, 2, 2, 3), torch.int32)
+    assert tensor.is_contiguous()
+    assert tensor[1].tolist() == [[[0, 1, 2], [4, 4, 4]], [[6, 6, 6], [8, 9, 10]]]
+    assert two.of(torch.tensor([1])).tensor(CPU).tolist() == tensor[1:].tolist()
+
+
+MASKS: list[Mask] = [
+    *(foci.causal, foci.causal.at(-2), foci.causal.at(3), foci.window(2), foci.window(0, 3), foci.window(None, 1)),
+    *(foci.window(None, None), foci.window(3, None), foci.prefix(0), foci.prefix(3), foci.prefix(99)),
+    *(foci.padding([2, 0]), foci.padding([1, 3], side="left")),
+    foci.from_function(lambda b, h, q, k: (q + k + b) % 2 == 0),
+]
+
+
+def documents(queries: int, keys: int, rows: tuple[int, int]) -> Mask:
+    """Documents that are scattered, with ids for each sequence or one row for all."""
+    places = [torch.arange(n) * 3 % 4 + torch.arange(m).view(-1, 1) for n, m in zip((queries, keys), rows, strict=True)]
+    query_ids, key_ids = (ids[0] if ids.shape[0] == 1 else ids for ids in places)
+    return foci.documents(query_ids, key_ids)
+
+
+@few
+@given(st.data())
+def test_the_runs_of_a_mask_hold_what_it_shows(data: st.DataObject) -> None:
+    queries, keys = data.draw(st.integers(1, 6)), data.draw(st.integers(3, 8))
+    rows = st.tuples(st.integers(1, 2), st.integers(1, 2))
+    leaves = st.one_of(st.sampled_from(MASKS), st.builds(lambda rows: documents(queries, keys, rows), rows))
+    mask = data.draw(leaves)
+    for join in data.draw(st.lists(st.sampled_from(["and", "or", "not"]), max_size=3)):
+        mask = ~mask if join == "not" else mask & data.draw(leaves) if join == "and" else mask | data.draw(leaves)
+    extent = extent_of(2, queries, keys)
+    fitted = mask.fit(extent)
+    batch, query, key = torch.arange(2).view(2, 1, 1, 1), torch.arange(queries).view(-1, 1), torch.arange(keys)
+    where = Where(batch, torch.zeros(1, 1, 1, 1, dtype=torch.int64), query, key, query + keys - queries, key)
+    seen = fitted.visible(where).expand(2, 1, queries, keys)[:, 0]
+    check_holds(fitted.spans(extent, positioned=False), seen)
+    # Other positions may show anything of what depends on them.
+    moved = Where(where.batch, where.head, query, key, query * 2 - 3, (key * 5) % 7)
+    check_holds(fitted.spans(extent, positioned=True), fitted.visible(moved).expand(2, 1, queries, keys)[:, 0])
+
+
+@pytest.mark.parametrize(
+    "mask", [mask for mask in MASKS if not isinstance(mask, foci.masks.kinds.FromFunction)], ids=repr
+)
+def test_structured_masks_have_exact_runs(mask: Mask) -> None:
+    extent = extent_of(2, 5, 7)
+    assert mask.fit(extent).spans(extent, positioned=False).exact

@@ -1,0 +1,67 @@
+"""Given matrices answer what lazy ones answer, to the same definition."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import foci
+from foci.record.dense import Dense
+from tests.tensors import qkv
+
+
+def pair() -> tuple[foci.Weights, Dense]:
+    _, weights = foci.attention(*qkv(6, 9, torch.float64), mask=foci.causal, return_weights=True)
+    return weights, Dense(weights.dense())
+
+
+def close(left: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(left, right, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["entropy", "received", "distance"])
+def test_statistics(name: str) -> None:
+    lazy, dense = pair()
+    close(getattr(dense, name)(), getattr(lazy, name)())
+
+
+def test_top_with_ties_and_hidden_keys() -> None:
+    lazy, dense = pair()
+    close(dense.top(5).values, lazy.top(5).values)
+    assert torch.equal(dense.top(5).keys, lazy.top(5).keys)
+    level = Dense(torch.tensor([[0.25, 0.5, 0.25, 0.0]])).top(4)
+    assert level.keys.tolist() == [[1, 0, 2, -1]]
+    with pytest.raises(ValueError, match="from 1 to the 9 keys, but got 10"):
+        dense.top(10)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_picture(reduce: str) -> None:
+    lazy, dense = pair()
+    close(dense.picture(4, 5, reduce), lazy.picture(4, 5, reduce))
+    with pytest.raises(ValueError, match="1 to 6 rows and 1 to 9 columns, but got 7 x 5"):
+        dense.picture(7, 5)
+    with pytest.raises(ValueError, match="reduce='mean' or reduce='max', but got 'sum'"):
+        dense.picture(1, 1, "sum")
+
+
+def test_groups_products_and_means() -> None:
+    lazy, dense = pair()
+    groups = [(0, 2), (2, 5)], [0, 0, 1, 1, 1, None, 2, 2, 2]
+    close(dense.grouped(*groups), lazy.grouped(*groups))
+    x = torch.randn(9, 3, dtype=torch.float64)
+    close(dense @ x, lazy @ x)
+    row = torch.randn(6, dtype=torch.float64)
+    close(dense.__rmatmul__(row), row @ lazy)
+    close(
+        dense.__rmatmul__(torch.randn(2, 4, 3, 6, dtype=torch.float64)).new_ones(1), torch.ones(1, dtype=torch.float64)
+    )
+    close(dense.mean("heads").matrix, lazy.mean("heads").dense())
+    close(dense.received([1, 3]), lazy.received([1, 3]))
+    for wrong in (lambda: dense.mean("keys"), lambda: dense.received(per="kv_head")):
+        with pytest.raises(ValueError, match="but got"):
+            wrong()
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    assert Dense(torch.full((1, 4096), 1 / 4096, dtype=torch.bfloat16)).entropy().dtype == torch.float32
+    assert Dense(torch.eye(4), torch.arange(4) + 2).distance().tolist() == [2.0] * 4

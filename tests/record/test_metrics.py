@@ -1,0 +1,180 @@
+"""Head scores against their one-line definitions on dense matrices, and rollout against products of dense matrices."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import foci
+from foci.record import metrics
+from foci.record.kept import Kept
+from foci.record.labels import Labels
+from foci.record.layer import Layer
+from foci.record.metrics import SCORES
+from tests.tensors import qkv, randn
+
+TOKENS = [list("abcabcab"), list("aabbaabb")]
+
+
+def layer(length: int = 8, mask: foci.Mask | None = foci.causal, seed: int = 0, **options: Tensor) -> Layer:
+    q, k, v = (randn(2, 4, length, 8, seed=seed + i) for i in range(3))
+    _, weights = foci.attention(q, k, v, mask=mask, return_weights=True, **options)
+    return Layer("x", weights=weights, value_norms=v.norm(dim=-1))
+
+
+def defined(dense: Tensor, tokens: list[list[str]]) -> dict[str, float]:
+    """The scores of head 1, entry by entry."""
+    sums, count = dict.fromkeys(("previous token", "duplicate token", "induction", "sink share", "alignment"), 0.0), 0
+    for b, row_tokens in enumerate(tokens):
+        for i, token in enumerate(row_tokens):
+            row = dense[b, 1, i].tolist()
+            count += 1
+            sums["previous token"] += row[i - 1] if i else 0.0
+            sums["sink share"] += row[0]
+            sums["duplicate token"] += sum(w for j, w in enumerate(row) if j < i and row_tokens[j] == token)
+            sums["induction"] += sum(
+                w for j, w in enumerate(row) if 0 < j <= i and row_tokens[j - 1] == token and j - 1 < i
+            )
+    means = {name: total / count for name, total in sums.items()}
+    heaviest = dense[:, 1].argmax(-1)
+    means["alignment"] = float((heaviest[:, 1:] >= heaviest[:, :-1]).double().mean())
+    means["heaviest"] = float(dense[:, 1].amax(-1).double().mean())
+    means["entropy"] = float(torch.special.entr(dense[:, 1]).sum(-1).mean())
+    return means
+
+
+@pytest.mark.parametrize("entries", [1 << 22, 40])
+@pytest.mark.parametrize("kind", ["weights", "matrix"])
+def test_scores_are_their_definitions(entries: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "ENTRIES", entries)
+    lazy = layer()
+    dense = lazy.dense()
+    asked = lazy if kind == "weights" else Layer("x", matrix=dense)
+    found = metrics.totals(asked, (TOKENS, TOKENS)).means()
+    assert found.keys() == SCORES.keys()
+    for name, value in defined(dense, TOKENS).items():
+        assert math.isclose(found[name][1], value, rel_tol=1e-5), name
+    single = metrics.totals(asked.head(1), (TOKENS, TOKENS)).means()
+    for name, value in single.items():
+        torch.testing.assert_close(value, found[name][1:2])
+
+
+def test_kept_statistics_give_the_scores_that_they_can() -> None:
+    lazy = layer()
+    assert lazy.weights is not None
+    expected = metrics.totals(lazy).means()
+    assert not {"duplicate token", "induction"} & expected.keys()
+    for keep, missing in ((foci.Keep(shares=True), set()), (foci.Keep(), {"previous token", "sink share"})):
+        kept = Layer("x", kept=Kept(keep.of(lazy.weights), lazy.shape))
+        found = metrics.totals(kept).means()
+        assert expected.keys() - found.keys() == missing
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6)
+
+
+def test_queries_that_see_nothing_do_not_count() -> None:
+    hidden = torch.ones(2, 1, 8, 8, dtype=torch.bool)
+    hidden[0, :, 2:5] = False
+    lazy = layer(mask=foci.causal & hidden)
+    found = metrics.totals(lazy)
+    assert found.sums["entropy"][1].tolist() == [13.0] * 4
+    dense = lazy.dense()
+    seen = dense.sum(-1) > 0
+    expected = [float(torch.special.entr(dense[:, h]).sum(-1)[seen[:, h]].mean()) for h in range(4)]
+    assert found.means()["entropy"].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_learned_sink_counts_as_sink() -> None:
+    lazy = layer(sink=torch.tensor([3.0, -1.0, 0.0, 1.0]))
+    found = metrics.totals(lazy).means()["sink share"]
+    expected = (lazy.dense()[..., 0] + lazy.sink_mass()).mean((0, 2)).double()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_sums_add_up() -> None:
+    first, second = (metrics.totals(layer(seed=seed)) for seed in (0, 7))
+    both = first.add(second).means()["entropy"]
+    torch.testing.assert_close(both, (first.means()["entropy"] + second.means()["entropy"]) / 2)
+    with pytest.raises(ValueError, match="records of one model add up"):
+        first.add(metrics.totals(layer().head(0)))
+
+
+def rolled(layers: list[Tensor], batch: int, query: int) -> Tensor:
+    """Abnar and Zuidema: row of the product of (W + I), each row scaled to 1."""
+    product = torch.eye(layers[0].shape[-1], dtype=torch.float64)
+    for matrix in layers:
+        mixed = matrix[batch].double().mean(0) + torch.eye(matrix.shape[-1], dtype=torch.float64)
+        product = (mixed / mixed.sum(-1, keepdim=True)) @ product
+    return product[query]
+
+
+@pytest.mark.parametrize("kind", ["weights", "matrix"])
+@pytest.mark.parametrize("sink", [None, torch.tensor([3.0, -1.0, 0.0, 1.0])])
+def test_rollout_is_the_product_of_dense_matrices(kind: str, sink: Tensor | None) -> None:
+    options = {} if sink is None else {"sink": sink}
+    lazy = [layer(seed=seed, **options) for seed in (0, 5, 9)]
+    asked = lazy if kind == "weights" else [Layer("x", matrix=each.dense()) for each in lazy]
+    for batch, query in ((0, -1), (1, 4)):
+        found = metrics.rollout(asked, query, batch)
+        torch.testing.assert_close(
+            found.double(), rolled([each.dense() for each in lazy], batch, query), atol=1e-6, rtol=1e-5
+        )
+        assert math.isclose(found.sum(), 1.0, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["weights", "matrix"])
+def test_rollout_by_values(kind: str) -> None:
+    lazy = [layer(seed=seed) for seed in (0, 5)]
+    weighed = []
+    for each in lazy:
+        by_value = each.dense() * each.norms()[:, :, None]
+        weighed.append(by_value / by_value.sum(-1, keepdim=True))
+    asked = (
+        lazy if kind == "weights" else [Layer("x", matrix=each.dense(), value_norms=each.value_norms) for each in lazy]
+    )
+    found = metrics.rollout(asked, -1, 1, values=True)
+    torch.testing.assert_close(found.double(), rolled(weighed, 1, -1), atol=1e-6, rtol=1e-5)
+    plain = metrics.rollout(asked, -1, 1)
+    assert (found - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("keep", [None, foci.Keep(shares=True)])
+def test_positions_of_two_sequences_are_not_compared(keep: foci.Keep | None) -> None:
+    weights = foci.attention(*qkv(4, 6), return_weights=True)[1]
+    behind = {"weights": weights} if keep is None else {"kept": Kept(keep.of(weights), tuple(weights.shape))}
+    alone, across = Layer("x", **behind), Layer("x", queries="target", keys="source", **behind)
+    assert metrics.totals(alone).sums.keys() - metrics.totals(across).sums.keys() == {"distance", "previous token"}
+    assert {"entropy", "sink share", "alignment"} <= metrics.totals(across).sums.keys()
+
+
+def test_rollout_of_a_few_queries_after_a_cache() -> None:
+    """Positions that ask nothing keep what they have."""
+    q, k, v = qkv(2, 6)
+    lazy = [Layer("x", weights=foci.attention(q, k, v, mask=foci.causal, return_weights=True)[1]) for _ in range(2)]
+    square = []
+    for each in lazy:
+        whole = torch.zeros(2, 4, 6, 6)
+        whole[:, :, 4:] = each.dense()
+        square.append(whole)
+    torch.testing.assert_close(metrics.rollout(lazy, -1).double(), rolled(square, 0, -1), atol=1e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="rollout takes layers of one length, but L0 has 6, not 8"):
+        metrics.rollout([*lazy, layer()], 0)
+
+
+def test_tokens_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"takes tokens \(2, 8\) and \(2, 8\)"):
+        metrics.totals(layer(), (TOKENS, Labels.positions(2, 7).texts))
+
+
+def test_padding_on_the_left_is_no_sink() -> None:
+    """The first key is the first that anybody sees: the same sequence scores the same, alone and padded."""
+    q, k, v = (randn(1, 2, 6, 8, seed=seed) for seed in range(3))
+    alone = foci.attention(q, k, v, mask=foci.causal, return_weights=True)[1]
+    wide = [torch.cat([randn(1, 2, 3, 8, seed=9), x], 2) for x in (q, k, v)]
+    mask = foci.causal & foci.padding(torch.tensor([6]), side="left")
+    padded = foci.attention(*wide, mask=mask, return_weights=True)[1]
+    expected, found = (metrics.totals(Layer("x", weights=weights)).means() for weights in (alone, padded))
+    torch.testing.assert_close(found["sink share"], expected["sink share"])
+    kept = [foci.Keep(shares=True).of(weights)["first"] for weights in (alone, padded)]
+    torch.testing.assert_close(kept[1][..., 3:], kept[0])

@@ -1,0 +1,89 @@
+"""Whether PyTorch compiles: off inside of blocks, on for our own programs, and never against a caller's own setting."""
+
+from collections.abc import Callable
+from threading import Thread
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from foci.runtime.compile_switch import SWITCH, compiled, uncompiled
+
+
+@pytest.fixture
+def was_compiled() -> Callable[[], bool]:
+    """Whether a compiled function is compiled when it is called here."""
+
+    def doubled(x: Tensor) -> tuple[Tensor, bool]:
+        return x * 2, torch.compiler.is_compiling()
+
+    program, x = torch.compile(doubled, backend="eager"), torch.ones(2)
+    return lambda: program(x)[1]
+
+
+def stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
+
+
+def test_blocks_switch_it_off_and_programs_on(was_compiled: Callable[[], bool]) -> None:
+    assert was_compiled()
+    with uncompiled():
+        assert not was_compiled()
+        with compiled():
+            assert was_compiled()
+            with uncompiled():
+                assert was_compiled()
+            with compiled():
+                assert was_compiled()
+            assert was_compiled()
+        assert not was_compiled()
+        with uncompiled():
+            assert not was_compiled()
+        assert not was_compiled()
+    assert was_compiled()
+
+
+def test_a_program_that_fails_leaves_it_as_it_was() -> None:
+    with uncompiled():
+        with pytest.raises(ZeroDivisionError), compiled():
+            _ = 1 // 0
+        assert stance() == "force_eager"
+    with pytest.raises(ZeroDivisionError), uncompiled():
+        _ = 1 // 0
+    assert (stance(), SWITCH.blocks, SWITCH.programs, SWITCH.off) == ("default", 0, 0, None)
+
+
+def test_a_block_that_closes_while_a_program_runs_on_another_thread() -> None:
+    block = uncompiled()
+    block.__enter__()
+    with compiled():
+        thread = Thread(target=block.__exit__, args=(None, None, None))
+        thread.start()
+        thread.join()
+        assert stance() == "default"
+    assert (stance(), SWITCH.off) == ("default", None)
+
+
+def test_what_a_caller_switched_off_stays_off(was_compiled: Callable[[], bool]) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        with uncompiled(), compiled():
+            assert not was_compiled()
+        with compiled():
+            assert not was_compiled()
+        assert stance() == "force_eager"
+    assert stance() == "default"
+
+
+def test_a_block_inside_of_a_compiled_function_counts_for_nothing() -> None:
+    """PyTorch refuses to change the setting there."""
+
+    @torch.compile(backend="eager")
+    def run(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        with uncompiled():
+            return x + 1
+
+    with pytest.raises(Exception, match=r"set_stance|uncompiled"):
+        run(torch.ones(2))
+    assert (stance(), SWITCH.blocks, SWITCH.off) == ("default", 0, None)

@@ -1,0 +1,69 @@
+"""Gradients, and those of gradients, where query, key and value are one tensor or made from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import foci
+from foci.runtime.double_backward import apart, only_once
+from foci.weights.dense_attention import attention_and_matrix
+
+RELATED: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "one tensor": lambda x: (x, x, x),
+    "key and value are one": lambda x: (x.sin(), x, x),
+    "made from each other": lambda x: (x, 2 * x, x + 1),
+}
+MADE: dict[str, Callable[..., Tensor]] = {
+    "blocked": lambda *qkv: foci.attention(*qkv, backend="blocked"),
+    "blocked, additive": lambda *qkv: foci.attention(*qkv, score=additive(qkv[0]), backend="blocked"),
+    "the matrix": lambda *qkv: torch.cat(attention_and_matrix(*qkv), dim=-1),
+}
+TRUE: dict[str, Callable[..., Tensor]] = {
+    "blocked": lambda *qkv: foci.attention(*qkv, backend="reference"),
+    "blocked, additive": lambda *qkv: foci.attention(*qkv, score=additive(qkv[0]), backend="reference"),
+    "the matrix": lambda q, k, v: torch.cat([(w := (q @ k.mT / 2).softmax(-1)) @ v, w], dim=-1),
+}
+
+
+def additive(q: Tensor) -> foci.Additive:
+    return foci.Additive(torch.linspace(-1, 2, 4, dtype=q.dtype))
+
+
+def start() -> Tensor:
+    return torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("related", RELATED)
+def test_each_gets_its_own_gradient(related: str, made: str, graph: bool) -> None:
+    found = []
+    for function, dtype in ((MADE[made], torch.float32), (TRUE[made], torch.float64)):
+        x = start()
+        loss = function(*RELATED[related](x.to(dtype))).sin().sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=graph)
+        found.append([first, *(torch.autograd.grad(first.square().sum(), x) if graph else ())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_what_needs_no_gradient_keeps_its_name() -> None:
+    x, fixed = start(), torch.ones(2)
+    alias, same, nothing = apart(x, fixed, None)
+    assert alias is not x
+    assert (same, nothing) == (fixed, None)
+
+
+def test_second_gradients_that_are_not_there_are_refused() -> None:
+    x = start()
+    with torch.no_grad():
+        assert only_once([x, None], x) == (x, None)
+    (gradient,) = only_once([torch.ones_like(x)], x)
+    assert torch.equal(gradient.detach(), torch.ones_like(x))
+    for ask in (lambda: torch.autograd.grad((gradient + x).sum(), x, retain_graph=True), (gradient + x).sum().backward):
+        with pytest.raises(RuntimeError, match=r"expected a backend whose gradients have gradients.* got .*'triton'"):
+            ask()

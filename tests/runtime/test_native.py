@@ -1,0 +1,167 @@
+"""C sources as libraries: built once, kept where nobody else can write, and every failure has a reason."""
+
+import ctypes
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from foci.runtime import native
+
+COMPILER = next(filter(None, map(shutil.which, native.COMPILERS)), None)
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler on the PATH")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and nothing that was found out before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("FOCI_CC", raising=False)
+    native.opened.cache_clear()
+    yield tmp_path / "foci" / "native"
+    native.opened.cache_clear()
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of sources of our own."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    monkeypatch.setattr(native, "HERE", folder)
+    (folder / "half.c").write_text('#include "one.h"\nint half(int x) { return x / 2 + ONE; }\n')
+    (folder / "one.h").write_text("#define ONE 1\n")
+    return folder
+
+
+@needs_compiler
+def test_a_source_becomes_a_library(sources: Path, cache: Path) -> None:
+    assert native.refusal("half") is None
+    assert native.library("half").half(10) == 6
+    files = list(cache.iterdir())
+    assert len(files) == 1
+    assert stat.S_IMODE(files[0].stat().st_mode) == 0o700
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+@needs_compiler
+def test_it_is_compiled_once(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.library("half")
+    native.opened.cache_clear()
+    monkeypatch.setattr(native, "compile_source", None)
+    assert native.library("half").half(10) == 6
+
+
+@needs_compiler
+@pytest.mark.parametrize("changed", ["half.c", "one.h"])
+def test_a_changed_source_is_compiled_again(sources: Path, changed: str, cache: Path) -> None:
+    native.library("half")
+    text = (sources / changed).read_text()
+    (sources / changed).write_text(text.replace("/ 2", "/ 5").replace("ONE 1", "ONE -3"))
+    native.opened.cache_clear()
+    assert native.library("half").half(10) == {"half.c": 3, "one.h": 2}[changed]
+    assert len(list(cache.iterdir())) == 2
+
+
+@needs_compiler
+def test_a_damaged_library_is_a_reason(sources: Path, cache: Path) -> None:
+    path = native.built("half", native.command())
+    path.write_bytes(b"not a library")
+    reason = native.refusal("half")
+    assert reason is not None
+    assert path.name in reason
+
+
+def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert native.refusal("strip") == "no C compiler was found: looked for cc, gcc, clang"
+    with pytest.raises(native.UnavailableError, match="no C compiler was found"):
+        native.library("strip")
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [("none", "FOCI_CC=none asks for no compiler"), ("nocc", "no C compiler was found: looked for nocc")],
+)
+def test_a_named_compiler_is_the_only_one(named: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOCI_CC", named)
+    assert native.refusal("strip") == reason
+
+
+def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'strip.c:1: error: this is no C' >&2\nexit 1\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("FOCI_CC", str(broken))
+    assert native.refusal("strip") == f"{broken} could not compile strip.c: strip.c:1: error: this is no C"
+    assert list(cache.iterdir()) == []
+
+
+def test_another_system_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.os, "name", "nt")
+    with pytest.raises(native.UnavailableError, match="Linux and macOS"):
+        native.command()
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    assert native.folder() != cache
+    assert stat.S_IMODE(native.folder().stat().st_mode) == 0o700
+    cache.chmod(0o755)
+    assert native.folder() == cache
+
+
+def test_a_folder_of_somebody_else_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    somebody = os.getuid() + 1
+    cache.mkdir(parents=True)
+    monkeypatch.setattr(native.os, "getuid", lambda: somebody)
+    assert native.folder() != cache
+
+
+def test_a_link_is_not_used(cache: Path, tmp_path: Path) -> None:
+    cache.parent.mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    cache.symlink_to(tmp_path / "elsewhere")
+    assert native.folder() != cache
+
+
+def test_a_cache_that_cannot_be_made_is_not_used(cache: Path) -> None:
+    cache.parent.parent.joinpath("foci").write_text("a file where the folder should be")
+    assert native.folder().is_dir()
+
+
+@needs_compiler
+def test_a_library_that_others_can_write_to_is_built_again(sources: Path) -> None:
+    path = native.built("half", native.command())
+    path.write_bytes(b"somebody else's")
+    path.chmod(0o722)
+    assert native.library("half").half(10) == 6
+
+
+@needs_compiler
+def test_the_processors_modes_stay_as_they_are() -> None:
+    """Flags like -ffast-math make a library flush small numbers to 0 in the whole process."""
+    code = "import torch; from foci.kernels import native; native.library('strip'); print(torch.tensor(1e-40) * 1 > 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "tensor(True)"
+
+
+class Count(ctypes.Structure):
+    _fields_ = (("value", ctypes.c_int),)
+
+
+@needs_compiler
+@pytest.mark.parametrize("own", [True, False], ids=["our own threads", "the threads of torch"])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_thread_runs_it_once(sources: Path, threads: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sources / "count.c").write_text("void count(int *value) { __atomic_fetch_add(value, 1, __ATOMIC_RELAXED); }\n")
+    if own:
+        monkeypatch.setattr(native, "openmp", lambda: None)
+    counted = Count(0)
+    native.run(native.library("count").count, counted, threads)
+    assert counted.value == threads

@@ -1,0 +1,177 @@
+"""A lazy matrix in a file: what was saved is what is loaded, and a file that is no such file is refused."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import foci
+from foci.masks.base import Mask
+from foci.runtime import safetensors_file
+from tests import matrices
+from tests.matrices import CASES, DTYPES, lazy
+
+SAVED = [name for name in CASES if name != "from_function"]
+
+
+@pytest.mark.parametrize("case", SAVED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_saved_is_loaded(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    weights = lazy(matrices.in_dtype(CASES[case](), dtype))
+    weights.save(tmp_path / "w")
+    loaded = foci.Weights.load(tmp_path / "w")
+    assert loaded.shape == weights.shape
+    assert repr(loaded) == repr(weights)
+    assert torch.equal(loaded.dense(), weights.dense())
+    assert torch.equal(loaded.lse, weights.lse)
+    x = matrices.randn(weights.shape[-1], 2).to(dtype)
+    assert torch.equal(loaded @ x, weights @ x)
+    for name in ("entropy", "received", "distance", "largest_logit", "sink_mass"):
+        assert torch.equal(getattr(loaded, name)(), getattr(weights, name)()), name
+
+
+@pytest.mark.parametrize(
+    "case", ["sink and bias, empty rows", "positions", "grouped heads", "deep", "relative", "cosine"]
+)
+def test_parts_and_means_are_loaded_too(case: str, tmp_path: Path) -> None:
+    weights = lazy(CASES[case]())
+    for part in (weights[1], weights[:, 1:4], weights[0, 1], weights.mean("heads"), weights[2:]):
+        part.save(str(tmp_path / "part"))
+        loaded = foci.Weights.load(str(tmp_path / "part"))
+        assert repr(loaded) == repr(part)
+        torch.testing.assert_close(loaded.dense(), part.dense(), atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(loaded.entropy(), part.entropy(), atol=1e-12, rtol=1e-12)
+        assert torch.equal(loaded.top(3).keys, part.top(3).keys)
+
+
+def test_heads_that_share_keys_are_remembered(tmp_path: Path) -> None:
+    part = lazy(CASES["grouped heads"]())[:, 1:4]
+    part.save(tmp_path / "part")
+    loaded = foci.Weights.load(tmp_path / "part").received(per="kv_head")
+    assert loaded.shape == (2, 2, 17)
+    torch.testing.assert_close(loaded, part.received(per="kv_head"), atol=1e-12, rtol=1e-12)
+
+
+def test_a_file_can_be_loaded_again_and_again(tmp_path: Path) -> None:
+    first = lazy(CASES["joined, empty rows"]())
+    first.save(tmp_path / "a")
+    foci.Weights.load(tmp_path / "a").save(tmp_path / "b")
+    assert torch.equal(foci.Weights.load(tmp_path / "b").dense(), first.dense())
+
+
+def test_what_is_loaded_does_not_hang_on_the_file(tmp_path: Path) -> None:
+    weights = lazy(CASES["causal"]())
+    weights.save(tmp_path / "w")
+    loaded = foci.Weights.load(tmp_path / "w")
+    (tmp_path / "w").write_bytes(b"")
+    assert torch.equal(loaded.dense(), weights.dense())
+
+
+def test_gradients_are_not_saved(tmp_path: Path) -> None:
+    arguments = matrices.qkv()
+    arguments["query"].requires_grad_()
+    weights = lazy(arguments)
+    weights.save(tmp_path / "w")
+    assert not foci.Weights.load(tmp_path / "w").entropy().requires_grad
+
+
+@pytest.mark.parametrize(
+    "mask", [foci.from_function(matrices.odd), foci.causal & ~foci.from_function(matrices.odd)], ids=repr
+)
+def test_code_is_not_saved(mask: Mask, tmp_path: Path) -> None:
+    weights = lazy(matrices.qkv() | {"mask": mask})
+    with pytest.raises(
+        TypeError, match=r"from_function\(odd\) cannot be saved: a file holds no code, expected .* foci's own"
+    ):
+        weights.save(tmp_path / "w")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mask_of_somebody_else_is_not_saved(tmp_path: Path) -> None:
+    class Causal(type(foci.causal)):  # type: ignore[misc]
+        """Has a known name, but is not the known kind."""
+
+    weights = lazy(matrices.qkv() | {"mask": Causal()})
+    with pytest.raises(TypeError, match="cannot be saved"):
+        weights.save(tmp_path / "w")
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy(CASES["causal"]()).save(tmp_path / "w")
+    before = (tmp_path / "w").read_bytes()
+
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(safetensors_file.safetensors(), "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        lazy(CASES["plain"]()).save(tmp_path / "w")
+    assert [path.name for path in tmp_path.iterdir()] == ["w"]
+    assert (tmp_path / "w").read_bytes() == before
+
+
+def test_a_file_that_may_not_be_read_is_not_called_missing(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for load in (foci.Weights.load, foci.Record.load, foci.nn.Encoder.load):
+        with pytest.raises(OSError, match=r"Too many levels of symbolic links: '.*loop'"):
+            load(tmp_path / "loop")
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"the folder of .*w must be there to save into it, but .*none is not"):
+        lazy(CASES["causal"]()).save(tmp_path / "none" / "w")
+
+
+def test_packed_and_unpacked() -> None:
+    thing = {"a": (1, 2.5, "x", None, True), "b": {"c": torch.arange(3)}, "d": foci.Dot(softcap=2), "e": -float("inf")}
+    tensors: dict[str, Tensor] = {}
+    again = safetensors_file.unpacked(safetensors_file.packed(thing, tensors, "", {}), tensors)
+    assert list(tensors) == ["b.c"]
+    assert again["a"] == thing["a"]
+    assert torch.equal(again["b"]["c"], torch.arange(3))
+    assert again["d"] == thing["d"]
+    assert again["e"] == -float("inf")
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "an unknown kind": ({"kind": "FromFunction", "fields": {}}, "one of the kinds Dot, .* but got 'FromFunction'"),
+    "a kind of another module": ({"kind": "os.system", "fields": {}}, "but got 'os.system'"),
+    "a missing tensor": ({"tensor": "gone"}, "a tensor of the file, .* but got {'tensor': 'gone'}"),
+    "a list": ([1, 2], r"a known kind, but got \[1, 2\]"),
+    "an unknown form": ({"code": "print(1)"}, "a known kind, but got {'code'"),
+    "a missing field": (
+        {"kind": "Window", "fields": {"left": 1}},
+        r"Window with \['left', 'right'\], but got \['left'\]",
+    ),
+    "a foreign field": ({"kind": "Prefix", "fields": {"length": 1, "x": 1}}, r"Prefix with \['length'\], but got"),
+    "a word for a number": ({"kind": "Prefix", "fields": {"length": "9"}}, "Prefix.length to be .*int.*, but got str"),
+    "a number for a tensor": (
+        {"kind": "Entries", "fields": {"entries": 1}},
+        "Entries.entries to be .*Tensor.*, but got int",
+    ),
+    "a number out of range": ({"kind": "Prefix", "fields": {"length": -1}}, "prefix takes a whole number >= 0"),
+    "a bias for a mask": (
+        {"kind": "Opposite", "fields": {"mask": {"kind": "ALiBi", "fields": {"slopes": None}}}},
+        "Opposite.mask to be .*Mask.*, but got ALiBi",
+    ),
+    "an infinite scale": ({"kind": "Dot", "fields": {"scale": float("inf"), "softcap": None}}, "finite scale or None"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_known_thing_is_refused(case: str) -> None:
+    content, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        safetensors_file.unpacked(content, {"there": torch.zeros(1)})
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(
+        ImportError, match=r"^a file of weights needs safetensors, which is not installed: pip install 'foci\[view\]'$"
+    ):
+        safetensors_file.safetensors()

@@ -1,0 +1,97 @@
+"""What follows from plain numbers is made once, and never for a compiler, a transform or a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.compilers import nop
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import foci
+from foci.runtime import tensor_cache
+from foci.runtime.tensor_cache import once, remembered
+
+Keep = Callable[[object, Tensor, Callable[[], Tensor]], Tensor]
+BESIDE = torch.zeros(1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_cache, "KEPT", {})
+    monkeypatch.setattr(tensor_cache, "FOREVER", {})
+
+
+@pytest.mark.parametrize("keep", [once, remembered])
+def test_the_second_time_it_is_the_same(keep: Keep) -> None:
+    first = keep("a", BESIDE, lambda: torch.arange(3))
+    assert keep("a", BESIDE, lambda: torch.arange(4)) is first
+    assert keep("b", BESIDE, lambda: torch.arange(4)).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("keep", [once, remembered])
+def test_what_inference_mode_made_serves_a_training_step(keep: Keep) -> None:
+    with torch.inference_mode():
+        made = keep("a", BESIDE, lambda: torch.ones(3))
+    assert not made.is_inference()
+
+
+@pytest.mark.parametrize("keep", [once, remembered])
+def test_transforms_and_fake_tensors_leave_nothing_behind(keep: Keep) -> None:
+    with FakeTensorMode():
+        keep("a", torch.zeros(1), lambda: torch.ones(3))
+    torch.func.grad(lambda x: (x * keep("a", BESIDE, lambda: torch.ones(3))).sum())(torch.ones(3))
+    assert not tensor_cache.KEPT
+    assert not tensor_cache.FOREVER
+
+
+@pytest.mark.parametrize("keep", [once, remembered])
+def test_a_mode_leaves_nothing_behind(keep: Keep) -> None:
+    with FunctionalTensorMode():
+        keep("a", BESIDE, lambda: torch.ones(3))
+    assert type(keep("a", BESIDE, lambda: torch.ones(3))) is Tensor
+
+
+def test_a_call_that_was_traced_leaves_nothing_behind() -> None:
+    def attend(q: Tensor) -> Tensor:
+        return foci.attention(q, q, q, bias=foci.ALiBi(), mask=foci.causal & foci.window(2))
+
+    q = torch.randn(1, 2, 5, 4)
+    torch.testing.assert_close(aot_function(attend, nop)(q), attend(q))
+
+
+@pytest.mark.parametrize("keep", [once, remembered])
+def test_a_forward_that_is_checkpointed_runs_again_with_the_same_operations(keep: Keep) -> None:
+    """Selective checkpointing hands out what operations gave before, in the order in which they were asked."""
+
+    def forward(x: Tensor) -> Tensor:
+        return x.square() * keep("a", BESIDE, lambda: torch.full((), 2.0)) * torch.full((), 3.0)
+
+    def save_constants(context: object, operation: object, *inputs: object, **options: object) -> CheckpointPolicy:
+        saved = operation is torch.ops.aten.full.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x = torch.ones(1, requires_grad=True)
+    context = partial(create_selective_checkpoint_contexts, save_constants)
+    checkpoint(forward, x, use_reentrant=False, context_fn=context).backward()
+    assert x.grad is not None
+    assert x.grad.item() == 12.0
+
+
+@pytest.mark.parametrize("keep", [once, remembered])
+def test_a_graph_that_is_captured_makes_its_own(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_cache, "is_captured", lambda beside: True)
+    assert keep("a", BESIDE, lambda: torch.ones(3)) is not keep("a", BESIDE, lambda: torch.ones(3))
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_cache, "MOST", 2)
+    for key in range(5):
+        remembered(key, BESIDE, lambda: torch.ones(3))
+    assert len(tensor_cache.KEPT) <= 2

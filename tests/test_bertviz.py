@@ -1,0 +1,155 @@
+import re
+import sys
+import webbrowser
+from html import unescape
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import foci
+from foci import bertviz
+from foci.bertviz import Paired, labelled, prettified, record_of
+
+TOKENS = ["[CLS]", "Jane", "is", "hun", "##gry", "[SEP]"]
+
+
+def attention(layers: int = 2, heads: int = 3, queries: int = 6, keys: int = 6) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.rand(1, heads, queries, keys, generator=generator).softmax(-1) for _ in range(layers))
+
+
+def state(page: Any) -> str:
+    return unescape(re.findall(r'<html lang="en" data-state="([^"]*)">', page.data)[0])
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, view: Any = foci.head_view, **given: Any) -> Any:
+    """The record that a view draws."""
+    found = []
+    monkeypatch.setattr(bertviz.page, "html", lambda record, title, state: found.append(record) or "<html>")
+    view(**given, html_action="return")
+    return found[0]
+
+
+def test_a_page_is_returned_and_opens_at_the_heads_that_were_asked_for() -> None:
+    page = foci.head_view(attention(), TOKENS, layer=1, heads=[0, 2], html_action="return")
+    assert page is not None
+    assert page.data.startswith("<!doctype html>")
+    assert state(page) == "v=lines&h=L1H0~L1H2"
+    assert "srcdoc=" in page._repr_html_()
+
+
+@pytest.mark.parametrize(("mode", "found"), [("dark", "v=heads&e=dark"), ("light", "v=heads&e=light")])
+def test_model_view_opens_at_all_heads(mode: str, found: str) -> None:
+    page = foci.model_view(attention(), TOKENS, display_mode=mode, html_action="return")
+    assert state(page) == found
+
+
+def test_the_numbers_are_those_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = attention()
+    record = recorded(monkeypatch, attention=given, tokens=TOKENS)
+    assert torch.equal(record["L1H2"].dense()[0], given[1][0, 2])
+    assert record.labels["input"].texts == (("[CLS]", " Jane", " is", " hun", "gry", " [SEP]"),)
+    assert record.labels["input"].words == ((None, 1, 2, 3, 3, None),)
+
+
+def test_layers_and_heads_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = attention(layers=4)
+    some = {"attention": given, "tokens": TOKENS, "include_layers": [1, 3]}
+    assert recorded(monkeypatch, **some).heads == ["L1H0", "L1H1", "L1H2", "L3H0", "L3H1", "L3H2"]
+    record = recorded(monkeypatch, foci.model_view, **some, include_heads=[2])
+    assert record.heads == ["L1H2", "L3H2"]
+    assert torch.equal(record["L3H2"].dense()[0], given[3][0, 2])
+
+
+def test_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    cross = attention(queries=2, keys=6)
+    record = recorded(
+        monkeypatch,
+        encoder_attention=attention(),
+        decoder_attention=attention(queries=2, keys=2),
+        cross_attention=cross,
+        encoder_tokens=TOKENS,
+        decoder_tokens=["▁Jane", "▁hat"],
+    )
+    assert {layer.stack for layer in record.layers.values()} == {"encoder", "decoder", "cross"}
+    assert torch.equal(record["cross.L1H2"].dense()[0], cross[1][0, 2])
+    assert record.labels["target"].text(0) == " Jane hat"
+
+
+def test_one_stack_of_an_encoder_decoder_is_enough() -> None:
+    record = record_of(
+        None, None, None, Paired(cross=attention(queries=1), encoder_tokens=TOKENS, decoder_tokens=["x"]), True, None
+    )
+    assert record.heads[0] == "cross.L0H0"
+
+
+def test_two_sentences_are_there_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = attention(layers=1)
+    record = recorded(monkeypatch, attention=given, tokens=TOKENS, sentence_b_start=4)
+    assert [record.name_of(layer) for layer in record.layers.values()] == ["L0", "A→A.L0", "A→B.L0", "B→A.L0", "B→B.L0"]
+    assert torch.equal(record["A→B.L0H1"].dense()[0], given[0][0, 1, :4, 4:])
+    assert [len(labels) for labels in record.labels_of(record["A→B.L0"])] == [4, 2]
+
+
+def test_tokens_as_they_read_or_as_they_are() -> None:
+    assert prettified(["low</w>", "er"]) == ["low ", "er"]
+    assert labelled(["Ġa", "##b"], "tokens", False).texts == (("Ġa", "##b"),)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "expected attention, or encoder_, decoder_ and cross_attention, received neither"),
+        (
+            {"attention": attention(), "tokens": TOKENS, "cross_attention": attention()},
+            "expected attention, or encoder_, decoder_ and cross_attention, received both",
+        ),
+        ({"attention": attention()}, "expected tokens, a list of texts, beside the attention, received none"),
+        ({"attention": attention(), "tokens": [*TOKENS, "x"]}, "expected 6 tokens for L0, received 7"),
+        (
+            {"attention": attention(), "tokens": TOKENS, "include_layers": [0, 9]},
+            "expected include_layers from 0 to 1, received [9]",
+        ),
+        ({"attention": attention(), "tokens": TOKENS, "layer": 5}, "expected a layer of L0, L1, received 5"),
+        ({"attention": attention(), "tokens": TOKENS, "heads": [7]}, "expected heads from 0 to 2 in L0, received [7]"),
+        (
+            {"attention": attention(), "tokens": TOKENS, "sentence_b_start": 6},
+            "expected sentence_b_start from 1 to 5, received 6",
+        ),
+        (
+            {"attention": attention(), "tokens": TOKENS, "html_action": "show"},
+            "expected html_action 'view' or 'return', received 'show'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        foci.head_view(**given)
+
+
+def test_a_mode_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"expected display_mode 'dark' or 'light', received 'blue'"):
+        foci.model_view(attention(), TOKENS, display_mode="blue")
+
+
+def test_outside_a_notebook_the_page_opens_in_a_browser(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert foci.head_view(attention(), TOKENS) is None
+    written = next(tmp_path.iterdir())
+    assert opened == [written.as_uri()]
+    assert capsys.readouterr().err == f"the page is {written}\n"
+
+
+def test_a_notebook_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    notebook = SimpleNamespace(get_ipython=object, display=SimpleNamespace(display=shown.append))
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    foci.model_view(attention(), TOKENS)
+    assert "srcdoc" in shown[0]._repr_html_()

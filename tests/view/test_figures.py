@@ -1,0 +1,265 @@
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+import torch
+from matplotlib.axes import Axes
+
+from foci.record.labels import Labels
+from foci.record.layer import Layer
+from foci.record.record import Record
+from foci.view.figures import plots, theme
+from tests.view.records import image, jane, of_texts, plain_image, translation
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    mpl.use("agg")
+    yield
+    theme.pyplot().close("all")
+
+
+def shown(ax: Axes) -> torch.Tensor:
+    return torch.as_tensor(ax.images[-1].get_array().filled(float("nan")))
+
+
+def texts(labels: list[mpl.text.Text]) -> list[str]:
+    return [label.get_text() for label in labels]
+
+
+def test_a_matrix_has_the_numbers_the_words_and_what_the_axes_mean() -> None:
+    ax = plots.matrix(jane(), "L0H1")
+    assert texts(ax.get_yticklabels()) == texts(ax.get_xticklabels()) == ["[CLS]", "Jane", "is", "hungry", ".", "[SEP]"]
+    assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_title(loc="left")) == ("looks", "is looked at", "L0H1")
+    torch.testing.assert_close(shown(ax)[3], torch.tensor([0.1, 0.6, 0.075, 0.15, 0.025, 0.05]))
+    assert texts(ax.texts)[-2:] == ["90", "10"]
+
+
+def test_a_matrix_by_token_and_without_numbers() -> None:
+    ax = plots.matrix(jane(), "L0", by_token=True, numbers=False)
+    assert shown(ax).shape == (7, 7)
+    assert not ax.texts
+    assert ax.get_title(loc="left") == "L0, mean of its heads"
+
+
+def test_axes_that_are_given_are_drawn_into() -> None:
+    figure, axes = theme.pyplot().subplots(1, 2)
+    assert plots.matrix(jane(), "L0H0", ax=axes[1]) is axes[1]
+    assert plots.entropy(jane(), axes[0]) is axes[0]
+    assert axes[1].get_figure() is figure
+
+
+def test_an_alignment_has_what_was_read_in_its_columns() -> None:
+    ax = plots.alignment(translation(), "cross.L0H1")
+    assert texts(ax.get_xticklabels()) == ["A", "man", "sleeps"]
+    assert texts(ax.get_yticklabels()) == ["Ein", "Mann", "schläft", "</s>"]
+    assert plots.alignment(translation()).get_title(loc="left") == "cross.L0, mean of its heads"
+    with pytest.raises(
+        ValueError, match=r"expected attention between two sequences, such as cross\.L0H1, received L0H1"
+    ):
+        plots.alignment(jane())
+
+
+def test_the_head_grid_has_a_picture_for_each_head() -> None:
+    ax = plots.heads(of_texts(*"abcdef", layers=3, heads=4))
+    assert shown(ax).shape == (3 * 7, 4 * 7)
+    assert texts(ax.get_yticklabels()) == ["L0", "L1", "L2"]
+    assert texts(ax.get_xticklabels()) == ["H0", "H1", "H2", "H3"]
+    # Each picture to its own largest.
+    assert [float(shown(ax)[:6, i * 7 : i * 7 + 6].max()) for i in range(4)] == [1.0] * 4
+
+
+def test_the_overlay_lights_the_patches() -> None:
+    ax = plots.overlay(image())
+    assert ax.get_title(loc="left") == "Where the class token looks in L0H0"
+    assert len(ax.images) == 2
+    torch.testing.assert_close(shown(ax).flatten(), 0.9 * torch.arange(1.0, 7) / 21)
+    assert not ax.patches
+    framed = plots.overlay(image(pictures=False), patch="1,2")
+    assert len(framed.images) == 1
+    assert framed.patches[0].get_xy() == (1.5, 0.5)
+
+
+def test_entropy_per_layer_has_a_line_for_each_stack() -> None:
+    assert texts(plots.entropy(translation()).get_legend().get_texts()) == ["encoder", "decoder", "cross"]
+    record = of_texts(*"abc", layers=2, heads=3)
+    means = plots.entropy(record).lines[-1].get_ydata()
+    torch.testing.assert_close(torch.as_tensor(means), record.scores()["entropy"].mean(1))
+
+
+def test_a_long_text_is_drawn_in_blocks() -> None:
+    ax = plots.matrix(of_texts(*(f" w{i}" for i in range(300))))
+    assert shown(ax).shape == (256, 256)
+    assert ax.images[0].get_extent() == [-0.5, 299.5, 299.5, -0.5]
+    assert legend(ax) == "share of the attention, mean of a block\ncolours by its square root"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("queries", "keys"), [(17, 129), (129, 17), (5, 100), (30, 300), (2, 1500), (2, 40), (1, 1)])
+def test_a_matrix_of_any_shape_has_room_for_its_picture_and_whole_numbers(queries: int, keys: int) -> None:
+    ax = plots.matrix(across(queries, keys), "cross.L0H0")
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    figure.canvas.draw()
+    width, height = figure.get_size_inches()
+    box = ax.get_window_extent()
+    assert 1.9 < min(width, height) < max(width, height) < 13
+    assert box.width / figure.dpi > 1
+    assert box.height / figure.dpi > 1.4
+    for axis in (ax.xaxis, ax.yaxis):
+        names = [label for label in axis.get_ticklabels() if label.get_text()]
+        # Outside of the picture there is a tick below 0, which is not drawn.
+        assert all(label.get_text().lstrip("\u2212").isdecimal() for label in names)
+        assert axis.axis_name == "x" or apart(names)
+
+
+def apart(labels: list[mpl.text.Text]) -> bool:
+    """Whether no name is written over the one below it."""
+    boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.y0)
+    return all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes))
+
+
+def test_words_are_named_along_the_side_that_has_few_of_them() -> None:
+    record = across(3, 100)
+    record.labels["target"] = Labels.tokens([["ver", "rückt", "."]], [[0, 0, 1]])
+    ax = plots.matrix(record, "cross.L0H0")
+    assert texts(ax.get_yticklabels()) == ["verrückt", "."]
+    torch.testing.assert_close(shown(ax)[0], record["cross.L0H0"].dense()[0, :2].mean(0))
+    assert legend(ax) == "share of the attention\ncolours by its square root"
+
+
+def test_a_long_sound_is_counted_in_seconds() -> None:
+    record = across(2, 200)
+    record.labels["source"] = Labels("frames", (tuple(f"{i * 0.04:.2f}" for i in range(200)),), seconds=0.04)
+    ax = plots.matrix(record, "cross.L0H0")
+    assert {"0 s", "2 s", "6 s"} <= {*ax.xaxis.get_major_formatter().format_ticks(ax.get_xticks())}
+
+
+def across(queries: int, keys: int) -> Record:
+    """Attention by chance between two sequences of bare positions."""
+    matrix = torch.randn(1, 1, queries, keys, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    return Record({"cross": Layer("cross", "cross", matrix=matrix, queries="target", keys="source")})
+
+
+def legend(ax: Axes) -> str:
+    return ax.child_axes[0].get_ylabel()
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [
+        (jane(), "matrix"),
+        (jane(), "heads"),
+        (jane(), "entropy"),
+        (translation(), "alignment"),
+        (translation(), "heads"),
+        (image(), "overlay"),
+        (of_texts("x"), "matrix"),
+        (of_texts("x"), "heads"),
+    ],
+)
+def test_every_figure_is_saved_and_closed(record: Record, what: str, tmp_path: Path) -> None:
+    record.save(tmp_path / "x.png", what=what, dpi=50)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert not theme.pyplot().get_fignums()
+
+
+def test_the_figure_that_suits_a_record_is_chosen(tmp_path: Path) -> None:
+    for record, word in ((jane(), "hungry"), (translation(), "schläft"), (image(), "the class token looks")):
+        record.save(tmp_path / "x.svg")
+        assert word in (tmp_path / "x.svg").read_text()
+
+
+def test_the_same_record_gives_the_same_file(tmp_path: Path) -> None:
+    for ending in ("svg", "pdf"):
+        for name in ("a", "b"):
+            jane().save(tmp_path / f"{name}.{ending}", what="entropy")
+        assert (tmp_path / f"a.{ending}").read_bytes() == (tmp_path / f"b.{ending}").read_bytes()
+
+
+def test_text_stays_text_and_fonts_are_inside(tmp_path: Path) -> None:
+    jane().save(tmp_path / "x.svg", head="L0H1")
+    svg = (tmp_path / "x.svg").read_text()
+    assert ">hungry</text>" in svg
+    assert ">is looked at</text>" in svg
+    jane().save(tmp_path / "x.pdf", head="L0H1")
+    pdf = (tmp_path / "x.pdf").read_bytes()
+    assert b"/TrueType" in pdf or b"/CIDFontType2" in pdf
+    assert b"/Type3" not in pdf
+
+
+def test_hostile_tokens_are_only_text(tmp_path: Path) -> None:
+    record = of_texts("$x^2$", "\\frac{", "</text><script>", "\x1b[2J", "a" * 10_000, "%", "_", "\n")
+    record.save(tmp_path / "x.svg")
+    svg = (tmp_path / "x.svg").read_text()
+    assert ">$x^2$</text>" in svg
+    assert ">\\frac{</text>" in svg
+    assert "<script>" not in svg
+    assert ">⟨001B⟩[2J</text>" in svg
+    assert len(svg) < 100_000
+
+
+def test_characters_without_a_font_are_named_and_drawn_as_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theme, "drawable", lambda: frozenset(map(ord, "abc")))
+    with pytest.warns(UserWarning, match=r"no installed font has 漢x: drawn as □; install one such as Noto Sans CJK"):
+        assert theme.texts(["a漢", "xb"]) == ["a□", "□b"]
+
+
+def test_latin_greek_and_cyrillic_need_no_other_font() -> None:
+    assert theme.texts(["naïve", "ελληνικά", "русский", "⟨202E⟩↵⇥∅…□�"]) == [
+        "naïve",
+        "ελληνικά",
+        "русский",
+        "⟨202E⟩↵⇥∅…□�",
+    ]
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"expected what= as one of matrix, heads, alignment, overlay, entropy, received"
+    ):
+        jane().save(tmp_path / "x.png", what="cake")
+    with pytest.raises(ValueError, match=r"expected patches with a grid of rows and columns, received labels without"):
+        plots.overlay(jane())
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"plots need matplotlib, which is not installed: pip install 'foci\[view\]'"):
+        plots.matrix(jane())
+
+
+def test_settings_of_the_user_are_left_alone() -> None:
+    before = dict(mpl.rcParams)
+    plots.matrix(jane())
+    assert dict(mpl.rcParams) == before
+
+
+def test_words_are_those_of_the_labels_where_sequences_differ() -> None:
+    record = of_texts("a", "b")
+    record.labels["input"] = Labels.tokens([["left", " right"]])
+    assert texts(plots.matrix(record, "L0H0").get_xticklabels()) == ["left", "right"]
+
+
+def test_an_even_look_leaves_the_picture_to_be_seen() -> None:
+    count = 36
+    record = plain_image((6, 6))
+    record.layers["blocks.0"] = Layer(
+        "blocks.0", matrix=torch.full((1, 1, count, count), 1 / count), queries="patches", keys="patches"
+    )
+    ax = plots.overlay(record)
+    over = ax.images[-1]
+    assert float(over.get_alpha().max()) < 0.5
+    assert over.get_clim()[1] == pytest.approx(3 / count)
+    assert ax.get_title(loc="left") == "Where the middle patch looks in L0H0"
+    # Black stays darker than any grey that would be taken for a part of the picture.
+    assert float(ax.images[0].get_array().max()) < 0.2
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(70, 1), (9, 3), (3, 9)])
+def test_a_text_may_look_at_another_length_of_itself(queries: int, keys: int) -> None:
+    ax = plots.matrix(Record.from_tensors([torch.full((1, 1, queries, keys), 1 / keys)]))
+    assert ax.images[0].get_array().shape == (queries, keys)

@@ -1,0 +1,69 @@
+"""Groups of tokens, in the forms that people have them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foci.weights.grouping import group_ids
+
+CPU = torch.device("cpu")
+
+SAME = {
+    "pairs": [(0, 2), (2, 3), (4, 6)],
+    "lists": [[0, 2], [2, 3], [4, 6]],
+    "slices": [slice(None, 2), slice(2, 3), slice(4, None)],
+    "ranges": [range(2), range(2, 3), range(4, 6)],
+    "a tensor": torch.tensor([[0, 2], [2, 3], [4, 6]]),
+    "an array": np.array([[0, 2], [2, 3], [4, 6]]),
+    "numbers, as word_ids gives them": [0, 0, 1, None, 2, 2],
+    "any numbers": [7, 7, 3, None, 5, 5],
+    "numpy numbers": [np.int64(7), np.int64(7), 3, None, 5, 5],
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_the_forms_say_the_same(form: str) -> None:
+    ids, count = group_ids(SAME[form], 6, "groups", CPU)
+    assert count == 3
+    assert ids.tolist() == [0, 0, 1, 3, 2, 2]
+
+
+def test_one_number_per_token() -> None:
+    for numbers in ([4, 4, 0, 9], torch.tensor([4, 4, 0, 9]), np.array([4, 4, 0, 9])):
+        ids, count = group_ids(numbers, 4, "groups", CPU)
+        assert (ids.tolist(), count) == ([0, 0, 1, 2], 3)
+
+
+def test_groups_keep_the_order_in_which_they_are_named() -> None:
+    ids, count = group_ids([(3, 5), (0, 2)], 5, "groups", CPU)
+    assert (ids.tolist(), count) == ([1, 1, 2, 0, 0], 2)
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "none": ([], ValueError, "groups must name at least one group, but got none"),
+    "only tokens of no group": ([None] * 6, ValueError, "groups must name at least one group"),
+    "an empty group": ([(0, 2), (2, 2)], ValueError, r"0 <= start < stop <= 6 tokens, but group 1 is \(2, 2\)"),
+    "backwards": ([(2, 0)], ValueError, r"0 <= start < stop <= 6 tokens, but group 0 is \(2, 0\)"),
+    "beyond the end": ([(0, 7)], ValueError, r"<= 6 tokens, but group 0 is \(0, 7\)"),
+    "before the start": ([(-1, 2)], ValueError, r"0 <= start .* but group 0 is \(-1, 2\)"),
+    "overlap": ([(0, 3), (2, 4)], ValueError, r"do not overlap, but group 1, \(2, 4\), does"),
+    "too few numbers": ([0, 0, 1], ValueError, "one number for each of 6 tokens, but got 3 numbers"),
+    "a number that comes back": ([0, 1, 0, 2, 2, 2], ValueError, "contiguous, but number 0 comes back at token 2"),
+    "a word": ("abcdef", TypeError, "pairs or one number per token, but got 'abcdef'"),
+    "a number": (3, TypeError, "pairs or one number per token, but got 3"),
+    "fractions": ([(0.5, 2)], TypeError, r"pairs of whole numbers, but got \(0.5, 2\)"),
+    "a float tensor": (torch.tensor([[0.0, 2.0]]), TypeError, r"pairs of whole numbers, but got \[0.0, 2.0\]"),
+    "bools": (torch.ones(6, dtype=torch.bool), TypeError, "pairs of whole numbers, but got True"),
+    "triples": ([(0, 1, 2)], TypeError, r"pairs of whole numbers, but got \(0, 1, 2\)"),
+    "steps": ([range(0, 6, 2)], TypeError, r"pairs of whole numbers, but got range\(0, 6, 2\)"),
+    "a mixture": ([(0, 2), 3], TypeError, "pairs of whole numbers, but got 3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_group_is_refused(case: str) -> None:
+    groups, kind, message = REFUSED[case]
+    with pytest.raises(kind, match=message):
+        group_ids(groups, 6, "groups", CPU)

@@ -1,0 +1,147 @@
+"""Indices of the lazy matrix: what stays lazy, what is computed, and what is refused."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+import foci
+from foci.weights.indexing import evenly
+from tests import matrices
+from tests.matrices import assert_close, both, lazy
+
+INDICES = st.one_of(
+    st.integers(-2, 1),
+    st.builds(
+        slice,
+        st.none() | st.integers(-20, 20),
+        st.none() | st.integers(-20, 20),
+        st.none() | st.integers(1, 4),
+    ),
+)
+
+
+def built() -> dict[str, tuple[foci.Weights, torch.Tensor]]:
+    return {name: both(name, torch.float64) for name in ("deep", "positions", "no heads", "one matrix")}
+
+
+MATRICES = built()
+
+
+@pytest.mark.parametrize("case", MATRICES)
+@settings(max_examples=150, deadline=None)
+@given(before=st.lists(INDICES, max_size=5), dots=st.booleans(), after=st.lists(INDICES, max_size=2))
+def test_an_index_means_what_it_means_to_a_tensor(case: str, before: list[Any], dots: bool, after: list[Any]) -> None:
+    weights, true = MATRICES[case]
+    index = (*before, ..., *after) if dots else tuple(before)
+    if len(index) - dots > true.dim():
+        with pytest.raises(IndexError, match="take up to"):
+            weights[index]
+        return
+    found = weights[index]
+    named = len(before) > true.dim() - 2 or (dots and len(after) > 0)
+    assert isinstance(found, foci.Weights) == (not named)
+    dense = found.dense() if isinstance(found, foci.Weights) else found
+    assert dense.shape == true[index].shape
+    assert_close(dense, true[index], torch.float64)
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "additive", "sink and bias, empty rows", "positions", "grouped heads", "deep"]
+)
+def test_a_part_answers_for_itself(case: str) -> None:
+    """Sequences and heads keep their own sinks, slopes, masks and positions when they are taken out."""
+    weights, true = both(case, torch.float64)
+    for index in [(-1,), (slice(None), 2), (slice(1, None), slice(1, 4)), (0, slice(None, None, 2)), (1, 1)]:
+        part, dense = weights[index], true[index]
+        assert isinstance(part, foci.Weights)
+        assert_close(part.received(), dense.sum(-2), torch.float64, 4)
+        assert_close(part.entropy(), matrices.entropy(dense), torch.float64, 4)
+        x = matrices.randn(true.shape[-1], 2)
+        assert_close(part @ x, dense @ x, torch.float64, 4)
+        assert torch.equal(part.lse, weights.lse[index])
+
+
+def test_a_part_of_a_part() -> None:
+    weights, true = MATRICES["deep"]
+    assert_close(weights[1][:2][1, 2:][1].dense(), true[1][:2][1, 2:][1], torch.float64)
+    # 0, 1, 3 and 4 of six sequences are no slice of them: they are copied.
+    assert_close(weights[:, :2].dense(), true[:, :2], torch.float64)
+    assert_close(weights[:, :2].mean("heads")[1, 1].dense(), true[:, :2].mean(2)[1, 1], torch.float64)
+
+
+def test_a_part_holds_views() -> None:
+    weights = lazy(matrices.qkv())
+    part = weights[1, 2:]
+    assert part._call.q.data_ptr() == weights._call.q[1, 2:].data_ptr()
+    assert part._call.k.data_ptr() == weights._call.k[1, 2:].data_ptr()
+    assert part.nbytes == weights.nbytes // 4
+
+
+def test_it_can_be_walked_through() -> None:
+    weights = lazy(matrices.qkv())
+    assert [part.shape for part in weights] == [(4, 11, 17)] * 2
+    assert [row.shape for row in weights[0, 0]] == [(17,)] * 11
+
+
+@pytest.mark.parametrize("number", [np.int64(1), torch.tensor(1), np.array(1)], ids=repr)
+def test_whole_numbers_of_other_libraries(number: Any) -> None:
+    weights, true = MATRICES["positions"]
+    assert_close(weights[number].dense(), true[1], torch.float64)
+    assert_close(weights[..., number], true[..., 1], torch.float64)
+
+
+@pytest.mark.parametrize("places", [[0, 3], [-1], [5, 5, 2], [], torch.tensor([4, 0]), np.array([1, 2])], ids=repr)
+def test_lists_of_queries_or_keys(places: Any) -> None:
+    weights, true = MATRICES["positions"]
+    same = torch.as_tensor(places, dtype=torch.int64)
+    assert_close(weights[..., places, :], true[..., same, :], torch.float64)
+    assert_close(weights[0, 1, ::2, places], true[0, 1, ::2][:, same], torch.float64)
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "a sequence too far": (2, IndexError, "size 2 takes -2 to 1, but got 2"),
+    "a head too far back": ((0, -5), IndexError, "size 4 takes -4 to 3, but got -5"),
+    "a query too far": ((..., 11, slice(None)), IndexError, "query indices go from -11 to 10, but got 11"),
+    "a key too far": ((..., [3, 17]), IndexError, r"key indices go from -17 to 16, but got \[3, 17\]"),
+    "an axis too many": ((0, 0, 0, 0, 0), IndexError, r"weights \(2, 4, 11, 17\) take up to 4 indices"),
+    "dots twice": ((..., 0, ...), IndexError, "and one ..., but got"),
+    "a list of heads": ((slice(None), [0, 1]), TypeError, r"take whole numbers and slices, but got \[0, 1\]"),
+    "a tensor of sequences": (torch.tensor([0, 1]), TypeError, "whole numbers and slices, but got tensor"),
+    "nothing": (None, TypeError, "whole numbers and slices, but got None"),
+    "true": (True, TypeError, "whole numbers and slices, but got True"),
+    "a new axis": ((..., None), TypeError, "a key axis takes a whole number, a slice or a list"),
+    "a word": ((..., "three"), TypeError, "a key axis takes .* but got 'three'"),
+    "a fraction": ((..., 1.5, 0), TypeError, "a query axis takes .* but got 1.5"),
+    "a mask": ((..., [True, False]), TypeError, "a key axis takes .* but got"),
+    "a table": ((..., [[0, 1]]), TypeError, "a key axis takes .* but got"),
+    "backwards": ((..., slice(None, None, -1)), ValueError, "a step of 1 or more, but got"),
+    "heads backwards": ((0, slice(None, None, -1)), ValueError, "a step of 1 or more, but got"),
+    "two lists": ((..., [0, 1], [2, 3]), IndexError, r"a list on one axis, .* but got \[0, 1\] and \[2, 3\]"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_index_that_is_none_is_refused(case: str) -> None:
+    index, kind, message = REFUSED[case]
+    with pytest.raises(kind, match=message):
+        lazy(matrices.qkv())[index]
+
+
+def test_slices_beyond_the_end_are_cut_as_tensors_cut_them() -> None:
+    weights, true = MATRICES["positions"]
+    assert weights[5:].shape == true[5:].shape
+    assert weights[..., 9:40, -40:2].shape == true[..., 9:40, -40:2].shape
+    assert weights[..., 40:, :].shape == true[..., 40:, :].shape
+
+
+def test_evenly_spaced_places_are_a_slice() -> None:
+    assert evenly(torch.tensor([3])) == slice(3, 4, 1)
+    assert evenly(torch.tensor([1, 3, 5])) == slice(1, 6, 2)
+    assert evenly(torch.tensor([], dtype=torch.int64)) == slice(0, 0)
+    uneven = evenly(torch.tensor([[0, 1], [3, 4]]))
+    assert isinstance(uneven, torch.Tensor)
+    assert uneven.tolist() == [0, 1, 3, 4]

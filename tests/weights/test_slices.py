@@ -1,0 +1,63 @@
+"""Slices of the matrix are computed, not cut out of it."""
+
+import pytest
+import torch
+
+import foci
+from foci.weights import slices
+from tests import matrices
+from tests.allocation import LargestTensor
+from tests.matrices import CASES, DTYPES, assert_close, both, lazy, small_strips, truth
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slices_are_exact(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_strips(monkeypatch, 8)
+    weights, true = both(case, dtype)
+    for index in [(..., 0, slice(None)), (..., -1), (..., slice(1, 9, 3), slice(None, None, 2)), (..., -1, 0)]:
+        found = weights[index]
+        assert isinstance(found, torch.Tensor)
+        assert_close(found, true[index], dtype)
+
+
+def test_a_slice_takes_the_memory_of_a_slice() -> None:
+    n = 1024
+    x = torch.zeros(1, 2, n, 8)
+    weights = foci.attention(x, x, x, mask=foci.causal, return_weights=True)[1]
+    for index in [(..., 5, slice(None)), (..., 7), (..., slice(3, 5), slice(9, 12))]:
+        with LargestTensor() as seen:
+            weights[index]
+        assert seen.largest <= 16 * n
+
+
+def test_all_of_it_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_strips(monkeypatch, 2**10)
+    n = 512
+    x = torch.zeros(1, 2, n, 8)
+    weights = foci.attention(x, x, x, mask=foci.causal, return_weights=True)[1]
+    with LargestTensor() as seen:
+        weights.dense()
+    assert seen.largest == 2 * n * n
+    assert seen.peak < 1.2 * 4 * seen.largest
+
+
+@pytest.mark.parametrize("case", ["sink and bias, empty rows", "relative", "grouped heads"])
+def test_rows_normalised_by_themselves_are_the_same(case: str) -> None:
+    call, true = lazy(CASES[case]())._call, truth(CASES[case]())
+    rows, columns = torch.tensor([2, 0, 7]), torch.tensor([1, 5])
+    found = slices.whole_rows(call, rows, columns, averaged=False)
+    assert_close(found, true[:, :, rows][..., columns], torch.float64)
+
+
+def test_autocast_does_not_reach_the_entries() -> None:
+    """It chose the dtype of the inputs; the logits are taken in float32 at least."""
+    arguments = matrices.in_dtype(CASES["sink and bias, empty rows"](), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = lazy(arguments)
+        assert weights._call.q.dtype == torch.bfloat16
+        inside = weights.dense(), weights @ torch.ones(17, 2), weights.T @ torch.ones(11, 2), weights.entropy()
+    outside = weights.dense(), weights @ torch.ones(17, 2), weights.T @ torch.ones(11, 2), weights.entropy()
+    for one, other in zip(inside, outside, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, atol=0, rtol=0)
