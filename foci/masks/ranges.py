@@ -105,7 +105,9 @@ class Spans:
     def segments(self, rows: int) -> list[list[Segment]]:
         """For each strip of `rows` queries, the runs of keys to visit."""
         strips = zip(*(self._strips(low, high, rows) for low, high in self.runs), strict=True)
-        return [merged(sorted(segment for segment in strip if segment.start < segment.stop)) for strip in strips]
+        return [
+            merge_segments(sorted(segment for segment in strip if segment.start < segment.stop)) for strip in strips
+        ]
 
     def _strips(self, low: Tensor, high: Tensor, rows: int) -> list[Segment]:
         low, high = torch.broadcast_tensors(*same_device(low, high))
@@ -131,7 +133,7 @@ def same_device(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return (a.to(b.device), b) if a.device.type == "cpu" else (a, b.to(a.device))
 
 
-def merged(segments: list[Segment]) -> list[Segment]:
+def merge_segments(segments: list[Segment]) -> list[Segment]:
     """Overlapping runs joined into one, all of which then needs the mask."""
     joined: list[Segment] = []
     for segment in segments:
