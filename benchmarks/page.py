@@ -24,7 +24,7 @@ from table import Table, machine_of
 from timing import say
 
 import foci
-from foci.record.kept import Kept
+from foci.record.kept import KeptStatistics
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.record import Record
@@ -86,7 +86,7 @@ def very_long(length: int = 100_000, heads: int = 8, top: int = 16) -> Record:
     found |= {"lse": torch.rand(1, heads, length, generator=generator), "sink_mass": torch.zeros(1, heads, length)}
     found |= {"top_values": values, "top_keys": torch.where(values > 0, keys.gather(-1, order), -1)}
     found["picture"] = torch.rand(1, heads, 256, 256, generator=generator).pow(4).tril() / length
-    layer = Layer("layers.0", kept=Kept(found, (1, heads, length, length)))
+    layer = Layer("layers.0", kept=KeptStatistics(found, (1, heads, length, length)))
     texts = [f" t{n}" for n in torch.randint(20_000, (length,), generator=generator).tolist()]
     return Record({"layers.0": layer}, {"input": Labels.tokens([texts])}, model="Long", calls=1)
 

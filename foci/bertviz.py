@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from foci.record.labels import Labels, spaced_words
+from foci.record.labels import Labels, number_words_by_spaces
 from foci.record.layer import Layer
 from foci.record.record import Record
 from foci.view.page import document
@@ -155,7 +155,8 @@ def labelled(tokens: Sequence[str] | None, name: str, pretty: bool) -> Labels:
         raise ValueError(f"expected {name}, a list of texts, beside the attention, received none")
     texts = prettified(tokens) if pretty else list(tokens)
     words = [
-        None if ADDED.fullmatch(text.strip()) else word for text, word in zip(texts, spaced_words(texts), strict=True)
+        None if ADDED.fullmatch(text.strip()) else word
+        for text, word in zip(texts, number_words_by_spaces(texts), strict=True)
     ]
     return Labels.tokens([texts], [words] if pretty else None)
 

@@ -3,8 +3,8 @@
 model = AutoModel.from_pretrained(..., attn_implementation="foci")      # or model.set_attn_implementation("foci")
 """
 
-from foci.capture.huggingface.attention import NAME, attend, register
-from foci.capture.huggingface.masks import mask_of
+from foci.capture.huggingface.attention import IMPLEMENTATION, attention_forward, register
+from foci.capture.huggingface.masks import build_attention_mask
 
 __all__ = ["NAME", "attend", "mask_of"]
 

@@ -15,38 +15,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.biases import Added, Bias
-from foci.masks.base import Both, Mask, as_mask
+from foci.biases import Bias, DenseBias
+from foci.masks.base import Intersection, Mask, as_mask
 from foci.masks.kinds import Causal, Padding, Prefix, Window, causal, padding
-from foci.masks.tile import Extent
+from foci.masks.tile import CallSizes
 from foci.weights.tensors import mark, nested
 from foci.weights.weights import Weights
 
 # A joined mask that has to be dense may be so large, in bytes.
-DENSE = 2**31
+MAX_DENSE_MASK_BYTES = 2**31
 
-WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class RefusedError(ValueError):
+class CaptureError(ValueError):
     """What cannot be recorded as it was asked: raised out of the watched model, with the reason."""
 
 
-def fingerprint(k: Tensor) -> Tensor:
+def fingerprint_keys(k: Tensor) -> Tensor:
     """One number per key, (B, G, Tk): the sum of its bits, which no order of adding changes.
 
     Eight bytes at a time where the width allows: numbers that are widened first took a hundred times as long on a CPU.
     """
     k, together = k.detach() if k.requires_grad else k, 8 // k.element_size()
     if k.shape[-1] % together or k.numel() == 0:
-        return k.view(WHOLE[k.element_size()]).sum(-1, dtype=torch.int64)
+        return k.view(INTEGER_BY_ITEMSIZE[k.element_size()]).sum(-1, dtype=torch.int64)
     *steps, last = k.storage_offset(), *k.stride()
     viewable = last == 1 and gcd(*steps) % together == 0
     return (k if viewable else k.clone(memory_format=torch.contiguous_format)).view(torch.int64).sum(-1)
 
 
 @dataclass
-class Step:
+class GenerationStep:
     """One attention call of a generation, without its keys."""
 
     call: Call  # its k and v are empty
@@ -55,7 +55,7 @@ class Step:
     marks: tuple[Any, Any]
 
     @classmethod
-    def of(cls, weights: Weights) -> Step:
+    def of(cls, weights: Weights) -> GenerationStep:
         held, nothing = weights._held, weights._held.call.k[:, :, :0]
         marks = held.was(held.call.q), held.was(held.lse)
         return cls(replace(held.call, k=nothing, v=nothing), held.lse, held.call.k.shape[2], marks)
@@ -70,40 +70,40 @@ class Step:
         return replace(self.call, k=own, v=own)
 
 
-def bytes_of(weights: Weights) -> int:
+def count_step_bytes(weights: Weights) -> int:
     """What the weights of one step add to what is held, their keys aside."""
     call, lse = weights._held.call, weights._held.lse
     return call.q.nbytes + lse.nbytes + sum(tensor.nbytes for tensor in nested((call.mask, call.bias)))
 
 
-def joined(steps: Sequence[Step], k: Tensor, cross: bool) -> Weights:
+def join_steps(steps: Sequence[GenerationStep], k: Tensor, cross: bool) -> Weights:
     """The rows of all steps as one lazy matrix over the last keys (B, G, Tk, D)."""
     for step in steps:
         if (mark(step.call.q), mark(step.lse)) != step.marks:
-            raise RefusedError("the steps cannot be joined: the queries of one were changed in place since its call")
+            raise CaptureError("the steps cannot be joined: the queries of one were changed in place since its call")
     last = steps[-1].call
     q, lse = torch.cat([s.call.q for s in steps], 2), torch.cat([s.lse for s in steps], 2)
     batch, heads, queries = lse.shape
-    extent = Extent((batch,), last.extent.heads or heads, queries, k.shape[2], k.device)
+    extent = CallSizes((batch,), last.extent.heads or heads, queries, k.shape[2], k.device)
     call = replace(last, q=q, k=k, v=k, extent=extent, mask=None, bias=None)
-    call.positions = None if cross else joined_positions(steps, k.shape[2])
+    call.positions = None if cross else join_positions(steps, k.shape[2])
     fitted = extent._replace(heads=heads)
-    mask = joined_mask(steps, k, cross)
+    mask = join_masks(steps, k, cross)
     call.mask = None if mask is None else mask.fit(fitted)
-    call.bias = joined_bias(steps, k)
+    call.bias = join_biases(steps, k)
     return Weights(call, lse, (batch,), True)
 
 
-def query_places(step: Step) -> Tensor:
+def query_positions_of(step: GenerationStep) -> Tensor:
     """Where the queries of a step stand, (B or 1, Tq)."""
     if step.call.positions is not None:
         return step.call.positions[0]
     return (torch.arange(step.queries, device=step.lse.device) + (step.keys - step.queries)).unsqueeze(0)
 
 
-def joined_positions(steps: Sequence[Step], keys: int) -> tuple[Tensor, Tensor] | None:
+def join_positions(steps: Sequence[GenerationStep], keys: int) -> tuple[Tensor, Tensor] | None:
     """Where all queries and keys stand; None where that is the default."""
-    places = [query_places(step) for step in steps]
+    places = [query_positions_of(step) for step in steps]
     batch = max(place.shape[0] for place in places)
     queries = torch.cat([place.expand(batch, -1) for place in places], 1)
     given = [step.call.positions[1] for step in steps if step.call.positions is not None]
@@ -112,34 +112,34 @@ def joined_positions(steps: Sequence[Step], keys: int) -> tuple[Tensor, Tensor] 
         usual = torch.equal(queries, default[:, keys - queries.shape[1] :]) if queries.shape[1] <= keys else False
         return None if usual else (queries, default)
     last = given[-1]
-    if last.shape[1] != keys or any(not same(place, last[:, : place.shape[1]]) for place in given):
-        raise RefusedError(
+    if last.shape[1] != keys or any(not are_equal_positions(place, last[:, : place.shape[1]]) for place in given):
+        raise CaptureError(
             "the steps cannot be joined: the keys moved to other positions (a ring that overwrites old ones)"
         )
     return queries, last
 
 
-def same(left: Tensor, right: Tensor) -> bool:
+def are_equal_positions(left: Tensor, right: Tensor) -> bool:
     return torch.equal(*torch.broadcast_tensors(left, right)) if left.shape[1] == right.shape[1] else False
 
 
-def joined_mask(steps: Sequence[Step], k: Tensor, cross: bool) -> Mask | None:
+def join_masks(steps: Sequence[GenerationStep], k: Tensor, cross: bool) -> Mask | None:
     """One mask for all rows: a rule where the steps follow one, else their rows as a dense tensor."""
-    rules = [rules_of(step, cross) for step in steps]
+    rules = [read_mask_rules(step, cross) for step in steps]
     if all(rule is not None for rule in rules):
         kept = [rule for rule in rules if rule is not None]
-        if all(agree(rule, kept[0]) for rule in kept[1:]):
-            return made(kept[0], k.shape[2])
-    return dense_mask(steps, k)
+        if all(are_equal_rules(rule, kept[0]) for rule in kept[1:]):
+            return build_mask_from_rules(kept[0], k.shape[2])
+    return join_dense_masks(steps, k)
 
 
 # The parts of a mask that are joined by &, each as (what it is, its number or tensor).
-Rules = dict[str, Any]
+MaskRules = dict[str, Any]
 
 
-def rules_of(step: Step, cross: bool) -> Rules | None:
+def read_mask_rules(step: GenerationStep, cross: bool) -> MaskRules | None:
     """A mask as rules that mean the same for all steps; None where it has others."""
-    rules: Rules = {}
+    rules: MaskRules = {}
     # A single query at the end of the keys sees all of them, which is what causal says.
     if not cross and step.queries == 1 and step.call.positions is None:
         rules["causal"] = True
@@ -159,12 +159,12 @@ def rules_of(step: Step, cross: bool) -> Rules | None:
 
 
 def conjuncts(mask: Mask | None) -> list[Mask]:
-    if isinstance(mask, Both):
+    if isinstance(mask, Intersection):
         return conjuncts(mask.left) + conjuncts(mask.right)
     return [] if mask is None else [mask]
 
 
-def agree(left: Rules, right: Rules) -> bool:
+def are_equal_rules(left: MaskRules, right: MaskRules) -> bool:
     if left.keys() != right.keys():
         return False
     return all(
@@ -173,7 +173,7 @@ def agree(left: Rules, right: Rules) -> bool:
     )
 
 
-def made(rules: Rules, keys: int) -> Mask | None:
+def build_mask_from_rules(rules: MaskRules, keys: int) -> Mask | None:
     """The mask that the rules describe."""
     parts: list[Mask] = []
     if "causal" in rules:
@@ -192,22 +192,22 @@ def made(rules: Rules, keys: int) -> Mask | None:
     return found
 
 
-def dense_mask(steps: Sequence[Step], k: Tensor) -> Mask:
+def join_dense_masks(steps: Sequence[GenerationStep], k: Tensor) -> Mask:
     """The visible entries of each step, put together; keys that came later were not seen."""
     keys = k.shape[2]
-    rows = [visible(step, k) for step in steps]
+    rows = [get_visible_entries(step, k) for step in steps]
     batch, heads = (max(row.shape[axis] for row in rows) for axis in (0, 1))
     size = batch * heads * keys * sum(step.queries for step in steps)
-    if size > DENSE:
-        raise RefusedError(
+    if size > MAX_DENSE_MASK_BYTES:
+        raise CaptureError(
             f"the steps cannot be joined: their masks differ, and one for all of them would take {size:,} bytes"
-            f" (at most {DENSE:,})"
+            f" (at most {MAX_DENSE_MASK_BYTES:,})"
         )
     padded = [F.pad(row, (0, keys - row.shape[3])).expand(batch, heads, -1, -1) for row in rows]
     return as_mask(torch.cat(padded, 2))
 
 
-def visible(step: Step, k: Tensor) -> Tensor:
+def get_visible_entries(step: GenerationStep, k: Tensor) -> Tensor:
     """What a step may look at, bool (B or 1, H or 1, Tq, its keys)."""
     call = step.whole(k)
     if call.mask is None:
@@ -216,21 +216,21 @@ def visible(step: Step, k: Tensor) -> Tensor:
     return found.expand(*found.shape[:2], step.queries, step.keys)
 
 
-def joined_bias(steps: Sequence[Step], k: Tensor) -> Bias | None:
+def join_biases(steps: Sequence[GenerationStep], k: Tensor) -> Bias | None:
     """A bias by distance is the same for all steps; dense ones are put together."""
     biases = [step.call.bias for step in steps]
     first = biases[0]
-    if any(isinstance(bias, Added) for bias in biases):
-        return dense_bias(steps, k)
+    if any(isinstance(bias, DenseBias) for bias in biases):
+        return join_dense_biases(steps, k)
     for bias in biases[1:]:
         if type(bias) is not type(first) or any(
             not torch.equal(a, b) for a, b in zip(nested(bias), nested(first), strict=True)
         ):
-            raise RefusedError("the steps cannot be joined: their biases differ")
+            raise CaptureError("the steps cannot be joined: their biases differ")
     return biases[-1]
 
 
-def dense_bias(steps: Sequence[Step], k: Tensor) -> Bias:
+def join_dense_biases(steps: Sequence[GenerationStep], k: Tensor) -> Bias:
     rows = []
     for step in steps:
         call = step.whole(k)
@@ -240,10 +240,10 @@ def dense_bias(steps: Sequence[Step], k: Tensor) -> Bias:
         rows.append(term.expand(*term.shape[:2], step.queries, step.keys))
     batch, heads = (max(row.shape[axis] for row in rows) for axis in (0, 1))
     keys = k.shape[2]
-    return Added(torch.cat([F.pad(r, (0, keys - r.shape[3])).expand(batch, heads, -1, -1) for r in rows], 2))
+    return DenseBias(torch.cat([F.pad(r, (0, keys - r.shape[3])).expand(batch, heads, -1, -1) for r in rows], 2))
 
 
-def chosen(weights: Weights, heads: Sequence[int]) -> Weights:
+def select_heads(weights: Weights, heads: Sequence[int]) -> Weights:
     """The weights (B, H, Tq, Tk) of some heads, in the order of their numbers."""
     call, lse = weights._call, weights._held.lse
     index = torch.tensor(list(heads), device=call.q.device)
@@ -260,7 +260,7 @@ def chosen(weights: Weights, heads: Sequence[int]) -> Weights:
     return Weights(part, lse[:, index], weights._batch, True)
 
 
-def in_four(weights: Weights) -> Weights:
+def with_four_axes(weights: Weights) -> Weights:
     """The same weights with one batch axis and one head axis: (B, H, Tq, Tk)."""
     if len(weights.shape) == 4:
         return weights

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
-class Leaving(NamedTuple):
+class PendingCopy(NamedTuple):
     """Tensors that are being copied, the stream that made them, and the end of the copies."""
 
     tensors: list[Tensor]
@@ -21,7 +21,7 @@ class Leaving(NamedTuple):
     arrived: Any
 
 
-class Host:
+class HostCopier:
     """Moves tensors to the host without waiting for them; `wait` makes them readable.
 
     On CUDA they go to pinned memory on a stream of their own, so that neither the model nor Python waits. What leaves
@@ -35,26 +35,26 @@ class Host:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._leaving: dict[torch.device, Leaving] = {}
+        self._leaving: dict[torch.device, PendingCopy] = {}
 
     def moved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of one device on the host, by name and still on their way."""
         device = next((tensor.device for tensor in tensors.values()), None)
         if device is None or device.type != "cuda":
             return {name: tensor.cpu() for name, tensor in tensors.items()}
-        groups = by_size(tensors)
-        rows = [in_a_row(group.values()) for group in groups]
+        groups = group_by_itemsize(tensors)
+        rows = [flatten_tensors(group.values()) for group in groups]
         stream, made_on = self._stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(made_on)
         with torch.cuda.stream(stream):
-            there = [pinned(row).copy_(row, non_blocking=True) for row in rows]
+            there = [allocate_pinned(row).copy_(row, non_blocking=True) for row in rows]
         before = self._leaving.get(device)
-        self._leaving[device] = Leaving(rows, made_on, stream.record_event())
+        self._leaving[device] = PendingCopy(rows, made_on, stream.record_event())
         if before is not None:
             before.made_on.wait_event(before.arrived)
         found: dict[str, Tensor] = {}
         for group, row in zip(groups, there, strict=True):
-            found |= as_they_were(group, row)
+            found |= unflatten_tensors(group, row)
         return found
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -69,12 +69,12 @@ class Host:
         self._leaving.clear()
 
 
-def pinned(like: Tensor) -> Tensor:
+def allocate_pinned(like: Tensor) -> Tensor:
     """Room on the host that a GPU writes to by itself."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
-def by_size(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def group_by_itemsize(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Tensors whose numbers are equally long, and fit in one row: nearly always all of them."""
     groups: dict[Any, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -83,7 +83,7 @@ def by_size(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return list(groups.values())
 
 
-def in_a_row(tensors: Iterable[Tensor]) -> Tensor:
+def flatten_tensors(tensors: Iterable[Tensor]) -> Tensor:
     """All their numbers, one tensor after the other, under the dtype of the first: bits are copied, not converted."""
     first, *others = tensors
     same = [other if other.dtype == first.dtype else other.view(first.dtype) for other in others]
@@ -91,7 +91,7 @@ def in_a_row(tensors: Iterable[Tensor]) -> Tensor:
     return row
 
 
-def as_they_were(tensors: Mapping[str, Tensor], row: Tensor) -> dict[str, Tensor]:
+def unflatten_tensors(tensors: Mapping[str, Tensor], row: Tensor) -> dict[str, Tensor]:
     """The tensors of `in_a_row`, from its copy: views of it."""
     parts = _unflatten_dense_tensors(row, list(tensors.values()))
     found = {}

@@ -15,32 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from foci.capture.generation import RefusedError, Step, bytes_of, fingerprint, joined
-from foci.capture.host_copy import Host
-from foci.capture.naming import Place
-from foci.record.kept import AXES, Keep, Kept
+from foci.capture.generation import CaptureError, GenerationStep, count_step_bytes, fingerprint_keys, join_steps
+from foci.capture.host_copy import HostCopier
+from foci.capture.naming import LayerName
+from foci.record.kept import STATISTIC_AXES, Keep, KeptStatistics
 from foci.record.layer import Layer
 from foci.weights.weights import Weights
 
-Rows = Any
+RowSelection = Any
 
 
 @dataclass
-class Track:
+class LayerLog:
     """The calls of one module that belong together: one, or the steps of a generation."""
 
     name: str
-    place: Place
+    place: LayerName
     heads: tuple[int, ...]
     keep: Keep | None
-    rows: Rows
-    host: Host
+    rows: RowSelection
+    host: HostCopier
     passes: list[int] = field(default_factory=list)
     keys: int = 0
     queries: int = 0
     first: tuple[int, int] = (0, 0)
     nbytes: int = 0
-    steps: list[Step] = field(default_factory=list)
+    steps: list[GenerationStep] = field(default_factory=list)
     kept: list[dict[str, Tensor]] = field(default_factory=list)
     matrices: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Track:
             return False
         if keys == self.keys + queries:
             if batch != self.shape[0]:
-                raise RefusedError(
+                raise CaptureError(
                     f"the steps of {self.name} cannot be joined: there were {self.shape[0]} sequences and now there are"
                     f" {batch}, so the cache was reordered (beam search): watch one forward pass over the answer"
                 )
@@ -77,7 +77,7 @@ class Track:
         if (queries, keys) == self.first and not again:
             return False
         happened = "cropped or its oldest keys were dropped" if keys < self.keys + queries else "changed outside"
-        raise RefusedError(
+        raise CaptureError(
             f"the steps of {self.name} cannot be joined: after {self.keys} keys a step with {queries} more was expected"
             f" to have {self.keys + queries}, but it has {keys}, so the cache was {happened} or is of a fixed size;"
             " watch one forward pass over the whole text instead"
@@ -90,11 +90,11 @@ class Track:
             self.first, self.shape = (queries, keys), (batch, heads, weights._held.call.k.shape[1])
         self._check_prefix(k)
         rows = self.chosen_rows(queries)
-        self.numbers.append(shifted(rows, self.queries))
-        self.places.append(shifted(rows, keys - queries))
+        self.numbers.append(shift_numbers(rows, self.queries))
+        self.places.append(shift_numbers(rows, keys - queries))
         norms = self._norms(values, queries)
         if self.rows is not None:
-            self._hold(norms, matrix=chosen_entries(weights, rows))
+            self._hold(norms, matrix=read_rows(weights, rows))
         elif self.keep is None:
             self._add_lazy(weights, values)
             self._hold(norms)
@@ -115,7 +115,7 @@ class Track:
     def _check_prefix(self, k: Tensor) -> None:
         """The keys of the step before must be the first of these: bits are compared, without waiting for a GPU."""
         if not self.cross:
-            prints = fingerprint(k)
+            prints = fingerprint_keys(k)
             if self.prints is not None and self.passes:
                 changed = (prints[:, :, : self.keys] != self.prints).any()
                 self.broken = changed if self.broken is None else self.broken | changed
@@ -127,7 +127,7 @@ class Track:
     def check(self) -> None:
         """Raises where the keys of some step were not the first of the next one's."""
         if self.broken is not None and bool(self.broken):
-            raise RefusedError(
+            raise CaptureError(
                 f"the steps of {self.name} cannot be joined: keys of an earlier step are not those of the next one, so"
                 " the cache was reordered (beam search) or changed; watch one forward pass over the whole text instead"
             )
@@ -135,11 +135,11 @@ class Track:
     def _add_lazy(self, weights: Weights, values: Tensor) -> None:
         if self.last is not None and self.values is not None:
             self.nbytes -= self.last.nbytes + self.values.nbytes
-            self.steps += [Step.of(each) for each in (self.weights, weights) if each is not None]
+            self.steps += [GenerationStep.of(each) for each in (self.weights, weights) if each is not None]
         # Of a single pass the weights are as they should be; of several steps only the last keys are needed.
         self.weights = None if self.steps else weights
         self.last, self.values = weights._held.call.k, values.detach()
-        self.nbytes += bytes_of(weights) + self.last.nbytes + values.nbytes
+        self.nbytes += count_step_bytes(weights) + self.last.nbytes + values.nbytes
 
     def _norms(self, values: Tensor, queries: int) -> dict[str, Tensor]:
         """The lengths of the values, of each key once."""
@@ -166,7 +166,7 @@ class Track:
         """What all calls together make; what only one made may still be on its way to the host."""
         behind: dict[str, Any] = {}
         shape = (*self.shape[:2], self.queries, self.keys)
-        usual = self.cross or are_last(self.places, self.keys)
+        usual = self.cross or are_last_positions(self.places, self.keys)
         if len(self.passes) > 1 or self.rows is not None:
             self.host.wait()
         if self.rows is not None:
@@ -174,9 +174,9 @@ class Track:
             behind["rows"] = tuple(chain.from_iterable(self.numbers))
         elif self.keep is None:
             assert self.last is not None
-            behind["weights"] = self.weights or joined(self.steps, self.last, self.cross)
+            behind["weights"] = self.weights or join_steps(self.steps, self.last, self.cross)
         else:
-            behind["kept"] = Kept(together(self.kept, self.keys), shape)
+            behind["kept"] = KeptStatistics(merge_step_statistics(self.kept, self.keys), shape)
         norms = None if not self.norms else self.norms[0] if len(self.norms) == 1 else torch.cat(self.norms, 2)
         return Layer(
             self.name,
@@ -193,14 +193,14 @@ class Track:
         )
 
 
-def shifted(numbers: Sequence[int], by: int) -> Sequence[int]:
+def shift_numbers(numbers: Sequence[int], by: int) -> Sequence[int]:
     """Each number and so much more; a range stays one, however long."""
     if isinstance(numbers, range):
         return range(numbers.start + by, numbers.stop + by, numbers.step)
     return [number + by for number in numbers]
 
 
-def are_last(parts: Sequence[Sequence[int]], end: int) -> bool:
+def are_last_positions(parts: Sequence[Sequence[int]], end: int) -> bool:
     """Whether the numbers of all parts are the last ones before the end, in order."""
     start = end - sum(map(len, parts))
     for part in parts:
@@ -211,7 +211,7 @@ def are_last(parts: Sequence[Sequence[int]], end: int) -> bool:
     return True
 
 
-def chosen_entries(weights: Weights, rows: Sequence[int]) -> Tensor:
+def read_rows(weights: Weights, rows: Sequence[int]) -> Tensor:
     """The rows of some queries, exactly."""
     with torch.no_grad():
         found = weights[..., list(rows), :]
@@ -219,7 +219,7 @@ def chosen_entries(weights: Weights, rows: Sequence[int]) -> Tensor:
     return found
 
 
-def together(steps: list[dict[str, Tensor]], keys: int) -> dict[str, Tensor]:
+def merge_step_statistics(steps: list[dict[str, Tensor]], keys: int) -> dict[str, Tensor]:
     """The statistics of all steps as those of one matrix."""
     if len(steps) == 1:
         return steps[0]
@@ -228,13 +228,13 @@ def together(steps: list[dict[str, Tensor]], keys: int) -> dict[str, Tensor]:
         parts = [step[name] for step in steps if name in step]
         if len(parts) < len(steps) or name == "picture":
             continue
-        if AXES[name] == "q":
+        if STATISTIC_AXES[name] == "q":
             found[name] = torch.cat(parts, 2)
-        elif AXES[name] == "qn":
+        elif STATISTIC_AXES[name] == "qn":
             widest = max(part.shape[3] for part in parts)
             empty = -1 if name == "top_keys" else 0
             found[name] = torch.cat([F.pad(part, (0, widest - part.shape[3]), value=empty) for part in parts], 2)
-        elif AXES[name] == "k":
+        elif STATISTIC_AXES[name] == "k":
             found[name] = torch.stack([F.pad(part, (0, keys - part.shape[2])) for part in parts]).sum(0)
         else:
             found[name] = torch.stack(parts).amax(0)

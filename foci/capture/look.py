@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from foci.nn.model import Model
     from foci.tasks.task import Task
 
-NEW_TOKENS = 128
+MAX_NEW_TOKENS = 128
 # How many of the likeliest next tokens are named.
-NEXT = 5
-WRITERS = ("ForCausalLM", "LMHeadModel")
+SHOWN_NEXT_TOKENS = 5
+CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 # Code that comes with a model is not run, and nobody is asked whether it may.
-SAFELY: dict[str, Any] = {"trust_remote_code": False}
-SHIPPED = Path(__file__).parents[1] / "models"
+LOAD_OPTIONS: dict[str, Any] = {"trust_remote_code": False}
+SHIPPED_MODELS = Path(__file__).parents[1] / "models"
 # Of the models that ship, those that read a text, the one to begin with first.
-TEXTS = ("translation", "generation", "sentiment", "summarization")
+TEXT_MODELS = ("translation", "generation", "sentiment", "summarization")
 # So many seconds Hugging Face has to say whether it knows a name.
-PATIENCE = 10
+HUB_TIMEOUT = 10
 
 
-def silent(_message: str) -> None:
+def ignore_message(_message: str) -> None:
     """Says nothing."""
 
 
@@ -45,8 +45,8 @@ def look(
     model: str | os.PathLike[str] | None = None,
     *,
     device: str = "auto",
-    new_tokens: int = NEW_TOKENS,
-    say: Callable[[str], None] = silent,
+    new_tokens: int = MAX_NEW_TOKENS,
+    say: Callable[[str], None] = ignore_message,
 ) -> Record:
     """Where a model looks when it reads a text.
 
@@ -62,21 +62,21 @@ def look(
     """
     if not text.strip():
         raise ValueError("expected a text with at least one word, received none")
-    device = device_of(device)
-    place = place_of(model)
-    if is_own(Path(place)):
+    device = resolve_device(device)
+    place = locate_model(model)
+    if is_foci_model(Path(place)):
         from foci.tasks.model_file import load
 
         say(f"loading {model or Path(place).name}")
         task, own, _ = load(Path(place), device=device)
-        record = shown(task, own, task.given(text))
+        record = record_example(task, own, task.given(text))
         for note in record.notes:
             say(note)
         return record
-    return Reader(place, device, say).look(text, new_tokens)
+    return TextModel(place, device, say).look(text, new_tokens)
 
 
-def shown(task: Task[Any, Any], model: Model, example: Any) -> Record:
+def record_example(task: Task[Any, Any], model: Model, example: Any) -> Record:
     """Where a model of a task looks, with a note where it did not read all that it was given."""
     record = task.show(model, example)
     if task.is_cut(example):
@@ -85,53 +85,53 @@ def shown(task: Task[Any, Any], model: Model, example: Any) -> Record:
     return record
 
 
-def device_of(name: str) -> str:
+def resolve_device(name: str) -> str:
     """The device by its name; "auto" is the GPU where there is one."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("expected a GPU for the device cuda, but PyTorch finds none here")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
-def shipped() -> list[str]:
+def list_shipped_models() -> list[str]:
     """The models that ship with foci, the one to begin with first."""
-    there = {file.parent.name for file in SHIPPED.glob("*/*.safetensors")}
-    return [*(name for name in TEXTS if name in there), *sorted(there - {*TEXTS})]
+    there = {file.parent.name for file in SHIPPED_MODELS.glob("*/*.safetensors")}
+    return [*(name for name in TEXT_MODELS if name in there), *sorted(there - {*TEXT_MODELS})]
 
 
-def place_of(model: str | os.PathLike[str] | None) -> str:
+def locate_model(model: str | os.PathLike[str] | None) -> str:
     """Where a model is: a path, the name of one at Hugging Face, or one that ships."""
-    there = shipped()
-    if model is None and not {*there} & {*TEXTS}:
+    there = list_shipped_models()
+    if model is None and not {*there} & {*TEXT_MODELS}:
         raise ValueError(
             "expected a model, by the folder or name of one of Hugging Face or a run of foci (--model), because none"
             ' that reads texts ships with this foci; without one, foci explain "..." shows how attention works'
         )
     name = there[0] if model is None else os.path.expanduser(os.fspath(model))  # noqa: PTH111
     if not name:
-        raise ValueError(f"expected {any_model()}, received none")
-    if name in there and not is_there(Path(name)):
-        return str(SHIPPED / name)
-    check_path(name)
+        raise ValueError(f"expected {describe_model_choices()}, received none")
+    if name in there and not path_exists(Path(name)):
+        return str(SHIPPED_MODELS / name)
+    check_path_exists(name)
     return name
 
 
-def any_model() -> str:
+def describe_model_choices() -> str:
     """What may be named, for whoever named something else."""
-    return f"the folder or name of a Hugging Face model, a run of foci, or a model that ships ({', '.join(shipped())})"
+    return f"the folder or name of a Hugging Face model, a run of foci, or a model that ships ({', '.join(list_shipped_models())})"
 
 
-def check_path(name: str) -> None:
+def check_path_exists(name: str) -> None:
     """A path that is not there is no name of a model either; nobody needs to be asked over the network."""
-    if name.startswith((".", "/", "~")) and not is_there(Path(name)):
+    if name.startswith((".", "/", "~")) and not path_exists(Path(name)):
         raise ValueError(f"expected the folder of a Hugging Face model, or a model of foci, but {name} is not there")
 
 
-def is_own(path: Path) -> bool:
+def is_foci_model(path: Path) -> bool:
     """Whether a path is a model of foci: a file, or a folder without the config of a Hugging Face model."""
-    return is_there(path) and not (path / "config.json").is_file()
+    return path_exists(path) and not (path / "config.json").is_file()
 
 
-def is_there(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Whether a path is there; what no path can be called is not."""
     try:
         return path.exists()
@@ -140,7 +140,7 @@ def is_there(path: Path) -> bool:
 
 
 @contextmanager
-def expecting(wanted: str, name: str) -> Iterator[None]:
+def explain_loading_errors(wanted: str, name: str) -> Iterator[None]:
     """Whatever a stranger's files make of transformers, the reader gets one sentence."""
     try:
         yield
@@ -150,15 +150,15 @@ def expecting(wanted: str, name: str) -> Iterator[None]:
         raise ValueError(f"expected {wanted}, received {name!r}: {reason}") from error
 
 
-def check_name(name: str) -> None:
+def check_model_is_available(name: str) -> None:
     """A name that is not known is told at once: transformers would ask for it again and again."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
-    if is_there(Path(name)) or isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if path_exists(Path(name)) or isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     try:
-        HfApi().model_info(name, timeout=PATIENCE)
+        HfApi().model_info(name, timeout=HUB_TIMEOUT)
     except HfHubHTTPError:
         raise
     except Exception as error:
@@ -166,24 +166,24 @@ def check_name(name: str) -> None:
         raise OSError(f"it is not on this machine, and Hugging Face cannot be asked ({error})") from error
 
 
-class Reader:
+class TextModel:
     """A Hugging Face model with its tokenizer, loaded once."""
 
-    def __init__(self, name: str, device: str = "cpu", say: Callable[[str], None] = silent) -> None:
-        transformers = imported()
+    def __init__(self, name: str, device: str = "cpu", say: Callable[[str], None] = ignore_message) -> None:
+        transformers = import_transformers()
         self.say, self.device = say, device
         say(f"loading {name}")
-        with expecting(any_model(), name):
-            check_name(name)
-            self.config = transformers.AutoConfig.from_pretrained(name, **SAFELY)
-        with expecting("a model that reads texts", name):
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **SAFELY)
-        with expecting(any_model(), name):
-            kind = getattr(transformers, kind_of(self.config))
-            self.model = kind.from_pretrained(name, **SAFELY).eval().to(device)
+        with explain_loading_errors(describe_model_choices(), name):
+            check_model_is_available(name)
+            self.config = transformers.AutoConfig.from_pretrained(name, **LOAD_OPTIONS)
+        with explain_loading_errors("a model that reads texts", name):
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **LOAD_OPTIONS)
+        with explain_loading_errors(describe_model_choices(), name):
+            kind = getattr(transformers, auto_class_of(self.config))
+            self.model = kind.from_pretrained(name, **LOAD_OPTIONS).eval().to(device)
 
     @torch.no_grad()
-    def look(self, text: str, new_tokens: int = NEW_TOKENS) -> Record:
+    def look(self, text: str, new_tokens: int = MAX_NEW_TOKENS) -> Record:
         """Runs the model on the text, and records."""
         encoded, labels, notes = self.read(text)
         if self.config.is_encoder_decoder:
@@ -191,7 +191,7 @@ class Reader:
         else:
             with watch(self.model, tokenizer=self.tokenizer, labels={"input": labels}) as seen:
                 out = self.model(**encoded)
-            if kind_of(self.config) == "AutoModelForCausalLM":
+            if auto_class_of(self.config) == "AutoModelForCausalLM":
                 seen.answer = self.likeliest(out.logits[0, -1])
         seen.notes += notes
         return seen
@@ -230,20 +230,20 @@ class Reader:
 
     def likeliest(self, logits: torch.Tensor) -> str:
         """How a text would go on: “ pasta” 12%, “ pizza” 8%."""
-        shares, tokens = logits.float().softmax(-1).topk(min(NEXT, logits.shape[-1]))
+        shares, tokens = logits.float().softmax(-1).topk(min(SHOWN_NEXT_TOKENS, logits.shape[-1]))
         texts = [self.tokenizer.decode([token]) for token in tokens.tolist()]
         return ", ".join(f"“{text}” {share:.0%}" for text, share in zip(texts, shares.tolist(), strict=True))
 
 
-def kind_of(config: Any) -> str:
+def auto_class_of(config: Any) -> str:
     """The class of transformers that loads a model with what it can do."""
     if config.is_encoder_decoder:
         return "AutoModelForSeq2SeqLM"
-    writes = any(name.endswith(WRITERS) for name in config.architectures or [])
+    writes = any(name.endswith(CAUSAL_LM_SUFFIXES) for name in config.architectures or [])
     return "AutoModelForCausalLM" if writes else "AutoModel"
 
 
-def imported() -> Any:
+def import_transformers() -> Any:
     """transformers, or how to get it."""
     try:
         import transformers

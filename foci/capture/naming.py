@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from foci.runtime.tensor_cache import MOST, found_or_made
+from foci.runtime.tensor_cache import MAX_CACHED_TENSORS, get_or_make
 
 # Classes that attend, by what people call them.
-ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+ATTENTION_CLASS = re.compile(r"attn|attention", re.IGNORECASE)
 # Looks at another sequence than its own.
-CROSS = re.compile(r"cross|enc_?dec|encoder_attn|encoder_attention|encoder_decoder|src_attn|align", re.IGNORECASE)
-SIDES = {
+CROSS_ATTENTION = re.compile(
+    r"cross|enc_?dec|encoder_attn|encoder_attention|encoder_decoder|src_attn|align", re.IGNORECASE
+)
+MODALITIES = {
     "vision": re.compile(r"vision|visual|image"),
     "audio": re.compile(r"audio|speech"),
     "text": re.compile(r"text|language"),
@@ -27,7 +29,7 @@ SIDES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerName:
     """A stack ("" where there is only one), a number in it, and the labels along queries and keys."""
 
     stack: str = ""
@@ -46,28 +48,28 @@ class Place:
         return f"{self.stack}.L{self.index}".lstrip(".")
 
 
-def attention_names(kinds: Mapping[str, str]) -> list[str]:
+def find_attention_modules(kinds: Mapping[str, str]) -> list[str]:
     """The innermost modules that are called attention: those that one expects to attend."""
-    named = [name for name, kind in kinds.items() if ATTENTION.search(kind)]
-    return [name for name in named if not any(inside(other, name) for other in named)]
+    named = [name for name, kind in kinds.items() if ATTENTION_CLASS.search(kind)]
+    return [name for name in named if not any(is_inside(other, name) for other in named)]
 
 
-def kind_of(module: nn.Module) -> str:
+def class_name_of(module: nn.Module) -> str:
     """The name of a module's class; a scripted one tells it otherwise."""
     return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
-def plain(name: str) -> str:
+def strip_compile_wrapper(name: str) -> str:
     """A module's name without what torch.compile puts into it."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
 
 
-def inside(name: str, outer: str) -> bool:
+def is_inside(name: str, outer: str) -> bool:
     """Whether a module stands inside another one."""
     return name != outer and (outer == "" or name.startswith(f"{outer}."))
 
 
-class Told:
+class ModelLayout:
     """What the names of a model's modules and of their classes tell.
 
     Args:
@@ -75,37 +77,37 @@ class Told:
     """
 
     def __init__(self, kinds: Mapping[str, str]) -> None:
-        self.known = dict.fromkeys(attention_names(kinds))
-        self.crossing = {name for name in self.known if is_cross(kinds, name, kinds[name])}
-        self.paired = has_part(kinds, "encoder") and has_part(kinds, "decoder")
-        self.several = len({side_of(name) for name in self.known}) > 1
-        self.found: dict[str, Place] = {}
-        for stack, members in grouped((self.stack(name), name) for name in self.known):
-            for name, index in zip(members, numbers(members), strict=True):
+        self.known = dict.fromkeys(find_attention_modules(kinds))
+        self.crossing = {name for name in self.known if is_cross_attention(kinds, name, kinds[name])}
+        self.paired = has_component(kinds, "encoder") and has_component(kinds, "decoder")
+        self.several = len({modality_of_name(name) for name in self.known}) > 1
+        self.found: dict[str, LayerName] = {}
+        for stack, members in group_by_stack((self.stack(name), name) for name in self.known):
+            for name, index in zip(members, number_layers(members), strict=True):
                 self.found[name] = self.made(stack, index)
 
     def stack(self, name: str) -> str:
-        if name in self.crossing or (name not in self.known and CROSS.search(tail(name))):
+        if name in self.crossing or (name not in self.known and CROSS_ATTENTION.search(name_within_block(name))):
             return "cross"
-        side = side_of(name)
+        side = modality_of_name(name)
         if self.several and side:
             return side
         for part in ("encoder", "decoder"):
-            if self.paired and has_part([name], part):
+            if self.paired and has_component([name], part):
                 return part
         return ""
 
-    def made(self, stack: str, index: int) -> Place:
+    def made(self, stack: str, index: int) -> LayerName:
         if stack == "cross":
-            return Place(stack, index, "target" if self.paired else "input", "source")
+            return LayerName(stack, index, "target" if self.paired else "input", "source")
         sequence = {"encoder": "source", "decoder": "target", "": "input"}.get(stack, stack)
-        return Place(stack, index, sequence, sequence)
+        return LayerName(stack, index, sequence, sequence)
 
 
-TOLD: dict[Hashable, Told] = {}
+LAYOUT_CACHE: dict[Hashable, ModelLayout] = {}
 
 
-class Places:
+class LayerNames:
     """The place of every module that attends: known ones from the start, others when they are first met.
 
     Args:
@@ -113,21 +115,21 @@ class Places:
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        by_name = {plain(name): module for name, module in modules}
-        kinds = {name: kind_of(module) for name, module in by_name.items()}
+        by_name = {strip_compile_wrapper(name): module for name, module in modules}
+        kinds = {name: class_name_of(module) for name, module in by_name.items()}
         # Many blocks are opened around one model.
-        self.told = found_or_made(TOLD, MOST, tuple(kinds.items()), lambda: Told(kinds))
+        self.told = get_or_make(LAYOUT_CACHE, MAX_CACHED_TENSORS, tuple(kinds.items()), lambda: ModelLayout(kinds))
         self.known = {name: by_name[name] for name in self.told.known}
         self.paired = self.told.paired
         self.found = dict(self.told.found)
 
-    def set(self, name: str, place: Place) -> None:
+    def set(self, name: str, place: LayerName) -> None:
         self.found[name] = place
 
-    def of(self, name: str) -> Place:
+    def of(self, name: str) -> LayerName:
         """The place of a module that attends, by its name."""
         if name not in self.found:
-            outer = [known for known in self.known if inside(name, known)]
+            outer = [known for known in self.known if is_inside(name, known)]
             self.found[name] = self.found[outer[-1]] if outer else self._new(name)
         return self.found[name]
 
@@ -136,7 +138,7 @@ class Places:
         stack = self.of(name).stack
         return sum(place.stack == stack for place in self.found.values()) == 1
 
-    def _new(self, name: str) -> Place:
+    def _new(self, name: str) -> LayerName:
         """A module whose class says nothing: the number in its path where that is free, else the next one."""
         stack = self.told.stack(name)
         taken = {place.index for place in self.found.values() if place.stack == stack}
@@ -145,41 +147,41 @@ class Places:
         return self.told.made(stack, free[0] if free else max(taken) + 1)
 
 
-def is_cross(names: Collection[str], name: str, kind: str) -> bool:
-    if CROSS.search(tail(name)) or CROSS.search(kind):
+def is_cross_attention(names: Collection[str], name: str, kind: str) -> bool:
+    if CROSS_ATTENTION.search(name_within_block(name)) or CROSS_ATTENTION.search(kind):
         return True
     # PyTorch's decoder layer calls its attention to the memory "multihead_attn", beside "self_attn".
     return name.endswith("multihead_attn") and name.removesuffix("multihead_attn") + "self_attn" in names
 
 
-def tail(name: str) -> str:
+def name_within_block(name: str) -> str:
     """What a path says after its last number: what a module is within its block."""
     parts = name.split(".")
     last = max((place for place, part in enumerate(parts) if part.isdigit()), default=-1)
     return ".".join(parts[last + 1 :])
 
 
-def side_of(name: str) -> str:
+def modality_of_name(name: str) -> str:
     for part in name.lower().split("."):
-        for side, words in SIDES.items():
+        for side, words in MODALITIES.items():
             if words.search(part):
                 return side
     return ""
 
 
-def has_part(names: Iterable[str], part: str) -> bool:
+def has_component(names: Iterable[str], part: str) -> bool:
     # Asked of every module of a model: most are told by the first look.
     return any(part in name.lower() and part in name.lower().split(".") for name in names)
 
 
-def grouped(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
+def group_by_stack(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
     groups: dict[str, list[str]] = {}
     for stack, name in pairs:
         groups.setdefault(stack, []).append(name)
     yield from groups.items()
 
 
-def numbers(names: list[str]) -> list[int]:
+def number_layers(names: list[str]) -> list[int]:
     """The first number of the paths that tells them all apart; where none does, they are counted."""
     paths = [[int(part) for part in name.split(".") if part.isdigit()] for name in names]
     for column in range(min(map(len, paths), default=0)):

@@ -18,27 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foci.capture.generation import RefusedError, bytes_of, chosen, in_four
-from foci.capture.host_copy import Host
-from foci.capture.layer_log import Track
-from foci.capture.naming import Place, Places, inside
-from foci.capture.token_ids import Reading
+from foci.capture.generation import CaptureError, count_step_bytes, select_heads, with_four_axes
+from foci.capture.host_copy import HostCopier
+from foci.capture.layer_log import LayerLog
+from foci.capture.naming import LayerName, LayerNames, is_inside
+from foci.capture.token_ids import TokenIds
 from foci.record.kept import Keep
 from foci.record.labels import Labels
 from foci.record.record import Record
 from foci.weights.weights import Weights, in_bytes
 
 log = logging.getLogger("foci.capture")
-HEAD = re.compile(r"(?:(?P<stack>[^.]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?")
-_blocks = threading.local()
+HEAD_NAME = re.compile(r"(?:(?P<stack>[^.]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?")
+_active = threading.local()
 
 
-def active() -> tuple[Recorder, ...]:
+def active_recorders() -> tuple[Recorder, ...]:
     """The recorders of this thread, outermost first; () outside of any block."""
-    return tuple(getattr(_blocks, "stack", ()))
+    return tuple(getattr(_active, "stack", ()))
 
 
-def is_repeated() -> bool:
+def is_recomputation() -> bool:
     """Whether activation checkpointing repeats a pass in the backward: it goes the way of the first one, which was
     seen, and must save the same tensors, so it is let through and not recorded.
     """
@@ -63,31 +63,31 @@ class Recorder:
     ) -> None:
         self.model, self.record = model, record
         self.modules = list(model.named_modules())
-        self.places = Places(self.modules)
+        self.places = LayerNames(self.modules)
         self.keep, self.rows, self.limit = keep, rows, limit
         self.layers = None if layers is None else list(layers)
-        self.heads = None if heads is None else heads_by_layer(heads)
-        self.silence = {name: HEAD.fullmatch(name) for name in silence}
+        self.heads = None if heads is None else group_heads_by_layer(heads)
+        self.silence = {name: HEAD_NAME.fullmatch(name) for name in silence}
         self.thread = threading.get_ident()
         self._local = threading.local()
         self.ran: Counter[str] = Counter()
         self.own_softmax: set[str] = set()
         self.reasons: dict[str, str] = {}
-        self.reading = Reading(tokenizer)
-        self.host = Host()
-        self.tracks: dict[str, Track] = {}
+        self.reading = TokenIds(tokenizer)
+        self.host = HostCopier()
+        self.tracks: dict[str, LayerLog] = {}
         self.calls = 0
         self.attended: dict[str, None] = {}
         self.silenced: set[str] = set()
         self._passes = 0
         self._in_pass: Counter[str] = Counter()
-        self._open: dict[tuple[str, int], Track] = {}
+        self._open: dict[tuple[str, int], LayerLog] = {}
         self._named: Counter[str] = Counter()
         self._total, self._estimated = 0, False
 
     def place(self, name: str, stack: str = "", index: int = 0, queries: str = "input", keys: str = "input") -> None:
         """Says where a module's attention stands: its stack, its number there, and the labels along its axes."""
-        self.places.set(name, Place(stack, index, queries, keys))
+        self.places.set(name, LayerName(stack, index, queries, keys))
 
     def cannot(self, name: str, reason: str) -> None:
         """An attention module that cannot be seen, with the reason; it ends up in `Record.unseen`."""
@@ -114,7 +114,7 @@ class Recorder:
     def enter(self, name: str) -> None:
         """A module begins; the outermost one begins a pass."""
         stack = self.stack
-        if threading.get_ident() == self.thread and not is_repeated():
+        if threading.get_ident() == self.thread and not is_recomputation():
             if not stack:
                 self._passes += 1
                 self._in_pass.clear()
@@ -146,18 +146,18 @@ class Recorder:
         listed = self.layers is None or any(asked in (place.index, place.name, name) for asked in self.layers)
         return listed and (self.heads is None or bool(self._heads(place)))
 
-    def place_of(self, name: str) -> Place:
+    def place_of(self, name: str) -> LayerName:
         """The place of the call that a module is making: one that is all layers of its stack is a layer each time."""
         place, number = self.places.of(name), self._in_pass[name]
         if number < 2 or place.cross or self.places.alone(name) is False:
             return place
-        if is_repeated() and self.silence:
-            raise RefusedError(
+        if is_recomputation() and self.silence:
+            raise CaptureError(
                 f"{name} is several layers, and checkpointing repeats them: silence cannot tell them apart"
             )
         return replace(place, index=number - 1)
 
-    def _heads(self, place: Place) -> list[int]:
+    def _heads(self, place: LayerName) -> list[int]:
         assert self.heads is not None
         return sorted({*self.heads.get("", ()), *self.heads.get(place.name, ())})
 
@@ -182,18 +182,18 @@ class Recorder:
 
     def called(self, name: str) -> bool:
         """Whether a module, or one inside of it, made an attention call, recorded or not."""
-        return name in self.attended or any(inside(each, name) for each in self.attended)
+        return name in self.attended or any(is_inside(each, name) for each in self.attended)
 
     def saw(self, name: str, weights: Weights, values: Tensor) -> None:
         """One attention call: its weights, and its values (..., G, Tk, Dv) with the same leading axes."""
-        if is_repeated():
+        if is_recomputation():
             return
         # A compiler that is first used inside of a block looks at all that runs, and this is nothing for it.
-        record = hidden() if "torch._dynamo" in sys.modules else Recorder._record
+        record = get_record_call_without_dynamo() if "torch._dynamo" in sys.modules else Recorder._record
         record(self, name, weights, values)
 
     def _record(self, name: str, weights: Weights, values: Tensor) -> None:
-        weights = in_four(weights)
+        weights = with_four_axes(weights)
         if values.dim() != 4:
             values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
         place, k = self.place_of(name), weights._held.call.k
@@ -201,16 +201,16 @@ class Recorder:
         if self.heads is not None:
             heads = self._heads(place)
             if any(head >= weights.shape[1] for head in heads):
-                raise RefusedError(f"{place.name} has {weights.shape[1]} heads, but heads= names H{heads[-1]}")
+                raise CaptureError(f"{place.name} has {weights.shape[1]} heads, but heads= names H{heads[-1]}")
             group = weights.shape[1] // values.shape[1]
-            weights, values = chosen(weights, heads), values[:, [head // group for head in heads]]
+            weights, values = select_heads(weights, heads), values[:, [head // group for head in heads]]
         track = self._track(name, place, weights, k, tuple(heads))
         before = track.nbytes
         self._refuse_above_limit(track, weights, values)
         track.add(weights, k, values, self._passes)
         self._total += track.nbytes - before
 
-    def _track(self, name: str, place: Place, weights: Weights, k: Tensor, heads: tuple[int, ...]) -> Track:
+    def _track(self, name: str, place: LayerName, weights: Weights, k: Tensor, heads: tuple[int, ...]) -> LayerLog:
         """The track that a call goes on with, or a new one."""
         # Rows of one module over the very same keys belong together, however often it is called (an RNN that looks
         # back at every word); otherwise a module that is called twice in a pass attends twice.
@@ -221,16 +221,16 @@ class Recorder:
         self._named[name] += 1
         full = name or self.record.model
         full += f"#{self._named[name]}" if self._named[name] > 1 else ""
-        track = self._open[key] = self.tracks[full] = Track(full, place, heads, self.keep, self.rows, self.host)
+        track = self._open[key] = self.tracks[full] = LayerLog(full, place, heads, self.keep, self.rows, self.host)
         return track
 
-    def _refuse_above_limit(self, track: Track, weights: Weights, values: Tensor) -> None:
+    def _refuse_above_limit(self, track: LayerLog, weights: Weights, values: Tensor) -> None:
         """Estimates before anything is kept: at the first call for all layers, later for this one."""
         batch, heads, queries, keys = weights.shape
         if self.rows is not None:
             size = batch * heads * keys * len(track.chosen_rows(queries)) * 4
         elif self.keep is None:
-            size = bytes_of(weights) + (0 if track.passes else weights._held.call.k.nbytes + values.nbytes)
+            size = count_step_bytes(weights) + (0 if track.passes else weights._held.call.k.nbytes + values.nbytes)
         else:
             size = self.keep.nbytes(batch, heads, queries, keys)
         have, expected = self._total, size
@@ -240,7 +240,7 @@ class Recorder:
             expected = size * layers
             log.info("watching %s: about %s of %d layers", type(self.model).__name__, in_bytes(expected), layers)
         if have + expected > self.limit:
-            raise RefusedError(
+            raise CaptureError(
                 f"watch would keep about {in_bytes(have + expected)}, above limit={self.limit:,} bytes: choose layers=,"
                 " heads= or queries='last', keep statistics only with keep=foci.Keep(), or pass a larger limit="
             )
@@ -271,13 +271,13 @@ class Recorder:
         asked += [name for name in self.silence if name not in self.silenced]
         if asked and self.attended:
             ran = ", ".join(dict.fromkeys(place.name for place in places))
-            raise RefusedError(f"{', '.join(map(repr, asked))} was asked for, but the layers that ran are {ran}")
+            raise CaptureError(f"{', '.join(map(repr, asked))} was asked for, but the layers that ran are {ran}")
 
     def unseen(self) -> list[str]:
         """Attention modules that ran and whose attention was not seen, each with the reason."""
         found = dict(self.reasons)
         for name, module in self.places.known.items():
-            seen = self.called(name) or any(inside(name, each) for each in self.attended)
+            seen = self.called(name) or any(is_inside(name, each) for each in self.attended)
             if isinstance(module, torch.jit.ScriptModule):
                 found.setdefault(name, "it is scripted, and runs outside of Python")
             elif self.ran[name] and not seen:
@@ -285,13 +285,13 @@ class Recorder:
         return [f"{name}: {reason}" for name, reason in found.items()]
 
     def _reason(self, name: str) -> str:
-        if any(each == name or inside(each, name) for each in self.own_softmax):
+        if any(each == name or is_inside(each, name) for each in self.own_softmax):
             return "it computes its softmax itself (eager attention), where no call shows queries and keys"
         return "it ran without a call that foci knows"
 
 
 @cache
-def hidden() -> Callable[[Recorder, str, Weights, Tensor], None]:
+def get_record_call_without_dynamo() -> Callable[[Recorder, str, Weights, Tensor], None]:
     """How a call is recorded where there is a compiler, which does not look inside.
 
     Of the class, not of a recorder: one that holds a method of its own would stay, and all that it kept with it, until
@@ -301,11 +301,11 @@ def hidden() -> Callable[[Recorder, str, Weights, Tensor], None]:
     return found
 
 
-def heads_by_layer(heads: Iterable[int | str]) -> dict[str, list[int]]:
+def group_heads_by_layer(heads: Iterable[int | str]) -> dict[str, list[int]]:
     """Head numbers by layer name, those for all layers under ""."""
     found: dict[str, list[int]] = {}
     for asked in heads:
-        match = HEAD.fullmatch(asked) if isinstance(asked, str) else None
+        match = HEAD_NAME.fullmatch(asked) if isinstance(asked, str) else None
         if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
             found.setdefault("", []).append(asked)
         elif match is not None and match["head"] is not None:

@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.capture.host_copy import Host
-from foci.capture.naming import has_part
+from foci.capture.host_copy import HostCopier
+from foci.capture.naming import has_component
 from foci.record.labels import Labels
 
-SOURCE = re.compile(r"source|src", re.IGNORECASE)
+SOURCE_EMBEDDING = re.compile(r"source|src", re.IGNORECASE)
 
 
-def sequence_of(stack: Sequence[str], paired: bool) -> str:
+def sequence_of_embedding(stack: Sequence[str], paired: bool) -> str:
     """Which sequence an embedding on top of the stack reads; a table that two sides share has the name of one."""
     *outer, own = stack
     for name in (*reversed(outer), own) if paired else ():
         for part, sequence in (("encoder", "source"), ("decoder", "target")):
-            if has_part([name], part):
+            if has_component([name], part):
                 return sequence
-    if SOURCE.search(own):
+    if SOURCE_EMBEDDING.search(own):
         return "source"
     return "target" if paired else "input"
 
 
-class Reading:
+class TokenIds:
     """Token numbers (B, T) by label name and pass, and the labels that they make."""
 
     def __init__(self, tokenizer: Any = None) -> None:
@@ -41,7 +41,7 @@ class Reading:
         self.ready: dict[str, Labels] = {}
         self._chunks: dict[str, list[tuple[int, Tensor]]] = {}
         # Of its own: what was read arrives long before the statistics of the last layer do.
-        self._host = Host()
+        self._host = HostCopier()
         self._told: set[str] = set()
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}
 
@@ -54,7 +54,7 @@ class Reading:
 
     def seen(self, stack: Sequence[str], ids: Tensor, number: int, paired: bool) -> None:
         """What an embedding was given, inside the modules on the stack."""
-        name = sequence_of(stack, paired)
+        name = sequence_of_embedding(stack, paired)
         # A pass reads its tokens once; whatever else is looked up in the same table is about something else.
         if name not in self._told and not any(before == number for before, _ in self._chunks.get(name, ())):
             self._add(name, ids, number)

@@ -12,16 +12,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from foci.capture.naming import plain
-from foci.capture.recorder import HEAD, Recorder, _blocks, is_repeated
-from foci.capture.torch_functions import Seeing
+from foci.capture.naming import strip_compile_wrapper
+from foci.capture.recorder import HEAD_NAME, Recorder, _active, is_recomputation
+from foci.capture.torch_functions import AttentionMode
 from foci.record.kept import Keep
 from foci.record.labels import Labels
 from foci.record.record import Record
-from foci.runtime.compile_switch import uncompiled
+from foci.runtime.compile_switch import disable_compile
 
 # Embeddings that look up something else than tokens, by their names.
-NO_TOKENS = re.compile(r"pos|type|segment|lang|time|relative|bucket|bias", re.IGNORECASE)
+NON_TOKEN_EMBEDDINGS = re.compile(r"pos|type|segment|lang|time|relative|bucket|bias", re.IGNORECASE)
 
 
 @contextmanager
@@ -71,40 +71,40 @@ def watch(
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("foci.watch cannot be compiled: open the block around the compiled model, not inside of it")
-    check(model, limit)
+    check_model_and_limit(model, limit)
     record = Record(model=type(getattr(model, "_orig_mod", model)).__name__)
     recorder = Recorder(
         model,
         record,
-        keep=checked_keep(keep),
-        layers=listed("layers", layers),
-        heads=listed("heads", heads),
-        rows=checked_queries(queries),
+        keep=parse_keep(keep),
+        layers=parse_selection("layers", layers),
+        heads=parse_selection("heads", heads),
+        rows=parse_queries(queries),
         limit=limit,
-        silence=checked_silence(silence),
+        silence=parse_ablate(silence),
         tokenizer=tokenizer,
     )
     for name, ready in (labels or {}).items():
         recorder.say(name, ready)
     record.filling = True
     with ExitStack() as stack:
-        stack.enter_context(hooked(recorder))
-        stack.enter_context(uncompiled())
+        stack.enter_context(hook_modules(recorder))
+        stack.enter_context(disable_compile())
         enter_adapters(stack, model, recorder)
-        stack.enter_context(opened(recorder))
-        stack.enter_context(Seeing(recorder))
+        stack.enter_context(activate_recorder(recorder))
+        stack.enter_context(AttentionMode(recorder))
         yield record
     recorder.finish()
 
 
-def check(model: Any, limit: Any) -> None:
+def check_model_and_limit(model: Any, limit: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"foci.watch takes a model, an nn.Module, but got {type(model).__name__}")
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
         raise ValueError(f"limit must be a whole number of bytes, such as 2**33, but got {limit!r}")
 
 
-def listed(name: str, chosen: Any) -> list[int | str] | None:
+def parse_selection(name: str, chosen: Any) -> list[int | str] | None:
     """Some layers or heads: None for all of them, a single one as a list."""
     if chosen is None:
         return None
@@ -117,7 +117,7 @@ def listed(name: str, chosen: Any) -> list[int | str] | None:
         raise TypeError(f"{name} takes numbers and names such as {example!r}, but got {chosen!r}") from None
 
 
-def checked_keep(keep: Any) -> Keep | None:
+def parse_keep(keep: Any) -> Keep | None:
     if isinstance(keep, Keep):
         return keep
     if keep != "lazy":
@@ -125,7 +125,7 @@ def checked_keep(keep: Any) -> Keep | None:
     return None
 
 
-def checked_queries(queries: Any) -> Any:
+def parse_queries(queries: Any) -> Any:
     """None for all of them, else what is asked of each call."""
     if isinstance(queries, str):
         if queries not in {"all", "last"}:
@@ -139,18 +139,18 @@ def checked_queries(queries: Any) -> Any:
     return rows
 
 
-def checked_silence(silence: Any) -> list[str]:
+def parse_ablate(silence: Any) -> list[str]:
     names = [silence] if isinstance(silence, str) else list(silence)
     for name in names:
-        if not isinstance(name, str) or HEAD.fullmatch(name) is None:
+        if not isinstance(name, str) or HEAD_NAME.fullmatch(name) is None:
             raise ValueError(f"silence takes names such as 'L5H3', 'cross.L0H2' or 'L5', but got {name!r}")
     return names
 
 
 @contextmanager
-def opened(recorder: Recorder) -> Iterator[None]:
+def activate_recorder(recorder: Recorder) -> Iterator[None]:
     """The recorder among those of this thread."""
-    stack = _blocks.__dict__.setdefault("stack", [])
+    stack = _active.__dict__.setdefault("stack", [])
     stack.append(recorder)
     try:
         yield
@@ -159,26 +159,26 @@ def opened(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def hooked(recorder: Recorder) -> Iterator[None]:
+def hook_modules(recorder: Recorder) -> Iterator[None]:
     """Hooks on the modules, which tell the recorder where the model is; they are taken off again in any case."""
     handles: list[Any] = []
     try:
         for full, module in recorder.modules:
-            name = plain(full)
-            if isinstance(module, torch.jit.ScriptModule) or attends_never(module):
+            name = strip_compile_wrapper(full)
+            if isinstance(module, torch.jit.ScriptModule) or needs_no_hooks(module):
                 continue
-            begins, ends = hooks(recorder, name)
+            begins, ends = make_module_hooks(recorder, name)
             handles.append(module.register_forward_pre_hook(begins))
             handles.append(module.register_forward_hook(ends, always_call=True))
-            if isinstance(module, nn.Embedding) and not NO_TOKENS.search(name.rpartition(".")[2]):
-                handles.append(module.register_forward_pre_hook(reads(recorder)))
+            if isinstance(module, nn.Embedding) and not NON_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2]):
+                handles.append(module.register_forward_pre_hook(make_embedding_hook(recorder)))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def attends_never(module: nn.Module) -> bool:
+def needs_no_hooks(module: nn.Module) -> bool:
     """Whether it is one of PyTorch's small parts, such as Linear or Dropout: most modules are, and hooks cost time."""
     # Not `children()`, which makes a generator and a set for each of hundreds of modules.
     if module._modules or isinstance(module, (nn.MultiheadAttention, nn.Embedding)):
@@ -186,7 +186,7 @@ def attends_never(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.")
 
 
-def hooks(recorder: Recorder, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+def make_module_hooks(recorder: Recorder, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
     def begins(module: nn.Module, args: Any) -> None:
         recorder.enter(name)
 
@@ -196,9 +196,9 @@ def hooks(recorder: Recorder, name: str) -> tuple[Callable[..., None], Callable[
     return begins, ends
 
 
-def reads(recorder: Recorder) -> Callable[..., None]:
+def make_embedding_hook(recorder: Recorder) -> Callable[..., None]:
     def embeds(module: nn.Module, args: Any) -> None:
-        mine = get_ident() == recorder.thread and not is_repeated()
+        mine = get_ident() == recorder.thread and not is_recomputation()
         if mine and args and isinstance(args[0], Tensor):
             recorder.embedded(args[0])
 
@@ -210,6 +210,6 @@ def enter_adapters(stack: ExitStack, model: nn.Module, recorder: Recorder) -> No
     if "transformers" in sys.modules:
         from foci.capture import huggingface
 
-        parts = huggingface.parts_of(recorder.modules)
+        parts = huggingface.find_pretrained_models(recorder.modules)
         if parts:
-            stack.enter_context(huggingface.prepared(model, parts, recorder))
+            stack.enter_context(huggingface.prepare_models(model, parts, recorder))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from foci.cli.output import check_out, check_text
+from foci.cli.output import check_out_path, check_utf8
 
 if TYPE_CHECKING:
     from foci.record.layer import Layer
@@ -58,33 +58,35 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Looks, and shows or writes it."""
     from foci.capture.look import look
-    from foci.record.record import PICTURES
+    from foci.record.record import IMAGE_SUFFIXES
 
-    quieten()
-    check_out(options.out)
-    record = look(check_text(" ".join(options.text)), options.model, device=options.device, say=tell)
+    limit_transformers_logging()
+    check_out_path(options.out)
+    record = look(check_utf8(" ".join(options.text)), options.model, device=options.device, say=tell)
     head = int(options.head) if options.head is not None and options.head.isdigit() else options.head
-    head = following(record, options, head)
+    head = choose_head_to_show(record, options, head)
     if options.out is None:
         record.show(options.word, head, options.layer, by_token=options.tokens)
         return 0
     ending = options.out.suffix.lower()
     # A figure shows all words; one that is not there is refused all the same.
-    opens = beginning(record, options, head)
-    record.save(options.out, **(figure(head, options) if ending in PICTURES else opens if ending == PAGE else {}))
+    opens = page_options(record, options, head)
+    record.save(
+        options.out, **(figure_options(head, options) if ending in IMAGE_SUFFIXES else opens if ending == PAGE else {})
+    )
     tell(f"written: {options.out}")
     return 0
 
 
-def following(record: Record, options: argparse.Namespace, head: str | int | None) -> str | int | None:
+def choose_head_to_show(record: Record, options: argparse.Namespace, head: str | int | None) -> str | int | None:
     """The head to show: the one that was named, or one that reads the text, where only the text has the word."""
     from foci.view.selection import reading_of
 
     if options.word is None:
         return head
     asked = head is not None or options.layer is not None
-    choice = chosen(record, options, head)
-    having = [layer for layer in record.layers.values() if has(record, layer, options)]
+    choice = requested_head(record, options, head)
+    having = [layer for layer in record.layers.values() if has_query_word(record, layer, options)]
     if not having or choice.layer in having or record.labels_of(choice.layer)[1].grid is not None:
         return head
     names = f"{record.name_of(having[0])} to {record.name_of(having[-1])}" if having[1:] else record.name_of(having[0])
@@ -98,14 +100,14 @@ def following(record: Record, options: argparse.Namespace, head: str | int | Non
     return shown
 
 
-def chosen(record: Record, options: argparse.Namespace, head: str | int | None) -> Choice:
+def requested_head(record: Record, options: argparse.Namespace, head: str | int | None) -> Choice:
     """The head that was named, or the one that every view begins with."""
     from foci.view.selection import choose, telling
 
     return telling(record) if head is None and options.layer is None else choose(record, head, options.layer)
 
 
-def has(record: Record, layer: Layer, options: argparse.Namespace) -> bool:
+def has_query_word(record: Record, layer: Layer, options: argparse.Namespace) -> bool:
     """Whether the word to follow is one that looks in a layer."""
     from foci.view.selection import find, sides
 
@@ -116,14 +118,14 @@ def has(record: Record, layer: Layer, options: argparse.Namespace) -> bool:
     return True
 
 
-def beginning(record: Record, options: argparse.Namespace, head: str | int | None) -> dict[str, Any]:
+def page_options(record: Record, options: argparse.Namespace, head: str | int | None) -> dict[str, Any]:
     """What of the options says where a page opens."""
     from foci.view.selection import find, sides
     from foci.view.terminal.patches import looking
 
     if head is None and options.layer is None and options.word is None:
         return {}
-    choice = chosen(record, options, head)
+    choice = requested_head(record, options, head)
     state = {"h": choice.name}
     if options.word is not None:
         labels = record.labels_of(choice.layer)[0]
@@ -134,7 +136,7 @@ def beginning(record: Record, options: argparse.Namespace, head: str | int | Non
     return {"state": urlencode(state)}
 
 
-def figure(head: str | int | None, options: argparse.Namespace) -> dict[str, Any]:
+def figure_options(head: str | int | None, options: argparse.Namespace) -> dict[str, Any]:
     """What of the options says which figure to draw."""
     name = f"L{options.layer}" + ("" if head is None else f"H{head}") if options.layer is not None else head
     return ({"head": name} if name is not None else {}) | ({"by_token": True} if options.tokens else {})
@@ -145,7 +147,7 @@ def tell(message: str) -> None:
     print(f"foci look: {message}", file=sys.stderr, flush=True)
 
 
-def quieten() -> None:
+def limit_transformers_logging() -> None:
     """Leaves of what transformers says the errors, and its progress bars where somebody sees them."""
     if find_spec("transformers") is None:
         return

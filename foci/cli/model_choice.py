@@ -13,16 +13,16 @@ from foci.tasks import find
 from foci.tasks.task import Task
 
 
-def loaded(path: Path, changes: Sequence[str], device: str = "auto") -> tuple[Task[Any, Any], Model]:
+def load_with_changes(path: Path, changes: Sequence[str], device: str = "auto") -> tuple[Task[Any, Any], Model]:
     """A task and its model, on the device that is asked for."""
-    from foci.capture.look import device_of
+    from foci.capture.look import resolve_device
     from foci.tasks.model_file import load
 
-    task, model, _ = load(path, device=device_of(device))
-    return changed(task, changes), model
+    task, model, _ = load(path, device=resolve_device(device))
+    return apply_changes(task, changes), model
 
 
-def changed(task: Task[Any, Any], changes: Sequence[str]) -> Task[Any, Any]:
+def apply_changes(task: Task[Any, Any], changes: Sequence[str]) -> Task[Any, Any]:
     """The task with other settings: task.beam=8."""
     from foci.training.config import check_keys, put, section
 
@@ -38,11 +38,11 @@ def changed(task: Task[Any, Any], changes: Sequence[str]) -> Task[Any, Any]:
     return type(task).from_files(task.settings.changed(**settings), task.files())
 
 
-def place_of(name: str, path: Path | None) -> Path:
+def find_task_model(name: str, path: Path | None) -> Path:
     """Where the model for a task is: what somebody names, in runs/TASK, or among those that ship."""
     find(name)
     if path is not None:
-        return named(path)
+        return resolve_model_path(path)
     for place in (Path("runs") / name, models.FOLDER / name):
         if place.is_dir():
             return place
@@ -52,12 +52,12 @@ def place_of(name: str, path: Path | None) -> Path:
     )
 
 
-def named(path: Path) -> Path:
+def resolve_model_path(path: Path) -> Path:
     """A path that is there, or a model that ships by its name."""
     return models.FOLDER / path if not path.exists() and str(path) in models.names() else path
 
 
-def tell_cut(command: str, count: int, total: int) -> None:
+def print_truncated(command: str, count: int, total: int) -> None:
     """How many inputs were too long to be read whole, beside the answers and not among them."""
     if count:
         which = f"{count} of {total} inputs {'is' if count == 1 else 'are'} longer than the model reads"

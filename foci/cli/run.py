@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from foci.cli.output import BAD_INPUT, check_out, check_text, said_of
+from foci.cli.output import BAD_INPUT, check_out_path, check_utf8, describe_error
 
 if TYPE_CHECKING:
     from foci.nn.model import Model
@@ -26,15 +26,15 @@ examples:
   foci run generation "ROMEO:" --set task.temperature=0.5
 """
 # Those whose inputs are files; the others take the text itself.
-OF_FILES = ("speech", "vision")
+FILE_TASKS = ("speech", "vision")
 TASKS = "translation, generation, vision, sentiment, speech or summarization"
 # Looked for by its files: what lists them elsewhere is slow to import.
-SHIPPED = Path(__file__).parents[1] / "models"
+SHIPPED_MODELS = Path(__file__).parents[1] / "models"
 # The ending of a file of answers; the others are those of records.
-ANSWERS = ".txt"
-TOGETHER = 64
+ANSWERS_SUFFIX = ".txt"
+BATCH_SIZE = 64
 # What a task says of an input that it cannot read.
-UNREADABLE = (ValueError, OSError)
+INPUT_ERRORS = (ValueError, OSError)
 
 
 def add(commands: Any) -> None:
@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
         help="let a trained model answer, and see where it looks",
         epilog=EXAMPLES,
     )
-    there = sorted({file.parent.name for file in SHIPPED.glob("*/*.safetensors")})
+    there = sorted({file.parent.name for file in SHIPPED_MODELS.glob("*/*.safetensors")})
     parser.add_argument("task", help=f"{TASKS}; models ship for {', '.join(there)}")
     parser.add_argument("inputs", nargs="*", help="sentences, or files of pictures or sound (default: lines of stdin)")
     parser.add_argument("--file", type=Path, help="a file with an input on each line; an empty one stays empty")
@@ -64,24 +64,24 @@ def run(options: argparse.Namespace) -> int:
     """Answers every input; the status is 2 where some could not be read."""
     import torch
 
-    from foci.cli.model_choice import loaded, place_of, tell_cut
+    from foci.cli.model_choice import find_task_model, load_with_changes, print_truncated
 
-    check_out(options.out, ANSWERS)
-    place = place_of(options.task, options.model)
-    task, model = loaded(place, options.changes, options.device)
+    check_out_path(options.out, ANSWERS_SUFFIX)
+    place = find_task_model(options.task, options.model)
+    task, model = load_with_changes(place, options.changes, options.device)
     if task.name != options.task:
         raise ValueError(f"expected a model for {options.task}, but {place} is one for {task.name}")
-    if options.model is None and place.parent != SHIPPED:
+    if options.model is None and place.parent != SHIPPED_MODELS:
         # It stands in front of the one that ships, which is easily forgotten.
-        ships = f"; --model {task.name} is the one that ships" if (SHIPPED / task.name).is_dir() else ""
+        ships = f"; --model {task.name} is the one that ships" if (SHIPPED_MODELS / task.name).is_dir() else ""
         tell(f"the model in {place} answers{ships}")
-    as_record = options.out is not None and options.out.suffix.lower() != ANSWERS
+    as_record = options.out is not None and options.out.suffix.lower() != ANSWERS_SUFFIX
     if as_record and len(options.inputs) != 1:
         raise ValueError(f"{options.out} takes the attention to one input, but got {len(options.inputs)}")
-    asked = Asked(task, model)
-    one_by_one = options.show or as_record or is_typed(options)
-    with torch.no_grad(), answers_to(None if as_record else options.out) as file:
-        for some in in_groups(inputs(options), 1 if one_by_one else TOGETHER):
+    asked = InputRunner(task, model)
+    one_by_one = options.show or as_record or is_interactive(options)
+    with torch.no_grad(), open_answers(None if as_record else options.out) as file:
+        for some in group_lines(read_inputs(options), 1 if one_by_one else BATCH_SIZE):
             # Answers and the lines of a file stay side by side.
             examples = asked.examples({i: text for i, text in enumerate(some) if options.inputs or text.strip()})
             if options.show or as_record:
@@ -90,13 +90,13 @@ def run(options: argparse.Namespace) -> int:
             answers = asked.answers(examples)
             for i in range(len(some)):
                 print(answers.get(i, ""), file=file, flush=True)
-    tell_cut("run", asked.cut, asked.count)
+    print_truncated("run", asked.cut, asked.count)
     if options.out is not None and not (as_record and asked.refused):
         tell(f"written: {options.out}")
     return BAD_INPUT if asked.refused else 0
 
 
-class Asked:
+class InputRunner:
     """A model and what it was asked; an input that it cannot read is told and does not keep the others waiting."""
 
     def __init__(self, task: Task[Any, Any], model: Model) -> None:
@@ -108,7 +108,7 @@ class Asked:
         found = {}
         for place, text in texts.items():
             with self.refusing():
-                example = self.task.given(check_input(text, self.task.name))
+                example = self.task.given(check_input_file(text, self.task.name))
                 self.cut += self.task.is_cut(example)
                 found[place] = example
         self.count += len(found)
@@ -120,7 +120,7 @@ class Asked:
             return {}
         try:
             return dict(zip(examples, self.task.write(self.model, [*examples.values()]), strict=True))
-        except UNREADABLE:
+        except INPUT_ERRORS:
             # One of them cannot be read: each is asked alone.
             found = {}
             for place, example in examples.items():
@@ -130,12 +130,12 @@ class Asked:
 
     def look(self, examples: dict[int, Any], show: bool, out: Path | None, file: TextIO) -> None:
         """The answer to one input, into the file of answers, and where the model looked: shown, saved, or both."""
-        from foci.capture.look import shown
+        from foci.capture.look import record_example
 
         record = None
         for example in examples.values():
             with self.refusing():
-                record = shown(self.task, self.model, example)
+                record = record_example(self.task, self.model, example)
         print("" if record is None else record.answer, file=file, flush=True)
         if record is not None and show:
             record.show()
@@ -146,9 +146,9 @@ class Asked:
     def refusing(self) -> Iterator[None]:
         try:
             yield
-        except UNREADABLE as problem:
+        except INPUT_ERRORS as problem:
             self.refused += 1
-            tell(said_of(problem))
+            tell(describe_error(problem))
 
 
 def tell(message: str) -> None:
@@ -156,20 +156,20 @@ def tell(message: str) -> None:
     print(f"foci run: {message}", file=sys.stderr, flush=True)
 
 
-def check_input(text: str, task: str) -> str:
+def check_input_file(text: str, task: str) -> str:
     """The text; refuses a folder where a file is asked for."""
-    check_text(text)
-    if task in OF_FILES and Path(text).is_dir():
+    check_utf8(text)
+    if task in FILE_TASKS and Path(text).is_dir():
         raise ValueError(f"expected a file for {task}, but {text} is a folder: name the files in it")
     return text
 
 
-def is_typed(options: argparse.Namespace) -> bool:
+def is_interactive(options: argparse.Namespace) -> bool:
     """Whether somebody types line after line, and waits for the answer to each."""
     return not options.inputs and options.file is None and sys.stdin is not None and sys.stdin.isatty()
 
 
-def inputs(options: argparse.Namespace) -> Iterator[str]:
+def read_inputs(options: argparse.Namespace) -> Iterator[str]:
     """What was typed, the lines of a file, or those of stdin."""
     if options.inputs and options.file is not None:
         raise ValueError(f"expected inputs or a file of them, but got both: {options.inputs[0]!r} and {options.file}")
@@ -186,14 +186,14 @@ def inputs(options: argparse.Namespace) -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def in_groups(lines: Iterator[str], count: int) -> Iterator[list[str]]:
+def group_lines(lines: Iterator[str], count: int) -> Iterator[list[str]]:
     """So many lines at a time."""
     while group := list(islice(lines, count)):
         yield group
 
 
 @contextmanager
-def answers_to(path: Path | None) -> Iterator[TextIO]:
+def open_answers(path: Path | None) -> Iterator[TextIO]:
     """A file for the answers, or stdout."""
     if path is None:
         yield sys.stdout

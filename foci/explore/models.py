@@ -15,8 +15,17 @@ from torch import nn
 
 import foci
 from foci.capture import watch
-from foci.capture.look import SAFELY, Reader, check_name, expecting, imported, is_own, place_of, shown
-from foci.cli.explain import Example, fold, split
+from foci.capture.look import (
+    LOAD_OPTIONS,
+    TextModel,
+    check_model_is_available,
+    explain_loading_errors,
+    import_transformers,
+    is_foci_model,
+    locate_model,
+    record_example,
+)
+from foci.cli.explanation import UntrainedSentence, split_heads, split_words
 from foci.explore.jobs import LOADED, RAN, Job
 from foci.record.labels import Labels
 from foci.record.layer import Layer
@@ -45,8 +54,8 @@ class Shelf:
             raise ValueError(f"expected at most {LONGEST:,} characters, received {len(text):,}")
         if model == UNTRAINED:
             return untrained(text)
-        model = place_of(model)
-        if is_own(Path(model)):
+        model = locate_model(model)
+        if is_foci_model(Path(model)):
             return self.shown_by_own(model, "texts", text, job)
         reader = self.loaded("text", model, job)
         with counted(reader.model, job):
@@ -58,8 +67,8 @@ class Shelf:
         picture = readable(image)
         if model == UNTRAINED:
             raise ValueError("expected a model that takes images: untrained vectors are made of words")
-        model = place_of(model)
-        if is_own(Path(model)):
+        model = locate_model(model)
+        if is_foci_model(Path(model)):
             return self.viewed_by_own(model, picture, job)
         processor, own = self.loaded("image", model, job)
         pixels = processor(images=picture, return_tensors="pt").to(self.device)
@@ -76,7 +85,7 @@ class Shelf:
 
     def hear(self, model: str, sound: bytes, job: Job) -> Record:
         """A sound, heard by a model of foci."""
-        if model == UNTRAINED or not is_own(Path(place := place_of(model))):
+        if model == UNTRAINED or not is_foci_model(Path(place := locate_model(model))):
             raise ValueError(f"expected a model of foci that takes sounds, such as speech, received {model!r}")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "sound"
@@ -97,7 +106,7 @@ class Shelf:
                 f"expected a model that takes {what}, such as {fit}, but the one for {task.name} takes {taken}"
             )
         with counted(own, job):
-            return shown(task, own, task.given(given))
+            return record_example(task, own, task.given(given))
 
     def loaded(self, kind: str, name: str, job: Job) -> Any:
         """A model with what reads its input; the ones that were not used for longest make room."""
@@ -118,16 +127,16 @@ def own_model(name: str, device: str) -> Any:
 
 
 def image_model(name: str, device: str) -> Any:
-    transformers = imported()
-    with expecting("a model that takes images", name):
-        check_name(name)
-        processor = transformers.AutoImageProcessor.from_pretrained(name, **SAFELY)
-        model = transformers.AutoModel.from_pretrained(name, **SAFELY).eval().to(device)
+    transformers = import_transformers()
+    with explain_loading_errors("a model that takes images", name):
+        check_model_is_available(name)
+        processor = transformers.AutoImageProcessor.from_pretrained(name, **LOAD_OPTIONS)
+        model = transformers.AutoModel.from_pretrained(name, **LOAD_OPTIONS).eval().to(device)
     # What takes texts beside images is asked for what sees.
     return processor, getattr(model, "vision_model", model)
 
 
-LOADERS: dict[str, Callable[[str, str], Any]] = {"own": own_model, "image": image_model, "text": Reader}
+LOADERS: dict[str, Callable[[str, str], Any]] = {"own": own_model, "image": image_model, "text": TextModel}
 
 
 def readable(image: bytes) -> Any:
@@ -166,8 +175,8 @@ def counted(model: nn.Module, job: Job) -> Iterator[None]:
 
 def untrained(text: str) -> Record:
     """The vectors of `foci explain`: they show how attention works, not what a text means."""
-    words = split(text)[:MOST_WORDS]
-    q, k, v = (fold(part) for part in Example(words).qkv)
+    words = split_words(text)[:MOST_WORDS]
+    q, k, v = (split_heads(part) for part in UntrainedSentence(words).qkv)
     _, weights = foci.attention(q, k, v, return_weights=True)
     layer = Layer("attention", weights=weights, values=v)
     labels = Labels.tokens([[("" if i == 0 else " ") + word for i, word in enumerate(words)]])

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from foci.capture.look import device_of, place_of, shipped
+from foci.capture.look import list_shipped_models, locate_model, resolve_device
 from foci.explore import answers
 from foci.explore.access import App, Guard
 from foci.explore.jobs import Desk, Job, Kept
@@ -74,8 +74,8 @@ class Explorer:
         return Response(path.read_bytes(), media_type=TYPES[path.suffix])
 
     async def choices(self, _request: Any) -> Any:
-        models = [*dict.fromkeys([UNTRAINED, *self.models, *shipped(), *cached_models()])]
-        takes = {name: TAKES.get(name, "texts") for name in (UNTRAINED, *shipped())}
+        models = [*dict.fromkeys([UNTRAINED, *self.models, *list_shipped_models(), *cached_models()])]
+        takes = {name: TAKES.get(name, "texts") for name in (UNTRAINED, *list_shipped_models())}
         return answered({"models": models, "takes": takes})
 
     async def look(self, request: Any) -> Any:
@@ -225,8 +225,8 @@ def serve(
         raise ImportError("the explorer needs starlette and uvicorn: pip install 'foci[view]'") from error
 
     for name in models:
-        place_of(name)
-    explorer = Explorer(models, device_of(device))
+        locate_model(name)
+    explorer = Explorer(models, resolve_device(device))
     page = f"records/{explorer.desk.keep(record)}" if record is not None else ""
     with socket.socket() as door:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
-from foci.record.labels import Labels, pieces, spaced_words
+from foci.record.labels import Labels, decode_each_token, number_words_by_spaces
 
 SPECIAL = ("<pad>", "<start>", "<stop>", "<unknown>")
 PAD, START, STOP, UNKNOWN = range(4)
@@ -72,7 +72,7 @@ class Tokenizer(ABC):
             for token, text in zip(tokens, self._texts(tokens), strict=True)
         ]
         apart = [f" {text} " if token < len(SPECIAL) else text for token, text in zip(tokens, texts, strict=True)]
-        return Labels.tokens([texts], [spaced_words(apart)])
+        return Labels.tokens([texts], [number_words_by_spaces(apart)])
 
 
 class Bytes(Tokenizer):
@@ -88,7 +88,7 @@ class Bytes(Tokenizer):
         return bytes(token - len(SPECIAL) for token in tokens if token >= len(SPECIAL)).decode(errors="replace")
 
     def _texts(self, tokens: Sequence[int]) -> list[str]:
-        return pieces(tokens, self.decode)
+        return decode_each_token(tokens, self.decode)
 
     def save(self) -> dict[str, Any]:
         return {"kind": self.kind}
@@ -174,7 +174,7 @@ class Pieces(Tokenizer):
         return str(self.model.decode([token for token in tokens if token >= len(SPECIAL)])).removeprefix(" ")
 
     def _texts(self, tokens: Sequence[int]) -> list[str]:
-        return pieces(tokens, lambda some: str(self.model.decode(some, skip_special_tokens=False)))
+        return decode_each_token(tokens, lambda some: str(self.model.decode(some, skip_special_tokens=False)))
 
     def save(self) -> dict[str, Any]:
         return {"kind": self.kind, "model": self.model.to_str()}

@@ -15,7 +15,7 @@ from foci.weights.summary import Top
 from foci.weights.weights import is_count
 
 
-class Dense:
+class DenseWeights:
     """A given matrix (..., Tq, Tk) that answers as `Weights` does.
 
     >>> matrix = torch.rand(2, 4, 6, 6).softmax(-1)
@@ -52,10 +52,10 @@ class Dense:
         found = (x.unsqueeze(0) if vector else x) @ self._wide.to(x.dtype)
         return found.squeeze(-2) if vector else found
 
-    def mean(self, over: str) -> Dense:
+    def mean(self, over: str) -> DenseWeights:
         if over != "heads":
             raise ValueError(f"a matrix can be averaged over 'heads', but got {over!r}")
-        return Dense(self._wide.mean(-3), self.places)
+        return DenseWeights(self._wide.mean(-3), self.places)
 
     def entropy(self) -> Tensor:
         nats: Tensor = torch.special.entr(self._wide)
@@ -89,24 +89,24 @@ class Dense:
                 f"a picture of {queries} queries and {keys} keys takes 1 to {queries} rows and 1 to {keys} columns,"
                 f" but got {rows!r} x {columns!r}"
             )
-        return pooled(pooled(self._wide, rows, reduce).mT, columns, reduce).mT
+        return pool_rows(pool_rows(self._wide, rows, reduce).mT, columns, reduce).mT
 
     def grouped(self, query_groups: Any, key_groups: Any) -> Tensor:
         queries, keys = self.shape[-2:]
-        rows = membership(*group_ids(query_groups, queries, "query_groups", self.matrix.device))
-        columns = membership(*group_ids(key_groups, keys, "key_groups", self.matrix.device))
+        rows = build_group_membership(*group_ids(query_groups, queries, "query_groups", self.matrix.device))
+        columns = build_group_membership(*group_ids(key_groups, keys, "key_groups", self.matrix.device))
         found = self._wide
         rows, columns = rows.to(found.dtype), columns.to(found.dtype)
         return (rows / rows.sum(-1, keepdim=True)) @ found @ columns.mT
 
 
-def pooled(matrix: Tensor, count: int, reduce: str) -> Tensor:
+def pool_rows(matrix: Tensor, count: int, reduce: str) -> Tensor:
     """(..., T, N) -> (..., count, N): runs of rows with edges floor(r T / count), averaged or their maximum."""
     length = matrix.shape[-2]
     runs = [matrix[..., r * length // count : (r + 1) * length // count, :] for r in range(count)]
     return torch.stack([run.mean(-2) if reduce == "mean" else run.amax(-2) for run in runs], dim=-2)
 
 
-def membership(ids: Tensor, count: int) -> Tensor:
+def build_group_membership(ids: Tensor, count: int) -> Tensor:
     """(groups, T): which token belongs to which group."""
     return ids == torch.arange(count, device=ids.device)[:, None]

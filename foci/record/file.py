@@ -9,41 +9,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.record.kept import AXES, Kept
+from foci.record.kept import STATISTIC_AXES, KeptStatistics
 from foci.record.labels import Labels
 from foci.record.layer import Layer
-from foci.record.metrics import SCORES, Totals
+from foci.record.metrics import HEAD_SCORES, ScoreTotals
 from foci.runtime import safetensors_file
 from foci.weights.file import need, whole
 from foci.weights.weights import Weights
 
-FORMAT = "foci.record/1"
-PLAIN = ("model", "calls", "unseen", "prompt", "answer", "sequences", "notes")
-LABELS = ("kind", "texts", "words", "grid", "leading", "images", "seconds")
-OF_LAYER = ("name", "stack", "index", "heads", "queries", "keys", "rows", "kv_heads", "query_places", "value_norms")
+RECORD_FORMAT = "foci.record/1"
+PLAIN_FIELDS = ("model", "calls", "unseen", "prompt", "answer", "sequences", "notes")
+LABELS_FIELDS = ("kind", "texts", "words", "grid", "leading", "images", "seconds")
+LAYER_FIELDS = ("name", "stack", "index", "heads", "queries", "keys", "rows", "kv_heads", "query_places", "value_norms")
 # So many letters a stack's name may have.
-LONGEST = 64
-BEHIND = ("weights", "kept", "matrix", "values")
+MAX_STACK_NAME_LENGTH = 64
+LAYER_CONTENTS = ("weights", "kept", "matrix", "values")
 
 
-def save(
+def save_record(
     path: str | os.PathLike[str],
     layers: dict[str, Layer],
     labels: dict[str, Labels],
-    added: dict[str, Totals],
+    added: dict[str, ScoreTotals],
     plain: dict[str, Any],
 ) -> None:
     """Everything of a record; lazy weights with their queries and keys. `plain` has what is named in PLAIN."""
-    described: dict[str, Any] = {name: plain[name] for name in PLAIN}
-    described["layers"] = [of_layer(layer) for layer in layers.values()]
-    described["labels"] = {name: of_labels(each) for name, each in labels.items()}
+    described: dict[str, Any] = {name: plain[name] for name in PLAIN_FIELDS}
+    described["layers"] = [describe_layer(layer) for layer in layers.values()]
+    described["labels"] = {name: describe_labels(each) for name, each in labels.items()}
     described["added"] = {name: dict(total.sums) for name, total in added.items()}
-    safetensors_file.save(path, described, FORMAT)
+    safetensors_file.save_parts(path, described, RECORD_FORMAT)
 
 
-def of_layer(layer: Layer) -> dict[str, Any]:
-    check_stack(layer.stack)
-    found = {name: getattr(layer, name) for name in OF_LAYER}
+def describe_layer(layer: Layer) -> dict[str, Any]:
+    check_stack_name(layer.stack)
+    found = {name: getattr(layer, name) for name in LAYER_FIELDS}
     return found | {
         "weights": None if layer.weights is None else layer.weights.parts(),
         "kept": None if layer.kept is None else dict(layer.kept) | {"shape": layer.kept.shape},
@@ -52,14 +52,14 @@ def of_layer(layer: Layer) -> dict[str, Any]:
     }
 
 
-def of_labels(labels: Labels) -> dict[str, Any]:
-    return {name: getattr(labels, name) for name in LABELS}
+def describe_labels(labels: Labels) -> dict[str, Any]:
+    return {name: getattr(labels, name) for name in LABELS_FIELDS}
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_record_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a `Record` is made of, from a file that `save` wrote."""
     try:
-        return checked(safetensors_file.load(path, FORMAT))
+        return parse_record(safetensors_file.load_parts(path, RECORD_FORMAT))
     except (OSError, ImportError):
         raise
     except Exception as error:
@@ -67,42 +67,46 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{os.fspath(path)} is not a whole foci record: {error}") from error
 
 
-def checked(found: dict[str, Any]) -> dict[str, Any]:
+def parse_record(found: dict[str, Any]) -> dict[str, Any]:
     # Files of earlier versions say nothing of notes.
     found = {"notes": ()} | found
-    parts = {*PLAIN, "layers", "labels", "added"}
+    parts = {*PLAIN_FIELDS, "layers", "labels", "added"}
     need(found.keys() == parts, f"the parts {sorted(parts)}", sorted(found))
-    check_plain(found)
+    check_plain_fields(found)
     need(isinstance(found["layers"], tuple), "a list of layers", type(found["layers"]).__name__)
-    layers = [layer_of(part) for part in found["layers"]]
+    layers = [parse_layer(part) for part in found["layers"]]
     need(
         len({layer.name for layer in layers}) == len(layers), "layers of different names", [x.name for x in layers][:8]
     )
-    need(is_table(found["labels"]), "labels by name", type(found["labels"]).__name__)
-    need(is_table(found["added"]), "sums by layer", type(found["added"]).__name__)
+    need(is_dict(found["labels"]), "labels by name", type(found["labels"]).__name__)
+    need(is_dict(found["added"]), "sums by layer", type(found["added"]).__name__)
     return found | {
         "layers": {layer.name: layer for layer in layers},
-        "labels": {name: labels_of(part) for name, part in found["labels"].items()},
-        "added": {name: totals_of(part) for name, part in found["added"].items()},
+        "labels": {name: parse_labels(part) for name, part in found["labels"].items()},
+        "added": {name: parse_score_totals(part) for name, part in found["added"].items()},
     }
 
 
-def check_plain(found: dict[str, Any]) -> None:
+def check_plain_fields(found: dict[str, Any]) -> None:
     need(isinstance(found["model"], str), "a text for model", type(found["model"]).__name__)
     need(whole((found["calls"], found["sequences"])), "whole numbers for calls and sequences", found["calls"])
     for name in ("unseen", "notes"):
-        need(is_texts(found[name]), f"texts for {name}", type(found[name]).__name__)
+        need(is_tuple_of_strings(found[name]), f"texts for {name}", type(found[name]).__name__)
     need(found["prompt"] is None or whole((found["prompt"],)), "a whole number for prompt", found["prompt"])
     need(
         found["answer"] is None or isinstance(found["answer"], str), "a text for answer", type(found["answer"]).__name__
     )
 
 
-def layer_of(part: Any) -> Layer:
-    need(is_table(part) and part.keys() == {*OF_LAYER, *BEHIND}, f"a layer with {[*OF_LAYER, *BEHIND]}", str(part)[:80])
+def parse_layer(part: Any) -> Layer:
+    need(
+        is_dict(part) and part.keys() == {*LAYER_FIELDS, *LAYER_CONTENTS},
+        f"a layer with {[*LAYER_FIELDS, *LAYER_CONTENTS]}",
+        str(part)[:80],
+    )
     for name in ("name", "stack", "queries", "keys"):
         need(isinstance(part[name], str), f"a text for {name}", part[name])
-    check_stack(part["stack"])
+    check_stack_name(part["stack"])
     need(whole((part["index"], part["kv_heads"])), "whole numbers for index and kv_heads", part["index"])
     need(whole(part["heads"]), "whole numbers for heads", part["heads"])
     need(part["rows"] is None or whole(part["rows"]), "whole numbers for rows", str(part["rows"])[:80])
@@ -110,36 +114,40 @@ def layer_of(part: Any) -> Layer:
     if part["weights"] is not None:
         behind["weights"] = Weights.from_parts(part["weights"])
     if part["kept"] is not None:
-        behind["kept"] = kept_of(part["kept"])
+        behind["kept"] = parse_kept_statistics(part["kept"])
     if part["matrix"] is not None:
-        need(is_floats(part["matrix"], 4), "a float matrix (B, H, Tq, Tk)", type(part["matrix"]).__name__)
-    layer = Layer(**{name: part[name] for name in OF_LAYER}, values=part["values"], **behind)
-    check_sides(layer)
+        need(is_float_tensor(part["matrix"], 4), "a float matrix (B, H, Tq, Tk)", type(part["matrix"]).__name__)
+    layer = Layer(**{name: part[name] for name in LAYER_FIELDS}, values=part["values"], **behind)
+    check_layer_tensors(layer)
     return layer
 
 
-def check_stack(name: str) -> None:
+def check_stack_name(name: str) -> None:
     """A stack is a part of the names of heads, "cross.L0H1", which people read and type."""
-    fits = len(name) <= LONGEST and name.isprintable() and not {" ", ".", "#"} & {*name}
-    need(fits, f"a stack's name of at most {LONGEST} letters without a space, a dot or #", ascii(name[: LONGEST + 1]))
+    fits = len(name) <= MAX_STACK_NAME_LENGTH and name.isprintable() and not {" ", ".", "#"} & {*name}
+    need(
+        fits,
+        f"a stack's name of at most {MAX_STACK_NAME_LENGTH} letters without a space, a dot or #",
+        ascii(name[: MAX_STACK_NAME_LENGTH + 1]),
+    )
 
 
-def check_sides(layer: Layer) -> None:
+def check_layer_tensors(layer: Layer) -> None:
     """What stands beside the matrix fits it."""
     batch, heads, queries, keys = layer.shape
     need(0 < layer.kv_heads <= max(heads, 1), f"1 to {heads} key heads", layer.kv_heads)
     for name, tensor, rest in (("value_norms", layer.value_norms, 0), ("values", layer.values, 1)):
         if tensor is not None:
-            fits = is_floats(tensor, 3 + rest) and tuple(tensor.shape[:3]) == (batch, layer.kv_heads, keys)
-            need(fits, f"{name} ({batch}, {layer.kv_heads}, {keys}{', Dv' * rest})", shape_of(tensor))
+            fits = is_float_tensor(tensor, 3 + rest) and tuple(tensor.shape[:3]) == (batch, layer.kv_heads, keys)
+            need(fits, f"{name} ({batch}, {layer.kv_heads}, {keys}{', Dv' * rest})", shape_or_type_of(tensor))
     places = layer.query_places
     if places is not None:
         fits = isinstance(places, Tensor) and places.dtype == torch.int64 and places.shape == (queries,)
-        need(fits, f"query_places int64 ({queries},)", shape_of(places))
+        need(fits, f"query_places int64 ({queries},)", shape_or_type_of(places))
 
 
-def kept_of(part: Any) -> Kept:
-    need(is_table(part) and whole(part.get("shape")), "kept statistics with their shape", str(part)[:80])
+def parse_kept_statistics(part: Any) -> KeptStatistics:
+    need(is_dict(part) and whole(part.get("shape")), "kept statistics with their shape", str(part)[:80])
     shape = part["shape"]
     need(len(shape) == 4, "a shape (B, H, Tq, Tk)", shape)
     statistics = {name: tensor for name, tensor in part.items() if name != "shape"}
@@ -147,12 +155,16 @@ def kept_of(part: Any) -> Kept:
     need({"entropy", "received"} <= statistics.keys(), "entropy and received among what was kept", sorted(statistics))
     sizes = {"q": shape[2], "k": shape[3]}
     for name, tensor in statistics.items():
-        need(name in AXES and isinstance(tensor, Tensor), f"one of the statistics {', '.join(AXES)}", name)
-        expected = shape[:2] + tuple(sizes.get(axis, -1) for axis in AXES[name])
+        need(
+            name in STATISTIC_AXES and isinstance(tensor, Tensor),
+            f"one of the statistics {', '.join(STATISTIC_AXES)}",
+            name,
+        )
+        expected = shape[:2] + tuple(sizes.get(axis, -1) for axis in STATISTIC_AXES[name])
         fits = tensor.dim() == len(expected) and all(
             want in {-1, size} for want, size in zip(expected, tensor.shape, strict=True)
         )
-        need(fits, f"{name} {expected}", shape_of(tensor))
+        need(fits, f"{name} {expected}", shape_or_type_of(tensor))
         integers = name == "top_keys"
         need(
             tensor.is_floating_point() != integers, f"{name} of {'whole' if integers else 'real'} numbers", tensor.dtype
@@ -160,15 +172,21 @@ def kept_of(part: Any) -> Kept:
     need(("top_keys" in statistics) == ("top_values" in statistics), "top_values with top_keys", sorted(statistics))
     if "top_keys" in statistics:
         keys = statistics["top_keys"]
-        need(keys.shape == statistics["top_values"].shape, "top_values and top_keys of one shape", shape_of(keys))
+        need(
+            keys.shape == statistics["top_values"].shape, "top_values and top_keys of one shape", shape_or_type_of(keys)
+        )
         need(bool(((keys >= -1) & (keys < shape[3])).all()), f"top_keys from -1 to {shape[3] - 1}", "others")
-    return Kept(statistics, shape)
+    return KeptStatistics(statistics, shape)
 
 
-def labels_of(part: Any) -> Labels:
-    need(is_table(part) and part.keys() == {*LABELS}, f"labels with {list(LABELS)}", str(part)[:80])
+def parse_labels(part: Any) -> Labels:
+    need(is_dict(part) and part.keys() == {*LABELS_FIELDS}, f"labels with {list(LABELS_FIELDS)}", str(part)[:80])
     texts, words, grid = part["texts"], part["words"], part["grid"]
-    need(isinstance(texts, tuple) and all(map(is_texts, texts)), "texts by sequence and position", type(texts).__name__)
+    need(
+        isinstance(texts, tuple) and all(map(is_tuple_of_strings, texts)),
+        "texts by sequence and position",
+        type(texts).__name__,
+    )
     need(isinstance(part["kind"], str), "a kind of labels", part["kind"])
     if words is not None:
         numbers = isinstance(words, tuple) and all(isinstance(row, tuple) for row in words)
@@ -181,33 +199,33 @@ def labels_of(part: Any) -> Labels:
         type(part["images"]).__name__,
     )
     seconds = part["seconds"]
-    need(seconds is None or (is_number(seconds) and 0 < seconds < math.inf), "seconds above 0", seconds)
+    need(seconds is None or (is_real_number(seconds) and 0 < seconds < math.inf), "seconds above 0", seconds)
     return Labels(**part)
 
 
-def totals_of(part: Any) -> Totals:
-    need(is_table(part) and part.keys() <= SCORES.keys(), f"sums of {', '.join(SCORES)}", str(part)[:80])
+def parse_score_totals(part: Any) -> ScoreTotals:
+    need(is_dict(part) and part.keys() <= HEAD_SCORES.keys(), f"sums of {', '.join(HEAD_SCORES)}", str(part)[:80])
     for name, pair in part.items():
-        fits = isinstance(pair, tuple) and len(pair) == 2 and all(is_floats(t, 1) for t in pair)
+        fits = isinstance(pair, tuple) and len(pair) == 2 and all(is_float_tensor(t, 1) for t in pair)
         need(fits and pair[0].shape == pair[1].shape, f"sum and count of {name} for each head", str(pair)[:80])
-    return Totals(part)
+    return ScoreTotals(part)
 
 
-def is_number(thing: Any) -> bool:
+def is_real_number(thing: Any) -> bool:
     return isinstance(thing, float | int) and not isinstance(thing, bool)
 
 
-def is_table(thing: Any) -> bool:
+def is_dict(thing: Any) -> bool:
     return isinstance(thing, dict)
 
 
-def is_texts(thing: Any) -> bool:
+def is_tuple_of_strings(thing: Any) -> bool:
     return isinstance(thing, tuple) and all(isinstance(text, str) for text in thing)
 
 
-def is_floats(thing: Any, dimensions: int) -> bool:
+def is_float_tensor(thing: Any, dimensions: int) -> bool:
     return isinstance(thing, Tensor) and thing.is_floating_point() and thing.dim() == dimensions
 
 
-def shape_of(thing: Any) -> Any:
+def shape_or_type_of(thing: Any) -> Any:
     return tuple(thing.shape) if isinstance(thing, Tensor) else type(thing).__name__

@@ -16,7 +16,7 @@ from foci.weights.summary import Top
 from foci.weights.weights import Weights
 
 # The axes after (B, H) of each statistic: q queries, k keys.
-AXES = {
+STATISTIC_AXES = {
     "entropy": "q",
     "received": "k",
     "distance": "q",
@@ -68,7 +68,7 @@ class Keep:
             if weights._held.call.sink is not None:
                 kept["sink_mass"] = weights.sink_mass()
             if self.shares:
-                kept |= shares(weights, kept["received"])
+                kept |= compute_key_shares(weights, kept["received"])
         return kept
 
     def nbytes(self, batch: int, heads: int, queries: int, keys: int) -> int:
@@ -78,15 +78,15 @@ class Keep:
         return 4 * batch * heads * (queries * per_query + keys + rows * columns + self.largest_logit)
 
 
-def first_seen(received: Tensor) -> Tensor:
+def find_first_visible_key(received: Tensor) -> Tensor:
     """The first key of each sequence that anybody looks at, (B,): with padding on the left that is not key 0."""
     return (received.flatten(1, -2).sum(1) if received.dim() > 2 else received).gt(0).to(torch.int8).argmax(-1)
 
 
-def shares(weights: Weights, received: Tensor) -> dict[str, Tensor]:
+def compute_key_shares(weights: Weights, received: Tensor) -> dict[str, Tensor]:
     """What each query gives to the first key, and to the key before its own; 0 where there is none."""
     queries, keys = weights.shape[-2:]
-    firsts = [weights[b : b + 1, ..., int(key)] for b, key in enumerate(first_seen(received).tolist())]
+    firsts = [weights[b : b + 1, ..., int(key)] for b, key in enumerate(find_first_visible_key(received).tolist())]
     first = torch.cat(firsts)  # type: ignore[arg-type]
     previous = torch.zeros_like(first)
     behind = keys - queries - 1
@@ -99,7 +99,7 @@ def shares(weights: Weights, received: Tensor) -> dict[str, Tensor]:
     return {"first": first, "previous": previous}
 
 
-class Kept(Mapping[str, Tensor]):
+class KeptStatistics(Mapping[str, Tensor]):
     """Kept statistics by name, each (B, H, ...); answers what was kept and refuses the rest with a reason.
 
     >>> Kept({"entropy": torch.rand(2, 4, 6)}, (2, 4, 6, 6)).entropy().shape
@@ -115,7 +115,7 @@ class Kept(Mapping[str, Tensor]):
         if "lse" in found and "sink_mass" not in found:
             # Without sinks their mass is neither computed nor moved.
             found["sink_mass"] = found["lse"].new_zeros(()).expand_as(found["lse"])
-        self.statistics, self.shape = {name: found[name] for name in AXES if name in found}, shape
+        self.statistics, self.shape = {name: found[name] for name in STATISTIC_AXES if name in found}, shape
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.statistics:
@@ -132,9 +132,9 @@ class Kept(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.statistics)
 
-    def head(self, place: int) -> Kept:
+    def head(self, place: int) -> KeptStatistics:
         """Of one head, without its axis."""
-        return Kept({name: kept[:, place] for name, kept in self.items()}, (self.shape[0], *self.shape[2:]))
+        return KeptStatistics({name: kept[:, place] for name, kept in self.items()}, (self.shape[0], *self.shape[2:]))
 
     @property
     def lse(self) -> Tensor:
@@ -175,10 +175,10 @@ class Kept(Mapping[str, Tensor]):
                     f" ask for {kind} that divide {has}, or watch with keep='lazy'"
                 )
         queries, keys = self.shape[-2:]
-        return coarser(coarser(kept, rows, queries).mT, columns, keys).mT
+        return coarsen_picture(coarsen_picture(kept, rows, queries).mT, columns, keys).mT
 
 
-def coarser(picture: Tensor, rows: int, length: int) -> Tensor:
+def coarsen_picture(picture: Tensor, rows: int, length: int) -> Tensor:
     """Fewer rows: blocks of a mean picture joined, each with as much weight as it has entries."""
     has = picture.shape[-2]
     if has == rows:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = ("tokens", "patches", "frames", "positions")
+LABEL_KINDS = ("tokens", "patches", "frames", "positions")
 # What a decoder gives for bytes that are no whole character yet.
-BROKEN = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 
-Texts = tuple[tuple[str, ...], ...]
-Words = tuple[tuple[int | None, ...], ...]
+LabelTexts = tuple[tuple[str, ...], ...]
+WordNumbers = tuple[tuple[int | None, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Labels:
     """
 
     kind: str
-    texts: Texts
-    words: Words | None = None
+    texts: LabelTexts
+    words: WordNumbers | None = None
     grid: tuple[int, int] | None = None
     leading: int = 0
     images: Tensor | None = None
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        check(self)
+        validate_labels(self)
 
     @classmethod
     def positions(cls, batch: int, length: int) -> Labels:
@@ -86,7 +86,9 @@ class Labels:
             words: the word of each token, as `word_ids` of a tokenizer gives it.
         """
         called = [[""] * len(row) for row in offsets] if names is None else names
-        texts = [cut(source, row, name) for source, row, name in zip(sources, offsets, called, strict=True)]
+        texts = [
+            slice_by_offsets(source, row, name) for source, row, name in zip(sources, offsets, called, strict=True)
+        ]
         return cls.tokens(texts, words)
 
     @classmethod
@@ -97,8 +99,8 @@ class Labels:
         """
         listed = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         rows = listed if not listed or isinstance(listed[0], Iterable) else [listed]
-        texts = [pieces([int(number) for number in row], decoder_of(decode)) for row in rows]
-        return cls.tokens(texts, [spaced_words(row) for row in texts])
+        texts = [decode_each_token([int(number) for number in row], make_decoder(decode)) for row in rows]
+        return cls.tokens(texts, [number_words_by_spaces(row) for row in texts])
 
     def text(self, batch: int) -> str:
         """Everything of one sequence, as it reads."""
@@ -122,9 +124,9 @@ class Labels:
         return replace(self, texts=texts, words=words, grid=None, leading=0, images=None)
 
 
-def check(labels: Labels) -> None:
-    if labels.kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, but got {labels.kind!r}")
+def validate_labels(labels: Labels) -> None:
+    if labels.kind not in LABEL_KINDS:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, LABEL_KINDS))}, but got {labels.kind!r}")
     lengths = sorted({len(row) for row in labels.texts})
     if len(lengths) > 1:
         raise ValueError(f"all sequences must have one number of positions, but got {lengths}")
@@ -140,7 +142,7 @@ def check(labels: Labels) -> None:
         raise ValueError(f"images must be uint8 (B, height, width, 3), but got {got}")
 
 
-def cut(source: str, offsets: Sequence[tuple[int, int]], names: Sequence[str]) -> list[str]:
+def slice_by_offsets(source: str, offsets: Sequence[tuple[int, int]], names: Sequence[str]) -> list[str]:
     """Each token's piece of the text, with the space before it; what an earlier token has shown is not shown again."""
     found, done = [], 0
     for (start, end), name in zip(offsets, names, strict=True):
@@ -154,7 +156,7 @@ def cut(source: str, offsets: Sequence[tuple[int, int]], names: Sequence[str]) -
     return found
 
 
-def pieces(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
+def decode_each_token(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
     """The text of each token: what the decoded text gains by it; tokens of one split character give it to the first."""
     found = [""] * len(ids)
     # The text of ids[known:shown] is known; decoding from there on lets a decoder see what stands before a token.
@@ -162,14 +164,14 @@ def pieces(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
     for place in range(len(ids)):
         before = decode(list(ids[known:shown])) if shown > known else ""
         now = decode(list(ids[known : place + 1]))
-        if now.endswith(BROKEN) and place + 1 < len(ids) and place - shown < 4:
+        if now.endswith(REPLACEMENT_CHARACTER) and place + 1 < len(ids) and place - shown < 4:
             continue
         found[shown] = now[len(before) :] if now.startswith(before) else decode(list(ids[shown : place + 1]))
         known, shown = shown, place + 1
     return found
 
 
-def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
+def make_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     """How to decode numbers with a tokenizer, special tokens included; a function is taken as it is."""
     if not hasattr(tokenizer, "decode"):
         if not callable(tokenizer):
@@ -182,15 +184,15 @@ def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
             tokenizer.decode([], **options)
         except TypeError:
             continue
-        return partial(text_of, tokenizer, options)
+        return partial(decode_ids, tokenizer, options)
     raise TypeError(f"{type(tokenizer).__name__}.decode must take a list of token numbers, but does not")
 
 
-def text_of(tokenizer: Any, options: dict[str, bool], ids: list[int]) -> str:
+def decode_ids(tokenizer: Any, options: dict[str, bool], ids: list[int]) -> str:
     return str(tokenizer.decode(ids, **options))
 
 
-def spaced_words(texts: Sequence[str]) -> list[int | None]:
+def number_words_by_spaces(texts: Sequence[str]) -> list[int | None]:
     """A word goes from one space to the next; a token that is nothing but space belongs to none."""
     words: list[int | None] = []
     number, fresh = -1, True

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.record.dense import Dense
-from foci.record.kept import AXES, Kept
+from foci.record.dense import DenseWeights
+from foci.record.kept import STATISTIC_AXES, KeptStatistics
 from foci.weights.summary import Top
 from foci.weights.weights import Weights
 
-STATISTICS = ("entropy", "received", "distance", "top", "picture", "grouped")
-EVERYTHING = frozenset({*STATISTICS, "entries", "products", "lse", "sink_mass", "largest_logit", "first", "previous"})
-OF_A_MATRIX = EVERYTHING - {"lse", "sink_mass", "largest_logit"}
+COMMON_STATISTICS = ("entropy", "received", "distance", "top", "picture", "grouped")
+WEIGHTS_STATISTICS = frozenset(
+    {*COMMON_STATISTICS, "entries", "products", "lse", "sink_mass", "largest_logit", "first", "previous"}
+)
+MATRIX_STATISTICS = WEIGHTS_STATISTICS - {"lse", "sink_mass", "largest_logit"}
 
 
 @dataclass(eq=False)
@@ -60,7 +62,7 @@ class Layer:
     keys: str = "input"
     rows: tuple[int, ...] | None = None
     weights: Weights | None = None
-    kept: Kept | None = None
+    kept: KeptStatistics | None = None
     matrix: Tensor | None = None
     values: Tensor | None = None
     value_norms: Tensor | None = None
@@ -104,8 +106,8 @@ class Layer:
     def can(self) -> frozenset[str]:
         """Which questions it answers: "entries", "top", "picture", "entropy", ... Views ask this first."""
         if self.kept is None:
-            return EVERYTHING if self.weights is not None else OF_A_MATRIX
-        found = {name for name in AXES if name in self.kept}
+            return WEIGHTS_STATISTICS if self.weights is not None else MATRIX_STATISTICS
+        found = {name for name in STATISTIC_AXES if name in self.kept}
         return frozenset(found - {"top_values", "top_keys"} | ({"top"} if "top_keys" in found else set()))
 
     @property
@@ -161,17 +163,17 @@ class Layer:
         )
 
     @property
-    def _behind(self) -> Weights | Kept | Dense:
+    def _behind(self) -> Weights | KeptStatistics | DenseWeights:
         if self.matrix is not None:
-            return Dense(self.matrix, self.query_places)
+            return DenseWeights(self.matrix, self.query_places)
         found = self.weights if self.weights is not None else self.kept
         assert found is not None
         return found
 
-    def _matrix(self, question: str) -> Weights | Dense:
+    def _matrix(self, question: str) -> Weights | DenseWeights:
         """What answers questions about single entries."""
         behind = self._behind
-        if isinstance(behind, Kept):
+        if isinstance(behind, KeptStatistics):
             kept = ", ".join(sorted(self.can))
             raise ValueError(f"{question} of {self.label} was not kept, only {kept}: watch with keep='lazy'")
         return behind
@@ -213,9 +215,9 @@ class Layer:
         """The log-sum-exp of each row: (B, H, Tq)."""
         return self._scored("lse").lse
 
-    def _scored(self, question: str) -> Weights | Kept:
+    def _scored(self, question: str) -> Weights | KeptStatistics:
         behind = self._behind
-        if isinstance(behind, Dense):
+        if isinstance(behind, DenseWeights):
             raise ValueError(f"{question} of {self.label} cannot be told from a dense matrix: it has lost the scores")
         return behind
 
@@ -266,7 +268,7 @@ class Layer:
             return args[1] @ args[0]
         raise TypeError(f"{getattr(function, '__name__', function)} takes tensors, but got a layer")
 
-    def mean(self, over: str) -> Weights | Dense:
+    def mean(self, over: str) -> Weights | DenseWeights:
         """The average over the heads, again lazy."""
         return self._matrix("mean").mean(over)
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.record.kept import first_seen
+from foci.record.kept import find_first_visible_key
 from foci.record.layer import Layer
 
 # Each is a mean over the queries that look at anything, one number per head.
-SCORES = {
+HEAD_SCORES = {
     "entropy": "how many nats of choice a query has: 0 looks at one key, ln n at n keys alike",
     "distance": "how many positions away from itself a query looks on average",
     "heaviest": "the weight of the heaviest key of a query",
@@ -27,28 +27,28 @@ SCORES = {
     "alignment": "how often the heaviest key of the next query does not go back: 1 for a head that reads along",
 }
 # Which of them need to know the tokens of both sides.
-BY_TOKENS = ("duplicate token", "induction")
+TOKEN_SCORES = ("duplicate token", "induction")
 # Which of them compare where the two stand: that says nothing where they are of two sequences.
-BY_PLACE = ("distance", "previous token")
+POSITION_SCORES = ("distance", "previous token")
 # So many entries of a matrix are looked at at a time.
-ENTRIES = 1 << 22
+MAX_STRIP_ENTRIES = 1 << 22
 
-Tokens = Sequence[Sequence[object]]
+TokenTexts = Sequence[Sequence[object]]
 
 
 @dataclass
-class Totals:
+class ScoreTotals:
     """Sums over queries, by score: (sum, how many), each (H,) in float64. They add up over a data set."""
 
     sums: dict[str, tuple[Tensor, Tensor]]
 
-    def add(self, other: Totals) -> Totals:
+    def add(self, other: ScoreTotals) -> ScoreTotals:
         """Both together; what only one of them knows is dropped, so that all means are over the same queries."""
         both = [name for name in self.sums if name in other.sums]
         if both and self.sums[both[0]][0].shape != other.sums[both[0]][0].shape:
             shapes = f"{tuple(self.sums[both[0]][0].shape)} and {tuple(other.sums[both[0]][0].shape)}"
             raise ValueError(f"records of one model add up, but their layers have {shapes} heads")
-        return Totals(
+        return ScoreTotals(
             {
                 name: (self.sums[name][0] + other.sums[name][0], self.sums[name][1] + other.sums[name][1])
                 for name in both
@@ -61,60 +61,60 @@ class Totals:
 
 
 @torch.no_grad()
-def totals(layer: Layer, tokens: tuple[Tokens, Tokens] | None = None) -> Totals:
+def compute_score_totals(layer: Layer, tokens: tuple[TokenTexts, TokenTexts] | None = None) -> ScoreTotals:
     """Every score of a layer that what was kept can tell; `tokens` are those along queries and keys."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     if layer.kept is not None:
-        found |= from_kept(layer)
+        found |= sum_kept_statistics(layer)
     else:
-        found |= from_entries(layer, tokens)
+        found |= sum_matrix_entries(layer, tokens)
     if layer.most:
         heaviest = layer.top(1)
         seen = (heaviest.keys[..., 0] >= 0) & heaviest.values[..., 0].isfinite()
-        found["heaviest"] = summed(heaviest.values[..., 0], seen)
+        found["heaviest"] = sum_per_head(heaviest.values[..., 0], seen)
         onward = heaviest.keys[..., 1:, 0] >= heaviest.keys[..., :-1, 0]
-        found["alignment"] = summed(onward.double(), seen[..., 1:] & seen[..., :-1])
-    skipped = () if layer.queries == layer.keys else BY_PLACE
-    return Totals({name: found[name] for name in SCORES if name in found and name not in skipped})
+        found["alignment"] = sum_per_head(onward.double(), seen[..., 1:] & seen[..., :-1])
+    skipped = () if layer.queries == layer.keys else POSITION_SCORES
+    return ScoreTotals({name: found[name] for name in HEAD_SCORES if name in found and name not in skipped})
 
 
-def from_kept(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
+def sum_kept_statistics(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
     assert layer.kept is not None
     seen = layer.lse != -torch.inf
-    found = {"entropy": summed(layer.entropy(), seen), "distance": summed(layer.distance(), seen)}
+    found = {"entropy": sum_per_head(layer.entropy(), seen), "distance": sum_per_head(layer.distance(), seen)}
     if "first" in layer.kept:
-        found["sink share"] = summed(layer.kept["first"] + layer.sink_mass(), seen)
+        found["sink share"] = sum_per_head(layer.kept["first"] + layer.sink_mass(), seen)
     if "previous" in layer.kept:
-        found["previous token"] = summed(layer.kept["previous"], seen)
+        found["previous token"] = sum_per_head(layer.kept["previous"], seen)
     return found
 
 
-def from_entries(layer: Layer, tokens: tuple[Tokens, Tokens] | None) -> dict[str, tuple[Tensor, Tensor]]:
+def sum_matrix_entries(layer: Layer, tokens: tuple[TokenTexts, TokenTexts] | None) -> dict[str, tuple[Tensor, Tensor]]:
     """Strip by strip of whole rows, so that memory stays linear in the length."""
     entropy, distance = layer.entropy(), layer.distance()
     sink = layer.sink_mass() if "sink_mass" in layer.can else torch.zeros_like(entropy)
-    copies = None if tokens is None else (numbered(tokens, layer), layer.places.to(entropy.device))
-    leading = first_seen(layer.received()).to(entropy.device) if layer.shape[3] else None
+    copies = None if tokens is None else (number_tokens(tokens, layer), layer.places.to(entropy.device))
+    leading = find_first_visible_key(layer.received()).to(entropy.device) if layer.shape[3] else None
     values: dict[str, list[Tensor]] = {"sink share": [], "previous token": []}
-    values |= {} if copies is None else {name: [] for name in BY_TOKENS}
+    values |= {} if copies is None else {name: [] for name in TOKEN_SCORES}
     seen = []
-    for rows, entries in strips(layer):
+    for rows, entries in read_strips(layer):
         seen.append(entries.sum(-1) + sink[..., rows] > 0)
-        first = entries.sum(-1) if leading is None else at_key(entries, leading)
+        first = entries.sum(-1) if leading is None else weight_on_key(entries, leading)
         values["sink share"].append(first + sink[..., rows])
-        values["previous token"].append(at_previous(entries, layer.places[rows]))
+        values["previous token"].append(weight_on_previous_key(entries, layer.places[rows]))
         if copies is not None:
             (queries, keys), places = copies
-            for name, share in by_tokens(entries, queries[:, rows], keys, places[rows]).items():
+            for name, share in weight_on_copies(entries, queries[:, rows], keys, places[rows]).items():
                 values[name].append(share)
     counted = torch.cat(seen, -1)
-    found = {name: summed(torch.cat(parts, -1), counted) for name, parts in values.items()}
-    return found | {"entropy": summed(entropy, counted), "distance": summed(distance, counted)}
+    found = {name: sum_per_head(torch.cat(parts, -1), counted) for name, parts in values.items()}
+    return found | {"entropy": sum_per_head(entropy, counted), "distance": sum_per_head(distance, counted)}
 
 
-def strips(layer: Layer) -> Iterator[tuple[slice, Tensor]]:
+def read_strips(layer: Layer) -> Iterator[tuple[slice, Tensor]]:
     batch, heads, queries, keys = layer.shape
-    step = max(1, ENTRIES // max(1, batch * heads * keys))
+    step = max(1, MAX_STRIP_ENTRIES // max(1, batch * heads * keys))
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
         entries = layer[..., rows, :]
@@ -122,13 +122,13 @@ def strips(layer: Layer) -> Iterator[tuple[slice, Tensor]]:
         yield rows, entries
 
 
-def at_key(entries: Tensor, keys: Tensor) -> Tensor:
+def weight_on_key(entries: Tensor, keys: Tensor) -> Tensor:
     """(B, ..., R): the weight on one key of each sequence."""
     index = keys.view(-1, *(1,) * (entries.dim() - 1)).expand(*entries.shape[:-1], 1)
     return entries.gather(-1, index).squeeze(-1)
 
 
-def at_previous(entries: Tensor, places: Tensor) -> Tensor:
+def weight_on_previous_key(entries: Tensor, places: Tensor) -> Tensor:
     """(..., R): the weight on the key right before each query; 0 where there is none."""
     before = (places - 1).to(entries.device)
     inside = (before >= 0) & (before < entries.shape[-1])
@@ -136,7 +136,7 @@ def at_previous(entries: Tensor, places: Tensor) -> Tensor:
     return torch.where(inside, entries.gather(-1, index).squeeze(-1), 0.0)
 
 
-def by_tokens(entries: Tensor, queries: Tensor, keys: Tensor, places: Tensor) -> dict[str, Tensor]:
+def weight_on_copies(entries: Tensor, queries: Tensor, keys: Tensor, places: Tensor) -> dict[str, Tensor]:
     """Shares on copies of the query's token and on what stands after them; queries (B, R), keys (B, Tk)."""
     earlier = torch.arange(keys.shape[1], device=keys.device) < places[:, None]
     same = (queries[:, :, None] == keys[:, None]) & earlier  # (B, R, Tk)
@@ -147,7 +147,7 @@ def by_tokens(entries: Tensor, queries: Tensor, keys: Tensor, places: Tensor) ->
     return {"duplicate token": (entries * same).sum(-1), "induction": (entries * after).sum(-1)}
 
 
-def numbered(tokens: tuple[Tokens, Tokens], layer: Layer) -> tuple[Tensor, Tensor]:
+def number_tokens(tokens: tuple[TokenTexts, TokenTexts], layer: Layer) -> tuple[Tensor, Tensor]:
     """The tokens of both sides as numbers that tell them apart: (B, Tq) and (B, Tk)."""
     numbers: dict[object, int] = {}
     found = [
@@ -161,7 +161,7 @@ def numbered(tokens: tuple[Tokens, Tokens], layer: Layer) -> tuple[Tensor, Tenso
     return found[0].to(device), found[1].to(device)
 
 
-def summed(values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def sum_per_head(values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and count per head over sequences and queries: (H,) each."""
     values, seen = (x.unsqueeze(1) if x.dim() == 2 else x for x in (values, seen))
     total = torch.where(seen, values.double(), 0.0).sum((0, 2))
@@ -169,7 +169,7 @@ def summed(values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def rollout(layers: Sequence[Layer], query: int, batch: int = 0, values: bool = False) -> Tensor:
+def compute_rollout(layers: Sequence[Layer], query: int, batch: int = 0, values: bool = False) -> Tensor:
     """What of each position of the input reaches one query of the last layer: (T,), products all the way down.
 
     Abnar and Zuidema's rollout: half of what a layer gives on is what it sees, averaged over its heads, half is what
@@ -188,11 +188,11 @@ def rollout(layers: Sequence[Layer], query: int, batch: int = 0, values: bool = 
                 f"rollout takes all queries of the layers before the last, but of {layer.label} {layer.shape[2]} were"
                 " kept: watch with queries='all'"
             )
-        flow = one_layer(layer, batch, flow, values)
+        flow = roll_back_layer(layer, batch, flow, values)
     return flow
 
 
-def one_layer(layer: Layer, batch: int, flow: Tensor, values: bool) -> Tensor:
+def roll_back_layer(layer: Layer, batch: int, flow: Tensor, values: bool) -> Tensor:
     """(Tk,) -> (Tk,): row i of the averaged matrix and of the identity, together scaled to 1."""
     places, weights = layer.places.to(flow.device), layer[batch]
     # One head has no head axis of its own.
@@ -203,11 +203,15 @@ def one_layer(layer: Layer, batch: int, flow: Tensor, values: bool) -> Tensor:
     share = flow[places] / (1.0 + given.to(flow.dtype))
     stayed = flow.clone()
     stayed[places] = share
-    seen = by_values(layer, batch, weights, share) if values else (share.to(averaged.dtype) @ averaged).to(flow.dtype)
+    seen = (
+        weigh_by_value_norms(layer, batch, weights, share)
+        if values
+        else (share.to(averaged.dtype) @ averaged).to(flow.dtype)
+    )
     return stayed + seen
 
 
-def by_values(layer: Layer, batch: int, weights: Any, share: Tensor) -> Tensor:
+def weigh_by_value_norms(layer: Layer, batch: int, weights: Any, share: Tensor) -> Tensor:
     """share @ W with each entry weighed by its value's length, rows as heavy as before, averaged over heads."""
     norms = layer.norms()[batch].to(torch.float32)  # (H, Tk), or (Tk,) of one head
     lengths = norms.unsqueeze(-1)

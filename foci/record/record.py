@@ -14,12 +14,12 @@ from torch import Tensor
 from foci.record import file, from_tensors, metrics
 from foci.record.labels import Labels
 from foci.record.layer import Layer
-from foci.record.metrics import SCORES, Totals
+from foci.record.metrics import HEAD_SCORES, ScoreTotals
 
-HEAD = re.compile(r"(?:(?P<stack>[^.#]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?(?P<again>#\d+)?")
-PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
+RECORD_KEY = re.compile(r"(?:(?P<stack>[^.#]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?(?P<again>#\d+)?")
+IMAGE_SUFFIXES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 # What a record is saved as.
-ENDINGS = (".foci", ".html", *PICTURES)
+SAVE_SUFFIXES = (".foci", ".html", *IMAGE_SUFFIXES)
 
 
 class Record:
@@ -63,8 +63,8 @@ class Record:
         self.filling = False
         # Sums over records that were added; those of the record's own layers come to them when asked.
         self.sequences = 1
-        self._added: dict[str, Totals] = {}
-        self._own: dict[str, Totals] = {}
+        self._added: dict[str, ScoreTotals] = {}
+        self._own: dict[str, ScoreTotals] = {}
 
     @classmethod
     def from_tensors(
@@ -93,14 +93,14 @@ class Record:
             encoder, cross: the other attentions of an encoder-decoder; `attentions` are then the decoder's.
             model: a name for titles.
         """
-        return cls(**from_tensors.gathered(attentions, tokens, source, encoder, cross), model=model)
+        return cls(**from_tensors.build_record_fields(attentions, tokens, source, encoder, cross), model=model)
 
     def __getitem__(self, name: str) -> Layer:
         """seen["L5"], seen["L5H3"], seen["cross.L0H2"], or a module's name; "L5#2" for its second call."""
         self._check_filled()
         if name in self.layers:
             return self.layers[name]
-        found, known = HEAD.fullmatch(name), list(self._short().values())
+        found, known = RECORD_KEY.fullmatch(name), list(self._short().values())
         if found is not None:
             wanted = (found["stack"] + "." if found["stack"] else "") + f"L{found['layer']}" + (found["again"] or "")
             for layer, short in zip(self.layers.values(), known, strict=True):
@@ -156,10 +156,10 @@ class Record:
 
         `decode` is a tokenizer, or a function from a list of numbers to a text. Returns the record.
         """
-        labels = from_tensors.labels_from(tokens, decode)
+        labels = from_tensors.to_labels(tokens, decode)
         # Some layers may see fewer positions than others; labels that fit none of them are about something else.
         along = [layer for layer in self.layers.values() if name in (layer.queries, layer.keys)]
-        reasons = [from_tensors.misfit(layer, {name: labels}) for layer in along]
+        reasons = [from_tensors.explain_misfit(layer, {name: labels}) for layer in along]
         if reasons and all(reasons):
             raise ValueError(reasons[0])
         self.labels[name] = labels
@@ -175,7 +175,7 @@ class Record:
             stack: whose layers, "encoder" or "decoder"; None: all self-attention, which must be one stack.
             values: weigh what is seen with the lengths of the values.
         """
-        return metrics.rollout(self._stack(stack), query, batch, values)
+        return metrics.compute_rollout(self._stack(stack), query, batch, values)
 
     def _stack(self, stack: str | None) -> list[Layer]:
         alone = {layer.stack for layer in self.layers.values() if layer.queries == layer.keys}
@@ -199,7 +199,7 @@ class Record:
         means = [totals[self.name_of(layer)].means() for layer in self.layers.values()]
         widest = max((len(layer.heads) for layer in self.layers.values()), default=0)
         found = {}
-        for score in SCORES:
+        for score in HEAD_SCORES:
             table = torch.full((len(means), widest), torch.nan, dtype=torch.float64)
             for row, mean in zip(table, means, strict=True):
                 if score in mean:
@@ -208,16 +208,16 @@ class Record:
                 found[score] = table
         return found
 
-    def totals(self) -> dict[str, Totals]:
+    def totals(self) -> dict[str, ScoreTotals]:
         """The sums behind the scores, by short layer name."""
         for layer in self.layers.values():
             name = self.name_of(layer)
             if name not in self._own:
-                self._own[name] = metrics.totals(layer, self._tokens(layer))
+                self._own[name] = metrics.compute_score_totals(layer, self._tokens(layer))
         if not self._added:
             return dict(self._own)
         if self._own.keys() != self._added.keys():
-            raise ValueError(different(self._own, self._added))
+            raise ValueError(describe_different_layers(self._own, self._added))
         return {name: own.add(self._added[name]) for name, own in self._own.items()}
 
     def _tokens(self, layer: Layer) -> tuple[Sequence[Sequence[object]], Sequence[Sequence[object]]] | None:
@@ -236,7 +236,7 @@ class Record:
         other._check_filled()
         mine, more = self.totals(), other.totals()
         if mine.keys() != more.keys():
-            raise ValueError(different(mine, more))
+            raise ValueError(describe_different_layers(mine, more))
         sums = {name: total.add(self._added[name]) if self._added else total for name, total in more.items()}
         # Checked before anything is changed.
         for name, own in self._own.items():
@@ -294,22 +294,22 @@ class Record:
             from foci.view.page import document
 
             document.write(self, path, **options)
-        elif ending in PICTURES:
+        elif ending in IMAGE_SUFFIXES:
             from foci.view.figures import plots
 
             plots.save(self, path, **options)
         elif ending == ".foci":
             if options:
                 raise TypeError(f"a .foci file takes no options, but got {', '.join(options)}")
-            plain = {name: getattr(self, name) for name in file.PLAIN}
-            file.save(path, self.layers, self.labels, self._added, plain)
+            plain = {name: getattr(self, name) for name in file.PLAIN_FIELDS}
+            file.save_record(path, self.layers, self.labels, self._added, plain)
         else:
-            raise ValueError(f"a record is saved as {', '.join(ENDINGS)}, but got {os.fspath(path)!r}")
+            raise ValueError(f"a record is saved as {', '.join(SAVE_SUFFIXES)}, but got {os.fspath(path)!r}")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Record:
         """The record in a .foci file; a damaged or foreign file is refused, and nothing in it is executed."""
-        found = file.load(path)
+        found = file.load_record_fields(path)
         record = cls(
             found["layers"],
             found["labels"],
@@ -347,5 +347,5 @@ class Record:
         return f"Record{model}: {len(self.layers)} layers, {heads} heads, {self.calls} attention calls{added}{unseen}"
 
 
-def different(mine: dict[str, Totals], more: dict[str, Totals]) -> str:
+def describe_different_layers(mine: dict[str, ScoreTotals], more: dict[str, ScoreTotals]) -> str:
     return f"records of one model add up, but only one of them has {', '.join(sorted(mine.keys() ^ more.keys()))}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import foci
-from foci.capture.host_copy import pinned
+from foci.capture.host_copy import allocate_pinned
 from tests.capture.models import CachedAttention, Stack
 from tests.tensors import randn
 
@@ -106,10 +106,10 @@ def test_the_statistics_of_a_layer_leave_in_one_copy(dtype: torch.dtype, monkeyp
     made: list[torch.Tensor] = []
 
     def counted(like: torch.Tensor) -> torch.Tensor:
-        made.append(pinned(like))
+        made.append(allocate_pinned(like))
         return made[-1]
 
-    monkeypatch.setattr("foci.capture.host_copy.pinned", counted)
+    monkeypatch.setattr("foci.capture.host_copy.allocate_pinned", counted)
     model, x = Stack(3).to("cuda", dtype), randn(1, 300, 16).to("cuda", dtype)
     with torch.no_grad(), foci.watch(model, keep=foci.Keep(top=4, picture=16, largest_logit=True)) as seen:
         model(x, is_causal=True)

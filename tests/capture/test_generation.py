@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import foci
-from foci.capture.generation import fingerprint
+from foci.capture.generation import fingerprint_keys
 from tests.capture.models import CachedAttention
 from tests.tensors import randn
 
@@ -368,7 +368,7 @@ class TestOwnModels:
     def test_a_beam_is_refused(self) -> None:
         model = foci.nn.Decoder.from_name("tiny", vocabulary=50).eval()
         with pytest.raises(ValueError, match="reordered"), foci.watch(model):
-            foci.generate(model, [5, 3, 8], new_tokens=5, method=foci.Beam(3))
+            foci.generate(model, [5, 3, 8], new_tokens=5, method=foci.decoding.Beam(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -379,8 +379,8 @@ def test_the_fingerprint_of_keys_is_one_however_they_lie(dtype: torch.dtype, wid
     apart = room[1:].view(k.shape)
     strange = k.as_strided(k.shape, (3, *k.stride()[1:]))
     for other in (apart.copy_(k), k.transpose(1, 2).contiguous().transpose(1, 2), k.mT.contiguous().mT, strange):
-        assert torch.equal(fingerprint(other), fingerprint(k))
-    assert fingerprint(k).shape == (1, 2, 7)
+        assert torch.equal(fingerprint_keys(other), fingerprint_keys(k))
+    assert fingerprint_keys(k).shape == (1, 2, 7)
 
 
 @pytest.mark.parametrize("width", [5, 8])
@@ -388,5 +388,5 @@ def test_the_fingerprint_tells_keys_apart(width: int) -> None:
     k = randn(1, 2, 7, width)
     changed = k.clone()
     changed[0, 1, 3, width - 1] += 1
-    differs = (fingerprint(changed) != fingerprint(k)).nonzero().tolist()
+    differs = (fingerprint_keys(changed) != fingerprint_keys(k)).nonzero().tolist()
     assert differs == [[0, 1, 3]]

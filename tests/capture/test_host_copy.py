@@ -2,7 +2,7 @@
 
 import torch
 
-from foci.capture.host_copy import Host, as_they_were, by_size, in_a_row
+from foci.capture.host_copy import HostCopier, flatten_tensors, group_by_itemsize, unflatten_tensors
 
 SOME = {
     "entropy": torch.randn(2, 3, 5),
@@ -19,7 +19,7 @@ SOME = {
 
 
 def test_rows_hold_what_was_put_in() -> None:
-    groups = by_size(SOME)
+    groups = group_by_itemsize(SOME)
     assert [set(group) for group in groups] == [
         {"entropy", "keys", "largest", "strided", "nothing"},
         {"wide", "long"},
@@ -28,9 +28,9 @@ def test_rows_hold_what_was_put_in() -> None:
         {"bytes"},
     ]
     for group in groups:
-        row = in_a_row(group.values())
+        row = flatten_tensors(group.values())
         assert row.dim() == 1
-        found = as_they_were(group, row.clone())
+        found = unflatten_tensors(group, row.clone())
         assert list(found) == list(group)
         for name, tensor in group.items():
             assert found[name].dtype == tensor.dtype
@@ -38,13 +38,13 @@ def test_rows_hold_what_was_put_in() -> None:
 
 
 def test_all_of_a_row_is_one_piece_of_memory() -> None:
-    (group,) = by_size({name: SOME[name] for name in ("entropy", "keys", "largest")})
-    found = as_they_were(group, in_a_row(group.values()))
+    (group,) = group_by_itemsize({name: SOME[name] for name in ("entropy", "keys", "largest")})
+    found = unflatten_tensors(group, flatten_tensors(group.values()))
     assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
     assert all(tensor.is_contiguous() for tensor in found.values())
 
 
 def test_on_a_cpu_nothing_moves() -> None:
-    found = Host().moved(SOME)
+    found = HostCopier().moved(SOME)
     assert all(found[name] is tensor for name, tensor in SOME.items())
-    assert Host().moved({}) == {}
+    assert HostCopier().moved({}) == {}

@@ -16,8 +16,8 @@ from tests.nn.same import assert_same
 
 transformers = pytest.importorskip("transformers")
 
-from foci.capture.huggingface import attends  # noqa: E402
-from foci.capture.huggingface.switch import SWITCHED, switched  # noqa: E402
+from foci.capture.huggingface import attention_source_of  # noqa: E402
+from foci.capture.huggingface.switch import SWITCHED_CONFIGS, switch_implementation  # noqa: E402
 from tests.capture.architectures import (  # noqa: E402
     ARCHITECTURES,
     LEFT,
@@ -80,7 +80,7 @@ def eager_matrices(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 def in_eager(model: Any, inputs: dict[str, Any]) -> dict[str, list[Tensor]]:
     with ExitStack() as eager, torch.no_grad():
         for config in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():
-            eager.enter_context(switched(config, "eager"))
+            eager.enter_context(switch_implementation(config, "eager"))
         found = eager.enter_context(eager_matrices(model))
         model(**inputs)
     return found
@@ -217,7 +217,7 @@ def test_falcon_is_seen_where_it_calls_pytorch_itself() -> None:
 
 def test_classes_are_told_apart_by_how_they_come_by_their_attention() -> None:
     model = made(PARTLY_OWN["bigbird-pegasus"])
-    kinds = {type(module).__name__: attends(type(module)) for module in model.modules()}
+    kinds = {type(module).__name__: attention_source_of(type(module)) for module in model.modules()}
     assert kinds["BigBirdPegasusDecoderAttention"] == "asks"
     assert kinds["BigBirdPegasusSelfAttention"] == "computes"
     assert kinds["BigBirdPegasusEncoderAttention"] is kinds["BigBirdPegasusModel"] is kinds["Linear"] is None
@@ -269,7 +269,7 @@ def test_nothing_stays_after_the_block() -> None:
         model(TOKENS + 1000, decoder_input_ids=TARGET)
     assert implementations(model) == before
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    assert SWITCHED == {}
+    assert SWITCHED_CONFIGS == {}
 
 
 def test_two_threads_watch_one_model() -> None:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import foci
-from foci.capture.torch_functions import Seeing
+from foci.capture.torch_functions import AttentionMode
 
 transformers = pytest.importorskip("transformers")
 
-from foci.capture.huggingface.attention import attend  # noqa: E402
+from foci.capture.huggingface.attention import attention_forward  # noqa: E402
 
 IDS = torch.arange(12).view(1, 12)
 
@@ -41,17 +41,17 @@ class Onlooker(TorchFunctionMode):
 
 def test_the_mode_is_told_of_a_layers_attention_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    original = Seeing.__torch_function__
+    original = AttentionMode.__torch_function__
 
     def counted(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         told.append(func)
         return original(self, func, types, args, kwargs)
 
-    monkeypatch.setattr(Seeing, "__torch_function__", counted)
+    monkeypatch.setattr(AttentionMode, "__torch_function__", counted)
     model = llama()
     with foci.watch(model) as seen, torch.no_grad():
         model(IDS)
-    assert told.count(attend) == seen.calls == 3
+    assert told.count(attention_forward) == seen.calls == 3
     assert foci.attention not in told
     # What the interface asks of its tensors is between `attend` and `foci.attention`.
     assert Tensor._version.__get__ not in told  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def test_blocks_and_modes_inside_of_each_other(outer: bool) -> None:
     torch.testing.assert_close(first["L2"].entropy(), second["L2"].entropy())
     assert torch.equal(first["L1"].top(2).keys, second["L1"].top(2).keys)
     # Inside of the blocks it is told first and of all of it, outside of what they compute.
-    assert onlooker.told.count(foci.attention if outer else attend) == 3
+    assert onlooker.told.count(foci.attention if outer else attention_forward) == 3
 
 
 def test_weights_that_the_caller_asked_for() -> None:

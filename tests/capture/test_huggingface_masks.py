@@ -15,7 +15,7 @@ from transformers import masking_utils as theirs  # noqa: E402
 
 import foci  # noqa: E402
 from foci.capture.huggingface import masks  # noqa: E402
-from foci.capture.huggingface.masks import Deferred, built, mask_of  # noqa: E402
+from foci.capture.huggingface.masks import DeferredMask, build_attention_mask, build_deferred_mask  # noqa: E402
 
 LENGTH = 6
 RIGHT = torch.arange(LENGTH) < torch.tensor([[6], [4]])
@@ -63,18 +63,18 @@ def test_the_entries_are_those_of_transformers(rule: str, place: str, padding: s
     queries, keys, query_start, key_start = PLACES[place]
     arguments = (2, queries, keys, query_start, key_start, RULES[rule], PADDINGS[padding])
     expected = theirs.sdpa_mask(*arguments, allow_is_causal_skip=False)
-    found = mask_of(*arguments)
-    assert isinstance(found, Deferred)
+    found = build_attention_mask(*arguments)
+    assert isinstance(found, DeferredMask)
     assert found.shape == expected.shape
-    assert torch.equal(built(found), expected)
+    assert torch.equal(build_deferred_mask(found), expected)
 
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_known_rules_build_nothing(rule: str, padding: str) -> None:
-    found = mask_of(2, LENGTH, LENGTH, 0, 0, RULES[rule], PADDINGS[padding])
-    assert isinstance(found, Deferred)
+    found = build_attention_mask(2, LENGTH, LENGTH, 0, 0, RULES[rule], PADDINGS[padding])
+    assert isinstance(found, DeferredMask)
     held = [tensor.numel() for tensor in tensors_of(found.mask)]
     assert all(numbers <= 2 * LENGTH for numbers in held)
 
@@ -88,41 +88,41 @@ def tensors_of(mask: foci.Mask) -> list[Tensor]:
 def test_a_rule_of_ones_own_is_built_by_transformers() -> None:
     rule = theirs.and_masks(CAUSAL, lambda batch, head, query, key: (query - key) % 2 == 0)
     expected = theirs.sdpa_mask(1, 5, 5, mask_function=rule, allow_is_causal_skip=False, use_vmap=True)
-    found = mask_of(1, 5, 5, mask_function=rule, use_vmap=True)
-    assert isinstance(found, Deferred)
+    found = build_attention_mask(1, 5, 5, mask_function=rule, use_vmap=True)
+    assert isinstance(found, DeferredMask)
     assert repr(found.mask) == "bool tensor (1, 1, 5, 5)"
-    assert torch.equal(built(found), expected)
+    assert torch.equal(build_deferred_mask(found), expected)
 
 
 def test_full_attention_needs_no_mask() -> None:
     everything = theirs.bidirectional_mask_function
     for padding in (None, PADDINGS["all"]):
-        assert mask_of(2, 6, 6, 0, 0, everything, padding, allow_is_bidirectional_skip=True) is None
-    assert mask_of(2, 6, 6, 0, 0, everything, RIGHT, allow_is_bidirectional_skip=True) is not None
-    assert mask_of(2, 6, 6, 0, 0, everything, None) is not None
+        assert build_attention_mask(2, 6, 6, 0, 0, everything, padding, allow_is_bidirectional_skip=True) is None
+    assert build_attention_mask(2, 6, 6, 0, 0, everything, RIGHT, allow_is_bidirectional_skip=True) is not None
+    assert build_attention_mask(2, 6, 6, 0, 0, everything, None) is not None
 
 
 def test_causal_is_said_even_where_it_could_be_left_out() -> None:
     """A module that takes no notice of the name would not know that it is causal."""
-    found = mask_of(1, 4, 4, allow_is_causal_skip=True)
-    assert isinstance(found, Deferred)
+    found = build_attention_mask(1, 4, 4, allow_is_causal_skip=True)
+    assert isinstance(found, DeferredMask)
     assert found.mask is foci.causal
 
 
 def test_the_rest_of_a_cache_of_fixed_size_is_left_out() -> None:
-    found = mask_of(1, 3, 8, torch.tensor(2), 0)
-    assert isinstance(found, Deferred)
+    found = build_attention_mask(1, 3, 8, torch.tensor(2), 0)
+    assert isinstance(found, DeferredMask)
     assert (found.keys, found.mask) == (5, foci.causal)
-    one = mask_of(1, 1, 8, torch.tensor(2), 0)
-    assert isinstance(one, Deferred)
+    one = build_attention_mask(1, 1, 8, torch.tensor(2), 0)
+    assert isinstance(one, DeferredMask)
     # Where the cache ends is not read for one query: its row has an entry for each key.
     assert one.keys == 8
-    assert built(one).tolist() == [[[[True] * 3 + [False] * 5]]]
+    assert build_deferred_mask(one).tolist() == [[[[True] * 3 + [False] * 5]]]
 
 
-def deferred() -> Deferred:
-    found = mask_of(2, LENGTH, LENGTH, attention_mask=RIGHT)
-    assert isinstance(found, Deferred)
+def deferred() -> DeferredMask:
+    found = build_attention_mask(2, LENGTH, LENGTH, attention_mask=RIGHT)
+    assert isinstance(found, DeferredMask)
     return found
 
 
@@ -151,5 +151,7 @@ def test_code_that_puts_it_on_its_scores_gets_the_mask_of_eager_code() -> None:
 
 
 def test_compiling_gives_the_mask_of_eager_code() -> None:
-    found = torch.compile(lambda padding: mask_of(2, LENGTH, LENGTH, attention_mask=padding), backend="eager")(RIGHT)
+    found = torch.compile(
+        lambda padding: build_attention_mask(2, LENGTH, LENGTH, attention_mask=padding), backend="eager"
+    )(RIGHT)
     assert torch.equal(found, theirs.eager_mask(2, LENGTH, LENGTH, attention_mask=RIGHT))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import foci.capture.look as look_module
-from foci.capture.look import Reader, check_path, is_own, kind_of, look
+from foci.capture.look import TextModel, auto_class_of, check_path_exists, is_foci_model, look
 from foci.cli import main
 from foci.tasks.generation import Generation, GenerationSettings, Passage
 from foci.tasks.model_file import save
@@ -201,10 +201,10 @@ def test_a_folder_that_is_no_model(tmp_path: Path, folders: Path) -> None:
         ValueError,
         match=r"expected the folder or name of a Hugging Face model, a run of foci, or a model that ships",
     ):
-        Reader(str(tmp_path))
-    assert not is_own(tmp_path)
-    assert not is_own(folders / "reads")
-    check_path("gpt2")
+        TextModel(str(tmp_path))
+    assert not is_foci_model(tmp_path)
+    assert not is_foci_model(folders / "reads")
+    check_path_exists("gpt2")
 
 
 def test_a_word_that_is_not_there(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +222,7 @@ def test_a_word_that_is_not_there(folders: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_the_class_that_loads_a_model(both: bool, named: list[str] | None, kind: str) -> None:
-    assert kind_of(transformers.PretrainedConfig(is_encoder_decoder=both, architectures=named)) == kind
+    assert auto_class_of(transformers.PretrainedConfig(is_encoder_decoder=both, architectures=named)) == kind
 
 
 def test_a_page_opens_at_the_head_and_the_word_that_were_named(

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import foci
-from foci.capture.naming import Place, Places, numbers
+from foci.capture.naming import LayerName, LayerNames, number_layers
 
 
 class SelfAttention(nn.Module):
@@ -65,55 +65,55 @@ NAMED = {
 @pytest.mark.parametrize("case", NAMED)
 def test_names(case: str) -> None:
     paths, names = NAMED[case]
-    places = Places(modules(tree(*paths)))
+    places = LayerNames(modules(tree(*paths)))
     assert [places.of(path).name for path in paths] == names
 
 
 def test_the_innermost_of_nested_attention_attends() -> None:
-    assert list(Places(modules(tree("layer.0.attention", kind=Attention))).known) == ["layer.0.attention.self"]
+    assert list(LayerNames(modules(tree("layer.0.attention", kind=Attention))).known) == ["layer.0.attention.self"]
 
 
 def test_pytorchs_own_transformer() -> None:
-    places = Places(modules(nn.Transformer(8, 2, 1, 1, 8, batch_first=True)))
+    places = LayerNames(modules(nn.Transformer(8, 2, 1, 1, 8, batch_first=True)))
     assert [place.name for place in places.found.values()] == ["encoder.L0", "decoder.L0", "cross.L0"]
     cross = places.of("decoder.layers.0.multihead_attn")
     assert (cross.queries, cross.keys, cross.cross) == ("target", "source", True)
-    alone = Places(modules(nn.MultiheadAttention(8, 2)))
-    assert alone.of("") == Place()
+    alone = LayerNames(modules(nn.MultiheadAttention(8, 2)))
+    assert alone.of("") == LayerName()
 
 
 def test_foci_names_its_own_as_its_weights() -> None:
     model = foci.nn.EncoderDecoder.from_name("tiny", vocabulary=9)
     names = {id(module): name for name, module in model.named_modules()}
-    places = Places(modules(model))
+    places = LayerNames(modules(model))
     assert {places.of(names[id(each)]).name: name for name, each in model.attentions().items()} == {
         name: name for name in model.attentions()
     }
 
 
 def test_modules_whose_class_says_nothing() -> None:
-    places = Places(modules(nn.Module()))
+    places = LayerNames(modules(nn.Module()))
     assert [places.of(name).name for name in ("h.4.mix", "h.2.mix", "h.2.other", "free")] == ["L4", "L2", "L5", "L3"]
-    places.set("x", Place("vision", 7))
+    places.set("x", LayerName("vision", 7))
     assert places.of("x").name == "vision.L7"
-    inner = Places(modules(tree("layers.3.self_attn")))
+    inner = LayerNames(modules(tree("layers.3.self_attn")))
     assert inner.of("layers.3.self_attn.core").name == "L3"
 
 
 def test_numbers() -> None:
-    assert numbers(["a.1.b.0", "a.1.b.5"]) == [0, 5]
-    assert numbers(["a", "b"]) == [0, 1]
-    assert numbers([]) == []
+    assert number_layers(["a.1.b.0", "a.1.b.5"]) == [0, 5]
+    assert number_layers(["a", "b"]) == [0, 1]
+    assert number_layers([]) == []
 
 
 def test_what_names_tell_is_remembered_and_each_model_has_places_of_its_own() -> None:
     one, other = (tree("layers.0.attention", "layers.1.attention", kind=Attention) for _ in range(2))
-    first = Places(modules(one))
+    first = LayerNames(modules(one))
     first.set("layers.0.attention.self", first.of("layers.1.attention.self"))
     assert first.of("layers.0.attention.self").index == 1
-    second = Places(modules(other))
+    second = LayerNames(modules(other))
     assert second.told is first.told
     assert second.of("layers.0.attention.self").index == 0
     assert second.known["layers.1.attention.self"] is other.get_submodule("layers.1.attention.self")
     del other.get_submodule("layers.1.attention").self
-    assert list(Places(modules(other)).known) == ["layers.0.attention.self", "layers.1.attention"]
+    assert list(LayerNames(modules(other)).known) == ["layers.0.attention.self", "layers.1.attention"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import foci
-from foci.capture.token_ids import Reading, sequence_of
+from foci.capture.token_ids import TokenIds, sequence_of_embedding
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ from foci.capture.token_ids import Reading, sequence_of
     ],
 )
 def test_which_sequence_an_embedding_reads(stack: list[str], paired: bool, sequence: str) -> None:
-    assert sequence_of(stack, paired) == sequence
+    assert sequence_of_embedding(stack, paired) == sequence
 
 
 def test_the_tokens_of_a_generation_go_on() -> None:
-    reading = Reading()
+    reading = TokenIds()
     for number, ids in enumerate(([[1, 2, 3]], [[4]], [[5]]), 1):
         reading.seen(["", "wte"], torch.tensor(ids), number, False)
         reading.seen(["", "wte"], torch.tensor([[9, 9]]), number, False)
@@ -32,7 +32,7 @@ def test_the_tokens_of_a_generation_go_on() -> None:
 
 
 def test_another_text_has_labels_of_its_own() -> None:
-    reading = Reading(lambda ids: "".join(chr(96 + i) for i in ids))
+    reading = TokenIds(lambda ids: "".join(chr(96 + i) for i in ids))
     for number, ids in enumerate(([[1, 2]], [[3, 4]]), 1):
         reading.seen(["", "wte"], torch.tensor(ids), number, False)
     assert [reading.name_for("input", [1]), reading.name_for("input", [2])] == ["input", "input#2"]
@@ -41,7 +41,7 @@ def test_another_text_has_labels_of_its_own() -> None:
 
 
 def test_a_source_is_read_once_and_looked_at_by_all_steps() -> None:
-    reading = Reading()
+    reading = TokenIds()
     reading.seen(["encoder", "embed"], torch.tensor([[7, 8]]), 1, True)
     for number in (2, 3):
         reading.seen(["decoder", "embed"], torch.tensor([[number]]), number, True)
@@ -54,7 +54,7 @@ def test_a_source_is_read_once_and_looked_at_by_all_steps() -> None:
 
 
 def test_what_is_told_counts_and_not_what_is_seen() -> None:
-    reading = Reading()
+    reading = TokenIds()
     reading.seen(["", "wte"], torch.tensor([[1]]), 1, False)
     reading.told("input", torch.tensor([5, 6]), 1)
     reading.seen(["", "wte"], torch.tensor([[1]]), 2, False)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import foci
-from foci.capture.recorder import active
+from foci.capture.recorder import active_recorders
 from foci.record.labels import Labels
-from foci.record.metrics import SCORES
+from foci.record.metrics import HEAD_SCORES
 from tests.capture.models import FusedAttention, Stack
 from tests.tensors import randn
 
@@ -229,7 +229,7 @@ def test_names_that_nothing_has_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message), foci.watch(model, **options):  # type: ignore[arg-type]
             model(IDS)
-        assert (hooks(model), modes(), active()) == (0, 0, ())
+        assert (hooks(model), modes(), active_recorders()) == (0, 0, ())
 
 
 @pytest.mark.parametrize(
@@ -308,13 +308,13 @@ def test_nothing_stays_behind_when_an_exception_passes() -> None:
     with pytest.raises(KeyError, match="mine"), foci.watch(model):
         model(IDS)
     handle.remove()
-    assert (hooks(model), modes(), active()) == (0, 0, ())
+    assert (hooks(model), modes(), active_recorders()) == (0, 0, ())
     with foci.watch(model) as seen:
-        assert active()[0].model is model
+        assert active_recorders()[0].model is model
         assert modes() == 1
         model(IDS)
     assert len(seen.layers) == 3
-    assert (hooks(model), modes(), active()) == (0, 0, ())
+    assert (hooks(model), modes(), active_recorders()) == (0, 0, ())
 
 
 def test_a_record_is_asked_after_its_block(tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_the_page_about_watching_is_right(tmp_path: Path, monkeypatch: pytest.Mo
         exec(compile(code, "watch.md", "exec"), names)
     assert foci.Record.load(tmp_path / "run.foci").heads == names["seen"].heads
     rows = dict(re.findall(r"^\| ([a-z ]+) \| (.+) \|$", page.partition("| score |")[2], re.MULTILINE))
-    assert rows == SCORES
+    assert rows == HEAD_SCORES
 
 
 class TestCompiled:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from foci.capture.look import shipped
+from foci.capture.look import list_shipped_models
 from tests.conftest import chromium_path
 from tests.view import records
 from tests.view.browsing import browsing, listed, opened, shares, summed
@@ -69,7 +69,7 @@ def test_type_a_text_and_look(browser: Any, address: str) -> None:
 
 def test_what_ships_is_offered_and_translates(browser: Any, address: str) -> None:
     with opened(browser, address, offline=False) as tab:
-        assert tab.locator(".modelchip").all_inner_texts()[:4] == ["untrained vectors", *shipped()[:3]]
+        assert tab.locator(".modelchip").all_inner_texts()[:4] == ["untrained vectors", *list_shipped_models()[:3]]
         assert tab.get_by_label("Model").input_value() == "translation"
         tab.get_by_label("Text").fill("Where is the train station?")
         tab.get_by_role("button", name="Look", exact=True).click()

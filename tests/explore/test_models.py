@@ -31,7 +31,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", f"or a model that ships ({', '.join(look.shipped())}), received none"),
+        ("", f"or a model that ships ({', '.join(look.list_shipped_models())}), received none"),
         ("~/nowhere", "nowhere is not there"),
         ("/" + "x" * 300, "x is not there"),
         ("a b", "Repo id must use alphanumeric chars"),
@@ -48,7 +48,7 @@ def test_a_name_that_is_none(name: str, said: str) -> None:
 def test_home_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert look.place_of("~/model") == str(tmp_path / "model")
+    assert look.locate_model("~/model") == str(tmp_path / "model")
 
 
 def test_a_name_that_nobody_knows_is_told_after_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_a_name_that_nobody_knows_is_told_after_one_question(monkeypatch: pytest
             ValueError, match=r"received 'no/such': it is not on this machine, and .* \(no such host\)$"
         ):
             ask()
-    assert asked == [("no/such", look.PATIENCE)] * 2
+    assert asked == [("no/such", look.HUB_TIMEOUT)] * 2
 
 
 def test_the_code_of_a_stranger_is_not_run(vision: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_the_code_of_a_stranger_is_not_run(vision: Path, tmp_path: Path, monkeyp
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for load in (lambda: look.Reader(str(folder)), lambda: models.image_model(str(folder), "cpu")):
+    for load in (lambda: look.TextModel(str(folder)), lambda: models.image_model(str(folder), "cpu")):
         with pytest.raises(ValueError, match="contains custom code"):
             load()
     assert not (tmp_path / "ran").exists()
@@ -122,9 +122,9 @@ def test_what_ships_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
     monkeypatch.setattr(look, "SHIPPED", tmp_path)
-    assert look.shipped() == ["generation", "vision"]
-    assert look.place_of(None) == look.place_of("generation") == str(tmp_path / "generation")
-    assert look.place_of("vision") == str(tmp_path / "vision")
+    assert look.list_shipped_models() == ["generation", "vision"]
+    assert look.locate_model(None) == look.locate_model("generation") == str(tmp_path / "generation")
+    assert look.locate_model("vision") == str(tmp_path / "vision")
 
 
 def test_a_model_that_is_not_there_is_not_offered() -> None:
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_written_is_said_before_a_model_runs(
     assert capsys.readouterr().err == f"foci look: {said}\n"
 
 
-@pytest.mark.skipif("translation" not in look.shipped(), reason="the translation model does not ship")
+@pytest.mark.skipif("translation" not in look.list_shipped_models(), reason="the translation model does not ship")
 def test_a_text_that_is_longer_than_the_model_reads_is_noted() -> None:
     note = ["the text is longer than the model reads: what is shown is a part of it"]
     long = "The cat sat on the mat. " * 30

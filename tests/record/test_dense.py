@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.record.dense import Dense
+from foci.record.dense import DenseWeights
 from tests.tensors import qkv
 
 
-def pair() -> tuple[foci.Weights, Dense]:
+def pair() -> tuple[foci.Weights, DenseWeights]:
     _, weights = foci.attention(*qkv(6, 9, torch.float64), mask=foci.causal, return_weights=True)
-    return weights, Dense(weights.dense())
+    return weights, DenseWeights(weights.dense())
 
 
 def close(left: Tensor, right: Tensor) -> None:
@@ -28,7 +28,7 @@ def test_top_with_ties_and_hidden_keys() -> None:
     lazy, dense = pair()
     close(dense.top(5).values, lazy.top(5).values)
     assert torch.equal(dense.top(5).keys, lazy.top(5).keys)
-    level = Dense(torch.tensor([[0.25, 0.5, 0.25, 0.0]])).top(4)
+    level = DenseWeights(torch.tensor([[0.25, 0.5, 0.25, 0.0]])).top(4)
     assert level.keys.tolist() == [[1, 0, 2, -1]]
     with pytest.raises(ValueError, match="from 1 to the 9 keys, but got 10"):
         dense.top(10)
@@ -63,5 +63,5 @@ def test_groups_products_and_means() -> None:
 
 
 def test_half_precision_is_summed_in_float32() -> None:
-    assert Dense(torch.full((1, 4096), 1 / 4096, dtype=torch.bfloat16)).entropy().dtype == torch.float32
-    assert Dense(torch.eye(4), torch.arange(4) + 2).distance().tolist() == [2.0] * 4
+    assert DenseWeights(torch.full((1, 4096), 1 / 4096, dtype=torch.bfloat16)).entropy().dtype == torch.float32
+    assert DenseWeights(torch.eye(4), torch.arange(4) + 2).distance().tolist() == [2.0] * 4

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import foci
-from foci.record.kept import Kept
+from foci.record.kept import KeptStatistics
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.runtime.safetensors_file import checksum
@@ -26,7 +26,7 @@ def record() -> foci.Record:
     seen = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     lazy = [foci.attention(*qkv(), mask=seen, return_weights=True)[1] for _ in range(2)]
     norms = qkv()[2].norm(dim=-1)
-    kept = Kept(foci.Keep(top=3, picture=4).of(lazy[0]), lazy[0].shape)
+    kept = KeptStatistics(foci.Keep(top=3, picture=4).of(lazy[0]), lazy[0].shape)
     layers = {
         "a": Layer("a", weights=lazy[0], kv_heads=2, value_norms=norms),
         "b": Layer("b", index=1, weights=lazy[1], kv_heads=2),

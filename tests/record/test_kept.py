@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import foci
-from foci.record.kept import Kept, shares
+from foci.record.kept import KeptStatistics, compute_key_shares
 from tests.tensors import qkv
 
 
@@ -12,9 +12,9 @@ def weights(queries: int = 12, keys: int = 12) -> foci.Weights:
     return foci.attention(*qkv(queries, keys), mask=foci.causal, return_weights=True)[1]
 
 
-def kept(keep: foci.Keep, queries: int = 12, keys: int = 12) -> tuple[Kept, foci.Weights]:
+def kept(keep: foci.Keep, queries: int = 12, keys: int = 12) -> tuple[KeptStatistics, foci.Weights]:
     lazy = weights(queries, keys)
-    return Kept(keep.of(lazy), lazy.shape), lazy
+    return KeptStatistics(keep.of(lazy), lazy.shape), lazy
 
 
 def test_everything_is_what_the_weights_say() -> None:
@@ -33,12 +33,12 @@ def test_everything_is_what_the_weights_say() -> None:
 def test_the_mass_of_sinks_is_computed_only_where_there_are_some() -> None:
     keep, inputs = foci.Keep(top=2, picture=4), qkv(12, 12)
     with_sinks = foci.attention(*inputs, sink=torch.randn(4), return_weights=True)[1]
-    found = Kept(keep.of(with_sinks), with_sinks.shape)
+    found = KeptStatistics(keep.of(with_sinks), with_sinks.shape)
     torch.testing.assert_close(found.sink_mass(), with_sinks.sink_mass())
     assert found.sink_mass().min() > 0
     without = keep.of(weights())
     assert "sink_mass" not in without
-    zeros = Kept(without, (2, 4, 12, 12)).head(1).sink_mass()
+    zeros = KeptStatistics(without, (2, 4, 12, 12)).head(1).sink_mass()
     assert zeros.shape == (2, 12)
     assert not zeros.any()
 
@@ -60,7 +60,7 @@ def test_a_coarser_picture_weighs_its_blocks(queries: int, keys: int) -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (5, 13), (11, 7), (1, 1)])
 def test_shares_of_the_key_before_and_of_the_first(queries: int, keys: int) -> None:
     lazy = weights(queries, keys)
-    dense, found = lazy.dense(), shares(lazy, lazy.received())
+    dense, found = lazy.dense(), compute_key_shares(lazy, lazy.received())
     torch.testing.assert_close(found["first"], dense[..., 0])
     before = torch.arange(queries) + keys - queries - 1
     expected = torch.stack(

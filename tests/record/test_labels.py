@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from foci.record.labels import Labels, pieces, spaced_words
+from foci.record.labels import Labels, decode_each_token, number_words_by_spaces
 
 BYTES = "Hé 🙂!"
 
@@ -29,14 +29,14 @@ class Tokenizer:
 
 def test_a_character_that_is_split_over_tokens_stays_whole() -> None:
     ids = list(BYTES.encode())
-    found = pieces(ids, by_bytes)
+    found = decode_each_token(ids, by_bytes)
     assert found == ["H", "é", "", " ", "🙂", "", "", "", "!"]
     assert "".join(found) == BYTES
 
 
 def test_broken_bytes_at_the_end_and_in_the_middle_end() -> None:
-    assert pieces([72, 0xF0, 0x9F], by_bytes) == ["H", "�", ""]
-    found = pieces([0xFF] * 12 + [72], by_bytes)
+    assert decode_each_token([72, 0xF0, 0x9F], by_bytes) == ["H", "�", ""]
+    found = decode_each_token([0xFF] * 12 + [72], by_bytes)
     assert len(found) == 13
     assert "".join(found) == "�" * 12 + "H"
 
@@ -91,8 +91,8 @@ def test_a_real_tokenizer_of_bytes() -> None:
 
 
 def test_words_begin_at_spaces() -> None:
-    assert spaced_words(["un", "seen", " by", " ", "x", "", "y ", "z"]) == [0, 0, 1, None, 2, 2, 2, 3]
-    assert spaced_words([]) == []
+    assert number_words_by_spaces(["un", "seen", " by", " ", "x", "", "y ", "z"]) == [0, 0, 1, None, 2, 2, 2, 3]
+    assert number_words_by_spaces([]) == []
 
 
 def test_unequal_sequences_are_filled_up() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.record.kept import Kept
+from foci.record.kept import KeptStatistics
 from foci.record.layer import Layer
 from foci.weights.summary import Top
 from tests.tensors import qkv
@@ -33,7 +33,7 @@ def weights() -> foci.Weights:
 
 def layers() -> dict[str, Layer]:
     lazy, norms = weights(), qkv()[2].norm(dim=-1)
-    kept = Kept(foci.Keep(top=3, picture=6, largest_logit=True, shares=True).of(lazy), lazy.shape)
+    kept = KeptStatistics(foci.Keep(top=3, picture=6, largest_logit=True, shares=True).of(lazy), lazy.shape)
     behind: dict[str, Any] = {"weights": lazy, "kept": kept, "matrix": lazy.dense()}
     return {name: Layer("a.b", kv_heads=2, value_norms=norms, **{name: thing}) for name, thing in behind.items()}
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 import foci
 from foci.record import metrics
-from foci.record.kept import Kept
+from foci.record.kept import KeptStatistics
 from foci.record.labels import Labels
 from foci.record.layer import Layer
-from foci.record.metrics import SCORES
+from foci.record.metrics import HEAD_SCORES
 from tests.tensors import qkv, randn
 
 TOKENS = [list("abcabcab"), list("aabbaabb")]
@@ -51,11 +51,11 @@ def test_scores_are_their_definitions(entries: int, kind: str, monkeypatch: pyte
     lazy = layer()
     dense = lazy.dense()
     asked = lazy if kind == "weights" else Layer("x", matrix=dense)
-    found = metrics.totals(asked, (TOKENS, TOKENS)).means()
-    assert found.keys() == SCORES.keys()
+    found = metrics.compute_score_totals(asked, (TOKENS, TOKENS)).means()
+    assert found.keys() == HEAD_SCORES.keys()
     for name, value in defined(dense, TOKENS).items():
         assert math.isclose(found[name][1], value, rel_tol=1e-5), name
-    single = metrics.totals(asked.head(1), (TOKENS, TOKENS)).means()
+    single = metrics.compute_score_totals(asked.head(1), (TOKENS, TOKENS)).means()
     for name, value in single.items():
         torch.testing.assert_close(value, found[name][1:2])
 
@@ -63,11 +63,11 @@ def test_scores_are_their_definitions(entries: int, kind: str, monkeypatch: pyte
 def test_kept_statistics_give_the_scores_that_they_can() -> None:
     lazy = layer()
     assert lazy.weights is not None
-    expected = metrics.totals(lazy).means()
+    expected = metrics.compute_score_totals(lazy).means()
     assert not {"duplicate token", "induction"} & expected.keys()
     for keep, missing in ((foci.Keep(shares=True), set()), (foci.Keep(), {"previous token", "sink share"})):
-        kept = Layer("x", kept=Kept(keep.of(lazy.weights), lazy.shape))
-        found = metrics.totals(kept).means()
+        kept = Layer("x", kept=KeptStatistics(keep.of(lazy.weights), lazy.shape))
+        found = metrics.compute_score_totals(kept).means()
         assert expected.keys() - found.keys() == missing
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6)
@@ -77,7 +77,7 @@ def test_queries_that_see_nothing_do_not_count() -> None:
     hidden = torch.ones(2, 1, 8, 8, dtype=torch.bool)
     hidden[0, :, 2:5] = False
     lazy = layer(mask=foci.causal & hidden)
-    found = metrics.totals(lazy)
+    found = metrics.compute_score_totals(lazy)
     assert found.sums["entropy"][1].tolist() == [13.0] * 4
     dense = lazy.dense()
     seen = dense.sum(-1) > 0
@@ -87,17 +87,17 @@ def test_queries_that_see_nothing_do_not_count() -> None:
 
 def test_a_learned_sink_counts_as_sink() -> None:
     lazy = layer(sink=torch.tensor([3.0, -1.0, 0.0, 1.0]))
-    found = metrics.totals(lazy).means()["sink share"]
+    found = metrics.compute_score_totals(lazy).means()["sink share"]
     expected = (lazy.dense()[..., 0] + lazy.sink_mass()).mean((0, 2)).double()
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_sums_add_up() -> None:
-    first, second = (metrics.totals(layer(seed=seed)) for seed in (0, 7))
+    first, second = (metrics.compute_score_totals(layer(seed=seed)) for seed in (0, 7))
     both = first.add(second).means()["entropy"]
     torch.testing.assert_close(both, (first.means()["entropy"] + second.means()["entropy"]) / 2)
     with pytest.raises(ValueError, match="records of one model add up"):
-        first.add(metrics.totals(layer().head(0)))
+        first.add(metrics.compute_score_totals(layer().head(0)))
 
 
 def rolled(layers: list[Tensor], batch: int, query: int) -> Tensor:
@@ -116,7 +116,7 @@ def test_rollout_is_the_product_of_dense_matrices(kind: str, sink: Tensor | None
     lazy = [layer(seed=seed, **options) for seed in (0, 5, 9)]
     asked = lazy if kind == "weights" else [Layer("x", matrix=each.dense()) for each in lazy]
     for batch, query in ((0, -1), (1, 4)):
-        found = metrics.rollout(asked, query, batch)
+        found = metrics.compute_rollout(asked, query, batch)
         torch.testing.assert_close(
             found.double(), rolled([each.dense() for each in lazy], batch, query), atol=1e-6, rtol=1e-5
         )
@@ -133,19 +133,22 @@ def test_rollout_by_values(kind: str) -> None:
     asked = (
         lazy if kind == "weights" else [Layer("x", matrix=each.dense(), value_norms=each.value_norms) for each in lazy]
     )
-    found = metrics.rollout(asked, -1, 1, values=True)
+    found = metrics.compute_rollout(asked, -1, 1, values=True)
     torch.testing.assert_close(found.double(), rolled(weighed, 1, -1), atol=1e-6, rtol=1e-5)
-    plain = metrics.rollout(asked, -1, 1)
+    plain = metrics.compute_rollout(asked, -1, 1)
     assert (found - plain).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("keep", [None, foci.Keep(shares=True)])
 def test_positions_of_two_sequences_are_not_compared(keep: foci.Keep | None) -> None:
     weights = foci.attention(*qkv(4, 6), return_weights=True)[1]
-    behind = {"weights": weights} if keep is None else {"kept": Kept(keep.of(weights), tuple(weights.shape))}
+    behind = {"weights": weights} if keep is None else {"kept": KeptStatistics(keep.of(weights), tuple(weights.shape))}
     alone, across = Layer("x", **behind), Layer("x", queries="target", keys="source", **behind)
-    assert metrics.totals(alone).sums.keys() - metrics.totals(across).sums.keys() == {"distance", "previous token"}
-    assert {"entropy", "sink share", "alignment"} <= metrics.totals(across).sums.keys()
+    assert metrics.compute_score_totals(alone).sums.keys() - metrics.compute_score_totals(across).sums.keys() == {
+        "distance",
+        "previous token",
+    }
+    assert {"entropy", "sink share", "alignment"} <= metrics.compute_score_totals(across).sums.keys()
 
 
 def test_rollout_of_a_few_queries_after_a_cache() -> None:
@@ -157,14 +160,14 @@ def test_rollout_of_a_few_queries_after_a_cache() -> None:
         whole = torch.zeros(2, 4, 6, 6)
         whole[:, :, 4:] = each.dense()
         square.append(whole)
-    torch.testing.assert_close(metrics.rollout(lazy, -1).double(), rolled(square, 0, -1), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(metrics.compute_rollout(lazy, -1).double(), rolled(square, 0, -1), atol=1e-6, rtol=1e-5)
     with pytest.raises(ValueError, match="rollout takes layers of one length, but L0 has 6, not 8"):
-        metrics.rollout([*lazy, layer()], 0)
+        metrics.compute_rollout([*lazy, layer()], 0)
 
 
 def test_tokens_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"takes tokens \(2, 8\) and \(2, 8\)"):
-        metrics.totals(layer(), (TOKENS, Labels.positions(2, 7).texts))
+        metrics.compute_score_totals(layer(), (TOKENS, Labels.positions(2, 7).texts))
 
 
 def test_padding_on_the_left_is_no_sink() -> None:
@@ -174,7 +177,7 @@ def test_padding_on_the_left_is_no_sink() -> None:
     wide = [torch.cat([randn(1, 2, 3, 8, seed=9), x], 2) for x in (q, k, v)]
     mask = foci.causal & foci.padding(torch.tensor([6]), side="left")
     padded = foci.attention(*wide, mask=mask, return_weights=True)[1]
-    expected, found = (metrics.totals(Layer("x", weights=weights)).means() for weights in (alone, padded))
+    expected, found = (metrics.compute_score_totals(Layer("x", weights=weights)).means() for weights in (alone, padded))
     torch.testing.assert_close(found["sink share"], expected["sink share"])
     kept = [foci.Keep(shares=True).of(weights)["first"] for weights in (alone, padded)]
     torch.testing.assert_close(kept[1][..., 3:], kept[0])

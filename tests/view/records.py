@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.record.kept import Keep, Kept
+from foci.record.kept import Keep, KeptStatistics
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.record import Record
@@ -49,7 +49,7 @@ def kept() -> Record:
     q = torch.arange(24.0).sin().view(1, 1, 6, 4) * 4
     _, weights = foci.attention(q, q, q, return_weights=True)
     statistics = Keep(top=2, picture=3).of(weights)
-    layer = Layer("layers.0", kept=Kept(statistics, (1, 1, 6, 6)))
+    layer = Layer("layers.0", kept=KeptStatistics(statistics, (1, 1, 6, 6)))
     return Record({"layers.0": layer}, {"input": Labels.tokens([tuple("abcdef")])}, model="Kept", calls=1)
 
 

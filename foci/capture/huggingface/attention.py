@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from foci.call import DOT, attention
-from foci.capture.huggingface.masks import Deferred, mask_of, watched
-from foci.capture.huggingface.switch import said_before
+from foci.call import DEFAULT_SCORE, attention
+from foci.capture.huggingface.masks import DeferredMask, build_attention_mask, is_watched
+from foci.capture.huggingface.switch import implementation_before_watch
 from foci.masks.base import Mask, as_mask
 from foci.masks.kinds import causal, window
 from foci.scores import Dot
 
-NAME = "foci"
+IMPLEMENTATION = "foci"
 
 # What some models hand over that would change the answer.
-NOT_SERVED = {"cache": "a paged cache", "block_indices": "blocks chosen by index"}
+UNSUPPORTED_OPTIONS = {"cache": "a paged cache", "block_indices": "blocks chosen by index"}
 
 
 def register() -> None:
@@ -34,11 +34,11 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as missing:
         raise ImportError("foci.hf needs transformers 5: pip install 'foci[hf]'") from missing
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, mask_of)
+    AttentionInterface.register(IMPLEMENTATION, attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, build_attention_mask)
 
 
-class Seen(NamedTuple):
+class VisibleKeys(NamedTuple):
     """Who may look at whom: how many of the keys count, and what a mask or a bias says about them."""
 
     keys: int
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
     bias: Tensor | None
 
 
-def attend(
+def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """One attention of a model of transformers: (B, H, Tq, D) in, (B, Tq, H, Dv) out, and the weights where asked.
@@ -55,13 +55,15 @@ def attend(
     `foci.attention`.
     """
     given = module, query, key, value, attention_mask
-    if has_torch_function_variadic(query, key, value) and watched():
-        found: tuple[Tensor, Tensor | None] = handle_torch_function(attend, (query, key, value), *given, **options)
+    if has_torch_function_variadic(query, key, value) and is_watched():
+        found: tuple[Tensor, Tensor | None] = handle_torch_function(
+            attention_forward, (query, key, value), *given, **options
+        )
         return found
-    return attended(attention, *given, **options)
+    return translate_call(attention, *given, **options)
 
 
-def attended(
+def translate_call(
     compute: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
@@ -79,42 +81,42 @@ def attended(
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What `attend` says, by `foci.attention` or by who tells of it: `compute`."""
-    for name, what in NOT_SERVED.items():
+    for name, what in UNSUPPORTED_OPTIONS.items():
         if others.get(name) is not None:
             raise ValueError(f"attn_implementation='foci' does not serve {what}: expected {name}=None")
     looks_back = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    seen = who_sees(attention_mask, position_bias, looks_back, sliding_window, query.shape[2], key.shape[2])
+    seen = read_visible_keys(attention_mask, position_bias, looks_back, sliding_window, query.shape[2], key.shape[2])
     options: dict[str, Any] = {
-        "score": score_of(scaling, None if softcap is None or ignores_softcap(module) else softcap, query.shape[3]),
-        "mask": seen.mask if indices is None else among(indices, seen),
+        "score": build_score(scaling, None if softcap is None or ignores_softcap(module) else softcap, query.shape[3]),
+        "mask": seen.mask if indices is None else restrict_to_indices(indices, seen),
         "bias": seen.bias,
         "sink": None if s_aux is None else s_aux.reshape(-1),
         "dropout": dropout if module.training else 0.0,
     }
-    key_now, value_now = first(seen.keys, key), first(seen.keys, value)
-    if looks_back and watched() and overwritten(key):
+    key_now, value_now = take_first_keys(seen.keys, key), take_first_keys(seen.keys, value)
+    if looks_back and is_watched() and is_in_static_cache(key):
         key_now, value_now = key_now.clone(), value_now.clone()
     query_key_value = query, key_now, value_now
-    if not wants_weights(others):
+    if not needs_weights(others):
         return compute(*query_key_value, **options).transpose(1, 2).contiguous(), None
     out, weights = compute(*query_key_value, **options, return_weights=True)
     dense = F.pad(weights.dense(limit=2**62), (0, key.shape[2] - seen.keys))
     return out.transpose(1, 2).contiguous(), dense.to(query.dtype)
 
 
-def first(count: int, keys: Tensor) -> Tensor:
+def take_first_keys(count: int, keys: Tensor) -> Tensor:
     """The first keys of a cache; all of them as they are, as a slice takes time."""
     return keys if keys.shape[2] == count else keys[:, :, :count]
 
 
-def who_sees(
+def read_visible_keys(
     attention_mask: Tensor | None,
     position_bias: Tensor | None,
     looks_back: bool,
     sliding_window: int | None,
     queries: int,
     keys: int,
-) -> Seen:
+) -> VisibleKeys:
     """Reads the mask in every form that models hand over, None included."""
     mask: Mask | Tensor | None = None
     if attention_mask is None and looks_back:
@@ -123,42 +125,42 @@ def who_sees(
         mask = causal if queries > 1 else None
         if sliding_window is not None and sliding_window < keys:
             mask = window(sliding_window - 1) if mask is None else causal & window(sliding_window - 1)
-    elif isinstance(attention_mask, Deferred):
+    elif isinstance(attention_mask, DeferredMask):
         mask, keys = attention_mask.mask, attention_mask.keys
     elif attention_mask is not None and attention_mask.dtype == torch.bool:
         mask = attention_mask[..., :keys]
     elif attention_mask is not None:
         added = attention_mask[..., :keys]
         position_bias = added if position_bias is None else position_bias[..., :keys] + added
-    return Seen(keys, mask, None if position_bias is None else position_bias[..., :keys])
+    return VisibleKeys(keys, mask, None if position_bias is None else position_bias[..., :keys])
 
 
-def among(indices: Tensor, seen: Seen) -> Mask:
+def restrict_to_indices(indices: Tensor, seen: VisibleKeys) -> Mask:
     """Only the keys that an indexer chose for each query, (B, Tq, some): a dense mask, as it is in eager code."""
     chosen = torch.zeros(*indices.shape[:2], seen.keys, dtype=torch.bool, device=indices.device)
     chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
     return as_mask(chosen) if seen.mask is None else as_mask(seen.mask) & chosen
 
 
-def score_of(scaling: float | None, softcap: float | None, width: int) -> Dot:
+def build_score(scaling: float | None, softcap: float | None, width: int) -> Dot:
     """The plain score itself where it is one: the short way of the call knows it by identity."""
-    return DOT if softcap is None and scaling in {None, width**-0.5} else Dot(scaling, softcap)
+    return DEFAULT_SCORE if softcap is None and scaling in {None, width**-0.5} else Dot(scaling, softcap)
 
 
 def ignores_softcap(module: nn.Module) -> bool:
     """Whether a watched module goes without its softcap: SDPA did not take one, and older versions did not say so."""
     from transformers.integrations import sdpa_attention
 
-    before = said_before(getattr(module, "config", None))
+    before = implementation_before_watch(getattr(module, "config", None))
     return before == "sdpa" and "softcap" not in inspect.getsource(sdpa_attention)
 
 
-def overwritten(key: Tensor) -> bool:
+def is_in_static_cache(key: Tensor) -> bool:
     """Whether the keys lie in a cache of fixed size, where the next step writes between them."""
     return not key.is_inference() and key._version > 0
 
 
-def wants_weights(others: dict[str, Any]) -> bool:
+def needs_weights(others: dict[str, Any]) -> bool:
     """Whether the forward was called with output_attentions=True, handed down or collected by hooks."""
     if others.get("output_attentions"):
         return True

@@ -21,24 +21,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from foci.capture.huggingface.switch import said_before
-from foci.masks.base import Entries, Mask
+from foci.capture.huggingface.switch import implementation_before_watch
+from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import causal, documents, padding, window
-from foci.masks.tile import Extent, Where
-from foci.runtime.checks import is_unreadable
+from foci.masks.tile import CallSizes, Tile
+from foci.runtime.checks import is_traced
 
-Rules = list[Mask]
-Function = Callable[..., Any]
+MaskConjuncts = list[Mask]
+MaskFunction = Callable[..., Any]
 
 # On a CPU a dense mask of this many entries is cheaper than a rule, and its kernel is the one that SDPA takes.
-SMALL = 2**20
+MAX_SMALL_MASK_ENTRIES = 2**20
 
 # What code does to its scores that computes its attention itself.
-OWN_ATTENTION = (torch.ops.aten.add, torch.ops.aten.add_, torch.ops.aten.masked_fill)
+EAGER_MASK_OPERATORS = (torch.ops.aten.add, torch.ops.aten.add_, torch.ops.aten.masked_fill)
 
 
 @dataclass(frozen=True)
-class Place:
+class MaskPositions:
     """Where the queries and keys of a mask stand: query i at query_start + i, key j at key_start + j."""
 
     batch: int
@@ -53,7 +53,7 @@ class Place:
         """Whether the last query stands at the last key, which foci takes for granted."""
         return self.query_start - self.key_start == self.keys - self.queries
 
-    def up_to_the_last_query(self) -> Place:
+    def up_to_the_last_query(self) -> MaskPositions:
         """Without the keys that stand behind every query: the part of a cache of fixed size that is still empty."""
         return replace(self, keys=min(self.keys, self.query_start + self.queries - self.key_start))
 
@@ -63,7 +63,7 @@ class Place:
         return queries, ids[:, self.key_start : self.key_start + self.keys]
 
 
-class Deferred(Tensor):
+class DeferredMask(Tensor):
     """A mask that stands for a dense tensor: transformers may hold it, pass it on and ask for its shape.
 
     An operation on it builds the bool tensor (True = may look), so whoever slices it gets what they expect. Code that
@@ -76,9 +76,9 @@ class Deferred(Tensor):
     keys: int
 
     @staticmethod
-    def __new__(cls, mask: Mask, place: Place, all_keys: int) -> Deferred:
+    def __new__(cls, mask: Mask, place: MaskPositions, all_keys: int) -> DeferredMask:
         shape = (place.batch, 1, place.queries, all_keys)
-        made: Deferred = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=place.device)
+        made: DeferredMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=place.device)
         made.mask, made.keys = mask, place.keys
         return made
 
@@ -86,11 +86,15 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        form: Callable[[Deferred], Tensor] = built
-        if function.overloadpacket in OWN_ATTENTION:
-            warn_of_own_attention()
+        form: Callable[[DeferredMask], Tensor] = build_deferred_mask
+        if function.overloadpacket in EAGER_MASK_OPERATORS:
+            warn_eager_attention()
             filled = function.overloadpacket is torch.ops.aten.masked_fill
-            form = hidden if filled else partial(lowest, like=args[1] if isinstance(args[0], cls) else args[0])
+            form = (
+                to_inverted_mask
+                if filled
+                else partial(to_additive_mask, like=args[1] if isinstance(args[0], cls) else args[0])
+            )
         args, kwargs = tree_map_only(cls, form, (args, kwargs or {}))
         return function(*args, **kwargs)
 
@@ -98,35 +102,35 @@ class Deferred(Tensor):
         return f"Deferred({self.mask!r}, {tuple(self.shape)})"
 
 
-def built(deferred: Deferred) -> Tensor:
+def build_deferred_mask(deferred: DeferredMask) -> Tensor:
     """The dense bool tensor that a deferred mask stands for."""
     (batch, _, queries, all_keys), keys, device = deferred.shape, deferred.keys, deferred.device
-    mask = deferred.mask.fit(Extent((batch,), 1, queries, keys, device))
+    mask = deferred.mask.fit(CallSizes((batch,), 1, queries, keys, device))
     query, key = torch.arange(queries, device=device).view(1, 1, -1, 1), torch.arange(keys, device=device)
     sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-    where = Where(sequence, torch.zeros_like(sequence[:1]), query, key.view(1, 1, 1, -1), query + keys - queries, key)
+    where = Tile(sequence, torch.zeros_like(sequence[:1]), query, key.view(1, 1, 1, -1), query + keys - queries, key)
     return F.pad(mask.visible(where).expand(batch, 1, queries, keys), (0, all_keys - keys))
 
 
-def lowest(deferred: Deferred, like: Tensor) -> Tensor:
+def to_additive_mask(deferred: DeferredMask, like: Tensor) -> Tensor:
     """What eager code adds to its scores: 0 where a query may look, the lowest number where not."""
-    return torch.where(built(deferred), 0.0, torch.finfo(like.dtype).min).to(like.dtype)
+    return torch.where(build_deferred_mask(deferred), 0.0, torch.finfo(like.dtype).min).to(like.dtype)
 
 
-def hidden(deferred: Deferred) -> Tensor:
+def to_inverted_mask(deferred: DeferredMask) -> Tensor:
     """Where eager masks are not 0."""
-    return ~built(deferred)
+    return ~build_deferred_mask(deferred)
 
 
-def watched() -> bool:
+def is_watched() -> bool:
     """Whether a `foci.watch` block of this thread is open; its module is there once one was."""
     recorder = sys.modules.get("foci.capture.recorder")
     return recorder is not None and bool(recorder.active())
 
 
-def warn_of_own_attention() -> None:
+def warn_eager_attention() -> None:
     # A watched model says which modules it could not see.
-    if not watched():
+    if not is_watched():
         warnings.warn(
             "attn_implementation='foci' is not used by a module of this model: it puts the mask on scores of its own,"
             " so its output is right, but foci does not compute it",
@@ -134,13 +138,13 @@ def warn_of_own_attention() -> None:
         )
 
 
-def mask_of(
+def build_attention_mask(
     batch_size: int,
     q_length: int = 0,
     kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Function | None = None,
+    mask_function: MaskFunction | None = None,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
@@ -163,47 +167,58 @@ def mask_of(
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
     asked |= {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "mask_function": function}
     asked |= {"attention_mask": attention_mask, "allow_is_causal_skip": False, **others}
-    if torch.compiler.is_compiling() or is_unreadable(torch.as_tensor(q_offset)):
+    if torch.compiler.is_compiling() or is_traced(torch.as_tensor(q_offset)):
         return eager_mask(**asked, allow_is_bidirectional_skip=allow_is_bidirectional_skip)  # type: ignore[no-any-return]
     # Where a cache of fixed size ends is on its device: one query has a row of entries, and nothing waits for it.
-    unknown = isinstance(q_offset, Tensor) and q_length == 1 and not watched()
+    unknown = isinstance(q_offset, Tensor) and q_length == 1 and not is_watched()
     start = kv_offset + kv_length - 1 if unknown else int(q_offset)
-    place = Place(batch_size, q_length, kv_length, start, kv_offset, torch.device(device))
-    place, rules = (place, None) if unknown else rules_of(function, attention_mask, place)
+    place = MaskPositions(batch_size, q_length, kv_length, start, kv_offset, torch.device(device))
+    place, rules = (place, None) if unknown else read_conjuncts(function, attention_mask, place)
     if rules == [] and allow_is_bidirectional_skip:
         return None
-    if allow_is_causal_skip and rules == [causal] and (start == 0 or q_length == 1) and ran_fused(others.get("config")):
+    if (
+        allow_is_causal_skip
+        and rules == [causal]
+        and (start == 0 or q_length == 1)
+        and ran_fused_before_watch(others.get("config"))
+    ):
         return None
-    if rules is None or (rules != [causal] and is_small(place)):
-        rules = [Entries(sdpa_mask(**asked)[..., : place.keys])]
-    return Deferred(reduce(and_, rules or [window(None, None)]), place, kv_length)
+    if rules is None or (rules != [causal] and is_small_mask(place)):
+        rules = [DenseMask(sdpa_mask(**asked)[..., : place.keys])]
+    return DeferredMask(reduce(and_, rules or [window(None, None)]), place, kv_length)
 
 
-def ran_fused(config: Any) -> bool:
+def ran_fused_before_watch(config: Any) -> bool:
     """Whether a model that is watched ran on SDPA before: it goes on leaving causality to its modules, or its output
     would change where they have another opinion.
     """
-    return said_before(config) not in {None, "eager", "foci"}
+    return implementation_before_watch(config) not in {None, "eager", "foci"}
 
 
-def is_small(place: Place) -> bool:
-    return place.device.type == "cpu" and place.batch * place.queries * place.keys <= SMALL
+def is_small_mask(place: MaskPositions) -> bool:
+    return place.device.type == "cpu" and place.batch * place.queries * place.keys <= MAX_SMALL_MASK_ENTRIES
 
 
-def rules_of(function: Function, attention_mask: Tensor | None, place: Place) -> tuple[Place, Rules | None]:
+def read_conjuncts(
+    function: MaskFunction, attention_mask: Tensor | None, place: MaskPositions
+) -> tuple[MaskPositions, MaskConjuncts | None]:
     """The rules of a mask, and its place without the keys that nobody sees; no rules where one is not known."""
-    rules = read(function, place)
+    rules = read_mask_function(function, place)
     if rules is not None and causal in rules:
         place = place.up_to_the_last_query()
-        rules = read(function, place)
+        rules = read_mask_function(function, place)
     if rules is None or (rules and not place.aligned):
         return place, None
-    return place, rules + real_keys(attention_mask, place)
+    return place, rules + read_padding_mask(attention_mask, place)
 
 
-def read(function: Function, place: Place) -> Rules | None:
+def read_mask_function(function: MaskFunction, place: MaskPositions) -> MaskConjuncts | None:
     """The rules that must all hold, none where everything is visible; None where one of them is not known."""
-    known = KNOWN.get(function.__qualname__) if function.__module__ == "transformers.masking_utils" else None
+    known = (
+        MASK_FUNCTION_READERS.get(function.__qualname__)
+        if function.__module__ == "transformers.masking_utils"
+        else None
+    )
     if known is None:
         return None
     cells = function.__closure__ or ()
@@ -211,71 +226,71 @@ def read(function: Function, place: Place) -> Rules | None:
     return known(place, **held)
 
 
-def all_of(place: Place, mask_functions: tuple[Function, ...]) -> Rules | None:
-    found = [read(function, place) for function in mask_functions]
+def read_and(place: MaskPositions, mask_functions: tuple[MaskFunction, ...]) -> MaskConjuncts | None:
+    found = [read_mask_function(function, place) for function in mask_functions]
     return None if None in found else [rule for rules in found for rule in rules or ()]
 
 
-def any_of(place: Place, mask_functions: tuple[Function, ...]) -> Rules | None:
-    found = [read(function, place) for function in mask_functions]
+def read_or(place: MaskPositions, mask_functions: tuple[MaskFunction, ...]) -> MaskConjuncts | None:
+    found = [read_mask_function(function, place) for function in mask_functions]
     if None in found:
         return None
     # One that lets everything through makes the others idle.
     return [reduce(or_, (reduce(and_, rules) for rules in found if rules))] if all(found) else []
 
 
-def looking_back(place: Place) -> Rules:
+def read_causal(place: MaskPositions) -> MaskConjuncts:
     return [causal]
 
 
-def anywhere(place: Place) -> Rules:
+def read_bidirectional(place: MaskPositions) -> MaskConjuncts:
     return []
 
 
-def near_before(place: Place, sliding_window: int) -> Rules:
+def read_sliding_window(place: MaskPositions, sliding_window: int) -> MaskConjuncts:
     return [] if sliding_window >= place.keys else [window(sliding_window - 1, None)]
 
 
-def near(place: Place, sliding_window: int) -> Rules:
+def read_bidirectional_window(place: MaskPositions, sliding_window: int) -> MaskConjuncts:
     return [] if sliding_window >= place.keys else [window(sliding_window, sliding_window)]
 
 
-def in_chunks(place: Place, chunk_size: int, left_padding: Tensor) -> Rules:
+def read_chunks(place: MaskPositions, chunk_size: int, left_padding: Tensor) -> MaskConjuncts:
     """Chunks are counted from the first real token."""
     end = max(place.query_start + place.queries, place.key_start + place.keys)
     chunks = (torch.arange(end, device=left_padding.device) - left_padding.view(-1, 1)) // chunk_size
     return [documents(*place.ids(chunks))]
 
 
-def packed(place: Place, packed_sequence_mask: Tensor) -> Rules:
+def read_packed_sequences(place: MaskPositions, packed_sequence_mask: Tensor) -> MaskConjuncts:
     return [documents(*place.ids(packed_sequence_mask))]
 
 
-def in_blocks(place: Place, block_sequence_ids: Tensor) -> Rules:
+def read_blocks(place: MaskPositions, block_sequence_ids: Tensor) -> MaskConjuncts:
     """Tokens with the number -1 belong to no block, so they meet no key."""
     queries, keys = place.ids(block_sequence_ids)
     return [documents(queries, torch.where(keys < 0, -2, keys))]
 
 
-def real(place: Place, padding_mask: Tensor) -> Rules:
-    return real_keys(padding_mask, place)
+def read_padding(place: MaskPositions, padding_mask: Tensor) -> MaskConjuncts:
+    return read_padding_mask(padding_mask, place)
 
 
-KNOWN: dict[str, Callable[..., Rules | None]] = {
-    "causal_mask_function": looking_back,
-    "bidirectional_mask_function": anywhere,
-    "and_masks.<locals>.and_mask": all_of,
-    "or_masks.<locals>.or_mask": any_of,
-    "sliding_window_overlay.<locals>.inner_mask": near_before,
-    "sliding_window_bidirectional_overlay.<locals>.inner_mask": near,
-    "chunked_overlay.<locals>.inner_mask": in_chunks,
-    "packed_sequence_mask_function.<locals>.inner_mask": packed,
-    "blockwise_overlay.<locals>.inner_mask": in_blocks,
-    "padding_mask_function.<locals>.inner_mask": real,
+MASK_FUNCTION_READERS: dict[str, Callable[..., MaskConjuncts | None]] = {
+    "causal_mask_function": read_causal,
+    "bidirectional_mask_function": read_bidirectional,
+    "and_masks.<locals>.and_mask": read_and,
+    "or_masks.<locals>.or_mask": read_or,
+    "sliding_window_overlay.<locals>.inner_mask": read_sliding_window,
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask": read_bidirectional_window,
+    "chunked_overlay.<locals>.inner_mask": read_chunks,
+    "packed_sequence_mask_function.<locals>.inner_mask": read_packed_sequences,
+    "blockwise_overlay.<locals>.inner_mask": read_blocks,
+    "padding_mask_function.<locals>.inner_mask": read_padding,
 }
 
 
-def real_keys(attention_mask: Tensor | None, place: Place) -> Rules:
+def read_padding_mask(attention_mask: Tensor | None, place: MaskPositions) -> MaskConjuncts:
     """Which keys are real tokens: as lengths where they are contiguous, which costs one look at the values."""
     if attention_mask is None:
         return []
@@ -290,4 +305,4 @@ def real_keys(attention_mask: Tensor | None, place: Place) -> Rules:
         return []
     if right or left:
         return [padding(lengths, "right" if right else "left")]
-    return [Entries(there[:, None, None, :])]
+    return [DenseMask(there[:, None, None, :])]

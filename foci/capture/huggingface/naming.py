@@ -9,52 +9,52 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from foci.capture.naming import CROSS, inside, tail
+from foci.capture.naming import CROSS_ATTENTION, is_inside, name_within_block
 
-SIDES = {
+MODALITY_BY_INPUT = {
     "pixel_values": "vision",
     "pixel_values_videos": "vision",
     "input_features": "audio",
     "input_values": "audio",
     "audio_values": "audio",
 }
-LABELS = {"text": "input", "vision": "patches", "audio": "frames", "encoder": "source", "decoder": "target"}
+SEQUENCE_NAMES = {"text": "input", "vision": "patches", "audio": "frames", "encoder": "source", "decoder": "target"}
 
 
 # The arguments of `Recorder.place`: name, stack, number, and the labels along queries and keys.
 Told = tuple[str, str, int, str, str]
 
 
-def places(parts: dict[str, Any], modules: dict[str, Any]) -> Iterator[Told]:
+def name_layers(parts: dict[str, Any], modules: dict[str, Any]) -> Iterator[Told]:
     """The place of each attention module; `parts` are the models of transformers in the model, outermost first."""
-    sides = {name: side_of(owner_of(name, parts)) for name in modules}
-    halves = halves_of(parts)
+    sides = {name: modality_of_model(find_owner(name, parts)) for name in modules}
+    halves = find_encoder_and_decoder(parts)
     several = len(set(sides.values())) > 1
     stacks: dict[tuple[str, bool], list[str]] = {}
     for name, module in modules.items():
-        stack = half_of(name, halves) or (sides[name] if several or not halves else "text")
-        stacks.setdefault((stack, is_cross(name, module)), []).append(name)
+        stack = half_containing(name, halves) or (sides[name] if several or not halves else "text")
+        stacks.setdefault((stack, is_cross_attention_module(name, module)), []).append(name)
     for (stack, crosses), names in stacks.items():
-        axis = LABELS[stack]
+        axis = SEQUENCE_NAMES[stack]
         shown = "cross" if crosses else stack if several or stack in {"encoder", "decoder"} else ""
         keys = {"target": "source", "input": "patches" if "vision" in sides.values() else "source"}.get(axis, axis)
-        for name, index in zip(names, numbers([modules[name] for name in names]), strict=True):
+        for name, index in zip(names, number_modules([modules[name] for name in names]), strict=True):
             yield name, shown, index, axis, keys if crosses else axis
 
 
-def owner_of(name: str, parts: dict[str, Any]) -> Any:
+def find_owner(name: str, parts: dict[str, Any]) -> Any:
     """The innermost model of transformers that a module belongs to."""
-    return parts[max((outer for outer in parts if outer == name or inside(name, outer)), key=len)]
+    return parts[max((outer for outer in parts if outer == name or is_inside(name, outer)), key=len)]
 
 
-def side_of(owner: Any) -> str:
+def modality_of_model(owner: Any) -> str:
     """What kind of input a model of transformers takes."""
     if "Vision" in type(owner.config).__name__:
         return "vision"
-    return SIDES.get(getattr(owner, "main_input_name", "input_ids"), "text")
+    return MODALITY_BY_INPUT.get(getattr(owner, "main_input_name", "input_ids"), "text")
 
 
-def halves_of(parts: dict[str, Any]) -> dict[str, str]:
+def find_encoder_and_decoder(parts: dict[str, Any]) -> dict[str, str]:
     """The names of the encoder and of the decoder, where the model has both."""
     for name, part in parts.items():
         if getattr(part.config, "is_encoder_decoder", False):
@@ -64,15 +64,15 @@ def halves_of(parts: dict[str, Any]) -> dict[str, str]:
     return {}
 
 
-def half_of(name: str, halves: dict[str, str]) -> str | None:
-    return next((half for half, outer in halves.items() if outer == name or inside(name, outer)), None)
+def half_containing(name: str, halves: dict[str, str]) -> str | None:
+    return next((half for half, outer in halves.items() if outer == name or is_inside(name, outer)), None)
 
 
-def is_cross(name: str, module: Any) -> bool:
-    return bool(getattr(module, "is_cross_attention", False) or CROSS.search(tail(name)))
+def is_cross_attention_module(name: str, module: Any) -> bool:
+    return bool(getattr(module, "is_cross_attention", False) or CROSS_ATTENTION.search(name_within_block(name)))
 
 
-def numbers(modules: Iterable[Any]) -> list[int]:
+def number_modules(modules: Iterable[Any]) -> list[int]:
     """The number that the model gave its layers, where it tells them apart; else they are counted."""
     given = [getattr(module, "layer_idx", None) for module in modules]
     told_apart = all(isinstance(number, int) for number in given) and len(set(given)) == len(given)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foci.record.labels import Labels
 from foci.record.layer import Layer
-from foci.record.metrics import SCORES
+from foci.record.metrics import HEAD_SCORES
 from foci.record.record import Record
 from foci.view.opening import first_query
 from foci.view.page.arrays import Blob
@@ -257,5 +257,5 @@ def measures(record: Record, layers: list[Layer]) -> list[dict[str, Any]]:
         rows = [values[i, : layer.shape[1]].tolist() for i, layer in enumerate(layers)]
         # JSON has no NaN: a head without the score has null.
         plain = [[value if math.isfinite(value) else None for value in row] for row in rows]
-        found.append({"name": name, "about": SCORES[name], "values": plain})
+        found.append({"name": name, "about": HEAD_SCORES[name], "values": plain})
     return found

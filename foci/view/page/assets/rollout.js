@@ -154,7 +154,7 @@ export class RolloutView {
   }
 }
 
-// The same products as foci.record.metrics.rollout.
+// The same products as foci.record.metrics.compute_rollout.
 function rolled(store, layers, query, seq) {
   const last = layers.at(-1);
   let flow = new Float64Array(last.Tk);
