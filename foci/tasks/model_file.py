@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foci.nn.model import FORMAT, Model, each_once, fill, kind_named
-from foci.runtime.safetensors_file import checksum, opened, write_tensors
+from foci.runtime.safetensors_file import checksum_tensors, open_safetensors, write_tensors
 from foci.tasks import find
 from foci.tasks.task import Task
 
@@ -58,7 +58,7 @@ def save(
     for number, group in enumerate(groups, start=1):
         file = path if largest is None else path.with_name(f"{path.stem}-{number}-of-{len(groups)}{path.suffix}")
         header: dict[str, Any] = {"format": FORMAT, "kind": type(model).__name__, "config": asdict(model.config)}
-        header |= {"checksum": checksum(group), "part": number, "parts": len(groups)}
+        header |= {"checksum": checksum_tensors(group), "part": number, "parts": len(groups)}
         metadata = {"foci": json.dumps(header)} | ({"task": json.dumps(described)} if number == 1 else {})
         write_tensors(file, group, metadata)
         paths.append(file)
@@ -110,7 +110,7 @@ def read(paths: list[Path]) -> tuple[list[dict[str, Any]], dict[str, Tensor], di
     described = None
     for path in paths:
         try:
-            with opened(path, "tasks") as file:
+            with open_safetensors(path, "tasks") as file:
                 metadata = file.metadata() or {}
                 own = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, ImportError):
@@ -118,7 +118,7 @@ def read(paths: list[Path]) -> tuple[list[dict[str, Any]], dict[str, Tensor], di
         except Exception as error:
             raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
         header = json.loads(metadata.get("foci", "{}"))
-        if header.get("format") != FORMAT or header.get("checksum") != checksum(own):
+        if header.get("format") != FORMAT or header.get("checksum") != checksum_tensors(own):
             raise ValueError(f"{path} is damaged or no model of foci: its header does not fit its tensors")
         headers.append(header)
         tensors |= own

@@ -25,7 +25,6 @@ from foci.nn.model import Model
 from foci.record.labels import Labels
 from foci.record.record import Record
 from foci.tasks.class_prediction import Guess, accuracy
-from foci.tasks.clues import NO_CLUE, clues_in, weighed
 from foci.tasks.rdrop import disagreement
 from foci.tasks.task import Done, Problem, Task, unheard
 from foci.tasks.task_record import record_of
@@ -79,7 +78,6 @@ class SentimentSettings(Config):
     max_length: int = 512  # how many tokens of a text are read: of a longer one its beginning and its end
     prior: bool = False  # whether to start from naive Bayes: what each token says of the classes in the train part
     prior_scale: float = 0.4  # how much of it: tokens are not as independent as it takes them to be
-    clues: int = 0  # buckets for words, pairs of words and parts of words that speak for a class; 0: they do not
     forget: float = 0.1  # the share of tokens that are made unknown, while training
     smoothing: float = 0.1  # the share of each target that is spread over all classes, while training
     agreement: float = 0.0  # how much two passes with different dropout must agree while training (R-Drop); 0: one pass
@@ -88,10 +86,8 @@ class SentimentSettings(Config):
         super().__post_init__()
         self.at_least(1, "width", "layers", "heads", "hidden", "grams", "buckets", "vocabulary")
         self.at_least(2, "max_length")
-        self.at_least(0, "agreement", "prior_scale", "clues")
+        self.at_least(0, "agreement", "prior_scale")
         self.shares("dropout", "attention_dropout", "head_dropout", "forget", "smoothing", whole=False)
-        if self.clues == 1:
-            raise ValueError("task.clues must be 0, or at least 2 because one says nothing, but got 1")
 
 
 class Sentiment(Task[Labelled, Guess]):
@@ -114,10 +110,8 @@ class Sentiment(Task[Labelled, Guess]):
         tokenizer: Tokenizer,
         labels: Sequence[str],
         prior: Sequence[Sequence[float]] | None = None,
-        clues: dict[str, list[float]] | None = None,
     ) -> None:
         self.settings, self.tokenizer, self.labels, self.prior = settings, tokenizer, list(labels), prior
-        self.clues = clues
         self._numbers = {label: number for number, label in enumerate(self.labels)}
 
     @classmethod
@@ -155,32 +149,26 @@ class Sentiment(Task[Labelled, Guess]):
         task = cls(settings, learned(settings.tokenizer, texts, settings.vocabulary), labels)
         if settings.prior:
             task.prior = naive_bayes([(task.tokens(each), task.number(each)) for each in train], task.tokenizer, labels)
-        if settings.clues:
-            read = [(task.clues_of(each), task.number(each)) for each in train]
-            task.clues = weighed(read, settings.clues, len(labels))
         return task
 
     def files(self) -> dict[str, str]:
         found = {"tokenizer.json": to_json(self.tokenizer), "labels.json": json.dumps(self.labels, ensure_ascii=False)}
-        known = {"prior.json": self.prior, "clues.json": self.clues}
-        return found | {name: json.dumps(content) for name, content in known.items() if content is not None}
+        return found if self.prior is None else found | {"prior.json": json.dumps(self.prior)}
 
     @classmethod
     def from_files(cls, settings: SentimentSettings, files: dict[str, str]) -> Self:
-        prior, clues = (json.loads(files[name]) if name in files else None for name in ("prior.json", "clues.json"))
-        return cls(settings, from_json(files["tokenizer.json"]), json.loads(files["labels.json"]), prior, clues)
+        prior = json.loads(files["prior.json"]) if "prior.json" in files else None
+        return cls(settings, from_json(files["tokenizer.json"]), json.loads(files["labels.json"]), prior)
 
     def model(self) -> Model:
         own = self.settings
         changes = {name: getattr(own, name) for name in CHANGES if getattr(own, name) is not None}
-        changes |= {"vocabulary": self.tokenizer.vocabulary, "classes": len(self.labels), "clues": own.clues}
+        changes |= {"vocabulary": self.tokenizer.vocabulary, "classes": len(self.labels)}
         model = TextClassifier.from_name(own.size, evidence=self.prior is not None, **changes)
         if self.prior is not None and model.evidence is not None:
             with torch.no_grad():
                 model.evidence.table.copy_(torch.tensor(self.prior))
                 model.evidence.scale.fill_(own.prior_scale)
-        if self.clues and model.clues is not None:
-            model.clues[torch.tensor(list(map(int, self.clues)))] = torch.tensor(list(self.clues.values()))
         return model
 
     def is_cut(self, example: Labelled) -> bool:
@@ -195,10 +183,6 @@ class Sentiment(Task[Labelled, Guess]):
         half = self.settings.max_length // 2
         return found if len(found) <= self.settings.max_length else found[:half] + found[-half:]
 
-    def clues_of(self, example: Labelled) -> list[int]:
-        text = example.text.lower() if self.settings.lower else example.text
-        return clues_in(text, self.settings.clues) if self.settings.clues else [NO_CLUE]
-
     def size(self, example: Labelled) -> int:
         return len(self.tokens(example)) + 1
 
@@ -211,8 +195,6 @@ class Sentiment(Task[Labelled, Guess]):
         return {
             "tokens": tokens,
             "lengths": lengths,
-            # They do not count in training, and take a while to find.
-            "clues": padded([[NO_CLUE] if training else self.clues_of(each) for each in examples], NO_CLUE)[0],
             "labels": torch.tensor([self.number(each) for each in examples]),
         }
 
@@ -228,7 +210,7 @@ class Sentiment(Task[Labelled, Guess]):
 
     def _surprise(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The summed cross-entropy, and the logits (B, classes)."""
-        logits = model(batch["tokens"], padding=batch["lengths"], clues=batch["clues"]).logits.float()
+        logits = model(batch["tokens"], padding=batch["lengths"]).logits.float()
         smoothing = self.settings.smoothing if model.training else 0.0
         return F.cross_entropy(logits, batch["labels"], reduction="sum", label_smoothing=smoothing), logits
 
@@ -237,8 +219,7 @@ class Sentiment(Task[Labelled, Guess]):
         found = [Guess("", 0.0)] * len(examples)
         for group in longest_first([self.size(each) for each in examples], TOGETHER):
             tokens, lengths = padded([self.tokens(examples[place]) for place in group], PAD, multiple=1)
-            clues, _ = padded([self.clues_of(examples[place]) for place in group], NO_CLUE)
-            out = model(tokens.to(device), padding=lengths.to(device), clues=clues.to(device))
+            out = model(tokens.to(device), padding=lengths.to(device))
             shares, numbers = out.logits.float().softmax(-1).max(-1)
             for place, number, share in zip(group, numbers.tolist(), shares.tolist(), strict=True):
                 found[place] = Guess(self.labels[number], share)
@@ -261,8 +242,7 @@ class Sentiment(Task[Labelled, Guess]):
         tokens = self.tokens(example)
         with torch.no_grad():
             device = next(model.parameters()).device
-            given, clues = (torch.tensor([each], device=device) for each in (tokens, self.clues_of(example)))
-            out = cast("TextClassifier", model)(given, clues=clues, return_weights=True)
+            out = cast("TextClassifier", model)(torch.tensor([tokens], device=device), return_weights=True)
         read = self.tokenizer.labels(tokens)
         labels = Labels.tokens([["<class>", *read.texts[0]]], read.words and [[None, *read.words[0]]])
         share, number = out.logits[0].float().softmax(-1).max(-1)
