@@ -29,7 +29,7 @@ from torch import Tensor
 
 import foci
 from foci.gpu.additive import launch, one_pass_backward
-from foci.gpu.additive.launch import Terms, Tiling
+from foci.gpu.additive.launch import AdditiveOptions, AdditiveTiling
 from foci.runtime import native
 
 COLUMNS = (
@@ -40,7 +40,7 @@ COLUMNS = (
 Tensors = dict[str, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 NAMES = ("q", "k", "v", "weight")
-NO_TERMS = Terms(None, None, None, None, None, False, 0.0)
+NO_TERMS = AdditiveOptions(None, None, None, None, None, False, 0.0)
 # Eager code keeps several tensors of B H Tq Tk D.
 MOST_EAGER = 2**34
 
@@ -151,7 +151,13 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, there: Tiling | None, back: Tiling | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor,
+        there: AdditiveTiling | None,
+        back: AdditiveTiling | None,
     ) -> Tensor:
         out, lse = launch.forward(q, k, v, weight, NO_TERMS, there)
         ctx.save_for_backward(q, k, v, weight, out, lse)
@@ -160,33 +166,33 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        found = one_pass_backward.backward(d_out, None, *ctx.saved_tensors, NO_TERMS, ctx.back)
+        found = one_pass_backward.backward_in_one_pass(d_out, None, *ctx.saved_tensors, NO_TERMS, ctx.back)
         return (*found, None, None)
 
 
 FORWARD = {
-    "64x64": Tiling(),
-    "64x64 c4": Tiling(chunk=4),
-    "64x64 c4 r168": Tiling(chunk=4, registers=168),
-    "64x64 c4 r128": Tiling(chunk=4, registers=128),
-    "64x64 r168": Tiling(registers=168),
-    "64x64 c16": Tiling(chunk=16),
-    "64x64 s2": Tiling(stages=2),
-    "64x64 w8": Tiling(warps=8, across=16),
-    "128x64 w8": Tiling(queries=128, warps=8, across=16),
-    "64x128 w8": Tiling(keys=128, warps=8),
-    "128x128 w8 c4": Tiling(queries=128, keys=128, warps=8, across=16, chunk=4),
-    "32x64": Tiling(queries=32),
-    "32x64 r128": Tiling(queries=32, registers=128),
-    "32x128 w8": Tiling(queries=32, keys=128, warps=8),
-    "64x64 by two": Tiling(most=2),
+    "64x64": AdditiveTiling(),
+    "64x64 c4": AdditiveTiling(chunk=4),
+    "64x64 c4 r168": AdditiveTiling(chunk=4, registers=168),
+    "64x64 c4 r128": AdditiveTiling(chunk=4, registers=128),
+    "64x64 r168": AdditiveTiling(registers=168),
+    "64x64 c16": AdditiveTiling(chunk=16),
+    "64x64 s2": AdditiveTiling(stages=2),
+    "64x64 w8": AdditiveTiling(warps=8, across=16),
+    "128x64 w8": AdditiveTiling(queries=128, warps=8, across=16),
+    "64x128 w8": AdditiveTiling(keys=128, warps=8),
+    "128x128 w8 c4": AdditiveTiling(queries=128, keys=128, warps=8, across=16, chunk=4),
+    "32x64": AdditiveTiling(queries=32),
+    "32x64 r128": AdditiveTiling(queries=32, registers=128),
+    "32x128 w8": AdditiveTiling(queries=32, keys=128, warps=8),
+    "64x64 by two": AdditiveTiling(most=2),
 }
 BACKWARD = {
-    "64x64": Tiling(),
-    "64x64 c4": Tiling(chunk=4),
-    "64x64 w8 r128": Tiling(warps=8, across=16, registers=128, lanes=64),
-    "64x32 r128": Tiling(keys=32, registers=128, programs=4),
-    "32x64": Tiling(queries=32),
+    "64x64": AdditiveTiling(),
+    "64x64 c4": AdditiveTiling(chunk=4),
+    "64x64 w8 r128": AdditiveTiling(warps=8, across=16, registers=128, lanes=64),
+    "64x32 r128": AdditiveTiling(keys=32, registers=128, programs=4),
+    "32x64": AdditiveTiling(queries=32),
 }
 
 
@@ -206,7 +212,9 @@ def contestants(case: Case, direction: str, variants: bool, gpu: bool) -> Iterat
         yield "compiled, exponential", compiled_exponential
 
 
-def tiled(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, there: Tiling | None, back: Tiling | None) -> Tensor:
+def tiled(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, there: AdditiveTiling | None, back: AdditiveTiling | None
+) -> Tensor:
     return Tiled.apply(q, k, v, weight, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import foci
 from foci.gpu.distance_bias import launch
-from foci.gpu.distance_bias.launch import Tiles
+from foci.gpu.distance_bias.launch import DistanceBiasTiling
 
 COLUMNS = (
     "case", "dtype", "direction", "contestant", "ms", "spread", "rounds", "tflops", "mib", "over_dense", "error",
@@ -175,41 +175,41 @@ def flex_alibi(case: Case) -> Attend:
 
 
 # Tiles to try, by pass and width; the first of each is what foci takes.
-VARIANTS: dict[str, dict[int, list[Tiles]]] = {
+VARIANTS: dict[str, dict[int, list[DistanceBiasTiling]]] = {
     "forward": {
         64: [
-            Tiles(128, 64, 8, 3, 128), Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2, 128), Tiles(64, 64, 4, 3, 168),
-            Tiles(128, 128, 8, 2), Tiles(128, 128, 8, 3), Tiles(128, 32, 4, 4, 168),
+            DistanceBiasTiling(128, 64, 8, 3, 128), DistanceBiasTiling(128, 64, 4, 3), DistanceBiasTiling(128, 64, 8, 2, 128), DistanceBiasTiling(64, 64, 4, 3, 168),
+            DistanceBiasTiling(128, 128, 8, 2), DistanceBiasTiling(128, 128, 8, 3), DistanceBiasTiling(128, 32, 4, 4, 168),
         ],
-        128: [Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(128, 128, 8, 2)],
+        128: [DistanceBiasTiling(128, 64, 8, 2), DistanceBiasTiling(128, 64, 8, 3), DistanceBiasTiling(64, 64, 4, 2), DistanceBiasTiling(128, 128, 8, 2)],
     },
     "queries": {
         64: [
-            Tiles(64, 64, 4, 2, 168), Tiles(64, 64, 4, 3, 168), Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 2),
-            Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3, 128), Tiles(64, 32, 4, 3, 128), Tiles(64, 128, 4, 2),
+            DistanceBiasTiling(64, 64, 4, 2, 168), DistanceBiasTiling(64, 64, 4, 3, 168), DistanceBiasTiling(64, 64, 4, 2), DistanceBiasTiling(128, 64, 8, 2),
+            DistanceBiasTiling(128, 64, 8, 3), DistanceBiasTiling(128, 32, 8, 3, 128), DistanceBiasTiling(64, 32, 4, 3, 128), DistanceBiasTiling(64, 128, 4, 2),
         ],
-        128: [Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3), Tiles(128, 32, 8, 3)],
+        128: [DistanceBiasTiling(128, 64, 8, 2), DistanceBiasTiling(64, 64, 4, 2), DistanceBiasTiling(64, 32, 4, 3), DistanceBiasTiling(128, 32, 8, 3)],
     },
     "keys": {
         64: [
-            Tiles(32, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 3),
-            Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3, 128), Tiles(32, 64, 4, 4, 168), Tiles(64, 64, 4, 3),
+            DistanceBiasTiling(32, 64, 4, 3), DistanceBiasTiling(32, 64, 4, 2), DistanceBiasTiling(64, 64, 4, 2), DistanceBiasTiling(64, 128, 8, 2), DistanceBiasTiling(64, 128, 8, 3),
+            DistanceBiasTiling(32, 128, 8, 3), DistanceBiasTiling(32, 128, 8, 3, 128), DistanceBiasTiling(32, 64, 4, 4, 168), DistanceBiasTiling(64, 64, 4, 3),
         ],
-        128: [Tiles(32, 128, 8, 2), Tiles(32, 128, 8, 3), Tiles(32, 64, 4, 2), Tiles(64, 64, 4, 2)],
+        128: [DistanceBiasTiling(32, 128, 8, 2), DistanceBiasTiling(32, 128, 8, 3), DistanceBiasTiling(32, 64, 4, 2), DistanceBiasTiling(64, 64, 4, 2)],
     },
 }  # fmt: skip
 TUNED = (Case("buckets", 4, 16, 2048), Case("values", 4, 16, 2048, reach=16), Case("buckets", 4, 16, 2048, width=128))
 
 
 @contextmanager
-def tiled(name: str, width: int, tiles: Tiles) -> Iterator[None]:
+def tiled(name: str, width: int, tiles: DistanceBiasTiling) -> Iterator[None]:
     """foci's kernels with these tiles in one pass."""
-    before = launch.HALF[name][width]
-    launch.HALF[name][width] = tiles
+    before = launch.HALF_PRECISION_TILINGS[name][width]
+    launch.HALF_PRECISION_TILINGS[name][width] = tiles
     try:
         yield
     finally:
-        launch.HALF[name][width] = before
+        launch.HALF_PRECISION_TILINGS[name][width] = before
 
 
 def contestants(case: Case, direction: str, variants: bool) -> Iterator[Contestant]:

@@ -16,23 +16,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.runtime.tensor_cache import found_or_made
+from foci.runtime.tensor_cache import get_or_make
 
 # Kinds of calls that are remembered. Lengths that never come again push all of them out now and then.
-MOST = 1024
+MAX_CACHED_PLANS = 1024
 
 # Where a compiled kernel is known to take addresses, and every argument in order.
-KNOWN = ((3, 5), (3, 6), (3, 7))
+ADDRESS_TRITON_VERSIONS = ((3, 5), (3, 6), (3, 7))
 
 
 # What was compiled, the choice of its tensors from all of them, and the arguments after those.
-Again = tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]
+CompiledLaunch = tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]
 
 # Makes tensors that only the last launch knows.
-Late = Callable[[], dict[str, Tensor]]
+LateAllocator = Callable[[], dict[str, Tensor]]
 
 
-class Step(NamedTuple):
+class KernelLaunch(NamedTuple):
     """One launch: the names of its tensors, which are the kernel's first arguments, and the arguments after them."""
 
     kernel: Any
@@ -42,7 +42,7 @@ class Step(NamedTuple):
     options: dict[str, Any]
 
 
-class Launching(NamedTuple):
+class KeywordLaunch(NamedTuple):
     """One launch by names: which tensor is which argument, the other arguments, and the options."""
 
     kernel: Any
@@ -51,8 +51,8 @@ class Launching(NamedTuple):
     numbers: dict[str, Any]
     options: dict[str, Any]
 
-    def step(self) -> Step:
-        return step(self.kernel, self.grid, self.numbers, self.tensors, **self.options)
+    def step(self) -> KernelLaunch:
+        return build_kernel_launch(self.kernel, self.grid, self.numbers, self.tensors, **self.options)
 
     def traced(self, tensors: dict[str, Tensor]) -> None:
         """As a compiler sees it, who knows neither addresses nor the order of arguments."""
@@ -60,23 +60,23 @@ class Launching(NamedTuple):
         self.kernel[self.grid](**given, **self.numbers, **self.options)
 
 
-class Described(NamedTuple):
+class DescriptorArgument(NamedTuple):
     """A tensor that a kernel is given as the copy engine takes it: its name, and how it is described."""
 
     tensor: str
     make: Callable[[Tensor], Any]
 
 
-def step(
+def build_kernel_launch(
     kernel: Any, grid: tuple[int, ...], numbers: dict[str, Any], renamed: dict[str, str] | None = None, **options: Any
-) -> Step:
+) -> KernelLaunch:
     """The launch of a kernel: what is no number is a tensor, of the same name unless it is renamed."""
     first = next(place for place, name in enumerate(kernel.arg_names) if name in numbers)
     tensors = tuple((renamed or {}).get(name, name) for name in kernel.arg_names[:first])
-    return Step(kernel, grid, tensors, tuple(numbers[name] for name in kernel.arg_names[first:]), options)
+    return KernelLaunch(kernel, grid, tensors, tuple(numbers[name] for name in kernel.arg_names[first:]), options)
 
 
-class Arrays:
+class Workspace:
     """Arrays of floats in one allocation, each from a multiple of 128 bytes on: allocating is the host's time."""
 
     def __init__(self, sizes: dict[str, int], dtypes: dict[str, torch.dtype]) -> None:
@@ -97,7 +97,7 @@ class Arrays:
         return found | {name: found[name].view(dtype) for name, dtype in self.dtypes.items()}
 
 
-class Launches:
+class LaunchPlan:
     """Launches in a row, with the arrays of floats that they share, for one kind of call.
 
     Args:
@@ -113,18 +113,18 @@ class Launches:
         self,
         sizes: dict[str, int],
         device: torch.device,
-        steps: Sequence[Step],
+        steps: Sequence[KernelLaunch],
         dtypes: dict[str, torch.dtype] | None = None,
-        described: dict[str, Described] | None = None,
+        described: dict[str, DescriptorArgument] | None = None,
         lasting: dict[str, int] | None = None,
     ) -> None:
         self.device, self.steps = device, steps
         self.described = described or {}
         self.forms: list[tuple[str, str, Any]] = []
-        self.arrays, self.lasting = Arrays(sizes, dtypes or {}), Arrays(lasting or {}, dtypes or {})
-        self.again: list[Again] = []
+        self.arrays, self.lasting = Workspace(sizes, dtypes or {}), Workspace(lasting or {}, dtypes or {})
+        self.again: list[CompiledLaunch] = []
 
-    def __call__(self, tensors: dict[str, Tensor], late: Late | None = None) -> None:
+    def __call__(self, tensors: dict[str, Tensor], late: LateAllocator | None = None) -> None:
         """Launches them all.
 
         Args:
@@ -138,7 +138,7 @@ class Launches:
             with torch.cuda.device(self.device):
                 self.launch(tensors, late)
 
-    def launch(self, tensors: dict[str, Tensor], late: Late | None) -> None:
+    def launch(self, tensors: dict[str, Tensor], late: LateAllocator | None) -> None:
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         # What is compiled relies on addresses that are multiples of 16, as they nearly always are.
         aligned = reduce(or_, addresses.values()) % 16 == 0
@@ -147,14 +147,14 @@ class Launches:
         else:
             self.launch_by_triton(tensors, late, aligned)
 
-    def launch_again(self, tensors: dict[str, Tensor], addresses: dict[str, Any], late: Late | None) -> None:
+    def launch_again(self, tensors: dict[str, Tensor], addresses: dict[str, Any], late: LateAllocator | None) -> None:
         whole = self.arrays.allocated(self.device)
         addresses |= self.arrays.addresses(whole)
         if self.lasting.starts:
             rest = self.lasting.allocated(self.device)
             addresses |= self.lasting.addresses(rest)
         for name, tensor, form in self.forms:
-            addresses[name] = rebased(form, tensors[tensor])
+            addresses[name] = rebase_descriptor(form, tensors[tensor])
         for compiled, chosen, numbers in self.again[:-1]:
             compiled(*chosen(addresses), *numbers)
         if late is not None:
@@ -164,8 +164,8 @@ class Launches:
         compiled, chosen, numbers = self.again[-1]
         compiled(*chosen(addresses), *numbers)
 
-    def launch_by_triton(self, tensors: dict[str, Any], late: Late | None, aligned: bool) -> None:
-        found: list[Again] = []
+    def launch_by_triton(self, tensors: dict[str, Any], late: LateAllocator | None, aligned: bool) -> None:
+        found: list[CompiledLaunch] = []
         forms = {name: described.make(tensors[described.tensor]) for name, described in self.described.items()}
         own = {*forms, *self.arrays.starts, *self.lasting.starts}
         for arrays in (self.arrays, self.lasting):
@@ -178,17 +178,19 @@ class Launches:
                 tensors |= late()
             compiled = kernel[grid](*(tensors[name] for name in names), *numbers, **options)
             # The interpreter compiles nothing, and a hook of Triton's may leave out a launch.
-            if compiled is not None and aligned and takes_addresses():
+            if compiled is not None and aligned and accepts_addresses():
                 found.append((compiled[(*grid, 1, 1)[:3]], itemgetter(*names), numbers))
         if len(found) == len(self.steps):
-            self.forms = [(name, self.described[name].tensor, rebased(form, None)) for name, form in forms.items()]
+            self.forms = [
+                (name, self.described[name].tensor, rebase_descriptor(form, None)) for name, form in forms.items()
+            ]
             self.again = found
         # Whoever called may keep its tensors, but not these.
         for name in own & tensors.keys():
             del tensors[name]
 
 
-def rebased(form: Any, base: Tensor | None) -> Any:
+def rebase_descriptor(form: Any, base: Tensor | None) -> Any:
     """The description of a tensor as that of another one with the same layout, without checking it again.
 
     All that a launch reads of it is the address of its base, and plain attributes.
@@ -200,9 +202,9 @@ def rebased(form: Any, base: Tensor | None) -> Any:
 
 
 @cache
-def takes_addresses() -> bool:
+def accepts_addresses() -> bool:
     """Other versions of Triton are given tensors, and look at them each time."""
-    return torch.version.hip is None and triton_version() in KNOWN
+    return torch.version.hip is None and triton_version() in ADDRESS_TRITON_VERSIONS
 
 
 def triton_version() -> tuple[int, ...]:
@@ -213,20 +215,20 @@ def triton_version() -> tuple[int, ...]:
 
 
 @cache
-def processors(device: torch.device) -> int:
+def count_multiprocessors(device: torch.device) -> int:
     """How many multiprocessors a GPU has; for the interpreter two."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
-KEPT: dict[Hashable, Launches] = {}
+CACHED_PLANS: dict[Hashable, LaunchPlan] = {}
 
 
-def kept(key: Hashable, make: Callable[[], Launches]) -> Launches:
+def get_or_build_plan(key: Hashable, make: Callable[[], LaunchPlan]) -> LaunchPlan:
     """What was made for this kind of call, or is now."""
-    return found_or_made(KEPT, MOST, key, make)
+    return get_or_make(CACHED_PLANS, MAX_CACHED_PLANS, key, make)
 
 
-def layout(x: Tensor | None) -> Hashable:
+def layout_key(x: Tensor | None) -> Hashable:
     """What a kernel's arguments follow from."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.masks.base import Both, Either, Entries, Mask, Opposite
+from foci.masks.base import Complement, DenseMask, Intersection, Mask, Union
 from foci.masks.kinds import Causal, Documents, Prefix, Window
-from foci.masks.ranges import Spans
-from foci.masks.tile import Extent
-from foci.runtime.tensor_cache import remembered
+from foci.masks.ranges import KeyRanges
+from foci.masks.tile import CallSizes
+from foci.runtime.tensor_cache import cache_per_stream
 
-SMALLEST = Extent((1,), 1, 1, 1, torch.device("cpu"))
-SMALL = torch.empty(0)
+SMALLEST_EXTENT = CallSizes((1,), 1, 1, 1, torch.device("cpu"))
+EMPTY_CPU_TENSOR = torch.empty(0)
 
 # Masks of plain numbers alone.
-NUMBERS = (Causal, Window, Prefix)
+NUMERIC_MASKS = (Causal, Window, Prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,25 @@ class KernelMasks:
     dense: Tensor | None = None  # (B or 1, H or 1, Tq or 1, Tk or 1) bool
 
 
-ALL, TRIANGLE = KernelMasks(), KernelMasks(causal=True)
+NO_MASK, CAUSAL_MASK = KernelMasks(), KernelMasks(causal=True)
 
 
-def reasons(call: Call) -> list[str]:
+def refuses(call: Call) -> list[str]:
     """Why the mask has no such form; empty where it has one."""
     if call.mask is None or is_plain_causal(call):
         return []
-    key = key_of(call)
-    return found_reasons(call) if key is None else remembered(("reasons", key), SMALL, lambda: found_reasons(call))
+    key = mask_cache_key(call)
+    return (
+        compute_refusals(call)
+        if key is None
+        else cache_per_stream(("reasons", key), EMPTY_CPU_TENSOR, lambda: compute_refusals(call))
+    )
 
 
-def found_reasons(call: Call) -> list[str]:
+def compute_refusals(call: Call) -> list[str]:
     # Whether runs are exact follows from the kinds of masks: where there are no tensors in it, small ones tell.
     small = call.mask is None or call.mask.static
-    _, documents, dense, spans = sorted_out(call, SMALLEST if small else call.extent)
+    _, documents, dense, spans = classify_masks(call, SMALLEST_EXTENT if small else call.extent)
     if len(documents) > 1 or len(dense) > 1:
         return ["more than one tensor mask or documents mask in a call"]
     if spans is not None and not spans.exact:
@@ -58,24 +62,28 @@ def found_reasons(call: Call) -> list[str]:
     return []
 
 
-def forms(call: Call) -> KernelMasks:
+def build_kernel_masks(call: Call) -> KernelMasks:
     """The mask of a call for which `reasons` has none."""
     if call.mask is None or is_plain_causal(call):
-        return ALL if call.mask is None else TRIANGLE
-    key = key_of(call)
+        return NO_MASK if call.mask is None else CAUSAL_MASK
+    key = mask_cache_key(call)
     if key is None:
-        return found_forms(call)
-    return remembered((key, call.extent.queries, call.extent.keys), call.q, lambda: found_forms(call))
+        return compute_kernel_masks(call)
+    return cache_per_stream((key, call.extent.queries, call.extent.keys), call.q, lambda: compute_kernel_masks(call))
 
 
-def found_forms(call: Call) -> KernelMasks:
-    causal, documents, dense, spans = sorted_out(call, call.extent)
+def compute_kernel_masks(call: Call) -> KernelMasks:
+    causal, documents, dense, spans = classify_masks(call, call.extent)
     device = call.q.device
     if documents:
-        superset = own(documents[0].spans(call.extent, call.positions is not None), call)
+        superset = select_batch_ranges(documents[0].spans(call.extent, call.positions is not None), call)
         spans = superset if spans is None else spans & superset
-    ids = (own_rows(documents[0].query_ids, call), own_rows(documents[0].key_ids, call)) if documents else (None, None)
-    entries = None if not dense else chosen_entries(dense[0].entries, call)
+    ids = (
+        (select_batch_ids(documents[0].query_ids, call), select_batch_ids(documents[0].key_ids, call))
+        if documents
+        else (None, None)
+    )
+    entries = None if not dense else select_dense_entries(dense[0].entries, call)
     if causal and spans is None:
         return KernelMasks(True, None, *ids, entries)
     if causal:
@@ -84,70 +92,70 @@ def found_forms(call: Call) -> KernelMasks:
     return KernelMasks(False, None if spans is None else spans.tensor(device), *ids, entries)
 
 
-def sorted_out(call: Call, extent: Extent) -> tuple[bool, list[Documents], list[Entries], Spans | None]:
+def classify_masks(call: Call, extent: CallSizes) -> tuple[bool, list[Documents], list[DenseMask], KeyRanges | None]:
     """The masks that all must allow: plain causal, documents, dense tensors, and the rest as runs of keys."""
     causal, documents, dense = False, [], []
-    spans: Spans | None = None
-    for mask in conjuncts(call.mask):
+    spans: KeyRanges | None = None
+    for mask in split_conjunction(call.mask):
         if isinstance(mask, Documents):
             documents.append(mask)
-        elif isinstance(mask, Entries):
+        elif isinstance(mask, DenseMask):
             dense.append(mask)
-        elif isinstance(mask, Causal) and is_aligned(mask, call):
+        elif isinstance(mask, Causal) and is_bottom_right_aligned(mask, call):
             causal = True
         else:
-            runs = own(mask.spans(extent, call.positions is not None), call)
+            runs = select_batch_ranges(mask.spans(extent, call.positions is not None), call)
             spans = runs if spans is None else spans & runs
     return causal, documents, dense, spans
 
 
 def is_plain_causal(call: Call) -> bool:
-    return isinstance(call.mask, Causal) and is_aligned(call.mask, call)
+    return isinstance(call.mask, Causal) and is_bottom_right_aligned(call.mask, call)
 
 
-def key_of(call: Call) -> Hashable | None:
+def mask_cache_key(call: Call) -> Hashable | None:
     """What the runs of a mask follow from besides the lengths; None where that is more than plain numbers."""
     if call.mask is None or call.positions is not None or call.batch_ids is not None:
         return None
-    return structure(call.mask)
+    return mask_structure(call.mask)
 
 
-def structure(mask: Mask) -> Hashable | None:
-    if isinstance(mask, Both | Either):
-        sides = structure(mask.left), structure(mask.right)
+def mask_structure(mask: Mask) -> Hashable | None:
+    if isinstance(mask, Intersection | Union):
+        sides = mask_structure(mask.left), mask_structure(mask.right)
         return None if None in sides else (type(mask), sides)
-    if isinstance(mask, Opposite):
-        inner = structure(mask.mask)
-        return None if inner is None else (Opposite, inner)
-    if type(mask) not in NUMBERS:
+    if isinstance(mask, Complement):
+        inner = mask_structure(mask.mask)
+        return None if inner is None else (Complement, inner)
+    if type(mask) not in NUMERIC_MASKS:
         return None
     return (type(mask), *(getattr(mask, field.name) for field in fields(mask)))  # type: ignore[arg-type]
 
 
-def is_aligned(mask: Causal, call: Call) -> bool:
+def is_bottom_right_aligned(mask: Causal, call: Call) -> bool:
     """Whether the last query sees up to the last key and each one before it one key less."""
     if mask.offset is None:
         return call.positions is None
     return mask.offset == call.extent.keys - call.extent.queries
 
 
-def conjuncts(mask: Mask | None) -> list[Mask]:
+def split_conjunction(mask: Mask | None) -> list[Mask]:
     if mask is None:
         return []
-    return [*conjuncts(mask.left), *conjuncts(mask.right)] if isinstance(mask, Both) else [mask]
+    return [*split_conjunction(mask.left), *split_conjunction(mask.right)] if isinstance(mask, Intersection) else [mask]
 
 
-def own(spans: Spans, call: Call) -> Spans:
+def select_batch_ranges(spans: KeyRanges, call: Call) -> KeyRanges:
     return spans if call.batch_ids is None else spans.of(call.batch_ids)
 
 
-def own_rows(ids: Tensor | None, call: Call) -> Tensor | None:
+def select_batch_ids(ids: Tensor | None, call: Call) -> Tensor | None:
     if ids is None or ids.shape[0] == 1 or call.batch_ids is None:
         return ids
     return ids[call.batch_ids]
 
 
-def chosen_entries(entries: Tensor, call: Call) -> Tensor:
+def select_dense_entries(entries: Tensor, call: Call) -> Tensor:
     """The dense mask of the call's own sequences and heads."""
     if call.batch_ids is not None and entries.shape[0] > 1:
         entries = entries[call.batch_ids]
@@ -156,5 +164,5 @@ def chosen_entries(entries: Tensor, call: Call) -> Tensor:
     return entries
 
 
-def inside_vmap(call: Call) -> bool:
+def is_inside_vmap(call: Call) -> bool:
     return bool(torch._C._functorch.is_batchedtensor(call.q))

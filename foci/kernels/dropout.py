@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def mixed(x):
+def hash32(x):
     """A 32-bit integer hash in 64-bit arithmetic."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
@@ -16,8 +16,8 @@ def mixed(x):
 
 
 @triton.jit
-def kept(drawn, b, h, i, j, threshold):
+def dropout_keeps(drawn, b, h, i, j, threshold):
     """drawn is the call's random number, an int64; i and j broadcast to the tile."""
-    noise = mixed(mixed(drawn + b) * 5 + h)
-    noise = mixed(noise * 5 + i.to(tl.int64))
-    return mixed(noise * 5 + j.to(tl.int64)) >= threshold
+    noise = hash32(hash32(drawn + b) * 5 + h)
+    noise = hash32(noise * 5 + i.to(tl.int64))
+    return hash32(noise * 5 + j.to(tl.int64)) >= threshold

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # Stands for "not visible". Finite, so that weight * log2(weight) is -0 and not NaN; far below any real logit.
-NONE = tl.constexpr(-1e30)
+MASKED_LOGIT = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -25,7 +25,7 @@ def tanh(y):
 
 
 @triton.jit
-def logits(dots, i, j, offset, slope, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+def dot_logits(dots, i, j, offset, slope, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
     """Base 2: softcap(scale * dots), then the bias for how far query i stands from key j."""
     if SOFTCAP:
         z = tanh(dots * (scale / softcap)) * (softcap * LOG2_E)
@@ -37,14 +37,14 @@ def logits(dots, i, j, offset, slope, scale, softcap, SOFTCAP: tl.constexpr, ALI
 
 
 @triton.jit
-def log_sum_exps(lse, i, Tq):
+def load_lse(lse, i, Tq):
     """Base 2, in the form that is subtracted: rows without weight (lse -inf, or past the end) get exactly 0."""
     rows = tl.load(lse + i, mask=i < Tq, other=-float("inf"))
-    return tl.where(rows == -float("inf"), -NONE, rows * LOG2_E)
+    return tl.where(rows == -float("inf"), -MASKED_LOGIT, rows * LOG2_E)
 
 
 @triton.jit
-def span(spans, s: tl.constexpr, i, offset, Tq, Tk, CAUSAL: tl.constexpr, SPANS: tl.constexpr):
+def key_range(spans, s: tl.constexpr, i, offset, Tq, Tk, CAUSAL: tl.constexpr, SPANS: tl.constexpr):
     """Queries i see keys from low to high; queries past the end see none."""
     inside = i < Tq
     if SPANS > 0:
@@ -60,7 +60,7 @@ def span(spans, s: tl.constexpr, i, offset, Tq, Tk, CAUSAL: tl.constexpr, SPANS:
 
 
 @triton.jit
-def allowed(
+def apply_masks(
     seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS: tl.constexpr, DENSE: tl.constexpr
 ):
     """What is seen of the entries (i, j) when the ids and the dense mask have spoken too."""

@@ -11,18 +11,18 @@ import triton
 import triton.language as tl
 
 # Stands where there is no word: finite, because differences of infinities are no numbers.
-LEAST = tl.constexpr(-1e30)
+PADDING_LOGIT = tl.constexpr(-1e30)
 
 
 @triton.jit
-def summed(x, inside):
+def log_sum_exp(x, inside):
     """log Σ exp over the words."""
     top = tl.max(x, 0)
     return top + tl.log(tl.sum(tl.where(inside, tl.exp(x - top), 0.0), 0))
 
 
 @triton.jit
-def surprise(x, lse, hit, inside, V, smoothing):
+def smoothed_cross_entropy(x, lse, hit, inside, V, smoothing):
     """Cross-entropy with a target that is partly spread over all words."""
     right = tl.sum(tl.where(hit, x, 0.0), 0)
     mean = tl.sum(tl.where(inside, x, 0.0), 0) / V
@@ -30,7 +30,7 @@ def surprise(x, lse, hit, inside, V, smoothing):
 
 
 @triton.jit
-def two_passes(logits, targets, losses, slopes, N, V, ignore, smoothing, agreement, WORDS: tl.constexpr):
+def rdrop_loss(logits, targets, losses, slopes, N, V, ignore, smoothing, agreement, WORDS: tl.constexpr):
     """logits (2, N, V), targets (N,) -> losses (N,), slopes (2, N, V); a target to be ignored has neither."""
     token = tl.program_id(0).to(tl.int64)
     words = tl.arange(0, WORDS)
@@ -44,18 +44,18 @@ def two_passes(logits, targets, losses, slopes, N, V, ignore, smoothing, agreeme
         tl.store(slopes + first, nothing, mask=inside)
         tl.store(slopes + second, nothing, mask=inside)
     else:
-        a = tl.load(logits + first, mask=inside, other=LEAST).to(tl.float32)
-        b = tl.load(logits + second, mask=inside, other=LEAST).to(tl.float32)
-        a_lse = summed(a, inside)
-        b_lse = summed(b, inside)
+        a = tl.load(logits + first, mask=inside, other=PADDING_LOGIT).to(tl.float32)
+        b = tl.load(logits + second, mask=inside, other=PADDING_LOGIT).to(tl.float32)
+        a_lse = log_sum_exp(a, inside)
+        b_lse = log_sum_exp(b, inside)
         p = tl.where(inside, tl.exp(a - a_lse), 0.0)
         q = tl.where(inside, tl.exp(b - b_lse), 0.0)
         apart = tl.where(inside, (a - a_lse) - (b - b_lse), 0.0)
         forth = tl.sum(p * apart, 0)
         back = tl.sum(q * apart, 0)
         hit = words == target
-        both = surprise(a, a_lse, hit, inside, V, smoothing)
-        both += surprise(b, b_lse, hit, inside, V, smoothing)
+        both = smoothed_cross_entropy(a, a_lse, hit, inside, V, smoothing)
+        both += smoothed_cross_entropy(b, b_lse, hit, inside, V, smoothing)
         tl.store(losses + token, both / 2 + agreement * (forth - back))
         wanted = tl.where(hit, 1.0 - smoothing, 0.0) + smoothing / V
         in_first = (p - wanted) / 2 + agreement * (p * (apart - forth) + p - q)

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from foci.arguments import Call
 from foci.backends.additive_cpu import NEAR, is_near
-from foci.backends.blocked import LOG2_E
+from foci.backends.strips import LOG2_E
 from foci.biases import ALiBi, Buckets
 from foci.gpu import mask_inputs
 from foci.masks.kinds import Causal
@@ -79,7 +79,7 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
     """Why this pass does not measure the call; empty where it does."""
     if call.q.device.type != "cpu":
         return [f"the queries are on {call.q.device.type}, not on the cpu"]
-    if torch.compiler.is_compiling() or mask_inputs.inside_vmap(call):
+    if torch.compiler.is_compiling() or mask_inputs.is_inside_vmap(call):
         return ["it does not run inside torch.compile or torch.func.vmap"]
     if any(type(tensor) not in PLAIN for tensor in (call.q, call.k)):
         return [f"it reads memory, but got {type(call.q).__name__} and {type(call.k).__name__}"]
@@ -96,11 +96,11 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
         reasons.append(f"more than the {MOST_TOP} heaviest keys")
     if wanted is not None and wanted.picture is not None and wanted.picture[2] != "mean":
         reasons.append("a picture of maxima")
-    reasons += too_small(call) or mask_inputs.reasons(call)
+    reasons += too_small(call) or mask_inputs.refuses(call)
     if not reasons and isinstance(call.score, Additive) and not is_near(call.q, call.k):
         reasons.append(f"an additive score of numbers beyond {NEAR:g}")
     # Asked last: the answer may cost a second of compiling.
-    missing = None if reasons else native.refusal("strip")
+    missing = None if reasons else native.why_unavailable("strip")
     return reasons if missing is None else [missing]
 
 
@@ -124,7 +124,7 @@ def measure(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
 
 def measure_part(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
     """Some sequences, all of their heads."""
-    library = native.library("strip")
+    library = native.load_library("strip")
     threads, parts = shares(call, wanted)
     dot, given = compared(replace(call, q=call.q.float(), k=call.k.float()))
     assert isinstance(dot.score, Dot)
@@ -140,7 +140,7 @@ def measure_part(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
         scale=scale,
         softcap=softcap,
     )
-    native.run(library.measure, work, threads)
+    native.run_in_threads(library.measure, work, threads)
     if work.failed:
         raise MemoryError("there is no memory for the few rows that a pass over the attention matrix keeps")
     return finished(call, wanted, found)
@@ -209,7 +209,7 @@ def scales(score: Dot, width: int) -> tuple[float, float]:
 
 
 def mask_tensors(call: Call) -> dict[str, Tensor]:
-    masks = mask_inputs.forms(call)
+    masks = mask_inputs.build_kernel_masks(call)
     runs = Causal().spans(call.extent, False).tensor(call.q.device) if masks.causal else masks.spans
     given = {} if runs is None else {"runs": runs.contiguous()}
     if masks.query_ids is not None and masks.key_ids is not None:

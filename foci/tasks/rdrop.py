@@ -58,13 +58,13 @@ class TwoPasses(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore: int, smoothing: float, agreement: float) -> Tensor:
         import triton
 
-        from foci.kernels.rdrop import two_passes
+        from foci.kernels.rdrop import rdrop_loss
 
         logits, targets = logits.contiguous(), targets.contiguous()
         count, words = targets.numel(), logits.shape[-1]
         losses = torch.empty(count, dtype=torch.float32, device=logits.device)
         slopes = torch.empty_like(logits)
-        two_passes[(count,)](
+        rdrop_loss[(count,)](
             logits, targets, losses, slopes, count, words, ignore, smoothing, agreement,
             WORDS=triton.next_power_of_2(words), num_warps=WARPS,
         )  # fmt: skip

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foci.arguments import Call
-from foci.backends.blocked import LOG2_E
-from foci.biases import Added
+from foci.backends.strips import LOG2_E
+from foci.biases import DenseBias
 from foci.gpu import mask_inputs
 from foci.runtime import native
-from foci.runtime.checks import is_unreadable
+from foci.runtime.checks import is_traced
 from foci.scores import Dot
 from foci.statistics import cpu_c
 from foci.statistics.cpu_c import Masks
@@ -52,12 +52,12 @@ def serves(call: Call) -> bool:
     plain = type(call.score) is Dot and call.score.softcap is None and call.sink is None and not call.dropout
     if not plain or call.q.device.type != "cpu" or call.q.dtype not in cpu_c.DTYPES or call.transformed:
         return False
-    if is_unreadable(call.q) or any(type(tensor) not in cpu_c.PLAIN for tensor in (call.q, call.k, call.v)):
+    if is_traced(call.q) or any(type(tensor) not in cpu_c.PLAIN for tensor in (call.q, call.k, call.v)):
         return False
-    if call.bias is not None and not (isinstance(call.bias, Added) and is_readable(call.bias.entries)):
+    if call.bias is not None and not (isinstance(call.bias, DenseBias) and is_readable(call.bias.entries)):
         return False
     empty = 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape
-    return not empty and not mask_inputs.reasons(call) and native.refusal("matrix") is None
+    return not empty and not mask_inputs.refuses(call) and native.why_unavailable("matrix") is None
 
 
 def is_readable(entries: Tensor) -> bool:
@@ -67,7 +67,7 @@ def is_readable(entries: Tensor) -> bool:
 
 def attend(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     """(B, H, Tq, Dv) and (B, H, Tq, Tk), or (B, Tq, Tk) averaged over the heads, of a call that this serves."""
-    library = native.library("matrix")
+    library = native.load_library("matrix")
     batch, heads, queries, keys = *call.q.shape[:3], call.k.shape[2]
     seen = cpu_c.mask_tensors(call)
     tensors = inputs(call, library.panel_keys(), library.side_values())
@@ -82,7 +82,7 @@ def attend(call: Call, average: bool) -> tuple[Tensor, Tensor]:
         **sizes(call, tensors, average, library.rows_at_once()),
         scale=call.score.factor(call.q.shape[-1]) * LOG2_E,
     )
-    native.run(library.attend_all, work, threads(call))
+    native.run_in_threads(library.attend_all, work, threads(call))
     if work.failed:
         raise MemoryError("there is no memory for the few rows of the attention matrix that are made at once")
     # In the order in which the heads are joined, so that whoever joins them copies nothing.
@@ -98,8 +98,8 @@ def inputs(call: Call, panel: int, side: int) -> dict[str, Tensor]:
         "keys": cpu_c.in_panels(call.k.float(), panel),
         "values": (pad(call.v.float(), (0, beyond)) if beyond else call.v.float()).contiguous(),
     }
-    if isinstance(call.bias, Added):
-        given["added"] = mask_inputs.chosen_entries(call.bias.entries, call).float()
+    if isinstance(call.bias, DenseBias):
+        given["added"] = mask_inputs.select_dense_entries(call.bias.entries, call).float()
     return given
 
 

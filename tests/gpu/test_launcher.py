@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from foci.gpu import launcher
-from foci.gpu.launcher import Launches, step
+from foci.gpu.launcher import LaunchPlan, build_kernel_launch
 
 
 class Kernel:
@@ -40,10 +40,10 @@ class Compiled:
         return lambda *arguments: self.kernel.again.append((grid, arguments))
 
 
-def row_of(kernel: Kernel, sizes: dict[str, int] | None = None) -> Launches:
+def row_of(kernel: Kernel, sizes: dict[str, int] | None = None) -> LaunchPlan:
     numbers = {"n": 5, "BLOCK": 16, "unused": 7}
-    steps = [step(kernel, (3, 2), numbers, {"out": "parts"}, num_warps=4)]
-    return Launches({"scratch": 33, "parts": 4} if sizes is None else sizes, torch.device("cpu"), steps)
+    steps = [build_kernel_launch(kernel, (3, 2), numbers, {"out": "parts"}, num_warps=4)]
+    return LaunchPlan({"scratch": 33, "parts": 4} if sizes is None else sizes, torch.device("cpu"), steps)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,9 @@ def test_an_interpreter_or_a_triton_that_is_not_known_is_given_tensors(
 def test_launches_are_handed_addresses_all_together_or_not_at_all() -> None:
     """A hook of Triton's may keep one kernel from being compiled: the others do not go on without it."""
     kernels = Kernel("x", "out", "n"), Kernel("x", "out", "n", compiles=False)
-    row = Launches({"out": 4}, torch.device("cpu"), [step(kernel, (1,), {"n": 1}) for kernel in kernels])
+    row = LaunchPlan(
+        {"out": 4}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1}) for kernel in kernels]
+    )
     for _ in range(2):
         row({"x": torch.zeros(8)})
     assert [len(kernel.launched) for kernel in kernels] == [2, 2]
@@ -119,8 +121,8 @@ class Watched:
 
 def test_what_comes_late_finds_the_memory_of_all_but_what_lasts() -> None:
     first, last = Watched(), Kernel("sums", "result", "n")
-    steps = [step(first, (1,), {"n": 1}), step(last, (1,), {"n": 1})]
-    row = Launches({"scratch": 64}, torch.device("cpu"), steps, lasting={"sums": 64})
+    steps = [build_kernel_launch(first, (1,), {"n": 1}), build_kernel_launch(last, (1,), {"n": 1})]
+    row = LaunchPlan({"scratch": 64}, torch.device("cpu"), steps, lasting={"sums": 64})
     result, alive = torch.zeros(4), []
 
     def late() -> dict[str, Tensor]:
@@ -139,8 +141,8 @@ def test_what_comes_late_finds_the_memory_of_all_but_what_lasts() -> None:
 
 def test_what_comes_late_is_given_by_its_address_too(monkeypatch: pytest.MonkeyPatch) -> None:
     first, last = Kernel("x", "scratch", "sums", "n"), Kernel("sums", "result", "n")
-    steps = [step(first, (1,), {"n": 1}), step(last, (1,), {"n": 1})]
-    row = Launches({"scratch": 40}, torch.device("cpu"), steps, lasting={"sums": 64})
+    steps = [build_kernel_launch(first, (1,), {"n": 1}), build_kernel_launch(last, (1,), {"n": 1})]
+    row = LaunchPlan({"scratch": 40}, torch.device("cpu"), steps, lasting={"sums": 64})
     results = [torch.zeros(4) for _ in range(2)]
     wholes: list[weakref.ref[Tensor]] = []
     true = torch.empty
@@ -167,32 +169,32 @@ def test_what_comes_late_is_given_by_its_address_too(monkeypatch: pytest.MonkeyP
 
 def test_a_number_that_is_missing_is_an_error() -> None:
     with pytest.raises(KeyError, match="m"):
-        step(Kernel("x", "n", "m"), (1,), {"n": 1})
+        build_kernel_launch(Kernel("x", "n", "m"), (1,), {"n": 1})
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "KEPT", {})
     monkeypatch.setattr(launcher, "MOST", 2)
     kernel = Kernel("x", "scratch", "out", "n", "BLOCK")
-    made = [launcher.kept(key, lambda: row_of(kernel)) for key in (1, 1, 2, 3, 1)]
+    made = [launcher.get_or_build_plan(key, lambda: row_of(kernel)) for key in (1, 1, 2, 3, 1)]
     assert made[0] is made[1]
     assert made[0] is not made[4]
-    assert len(launcher.KEPT) == 2
+    assert len(launcher.CACHED_PLANS) == 2
 
 
 def test_layouts_tell_apart_what_kernels_are_compiled_for() -> None:
     x = torch.zeros(2, 3)
-    assert launcher.layout(x) == launcher.layout(torch.ones(2, 3))
+    assert launcher.layout_key(x) == launcher.layout_key(torch.ones(2, 3))
     others = x.mT, x[:1], x.half(), torch.zeros(2, 4)[:, :3], None
-    assert len({launcher.layout(y) for y in (x, *others)}) == 6
+    assert len({launcher.layout_key(y) for y in (x, *others)}) == 6
 
 
 def test_arrays_of_other_numbers_are_views_of_the_same_memory() -> None:
     kernel = Kernel("x", "flags", "halves", "n")
-    row = Launches(
+    row = LaunchPlan(
         {"flags": 4, "halves": 3},
         torch.device("cpu"),
-        [step(kernel, (1,), {"n": 1})],
+        [build_kernel_launch(kernel, (1,), {"n": 1})],
         {"flags": torch.int32, "halves": torch.float16},
     )
     row({"x": torch.zeros(8)})
@@ -210,8 +212,8 @@ def test_a_description_is_made_once_and_then_has_another_base() -> None:
             self.base, self.block = base, [16, base.shape[-1]]
             made.append(base)
 
-    described = {"x_tiles": launcher.Described("x", Description)}
-    row = Launches({}, torch.device("cpu"), [step(kernel, (1,), {"n": 1})], described=described)
+    described = {"x_tiles": launcher.DescriptorArgument("x", Description)}
+    row = LaunchPlan({}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1})], described=described)
     tensors = [torch.zeros(4, 8) for _ in range(3)]
     for x in tensors:
         row({"x": x})
@@ -226,8 +228,8 @@ def test_a_description_is_made_once_and_then_has_another_base() -> None:
 
 def test_descriptions_are_made_anew_where_triton_looks_at_each_launch() -> None:
     kernel = Kernel("x_tiles", "x", "n", compiles=False)
-    described = {"x_tiles": launcher.Described("x", lambda x: ("tiles of", x))}
-    row = Launches({}, torch.device("cpu"), [step(kernel, (1,), {"n": 1})], described=described)
+    described = {"x_tiles": launcher.DescriptorArgument("x", lambda x: ("tiles of", x))}
+    row = LaunchPlan({}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1})], described=described)
     for x in (torch.zeros(8), torch.ones(8)):
         row({"x": x})
         assert kernel.launched[-1][1][0] == ("tiles of", x)
@@ -241,7 +243,7 @@ def test_a_launch_by_names_is_the_same_for_a_compiler() -> None:
             return lambda **named: given.append((grid, named))
 
     kernel = Traced("x", "out", "n")
-    launching = launcher.Launching(kernel, (2,), {"x": "x", "out": "result"}, {"n": 3}, {"num_warps": 4})
+    launching = launcher.KeywordLaunch(kernel, (2,), {"x": "x", "out": "result"}, {"n": 3}, {"num_warps": 4})
     assert launching.step() == (kernel, (2,), ("x", "result"), (3,), {"num_warps": 4})
     x, result = torch.zeros(1), torch.ones(1)
     launching.traced({"x": x, "result": result, "more": x})

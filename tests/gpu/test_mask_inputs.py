@@ -63,11 +63,11 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_forms_say_what_the_mask_says(name: str) -> None:
     call = call_of(MASKS[name])
-    assert mask_inputs.reasons(call) == []
+    assert mask_inputs.refuses(call) == []
     expected = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
     if call.mask is not None:
         expected = call.mask.visible(call.everything()).expand(2, 1, -1, -1)
-    assert torch.equal(seen_by(mask_inputs.forms(call), call), expected)
+    assert torch.equal(seen_by(mask_inputs.build_kernel_masks(call), call), expected)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_forms_say_what_the_mask_says(name: str) -> None:
 )
 def test_an_offset_that_means_plain_causal_is_plain_causal(offset: int, queries: int, keys: int, plain: bool) -> None:
     """Kernels have a quick way for it: F.scaled_dot_product_attention(..., is_causal=True) is causal.at(0)."""
-    masks = mask_inputs.forms(call_of(foci.causal.at(offset), queries=queries, keys=keys))
+    masks = mask_inputs.build_kernel_masks(call_of(foci.causal.at(offset), queries=queries, keys=keys))
     assert (masks.causal, masks.spans is None) == (plain, plain)
 
 
@@ -85,9 +85,9 @@ def test_positions_move_what_is_causal_and_no_offset(positions: bool) -> None:
     call = call_of(foci.causal)
     if positions:
         call.positions = torch.arange(QUERIES)[None], torch.arange(KEYS)[None]
-    assert bool(mask_inputs.reasons(call)) == positions
+    assert bool(mask_inputs.refuses(call)) == positions
     call.mask = foci.causal.at(KEYS - QUERIES)
-    assert mask_inputs.forms(call) == mask_inputs.KernelMasks(causal=True)
+    assert mask_inputs.build_kernel_masks(call) == mask_inputs.KernelMasks(causal=True)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_positions_move_what_is_causal_and_no_offset(positions: bool) -> None:
     ],
 )
 def test_what_has_no_form_is_refused(mask: Mask, reason: str) -> None:
-    (said,) = mask_inputs.reasons(call_of(mask))
+    (said,) = mask_inputs.refuses(call_of(mask))
     assert reason in said
 
 
@@ -129,8 +129,8 @@ def there(call: Call, name: str = "meta") -> Call:
 def test_nothing_comes_from_the_host(name: str) -> None:
     call = there(call_of(MASKS[name]))
     with StaysThere():
-        assert mask_inputs.reasons(call) == []
-        masks = mask_inputs.forms(call)
+        assert mask_inputs.refuses(call) == []
+        masks = mask_inputs.build_kernel_masks(call)
         assert masks.spans is None or masks.spans.device.type == "meta"
         if call.mask is not None:
             blocks_of(call)
@@ -147,12 +147,12 @@ def test_what_comes_from_the_host_is_found() -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_on_a_gpu_nothing_waits_for_it(name: str) -> None:
     call = there(call_of(MASKS[name]), "cuda:0")
-    expected = seen_by(mask_inputs.forms(call_of(MASKS[name])), call_of(MASKS[name]))
+    expected = seen_by(mask_inputs.build_kernel_masks(call_of(MASKS[name])), call_of(MASKS[name]))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        assert mask_inputs.reasons(call) == []
-        masks = mask_inputs.forms(call)
+        assert mask_inputs.refuses(call) == []
+        masks = mask_inputs.build_kernel_masks(call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     back = mask_inputs.KernelMasks(
@@ -174,17 +174,17 @@ REPEATED: dict[str, Callable[[], Mask | None]] = {
 def test_masks_of_plain_numbers_are_brought_to_their_form_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked() -> mask_inputs.KernelMasks:
         call = call_of(REPEATED[name]())
-        assert not mask_inputs.reasons(call)
-        return mask_inputs.forms(call)
+        assert not mask_inputs.refuses(call)
+        return mask_inputs.build_kernel_masks(call)
 
     first = asked()
     call = call_of(REPEATED[name]())
     with monkeypatch.context() as patched:
         patched.setattr(mask_inputs, "sorted_out", None)
-        assert not mask_inputs.reasons(call)
-        assert mask_inputs.forms(call) is first
+        assert not mask_inputs.refuses(call)
+        assert mask_inputs.build_kernel_masks(call) is first
     longer = call_of(REPEATED[name](), keys=KEYS + 1)
-    found, fresh = mask_inputs.forms(longer), mask_inputs.found_forms(longer)
+    found, fresh = mask_inputs.build_kernel_masks(longer), mask_inputs.compute_kernel_masks(longer)
     assert (found.causal, found.spans is None) == (fresh.causal, fresh.spans is None)
     assert found.spans is None or fresh.spans is None or torch.equal(found.spans, fresh.spans)
 
@@ -194,7 +194,7 @@ def test_numbers_and_kinds_tell_masks_apart() -> None:
         foci.causal, foci.causal.at(1), foci.window(3), foci.window(3, 2), foci.prefix(3), ~foci.window(3),
         foci.causal & foci.window(3), foci.causal | foci.window(3), foci.window(3) & foci.causal,
     )  # fmt: skip
-    keys = [mask_inputs.structure(mask) for mask in masks]
+    keys = [mask_inputs.mask_structure(mask) for mask in masks]
     assert None not in keys
     assert len(set(keys)) == len(masks)
 
@@ -205,5 +205,5 @@ def test_masks_with_tensors_are_looked_at_each_time() -> None:
         foci.documents(torch.arange(QUERIES)),
         foci.causal & torch.ones(1, dtype=torch.bool),
     ):
-        assert mask_inputs.structure(mask) is None
-        assert mask_inputs.structure(~(foci.causal | mask)) is None
+        assert mask_inputs.mask_structure(mask) is None
+        assert mask_inputs.mask_structure(~(foci.causal | mask)) is None

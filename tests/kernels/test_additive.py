@@ -17,8 +17,8 @@ from foci.arguments import Call, prepare
 from foci.backends import reference
 from foci.gpu import additive
 from foci.gpu.additive import launch
-from foci.gpu.additive.launch import Terms, Tiling
-from foci.gpu.launcher import Launches
+from foci.gpu.additive.launch import AdditiveOptions, AdditiveTiling
+from foci.gpu.launcher import LaunchPlan
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth, worst
 from tests.contract.cells import MASKS, Sizes, input_shapes, laid_out
 
@@ -26,7 +26,7 @@ from tests.contract.cells import MASKS, Sizes, input_shapes, laid_out
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NO_TERMS = Terms(None, None, None, None, None, False, 0.0)
+NO_TERMS = AdditiveOptions(None, None, None, None, None, False, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -156,11 +156,11 @@ def test_numbers_of_every_size(spread: float, query: float, key: float) -> None:
 
 def prepared(x: Tensor, w: Tensor) -> dict[str, Tensor]:
     """What is taken once per query and key, where both are the same."""
-    tiling = launch.INTERPRETED
-    sizes = launch.preparation(x, x, w, tiling)
+    tiling = launch.INTERPRETER_TILING
+    sizes = launch.exponentials_workspace(x, x, w, tiling)
     found = {name: torch.empty(size, device=x.device) for name, size in sizes.items()}
-    numbers = launch.numbers_of(x, x, x, w, NO_TERMS) | launch.shape(x, x, tiling)
-    Launches({}, x.device, [launch.preparing(x, x, tiling, numbers)])({"q": x, "k": x, "weight": w} | found)
+    numbers = launch.scalar_arguments(x, x, x, w, NO_TERMS) | launch.tile_arguments(x, x, tiling)
+    LaunchPlan({}, x.device, [launch.exponentials_launch(x, x, tiling, numbers)])({"q": x, "k": x, "weight": w} | found)
     return found
 
 
@@ -188,7 +188,10 @@ def test_tiles_of_every_shape_agree(most: int) -> None:
     made = (randn(1, 2, 33, 20), randn(1, 1, 33, 20, seed=1), randn(1, 1, 33, 6), randn(2, 20))
     q, k, v, w = (x.to(DEVICE, torch.float32) for x in made)
     expected = reference.run(prepare(q, k, v, foci.Additive(w), None, None, None, None, 0.0, True))
-    for tiling in (Tiling(queries=32, keys=16, most=most), Tiling(queries=16, keys=32, chunk=4, most=most)):
+    for tiling in (
+        AdditiveTiling(queries=32, keys=16, most=most),
+        AdditiveTiling(queries=16, keys=32, chunk=4, most=most),
+    ):
         out, lse = launch.forward(q, k, v, w, NO_TERMS, tiling)
         torch.testing.assert_close(out, expected[0], atol=3e-6, rtol=0)
         torch.testing.assert_close(lse * math.log(2), expected[1], atol=1e-5, rtol=0)
@@ -197,23 +200,28 @@ def test_tiles_of_every_shape_agree(most: int) -> None:
 @pytest.mark.parametrize(
     ("queries", "pairs", "value_width", "dtype", "expected"),
     [
-        (128, 64, 256, torch.bfloat16, Tiling(keys=128, warps=8)),
-        (512, 16, 256, torch.float16, Tiling(keys=128, warps=8)),
-        (128, 16, 256, torch.bfloat16, Tiling(queries=32)),
-        (512, 16, 256, torch.float32, Tiling(queries=32)),
-        (1024, 32, 256, torch.float32, Tiling(warps=8, across=16)),
-        (1024, 32, 64, torch.bfloat16, Tiling()),
-        (512, 16, 64, torch.bfloat16, Tiling(queries=32)),
-        (20, 500, 256, torch.bfloat16, Tiling(queries=32)),
-        (16, 500, 64, torch.bfloat16, Tiling(queries=16)),
-        (128, 64, 512, torch.bfloat16, Tiling(queries=32, warps=8, across=16)),
+        (128, 64, 256, torch.bfloat16, AdditiveTiling(keys=128, warps=8)),
+        (512, 16, 256, torch.float16, AdditiveTiling(keys=128, warps=8)),
+        (128, 16, 256, torch.bfloat16, AdditiveTiling(queries=32)),
+        (512, 16, 256, torch.float32, AdditiveTiling(queries=32)),
+        (1024, 32, 256, torch.float32, AdditiveTiling(warps=8, across=16)),
+        (1024, 32, 64, torch.bfloat16, AdditiveTiling()),
+        (512, 16, 64, torch.bfloat16, AdditiveTiling(queries=32)),
+        (20, 500, 256, torch.bfloat16, AdditiveTiling(queries=32)),
+        (16, 500, 64, torch.bfloat16, AdditiveTiling(queries=16)),
+        (128, 64, 512, torch.bfloat16, AdditiveTiling(queries=32, warps=8, across=16)),
     ],
 )
 def test_tiles_fit_the_values_and_the_processors(
-    queries: int, pairs: int, value_width: int, dtype: torch.dtype, expected: Tiling, monkeypatch: pytest.MonkeyPatch
+    queries: int,
+    pairs: int,
+    value_width: int,
+    dtype: torch.dtype,
+    expected: AdditiveTiling,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "processors", lambda device: 132)
-    assert launch.forward_tiling(queries, pairs, value_width, dtype, torch.device("cuda", 0)) == expected
+    assert launch.choose_forward_tiling(queries, pairs, value_width, dtype, torch.device("cuda", 0)) == expected
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from foci.gpu.additive import decode, launch
-from foci.gpu.additive.launch import Terms
+from foci.gpu.additive.launch import AdditiveOptions
 from tests.checker import answers
 from tests.kernels.test_additive import DEVICE, NO_TERMS, additive_problem, judge, problem_of, randn, sizes
 
@@ -25,7 +25,7 @@ SEED = torch.tensor(20_260_101, device=DEVICE)
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Gets an entry for each backward that is done this way."""
     seen: list[Tensor] = []
-    true = decode.backward
+    true = decode.decode_backward
 
     def counted(d_out: Tensor, *rest: Any) -> Any:
         seen.append(d_out)
@@ -68,7 +68,9 @@ def test_the_gradient_is_the_same_every_time() -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def difference(queries: int, keys: int, width: int, values: int, group: int, terms: Terms, dtype: torch.dtype) -> float:
+def difference(
+    queries: int, keys: int, width: int, values: int, group: int, terms: AdditiveOptions, dtype: torch.dtype
+) -> float:
     """Against the two passes, on memory that holds NaN before it is written.
 
     Each has the log-sum-exp of its own forward: what a logit lost on one way is not what it lost on the other.
@@ -79,9 +81,9 @@ def difference(queries: int, keys: int, width: int, values: int, group: int, ter
     try:
         d_out = randn(2, 2 * group, queries, values, seed=8).to(q)
         found = launch.backward(d_out, None, q, k, v, w, *launch.forward(q, k, v, w, terms), terms)
-        tiling = launch.forward_tiling(queries, 4 * group, values, dtype, q.device)
+        tiling = launch.choose_forward_tiling(queries, 4 * group, values, dtype, q.device)
         tiled = launch.forward(q, k, v, w, terms, tiling)
-        expected = launch.two_passes(d_out, None, q, k, v, w, *tiled, terms)
+        expected = launch.backward_in_two_passes(d_out, None, q, k, v, w, *tiled, terms)
     finally:
         torch.use_deterministic_algorithms(False)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
@@ -91,7 +93,7 @@ def difference(queries: int, keys: int, width: int, values: int, group: int, ter
 
 
 @pytest.mark.parametrize("terms", [NO_TERMS, NO_TERMS._replace(seed=SEED, dropout=0.3)])
-def test_it_equals_the_two_passes(terms: Terms) -> None:
+def test_it_equals_the_two_passes(terms: AdditiveOptions) -> None:
     assert difference(2, 37, 9, 5, 2, terms, F32) < 1e-5
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import foci
 from foci.gpu.additive import decode, launch, one_pass_backward
-from foci.gpu.launcher import Launches
+from foci.gpu.launcher import LaunchPlan
 from tests.kernels.test_additive import NO_TERMS
 
 # Batch, heads, queries, keys, width.
@@ -40,7 +40,7 @@ def in_float32(x: Tensor) -> int:
     return 4 * x.numel()
 
 
-def arrays_of(launches: Launches) -> tuple[int, int]:
+def arrays_of(launches: LaunchPlan) -> tuple[int, int]:
     """The bytes of its arrays, before the last launch and in it."""
     last = 4 * launches.lasting.total
     return 4 * launches.arrays.total + last, last
@@ -63,8 +63,10 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_pass(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     with FakeTensorMode():
         q, k, v, w = inputs(shape, "cuda:0", dtype)
-        tiling = one_pass_backward.tiling_for(q.shape[2], q.device)
-        before, last = arrays_of(one_pass_backward.in_one_pass(q, k, v, w, NO_TERMS, tiling, PROCESSORS, False))
+        tiling = one_pass_backward.choose_one_pass_tiling(q.shape[2], q.device)
+        before, last = arrays_of(
+            one_pass_backward.plan_one_pass_backward(q, k, v, w, NO_TERMS, tiling, PROCESSORS, False)
+        )
     gradients = in_bytes(q, k, v, w)
     assert max(before, last + gradients) - gradients <= taken_together(q, k, v, w)
 
@@ -73,9 +75,9 @@ def test_one_pass(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_two_passes(shape: tuple[int, ...]) -> None:
     with FakeTensorMode():
         q, k, v, w = inputs(shape, "cuda:0", torch.bfloat16)
-        tiling = launch.backward_tiling(q.shape[2], v.shape[3], q.device)
-        programs = launch.programs_of(q, k, tiling)
-        _, arrays = arrays_of(launch.by_rows_and_columns(q, k, v, w, NO_TERMS, tiling, programs))
+        tiling = launch.choose_two_pass_tiling(q.shape[2], v.shape[3], q.device)
+        programs = launch.count_programs(q, k, tiling)
+        _, arrays = arrays_of(launch.plan_two_pass_backward(q, k, v, w, NO_TERMS, tiling, programs))
     arrays += programs[0] * in_float32(w)
     rows, turn = arrays + in_float32(q), arrays + in_float32(q) + in_bytes(q)
     columns, end = arrays + in_bytes(q, v) + in_float32(k), in_bytes(q, k, v) + in_float32(k)
@@ -86,7 +88,7 @@ def test_two_passes(shape: tuple[int, ...]) -> None:
 def test_the_forward(shape: tuple[int, ...]) -> None:
     with FakeTensorMode():
         q, k, v, w = inputs(shape, "cuda:0", torch.bfloat16)
-        make = launch.one_by_one if shape in FEW else launch.in_tiles
+        make = launch.one_by_one if shape in FEW else launch.plan_tiled_forward
         arrays, _ = arrays_of(make(q, k, v, w, NO_TERMS, q, None))
     assert arrays <= taken_together(q, k, v, w)
 
@@ -94,7 +96,7 @@ def test_the_forward(shape: tuple[int, ...]) -> None:
 def test_what_is_read_beyond_the_exponentials_of_the_queries_are_those_of_the_keys() -> None:
     """The last turn of a loop reads a few ahead, and leaves them."""
     q, k, _, weight = inputs(SHAPES[0], "meta", torch.bfloat16)
-    sizes = launch.preparation(q, k, weight, launch.backward_tiling(4096, 64, torch.device("cpu")))
+    sizes = launch.exponentials_workspace(q, k, weight, launch.choose_two_pass_tiling(4096, 64, torch.device("cpu")))
     assert list(sizes)[:2] == ["E", "F"]
 
 

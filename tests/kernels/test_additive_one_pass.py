@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import foci
 from foci.gpu.additive import launch, one_pass_backward
-from foci.gpu.additive.launch import Terms, Tiling
+from foci.gpu.additive.launch import AdditiveOptions, AdditiveTiling
 from tests.kernels.test_additive import DEVICE, NO_TERMS, additive_problem, judge, problem_of, randn, sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -25,7 +25,7 @@ SEED = torch.tensor(20_260_101, device=DEVICE)
 def one_pass(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Gets an entry for each backward that goes in one pass."""
     taken: list[Tensor] = []
-    true = one_pass_backward.backward
+    true = one_pass_backward.backward_in_one_pass
 
     def counted(d_out: Tensor, *rest: Any) -> Any:
         taken.append(d_out)
@@ -79,8 +79,8 @@ def difference(
     width: int,
     values: int,
     group: int,
-    terms: Terms,
-    tiling: Tiling | None,
+    terms: AdditiveOptions,
+    tiling: AdditiveTiling | None,
     dtype: torch.dtype,
 ) -> float:
     """One pass against two, on memory that holds NaN before it is written."""
@@ -93,7 +93,7 @@ def difference(
         d_out, d_lse = randn(*out.shape, seed=8).to(out), randn(*lse.shape, seed=9).to(lse)
         d_lse = d_lse.masked_fill(lse.isneginf(), 0)
         given = (d_out, d_lse, q, k, v, w, out, lse, terms)
-        expected, found = launch.two_passes(*given), one_pass_backward.backward(*given, tiling)
+        expected, found = launch.backward_in_two_passes(*given), one_pass_backward.backward_in_one_pass(*given, tiling)
     finally:
         torch.use_deterministic_algorithms(False)
     for one, two in zip(found, expected, strict=True):
@@ -112,7 +112,9 @@ def difference(
         (18, 20, 16, 70, 1, NO_TERMS._replace(seed=SEED, dropout=0.3)),
     ],
 )
-def test_it_equals_the_two_passes(queries: int, keys: int, width: int, values: int, group: int, terms: Terms) -> None:
+def test_it_equals_the_two_passes(
+    queries: int, keys: int, width: int, values: int, group: int, terms: AdditiveOptions
+) -> None:
     assert difference(queries, keys, width, values, group, terms, None, F32) < 1e-5
 
 
@@ -122,7 +124,10 @@ def test_queries_that_are_split_join_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_features_are_padded_as_little_as_their_turns_allow() -> None:
-    found = {width: one_pass_backward.turns(width, 64, Tiling()) for width in (7, 16, 20, 40, 64, 80, 100, 512)}
+    found = {
+        width: one_pass_backward.feature_loop_arguments(width, 64, AdditiveTiling())
+        for width in (7, 16, 20, 40, 64, 80, 100, 512)
+    }
     assert {width: sizes["DW"] for width, sizes in found.items()} == {
         7: 16, 16: 16, 20: 32, 40: 64, 64: 64, 80: 96, 100: 128, 512: 512
     }  # fmt: skip
@@ -149,7 +154,7 @@ def test_who_asks_for_the_same_result_in_every_run_gets_two_passes(one_pass: lis
         (513, 513, 80, 96, 1, NO_TERMS._replace(causal=True), None),
         (128, 200, 512, 512, 1, NO_TERMS, None),
         (300, 100, 16, 128, 1, NO_TERMS._replace(seed=SEED, dropout=0.3), None),
-        (300, 190, 64, 64, 1, NO_TERMS, Tiling(chunk=4, registers=168, programs=3)),
+        (300, 190, 64, 64, 1, NO_TERMS, AdditiveTiling(chunk=4, registers=168, programs=3)),
     ],
 )
 def test_large_ones_equal_the_two_passes(
@@ -158,8 +163,8 @@ def test_large_ones_equal_the_two_passes(
     width: int,
     values: int,
     group: int,
-    terms: Terms,
-    tiling: Tiling | None,
+    terms: AdditiveOptions,
+    tiling: AdditiveTiling | None,
     dtype: torch.dtype,
 ) -> None:
     rounding = 8 * torch.finfo(dtype).eps if dtype != F32 else 2e-5

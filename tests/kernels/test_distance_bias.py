@@ -18,8 +18,8 @@ import foci
 from foci.arguments import Call, prepare
 from foci.gpu import distance_bias, launcher
 from foci.gpu.distance_bias import launch, row_table, tables
-from foci.gpu.distance_bias.launch import Tiles
-from foci.gpu.launcher import Launches
+from foci.gpu.distance_bias.launch import DistanceBiasTiling
+from foci.gpu.launcher import LaunchPlan
 from foci.scores import Dot
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
 
@@ -126,9 +126,13 @@ def test_float16(bias: str) -> None:
     check_problem(problem_of(bias, "causal", torch.float16))
 
 
-@pytest.mark.parametrize("tiles", [Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1)], ids=["tall", "wide"])
+@pytest.mark.parametrize(
+    "tiles", [DistanceBiasTiling(32, 16, 4, 1), DistanceBiasTiling(16, 32, 4, 1)], ids=["tall", "wide"]
+)
 @pytest.mark.parametrize(("bias", "mask"), [("values", "full"), ("buckets", "window"), ("buckets", "two_runs")])
-def test_tiles_that_are_not_square(bias: str, mask: str, tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_are_not_square(
+    bias: str, mask: str, tiles: DistanceBiasTiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "tiles_of", lambda name, part: tiles)
     check_problem(problem_of(bias, mask))
 
@@ -227,7 +231,7 @@ def test_the_operators_are_registered_as_pytorch_wants_them() -> None:
     problem = problem_of("headed", "padding", queries=17)
     call = call_of(**problem.arguments(problem.leaves(torch.float32, DEVICE)))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(distance_bias.attend, distance_bias.inputs_of(call), test_utils=tests)
+    torch.library.opcheck(distance_bias.distance_bias_attention, distance_bias.operator_inputs(call), test_utils=tests)
 
 
 def call_of(dropout: float = 0.0, positions: Any = None, **arguments: Any) -> Call:
@@ -289,16 +293,16 @@ def test_reaches_of_two_runs_ask_the_mask_everywhere() -> None:
 
 
 def test_reaches_of_more_sequences_than_a_gpu_counts_in_its_second_dimension() -> None:
-    steps, _ = tables.reaching(torch.empty(1, 1, 2, 7, dtype=torch.int32).expand(70_000, 1, 2, 7), 9, 4, 4)
+    steps, _ = tables.tile_range_launches(torch.empty(1, 1, 2, 7, dtype=torch.int32).expand(70_000, 1, 2, 7), 9, 4, 4)
     assert {step.grid for step in steps} == {(70_000, 2), (70_000, 3)}
 
 
 def reached(spans: Tensor, Tk: int, queries: int, keys: int) -> dict[str, Tensor]:
     """What the launches before the pass over the keys leave, (Bm, tiles, 2) each."""
-    steps, sizes = tables.reaching(spans, Tk, queries, keys)
+    steps, sizes = tables.tile_range_launches(spans, Tk, queries, keys)
     room = {name: torch.empty(size, device=DEVICE) for name, size in sizes.items()}
     given = {"spans": spans.to(DEVICE)}
-    Launches({}, given["spans"].device, steps)(given | room)
+    LaunchPlan({}, given["spans"].device, steps)(given | room)
     return {name: x.view(torch.int32).view(spans.shape[0], -1, 2).cpu() for name, x in room.items()}
 
 
@@ -350,4 +354,4 @@ def test_a_part_is_launched_by_what_was_kept_of_the_first(count: int, monkeypatc
         x, table = torch.randn(1, 2, 18, 12, device=DEVICE).requires_grad_(), torch.randn(6, 2, device=DEVICE)
         out = foci.attention(x, x, x, bias=foci.Buckets(table, False, 5), mask=mask, backend="triton")
         torch.autograd.grad(out.sum(), x)
-    assert len(launcher.KEPT) == 2 * count
+    assert len(launcher.CACHED_PLANS) == 2 * count

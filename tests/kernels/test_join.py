@@ -6,7 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from foci.gpu.launcher import Launches
+from foci.gpu.launcher import LaunchPlan
 from foci.statistics.cuda.steps import join
 from tests.kernels.statistics_cases import DEVICE
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
@@ -26,7 +26,7 @@ def joined(given: dict[str, Tensor], columns=None, cells=None, chosen=0, logits=
     results = {name: torch.empty(shape, device=DEVICE) for name, shape in shapes.items()}
     if chosen:
         results["top_keys"] = torch.empty(chosen, dtype=torch.int64, device=DEVICE)
-    Launches({}, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE), [launching.step()])(
+    LaunchPlan({}, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE), [launching.step()])(
         given | results | {"lse": torch.zeros(1, device=DEVICE)}
     )
     return results

@@ -139,7 +139,7 @@ def test_a_pass_keeps_no_tensor() -> None:
 def test_calls_without_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler traces the launches by names, and no address is asked for."""
     seen: list[str] = []
-    monkeypatch.setattr("foci.gpu.launcher.Launching.traced", lambda self, tensors: seen.append(self.kernel.__name__))
+    monkeypatch.setattr("foci.gpu.launcher.KeywordLaunch.traced", lambda self, tensors: seen.append(self.kernel.__name__))
     with FakeTensorMode():
         q, k, lse = torch.zeros(1, 2, 24, 16), torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 24)
         got = statistics(q, k, lse, scale=1.0, causal=True, wanted=ALL, config=SMALL)

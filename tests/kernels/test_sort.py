@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from foci.kernels.statistics.sort import has_ties, largest
+from foci.kernels.statistics.sort import has_ties, select_largest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = 8
@@ -19,7 +19,7 @@ def chosen(given, found, rest, ties, R: tl.constexpr, LOG_N: tl.constexpr, LOG: 
     """The largest of each row, the largest of what is left, and whether two of those that were found are the same."""
     row = tl.arange(0, R)
     x = tl.load(given + row[:, None] * (1 << LOG_N) + tl.arange(0, 1 << LOG_N)[None, :])
-    x, left = largest(x, LOG_N, LOG)
+    x, left = select_largest(x, LOG_N, LOG)
     tl.store(found + row[:, None] * (1 << LOG) + tl.arange(0, 1 << LOG)[None, :], x)
     tl.store(rest + row, left)
     tl.store(ties + row, has_ties(x).to(tl.int32))

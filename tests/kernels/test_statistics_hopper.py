@@ -12,8 +12,8 @@ pytest.importorskip("triton.experimental.gluon")
 
 import foci
 from foci.arguments import prepare
-from foci.backends.sdpa import cuda as sdpa_cuda
-from foci.gpu.launcher import Launching
+from foci.gpu.launcher import KeywordLaunch
+from foci.runtime.device import major_capability
 from foci.scores import Dot
 from foci.statistics import cuda
 from foci.statistics.cuda import hopper, steps
@@ -43,7 +43,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     found: list[Config] = []
     true = hopper.launching
 
-    def counted(numbers: Any, tensors: Any, launch: Any, config: Config) -> Launching:
+    def counted(numbers: Any, tensors: Any, launch: Any, config: Config) -> KeywordLaunch:
         found.append(config)
         return true(numbers, tensors, launch, config)
 
@@ -148,7 +148,7 @@ def test_neither_weighted_queries_nor_those_that_lie_apart() -> None:
 def test_which_machines_have_it(
     kind: str, capability: int, hip: str | None, triton: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper, "capability", lambda index: capability)
+    monkeypatch.setattr(hopper, "major_capability", lambda index: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr("triton.__version__", triton)
     hopper.gluon_refuses.cache_clear()
@@ -185,11 +185,11 @@ def test_widths_that_no_kernel_takes(width: int) -> None:
 
 
 def test_the_kernel_is_there() -> None:
-    from foci.kernels.statistics.tiles_hopper import BK, statistics_hopper
+    from foci.kernels.statistics.tiles_hopper import BK, tile_statistics_hopper
 
     assert 2 * BK.value == hopper.TOGETHER
     names = {"CAUSAL", "ENTROPY", "DISTANCE", "LARGEST", "RECEIVED", "PICTURE", "TOP", "STRIP", "WIDE"}
-    assert names <= set(statistics_hopper.arg_names)
+    assert names <= set(tile_statistics_hopper.arg_names)
 
 
 @pytest.mark.usefixtures("hopper_here")
@@ -201,7 +201,7 @@ def test_its_twin_serves_in_its_place(top: int, monkeypatch: pytest.MonkeyPatch)
 
     true = steps.tiles
 
-    def twin(numbers: Any, common: Any, tensors: Any, launch: Any, config: Config, q: Tensor) -> Launching:
+    def twin(numbers: Any, common: Any, tensors: Any, launch: Any, config: Config, q: Tensor) -> KeywordLaunch:
         seen.append(config)
         return true(numbers, common, tensors | {"k_tiles": "lse"}, launch, replace(config, in_flight=False), q)
 
@@ -239,7 +239,7 @@ def check(case: Case, wanted: Wanted, tolerance: float = 5e-5) -> dict[str, Tens
 
 
 def on_hopper() -> bool:
-    return DEVICE == "cuda" and sdpa_cuda.capability(0) == 9
+    return DEVICE == "cuda" and major_capability(0) == 9
 
 
 ONLY_HOPPER = pytest.mark.skipif(not on_hopper(), reason="no GPU of compute capability 9")

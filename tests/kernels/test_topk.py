@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from foci.kernels.statistics.topk import refine
+from foci.kernels.statistics.topk import refine_topk
 from foci.statistics.cuda import plan as triton_statistics
 from foci.statistics.cuda.tiling import classes_for
 from foci.statistics.request import Wanted
@@ -86,8 +86,8 @@ def test_a_class_is_read_again_where_three_of_its_keys_count(
     # Tiles have 32 keys and four segments: keys 8 and 128 apart are in one class, the others in classes of their own.
     heavy = [5, 13, 133, 141, 261][:together] + list(range(6, 6 + 7 - together))
     case.k[:, :, heavy] = 2 + torch.arange(7.0, device=DEVICE).unsqueeze(-1) / 16
-    recorded = Recorded(refine.arg_names)
-    monkeypatch.setattr("foci.kernels.statistics.topk.refine", recorded)
+    recorded = Recorded(refine_topk.arg_names)
+    monkeypatch.setattr("foci.kernels.statistics.topk.refine_topk", recorded)
     case.run(Wanted(top=7))
     assert recorded.flagged.tolist() == [flagged] * 8
 

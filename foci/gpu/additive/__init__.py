@@ -18,16 +18,18 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.gpu import mask_inputs
 from foci.gpu.additive import launch
-from foci.gpu.additive.launch import Terms
-from foci.runtime.checks import is_unreadable
-from foci.runtime.double_backward import only_once
+from foci.gpu.additive.launch import AdditiveOptions
+from foci.runtime.checks import is_traced
+from foci.runtime.double_backward import forbid_double_backward
 from foci.scores import Additive
 
-WIDEST = 512
+MAX_ADDITIVE_WIDTH = 512
 LN_2 = math.log(2.0)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-TERMS = "Tensor? spans, Tensor? query_ids, Tensor? key_ids, Tensor? dense, Tensor? seed, bool causal, float dropout"
+OPTIONS_SCHEMA = (
+    "Tensor? spans, Tensor? query_ids, Tensor? key_ids, Tensor? dense, Tensor? seed, bool causal, float dropout"
+)
 
 
 def refuses(call: Call) -> list[str]:
@@ -39,19 +41,19 @@ def refuses(call: Call) -> list[str]:
         reasons.append("an additive score together with a bias")
     if call.q.dtype not in DTYPES:
         reasons.append(f"{call.q.dtype}".removeprefix("torch."))
-    if call.q.shape[-1] > WIDEST:
-        reasons.append(f"a width of {call.q.shape[-1]}, where these kernels take up to {WIDEST}")
+    if call.q.shape[-1] > MAX_ADDITIVE_WIDTH:
+        reasons.append(f"a width of {call.q.shape[-1]}, where these kernels take up to {MAX_ADDITIVE_WIDTH}")
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         reasons.append("an empty tensor")
     if call.dropout and (call.batch_ids is not None or call.head_ids is not None):
         reasons.append("dropout in a part of a call")
-    return [*reasons, *mask_inputs.reasons(call)]
+    return [*reasons, *mask_inputs.refuses(call)]
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     assert isinstance(call.score, Additive)
-    masks = mask_inputs.forms(call)
-    terms = Terms(
+    masks = mask_inputs.build_kernel_masks(call)
+    terms = AdditiveOptions(
         masks.spans,
         masks.query_ids,
         masks.key_ids,
@@ -61,31 +63,35 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         call.dropout,
     )
     # A split of one piece would be a view, whose gradient is copied.
-    out, lse = (served if call.v.shape[-1] <= WIDEST else in_pieces)(call, call.score.weight, call.v, terms)
+    out, lse = (run_kernels if call.v.shape[-1] <= MAX_ADDITIVE_WIDTH else run_wide_values)(
+        call, call.score.weight, call.v, terms
+    )
     return out, lse * LN_2 if call.needs_lse else None
 
 
-def in_pieces(call: Call, weight: Tensor, values: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def run_wide_values(call: Call, weight: Tensor, values: Tensor, terms: AdditiveOptions) -> tuple[Tensor, Tensor]:
     """Wider values, a piece after the other, each mixed by the same weights."""
-    found = [served(call, weight, piece, terms) for piece in values.split(WIDEST, dim=-1)]
+    found = [run_kernels(call, weight, piece, terms) for piece in values.split(MAX_ADDITIVE_WIDTH, dim=-1)]
     return torch.cat([out for out, _ in found], dim=-1), found[0][1]
 
 
-def served(call: Call, weight: Tensor, values: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def run_kernels(call: Call, weight: Tensor, values: Tensor, terms: AdditiveOptions) -> tuple[Tensor, Tensor]:
     """The output (B, H, Tq, Dv) for values that fit, and the log-sum-exp in base 2."""
     tensors = (call.q, call.k, values, weight)
-    if is_unreadable(call.q):
-        return attend(*tensors, *terms)  # type: ignore[no-any-return]
+    if is_traced(call.q):
+        return additive_attention(*tensors, *terms)  # type: ignore[no-any-return]
     if call.needs_grad:
-        return Attend.apply(*tensors, terms)  # type: ignore[no-any-return, no-untyped-call]
+        return AdditiveAttention.apply(*tensors, terms)  # type: ignore[no-any-return, no-untyped-call]
     return launch.forward(*tensors, terms)
 
 
-class Attend(torch.autograd.Function):
+class AdditiveAttention(torch.autograd.Function):
     """The operators below for all tensors that have values: calling an operator costs more than all of a small call."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: AdditiveOptions
+    ) -> tuple[Tensor, Tensor]:
         out, lse = launch.forward(q, k, v, weight, terms)
         ctx.save_for_backward(q, k, v, weight, out, lse, *terms[:5])
         ctx.options = terms[5:]
@@ -97,23 +103,23 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, weight, out, lse, *masks = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        found = launch.backward(d_out, d_lse, q, k, v, weight, out, lse, Terms(*masks, *ctx.options))
-        return (*only_once(found, d_out, d_lse, q, k, v, weight), None)
+        found = launch.backward(d_out, d_lse, q, k, v, weight, out, lse, AdditiveOptions(*masks, *ctx.options))
+        return (*forbid_double_backward(found, d_out, d_lse, q, k, v, weight), None)
 
 
 @torch.library.custom_op(
     "foci::additive",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor weight, {TERMS}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor weight, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
 )
-def attend(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+def additive_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
     """The output (B, H, Tq, Dv) and the log-sum-exp (B, H, Tq), in base 2 as the backward wants it again."""
-    return launch.forward(q, k, v, weight, Terms(*terms))
+    return launch.forward(q, k, v, weight, AdditiveOptions(*terms))
 
 
-@attend.register_fake
+@additive_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
-    return launch.results(q, v)
+    return launch.allocate_results(q, v)
 
 
 @torch.library.custom_op(
@@ -121,10 +127,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *terms: Any) -> tuple[Ten
     mutates_args=(),
     schema=(
         "(Tensor d_out, Tensor d_lse, Tensor q, Tensor k, Tensor v, Tensor weight, Tensor out, Tensor lse,"
-        f" {TERMS}) -> (Tensor, Tensor, Tensor, Tensor)"
+        f" {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-def attend_backward(
+def additive_attention_backward(
     d_out: Tensor,
     d_lse: Tensor,
     q: Tensor,
@@ -136,10 +142,10 @@ def attend_backward(
     *terms: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and weight."""
-    return launch.backward(d_out, d_lse, q, k, v, weight, out, lse, Terms(*terms))
+    return launch.backward(d_out, d_lse, q, k, v, weight, out, lse, AdditiveOptions(*terms))
 
 
-@attend_backward.register_fake
+@additive_attention_backward.register_fake
 def _(
     d_out: Tensor,
     d_lse: Tensor,
@@ -154,14 +160,14 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), weight.new_empty(weight.shape)
 
 
-def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_additive_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4], *output, *inputs[4:9])
     ctx.options = inputs[9:]
 
 
-def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-    found = attend_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.options)
-    return (*found, *(None,) * len(Terms._fields))
+def differentiate_additive(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    found = additive_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.options)
+    return (*found, *(None,) * len(AdditiveOptions._fields))
 
 
-attend.register_autograd(differentiate, setup_context=keep_for_backward)
+additive_attention.register_autograd(differentiate_additive, setup_context=setup_additive_context)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 # Bytes of row tables at a time. Enough for a thousand programs at 128 queries and 257 distances.
-BUDGET = 2**28
+MAX_ROW_TABLE_BYTES = 2**28
 
-Place = tuple[slice, slice]
+HeadSlices = tuple[slice, slice]
 
 # What of a bias can be learned.
-LEARNED = ("table", "keys", "values", "slopes")
+LEARNED_FIELDS = ("table", "keys", "values", "slopes")
 
 
-class Terms(NamedTuple):
+class DistanceBiasOptions(NamedTuple):
     """Everything of a call beyond query, key and value; None is absent. Tables are float32."""
 
     table: Tensor | None  # Buckets: (buckets, H)
@@ -53,31 +53,31 @@ class Terms(NamedTuple):
         """As the kernels name it: no table, one inside the scale, one that is added at the end."""
         return 2 if self.table is not None else 0 if self.keys is None else 1
 
-    def part(self, place: Place) -> Terms:
+    def part(self, place: HeadSlices) -> DistanceBiasOptions:
         """The same for some sequences and heads; the bucket table stays whole, it is small."""
         batches, heads = place
         return self._replace(
             table=None if self.table is None else self.table[:, heads],
-            keys=of_heads(self.keys, heads),
-            values=of_heads(self.values, heads),
+            keys=select_heads(self.keys, heads),
+            values=select_heads(self.values, heads),
             slopes=None if self.slopes is None else self.slopes[heads],
-            spans=of_batch(self.spans, batches),
-            query_ids=of_batch(self.query_ids, batches),
-            key_ids=of_batch(self.key_ids, batches),
-            dense=None if self.dense is None else of_batch(self.dense, batches, heads),
+            spans=select_batch(self.spans, batches),
+            query_ids=select_batch(self.query_ids, batches),
+            key_ids=select_batch(self.key_ids, batches),
+            dense=None if self.dense is None else select_batch(self.dense, batches, heads),
         )
 
 
-def learned(terms: Terms, wanted: bool) -> list[str]:
+def learned_fields(terms: DistanceBiasOptions, wanted: bool) -> list[str]:
     """The learned tensors that this bias has; none where no gradient of them is wanted."""
-    return [name for name in LEARNED if wanted and getattr(terms, name) is not None]
+    return [name for name in LEARNED_FIELDS if wanted and getattr(terms, name) is not None]
 
 
-def of_heads(table: Tensor | None, heads: slice) -> Tensor | None:
+def select_heads(table: Tensor | None, heads: slice) -> Tensor | None:
     return table if table is None or table.dim() == 2 else table[heads]
 
 
-def of_batch(x: Tensor | None, batches: slice, heads: slice = slice(None)) -> Tensor | None:
+def select_batch(x: Tensor | None, batches: slice, heads: slice = slice(None)) -> Tensor | None:
     """The rows of some sequences, of a tensor that may have one row for all."""
     if x is None:
         return None
@@ -85,10 +85,10 @@ def of_batch(x: Tensor | None, batches: slice, heads: slice = slice(None)) -> Te
     return x if heads == slice(None) or x.shape[1] == 1 else x[:, heads]
 
 
-def places(q: Tensor, group: int, row_bytes: int) -> Iterator[Place]:
+def split_by_memory(q: Tensor, group: int, row_bytes: int) -> Iterator[HeadSlices]:
     """Parts of the call whose row tables fit the budget; heads that share keys stay together."""
     batch, heads, queries, _ = q.shape
-    pairs = max(BUDGET // max(row_bytes * queries, 1), 1)
+    pairs = max(MAX_ROW_TABLE_BYTES // max(row_bytes * queries, 1), 1)
     if pairs >= heads:
         step = pairs // heads
         yield from ((slice(b, min(b + step, batch)), slice(0, heads)) for b in range(0, batch, step))
@@ -98,12 +98,12 @@ def places(q: Tensor, group: int, row_bytes: int) -> Iterator[Place]:
         yield from ((slice(b, b + 1), slice(h, min(h + step, heads))) for h in range(0, heads, step))
 
 
-def rows(q: Tensor, terms: Terms) -> Tensor | None:
+def compute_row_table(q: Tensor, terms: DistanceBiasOptions) -> Tensor | None:
     """The row table of vectors (B, H, Tq, W); None where the bias has none. Buckets' own is made by a kernel."""
     return None if terms.keys is None else q.float() @ terms.keys.mT
 
 
-def add_products(into: Tensor, rows: Tensor, table: Tensor) -> None:
+def add_matmul(into: Tensor, rows: Tensor, table: Tensor) -> None:
     """into += rows @ table, all float32; (B, H, Tq, D), (B, H, Tq, W) and (W, D) or (H, W, D)."""
     if table.dim() == 2:
         into.view(-1, into.shape[-1]).addmm_(rows.view(-1, rows.shape[-1]), table)
@@ -112,7 +112,7 @@ def add_products(into: Tensor, rows: Tensor, table: Tensor) -> None:
     into.view(-1, *into.shape[2:]).baddbmm_(rows.view(-1, *rows.shape[2:]), tables)
 
 
-def gradient(table: Tensor, rows: Tensor, x: Tensor) -> Tensor:
+def table_gradient(table: Tensor, rows: Tensor, x: Tensor) -> Tensor:
     """Σ rowsᵀ x, the gradient of a table (W, D) or (H, W, D), given (B, H, Tq, W) and (B, H, Tq, D)."""
     products = rows.mT @ x.float()
     return products.sum((0, 1)) if table.dim() == 2 else products.sum(0)

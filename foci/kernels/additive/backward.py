@@ -17,32 +17,32 @@ Shapes and names are those of additive.py; DC features are done at a time. The s
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.exponentials import TWO_LOG2_E, exponent, exponential
+from foci.kernels.additive.exponentials import TWO_LOG2_E, exp2_split, split_exponent
 from foci.kernels.additive.forward import (
-    FAR,
-    as_matrix,
-    as_tile,
-    as_words,
-    columns_of,
-    logits,
-    per_feature,
-    product,
+    MAX_EXPONENT,
+    additive_logits,
+    as_int64_pointer,
+    dot_add,
+    load_per_feature,
+    matrix_to_tile,
     reciprocal,
-    rows_of,
-    two,
-    visible,
-    visible_at_all,
+    tile_columns,
+    tile_rows,
+    tile_to_matrix,
+    unpack_two_floats,
+    visible_in_any_range,
+    visible_in_range,
 )
-from foci.kernels.dropout import kept
-from foci.kernels.logits import LOG2_E, NONE, span
-from foci.kernels.statistics.tiles import bounds
+from foci.kernels.dropout import dropout_keeps
+from foci.kernels.logits import LOG2_E, MASKED_LOGIT, key_range
+from foci.kernels.statistics.tiles import tile_bounds
 
 # The largest exponent of one denominator, of which two are multiplied.
-HALF_ROOM = tl.constexpr(60.0)
+MAX_PAIR_EXPONENT = tl.constexpr(60.0)
 
 
 @triton.jit
-def slopes(
+def sum_over_other_side(
     own, others, ds, BR: tl.constexpr, BO: tl.constexpr, DC: tl.constexpr, RT: tl.constexpr, DT: tl.constexpr,
     fast, WEIGHT: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -53,12 +53,12 @@ def slopes(
     """
     total = tl.zeros((BR // RT, DC // DT, RT, DT), tl.float32)
     first = tl.zeros((BR // RT, DC // DT, RT, DT), tl.float32)
-    places = others + columns_of(DC, DT)
-    parts = ds + rows_of(BR, RT)
+    places = others + tile_columns(DC, DT)
+    parts = ds + tile_rows(BR, RT)
     if fast:
         for _ in range(0, BO, 2):
-            s0, s1 = two(tl.load(parts))
-            f0, f1 = two(tl.load(places))
+            s0, s1 = unpack_two_floats(tl.load(parts))
+            f0, f1 = unpack_two_floats(tl.load(places))
             d0 = 1.0 + own * f0
             d1 = 1.0 + own * f1
             r = reciprocal(d0 * d1, GPU)
@@ -73,8 +73,8 @@ def slopes(
             parts += BR
     else:
         for _ in range(0, BO, 2):
-            s0, s1 = two(tl.load(parts))
-            b0, b1 = two(tl.load(places))
+            s0, s1 = unpack_two_floats(tl.load(parts))
+            b0, b1 = unpack_two_floats(tl.load(places))
             u0 = reciprocal(1.0 + tl.exp2((own + b0) * TWO_LOG2_E), GPU)
             u1 = reciprocal(1.0 + tl.exp2((own + b1) * TWO_LOG2_E), GPU)
             total += s0 * (u0 - u0 * u0)
@@ -88,31 +88,31 @@ def slopes(
 
 
 @triton.jit
-def put_others(x, stride, first, T, D, start, into, fast, BO: tl.constexpr, DC: tl.constexpr, GPU: tl.constexpr):
+def store_other_side(x, stride, first, T, D, start, into, fast, BO: tl.constexpr, DC: tl.constexpr, GPU: tl.constexpr):
     """The other side's features from start on, or their exponentials: (BO / 2, DC, 2)."""
     r = tl.arange(0, BO)
     d = tl.arange(0, DC)
     there = (first + r < T)[:, None] & (start + d < D)[None, :]
     places = x + (first + r).to(tl.int64)[:, None] * stride + start + d[None, :]
     a = tl.load(places, mask=there, other=0.0).to(tl.float32)
-    high, low = exponent(a, GPU)
+    high, low = split_exponent(a, GPU)
     into += (r // 2)[:, None] * (2 * DC) + d[None, :] * 2 + (r % 2)[:, None]
-    tl.store(into, tl.where(fast, exponential(high, low), a))
+    tl.store(into, tl.where(fast, exp2_split(high, low), a))
 
 
 @triton.jit
-def own_features(
+def load_own_side(
     x, stride, i, T, D, start, fast, DC: tl.constexpr, DT: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """The same of the own side, as (RR, DR, RT, DT)."""
-    d = start + columns_of(DC, DT)
+    d = start + tile_columns(DC, DT)
     a = tl.load(x + i.to(tl.int64) * stride + d, mask=(i < T) & (d < D), other=0.0).to(tl.float32)
-    high, low = exponent(a, GPU)
-    return tl.where(fast, exponential(high, low), a)
+    high, low = split_exponent(a, GPU)
+    return tl.where(fast, exp2_split(high, low), a)
 
 
 @triton.jit
-def add_slopes(
+def add_side_gradients(
     x, stride, i, T, D, others, other_stride, other_first, other_T, weight, gradient, d_weight, sum_ds,
     others_room, ds_room, fast,
     BR: tl.constexpr, BO: tl.constexpr, DC: tl.constexpr, RT: tl.constexpr, DT: tl.constexpr,
@@ -123,14 +123,14 @@ def add_slopes(
     The rooms are read as 64-bit words: two neighbours of the other side at once.
     """
     for start in range(0, D, DC):
-        put_others(others, other_stride, other_first, other_T, D, start, others_room, fast, BO, DC, GPU)
+        store_other_side(others, other_stride, other_first, other_T, D, start, others_room, fast, BO, DC, GPU)
         # What other threads wrote, ds too, must be there.
         tl.debug_barrier()
-        own = own_features(x, stride, i, T, D, start, fast, DC, DT, GPU)
-        total, first = slopes(
-            own, as_words(others_room), as_words(ds_room), BR, BO, DC, RT, DT, fast, WEIGHT, GPU,
+        own = load_own_side(x, stride, i, T, D, start, fast, DC, DT, GPU)
+        total, first = sum_over_other_side(
+            own, as_int64_pointer(others_room), as_int64_pointer(ds_room), BR, BO, DC, RT, DT, fast, WEIGHT, GPU,
         )  # fmt: skip
-        d = start + columns_of(DC, DT)
+        d = start + tile_columns(DC, DT)
         w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
         into = gradient + i.to(tl.int64) * D + d
         there = (i < T) & (d < D)
@@ -146,7 +146,7 @@ def add_slopes(
 
 
 @triton.jit
-def products(
+def tile_dot_products(
     x, x_stride, first, T, y, y_stride, other_first, other_T, width,
     BM: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr, PRECISION: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -160,19 +160,19 @@ def products(
         d = start + tl.arange(0, VC)
         left = tl.load(x + d[None, :], mask=(first + r < T)[:, None] & (d < width)[None, :], other=0.0)
         right = tl.load(y + d[:, None], mask=(other_first + s < other_T)[None, :] & (d < width)[:, None], other=0.0)
-        total = product(left, right, total, PRECISION, GPU)
+        total = dot_add(left, right, total, PRECISION, GPU)
     return total
 
 
 @triton.jit
-def row_log_sum_exps(lse, i, Tq):
+def load_base2_lse(lse, i, Tq):
     """In the form that is subtracted: rows that see nothing, or past the end, get weights of exactly 0."""
     found = tl.load(lse + i, mask=i < Tq, other=-float("inf"))
-    return tl.where(found == -float("inf"), -NONE, found)
+    return tl.where(found == -float("inf"), -MASKED_LOGIT, found)
 
 
 @triton.jit
-def rows(
+def additive_query_gradients(
     E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
     q, k, v, weight, spans, query_ids, key_ids, dense, seed,
     out, lse, d_out, d_lse, delta, dq, dw, room,
@@ -191,7 +191,7 @@ def rows(
 
     dw (programs, weights, D) float32, zeros before: each program adds to its own. room is (programs, BM BN + BN DC).
     """
-    E, F, table = as_words(E), as_words(F), as_words(table)
+    E, F, table = as_int64_pointer(E), as_int64_pointer(F), as_int64_pointer(table)
     blocks = tl.cdiv(Tq, BM)
     k_blocks = tl.cdiv(Tk, BN)
     offset = Tk - Tq
@@ -206,12 +206,12 @@ def rows(
         k_pair = b * (H // group) + h // group
         place = pair.to(tl.int64) * blocks + block
         first_row = pair.to(tl.int64) * Tq
-        own_most = per_feature(q_most, place, DP, BD)
-        own_sizes = per_feature(sizes, h * headed, DP, BD)
-        own_far = tl.load(q_reach + place) > FAR
+        own_most = load_per_feature(q_most, place, DP, BD)
+        own_sizes = load_per_feature(sizes, h * headed, DP, BD)
+        own_far = tl.load(q_reach + place) > MAX_EXPONENT
         constant = tl.load(constants + h * headed * 2)
         factor = tl.load(constants + h * headed * 2 + 1)
-        i = block * BM + rows_of(BM, MT)
+        i = block * BM + tile_rows(BM, MT)
         flat = block * BM + tl.arange(0, BM)
         change = tl.zeros((BM,), tl.float32)
         for start in tl.static_range(0, BV, VC):
@@ -223,16 +223,16 @@ def rows(
         change -= tl.load(d_lse + first_row + flat, mask=flat < Tq, other=0.0) * LOG2_E
         tl.store(delta + first_row + flat, change, mask=flat < Tq)
         change = tl.reshape(change, (BM // MT, MT))[:, None, :, None]
-        row_lse = row_log_sum_exps(lse + first_row, i, Tq)
+        row_lse = load_base2_lse(lse + first_row, i, Tq)
         for run in tl.static_range(SPANS if SPANS > 0 else 1):
-            low, high = span(spans + b * spans_batch, run, flat, offset, Tq, Tk, CAUSAL, SPANS)
-            first, last, full, end = bounds(low, high, flat < Tq, Tk, BN, ALWAYS)
+            low, high = key_range(spans + b * spans_batch, run, flat, offset, Tq, Tk, CAUSAL, SPANS)
+            first, last, full, end = tile_bounds(low, high, flat < Tq, Tk, BN, ALWAYS)
             for t in range(first, last):
-                j = t * BN + columns_of(BN, NT)
+                j = t * BN + tile_columns(BN, NT)
                 k_place = k_pair * k_blocks + t
-                k_block_most = per_feature(k_most, k_place, DP, BD)
-                far = own_far | (tl.load(k_reach + k_place) > FAR)
-                z = logits(
+                k_block_most = load_per_feature(k_most, k_place, DP, BD)
+                far = own_far | (tl.load(k_reach + k_place) > MAX_EXPONENT)
+                z = additive_logits(
                     E + place * (BM * DP // 2), F + k_place * (BN * DP // 2), table + h * headed * (DP // 2),
                     constant, factor, own_most, k_block_most, own_sizes, far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + (h // group) * k_head, k_key, j, Tk,
@@ -240,25 +240,25 @@ def rows(
                 )  # fmt: skip
                 p = tl.exp2(z - row_lse)
                 if (t < full) | (t >= end):
-                    seen = visible(
+                    seen = visible_in_range(
                         i, j, run, spans + b * spans_batch, offset, query_ids + b * query_ids_batch,
                         key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key,
                         Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
                     )  # fmt: skip
                     p = tl.where(seen, p, 0.0)
-                dp = products(
+                dp = tile_dot_products(
                     d_out + first_row * Dv, Dv, block * BM, Tq, v + b * v_batch + (h // group) * v_head, v_key, t * BN,
                     Tk, Dv, BM, BN, BV, VC, PRECISION, GPU,
                 )  # fmt: skip
-                dp = as_tile(dp, BM, BN, MT, NT)
+                dp = matrix_to_tile(dp, BM, BN, MT, NT)
                 if DROPOUT:
-                    dp = tl.where(kept(tl.load(seed), b, h, i, j, threshold), dp * grown, 0.0)
+                    dp = tl.where(dropout_keeps(tl.load(seed), b, h, i, j, threshold), dp * grown, 0.0)
                 ds = p * (dp - change)
-                jj = columns_of(BN, NT)
-                tl.store(ds_room + (jj // 2) * (2 * BM) + rows_of(BM, MT) * 2 + jj % 2, ds)
-                fast = (far == 0) & (tl.max(own_most + k_block_most, 0) < HALF_ROOM)
-                add_slopes(
-                    q + b * q_batch + h * q_head, q_query, block * BM + rows_of(BM, RT), Tq, D,
+                jj = tile_columns(BN, NT)
+                tl.store(ds_room + (jj // 2) * (2 * BM) + tile_rows(BM, MT) * 2 + jj % 2, ds)
+                fast = (far == 0) & (tl.max(own_most + k_block_most, 0) < MAX_PAIR_EXPONENT)
+                add_side_gradients(
+                    q + b * q_batch + h * q_head, q_query, block * BM + tile_rows(BM, RT), Tq, D,
                     k + b * k_batch + (h // group) * k_head, k_key, t * BN, Tk, weight + h * weight_head,
                     dq + first_row * D, dw + (tl.program_id(0) * (headed * (H - 1) + 1) + h * headed) * D,
                     tl.sum(tl.sum(tl.sum(tl.sum(ds, 0), 0), 0), 0), others_room, ds_room, fast,
@@ -267,7 +267,7 @@ def rows(
 
 
 @triton.jit
-def columns(
+def additive_key_gradients(
     E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
     q, k, v, weight, spans, query_ids, key_ids, dense, seed,
     lse, d_out, delta, dk, dv, room,
@@ -284,7 +284,7 @@ def columns(
 
     dk (B, G, Tk, D) float32, zeros before; dv (B, G, Tk, Dv). room is (programs, BM BN + BM DC).
     """
-    E, F, table = as_words(E), as_words(F), as_words(table)
+    E, F, table = as_int64_pointer(E), as_int64_pointer(F), as_int64_pointer(table)
     blocks = tl.cdiv(Tq, BM)
     k_blocks = tl.cdiv(Tk, BN)
     k_heads = H // group
@@ -297,9 +297,9 @@ def columns(
         b = k_pair // k_heads
         g = k_pair % k_heads
         k_place = k_pair * k_blocks + t
-        own_most = per_feature(k_most, k_place, DP, BD)
-        own_far = tl.load(k_reach + k_place) > FAR
-        j = t * BN + columns_of(BN, NT)
+        own_most = load_per_feature(k_most, k_place, DP, BD)
+        own_far = tl.load(k_reach + k_place) > MAX_EXPONENT
+        j = t * BN + tile_columns(BN, NT)
         flat_j = t * BN + tl.arange(0, BN)
         d = tl.arange(0, BV)
         d_values = tl.zeros((BN, BV), tl.float32)
@@ -311,53 +311,53 @@ def columns(
             block = start + turn % (blocks - start)
             pair = b * H + h
             flat = block * BM + tl.arange(0, BM)
-            some, every = crossing(
+            some, every = tile_visibility(
                 spans + b * spans_batch, flat, t * BN, offset, Tq, Tk, CAUSAL, SPANS, IDS or DENSE, BN
             )
             if some:
                 place = pair * blocks + block
-                i = block * BM + rows_of(BM, MT)
-                q_block_most = per_feature(q_most, place, DP, BD)
-                far = own_far | (tl.load(q_reach + place) > FAR)
-                z = logits(
+                i = block * BM + tile_rows(BM, MT)
+                q_block_most = load_per_feature(q_most, place, DP, BD)
+                far = own_far | (tl.load(q_reach + place) > MAX_EXPONENT)
+                z = additive_logits(
                     E + place * (BM * DP // 2), F + k_place * (BN * DP // 2), table + h * headed * (DP // 2),
                     tl.load(constants + h * headed * 2), tl.load(constants + h * headed * 2 + 1),
-                    q_block_most, own_most, per_feature(sizes, h * headed, DP, BD), far,
+                    q_block_most, own_most, load_per_feature(sizes, h * headed, DP, BD), far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + g * k_head, k_key, j, Tk,
                     weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, BM, GPU,
                 )  # fmt: skip
-                p = tl.exp2(z - row_log_sum_exps(lse + pair * Tq, i, Tq))
+                p = tl.exp2(z - load_base2_lse(lse + pair * Tq, i, Tq))
                 if every == 0:
-                    seen = visible_at_all(
+                    seen = visible_in_any_range(
                         i, j, spans + b * spans_batch, offset, query_ids + b * query_ids_batch,
                         key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key,
                         Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
                     )  # fmt: skip
                     p = tl.where(seen, p, 0.0)
-                dp = products(
+                dp = tile_dot_products(
                     d_out + pair * Tq * Dv, Dv, block * BM, Tq, v + b * v_batch + g * v_head, v_key, t * BN, Tk, Dv,
                     BM, BN, BV, VC, PRECISION, GPU,
                 )  # fmt: skip
-                dp = as_tile(dp, BM, BN, MT, NT)
+                dp = matrix_to_tile(dp, BM, BN, MT, NT)
                 dropped = p
                 if DROPOUT:
-                    stays = kept(tl.load(seed), b, h, i, j, threshold)
+                    stays = dropout_keeps(tl.load(seed), b, h, i, j, threshold)
                     dp = tl.where(stays, dp * grown, 0.0)
                     dropped = tl.where(stays, p * grown, 0.0)
                 change = tl.load(delta + pair * Tq + i, mask=i < Tq, other=0.0)
                 ds = p * (dp - change)
-                ii = rows_of(BM, MT)
-                tl.store(ds_room + (ii // 2) * (2 * BN) + columns_of(BN, NT) * 2 + ii % 2, ds)
+                ii = tile_rows(BM, MT)
+                tl.store(ds_room + (ii // 2) * (2 * BN) + tile_columns(BN, NT) * 2 + ii % 2, ds)
                 given = tl.load(
                     d_out + (pair * Tq + flat)[:, None] * Dv + d[None, :],
                     mask=(flat < Tq)[:, None] & (d < Dv)[None, :], other=0.0,
                 )  # fmt: skip
-                d_values = product(
-                    tl.trans(as_matrix(dropped.to(given.dtype), BM, BN)), given, d_values, PRECISION, GPU
+                d_values = dot_add(
+                    tl.trans(tile_to_matrix(dropped.to(given.dtype), BM, BN)), given, d_values, PRECISION, GPU
                 )
-                fast = (far == 0) & (tl.max(own_most + q_block_most, 0) < HALF_ROOM)
-                add_slopes(
-                    k + b * k_batch + g * k_head, k_key, t * BN + rows_of(BN, RT), Tk, D,
+                fast = (far == 0) & (tl.max(own_most + q_block_most, 0) < MAX_PAIR_EXPONENT)
+                add_side_gradients(
+                    k + b * k_batch + g * k_head, k_key, t * BN + tile_rows(BN, RT), Tk, D,
                     q + b * q_batch + h * q_head, q_query, block * BM, Tq, weight + h * weight_head,
                     dk + k_pair * Tk * D, dk, 0.0, others_room, ds_room, fast,
                     BN, BM, DC, RT, DT, False, GPU,
@@ -369,16 +369,16 @@ def columns(
 
 
 @triton.jit
-def crossing(
+def tile_visibility(
     spans, i, first, offset, Tq, Tk, CAUSAL: tl.constexpr, SPANS: tl.constexpr, ALWAYS: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
     """Whether some of these queries see some of the keys from first on, and whether every one sees all of them."""
-    low, high = span(spans, 0, i, offset, Tq, Tk, CAUSAL, SPANS)
+    low, high = key_range(spans, 0, i, offset, Tq, Tk, CAUSAL, SPANS)
     some = (low < high) & (low < first + BN) & (high > first)
     every = (low <= first) & (high >= first + BN)
     if SPANS == 2:
-        low, high = span(spans, 1, i, offset, Tq, Tk, CAUSAL, SPANS)
+        low, high = key_range(spans, 1, i, offset, Tq, Tk, CAUSAL, SPANS)
         some |= (low < high) & (low < first + BN) & (high > first)
         every |= (low <= first) & (high >= first + BN)
     all_see = tl.min(every.to(tl.int32), 0)

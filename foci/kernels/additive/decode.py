@@ -12,15 +12,15 @@ BN keys at a time, D width, Dv value width. A pair is one head of one sequence.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.backward import row_log_sum_exps
+from foci.kernels.additive.backward import load_base2_lse
 from foci.kernels.additive.exponentials import TWO_LOG2_E
-from foci.kernels.additive.forward import reciprocal, visible_at_all
-from foci.kernels.dropout import kept
-from foci.kernels.logits import LOG2_E, allowed, span
+from foci.kernels.additive.forward import reciprocal, visible_in_any_range
+from foci.kernels.dropout import dropout_keeps
+from foci.kernels.logits import LOG2_E, apply_masks, key_range
 
 
 @triton.jit
-def few(
+def additive_decode(
     q, k, v, weight, spans, query_ids, key_ids, dense, seed, out, lse,
     H, group, Tq, Tk, D, Dv, pairs, per_split,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head,
@@ -52,7 +52,7 @@ def few(
     total = tl.zeros((BN,), tl.float32)
     mixture = tl.zeros((BN, BV), tl.float32)
     for run in tl.static_range(SPANS if SPANS > 0 else 1):
-        low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+        low, high = key_range(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
         low = tl.maximum(low, split * per_split)
         high = tl.minimum(high, (split + 1) * per_split)
         for start in tl.range(low, high, BN, num_stages=STAGES):
@@ -66,7 +66,7 @@ def few(
             ).to(tl.float32)  # fmt: skip
             shares = reciprocal(1.0 + tl.exp2(sums * TWO_LOG2_E), GPU)
             z = constant - 2.0 * tl.sum(w[None, :] * shares, 1)
-            seen = allowed(there, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
+            seen = apply_masks(there, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
             z = tl.where(seen, z, -float("inf"))
             higher = tl.maximum(peak, tl.max(z, 0))
             # Nothing seen so far: -inf minus -inf would not be a number.
@@ -76,7 +76,7 @@ def few(
             total = total * shrunk + p
             peak = higher
             if DROPOUT:
-                p = tl.where(kept(tl.load(seed), b, h, i, j, threshold), p, 0.0)
+                p = tl.where(dropout_keeps(tl.load(seed), b, h, i, j, threshold), p, 0.0)
             mixture = mixture * shrunk + p[:, None] * values
     sums = tl.sum(total, 0)
     empty = sums == 0.0
@@ -88,7 +88,7 @@ def few(
 
 
 @triton.jit
-def query_of(
+def load_query(
     q, weight, d_out, out, d_lse, lse, b, h, i, d, e,
     H, Tq, D, Dv, q_batch, q_head, q_query, weight_head, LSE: tl.constexpr,
 ):  # fmt: skip
@@ -102,11 +102,11 @@ def query_of(
     change = tl.sum(given * tl.load(out + row * Dv + e, mask=e < Dv, other=0.0).to(tl.float32), 0)
     if LSE:
         change -= tl.load(d_lse + row) * LOG2_E
-    return a, w, given, change, row_log_sum_exps(lse + (b * H + h) * Tq, i, Tq)
+    return a, w, given, change, load_base2_lse(lse + (b * H + h) * Tq, i, Tq)
 
 
 @triton.jit
-def block_of(k, v, k_key, v_key, j, d, e, Tk, D, Dv):
+def load_key_block(k, v, k_key, v_key, j, d, e, Tk, D, Dv):
     """A block of keys and values, and which of their numbers there are."""
     rows = j.to(tl.int64)[:, None]
     there = (j < Tk)[:, None] & (d < D)[None, :]
@@ -117,7 +117,7 @@ def block_of(k, v, k_key, v_key, j, d, e, Tk, D, Dv):
 
 
 @triton.jit
-def changes(
+def logit_gradients(
     a, w, given, change, row_lse, keys, values, seen, b, h, i, j, seed, threshold, grown,
     DROPOUT: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -128,14 +128,14 @@ def changes(
     dp = tl.sum(values * given[None, :], 1)
     dropped = p
     if DROPOUT:
-        stays = kept(tl.load(seed), b, h, i, j, threshold)
+        stays = dropout_keeps(tl.load(seed), b, h, i, j, threshold)
         dp = tl.where(stays, dp * grown, 0.0)
         dropped = tl.where(stays, p * grown, 0.0)
     return p * (dp - change), shares, dropped
 
 
 @triton.jit
-def few_backward(
+def additive_decode_backward(
     q, k, v, weight, spans, query_ids, key_ids, dense, seed, out, lse, d_out, d_lse, dq, dk, dv, dw,
     H, group, Tq, Tk, D, Dv, per_split,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head,
@@ -170,7 +170,7 @@ def few_backward(
     high = tl.minimum(low + per_split, Tk)
     if ONE:
         i = tl.full((), 0, tl.int32)
-        a, w, given, change, row_lse = query_of(
+        a, w, given, change, row_lse = load_query(
             q, weight, d_out, out, d_lse, lse, b, g, i, d, e,
             H, Tq, D, Dv, q_batch, q_head, q_query, weight_head, LSE,
         )  # fmt: skip
@@ -178,12 +178,12 @@ def few_backward(
         d_weight = tl.zeros((BD,), tl.float32)
         for start in tl.range(low, high, BN, num_stages=STAGES):
             j = start + tl.arange(0, BN)
-            rows, there, in_values, keys, values = block_of(k, v, k_key, v_key, j, d, e, Tk, D, Dv)
-            seen = visible_at_all(
+            rows, there, in_values, keys, values = load_key_block(k, v, k_key, v_key, j, d, e, Tk, D, Dv)
+            seen = visible_in_any_range(
                 i, j, spans, Tk - Tq, query_ids, key_ids, dense + b * dense_batch + g * dense_head, dense_query,
                 dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
             )  # fmt: skip
-            ds, shares, dropped = changes(
+            ds, shares, dropped = logit_gradients(
                 a, w, given, change, row_lse, keys, values, seen, b, g, i, j, seed, threshold, grown, DROPOUT, GPU
             )
             slopes = ds[:, None] * (shares - shares * shares)
@@ -198,21 +198,21 @@ def few_backward(
     else:
         for start in range(low, high, BN):
             j = start + tl.arange(0, BN)
-            rows, there, in_values, keys, values = block_of(k, v, k_key, v_key, j, d, e, Tk, D, Dv)
+            rows, there, in_values, keys, values = load_key_block(k, v, k_key, v_key, j, d, e, Tk, D, Dv)
             d_keys = tl.zeros((BN, BD), tl.float32)
             d_values = tl.zeros((BN, BV), tl.float32)
             for turn in range(group * Tq):
                 h = g * group + turn // Tq
                 i = turn % Tq
-                a, w, given, change, row_lse = query_of(
+                a, w, given, change, row_lse = load_query(
                     q, weight, d_out, out, d_lse, lse, b, h, i, d, e,
                     H, Tq, D, Dv, q_batch, q_head, q_query, weight_head, LSE,
                 )  # fmt: skip
-                seen = visible_at_all(
+                seen = visible_in_any_range(
                     i, j, spans, Tk - Tq, query_ids, key_ids, dense + b * dense_batch + h * dense_head, dense_query,
                     dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
                 )  # fmt: skip
-                ds, shares, dropped = changes(
+                ds, shares, dropped = logit_gradients(
                     a, w, given, change, row_lse, keys, values, seen, b, h, i, j, seed, threshold, grown, DROPOUT, GPU
                 )
                 slopes = ds[:, None] * (shares - shares * shares)

@@ -16,14 +16,14 @@ from foci.kernels.logits import LN_2, LOG2_E
 TWO_LOG2_E = tl.constexpr(2.885390043258667)
 TWO_LOG2_E_REST = tl.constexpr(3.851925978e-08)
 # Below this share of the largest weight a weight is below rounding; then it counts as this share.
-NOTHING = tl.constexpr(2.0**-33)
+MIN_WEIGHT_SHARE = tl.constexpr(2.0**-33)
 # The denominators of features that are only there to fill up.
-FILLING = tl.constexpr(1024.0)
-NEVER = tl.constexpr(-1000.0)
+PADDING_DENOMINATOR = tl.constexpr(1024.0)
+NO_EXPONENT = tl.constexpr(-1000.0)
 
 
 @triton.jit
-def exponent(a, GPU: tl.constexpr):
+def split_exponent(a, GPU: tl.constexpr):
     """2 a log2(e) as a float and what it lost: e^2a keeps its digits for large a."""
     if GPU:
         a = a.to(tl.float32)
@@ -37,20 +37,22 @@ def exponent(a, GPU: tl.constexpr):
 
 
 @triton.jit
-def exponential(high, low):
+def exp2_split(high, low):
     return tl.exp2(high) * (1.0 + low * LN_2)
 
 
 @triton.jit
-def denominators(weight, d, peak, D):
+def denominator_constants(weight, d, peak, D):
     """c = peak / w. What fills up has E = 0, and each of those adds 1 / FILLING."""
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
-    counts = tl.abs(w) > peak * NOTHING
-    return tl.where(counts, peak / tl.where(counts, w, 1.0), tl.where(d < D, 1.0 / NOTHING, FILLING))
+    counts = tl.abs(w) > peak * MIN_WEIGHT_SHARE
+    return tl.where(
+        counts, peak / tl.where(counts, w, 1.0), tl.where(d < D, 1.0 / MIN_WEIGHT_SHARE, PADDING_DENOMINATOR)
+    )
 
 
 @triton.jit
-def lay_out(
+def store_exponentials(
     x, stride, first, T, D, weight, peak, into, most, reach,
     ROWS: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, FOLD: tl.constexpr, TOGETHER: tl.constexpr,
     GPU: tl.constexpr,
@@ -63,15 +65,15 @@ def lay_out(
         d = start + tl.arange(0, STEP)
         there = inside[:, None] & (d < D)[None, :]
         places = x + (first + rows).to(tl.int64)[:, None] * stride + d[None, :]
-        high, low = exponent(tl.load(places, mask=there, other=0.0), GPU)
-        e = exponential(high, low)
+        high, low = split_exponent(tl.load(places, mask=there, other=0.0), GPU)
+        e = exp2_split(high, low)
         size = tl.where(there, tl.abs(high), 0.0)
         if FOLD:
-            c = denominators(weight, d, peak, D)
+            c = denominator_constants(weight, d, peak, D)
             e = tl.where((d < D)[None, :], e * c[None, :], 0.0)
             size += tl.log2(tl.abs(c))[None, :]
         furthest = tl.maximum(furthest, tl.max(tl.max(size, 1), 0))
-        tl.store(most + d, tl.max(tl.where(there, high, NEVER), 0), mask=d < DP)
+        tl.store(most + d, tl.max(tl.where(there, high, NO_EXPONENT), 0), mask=d < DP)
         place = (rows // TOGETHER * (TOGETHER * DP) + rows % TOGETHER * 4)[:, None]
         place += (d // 4 * (4 * TOGETHER) + d % 4)[None, :]
         tl.store(into + place, e, mask=(d < DP)[None, :])
@@ -79,7 +81,7 @@ def lay_out(
 
 
 @triton.jit
-def prepare(
+def prepare_exponentials(
     q, k, weight, E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
     B, H, G, Tq, Tk, D, q_batch, q_head, q_query, k_batch, k_head, k_key, weight_head, weights,
     BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
@@ -104,23 +106,23 @@ def prepare(
         peak = tl.max(tl.abs(w), 0)
         peak = tl.where(peak > 0, peak, 1.0)
         place = pid.to(tl.int64)
-        lay_out(
+        store_exponentials(
             q + (pair // H).to(tl.int64) * q_batch + h.to(tl.int64) * q_head, q_query, block * BM, Tq, D, weight, peak,
             E + place * (BM * DP), q_most + place * DP, q_reach + place, BM, DP, STEP, True, TOGETHER, GPU,
         )  # fmt: skip
         if (block == 0) & (pair < weights):
-            c = denominators(weight, d, peak, D)
+            c = denominator_constants(weight, d, peak, D)
             # Pairs the other way round: a register of c and one of E F must not come from the same bank.
             tl.store(table + pair * DP + (d ^ 1), c, mask=d < DP)
             tl.store(sizes + pair * DP + d, 1.0 + tl.log2(tl.abs(c)), mask=d < DP)
             factor = 2.0 * LOG2_E * peak
-            tl.store(constants + 2 * pair, tl.sum(w, 0) * LOG2_E + factor * ((DP - D) / FILLING))
+            tl.store(constants + 2 * pair, tl.sum(w, 0) * LOG2_E + factor * ((DP - D) / PADDING_DENOMINATOR))
             tl.store(constants + 2 * pair + 1, factor)
     else:
         key_pid = pid - B * H * q_blocks
         key_pair = (key_pid // k_blocks).to(tl.int64)
         key_place = key_pid.to(tl.int64)
-        lay_out(
+        store_exponentials(
             k + (key_pair // G) * k_batch + (key_pair % G) * k_head, k_key, (key_pid % k_blocks) * BN, Tk, D, weight,
             1.0, F + key_place * (BN * DP), k_most + key_place * DP, k_reach + key_place, BN, DP, STEP, False, BN, GPU,
         )  # fmt: skip

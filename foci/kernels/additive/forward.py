@@ -19,14 +19,14 @@ one head of one sequence. BM queries, BN keys, D width, DP width rounded up, Dv 
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.exponentials import NEVER, TWO_LOG2_E
-from foci.kernels.dropout import kept
-from foci.kernels.logits import LOG2_E, allowed, span
-from foci.kernels.statistics.tiles import bounds
+from foci.kernels.additive.exponentials import NO_EXPONENT, TWO_LOG2_E
+from foci.kernels.dropout import dropout_keeps
+from foci.kernels.logits import LOG2_E, apply_masks, key_range
+from foci.kernels.statistics.tiles import tile_bounds
 
 # The largest exponent of a product of denominators, and of a single exponential.
-ROOM = tl.constexpr(124.0)
-FAR = tl.constexpr(120.0)
+MAX_PRODUCT_EXPONENT = tl.constexpr(124.0)
+MAX_EXPONENT = tl.constexpr(120.0)
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def reciprocal(x, GPU: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, total, PRECISION: tl.constexpr, GPU: tl.constexpr):
+def dot_add(a, b, total, PRECISION: tl.constexpr, GPU: tl.constexpr):
     """total + a b; the interpreter knows no product of bfloat16."""
     if GPU:
         return tl.dot(a, b, total, input_precision=PRECISION)
@@ -48,20 +48,20 @@ def product(a, b, total, PRECISION: tl.constexpr, GPU: tl.constexpr):
 
 
 @triton.jit
-def as_words(pointer):
+def as_int64_pointer(pointer):
     """The same memory in words of 64 bits."""
     return pointer.to(tl.pointer_type(tl.int64), bitcast=True)
 
 
 @triton.jit
-def two(x):
+def unpack_two_floats(x):
     """The two floats of a 64-bit word: one load instead of two."""
     first = (x & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
     return first, (x >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def quartet(words, GPU: tl.constexpr):
+def load_four_floats(words, GPU: tl.constexpr):
     """The four floats of two words, from memory that nobody writes while the kernel runs: one load instead of four."""
     if GPU:
         return tl.inline_asm_elementwise(
@@ -69,33 +69,33 @@ def quartet(words, GPU: tl.constexpr):
             (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
     else:  # noqa: RET505
-        first, second = two(tl.load(words))
-        third, fourth = two(tl.load(words + 1))
+        first, second = unpack_two_floats(tl.load(words))
+        third, fourth = unpack_two_floats(tl.load(words + 1))
         return first, second, third, fourth
 
 
 @triton.jit
-def first_words(i, DP: tl.constexpr, TOGETHER: tl.constexpr):
+def query_offset(i, DP: tl.constexpr, TOGETHER: tl.constexpr):
     """Where the exponentials of a query begin in E, (BM / TOGETHER, DP / 4, TOGETHER, 4), in words."""
     return (i // TOGETHER) * (TOGETHER * DP // 2) + (i % TOGETHER) * 2
 
 
 @triton.jit
-def shared_by_four(
+def sum_reciprocals_by_four(
     E, F, table,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
     TOGETHER: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """Σ_d 1 / (c + E F), four terms at a time."""
     total = tl.zeros((BM // MT, BN // NT, MT, NT), tl.float32)
-    e = E + first_words(rows_of(BM, MT), DP, TOGETHER)
-    f = F + 2 * columns_of(BN, NT)
+    e = E + query_offset(tile_rows(BM, MT), DP, TOGETHER)
+    f = F + 2 * tile_columns(BN, NT)
     for _ in range(0, DP, CHUNK):
         for step in tl.static_range(CHUNK // 4):
-            e0, e1, e2, e3 = quartet(e + 2 * step * TOGETHER, GPU)
-            f0, f1, f2, f3 = quartet(f + 2 * step * BN, GPU)
-            c1, c0 = two(tl.load(table + 2 * step))
-            c3, c2 = two(tl.load(table + 2 * step + 1))
+            e0, e1, e2, e3 = load_four_floats(e + 2 * step * TOGETHER, GPU)
+            f0, f1, f2, f3 = load_four_floats(f + 2 * step * BN, GPU)
+            c1, c0 = unpack_two_floats(tl.load(table + 2 * step))
+            c3, c2 = unpack_two_floats(tl.load(table + 2 * step + 1))
             d0 = c0 + e0 * f0
             d1 = c1 + e1 * f1
             n = d0 + d1
@@ -114,20 +114,20 @@ def shared_by_four(
 
 
 @triton.jit
-def shared_by_two(
+def sum_reciprocals_by_two(
     E, F, table,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
     TOGETHER: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
     """The same, two terms at a time: for numbers whose product with three others would not fit."""
     total = tl.zeros((BM // MT, BN // NT, MT, NT), tl.float32)
-    e = E + first_words(rows_of(BM, MT), DP, TOGETHER)
-    f = F + 2 * columns_of(BN, NT)
+    e = E + query_offset(tile_rows(BM, MT), DP, TOGETHER)
+    f = F + 2 * tile_columns(BN, NT)
     for _ in range(0, DP, CHUNK):
         for step in tl.static_range(CHUNK // 2):
-            e0, e1 = two(tl.load(e + step // 2 * (2 * TOGETHER) + step % 2))
-            f0, f1 = two(tl.load(f + step // 2 * (2 * BN) + step % 2))
-            c1, c0 = two(tl.load(table + step))
+            e0, e1 = unpack_two_floats(tl.load(e + step // 2 * (2 * TOGETHER) + step % 2))
+            f0, f1 = unpack_two_floats(tl.load(f + step // 2 * (2 * BN) + step % 2))
+            c1, c0 = unpack_two_floats(tl.load(table + step))
             d0 = c0 + e0 * f0
             d1 = c1 + e1 * f1
             total += (d0 + d1) * reciprocal(d0 * d1, GPU)
@@ -138,7 +138,7 @@ def shared_by_two(
 
 
 @triton.jit
-def sum_first(
+def sum_tanh_directly(
     q, q_query, i, Tq, k, k_key, j, Tk, weight, D, GPU: tl.constexpr,
 ):  # fmt: skip
     """Σ_d w_d tanh(a + b) in base 2, for numbers of any size: slow, and rarely needed."""
@@ -154,38 +154,38 @@ def sum_first(
 
 
 @triton.jit
-def rows_of(BM: tl.constexpr, MT: tl.constexpr):
+def tile_rows(BM: tl.constexpr, MT: tl.constexpr):
     """Which query of its tile each entry belongs to: (MR, 1, MT, 1)."""
     return tl.arange(0, BM // MT)[:, None, None, None] * MT + tl.arange(0, MT)[None, None, :, None]
 
 
 @triton.jit
-def columns_of(BN: tl.constexpr, NT: tl.constexpr):
+def tile_columns(BN: tl.constexpr, NT: tl.constexpr):
     """Which key of its tile each entry belongs to: (1, NR, 1, NT)."""
     return tl.arange(0, BN // NT)[None, :, None, None] * NT + tl.arange(0, NT)[None, None, None, :]
 
 
 @triton.jit
-def as_matrix(tile, BM: tl.constexpr, BN: tl.constexpr):
+def tile_to_matrix(tile, BM: tl.constexpr, BN: tl.constexpr):
     """(MR, NR, MT, NT) -> (BM, BN)."""
     return tl.reshape(tl.permute(tile, (0, 2, 1, 3)), (BM, BN))
 
 
 @triton.jit
-def as_tile(matrix, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr):
+def matrix_to_tile(matrix, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr):
     """(BM, BN) -> (MR, NR, MT, NT)."""
     return tl.permute(tl.reshape(matrix, (BM // MT, MT, BN // NT, NT)), (0, 2, 1, 3))
 
 
 @triton.jit
-def per_feature(x, place, DP: tl.constexpr, BD: tl.constexpr):
+def load_per_feature(x, place, DP: tl.constexpr, BD: tl.constexpr):
     """A row of a table that has a number for each feature."""
     d = tl.arange(0, BD)
-    return tl.load(x + place * DP + d, mask=d < DP, other=NEVER)
+    return tl.load(x + place * DP + d, mask=d < DP, other=NO_EXPONENT)
 
 
 @triton.jit
-def logits(
+def additive_logits(
     E, F, table, constant, factor, q_most, k_most, sizes, far,
     q, q_query, i, Tq, k, k_key, j, Tk, weight, D,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
@@ -195,44 +195,44 @@ def logits(
     exponents = tl.maximum(q_most + k_most, 0.0) + sizes
     by_four = tl.max(tl.sum(tl.reshape(exponents, (BD // 4, 4)), 1), 0)
     by_two = tl.max(tl.sum(tl.reshape(exponents, (BD // 2, 2)), 1), 0)
-    if far | (by_two > ROOM):
-        z = sum_first(q, q_query, i, Tq, k, k_key, j, Tk, weight, D, GPU)
-    elif (by_four > ROOM) | (MOST == 2):
-        z = constant - factor * shared_by_two(E, F, table, BM, BN, MT, NT, DP, CHUNK, TOGETHER, GPU)
+    if far | (by_two > MAX_PRODUCT_EXPONENT):
+        z = sum_tanh_directly(q, q_query, i, Tq, k, k_key, j, Tk, weight, D, GPU)
+    elif (by_four > MAX_PRODUCT_EXPONENT) | (MOST == 2):
+        z = constant - factor * sum_reciprocals_by_two(E, F, table, BM, BN, MT, NT, DP, CHUNK, TOGETHER, GPU)
     else:
-        z = constant - factor * shared_by_four(E, F, table, BM, BN, MT, NT, DP, CHUNK, TOGETHER, GPU)
+        z = constant - factor * sum_reciprocals_by_four(E, F, table, BM, BN, MT, NT, DP, CHUNK, TOGETHER, GPU)
     return z
 
 
 @triton.jit
-def visible(
+def visible_in_range(
     i, j, run, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Which entries of a tile are seen, by one run of keys."""
-    low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+    low, high = key_range(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
     seen = (j >= low) & (j < high)
-    return allowed(seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
+    return apply_masks(seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
 
 
 @triton.jit
-def visible_at_all(
+def visible_in_any_range(
     i, j, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
     CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Which entries of a tile are seen, by any of the runs."""
-    seen = visible(
+    seen = visible_in_range(
         i, j, 0, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE
     )
     if SPANS == 2:
-        seen |= visible(
+        seen |= visible_in_range(
             i, j, 1, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE
         )
     return seen
 
 
 @triton.jit
-def forward(
+def additive_forward(
     E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
     q, k, v, weight, spans, query_ids, key_ids, dense, seed, out, lse,
     H, group, Tq, Tk, D, Dv, pairs, per_split,
@@ -249,7 +249,7 @@ def forward(
     out (B, H, Tq, Dv) and lse (B, H, Tq) in base 2; with SPLITS both have one more axis in front,
     each part over its own keys.
     """
-    E, F, table = as_words(E), as_words(F), as_words(table)
+    E, F, table = as_int64_pointer(E), as_int64_pointer(F), as_int64_pointer(table)
     blocks = tl.cdiv(Tq, BM)
     pair = tl.program_id(0) % pairs
     block = blocks - 1 - tl.program_id(0) // pairs
@@ -274,10 +274,10 @@ def forward(
     place = pair.to(tl.int64) * blocks + block
     E += place * (BM * DP // 2)
     F += k_pair * k_blocks * (BN * DP // 2)
-    own_most = per_feature(q_most, place, DP, BD)
-    own_far = tl.load(q_reach + place) > FAR
-    own_sizes = per_feature(sizes, h * headed, DP, BD)
-    i = block * BM + rows_of(BM, MT)
+    own_most = load_per_feature(q_most, place, DP, BD)
+    own_far = tl.load(q_reach + place) > MAX_EXPONENT
+    own_sizes = load_per_feature(sizes, h * headed, DP, BD)
+    i = block * BM + tile_rows(BM, MT)
     flat = block * BM + tl.arange(0, BM)
     dv = tl.arange(0, BV)
     ALWAYS: tl.constexpr = IDS or DENSE
@@ -285,21 +285,21 @@ def forward(
     total = tl.zeros((BM // MT, MT, NT), tl.float32)
     mixture = tl.zeros((BM, BV), tl.float32)
     for run in tl.static_range(SPANS if SPANS > 0 else 1):
-        low, high = span(spans, run, flat, offset, Tq, Tk, CAUSAL, SPANS)
-        first, last, full, end = bounds(low, high, flat < Tq, Tk, BN, ALWAYS)
+        low, high = key_range(spans, run, flat, offset, Tq, Tk, CAUSAL, SPANS)
+        first, last, full, end = tile_bounds(low, high, flat < Tq, Tk, BN, ALWAYS)
         if SPLITS > 1:
             first = tl.maximum(first, split * per_split)
             last = tl.minimum(last, (split + 1) * per_split)
         for t in range(first, last):
-            j = t * BN + columns_of(BN, NT)
-            far = own_far | (tl.load(k_reach + k_pair * k_blocks + t) > FAR)
-            z = logits(
+            j = t * BN + tile_columns(BN, NT)
+            far = own_far | (tl.load(k_reach + k_pair * k_blocks + t) > MAX_EXPONENT)
+            z = additive_logits(
                 E, F + tl.cast(t, tl.int64) * (BN * DP // 2), table, constant, factor,
-                own_most, per_feature(k_most, k_pair * k_blocks + t, DP, BD), own_sizes, far,
+                own_most, load_per_feature(k_most, k_pair * k_blocks + t, DP, BD), own_sizes, far,
                 q, q_query, i, Tq, k, k_key, j, Tk, weight, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, BM, GPU,
             )  # fmt: skip
             if (t < full) | (t >= end):
-                seen = visible(
+                seen = visible_in_range(
                     i, j, run, spans, offset, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
                     CAUSAL, SPANS, IDS, DENSE,
                 )  # fmt: skip
@@ -312,14 +312,14 @@ def forward(
             total = total * shrunk[:, :, None] + tl.sum(p, 1)
             peak = higher
             if DROPOUT:
-                p = tl.where(kept(tl.load(seed), b, h, i, j, threshold), p, 0.0)
+                p = tl.where(dropout_keeps(tl.load(seed), b, h, i, j, threshold), p, 0.0)
             flat_j = t * BN + tl.arange(0, BN)
             values = tl.load(
                 v + flat_j.to(tl.int64)[:, None] * v_key + dv[None, :],
                 mask=(flat_j < Tk)[:, None] & (dv < Dv)[None, :], other=0.0,
             )  # fmt: skip
             mixture = mixture * tl.reshape(shrunk, (BM,))[:, None]
-            mixture = product(as_matrix(p.to(values.dtype), BM, BN), values, mixture, PRECISION, GPU)
+            mixture = dot_add(tile_to_matrix(p.to(values.dtype), BM, BN), values, mixture, PRECISION, GPU)
     sums = tl.sum(total, 2)
     empty = sums == 0.0
     sums = tl.where(empty, 1.0, sums)
@@ -334,7 +334,7 @@ def forward(
 
 
 @triton.jit
-def join(parts, part_lse, out, lse, rows, Dv, SPLITS: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr):
+def merge_splits(parts, part_lse, out, lse, rows, Dv, SPLITS: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr):
     """Joins what SPLITS programs found over their own keys: parts (SPLITS, rows, Dv), part_lse (SPLITS, rows)."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BS)

@@ -16,26 +16,26 @@ additive_ends.py.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.backward import HALF_ROOM, crossing, products, row_log_sum_exps
+from foci.kernels.additive.backward import MAX_PAIR_EXPONENT, load_base2_lse, tile_dot_products, tile_visibility
 from foci.kernels.additive.exponentials import TWO_LOG2_E
 from foci.kernels.additive.forward import (
-    FAR,
-    as_matrix,
-    as_tile,
-    as_words,
-    columns_of,
-    logits,
-    per_feature,
-    product,
+    MAX_EXPONENT,
+    additive_logits,
+    as_int64_pointer,
+    dot_add,
+    load_per_feature,
+    matrix_to_tile,
     reciprocal,
-    rows_of,
-    visible_at_all,
+    tile_columns,
+    tile_rows,
+    tile_to_matrix,
+    visible_in_any_range,
 )
-from foci.kernels.dropout import kept
+from foci.kernels.dropout import dropout_keeps
 
 
 @triton.jit
-def own_room(room, SIZE: tl.constexpr, SHARED: tl.constexpr):
+def allocate_scratch(room, SIZE: tl.constexpr, SHARED: tl.constexpr):
     """A program's own room for SIZE floats: shared memory, by its address, or a part of `room`.
 
     The compiler offers no shared memory that is written in one layout and read in another, so the room is declared in
@@ -53,7 +53,7 @@ def own_room(room, SIZE: tl.constexpr, SHARED: tl.constexpr):
 
 
 @triton.jit
-def put(room, place, x, SHARED: tl.constexpr):
+def store_to_scratch(room, place, x, SHARED: tl.constexpr):
     if SHARED:
         tl.inline_asm_elementwise(
             "st.shared.f32 [$1], $2; mov.b32 $0, 0;", "=r,r,f", [room + 4 * place, x], tl.int32, is_pure=False, pack=1
@@ -63,7 +63,7 @@ def put(room, place, x, SHARED: tl.constexpr):
 
 
 @triton.jit
-def four(room, place, SHARED: tl.constexpr, GPU: tl.constexpr):
+def load_four_from_scratch(room, place, SHARED: tl.constexpr, GPU: tl.constexpr):
     """Four floats that lie together in a room, in one load.
 
     Written as an instruction, since the compiler lays out the threads for each load that it sees: they must stay where
@@ -85,17 +85,17 @@ def four(room, place, SHARED: tl.constexpr, GPU: tl.constexpr):
 
 
 @triton.jit
-def from_room(room, place, SHARED: tl.constexpr, GPU: tl.constexpr):
+def load_from_scratch(room, place, SHARED: tl.constexpr, GPU: tl.constexpr):
     if SHARED:
         return tl.inline_asm_elementwise(
             "ld.shared.f32 $0, [$1];", "=f,r", [room + 4 * place], tl.float32, is_pure=False, pack=1
         )
     else:  # noqa: RET505
-        return one(room + place, GPU)
+        return load_float(room + place, GPU)
 
 
 @triton.jit
-def one(pointer, GPU: tl.constexpr):
+def load_float(pointer, GPU: tl.constexpr):
     if GPU:
         return tl.inline_asm_elementwise(
             "ld.global.f32 $0, [$1];", "=f,l", [pointer.to(tl.int64)], tl.float32, is_pure=False, pack=1
@@ -105,7 +105,7 @@ def one(pointer, GPU: tl.constexpr):
 
 
 @triton.jit
-def add_to(pointer, x, GPU: tl.constexpr):
+def atomic_add_floats(pointer, x, GPU: tl.constexpr):
     """Adds in memory, and waits for nothing. As an instruction it asks that each entry of x belongs to one thread."""
     if GPU:
         tl.inline_asm_elementwise(
@@ -117,7 +117,7 @@ def add_to(pointer, x, GPU: tl.constexpr):
 
 
 @triton.jit
-def near_slopes(
+def sum_from_exponentials(
     E, F, table, room, into, d, thread,
     BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr,
     JT: tl.constexpr, DT: tl.constexpr, SHARED: tl.constexpr, GPU: tl.constexpr,
@@ -132,54 +132,59 @@ def near_slopes(
     E += there // 4 * 16 + there % 4 + thread * 0
     F += there // 4 * (4 * BN) + there % 4 + thread * 4
     # E has the denominator c as a factor, so a key has 1 / c: u = 1 / (1 + (c e^2q) (e^2k / c)).
-    unfold = reciprocal(one(table + (there ^ 1) + thread * 0, GPU), GPU)
+    unfold = reciprocal(load_float(table + (there ^ 1) + thread * 0, GPU), GPU)
     nothing = tl.zeros((DC // DT, JT, DT), tl.float32)
     own = ()
     totals = ()
     for r in tl.static_range(BN // JT):
-        own += (one(F + r * (4 * JT), GPU) * unfold,)
+        own += (load_float(F + r * (4 * JT), GPU) * unfold,)
         totals += (nothing,)
     shares = nothing
-    e0, e1, e2, e3 = one(E, GPU), one(E + 4, GPU), one(E + 8, GPU), one(E + 12, GPU)
+    e0, e1, e2, e3 = load_float(E, GPU), load_float(E + 4, GPU), load_float(E + 8, GPU), load_float(E + 12, GPU)
     for i in range(0, BM, 4):
         # Those of the next turn; the last one reads what comes after the block, and leaves it.
         E += 4 * DP
-        next0, next1, next2, next3 = one(E, GPU), one(E + 4, GPU), one(E + 8, GPU), one(E + 12, GPU)
+        next0, next1, next2, next3 = (
+            load_float(E, GPU),
+            load_float(E + 4, GPU),
+            load_float(E + 8, GPU),
+            load_float(E + 12, GPU),
+        )
         g0, g1, g2, g3 = nothing, nothing, nothing, nothing
         found = ()
         for r in tl.static_range(BN // JT):
-            s0, s1, s2, s3 = four(room, i * BN + thread * 4 + r * (4 * JT), SHARED, GPU)
+            s0, s1, s2, s3 = load_four_from_scratch(room, i * BN + thread * 4 + r * (4 * JT), SHARED, GPU)
             total = totals[r]
             d0 = 1.0 + own[r] * e0
             d1 = 1.0 + own[r] * e1
             inverse = reciprocal(d0 * d1, GPU)
-            total, g0, shares = add_one(s0, d1 * inverse, total, g0, shares)
-            total, g1, shares = add_one(s1, d0 * inverse, total, g1, shares)
+            total, g0, shares = accumulate_term(s0, d1 * inverse, total, g0, shares)
+            total, g1, shares = accumulate_term(s1, d0 * inverse, total, g1, shares)
             d2 = 1.0 + own[r] * e2
             d3 = 1.0 + own[r] * e3
             inverse = reciprocal(d2 * d3, GPU)
-            total, g2, shares = add_one(s2, d3 * inverse, total, g2, shares)
-            total, g3, shares = add_one(s3, d2 * inverse, total, g3, shares)
+            total, g2, shares = accumulate_term(s2, d3 * inverse, total, g2, shares)
+            total, g3, shares = accumulate_term(s3, d2 * inverse, total, g3, shares)
             found += (total,)
         totals = found
-        add_to(into, g0, GPU)
-        add_to(into + DW, g1, GPU)
-        add_to(into + 2 * DW, g2, GPU)
-        add_to(into + 3 * DW, g3, GPU)
+        atomic_add_floats(into, g0, GPU)
+        atomic_add_floats(into + DW, g1, GPU)
+        atomic_add_floats(into + 2 * DW, g2, GPU)
+        atomic_add_floats(into + 3 * DW, g3, GPU)
         into += 4 * DW
         e0, e1, e2, e3 = next0, next1, next2, next3
     return totals, shares
 
 
 @triton.jit
-def add_one(s, u, total, gradient, shares):
+def accumulate_term(s, u, total, gradient, shares):
     """What one term gives to its key, to its query and to the weight: three fused operations."""
     slope = u - u * u
     return total + s * slope, gradient + s * slope, shares + s * u
 
 
 @triton.jit
-def far_slopes(
+def sum_from_vectors(
     k, k_key, j, Tk, q, q_query, first, Tq, there, room, thread, into,
     BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
     SHARED: tl.constexpr, GPU: tl.constexpr,
@@ -199,9 +204,9 @@ def far_slopes(
         gradient = nothing
         found = ()
         for r in tl.static_range(BN // JT):
-            s = from_room(room, (i // 4) * (4 * BN) + i % 4 + thread * 4 + r * (4 * JT), SHARED, GPU)
+            s = load_from_scratch(room, (i // 4) * (4 * BN) + i % 4 + thread * 4 + r * (4 * JT), SHARED, GPU)
             u = reciprocal(1.0 + tl.exp2((own[r] + a) * TWO_LOG2_E), GPU)
-            total, gradient, shares = add_one(s, u, totals[r], gradient, shares)
+            total, gradient, shares = accumulate_term(s, u, totals[r], gradient, shares)
             found += (total,)
         totals = found
         tl.atomic_add(into + i * DW, gradient, sem="relaxed")
@@ -209,7 +214,7 @@ def far_slopes(
 
 
 @triton.jit
-def add_slopes(
+def add_tile_gradients(
     k, k_key, first_key, Tk, q, q_query, first, Tq, D, E, F, table, room, near, weight, sum_ds, dq, dk, dw,
     BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr,
     JT: tl.constexpr, DT: tl.constexpr, SHARED: tl.constexpr, GPU: tl.constexpr,
@@ -224,33 +229,39 @@ def add_slopes(
         into = dq + d + thread * 0
         # Each way gives its own results away: what a condition returns would go through the threads once more.
         if near:
-            totals, shares = near_slopes(E, F, table, room, into, d, thread, BM, BN, DP, DW, DC, JT, DT, SHARED, GPU)
-            give(totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, GPU)
+            totals, shares = sum_from_exponentials(
+                E, F, table, room, into, d, thread, BM, BN, DP, DW, DC, JT, DT, SHARED, GPU
+            )
+            add_key_and_weight_gradients(
+                totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, GPU
+            )
         else:
-            totals, shares = far_slopes(
+            totals, shares = sum_from_vectors(
                 k + d, k_key, first_key + thread, Tk, q + d, q_query, first, Tq, d < D, room, thread, into,
                 BM, BN, DW, DC, JT, DT, SHARED, GPU,
             )  # fmt: skip
             # Loads that the compiler saw may have laid these out in another way.
-            give(totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, False)
+            add_key_and_weight_gradients(
+                totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, False
+            )
 
 
 @triton.jit
-def give(
+def add_key_and_weight_gradients(
     totals, shares, sum_ds, weight, dk, dw, d, D, BN: tl.constexpr, DW: tl.constexpr, JT: tl.constexpr,
     GPU: tl.constexpr,
 ):  # fmt: skip
     """Adds to the keys, and to the weight."""
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     for r in tl.static_range(BN // JT):
-        add_to(dk + r * JT * DW, w * totals[r], GPU)
+        atomic_add_floats(dk + r * JT * DW, w * totals[r], GPU)
     # (DR, JT, DT) -> (DR, 1, DT)
     found = sum_ds - 2.0 * tl.sum(shares, 1, keep_dims=True)
     tl.store(dw + d, tl.load(dw + d, mask=d < D, other=0.0) + found, mask=d < D)
 
 
 @triton.jit
-def add_values(
+def add_value_gradients(
     p, d_out, first, Tq, dv, first_key, Tk, Dv,
     BM: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr, PRECISION: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
@@ -261,13 +272,13 @@ def add_values(
         d = start + tl.arange(0, VC)
         here = (i < Tq)[:, None] & (d < Dv)[None, :]
         given = tl.load(d_out + i.to(tl.int64)[:, None] * Dv + d[None, :], mask=here, other=0.0)
-        found = product(tl.trans(p), given, tl.zeros((BN, VC), tl.float32), PRECISION, GPU)
+        found = dot_add(tl.trans(p), given, tl.zeros((BN, VC), tl.float32), PRECISION, GPU)
         there = (j < Tk)[:, None] & (d < Dv)[None, :]
         tl.atomic_add(dv + j.to(tl.int64)[:, None] * Dv + d[None, :], found, mask=there, sem="relaxed")
 
 
 @triton.jit
-def joint(
+def additive_one_pass_backward(
     E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
     q, k, v, weight, spans, query_ids, key_ids, dense, seed,
     lse, d_out, delta, dq, dk, dv, dw, room,
@@ -290,7 +301,7 @@ def joint(
     k_blocks = tl.cdiv(Tk, BN)
     k_heads = H // group
     offset = Tk - Tq
-    ds_room = own_room(room, BM * BN, SHARED)
+    ds_room = allocate_scratch(room, BM * BN, SHARED)
     own_weights = (headed * (H - 1) + 1) * D
     dw += tl.program_id(0).to(tl.int64) * own_weights
     for first_weight in range(0, own_weights, 128):
@@ -304,9 +315,9 @@ def joint(
         b = k_pair // k_heads
         g = k_pair % k_heads
         k_place = k_pair * k_blocks + t
-        own_most = per_feature(k_most, k_place, DP, BD)
-        own_far = tl.load(k_reach + k_place) > FAR
-        j = t * BN + columns_of(BN, NT)
+        own_most = load_per_feature(k_most, k_place, DP, BD)
+        own_far = tl.load(k_reach + k_place) > MAX_EXPONENT
+        j = t * BN + tile_columns(BN, NT)
         start = 0
         if CAUSAL:
             start = tl.minimum(tl.maximum(t * BN - offset, 0) // BM, blocks)
@@ -316,54 +327,54 @@ def joint(
             block = start + turn % (blocks - start)
             pair = b * H + h
             flat = block * BM + tl.arange(0, BM)
-            some, every = crossing(
+            some, every = tile_visibility(
                 spans + b * spans_batch, flat, t * BN, offset, Tq, Tk, CAUSAL, SPANS, IDS or DENSE, BN
             )
             if some:
                 place = pair * blocks + block
-                i = block * BM + rows_of(BM, MT)
-                q_block_most = per_feature(q_most, place, DP, BD)
-                far = own_far | (tl.load(q_reach + place) > FAR)
-                z = logits(
-                    as_words(E + place * (BM * DP)), as_words(F + k_place * (BN * DP)),
-                    as_words(table + h * headed * DP),
+                i = block * BM + tile_rows(BM, MT)
+                q_block_most = load_per_feature(q_most, place, DP, BD)
+                far = own_far | (tl.load(q_reach + place) > MAX_EXPONENT)
+                z = additive_logits(
+                    as_int64_pointer(E + place * (BM * DP)), as_int64_pointer(F + k_place * (BN * DP)),
+                    as_int64_pointer(table + h * headed * DP),
                     tl.load(constants + h * headed * 2), tl.load(constants + h * headed * 2 + 1),
-                    q_block_most, own_most, per_feature(sizes, h * headed, DP, BD), far,
+                    q_block_most, own_most, load_per_feature(sizes, h * headed, DP, BD), far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + g * k_head, k_key, j, Tk,
                     weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, 4, GPU,
                 )  # fmt: skip
-                p = tl.exp2(z - row_log_sum_exps(lse + pair * Tq, i, Tq))
+                p = tl.exp2(z - load_base2_lse(lse + pair * Tq, i, Tq))
                 if every == 0:
-                    seen = visible_at_all(
+                    seen = visible_in_any_range(
                         i, j, spans + b * spans_batch, offset, query_ids + b * query_ids_batch,
                         key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key,
                         Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
                     )  # fmt: skip
                     p = tl.where(seen, p, 0.0)
-                dp = products(
+                dp = tile_dot_products(
                     d_out + pair * Tq * Dv, Dv, block * BM, Tq, v + b * v_batch + g * v_head, v_key, t * BN, Tk, Dv,
                     BM, BN, BV, VC, PRECISION, GPU,
                 )  # fmt: skip
-                dp = as_tile(dp, BM, BN, MT, NT)
+                dp = matrix_to_tile(dp, BM, BN, MT, NT)
                 dropped = p
                 if DROPOUT:
-                    stays = kept(tl.load(seed), b, h, i, j, threshold)
+                    stays = dropout_keeps(tl.load(seed), b, h, i, j, threshold)
                     dp = tl.where(stays, dp * grown, 0.0)
                     dropped = tl.where(stays, p * grown, 0.0)
                 ds = p * (dp - tl.load(delta + pair * Tq + i, mask=i < Tq, other=0.0))
-                ii = rows_of(BM, MT)
-                put(ds_room, (ii // 4) * (4 * BN) + columns_of(BN, NT) * 4 + ii % 4, ds, SHARED)
-                add_values(
-                    as_matrix(dropped.to(d_out.dtype.element_ty), BM, BN), d_out + pair * Tq * Dv, block * BM, Tq,
+                ii = tile_rows(BM, MT)
+                store_to_scratch(ds_room, (ii // 4) * (4 * BN) + tile_columns(BN, NT) * 4 + ii % 4, ds, SHARED)
+                add_value_gradients(
+                    tile_to_matrix(dropped.to(d_out.dtype.element_ty), BM, BN), d_out + pair * Tq * Dv, block * BM, Tq,
                     dv + k_pair * Tk * Dv, t * BN, Tk, Dv, BM, BN, BV, VC, PRECISION, GPU,
                 )  # fmt: skip
                 sum_ds = tl.sum(tl.sum(tl.sum(tl.sum(ds, 0), 0), 0), 0)
                 # What other threads wrote must be there.
                 tl.debug_barrier()
-                add_slopes(
+                add_tile_gradients(
                     k + b * k_batch + g * k_head, k_key, t * BN, Tk, q + b * q_batch + h * q_head, q_query, block * BM,
                     Tq, D, E + place * (BM * DP), F + k_place * (BN * DP), table + h * headed * DP, ds_room,
-                    (far == 0) & (tl.max(own_most + q_block_most, 0) < HALF_ROOM), weight + h * weight_head, sum_ds,
+                    (far == 0) & (tl.max(own_most + q_block_most, 0) < MAX_PAIR_EXPONENT), weight + h * weight_head, sum_ds,
                     dq + place * (BM * DW), dk + k_place * (BN * DW),
                     dw + h * headed * D,
                     BM, BN, DP, DW, DC, JT, DT, SHARED, GPU,

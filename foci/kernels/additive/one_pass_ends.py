@@ -10,12 +10,12 @@ padded to DW; a factor of theirs is common to all terms and waits for the end.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.exponentials import prepare
+from foci.kernels.additive.exponentials import prepare_exponentials
 from foci.kernels.logits import LOG2_E
 
 
 @triton.jit
-def clear(sums, ROWS: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr):
+def zero_block(sums, ROWS: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr):
     """Zeros for the sums of a block: (ROWS, DW)."""
     places = tl.arange(0, ROWS)[:, None] * DW + tl.arange(0, DC)[None, :]
     for start in range(0, DW, DC):
@@ -23,7 +23,7 @@ def clear(sums, ROWS: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr):
 
 
 @triton.jit
-def begin(
+def one_pass_prologue(
     q, k, weight, E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
     out, d_out, d_lse, delta, dq, dk, dv,
     B, H, G, Tq, Tk, D, Dv, q_batch, q_head, q_query, k_batch, k_head, k_key, weight_head, weights,
@@ -34,7 +34,7 @@ def begin(
 
     delta (B, H, Tq): what a row's gradients lose; d_lse is read where LSE says that there is one.
     """
-    prepare(
+    prepare_exponentials(
         q, k, weight, E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
         B, H, G, Tq, Tk, D, q_batch, q_head, q_query, k_batch, k_head, k_key, weight_head, weights,
         BM, BN, DP, BD, STEP, 4, GPU,
@@ -44,7 +44,7 @@ def begin(
     if pid < B * H * blocks:
         pair = (pid // blocks).to(tl.int64)
         first = (pid % blocks) * BM
-        clear(dq + pid.to(tl.int64) * (BM * DW), BM, DW, DC)
+        zero_block(dq + pid.to(tl.int64) * (BM * DW), BM, DW, DC)
         i = first + tl.arange(0, BM)
         change = tl.zeros((BM,), tl.float32)
         if LSE:
@@ -61,7 +61,7 @@ def begin(
         k_blocks = tl.cdiv(Tk, BN)
         k_pair = (place // k_blocks).to(tl.int64)
         first_key = (place % k_blocks) * BN
-        clear(dk + place.to(tl.int64) * (BN * DW), BN, DW, DC)
+        zero_block(dk + place.to(tl.int64) * (BN * DW), BN, DW, DC)
         j = first_key + tl.arange(0, BN)
         for start in range(0, Dv, VC):
             e = start + tl.arange(0, VC)
@@ -70,7 +70,7 @@ def begin(
 
 
 @triton.jit
-def finish(
+def one_pass_epilogue(
     dq, dk, dv, dw, weight, d_query, d_key, d_value, d_weight,
     q_rows, k_rows, H, Tq, Tk, D, Dv, weight_head, q_padded, k_padded, programs,
     ROWS: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, DW: tl.constexpr, MANY: tl.constexpr,

@@ -12,26 +12,38 @@ B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
 import triton
 import triton.language as tl
 
-from foci.kernels.distance_bias.forward import clipped, ends, looked_up, own_rows, put, rows_of, scored, side, visible
-from foci.kernels.distance_bias.tables import whole_numbers
-from foci.kernels.dropout import kept
-from foci.kernels.logits import LN_2, span
+from foci.kernels.distance_bias.forward import (
+    apply_tile_masks,
+    clip_side,
+    distance_bias_logits,
+    distance_index,
+    gather_floats,
+    load_rows,
+    load_table_ends,
+    locate_table_rows,
+    scatter_floats,
+)
+from foci.kernels.distance_bias.tables import as_int32_pointer
+from foci.kernels.dropout import dropout_keeps
+from foci.kernels.logits import LN_2, key_range
 
 
 @triton.jit
-def log_sum_exps(peaks, extras, rows, inside):
+def load_split_lse(peaks, extras, rows, inside):
     """In the form that is subtracted: rows that see nothing, or stand past the end, have no weight."""
     peak = tl.load(peaks + rows, mask=inside, other=-float("inf"))
     return tl.where(peak == -float("inf"), float("inf"), peak), tl.load(extras + rows, mask=inside, other=0.0)
 
 
 @triton.jit
-def weighed(
+def recompute_weights(
     dots, found, peak, extra, i, j, offset, slope, scale, softcap,
     TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """The weights of a tile, and the tanh of the softcap."""
-    z, bent = scored(dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT, DIRECT)
+    z, bent = distance_bias_logits(
+        dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT, DIRECT
+    )
     if EXACT:
         z = z - peak - extra
     else:
@@ -40,7 +52,7 @@ def weighed(
 
 
 @triton.jit
-def queries(
+def distance_bias_query_gradients(
     q, k, v, out, d_out, peaks, extras, d_extras, delta, table, gains, d_q, d_table, band, d_slopes,
     spans, query_ids, key_ids, dense, slopes, seed,
     H, group, Tq, Tk, D, Dv, clip, first_b, first_h,
@@ -69,21 +81,21 @@ def queries(
     r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
     rows = first_i + r
     i, inside = rows[:, None], rows < Tq
-    own = rows_of(q + b * q_batch + h * q_head, q_row, first_i, r, Tq, d, D, EVEN)
-    d_rows = rows_of(d_out + b * d_out_batch + h * d_out_head, d_out_row, first_i, r, Tq, e, Dv, EVEN)
-    outs = rows_of(out + b * out_batch + h * out_head, out_row, first_i, r, Tq, e, Dv, EVEN)
+    own = load_rows(q + b * q_batch + h * q_head, q_row, first_i, r, Tq, d, D, EVEN)
+    d_rows = load_rows(d_out + b * d_out_batch + h * d_out_head, d_out_row, first_i, r, Tq, e, Dv, EVEN)
+    outs = load_rows(out + b * out_batch + h * out_head, out_row, first_i, r, Tq, e, Dv, EVEN)
     at = b * peaks_batch + h * peaks_head + rows
     rows_delta = tl.sum(outs.to(tl.float32) * d_rows.to(tl.float32), 1)
     if EXTRAS:
         # The log-sum-exp is in base 2: so much of its gradient is that of a natural one.
         rows_delta = -tl.load(d_extras + at, mask=inside, other=0.0) / LN_2 + rows_delta
     tl.store(delta + at, rows_delta, mask=inside)
-    peak, extra = log_sum_exps(peaks, extras, at, inside)
+    peak, extra = load_split_lse(peaks, extras, at, inside)
     k += b * k_batch + g * k_head
     v += b * v_batch + g * v_head
     width = 2 * clip + 1
     own_band = (pair.to(tl.int64) * Tq + first_i) * width
-    table, row = own_rows(table, h, own_band, width, TABLE)
+    table, row = locate_table_rows(table, h, own_band, width, TABLE)
     # Rows past the end look up what the last one does.
     r_there = tl.minimum(r, Tq - 1 - first_i)[:, None]
     gains += own_band
@@ -96,9 +108,9 @@ def queries(
     slope = tl.load(slopes + h) if ALIBI else 0.0
     drawn = tl.load(seed) if DROPOUT else 0
     if TABLE > 0:
-        left_end, right_end = ends(table, r * row, inside, clip, TABLE)
+        left_end, right_end = load_table_ends(table, r * row, inside, clip, TABLE)
     if VALUED:
-        left_gain, right_gain = ends(gains, r * width, inside, clip, 1)
+        left_gain, right_gain = load_table_ends(gains, r * width, inside, clip, 1)
     gradient = tl.zeros((BM, BD), tl.float32)
     left = tl.zeros((BM,), tl.float32)
     right = tl.zeros((BM,), tl.float32)
@@ -106,7 +118,7 @@ def queries(
     right_mass = tl.zeros((BM,), tl.float32)
     steep = tl.zeros((BM,), tl.float32)
     for s in tl.static_range(SPANS if SPANS > 0 else 1):
-        low, high = span(spans, s, rows, offset, Tq, Tk, CAUSAL, SPANS)
+        low, high = key_range(spans, s, rows, offset, Tq, Tk, CAUSAL, SPANS)
         some = high > low
         first = tl.min(tl.where(some, low, Tk), 0) // BN
         last = tl.cdiv(tl.max(tl.where(some, high, 0), 0), BN)
@@ -115,11 +127,11 @@ def queries(
         for t in range(first, last):
             first_j = t * BN
             j = first_j + c[None, :]
-            keys = rows_of(k, k_row, first_j, c, Tk, d, D, EVEN)
-            values = rows_of(v, v_row, first_j, c, Tk, e, Dv, EVEN)
+            keys = load_rows(k, k_row, first_j, c, Tk, d, D, EVEN)
+            values = load_rows(v, v_row, first_j, c, Tk, e, Dv, EVEN)
             dots = tl.dot(own, tl.trans(keys), input_precision=PRECISION)
             d_weights = tl.dot(d_rows, tl.trans(values), input_precision=PRECISION)
-            far = side(first_i, first_j, offset, clip, BM, BN)
+            far = clip_side(first_i, first_j, offset, clip, BM, BN)
             plain = (t >= full) & (t < end)
             if TABLE > 0:
                 plain = plain & (far != 0)
@@ -130,26 +142,26 @@ def queries(
                 if plain:
                     found = tl.broadcast_to(tl.where(far < 0, left_end, right_end), (BM, BN))
                 else:
-                    found = looked_up(table, r_there * row + clipped(i, j, offset, clip), DIRECT)
+                    found = gather_floats(table, r_there * row + distance_index(i, j, offset, clip), DIRECT)
             if VALUED:
                 if plain:
                     gain = tl.broadcast_to(tl.where(far < 0, left_gain, right_gain), (BM, BN))
                 else:
-                    gain = looked_up(gains, r_there * width + clipped(i, j, offset, clip), DIRECT)
+                    gain = gather_floats(gains, r_there * width + distance_index(i, j, offset, clip), DIRECT)
                 d_weights += gain
-            p, bent = weighed(
+            p, bent = recompute_weights(
                 dots, found, peak[:, None], extra[:, None], i, j, offset, slope, scale, softcap,
                 TABLE, SOFTCAP, ALIBI, EXACT, DIRECT,
             )  # fmt: skip
             if not plain:
                 seen = (j >= low[:, None]) & (j < high[:, None])
-                seen = visible(
+                seen = apply_tile_masks(
                     seen, i, j, first_i, first_j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
                     IDS, DENSE, DIRECT,
                 )  # fmt: skip
                 p = tl.where(seen, p, 0.0)
             if DROPOUT:
-                keep = kept(drawn, b + first_b, h + first_h, i, j, threshold)
+                keep = dropout_keeps(drawn, b + first_b, h + first_h, i, j, threshold)
                 d_weights = tl.where(keep, d_weights * keep_scale, 0.0)
             d_logits = p * (d_weights - rows_delta[:, None])
             d_dots = d_logits * (1 - bent * bent) if SOFTCAP else d_logits
@@ -168,15 +180,15 @@ def queries(
                         left_mass += tl.where(far < 0, sums, 0.0)
                         right_mass += tl.where(far < 0, 0.0, sums)
                 else:
-                    place = clipped(i, j, offset, clip)
+                    place = distance_index(i, j, offset, clip)
                     near = (j >= low[:, None]) & (j < high[:, None]) & (place > 0) & (place < 2 * clip)
                     left += tl.sum(tl.where(place == 0, change, 0.0), 1)
                     right += tl.sum(tl.where(place == 2 * clip, change, 0.0), 1)
-                    put(d_table, r[:, None] * width + place, change, near, DIRECT)
+                    scatter_floats(d_table, r[:, None] * width + place, change, near, DIRECT)
                     if VALUED:
                         left_mass += tl.sum(tl.where(place == 0, p, 0.0), 1)
                         right_mass += tl.sum(tl.where(place == 2 * clip, p, 0.0), 1)
-                        put(band, r[:, None] * width + place, p, near, DIRECT)
+                        scatter_floats(band, r[:, None] * width + place, p, near, DIRECT)
     gradient *= scale
     d_q += b * d_q_batch + h * d_q_head + first_i.to(tl.int64) * d_q_row
     there = inside[:, None] & (d[None, :] < D)
@@ -192,7 +204,7 @@ def queries(
 
 
 @triton.jit
-def keys(
+def distance_bias_key_gradients(
     q, k, v, d_out, peaks, extras, delta, table, gains, d_k, d_v, reach, inner,
     spans, query_ids, key_ids, dense, slopes, seed,
     H, group, Tq, Tk, D, Dv, clip, first_b, first_h,
@@ -220,8 +232,8 @@ def keys(
     first_j = tile * BN
     r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
     j = (first_j + c)[:, None]
-    own = rows_of(k + b * k_batch + g * k_head, k_row, first_j, c, Tk, d, D, EVEN)
-    values = rows_of(v + b * v_batch + g * v_head, v_row, first_j, c, Tk, e, Dv, EVEN)
+    own = load_rows(k + b * k_batch + g * k_head, k_row, first_j, c, Tk, d, D, EVEN)
+    values = load_rows(v + b * v_batch + g * v_head, v_row, first_j, c, Tk, e, Dv, EVEN)
     width = 2 * clip + 1
     spans += b * spans_batch
     query_ids += b * query_ids_batch
@@ -229,7 +241,7 @@ def keys(
     drawn = tl.load(seed) if DROPOUT else 0
     start, stop = 0, tl.cdiv(Tq, BM)
     if SPANS > 0:
-        reach, inner = whole_numbers(reach), whole_numbers(inner)
+        reach, inner = as_int32_pointer(reach), as_int32_pointer(inner)
         start = tl.load(reach + b * reach_batch + 2 * tile)
         stop = tl.load(reach + b * reach_batch + 2 * tile + 1)
         inner += b * inner_batch
@@ -245,22 +257,22 @@ def keys(
         own_extras = extras + b * peaks_batch + h * peaks_head
         own_delta = delta + b * peaks_batch + h * peaks_head
         own_gains = (b * H + h) * Tq * width
-        own_table, row = own_rows(table, h, own_gains, width, TABLE)
+        own_table, row = locate_table_rows(table, h, own_gains, width, TABLE)
         if TABLE == 2:
-            left_end, right_end = ends(own_table, r, r < Tq, clip, TABLE)
+            left_end, right_end = load_table_ends(own_table, r, r < Tq, clip, TABLE)
         own_dense = dense + b * dense_batch + h * dense_head
         slope = tl.load(slopes + h) if ALIBI else 0.0
         for t in range(start, stop):
             first_i = t * BM
             rows = first_i + r
             i, inside = rows[None, :], rows < Tq
-            queries = rows_of(own_q, q_row, first_i, r, Tq, d, D, EVEN)
-            d_rows = rows_of(own_d_out, d_out_row, first_i, r, Tq, e, Dv, EVEN)
-            peak, extra = log_sum_exps(own_peaks, own_extras, rows, inside)
+            queries = load_rows(own_q, q_row, first_i, r, Tq, d, D, EVEN)
+            d_rows = load_rows(own_d_out, d_out_row, first_i, r, Tq, e, Dv, EVEN)
+            peak, extra = load_split_lse(own_peaks, own_extras, rows, inside)
             rows_delta = tl.load(own_delta + rows, mask=inside, other=0.0)[None, :]
             dots = tl.dot(own, tl.trans(queries), input_precision=PRECISION)
             d_weights = tl.dot(values, tl.trans(d_rows), input_precision=PRECISION)
-            far = side(first_i, first_j, offset, clip, BM, BN)
+            far = clip_side(first_i, first_j, offset, clip, BM, BN)
             plain = first_j >= 0
             if SPANS > 0:
                 # Keys past the end may count as seen: what they get is not stored.
@@ -285,32 +297,32 @@ def keys(
                         edge = tl.load(tile_table + r * row + last_place, mask=inside, other=0.0)[None, :]
                     found = tl.broadcast_to(edge, (BN, BM))
                 else:
-                    found = looked_up(tile_table, r_there * row + clipped(i, j, offset, clip), DIRECT)
+                    found = gather_floats(tile_table, r_there * row + distance_index(i, j, offset, clip), DIRECT)
             if VALUED:
                 if plain:
                     gain = tl.load(tile_gains + r * width + last_place, mask=inside, other=0.0)[None, :]
                     gain = tl.broadcast_to(gain, (BN, BM))
                 else:
-                    gain = looked_up(tile_gains, r_there * width + clipped(i, j, offset, clip), DIRECT)
+                    gain = gather_floats(tile_gains, r_there * width + distance_index(i, j, offset, clip), DIRECT)
                 d_weights += gain
-            p, bent = weighed(
+            p, bent = recompute_weights(
                 dots, found, peak[None, :], extra[None, :], i, j, offset, slope, scale, softcap,
                 TABLE, SOFTCAP, ALIBI, EXACT, DIRECT,
             )  # fmt: skip
             if not plain:
-                low, high = span(spans, 0, rows, offset, Tq, Tk, CAUSAL, SPANS)
+                low, high = key_range(spans, 0, rows, offset, Tq, Tk, CAUSAL, SPANS)
                 seen = (j >= low[None, :]) & (j < high[None, :])
                 if SPANS > 1:
-                    low, high = span(spans, 1, rows, offset, Tq, Tk, CAUSAL, SPANS)
+                    low, high = key_range(spans, 1, rows, offset, Tq, Tk, CAUSAL, SPANS)
                     seen = seen | ((j >= low[None, :]) & (j < high[None, :]))
-                seen = visible(
+                seen = apply_tile_masks(
                     seen, i, j, first_i, first_j, query_ids, key_ids, own_dense, dense_query, dense_key, Tq, Tk,
                     IDS, DENSE, DIRECT,
                 )  # fmt: skip
                 p = tl.where(seen, p, 0.0)
             dropped = p
             if DROPOUT:
-                keep = kept(drawn, b + first_b, h + first_h, i, j, threshold)
+                keep = dropout_keeps(drawn, b + first_b, h + first_h, i, j, threshold)
                 dropped = tl.where(keep, p * keep_scale, 0.0)
                 d_weights = tl.where(keep, d_weights * keep_scale, 0.0)
             d_values += tl.dot(dropped.to(d_rows.dtype), d_rows, input_precision=PRECISION)

@@ -14,12 +14,12 @@ is stored, and beyond it they are summed. B batch, H heads, Tq queries, Tk keys,
 import triton
 import triton.language as tl
 
-from foci.kernels.dropout import kept
-from foci.kernels.logits import LOG2_E, allowed, span, tanh
+from foci.kernels.dropout import dropout_keeps
+from foci.kernels.logits import LOG2_E, apply_masks, key_range, tanh
 
 
 @triton.jit
-def rows_of(base, stride, first, r, count, c, width, EVEN: tl.constexpr):
+def load_rows(base, stride, first, r, count, c, width, EVEN: tl.constexpr):
     """A tile of rows first + r of a matrix (count, width); zeros outside. 64-bit sums are left to its first row."""
     places = base + first.to(tl.int64) * stride + (r[:, None] * stride + c[None, :])
     there = first + r[:, None] < count
@@ -29,7 +29,7 @@ def rows_of(base, stride, first, r, count, c, width, EVEN: tl.constexpr):
 
 
 @triton.jit
-def side(first_i, first_j, offset, clip, BM: tl.constexpr, BN: tl.constexpr):
+def clip_side(first_i, first_j, offset, clip, BM: tl.constexpr, BN: tl.constexpr):
     """-1 where all keys of the tile stand at least the clip before its queries, 1 where behind them, 0 between."""
     before = (first_j + (BN - 1) - first_i - offset <= -clip).to(tl.int32)
     behind = (first_j - (first_i + (BM - 1)) - offset >= clip).to(tl.int32)
@@ -37,7 +37,7 @@ def side(first_i, first_j, offset, clip, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def looked_up(table, places, DIRECT: tl.constexpr):
+def gather_floats(table, places, DIRECT: tl.constexpr):
     """Numbers from all over a row table, every place a valid one. Triton would load rows and turn them into the tile
     through shared memory, and half of the softmax with them; DIRECT leaves each number to the thread that needs it.
     """
@@ -52,7 +52,7 @@ def looked_up(table, places, DIRECT: tl.constexpr):
 
 
 @triton.jit
-def put(table, places, numbers, wanted, DIRECT: tl.constexpr):
+def scatter_floats(table, places, numbers, wanted, DIRECT: tl.constexpr):
     """Stores single numbers, from the threads that have them."""
     if DIRECT:
         tl.inline_asm_elementwise(
@@ -66,12 +66,12 @@ def put(table, places, numbers, wanted, DIRECT: tl.constexpr):
 
 
 @triton.jit
-def visible(
+def apply_tile_masks(
     seen, i, j, first_i, first_j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
     IDS: tl.constexpr, DENSE: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """What is seen of a tile when the ids and the dense mask have spoken too; bytes are loaded like numbers above."""
-    seen = allowed(seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE and not DIRECT)
+    seen = apply_masks(seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE and not DIRECT)
     if DENSE and DIRECT:
         dense += first_i.to(tl.int64) * dense_query + first_j.to(tl.int64) * dense_key
         # Rows and columns past the end read those before it.
@@ -86,13 +86,13 @@ def visible(
 
 
 @triton.jit
-def clipped(i, j, offset, clip):
+def distance_index(i, j, offset, clip):
     """The place of a distance in a row table."""
     return tl.minimum(tl.maximum(j - i - offset, -clip), clip) + clip
 
 
 @triton.jit
-def own_rows(table, h, rows, width, TABLE: tl.constexpr):
+def locate_table_rows(table, h, rows, width, TABLE: tl.constexpr):
     """Where a tile's rows of the table begin, and the step from row to row: TABLE 2 has one row per head."""
     if TABLE == 2:
         start, step = table + h * width, 0
@@ -102,7 +102,7 @@ def own_rows(table, h, rows, width, TABLE: tl.constexpr):
 
 
 @triton.jit
-def ends(table, rows, inside, clip, TABLE: tl.constexpr):
+def load_table_ends(table, rows, inside, clip, TABLE: tl.constexpr):
     """What the table says of all distances beyond the clip, on both sides: numbers, or columns of them."""
     if TABLE == 2:
         left, right = tl.load(table), tl.load(table + 2 * clip)
@@ -113,7 +113,7 @@ def ends(table, rows, inside, clip, TABLE: tl.constexpr):
 
 
 @triton.jit
-def rounded(a, b, DIRECT: tl.constexpr):
+def multiply_rounded(a, b, DIRECT: tl.constexpr):
     """a * b, rounded at once: a compiler that joins it with a later sum would do so in one kernel and not in another,
     and the logits of two passes would no longer cancel to the last bit.
     """
@@ -127,7 +127,7 @@ def rounded(a, b, DIRECT: tl.constexpr):
 
 
 @triton.jit
-def scored(
+def distance_bias_logits(
     dots, found, i, j, offset, slope, scale, softcap,
     TABLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
@@ -142,21 +142,21 @@ def scored(
         dots += found
     if SOFTCAP:
         bent = tanh(dots * (scale / softcap))
-        z = rounded(bent, softcap * base, EXACT and DIRECT)
+        z = multiply_rounded(bent, softcap * base, EXACT and DIRECT)
     else:
-        z = rounded(dots, scale * base, EXACT and DIRECT)
+        z = multiply_rounded(dots, scale * base, EXACT and DIRECT)
     if TABLE == 2:
         z += found * base
     if ALIBI:
         apart = (i + offset).to(tl.float32) - j.to(tl.float32)
-        z -= rounded(tl.abs(apart), slope * base, EXACT and DIRECT)
+        z -= multiply_rounded(tl.abs(apart), slope * base, EXACT and DIRECT)
     if EXACT:
-        z = rounded(z, LOG2_E, DIRECT)
+        z = multiply_rounded(z, LOG2_E, DIRECT)
     return z, bent
 
 
 @triton.jit
-def forward(
+def distance_bias_forward(
     q, k, v, out, peaks, extras, table, band, spans, query_ids, key_ids, dense, slopes, seed,
     H, group, Tq, Tk, D, Dv, clip, first_b, first_h,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -184,13 +184,13 @@ def forward(
     r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
     rows = first_i + r
     i, inside = rows[:, None], rows < Tq
-    queries = rows_of(q + b * q_batch + h * q_head, q_row, first_i, r, Tq, d, D, EVEN)
+    queries = load_rows(q + b * q_batch + h * q_head, q_row, first_i, r, Tq, d, D, EVEN)
     k += b * k_batch + g * k_head
     v += b * v_batch + g * v_head
     width = 2 * clip + 1
     own_band = (pair.to(tl.int64) * Tq + first_i) * width
     band += own_band
-    table, row = own_rows(table, h, own_band, width, TABLE)
+    table, row = locate_table_rows(table, h, own_band, width, TABLE)
     # Rows past the end look up what the last one does.
     table_rows = (tl.minimum(r, Tq - 1 - first_i) * row)[:, None]
     spans += b * spans_batch
@@ -200,14 +200,14 @@ def forward(
     slope = tl.load(slopes + h) if ALIBI else 0.0
     drawn = tl.load(seed) if DROPOUT else 0
     if TABLE > 0:
-        left_end, right_end = ends(table, r * row, inside, clip, TABLE)
+        left_end, right_end = load_table_ends(table, r * row, inside, clip, TABLE)
     peak = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     left = tl.zeros((BM,), tl.float32)
     right = tl.zeros((BM,), tl.float32)
     mean = tl.zeros((BM, BV), tl.float32)
     for s in tl.static_range(SPANS if SPANS > 0 else 1):
-        low, high = span(spans, s, rows, offset, Tq, Tk, CAUSAL, SPANS)
+        low, high = key_range(spans, s, rows, offset, Tq, Tk, CAUSAL, SPANS)
         some = high > low
         first = tl.min(tl.where(some, low, Tk), 0) // BN
         last = tl.cdiv(tl.max(tl.where(some, high, 0), 0), BN)
@@ -217,9 +217,9 @@ def forward(
         for t in range(first, last):
             first_j = t * BN
             j = first_j + c[None, :]
-            keys = rows_of(k, k_row, first_j, c, Tk, d, D, EVEN)
+            keys = load_rows(k, k_row, first_j, c, Tk, d, D, EVEN)
             dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-            far = side(first_i, first_j, offset, clip, BM, BN)
+            far = clip_side(first_i, first_j, offset, clip, BM, BN)
             plain = (t >= full) & (t < end)
             if TABLE > 0:
                 plain = plain & (far != 0)
@@ -231,19 +231,21 @@ def forward(
                 if plain:
                     found = tl.broadcast_to(tl.where(far < 0, left_end, right_end), (BM, BN))
                 else:
-                    found = looked_up(table, table_rows + clipped(i, j, offset, clip), DIRECT)
-            z, _ = scored(dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT, DIRECT)
+                    found = gather_floats(table, table_rows + distance_index(i, j, offset, clip), DIRECT)
+            z, _ = distance_bias_logits(
+                dots, found, i, j, offset, slope, scale, softcap, TABLE, SOFTCAP, ALIBI, EXACT, DIRECT
+            )
             if not plain:
                 seen = (j >= low[:, None]) & (j < high[:, None])
-                seen = visible(
+                seen = apply_tile_masks(
                     seen, i, j, first_i, first_j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,
                     IDS, DENSE, DIRECT,
                 )  # fmt: skip
                 z = tl.where(seen, z, -float("inf"))
                 if BAND:
-                    place = clipped(i, j, offset, clip)
+                    place = distance_index(i, j, offset, clip)
                     near = seen & (place > 0) & (place < 2 * clip)
-                    put(band, r[:, None] * width + place, z, near, DIRECT)
+                    scatter_floats(band, r[:, None] * width + place, z, near, DIRECT)
             higher = tl.maximum(peak, tl.max(z, 1))
             # A row that has seen nothing yet has no peak: -inf - 0 is no NaN.
             safe = tl.where(higher == -float("inf"), 0.0, higher)
@@ -257,14 +259,14 @@ def forward(
                     to_left = tl.where(far < 0, mass, 0.0)
                     to_right = tl.where(far < 0, 0.0, mass)
                 else:
-                    place = clipped(i, j, offset, clip)
+                    place = distance_index(i, j, offset, clip)
                     to_left = tl.sum(tl.where(place == 0, p, 0.0), 1)
                     to_right = tl.sum(tl.where(place == 2 * clip, p, 0.0), 1)
                 left = left * alpha + to_left
                 right = right * alpha + to_right
             if DROPOUT:
-                p = tl.where(kept(drawn, b + first_b, h + first_h, i, j, threshold), p * keep_scale, 0.0)
-            values = rows_of(v, v_row, first_j, c, Tk, e, Dv, EVEN)
+                p = tl.where(dropout_keeps(drawn, b + first_b, h + first_h, i, j, threshold), p * keep_scale, 0.0)
+            values = load_rows(v, v_row, first_j, c, Tk, e, Dv, EVEN)
             mean = mean * alpha[:, None]
             mean += tl.dot(p.to(values.dtype), values, input_precision=PRECISION)
     empty = total == 0.0

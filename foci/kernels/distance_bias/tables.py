@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def spread(by_bucket, buckets, table, H, W, bucket_stride, head_stride, BW: tl.constexpr):
+def fill_row_table(by_bucket, buckets, table, H, W, bucket_stride, head_stride, BW: tl.constexpr):
     """Buckets (buckets, H) as a row table (H, W): a program per head and some distances."""
     h, w = tl.program_id(0), tl.program_id(1) * BW + tl.arange(0, BW)
     bucket = tl.load(buckets + w, mask=w < W, other=0)
@@ -20,7 +20,7 @@ def spread(by_bucket, buckets, table, H, W, bucket_stride, head_stride, BW: tl.c
 
 
 @triton.jit
-def sum_rows(d_table, sums, H, W, Tq, count, per_part, BR: tl.constexpr, BW: tl.constexpr):
+def sum_row_gradients(d_table, sums, H, W, Tq, count, per_part, BR: tl.constexpr, BW: tl.constexpr):
     """The gradient of the row table (B, H, Tq, W), its B * Tq = count rows in parts: sums (parts, H, W)."""
     part, h, w = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BW + tl.arange(0, BW)
     total = tl.zeros((BR, BW), tl.float32)
@@ -33,7 +33,7 @@ def sum_rows(d_table, sums, H, W, Tq, count, per_part, BR: tl.constexpr, BW: tl.
 
 
 @triton.jit
-def sum_buckets(sums, buckets, d_by_bucket, H, W, parts, BW: tl.constexpr):
+def sum_bucket_gradients(sums, buckets, d_by_bucket, H, W, parts, BW: tl.constexpr):
     """sums (parts, H, W) by bucket: d_by_bucket (buckets, H). A program each, in an order that is always the same."""
     bucket, h = tl.program_id(0), tl.program_id(1)
     total = tl.zeros((BW,), tl.float64)
@@ -46,13 +46,13 @@ def sum_buckets(sums, buckets, d_by_bucket, H, W, parts, BW: tl.constexpr):
 
 
 @triton.jit
-def whole_numbers(room):
+def as_int32_pointer(room):
     """Room that was made for floats."""
     return room.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def tile_spans(spans, edges, inner, spans_batch, Tq, Tk, SPANS: tl.constexpr, BM: tl.constexpr):
+def find_tile_key_ranges(spans, edges, inner, spans_batch, Tq, Tk, SPANS: tl.constexpr, BM: tl.constexpr):
     """Of a tile of queries: edges (Bm, tiles, runs, 2), from the first to the last key that one of them sees, and inner
     (Bm, tiles, 2), the run of keys that all of them see; none where a query has two runs.
     """
@@ -62,17 +62,17 @@ def tile_spans(spans, edges, inner, spans_batch, Tq, Tk, SPANS: tl.constexpr, BM
     for s in tl.static_range(SPANS):
         low = tl.load(spans + b.to(tl.int64) * spans_batch + 2 * s * Tq + row, mask=row < Tq, other=0)
         high = tl.load(spans + b.to(tl.int64) * spans_batch + (2 * s + 1) * Tq + row, mask=row < Tq, other=0)
-        edge = whole_numbers(edges) + (place * SPANS + s) * 2
+        edge = as_int32_pointer(edges) + (place * SPANS + s) * 2
         tl.store(edge, tl.min(tl.where(low < high, low, Tk), 0))
         tl.store(edge + 1, tl.max(tl.where(low < high, high, 0), 0))
         if s == 0:
-            tl.store(whole_numbers(inner) + 2 * place, tl.max(low, 0))
+            tl.store(as_int32_pointer(inner) + 2 * place, tl.max(low, 0))
             shared = tl.min(tl.where(row < Tq, high, Tk), 0)
-            tl.store(whole_numbers(inner) + 2 * place + 1, shared if SPANS == 1 else 0)
+            tl.store(as_int32_pointer(inner) + 2 * place + 1, shared if SPANS == 1 else 0)
 
 
 @triton.jit
-def tile_reach(edges, reach, count, SPANS: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr):
+def find_tile_query_ranges(edges, reach, count, SPANS: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr):
     """reach (Bm, tiles of keys, 2): from the first to the last of `count` tiles of queries that see one of the keys."""
     b, tile = tl.program_id(0), tl.program_id(1)
     first, last = count, 0
@@ -80,12 +80,12 @@ def tile_reach(edges, reach, count, SPANS: tl.constexpr, BN: tl.constexpr, BT: t
         t = start + tl.arange(0, BT)
         seen = t < 0
         for s in tl.static_range(SPANS):
-            edge = whole_numbers(edges) + ((b.to(tl.int64) * count + t) * SPANS + s) * 2
+            edge = as_int32_pointer(edges) + ((b.to(tl.int64) * count + t) * SPANS + s) * 2
             low = tl.load(edge, mask=t < count, other=0)
             high = tl.load(edge + 1, mask=t < count, other=0)
             seen = seen | ((low < (tile + 1) * BN) & (high > tile * BN))
         first = tl.minimum(first, tl.min(tl.where(seen, t, count), 0))
         last = tl.maximum(last, tl.max(tl.where(seen, t + 1, 0), 0))
     place = 2 * (b.to(tl.int64) * tl.num_programs(1) + tile)
-    tl.store(whole_numbers(reach) + place, first)
-    tl.store(whole_numbers(reach) + place + 1, last)
+    tl.store(as_int32_pointer(reach) + place, first)
+    tl.store(as_int32_pointer(reach) + place + 1, last)

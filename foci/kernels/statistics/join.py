@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 
 # Numbers that are asked for before the first is added: a loop would wait for each.
-AHEAD = tl.constexpr(8)
+LOADS_AHEAD = tl.constexpr(8)
 
 
 @triton.jit
-def more(a, b, MAX: tl.constexpr):
+def combine(a, b, MAX: tl.constexpr):
     """What is no number stays none."""
     if MAX:
         return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -21,18 +21,18 @@ def more(a, b, MAX: tl.constexpr):
 
 
 @triton.jit
-def over(total, at, there, count, step, MAX: tl.constexpr):
+def reduce_strided(total, at, there, count, step, MAX: tl.constexpr):
     """The total and `count` numbers that lie `step` apart, in order."""
-    for first in range(0, count, AHEAD):
-        for n in tl.static_range(AHEAD):
+    for first in range(0, count, LOADS_AHEAD):
+        for n in tl.static_range(LOADS_AHEAD):
             place = tl.cast(first + n, tl.int64)
             part = tl.load(at + place * step, mask=there & (place < count), other=-float("inf") if MAX else 0.0)
-            total = more(total, part, MAX)
+            total = combine(total, part, MAX)
     return total
 
 
 @triton.jit
-def join(
+def merge_statistics(
     columns, received, cells, picture, chosen, top_keys, logits, largest,
     pairs, slots, keys, picture_size, picture_columns, down, across, chosen_size, logits_each,
     RECEIVED: tl.constexpr, PICTURE: tl.constexpr, TOP: tl.constexpr, LARGEST: tl.constexpr, BN: tl.constexpr,
@@ -50,7 +50,7 @@ def join(
             pair = (program // blocks).to(tl.int64)
             j = (program % blocks) * BN + n
             at = columns + pair * slots * keys + j
-            sums = over(tl.zeros((BN,), tl.float32), at, j < keys, slots, keys, False)
+            sums = reduce_strided(tl.zeros((BN,), tl.float32), at, j < keys, slots, keys, False)
             tl.store(received + pair * keys + j, sums, mask=j < keys)
         program -= pairs * blocks
     if PICTURE > 0:
@@ -63,7 +63,7 @@ def join(
             at = cells + row * down * width + (place % picture_columns) * across
             total = tl.full((BN,), -float("inf") if PICTURE == 2 else 0.0, tl.float32)
             for part in range(across):
-                total = over(total, at + part, there, down, width, PICTURE == 2)
+                total = reduce_strided(total, at + part, there, down, width, PICTURE == 2)
             tl.store(picture + place, total, mask=there)
         program -= blocks
     if TOP:
@@ -78,9 +78,9 @@ def join(
             at = logits + program.to(tl.int64) * logits_each
             most = tl.full((BN,), -float("inf"), tl.float32)
             lines = tl.cdiv(logits_each, BN)
-            for first in range(0, lines, AHEAD):
-                for line in tl.static_range(AHEAD):
+            for first in range(0, lines, LOADS_AHEAD):
+                for line in tl.static_range(LOADS_AHEAD):
                     i = (first + line) * BN + n
-                    most = more(most, tl.load(at + i, mask=i < logits_each, other=-float("inf")), True)
+                    most = combine(most, tl.load(at + i, mask=i < logits_each, other=-float("inf")), True)
             none = tl.max((most != most).to(tl.int32), 0) > 0
             tl.store(largest + program, tl.where(none, float("nan"), tl.max(most, 0)))

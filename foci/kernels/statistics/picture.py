@@ -10,23 +10,23 @@ A cell is padded to a power of two in each direction and read at its own place, 
 import triton
 import triton.language as tl
 
-from foci.kernels.logits import allowed, log_sum_exps, logits, span
+from foci.kernels.logits import apply_masks, dot_logits, key_range, load_lse
 
 
 @triton.jit
-def edge(cell, cells, length):
+def cell_start(cell, cells, length):
     """Where a cell begins."""
     return ((cell.to(tl.int64) * length) // cells).to(tl.int32)
 
 
 @triton.jit
-def holding(index, cells, length):
+def cell_at(index, cells, length):
     """The cell that holds an index: the last one that does not begin after it."""
     return (((index.to(tl.int64) + 1) * cells - 1) // length).to(tl.int32)
 
 
 @triton.jit
-def picture(
+def pool_picture(
     q, k, lse, spans, query_ids, key_ids, dense, slopes, out,
     H, group, Tq, Tk, D, rows, columns,
     q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
@@ -60,25 +60,25 @@ def picture(
     across = tl.arange(0, BK)
     down = tl.arange(0, BQ)
     row = tl.program_id(1) * (BQ // TALL) + down // TALL
-    top = edge(row, rows, Tq)
-    bottom = tl.where(row < rows, edge(row + 1, rows, Tq), 0)
+    top = cell_start(row, rows, Tq)
+    bottom = tl.where(row < rows, cell_start(row + 1, rows, Tq), 0)
 
     least = tl.full((), Tk, tl.int32)
     most = tl.full((), 0, tl.int32)
     for part in range(HEIGHT // TALL):
         i = top + part * BQ + down % TALL
         for run in tl.static_range(SPANS if SPANS > 0 else 1):
-            low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+            low, high = key_range(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
             some = (high > low) & (i < bottom)
             least = tl.minimum(least, tl.min(tl.where(some, low, Tk), 0))
             most = tl.maximum(most, tl.max(tl.where(some, high, 0), 0))
-    begin = holding(least, columns, Tk) // (BK // WIDE) * (BK // WIDE)
-    finish = tl.where(most > least, holding(most - 1, columns, Tk) + 1, begin)
+    begin = cell_at(least, columns, Tk) // (BK // WIDE) * (BK // WIDE)
+    finish = tl.where(most > least, cell_at(most - 1, columns, Tk) + 1, begin)
 
     for start in range(begin, finish, BK // WIDE):
         column = start + across // WIDE
-        left = edge(column, columns, Tk)
-        right = tl.where(column < columns, edge(column + 1, columns, Tk), 0)
+        left = cell_start(column, columns, Tk)
+        right = tl.where(column < columns, cell_start(column + 1, columns, Tk), 0)
         cells = tl.zeros((BQ // TALL, BK // WIDE), tl.float32)
         for part in range((HEIGHT // TALL) * (WIDTH // WIDE)):
             i = top + (part // (WIDTH // WIDE)) * BQ + down % TALL
@@ -94,16 +94,16 @@ def picture(
                 other=0.0,
             )
             dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (BQ, BK)
-            z = logits(dots, i[:, None], j[None, :], offset, slope, scale, softcap, SOFTCAP, ALIBI)
+            z = dot_logits(dots, i[:, None], j[None, :], offset, slope, scale, softcap, SOFTCAP, ALIBI)
             seen = tl.zeros((BQ, BK), tl.int1)
             for run in tl.static_range(SPANS if SPANS > 0 else 1):
-                low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+                low, high = key_range(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
                 seen |= (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
             seen &= (i < bottom)[:, None] & (j < right)[None, :]
-            seen = allowed(
+            seen = apply_masks(
                 seen, i[:, None], j[None, :], query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE
             )
-            p = tl.where(seen, tl.exp2(z - log_sum_exps(lse, i, Tq)[:, None]), 0.0)
+            p = tl.where(seen, tl.exp2(z - load_lse(lse, i, Tq)[:, None]), 0.0)
             parts = tl.reshape(p, (BQ // TALL, TALL, BK // WIDE, WIDE))
             if MAX:
                 cells = tl.maximum(cells, tl.max(tl.max(parts, 3), 1))
@@ -112,8 +112,8 @@ def picture(
         r = tl.program_id(1) * (BQ // TALL) + tl.arange(0, BQ // TALL)
         c = start + tl.arange(0, BK // WIDE)
         if not MAX:
-            tall = edge(r + 1, rows, Tq) - edge(r, rows, Tq)
-            wide = edge(c + 1, columns, Tk) - edge(c, columns, Tk)
+            tall = cell_start(r + 1, rows, Tq) - cell_start(r, rows, Tq)
+            wide = cell_start(c + 1, columns, Tk) - cell_start(c, columns, Tk)
             cells = cells / (tall[:, None].to(tl.float32) * wide[None, :].to(tl.float32))
         there = (r < rows)[:, None] & (c < columns)[None, :]
         tl.store(out + r.to(tl.int64)[:, None] * columns + c[None, :], cells, mask=there)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def exchange(x, L: tl.constexpr, D: tl.constexpr):
+def compare_exchange(x, L: tl.constexpr, D: tl.constexpr):
     """Puts numbers D apart in order: in lists of L that go down and up in turns, the first one down."""
     R: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
@@ -30,16 +30,16 @@ def exchange(x, L: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def in_order(x, LOG: tl.constexpr):
+def sort_lists(x, LOG: tl.constexpr):
     """Lists of 2 ** LOG that go down and up in turns, from numbers in any order."""
     for m in tl.static_range(LOG):
         for n in tl.static_range(m + 1):
-            x = exchange(x, 2 << m, (1 << m) >> n)
+            x = compare_exchange(x, 2 << m, (1 << m) >> n)
     return x
 
 
 @triton.jit
-def flipped(x, LOG: tl.constexpr):
+def reverse_list(x, LOG: tl.constexpr):
     """The last of 2 ** LOG first."""
     R: tl.constexpr = x.shape[0]
     for n in tl.static_range(LOG):
@@ -49,34 +49,34 @@ def flipped(x, LOG: tl.constexpr):
 
 
 @triton.jit
-def better(a, b, LOG: tl.constexpr):
+def merge_larger_halves(a, b, LOG: tl.constexpr):
     """Of lists that go down and lists that go up, the larger halves, in order; and the largest of what is left."""
     left = tl.minimum(a, b)
     x = tl.maximum(a, b)
     for n in tl.static_range(LOG):
-        x = exchange(x, 1 << LOG, (1 << LOG) >> (n + 1))
+        x = compare_exchange(x, 1 << LOG, (1 << LOG) >> (n + 1))
     return x, tl.max(left, 1)
 
 
 @triton.jit
-def largest(x, LOG_N: tl.constexpr, LOG: tl.constexpr):
+def select_largest(x, LOG_N: tl.constexpr, LOG: tl.constexpr):
     """The 2 ** LOG largest of 2 ** LOG_N, the largest first, and the largest of the rest; -inf where there is none."""
     L: tl.constexpr = 1 << LOG
     R: tl.constexpr = x.shape[0]
-    x = in_order(x, LOG)
+    x = sort_lists(x, LOG)
     left = tl.full((R,), -float("inf"), tl.float32)
     for n in tl.static_range(LOG_N - LOG):
         lists = tl.reshape(x, (R, (1 << LOG_N) // (2 * L) >> n, 2, L))
         a, b = tl.split(tl.permute(lists, (0, 1, 3, 2)))
         a = tl.reshape(a, (R, a.shape[1] * L))
         b = tl.reshape(b, (R, b.shape[1] * L))
-        x, rest = better(a, b, LOG)
+        x, rest = merge_larger_halves(a, b, LOG)
         left = tl.maximum(left, rest)
     return x, left
 
 
 @triton.jit
-def shifted(x):
+def right_neighbours(x):
     """Each number's neighbour on the right; NaN for the last."""
     R: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
@@ -84,11 +84,11 @@ def shifted(x):
         right = tl.full((R, 1), float("nan"), tl.float32)
     else:
         even, odd = tl.split(tl.reshape(x, (R, N // 2, 2)))
-        right = tl.reshape(tl.join(odd, shifted(even)), (R, N))
+        right = tl.reshape(tl.join(odd, right_neighbours(even)), (R, N))
     return right
 
 
 @triton.jit
 def has_ties(x):
     """Whether two neighbours in a row are the same number: (R, N) -> (R,)."""
-    return tl.max((x == shifted(x)).to(tl.int32), 1) > 0
+    return tl.max((x == right_neighbours(x)).to(tl.int32), 1) > 0

@@ -16,27 +16,27 @@ BK = gl.constexpr(64)
 
 
 @gluon.jit
-def halves(tile):
+def split_row_halves(tile):
     """Rows r and r + 8 of each 16, which the tensor core's layout keeps in one thread: two (BK // 16, 8, BQ)."""
     return tile.reshape((BK // 16, 2, 8, tile.shape[1])).permute((0, 2, 3, 1)).split()
 
 
 @gluon.jit
-def exchanged(a, DISTANCE: gl.constexpr):
+def shuffle_lanes(a, DISTANCE: gl.constexpr):
     """What the lane at this distance holds."""
     ASM: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, " + DISTANCE + ", 0x1f, 0xffffffff;"
     return gl.inline_asm_elementwise(ASM, "=f,f", [a], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def either(low, high, bit, DISTANCE: gl.constexpr):
+def fold_lanes(low, high, bit, DISTANCE: gl.constexpr):
     """Lanes whose bit is 0 get the sum of low over two lanes, the others that of high: two sums for one exchange."""
     kept = gl.where(bit, high, low)
-    return kept + exchanged(gl.where(bit, low, high), DISTANCE)
+    return kept + shuffle_lanes(gl.where(bit, low, high), DISTANCE)
 
 
 @gluon.jit
-def one_of(x):
+def sum_per_thread(x):
     """The sum of what a thread holds of (BK // 16, 8, BQ): one number for each."""
     return gl.sum(gl.sum(x.reshape((BK // 16, 8, x.shape[2] // 8, 4, 2)), 4), 2)
 
@@ -64,7 +64,7 @@ def strip_sums(p, STRIP: gl.constexpr):
 
 
 @gluon.jit
-def places(x):
+def thread_coordinates(x):
     """Where a thread's number of x (BK // 16, 8, 4) belongs: its warp, which of 8 keys, which of the 4 lanes of one."""
     L: gl.constexpr = x.type.layout
     warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
@@ -77,9 +77,9 @@ def places(x):
 @gluon.jit
 def add_received(t, first, second, columns):
     """Of four lanes two add, for key r and for r + 8. Always the same ones, so the order of the sums is the same."""
-    warp, r, lane = places(first)
-    received = either(first, second, lane % 2 == 1, "1")
-    received += exchanged(received, "2")
+    warp, r, lane = thread_coordinates(first)
+    received = fold_lanes(first, second, lane % 2 == 1, "1")
+    received += shuffle_lanes(received, "2")
     gl.atomic_add(columns + t * BK + (warp * 16 + (lane % 2) * 8 + r), received, mask=lane < 2, sem="relaxed")
 
 
@@ -89,24 +89,24 @@ def write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN: gl.co
 
     Cells as wide as several tiles are added to, by the same lanes each time: each warp has a part to itself.
     """
-    warp, r, lane = places(strips[0])
+    warp, r, lane = thread_coordinates(strips[0])
     odd = lane % 2 == 1
     if DOWN == 4:
-        low = either(strips[0], strips[2], odd, "1")
-        high = either(strips[1], strips[3], odd, "1")
-        cell = either(low, high, lane >= 2, "2")
+        low = fold_lanes(strips[0], strips[2], odd, "1")
+        high = fold_lanes(strips[1], strips[3], odd, "1")
+        cell = fold_lanes(low, high, lane >= 2, "2")
         line = (lane % 2) * 2 + lane // 2
     elif DOWN == 2:
-        cell = either(strips[0], strips[1], odd, "1")
-        cell += exchanged(cell, "2")
+        cell = fold_lanes(strips[0], strips[1], odd, "1")
+        cell += shuffle_lanes(cell, "2")
         line = lane % 2
     else:
-        cell = strips[0] + exchanged(strips[0], "1")
-        cell += exchanged(cell, "2")
+        cell = strips[0] + shuffle_lanes(strips[0], "1")
+        cell += shuffle_lanes(cell, "2")
         line = lane * 0
-    cell += exchanged(cell, "4")
-    cell += exchanged(cell, "8")
-    cell += exchanged(cell, "16")
+    cell += shuffle_lanes(cell, "4")
+    cell += shuffle_lanes(cell, "8")
+    cell += shuffle_lanes(cell, "16")
     there = (r == 0) & (lane < DOWN)
     if WIDE > 1:
         at = cells_at + t // WIDE * (BK // 16) + (line * picture_columns + warp)
@@ -116,7 +116,7 @@ def write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN: gl.co
 
 
 @gluon.jit
-def write_late(
+def write_earlier_tile(
     t, sums, columns, cells_at, picture_columns, picture_scale,
     RECEIVED: gl.constexpr, PICTURE: gl.constexpr, DOWN: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip

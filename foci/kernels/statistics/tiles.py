@@ -20,11 +20,11 @@ B batch, H heads, Tq queries, Tk keys, D width. A pair is one head of one batch 
 import triton
 import triton.language as tl
 
-from foci.kernels.logits import LN_2, NONE, allowed, log_sum_exps, logits, span
+from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, dot_logits, key_range, load_lse
 
 
 @triton.jit
-def halves(tile, BK: tl.constexpr, BQ: tl.constexpr):
+def split_row_halves(tile, BK: tl.constexpr, BQ: tl.constexpr):
     """Rows r and r + 8 of each 16, which the tensor core's layout keeps in one thread: two (BK // 16, 8, BQ)."""
     return tl.split(tl.permute(tl.reshape(tile, (BK // 16, 2, 8, BQ)), (0, 2, 3, 1)))
 
@@ -32,33 +32,33 @@ def halves(tile, BK: tl.constexpr, BQ: tl.constexpr):
 @triton.jit
 def add_keys(total, tile, BK: tl.constexpr, BQ: tl.constexpr):
     """Adds a tile to an accumulator of half its keys, without leaving the thread: two fused additions."""
-    a, b = halves(tile, BK, BQ)
+    a, b = split_row_halves(tile, BK, BQ)
     return (total + a) + b
 
 
 @triton.jit
 def max_keys(largest, tile, BK: tl.constexpr, BQ: tl.constexpr):
-    a, b = halves(tile, BK, BQ)
+    a, b = split_row_halves(tile, BK, BQ)
     return tl.maximum(tl.maximum(largest, a), b)
 
 
 @triton.jit
-def marked(x, tag, TAG_BITS: tl.constexpr):
+def tag_logits(x, tag, TAG_BITS: tl.constexpr):
     """x with a tag in its lowest bits. Of equal logits, which are negative, the lower tag is then the larger one."""
     return ((x.to(tl.int32, bitcast=True) & (-(1 << TAG_BITS))) | tag).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def no_less(x, TAG_BITS: tl.constexpr):
+def round_up_to_half(x, TAG_BITS: tl.constexpr):
     """A 16-bit number that is no less than a marked logit, and hardly more; -inf where there is none."""
     bare = (x.to(tl.int32, bitcast=True) & (-(1 << TAG_BITS))).to(tl.float32, bitcast=True)
     # Rounding to 16 bits loses at most a half of 2**-10 of the number, or of 2**-24 where it is tiny.
     above = tl.maximum(bare + tl.abs(bare) * 0.0009765625 + 6e-8, -65504.0)
-    return tl.where(x > NONE / 2, above, -float("inf")).to(tl.float16)
+    return tl.where(x > MASKED_LOGIT / 2, above, -float("inf")).to(tl.float16)
 
 
 @triton.jit
-def bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
+def tile_bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
     """Tiles of keys from first to last are seen by somebody, those from full to end by every query entirely."""
     some = high > low
     least = tl.min(tl.where(some, low, Tk), 0)
@@ -74,14 +74,14 @@ def bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
 
 
 @triton.jit
-def turns(start, stop, s, SEGMENTS: tl.constexpr):
+def segment_tiles(start, stop, s, SEGMENTS: tl.constexpr):
     """The tiles of segment s from start to stop, every SEGMENTS-th: the first, and how many."""
     first = start + (s + SEGMENTS - start % SEGMENTS) % SEGMENTS
     return first, tl.maximum(tl.cdiv(stop - first, SEGMENTS), 0)
 
 
 @triton.jit
-def clear(into, size):
+def zero_sums(into, size):
     """Zeros, for sums that are kept in memory. By the program that adds to them: one pass over memory less."""
     for start in range(0, size, 1024):
         n = start + tl.arange(0, 1024)
@@ -122,13 +122,13 @@ def strip_sums(p, STRIP: tl.constexpr, BK: tl.constexpr, BQ: tl.constexpr):
 
 
 @triton.jit
-def over_lanes(parts, M: tl.constexpr, N: tl.constexpr):
+def sum_lanes(parts, M: tl.constexpr, N: tl.constexpr):
     """(M, N, 4) -> (M, N). One step for all, then the next: for one after the other, lanes would wait each time."""
     return tl.sum(tl.sum(tl.reshape(parts, (M, N, 2, 2)), 3), 2)
 
 
 @triton.jit
-def over_keys(parts, BK: tl.constexpr, N: tl.constexpr):
+def sum_keys(parts, BK: tl.constexpr, N: tl.constexpr):
     """(BK, N, 4) -> (BK // 16, N, 4): rows r and r + 8 inside of a thread, then over lanes, step by step."""
     sums = tl.sum(tl.reshape(parts, (BK // 16, 2, 8, N, 4)), 1)
     sums = tl.sum(tl.reshape(sums, (BK // 16, 2, 4, N, 4)), 1)
@@ -137,7 +137,7 @@ def over_keys(parts, BK: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def write_late(
+def write_earlier_tile(
     t, sums, columns, picture, picture_row, cells_before, column_before,
     Tk, picture_scale, picture_rows, picture_columns,
     RECEIVED: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr, COLUMN_KEYS: tl.constexpr,
@@ -149,8 +149,8 @@ def write_late(
     if RECEIVED:
         there = (j < Tk) & (t >= 0)
         before = tl.load(columns + j, mask=there, other=0.0)
-        received = over_lanes(tl.sum(sums, 1, keep_dims=True), BK, 1)
-    cells = over_lanes(over_keys(sums, BK, DOWN), BK // 16, DOWN) * picture_scale
+        received = sum_lanes(tl.sum(sums, 1, keep_dims=True), BK, 1)
+    cells = sum_lanes(sum_keys(sums, BK, DOWN), BK // 16, DOWN) * picture_scale
     if CELL_KEYS > 16:
         cells = tl.sum(tl.reshape(cells, (BK // CELL_KEYS, CELL_KEYS // 16, DOWN)), 1)
     cells_before, column_before = write_cells(
@@ -163,7 +163,7 @@ def write_late(
 
 
 @triton.jit
-def step(
+def process_tile(
     t, tag, queries, i, lse, low, high, weights, slope, k, k_tiles, batch, key_head,
     columns, picture, picture_row,
     query_ids, key_ids, dense, dense_query, dense_key,
@@ -196,29 +196,29 @@ def step(
     dots = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # (BK, BQ)
     if LATE:
         # While the tensor core works on this tile, and lanes wait for their exponentials.
-        cells_before, column_before = write_late(
+        cells_before, column_before = write_earlier_tile(
             tile_before, sums, columns, picture, picture_row, cells_before, column_before,
             Tk, picture_scale, picture_rows, picture_columns,
             RECEIVED, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
         )  # fmt: skip
         tile_before = t
-    z = logits(dots, i[None, :], j[:, None], offset, slope, scale, softcap, SOFTCAP, ALIBI)
+    z = dot_logits(dots, i[None, :], j[:, None], offset, slope, scale, softcap, SOFTCAP, ALIBI)
     x = z - lse[None, :]
     if MASKED:
         seen = j[:, None] < high[None, :]
         if SPANS > 0:
             seen &= j[:, None] >= low[None, :]
-        seen = allowed(
+        seen = apply_masks(
             seen, i[None, :], j[:, None], query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE
         )
-        x = tl.where(seen, x, NONE)
+        x = tl.where(seen, x, MASKED_LOGIT)
         z = tl.where(seen, z, -float("inf"))
     if LARGEST:
         largest = max_keys(largest, z, BK, BQ)
     if TOP:
-        upper, lower = halves(x, BK, BQ)
-        upper = marked(upper, 2 * tag, TAG_BITS)
-        lower = marked(lower, 2 * tag + 1, TAG_BITS)
+        upper, lower = split_row_halves(x, BK, BQ)
+        upper = tag_logits(upper, 2 * tag, TAG_BITS)
+        lower = tag_logits(lower, 2 * tag + 1, TAG_BITS)
         loser = tl.minimum(upper, lower)
         winner = tl.maximum(upper, lower)
         weaker = tl.minimum(best, winner)
@@ -260,7 +260,7 @@ def step(
 
 
 @triton.jit
-def statistics(
+def tile_statistics(
     q, k, k_tiles, lse, spans, query_ids, key_ids, dense, slopes, query_weights,
     entropy, distance, largest, columns, picture, best, second, third,
     H, group, Tq, Tk, D,
@@ -309,7 +309,7 @@ def statistics(
     d = tl.arange(0, BD)
     # Later launches for the same pairs go on adding.
     if RECEIVED and first_tile == 0:
-        clear(columns, Tk)
+        zero_sums(columns, Tk)
         tl.debug_barrier()
     for turn in range(tl.cdiv(tiles, slots)):
         place = turn * slots + tl.where(turn % 2 == 0, slot, slots - 1 - slot)
@@ -321,12 +321,12 @@ def statistics(
                 mask=(i[:, None] < Tq) & (d[None, :] < D),
                 other=0.0,
             )
-            rows = log_sum_exps(lse, i, Tq)
+            rows = load_lse(lse, i, Tq)
             picture_row = (tile * BQ) // CELL_QUERIES
             if PICTURE > 0:
                 # Not all of its cells may be visited.
                 lines = tl.minimum(picture_rows - picture_row, BQ // CELL_QUERIES)
-                clear(picture + picture_row.to(tl.int64) * picture_columns, lines * picture_columns)
+                zero_sums(picture + picture_row.to(tl.int64) * picture_columns, lines * picture_columns)
                 tl.debug_barrier()
             weights = rows
             if WEIGHTED:
@@ -335,15 +335,15 @@ def statistics(
             sum_distance = tl.zeros((BK // 16, 8, BQ), tl.float32)
             highest = tl.full((BK // 16, 8, BQ), -float("inf"), tl.float32)
             for s in range(SEGMENTS):
-                first_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
-                next_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
-                third_best = tl.full((BK // 16, 8, BQ), NONE, tl.float32)
+                first_best = tl.full((BK // 16, 8, BQ), MASKED_LOGIT, tl.float32)
+                next_best = tl.full((BK // 16, 8, BQ), MASKED_LOGIT, tl.float32)
+                third_best = tl.full((BK // 16, 8, BQ), MASKED_LOGIT, tl.float32)
                 for run in tl.static_range(SPANS if SPANS > 0 else 1):
-                    low, high = span(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
-                    first, last, full, end = bounds(low, high, i < Tq, Tk, BK, ALWAYS)
-                    before, count_before = turns(first, full, s, SEGMENTS)
-                    inside, count_inside = turns(full, end, s, SEGMENTS)
-                    behind, count_behind = turns(end, last, s, SEGMENTS)
+                    low, high = key_range(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+                    first, last, full, end = tile_bounds(low, high, i < Tq, Tk, BK, ALWAYS)
+                    before, count_before = segment_tiles(first, full, s, SEGMENTS)
+                    inside, count_inside = segment_tiles(full, end, s, SEGMENTS)
+                    behind, count_behind = segment_tiles(end, last, s, SEGMENTS)
                     # First the tiles on an edge, with their mask, then those that everybody sees entirely.
                     for kind in tl.static_range(1 if ALWAYS else 2):
                         count = count_before + count_behind if kind == 0 else count_inside
@@ -365,7 +365,7 @@ def statistics(
                             (
                                 sum_entropy, sum_distance, highest, first_best, next_best, third_best,
                                 cells, column, sums, tile_before,
-                            ) = step(
+                            ) = process_tile(
                                 u * SEGMENTS + s, u, queries, i, rows, low, high, weights, slope,
                                 k, k_tiles, pair // H, h // group, columns, picture, picture_row,
                                 query_ids, key_ids, dense, dense_query, dense_key,
@@ -379,7 +379,7 @@ def statistics(
                             )  # fmt: skip
                         if LATE:
                             # No next tile follows the last one.
-                            write_late(
+                            write_earlier_tile(
                                 tile_before, sums, columns, picture, picture_row, cells, column,
                                 Tk, picture_scale, picture_rows, picture_columns,
                                 RECEIVED, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
@@ -394,7 +394,7 @@ def statistics(
                     tl.store(best + places, first_best)
                     tl.store(second + places, next_best)
                     places = (into + groups)[:, None] * (tiles * BQ) + here[None, :]
-                    tl.store(third + places, no_less(tl.max(third_best, 1), TAG_BITS))
+                    tl.store(third + places, round_up_to_half(tl.max(third_best, 1), TAG_BITS))
             if ENTROPY:
                 tl.store(entropy + i, 0.0 - tl.sum(tl.sum(sum_entropy, 0), 0) * LN_2, mask=i < Tq)
             if DISTANCE:

@@ -22,29 +22,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from foci.kernels.logits import LN_2, LOG2_E, NONE
-from foci.kernels.statistics.sums_hopper import BK, halves, one_of, strip_sums, write_late
+from foci.kernels.logits import LN_2, LOG2_E, MASKED_LOGIT
+from foci.kernels.statistics.sums_hopper import BK, split_row_halves, strip_sums, sum_per_thread, write_earlier_tile
 
 # Renamed after Triton 3.6.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def marked(x, tag, TAG_BITS: gl.constexpr):
+def tag_logits(x, tag, TAG_BITS: gl.constexpr):
     """As in statistics.py: x with a tag in its lowest bits."""
     return ((x.to(gl.int32, bitcast=True) & (-(1 << TAG_BITS))) | tag).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def no_less(x, TAG_BITS: gl.constexpr):
+def round_up_to_half(x, TAG_BITS: gl.constexpr):
     """As in statistics.py: a 16-bit number that is no less than a marked logit, and hardly more."""
     bare = (x.to(gl.int32, bitcast=True) & (-(1 << TAG_BITS))).to(gl.float32, bitcast=True)
     above = gl.maximum(bare + gl.abs(bare) * 0.0009765625 + 6e-8, -65504.0)
-    return gl.where(x > NONE / 2, above, -float("inf")).to(gl.float16)
+    return gl.where(x > MASKED_LOGIT / 2, above, -float("inf")).to(gl.float16)
 
 
 @gluon.jit
-def finished(x):
+def force_computed(x):
     """Where this stands, x is computed, and with it all that it is the sum of.
 
     The assembler would put that off until a later wait is over, when nothing is left to overlap with. It moves nothing
@@ -56,11 +56,11 @@ def finished(x):
 
 
 @gluon.jit
-def heaviest(x, tag, best, second, third, TAG_BITS: gl.constexpr):
+def update_candidates(x, tag, best, second, third, TAG_BITS: gl.constexpr):
     """As in statistics.py: the two largest of each class, and what the third is no larger than."""
-    upper, lower = halves(x)
-    upper = marked(upper, 2 * tag, TAG_BITS)
-    lower = marked(lower, 2 * tag + 1, TAG_BITS)
+    upper, lower = split_row_halves(x)
+    upper = tag_logits(upper, 2 * tag, TAG_BITS)
+    lower = tag_logits(lower, 2 * tag + 1, TAG_BITS)
     loser = gl.minimum(upper, lower)
     winner = gl.maximum(upper, lower)
     weaker = gl.minimum(best, winner)
@@ -70,7 +70,7 @@ def heaviest(x, tag, best, second, third, TAG_BITS: gl.constexpr):
 
 
 @gluon.jit
-def threads(x):
+def group_by_thread(x):
     """(BK // 16, 8, BQ) by what the tensor core's layout gives to each thread: (BK // 16, 8, BQ // 8, 4, 2)."""
     return x.reshape((BK // 16, 8, x.shape[2] // 8, 4, 2))
 
@@ -81,8 +81,8 @@ def add_distances(distance, p, t, row, CAUSAL: gl.constexpr):
 
     A thread has one difference of places to work out. All others are a constant away from it, and few.
     """
-    upper, lower = halves(p)
-    upper, lower = threads(upper), threads(lower)
+    upper, lower = split_row_halves(p)
+    upper, lower = group_by_thread(upper), group_by_thread(lower)
     OURS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, upper.type.layout))
     warp = gl.arange(0, BK // 16, gl.SliceLayout(1, gl.SliceLayout(2, OURS)))[:, None, None]
     r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OURS)))[None, :, None]
@@ -100,14 +100,14 @@ def add_distances(distance, p, t, row, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def largest_of(x):
+def max_per_thread(x):
     """The largest of what a thread holds of (BK, BQ): one number for each, (BK // 16, 8, 4)."""
-    upper, lower = halves(x)
-    return gl.max(gl.max(threads(gl.maximum(upper, lower)), 4), 2)
+    upper, lower = split_row_halves(x)
+    return gl.max(gl.max(group_by_thread(gl.maximum(upper, lower)), 4), 2)
 
 
 @gluon.jit
-def tally(
+def process_tile(
     dots, t, tag, row, rows, entropy, distance, highest, best, second, third, sums, scale,
     CAUSAL: gl.constexpr, MASK: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, LARGEST: gl.constexpr,
     SUMS: gl.constexpr, TOP: gl.constexpr, TAG_BITS: gl.constexpr, STRIP: gl.constexpr,
@@ -121,44 +121,44 @@ def tally(
         j = gl.arange(0, BK, gl.SliceLayout(1, MMA)) + (t * BK - row)
         i = gl.arange(0, dots.shape[1], gl.SliceLayout(0, MMA))
         seen = j[:, None] <= i[None, :]
-        x = gl.where(seen, x, NONE)
+        x = gl.where(seen, x, MASKED_LOGIT)
         dots = gl.where(seen, dots, -float("inf"))
     if LARGEST:
-        highest = gl.maximum(highest, largest_of(dots))
+        highest = gl.maximum(highest, max_per_thread(dots))
     if TOP:
-        best, second, third = heaviest(x, tag, best, second, third, TAG_BITS)
+        best, second, third = update_candidates(x, tag, best, second, third, TAG_BITS)
     if ENTROPY or DISTANCE or SUMS:
         p = gl.exp2(x)
     if ENTROPY:
-        upper, lower = halves(p * x)
+        upper, lower = split_row_halves(p * x)
         entropy = (entropy + upper) + lower
     if DISTANCE:
         distance = add_distances(distance, p, t, row, CAUSAL)
     if SUMS:
         sums = strip_sums(p, STRIP)
-        finished(sums[1] + sums[2])
+        force_computed(sums[1] + sums[2])
     elif ENTROPY:
-        finished(one_of(entropy))
+        force_computed(sum_per_thread(entropy))
     else:
-        finished(gl.sum(gl.sum(distance, 4), 2))
+        force_computed(gl.sum(gl.sum(distance, 4), 2))
     return entropy, distance, highest, best, second, third, sums
 
 
 @gluon.jit
-def product(k_buffers, at, queries, acc, WHICH: gl.constexpr):
+def start_product(k_buffers, at, queries, acc, WHICH: gl.constexpr):
     """Of the first or the second tile of a pair, on its way."""
     keys = k_buffers.index(at).reshape((2 * BK, k_buffers.shape[4])).slice(WHICH * BK, BK, 0)
     return warpgroup_mma(keys, queries, acc, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def pair_of(n, pairs):
+def pair_index(n, pairs):
     """The pair on the edge comes first, then the others in order."""
     return gl.where(n == 0, pairs, n) - 1
 
 
 @gluon.jit
-def fetch(k, k_buffers, k_full, b, g, n, counted, pairs):
+def fetch_key_pair(k, k_buffers, k_full, b, g, n, counted, pairs):
     """The n-th pair of this turn, if there is one, to its place."""
     there = n < pairs
     at = (counted + n) & 1
@@ -166,27 +166,29 @@ def fetch(k, k_buffers, k_full, b, g, n, counted, pairs):
     # All have read what was there before. Triton 3.6 and 3.7 put a barrier here themselves, so it costs nothing.
     barrier()
     tma.async_copy_global_to_shared(
-        k, [b, g, pair_of(n, pairs) * (2 * BK), 0], k_full.index(at), k_buffers.index(at), pred=there
+        k, [b, g, pair_index(n, pairs) * (2 * BK), 0], k_full.index(at), k_buffers.index(at), pred=there
     )
 
 
 @gluon.jit
-def start(k_buffers, k_full, queries, acc, n, counted, pairs):
+def start_first_product(k_buffers, k_full, queries, acc, n, counted, pairs):
     """The first product of the n-th pair; where there is none, one for nothing."""
     at = (counted + n) & 1
     mbarrier.wait(k_full.index(at), ((counted + n) >> 1) & 1, pred=n < pairs)
-    return product(k_buffers, at, queries, acc, 0)
+    return start_product(k_buffers, at, queries, acc, 0)
 
 
 @gluon.jit
-def tile_at(turn, slot, slots, first_tile, tiles):
+def tile_index(turn, slot, slots, first_tile, tiles):
     """Back and forth, the longest rows first; -1 where there is none."""
     place = turn * slots + gl.where(turn % 2 == 0, slot, slots - 1 - slot)
     return gl.where(place < tiles, first_tile + tiles - 1 - place, -1)
 
 
 @gluon.jit
-def begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, g, tile, counted, T, CAUSAL: gl.constexpr, BQ: gl.constexpr):
+def fetch_first_tiles(
+    q, q_buffer, q_full, k, k_buffers, k_full, b, h, g, tile, counted, T, CAUSAL: gl.constexpr, BQ: gl.constexpr
+):
     """Fetches the queries of a tile and the first keys; gives the pairs of tiles of keys that it needs."""
     there = tile >= 0
     pairs = T // (2 * BK)
@@ -196,13 +198,13 @@ def begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, g, tile, counted, T, 
     mbarrier.expect(q_full, q.block_type.nbytes, pred=there)
     barrier()
     tma.async_copy_global_to_shared(q, [b, h, tile * BQ, 0], q_full, q_buffer, pred=there)
-    fetch(k, k_buffers, k_full, b, g, 0, counted, pairs)
-    fetch(k, k_buffers, k_full, b, g, 1, counted, pairs)
+    fetch_key_pair(k, k_buffers, k_full, b, g, 0, counted, pairs)
+    fetch_key_pair(k, k_buffers, k_full, b, g, 1, counted, pairs)
     return pairs
 
 
 @gluon.jit
-def clear(into, first, size):
+def zero_sums(into, first, size):
     """Zeros from first on, for sums that are kept in memory."""
     LINE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     for start_at in range(first, size, 512):
@@ -211,7 +213,7 @@ def clear(into, first, size):
 
 
 @gluon.jit
-def keep(best, second, third, kept, into, queries, TAG_BITS: gl.constexpr):
+def write_candidates(best, second, third, kept, into, queries, TAG_BITS: gl.constexpr):
     """Writes the candidates of a segment, as statistics.py does."""
     to_best, to_second, to_third = kept
     L: gl.constexpr = best.type.layout
@@ -221,7 +223,7 @@ def keep(best, second, third, kept, into, queries, TAG_BITS: gl.constexpr):
     at = (8 * (into + a) + r) * queries + c
     gl.store(to_best + at, best)
     gl.store(to_second + at, second)
-    bound = no_less(gl.max(third, 1), TAG_BITS)
+    bound = round_up_to_half(gl.max(third, 1), TAG_BITS)
     M: gl.constexpr = bound.type.layout
     a = gl.arange(0, BK // 16, gl.SliceLayout(1, M))[:, None]
     c = gl.arange(0, best.shape[2], gl.SliceLayout(0, M))[None, :]
@@ -229,7 +231,7 @@ def keep(best, second, third, kept, into, queries, TAG_BITS: gl.constexpr):
 
 
 @gluon.jit
-def statistics_hopper(
+def tile_statistics_hopper(
     q, k, lse, entropy, distance, largest, columns, picture, best, second, third,
     H, group, T, slots, first_pair, first_tile, tiles, scale, picture_columns, picture_scale,
     CAUSAL: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, LARGEST: gl.constexpr,
@@ -273,28 +275,32 @@ def statistics_hopper(
     queries = q_buffer.reshape((BQ, D)).permute((1, 0))
     # Later launches for the same pairs go on adding.
     if RECEIVED and first_tile == 0:
-        clear(columns, 0, T)
+        zero_sums(columns, 0, T)
     barrier()
     counted = 0
     done = 0
     nothing = gl.zeros((BK, BQ), gl.float32, MMA)
-    zeros, _ = halves(nothing)
-    none = gl.full_like(zeros, NONE)
-    lowest = gl.full_like(one_of(zeros), -float("inf"))
+    zeros, _ = split_row_halves(nothing)
+    none = gl.full_like(zeros, MASKED_LOGIT)
+    lowest = gl.full_like(sum_per_thread(zeros), -float("inf"))
     no_sums = strip_sums(nothing, STRIP)
-    tile = tile_at(0, slot, slots, first_tile, tiles)
+    tile = tile_index(0, slot, slots, first_tile, tiles)
     pairs = 0
     if AHEAD:
-        pairs = begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ)
+        pairs = fetch_first_tiles(
+            q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ
+        )
     for turn in range(gl.cdiv(tiles, slots)):
         if not AHEAD:
-            tile = tile_at(turn, slot, slots, first_tile, tiles)
+            tile = tile_index(turn, slot, slots, first_tile, tiles)
         if tile >= 0:
             if not AHEAD:
-                pairs = begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ)
+                pairs = fetch_first_tiles(
+                    q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ
+                )
             row = tile * BQ
             rows = gl.load(lse + row + gl.arange(0, BQ, gl.SliceLayout(0, MMA)))
-            rows = gl.where(rows == -float("inf"), -NONE, rows * LOG2_E)
+            rows = gl.where(rows == -float("inf"), -MASKED_LOGIT, rows * LOG2_E)
             if TOP:
                 rows_buffer.store(rows)
                 rows = rows_buffer
@@ -303,40 +309,40 @@ def statistics_hopper(
                 # Cells that no tile visits, or that all tiles add to.
                 for line in gl.static_range(DOWN):
                     visited = pairs * (2 * BK // 16) if WIDE == 1 else 0
-                    clear(cells_at + line * picture_columns, visited, picture_columns)
+                    zero_sums(cells_at + line * picture_columns, visited, picture_columns)
                 if WIDE > 1:
                     barrier()
             mbarrier.wait(q_full, done & 1)
-            even = start(k_buffers, k_full, queries, nothing, 0, counted, pairs)
+            even = start_first_product(k_buffers, k_full, queries, nothing, 0, counted, pairs)
             sums, before = no_sums, -1
-            sum_entropy, sum_distance, highest = zeros, threads(zeros), lowest
+            sum_entropy, sum_distance, highest = zeros, group_by_thread(zeros), lowest
             best0, second0, third0 = none, none, none
             best1, second1, third1 = none, none, none
             dots = warpgroup_mma_wait(0, [even])
             for edge in gl.static_range(2):
                 for n in range(0 if edge == 0 else 1, 1 if edge == 0 else pairs):
                     # One product is on its way at any time, none at the end.
-                    u = pair_of(n, pairs)
-                    odd = product(k_buffers, (counted + n) & 1, queries, nothing, 1)
+                    u = pair_index(n, pairs)
+                    odd = start_product(k_buffers, (counted + n) & 1, queries, nothing, 1)
                     if edge == 1:
-                        write_late(
+                        write_earlier_tile(
                             before, sums, columns, cells_at, picture_columns, picture_scale,
                             RECEIVED, PICTURE, DOWN, WIDE,
                         )  # fmt: skip
-                    sum_entropy, sum_distance, highest, best0, second0, third0, sums = tally(
+                    sum_entropy, sum_distance, highest, best0, second0, third0, sums = process_tile(
                         dots, 2 * u, u, row, rows, sum_entropy, sum_distance, highest, best0, second0, third0,
                         sums, scale, CAUSAL, CAUSAL and edge == 0, ENTROPY, DISTANCE, LARGEST, SUMS, TOP, TAG_BITS,
                         STRIP,
                     )  # fmt: skip
                     other, sum_entropy = warpgroup_mma_wait(0, [odd, sum_entropy])
-                    even = start(k_buffers, k_full, queries, nothing, n + 1, counted, pairs)
-                    fetch(k, k_buffers, k_full, b, h // group, n + 2, counted, pairs)
-                    write_late(
+                    even = start_first_product(k_buffers, k_full, queries, nothing, n + 1, counted, pairs)
+                    fetch_key_pair(k, k_buffers, k_full, b, h // group, n + 2, counted, pairs)
+                    write_earlier_tile(
                         2 * u, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN, WIDE
                     )
                     if SHARED:
                         third1 = third0
-                    sum_entropy, sum_distance, highest, best1, second1, third1, sums = tally(
+                    sum_entropy, sum_distance, highest, best1, second1, third1, sums = process_tile(
                         other, 2 * u + 1, u, row, rows, sum_entropy, sum_distance, highest, best1, second1, third1,
                         sums, scale, CAUSAL, CAUSAL and edge == 0, ENTROPY, DISTANCE, LARGEST, SUMS, TOP, TAG_BITS,
                         STRIP,
@@ -349,17 +355,21 @@ def statistics_hopper(
             done += 1
             if AHEAD:
                 # The next queries and keys are on their way while the rest is written.
-                tile = tile_at(turn + 1, slot, slots, first_tile, tiles)
-                pairs = begin(q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ)
-            write_late(before, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN, WIDE)
+                tile = tile_index(turn + 1, slot, slots, first_tile, tiles)
+                pairs = fetch_first_tiles(
+                    q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ
+                )
+            write_earlier_tile(
+                before, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN, WIDE
+            )
             if TOP:
                 into = (wide - first_pair) * 2 * (BK // 16)
                 at = row - first_tile * BQ
                 kept = (best + at, second + at, third + at)
                 if SHARED:
                     third1 = third0
-                keep(best0, second0, third0, kept, into, tiles * BQ, TAG_BITS)
-                keep(best1, second1, third1, kept, into + BK // 16, tiles * BQ, TAG_BITS)
+                write_candidates(best0, second0, third0, kept, into, tiles * BQ, TAG_BITS)
+                write_candidates(best1, second1, third1, kept, into + BK // 16, tiles * BQ, TAG_BITS)
             if ENTROPY:
                 total = gl.sum(gl.sum(sum_entropy, 1), 0)
                 i = row + gl.arange(0, BQ, total.type.layout)

@@ -16,17 +16,17 @@ do. For float32 they are computed anew.
 import triton
 import triton.language as tl
 
-from foci.kernels.logits import LN_2, NONE, allowed, log_sum_exps, logits, span
-from foci.kernels.statistics.sort import better, flipped, has_ties, in_order, largest
+from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, dot_logits, key_range, load_lse
+from foci.kernels.statistics.sort import has_ties, merge_larger_halves, reverse_list, select_largest, sort_lists
 
 # Stands for no key where the lowest key is sought.
-LAST = tl.constexpr(2147483647)
+NO_KEY = tl.constexpr(2147483647)
 # Flags per word.
-WORD = tl.constexpr(16)
+FLAGS_PER_WORD = tl.constexpr(16)
 
 
 @triton.jit
-def located(klass, tag, segments, BK: tl.constexpr):
+def locate_key(klass, tag, segments, BK: tl.constexpr):
     """The key with this tag in its class: its tile among those of the segment, times 2, plus which of the two rows."""
     place = klass % (BK // 2)
     tile = (tag >> 1) * segments + klass // (BK // 2)
@@ -34,35 +34,35 @@ def located(klass, tag, segments, BK: tl.constexpr):
 
 
 @triton.jit
-def relabelled(pointers, label, there, LABEL_BITS: tl.constexpr):
+def load_with_label(pointers, label, there, LABEL_BITS: tl.constexpr):
     """Logits with a label of their own in the place of the tag, so that no two of a query are the same number."""
-    bits = tl.load(pointers, mask=there, other=NONE).to(tl.int32, bitcast=True)
+    bits = tl.load(pointers, mask=there, other=MASKED_LOGIT).to(tl.int32, bitcast=True)
     return ((bits & (-(1 << LABEL_BITS))) | label).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def bare(x, LABEL_BITS: tl.constexpr):
+def clear_label(x, LABEL_BITS: tl.constexpr):
     return (x.to(tl.int32, bitcast=True) & (-(1 << LABEL_BITS))).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def enlist(listed, counter, row, flagged):
+def append_rows(listed, counter, row, flagged):
     """Puts the rows that are flagged on the list, in any order: each is read again by itself."""
     base = tl.atomic_add(counter, tl.sum(flagged.to(tl.int32), 0))
     tl.store(listed + base + tl.cumsum(flagged.to(tl.int32), 0) - 1, row, mask=flagged)
 
 
 @triton.jit
-def level_classes(best, second, last, klass, column, valid, queries, LABEL_BITS: tl.constexpr):
+def find_tied_classes(best, second, last, klass, column, valid, queries, LABEL_BITS: tl.constexpr):
     """Where classes (1, N) have a candidate that was left out and is level with the last one chosen: (R, N)."""
-    x = relabelled(best + klass * queries + column, 2 * klass, valid, LABEL_BITS)
-    y = relabelled(second + klass * queries + column, 2 * klass + 1, valid, LABEL_BITS)
-    left = tl.where(x < last, x, tl.where(y < last, y, NONE))
-    return (bare(left, LABEL_BITS) >= bare(last, LABEL_BITS)) & (last > NONE / 2) & valid
+    x = load_with_label(best + klass * queries + column, 2 * klass, valid, LABEL_BITS)
+    y = load_with_label(second + klass * queries + column, 2 * klass + 1, valid, LABEL_BITS)
+    left = tl.where(x < last, x, tl.where(y < last, y, MASKED_LOGIT))
+    return (clear_label(left, LABEL_BITS) >= clear_label(last, LABEL_BITS)) & (last > MASKED_LOGIT / 2) & valid
 
 
 @triton.jit
-def doubts(
+def flag_doubtful_rows(
     x, left, best, second, third, flags, listed, counter, column, valid, row, queries,
     TOP: tl.constexpr, CLASSES: tl.constexpr, LABEL_BITS: tl.constexpr,
 ):  # fmt: skip
@@ -70,32 +70,32 @@ def doubts(
     slot = tl.arange(0, x.shape[1])[None, :]
     last = tl.min(tl.where(slot < TOP, x, float("inf")), 1)
     if x.shape[1] > TOP:
-        left = tl.maximum(left, bare(tl.max(tl.where(slot < TOP, NONE, x), 1), LABEL_BITS))
+        left = tl.maximum(left, clear_label(tl.max(tl.where(slot < TOP, MASKED_LOGIT, x), 1), LABEL_BITS))
     # What was kept lacks its lowest bits: a key that is level with the last one chosen may be the heavier one.
-    level = (left >= bare(last, LABEL_BITS)) & (last > NONE / 2) & valid
+    level = (left >= clear_label(last, LABEL_BITS)) & (last > MASKED_LOGIT / 2) & valid
     label = x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)
     klass = (label >> 1) % CLASSES
-    both = (label % 2 == 1) & (x > NONE / 2) & (slot < TOP) & valid[:, None]
+    both = (label % 2 == 1) & (x > MASKED_LOGIT / 2) & (slot < TOP) & valid[:, None]
     rest = tl.load(third + (klass // 8) * queries + column[:, None], mask=both, other=-float("inf"))
-    hidden = both & (rest.to(tl.float32) >= bare(last, LABEL_BITS)[:, None])
+    hidden = both & (rest.to(tl.float32) >= clear_label(last, LABEL_BITS)[:, None])
     doubtful = level | (tl.max(hidden.to(tl.int32), 1) > 0)
     if tl.max(doubtful.to(tl.int32), 0) > 0:
         some_level = tl.max(level.to(tl.int32), 0) > 0
-        within = tl.arange(0, WORD)[None, :]
-        for word in range(CLASSES // WORD):
-            bits = tl.sum(tl.where(hidden & (klass // WORD == word), 1 << (klass % WORD), 0), 1)
+        within = tl.arange(0, FLAGS_PER_WORD)[None, :]
+        for word in range(CLASSES // FLAGS_PER_WORD):
+            bits = tl.sum(tl.where(hidden & (klass // FLAGS_PER_WORD == word), 1 << (klass % FLAGS_PER_WORD), 0), 1)
             if some_level:
-                more = level_classes(
-                    best, second, last[:, None], word * WORD + within, column[:, None], valid[:, None], queries,
+                more = find_tied_classes(
+                    best, second, last[:, None], word * FLAGS_PER_WORD + within, column[:, None], valid[:, None], queries,
                     LABEL_BITS,
                 )  # fmt: skip
                 bits |= tl.sum(tl.where(more, 1 << within, 0), 1)
-            tl.store(flags + row.to(tl.int64) * (CLASSES // WORD) + word, bits, mask=doubtful)
-        enlist(listed, counter, row, doubtful)
+            tl.store(flags + row.to(tl.int64) * (CLASSES // FLAGS_PER_WORD) + word, bits, mask=doubtful)
+        append_rows(listed, counter, row, doubtful)
 
 
 @triton.jit
-def pick(
+def pick_candidates(
     best, second, column, valid, queries,
     CLASSES: tl.constexpr, LABEL_BITS: tl.constexpr, LOG_N: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
@@ -105,35 +105,35 @@ def pick(
     """
     klass = tl.arange(0, 1 << LOG_N)[None, :]
     there = valid[:, None] & (klass < CLASSES)
-    x = relabelled(best + klass * queries + column[:, None], 2 * klass, there, LABEL_BITS)
-    x, left = largest(x, LOG_N, LOG)
+    x = load_with_label(best + klass * queries + column[:, None], 2 * klass, there, LABEL_BITS)
+    x, left = select_largest(x, LOG_N, LOG)
     for start in range(1 << LOG_N, CLASSES, 1 << LOG_N):
         at = best + (start + klass) * queries + column[:, None]
-        more, rest = largest(relabelled(at, 2 * (start + klass), valid[:, None], LABEL_BITS), LOG_N, LOG)
+        more, rest = select_largest(load_with_label(at, 2 * (start + klass), valid[:, None], LABEL_BITS), LOG_N, LOG)
         left = tl.maximum(left, rest)
-        x, rest = better(x, flipped(more, LOG), LOG)
+        x, rest = merge_larger_halves(x, reverse_list(more, LOG), LOG)
         left = tl.maximum(left, rest)
     # The second of a class counts only where the first was taken.
     label = x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)
     there = valid[:, None] & ((label >> 1) < CLASSES)
-    y = relabelled(second + (label >> 1) * queries + column[:, None], label | 1, there, LABEL_BITS)
-    x, rest = better(x, flipped(in_order(y, LOG), LOG), LOG)
-    return x, bare(tl.maximum(left, rest), LABEL_BITS)
+    y = load_with_label(second + (label >> 1) * queries + column[:, None], label | 1, there, LABEL_BITS)
+    x, rest = merge_larger_halves(x, reverse_list(sort_lists(y, LOG), LOG), LOG)
+    return x, clear_label(tl.maximum(left, rest), LABEL_BITS)
 
 
 @triton.jit
-def candidates(best, second, x, column, queries, CLASSES: tl.constexpr, LABEL_BITS: tl.constexpr):
+def reload_candidates(best, second, x, column, queries, CLASSES: tl.constexpr, LABEL_BITS: tl.constexpr):
     """The bits that were kept of the candidates behind labels (R, 2 ** LOG), read once more."""
     label = x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)
     places = ((label >> 1) % CLASSES) * queries + column[:, None]
-    real = x > NONE / 2
+    real = x > MASKED_LOGIT / 2
     first = tl.load(best + places, mask=real & (label % 2 == 0), other=0.0).to(tl.int32, bitcast=True)
     other = tl.load(second + places, mask=real & (label % 2 == 1), other=0.0).to(tl.int32, bitcast=True)
     return first | other
 
 
 @triton.jit
-def choose(
+def choose_topk(
     q, k, lse, slopes, best, second, third, values, keys, largest_logits, flags, listed, counter,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, scale, softcap, first_pair, first_query, queries, segments,
@@ -158,14 +158,16 @@ def choose(
     i = first_query + column
     valid = (column < queries) & (i < Tq)
     row = pair * Tq + i
-    x, left = pick(best, second, column, valid, queries, CLASSES, LABEL_BITS, LOG_N, LOG)
-    doubts(x, left, best, second, third, flags, listed, counter, column, valid, row, queries, TOP, CLASSES, LABEL_BITS)
-    bits = candidates(best, second, x, column, queries, CLASSES, LABEL_BITS)
+    x, left = pick_candidates(best, second, column, valid, queries, CLASSES, LABEL_BITS, LOG_N, LOG)
+    flag_doubtful_rows(
+        x, left, best, second, third, flags, listed, counter, column, valid, row, queries, TOP, CLASSES, LABEL_BITS
+    )
+    bits = reload_candidates(best, second, x, column, queries, CLASSES, LABEL_BITS)
     slot = tl.arange(0, 1 << LOG)[None, :]
     # Only what was chosen is put in order: `doubts` flagged the classes of all others that are level with it.
-    real = (x > NONE / 2) & (slot < TOP)
+    real = (x > MASKED_LOGIT / 2) & (slot < TOP)
     klass = ((x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)) >> 1) % CLASSES
-    found = tl.where(real, located(klass, bits & ((1 << TAG_BITS) - 1), segments, BK), -1)  # (R, slots)
+    found = tl.where(real, locate_key(klass, bits & ((1 << TAG_BITS) - 1), segments, BK), -1)  # (R, slots)
     into = row.to(tl.int64)[:, None] * TOP
     if EXACT:
         b = (pair // H).to(tl.int64)
@@ -177,32 +179,32 @@ def choose(
         k += b * k_batch + (h // group).to(tl.int64) * k_head
         # They wait where the weights are to stand: whoever reads keys side by side holds no query for itself.
         for n in range(TOP):
-            one = at_slot(found, n)[:, None]
-            dots = products(q, k, i, one, valid, one >= 0, D, q_query, k_key, BD, STEP, EVEN)
+            one = value_at_slot(found, n)[:, None]
+            dots = key_dot_products(q, k, i, one, valid, one >= 0, D, q_query, k_key, BD, STEP, EVEN)
             tl.store(values + into + n, dots, mask=valid[:, None])
         tl.debug_barrier()
         y = tl.load(values + into + slot, mask=found >= 0, other=0.0)
         tl.debug_barrier()
-        y = logits(y, i[:, None], found, Tk - Tq, slope, scale, softcap, SOFTCAP, ALIBI)
-        y = tl.where(found >= 0, y - log_sum_exps(lse + pair.to(tl.int64) * Tq, i, Tq)[:, None], NONE)
-        store(y, found, places(y, found), values + into, keys + into, valid[:, None], TOP)
+        y = dot_logits(y, i[:, None], found, Tk - Tq, slope, scale, softcap, SOFTCAP, ALIBI)
+        y = tl.where(found >= 0, y - load_lse(lse + pair.to(tl.int64) * Tq, i, Tq)[:, None], MASKED_LOGIT)
+        store_topk(y, found, rank_slots(y, found), values + into, keys + into, valid[:, None], TOP)
     else:
         # In the middle of what the lost bits may have been.
         y = ((bits & (-(1 << TAG_BITS))) | (1 << (TAG_BITS - 1))).to(tl.float32, bitcast=True)
-        y = tl.where(real, y, NONE)
-        if tl.max(has_ties(tl.where(real, bare(x, LABEL_BITS), x)).to(tl.int32), 0) > 0:
-            store(y, found, places(y, found), values + into, keys + into, valid[:, None], TOP)
+        y = tl.where(real, y, MASKED_LOGIT)
+        if tl.max(has_ties(tl.where(real, clear_label(x, LABEL_BITS), x)).to(tl.int32), 0) > 0:
+            store_topk(y, found, rank_slots(y, found), values + into, keys + into, valid[:, None], TOP)
         else:
-            store(y, found, slot, values + into, keys + into, valid[:, None], TOP)
-    spoil(lse + row, values + into + slot, keys + into + slot, valid, slot < TOP)
+            store_topk(y, found, slot, values + into, keys + into, valid[:, None], TOP)
+    propagate_nan(lse + row, values + into + slot, keys + into + slot, valid, slot < TOP)
     if LARGEST:
         heaviest = tl.max(y, 1)
-        z = heaviest + log_sum_exps(lse + pair.to(tl.int64) * Tq, i, Tq)
-        tl.store(largest_logits + row, tl.where(heaviest > NONE / 2, z * LN_2, -float("inf")), mask=valid)
+        z = heaviest + load_lse(lse + pair.to(tl.int64) * Tq, i, Tq)
+        tl.store(largest_logits + row, tl.where(heaviest > MASKED_LOGIT / 2, z * LN_2, -float("inf")), mask=valid)
 
 
 @triton.jit
-def products(
+def key_dot_products(
     q, k, i, j, valid, there, D, q_query, k_key, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     """The dot product of query i with each key j, where it is valid and there: i (R,), j (R, N) -> (R, N)."""
@@ -223,14 +225,14 @@ def products(
 
 
 @triton.jit
-def insert(x, keys, more, j, SLOTS: tl.constexpr):
+def insert_sorted(x, keys, more, j, SLOTS: tl.constexpr):
     """Puts each of `more` (1, N) that beats the worst of the list (1, SLOTS) in its place."""
     slot = tl.arange(0, SLOTS)[None, :]
     # Most of the keys that are read again beat nobody: no turn is taken for them.
-    more = tl.where(more >= tl.min(x, 1)[:, None], more, NONE)
-    while tl.max(tl.max(more, 1), 0) > NONE / 2:
+    more = tl.where(more >= tl.min(x, 1)[:, None], more, MASKED_LOGIT)
+    while tl.max(tl.max(more, 1), 0) > MASKED_LOGIT / 2:
         heaviest = tl.max(more, 1)
-        key = tl.min(tl.where(more == heaviest[:, None], j, LAST), 1)
+        key = tl.min(tl.where(more == heaviest[:, None], j, NO_KEY), 1)
         worst = tl.min(x, 1)
         worst_key = tl.max(tl.where(x == worst[:, None], keys, -1), 1)
         better = (heaviest > worst) | ((heaviest == worst) & (key < worst_key))
@@ -238,23 +240,23 @@ def insert(x, keys, more, j, SLOTS: tl.constexpr):
         here = better[:, None] & (slot == tl.min(tl.where(is_worst, slot, SLOTS), 1)[:, None])
         x = tl.where(here, heaviest[:, None], x)
         keys = tl.where(here, key[:, None], keys)
-        more = tl.where(better[:, None] & (j != key[:, None]), more, NONE)
+        more = tl.where(better[:, None] & (j != key[:, None]), more, MASKED_LOGIT)
     return x, keys
 
 
 @triton.jit
-def at_slot(x, n):
+def value_at_slot(x, n):
     """x (R, slots) of whole numbers, none below -1 -> (R,)."""
     return tl.max(tl.where(tl.arange(0, x.shape[1])[None, :] == n, x, -1), 1)
 
 
 @triton.jit
-def places(x, found):
+def rank_slots(x, found):
     """The place of each slot: how many come before it, by weight, then by key. Empty ones are alike: as they lie."""
     slot = tl.arange(0, x.shape[1])[None, :]
     place = tl.zeros(x.shape, tl.int32)
     for n in range(x.shape[1]):
-        key = at_slot(found, n)[:, None]
+        key = value_at_slot(found, n)[:, None]
         other = tl.max(tl.where(slot == n, x, -float("inf")), 1)[:, None]
         first = (key < found) | ((key == found) & (n < slot))
         place += ((other > x) | ((other == x) & first)).to(tl.int32)
@@ -262,7 +264,7 @@ def places(x, found):
 
 
 @triton.jit
-def places_at_once(x, found):
+def rank_slots_at_once(x, found):
     """As places, of one query that all threads share: no loop, in which they would wait for each other every time."""
     slot = tl.arange(0, x.shape[1])
     other, key = x[:, None, :], found[:, None, :]
@@ -272,16 +274,16 @@ def places_at_once(x, found):
 
 
 @triton.jit
-def store(x, found, place, values, keys, valid, TOP: tl.constexpr):
+def store_topk(x, found, place, values, keys, valid, TOP: tl.constexpr):
     """x, found, place (R, slots); values, keys (R, 1) pointers."""
-    real = x > NONE / 2
+    real = x > MASKED_LOGIT / 2
     there = valid & (place < TOP)
     tl.store(values + place, tl.where(real, tl.exp2(x), 0.0), mask=there)
     tl.store(keys + place, tl.where(real, found, -1), mask=there)
 
 
 @triton.jit
-def spoil(lse, values, keys, valid, there):
+def propagate_nan(lse, values, keys, valid, there):
     """Queries whose log-sum-exp is no number have weights that are none, of no key: not those of one that sees nothing.
 
     lse (R,), values and keys (R, slots) pointers.
@@ -295,7 +297,7 @@ def spoil(lse, values, keys, valid, there):
 
 
 @triton.jit
-def refine(
+def refine_topk(
     q, k, lse, spans, query_ids, key_ids, dense, slopes, flags, listed, counter, values, keys, largest_logits,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
@@ -307,7 +309,7 @@ def refine(
     READ: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The queries on the list, one after the other, shared among the programs. READ keys of a class at a time."""
-    words = tl.arange(0, CLASSES // WORD)[None, :]
+    words = tl.arange(0, CLASSES // FLAGS_PER_WORD)[None, :]
     slot = tl.arange(0, SLOTS)[None, :]
     offset = Tk - Tq
     for n in range(tl.program_id(0), tl.load(counter), tl.num_programs(0)):
@@ -322,13 +324,13 @@ def refine(
         query = q + b * q_batch + h.to(tl.int64) * q_head
         others = k + b * k_batch + (h // group).to(tl.int64) * k_head
         mask = dense + b * dense_batch + h.to(tl.int64) * dense_head
-        row = log_sum_exps(lse + pair.to(tl.int64) * Tq, one, Tq)[:, None]
+        row = load_lse(lse + pair.to(tl.int64) * Tq, one, Tq)[:, None]
         line = at.to(tl.int64) * TOP + tl.zeros((1, 1), tl.int64)
-        flag = tl.load(flags + at.to(tl.int64) * (CLASSES // WORD) + words)  # (1, CLASSES // WORD)
+        flag = tl.load(flags + at.to(tl.int64) * (CLASSES // FLAGS_PER_WORD) + words)  # (1, CLASSES // WORD)
         chosen = tl.load(keys + line + slot, mask=slot < TOP, other=-1)
-        y = products(query, others, one, chosen, one < Tq, chosen >= 0, D, q_query, k_key, BD, STEP, EVEN)
-        y = logits(y, one[:, None], chosen, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
-        y = tl.where(chosen >= 0, y, NONE)
+        y = key_dot_products(query, others, one, chosen, one < Tq, chosen >= 0, D, q_query, k_key, BD, STEP, EVEN)
+        y = dot_logits(y, one[:, None], chosen, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
+        y = tl.where(chosen >= 0, y, MASKED_LOGIT)
         while tl.max(tl.max(flag, 1), 0) > 0:
             word = tl.min(tl.min(tl.where(flag > 0, words, CLASSES), 1), 0)
             content = tl.max(tl.max(tl.where(words == word, flag, 0), 1), 0)
@@ -337,24 +339,24 @@ def refine(
             flag = tl.where(words == word, flag - lowest, flag)
             for start in range(0, tags, READ):
                 tag = start + tl.arange(0, READ)[None, :]
-                j = located(word * WORD + bit, tag, segments, BK)
+                j = locate_key(word * FLAGS_PER_WORD + bit, tag, segments, BK)
                 seen = j < 0
                 for run in tl.static_range(SPANS if SPANS > 0 else 1):
-                    low, high = span(spans + b * spans_batch, run, one, offset, Tq, Tk, CAUSAL, SPANS)
+                    low, high = key_range(spans + b * spans_batch, run, one, offset, Tq, Tk, CAUSAL, SPANS)
                     seen |= (j >= low[:, None]) & (j < high[:, None])
                 # What is in the list already must not come twice.
                 twice = tl.max((j[:, :, None] == chosen[:, None, :]).to(tl.int32), 2) > 0
-                seen = allowed(
+                seen = apply_masks(
                     seen & (tag < tags) & (j < Tk) & ~twice, one[:, None], j,
                     query_ids + b * query_ids_batch, key_ids + b * key_ids_batch, mask, dense_query, dense_key,
                     Tq, Tk, IDS, DENSE,
                 )  # fmt: skip
                 if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
-                    z = products(query, others, one, j, one < Tq, seen, D, q_query, k_key, BD, STEP, EVEN)
-                    z = logits(z, one[:, None], j, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
-                    y, chosen = insert(y, chosen, tl.where(seen, z, NONE), j, SLOTS)
+                    z = key_dot_products(query, others, one, j, one < Tq, seen, D, q_query, k_key, BD, STEP, EVEN)
+                    z = dot_logits(z, one[:, None], j, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
+                    y, chosen = insert_sorted(y, chosen, tl.where(seen, z, MASKED_LOGIT), j, SLOTS)
         # What is written lies where the chosen were read, by other threads.
         tl.debug_barrier()
-        store(y, chosen, places_at_once(y, chosen), values + line, keys + line, True, TOP)
+        store_topk(y, chosen, rank_slots_at_once(y, chosen), values + line, keys + line, True, TOP)
         if LARGEST:
             tl.store(largest_logits + at + tl.zeros((1,), tl.int32), tl.max(y + row, 1) * LN_2)

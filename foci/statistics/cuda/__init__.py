@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.backends.triton import has_triton
 from foci.biases import ALiBi
 from foci.gpu import mask_inputs
+from foci.runtime.device import has_triton
 from foci.scores import Additive, Dot
 from foci.statistics.cuda.arguments import DTYPES, MOST_TOP, WIDEST, inputs
 from foci.statistics.request import Wanted
@@ -37,7 +37,7 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
         reasons.append(f"more than the {MOST_TOP} heaviest keys")
     if averaged:
         reasons.append("a mean over the heads")
-    return reasons + mask_inputs.reasons(call)
+    return reasons + mask_inputs.refuses(call)
 
 
 def who(call: Call, wanted: Wanted | None = None) -> str:
@@ -65,7 +65,7 @@ def terms(call: Call) -> dict[str, Any]:
     """A call in the form that the launcher takes."""
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
-    masks = mask_inputs.forms(call)
+    masks = mask_inputs.build_kernel_masks(call)
     slopes = call.bias.slopes if isinstance(call.bias, ALiBi) else None
     if slopes is not None:
         slopes = slopes[call.heads.flatten()].float()

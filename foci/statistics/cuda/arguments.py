@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.backends.sdpa.cuda import HALF, hopper_or_later
-from foci.gpu.launcher import Described, batch_stride
-from foci.runtime.checks import is_unreadable
+from foci.arguments import HALF_DTYPES
+from foci.gpu.launcher import DescriptorArgument, batch_stride
+from foci.runtime.checks import is_traced
+from foci.runtime.device import is_hopper_or_later
 from foci.statistics.cuda.tiling import Cells, Config
 from foci.statistics.request import Wanted
 
@@ -154,11 +155,11 @@ def numbers_of(given: Given, scale: float, softcap: float | None, causal: bool) 
     }  # fmt: skip
 
 
-def describable(k: Tensor, width: int, config: Config) -> dict[str, Described]:
+def describable(k: Tensor, width: int, config: Config) -> dict[str, DescriptorArgument]:
     """k (B, G, Tk, D) as the copy engine fetches it, a tile at a time; empty where threads load the keys instead."""
     if not config.fetched or not fetchable(k):
         return {}
-    return {"k_tiles": Described("k", partial(key_tiles, keys=config.keys, width=width))}
+    return {"k_tiles": DescriptorArgument("k", partial(key_tiles, keys=config.keys, width=width))}
 
 
 def key_tiles(k: Tensor, keys: int, width: int) -> Any:
@@ -171,7 +172,7 @@ def key_tiles(k: Tensor, keys: int, width: int) -> Any:
 def fetchable(x: Tensor) -> bool:
     """Whether the copy engine takes x (B, H, T, D), here of half precision: addresses and steps of 16 bytes only."""
     # A compiler that traces the call knows no addresses.
-    if is_unreadable(x) or x.dtype not in HALF or not has_copy_engine(x.device):
+    if is_traced(x) or x.dtype not in HALF_DTYPES or not has_copy_engine(x.device):
         return False
     steps = [stride * x.element_size() for stride in x.stride()[:-1]]
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
@@ -181,7 +182,7 @@ def has_copy_engine(device: torch.device) -> bool:
     """Hopper and later; Triton's interpreter has one too."""
     if device.type != "cuda":
         return True
-    return torch.version.hip is None and hopper_or_later(device.index)
+    return torch.version.hip is None and is_hopper_or_later(device.index)
 
 
 def weights_arguments(query_weights: Tensor | None) -> dict[str, Any]:

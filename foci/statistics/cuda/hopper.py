@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.backends.sdpa.cuda import capability
-from foci.gpu.launcher import Described, Launching, triton_version
-from foci.runtime.checks import is_unreadable
+from foci.gpu.launcher import DescriptorArgument, KeywordLaunch, triton_version
+from foci.runtime.checks import is_traced
+from foci.runtime.device import major_capability
 from foci.statistics.cuda.arguments import fetchable
 from foci.statistics.cuda.tiling import Cells, Config, Launch, cells, segments_for
 from foci.statistics.request import Wanted
@@ -28,7 +28,7 @@ CELL_KEYS = 16
 
 def refuses(arguments: dict[str, Any], weighted: bool, wanted: Wanted | None = None) -> list[str]:
     """Why the kernel does not serve these arguments of `inputs`; empty where it does, or may: without wanted."""
-    if is_unreadable(arguments["q"]):
+    if is_traced(arguments["q"]):
         return ["a call that is traced"]
     reasons = machine_refuses(arguments["q"].device) + masks_refuse(arguments) + shapes_refuse(arguments)
     if weighted:
@@ -41,8 +41,8 @@ def refuses(arguments: dict[str, Any], weighted: bool, wanted: Wanted | None = N
 def machine_refuses(device: torch.device) -> list[str]:
     if device.type != "cuda" or torch.version.hip is not None:
         return [f"the queries are on {device.type if torch.version.hip is None else 'ROCm'}, not on CUDA"]
-    if capability(device.index) != 9:
-        return [f"a GPU of compute capability {capability(device.index)}, not 9"]
+    if major_capability(device.index) != 9:
+        return [f"a GPU of compute capability {major_capability(device.index)}, not 9"]
     return list(gluon_refuses())
 
 
@@ -110,9 +110,9 @@ def config(wanted: Wanted) -> Config:
     return Config(queries, keys=64, warps=4, stages=2, per_processor=2, in_flight=True)
 
 
-def launching(numbers: dict[str, Any], tensors: dict[str, str], launch: Launch, config: Config) -> Launching:
+def launching(numbers: dict[str, Any], tensors: dict[str, str], launch: Launch, config: Config) -> KeywordLaunch:
     """One launch of the pass over the tiles; numbers and tensors are those of statistics.py."""
-    from foci.kernels.statistics.tiles_hopper import statistics_hopper as kernel
+    from foci.kernels.statistics.tiles_hopper import tile_statistics_hopper as kernel
 
     names = ("lse", "entropy", "distance", "largest", "columns", "picture", "best", "second", "third")
     same = ("H", "group", "slots", "scale", "picture_columns", "picture_scale", "CAUSAL", "ENTROPY", "DISTANCE")
@@ -123,14 +123,14 @@ def launching(numbers: dict[str, Any], tensors: dict[str, str], launch: Launch, 
     own |= {"WIDE": max(1, numbers["COLUMN_KEYS"] // CELL_KEYS)}
     given = {"q": "q_tiles", "k": "k_tiles"} | {name: tensors[name] for name in names}
     grid = (launch.pairs * numbers["slots"],)
-    return Launching(kernel, grid, given, own, {"num_warps": config.warps, "maxnreg": 255})
+    return KeywordLaunch(kernel, grid, given, own, {"num_warps": config.warps, "maxnreg": 255})
 
 
-def descriptions(config: Config) -> dict[str, Described]:
+def descriptions(config: Config) -> dict[str, DescriptorArgument]:
     """Queries and keys as the kernel takes them."""
     return {
-        "q_tiles": Described("q", partial(described, rows=config.queries)),
-        "k_tiles": Described("k", partial(described, rows=TOGETHER)),
+        "q_tiles": DescriptorArgument("q", partial(described, rows=config.queries)),
+        "k_tiles": DescriptorArgument("k", partial(described, rows=TOGETHER)),
     }
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.gpu.launcher import MOST, Described, Launching, layout, processors
-from foci.runtime.checks import is_unreadable
-from foci.runtime.tensor_cache import found_or_made
+from foci.gpu.launcher import MAX_CACHED_PLANS, DescriptorArgument, KeywordLaunch, count_multiprocessors, layout_key
+from foci.runtime.checks import is_traced
+from foci.runtime.tensor_cache import get_or_make
 from foci.statistics.cuda import hopper, steps
 from foci.statistics.cuda.arguments import (
     Given,
@@ -82,16 +82,16 @@ def statistics(
     """
     given = Given(q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights)
     terms = float(scale), None if softcap is None else float(softcap), causal, wanted, config
-    if is_unreadable(q):
+    if is_traced(q):
         return planned(given, *terms).traced(given.readable())
-    return found_or_made(PASSES, MOST, kind(given, *terms), lambda: planned(given, *terms))(given.readable())
+    return get_or_make(PASSES, MAX_CACHED_PLANS, kind(given, *terms), lambda: planned(given, *terms))(given.readable())
 
 
 def kind(given: Given, *terms: Any) -> Hashable:
     """What a pass follows from: all but the addresses, and of these whether the copy engine takes them."""
     q, k = given.q, given.k
-    tensors = [None if x is None else (layout(x), x.device) for x in given]
-    return *terms, *tensors, q.data_ptr() % 16 == 0, k.data_ptr() % 16 == 0, processors(q.device), BUDGET
+    tensors = [None if x is None else (layout_key(x), x.device) for x in given]
+    return *terms, *tensors, q.data_ptr() % 16 == 0, k.data_ptr() % 16 == 0, count_multiprocessors(q.device), BUDGET
 
 
 def planned(
@@ -127,7 +127,9 @@ def sweep(given: Given, numbers: dict[str, Any], wanted: Wanted, config: Config,
     pairs, tiles = q.shape[0] * q.shape[1], -(-q.shape[2] // config.queries)
     classes = classes_for(wanted.top, keys, config, LEAST_TAG_BITS)
     parts = list(launches(pairs, tiles, classes.bytes_per_query * config.queries if wanted.top else 0, BUDGET))
-    per_pair = slots(parts[0].pairs, max(part.tiles for part in parts), processors(q.device) * config.per_processor)
+    per_pair = slots(
+        parts[0].pairs, max(part.tiles for part in parts), count_multiprocessors(q.device) * config.per_processor
+    )
     lasting = apart(q, keys, wanted, fit, per_pair, tiles)
     arrays = candidates(q, parts, config.queries, classes) if wanted.top else {}
     described = descriptions(given.k, numbers["BD"], config)
@@ -149,7 +151,7 @@ def sweep(given: Given, numbers: dict[str, Any], wanted: Wanted, config: Config,
     return found
 
 
-def descriptions(k: Tensor, width: int, config: Config) -> dict[str, Described]:
+def descriptions(k: Tensor, width: int, config: Config) -> dict[str, DescriptorArgument]:
     """The tensors that the pass is given as the copy engine takes them."""
     return hopper.descriptions(config) if config.in_flight else describable(k, width, config)
 
@@ -220,7 +222,7 @@ def candidates(q: Tensor, parts: list[Launch], queries: int, classes: Classes) -
 
 def joined(
     pairs: int, keys: int, slots: int, wanted: Wanted, fit: Cells | None, arrays: dict[str, Any]
-) -> list[Launching]:
+) -> list[KeywordLaunch]:
     """The launch that joins what was written apart, where anything was."""
     if not arrays:
         return []

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foci.gpu.launcher import Described, Launches, Launching
+from foci.gpu.launcher import DescriptorArgument, KeywordLaunch, LaunchPlan
 from foci.statistics.cuda.arguments import Given
 
 
@@ -35,8 +35,8 @@ class Plan(NamedTuple):
     results: list[Result]
     arrays: dict[str, tuple[int, torch.dtype]]
     lasting: dict[str, tuple[int, torch.dtype]]
-    launchings: list[Launching]
-    described: dict[str, Described]
+    launchings: list[KeywordLaunch]
+    described: dict[str, DescriptorArgument]
 
 
 class Pass:
@@ -44,7 +44,7 @@ class Pass:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device = plan, device
-        self.launches: Launches | None = None
+        self.launches: LaunchPlan | None = None
 
     def __call__(self, given: Given) -> dict[str, Tensor]:
         found = self.results(late=False)
@@ -59,13 +59,13 @@ class Pass:
         self.launches(given.by_name() | found, late if self.plan.lasting else None)
         return self.wanted(found)
 
-    def kept(self) -> Launches:
+    def kept(self) -> LaunchPlan:
         arrays = self.plan.arrays | self.plan.lasting
         sizes = {name: -(-size * dtype.itemsize // 4) for name, (size, dtype) in arrays.items()}
         dtypes = {name: dtype for name, (_, dtype) in arrays.items() if dtype != torch.float32}
         steps = [launching.step() for launching in self.plan.launchings]
         lasting = {name: sizes.pop(name) for name in self.plan.lasting}
-        return Launches(sizes, self.device, steps, dtypes, self.plan.described, lasting)
+        return LaunchPlan(sizes, self.device, steps, dtypes, self.plan.described, lasting)
 
     def traced(self, given: Given) -> dict[str, Tensor]:
         """For a compiler, or tensors without memory."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.gpu.launcher import Launching, processors
+from foci.gpu.launcher import KeywordLaunch, count_multiprocessors
 from foci.statistics.cuda import hopper
 from foci.statistics.cuda.arguments import TENSORS
 from foci.statistics.cuda.tiling import Classes, Config, Launch
@@ -37,17 +37,17 @@ SAME = {name: name for name in TENSORS}
 
 def tiles(
     numbers: dict[str, Any], common: dict[str, Any], tensors: dict[str, str], launch: Launch, config: Config, q: Tensor
-) -> Launching:
+) -> KeywordLaunch:
     """A part of the pass over the tiles."""
     if config.in_flight:
         return hopper.launching(numbers | common, SAME | tensors, launch, config)
-    from foci.kernels.statistics.tiles import statistics as kernel
+    from foci.kernels.statistics.tiles import tile_statistics as kernel
 
     own: dict[str, Any] = {"first_pair": launch.first_pair, "first_tile": launch.first_tile, "tiles": launch.tiles}
     own |= {"BQ": config.queries, "BK": config.keys, "EVEN": is_even(numbers), "PRECISION": precision(q)}
     own |= {"FETCHED": tensors["k_tiles"] == "k_tiles", "LATE": config.late and can_wait(common)}
     options = {"num_warps": config.warps, "num_stages": config.stages}
-    return Launching(kernel, (launch.pairs * common["slots"],), SAME | tensors, numbers | common | own, options)
+    return KeywordLaunch(kernel, (launch.pairs * common["slots"],), SAME | tensors, numbers | common | own, options)
 
 
 def can_wait(common: dict[str, Any]) -> bool:
@@ -62,9 +62,9 @@ def is_even(numbers: dict[str, Any]) -> bool:
 
 def choose(
     numbers: dict[str, Any], wanted: Wanted, launch: Launch, classes: Classes, config: Config, q: Tensor
-) -> Launching:
+) -> KeywordLaunch:
     """The heaviest keys of the queries of one launch: chosen, and those that this leaves in doubt put on a list."""
-    from foci.kernels.statistics.topk import choose as kernel
+    from foci.kernels.statistics.topk import choose_topk as kernel
 
     queries, top = launch.tiles * config.queries, wanted.top
     log = (top - 1).bit_length()
@@ -77,7 +77,7 @@ def choose(
         "R": CHOSEN_TOGETHER, "STEP": min(numbers["BD"], 32), "EVEN": is_even(numbers),
     }  # fmt: skip
     names = ("q", "k", "lse", "slopes", "best", "second", "third", "flags", "listed", "counter")
-    return Launching(
+    return KeywordLaunch(
         kernel,
         (-(-queries // CHOSEN_TOGETHER), launch.pairs),
         {name: name for name in names} | chosen_keys(wanted),
@@ -97,9 +97,9 @@ def exact(dtype: torch.dtype, classes: Classes) -> bool:
     return dtype == torch.float32 or classes.tag_bits > MOST_TAG_BITS
 
 
-def refine(numbers: dict[str, Any], wanted: Wanted, classes: Classes, config: Config, q: Tensor) -> Launching:
+def refine(numbers: dict[str, Any], wanted: Wanted, classes: Classes, config: Config, q: Tensor) -> KeywordLaunch:
     """The heaviest keys of the queries that are in doubt, of all launches: classes that may hide one are read again."""
-    from foci.kernels.statistics.topk import refine as kernel
+    from foci.kernels.statistics.topk import refine_topk as kernel
 
     top = wanted.top
     own = {
@@ -107,9 +107,9 @@ def refine(numbers: dict[str, Any], wanted: Wanted, classes: Classes, config: Co
         "SLOTS": 1 << (top - 1).bit_length(), "CLASSES": classes.number, "BK": config.keys, "READ": READ_TOGETHER,
         "STEP": min(numbers["BD"], max(16, 2048 * READING_WARPS // READ_TOGETHER)), "EVEN": is_even(numbers),
     }  # fmt: skip
-    programs = min(READING_PROGRAMS * processors(q.device), q.shape[0] * q.shape[1] * q.shape[2])
+    programs = min(READING_PROGRAMS * count_multiprocessors(q.device), q.shape[0] * q.shape[1] * q.shape[2])
     tensors = SAME | {name: name for name in ("flags", "listed", "counter")} | chosen_keys(wanted)
-    return Launching(kernel, (programs,), tensors, numbers | own, {"num_warps": READING_WARPS})
+    return KeywordLaunch(kernel, (programs,), tensors, numbers | own, {"num_warps": READING_WARPS})
 
 
 def join(
@@ -118,7 +118,7 @@ def join(
     cells: tuple[int, int, int, int, str] | None,
     chosen: int,
     logits: int,
-) -> Launching:
+) -> KeywordLaunch:
     """What programs wrote apart.
 
     Args:
@@ -127,7 +127,7 @@ def join(
         chosen: how many keys were chosen in all; 0: none.
         logits: how many each pair has; 0: none.
     """
-    from foci.kernels.statistics.join import join as kernel
+    from foci.kernels.statistics.join import merge_statistics as kernel
 
     slots, keys = columns or (1, 1)
     rows, across_all, down, across, reduce = cells or (1, 1, 1, 1, "")
@@ -144,12 +144,12 @@ def join(
         "down": down, "across": across, "chosen_size": chosen, "logits_each": logits, "RECEIVED": columns is not None,
         "PICTURE": ("", "mean", "max").index(reduce), "TOP": chosen > 0, "LARGEST": logits > 0, "BN": JOINED_TOGETHER,
     }  # fmt: skip
-    return Launching(kernel, (programs,), tensors, numbers, {"num_warps": 4})
+    return KeywordLaunch(kernel, (programs,), tensors, numbers, {"num_warps": 4})
 
 
-def odd_picture(numbers: dict[str, Any], picture: tuple[int, int, str], q: Tensor) -> Launching:
+def odd_picture(numbers: dict[str, Any], picture: tuple[int, int, str], q: Tensor) -> KeywordLaunch:
     """A picture whose cells do not fit the tiles: a pass of its own."""
-    from foci.kernels.statistics.picture import picture as kernel
+    from foci.kernels.statistics.picture import pool_picture as kernel
 
     rows, columns, reduce = picture
     height = 2 ** math.ceil(math.log2(-(-numbers["Tq"] // rows)))
@@ -159,7 +159,7 @@ def odd_picture(numbers: dict[str, Any], picture: tuple[int, int, str], q: Tenso
     own |= {"BQ": block, "BK": block, "PRECISION": precision(q)}
     # Pairs first: of the second a GPU takes 65,535 at most.
     grid = (q.shape[0] * q.shape[1], -(-rows // (block // min(height, block))))
-    return Launching(kernel, grid, SAME | {"out": "picture"}, numbers | own, {"num_warps": 4, "num_stages": 2})
+    return KeywordLaunch(kernel, grid, SAME | {"out": "picture"}, numbers | own, {"num_warps": 4, "num_stages": 2})
 
 
 def precision(q: Tensor) -> str:
