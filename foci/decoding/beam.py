@@ -18,7 +18,7 @@ from foci.decoding.stopping import Answer, Endings
 class Beam:
     """Keeps the `width` likeliest beginnings of an answer. One that ends gives up its place, so a width of 1 is greedy.
 
-    >>> foci.Beam(4, best=2)
+    >>> foci.decoding.Beam(4, best=2)
     Beam(width=4, length_penalty=1.0, best=2, early=False)
     """
 

@@ -16,7 +16,7 @@ from torch import Tensor
 class Sampling:
     """Draws each token by chance. In this order: repetition, temperature, top_k, top_p, min_p.
 
-    >>> foci.Sampling(temperature=0.8, top_k=50, seed=1)
+    >>> foci.decoding.Sampling(temperature=0.8, top_k=50, seed=1)
     Sampling(temperature=0.8, top_k=50, top_p=None, min_p=None, repetition=1.0, seed=1)
     """
 

@@ -22,7 +22,7 @@ from foci.decoding.steps import Begun, Steps, forward
 from foci.masks.base import Mask, as_mask
 from foci.nn.layer_caches import Caches
 from foci.nn.layout import Layout
-from foci.runtime.cuda_graphs import captured
+from foci.runtime.cuda_graphs import capture_cuda_graph
 
 # The fewest slots that a step looks at. When they are full it looks at twice as many, which takes a graph of its own.
 FEWEST = 256
@@ -229,7 +229,7 @@ def prepared(run: Callable[[], Tensor], changed: list[Tensor]) -> tuple[torch.cu
             for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(old)
     torch.cuda.current_stream().wait_stream(stream)
-    return captured(run)
+    return capture_cuda_graph(run)
 
 
 def visible_slots(count: int) -> int:

@@ -44,7 +44,7 @@ def test_the_rows_of_all_steps_are_one_matrix(steps: list[int]) -> None:
     assert seen.prompt == steps[0]
     layer = seen["L0"]
     torch.testing.assert_close(layer.dense(), truth(model), atol=1e-6, rtol=1e-5)
-    assert layer.places.tolist() == list(range(9))
+    assert layer.positions.tolist() == list(range(9))
     torch.testing.assert_close(layer.norms(), model.split(TEXT)[2].norm(dim=-1))
     x = randn(9, 3)
     torch.testing.assert_close(layer @ x, truth(model) @ x, atol=1e-6, rtol=1e-5)
@@ -70,7 +70,7 @@ def test_kept_statistics_of_all_steps(steps: list[int]) -> None:
         truth(model),
     )
     assert layer.shape == (2, 4, 9, 9)
-    assert "picture" not in layer.can
+    assert "picture" not in layer.available
     torch.testing.assert_close(layer.entropy(), torch.special.entr(dense).sum(-1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(layer.received(), dense.sum(-2), atol=1e-5, rtol=1e-5)
     found, expected = layer.top(3), dense.topk(3)
@@ -89,7 +89,7 @@ def test_the_last_row_of_each_step() -> None:
     model = attention()
     layer = generated(model, [5, 1, 1, 2], queries="last")["L0"]
     assert layer.rows == (4, 5, 6, 8)
-    assert layer.places.tolist() == [4, 5, 6, 8]
+    assert layer.positions.tolist() == [4, 5, 6, 8]
     torch.testing.assert_close(layer.dense(), truth(model)[:, :, [4, 5, 6, 8]], atol=1e-6, rtol=1e-5)
 
 
@@ -102,7 +102,7 @@ def test_a_cache_that_was_filled_before_the_block() -> None:
                 model(TEXT[:, place : place + 1])
     layer = seen["L0"]
     assert layer.shape == (2, 4, 5, 9)
-    assert layer.places.tolist() == [4, 5, 6, 7, 8]
+    assert layer.positions.tolist() == [4, 5, 6, 7, 8]
     torch.testing.assert_close(layer.dense(), truth(model)[:, :, 4:], atol=1e-6, rtol=1e-5)
 
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import foci
 import foci.nn
-from foci import decoding
-from foci.decoding import static_cache
+from foci.decoding import Answer, Beam, Sampling, generation, static_cache, stream
+from foci.decoding.generation import GREEDY
 from foci.decoding.sampling import Picker, narrowed
 from foci.decoding.static_cache import Fixed
+from foci.decoding.steps import Afresh
 
 V, START, STOP = 40, 1, [2, 3]
 PROMPTS = [[5, 3, 8, 9, 1], [7, 4], [6, 2, 2]]
@@ -30,7 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "relative": {"positions": None, "bias": "relative"},
 }
 KINDS = (*CHANGES, "encoder-decoder", "gru", "lstm")
-METHODS: dict[str, foci.Sampling | foci.Beam] = {"greedy": decoding.GREEDY, "beam": foci.Beam(3, best=2)}
+METHODS: dict[str, Sampling | Beam] = {"greedy": GREEDY, "beam": Beam(3, best=2)}
 PAIRS = list(itertools.product(KINDS, METHODS))
 
 
@@ -56,7 +57,7 @@ def starting(kind: str) -> dict[str, Any]:
     return {"stop": STOP} if kind in CHANGES else {"stop": STOP, "start": START}
 
 
-def plain(answers: list[foci.Answer]) -> list[list[tuple[list[int], bool]]]:
+def plain(answers: list[Answer]) -> list[list[tuple[list[int], bool]]]:
     return [[(each.tokens, each.stopped) for each in (answer, *answer.others)] for answer in answers]
 
 
@@ -64,7 +65,9 @@ def plain(answers: list[foci.Answer]) -> list[list[tuple[list[int], bool]]]:
 def in_fixed_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The steps that a GPU captures, taken here one by one; after 8 tokens they look at twice as many slots."""
     monkeypatch.setattr(static_cache, "FEWEST", 8)
-    monkeypatch.setattr(decoding, "steps_of", lambda model, given, count, *_: Fixed(model, given, count, False, False))
+    monkeypatch.setattr(
+        generation, "steps_of", lambda model, given, count, *_: Fixed(model, given, count, False, False)
+    )
     static_cache.KEPT.clear()
     yield
     static_cache.KEPT.clear()
@@ -85,7 +88,7 @@ def test_cached_equals_uncached_and_padded_equals_alone(kind: str, method: str) 
 def test_fixed_buffers_give_the_same(kind: str, method: str) -> None:
     model, options = made(kind), {"new_tokens": 10, "method": METHODS[method], **starting(kind)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "steps_of", lambda model, given, *_: decoding.Afresh(model, given))
+        patch.setattr(generation, "steps_of", lambda model, given, *_: Afresh(model, given))
         expected = plain(foci.generate(model, PROMPTS, **options))
     assert plain(foci.generate(model, PROMPTS, **options)) == expected
     kept = static_cache.KEPT[model]
@@ -123,9 +126,7 @@ def test_a_compiled_step_is_one_graph_for_all_steps(kind: str, monkeypatch: pyte
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_beam_of_one_is_greedy(kind: str) -> None:
     model, options = made(kind), {"new_tokens": 10, **starting(kind)}
-    greedy, beam = (
-        foci.generate(model, PROMPTS, method=method, **options) for method in (decoding.GREEDY, foci.Beam(1))
-    )
+    greedy, beam = (foci.generate(model, PROMPTS, method=method, **options) for method in (GREEDY, Beam(1)))
     assert plain(beam) == plain(greedy)
     for one, other in zip(greedy, beam, strict=True):
         assert math.isclose(one.score, other.score, rel_tol=1e-4)
@@ -144,9 +145,7 @@ class Chain(nn.Module):
         return foci.nn.Output(logits, logits, {})
 
 
-def searched(
-    table: Tensor, first: int, stop: int, limit: int, method: foci.Beam
-) -> list[tuple[tuple[int, ...], float]]:
+def searched(table: Tensor, first: int, stop: int, limit: int, method: Beam) -> list[tuple[tuple[int, ...], float]]:
     """Beam search as one would write it down: the best answers by rank, with their log-probabilities."""
     logs: list[list[list[float]]] = table.log_softmax(-1).tolist()
     growing: list[tuple[tuple[int, ...], float]] = [((first,), 0.0)]
@@ -171,7 +170,7 @@ def searched(
 def test_beam_search_is_what_its_definition_says(penalty: float, early: bool) -> None:
     for seed, width in itertools.product(range(6), (1, 2, 4)):
         table = torch.randn(6, 5, 5, generator=torch.Generator().manual_seed(seed)) * 2
-        method = foci.Beam(width, penalty, best=min(width, 2), early=early)
+        method = Beam(width, penalty, best=min(width, 2), early=early)
         expected = [searched(table, first, 3, 6, method) for first in (0, 1, 2)]
         answers = foci.generate(Chain(table), [[0], [1], [2]], method=method, stop=3, new_tokens=6, cache=False)
         for answer, wanted in zip(answers, expected, strict=True):
@@ -190,7 +189,7 @@ def test_beam_search_by_hand() -> None:
     model = Chain(shares.log())
     options: dict[str, Any] = {"stop": 3, "new_tokens": 2, "cache": False}
     assert foci.generate(model, [0], **options)[0].tokens == [1]
-    best = foci.generate(model, [0], method=foci.Beam(2, best=2), **options)[0]
+    best = foci.generate(model, [0], method=Beam(2, best=2), **options)[0]
     assert best.tokens == [2]
     assert math.isclose(best.score, math.log(0.4 * 0.9), rel_tol=1e-4)
     assert [(other.tokens, other.stopped) for other in best.others] == [([1], True)]
@@ -207,30 +206,30 @@ def test_length_penalty_and_early_stopping() -> None:
     options: dict[str, Any] = {"stop": 5, "new_tokens": 6, "cache": False}
 
     def tokens(**beam: Any) -> list[int]:
-        return foci.generate(model, [0], method=foci.Beam(2, **beam), **options)[0].tokens
+        return foci.generate(model, [0], method=Beam(2, **beam), **options)[0].tokens
 
     assert tokens(length_penalty=1.0) == [2, 3, 4]
     assert tokens(length_penalty=0.0) == [2, 3, 4]  # 0.5 x 0.729 is more than 0.5 x 0.6
     assert tokens(length_penalty=1.0, early=True) == [1]
 
 
-@pytest.mark.parametrize("method", [foci.Sampling(0.9, seed=3), foci.Sampling(1.5, 8, 0.8, 0.1, 1.3, seed=5)])
-def test_a_seed_gives_the_same_tokens(method: foci.Sampling) -> None:
+@pytest.mark.parametrize("method", [Sampling(0.9, seed=3), Sampling(1.5, 8, 0.8, 0.1, 1.3, seed=5)])
+def test_a_seed_gives_the_same_tokens(method: Sampling) -> None:
     model = made("decoder")
 
-    def drawn(method: foci.Sampling, **options: Any) -> list[list[tuple[list[int], bool]]]:
+    def drawn(method: Sampling, **options: Any) -> list[list[tuple[list[int], bool]]]:
         return plain(foci.generate(model, PROMPTS, method=method, new_tokens=8, **options))
 
     first = drawn(method)
     torch.rand(3)
     assert drawn(method) == drawn(method, cache=False) == first
-    assert drawn(foci.Sampling(0.9, seed=99)) != first
-    assert drawn(foci.Sampling(0.9)) != drawn(foci.Sampling(0.9))
+    assert drawn(Sampling(0.9, seed=99)) != first
+    assert drawn(Sampling(0.9)) != drawn(Sampling(0.9))
 
 
 def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
     shares = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    picker = Picker(foci.Sampling(seed=0), torch.zeros(20000, 1, dtype=torch.long), None)
+    picker = Picker(Sampling(seed=0), torch.zeros(20000, 1, dtype=torch.long), None)
     tokens, scores = picker(shares.log().expand(20000, -1))
     counts = tokens.bincount(minlength=4) / 20000
     assert float((counts - shares).abs().max()) < 0.02
@@ -240,18 +239,18 @@ def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
 @pytest.mark.parametrize(
     ("method", "kept"),
     [
-        (foci.Sampling(top_k=2), [True, True, False, False]),
-        (foci.Sampling(top_k=9), [True, True, True, True]),
-        (foci.Sampling(top_p=0.5), [True, False, False, False]),
-        (foci.Sampling(top_p=0.51), [True, True, False, False]),
-        (foci.Sampling(top_p=0.0), [True, False, False, False]),
-        (foci.Sampling(min_p=0.3), [True, True, True, False]),
-        (foci.Sampling(min_p=0.7), [True, False, False, False]),
-        (foci.Sampling(top_k=3, top_p=0.9), [True, True, True, False]),
-        (foci.Sampling(top_k=2, min_p=0.7), [True, False, False, False]),
+        (Sampling(top_k=2), [True, True, False, False]),
+        (Sampling(top_k=9), [True, True, True, True]),
+        (Sampling(top_p=0.5), [True, False, False, False]),
+        (Sampling(top_p=0.51), [True, True, False, False]),
+        (Sampling(top_p=0.0), [True, False, False, False]),
+        (Sampling(min_p=0.3), [True, True, True, False]),
+        (Sampling(min_p=0.7), [True, False, False, False]),
+        (Sampling(top_k=3, top_p=0.9), [True, True, True, False]),
+        (Sampling(top_k=2, min_p=0.7), [True, False, False, False]),
     ],
 )
-def test_what_top_k_top_p_and_min_p_leave(method: foci.Sampling, kept: list[bool]) -> None:
+def test_what_top_k_top_p_and_min_p_leave(method: Sampling, kept: list[bool]) -> None:
     order = [2, 0, 3, 1]
     logits = torch.tensor([0.5, 0.3, 0.16, 0.04]).log()[order]
     assert narrowed(logits[None], method)[0].isfinite().tolist() == [kept[place] for place in order]
@@ -260,7 +259,7 @@ def test_what_top_k_top_p_and_min_p_leave(method: foci.Sampling, kept: list[bool
 def test_repetition_makes_seen_tokens_less_likely() -> None:
     """Positive logits are divided, negative ones multiplied; padding has not been seen, what was drawn has."""
     tokens, real = torch.tensor([[0, 1], [2, 1]]), torch.tensor([[False, True], [True, True]])
-    picker = Picker(foci.Sampling(0.0, repetition=2.0), tokens, real)
+    picker = Picker(Sampling(0.0, repetition=2.0), tokens, real)
     logits = torch.tensor([[1.0, 1.5, -1.0], [1.0, 1.5, 1.75]])
     assert picker._weighed(logits).tolist() == [[1.0, 0.75, -1.0], [1.0, 0.75, 0.875]]
     assert picker(logits)[0].tolist() == [0, 0]
@@ -270,7 +269,7 @@ def test_repetition_makes_seen_tokens_less_likely() -> None:
 def test_temperature_zero_and_top_k_one_are_greedy() -> None:
     model = made("rotary")
     expected = plain(foci.generate(model, PROMPTS, new_tokens=8))
-    for method in (foci.Sampling(0.0), foci.Sampling(1.0, top_k=1), foci.Sampling(3.0, top_p=0.0)):
+    for method in (Sampling(0.0), Sampling(1.0, top_k=1), Sampling(3.0, top_p=0.0)):
         assert plain(foci.generate(model, PROMPTS, method=method, new_tokens=8)) == expected
 
 
@@ -300,8 +299,8 @@ def spelled(tokens: list[int]) -> str:
     return " ".join(f"<{token}>" for token in tokens)
 
 
-@pytest.mark.parametrize("method", [decoding.GREEDY, foci.Beam(1)], ids=["greedy", "beam"])
-def test_stop_strings_end_an_answer(method: foci.Sampling | foci.Beam) -> None:
+@pytest.mark.parametrize("method", [GREEDY, Beam(1)], ids=["greedy", "beam"])
+def test_stop_strings_end_an_answer(method: Sampling | Beam) -> None:
     model = made("decoder")
     options: dict[str, Any] = {"new_tokens": 10, "method": method, "decode": spelled}
     whole = foci.generate(model, PROMPTS[:1], **options)[0]
@@ -322,17 +321,17 @@ def test_a_stream_gives_the_tokens_one_by_one() -> None:
     whole = foci.generate(model, PROMPTS, new_tokens=10)
     stop = whole[0].tokens[4]
     expected = foci.generate(model, PROMPTS, new_tokens=10, stop=stop)
-    columns = list(foci.stream(model, PROMPTS, new_tokens=10, stop=stop))
+    columns = list(stream(model, PROMPTS, new_tokens=10, stop=stop))
     rows = [[token for token in row if token is not None] for row in zip(*columns, strict=True)]
     assert rows == [answer.tokens for answer in expected]
     assert all(None not in row[: len(kept)] for row, kept in zip(zip(*columns, strict=True), rows, strict=True))
-    started = foci.stream(model, PROMPTS, new_tokens=10)
+    started = stream(model, PROMPTS, new_tokens=10)
     assert next(started) == [answer.tokens[0] for answer in whole]
     started.close()  # type: ignore[attr-defined]
     assert model.training
     assert torch.is_grad_enabled()
     with pytest.raises(TypeError, match="a beam decides at its end"):
-        foci.stream(model, PROMPTS, method=foci.Beam())  # type: ignore[arg-type]
+        stream(model, PROMPTS, method=Beam())  # type: ignore[arg-type]
 
 
 def test_dropout_is_off_and_the_model_stays_as_it_was() -> None:
@@ -385,7 +384,7 @@ def test_a_start_of_several_tokens() -> None:
         ({"start": 1}, "Decoder continues the prompt itself, but start=1 was given"),
         ({"capture": True}, "capture=True needs a model on a CUDA device, but it is on cpu"),
         ({"cache": False, "compiled": True}, "needs the cache, but got cache=False"),
-        ({"method": foci.Beam(V + 1)}, f"at most the {V} tokens there are, but got {V + 1}"),
+        ({"method": Beam(V + 1)}, f"at most the {V} tokens there are, but got {V + 1}"),
     ],
 )
 def test_what_cannot_be_done_is_refused(arguments: dict[str, Any], text: str) -> None:
@@ -395,13 +394,13 @@ def test_what_cannot_be_done_is_refused(arguments: dict[str, Any], text: str) ->
 
 def test_wrong_methods_and_models_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Sampling.temperature must lie between 0.0 and inf, but got -1"):
-        foci.Sampling(-1)
+        Sampling(-1)
     with pytest.raises(ValueError, match=r"Sampling.top_p must lie between 0.0 and 1.0, but got 1.5"):
-        foci.Sampling(top_p=1.5)
+        Sampling(top_p=1.5)
     with pytest.raises(ValueError, match=r"Sampling.repetition must be above 0"):
-        foci.Sampling(repetition=0.0)
+        Sampling(repetition=0.0)
     with pytest.raises(ValueError, match="1 <= best <= width, but got best=5 and width=4"):
-        foci.Beam(4, best=5)
+        Beam(4, best=5)
     with pytest.raises(TypeError, match="stop takes tokens"):
         foci.generate(made("decoder"), [1], stop=[1.5])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="has no head"):

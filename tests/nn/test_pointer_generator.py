@@ -35,7 +35,7 @@ def test_logits_are_logarithms_of_probabilities_and_padding_changes_nothing() ->
 def test_a_beam_with_caches_writes_what_one_without_writes() -> None:
     model = small()
     sources = [[5, 3, 8, 9], [7, 4]]
-    options = {"start": 1, "stop": 2, "new_tokens": 6, "method": foci.Beam(3)}
+    options = {"start": 1, "stop": 2, "new_tokens": 6, "method": foci.decoding.Beam(3)}
     kept = foci.generate(model, sources, **options)  # type: ignore[arg-type]
     afresh = foci.generate(model, sources, cache=False, **options)  # type: ignore[arg-type]
     assert [answer.tokens for answer in kept] == [answer.tokens for answer in afresh]
