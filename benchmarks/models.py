@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import foci
 import foci.nn
-from foci.runtime.cuda_graphs import captured
+from foci.runtime.cuda_graphs import capture_cuda_graph
 
 COLUMNS = ("case", "contestant", "ms", "spread", "rounds", "tokens_per_s", "mib", "speed", "note")
 Loss = Callable[[nn.Module], Tensor]
@@ -161,7 +161,7 @@ class Training:
                 self.step()
         torch.cuda.current_stream().wait_stream(stream)
         self.optimizer.zero_grad(set_to_none=True)
-        graph, _ = captured(self.step)
+        graph, _ = capture_cuda_graph(self.step)
         return graph.replay
 
 

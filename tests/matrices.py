@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.backends import blocked
-from foci.runtime.safetensors_file import mapped
+from foci.backends import strips
+from foci.runtime.safetensors_file import map_tensors
 
 Arguments = dict[str, Any]
 B, H, TQ, TK, D = 2, 4, 11, 17, 6
@@ -142,7 +142,7 @@ DTYPES = tuple(TOLERANCE)
 
 
 def in_dtype(arguments: Arguments, dtype: torch.dtype) -> Arguments:
-    return mapped(arguments, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return map_tensors(arguments, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def lazy(arguments: Arguments, backend: str | None = None) -> foci.Weights:
@@ -178,7 +178,7 @@ def assert_close(found: Tensor, true: Tensor, dtype: torch.dtype, scale: float =
 
 def small_strips(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
     """Makes strips of this many entries, all threads together, so that many of them are needed."""
-    monkeypatch.setattr(blocked, "CPU_ENTRIES", max(entries // torch.get_num_threads(), 1))
+    monkeypatch.setattr(strips, "MAX_CPU_STRIP_ENTRIES", max(entries // torch.get_num_threads(), 1))
 
 
 def positions(arguments: Arguments) -> tuple[Tensor, Tensor]:

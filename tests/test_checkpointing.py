@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import foci
 from foci.backends.additive_cpu import Scores
-from foci.backends.sdpa import cpu_flash, cpu_flash_backward, cuda
-from foci.weights.dense_attention import attention_and_matrix
+from foci.backends.sdpa import cuda
+from foci.backends.sdpa.cpu import cpu_flash, cpu_flash_backward
+from foci.weights.dense_attention import attention_with_matrix
 from tests.tensors import randn
 
 Results = tuple[Tensor, ...]
@@ -39,7 +40,7 @@ RUNS: dict[str, Run] = {
     "Streamed": lambda q, k, v: with_lse(q, k, v, mask=foci.causal, backend="blocked"),
     "CpuFlash": lambda q, k, v: with_lse(q, k, v, mask=foci.causal, backend="sdpa"),
     "Scores": lambda q, k, v: (Scores.apply(q, k, v[0, :, 0]),),  # type: ignore[no-untyped-call]
-    "Once": lambda q, k, v: attention_and_matrix(q, k, v, bias=v[0, 0, :, :1].mT),
+    "Once": lambda q, k, v: attention_with_matrix(q, k, v, bias=v[0, 0, :, :1].mT),
     "WithLse": on_cuda,
     "TokenLoss": loss,
 }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.arguments import Call, prepare
+from foci.arguments import Call, prepare_call
 from foci.backends import reference, triton
 from foci.biases import Bias
 from foci.runtime import native
@@ -32,13 +32,13 @@ def seen_per_head() -> Tensor:
 
 def call_of(bias: Bias | None, mask: foci.Mask | Tensor | None = None, device: str = "cpu") -> Call:
     q, k, v = (randn(B, H, T, 16, seed=seed).to(device) for seed in range(3))
-    return prepare(q, k, v, Dot(), mask, bias, None, None, 0.0, True)
+    return prepare_call(q, k, v, Dot(), mask, bias, None, None, 0.0, True)
 
 
 PARTS = [(slice(0, B), slice(1, H)), (slice(1, B), slice(3, H)), (slice(0, B, 2), slice(1, H, 2))]
 
 
-@pytest.mark.skipif(native.refusal("strip") is not None, reason="nothing is compiled here")
+@pytest.mark.skipif(native.why_unavailable("strip") is not None, reason="nothing is compiled here")
 @pytest.mark.parametrize("kind", ["none", "alibi", "buckets"])
 @pytest.mark.parametrize("place", PARTS)
 def test_the_compiled_pass(kind: str, place: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch) -> None:

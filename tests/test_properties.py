@@ -15,8 +15,8 @@ from torch import Tensor
 
 import foci
 from foci.masks.base import Mask, as_mask
-from foci.masks.kinds import FromFunction
-from foci.masks.tile import Extent, Where
+from foci.masks.kinds import MaskFunction
+from foci.masks.tile import CallSizes, Tile
 
 few = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 BACKENDS = ["sdpa", "blocked", "reference"]
@@ -159,7 +159,7 @@ def test_heads_together_are_heads_apart(
     queries: int, keys: int, mask: Mask | None, score: foci.Score, group: int
 ) -> None:
     # A rule that asks for the head would be another one for a single head.
-    mask = None if isinstance(mask, FromFunction) else mask
+    mask = None if isinstance(mask, MaskFunction) else mask
     q, k, v = inputs(2, 2, queries, keys, group=group)
     together = foci.attention(q, k, v, mask=mask, score=score)
     for head in range(q.shape[1]):
@@ -230,16 +230,16 @@ def test_merged_parts_equal_the_whole(cuts: list[int], mask: Mask | None, score:
     torch.testing.assert_close(slopes(out, lse, leaves), slopes(whole, weights.lse, leaves))
 
 
-def extent(queries: int, keys: int) -> Extent:
-    return Extent((2,), 2, queries, keys, torch.device("cpu"))
+def extent(queries: int, keys: int) -> CallSizes:
+    return CallSizes((2,), 2, queries, keys, torch.device("cpu"))
 
 
-def everywhere(queries: int, keys: int) -> Where:
+def everywhere(queries: int, keys: int) -> Tile:
     index = [
         torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate((2, 2, queries, keys))
     ]
     batch, head, query, key = index
-    return Where(batch, head, query, key, query + keys - queries, key)
+    return Tile(batch, head, query, key, query + keys - queries, key)
 
 
 def slopes(out: Tensor, lse: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.scores import Score, unit
+from foci.scores import Score, normalize
 from tests.tensors import qkv, randn
 
 WEIGHT, HEADED_WEIGHT = randn(8, seed=5, dtype=torch.float64), randn(4, 8, seed=6, dtype=torch.float64)
@@ -101,7 +101,7 @@ def test_a_vector_of_zeros_has_cosine_zero_and_a_finite_gradient(backend: str, d
 def test_unit_vectors_of_extreme_lengths() -> None:
     for dtype, size in ((torch.float16, 6e4), (torch.float32, 1e15), (torch.float32, 1e-15)):
         x = torch.tensor([[3.0, 4.0]]) / 5 * size
-        torch.testing.assert_close(unit(x.to(dtype)).float(), torch.tensor([[0.6, 0.8]]), atol=1e-3, rtol=0)
+        torch.testing.assert_close(normalize(x.to(dtype)).float(), torch.tensor([[0.6, 0.8]]), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("backend", ["blocked", "reference"])

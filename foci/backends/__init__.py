@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.backends import blocked, flex, reference, sdpa, triton
-from foci.runtime.checks import keeps_dtypes
+from foci.runtime.checks import disable_autocast
 
 # The first that serves the call and does not hesitate is used; one that hesitates is used when it is named.
 BACKENDS: tuple[ModuleType, ...] = (sdpa, triton, flex, blocked, reference)
@@ -74,6 +74,6 @@ def plan(call: Call, name: str | None = None) -> Plan:
     return Plan(serving[0] if serving else None, {k: v for k, v in refusals.items() if v}, notes)
 
 
-@keeps_dtypes
+@disable_autocast
 def run(call: Call, name: str | None) -> tuple[Tensor, Tensor | None]:
     return choose(call, name).run(call)  # type: ignore[no-any-return]

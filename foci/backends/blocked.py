@@ -12,29 +12,30 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from foci.arguments import Call
 from foci.backends import reference
-from foci.backends.additive_cpu import quickened
-from foci.masks.ranges import Segment, Spans
-from foci.runtime.checks import is_captured, is_unreadable, keeps_dtypes
-from foci.runtime.double_backward import apart
+from foci.backends.strips import (
+    LOG2_E,
+    PartIndex,
+    Strip,
+    recompute_in_backward,
+    slice_tokens,
+    split_by_segment,
+    split_into_parts,
+    split_into_strips,
+    strip_logits,
+)
+from foci.masks.ranges import Segment
+from foci.runtime.checks import disable_autocast, is_traced
+from foci.runtime.double_backward import make_distinct_views
 
 NAME = "blocked"
-
-Place = tuple[slice, slice]
-LOG2_E = math.log2(math.e)
-CPU = torch.device("cpu")
-
-# Entries of a strip: what fits a core's cache, and what keeps a GPU busy.
-CPU_ENTRIES = 2**19
-GPU_ENTRIES = 2**26
 
 # Bytes of a matrix that nobody expects to be kept.
 WORTH_A_WORD = 2**26
@@ -50,7 +51,7 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     if 0 in call.q.shape or 0 in call.k.shape:
         # Nothing to go through strip by strip, and zeros that stay in the graph.
         return reference.run(call)
-    if call.needs_grad and not call.transformed and not is_unreadable(call.q):
+    if call.needs_grad and not call.transformed and not is_traced(call.q):
         return Streamed.apply(call, call.q, call.k, call.v, *parameters(call).values())  # type: ignore[no-any-return, no-untyped-call]
     if call.needs_grad and call.transformed:
         warn_of_the_matrix(call)
@@ -69,7 +70,7 @@ def warn_of_the_matrix(call: Call) -> None:
 
 
 def every_strip(call: Call) -> tuple[Tensor, Tensor]:
-    rows = [part_attention(part) for _, part in parts(call)]
+    rows = [part_attention(part) for _, part in split_into_parts(call)]
     out = torch.cat([out for out, _ in rows]) if len(rows) != 1 else rows[0][0]
     lse = torch.cat([lse for _, lse in rows]) if len(rows) != 1 else rows[0][1]
     shape = call.q.shape[:3]
@@ -78,7 +79,7 @@ def every_strip(call: Call) -> tuple[Tensor, Tensor]:
 
 def part_attention(part: Call) -> tuple[Tensor, Tensor]:
     """The strips of one part, joined: (B H, Tq, Dv) and (B H, Tq)."""
-    done = [recomputed(part, attend, part, strip) for strip in strips(part)]
+    done = [recompute_in_backward(part, attend, part, strip) for strip in split_into_strips(part)]
     out = torch.cat([out for out, _ in done], dim=2) if done else part.q.new_zeros(*part.q.shape[:3], part.v.shape[-1])
     lse = torch.cat([lse for _, lse in done], dim=2) if done else part.q.new_zeros(part.q.shape[:3], dtype=part.wide)
     return out.flatten(0, 1), lse.flatten(0, 1)
@@ -124,21 +125,21 @@ def with_tensors(call: Call, tensors: Sequence[Tensor]) -> Call:
     return replace(call, bias=replace(call.bias, **{name: found[f"bias.{name}"] for name in call.bias.tensors()}))  # type: ignore[type-var]
 
 
-@keeps_dtypes
+@disable_autocast
 def gradients(call: Call, slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
     """What those of output and log-sum-exp give to queries, keys, values and parameters, summed in float32 at least."""
     tensors = [call.q, call.k, call.v, *parameters(call).values()]
     leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors[3:]]
     sums = Sums([x if x.requires_grad else None for x in tensors], call.wide)
     with torch.enable_grad():
-        for (batches, heads), part in parts(with_tensors(call, [x.detach() for x in tensors[:3]] + leaves)):
+        for (batches, heads), part in split_into_parts(with_tensors(call, [x.detach() for x in tensors[:3]] + leaves)):
             shared = slice(heads.start // call.group, heads.stop // call.group)
             places = [(batches, heads), (batches, shared), (batches, shared)]
             inputs = zip((part.q, part.k, part.v), tensors, strict=False)
             own = [x.to(call.wide).requires_grad_(whole.requires_grad) for x, whole in inputs]
             part = replace(part, q=own[0], k=own[1], v=own[2])
             given = [x if x is None else x[batches, heads] for x in slopes]
-            for strip in strips(part):
+            for strip in split_into_strips(part):
                 for found in strip_gradients(part, strip, given, sums.wanted([*own, *leaves])):
                     sums.add(found, places)
     return sums.finished()
@@ -154,7 +155,7 @@ class Sums:
     def wanted(self, leaves: list[Tensor]) -> list[Tensor]:
         return [leaf for leaf, tensor in zip(leaves, self.tensors, strict=True) if tensor is not None]
 
-    def add(self, found: Sequence[Tensor | None], places: list[Place]) -> None:
+    def add(self, found: Sequence[Tensor | None], places: list[PartIndex]) -> None:
         """Adds what a strip gives to those that are wanted."""
         wanted = [(index, tensor) for index, tensor in enumerate(self.tensors) if tensor is not None]
         for (index, tensor), more in zip(wanted, found, strict=True):
@@ -180,7 +181,7 @@ def strip_gradients(
     """What one strip gives to what is wanted: through the output, and through the softmax and the logits."""
     if not strip.segments:
         return
-    found = logits(part, strip)
+    found = strip_logits(part, strip)
     # Nothing that made the logits needs them again, so that the weights may take their place.
     powers, total, _ = powers_in_place(found.detach())
     weights = powers.div_(total).requires_grad_()
@@ -199,7 +200,7 @@ def strip_gradients(
 
 def gradients_with_graph(call: Call, slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The same with a graph of their own, for whoever takes a gradient of a gradient."""
-    tensors = apart(call.q, call.k, call.v, *parameters(call).values())
+    tensors = make_distinct_views(call.q, call.k, call.v, *parameters(call).values())
     wanted = [place for place, x in enumerate(tensors) if x.requires_grad]
     results = every_strip(with_tensors(call, tensors))
     reached = [pair for pair in zip(results, slopes, strict=True) if pair[1] is not None]
@@ -218,8 +219,8 @@ def attend(call: Call, strip: Strip) -> tuple[Tensor, Tensor]:
     if not strip.segments:
         # No keys, computed all the same: the zeros stay in the graph, and a backward through them works.
         strip = Strip(strip.rows, (Segment(0, 0, 0, 0),))
-    found = logits(call, strip)
-    if not call.needs_grad and not call.transformed and not is_unreadable(call.q) and strip.width:
+    found = strip_logits(call, strip)
+    if not call.needs_grad and not call.transformed and not is_traced(call.q) and strip.width:
         powers, total, lse = powers_in_place(found)
         return mixed(call, strip, powers).div_(total), lse
     weights, lse = reference.softmax(found)
@@ -229,8 +230,8 @@ def attend(call: Call, strip: Strip) -> tuple[Tensor, Tensor]:
 def mixed(call: Call, strip: Strip, weights: Tensor) -> Tensor:
     """The strip's weights times the values."""
     mixes = [
-        reference.mix(call, piece, taken(call.v, columns), call.where(strip.rows, columns))
-        for columns, piece in pieces(strip, weights)
+        reference.mix(call, piece, slice_tokens(call.v, columns), call.where(strip.rows, columns))
+        for columns, piece in split_by_segment(strip, weights)
     ]
     return mixes[0] if len(mixes) == 1 else torch.stack(mixes).sum(0)
 
@@ -245,137 +246,3 @@ def powers_in_place(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = powers.sum(-1, keepdim=True)
     lse = total.log().add_(peak).squeeze(-1)
     return powers, total.masked_fill_(total == 0, 1.0), lse
-
-
-@dataclass(frozen=True, slots=True)
-class Strip:
-    """Some rows, and the runs of keys that they see."""
-
-    rows: slice
-    segments: tuple[Segment, ...]
-
-    @property
-    def width(self) -> int:
-        return sum(segment.stop - segment.start for segment in self.segments)
-
-
-def parts(call: Call, whole: bool = False) -> Iterator[tuple[Place, Call]]:
-    """The call in pieces of a few (sequence, head) pairs, in the order of the flattened (B, H).
-
-    `whole` keeps all heads of a sequence together.
-    """
-    batch, heads = call.q.shape[:2]
-    pairs = pairs_at_once(call)
-    if pairs >= batch * heads:
-        yield (slice(0, batch), slice(0, heads)), call
-        return
-    batches, head_step = max(pairs // max(heads, 1), 1), heads if whole else min(pairs, heads)
-    for b in range(0, batch, batches):
-        for h in range(0, heads, head_step):
-            place = slice(b, min(b + batches, batch)), slice(h, min(h + head_step, heads))
-            yield place, call.part(*place)
-
-
-def pairs_at_once(call: Call) -> int:
-    """Enough pairs for the cores, more where the matrices are small; whole groups of heads that share keys."""
-    entries, cores = budget(call)
-    pairs = max(cores, entries // max(call.q.shape[2] * call.k.shape[2], 1))
-    heads = max(call.q.shape[1], 1)
-    if pairs >= heads:
-        return pairs // heads * heads
-    pairs = max(pairs // call.group, 1) * call.group
-    return next(n for n in range(pairs, heads + 1) if heads % n == 0 and n % call.group == 0)
-
-
-def budget(call: Call) -> tuple[int, int]:
-    if call.q.device.type == "cpu":
-        return CPU_ENTRIES * threads(), threads()
-    return GPU_ENTRIES, call.q.shape[0] * call.q.shape[1]
-
-
-def threads() -> int:
-    """A plain number to a compiler, which cannot trace the question."""
-    return torch.get_num_threads()
-
-
-# All that torch.compiler.assume_constant_result does, except that it imports the compiler, which takes two seconds.
-threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def strips(call: Call) -> Iterator[Strip]:
-    """The rows of a part, strip by strip."""
-    queries, keys = call.q.shape[2], call.k.shape[2]
-    entries, _ = budget(call)
-    rows = min(max(entries // max(call.q.shape[0] * call.q.shape[1] * keys, 1), 1), max(queries, 1))
-    segments = segments_of(call, rows)
-    for index, start in enumerate(range(0, queries, rows)):
-        yield Strip(slice(start, min(start + rows, queries)), tuple(segments[index]))
-
-
-def segments_of(call: Call, rows: int) -> list[list[Segment]]:
-    """What each strip sees; all keys, masked or not, without a mask and where nothing can be read of it."""
-    queries, keys = call.q.shape[2], call.k.shape[2]
-    strips = -(-queries // rows)
-    if call.mask is None:
-        return [[Segment(0, keys, 0, keys)]] * strips
-    if is_unreadable(call.q) or (is_captured(call.q) and not call.mask.static):
-        return [[Segment(0, keys, keys, keys)]] * strips
-    return spans_of(call).segments(rows)
-
-
-def spans_of(call: Call) -> Spans:
-    """The spans of the call's own sequences, to be read: those of plain numbers never see another device."""
-    assert call.mask is not None
-    spans = call.mask.spans(call.extent._replace(device=CPU), call.positions is not None)
-    return spans if call.batch_ids is None else spans.of(call.batch_ids)
-
-
-def logits(call: Call, strip: Strip, hidden: float = -torch.inf) -> Tensor:
-    """The strip's logits over its segments, side by side; only the edges of what it sees pay for the mask."""
-    q = taken(call.q, strip.rows)
-    if not strip.segments:
-        # Of no width, but a part of the graph: a gradient of nothing is zeros.
-        return (q @ q[:, :, :0].mT + taken(call.k, slice(0, 0)).sum()).to(call.wide)
-    found = [segment_logits(call, q, strip.rows, segment, hidden) for segment in strip.segments]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-
-
-def segment_logits(call: Call, q: Tensor, rows: slice, segment: Segment, hidden: float) -> Tensor:
-    columns = slice(segment.start, segment.stop)
-    unmasked = reference.unmasked_logits(quickened(call), q, taken(call.k, columns), call.where(rows, columns))
-    hide(call, unmasked, rows, segment, hidden)
-    return unmasked
-
-
-def taken(x: Tensor, run: slice) -> Tensor:
-    """Some of the tokens; all of them without a step that a backward would have to go back."""
-    return x if run.start == 0 and run.stop == x.shape[2] else x[:, :, run]
-
-
-def hide(call: Call, logits: Tensor, rows: slice, segment: Segment, hidden: float) -> None:
-    """Masks the edges of a segment; inside it every query sees everything."""
-    if call.mask is None:
-        return
-    for start, stop in ((segment.start, segment.full_start), (segment.full_stop, segment.stop)):
-        if start < stop:
-            unseen = ~call.mask.visible(call.where(rows, slice(start, stop)))
-            logits[..., start - segment.start : stop - segment.start].masked_fill_(unseen, hidden)
-
-
-def pieces(strip: Strip, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The strip's weights segment by segment, with the keys that they belong to."""
-    start = 0
-    for segment in strip.segments:
-        width = segment.stop - segment.start
-        yield slice(segment.start, segment.stop), weights[..., start : start + width]
-        start += width
-
-
-def recomputed(call: Call, function, *arguments):  # type: ignore[no-untyped-def]
-    """Runs it; where gradients are wanted, without keeping what lies between: the backward runs it again.
-
-    Inside a transform of torch.func, where nothing can be run again, it is kept.
-    """
-    if not call.needs_grad or call.transformed:
-        return function(*arguments)
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -19,7 +19,7 @@ from foci.biases import Bias, DenseBias
 from foci.masks.base import Intersection, Mask, as_mask
 from foci.masks.kinds import Causal, Padding, Prefix, Window, causal, padding
 from foci.masks.tile import CallSizes
-from foci.weights.tensors import mark, nested
+from foci.weights.tensors import find_tensors, fingerprint
 from foci.weights.weights import Weights
 
 # A joined mask that has to be dense may be so large, in bytes.
@@ -55,7 +55,7 @@ class GenerationStep:
     marks: tuple[Any, Any]
 
     @classmethod
-    def of(cls, weights: Weights) -> GenerationStep:
+    def from_weights(cls, weights: Weights) -> GenerationStep:
         held, nothing = weights._held, weights._held.call.k[:, :, :0]
         marks = held.was(held.call.q), held.was(held.lse)
         return cls(replace(held.call, k=nothing, v=nothing), held.lse, held.call.k.shape[2], marks)
@@ -64,7 +64,7 @@ class GenerationStep:
     def queries(self) -> int:
         return self.call.q.shape[2]
 
-    def whole(self, k: Tensor) -> Call:
+    def with_keys(self, k: Tensor) -> Call:
         """The call as it was, with the keys that it had."""
         own = k[:, :, : self.keys]
         return replace(self.call, k=own, v=own)
@@ -73,13 +73,13 @@ class GenerationStep:
 def count_step_bytes(weights: Weights) -> int:
     """What the weights of one step add to what is held, their keys aside."""
     call, lse = weights._held.call, weights._held.lse
-    return call.q.nbytes + lse.nbytes + sum(tensor.nbytes for tensor in nested((call.mask, call.bias)))
+    return call.q.nbytes + lse.nbytes + sum(tensor.nbytes for tensor in find_tensors((call.mask, call.bias)))
 
 
 def join_steps(steps: Sequence[GenerationStep], k: Tensor, cross: bool) -> Weights:
     """The rows of all steps as one lazy matrix over the last keys (B, G, Tk, D)."""
     for step in steps:
-        if (mark(step.call.q), mark(step.lse)) != step.marks:
+        if (fingerprint(step.call.q), fingerprint(step.lse)) != step.marks:
             raise CaptureError("the steps cannot be joined: the queries of one were changed in place since its call")
     last = steps[-1].call
     q, lse = torch.cat([s.call.q for s in steps], 2), torch.cat([s.lse for s in steps], 2)
@@ -209,7 +209,7 @@ def join_dense_masks(steps: Sequence[GenerationStep], k: Tensor) -> Mask:
 
 def get_visible_entries(step: GenerationStep, k: Tensor) -> Tensor:
     """What a step may look at, bool (B or 1, H or 1, Tq, its keys)."""
-    call = step.whole(k)
+    call = step.with_keys(k)
     if call.mask is None:
         return torch.ones(1, 1, step.queries, step.keys, dtype=torch.bool, device=k.device)
     found = call.mask.visible(call.everything())
@@ -224,7 +224,7 @@ def join_biases(steps: Sequence[GenerationStep], k: Tensor) -> Bias | None:
         return join_dense_biases(steps, k)
     for bias in biases[1:]:
         if type(bias) is not type(first) or any(
-            not torch.equal(a, b) for a, b in zip(nested(bias), nested(first), strict=True)
+            not torch.equal(a, b) for a, b in zip(find_tensors(bias), find_tensors(first), strict=True)
         ):
             raise CaptureError("the steps cannot be joined: their biases differ")
     return biases[-1]
@@ -233,7 +233,7 @@ def join_biases(steps: Sequence[GenerationStep], k: Tensor) -> Bias | None:
 def join_dense_biases(steps: Sequence[GenerationStep], k: Tensor) -> Bias:
     rows = []
     for step in steps:
-        call = step.whole(k)
+        call = step.with_keys(k)
         term = None if call.bias is None else call.bias.term(call.everything())
         if term is None:
             term = torch.zeros(1, 1, 1, 1, dtype=call.q.dtype, device=k.device)

@@ -1,4 +1,4 @@
-"""Recorder: what one watch block collects, on the thread that opened it.
+"""Recorder: collects the attention calls of one watch block, on the thread that opened it, and fills the Record.
 
 B batch, H heads, G key heads, T tokens.
 """
@@ -26,27 +26,43 @@ from foci.capture.token_ids import TokenIds
 from foci.record.kept import Keep
 from foci.record.labels import Labels
 from foci.record.record import Record
-from foci.weights.weights import Weights, in_bytes
+from foci.weights.weights import Weights, format_bytes
 
-log = logging.getLogger("foci.capture")
+logger = logging.getLogger("foci.capture")
 HEAD_NAME = re.compile(r"(?:(?P<stack>[^.]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?")
 _active = threading.local()
 
 
 def active_recorders() -> tuple[Recorder, ...]:
-    """The recorders of this thread, outermost first; () outside of any block."""
+    """The recorders of the open watch blocks of this thread, outermost first."""
     return tuple(getattr(_active, "stack", ()))
 
 
 def is_recomputation() -> bool:
-    """Whether activation checkpointing repeats a pass in the backward: it goes the way of the first one, which was
-    seen, and must save the same tensors, so it is let through and not recorded.
+    """Whether activation checkpointing recomputes a forward pass inside the backward pass.
+
+    The first pass was recorded already. The recomputation must take the same code path and save the same tensors, so
+    its calls are handled alike, but not recorded or counted.
     """
     return torch._C._current_graph_task_id() != -1
 
 
 class Recorder:
-    """What one `foci.watch` block collects; the torch function mode in `torch_functions` reports every call to it."""
+    """Collects the attention calls of one `foci.watch` block.
+
+    Module hooks (`watch`) call `enter_module`, `leave_module` and `add_embedded_ids`; the torch function mode
+    (`torch_functions`) calls `count_call` and `record_call`; `fill_record` runs when the block ends.
+
+    Args:
+        model: the watched model.
+        record: the record to fill.
+        keep: statistics to keep; None keeps lazy weights.
+        layers, heads: the selected layers and heads; None selects all.
+        rows: the queries of each call to keep: a slice or numbers; None keeps all.
+        limit: the largest number of bytes to keep.
+        ablate: names of heads or layers whose outputs are zeroed.
+        tokenizer: decodes token ids for the labels.
+    """
 
     def __init__(
         self,
@@ -58,258 +74,274 @@ class Recorder:
         heads: Iterable[int | str] | None = None,
         rows: Any = None,
         limit: int = 2**33,
-        silence: Iterable[str] = (),
+        ablate: Iterable[str] = (),
         tokenizer: Any = None,
     ) -> None:
         self.model, self.record = model, record
         self.modules = list(model.named_modules())
-        self.places = LayerNames(self.modules)
+        self.layer_names = LayerNames(self.modules)
         self.keep, self.rows, self.limit = keep, rows, limit
         self.layers = None if layers is None else list(layers)
         self.heads = None if heads is None else group_heads_by_layer(heads)
-        self.silence = {name: HEAD_NAME.fullmatch(name) for name in silence}
+        self.ablate = {name: HEAD_NAME.fullmatch(name) for name in ablate}
         self.thread = threading.get_ident()
         self._local = threading.local()
-        self.ran: Counter[str] = Counter()
-        self.own_softmax: set[str] = set()
-        self.reasons: dict[str, str] = {}
-        self.reading = TokenIds(tokenizer)
-        self.host = HostCopier()
-        self.tracks: dict[str, LayerLog] = {}
+        self.run_counts: Counter[str] = Counter()
+        self.softmax_modules: set[str] = set()
+        self.unseen_reasons: dict[str, str] = {}
+        self.token_ids = TokenIds(tokenizer)
+        self.host_copier = HostCopier()
+        self.layer_logs: dict[str, LayerLog] = {}
         self.calls = 0
-        self.attended: dict[str, None] = {}
-        self.silenced: set[str] = set()
-        self._passes = 0
-        self._in_pass: Counter[str] = Counter()
-        self._open: dict[tuple[str, int], LayerLog] = {}
-        self._named: Counter[str] = Counter()
-        self._total, self._estimated = 0, False
+        self.attending_modules: dict[str, None] = {}
+        self.applied_ablations: set[str] = set()
+        self._pass_number = 0
+        self._calls_in_pass: Counter[str] = Counter()
+        self._open_logs: dict[tuple[str, int], LayerLog] = {}
+        self._log_counts: Counter[str] = Counter()
+        self._kept_bytes, self._has_estimated = 0, False
 
-    def place(self, name: str, stack: str = "", index: int = 0, queries: str = "input", keys: str = "input") -> None:
-        """Says where a module's attention stands: its stack, its number there, and the labels along its axes."""
-        self.places.set(name, LayerName(stack, index, queries, keys))
+    def name_layer(self, name: str, layer_name: LayerName) -> None:
+        """Sets the layer name of an attention module, in place of the one derived from its module name."""
+        self.layer_names.set(name, layer_name)
 
-    def cannot(self, name: str, reason: str) -> None:
-        """An attention module that cannot be seen, with the reason; it ends up in `Record.unseen`."""
-        self.reasons.setdefault(name, reason)
+    def mark_unseen(self, name: str, reason: str) -> None:
+        """Notes why an attention module cannot be recorded; `Record.unseen` lists it."""
+        self.unseen_reasons.setdefault(name, reason)
 
-    def read(self, labels: str, ids: Tensor) -> None:
-        """Token numbers (B, T) that went into the model under a name of labels; later ones of a generation go on."""
-        self.reading.told(labels, ids, self._passes)
+    def add_token_ids(self, labels: str, ids: Tensor) -> None:
+        """Adds token ids (B, T) that the model read under a label name; the steps of a generation are appended."""
+        self.token_ids.add_explicit(labels, ids, self._pass_number)
 
-    def say(self, labels: str, ready: Labels) -> None:
-        """Labels that are ready: patches, frames."""
-        self.reading.ready[labels] = ready
+    def set_labels(self, name: str, labels: Labels) -> None:
+        """Sets finished labels, such as patches or frames."""
+        self.token_ids.ready_labels[name] = labels
 
     @property
-    def stack(self) -> list[str]:
-        """The modules that are running on this thread, outermost first.
+    def module_stack(self) -> list[str]:
+        """The names of the modules that are running on this thread, outermost first.
 
-        Other threads that run the same model have stacks of their own, and no mode that asks for them; a thread on
-        which autograd repeats a pass for the block has both.
+        Each thread has its own stack. Other threads that run the same model have no torch function mode, so nothing
+        reads their stacks; a thread on which autograd recomputes a pass has both.
         """
-        found: list[str] = self._local.__dict__.setdefault("stack", [])
-        return found
+        stack: list[str] = self._local.__dict__.setdefault("stack", [])
+        return stack
 
-    def enter(self, name: str) -> None:
-        """A module begins; the outermost one begins a pass."""
-        stack = self.stack
+    def enter_module(self, name: str) -> None:
+        """Notes that a module starts; the outermost module starts a new pass."""
+        stack = self.module_stack
         if threading.get_ident() == self.thread and not is_recomputation():
             if not stack:
-                self._passes += 1
-                self._in_pass.clear()
-            self.ran[name] += 1
+                self._pass_number += 1
+                self._calls_in_pass.clear()
+            self.run_counts[name] += 1
         stack.append(name)
 
-    def leave(self, name: str) -> None:
-        """A module ends; one that was running on another thread when the block began was never entered."""
-        stack = self.stack
+    def leave_module(self, name: str) -> None:
+        """Notes that a module ends; one that was already running when the block began was never entered."""
+        stack = self.module_stack
         if stack and stack[-1] == name:
             stack.pop()
         elif name in stack:
             del stack[len(stack) - 1 - stack[::-1].index(name) :]
 
     @property
-    def here(self) -> str:
+    def current_module(self) -> str:
         """The name of the module that is running."""
-        return self.stack[-1]
+        return self.module_stack[-1]
 
-    def embedded(self, ids: Tensor) -> None:
-        """Token numbers that an embedding was given."""
-        self.reading.seen(self.stack, ids, self._passes, self.places.paired)
+    def add_embedded_ids(self, ids: Tensor) -> None:
+        """Adds the token ids that an embedding looked up."""
+        self.token_ids.add_embedded(self.module_stack, ids, self._pass_number, self.layer_names.is_encoder_decoder)
 
-    def wants(self, name: str) -> bool:
-        """Whether a module's attention is to be recorded."""
+    def is_selected(self, name: str) -> bool:
+        """Whether `layers` and `heads` select a module's attention."""
         if self.layers is None and self.heads is None:
             return True
-        place = self.place_of(name)
-        listed = self.layers is None or any(asked in (place.index, place.name, name) for asked in self.layers)
-        return listed and (self.heads is None or bool(self._heads(place)))
+        layer_name = self.layer_name_of(name)
+        names = (layer_name.index, layer_name.short, name)
+        in_layers = self.layers is None or any(layer in names for layer in self.layers)
+        return in_layers and (self.heads is None or bool(self._selected_heads(layer_name)))
 
-    def place_of(self, name: str) -> LayerName:
-        """The place of the call that a module is making: one that is all layers of its stack is a layer each time."""
-        place, number = self.places.of(name), self._in_pass[name]
-        if number < 2 or place.cross or self.places.alone(name) is False:
-            return place
-        if is_recomputation() and self.silence:
+    def layer_name_of(self, name: str) -> LayerName:
+        """The layer name of the call that a module is making.
+
+        A module that is the only one of its stack and is called several times in a pass (weights shared over layers)
+        is a new layer at each call.
+        """
+        layer_name, number = self.layer_names.of(name), self._calls_in_pass[name]
+        if number < 2 or layer_name.is_cross or self.layer_names.is_only_one_of_stack(name) is False:
+            return layer_name
+        if is_recomputation() and self.ablate:
             raise CaptureError(
-                f"{name} is several layers, and checkpointing repeats them: silence cannot tell them apart"
+                f"ablate cannot be used with activation checkpointing on {name}: this module acts as several layers, and"
+                " the recomputation does not say which of them it is"
             )
-        return replace(place, index=number - 1)
+        return replace(layer_name, index=number - 1)
 
-    def _heads(self, place: LayerName) -> list[int]:
+    def _selected_heads(self, layer_name: LayerName) -> list[int]:
         assert self.heads is not None
-        return sorted({*self.heads.get("", ()), *self.heads.get(place.name, ())})
+        return sorted({*self.heads.get("", ()), *self.heads.get(layer_name.short, ())})
 
-    def silent(self, name: str) -> list[int] | None:
-        """Heads of a module whose outputs are to be zeroed; None stands for all of them, [] for none."""
-        found: list[int] = []
-        for asked, match in self.silence.items():
+    def heads_to_ablate(self, name: str) -> list[int] | None:
+        """The heads of a module whose outputs are zeroed: None for all of them, [] for none."""
+        heads: list[int] = []
+        for requested, match in self.ablate.items():
             assert match is not None
-            place = self.place_of(name)
-            if (place.stack, str(place.index)) == (match["stack"] or "", match["layer"]):
-                self.silenced.add(asked)
+            layer_name = self.layer_name_of(name)
+            if (layer_name.stack, str(layer_name.index)) == (match["stack"] or "", match["layer"]):
+                self.applied_ablations.add(requested)
                 if match["head"] is None:
                     return None
-                found.append(int(match["head"]))
-        return found
+                heads.append(int(match["head"]))
+        return heads
 
-    def met(self, name: str) -> None:
-        """An attention call of a module, recorded or not."""
+    def count_call(self, name: str) -> None:
+        """Counts an attention call of a module, recorded or not."""
         self.calls += 1
-        self._in_pass[name] += 1
-        self.attended[name] = None
+        self._calls_in_pass[name] += 1
+        self.attending_modules[name] = None
 
-    def called(self, name: str) -> bool:
-        """Whether a module, or one inside of it, made an attention call, recorded or not."""
-        return name in self.attended or any(is_inside(each, name) for each in self.attended)
+    def has_attended(self, name: str) -> bool:
+        """Whether a module, or one inside it, made an attention call, recorded or not."""
+        return name in self.attending_modules or any(is_inside(each, name) for each in self.attending_modules)
 
-    def saw(self, name: str, weights: Weights, values: Tensor) -> None:
-        """One attention call: its weights, and its values (..., G, Tk, Dv) with the same leading axes."""
+    def record_call(self, name: str, weights: Weights, values: Tensor) -> None:
+        """Records one attention call: its weights, and its values (..., G, Tk, Dv) with the same leading axes."""
         if is_recomputation():
             return
-        # A compiler that is first used inside of a block looks at all that runs, and this is nothing for it.
-        record = get_record_call_without_dynamo() if "torch._dynamo" in sys.modules else Recorder._record
+        # A compiler that is first used inside the block would trace this code; it must not.
+        record = get_record_call_without_dynamo() if "torch._dynamo" in sys.modules else Recorder._record_call
         record(self, name, weights, values)
 
-    def _record(self, name: str, weights: Weights, values: Tensor) -> None:
+    def _record_call(self, name: str, weights: Weights, values: Tensor) -> None:
         weights = with_four_axes(weights)
         if values.dim() != 4:
             values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
-        place, k = self.place_of(name), weights._held.call.k
+        layer_name, k = self.layer_name_of(name), weights._held.call.k
         heads: Sequence[int] = range(weights.shape[1])
         if self.heads is not None:
-            heads = self._heads(place)
+            heads = self._selected_heads(layer_name)
             if any(head >= weights.shape[1] for head in heads):
-                raise CaptureError(f"{place.name} has {weights.shape[1]} heads, but heads= names H{heads[-1]}")
+                raise CaptureError(f"heads must be below {weights.shape[1]} for {layer_name.short}, got H{heads[-1]}")
             group = weights.shape[1] // values.shape[1]
             weights, values = select_heads(weights, heads), values[:, [head // group for head in heads]]
-        track = self._track(name, place, weights, k, tuple(heads))
-        before = track.nbytes
-        self._refuse_above_limit(track, weights, values)
-        track.add(weights, k, values, self._passes)
-        self._total += track.nbytes - before
+        log = self._find_or_open_log(name, layer_name, weights, k, tuple(heads))
+        before = log.nbytes
+        self._check_limit(log, weights, values)
+        log.add(weights, k, values, self._pass_number)
+        self._kept_bytes += log.nbytes - before
 
-    def _track(self, name: str, place: LayerName, weights: Weights, k: Tensor, heads: tuple[int, ...]) -> LayerLog:
-        """The track that a call goes on with, or a new one."""
-        # Rows of one module over the very same keys belong together, however often it is called (an RNN that looks
-        # back at every word); otherwise a module that is called twice in a pass attends twice.
-        key = name, 0 if place.cross else self._in_pass[name]
-        track = self._open.get(key)
-        if track is not None and (track.cross or track.passes[-1] < self._passes) and track.continues(weights, k):
-            return track
-        self._named[name] += 1
-        full = name or self.record.model
-        full += f"#{self._named[name]}" if self._named[name] > 1 else ""
-        track = self._open[key] = self.tracks[full] = LayerLog(full, place, heads, self.keep, self.rows, self.host)
-        return track
+    def _find_or_open_log(
+        self, name: str, layer_name: LayerName, weights: Weights, k: Tensor, heads: tuple[int, ...]
+    ) -> LayerLog:
+        """The log that a call continues, or a new one."""
+        # Cross-attention calls of one module over the same keys belong together, however often it is called (an RNN
+        # decoder that attends at every step). Any other module that is called twice in a pass gets two logs.
+        key = name, 0 if layer_name.is_cross else self._calls_in_pass[name]
+        log = self._open_logs.get(key)
+        is_later = log is not None and (log.is_cross or log.passes[-1] < self._pass_number)
+        if log is not None and is_later and log.is_continued_by(weights, k):
+            return log
+        self._log_counts[name] += 1
+        recorded_name = name or self.record.model
+        recorded_name += f"#{self._log_counts[name]}" if self._log_counts[name] > 1 else ""
+        log = LayerLog(recorded_name, layer_name, heads, self.keep, self.rows, self.host_copier)
+        self._open_logs[key] = self.layer_logs[recorded_name] = log
+        return log
 
-    def _refuse_above_limit(self, track: LayerLog, weights: Weights, values: Tensor) -> None:
-        """Estimates before anything is kept: at the first call for all layers, later for this one."""
+    def _check_limit(self, log: LayerLog, weights: Weights, values: Tensor) -> None:
+        """Refuses a call that would exceed `limit`, before it is kept; the first call is extrapolated to all layers."""
         batch, heads, queries, keys = weights.shape
         if self.rows is not None:
-            size = batch * heads * keys * len(track.chosen_rows(queries)) * 4
+            size = batch * heads * keys * len(log.select_rows(queries)) * 4
         elif self.keep is None:
-            size = count_step_bytes(weights) + (0 if track.passes else weights._held.call.k.nbytes + values.nbytes)
+            size = count_step_bytes(weights) + (0 if log.passes else weights._held.call.k.nbytes + values.nbytes)
         else:
             size = self.keep.nbytes(batch, heads, queries, keys)
-        have, expected = self._total, size
-        if not self._estimated:
-            self._estimated = True
-            layers = max(1, sum(self.wants(name) for name in self.places.known))
+        expected = size
+        if not self._has_estimated:
+            self._has_estimated = True
+            layers = max(1, sum(self.is_selected(name) for name in self.layer_names.attention_modules))
             expected = size * layers
-            log.info("watching %s: about %s of %d layers", type(self.model).__name__, in_bytes(expected), layers)
-        if have + expected > self.limit:
+            logger.info("watching %s: about %s in %d layers", type(self.model).__name__, format_bytes(expected), layers)
+        total = self._kept_bytes + expected
+        if total > self.limit:
             raise CaptureError(
-                f"watch would keep about {in_bytes(have + expected)}, above limit={self.limit:,} bytes: choose layers=,"
-                " heads= or queries='last', keep statistics only with keep=foci.Keep(), or pass a larger limit="
+                f"watch would keep about {format_bytes(total)}, above limit={self.limit:,} bytes: choose layers=, heads= or"
+                " queries='last', keep statistics only with keep=foci.Keep(), or pass a larger limit="
             )
 
-    def finish(self) -> None:
-        """Fills the record: layers, labels, and what could not be seen. A GPU is waited for last."""
-        for track in self.tracks.values():
-            track.check()
-        self._refuse_unknown()
-        for name, track in self.tracks.items():
-            layer = track.layer()
-            layer.queries = self.reading.name_for(layer.queries, track.passes)
-            layer.keys = self.reading.name_for(layer.keys, track.passes)
+    def fill_record(self) -> None:
+        """Fills the record with layers, labels and unseen modules; waits for copies from the GPU last."""
+        for log in self.layer_logs.values():
+            log.check_key_prefix()
+        self._check_requested_names()
+        for name, log in self.layer_logs.items():
+            layer = log.build_layer()
+            layer.queries = self.token_ids.label_name_for(layer.queries, log.passes)
+            layer.keys = self.token_ids.label_name_for(layer.keys, log.passes)
             self.record.layers[name] = layer
-        self.record.labels.update(self.reading.labels())
-        self.record.calls, self.record.unseen = self.calls, self.unseen()
-        several = [t for t in self.tracks.values() if len(t.passes) > 1 and not t.cross]
-        self.record.prompt = several[0].first[0] if several else None
-        self.host.wait()
+        self.record.labels.update(self.token_ids.build_labels())
+        self.record.calls, self.record.unseen = self.calls, self.list_unseen()
+        generated = [log for log in self.layer_logs.values() if len(log.passes) > 1 and not log.is_cross]
+        self.record.prompt = generated[0].first_call[0] if generated else None
+        self.host_copier.wait()
         self.record.filling = False
 
-    def _refuse_unknown(self) -> None:
-        """Names of heads that no module has, in a block in which modules attended."""
-        places = [track.place for track in self.tracks.values()] + [self.places.of(name) for name in self.attended]
-        known = {*self.attended, *(place.name for place in places), *(place.index for place in places)}
-        asked = [*(layer for layer in self.layers or () if layer not in known)]
-        asked += [layer for layer in self.heads or () if layer and layer not in known]
-        asked += [name for name in self.silence if name not in self.silenced]
-        if asked and self.attended:
-            ran = ", ".join(dict.fromkeys(place.name for place in places))
-            raise CaptureError(f"{', '.join(map(repr, asked))} was asked for, but the layers that ran are {ran}")
+    def _check_requested_names(self) -> None:
+        """Refuses names in `layers`, `heads` or `ablate` that no module has, if any module attended."""
+        ran = [log.layer_name for log in self.layer_logs.values()]
+        ran += [self.layer_names.of(name) for name in self.attending_modules]
+        known = {*self.attending_modules, *(layer.short for layer in ran), *(layer.index for layer in ran)}
+        unknown = [*(layer for layer in self.layers or () if layer not in known)]
+        unknown += [layer for layer in self.heads or () if layer and layer not in known]
+        unknown += [name for name in self.ablate if name not in self.applied_ablations]
+        if unknown and self.attending_modules:
+            names = ", ".join(dict.fromkeys(layer.short for layer in ran))
+            raise CaptureError(
+                f"layers, heads and ablate must name layers that ran ({names}), got {', '.join(map(repr, unknown))}"
+            )
 
-    def unseen(self) -> list[str]:
-        """Attention modules that ran and whose attention was not seen, each with the reason."""
-        found = dict(self.reasons)
-        for name, module in self.places.known.items():
-            seen = self.called(name) or any(is_inside(name, each) for each in self.attended)
+    def list_unseen(self) -> list[str]:
+        """The attention modules that ran and were not recorded, each with the reason."""
+        reasons = dict(self.unseen_reasons)
+        for name, module in self.layer_names.attention_modules.items():
+            seen = self.has_attended(name) or any(is_inside(name, each) for each in self.attending_modules)
             if isinstance(module, torch.jit.ScriptModule):
-                found.setdefault(name, "it is scripted, and runs outside of Python")
-            elif self.ran[name] and not seen:
-                found.setdefault(name, self._reason(name))
-        return [f"{name}: {reason}" for name, reason in found.items()]
+                reasons.setdefault(name, "it is a scripted module and runs outside Python")
+            elif self.run_counts[name] and not seen:
+                reasons.setdefault(name, self._unseen_reason(name))
+        return [f"{name}: {reason}" for name, reason in reasons.items()]
 
-    def _reason(self, name: str) -> str:
-        if any(each == name or is_inside(each, name) for each in self.own_softmax):
-            return "it computes its softmax itself (eager attention), where no call shows queries and keys"
-        return "it ran without a call that foci knows"
+    def _unseen_reason(self, name: str) -> str:
+        if any(each == name or is_inside(each, name) for each in self.softmax_modules):
+            return "it computes its own softmax (eager attention), so no call has its queries and keys"
+        return "it ran without an attention call that foci recognizes"
 
 
 @cache
 def get_record_call_without_dynamo() -> Callable[[Recorder, str, Weights, Tensor], None]:
-    """How a call is recorded where there is a compiler, which does not look inside.
+    """`Recorder._record_call` with torch.compile disabled.
 
-    Of the class, not of a recorder: one that holds a method of its own would stay, and all that it kept with it, until
-    Python looks for cycles.
+    The method is that of the class: a recorder that held a bound method of its own would be a reference cycle, and
+    would keep its tensors until the garbage collector runs.
     """
-    found: Callable[[Recorder, str, Weights, Tensor], None] = sys.modules["torch._dynamo"].disable(Recorder._record)
+    found: Callable[[Recorder, str, Weights, Tensor], None] = sys.modules["torch._dynamo"].disable(
+        Recorder._record_call
+    )
     return found
 
 
 def group_heads_by_layer(heads: Iterable[int | str]) -> dict[str, list[int]]:
-    """Head numbers by layer name, those for all layers under ""."""
-    found: dict[str, list[int]] = {}
-    for asked in heads:
-        match = HEAD_NAME.fullmatch(asked) if isinstance(asked, str) else None
-        if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
-            found.setdefault("", []).append(asked)
+    """Head numbers by layer name; those for all layers are under ""."""
+    groups: dict[str, list[int]] = {}
+    for head in heads:
+        match = HEAD_NAME.fullmatch(head) if isinstance(head, str) else None
+        if isinstance(head, int) and not isinstance(head, bool) and head >= 0:
+            groups.setdefault("", []).append(head)
         elif match is not None and match["head"] is not None:
-            found.setdefault(str(asked).rpartition("H")[0], []).append(int(match["head"]))
+            groups.setdefault(str(head).rpartition("H")[0], []).append(int(match["head"]))
         else:
-            raise ValueError(f"heads takes numbers from 0 or names such as 'L5H3', but got {asked!r}")
-    return found
+            raise ValueError(f"heads must be numbers from 0 or names such as 'L5H3', got {head!r}")
+    return groups

@@ -34,7 +34,7 @@ from foci.capture.recorder import is_recomputation
 from foci.masks.kinds import causal
 from foci.runtime.checks import is_autocast_enabled
 from foci.scores import Dot
-from foci.weights.dense_attention import attention_and_matrix
+from foci.weights.dense_attention import attention_with_matrix
 from foci.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class AttentionMode(TorchFunctionMode):
                 kwargs["grad_tensors"] = kwargs.pop("gradient")
             with self:
                 return BACKWARD_FUNCTIONS[func](*args, **kwargs)
-        if handler is None or not self.recorder.stack:
+        if handler is None or not self.recorder.module_stack:
             return func(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise CaptureError(
@@ -93,11 +93,11 @@ def without_recording() -> Iterator[None]:
 def count_and_check(recorder: Recorder, name: str) -> bool:
     """Whether a call that a module makes is to be recorded; counts it."""
     if not is_recomputation():
-        recorder.met(name)
-    if not recorder.wants(name):
+        recorder.count_call(name)
+    if not recorder.is_selected(name):
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        recorder.cannot(name, "it ran inside a transform of torch.func, whose tensors end with it")
+        recorder.mark_unseen(name, "it ran inside a transform of torch.func, whose tensors end with it")
         return False
     return True
 
@@ -115,9 +115,9 @@ def zero_heads(out: Tensor, heads: list[int] | None, axis: int, name: str) -> Te
 
 def handle_foci_attention(mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments) -> Any:
     """`foci.attention`."""
-    recorder, name = mode.recorder, mode.recorder.here
+    recorder, name = mode.recorder, mode.recorder.current_module
     asked = kwargs.get("return_weights", False)
-    wanted, silent = count_and_check(recorder, name), recorder.silent(name)
+    wanted, silent = count_and_check(recorder, name), recorder.heads_to_ablate(name)
     if not wanted:
         return zero_heads_of_result(func(*args, **kwargs), asked, silent, name)
     query, key, value = args
@@ -129,7 +129,7 @@ def handle_foci_attention(mode: AttentionMode, func: Any, args: PositionalArgume
     else:
         given = out, weights = func(*args, **weighing)
         given = given if asked else out
-    recorder.saw(name, weights, fold_batch(query, key, value)[2])
+    recorder.record_call(name, weights, fold_batch(query, key, value)[2])
     return zero_heads_of_result(given, asked, silent, name)
 
 
@@ -160,13 +160,13 @@ def handle_attention_and_matrix(
     mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> tuple[Tensor, Tensor]:
     """`attention_and_matrix`: its caller asked for the whole matrix, and gets what it would have got."""
-    recorder, name = mode.recorder, mode.recorder.here
+    recorder, name = mode.recorder, mode.recorder.current_module
     out, matrix = func(*args, **kwargs)
     if count_and_check(recorder, name):
         with without_recording(), torch.no_grad():
             _, weights = attention(*args, mask=kwargs["mask"], bias=kwargs["bias"], return_weights=True)
-        recorder.saw(name, weights, args[2])
-    return zero_heads(out, recorder.silent(name), 1, name), matrix
+        recorder.record_call(name, weights, args[2])
+    return zero_heads(out, recorder.heads_to_ablate(name), 1, name), matrix
 
 
 @dataclass
@@ -223,8 +223,8 @@ class SdpaCall:
 
 def handle_sdpa(mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments) -> Tensor:
     """F.scaled_dot_product_attention."""
-    recorder, name = mode.recorder, mode.recorder.here
-    wanted, silent = count_and_check(recorder, name), recorder.silent(name)
+    recorder, name = mode.recorder, mode.recorder.current_module
+    wanted, silent = count_and_check(recorder, name), recorder.heads_to_ablate(name)
     if not wanted:
         return zero_heads_of_output(func(*args, **kwargs), silent, name)
     try:
@@ -235,11 +235,11 @@ def handle_sdpa(mode: AttentionMode, func: Any, args: PositionalArguments, kwarg
     except (TypeError, ValueError) as error:
         # PyTorch takes what foci does not, or says itself what is wrong: either way it is not foci that decides.
         out = func(*args, **kwargs)
-        recorder.cannot(name, f"foci refuses its call: {error}")
+        recorder.mark_unseen(name, f"foci refuses its call: {error}")
         return zero_heads_of_output(out, silent, name)
     if fused.dropout:
         out = func(*args, **kwargs)
-    recorder.saw(name, weights, fused.v)
+    recorder.record_call(name, weights, fused.v)
     return zero_heads_of_output(out, silent, name)
 
 
@@ -317,7 +317,7 @@ def record_multi_head_attention(
     mode: AttentionMode, out: Tensor, values: Tensor, products: MultiHeadProducts
 ) -> Tensor:
     """W V of all heads, (B H, Tq, D): everything is known now."""
-    recorder, name = mode.recorder, mode.recorder.here
+    recorder, name = mode.recorder, mode.recorder.current_module
     split = (-1, products.heads)
     assert products.queries is not None and products.keys is not None
     if count_and_check(recorder, name):
@@ -327,14 +327,14 @@ def record_multi_head_attention(
             bias = bias.unflatten(0, split) if bias.shape[0] > 1 else bias.unsqueeze(0)
         with without_recording():
             _, weights = attention(q, k, v, score=Dot(scale=1.0), bias=bias, return_weights=True)
-        recorder.saw(name, weights, v)
-    return zero_heads(out.unflatten(0, split), recorder.silent(name), 1, name).flatten(0, 1)
+        recorder.record_call(name, weights, v)
+    return zero_heads(out.unflatten(0, split), recorder.heads_to_ablate(name), 1, name).flatten(0, 1)
 
 
 def handle_softmax(mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments) -> Tensor:
     """A softmax of a module's own over something like a matrix of scores: no call shows its queries and keys."""
     if getattr(_running, "products", None) is None and args and isinstance(args[0], Tensor) and args[0].dim() > 2:
-        mode.recorder.own_softmax.add(mode.recorder.here)
+        mode.recorder.softmax_modules.add(mode.recorder.current_module)
     return func(*args, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -343,7 +343,7 @@ HANDLERS: dict[Any, Callable[[AttentionMode, Any, PositionalArguments, KeywordAr
     F.multi_head_attention_forward: handle_multi_head_attention,
     attention: handle_foci_attention,
     attention_forward: handle_huggingface_attention,
-    attention_and_matrix: handle_attention_and_matrix,
+    attention_with_matrix: handle_attention_and_matrix,
     torch.bmm: handle_matrix_product,
     torch.baddbmm: handle_matrix_product,
     F.softmax: handle_softmax,

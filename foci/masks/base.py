@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foci.masks.ranges import Spans
-from foci.masks.tile import Extent, Where
-from foci.runtime.checks import four_dimensional, on_device
+from foci.masks.ranges import KeyRanges
+from foci.masks.tile import CallSizes, Tile
+from foci.runtime.checks import to_call_device, to_four_dimensions
 
 CPU = torch.device("cpu")
 
@@ -22,19 +22,19 @@ CPU = torch.device("cpu")
 class Mask:
     """Says which keys a query may look at; joined by `&`, `|`, `~` with masks and with bool tensors."""
 
-    def visible(self, where: Where) -> Tensor:
+    def visible(self, where: Tile) -> Tensor:
         """True where the query may look at the key; broadcasts to (B, H, R, C)."""
         raise NotImplementedError
 
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
+    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
         """The keys that each query sees, as runs of key indices; `positioned`: positions were given by the caller.
 
         What plain numbers say is made on the device that the extent names: for whoever reads it that is the CPU, for a
         kernel its own, as a copy from the host would wait for all that the device has to do.
         """
-        return Spans.everything(extent)
+        return KeyRanges.everything(extent)
 
-    def fit(self, extent: Extent) -> Mask:
+    def fit(self, extent: CallSizes) -> Mask:
         """The same mask, checked against a call and with its tensors in normal form."""
         return self
 
@@ -44,13 +44,13 @@ class Mask:
         return True
 
     def __and__(self, other: Mask | Tensor) -> Mask:
-        return Both(self, as_mask(other))
+        return Intersection(self, as_mask(other))
 
     def __or__(self, other: Mask | Tensor) -> Mask:
-        return Either(self, as_mask(other))
+        return Union(self, as_mask(other))
 
     def __invert__(self) -> Mask:
-        return Opposite(self)
+        return Complement(self)
 
     __rand__ = __and__
     __ror__ = __or__
@@ -76,18 +76,18 @@ class Mask:
             raise ValueError(
                 f"a drawing of {sequences} sequences takes one of them, but got batch={batch}, head={head}"
             )
-        return draw(self, size._replace(queries=queries, keys=keys, heads=max(size.heads, head + 1)), batch, head)
+        return draw_mask(self, size._replace(queries=queries, keys=keys, heads=max(size.heads, head + 1)), batch, head)
 
     def __str__(self) -> str:
         size = self._drawn()
-        return f"{self!r}, {size.queries} queries and {size.keys} keys\n{draw(self, size, 0, 0)}"
+        return f"{self!r}, {size.queries} queries and {size.keys} keys\n{draw_mask(self, size, 0, 0)}"
 
-    def _drawn(self) -> Drawn:
+    def _drawn(self) -> DrawingSize:
         """What a drawing of it needs."""
-        return Drawn()
+        return DrawingSize()
 
 
-class Drawn(NamedTuple):
+class DrawingSize(NamedTuple):
     """The sizes of a drawing, and how firm they are: 0 where any would do, 2 where tensors decide."""
 
     firm: int = 0
@@ -104,121 +104,121 @@ def as_mask(mask: Mask | Tensor) -> Mask:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = f"a {mask.dtype} tensor" if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask must be a foci mask or a bool tensor (True = may look), but got {got}")
-    return Entries(mask)
+    return DenseMask(mask)
 
 
-def draw(mask: Mask, size: Drawn, batch: int, head: int) -> str:
+def draw_mask(mask: Mask, size: DrawingSize, batch: int, head: int) -> str:
     queries, keys, device = size.queries, size.keys, size.device
-    mask = mask.fit(Extent(size.batch, size.heads, queries, keys, device))
+    mask = mask.fit(CallSizes(size.batch, size.heads, queries, keys, device))
     query, key = torch.arange(queries, device=device).view(-1, 1), torch.arange(keys, device=device).view(1, -1)
     sequence, own = torch.tensor(batch, device=device), torch.tensor(head, device=device)
-    where = Where(sequence, own, query, key, query + keys - queries, key)
+    where = Tile(sequence, own, query, key, query + keys - queries, key)
     seen = mask.visible(where).cpu().broadcast_to(queries, keys).tolist()
     return "\n".join(" ".join("■" if entry else "·" for entry in row) for row in seen)
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class Entries(Mask):
+class DenseMask(Mask):
     """A bool tensor that broadcasts to the attention matrix."""
 
     entries: Tensor
 
-    def visible(self, where: Where) -> Tensor:
+    def visible(self, where: Tile) -> Tensor:
         return where.pick(self.entries)
 
-    def fit(self, extent: Extent) -> Mask:
-        return Entries(four_dimensional(on_device(self.entries, extent, "mask"), extent, "mask"))
+    def fit(self, extent: CallSizes) -> Mask:
+        return DenseMask(to_four_dimensions(to_call_device(self.entries, extent, "mask"), extent, "mask"))
 
-    def _drawn(self) -> Drawn:
+    def _drawn(self) -> DrawingSize:
         batch, heads, queries, keys = (1, 1, 1, 1, *self.entries.shape)[-4:]
         leading = tuple(self.entries.shape[:-3]) or (batch,)
-        return Drawn(2, queries, keys, leading, heads, self.entries.device)
+        return DrawingSize(2, queries, keys, leading, heads, self.entries.device)
 
     def __repr__(self) -> str:
         return f"bool tensor {tuple(self.entries.shape)}"
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class Both(Mask):
+class Intersection(Mask):
     """Visible where both masks allow it."""
 
     left: Mask
     right: Mask
 
-    def visible(self, where: Where) -> Tensor:
+    def visible(self, where: Tile) -> Tensor:
         return self.left.visible(where) & self.right.visible(where)
 
-    def fit(self, extent: Extent) -> Mask:
-        return Both(self.left.fit(extent), self.right.fit(extent))
+    def fit(self, extent: CallSizes) -> Mask:
+        return Intersection(self.left.fit(extent), self.right.fit(extent))
 
     @property
     def static(self) -> bool:
         return self.left.static and self.right.static
 
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
+    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
         return self.left.spans(extent, positioned) & self.right.spans(extent, positioned)
 
-    def _drawn(self) -> Drawn:
-        return joined(self.left, self.right)
+    def _drawn(self) -> DrawingSize:
+        return join_drawing_sizes(self.left, self.right)
 
     def __repr__(self) -> str:
-        return f"{bracketed(self.left, Either)} & {bracketed(self.right, Either)}"
+        return f"{format_operand(self.left, Union)} & {format_operand(self.right, Union)}"
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class Either(Mask):
+class Union(Mask):
     """Visible where at least one of the masks allows it."""
 
     left: Mask
     right: Mask
 
-    def visible(self, where: Where) -> Tensor:
+    def visible(self, where: Tile) -> Tensor:
         return self.left.visible(where) | self.right.visible(where)
 
-    def fit(self, extent: Extent) -> Mask:
-        return Either(self.left.fit(extent), self.right.fit(extent))
+    def fit(self, extent: CallSizes) -> Mask:
+        return Union(self.left.fit(extent), self.right.fit(extent))
 
     @property
     def static(self) -> bool:
         return self.left.static and self.right.static
 
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
+    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
         return self.left.spans(extent, positioned) | self.right.spans(extent, positioned)
 
-    def _drawn(self) -> Drawn:
-        return joined(self.left, self.right)
+    def _drawn(self) -> DrawingSize:
+        return join_drawing_sizes(self.left, self.right)
 
     def __repr__(self) -> str:
-        return f"{bracketed(self.left, Both)} | {bracketed(self.right, Both)}"
+        return f"{format_operand(self.left, Intersection)} | {format_operand(self.right, Intersection)}"
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class Opposite(Mask):
+class Complement(Mask):
     """Visible where the mask does not allow it."""
 
     mask: Mask
 
-    def visible(self, where: Where) -> Tensor:
+    def visible(self, where: Tile) -> Tensor:
         return ~self.mask.visible(where)
 
-    def fit(self, extent: Extent) -> Mask:
-        return Opposite(self.mask.fit(extent))
+    def fit(self, extent: CallSizes) -> Mask:
+        return Complement(self.mask.fit(extent))
 
     @property
     def static(self) -> bool:
         return self.mask.static
 
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
+    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
         return ~self.mask.spans(extent, positioned)
 
-    def _drawn(self) -> Drawn:
+    def _drawn(self) -> DrawingSize:
         return self.mask._drawn()
 
     def __repr__(self) -> str:
-        return f"~{bracketed(self.mask, Both, Either)}"
+        return f"~{format_operand(self.mask, Intersection, Union)}"
 
 
-def joined(left: Mask, right: Mask) -> Drawn:
+def join_drawing_sizes(left: Mask, right: Mask) -> DrawingSize:
     """The sizes of a drawing that shows both masks; one with tensors decides."""
     sizes = left._drawn(), right._drawn()
     return max(sizes, key=lambda size: size[:3])._replace(
@@ -228,5 +228,5 @@ def joined(left: Mask, right: Mask) -> Drawn:
     )
 
 
-def bracketed(mask: Mask, *kinds: type[Mask]) -> str:
+def format_operand(mask: Mask, *kinds: type[Mask]) -> str:
     return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)

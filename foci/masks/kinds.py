@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foci.masks.base import Drawn, Mask
-from foci.masks.ranges import Spans
-from foci.masks.tile import Extent, Where
-from foci.runtime.checks import broadcasts, is_unreadable, on_device, refuse_unless, taken, whole_numbers
+from foci.masks.base import DrawingSize, Mask
+from foci.masks.ranges import KeyRanges
+from foci.masks.tile import CallSizes, Tile
+from foci.runtime.checks import check_values, index_by_batch, is_broadcastable, is_traced, to_call_device, to_int_tensor
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Distances beyond it are this one, so that a position and a distance are still a number of 64 bits.
-FARTHEST = 2**62
+MAX_DISTANCE = 2**62
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -55,21 +55,21 @@ class Causal(Mask):
         ■ · · · ·
         ■ ■ · · ·
         """
-        if not is_whole(offset):
+        if not is_int(offset):
             raise TypeError(f"causal.at takes a whole number, but got {offset!r}")
-        return Causal(max(-FARTHEST, min(offset, FARTHEST)))
+        return Causal(max(-MAX_DISTANCE, min(offset, MAX_DISTANCE)))
 
-    def visible(self, where: Where) -> Tensor:
+    def visible(self, where: Tile) -> Tensor:
         if self.offset is None:
             return where.key_position <= where.query_position
         return where.key <= where.query + self.offset
 
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
+    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
         if self.offset is None and positioned:
-            return Spans.everything(extent)
+            return KeyRanges.everything(extent)
         offset = extent.keys - extent.queries if self.offset is None else self.offset
         last = torch.arange(extent.queries, device=extent.device) + offset
-        return Spans.run(torch.zeros_like(last), last + 1, extent)
+        return KeyRanges.run(torch.zeros_like(last), last + 1, extent)
 
     def __repr__(self) -> str:
         return "causal" if self.offset is None else f"causal.at({self.offset})"
@@ -92,12 +92,12 @@ class Window(Mask):
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             side = getattr(self, name)
-            if side is not None and (not is_whole(side) or side < 0):
+            if side is not None and (not is_int(side) or side < 0):
                 raise ValueError(f"window takes sizes >= 0 or None, but got left={self.left!r}, right={self.right!r}")
-            if side is not None and side > FARTHEST:
-                object.__setattr__(self, name, FARTHEST)
+            if side is not None and side > MAX_DISTANCE:
+                object.__setattr__(self, name, MAX_DISTANCE)
 
-    def visible(self, where: Where) -> Tensor:
+    def visible(self, where: Tile) -> Tensor:
         step = where.key_position - where.query_position
         seen = torch.ones_like(step, dtype=torch.bool)
         if self.left is not None:
@@ -106,13 +106,13 @@ class Window(Mask):
             seen = seen & (step <= self.right)
         return seen
 
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
+    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
         if positioned:
-            return Spans.everything(extent)
+            return KeyRanges.everything(extent)
         position = torch.arange(extent.queries, device=extent.device) + (extent.keys - extent.queries)
         low = torch.zeros_like(position) if self.left is None else position - self.left
         high = torch.full_like(position, extent.keys) if self.right is None else position + self.right + 1
-        return Spans.run(low, high, extent)
+        return KeyRanges.run(low, high, extent)
 
     def __repr__(self) -> str:
         return f"window({self.left})" if self.right == 0 else f"window({self.left}, {self.right})"
@@ -126,19 +126,19 @@ class Padding(Mask):
     side: str = "right"
     keys: int = 0
 
-    def visible(self, where: Where) -> Tensor:
+    def visible(self, where: Tile) -> Tensor:
         length = self.lengths[where.batch]
         return where.key < length if self.side == "right" else where.key >= self.keys - length
 
-    def fit(self, extent: Extent) -> Mask:
-        lengths = on_device(self.lengths, extent, "padding lengths")
+    def fit(self, extent: CallSizes) -> Mask:
+        lengths = to_call_device(self.lengths, extent, "padding lengths")
         if lengths.shape not in {extent.batch, (extent.flat_batch,)} and not (
             not extent.batch and lengths.numel() == 1
         ):
             raise ValueError(
                 f"padding expects one length per sequence, shape {tuple(extent.batch)}, but got {tuple(lengths.shape)}"
             )
-        refuse_unless(
+        check_values(
             (lengths >= 0) & (lengths <= extent.keys),
             lambda: f"padding lengths must lie between 0 and the {extent.keys} keys, but got {lengths.tolist()}",
         )
@@ -148,18 +148,18 @@ class Padding(Mask):
     def static(self) -> bool:
         return False
 
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
+    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
         lengths = self.lengths.view(-1, 1).expand(-1, extent.queries)
         if self.side == "right":
-            return Spans.run(torch.zeros_like(lengths), lengths, extent)
-        return Spans.run(extent.keys - lengths, torch.full_like(lengths, extent.keys), extent)
+            return KeyRanges.run(torch.zeros_like(lengths), lengths, extent)
+        return KeyRanges.run(extent.keys - lengths, torch.full_like(lengths, extent.keys), extent)
 
-    def _drawn(self) -> Drawn:
+    def _drawn(self) -> DrawingSize:
         keys = max(int(self.lengths.max()), 6) if self.lengths.numel() else 6
-        return Drawn(1, min(keys, 32), keys, tuple(self.lengths.shape), 1, self.lengths.device)
+        return DrawingSize(1, min(keys, 32), keys, tuple(self.lengths.shape), 1, self.lengths.device)
 
     def __repr__(self) -> str:
-        return f"padding({shown(self.lengths)}{'' if self.side == 'right' else ', side=' + repr(self.side)})"
+        return f"padding({format_tensor(self.lengths)}{'' if self.side == 'right' else ', side=' + repr(self.side)})"
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -169,20 +169,22 @@ class Documents(Mask):
     query_ids: Tensor
     key_ids: Tensor | None = None
 
-    def visible(self, where: Where) -> Tensor:
-        return taken(self.query_ids, where.batch, where.query) == taken(self._key_ids(), where.batch, where.key)
+    def visible(self, where: Tile) -> Tensor:
+        return index_by_batch(self.query_ids, where.batch, where.query) == index_by_batch(
+            self._key_ids(), where.batch, where.key
+        )
 
     def _key_ids(self) -> Tensor:
         return self.query_ids if self.key_ids is None else self.key_ids
 
-    def fit(self, extent: Extent) -> Mask:
+    def fit(self, extent: CallSizes) -> Mask:
         queries = self._fitted(self.query_ids, extent, extent.queries, "query_ids")
         keys = self._fitted(self._key_ids(), extent, extent.keys, "key_ids" if self.key_ids is not None else "ids")
         return Documents(queries, keys)
 
     @staticmethod
-    def _fitted(ids: Tensor, extent: Extent, length: int, name: str) -> Tensor:
-        ids = on_device(ids, extent, f"documents {name}")
+    def _fitted(ids: Tensor, extent: CallSizes, length: int, name: str) -> Tensor:
+        ids = to_call_device(ids, extent, f"documents {name}")
         if ids.shape not in {(length,), (1, length), (*extent.batch, length), (extent.flat_batch, length)}:
             raise ValueError(
                 f"documents {name} must have shape {(length,)} or {(*extent.batch, length)}, but got {tuple(ids.shape)}"
@@ -193,7 +195,7 @@ class Documents(Mask):
     def static(self) -> bool:
         return False
 
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
+    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
         """From the first to the last key of each query's document; documents need not be contiguous."""
         queries, keys = self.query_ids, self._key_ids()
         rows = torch.broadcast_shapes(queries.shape[:1], keys.shape[:1])[0]
@@ -204,15 +206,15 @@ class Documents(Mask):
         found = last >= first
         low = order.indices.gather(1, first.clamp(max=extent.keys - 1)) if extent.keys else first
         high = order.indices.gather(1, last.clamp(min=0)) + 1 if extent.keys else first
-        return Spans.run(low * found, high * found, extent, exact=False)
+        return KeyRanges.run(low * found, high * found, extent, exact=False)
 
-    def _drawn(self) -> Drawn:
+    def _drawn(self) -> DrawingSize:
         queries, keys = self.query_ids, self._key_ids()
-        return Drawn(2, queries.shape[-1], keys.shape[-1], tuple(queries.shape[:-1]) or (1,), 1, queries.device)
+        return DrawingSize(2, queries.shape[-1], keys.shape[-1], tuple(queries.shape[:-1]) or (1,), 1, queries.device)
 
     def __repr__(self) -> str:
-        keys = "" if self.key_ids is None else f", {shown(self.key_ids)}"
-        return f"documents({shown(self.query_ids)}{keys})"
+        keys = "" if self.key_ids is None else f", {format_tensor(self.key_ids)}"
+        return f"documents({format_tensor(self.query_ids)}{keys})"
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -229,37 +231,37 @@ class Prefix(Mask):
     length: int
 
     def __post_init__(self) -> None:
-        if not is_whole(self.length) or self.length < 0:
+        if not is_int(self.length) or self.length < 0:
             raise ValueError(f"prefix takes a whole number >= 0, but got {self.length!r}")
-        if self.length > FARTHEST:
-            object.__setattr__(self, "length", FARTHEST)
+        if self.length > MAX_DISTANCE:
+            object.__setattr__(self, "length", MAX_DISTANCE)
 
-    def visible(self, where: Where) -> Tensor:
+    def visible(self, where: Tile) -> Tensor:
         return where.key_position < self.length
 
-    def spans(self, extent: Extent, positioned: bool) -> Spans:
+    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
         if positioned:
-            return Spans.everything(extent)
+            return KeyRanges.everything(extent)
         high = torch.full((extent.queries,), self.length, device=extent.device)
-        return Spans.run(torch.zeros_like(high), high, extent)
+        return KeyRanges.run(torch.zeros_like(high), high, extent)
 
     def __repr__(self) -> str:
         return f"prefix({self.length})"
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class FromFunction(Mask):
+class MaskFunction(Mask):
     """Any rule of your own: f(batch, head, query_position, key_position) -> bool, on index tensors."""
 
     function: Predicate
 
-    def visible(self, where: Where) -> Tensor:
+    def visible(self, where: Tile) -> Tensor:
         seen = self.function(where.batch, where.head, where.query_position, where.key_position)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
             got = f"a {seen.dtype} tensor" if isinstance(seen, Tensor) else type(seen).__name__
             raise TypeError(f"a from_function mask must return a bool tensor, but {self!r} returned {got}")
         tile = torch.broadcast_shapes(where.batch.shape, where.head.shape, where.query.shape, where.key.shape)
-        if not broadcasts(seen.shape, tile):
+        if not is_broadcastable(seen.shape, tile):
             raise ValueError(f"{self!r} must return what broadcasts to {tuple(tile)}, but got {tuple(seen.shape)}")
         return seen
 
@@ -279,7 +281,7 @@ def padding(lengths: Tensor | list[int], side: str = "right") -> Mask:
     """Only the first `lengths[b]` keys of sequence b are real, or the last ones with side="left"."""
     if side not in {"right", "left"}:
         raise ValueError(f"padding takes side='right' or side='left', but got {side!r}")
-    return Padding(whole_numbers(lengths, "padding lengths"), side)
+    return Padding(to_int_tensor(lengths, "padding lengths"), side)
 
 
 def documents(query_ids: Tensor | list[int], key_ids: Tensor | list[int] | None = None) -> Mask:
@@ -292,8 +294,8 @@ def documents(query_ids: Tensor | list[int], key_ids: Tensor | list[int] | None 
     · · ■ ■ ■
     · · ■ ■ ■
     """
-    keys = None if key_ids is None else whole_numbers(key_ids, "documents key_ids")
-    return Documents(whole_numbers(query_ids, "documents query_ids"), keys)
+    keys = None if key_ids is None else to_int_tensor(key_ids, "documents key_ids")
+    return Documents(to_int_tensor(query_ids, "documents query_ids"), keys)
 
 
 def prefix(length: int) -> Mask:
@@ -301,7 +303,7 @@ def prefix(length: int) -> Mask:
     return Prefix(length)
 
 
-def from_function(function: Predicate) -> Mask:
+def mask_function(function: Predicate) -> Mask:
     """Any rule f(batch, head, query_position, key_position) -> bool, written on index tensors that broadcast.
 
     >>> print(from_function(lambda b, h, q, k: (q - k) % 2 == 0).draw(3))
@@ -311,15 +313,15 @@ def from_function(function: Predicate) -> Mask:
     """
     if not callable(function):
         raise TypeError(f"from_function takes a function of four index tensors, but got {type(function).__name__}")
-    return FromFunction(function)
+    return MaskFunction(function)
 
 
-def is_whole(number: object) -> bool:
+def is_int(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
-def shown(tensor: Tensor) -> str:
+def format_tensor(tensor: Tensor) -> str:
     # Reading values would wait for a GPU and stop a compiler, and every backend names the mask that it refuses.
-    if tensor.numel() <= 12 and tensor.device.type == "cpu" and not is_unreadable(tensor):
+    if tensor.numel() <= 12 and tensor.device.type == "cpu" and not is_traced(tensor):
         return repr(tensor.tolist())
     return f"{tensor.dtype} tensor {tuple(tensor.shape)}"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foci.masks.tile import Extent
+from foci.masks.tile import CallSizes
 
 
 class Segment(NamedTuple):
@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
+class KeyRanges:
     """Runs of keys, each a (low, high) pair of (Bm, Tq) tensors; low >= high is an empty run.
 
     Two runs are disjoint and in order. Where not `exact`, a query sees nothing outside but maybe not all inside.
@@ -39,29 +39,29 @@ class Spans:
     exact: bool
 
     @classmethod
-    def everything(cls, extent: Extent) -> Spans:
+    def everything(cls, extent: CallSizes) -> KeyRanges:
         low = torch.zeros((1, extent.queries), dtype=torch.int64, device=extent.device)
         return cls(((low, torch.full_like(low, extent.keys)),), extent.keys, exact=False)
 
     @classmethod
-    def run(cls, low: Tensor, high: Tensor, extent: Extent, exact: bool = True) -> Spans:
+    def run(cls, low: Tensor, high: Tensor, extent: CallSizes, exact: bool = True) -> KeyRanges:
         low, high = (torch.atleast_2d(ends.clamp(0, extent.keys)) for ends in (low, high))
         return cls(((low, high),), extent.keys, exact)
 
-    def __and__(self, other: Spans) -> Spans:
+    def __and__(self, other: KeyRanges) -> KeyRanges:
         runs = [
-            (torch.maximum(*same_device(a, c)), torch.minimum(*same_device(b, d)))
+            (torch.maximum(*to_same_device(a, c)), torch.minimum(*to_same_device(b, d)))
             for a, b in self.runs
             for c, d in other.runs
         ]
-        spans = Spans(tuple(runs), self.keys, self.exact and other.exact)
+        spans = KeyRanges(tuple(runs), self.keys, self.exact and other.exact)
         return spans if len(runs) <= 2 else spans.hull()
 
-    def __or__(self, other: Spans) -> Spans:
+    def __or__(self, other: KeyRanges) -> KeyRanges:
         if len(self.runs) + len(other.runs) > 2:
-            return Spans((*self.runs, *other.runs), self.keys, exact=False).hull()
+            return KeyRanges((*self.runs, *other.runs), self.keys, exact=False).hull()
         (a, b), (c, d) = self.runs[0], other.runs[0]
-        (a, c), (b, d) = same_device(a, c), same_device(b, d)
+        (a, c), (b, d) = to_same_device(a, c), to_same_device(b, d)
         a, b, c, d = torch.broadcast_tensors(a, b, c, d)
         # An empty run is moved onto the other one, so that it neither separates nor widens.
         a, b = torch.where(a < b, a, c), torch.where(a < b, b, c)
@@ -70,36 +70,36 @@ class Spans:
         low, high = torch.minimum(a, c), torch.maximum(b, d)
         first = (low, torch.where(apart, torch.minimum(b, d), high))
         second = (torch.where(apart, torch.maximum(a, c), high), high)
-        return Spans((first, second), self.keys, self.exact and other.exact)
+        return KeyRanges((first, second), self.keys, self.exact and other.exact)
 
-    def __invert__(self) -> Spans:
+    def __invert__(self) -> KeyRanges:
         if not self.exact or len(self.runs) > 1:
             low = torch.zeros_like(self.runs[0][0])
-            return Spans(((low, torch.full_like(low, self.keys)),), self.keys, exact=False)
+            return KeyRanges(((low, torch.full_like(low, self.keys)),), self.keys, exact=False)
         low, high = self.runs[0]
         high = torch.maximum(low, high)
-        return Spans(((torch.zeros_like(low), low), (high, torch.full_like(low, self.keys))), self.keys, exact=True)
+        return KeyRanges(((torch.zeros_like(low), low), (high, torch.full_like(low, self.keys))), self.keys, exact=True)
 
-    def of(self, batches: Tensor) -> Spans:
+    def of(self, batches: Tensor) -> KeyRanges:
         """The spans of some of the sequences."""
 
         def chosen(ends: Tensor) -> Tensor:
             return ends if ends.shape[0] == 1 else ends[batches.to(ends.device)]
 
-        return Spans(tuple((chosen(low), chosen(high)) for low, high in self.runs), self.keys, self.exact)
+        return KeyRanges(tuple((chosen(low), chosen(high)) for low, high in self.runs), self.keys, self.exact)
 
-    def hull(self) -> Spans:
+    def hull(self) -> KeyRanges:
         """One run per query that holds all of its runs."""
         lows = [torch.where(a < b, a, self.keys) for a, b in self.runs]
         highs = [torch.where(a < b, b, 0) for a, b in self.runs]
         low, high = lows[0], highs[0]
         for a, b in zip(lows[1:], highs[1:], strict=True):
-            low, high = torch.minimum(*same_device(low, a)), torch.maximum(*same_device(high, b))
-        return Spans(((low, high),), self.keys, exact=False)
+            low, high = torch.minimum(*to_same_device(low, a)), torch.maximum(*to_same_device(high, b))
+        return KeyRanges(((low, high),), self.keys, exact=False)
 
     def tensor(self, device: torch.device) -> Tensor:
         """(Bm, runs, 2, Tq) int32: the form that kernels read."""
-        runs = [torch.stack(torch.broadcast_tensors(*same_device(low, high)), dim=1) for low, high in self.runs]
+        runs = [torch.stack(torch.broadcast_tensors(*to_same_device(low, high)), dim=1) for low, high in self.runs]
         return torch.stack(torch.broadcast_tensors(*runs), dim=1).to(device=device, dtype=torch.int32).contiguous()
 
     def segments(self, rows: int) -> list[list[Segment]]:
@@ -110,7 +110,7 @@ class Spans:
         ]
 
     def _strips(self, low: Tensor, high: Tensor, rows: int) -> list[Segment]:
-        low, high = torch.broadcast_tensors(*same_device(low, high))
+        low, high = torch.broadcast_tensors(*to_same_device(low, high))
         seen = low < high
         start = strip_min(torch.where(seen, low, self.keys), rows, self.keys)
         stop = -strip_min(torch.where(seen, -high, 0), rows, 0)
@@ -126,7 +126,7 @@ def strip_min(values: Tensor, rows: int, fill: int) -> Tensor:
     return padded.view(values.shape[0], -1, rows).amin(dim=(0, 2))
 
 
-def same_device(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def to_same_device(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Where the ends shall be read, those of plain numbers are on the CPU until they meet those of a tensor."""
     if a.device == b.device:
         return a, b

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Extent(NamedTuple):
+class CallSizes(NamedTuple):
     """The sizes of one call: what a mask or a bias has to fit."""
 
     batch: tuple[int, ...]
@@ -36,7 +36,7 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class Tile:
     """Index tensors that broadcast to (B, H, R, C); single numbers inside FlexAttention.
 
     `query` and `key` count from 0 along the tensors; the positions are where those tokens stand.

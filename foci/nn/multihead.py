@@ -13,7 +13,7 @@ from foci.call import attention
 from foci.masks.base import Mask
 from foci.masks.kinds import causal
 from foci.nn import multihead_checks
-from foci.weights.dense_attention import attention_and_matrix
+from foci.weights.dense_attention import attention_with_matrix
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -119,7 +119,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """(N, H, L, D), and the weights where they are asked for."""
         dropout = self.dropout if self.training else 0.0
         if need_weights:
-            out, weights = attention_and_matrix(q, k, v, mask=mask, bias=bias, dropout=dropout, average=average)
+            out, weights = attention_with_matrix(q, k, v, mask=mask, bias=bias, dropout=dropout, average=average)
             return out, weights.to(q.dtype)
         out = attention(q, k, v, mask=mask, bias=bias, dropout=dropout)
         assert isinstance(out, Tensor)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.weights.grouping import group_ids
+from foci.weights.grouping import assign_groups
 from foci.weights.summary import Top
-from foci.weights.weights import is_count
+from foci.weights.weights import is_positive_int
 
 
 class DenseWeights:
@@ -24,14 +24,14 @@ class DenseWeights:
 
     Args:
         matrix: (..., Tq, Tk) of any float dtype.
-        places: where the queries stand among the keys, (Tq,); None: the last query at the last key.
+        positions: where the queries stand among the keys, (Tq,); None: the last query at the last key.
     """
 
-    def __init__(self, matrix: Tensor, places: Tensor | None = None) -> None:
+    def __init__(self, matrix: Tensor, positions: Tensor | None = None) -> None:
         self.matrix = matrix
         queries, keys = matrix.shape[-2:]
         default = torch.arange(queries) + (keys - queries)
-        self.places = (default if places is None else places).to(matrix.device)
+        self.positions = (default if positions is None else positions).to(matrix.device)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class DenseWeights:
     def mean(self, over: str) -> DenseWeights:
         if over != "heads":
             raise ValueError(f"a matrix can be averaged over 'heads', but got {over!r}")
-        return DenseWeights(self._wide.mean(-3), self.places)
+        return DenseWeights(self._wide.mean(-3), self.positions)
 
     def entropy(self) -> Tensor:
         nats: Tensor = torch.special.entr(self._wide)
@@ -70,10 +70,10 @@ class DenseWeights:
 
     def distance(self) -> Tensor:
         keys = torch.arange(self.shape[-1], device=self.matrix.device)
-        return (self._wide * (keys - self.places[:, None]).abs()).sum(-1)
+        return (self._wide * (keys - self.positions[:, None]).abs()).sum(-1)
 
     def top(self, k: int) -> Top:
-        if not is_count(k) or k > self.shape[-1]:
+        if not is_positive_int(k) or k > self.shape[-1]:
             raise ValueError(f"top takes a whole number from 1 to the {self.shape[-1]} keys, but got {k!r}")
         # A stable order: exact ties go to the lower key.
         values, keys = self._wide.sort(dim=-1, descending=True, stable=True)
@@ -84,7 +84,7 @@ class DenseWeights:
         if reduce not in {"mean", "max"}:
             raise ValueError(f"picture takes reduce='mean' or reduce='max', but got {reduce!r}")
         queries, keys = self.shape[-2:]
-        if not (is_count(rows) and is_count(columns) and rows <= queries and columns <= keys):
+        if not (is_positive_int(rows) and is_positive_int(columns) and rows <= queries and columns <= keys):
             raise ValueError(
                 f"a picture of {queries} queries and {keys} keys takes 1 to {queries} rows and 1 to {keys} columns,"
                 f" but got {rows!r} x {columns!r}"
@@ -93,8 +93,8 @@ class DenseWeights:
 
     def grouped(self, query_groups: Any, key_groups: Any) -> Tensor:
         queries, keys = self.shape[-2:]
-        rows = build_group_membership(*group_ids(query_groups, queries, "query_groups", self.matrix.device))
-        columns = build_group_membership(*group_ids(key_groups, keys, "key_groups", self.matrix.device))
+        rows = build_group_membership(*assign_groups(query_groups, queries, "query_groups", self.matrix.device))
+        columns = build_group_membership(*assign_groups(key_groups, keys, "key_groups", self.matrix.device))
         found = self._wide
         rows, columns = rows.to(found.dtype), columns.to(found.dtype)
         return (rows / rows.sum(-1, keepdim=True)) @ found @ columns.mT

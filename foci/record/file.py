@@ -14,7 +14,7 @@ from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.metrics import HEAD_SCORES, ScoreTotals
 from foci.runtime import safetensors_file
-from foci.weights.file import need, whole
+from foci.weights.file import is_int_tuple, require
 from foci.weights.weights import Weights
 
 RECORD_FORMAT = "foci.record/1"
@@ -71,15 +71,15 @@ def parse_record(found: dict[str, Any]) -> dict[str, Any]:
     # Files of earlier versions say nothing of notes.
     found = {"notes": ()} | found
     parts = {*PLAIN_FIELDS, "layers", "labels", "added"}
-    need(found.keys() == parts, f"the parts {sorted(parts)}", sorted(found))
+    require(found.keys() == parts, f"the parts {sorted(parts)}", sorted(found))
     check_plain_fields(found)
-    need(isinstance(found["layers"], tuple), "a list of layers", type(found["layers"]).__name__)
+    require(isinstance(found["layers"], tuple), "a list of layers", type(found["layers"]).__name__)
     layers = [parse_layer(part) for part in found["layers"]]
-    need(
+    require(
         len({layer.name for layer in layers}) == len(layers), "layers of different names", [x.name for x in layers][:8]
     )
-    need(is_dict(found["labels"]), "labels by name", type(found["labels"]).__name__)
-    need(is_dict(found["added"]), "sums by layer", type(found["added"]).__name__)
+    require(is_dict(found["labels"]), "labels by name", type(found["labels"]).__name__)
+    require(is_dict(found["added"]), "sums by layer", type(found["added"]).__name__)
     return found | {
         "layers": {layer.name: layer for layer in layers},
         "labels": {name: parse_labels(part) for name, part in found["labels"].items()},
@@ -88,35 +88,35 @@ def parse_record(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_plain_fields(found: dict[str, Any]) -> None:
-    need(isinstance(found["model"], str), "a text for model", type(found["model"]).__name__)
-    need(whole((found["calls"], found["sequences"])), "whole numbers for calls and sequences", found["calls"])
+    require(isinstance(found["model"], str), "a text for model", type(found["model"]).__name__)
+    require(is_int_tuple((found["calls"], found["sequences"])), "whole numbers for calls and sequences", found["calls"])
     for name in ("unseen", "notes"):
-        need(is_tuple_of_strings(found[name]), f"texts for {name}", type(found[name]).__name__)
-    need(found["prompt"] is None or whole((found["prompt"],)), "a whole number for prompt", found["prompt"])
-    need(
+        require(is_tuple_of_strings(found[name]), f"texts for {name}", type(found[name]).__name__)
+    require(found["prompt"] is None or is_int_tuple((found["prompt"],)), "a whole number for prompt", found["prompt"])
+    require(
         found["answer"] is None or isinstance(found["answer"], str), "a text for answer", type(found["answer"]).__name__
     )
 
 
 def parse_layer(part: Any) -> Layer:
-    need(
+    require(
         is_dict(part) and part.keys() == {*LAYER_FIELDS, *LAYER_CONTENTS},
         f"a layer with {[*LAYER_FIELDS, *LAYER_CONTENTS]}",
         str(part)[:80],
     )
     for name in ("name", "stack", "queries", "keys"):
-        need(isinstance(part[name], str), f"a text for {name}", part[name])
+        require(isinstance(part[name], str), f"a text for {name}", part[name])
     check_stack_name(part["stack"])
-    need(whole((part["index"], part["kv_heads"])), "whole numbers for index and kv_heads", part["index"])
-    need(whole(part["heads"]), "whole numbers for heads", part["heads"])
-    need(part["rows"] is None or whole(part["rows"]), "whole numbers for rows", str(part["rows"])[:80])
+    require(is_int_tuple((part["index"], part["kv_heads"])), "whole numbers for index and kv_heads", part["index"])
+    require(is_int_tuple(part["heads"]), "whole numbers for heads", part["heads"])
+    require(part["rows"] is None or is_int_tuple(part["rows"]), "whole numbers for rows", str(part["rows"])[:80])
     behind = {"weights": None, "kept": None, "matrix": part["matrix"]}
     if part["weights"] is not None:
         behind["weights"] = Weights.from_parts(part["weights"])
     if part["kept"] is not None:
         behind["kept"] = parse_kept_statistics(part["kept"])
     if part["matrix"] is not None:
-        need(is_float_tensor(part["matrix"], 4), "a float matrix (B, H, Tq, Tk)", type(part["matrix"]).__name__)
+        require(is_float_tensor(part["matrix"], 4), "a float matrix (B, H, Tq, Tk)", type(part["matrix"]).__name__)
     layer = Layer(**{name: part[name] for name in LAYER_FIELDS}, values=part["values"], **behind)
     check_layer_tensors(layer)
     return layer
@@ -125,7 +125,7 @@ def parse_layer(part: Any) -> Layer:
 def check_stack_name(name: str) -> None:
     """A stack is a part of the names of heads, "cross.L0H1", which people read and type."""
     fits = len(name) <= MAX_STACK_NAME_LENGTH and name.isprintable() and not {" ", ".", "#"} & {*name}
-    need(
+    require(
         fits,
         f"a stack's name of at most {MAX_STACK_NAME_LENGTH} letters without a space, a dot or #",
         ascii(name[: MAX_STACK_NAME_LENGTH + 1]),
@@ -135,27 +135,29 @@ def check_stack_name(name: str) -> None:
 def check_layer_tensors(layer: Layer) -> None:
     """What stands beside the matrix fits it."""
     batch, heads, queries, keys = layer.shape
-    need(0 < layer.kv_heads <= max(heads, 1), f"1 to {heads} key heads", layer.kv_heads)
+    require(0 < layer.kv_heads <= max(heads, 1), f"1 to {heads} key heads", layer.kv_heads)
     for name, tensor, rest in (("value_norms", layer.value_norms, 0), ("values", layer.values, 1)):
         if tensor is not None:
             fits = is_float_tensor(tensor, 3 + rest) and tuple(tensor.shape[:3]) == (batch, layer.kv_heads, keys)
-            need(fits, f"{name} ({batch}, {layer.kv_heads}, {keys}{', Dv' * rest})", shape_or_type_of(tensor))
-    places = layer.query_places
+            require(fits, f"{name} ({batch}, {layer.kv_heads}, {keys}{', Dv' * rest})", shape_or_type_of(tensor))
+    places = layer.query_positions
     if places is not None:
         fits = isinstance(places, Tensor) and places.dtype == torch.int64 and places.shape == (queries,)
-        need(fits, f"query_places int64 ({queries},)", shape_or_type_of(places))
+        require(fits, f"query_places int64 ({queries},)", shape_or_type_of(places))
 
 
 def parse_kept_statistics(part: Any) -> KeptStatistics:
-    need(is_dict(part) and whole(part.get("shape")), "kept statistics with their shape", str(part)[:80])
+    require(is_dict(part) and is_int_tuple(part.get("shape")), "kept statistics with their shape", str(part)[:80])
     shape = part["shape"]
-    need(len(shape) == 4, "a shape (B, H, Tq, Tk)", shape)
+    require(len(shape) == 4, "a shape (B, H, Tq, Tk)", shape)
     statistics = {name: tensor for name, tensor in part.items() if name != "shape"}
     # These are always kept, and tie the shape to tensors: a file cannot name a size that it does not hold.
-    need({"entropy", "received"} <= statistics.keys(), "entropy and received among what was kept", sorted(statistics))
+    require(
+        {"entropy", "received"} <= statistics.keys(), "entropy and received among what was kept", sorted(statistics)
+    )
     sizes = {"q": shape[2], "k": shape[3]}
     for name, tensor in statistics.items():
-        need(
+        require(
             name in STATISTIC_AXES and isinstance(tensor, Tensor),
             f"one of the statistics {', '.join(STATISTIC_AXES)}",
             name,
@@ -164,50 +166,50 @@ def parse_kept_statistics(part: Any) -> KeptStatistics:
         fits = tensor.dim() == len(expected) and all(
             want in {-1, size} for want, size in zip(expected, tensor.shape, strict=True)
         )
-        need(fits, f"{name} {expected}", shape_or_type_of(tensor))
+        require(fits, f"{name} {expected}", shape_or_type_of(tensor))
         integers = name == "top_keys"
-        need(
+        require(
             tensor.is_floating_point() != integers, f"{name} of {'whole' if integers else 'real'} numbers", tensor.dtype
         )
-    need(("top_keys" in statistics) == ("top_values" in statistics), "top_values with top_keys", sorted(statistics))
+    require(("top_keys" in statistics) == ("top_values" in statistics), "top_values with top_keys", sorted(statistics))
     if "top_keys" in statistics:
         keys = statistics["top_keys"]
-        need(
+        require(
             keys.shape == statistics["top_values"].shape, "top_values and top_keys of one shape", shape_or_type_of(keys)
         )
-        need(bool(((keys >= -1) & (keys < shape[3])).all()), f"top_keys from -1 to {shape[3] - 1}", "others")
+        require(bool(((keys >= -1) & (keys < shape[3])).all()), f"top_keys from -1 to {shape[3] - 1}", "others")
     return KeptStatistics(statistics, shape)
 
 
 def parse_labels(part: Any) -> Labels:
-    need(is_dict(part) and part.keys() == {*LABELS_FIELDS}, f"labels with {list(LABELS_FIELDS)}", str(part)[:80])
+    require(is_dict(part) and part.keys() == {*LABELS_FIELDS}, f"labels with {list(LABELS_FIELDS)}", str(part)[:80])
     texts, words, grid = part["texts"], part["words"], part["grid"]
-    need(
+    require(
         isinstance(texts, tuple) and all(map(is_tuple_of_strings, texts)),
         "texts by sequence and position",
         type(texts).__name__,
     )
-    need(isinstance(part["kind"], str), "a kind of labels", part["kind"])
+    require(isinstance(part["kind"], str), "a kind of labels", part["kind"])
     if words is not None:
         numbers = isinstance(words, tuple) and all(isinstance(row, tuple) for row in words)
-        need(numbers and all(n is None or type(n) is int for row in words for n in row), "words by number", "others")
-    need(grid is None or (whole(grid) and len(grid) == 2), "a grid of rows and columns", grid)
-    need(whole((part["leading"],)), "a whole number for leading", part["leading"])
-    need(
+        require(numbers and all(n is None or type(n) is int for row in words for n in row), "words by number", "others")
+    require(grid is None or (is_int_tuple(grid) and len(grid) == 2), "a grid of rows and columns", grid)
+    require(is_int_tuple((part["leading"],)), "a whole number for leading", part["leading"])
+    require(
         part["images"] is None or isinstance(part["images"], Tensor),
         "images as a tensor",
         type(part["images"]).__name__,
     )
     seconds = part["seconds"]
-    need(seconds is None or (is_real_number(seconds) and 0 < seconds < math.inf), "seconds above 0", seconds)
+    require(seconds is None or (is_real_number(seconds) and 0 < seconds < math.inf), "seconds above 0", seconds)
     return Labels(**part)
 
 
 def parse_score_totals(part: Any) -> ScoreTotals:
-    need(is_dict(part) and part.keys() <= HEAD_SCORES.keys(), f"sums of {', '.join(HEAD_SCORES)}", str(part)[:80])
+    require(is_dict(part) and part.keys() <= HEAD_SCORES.keys(), f"sums of {', '.join(HEAD_SCORES)}", str(part)[:80])
     for name, pair in part.items():
         fits = isinstance(pair, tuple) and len(pair) == 2 and all(is_float_tensor(t, 1) for t in pair)
-        need(fits and pair[0].shape == pair[1].shape, f"sum and count of {name} for each head", str(pair)[:80])
+        require(fits and pair[0].shape == pair[1].shape, f"sum and count of {name} for each head", str(pair)[:80])
     return ScoreTotals(part)
 
 

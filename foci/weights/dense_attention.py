@@ -16,21 +16,21 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from foci import backends
-from foci.arguments import Call, prepare
-from foci.backends import blocked, reference
-from foci.biases import Added
+from foci.arguments import Call, prepare_call
+from foci.backends import reference, strips
+from foci.biases import DenseBias
 from foci.masks.base import Mask
-from foci.runtime.checks import keeps_dtypes
-from foci.runtime.double_backward import apart
+from foci.runtime.checks import disable_autocast
+from foci.runtime.double_backward import make_distinct_views
 from foci.scores import Dot
 from foci.statistics import streaming
 from foci.weights import dense_attention_c
 
 # Below this a logarithm stands for "not seen".
-UNSEEN = streaming.HIDDEN / 2
+MASKED_LOG2 = streaming.HIDDEN / 2
 
 
-def attention_and_matrix(
+def attention_with_matrix(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,19 +53,19 @@ def attention_and_matrix(
     if has_torch_function_variadic(query, key, value):
         options: dict[str, Any] = {"mask": mask, "bias": bias, "dropout": dropout, "average": average}
         overridden: tuple[Tensor, Tensor] = handle_torch_function(
-            attention_and_matrix, (query, key, value), query, key, value, **options
+            attention_with_matrix, (query, key, value), query, key, value, **options
         )
         return overridden
     if query.dim() != 4:
         raise ValueError(f"attention_and_matrix takes (B, H, T, D), but got a query {tuple(query.shape)}")
-    call = prepare(query, key, value, Dot(), mask, bias, None, None, dropout, False)
+    call = prepare_call(query, key, value, Dot(), mask, bias, None, None, dropout, False)
     if torch.compiler.is_compiling():
-        return built(call, average)
-    entries = call.bias.entries if isinstance(call.bias, Added) else None
-    return Once.apply(call, average, call.q, call.k, call.v, entries)  # type: ignore[no-any-return, no-untyped-call]
+        return compute_traceable(call, average)
+    entries = call.bias.entries if isinstance(call.bias, DenseBias) else None
+    return AttentionWithMatrix.apply(call, average, call.q, call.k, call.v, entries)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Once(torch.autograd.Function):
+class AttentionWithMatrix(torch.autograd.Function):
     """The strips, once; the backward attends again, and builds the matrix only where a gradient reaches it."""
 
     @staticmethod
@@ -76,24 +76,24 @@ class Once(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         nothing = q.new_zeros(0)
         ctx.call, ctx.average = replace(call, q=nothing, k=nothing, v=nothing, bias=None), average
-        return at_once(call, average)
+        return compute_with_matrix(call, average)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_matrix: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_out is None and d_matrix is None:
             return (None,) * 6
-        q, k, v, entries = tensors = apart(*ctx.saved_tensors)
+        q, k, v, entries = tensors = make_distinct_views(*ctx.saved_tensors)
         twice = torch.is_grad_enabled()
-        call = replace(ctx.call, q=q, k=k, v=v, bias=None if entries is None else Added(entries))
+        call = replace(ctx.call, q=q, k=k, v=v, bias=None if entries is None else DenseBias(entries))
         with torch.enable_grad():
             if d_matrix is None and not twice:
                 made = [(backends.run(call, None)[0], d_out)]
             else:
-                made = list(zip(built(call, ctx.average), (d_out, d_matrix), strict=True))
-        return (None, None, *gradients(made, tensors, twice))
+                made = list(zip(compute_traceable(call, ctx.average), (d_out, d_matrix), strict=True))
+        return (None, None, *input_gradients(made, tensors, twice))
 
 
-def gradients(
+def input_gradients(
     made: list[tuple[Tensor, Tensor | None]], tensors: list[Tensor | None], twice: bool
 ) -> list[Tensor | None]:
     """What reaches each tensor from the gradients of what was made of them; `twice`: with a graph of its own."""
@@ -104,8 +104,8 @@ def gradients(
     return [by_place.get(place) for place in range(len(tensors))]
 
 
-@keeps_dtypes
-def built(call: Call, average: bool) -> tuple[Tensor, Tensor]:
+@disable_autocast
+def compute_traceable(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     """As the reference does it: operations that a compiler can see through."""
     where = call.everything()
     weights, _ = reference.softmax(reference.logits(call, call.q, call.k, where))
@@ -113,30 +113,34 @@ def built(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     return out, weights.mean(1) if average else weights
 
 
-@keeps_dtypes
-def at_once(call: Call, average: bool) -> tuple[Tensor, Tensor]:
-    return dense_attention_c.attend(call, average) if dense_attention_c.serves(call) else strip_by_strip(call, average)
+@disable_autocast
+def compute_with_matrix(call: Call, average: bool) -> tuple[Tensor, Tensor]:
+    return (
+        dense_attention_c.compute_with_matrix_c(call, average)
+        if dense_attention_c.supports_call(call)
+        else compute_in_strips(call, average)
+    )
 
 
-def strip_by_strip(call: Call, average: bool) -> tuple[Tensor, Tensor]:
+def compute_in_strips(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     batch, heads, queries = call.q.shape[:3]
     out = call.q.new_zeros(batch, heads, queries, call.v.shape[-1])
     matrix = call.q.new_zeros(batch, 1 if average else heads, queries, call.k.shape[2], dtype=call.wide)
     if 0 not in matrix.shape:
-        for (batches, some), part in blocked.parts(call):
+        for (batches, some), part in strips.split_into_parts(call):
             entries = matrix[batches] if average else matrix[batches, some]
-            for strip in blocked.strips(part):
+            for strip in strips.split_into_strips(part):
                 rows = out[batches, some, strip.rows], entries[:, :, strip.rows]
                 add_strip(part, strip, *rows, heads if average else None)
     return out, matrix.squeeze(1) if average else matrix
 
 
-def add_strip(call: Call, strip: blocked.Strip, out: Tensor, entries: Tensor, averaged: int | None) -> None:
+def add_strip(call: Call, strip: strips.Strip, out: Tensor, entries: Tensor, averaged: int | None) -> None:
     """Adds a strip's output (B, H, R, D) and its entries (B, H, R, C), or (B, 1, R, C) averaged over so many heads."""
     if not strip.segments:
         return
-    powers, share = unnormalised(call, strip)
-    for columns, piece in blocked.pieces(strip, powers):
+    powers, share = exponentiate_strip(call, strip)
+    for columns, piece in strips.split_by_segment(strip, powers):
         found = reference.mix(call, piece, call.v[:, :, columns], call.where(strip.rows, columns))
         out += found.mul_(share)
         place = entries[..., columns]
@@ -147,10 +151,10 @@ def add_strip(call: Call, strip: blocked.Strip, out: Tensor, entries: Tensor, av
                 place.addcmul_(piece[:, head, None], share[:, head, None], value=1 / averaged)
 
 
-def unnormalised(call: Call, strip: blocked.Strip) -> tuple[Tensor, Tensor]:
+def exponentiate_strip(call: Call, strip: strips.Strip) -> tuple[Tensor, Tensor]:
     """Powers of two (B, H, R, C), and what each row is multiplied with to sum to 1, or 0 where it sees nothing."""
     no_lse = call.q.new_zeros(*call.q.shape[:2], strip.rows.stop - strip.rows.start, dtype=call.wide)
     x = streaming.log2_weights(call, no_lse, strip)
     peak = x.amax(-1, keepdim=True)
     x.sub_(peak).exp2_()
-    return x, x.sum(-1, keepdim=True).reciprocal_().masked_fill_(peak < UNSEEN, 0.0)
+    return x, x.sum(-1, keepdim=True).reciprocal_().masked_fill_(peak < MASKED_LOG2, 0.0)

@@ -22,67 +22,67 @@ from foci.statistics import cpu_c
 from foci.statistics.cpu_c import Masks
 
 # Entries of a block of rows: half of the second cache.
-BLOCK = 2**17
-MOST_ROWS = 64
+BLOCK_ENTRIES = 2**17
+MAX_BLOCK_ROWS = 64
 
 # Finite logits below this could not be told from hidden ones.
-LOWEST = -1e28
+MIN_FINITE_LOGIT = -1e28
 
-TENSORS = ("queries", "keys", "values", "added", "out", "matrix")
-SIZES = (
+TENSOR_FIELDS = ("queries", "keys", "values", "added", "out", "matrix")
+SIZE_FIELDS = (
     *("pairs", "heads", "group", "query_count", "key_count", "padded", "width", "value_width", "rows", "averaged"),
     *("added_batch", "added_head", "added_row", "added_column"),
 )
 
 
-class Work(ctypes.Structure):
+class MatrixArguments(ctypes.Structure):
     """What kernels/matrix.c is given, in its order."""
 
     _fields_ = (
         ("masks", Masks),
-        *((name, ctypes.c_void_p) for name in TENSORS),
-        *((name, ctypes.c_int64) for name in SIZES),
+        *((name, ctypes.c_void_p) for name in TENSOR_FIELDS),
+        *((name, ctypes.c_int64) for name in SIZE_FIELDS),
         ("scale", ctypes.c_double),
         *((name, ctypes.c_int64) for name in ("next", "failed")),
     )
 
 
-def serves(call: Call) -> bool:
+def supports_call(call: Call) -> bool:
     """Whether this computes such a call."""
     plain = type(call.score) is Dot and call.score.softcap is None and call.sink is None and not call.dropout
     if not plain or call.q.device.type != "cpu" or call.q.dtype not in cpu_c.DTYPES or call.transformed:
         return False
     if is_traced(call.q) or any(type(tensor) not in cpu_c.PLAIN for tensor in (call.q, call.k, call.v)):
         return False
-    if call.bias is not None and not (isinstance(call.bias, DenseBias) and is_readable(call.bias.entries)):
+    if call.bias is not None and not (isinstance(call.bias, DenseBias) and supports_bias(call.bias.entries)):
         return False
     empty = 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape
     return not empty and not mask_inputs.refuses(call) and native.why_unavailable("matrix") is None
 
 
-def is_readable(entries: Tensor) -> bool:
-    finite_but_low = (entries < LOWEST) & (entries > -torch.inf)
+def supports_bias(entries: Tensor) -> bool:
+    finite_but_low = (entries < MIN_FINITE_LOGIT) & (entries > -torch.inf)
     return type(entries) in cpu_c.PLAIN and not bool(finite_but_low.any())
 
 
-def attend(call: Call, average: bool) -> tuple[Tensor, Tensor]:
+def compute_with_matrix_c(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     """(B, H, Tq, Dv) and (B, H, Tq, Tk), or (B, Tq, Tk) averaged over the heads, of a call that this serves."""
     library = native.load_library("matrix")
     batch, heads, queries, keys = *call.q.shape[:3], call.k.shape[2]
     seen = cpu_c.mask_tensors(call)
-    tensors = inputs(call, library.panel_keys(), library.side_values())
+    tensors = prepare_inputs(call, library.panel_keys(), library.side_values())
     lead = (batch,) if average else (batch, heads)
     tensors["out"] = tensors["queries"].new_empty(batch, queries, heads, tensors["values"].shape[-1])
     tensors["matrix"] = tensors["queries"].new_empty(*lead, queries, keys)
     library.expect_writing(ctypes.c_void_p(tensors["matrix"].data_ptr()), ctypes.c_int64(tensors["matrix"].nbytes))
     assert isinstance(call.score, Dot)
-    work = Work(
+    work = MatrixArguments(
         masks=cpu_c.masks_of(call, seen),
         **cpu_c.pointers(tensors),
-        **sizes(call, tensors, average, library.rows_at_once()),
+        **argument_sizes(call, tensors, average, library.rows_at_once()),
         scale=call.score.factor(call.q.shape[-1]) * LOG2_E,
     )
-    native.run_in_threads(library.attend_all, work, threads(call))
+    native.run_in_threads(library.attend_all, work, count_threads(call))
     if work.failed:
         raise MemoryError("there is no memory for the few rows of the attention matrix that are made at once")
     # In the order in which the heads are joined, so that whoever joins them copies nothing.
@@ -90,7 +90,7 @@ def attend(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     return out.to(call.q.dtype), tensors["matrix"]
 
 
-def inputs(call: Call, panel: int, side: int) -> dict[str, Tensor]:
+def prepare_inputs(call: Call, panel: int, side: int) -> dict[str, Tensor]:
     """What is multiplied, as the kernel reads it."""
     beyond = -call.v.shape[-1] % side
     given = {
@@ -103,11 +103,11 @@ def inputs(call: Call, panel: int, side: int) -> dict[str, Tensor]:
     return given
 
 
-def sizes(call: Call, tensors: dict[str, Tensor], average: bool, step: int) -> dict[str, int]:
+def argument_sizes(call: Call, tensors: dict[str, Tensor], average: bool, step: int) -> dict[str, int]:
     keys = tensors["keys"]
     padded = keys.shape[2] * keys.shape[4]
     steps = cpu_c.dense_steps(tensors["added"]) if "added" in tensors else [0] * 4
-    rows = min(MOST_ROWS, BLOCK // call.k.shape[2], call.q.shape[2]) // step * step
+    rows = min(MAX_BLOCK_ROWS, BLOCK_ENTRIES // call.k.shape[2], call.q.shape[2]) // step * step
     return {
         "pairs": call.q.shape[:2].numel(),
         "heads": call.q.shape[1],
@@ -119,9 +119,9 @@ def sizes(call: Call, tensors: dict[str, Tensor], average: bool, step: int) -> d
         "value_width": tensors["values"].shape[-1],
         "rows": max(rows, step),
         "averaged": int(average),
-        **dict(zip(SIZES[-4:], steps, strict=True)),
+        **dict(zip(SIZE_FIELDS[-4:], steps, strict=True)),
     }
 
 
-def threads(call: Call) -> int:
+def count_threads(call: Call) -> int:
     return min(torch.get_num_threads(), max(call.q.shape[:3].numel() * call.k.shape[2] // cpu_c.PER_THREAD, 1))

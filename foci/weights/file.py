@@ -12,24 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.arguments import FLOATS, Call, check_heads, checked_positions, checked_sink
+from foci.arguments import FLOAT_DTYPES, Call, check_heads, normalize_positions, normalize_sink
 from foci.biases import Bias
-from foci.masks.base import Both, Either, Entries, Mask, Opposite
+from foci.masks.base import Complement, DenseMask, Intersection, Mask, Union
 from foci.masks.kinds import Padding
-from foci.masks.tile import Extent
+from foci.masks.tile import CallSizes
 from foci.runtime import safetensors_file
 from foci.scores import Score
-from foci.weights.tensors import KEPT, nested
+from foci.weights.tensors import MATRIX_FIELDS, find_tensors
 
-FORM = ("batch", "headed", "averaged", "group")
-WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-PARTS = {*KEPT, *FORM, "extent", "lse"}
+SHAPE_FIELDS = ("batch", "headed", "averaged", "group")
+INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+WEIGHTS_PARTS = {*MATRIX_FIELDS, *SHAPE_FIELDS, "extent", "lse"}
 
 
-def load(path: str | os.PathLike[str]) -> tuple[Call, Tensor, tuple[int, ...], bool, bool, int]:
+def load_weights(path: str | os.PathLike[str]) -> tuple[Call, Tensor, tuple[int, ...], bool, bool, int]:
     """What a `Weights` is made of, from a file that `Weights.save` wrote."""
     try:
-        return checked(safetensors_file.load(path))
+        return check_parts(safetensors_file.load_parts(path))
     except (OSError, ImportError):
         raise
     except Exception as error:
@@ -37,116 +37,128 @@ def load(path: str | os.PathLike[str]) -> tuple[Call, Tensor, tuple[int, ...], b
         raise ValueError(f"{os.fspath(path)} is not a whole file of foci weights: {error}") from error
 
 
-def checked(found: dict[str, Any]) -> tuple[Call, Tensor, tuple[int, ...], bool, bool, int]:
+def check_parts(found: dict[str, Any]) -> tuple[Call, Tensor, tuple[int, ...], bool, bool, int]:
     """What a `Weights` is made of, from the parts of one; raises where they do not fit together."""
-    need(isinstance(found, dict) and found.keys() == PARTS, f"the parts {sorted(PARTS)}", sorted(found))
-    call = call_of(found)
-    check_form(call, found)
+    require(
+        isinstance(found, dict) and found.keys() == WEIGHTS_PARTS, f"the parts {sorted(WEIGHTS_PARTS)}", sorted(found)
+    )
+    call = rebuild_call(found)
+    check_shape_fields(call, found)
     return call, found["lse"], found["batch"], found["headed"], found["averaged"], found["group"]
 
 
-def need(condition: bool, expected: str, got: Any) -> None:
+def require(condition: bool, expected: str, got: Any) -> None:
     if not condition:
         raise ValueError(f"expected {expected}, but got {got}")
 
 
-def call_of(found: dict[str, Any]) -> Call:
+def rebuild_call(found: dict[str, Any]) -> Call:
     """The call that was described, its parts fitted to each other again."""
     q, k = found["q"], found["k"]
     check_queries(q, k)
-    extent = extent_of(found["extent"], q, k)
+    extent = rebuild_sizes(found["extent"], q, k)
     # Masks, biases and positions were saved with all leading axes folded into one.
     folded = extent._replace(batch=(extent.flat_batch,), heads=extent.heads or 1)
     call = Call(q, k, k, extent, found["score"])
-    need(isinstance(call.score, Score), "a score", call.score)
+    require(isinstance(call.score, Score), "a score", call.score)
     call.score.check(q, k, None if extent.heads is None else q.shape[1])
-    call.mask, call.bias = mask_of(found["mask"], folded), bias_of(found["bias"], folded, call)
-    call.batch_ids = ids_of(found["batch_ids"], q.shape[0], folded.flat_batch, "batch_ids")
-    call.head_ids = ids_of(found["head_ids"], q.shape[1], folded.heads or 1, "head_ids")
+    call.mask, call.bias = rebuild_mask(found["mask"], folded), rebuild_bias(found["bias"], folded, call)
+    call.batch_ids = check_ids(found["batch_ids"], q.shape[0], folded.flat_batch, "batch_ids")
+    call.head_ids = check_ids(found["head_ids"], q.shape[1], folded.heads or 1, "head_ids")
     if found["sink"] is not None:
-        call.sink = checked_sink(found["sink"], extent._replace(heads=extent.heads and q.shape[1]))
+        call.sink = normalize_sink(found["sink"], extent._replace(heads=extent.heads and q.shape[1]))
     if found["positions"] is not None:
-        call.positions = checked_positions(found["positions"], folded)
+        call.positions = normalize_positions(found["positions"], folded)
     return call
 
 
 def check_queries(q: Any, k: Any) -> None:
-    need(isinstance(q, Tensor) and isinstance(k, Tensor), "tensors q and k", f"{type(q).__name__}, {type(k).__name__}")
-    need(q.dtype == k.dtype and q.dtype in FLOATS, "q and k of one float dtype", f"{q.dtype} and {k.dtype}")
+    require(
+        isinstance(q, Tensor) and isinstance(k, Tensor), "tensors q and k", f"{type(q).__name__}, {type(k).__name__}"
+    )
+    require(q.dtype == k.dtype and q.dtype in FLOAT_DTYPES, "q and k of one float dtype", f"{q.dtype} and {k.dtype}")
     shapes = f"{tuple(q.shape)} and {tuple(k.shape)}"
-    need(q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0], "q (B, H, Tq, D) and k (B, G, Tk, D)", shapes)
+    require(q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0], "q (B, H, Tq, D) and k (B, G, Tk, D)", shapes)
     check_heads(q, k, k)
 
 
-def extent_of(sizes: Any, q: Tensor, k: Tensor) -> Extent:
-    need(isinstance(sizes, tuple) and len(sizes) == 4, "an extent of four sizes", sizes)
+def rebuild_sizes(sizes: Any, q: Tensor, k: Tensor) -> CallSizes:
+    require(isinstance(sizes, tuple) and len(sizes) == 4, "an extent of four sizes", sizes)
     batch, heads, queries, keys = sizes
-    need(whole(batch) and (heads is None or whole((heads,))), "whole numbers for batch and heads", (batch, heads))
-    need((queries, keys) == (q.shape[2], k.shape[2]), f"{q.shape[2]} queries and {k.shape[2]} keys", (queries, keys))
-    return Extent(batch, heads, queries, keys, q.device)
+    require(
+        is_int_tuple(batch) and (heads is None or is_int_tuple((heads,))),
+        "whole numbers for batch and heads",
+        (batch, heads),
+    )
+    require((queries, keys) == (q.shape[2], k.shape[2]), f"{q.shape[2]} queries and {k.shape[2]} keys", (queries, keys))
+    return CallSizes(batch, heads, queries, keys, q.device)
 
 
-def whole(numbers: Any) -> bool:
+def is_int_tuple(numbers: Any) -> bool:
     return isinstance(numbers, tuple) and all(type(n) is int and n >= 0 for n in numbers)
 
 
-def mask_of(mask: Any, folded: Extent) -> Mask | None:
+def rebuild_mask(mask: Any, folded: CallSizes) -> Mask | None:
     if mask is None:
         return None
-    need(isinstance(mask, Mask), "a mask or None", mask)
+    require(isinstance(mask, Mask), "a mask or None", mask)
     assert isinstance(mask, Mask)
-    check_dtypes(mask)
+    check_mask_dtypes(mask)
     return mask.fit(folded)
 
 
-def check_dtypes(mask: Any) -> None:
+def check_mask_dtypes(mask: Any) -> None:
     """Entries are bool, the numbers of every other mask whole; what a mask is joined of, likewise."""
-    if isinstance(mask, Both | Either):
-        check_dtypes(mask.left)
-        check_dtypes(mask.right)
-    elif isinstance(mask, Opposite):
-        check_dtypes(mask.mask)
-    elif isinstance(mask, Entries):
-        need(mask.entries.dtype == torch.bool, "a bool mask", mask.entries.dtype)
+    if isinstance(mask, Intersection | Union):
+        check_mask_dtypes(mask.left)
+        check_mask_dtypes(mask.right)
+    elif isinstance(mask, Complement):
+        check_mask_dtypes(mask.mask)
+    elif isinstance(mask, DenseMask):
+        require(mask.entries.dtype == torch.bool, "a bool mask", mask.entries.dtype)
     else:
-        for tensor in nested(mask):
-            need(tensor.dtype in WHOLE, "whole numbers in a mask", tensor.dtype)
+        for tensor in find_tensors(mask):
+            require(tensor.dtype in INT_DTYPES, "whole numbers in a mask", tensor.dtype)
     if isinstance(mask, Padding):
-        need(mask.side in {"left", "right"}, "side 'left' or 'right'", repr(mask.side))
+        require(mask.side in {"left", "right"}, "side 'left' or 'right'", repr(mask.side))
 
 
-def bias_of(bias: Any, folded: Extent, call: Call) -> Bias | None:
+def rebuild_bias(bias: Any, folded: CallSizes, call: Call) -> Bias | None:
     if bias is None:
         return None
-    need(isinstance(bias, Bias), "a bias or None", bias)
+    require(isinstance(bias, Bias), "a bias or None", bias)
     assert isinstance(bias, Bias)
-    for tensor in nested(bias):
-        need(tensor.is_floating_point(), "a bias of float tensors", tensor.dtype)
+    for tensor in find_tensors(bias):
+        require(tensor.is_floating_point(), "a bias of float tensors", tensor.dtype)
     return bias.fit(folded, call.q, call.v)
 
 
-def ids_of(ids: Any, count: int, total: int, name: str) -> Tensor | None:
+def check_ids(ids: Any, count: int, total: int, name: str) -> Tensor | None:
     """Which of the original sequences or heads these are; None where they are all of them."""
     if ids is None:
-        need(count == total, f"{total} of them without {name}", count)
+        require(count == total, f"{total} of them without {name}", count)
         return None
-    need(isinstance(ids, Tensor), f"a tensor or None for {name}", type(ids).__name__)
+    require(isinstance(ids, Tensor), f"a tensor or None for {name}", type(ids).__name__)
     assert isinstance(ids, Tensor)
-    need(ids.dtype == torch.int64 and ids.shape == (count,), f"{name} int64 ({count},)", f"{ids.dtype} {ids.shape}")
-    need(bool(((ids >= 0) & (ids < total)).all()), f"{name} from 0 to {total - 1}", ids.tolist()[:8])
+    require(ids.dtype == torch.int64 and ids.shape == (count,), f"{name} int64 ({count},)", f"{ids.dtype} {ids.shape}")
+    require(bool(((ids >= 0) & (ids < total)).all()), f"{name} from 0 to {total - 1}", ids.tolist()[:8])
     return ids
 
 
-def check_form(call: Call, found: dict[str, Any]) -> None:
-    lse, (batch, headed, averaged, group) = found["lse"], (found[name] for name in FORM)
-    need(isinstance(lse, Tensor) and lse.shape == call.q.shape[:3], f"lse {tuple(call.q.shape[:3])}", shape_of(lse))
-    need(lse.dtype == call.wide, f"lse in {call.wide}", lse.dtype)
-    need(isinstance(headed, bool) and isinstance(averaged, bool), "true or false", (headed, averaged))
-    need(not (headed and averaged), "an average without heads", "one with heads")
-    need(headed or averaged or call.q.shape[1] == 1, "one head where there is no head axis", call.q.shape[1])
-    need(whole(batch) and math.prod(batch) == call.q.shape[0], f"batch axes of {call.q.shape[0]} sequences", batch)
-    need(whole((group,)) and group > 0, "a group of 1 or more heads", group)
+def check_shape_fields(call: Call, found: dict[str, Any]) -> None:
+    lse, (batch, headed, averaged, group) = found["lse"], (found[name] for name in SHAPE_FIELDS)
+    require(
+        isinstance(lse, Tensor) and lse.shape == call.q.shape[:3], f"lse {tuple(call.q.shape[:3])}", describe_shape(lse)
+    )
+    require(lse.dtype == call.wide, f"lse in {call.wide}", lse.dtype)
+    require(isinstance(headed, bool) and isinstance(averaged, bool), "true or false", (headed, averaged))
+    require(not (headed and averaged), "an average without heads", "one with heads")
+    require(headed or averaged or call.q.shape[1] == 1, "one head where there is no head axis", call.q.shape[1])
+    require(
+        is_int_tuple(batch) and math.prod(batch) == call.q.shape[0], f"batch axes of {call.q.shape[0]} sequences", batch
+    )
+    require(is_int_tuple((group,)) and group > 0, "a group of 1 or more heads", group)
 
 
-def shape_of(thing: Any) -> Any:
+def describe_shape(thing: Any) -> Any:
     return tuple(thing.shape) if isinstance(thing, Tensor) else type(thing).__name__

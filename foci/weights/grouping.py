@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.weights.indexing import as_number
+from foci.weights.indexing import to_int
 
-Run = tuple[int, int]
+TokenRange = tuple[int, int]
 
 
-def group_ids(groups: Any, length: int, name: str, device: torch.device) -> tuple[Tensor, int]:
+def assign_groups(groups: Any, length: int, name: str, device: torch.device) -> tuple[Tensor, int]:
     """The group of each token, and how many there are; tokens in no group get that number.
 
     Groups are contiguous runs: (start, stop) pairs, slices or ranges; or one group number per token, None for a token
     that belongs to none (which is what a tokenizer's `word_ids` gives).
     """
-    runs = runs_of(groups, length, name)
+    runs = parse_groups(groups, length, name)
     if not runs:
         raise ValueError(f"{name} must name at least one group, but got none")
     ids = torch.full((length,), len(runs), dtype=torch.int64)
@@ -37,28 +37,28 @@ def group_ids(groups: Any, length: int, name: str, device: torch.device) -> tupl
     return ids.to(device), len(runs)
 
 
-def runs_of(groups: Any, length: int, name: str) -> list[Run]:
+def parse_groups(groups: Any, length: int, name: str) -> list[TokenRange]:
     listed = groups.tolist() if hasattr(groups, "tolist") else groups
     if not isinstance(listed, Sequence) or isinstance(listed, str):
         raise TypeError(f"{name} must be (start, stop) pairs or one number per token, but got {groups!r}")
-    if listed and all(item is None or is_number(item) for item in listed):
-        return numbered_runs(listed, length, name)
-    return [run_of(item, length, name) for item in listed]
+    if listed and all(item is None or is_int_like(item) for item in listed):
+        return parse_group_numbers(listed, length, name)
+    return [parse_group(item, length, name) for item in listed]
 
 
-def run_of(group: Any, length: int, name: str) -> Run:
+def parse_group(group: Any, length: int, name: str) -> TokenRange:
     if isinstance(group, slice | range) and group.step in {None, 1}:
         group = (0 if group.start is None else group.start, length if group.stop is None else group.stop)
-    if not isinstance(group, Sequence) or len(group) != 2 or not all(map(is_number, group)):
+    if not isinstance(group, Sequence) or len(group) != 2 or not all(map(is_int_like, group)):
         raise TypeError(f"{name} must be (start, stop) pairs of whole numbers, but got {group!r}")
     return operator.index(group[0]), operator.index(group[1])
 
 
-def numbered_runs(numbers: Sequence[Any], length: int, name: str) -> list[Run]:
+def parse_group_numbers(numbers: Sequence[Any], length: int, name: str) -> list[TokenRange]:
     """One number per token, such as the word that each sub-word belongs to; every change starts a new run."""
     if len(numbers) != length:
         raise ValueError(f"{name} must hold one number for each of {length} tokens, but got {len(numbers)} numbers")
-    runs: dict[int, Run] = {}
+    runs: dict[int, TokenRange] = {}
     start = 0
     for number, same in groupby(numbers):
         stop = start + len(list(same))
@@ -70,6 +70,6 @@ def numbered_runs(numbers: Sequence[Any], length: int, name: str) -> list[Run]:
     return list(runs.values())
 
 
-def is_number(item: Any) -> bool:
-    number = as_number(item)
+def is_int_like(item: Any) -> bool:
+    number = to_int(item)
     return isinstance(number, int) and not isinstance(number, bool)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class AxisIndex:
     """Chosen places along one axis; `dropped` where a single number was asked for, `listed` where a list was."""
 
     index: Tensor
@@ -39,11 +39,11 @@ def split_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], tu
     return whole[:leading], whole[leading:] if named else ()
 
 
-def lead_of(item: Any, size: int) -> int | slice:
+def parse_leading_index(item: Any, size: int) -> int | slice:
     """An index of a batch or head axis, from 0 on."""
-    item = as_number(item)
+    item = to_int(item)
     if isinstance(item, slice):
-        return checked_slice(item)
+        return check_slice(item)
     if isinstance(item, bool) or not isinstance(item, int):
         raise TypeError(f"batch and head axes take whole numbers and slices, but got {item!r}")
     if not -size <= item < size:
@@ -51,30 +51,30 @@ def lead_of(item: Any, size: int) -> int | slice:
     return item % size
 
 
-def axis_of(item: Any, size: int, name: str, device: torch.device) -> Axis:
+def parse_axis_index(item: Any, size: int, name: str, device: torch.device) -> AxisIndex:
     """An index of the query or key axis: a whole number, a slice, or a list of whole numbers."""
-    item = as_number(item)
+    item = to_int(item)
     if isinstance(item, slice):
-        return Axis(torch.arange(size, device=device)[checked_slice(item)])
+        return AxisIndex(torch.arange(size, device=device)[check_slice(item)])
     try:
         index = torch.as_tensor(item, device=device)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(refusal(name, item)) from None
+        raise TypeError(axis_error(name, item)) from None
     if index.dim() == 1 and index.numel() == 0:
         index = index.to(torch.int64)
     if index.dtype == torch.bool or index.is_floating_point() or index.is_complex() or index.dim() > 1:
-        raise TypeError(refusal(name, item))
+        raise TypeError(axis_error(name, item))
     if not bool(((index >= -size) & (index < size)).all()):
         raise IndexError(f"{name} indices go from {-size} to {size - 1}, but got {item!r}")
     places = index.to(torch.int64).remainder(max(size, 1)).reshape(-1)
-    return Axis(places, dropped=index.dim() == 0, listed=index.dim() == 1)
+    return AxisIndex(places, dropped=index.dim() == 0, listed=index.dim() == 1)
 
 
-def refusal(name: str, item: Any) -> str:
+def axis_error(name: str, item: Any) -> str:
     return f"a {name} axis takes a whole number, a slice or a list of whole numbers, but got {item!r}"
 
 
-def as_number(item: Any) -> Any:
+def to_int(item: Any) -> Any:
     """Whole numbers of other libraries, and tensors of one, as Python's; anything else as it is."""
     if isinstance(item, bool) or (isinstance(item, Tensor) and (item.dim() > 0 or item.dtype == torch.bool)):
         return item
@@ -84,13 +84,13 @@ def as_number(item: Any) -> Any:
         return item
 
 
-def checked_slice(item: slice) -> slice:
+def check_slice(item: slice) -> slice:
     if item.step is not None and item.step < 1:
         raise ValueError(f"weights take slices with a step of 1 or more, but got {item!r}")
     return item
 
 
-def evenly(index: Tensor) -> slice | Tensor:
+def to_slice(index: Tensor) -> slice | Tensor:
     """The indices as a slice where they are evenly spaced, so that what they choose stays a view."""
     places = index.flatten().tolist()
     if not places:

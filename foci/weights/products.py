@@ -17,13 +17,13 @@ from foci.arguments import Call
 from foci.statistics.streaming import finite
 
 
-def forward(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name: str = "W @ x") -> Tensor:
+def multiply(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name: str = "W @ x") -> Tensor:
     """W x: (..., Tk, E) -> (..., Tq, E); a vector (Tk,) gives (..., Tq)."""
-    check(call, x, call.k.shape[2], name)
+    check_operand(call, x, call.k.shape[2], name)
     dtype = call.q.dtype if x.dtype == call.q.dtype else call.wide
-    heads = heads_of(call, x, averaged)
+    heads = count_operand_heads(call, x, averaged)
     wanted = lead if averaged or heads == call.q.shape[1] else (*lead[:-1], heads)
-    values = fitted(x, wanted, (call.q.shape[0], heads), name).to(dtype)
+    values = expand_operand(x, wanted, (call.q.shape[0], heads), name).to(dtype)
     k = call.k.to(dtype)
     if values.shape[1] > k.shape[1]:
         k = k.repeat_interleave(call.group, dim=1)
@@ -33,17 +33,17 @@ def forward(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name: 
     if call.sink is not None:
         assert lse is not None
         out = out * torch.sigmoid(finite(lse) - call.sink.to(lse.dtype).view(1, -1, 1)).unsqueeze(-1)
-    return shaped(out.mean(1) if averaged else out, lead, x)
+    return reshape_product(out.mean(1) if averaged else out, lead, x)
 
 
-def transposed(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name: str = "W.T @ x") -> Tensor:
+def multiply_transposed(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name: str = "W.T @ x") -> Tensor:
     """Wᵀ x: (..., Tq, E) -> (..., Tk, E); a vector (Tq,) gives (..., Tk)."""
-    check(call, x, call.q.shape[2], name)
-    values = fitted(x, lead, (call.q.shape[0], 1 if averaged else call.q.shape[1]), name)
-    return shaped(statistics.transposed(call, values.to(call.wide), averaged), lead, x)
+    check_operand(call, x, call.q.shape[2], name)
+    values = expand_operand(x, lead, (call.q.shape[0], 1 if averaged else call.q.shape[1]), name)
+    return reshape_product(statistics.transposed(call, values.to(call.wide), averaged), lead, x)
 
 
-def heads_of(call: Call, x: Tensor, averaged: bool) -> int:
+def count_operand_heads(call: Call, x: Tensor, averaged: bool) -> int:
     """How many heads x has: those of the keys, like the values, where heads that share a key head share it too."""
     if averaged:
         return 1
@@ -51,7 +51,7 @@ def heads_of(call: Call, x: Tensor, averaged: bool) -> int:
     return kv_heads if heads > kv_heads and (x.dim() < 3 or x.shape[-3] in {1, kv_heads}) else heads
 
 
-def fitted(x: Tensor, lead: tuple[int, ...], folded: tuple[int, int], name: str) -> Tensor:
+def expand_operand(x: Tensor, lead: tuple[int, ...], folded: tuple[int, int], name: str) -> Tensor:
     """x expanded to the leading axes, and these folded to two: (B, heads, T, E)."""
     matrix = x.unsqueeze(-1) if x.dim() == 1 else x
     try:
@@ -60,7 +60,7 @@ def fitted(x: Tensor, lead: tuple[int, ...], folded: tuple[int, int], name: str)
         raise ValueError(f"{name} takes x whose leading axes expand to {lead}, but got {tuple(x.shape)}") from None
 
 
-def check(call: Call, x: Tensor, length: int, name: str) -> None:
+def check_operand(call: Call, x: Tensor, length: int, name: str) -> None:
     """`name` tells on which side x stands, so where its length is; it comes here transposed."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = f"a {x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
@@ -74,7 +74,7 @@ def check(call: Call, x: Tensor, length: int, name: str) -> None:
         raise ValueError(f"{name} takes x of shape {expected}, but got {got}")
 
 
-def shaped(out: Tensor, lead: tuple[int, ...], x: Tensor) -> Tensor:
+def reshape_product(out: Tensor, lead: tuple[int, ...], x: Tensor) -> Tensor:
     """The product with the leading axes of the weights, as a vector where x is one, in its dtype."""
     out = out.reshape(*lead, *out.shape[-2:]).to(x.dtype)
     return out.squeeze(-1) if x.dim() == 1 else out

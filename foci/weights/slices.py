@@ -9,54 +9,57 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.backends import blocked, reference
-from foci.biases import Added
-from foci.masks.tile import Where
-from foci.runtime.checks import keeps_dtypes
+from foci.backends import reference
+from foci.backends.strips import recompute_in_backward, strip_budget
+from foci.biases import DenseBias
+from foci.masks.tile import Tile
+from foci.runtime.checks import disable_autocast
 from foci.statistics.streaming import finite
 
 # How many strips' worth of entries are computed at a time where nothing is kept of them but the result.
-STRIPS = 16
+STRIPS_PER_STEP = 16
 
 # A log-sum-exp beyond this has too few digits left to tell the weights of a row apart.
-FAR = 1e4
+MAX_PRECISE_LSE = 1e4
 
 
-@keeps_dtypes
-def entries(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
+@disable_autocast
+def compute_entries(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
     """(B, H, R, C): recomputed from q, k and the log-sum-exp; with gradients where they are on."""
     shape = (call.q.shape[0], 1 if averaged else call.q.shape[1], rows.numel(), columns.numel())
     if 0 in shape:
         return call.q.new_zeros(shape, dtype=call.wide)
     if call.needs_grad:
-        some = rows.split(rows_at_once(call, call.k.shape[2], 1))
-        return torch.cat([blocked.recomputed(call, whole_rows, call, part, columns, averaged) for part in some], dim=2)
+        some = rows.split(count_rows_per_step(call, call.k.shape[2], 1))
+        return torch.cat(
+            [recompute_in_backward(call, entries_from_full_rows, call, part, columns, averaged) for part in some], dim=2
+        )
     found = call.q.new_empty(shape, dtype=call.wide)
     start = 0
-    for part in rows.split(rows_at_once(call, columns.numel(), STRIPS)):
-        found[:, :, start : start + part.numel()] = plain_rows(call, lse, part, columns, averaged)
+    for part in rows.split(count_rows_per_step(call, columns.numel(), STRIPS_PER_STEP)):
+        found[:, :, start : start + part.numel()] = entries_from_lse(call, lse, part, columns, averaged)
         start += part.numel()
     return found
 
 
-def rows_at_once(call: Call, width: int, strips: int) -> int:
-    return max(blocked.budget(call)[0] * strips // (call.q.shape[0] * call.q.shape[1] * width), 1)
+def count_rows_per_step(call: Call, width: int, strips: int) -> int:
+    return max(strip_budget(call)[0] * strips // (call.q.shape[0] * call.q.shape[1] * width), 1)
 
 
-def plain_rows(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
+def entries_from_lse(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
     lse = finite(lse[:, :, rows])
-    if isinstance(call.bias, Added) and bool((lse.abs() > FAR).any()):
+    if isinstance(call.bias, DenseBias) and bool((lse.abs() > MAX_PRECISE_LSE).any()):
         # Somebody masks with -1e9: whole rows still know what the log-sum-exp does not.
-        return whole_rows(call, rows, columns, averaged)
-    logits = reference.logits(call, call.q[:, :, rows], call.k[:, :, columns], where_at(call, rows, columns))
+        return entries_from_full_rows(call, rows, columns, averaged)
+    logits = reference.logits(call, call.q[:, :, rows], call.k[:, :, columns], tile_at(call, rows, columns))
     weights = logits.sub_(lse.unsqueeze(-1)).exp_()
     return weights.mean(1, keepdim=True) if averaged else weights
 
 
-def whole_rows(call: Call, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
+def entries_from_full_rows(call: Call, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
     """Normalised by themselves, so in the graph: a log-sum-exp from outside it would give wrong gradients."""
     everything = torch.arange(call.k.shape[2], device=call.k.device)
-    logits = reference.logits(call, call.q[:, :, rows], call.k, where_at(call, rows, everything))
+    logits = reference.logits(call, call.q[:, :, rows], call.k, tile_at(call, rows, everything))
     weights, row_lse = reference.softmax(logits)
     if call.sink is not None:
         weights = weights * torch.sigmoid(finite(row_lse) - call.sink.to(row_lse.dtype).view(1, -1, 1)).unsqueeze(-1)
@@ -64,10 +67,10 @@ def whole_rows(call: Call, rows: Tensor, columns: Tensor, averaged: bool) -> Ten
     return weights.mean(1, keepdim=True) if averaged else weights
 
 
-def where_at(call: Call, rows: Tensor, columns: Tensor) -> Where:
+def tile_at(call: Call, rows: Tensor, columns: Tensor) -> Tile:
     """Where chosen entries stand, contiguous or not."""
     whole = call.everything()
-    return Where(
+    return Tile(
         whole.batch,
         whole.head,
         whole.query[:, :, rows],

@@ -22,11 +22,11 @@ from foci.runtime import safetensors_file
 from foci.statistics import Wanted
 from foci.statistics.streaming import finite
 from foci.weights import file, products
-from foci.weights.grouping import group_ids
-from foci.weights.indexing import axis_of, evenly, lead_of, split_index
-from foci.weights.slices import entries
+from foci.weights.grouping import assign_groups
+from foci.weights.indexing import parse_axis_index, parse_leading_index, split_index, to_slice
+from foci.weights.slices import compute_entries
 from foci.weights.summary import Summary, Top
-from foci.weights.tensors import Held, described, is_inference, without_values
+from foci.weights.tensors import TrackedTensors, drop_values, is_inference_tensor, select_matrix_fields
 
 
 class Weights:
@@ -54,7 +54,7 @@ class Weights:
     def __init__(
         self, call: Call, lse: Tensor, batch: tuple[int, ...], headed: bool, averaged: bool = False, group: int = 0
     ) -> None:
-        self._held = Held(call, lse)
+        self._held = TrackedTensors(call, lse)
         self._batch, self._headed, self._averaged = batch, headed, averaged
         self._lead = (*batch, call.q.shape[1]) if headed else batch
         self.shape: tuple[int, ...] = (*self._lead, call.q.shape[2], call.k.shape[2])
@@ -64,7 +64,7 @@ class Weights:
     @classmethod
     def of(cls, call: Call, lse: Tensor) -> Weights:
         """The weights of a call, with the shape that its caller used."""
-        return cls(without_values(call), lse, call.extent.batch, call.extent.heads is not None)
+        return cls(drop_values(call), lse, call.extent.batch, call.extent.heads is not None)
 
     @property
     def _call(self) -> Call:
@@ -89,7 +89,7 @@ class Weights:
     def lse(self) -> Tensor:
         """The log-sum-exp of each row, the sink included: (..., H, Tq)."""
         lse = self._of_heads("lse")
-        return own(lse).reshape(self.shape[:-1])
+        return copy_if_inference(lse).reshape(self.shape[:-1])
 
     def _of_heads(self, name: str) -> Tensor:
         if self._averaged:
@@ -116,24 +116,24 @@ class Weights:
 
     def _at(self, lead: tuple[Any, ...]) -> Weights:
         """The matrix of some sequences and heads, again lazy."""
-        lead = tuple(lead_of(item, size) for item, size in zip(lead, self._lead, strict=True))
+        lead = tuple(parse_leading_index(item, size) for item, size in zip(lead, self._lead, strict=True))
         call = self._call
         batches = torch.arange(call.q.shape[0]).view(self._batch)[lead[: len(self._batch)]]
         head = lead[-1] if self._headed else slice(None)
         heads = slice(head, head + 1) if isinstance(head, int) else head
-        some = evenly(batches)
+        some = to_slice(batches)
         headed = self._headed and isinstance(head, slice)
         lse = self._held.lse[some][:, heads]
         return Weights(call.part(some, heads), lse, tuple(batches.shape), headed, self._averaged, self._group)
 
     def _entries(self, query: Any, key: Any) -> Tensor:
         call = self._call
-        rows = axis_of(query, call.q.shape[2], "query", self.device)
-        columns = axis_of(key, call.k.shape[2], "key", self.device)
+        rows = parse_axis_index(query, call.q.shape[2], "query", self.device)
+        columns = parse_axis_index(key, call.k.shape[2], "key", self.device)
         if rows.listed and columns.listed:
             # A tensor would pair the two lists, which reads like asking for all their combinations.
             raise IndexError(f"weights take a list on one axis, queries or keys, but got {query!r} and {key!r}")
-        found = self._shaped(entries(call, self._held.lse, rows.index, columns.index, self._averaged))
+        found = self._shaped(compute_entries(call, self._held.lse, rows.index, columns.index, self._averaged))
         return found.squeeze([axis for axis, gone in ((-2, rows.dropped), (-1, columns.dropped)) if gone])
 
     def dense(self, limit: int = 2**30) -> Tensor:
@@ -143,7 +143,7 @@ class Weights:
             raise TypeError(f"dense takes limit= in bytes, such as 2**30, but got {limit!r}")
         if size > limit:
             raise ValueError(
-                f"the dense matrix {self.shape} takes {in_bytes(size)}, above the limit of {in_bytes(limit)}:"
+                f"the dense matrix {self.shape} takes {format_bytes(size)}, above the limit of {format_bytes(limit)}:"
                 " ask for slices or statistics, or pass a larger limit="
             )
         return self._entries(slice(None), slice(None))
@@ -157,10 +157,10 @@ class Weights:
         return Weights(self._call, self._held.lse, self._batch, False, True, self._group)
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        return products.forward(self._call, self._lead, x, self._averaged)
+        return products.multiply(self._call, self._lead, x, self._averaged)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        found = products.transposed(self._call, self._lead, flipped(x), self._averaged, "x @ W")
+        found = products.multiply_transposed(self._call, self._lead, transpose_operand(x), self._averaged, "x @ W")
         return found.mT if x.dim() > 1 else found
 
     @property
@@ -170,7 +170,7 @@ class Weights:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Lets `x @ weights` and `torch.matmul` reach the lazy products."""
-        return product(function, args, kwargs)
+        return dispatch_product(function, args, kwargs)
 
     def _measured(self, wanted: Wanted, call: Call | None = None) -> dict[str, Tensor]:
         """What is wanted of the call, which is checked here unless it was."""
@@ -179,7 +179,7 @@ class Weights:
     def top(self, k: int) -> Top:
         """The k heaviest keys of each query, heaviest first, exact ties to the lower key; (..., Tq, k) each."""
         keys = self.shape[-1]
-        if not is_count(k) or k > keys:
+        if not is_positive_int(k) or k > keys:
             raise ValueError(f"top takes a whole number from 1 to the {keys} keys, but got {k!r}")
         found = self._measured(Wanted(top=k))
         return Top(self._shaped(found["top_values"]), self._shaped(found["top_keys"]))
@@ -214,7 +214,7 @@ class Weights:
             return self._measured(Wanted(received=True), call)["received"]
         counted = torch.ones(call.q.shape[2], 1, device=self.device, dtype=self.dtype)
         if queries is not None:
-            chosen = axis_of(queries, call.q.shape[2], "query", self.device).index
+            chosen = parse_axis_index(queries, call.q.shape[2], "query", self.device).index
             counted = torch.zeros_like(counted).index_fill(0, chosen, 1.0)
         return statistics.transposed(call, counted, self._averaged).squeeze(-1)
 
@@ -229,7 +229,7 @@ class Weights:
         queries, keys = self.shape[-2:]
         if reduce not in {"mean", "max"}:
             raise ValueError(f"picture takes reduce='mean' or reduce='max', but got {reduce!r}")
-        if not (is_count(rows) and is_count(columns) and rows <= queries and columns <= keys):
+        if not (is_positive_int(rows) and is_positive_int(columns) and rows <= queries and columns <= keys):
             raise ValueError(
                 f"a picture of {queries} queries and {keys} keys takes 1 to {queries} rows and 1 to {keys} columns,"
                 f" but got {rows!r} x {columns!r}"
@@ -247,8 +247,8 @@ class Weights:
         torch.Size([2, 4, 2, 2])
         """
         queries, keys = self.shape[-2:]
-        rows = group_ids(query_groups, queries, "query_groups", self.device)
-        columns = group_ids(key_groups, keys, "key_groups", self.device)
+        rows = assign_groups(query_groups, queries, "query_groups", self.device)
+        columns = assign_groups(key_groups, keys, "key_groups", self.device)
         return self._shaped(statistics.grouped(self._call, rows, columns, self._averaged))
 
     def distance(self) -> Tensor:
@@ -265,7 +265,7 @@ class Weights:
 
     def sink_mass(self) -> Tensor:
         """The share of each query's attention that the sink takes, 0 without a sink: (..., Tq)."""
-        return self._shaped(sink_mass(self._of_heads("sink_mass"), self._held.call.sink))
+        return self._shaped(compute_sink_mass(self._of_heads("sink_mass"), self._held.call.sink))
 
     def summary(self, top: int = 8, picture: int = 256, largest_logit: bool = True, distance: bool = True) -> Summary:
         """Every statistic in one pass; `top` and `picture` are cut to the size of the matrix, 0 leaves them out.
@@ -273,7 +273,7 @@ class Weights:
         The pass is shorter by what is left out.
         """
         for name, asked in (("top", top), ("picture", picture)):
-            if asked != 0 and not is_count(asked):
+            if asked != 0 and not is_positive_int(asked):
                 raise ValueError(f"summary takes a whole number, 0 or more, for {name}, but got {asked!r}")
         with torch.no_grad():
             found = self._in_one_pass(top, picture, largest_logit, distance)
@@ -283,7 +283,7 @@ class Weights:
                 distance=found.get("distance"),
                 lse=found["lse"],
                 # Checked with the rest.
-                sink_mass=self._shaped(sink_mass(self._held.lse, self._held.call.sink)),
+                sink_mass=self._shaped(compute_sink_mass(self._held.lse, self._held.call.sink)),
                 largest_logit=found.get("largest_logit"),
                 top=Top(found["top_values"], found["top_keys"]) if "top_keys" in found else None,
                 picture=found.get("picture"),
@@ -302,35 +302,35 @@ class Weights:
         if largest_logit:
             found["largest_logit"] = found.pop("largest")
         # Checked with the rest.
-        found["lse"] = self._shaped(own(self._held.lse).detach())
+        found["lse"] = self._shaped(copy_if_inference(self._held.lse).detach())
         return found
 
     def to(self, device: torch.device | str) -> Weights:
         """The same weights with everything they hold on another device."""
         call, device = self._call, torch.device(device)
-        moved = safetensors_file.mapped(described(call), lambda tensor: tensor.to(device))
+        moved = safetensors_file.map_tensors(select_matrix_fields(call), lambda tensor: tensor.to(device))
         call = replace(call, **moved, v=moved["k"], extent=call.extent._replace(device=moved["q"].device))
         return Weights(call, self._held.lse.to(device), self._batch, self._headed, self._averaged, self._group)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """One safetensors file with everything the weights need; `Weights.load(path)` reads it."""
-        safetensors_file.save(path, self.parts())
+        safetensors_file.save_parts(path, self.parts())
 
     def parts(self) -> dict[str, Any]:
         """Everything the weights need, by name: what a file of them holds."""
         form = {"batch": self._batch, "headed": self._headed, "averaged": self._averaged, "group": self._group}
         sizes = tuple(self._call.extent)[:4]
-        return described(self._call) | form | {"lse": self._held.lse, "extent": sizes}
+        return select_matrix_fields(self._call) | form | {"lse": self._held.lse, "extent": sizes}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Weights:
         """Weights from a file that `save` wrote; a damaged or foreign one is refused, and nothing in it is executed."""
-        return cls(*file.load(path))
+        return cls(*file.load_weights(path))
 
     @classmethod
     def from_parts(cls, parts: dict[str, Any]) -> Weights:
         """Weights from what `parts` gave, checked; raises ValueError where it does not fit together."""
-        return cls(*file.checked(parts))
+        return cls(*file.check_parts(parts))
 
 
 class Transposed:
@@ -342,22 +342,22 @@ class Transposed:
 
     def __matmul__(self, x: Tensor) -> Tensor:
         weights = self.T
-        return products.transposed(weights._call, weights._lead, x, weights._averaged)
+        return products.multiply_transposed(weights._call, weights._lead, x, weights._averaged)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         weights = self.T
-        found = products.forward(weights._call, weights._lead, flipped(x), weights._averaged, "x @ W.T")
+        found = products.multiply(weights._call, weights._lead, transpose_operand(x), weights._averaged, "x @ W.T")
         return found.mT if x.dim() > 1 else found
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return product(function, args, kwargs)
+        return dispatch_product(function, args, kwargs)
 
     def __repr__(self) -> str:
         return f"Transposed {self.T!r}"
 
 
-def product(function: Any, args: Any, kwargs: Any) -> Any:
+def dispatch_product(function: Any, args: Any, kwargs: Any) -> Any:
     """A product that PyTorch was asked for, as a lazy one; anything else needs a tensor."""
     if function in {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__} and len(args) == 2 and not kwargs:
         left, right = args
@@ -368,24 +368,24 @@ def product(function: Any, args: Any, kwargs: Any) -> Any:
     raise TypeError(f"{name} takes tensors, but got lazy weights: slice them, ask a product, or use dense()")
 
 
-def flipped(x: Any) -> Any:
+def transpose_operand(x: Any) -> Any:
     """A matrix with its last two axes exchanged; a vector as it is."""
     return x.mT if isinstance(x, Tensor) and x.dim() > 1 else x
 
 
-def own(lse: Tensor) -> Tensor:
+def copy_if_inference(lse: Tensor) -> Tensor:
     """For a caller: in inference mode a change to it could not be seen, so it is a copy."""
-    return lse.clone() if is_inference(lse) else lse
+    return lse.clone() if is_inference_tensor(lse) else lse
 
 
-def sink_mass(lse: Tensor, sink: Tensor | None) -> Tensor:
+def compute_sink_mass(lse: Tensor, sink: Tensor | None) -> Tensor:
     """(B, H, Tq), the share that the sink takes of each query's attention."""
     return torch.zeros_like(lse) if sink is None else torch.exp(sink.to(lse.dtype).view(1, -1, 1) - finite(lse))
 
 
-def is_count(number: Any) -> bool:
+def is_positive_int(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
-def in_bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size:,} bytes"

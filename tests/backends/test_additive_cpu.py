@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.backends import additive_cpu, additive_cpu_c, blocked
+from foci.backends import additive_cpu, strips
 from foci.backends.additive_cpu import Quick, quickened
 from foci.scores import Additive
 from tests.allocation import LargestTensor
 from tests.tensors import qkv, randn
 
 EPS = torch.finfo(torch.float32).eps
-MISSING = additive_cpu_c.refusal()
+MISSING = additive_cpu.missing_c_library()
 
 # Batch, heads, key heads, queries, keys, width: odd ones, few of each, and more than a vector, a block or a run has.
 SHAPES = [
@@ -47,7 +47,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         if MISSING is not None:
             pytest.skip(f"nothing is compiled here: {MISSING}")
         return "compiled"
-    monkeypatch.setattr(additive_cpu_c, "refusal", lambda: "it is not wanted")
+    monkeypatch.setattr(additive_cpu, "missing_c_library", lambda: "it is not wanted")
     if request.param == "in small blocks":
         monkeypatch.setattr(additive_cpu, "TERMS", 1024)
         monkeypatch.setattr(additive_cpu, "ROWS", 4)
@@ -135,7 +135,7 @@ def test_threads_change_nothing_of_the_scores(monkeypatch: pytest.MonkeyPatch) -
     given = tensors((1, 1, 1, 150, 1100, 20))
     slopes = randn(1, 1, 150, 1100)
     alone = solved(lambda q, k, w: Quick(w).raw(q, k), given, slopes)
-    monkeypatch.setattr(additive_cpu_c, "threads", lambda terms: 3)
+    monkeypatch.setattr(additive_cpu, "choose_thread_count", lambda terms: 3)
     several = solved(lambda q, k, w: Quick(w).raw(q, k), given, slopes)
     assert torch.equal(alone[0], several[0])
     for one, other in zip(alone[1:], several[1:], strict=True):
@@ -161,7 +161,7 @@ def test_whoever_looks_through_operations_is_given_the_formula() -> None:
         torch.compile(lambda q: foci.attention(q, k, v, score=score), backend="aot_eager", fullgraph=True)(q)
         foci.attention(q.double(), k.double(), v.double(), score=foci.Additive(randn(8).double()))
         assert (
-            quickened(foci.arguments.prepare(q, k, v, foci.Dot(), None, None, None, None, 0.0, False)).score
+            quickened(foci.arguments.prepare_call(q, k, v, foci.Dot(), None, None, None, None, 0.0, False)).score
             == foci.Dot()
         )
 
@@ -170,7 +170,7 @@ def test_weights_and_their_statistics_go_the_same_way(way: str) -> None:
     q, k, v = qkv(70, 90)
     options = {"score": foci.Additive(randn(4, 8, seed=4)), "sink": randn(4), "mask": foci.window(30)}
     _, found = foci.attention(q, k, v, return_weights=True, **options)
-    with mock.patch.object(blocked, "quickened", lambda call: call):
+    with mock.patch.object(strips, "quickened", lambda call: call):
         _, plain = foci.attention(q, k, v, return_weights=True, **options)
         expected = plain.summary(top=4, picture=16)
     summary = found.summary(top=4, picture=16)
@@ -183,7 +183,7 @@ def test_weights_and_their_statistics_go_the_same_way(way: str) -> None:
 def test_memory_grows_with_the_length_alone(way: str) -> None:
     """Forward and backward: nothing of n x n x d, nor of n x n beyond a strip."""
     q, k, v = (randn(1, 1, 240, 16, seed=seed).requires_grad_() for seed in range(3))
-    with mock.patch.object(blocked, "CPU_ENTRIES", 2**12), LargestTensor() as seen:
+    with mock.patch.object(strips, "MAX_CPU_STRIP_ENTRIES", 2**12), LargestTensor() as seen:
         foci.attention(q, k, v, score=foci.Additive(randn(16))).sum().backward()
     inputs, strip, block = 240 * 16, 2**12 * torch.get_num_threads(), 0 if way == "compiled" else additive_cpu.TERMS
     assert seen.largest <= max(2 * inputs, strip, block)

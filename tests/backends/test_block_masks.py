@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.arguments import Call, prepare
+from foci.arguments import Call, prepare_call
 from foci.backends.flex import block_masks
 from foci.backends.flex.block_masks import BLOCK, Tables, blocks_of, count, listed, tables
 from foci.masks.base import Mask
@@ -21,7 +21,7 @@ SHAPES = [(300, 300), (130, 513), (513, 130), (1, 400), (256, 384)]
 
 def call_of(mask: Mask | Tensor, queries: int, keys: int, positions: tuple[Tensor, Tensor] | None = None) -> Call:
     q, k = torch.zeros(BATCH, HEADS, queries, 1), torch.zeros(BATCH, HEADS, keys, 1)
-    return prepare(q, k, k, Dot(), mask, None, None, positions, 0.0, False)
+    return prepare_call(q, k, k, Dot(), mask, None, None, positions, 0.0, False)
 
 
 def true_tables(call: Call) -> Tables:
@@ -146,7 +146,7 @@ def test_tables_of_long_sequences_never_hold_the_matrix() -> None:
     call = call_of(foci.causal & foci.window(1000), 1, 1)
     long = 131072
     q = torch.zeros(1, 1, 1, 1).expand(1, 1, long, 1)
-    blocks = blocks_of(prepare(q, q, q, Dot(), call.mask, None, None, None, 0.0, False))
+    blocks = blocks_of(prepare_call(q, q, q, Dot(), call.mask, None, None, None, 0.0, False))
     assert blocks.cut.order.shape == (1, 1, 1024, 1024)
     assert int((blocks.cut.counts + blocks.full.counts).max()) <= 1000 // BLOCK + 2
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.backends import blocked
-from foci.masks.ranges import Spans
-from foci.runtime.checks import is_captured
-from foci.runtime.cuda_graphs import captured
+from foci.backends import strips
+from foci.masks.ranges import KeyRanges
+from foci.runtime.checks import is_capturing_cuda_graph
+from foci.runtime.cuda_graphs import capture_cuda_graph
 from tests.tensors import qkv, randn
 
 DOUBLE = torch.float64
@@ -31,7 +31,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.fixture(params=[2**19, 12], ids=["one strip", "many strips"], autouse=True)
 def _entries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "CPU_ENTRIES", request.param)
+    monkeypatch.setattr(strips, "MAX_CPU_STRIP_ENTRIES", request.param)
 
 
 def results(backend: str, tensors: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -101,10 +101,10 @@ def test_nothing_of_a_device_is_read_while_it_is_captured(
     mask: foci.Mask, grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CUDA graph is written down and not run: strips see all keys, masked, but for masks of plain numbers."""
-    monkeypatch.setattr(blocked, "is_captured", lambda tensor: True)
+    monkeypatch.setattr(strips, "is_captured", lambda tensor: True)
     tensors = [x.requires_grad_(grad) for x in qkv(dtype=DOUBLE)]
     found = []
-    reading = mock.patch.object(Spans, "segments", autospec=True, side_effect=Spans.segments)
+    reading = mock.patch.object(KeyRanges, "segments", autospec=True, side_effect=KeyRanges.segments)
     for backend in ("blocked", "reference"):
         with reading as read:
             out, lse = results(backend, tensors, {"mask": mask})
@@ -129,7 +129,7 @@ def test_a_captured_call_attends_by_the_lengths_of_each_replay() -> None:
         run()
     torch.cuda.synchronize()
     with torch.no_grad():
-        graph, out = captured(run)
+        graph, out = capture_cuda_graph(run)
         for some in ([4, 6], [1, 0], [6, 3]):
             lengths.copy_(torch.tensor(some))
             graph.replay()
@@ -138,14 +138,14 @@ def test_a_captured_call_attends_by_the_lengths_of_each_replay() -> None:
 
 def test_only_a_device_of_cuda_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not is_captured(torch.zeros(1))
-    assert is_captured(mock.Mock(is_cuda=True))
+    assert not is_capturing_cuda_graph(torch.zeros(1))
+    assert is_capturing_cuda_graph(mock.Mock(is_cuda=True))
 
 
 def test_sums_over_strips_are_rounded_once() -> None:
     q, k, v = (randn(1, 1, 400, 8, seed=seed, dtype=torch.bfloat16).requires_grad_() for seed in range(3))
     score = foci.Cosine(1.0)
-    with mock.patch.object(blocked, "CPU_ENTRIES", 800):
+    with mock.patch.object(strips, "MAX_CPU_STRIP_ENTRIES", 800):
         found = torch.autograd.grad(foci.attention(q, k, v, score=score, backend="blocked").sum(), (q, k, v))
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     true = torch.autograd.grad(foci.attention(*wide, score=score, backend="reference").sum(), wide)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 import foci
 from foci import backends
-from foci.arguments import Call, prepare
+from foci.arguments import Call, prepare_call
 from foci.backends import flex
 from foci.backends.flex import compiled_calls
 from foci.masks.base import as_mask
-from foci.runtime.cuda_graphs import captured
+from foci.runtime.cuda_graphs import capture_cuda_graph
 from foci.scores import Dot
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
 
@@ -95,7 +95,7 @@ def check_output(problem: Problem) -> None:
 def call_of(queries: int = 20, keys: int = 30, width: int = 8, lse: bool = False, **arguments: Any) -> Call:
     q, k = torch.randn(2, 4, queries, width), torch.randn(2, 4, keys, width)
     given = {"score": Dot(), "mask": None, "bias": None, "sink": None, "positions": None, "dropout": 0.0} | arguments
-    return prepare(q, k, k, needs_lse=lse, **given)
+    return prepare_call(q, k, k, needs_lse=lse, **given)
 
 
 class Counter:
@@ -328,7 +328,7 @@ def test_buckets_are_those_of_the_bias() -> None:
         table = flex.by_distance(bias)
         distance = torch.arange(-3 * reach, 3 * reach + 1)
         zero = torch.zeros_like(distance)
-        where = foci.masks.tile.Where(zero, torch.arange(3).unsqueeze(-1), zero, zero, zero, distance)
+        where = foci.masks.tile.Tile(zero, torch.arange(3).unsqueeze(-1), zero, zero, zero, distance)
         assert torch.equal(table.term(where), bias.term(where))
 
 
@@ -381,7 +381,7 @@ def test_wide_heads_and_large_grids_are_refused_on_a_gpu() -> None:
     assert flex.cuda_reasons(call_of(width=257)) == ["a width of 257, where it takes up to 256"]
     assert flex.cuda_reasons(call_of(width=256)) == []
     many = torch.zeros(65536, 1, 1, 1)
-    reasons = flex.cuda_reasons(prepare(many, many, many, Dot(), None, None, None, None, 0.0, False))
+    reasons = flex.cuda_reasons(prepare_call(many, many, many, Dot(), None, None, None, None, 0.0, False))
     assert reasons == ["more than 65,535 sequences or heads"]
 
 
@@ -494,7 +494,7 @@ def test_on_a_gpu_a_captured_call_attends_by_what_each_replay_finds(mask: str) -
         with torch.cuda.stream(stream):
             run()
         torch.cuda.synchronize()
-        graph, out = captured(run)
+        graph, out = capture_cuda_graph(run)
         for some in ([300, 20], [20, 300], [150, 0]):
             lengths.copy_(torch.tensor(some))
             graph.replay()

@@ -52,7 +52,7 @@ PADDINGS = {"none": None, "all": torch.ones_like(RIGHT), "right": RIGHT, "left":
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of this test count as large."""
-    monkeypatch.setattr(masks, "SMALL", 0)
+    monkeypatch.setattr(masks, "MAX_SMALL_MASK_ENTRIES", 0)
 
 
 @pytest.mark.usefixtures("large")
@@ -80,9 +80,9 @@ def test_known_rules_build_nothing(rule: str, padding: str) -> None:
 
 
 def tensors_of(mask: foci.Mask) -> list[Tensor]:
-    from foci.weights.tensors import nested
+    from foci.weights.tensors import find_tensors
 
-    return list(nested(mask))
+    return list(find_tensors(mask))
 
 
 def test_a_rule_of_ones_own_is_built_by_transformers() -> None:
@@ -137,7 +137,7 @@ def test_a_deferred_mask_is_a_bool_tensor_to_whoever_computes_with_it() -> None:
     q = torch.randn(2, 3, LENGTH, 4)
     attend = torch.nn.functional.scaled_dot_product_attention
     assert torch.equal(attend(q, q, q, attn_mask=mask), attend(q, q, q, attn_mask=expected))
-    assert repr(mask) == "Deferred(bool tensor (2, 1, 6, 6), (2, 1, 6, 6))"
+    assert repr(mask) == "DeferredMask(bool tensor (2, 1, 6, 6), (2, 1, 6, 6))"
 
 
 def test_code_that_puts_it_on_its_scores_gets_the_mask_of_eager_code() -> None:

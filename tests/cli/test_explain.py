@@ -4,8 +4,16 @@ import pytest
 import torch
 
 import foci
-from foci.cli.explain import Example, Row, explain, fold, join, seeded, split
-from foci.runtime.console import STYLE, Page, text_width
+from foci.cli.explanation import (
+    AttentionRow,
+    UntrainedSentence,
+    explain,
+    merge_heads,
+    random_from_name,
+    split_heads,
+    split_words,
+)
+from foci.runtime.console import ANSI_STYLE, TextPage, text_width
 
 JANE = "Jane is hungry, and she's really craving pasta from Italy."
 
@@ -25,30 +33,32 @@ JANE = "Jane is hungry, and she's really craving pasta from Italy."
     ],
 )
 def test_split(text: str, words: list[str]) -> None:
-    assert split(text) == words
+    assert split_words(text) == words
 
 
 def test_vectors_depend_on_the_word_alone() -> None:
-    example = Example(["The", "cat", "saw", "the", "dog"])
+    example = UntrainedSentence(["The", "cat", "saw", "the", "dog"])
     assert torch.equal(example.embedded[0], example.embedded[3])
     assert not torch.equal(example.embedded[0], example.embedded[1])
     assert not torch.equal(example.placed[0], example.placed[3])
 
 
 def test_seeds_are_the_same_everywhere() -> None:
-    torch.testing.assert_close(seeded("word hungry", 8)[:3], torch.tensor([0.53, -2.03, 1.28]), atol=0.005, rtol=0)
+    torch.testing.assert_close(
+        random_from_name("word hungry", 8)[:3], torch.tensor([0.53, -2.03, 1.28]), atol=0.005, rtol=0
+    )
 
 
 def test_fold_and_join_are_inverse() -> None:
     x = torch.arange(24.0).view(3, 8)
-    assert fold(x).shape == (1, 2, 3, 4)
-    assert fold(x)[0, 1, 2].tolist() == x[2, 4:].tolist()
-    assert torch.equal(join(fold(x)), x)
+    assert split_heads(x).shape == (1, 2, 3, 4)
+    assert split_heads(x)[0, 1, 2].tolist() == x[2, 4:].tolist()
+    assert torch.equal(merge_heads(split_heads(x)), x)
 
 
 def test_row_is_the_library_s_row() -> None:
-    example = Example(split(JANE))
-    row = Row.of(example, 2)
+    example = UntrainedSentence(split_words(JANE))
+    row = AttentionRow.of(example, 2)
     assert math.isclose(sum(row.weights), 1.0)
     assert row.error(example, 2) < 1e-6
     assert row.error(example, 3) > 1e-2
@@ -66,10 +76,10 @@ def test_a_library_that_disagrees_is_found_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_page_shows_the_library_s_numbers() -> None:
-    lines, example = explain(JANE, "hungry").lines, Example(split(JANE))
+    lines, example = explain(JANE, "hungry").lines, UntrainedSentence(split_words(JANE))
     weights = foci.attention(*example.qkv, return_weights=True)[1].dense()[2].tolist()
-    assert "   hungry  " + "".join(Page().shaded(weight, 5) for weight in weights) in lines
-    heads = foci.attention(*map(fold, example.qkv), return_weights=True)[1].dense()[0, :, 2]
+    assert "   hungry  " + "".join(TextPage().shaded(weight, 5) for weight in weights) in lines
+    heads = foci.attention(*map(split_heads, example.qkv), return_weights=True)[1].dense()[0, :, 2]
     for head in range(2):
         found = heads[head].topk(3)
         seen = ", ".join(f"“{example.words[j]}” {w:.0%}" for w, j in zip(*map(torch.Tensor.tolist, found), strict=True))
@@ -98,14 +108,14 @@ def test_the_causal_picture_hides_what_comes_later() -> None:
 )
 @pytest.mark.parametrize("color", [False, True])
 def test_no_line_is_wider_than_the_terminal(text: str, width: int, color: bool) -> None:
-    lines = explain(text, page=Page(width, color)).lines
+    lines = explain(text, page=TextPage(width, color)).lines
     assert [line for line in lines if text_width(line) > width] == []
     assert any("\x1b" in line for line in lines) == color
 
 
 def test_color_changes_no_word() -> None:
-    plain = explain(JANE, page=Page(100)).lines
-    painted = [STYLE.sub("", line) for line in explain(JANE, page=Page(100, color=True)).lines]
+    plain = explain(JANE, page=TextPage(100)).lines
+    painted = [ANSI_STYLE.sub("", line) for line in explain(JANE, page=TextPage(100, color=True)).lines]
     # Shades of grey stand in for colours, so the two matrices differ; nothing else may.
     assert [a for a, b in zip(plain, painted, strict=True) if a.split() != b.split() and not set("░▒▓█") & set(a)] == []
 

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import foci
-from foci.arguments import Call, prepare
+from foci.arguments import Call, prepare_call
 from foci.backends.flex.block_masks import blocks_of
 from foci.gpu import mask_inputs
 from foci.masks.base import Mask
-from foci.runtime.safetensors_file import mapped
+from foci.runtime.safetensors_file import map_tensors
 from foci.scores import Dot
 
 QUERIES, KEYS = 7, 9
@@ -23,7 +23,7 @@ QUERIES, KEYS = 7, 9
 
 def call_of(mask: Mask | None, queries: int = QUERIES, keys: int = KEYS) -> Call:
     q, k = torch.zeros(2, 1, queries, 4), torch.zeros(2, 1, keys, 4)
-    return prepare(q, k, k, Dot(), mask, None, None, None, 0.0, False)
+    return prepare_call(q, k, k, Dot(), mask, None, None, None, 0.0, False)
 
 
 def seen_by(masks: mask_inputs.KernelMasks, call: Call) -> Tensor:
@@ -121,7 +121,7 @@ class StaysThere(TorchDispatchMode):
 def there(call: Call, name: str = "meta") -> Call:
     """The call with all of its tensors on a device, first one that nothing can be read of."""
     device = torch.device(name)
-    q, k, mask = mapped((call.q, call.k, call.mask), lambda tensor: tensor.to(device))
+    q, k, mask = map_tensors((call.q, call.k, call.mask), lambda tensor: tensor.to(device))
     return replace(call, q=q, k=k, v=k, mask=mask, extent=call.extent._replace(device=device))
 
 
@@ -156,7 +156,7 @@ def test_on_a_gpu_nothing_waits_for_it(name: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     back = mask_inputs.KernelMasks(
-        *(mapped(getattr(masks, field.name), lambda tensor: tensor.cpu()) for field in fields(masks))
+        *(map_tensors(getattr(masks, field.name), lambda tensor: tensor.cpu()) for field in fields(masks))
     )
     assert torch.equal(seen_by(back, call_of(MASKS[name])), expected)
 

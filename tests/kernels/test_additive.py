@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import foci
-from foci.arguments import Call, prepare
+from foci.arguments import Call, prepare_call
 from foci.backends import reference
 from foci.gpu import additive
 from foci.gpu.additive import launch
@@ -187,7 +187,7 @@ def test_weights_of_nothing_count_as_nothing() -> None:
 def test_tiles_of_every_shape_agree(most: int) -> None:
     made = (randn(1, 2, 33, 20), randn(1, 1, 33, 20, seed=1), randn(1, 1, 33, 6), randn(2, 20))
     q, k, v, w = (x.to(DEVICE, torch.float32) for x in made)
-    expected = reference.run(prepare(q, k, v, foci.Additive(w), None, None, None, None, 0.0, True))
+    expected = reference.run(prepare_call(q, k, v, foci.Additive(w), None, None, None, None, 0.0, True))
     for tiling in (
         AdditiveTiling(queries=32, keys=16, most=most),
         AdditiveTiling(queries=16, keys=32, chunk=4, most=most),
@@ -238,7 +238,7 @@ def seeded(dropout: float, requires_grad: bool, queries: int) -> Call:
         x.float() for x in (randn(1, 2, queries, 9), randn(1, 1, 18, 9, seed=1), randn(1, 1, 18, 6), randn(9))
     )
     leaves = [x.to(DEVICE).requires_grad_(requires_grad) for x in (q, k, v, w)]
-    call = prepare(*leaves[:3], foci.Additive(leaves[3]), foci.causal, None, None, None, dropout, True)
+    call = prepare_call(*leaves[:3], foci.Additive(leaves[3]), foci.causal, None, None, None, dropout, True)
     call.seed = torch.tensor(20_260_101, device=DEVICE)
     return call
 

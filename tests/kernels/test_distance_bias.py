@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import foci
-from foci.arguments import Call, prepare
+from foci.arguments import Call, prepare_call
 from foci.gpu import distance_bias, launcher
 from foci.gpu.distance_bias import launch, row_table, tables
 from foci.gpu.distance_bias.launch import DistanceBiasTiling
@@ -237,7 +237,7 @@ def test_the_operators_are_registered_as_pytorch_wants_them() -> None:
 def call_of(dropout: float = 0.0, positions: Any = None, **arguments: Any) -> Call:
     names = ("query", "key", "value", "score", "mask", "bias", "sink")
     given = {"score": Dot(), "mask": None, "bias": None, "sink": None} | arguments
-    return prepare(*(given[name] for name in names), positions, dropout, needs_lse=False)
+    return prepare_call(*(given[name] for name in names), positions, dropout, needs_lse=False)
 
 
 def inputs(width: int = 8, dtype: torch.dtype = torch.float32, length: int = 5) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton.experimental.gluon")
 
 import foci
-from foci.arguments import prepare
+from foci.arguments import prepare_call
 from foci.gpu.launcher import KeywordLaunch
 from foci.runtime.device import major_capability
 from foci.scores import Dot
@@ -180,7 +180,7 @@ def test_the_plan_of_a_call_without_weights(shape: tuple[int, ...], monkeypatch:
 def test_widths_that_no_kernel_takes(width: int) -> None:
     with FakeTensorMode():
         q = torch.zeros(1, 2, 4, width, device="cuda")
-        reasons = cuda.refuses(prepare(q, q, q, Dot(), None, None, None, None, 0.0, True))
+        reasons = cuda.refuses(prepare_call(q, q, q, Dot(), None, None, None, None, 0.0, True))
     assert reasons == ([] if 0 < width <= 256 else ["widths that are 0 or above 256"])
 
 

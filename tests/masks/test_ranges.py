@@ -10,18 +10,18 @@ from torch import Tensor
 
 import foci
 from foci.masks.base import Mask
-from foci.masks.ranges import Spans
-from foci.masks.tile import Extent, Where
+from foci.masks.ranges import KeyRanges
+from foci.masks.tile import CallSizes, Tile
 
 few = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 CPU = torch.device("cpu")
 
 
-def extent_of(batch: int, queries: int, keys: int) -> Extent:
-    return Extent((batch,), 2, queries, keys, CPU)
+def extent_of(batch: int, queries: int, keys: int) -> CallSizes:
+    return CallSizes((batch,), 2, queries, keys, CPU)
 
 
-def covered(spans: Spans) -> Tensor:
+def covered(spans: KeyRanges) -> Tensor:
     """(Bm, Tq, Tk): the keys inside the runs."""
     key = torch.arange(spans.keys)
     seen = torch.zeros(1, 1, spans.keys, dtype=torch.bool)
@@ -31,20 +31,20 @@ def covered(spans: Spans) -> Tensor:
 
 
 @st.composite
-def runs(draw: st.DrawFn, queries: int, keys: int) -> Spans:
+def runs(draw: st.DrawFn, queries: int, keys: int) -> KeyRanges:
     """One run per query, of one or of two sequences; some of them empty, with any ends, and some not exact."""
     batch = draw(st.integers(1, 2))
     ends = st.lists(st.integers(0, keys), min_size=batch * queries, max_size=batch * queries)
     low, high = (torch.tensor(draw(ends), dtype=torch.int64).view(batch, queries) for _ in range(2))
-    return Spans.run(low, high, extent_of(batch, queries, keys), exact=draw(st.booleans()))
+    return KeyRanges.run(low, high, extent_of(batch, queries, keys), exact=draw(st.booleans()))
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> tuple[Spans, Tensor]:
+def trees(draw: st.DrawFn) -> tuple[KeyRanges, Tensor]:
     """Runs joined at random, and what the same joins make of the keys that are seen."""
     queries, keys = draw(st.integers(1, 5)), draw(st.integers(1, 8))
 
-    def leaf() -> tuple[Spans, Tensor]:
+    def leaf() -> tuple[KeyRanges, Tensor]:
         spans = draw(runs(queries, keys))
         # Where the runs are not exact, any of what they hold is seen.
         seen = covered(spans).expand(2, -1, -1)
@@ -60,7 +60,7 @@ def trees(draw: st.DrawFn) -> tuple[Spans, Tensor]:
     return spans, seen
 
 
-def check_holds(spans: Spans, seen: Tensor) -> None:
+def check_holds(spans: KeyRanges, seen: Tensor) -> None:
     """Nothing is seen outside of the runs, and where they are exact everything inside."""
     inside = covered(spans).expand_as(seen)
     assert bool((inside | ~seen).all())
@@ -72,7 +72,7 @@ def check_holds(spans: Spans, seen: Tensor) -> None:
 
 @few
 @given(trees())
-def test_joined_runs_hold_what_is_seen(tree: tuple[Spans, Tensor]) -> None:
+def test_joined_runs_hold_what_is_seen(tree: tuple[KeyRanges, Tensor]) -> None:
     spans, seen = tree
     assert len(spans.runs) <= 2
     check_holds(spans, seen)
@@ -81,7 +81,7 @@ def test_joined_runs_hold_what_is_seen(tree: tuple[Spans, Tensor]) -> None:
 
 @few
 @given(trees(), st.integers(1, 6))
-def test_strips_visit_what_is_seen_and_know_what_is_full(tree: tuple[Spans, Tensor], rows: int) -> None:
+def test_strips_visit_what_is_seen_and_know_what_is_full(tree: tuple[KeyRanges, Tensor], rows: int) -> None:
     spans, seen = tree
     segments = spans.segments(rows)
     assert len(segments) == -(-seen.shape[1] // rows)
@@ -98,8 +98,8 @@ def test_strips_visit_what_is_seen_and_know_what_is_full(tree: tuple[Spans, Tens
 
 def test_exact_runs_stay_exact_through_two_runs() -> None:
     extent = extent_of(1, 3, 10)
-    low = Spans.run(torch.tensor([0, 1, 2]), torch.tensor([3, 3, 3]), extent)
-    high = Spans.run(torch.tensor([5, 3, 9]), torch.tensor([7, 9, 9]), extent)
+    low = KeyRanges.run(torch.tensor([0, 1, 2]), torch.tensor([3, 3, 3]), extent)
+    high = KeyRanges.run(torch.tensor([5, 3, 9]), torch.tensor([7, 9, 9]), extent)
     both = low | high
     assert both.exact
     assert covered(both).int().tolist()[0] == [
@@ -115,8 +115,8 @@ def test_exact_runs_stay_exact_through_two_runs() -> None:
 
 def test_the_form_that_kernels_read() -> None:
     extent = extent_of(2, 3, 10)
-    one = Spans.run(torch.tensor([0, 1, 2]), torch.tensor([[3, 3, 3], [4, 4, 4]]), extent)
-    two = one | Spans.run(torch.tensor([6, 6, 6]), torch.tensor([8, 9, 10]), extent)
+    one = KeyRanges.run(torch.tensor([0, 1, 2]), torch.tensor([[3, 3, 3], [4, 4, 4]]), extent)
+    two = one | KeyRanges.run(torch.tensor([6, 6, 6]), torch.tensor([8, 9, 10]), extent)
     tensor = two.tensor(CPU)
     assert (tensor.shape, tensor.dtype) == ((2, 2, 2, 3), torch.int32)
     assert tensor.is_contiguous()
@@ -151,16 +151,16 @@ def test_the_runs_of_a_mask_hold_what_it_shows(data: st.DataObject) -> None:
     extent = extent_of(2, queries, keys)
     fitted = mask.fit(extent)
     batch, query, key = torch.arange(2).view(2, 1, 1, 1), torch.arange(queries).view(-1, 1), torch.arange(keys)
-    where = Where(batch, torch.zeros(1, 1, 1, 1, dtype=torch.int64), query, key, query + keys - queries, key)
+    where = Tile(batch, torch.zeros(1, 1, 1, 1, dtype=torch.int64), query, key, query + keys - queries, key)
     seen = fitted.visible(where).expand(2, 1, queries, keys)[:, 0]
     check_holds(fitted.spans(extent, positioned=False), seen)
     # Other positions may show anything of what depends on them.
-    moved = Where(where.batch, where.head, query, key, query * 2 - 3, (key * 5) % 7)
+    moved = Tile(where.batch, where.head, query, key, query * 2 - 3, (key * 5) % 7)
     check_holds(fitted.spans(extent, positioned=True), fitted.visible(moved).expand(2, 1, queries, keys)[:, 0])
 
 
 @pytest.mark.parametrize(
-    "mask", [mask for mask in MASKS if not isinstance(mask, foci.masks.kinds.FromFunction)], ids=repr
+    "mask", [mask for mask in MASKS if not isinstance(mask, foci.masks.kinds.MaskFunction)], ids=repr
 )
 def test_structured_masks_have_exact_runs(mask: Mask) -> None:
     extent = extent_of(2, 5, 7)

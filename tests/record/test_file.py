@@ -17,7 +17,7 @@ import foci
 from foci.record.kept import KeptStatistics
 from foci.record.labels import Labels
 from foci.record.layer import Layer
-from foci.runtime.safetensors_file import checksum
+from foci.runtime.safetensors_file import checksum_tensors
 from tests.tensors import qkv
 
 
@@ -65,7 +65,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
         for part in ("name", "stack", "index", "heads", "queries", "keys", "rows", "kv_heads", "shape", "can"):
             assert getattr(again, part) == getattr(layer, part), (name, part)
         assert torch.equal(again.entropy(), layer.entropy())
-        assert torch.equal(again.places, layer.places)
+        assert torch.equal(again.positions, layer.positions)
     assert torch.equal(loaded["L0"].dense(), saved["L0"].dense())
     assert torch.equal(loaded["cross.L0"].top(3).keys, saved["cross.L0"].top(3).keys)
     assert torch.equal(loaded["L0"].norms(), saved["L0"].norms())
@@ -96,7 +96,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tens
         written = json.loads(file.metadata()["foci"])
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     change(written["content"]["dict"], tensors)
-    written["checksum"] = checksum(tensors)
+    written["checksum"] = checksum_tensors(tensors)
     save_file(tensors, path, metadata={"foci": json.dumps(written)})
     return path
 

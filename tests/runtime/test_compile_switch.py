@@ -8,7 +8,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from foci.runtime.compile_switch import SWITCH, compiled, uncompiled
+from foci.runtime.compile_switch import COMPILE_SWITCH, disable_compile, enable_compile
 
 
 @pytest.fixture
@@ -28,48 +28,48 @@ def stance() -> str:
 
 def test_blocks_switch_it_off_and_programs_on(was_compiled: Callable[[], bool]) -> None:
     assert was_compiled()
-    with uncompiled():
+    with disable_compile():
         assert not was_compiled()
-        with compiled():
+        with enable_compile():
             assert was_compiled()
-            with uncompiled():
+            with disable_compile():
                 assert was_compiled()
-            with compiled():
+            with enable_compile():
                 assert was_compiled()
             assert was_compiled()
         assert not was_compiled()
-        with uncompiled():
+        with disable_compile():
             assert not was_compiled()
         assert not was_compiled()
     assert was_compiled()
 
 
 def test_a_program_that_fails_leaves_it_as_it_was() -> None:
-    with uncompiled():
-        with pytest.raises(ZeroDivisionError), compiled():
+    with disable_compile():
+        with pytest.raises(ZeroDivisionError), enable_compile():
             _ = 1 // 0
         assert stance() == "force_eager"
-    with pytest.raises(ZeroDivisionError), uncompiled():
+    with pytest.raises(ZeroDivisionError), disable_compile():
         _ = 1 // 0
-    assert (stance(), SWITCH.blocks, SWITCH.programs, SWITCH.off) == ("default", 0, 0, None)
+    assert (stance(), COMPILE_SWITCH.blocks, COMPILE_SWITCH.programs, COMPILE_SWITCH.off) == ("default", 0, 0, None)
 
 
 def test_a_block_that_closes_while_a_program_runs_on_another_thread() -> None:
-    block = uncompiled()
+    block = disable_compile()
     block.__enter__()
-    with compiled():
+    with enable_compile():
         thread = Thread(target=block.__exit__, args=(None, None, None))
         thread.start()
         thread.join()
         assert stance() == "default"
-    assert (stance(), SWITCH.off) == ("default", None)
+    assert (stance(), COMPILE_SWITCH.off) == ("default", None)
 
 
 def test_what_a_caller_switched_off_stays_off(was_compiled: Callable[[], bool]) -> None:
     with torch.compiler.set_stance("force_eager"):
-        with uncompiled(), compiled():
+        with disable_compile(), enable_compile():
             assert not was_compiled()
-        with compiled():
+        with enable_compile():
             assert not was_compiled()
         assert stance() == "force_eager"
     assert stance() == "default"
@@ -81,9 +81,9 @@ def test_a_block_inside_of_a_compiled_function_counts_for_nothing() -> None:
     @torch.compile(backend="eager")
     def run(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
-        with uncompiled():
+        with disable_compile():
             return x + 1
 
     with pytest.raises(Exception, match=r"set_stance|uncompiled"):
         run(torch.ones(2))
-    assert (stance(), SWITCH.blocks, SWITCH.off) == ("default", 0, None)
+    assert (stance(), COMPILE_SWITCH.blocks, COMPILE_SWITCH.off) == ("default", 0, None)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.runtime.double_backward import apart, only_once
-from foci.weights.dense_attention import attention_and_matrix
+from foci.runtime.double_backward import forbid_double_backward, make_distinct_views
+from foci.weights.dense_attention import attention_with_matrix
 
 RELATED: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "one tensor": lambda x: (x, x, x),
@@ -20,7 +20,7 @@ RELATED: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 MADE: dict[str, Callable[..., Tensor]] = {
     "blocked": lambda *qkv: foci.attention(*qkv, backend="blocked"),
     "blocked, additive": lambda *qkv: foci.attention(*qkv, score=additive(qkv[0]), backend="blocked"),
-    "the matrix": lambda *qkv: torch.cat(attention_and_matrix(*qkv), dim=-1),
+    "the matrix": lambda *qkv: torch.cat(attention_with_matrix(*qkv), dim=-1),
 }
 TRUE: dict[str, Callable[..., Tensor]] = {
     "blocked": lambda *qkv: foci.attention(*qkv, backend="reference"),
@@ -53,7 +53,7 @@ def test_each_gets_its_own_gradient(related: str, made: str, graph: bool) -> Non
 
 def test_what_needs_no_gradient_keeps_its_name() -> None:
     x, fixed = start(), torch.ones(2)
-    alias, same, nothing = apart(x, fixed, None)
+    alias, same, nothing = make_distinct_views(x, fixed, None)
     assert alias is not x
     assert (same, nothing) == (fixed, None)
 
@@ -61,8 +61,8 @@ def test_what_needs_no_gradient_keeps_its_name() -> None:
 def test_second_gradients_that_are_not_there_are_refused() -> None:
     x = start()
     with torch.no_grad():
-        assert only_once([x, None], x) == (x, None)
-    (gradient,) = only_once([torch.ones_like(x)], x)
+        assert forbid_double_backward([x, None], x) == (x, None)
+    (gradient,) = forbid_double_backward([torch.ones_like(x)], x)
     assert torch.equal(gradient.detach(), torch.ones_like(x))
     for ask in (lambda: torch.autograd.grad((gradient + x).sum(), x, retain_graph=True), (gradient + x).sum().backward):
         with pytest.raises(RuntimeError, match=r"expected a backend whose gradients have gradients.* got .*'triton'"):

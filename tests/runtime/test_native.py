@@ -22,9 +22,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and nothing that was found out before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("FOCI_CC", raising=False)
-    native.opened.cache_clear()
+    native.open_library.cache_clear()
     yield tmp_path / "foci" / "native"
-    native.opened.cache_clear()
+    native.open_library.cache_clear()
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @needs_compiler
 def test_a_source_becomes_a_library(sources: Path, cache: Path) -> None:
-    assert native.refusal("half") is None
-    assert native.library("half").half(10) == 6
+    assert native.why_unavailable("half") is None
+    assert native.load_library("half").half(10) == 6
     files = list(cache.iterdir())
     assert len(files) == 1
     assert stat.S_IMODE(files[0].stat().st_mode) == 0o700
@@ -50,37 +50,37 @@ def test_a_source_becomes_a_library(sources: Path, cache: Path) -> None:
 
 @needs_compiler
 def test_it_is_compiled_once(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    native.library("half")
-    native.opened.cache_clear()
+    native.load_library("half")
+    native.open_library.cache_clear()
     monkeypatch.setattr(native, "compile_source", None)
-    assert native.library("half").half(10) == 6
+    assert native.load_library("half").half(10) == 6
 
 
 @needs_compiler
 @pytest.mark.parametrize("changed", ["half.c", "one.h"])
 def test_a_changed_source_is_compiled_again(sources: Path, changed: str, cache: Path) -> None:
-    native.library("half")
+    native.load_library("half")
     text = (sources / changed).read_text()
     (sources / changed).write_text(text.replace("/ 2", "/ 5").replace("ONE 1", "ONE -3"))
-    native.opened.cache_clear()
-    assert native.library("half").half(10) == {"half.c": 3, "one.h": 2}[changed]
+    native.open_library.cache_clear()
+    assert native.load_library("half").half(10) == {"half.c": 3, "one.h": 2}[changed]
     assert len(list(cache.iterdir())) == 2
 
 
 @needs_compiler
 def test_a_damaged_library_is_a_reason(sources: Path, cache: Path) -> None:
-    path = native.built("half", native.command())
+    path = native.build_library("half", native.compiler_command())
     path.write_bytes(b"not a library")
-    reason = native.refusal("half")
+    reason = native.why_unavailable("half")
     assert reason is not None
     assert path.name in reason
 
 
 def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert native.refusal("strip") == "no C compiler was found: looked for cc, gcc, clang"
+    assert native.why_unavailable("strip") == "no C compiler was found: looked for cc, gcc, clang"
     with pytest.raises(native.UnavailableError, match="no C compiler was found"):
-        native.library("strip")
+        native.load_library("strip")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_named_compiler_is_the_only_one(named: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOCI_CC", named)
-    assert native.refusal("strip") == reason
+    assert native.why_unavailable("strip") == reason
 
 
 def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,50 +97,50 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, cache: Path, monkeypa
     broken.write_text("#!/bin/sh\necho 'strip.c:1: error: this is no C' >&2\nexit 1\n")
     broken.chmod(0o700)
     monkeypatch.setenv("FOCI_CC", str(broken))
-    assert native.refusal("strip") == f"{broken} could not compile strip.c: strip.c:1: error: this is no C"
+    assert native.why_unavailable("strip") == f"{broken} could not compile strip.c: strip.c:1: error: this is no C"
     assert list(cache.iterdir()) == []
 
 
 def test_another_system_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.os, "name", "nt")
     with pytest.raises(native.UnavailableError, match="Linux and macOS"):
-        native.command()
+        native.compiler_command()
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(cache: Path) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    assert native.folder() != cache
-    assert stat.S_IMODE(native.folder().stat().st_mode) == 0o700
+    assert native.library_folder() != cache
+    assert stat.S_IMODE(native.library_folder().stat().st_mode) == 0o700
     cache.chmod(0o755)
-    assert native.folder() == cache
+    assert native.library_folder() == cache
 
 
 def test_a_folder_of_somebody_else_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     somebody = os.getuid() + 1
     cache.mkdir(parents=True)
     monkeypatch.setattr(native.os, "getuid", lambda: somebody)
-    assert native.folder() != cache
+    assert native.library_folder() != cache
 
 
 def test_a_link_is_not_used(cache: Path, tmp_path: Path) -> None:
     cache.parent.mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     cache.symlink_to(tmp_path / "elsewhere")
-    assert native.folder() != cache
+    assert native.library_folder() != cache
 
 
 def test_a_cache_that_cannot_be_made_is_not_used(cache: Path) -> None:
     cache.parent.parent.joinpath("foci").write_text("a file where the folder should be")
-    assert native.folder().is_dir()
+    assert native.library_folder().is_dir()
 
 
 @needs_compiler
 def test_a_library_that_others_can_write_to_is_built_again(sources: Path) -> None:
-    path = native.built("half", native.command())
+    path = native.build_library("half", native.compiler_command())
     path.write_bytes(b"somebody else's")
     path.chmod(0o722)
-    assert native.library("half").half(10) == 6
+    assert native.load_library("half").half(10) == 6
 
 
 @needs_compiler
@@ -163,5 +163,5 @@ def test_every_thread_runs_it_once(sources: Path, threads: int, own: bool, monke
     if own:
         monkeypatch.setattr(native, "openmp", lambda: None)
     counted = Count(0)
-    native.run(native.library("count").count, counted, threads)
+    native.run_in_threads(native.load_library("count").count, counted, threads)
     assert counted.value == threads

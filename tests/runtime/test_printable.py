@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foci.runtime.console import text_width
-from foci.runtime.printable import clusters, isolated, printable, visible
+from foci.runtime.printable import format_label, isolate_direction, make_printable, split_clusters
 
 
 @pytest.mark.parametrize(
@@ -27,25 +27,25 @@ from foci.runtime.printable import clusters, isolated, printable, visible
     ],
 )
 def test_printable(text: str, shown: str) -> None:
-    assert printable(text) == shown
+    assert make_printable(text) == shown
 
 
 @pytest.mark.parametrize(
     ("text", "shown"), [(" is", "is"), ("  ", "␣␣"), (" \n", "␣↵"), ("", "∅"), ("\u200b", "⟨200B⟩")]
 )
 def test_visible(text: str, shown: str) -> None:
-    assert visible(text) == shown
+    assert format_label(text) == shown
 
 
 @given(st.text())
 def test_nothing_harmful_is_left(text: str) -> None:
-    shown = printable(text)
+    shown = make_printable(text)
     assert not [c for c in shown if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")]
     assert {c for c in shown if unicodedata.category(c) == "Cf"} <= {"\u200c", "\u200d"}
-    assert "".join(clusters(shown)) == shown
+    assert "".join(split_clusters(shown)) == shown
 
 
 def test_right_to_left_is_isolated_and_nothing_else() -> None:
-    assert isolated("שלום") == "\u2068שלום\u2069"
-    assert isolated("Jane") == "Jane"
-    assert text_width(isolated("שלום")) == 4
+    assert isolate_direction("שלום") == "\u2068שלום\u2069"
+    assert isolate_direction("Jane") == "Jane"
+    assert text_width(isolate_direction("שלום")) == 4

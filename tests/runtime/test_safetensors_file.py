@@ -107,7 +107,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
         Path(path).write_bytes(b"half of it")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(safetensors_file.safetensors(), "save_file", full)
+    monkeypatch.setattr(safetensors_file.import_safetensors(), "save_file", full)
     with pytest.raises(OSError, match="no space left"):
         lazy(CASES["plain"]()).save(tmp_path / "w")
     assert [path.name for path in tmp_path.iterdir()] == ["w"]
@@ -129,7 +129,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 def test_packed_and_unpacked() -> None:
     thing = {"a": (1, 2.5, "x", None, True), "b": {"c": torch.arange(3)}, "d": foci.Dot(softcap=2), "e": -float("inf")}
     tensors: dict[str, Tensor] = {}
-    again = safetensors_file.unpacked(safetensors_file.packed(thing, tensors, "", {}), tensors)
+    again = safetensors_file.decode_part(safetensors_file.encode_part(thing, tensors, "", {}), tensors)
     assert list(tensors) == ["b.c"]
     assert again["a"] == thing["a"]
     assert torch.equal(again["b"]["c"], torch.arange(3))
@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_is_no_known_thing_is_refused(case: str) -> None:
     content, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        safetensors_file.unpacked(content, {"there": torch.zeros(1)})
+        safetensors_file.decode_part(content, {"there": torch.zeros(1)})
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,4 +174,4 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ImportError, match=r"^a file of weights needs safetensors, which is not installed: pip install 'foci\[view\]'$"
     ):
-        safetensors_file.safetensors()
+        safetensors_file.import_safetensors()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import foci
 from foci.runtime import tensor_cache
-from foci.runtime.tensor_cache import once, remembered
+from foci.runtime.tensor_cache import cache_per_stream, cache_permanently
 
 Keep = Callable[[object, Tensor, Callable[[], Tensor]], Tensor]
 BESIDE = torch.zeros(1)
@@ -28,30 +28,30 @@ def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_cache, "FOREVER", {})
 
 
-@pytest.mark.parametrize("keep", [once, remembered])
+@pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
 def test_the_second_time_it_is_the_same(keep: Keep) -> None:
     first = keep("a", BESIDE, lambda: torch.arange(3))
     assert keep("a", BESIDE, lambda: torch.arange(4)) is first
     assert keep("b", BESIDE, lambda: torch.arange(4)).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("keep", [once, remembered])
+@pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
 def test_what_inference_mode_made_serves_a_training_step(keep: Keep) -> None:
     with torch.inference_mode():
         made = keep("a", BESIDE, lambda: torch.ones(3))
     assert not made.is_inference()
 
 
-@pytest.mark.parametrize("keep", [once, remembered])
+@pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
 def test_transforms_and_fake_tensors_leave_nothing_behind(keep: Keep) -> None:
     with FakeTensorMode():
         keep("a", torch.zeros(1), lambda: torch.ones(3))
     torch.func.grad(lambda x: (x * keep("a", BESIDE, lambda: torch.ones(3))).sum())(torch.ones(3))
-    assert not tensor_cache.KEPT
-    assert not tensor_cache.FOREVER
+    assert not tensor_cache.STREAM_CACHE
+    assert not tensor_cache.PERMANENT_CACHE
 
 
-@pytest.mark.parametrize("keep", [once, remembered])
+@pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
 def test_a_mode_leaves_nothing_behind(keep: Keep) -> None:
     with FunctionalTensorMode():
         keep("a", BESIDE, lambda: torch.ones(3))
@@ -66,7 +66,7 @@ def test_a_call_that_was_traced_leaves_nothing_behind() -> None:
     torch.testing.assert_close(aot_function(attend, nop)(q), attend(q))
 
 
-@pytest.mark.parametrize("keep", [once, remembered])
+@pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
 def test_a_forward_that_is_checkpointed_runs_again_with_the_same_operations(keep: Keep) -> None:
     """Selective checkpointing hands out what operations gave before, in the order in which they were asked."""
 
@@ -84,7 +84,7 @@ def test_a_forward_that_is_checkpointed_runs_again_with_the_same_operations(keep
     assert x.grad.item() == 12.0
 
 
-@pytest.mark.parametrize("keep", [once, remembered])
+@pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
 def test_a_graph_that_is_captured_makes_its_own(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_cache, "is_captured", lambda beside: True)
     assert keep("a", BESIDE, lambda: torch.ones(3)) is not keep("a", BESIDE, lambda: torch.ones(3))
@@ -93,5 +93,5 @@ def test_a_graph_that_is_captured_makes_its_own(keep: Keep, monkeypatch: pytest.
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_cache, "MOST", 2)
     for key in range(5):
-        remembered(key, BESIDE, lambda: torch.ones(3))
-    assert len(tensor_cache.KEPT) <= 2
+        cache_per_stream(key, BESIDE, lambda: torch.ones(3))
+    assert len(tensor_cache.STREAM_CACHE) <= 2

@@ -11,14 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import foci
 from foci import statistics
-from foci.arguments import prepare
+from foci.arguments import prepare_call
 from foci.runtime import native
 from foci.statistics import Wanted, cpu_c, streaming
 from tests import matrices
 from tests.allocation import LargestTensor
 from tests.matrices import CASES, Arguments, assert_close, in_dtype, lazy, randn, truth
 
-MISSING = native.refusal("strip")
+MISSING = native.why_unavailable("strip")
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"nothing is compiled here: {MISSING}")
 
 
@@ -319,7 +319,7 @@ def test_refusals_have_one_reason(name: str) -> None:
 def test_tensors_without_memory_are_refused() -> None:
     with FakeTensorMode():
         q = torch.empty(1, 2, 300, 8)
-        call = prepare(q, q, q, foci.Dot(), None, None, None, None, 0.0, True)
+        call = prepare_call(q, q, q, foci.Dot(), None, None, None, None, 0.0, True)
     assert cpu_c.refuses(call) == ["it reads memory, but got FakeTensor and FakeTensor"]
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.runtime.safetensors_file import mapped
-from foci.weights.tensors import nested
+from foci.runtime.safetensors_file import map_tensors
+from foci.weights.tensors import find_tensors
 from tests import matrices
 from tests.allocation import LargestTensor
 from tests.matrices import CASES, Arguments, lazy, small_strips
@@ -35,12 +35,12 @@ def leaves_of(arguments: Arguments) -> list[Tensor]:
     made_of = {name: part for name, part in arguments.items() if name != "value"}
     if isinstance(made_of.get("bias"), foci.Relative):
         made_of["bias"] = foci.Relative(made_of["bias"].keys)
-    return [tensor for tensor in nested(made_of) if tensor.is_floating_point() and bool(tensor.isfinite().all())]
+    return [tensor for tensor in find_tensors(made_of) if tensor.is_floating_point() and bool(tensor.isfinite().all())]
 
 
 def with_leaves(arguments: Arguments, leaves: Iterator[Tensor]) -> Arguments:
     old = {id(tensor) for tensor in leaves_of(arguments)}
-    return mapped(arguments, lambda tensor: next(leaves) if id(tensor) in old else tensor)
+    return map_tensors(arguments, lambda tensor: next(leaves) if id(tensor) in old else tensor)
 
 
 def checked(case: str, question: Question) -> None:

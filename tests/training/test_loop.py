@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.cli import main
-from foci.runtime.safetensors_file import safetensors
+from foci.runtime.safetensors_file import import_safetensors
 from foci.tasks.model_file import load
 from foci.tasks.translation import Translation
 from foci.training import loop, progress, train
@@ -59,7 +59,9 @@ def test_the_mean_of_the_best_models_is_made_of_their_weights(data: Path, tmp_pa
     train(config(data, "train.steps=30", "train.average=2", "train.evaluate_every=10"), tmp_path / "run", quiet=True)
     kept = sorted((tmp_path / "run" / "best").iterdir())
     assert [path.name for path in kept] == ["step-00000020.safetensors", "step-00000030.safetensors"]
-    first, second, last = (safetensors().load_file(path) for path in (*kept, tmp_path / "run" / "model.safetensors"))
+    first, second, last = (
+        import_safetensors().load_file(path) for path in (*kept, tmp_path / "run" / "model.safetensors")
+    )
     about = load(tmp_path / "run").about
     final, alone = about["dev"]["loss"], logged(tmp_path / "run", "dev_loss")
     name = "encoder.blocks.0.attention.project.weight"

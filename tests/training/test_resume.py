@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from foci.cli import main
-from foci.runtime.safetensors_file import safetensors
+from foci.runtime.safetensors_file import import_safetensors
 from foci.training import checkpoint, train
 from tests.training.reversal import SMALL, config, logged, written
 
@@ -29,7 +29,7 @@ CHANGES = (f"train.steps={STEPS}", "train.ema=0.9", "train.accumulate=2", "train
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = safetensors().load_file(path)
+    found: dict[str, Tensor] = import_safetensors().load_file(path)
     return found
 
 

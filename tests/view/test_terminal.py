@@ -11,7 +11,7 @@ import foci
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.record import Record
-from foci.runtime.console import STYLE, text_width
+from foci.runtime.console import ANSI_STYLE, text_width
 from foci.view.selection import Unit, choose, find, shares, sides, telling, units
 from foci.view.terminal import patches, record, text
 from foci.view.terminal.record import render, show
@@ -111,7 +111,7 @@ def test_no_colour_where_it_is_not_welcome(environment: dict[str, str], monkeypa
 
 
 def test_colour_changes_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    coloured = STYLE.sub("", painted(monkeypatch, COLORTERM="truecolor"))
+    coloured = ANSI_STYLE.sub("", painted(monkeypatch, COLORTERM="truecolor"))
     assert "Where “hungry” looks in L0H1\n   [CLS] Jane is hungry. [SEP]\n\n   Jane     60.0%  ██████" in coloured
     assert "   hungry     10     60      8     15      3      5 " in coloured
 
@@ -200,7 +200,7 @@ def test_patches_in_half_blocks_where_they_are_many() -> None:
 def test_the_image_stands_beside_its_patches() -> None:
     first = render(image(), head="L0", sheet=Sheet(60, True, bits=24)).lines[4]
     assert first.startswith(" \x1b[38;2;0;10;20;48;2;0;10;20m▀\x1b[0m")
-    assert STYLE.sub("", first) == " ▀▀▀▀▀▀         "
+    assert ANSI_STYLE.sub("", first) == " ▀▀▀▀▀▀         "
     assert "▀" not in render(image(pictures=False), head="L0", sheet=Sheet(60, True, bits=24)).lines[4]
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.arguments import Call, prepare
+from foci.arguments import Call, prepare_call
 from foci.runtime import native
 from foci.weights import dense_attention, dense_attention_c
-from foci.weights.dense_attention import attention_and_matrix, built
+from foci.weights.dense_attention import attention_with_matrix, compute_traceable
 from tests.tensors import qkv, randn
 
-MISSING = native.refusal("matrix")
+MISSING = native.why_unavailable("matrix")
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"nothing is compiled here: {MISSING}")
 
 # Batch, heads, key heads, queries, keys, width, value width: odd, fewer than a vector, more than a panel or a block.
@@ -63,7 +63,7 @@ def options(shape: tuple[int, ...]) -> dict[str, dict[str, Any]]:
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Tensor | None = None, dropout: float = 0) -> Call:
     bias = None if bias is None else bias.to(q.dtype)
-    return prepare(q, k, v, foci.Dot(), mask, bias, None, None, dropout, False)
+    return prepare_call(q, k, v, foci.Dot(), mask, bias, None, None, dropout, False)
 
 
 @pytest.mark.parametrize("average", [True, False], ids=["averaged", "per head"])
@@ -72,17 +72,17 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Tensor | No
 def test_equals_the_reference(shape: tuple[int, ...], name: str, average: bool) -> None:
     given = options(shape)[name]
     call = call_of(*tensors(shape), **given)
-    assert dense_attention_c.serves(call)
-    exact = built(call_of(*tensors(shape, torch.float64), **given), average)
-    for found, true in zip(dense_attention_c.attend(call, average), exact, strict=True):
+    assert dense_attention_c.supports_call(call)
+    exact = compute_traceable(call_of(*tensors(shape, torch.float64), **given), average)
+    for found, true in zip(dense_attention_c.compute_with_matrix_c(call, average), exact, strict=True):
         torch.testing.assert_close(found.double(), true, atol=3e-6, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype: torch.dtype) -> None:
     q, k, v = tensors(SHAPES[0], dtype)
-    out, weights = dense_attention_c.attend(call_of(q, k, v), False)
-    exact = built(call_of(q.double(), k.double(), v.double()), False)
+    out, weights = dense_attention_c.compute_with_matrix_c(call_of(q, k, v), False)
+    exact = compute_traceable(call_of(q.double(), k.double(), v.double()), False)
     assert (out.dtype, weights.dtype) == (dtype, torch.float32)
     torch.testing.assert_close(out.double(), exact[0], atol=0.02, rtol=0)
     torch.testing.assert_close(weights.double(), exact[1], atol=1e-6, rtol=0)
@@ -90,26 +90,26 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 def test_views_are_read_where_they_lie() -> None:
     q, k, v = randn(2, 70, 3, 4, 32).permute(2, 0, 3, 1, 4)
-    exact = built(call_of(q.double(), k.double(), v.double()), True)
+    exact = compute_traceable(call_of(q.double(), k.double(), v.double()), True)
     every_other = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in (q, k, v)]
     for given in ((q, k, v), every_other):
-        for found, true in zip(dense_attention_c.attend(call_of(*given), True), exact, strict=True):
+        for found, true in zip(dense_attention_c.compute_with_matrix_c(call_of(*given), True), exact, strict=True):
             torch.testing.assert_close(found.double(), true, atol=3e-6, rtol=0)
 
 
 def test_threads_and_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(*tensors(SHAPES[1]), mask=foci.causal)
-    once = dense_attention_c.attend(call, True)
+    once = dense_attention_c.compute_with_matrix_c(call, True)
     monkeypatch.setattr(dense_attention_c, "threads", lambda call: 3)
     monkeypatch.setattr(dense_attention_c, "BLOCK", 1)
-    for one, other in zip(once, dense_attention_c.attend(call, True), strict=True):
+    for one, other in zip(once, dense_attention_c.compute_with_matrix_c(call, True), strict=True):
         assert torch.equal(one, other)
 
 
 def test_what_is_not_a_number_shows() -> None:
     q, k, v = tensors(SHAPES[0])
     q[0, 1, 3, 2] = torch.nan
-    out, weights = dense_attention_c.attend(call_of(q, k, v), False)
+    out, weights = dense_attention_c.compute_with_matrix_c(call_of(q, k, v), False)
     assert bool(out[0, 1, 3].isnan().all() & weights[0, 1, 3].isnan().all())
     assert int(weights.isnan().any(-1).sum()) == 1
 
@@ -125,12 +125,12 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_what_it_does_not_serve_goes_strip_by_strip(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_attention_c, "attend", None)
     given = REFUSED[name]
-    assert not dense_attention_c.serves(call_of(*tensors(SHAPES[0]), **given))
-    assert attention_and_matrix(*tensors(SHAPES[0]), **given)[1].shape == (2, 4, 37, 61)
+    assert not dense_attention_c.supports_call(call_of(*tensors(SHAPES[0]), **given))
+    assert attention_with_matrix(*tensors(SHAPES[0]), **given)[1].shape == (2, 4, 37, 61)
 
 
 def test_float64_is_not_served() -> None:
-    assert not dense_attention_c.serves(call_of(*tensors(SHAPES[0], torch.float64)))
+    assert not dense_attention_c.supports_call(call_of(*tensors(SHAPES[0], torch.float64)))
 
 
 def test_a_bias_of_the_lowest_float_hides_nothing_from_a_row_that_sees_nothing_else() -> None:
@@ -138,16 +138,16 @@ def test_a_bias_of_the_lowest_float_hides_nothing_from_a_row_that_sees_nothing_e
     q, k, v = qkv()
     bias = torch.zeros(6, 6)
     bias[2] = torch.finfo(torch.float32).min
-    _, weights = attention_and_matrix(q, k, v, bias=bias)
+    _, weights = attention_with_matrix(q, k, v, bias=bias)
     torch.testing.assert_close(weights[:, :, 2].sum(-1), torch.ones(2, 4))
 
 
 def test_without_a_compiler_it_goes_strip_by_strip(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(SHAPES[0])
-    with_compiler = attention_and_matrix(q, k, v, average=True)
+    with_compiler = attention_with_matrix(q, k, v, average=True)
     monkeypatch.setattr(native, "refusal", lambda name: "no C compiler was found")
-    monkeypatch.setattr(dense_attention, "strip_by_strip", found := Counted(dense_attention.strip_by_strip))
-    for one, other in zip(attention_and_matrix(q, k, v, average=True), with_compiler, strict=True):
+    monkeypatch.setattr(dense_attention, "strip_by_strip", found := Counted(dense_attention.compute_in_strips))
+    for one, other in zip(attention_with_matrix(q, k, v, average=True), with_compiler, strict=True):
         torch.testing.assert_close(one, other)
     assert found.calls == 1
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import foci
-from foci.runtime.safetensors_file import checksum
+from foci.runtime.safetensors_file import checksum_tensors
 from tests.matrices import CASES, lazy
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
@@ -27,7 +27,7 @@ def rewritten(path: Path, case: str, change: Change) -> Path:
         written = json.loads(file.metadata()["foci"])
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     change(written["content"]["dict"], tensors)
-    written["checksum"] = checksum(tensors)
+    written["checksum"] = checksum_tensors(tensors)
     save_file(tensors, path, metadata={"foci": json.dumps(written)})
     return path
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foci.weights.grouping import group_ids
+from foci.weights.grouping import assign_groups
 
 CPU = torch.device("cpu")
 
@@ -25,19 +25,19 @@ SAME = {
 
 @pytest.mark.parametrize("form", SAME)
 def test_the_forms_say_the_same(form: str) -> None:
-    ids, count = group_ids(SAME[form], 6, "groups", CPU)
+    ids, count = assign_groups(SAME[form], 6, "groups", CPU)
     assert count == 3
     assert ids.tolist() == [0, 0, 1, 3, 2, 2]
 
 
 def test_one_number_per_token() -> None:
     for numbers in ([4, 4, 0, 9], torch.tensor([4, 4, 0, 9]), np.array([4, 4, 0, 9])):
-        ids, count = group_ids(numbers, 4, "groups", CPU)
+        ids, count = assign_groups(numbers, 4, "groups", CPU)
         assert (ids.tolist(), count) == ([0, 0, 1, 2], 3)
 
 
 def test_groups_keep_the_order_in_which_they_are_named() -> None:
-    ids, count = group_ids([(3, 5), (0, 2)], 5, "groups", CPU)
+    ids, count = assign_groups([(3, 5), (0, 2)], 5, "groups", CPU)
     assert (ids.tolist(), count) == ([1, 1, 2, 0, 0], 2)
 
 
@@ -66,4 +66,4 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 def test_what_is_no_group_is_refused(case: str) -> None:
     groups, kind, message = REFUSED[case]
     with pytest.raises(kind, match=message):
-        group_ids(groups, 6, "groups", CPU)
+        assign_groups(groups, 6, "groups", CPU)

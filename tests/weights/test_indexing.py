@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 import foci
-from foci.weights.indexing import evenly
+from foci.weights.indexing import to_slice
 from tests import matrices
 from tests.matrices import assert_close, both, lazy
 
@@ -139,9 +139,9 @@ def test_slices_beyond_the_end_are_cut_as_tensors_cut_them() -> None:
 
 
 def test_evenly_spaced_places_are_a_slice() -> None:
-    assert evenly(torch.tensor([3])) == slice(3, 4, 1)
-    assert evenly(torch.tensor([1, 3, 5])) == slice(1, 6, 2)
-    assert evenly(torch.tensor([], dtype=torch.int64)) == slice(0, 0)
-    uneven = evenly(torch.tensor([[0, 1], [3, 4]]))
+    assert to_slice(torch.tensor([3])) == slice(3, 4, 1)
+    assert to_slice(torch.tensor([1, 3, 5])) == slice(1, 6, 2)
+    assert to_slice(torch.tensor([], dtype=torch.int64)) == slice(0, 0)
+    uneven = to_slice(torch.tensor([[0, 1], [3, 4]]))
     assert isinstance(uneven, torch.Tensor)
     assert uneven.tolist() == [0, 1, 3, 4]

@@ -46,7 +46,7 @@ def test_all_of_it_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_normalised_by_themselves_are_the_same(case: str) -> None:
     call, true = lazy(CASES[case]())._call, truth(CASES[case]())
     rows, columns = torch.tensor([2, 0, 7]), torch.tensor([1, 5])
-    found = slices.whole_rows(call, rows, columns, averaged=False)
+    found = slices.entries_from_full_rows(call, rows, columns, averaged=False)
     assert_close(found, true[:, :, rows][..., columns], torch.float64)
 
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import foci
 from foci.backends import NAMES
-from foci.runtime.safetensors_file import mapped
+from foci.runtime.safetensors_file import map_tensors
 from tests import matrices
 from tests.matrices import lazy
 
@@ -146,7 +146,7 @@ def test_inference_tensors_are_copied(name: str) -> None:
     """They have no version, so a change could not be seen."""
     with torch.inference_mode():
         extra, _ = TENSORS[name]
-        arguments = matrices.qkv() | {key: mapped(part, torch.clone) for key, part in extra.items()}
+        arguments = matrices.qkv() | {key: map_tensors(part, torch.clone) for key, part in extra.items()}
         weights = lazy(arguments)
         expected = weights.dense()
         tensor_of(arguments, name).zero_()

@@ -9,25 +9,21 @@ B batch, H heads, Tq queries, Tk keys, D width.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foci.arguments import FLOATS, Call
-from foci.backends.sdpa import cuda
-from foci.backends.sdpa.padding import padded, with_lse_column
-from foci.biases import Added
-from foci.masks.base import Entries, Mask
+from foci.arguments import FLOAT_DTYPES, HALF_DTYPES, Call
+from foci.backends.sdpa import cpu, cuda
+from foci.biases import DenseBias
+from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import Causal, Padding, causal
-from foci.runtime.checks import is_unreadable
+from foci.runtime.checks import is_traced
 from foci.scores import Additive, Dot
 
 NAME = "sdpa"
-
-cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def refuses(call: Call) -> list[str]:
@@ -57,7 +53,7 @@ def everyday(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
         and key_shape == v.shape
         and (shape == key_shape or (mask is None and shape[:2] == key_shape[:2] and shape[3:] == key_shape[3:]))
         and q.dtype == k.dtype == v.dtype
-        and q.dtype in FLOATS
+        and q.dtype in FLOAT_DTYPES
         and 0 not in shape
         and 0 not in key_shape
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
@@ -86,7 +82,7 @@ def is_plain(call: Call) -> bool:
 def bias_reasons(call: Call) -> list[str]:
     if call.bias is None:
         return []
-    if not isinstance(call.bias, Added):
+    if not isinstance(call.bias, DenseBias):
         return [f"the bias {type(call.bias).__name__} would have to be built as a dense tensor"]
     reasons = []
     if call.bias.entries.requires_grad and torch.is_grad_enabled():
@@ -143,7 +139,7 @@ def dense_mask(call: Call) -> Mask | None:
     On CUDA the kernel that takes masks was measured four times as slow as FlexAttention on padding.
     """
     row = isinstance(call.mask, Padding) and call.extent.device.type != "cuda"
-    return call.mask if row or isinstance(call.mask, Entries) else None
+    return call.mask if row or isinstance(call.mask, DenseMask) else None
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -156,15 +152,15 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     if call.extent.device.type == "cuda":
         out, lse = cuda.run(dot, scale, kind, mask)
     else:
-        out, lse = cpu(dot, scale, kind, mask)
+        out, lse = cpu.run(dot, scale, kind, mask)
         if mask is not None and has_nan(out):
-            out, lse = cpu(without_hidden_keys(dot, mask), scale, kind, mask)
+            out, lse = cpu.run(without_hidden_keys(dot, mask), scale, kind, mask)
     return (out, lse) if mask is None else hidden_rows(out, lse, mask)
 
 
 def has_nan(out: Tensor) -> bool:
     """Whether there may be one; a sum shows it, and is quickly taken."""
-    if is_unreadable(out) or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    if is_traced(out) or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         return False
     return bool(out.detach().sum().isnan())
 
@@ -183,44 +179,21 @@ def without_hidden_keys(call: Call, mask: Tensor) -> Call:
 
 def attn_mask(call: Call) -> Tensor | None:
     """The float tensor that is added to the logits."""
-    if isinstance(call.bias, Added):
+    if isinstance(call.bias, DenseBias):
         # Of a part of a call only these sequences and heads.
         return call.bias.term(call.everything()).to(bias_dtype(call, call.bias))
     mask = dense_mask(call)
     if mask is None:
         return None
     keys = call.k.shape[2]
-    rows = slice(0, call.q.shape[2]) if isinstance(mask, Entries) else slice(0, 1)
+    rows = slice(0, call.q.shape[2]) if isinstance(mask, DenseMask) else slice(0, 1)
     visible = mask.visible(call.where(rows, slice(0, keys)))
     return torch.where(visible, 0.0, -torch.inf).to(call.q.dtype)
 
 
-def bias_dtype(call: Call, bias: Added) -> torch.dtype:
+def bias_dtype(call: Call, bias: DenseBias) -> torch.dtype:
     """What the kernels take without a loss: beside half precision another dtype is added in float32."""
-    return torch.float32 if call.q.dtype in cuda.HALF and bias.entries.dtype != call.q.dtype else call.q.dtype
-
-
-def cpu(call: Call, scale: float, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    q, k, v = call.q, call.k, call.v
-    even = q.shape[-1] == v.shape[-1] and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    if even and mask is None and kind != "last" and not call.needs_lse:
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=kind == "equal", scale=scale, enable_gqa=grouped)
-        return out, None
-    width = max(q.shape[-1], v.shape[-1])
-    q, k, v = (padded(t, width) for t in (q, k, v))
-    compute = CpuFlash.apply if cuda.needs_backward(q, k, v) else flash
-    out, lse = compute(q, k, v, mask, pieces_of(kind, q, k), scale)
-    return out if width == call.v.shape[-1] else out[..., : call.v.shape[-1]], lse
-
-
-def pieces_of(kind: str, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
-    """The keys in pieces that the kernel's causal flag serves."""
-    keys = k.shape[2]
-    if kind != "last":
-        return (Piece(slice(0, keys), kind == "equal"),)
-    seen = keys - q.shape[2]
-    return Piece(slice(0, seen), False), Piece(slice(seen, keys), True)
+    return torch.float32 if call.q.dtype in HALF_DTYPES and bias.entries.dtype != call.q.dtype else call.q.dtype
 
 
 def hidden_rows(out: Tensor, lse: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -228,68 +201,3 @@ def hidden_rows(out: Tensor, lse: Tensor | None, mask: Tensor) -> tuple[Tensor, 
     seen = (mask != -torch.inf).any(-1)  # NaN is not -inf: it must show in the output
     out = torch.where(seen.unsqueeze(-1), out, 0.0)
     return out, None if lse is None else torch.where(seen, lse, -torch.inf)
-
-
-class Piece(NamedTuple):
-    """Some of the keys, and whether they are looked at causally."""
-
-    keys: slice
-    causal: bool
-
-
-def flash(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[Piece, ...], scale: float
-) -> tuple[Tensor, Tensor]:
-    """The CPU's fused kernel, piece by piece of the keys, without gradients."""
-    if len(pieces) == 1:
-        whole: tuple[Tensor, Tensor] = cpu_flash(q, k, v, 0.0, pieces[0].causal, attn_mask=mask, scale=scale)
-        return whole
-    found = [
-        cpu_flash(q, k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=scale) for keys, causal in pieces
-    ]
-    return joined(found)
-
-
-class CpuFlash(torch.autograd.Function):
-    """The same with an output and a log-sum-exp that gradients pass through."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[Piece, ...], scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = flash(q, k, v, mask, pieces, scale)
-        ctx.save_for_backward(q, k, v, mask, out, lse)
-        ctx.pieces, ctx.scale = pieces, scale
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, out, lse = ctx.saved_tensors
-        if d_out is None and d_lse is None:
-            return (None,) * 6
-        d_out = torch.zeros_like(out) if d_out is None else d_out
-        width = q.shape[-1]
-        if d_lse is not None:
-            q, k, v, out, d_out = with_lse_column(q, k, v, out, d_out, d_lse)
-        d_out = d_out.contiguous()
-        # With the output and the log-sum-exp of all keys, each piece gives its share of the whole gradient.
-        grads = [
-            cpu_flash_backward(
-                d_out, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, causal, attn_mask=mask, scale=ctx.scale
-            )
-            for keys, causal in ctx.pieces
-        ]
-        d_q = grads[0][0] if len(grads) == 1 else grads[0][0] + grads[1][0]
-        d_k, d_v = (torch.cat([g[i] for g in grads], dim=2) if len(grads) > 1 else grads[0][i] for i in (1, 2))
-        return (*(g[..., :width] for g in (d_q, d_k, d_v)), None, None, None)
-
-
-def joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from attention over two pieces, both of which every query sees something of."""
-    (first, first_lse), (second, second_lse) = found
-    lse = torch.logaddexp(first_lse, second_lse)
-    shares = (torch.exp(part - lse).unsqueeze(-1) for part in (first_lse, second_lse))
-    out = sum(part * share for part, share in zip((first, second), shares, strict=True))
-    assert isinstance(out, Tensor)
-    return out.to(first.dtype), lse
