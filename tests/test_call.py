@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foci
-from foci.backends import NAMES, blocked
+from foci.backends import NAMES, strips
 from foci.masks.base import as_mask
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
 from tests.tensors import qkv, randn
@@ -257,7 +257,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", LONG)
 def test_nothing_of_the_size_of_the_matrix_is_made(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "CPU_ENTRIES", 2**16)
+    monkeypatch.setattr(strips, "MAX_CPU_STRIP_ENTRIES", 2**16)
     q, k, v = (randn(1, 1, 1500, 4, seed=seed).requires_grad_() for seed in range(3))
     with Largest() as largest:
         out, _ = foci.attention(q, k, v, return_weights=True, **LONG[case])

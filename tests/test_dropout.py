@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.backends import blocked
+from foci.backends import strips
 from tests.tensors import qkv, randn
 
 
@@ -57,7 +57,7 @@ def test_dropout_is_the_same_in_every_backend_and_tiling(
 
     expected = found("reference")
     torch.testing.assert_close(found("blocked"), expected)
-    monkeypatch.setattr(blocked, "CPU_ENTRIES", 32)
+    monkeypatch.setattr(strips, "MAX_CPU_STRIP_ENTRIES", 32)
     torch.testing.assert_close(found("blocked"), expected)
     assert not torch.allclose(expected[0], foci.attention(*leaves, mask=mask, sink=sink))
 

@@ -8,17 +8,19 @@ B batch, H heads, G key heads, R queries, C keys, D width, r and c queries and k
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from foci.arguments import Call
-from foci.backends import additive_cpu_c
-from foci.runtime.checks import is_unreadable
-from foci.runtime.double_backward import apart
+from foci.runtime import native
+from foci.runtime.checks import is_traced
+from foci.runtime.double_backward import make_distinct_views
 from foci.scores import Additive
 
 # Up to here e^2a and e^-2a are floats of full precision.
@@ -27,6 +29,18 @@ NEAR = 43.0
 # Terms of a block in torch, and its rows: what stays in a core's cache.
 TERMS = 2**19
 ROWS = 32
+
+# Exponentials of the keys pay off from so many queries on.
+MIN_QUERIES_FOR_EXPONENTIALS = 4
+
+# Terms that are worth a thread.
+TERMS_PER_THREAD = 2**18
+
+STRUCT_POINTERS = (
+    *("queries", "keys", "weight", "panels", "near", "scores", "slopes"),
+    *("d_queries", "d_keys", "d_weight"),
+)
+STRUCT_SIZES = ("pairs", "heads", "group", "query_count", "key_count", "panel_count", "width", "parts", "exponentials")
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -50,7 +64,7 @@ def quickened(call: Call) -> Call:
     if type(call.score) is not Additive or call.wide != torch.float32 or call.q.device.type != "cpu":
         return call
     unusual = any(type(tensor) not in PLAIN for tensor in (call.q, call.k, call.score.weight))
-    if unusual or is_unreadable(call.q) or call.transformed:
+    if unusual or is_traced(call.q) or call.transformed:
         return call
     return replace(call, score=Quick(call.score.weight))
 
@@ -61,21 +75,21 @@ class Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, weight)
-        if additive_cpu_c.refusal() is None:
-            return additive_cpu_c.scores(q, k, weight)
+        if missing_c_library() is None:
+            return compute_scores_in_c(q, k, weight)
         return in_blocks(q, k, weight)
 
     @staticmethod
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
         q, k, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
-            q, k, weight = apart(q, k, weight)
+            q, k, weight = make_distinct_views(q, k, weight)
             with torch.enable_grad():
                 wanted = [tensor for tensor in (q, k, weight) if tensor.requires_grad]
                 found = iter(torch.autograd.grad(Additive(weight).raw(q, k), wanted, slopes, create_graph=True))
             return tuple(next(found) if tensor.requires_grad else None for tensor in (q, k, weight))
-        if additive_cpu_c.refusal() is None:
-            return additive_cpu_c.gradients(q, k, weight, slopes, is_near(q, k))
+        if missing_c_library() is None:
+            return compute_gradients_in_c(q, k, weight, slopes, is_near(q, k))
         return gradients_in_blocks(q, k, weight, slopes)
 
 
@@ -144,3 +158,92 @@ def blocks(q: Tensor, k: Tensor) -> Iterator[tuple[tuple[int, int, slice], slice
             for row in range(0, queries, rows):
                 for column in range(0, k.shape[2], step):
                     yield (b, h, slice(row, row + rows)), slice(column, column + step)
+
+
+class AdditiveStruct(ctypes.Structure):
+    """What kernels/additive.c is given, in its order."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in STRUCT_POINTERS),
+        *((name, ctypes.c_int64) for name in (*STRUCT_SIZES, "next", "failed")),
+    )
+
+
+def missing_c_library() -> str | None:
+    """Why there is no such library here; None where there is one."""
+    return native.why_unavailable("additive")
+
+
+def compute_scores_in_c(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
+    """(B, H, R, D), (B, G, C, D) and (H, D), float32 -> (B, H, R, C)."""
+    library = native.load_library("additive")
+    lanes = library.lanes()
+    panels = -(-k.shape[2] // lanes)
+    tensors = {"queries": q.contiguous(), "keys": k.contiguous(), "weight": weight.contiguous()}
+    tensors["scores"] = q.new_empty(*q.shape[:3], k.shape[2])
+    if q.shape[2] >= MIN_QUERIES_FOR_EXPONENTIALS:
+        tensors["panels"] = k.new_empty(*k.shape[:2], panels, k.shape[3], lanes)
+        tensors["near"] = k.new_empty(*k.shape[:2], panels, dtype=torch.int64)
+    work = fill_struct(tensors, panel_count=panels)
+    if "panels" in tensors:
+        run_c_function(library.lay_out, work)
+    run_c_function(library.score, work)
+    return tensors["scores"]
+
+
+def compute_gradients_in_c(q: Tensor, k: Tensor, weight: Tensor, slopes: Tensor, near: bool) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys and weight from that of the scores (B, H, R, C); `near`: use exponentials."""
+    library = native.load_library("additive")
+    beyond = -q.shape[3] % library.lanes()
+    exponentials = near and q.shape[2] >= MIN_QUERIES_FOR_EXPONENTIALS
+    queries, keys = (pad_features((x * 2).exp_() if exponentials else x, beyond) for x in (q, k))
+    parts = choose_part_count(q, k)
+    tensors = {
+        "queries": queries,
+        "keys": keys,
+        "weight": pad_features(weight, beyond),
+        "slopes": slopes.contiguous(),
+        "d_queries": q.new_zeros(queries.shape),
+        "d_keys": k.new_zeros(parts, *keys.shape),
+        "d_weight": q.new_zeros(parts, *q.shape[:2], queries.shape[3]),
+    }
+    run_c_function(library.slope, fill_struct(tensors, parts=parts, exponentials=int(exponentials)))
+    d_keys = tensors["d_keys"][0] if parts == 1 else tensors["d_keys"].sum(0)
+    d_weight = slopes.sum((0, 2, 3)).unsqueeze(-1) - 2.0 * tensors["d_weight"].sum((0, 1))
+    return tuple(found[..., : q.shape[3]] for found in (tensors["d_queries"], d_keys, d_weight))
+
+
+def pad_features(x: Tensor, beyond: int) -> Tensor:
+    """As much wider, with zeros, and contiguous."""
+    return pad(x, (0, beyond)).contiguous() if beyond else x.contiguous()
+
+
+def fill_struct(tensors: dict[str, Tensor], **more: int) -> AdditiveStruct:
+    queries, keys = tensors["queries"], tensors["keys"]
+    return AdditiveStruct(
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        pairs=queries.shape[:2].numel(),
+        heads=queries.shape[1],
+        group=queries.shape[1] // keys.shape[1],
+        query_count=queries.shape[2],
+        key_count=keys.shape[2],
+        width=queries.shape[3],
+        **more,
+    )
+
+
+def run_c_function(function: Any, work: AdditiveStruct) -> None:
+    work.next = 0
+    native.run_in_threads(function, work, choose_thread_count(work.pairs * work.query_count * work.key_count * work.width))
+    if work.failed:
+        raise MemoryError("there is no memory for the few queries that are compared at once")
+
+
+def choose_thread_count(terms: int) -> int:
+    return min(torch.get_num_threads(), max(terms // TERMS_PER_THREAD, 1))
+
+
+def choose_part_count(q: Tensor, k: Tensor) -> int:
+    """Where heads alone do not give every thread the same, the rows are shared out too, a few parts for each thread."""
+    pieces, count = k.shape[:2].numel(), choose_thread_count(q.numel() * k.shape[2])
+    return 1 if pieces % count == 0 else min(-(-4 * count // pieces), -(-q.shape[2] // MIN_QUERIES_FOR_EXPONENTIALS))

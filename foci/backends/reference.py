@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.masks.tile import Where
+from foci.masks.tile import Tile
 
 NAME = "reference"
 
@@ -32,13 +32,13 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     return mix(call, weights, call.v, where).to(call.q.dtype), lse
 
 
-def logits(call: Call, q: Tensor, k: Tensor, where: Where) -> Tensor:
+def logits(call: Call, q: Tensor, k: Tensor, where: Tile) -> Tensor:
     """How much each query wants to look at each key; -inf where it may not."""
     finished = unmasked_logits(call, q, k, where)
     return finished if call.mask is None else finished.masked_fill(~call.mask.visible(where), -torch.inf)
 
 
-def unmasked_logits(call: Call, q: Tensor, k: Tensor, where: Where) -> Tensor:
+def unmasked_logits(call: Call, q: Tensor, k: Tensor, where: Tile) -> Tensor:
     """softcap(scale · raw) + bias, in float32 at least."""
     q, k = q.to(call.wide), k.to(call.wide)
     raw = call.score.raw(q, k)
@@ -63,7 +63,7 @@ def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return exponentials / total, lse.squeeze(-1)
 
 
-def mix(call: Call, weights: Tensor, v: Tensor, where: Where) -> Tensor:
+def mix(call: Call, weights: Tensor, v: Tensor, where: Tile) -> Tensor:
     """The weighted sum of the values, and what a relative bias adds to it."""
     weights = dropped(weights, call, where) if call.dropout else weights
     v = v.to(weights.dtype)
@@ -74,7 +74,7 @@ def mix(call: Call, weights: Tensor, v: Tensor, where: Where) -> Tensor:
     return out if extra is None else out + extra
 
 
-def dropped(weights: Tensor, call: Call, where: Where) -> Tensor:
+def dropped(weights: Tensor, call: Call, where: Tile) -> Tensor:
     """Dropout by a hash of (seed, sequence, head, query, key): the same for any tiling, and again in the backward."""
     assert call.seed is not None
     noise = mixed(call.seed + where.batch)

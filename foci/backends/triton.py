@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
 from types import ModuleType
 
 from torch import Tensor
 
 from foci.arguments import Call
 from foci.gpu import additive, distance_bias
+from foci.runtime.device import has_triton, is_triton_interpreted
 
 NAME = "triton"
 
@@ -44,23 +43,10 @@ def device_reasons(call: Call) -> list[str]:
         return ["it does not run inside torch.func transforms: give the batch dimension to the call instead"]
     if not has_triton():
         return ["triton is not installed"]
-    if call.extent.device.type == "cuda" or (on_cpu(call) and interpreted()):
+    if call.extent.device.type == "cuda" or (on_cpu(call) and is_triton_interpreted()):
         return []
     return [f"the queries are on {call.extent.device.type}, not on cuda"]
 
 
-def has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-# A compiler asks it once. torch.compiler.assume_constant_result does the same, and would bring the compiler with foci.
-has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def on_cpu(call: Call) -> bool:
     return call.extent.device.type == "cpu"
-
-
-def interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on a CPU: how they are tested without a GPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.runtime.checks import keeps_dtypes
+from foci.runtime.checks import disable_autocast
 from foci.statistics import cpu_c, cuda, streaming
 from foci.statistics.request import Wanted
 
 __all__ = ["Wanted", "distance", "entropy", "grouped", "measure", "transposed", "who"]
 
 
-@keeps_dtypes
+@disable_autocast
 def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool) -> dict[str, Tensor]:
     """Every wanted statistic in one pass, without gradients."""
     found = measured(call, lse, wanted, averaged)
@@ -48,7 +48,7 @@ def who(call: Call, wanted: Wanted | None = None) -> str:
     return f"blocked, strip by strip ({said})"
 
 
-@keeps_dtypes
+@disable_autocast
 def entropy(call: Call, averaged: bool) -> Tensor:
     """Differentiable: (B, H, Tq)."""
     if is_empty(call):
@@ -56,7 +56,7 @@ def entropy(call: Call, averaged: bool) -> Tensor:
     return streaming.per_query(call, averaged, streaming.entropy_of)
 
 
-@keeps_dtypes
+@disable_autocast
 def distance(call: Call, averaged: bool) -> Tensor:
     """Differentiable: (B, H, Tq)."""
     if is_empty(call):
@@ -64,7 +64,7 @@ def distance(call: Call, averaged: bool) -> Tensor:
     return streaming.per_query(call, averaged, streaming.distance_of)
 
 
-@keeps_dtypes
+@disable_autocast
 def transposed(call: Call, x: Tensor, averaged: bool) -> Tensor:
     """Wᵀ x, differentiable: x (B or 1, H or 1, Tq, E) or (Tq, E) -> (B, H, Tk, E)."""
     if is_empty(call):
@@ -73,7 +73,7 @@ def transposed(call: Call, x: Tensor, averaged: bool) -> Tensor:
     return streaming.over_queries(call, averaged, partial(streaming.transposed_of, x=x))
 
 
-@keeps_dtypes
+@disable_autocast
 def grouped(call: Call, rows: tuple[Tensor, int], columns: tuple[Tensor, int], averaged: bool) -> Tensor:
     """The mass between groups, differentiable: (B, H, query groups, key groups)."""
     (row_ids, row_count), (_, column_count) = rows, columns

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.backends import blocked, reference
-from foci.backends.blocked import LOG2_E, Place, Strip
-from foci.biases import Added
+from foci.backends import reference, strips
+from foci.backends.strips import LOG2_E, PartIndex, Strip
+from foci.biases import DenseBias
 from foci.masks.ranges import Segment
 from foci.scores import Dot
 from foci.statistics import picture
 from foci.statistics.request import Wanted
 from foci.statistics.topk import heaviest
 
-Statistic = Callable[[Call, Place, Strip, Tensor], Tensor]
+Statistic = Callable[[Call, PartIndex, Strip, Tensor], Tensor]
 
 # Stands for -inf where it is multiplied by a weight of 0.
 HIDDEN = -1e30
@@ -31,11 +31,11 @@ def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool = False) -> 
     """Every wanted statistic in one pass, without gradients; `averaged`: of the mean over the heads."""
     found = empty(call, wanted, 1 if averaged else call.q.shape[1])
     with torch.no_grad():
-        for (batches, heads), part in blocked.parts(call, whole=averaged):
+        for (batches, heads), part in strips.split_into_parts(call, whole=averaged):
             kept = slice(0, 1) if averaged else heads
             views = {name: tensor[batches, kept] for name, tensor in found.items()}
             part = replace(part, q=part.q.to(part.wide), k=part.k.to(part.wide))
-            for strip in blocked.strips(part):
+            for strip in strips.split_into_strips(part):
                 if strip.segments:
                     measure_strip(part, lse[batches, heads, strip.rows], strip, wanted, averaged, views)
     if wanted.entropy:
@@ -90,7 +90,7 @@ def add_sums(call: Call, x: Tensor, weights: Tensor, strip: Strip, wanted: Wante
     """Adds what is summed over the strip's weights; what is chosen among its entries needs no weights."""
     if wanted.entropy:
         found["entropy"][:, :, strip.rows] = x.mul_(weights).sum(-1).div_(-LOG2_E)
-    for columns, piece in blocked.pieces(strip, weights):
+    for columns, piece in strips.split_by_segment(strip, weights):
         if wanted.distance:
             found["distance"][:, :, strip.rows] += distances(call, strip.rows, columns, piece)
         if wanted.picture is not None:
@@ -104,15 +104,15 @@ def log2_weights(call: Call, lse: Tensor, strip: Strip) -> Tensor:
     lse = finite(lse).unsqueeze(-1)
     if isinstance(call.score, Dot) and call.score.softcap is None and call.bias is None and len(strip.segments) == 1:
         return dot_log2_weights(call, lse, strip, strip.segments[0])
-    if isinstance(call.bias, Added):
+    if isinstance(call.bias, DenseBias):
         return own_log2_weights(call, strip)
-    logits = blocked.logits(call, strip, HIDDEN)
+    logits = strips.strip_logits(call, strip, HIDDEN)
     return logits.sub_(lse).mul_(LOG2_E).clamp_(min=HIDDEN)
 
 
 def own_log2_weights(call: Call, strip: Strip) -> Tensor:
     """The same, normalised by the strip itself: the log-sum-exp of a row biased by -1e9 has no digits left for it."""
-    logits = blocked.logits(call, strip)
+    logits = strips.strip_logits(call, strip)
     x = torch.log_softmax(logits, dim=-1)
     if call.sink is not None:
         own = torch.logsumexp(logits, dim=-1) - call.sink.to(x.dtype).view(1, -1, 1)
@@ -131,7 +131,7 @@ def dot_log2_weights(call: Call, lse: Tensor, strip: Strip, segment: Segment) ->
     rows = q.reshape(k.shape[0], count, q.shape[-1])
     x = torch.baddbmm(shift, rows, k.mT, alpha=call.score.factor(q.shape[-1]) * LOG2_E)
     x = x.view(*q.shape[:3], k.shape[1])
-    blocked.hide(call, x, strip.rows, segment, HIDDEN)
+    strips.mask_segment_edges(call, x, strip.rows, segment, HIDDEN)
     return x
 
 
@@ -183,7 +183,7 @@ def add_picture(
 
 def softened(call: Call, strip: Strip, averaged: bool) -> Tensor:
     """The strip's weights with the whole softmax in the graph, so that gradients through them are right."""
-    weights, lse = reference.softmax(blocked.logits(call, strip))
+    weights, lse = reference.softmax(strips.strip_logits(call, strip))
     if call.sink is not None:
         logit = call.sink.to(lse.dtype).view(1, -1, 1)
         weights = weights * torch.sigmoid(finite(lse) - logit).unsqueeze(-1)
@@ -210,30 +210,32 @@ def over_queries(call: Call, averaged: bool, statistic: Statistic) -> Tensor:
 
 def each_strip(call: Call, averaged: bool, statistic: Statistic) -> Iterator[Iterator[Tensor]]:
     """The statistic of every strip, part by part; nothing but its result is kept for the backward."""
-    for place, part in blocked.parts(call, whole=averaged):
+    for place, part in strips.split_into_parts(call, whole=averaged):
 
-        def of_strip(part: Call, place: Place, strip: Strip) -> Tensor:
+        def of_strip(part: Call, place: PartIndex, strip: Strip) -> Tensor:
             weights = softened(part, strip, averaged)
             found = statistic(part, place, strip, weights)
             # Zeros of rows that see nothing are a part of the graph all the same.
             return found if strip.segments else found + weights.sum()
 
-        yield (blocked.recomputed(part, of_strip, part, place, strip) for strip in blocked.strips(part))
+        yield (
+            strips.recompute_in_backward(part, of_strip, part, place, strip) for strip in strips.split_into_strips(part)
+        )
 
 
-def entropy_of(call: Call, place: Place, strip: Strip, weights: Tensor) -> Tensor:
+def entropy_of(call: Call, place: PartIndex, strip: Strip, weights: Tensor) -> Tensor:
     """-Σ w ln w, with a finite gradient where w is 0."""
     return -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)
 
 
-def distance_of(call: Call, place: Place, strip: Strip, weights: Tensor) -> Tensor:
+def distance_of(call: Call, place: PartIndex, strip: Strip, weights: Tensor) -> Tensor:
     total = weights.new_zeros(weights.shape[:-1])
-    for columns, piece in blocked.pieces(strip, weights):
+    for columns, piece in strips.split_by_segment(strip, weights):
         total = total + distances(call, strip.rows, columns, piece)
     return total
 
 
-def transposed_of(call: Call, place: Place, strip: Strip, weights: Tensor, x: Tensor) -> Tensor:
+def transposed_of(call: Call, place: PartIndex, strip: Strip, weights: Tensor, x: Tensor) -> Tensor:
     """What the strip's rows give to each key: (B, H, Tk, E)."""
     batches, heads = place
     chosen = x[batches, heads if x.shape[1] > 1 else slice(None), strip.rows]
@@ -241,12 +243,12 @@ def transposed_of(call: Call, place: Place, strip: Strip, weights: Tensor, x: Te
 
 
 def grouped_of(
-    call: Call, place: Place, strip: Strip, weights: Tensor, rows: tuple[Tensor, int], columns: tuple[Tensor, int]
+    call: Call, place: PartIndex, strip: Strip, weights: Tensor, rows: tuple[Tensor, int], columns: tuple[Tensor, int]
 ) -> Tensor:
     """Sums between groups; tokens in no group fall into one more row and column: (B, H, groups + 1, groups + 1)."""
     (row_ids, row_count), (column_ids, column_count) = rows, columns
     sums = weights.new_zeros(*weights.shape[:3], column_count + 1)
-    for keys, piece in blocked.pieces(strip, weights):
+    for keys, piece in strips.split_by_segment(strip, weights):
         sums = sums.index_add(-1, column_ids[keys], piece)
     whole = weights.new_zeros(*weights.shape[:2], row_count + 1, column_count + 1)
     return whole.index_add(-2, row_ids[strip.rows], sums)

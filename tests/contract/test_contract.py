@@ -15,7 +15,7 @@ import torch
 
 import foci
 from foci import backends
-from foci.backends import BACKENDS, NAMES, blocked
+from foci.backends import BACKENDS, NAMES, blocked, strips
 from tests.checker import Problem, Tensors, answers, check, eager_errors, taken_off, truth
 from tests.contract.cells import CHOICES, SHAPES, Cell, name_of, possible, problem_of
 from tests.contract.pairwise import pairs_of
@@ -74,14 +74,14 @@ def test_the_default_choice_equals_the_reference(cell: Cell) -> None:
 
 @pytest.mark.parametrize(("backend", "cell"), cells_of("blocked"))
 def test_strips_of_a_few_entries_equal_the_reference(backend: str, cell: Cell) -> None:
-    with mock.patch.object(blocked, "CPU_ENTRIES", 48 // torch.get_num_threads()):
+    with mock.patch.object(strips, "MAX_CPU_STRIP_ENTRIES", 48 // torch.get_num_threads()):
         run_and_check(cell, backend)
 
 
 def test_strips_of_a_few_entries_are_many() -> None:
     q = torch.zeros(2, 4, 13, 8)
     with (
-        mock.patch.object(blocked, "CPU_ENTRIES", 48 // torch.get_num_threads()),
+        mock.patch.object(strips, "MAX_CPU_STRIP_ENTRIES", 48 // torch.get_num_threads()),
         mock.patch.object(blocked, "attend", wraps=blocked.attend) as attend,
     ):
         foci.attention(q, q, q, mask=foci.window(3), backend="blocked")

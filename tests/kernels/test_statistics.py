@@ -222,7 +222,7 @@ def test_what_the_copy_engine_cannot_fetch(monkeypatch: pytest.MonkeyPatch) -> N
 def test_which_devices_have_a_copy_engine(
     hip: str | None, hopper: bool, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foci.statistics.cuda.arguments.hopper_or_later", lambda index: hopper)
+    monkeypatch.setattr("foci.statistics.cuda.arguments.is_hopper_or_later", lambda index: hopper)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert has_copy_engine(torch.device("cuda", 0)) is has
 

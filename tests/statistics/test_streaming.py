@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import foci
-from foci.backends import blocked
+from foci.backends import strips
 from tests import matrices
 from tests.allocation import LargestTensor
 from tests.matrices import CASES, assert_close, lazy, small_strips, truth
@@ -52,11 +52,11 @@ def test_the_mean_over_heads_does_not_depend_on_strips(case: str, size: str, mon
 def test_small_strips_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above rest on: a small budget gives many parts and many strips."""
     call = lazy(CASES["causal"]())._call
-    whole = [(place, len(list(blocked.strips(part)))) for place, part in blocked.parts(call)]
+    whole = [(place, len(list(strips.split_into_strips(part)))) for place, part in strips.split_into_parts(call)]
     assert len(whole) == 1
     assert whole[0][1] == 1
     small_strips(monkeypatch, 1)
-    small = [(place, len(list(blocked.strips(part)))) for place, part in blocked.parts(call)]
+    small = [(place, len(list(strips.split_into_strips(part)))) for place, part in strips.split_into_parts(call)]
     assert len(small) >= 2
     assert min(strips for _, strips in small) == matrices.TQ
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.backends.flex import compiled_calls
 from foci.backends.flex.block_masks import BLOCK, Blocks, blocks_of
-from foci.biases import Added, Bias, Buckets
-from foci.masks.base import Entries, Mask
-from foci.masks.kinds import FromFunction
-from foci.masks.tile import Where
-from foci.runtime.checks import is_captured
+from foci.biases import Bias, Buckets, DenseBias
+from foci.masks.base import DenseMask, Mask
+from foci.masks.kinds import MaskFunction
+from foci.masks.tile import Tile
+from foci.runtime.checks import is_capturing_cuda_graph
 from foci.scores import Dot, Score
 
 NAME = "flex"
@@ -82,7 +82,7 @@ def bias_reasons(call: Call) -> list[str]:
             reasons.append(f"the bias {name} is more than a number per entry")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in bias.tensors().values()):
             reasons.append(f"the bias {name} needs a gradient, which does not compile at larger sizes")
-    if any(isinstance(part, Entries | Added) and part.entries.numel() >= 2**31 for part in (call.mask, bias)):
+    if any(isinstance(part, DenseMask | DenseBias) and part.entries.numel() >= 2**31 for part in (call.mask, bias)):
         reasons.append("a mask or bias of 2³¹ or more entries is past its 32-bit indices")
     return reasons
 
@@ -188,7 +188,7 @@ class ByDistance(Bias):
     table: Tensor
     reach: Tensor
 
-    def term(self, where: Where) -> Tensor:
+    def term(self, where: Tile) -> Tensor:
         distance = (where.key_position - where.query_position).clamp(-self.reach, self.reach)
         return self.table[where.head, distance + self.reach]
 
@@ -199,7 +199,7 @@ def by_distance(bias: Buckets) -> ByDistance:
     distance = torch.arange(-reach, reach + 1, device=device)
     head = torch.arange(bias.table.shape[1], device=device).unsqueeze(-1)
     zero = torch.zeros_like(distance)
-    return ByDistance(bias.term(Where(zero, head, zero, zero, zero, distance)), number(reach, device))
+    return ByDistance(bias.term(Tile(zero, head, zero, zero, zero, distance)), number(reach, device))
 
 
 _drawn: OrderedDict[Hashable, tuple[Mask, Blocks]] = OrderedDict()
@@ -212,7 +212,7 @@ def drawn(call: Call) -> tuple[Mask | None, Blocks | None]:
     if torch.compiler.is_compiling():
         return call.mask, blocks_of(call)
     # A captured graph runs again with other lengths or ids in the same tensors.
-    captured = is_captured(call.q)
+    captured = is_capturing_cuda_graph(call.q)
     known = None if captured and not call.mask.static else signature(call.mask)
     if known is None or call.positions is not None or call.batch_ids is not None:
         return lifted(call.mask, call.q.device), blocks_of(call)
@@ -237,7 +237,7 @@ def signature(mask: Mask) -> Hashable | None:
     A mask that is kept holds its tensors, so that their memory belongs to nobody else meanwhile. None where the same
     signature could mean another mask (functions, tensors that have no version) and for dense tensors, which are large.
     """
-    if isinstance(mask, FromFunction | Entries):
+    if isinstance(mask, MaskFunction | DenseMask):
         return None
     parts: list[Hashable] = [type(mask).__name__]
     names: list[str] = [field.name for field in fields(mask)] if is_dataclass(mask) else []
@@ -262,7 +262,7 @@ def lifted(part: Any, device: torch.device) -> Any:
     if isinstance(part, int) and not isinstance(part, bool):
         return number(part, device)
     names = getattr(part, "__dataclass_fields__", None)
-    if names is None or not isinstance(part, Mask) or isinstance(part, FromFunction):
+    if names is None or not isinstance(part, Mask) or isinstance(part, MaskFunction):
         return part
     copy: Any = object.__new__(type(part))
     for name in names:

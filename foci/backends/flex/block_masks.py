@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.masks.base import Both, Either, Mask, Opposite
+from foci.masks.base import Complement, Intersection, Mask, Union
 from foci.masks.kinds import Documents
-from foci.masks.ranges import Spans
+from foci.masks.ranges import KeyRanges
 
 BLOCK = 128
 
@@ -75,13 +75,13 @@ def listed(table: Tensor) -> Listed:
 
 def tables(mask: Mask, call: Call) -> Tables:
     """The tables of a mask, from those of its parts."""
-    if isinstance(mask, Both):
+    if isinstance(mask, Intersection):
         left, right = tables(mask.left, call), tables(mask.right, call)
         return Tables(left.some & right.some, left.every & right.every)
-    if isinstance(mask, Either):
+    if isinstance(mask, Union):
         left, right = tables(mask.left, call), tables(mask.right, call)
         return Tables(left.some | right.some, left.every | right.every)
-    if isinstance(mask, Opposite):
+    if isinstance(mask, Complement):
         inner = tables(mask.mask, call)
         return Tables(~inner.every, ~inner.some)
     if isinstance(mask, Documents):
@@ -90,7 +90,7 @@ def tables(mask: Mask, call: Call) -> Tables:
     return of_spans(spans, call) if spans.exact and len(spans.runs) == 1 else looked_up(mask, call)
 
 
-def of_spans(spans: Spans, call: Call) -> Tables:
+def of_spans(spans: KeyRanges, call: Call) -> Tables:
     """A block holds something when the run of one of its rows reaches it, and is full when all their runs cover it."""
     if call.batch_ids is not None:
         spans = spans.of(call.batch_ids)

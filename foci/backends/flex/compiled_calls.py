@@ -21,9 +21,9 @@ from torch import Tensor
 from foci.backends.flex.block_masks import BLOCK, Blocks
 from foci.biases import Bias
 from foci.masks.base import Mask
-from foci.masks.tile import Where
+from foci.masks.tile import Tile
 from foci.runtime import compile_switch
-from foci.runtime.checks import taken
+from foci.runtime.checks import index_by_batch
 from foci.scores import Dot
 
 # Programs that are kept; the one that was used least recently goes first.
@@ -44,13 +44,13 @@ class Parts:
     batch_ids: Tensor | None
     head_ids: Tensor | None
 
-    def where(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Where:
+    def where(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tile:
         batch = batch if self.batch_ids is None else self.batch_ids[batch]
         head = head if self.head_ids is None else self.head_ids[head]
         if self.positions is None:
-            return Where(batch, head, query, key, query + self.shift, key)
+            return Tile(batch, head, query, key, query + self.shift, key)
         queries, keys = self.positions
-        return Where(batch, head, query, key, taken(queries, batch, query), taken(keys, batch, key))
+        return Tile(batch, head, query, key, index_by_batch(queries, batch, query), index_by_batch(keys, batch, key))
 
 
 def attend(
@@ -120,7 +120,7 @@ def compiled(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(q.device.type)
     sizes = q.device, q.shape[1], q.shape[3], k.shape[1], v.shape[3], k is q, v is k, v is q
     try:
-        with compile_switch.compiled():
+        with compile_switch.enable_compile():
             return program((structure(arguments), modes, sizes))(*arguments)
     except FailOnRecompileLimitHit as error:
         reason = "one kind of call was compiled as often as torch._dynamo.config.recompile_limit allows"

@@ -6,7 +6,6 @@ B batch, H heads, G key heads, Tq queries, Tk keys, D width.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,35 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from foci.arguments import Call
-from foci.backends.sdpa.padding import padded, with_lse_column
+from foci.arguments import HALF_DTYPES, Call
+from foci.backends.sdpa.padding import needs_backward, padded, with_lse_column
+from foci.runtime.device import has_cudnn, is_hopper_or_later
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
-
-
-@cache
-def capability(index: int) -> int:
-    return torch.cuda.get_device_capability(index)[0]
-
-
-def hopper_or_later(index: int) -> bool:
-    return capability(index) >= 9
-
-
-def has_cudnn() -> bool:
-    return bool(torch.backends.cudnn.is_available())
-
-
-# A compiler asks these once: traced, they would break its graph. torch.compiler.assume_constant_result marks them the
-# same way, and would bring the whole compiler with `import foci`, which takes seconds.
-hopper_or_later._dynamo_marked_constant = True  # type: ignore[attr-defined]
-has_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def default_is_fastest(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     """Whether PyTorch's own choice for this call is the kernel that is the fastest here."""
-    if q.dtype not in HALF or not hopper_or_later(q.device.index or 0):
+    if q.dtype not in HALF_DTYPES or not is_hopper_or_later(q.device.index or 0):
         return False
     return torch._fused_sdp_choice(q, k, v, None, 0.0, causal) == SDPBackend.CUDNN_ATTENTION.value
 
@@ -54,7 +34,7 @@ def kernel(call: Call, causal: str, masked: bool) -> str | None:
         return None
     if call.q.dtype == torch.float32 or masked:
         return None if causal == "last" else "efficient"
-    if causal != "last" and width <= 128 and hopper_or_later(call.q.device.index or 0) and has_cudnn():
+    if causal != "last" and width <= 128 and is_hopper_or_later(call.q.device.index or 0) and has_cudnn():
         return "cudnn"
     return "flash"
 
@@ -124,10 +104,6 @@ def forward(
     return aten._scaled_dot_product_efficient_attention(
         q, k, v, mask, lse or needs_backward(q, k, v), dropout, causal, scale=scale
     )
-
-
-def needs_backward(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 class WithLse(torch.autograd.Function):

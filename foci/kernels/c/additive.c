@@ -1,4 +1,4 @@
-/* The scores wᵀ tanh(q + k) of a strip on a CPU, and their gradients, as foci/backends/additive_cpu_c.py asks for them.
+/* The scores wᵀ tanh(q + k) of a strip on a CPU, and their gradients, as foci/backends/additive_cpu.py asks for them.
 
    Scores: keys lie in the lanes, so that nothing is summed across them. Gradients: features lie in the lanes, so that
    what belongs to a query stays in registers while the keys go by. */

@@ -1,0 +1,106 @@
+"""PyTorch's fused attention kernel for the CPU, with a log-sum-exp that gradients pass through.
+
+B batch, H heads, G key heads, Tq queries, Tk keys, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foci.arguments import Call
+from foci.backends.sdpa.padding import needs_backward, padded, with_lse_column
+
+cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def run(call: Call, scale: float, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    q, k, v = call.q, call.k, call.v
+    even = q.shape[-1] == v.shape[-1] and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    if even and mask is None and kind != "last" and not call.needs_lse:
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=kind == "equal", scale=scale, enable_gqa=grouped)
+        return out, None
+    width = max(q.shape[-1], v.shape[-1])
+    q, k, v = (padded(t, width) for t in (q, k, v))
+    compute = CpuFlash.apply if needs_backward(q, k, v) else flash
+    out, lse = compute(q, k, v, mask, pieces_of(kind, q, k), scale)
+    return out if width == call.v.shape[-1] else out[..., : call.v.shape[-1]], lse
+
+
+def pieces_of(kind: str, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
+    """The keys in pieces that the kernel's causal flag serves."""
+    keys = k.shape[2]
+    if kind != "last":
+        return (Piece(slice(0, keys), kind == "equal"),)
+    seen = keys - q.shape[2]
+    return Piece(slice(0, seen), False), Piece(slice(seen, keys), True)
+
+
+class Piece(NamedTuple):
+    """Some of the keys, and whether they are looked at causally."""
+
+    keys: slice
+    causal: bool
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[Piece, ...], scale: float
+) -> tuple[Tensor, Tensor]:
+    """The CPU's fused kernel, piece by piece of the keys, without gradients."""
+    if len(pieces) == 1:
+        whole: tuple[Tensor, Tensor] = cpu_flash(q, k, v, 0.0, pieces[0].causal, attn_mask=mask, scale=scale)
+        return whole
+    found = [
+        cpu_flash(q, k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=scale) for keys, causal in pieces
+    ]
+    return joined(found)
+
+
+class CpuFlash(torch.autograd.Function):
+    """The same with an output and a log-sum-exp that gradients pass through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[Piece, ...], scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = flash(q, k, v, mask, pieces, scale)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.pieces, ctx.scale = pieces, scale
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        if d_out is None and d_lse is None:
+            return (None,) * 6
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        width = q.shape[-1]
+        if d_lse is not None:
+            q, k, v, out, d_out = with_lse_column(q, k, v, out, d_out, d_lse)
+        d_out = d_out.contiguous()
+        # With the output and the log-sum-exp of all keys, each piece gives its share of the whole gradient.
+        grads = [
+            cpu_flash_backward(
+                d_out, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, causal, attn_mask=mask, scale=ctx.scale
+            )
+            for keys, causal in ctx.pieces
+        ]
+        d_q = grads[0][0] if len(grads) == 1 else grads[0][0] + grads[1][0]
+        d_k, d_v = (torch.cat([g[i] for g in grads], dim=2) if len(grads) > 1 else grads[0][i] for i in (1, 2))
+        return (*(g[..., :width] for g in (d_q, d_k, d_v)), None, None, None)
+
+
+def joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from attention over two pieces, both of which every query sees something of."""
+    (first, first_lse), (second, second_lse) = found
+    lse = torch.logaddexp(first_lse, second_lse)
+    shares = (torch.exp(part - lse).unsqueeze(-1) for part in (first_lse, second_lse))
+    out = sum(part * share for part, share in zip((first, second), shares, strict=True))
+    assert isinstance(out, Tensor)
+    return out.to(first.dtype), lse
