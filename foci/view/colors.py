@@ -1,17 +1,17 @@
-"""Colours of attention: one ramp for terminals and plots, even in lightness, so that it reads without colour vision."""
+"""Color ramps for attention weights, shared by terminals and plots; lightness is monotonic, so they read in grey."""
 
 import os
 from typing import TextIO
 
-from foci.runtime.console import takes_color
+from foci.runtime.console import supports_color
 
 Color = tuple[int, int, int]
 
-# How many bits of colour a terminal takes.
-NONE, PALETTE, TRUE = 0, 8, 24
+# Color depths of a terminal in bits.
+NO_COLOR, PALETTE_COLOR, TRUE_COLOR = 0, 8, 24
 
-# From nothing to all, for a white ground; for a dark one the same colours from the other end.
-ON_WHITE: tuple[Color, ...] = (
+# From weight 0 to weight 1, on a light and on a dark background.
+LIGHT_RAMP: tuple[Color, ...] = (
     (255, 255, 255),
     (254, 228, 190),
     (253, 174, 120),
@@ -21,7 +21,7 @@ ON_WHITE: tuple[Color, ...] = (
     (62, 15, 115),
     (20, 11, 52),
 )
-ON_BLACK: tuple[Color, ...] = (
+DARK_RAMP: tuple[Color, ...] = (
     (20, 16, 34),
     (46, 17, 92),
     (101, 26, 128),
@@ -32,26 +32,26 @@ ON_BLACK: tuple[Color, ...] = (
     (252, 236, 174),
 )
 
-# The steps of each channel in the cube of the 256-colour palette.
-CUBE = (0, 95, 135, 175, 215, 255)
+# The levels of each channel in the color cube of the 256-color palette.
+CUBE_LEVELS = (0, 95, 135, 175, 215, 255)
 
 
-def depth(stream: TextIO) -> int:
-    """The bits of colour that a stream takes: 24 where COLORTERM says so, else 8; 0 for pipes and NO_COLOR."""
-    if not takes_color(stream):
-        return NONE
-    return TRUE if os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit") else PALETTE
+def detect_color_depth(stream: TextIO) -> int:
+    """Return the color depth of a stream: 24 bits if COLORTERM says so, else 8; 0 for pipes and NO_COLOR."""
+    if not supports_color(stream):
+        return NO_COLOR
+    return TRUE_COLOR if os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit") else PALETTE_COLOR
 
 
-def on_white() -> bool:
-    """Whether the terminal says that its ground is light: COLORFGBG ends with the number of a light colour."""
+def has_light_background() -> bool:
+    """Whether the terminal reports a light background: COLORFGBG ends with the number of a light color."""
     return os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
 
 
-def mixed(ramp: tuple[Color, ...], fraction: float) -> Color:
-    """The colour at a fraction of the way along a ramp.
+def interpolate_color(ramp: tuple[Color, ...], fraction: float) -> Color:
+    """Return the color at a fraction of a ramp.
 
-    >>> mixed(((0, 0, 0), (100, 200, 40)), 0.5)
+    >>> interpolate_color(((0, 0, 0), (100, 200, 40)), 0.5)
     (50, 100, 20)
     """
     place = min(max(fraction, 0.0), 1.0) * (len(ramp) - 1)
@@ -62,38 +62,38 @@ def mixed(ramp: tuple[Color, ...], fraction: float) -> Color:
     return red, green, blue
 
 
-def lightness(color: Color) -> float:
-    """From 0, black, to 1, white, as an eye weighs the three."""
+def compute_lightness(color: Color) -> float:
+    """Compute the perceived lightness, from 0 (black) to 1 (white)."""
     return (0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2]) / 255
 
 
-def palette(color: Color) -> int:
-    """The nearest number of the 256-colour palette.
+def nearest_palette_index(color: Color) -> int:
+    """Return the index of the nearest color in the 256-color palette.
 
-    >>> palette((255, 0, 0)), palette((128, 128, 128))
+    >>> nearest_palette_index((255, 0, 0)), nearest_palette_index((128, 128, 128))
     (196, 244)
     """
-    cube = [min(range(6), key=lambda step: abs(CUBE[step] - part)) for part in color]
+    cube = [min(range(6), key=lambda step: abs(CUBE_LEVELS[step] - part)) for part in color]
     grey = min(max(round((sum(color) / 3 - 8) / 10), 0), 23)
-    as_cube: Color = (CUBE[cube[0]], CUBE[cube[1]], CUBE[cube[2]])
+    as_cube: Color = (CUBE_LEVELS[cube[0]], CUBE_LEVELS[cube[1]], CUBE_LEVELS[cube[2]])
     as_grey: Color = (8 + 10 * grey,) * 3
-    if apart(as_grey, color) < apart(as_cube, color):
+    if squared_color_distance(as_grey, color) < squared_color_distance(as_cube, color):
         return 232 + grey
     return 16 + 36 * cube[0] + 6 * cube[1] + cube[2]
 
 
-def apart(one: Color, other: Color) -> int:
+def squared_color_distance(one: Color, other: Color) -> int:
     return sum((a - b) ** 2 for a, b in zip(one, other, strict=True))
 
 
-def codes(color: Color, bits: int, *, ground: bool) -> str:
-    """The ANSI codes of a colour, for the letters or for the ground behind them."""
-    place = 48 if ground else 38
-    if bits == TRUE:
-        return f"{place};2;{color[0]};{color[1]};{color[2]}"
-    return f"{place};5;{palette(color)}"
+def ansi_color_codes(color: Color, bits: int, *, background: bool) -> str:
+    """Return the ANSI codes that set a color of the text or of its background."""
+    target = 48 if background else 38
+    if bits == TRUE_COLOR:
+        return f"{target};2;{color[0]};{color[1]};{color[2]}"
+    return f"{target};5;{nearest_palette_index(color)}"
 
 
-def ink(color: Color) -> Color:
-    """The colour of letters that read on a ground."""
-    return (16, 14, 24) if lightness(color) > 0.5 else (238, 236, 232)
+def contrasting_text_color(background: Color) -> Color:
+    """Return a dark or a light text color, whichever is readable on a background."""
+    return (16, 14, 24) if compute_lightness(background) > 0.5 else (238, 236, 232)

@@ -1,11 +1,12 @@
-"""What the views ask of a Record: which head, which words, and how much each word looks at the others.
+"""Selects what every view of a Record shows: a head, a query and its attention weights.
 
-B batch, H heads, Tq queries, Tk keys, U units (words, or single tokens).
+Terminal, figure and page share the defaults, so they show the same head and query unless others are named.
+
+B batch, H heads, Tq queries, Tk keys, Uq and Uk text units (words, or single tokens) of queries and keys.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,338 +17,279 @@ from torch import Tensor
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.record import Record
-from foci.runtime.printable import printable, visible
+from foci.runtime.printable import make_printable
+from foci.view.units import (
+    TextUnit,
+    check_batch,
+    list_layer_units,
+    mark_word_positions,
+    number_words,
+    truncate_text,
+)
 
-# Tokens that a tokenizer adds: [CLS], <s>, <|endoftext|>.
-ADDED = re.compile(r"\[[A-Z]+\d*\]|<[^<>\s]+>")
-# Marks around a word.
-MARKS = re.compile(r"^[^\w<\[]+|[^\w>\]]+$")
-# The time of a frame, with or without its unit.
-TIME = re.compile(r"^([\d.]*\d) ?s?$")
-LONGEST = 200
-# Above so many positions not every head is asked before one is shown.
-LONG = 2048
-# A token so many places away is a neighbour, as the word before and after is: heads that look there are many.
-NEAR = 2
-# Up to so many entries a layer's links are looked through before one is shown.
-MOST_SEARCHED = 2**22
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Something that looks or is looked at: a word or a token, at the positions from start to stop."""
-
-    text: str
-    start: int
-    stop: int
-    # Whether a space, or a new line, stands before it in the running text.
-    spaced: bool = True
-    breaks: bool = False
-    # Whether the tokenizer added it: [CLS], <s>.
-    added: bool = False
-
-    @property
-    def spoken(self) -> bool:
-        """Whether it is a word that somebody wrote, not punctuation."""
-        return not self.added and any(map(str.isalnum, self.text))
-
-    @property
-    def positions(self) -> list[int]:
-        return list(range(self.start, self.stop))
+# For longer sequences the statistics of all heads take too long to be computed before the first view.
+MAX_SCANNED_LENGTH = 2048
+# Positions this close, and the words before and after, are neighbors: many heads attend to them.
+NEIGHBOR_DISTANCE = 2
+# Layers with more entries are not searched for the clearest alignment.
+MAX_SEARCHED_ENTRIES = 2**22
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One head of a record, or the mean of a layer's heads."""
+class HeadSelection:
+    """One head of a record, or the mean of a layer's heads (head is None)."""
 
     layer: Layer
     head: int | None
     name: str
 
     @property
-    def places(self) -> list[int]:
-        """Where the heads stand along the layer's axis of heads."""
+    def head_indices(self) -> list[int]:
+        """The indices of the heads along the layer's head axis."""
         heads = self.layer.heads
         return list(range(len(heads))) if self.head is None else [heads.index(self.head)]
 
     @property
-    def exact(self) -> bool:
-        """Whether every entry can be asked for; otherwise the heaviest keys of each query are known."""
-        return "entries" in self.layer.can
+    def has_entries(self) -> bool:
+        """Whether every entry is available; otherwise only the top keys of each query are."""
+        return "entries" in self.layer.available
 
 
-def units(labels: Labels, batch: int = 0, by_token: bool = False) -> list[Unit]:
-    """The words of a sequence, or its tokens where nobody said which belong together; padding is left out."""
-    texts = texts_of(labels, batch)
-    numbers = labels.words[batch] if labels.words is not None else None
-    # GPT-2 and others keep the space in the token; where none has one, tokens stand apart.
-    keeps_spaces = any(text[:1].isspace() for text in texts[1:])
-    found: list[Unit] = []
-    for start, stop in runs(texts, None if by_token else numbers):
-        text = "".join(texts[start:stop])
-        added = bool(ADDED.fullmatch(text.strip())) or (numbers is not None and numbers[start] is None)
-        spaced = added or not keeps_spaces or text[:1].isspace() or (bool(found) and found[-1].added)
-        breaks = bool(text.strip()) and "\n" in text[: len(text) - len(text.lstrip())]
-        found.append(Unit(visible(shortened(text)), start, stop, spaced, breaks, added))
-    return found
+def printable_name(record: Record, layer: Layer, head: int | None = None) -> str:
+    """Return `Record.name_of` without control characters: the stack's name may come from an untrusted file."""
+    return make_printable(truncate_text(record.name_of(layer, head)))
 
 
-def texts_of(labels: Labels, batch: int) -> tuple[str, ...]:
-    """What stands at each position; the times of a sound's frames with their unit: "0.04 s"."""
-    if labels.kind != "frames" or labels.seconds is None:
-        return labels.texts[batch]
-    return tuple(TIME.sub(r"\1 s", text) for text in labels.texts[batch])
+def select_head(record: Record, head: str | int | None = None, layer: int | None = None) -> HeadSelection:
+    """Select a head by name: "L5H3", "cross.L0H2", "L5" (the mean of its heads), or by two numbers.
 
-
-def shortened(text: str) -> str:
-    """A token may be a megabyte; nobody reads more than its beginning."""
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
-
-
-def runs(texts: Sequence[str], numbers: Sequence[int | None] | None) -> list[tuple[int, int]]:
-    """Positions in runs of one number; what has no number stands alone, and what reads as nothing joins what is before.
-
-    >>> runs(["[CLS]", "hun", "gry", "!", "", ""], [None, 0, 0, 1, 1, None])
-    [(0, 1), (1, 3), (3, 5)]
-    """
-    length = len(texts)
-    while length and not texts[length - 1] and (numbers is None or numbers[length - 1] is None):
-        length -= 1
-    if not length:
-        return [(i, i + 1) for i in range(len(texts))]
-    edges = [i for i in range(length) if i == 0 or (texts[i] and begins(i, numbers))]
-    return list(zip(edges, [*edges[1:], length], strict=True))
-
-
-def begins(place: int, numbers: Sequence[int | None] | None) -> bool:
-    return numbers is None or numbers[place] is None or numbers[place] != numbers[place - 1]
-
-
-def name_of(record: Record, layer: Layer, head: int | None = None) -> str:
-    """What `Record.name_of` says, as a terminal can show it: the stack may be named by a stranger's file."""
-    return printable(shortened(record.name_of(layer, head)))
-
-
-def choose(record: Record, head: str | int | None = None, layer: int | None = None) -> Choice:
-    """The head that was asked for: "L5H3", "cross.L0H2", "L5" (the mean of its heads), or two numbers.
-
-    Where a record has several stacks and none was named, the one that answers before the others is taken.
+    If a record has several stacks and the name has none, cross-attention is searched first.
     """
     if not isinstance(head, str) and layer is None:
-        raise ValueError(f"expected a layer beside head {head}, or both in one name, such as {names(record)}")
-    asked = head if isinstance(head, str) else f"L{layer}" + ("" if head is None else f"H{head}")
-    for one in telling_first(record):
-        for number in (None, *one.heads):
-            name = record.name_of(one, number)
-            if asked in (name, name.removeprefix(f"{one.stack}.")):
-                return mean_of(record, one) if number is None else Choice(one, number, name_of(record, one, number))
-    raise ValueError(f"expected one of the heads {names(record)}, received {asked!r}")
+        raise ValueError(
+            f"layer must be an int where head is {head}, got None; a name has both: {describe_head_names(record)}"
+        )
+    wanted = head if isinstance(head, str) else f"L{layer}" + ("" if head is None else f"H{head}")
+    for candidate in list_cross_layers_first(record):
+        for number in (None, *candidate.heads):
+            name = record.name_of(candidate, number)
+            if wanted in (name, name.removeprefix(f"{candidate.stack}.")):
+                if number is None:
+                    return select_layer_mean(record, candidate)
+                return HeadSelection(candidate, number, printable_name(record, candidate, number))
+    raise ValueError(f"head must be one of {describe_head_names(record)}, got {wanted!r}")
 
 
-def telling_first(record: Record) -> list[Layer]:
-    """The layers, those between two sequences before the others: they are what a translation is looked at for."""
+def list_cross_layers_first(record: Record) -> list[Layer]:
+    """List the layers, cross-attention first: it holds the alignment."""
     return sorted(record.layers.values(), key=lambda layer: layer.queries == layer.keys)
 
 
-def names(record: Record) -> str:
-    """The heads that a record has, in short: from the first to the last of each stack."""
+def describe_head_names(record: Record) -> str:
+    """Return the first and the last head name of each stack."""
     stacks: dict[str, list[Layer]] = {}
     for layer in record.layers.values():
         stacks.setdefault(layer.stack, []).append(layer)
-    ends = [(name_of(record, s[0], s[0].heads[0]), name_of(record, s[-1], s[-1].heads[-1])) for s in stacks.values()]
-    return ", ".join(f"{first} to {last}" for first, last in ends) or "none, because nothing was seen"
+    ends = [
+        (printable_name(record, s[0], s[0].heads[0]), printable_name(record, s[-1], s[-1].heads[-1]))
+        for s in stacks.values()
+    ]
+    return ", ".join(f"{first} to {last}" for first, last in ends) or "none (the record is empty)"
 
 
-def sides(record: Record, layer: Layer, batch: int, by_token: bool = False) -> tuple[list[Unit], list[Unit]]:
-    """The words that look and those that are looked at; a word's positions are those along the layer's axes."""
-    check_batch(layer, batch)
-    queries, keys = record.labels_of(layer)
-    return units(queries, batch, by_token), units(keys, batch, by_token)
+def select_layer_mean(record: Record, layer: Layer) -> HeadSelection:
+    """Select the mean of a layer's heads, or the head itself if there is only one."""
+    head = layer.heads[0] if len(layer.heads) == 1 else None
+    return HeadSelection(layer, head, printable_name(record, layer, head))
 
 
-def check_batch(layer: Layer, batch: int) -> None:
-    if not 0 <= batch < layer.shape[0]:
-        raise ValueError(f"expected a sequence from 0 to {layer.shape[0] - 1}, received batch={batch}")
+@torch.no_grad()
+def select_default_head(record: Record, batch: int = 0) -> HeadSelection:
+    """Select the head to show if none is named.
 
-
-def rows(choice: Choice, batch: int, queries: list[int]) -> Tensor:
-    """Where these queries look: (queries, Tk), exact where the record has the entries.
-
-    Where it kept only the heaviest keys of each query, the others read as 0.
+    With cross-attention: the mean of the layer with the clearest alignment. For patches and very long texts: the mean of
+    the last layer. For a text: the head that attends most clearly to words that are not neighbors of the query.
     """
-    check_batch(choice.layer, batch)
+    layers = list_cross_layers_first(record)
+    if not layers:
+        raise ValueError("record must hold at least one attention layer, got an empty record")
+    check_batch(layers[0], batch)
+    cross = find_clearest_cross_layer(record, batch)
+    return select_clearest_head(record, layers, batch) if cross is None else select_layer_mean(record, cross)
+
+
+@torch.no_grad()
+def find_clearest_cross_layer(record: Record, batch: int = 0) -> Layer | None:
+    """Return the cross-attention layer with the clearest alignment of words, or None without cross-attention."""
+    layers = [layer for layer in record.layers.values() if layer.queries != layer.keys]
+    return max(layers, key=lambda layer: measure_clarity(record, layer, batch), default=None)
+
+
+def select_source_head(record: Record, alignment: HeadSelection, batch: int = 0) -> HeadSelection | None:
+    """Select a self-attention head of the text that a cross-attention reads; None if there is none."""
+    source = alignment.layer.keys
+    layers = [layer for layer in record.layers.values() if layer.queries == layer.keys == source]
+    if alignment.layer.queries == source or not layers or record.labels_of(layers[0])[1].kind != "tokens":
+        return None
+    return select_clearest_head(record, layers, batch)
+
+
+def select_clearest_head(record: Record, layers: Sequence[Layer], batch: int) -> HeadSelection:
+    """Select the default head among layers of one sequence."""
+    if record.labels_of(layers[0])[1].kind == "patches" or not all(map(is_fast_to_scan, layers)):
+        return select_layer_mean(record, layers[-1])
+    # Squares prefer a head that is clear about some words to one that prefers many words a little.
+    clarity = [measure_distant_weight(record, layer, batch).square().mean(1) for layer in layers]
+    layer, best = max(zip(layers, clarity, strict=True), key=lambda pair: float(pair[1].max()))
+    head = layer.heads[int(best.argmax())]
+    return HeadSelection(layer, head, printable_name(record, layer, head))
+
+
+def measure_clarity(record: Record, layer: Layer, batch: int) -> tuple[float, float]:
+    """Return the mean over query words of the largest weight on a key word, then the negative entropy.
+
+    Entropy alone would mislead: a head that always attends to the end of the sentence has a low one.
+    """
+    entropy = float(layer.entropy().float().nanmean().nan_to_num()) if "entropy" in layer.available else 0.0
+    if "entries" not in layer.available or prod(layer.shape[1:]) > MAX_SEARCHED_ENTRIES:
+        return 0.0, -entropy
+    queries, keys = ([unit for unit in units if unit.is_word] for units in list_layer_units(record, layer, batch))
+    if not queries or not keys:
+        return 0.0, -entropy
+    weights = compute_unit_weights(select_layer_mean(record, layer), batch, queries, keys)
+    return float(weights.nan_to_num().amax(1).mean()), -entropy
+
+
+def is_fast_to_scan(layer: Layer) -> bool:
+    """Whether the top keys of the whole layer are computed without a noticeable wait."""
+    return "top" in layer.available and max(layer.shape[2:]) <= MAX_SCANNED_LENGTH
+
+
+@torch.no_grad()
+def measure_distant_weight(record: Record, layer: Layer, batch: int) -> Tensor:
+    """Measure for each head and query how far its weight on one distant word exceeds the usual: (H, Tq).
+
+    Neighbors of the query, punctuation and special tokens do not count.
+    """
+    values, keys = (
+        part[batch].view(layer.shape[1], layer.shape[2], -1).cpu() for part in layer.top(min(8, layer.max_top))
+    )
+    values = values.float()
+    if "received" in layer.available:
+        # The weight that a key receives from every query says little about one query.
+        usual = layer.received()[batch].view(layer.shape[1], -1).float().cpu().nan_to_num(0.0, 0.0) / layer.shape[2]
+        values = values - usual.unsqueeze(1).expand(-1, layer.shape[2], -1).gather(2, keys.clamp(min=0))
+    query_is_word, key_is_word = (mark_word_positions(labels, batch) for labels in record.labels_of(layer))
+    counts = key_is_word[keys.clamp(min=0)] & (keys >= 0)
+    if layer.queries == layer.keys:
+        positions = layer.positions
+        words = number_words(record.labels_of(layer)[1], batch)
+        counts &= (keys - positions.view(1, -1, 1)).abs() > NEIGHBOR_DISTANCE
+        # Queries before the first key count as neighbors of it.
+        counts &= (words[keys.clamp(min=0)] - words[positions.clamp(min=0)].view(1, -1, 1)).abs() > 1
+    # NaN and infinite weights count as 0.
+    return values.where(counts & values.isfinite(), 0).amax(-1) * query_is_word
+
+
+def select_default_query(record: Record, selection: HeadSelection, batch: int = 0) -> int:
+    """Select the query position to show: the default patch of an image, or the last token of the clearest word."""
+    labels = record.labels_of(selection.layer)[0]
+    if labels.kind == "patches" and labels.grid is not None:
+        return select_patch(labels, None)[0]
+    queries = list_layer_units(record, selection.layer, batch)[0]
+    return queries[find_clearest_unit(record, selection, batch, queries)].stop - 1
+
+
+def find_clearest_unit(record: Record, selection: HeadSelection, batch: int, queries: Sequence[TextUnit]) -> int:
+    """Return the unit that attends most clearly to a distant word; of a very long text the last unit."""
+    layer = selection.layer if selection.head is None else selection.layer.head(selection.head)
+    if not is_fast_to_scan(layer):
+        return len(queries) - 1
+    position = int(measure_distant_weight(record, layer, batch).mean(0).argmax())
+    return next((i for i, unit in enumerate(queries) if unit.start <= position < unit.stop), 0)
+
+
+def select_patch(labels: Labels, patch: str | int | None) -> tuple[int, str]:
+    """Return the position and the name of a patch given as "row,column" or as a position.
+
+    None is the class token, or the middle patch of a model without one.
+    """
+    rows, columns = require_grid(labels) if labels.kind == "patches" else (0, 0)
+    if patch is None and labels.kind == "patches":
+        return (0, "the class token") if labels.leading else (rows // 2 * columns + columns // 2, "the middle patch")
+    text = str(0 if patch is None else patch)
+    numbers = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    if len(numbers) == 2 and numbers[0] < rows and numbers[1] < columns:
+        return labels.leading + numbers[0] * columns + numbers[1], f"patch {numbers[0]},{numbers[1]}"
+    if len(numbers) == 1 and numbers[0] < len(labels):
+        return numbers[0], f"position {numbers[0]}"
+    raise ValueError(f"patch must be row,column below {rows},{columns} or a position, got {patch!r}")
+
+
+def require_grid(labels: Labels) -> tuple[int, int]:
+    if labels.grid is None:
+        raise ValueError("labels must be those of an image with a grid of patches, got labels without a grid")
+    return labels.grid
+
+
+def reshape_to_grid(weights: Tensor, labels: Labels) -> Tensor:
+    """Reshape the weights on patches to the image's rows and columns."""
+    height, width = require_grid(labels)
+    return weights[labels.leading : labels.leading + height * width].view(height, width)
+
+
+def read_rows(selection: HeadSelection, batch: int, queries: list[int]) -> Tensor:
+    """Read the attention weights of some queries: (queries, Tk).
+
+    If the record kept only the top keys of each query, the weights of other keys are 0.
+    """
+    check_batch(selection.layer, batch)
     with torch.no_grad():
-        some = [rows_of_head(choice.layer, batch, place, queries) for place in choice.places]
-    return torch.stack(some).mean(0)
+        rows = [read_head_rows(selection.layer, batch, index, queries) for index in selection.head_indices]
+    return torch.stack(rows).mean(0)
 
 
-def rows_of_head(layer: Layer, batch: int, place: int, queries: list[int]) -> Tensor:
-    if "entries" in layer.can:
-        found = layer[batch, place, queries]
-        assert isinstance(found, Tensor)
-        return found.float().cpu()
-    if not layer.most:
-        raise ValueError(f"the entries of {layer.label} were not kept, nor its heaviest keys: watch with keep='lazy'")
-    values, keys = (found[batch, place, queries].cpu() for found in layer.top(layer.most))
+def read_head_rows(layer: Layer, batch: int, index: int, queries: list[int]) -> Tensor:
+    if "entries" in layer.available:
+        rows = layer[batch, index, queries]
+        assert isinstance(rows, Tensor)
+        return rows.float().cpu()
+    if not layer.max_top:
+        raise ValueError(f"{layer.label} has neither entries nor top keys: record it with keep='lazy'")
+    values, keys = (part[batch, index, queries].cpu() for part in layer.top(layer.max_top))
     entries = torch.zeros(len(queries), layer.shape[3] + 1)
-    # A key of -1 says that fewer were visible: it goes to one more column, which is cut off.
+    # Fewer visible keys than k are filled with the key -1: it goes to an extra column, which is cut off.
     return entries.scatter_(1, keys % entries.shape[1], values.float())[:, :-1]
 
 
-def shares(choice: Choice, batch: int, queries: Sequence[Unit], keys: Sequence[Unit]) -> Tensor:
-    """How much each unit looks at each other one: averaged over its own tokens, added up over theirs: (Uq, Uk)."""
+def compute_unit_weights(
+    selection: HeadSelection, batch: int, queries: Sequence[TextUnit], keys: Sequence[TextUnit]
+) -> Tensor:
+    """Compute the weights between units: the mean over a unit's queries, the sum over a unit's keys: (Uq, Uk)."""
     if not queries or not keys:
         return torch.zeros(len(queries), len(keys))
-    entries = rows(choice, batch, [i for unit in queries for i in unit.positions])
-    looking = torch.tensor([place for place, unit in enumerate(queries) for _ in unit.positions])
-    averaged = torch.zeros(len(queries), entries.shape[1]).index_add(0, looking, entries)
-    averaged /= looking.bincount(minlength=len(queries)).unsqueeze(1)
-    ends = averaged.cumsum(1, dtype=torch.float64)
+    entries = read_rows(selection, batch, [i for unit in queries for i in unit.positions])
+    unit_of_row = torch.tensor([index for index, unit in enumerate(queries) for _ in unit.positions])
+    means = torch.zeros(len(queries), entries.shape[1]).index_add(0, unit_of_row, entries)
+    means /= unit_of_row.bincount(minlength=len(queries)).unsqueeze(1)
+    ends = means.cumsum(1, dtype=torch.float64)
     ends = torch.nn.functional.pad(ends, (1, 0))
     return ends[:, [unit.stop for unit in keys]].sub(ends[:, [unit.start for unit in keys]]).float()
 
 
 @torch.no_grad()
-def unknown(choice: Choice, batch: int) -> Tensor:
-    """Which queries have weights that are no numbers: (Tq,). Of a long text that was not kept, none is asked."""
-    layer = choice.layer
-    if layer.kept is None and max(layer.shape[2:]) > LONG:
+def find_nonfinite_rows(selection: HeadSelection, batch: int) -> Tensor:
+    """Mark queries with NaN or infinite weights: (Tq,). Very long lazy layers are not scanned: none is marked."""
+    layer = selection.layer
+    if layer.kept is None and max(layer.shape[2:]) > MAX_SCANNED_LENGTH:
         return torch.zeros(layer.shape[2], dtype=torch.bool)
-    nats = layer.entropy()[batch].view(layer.shape[1], layer.shape[2])
-    return ~nats[choice.places].isfinite().all(0).cpu()
+    entropy = layer.entropy()[batch].view(layer.shape[1], layer.shape[2])
+    return ~entropy[selection.head_indices].isfinite().all(0).cpu()
 
 
-def picture(choice: Choice, batch: int, rows: int, columns: int) -> Tensor:
-    """The matrix in blocks: (rows, columns)."""
+def read_picture(selection: HeadSelection, batch: int, rows: int, columns: int) -> Tensor:
+    """Read the matrix, averaged in blocks: (rows, columns)."""
     with torch.no_grad():
-        if choice.head is not None:
-            return choice.layer.head(choice.head).picture(rows, columns)[batch].float().cpu()
-        return choice.layer.picture(rows, columns)[batch].float().mean(0).cpu()
-
-
-def find(shown: Sequence[Unit], word: str | int) -> int:
-    """Where a word stands: by its text ("the", "the#2" for the second), or by its number from 0."""
-    if isinstance(word, int) and 0 <= word < len(shown):
-        return word
-    text, _, count = str(word).partition("#") if str(word) not in {unit.text for unit in shown} else (str(word), "", "")
-    asked = text.strip().casefold()
-    same = [i for i, unit in enumerate(shown) if unit.text.casefold() in (asked, f"{asked} s")]
-    # “Bahnhof?” is found as Bahnhof too.
-    same = same or [i for i, unit in enumerate(shown) if asked and MARKS.sub("", unit.text.casefold()) == asked]
-    number = int(count) - 1 if count.isdigit() else 0
-    if 0 <= number < len(same):
-        return same[number]
-    if not same and text.isdigit() and int(text) < len(shown):
-        return int(text)
-    words = " ".join(unit.text for unit in shown[:40])
-    raise ValueError(f"expected one of the words {words}{' …' if len(shown) > 40 else ''}, received {str(word)[:40]!r}")
-
-
-@torch.no_grad()
-def telling(record: Record, batch: int = 0) -> Choice:
-    """The head to begin with where none was named.
-
-    Between two sequences the clearest layer, all its heads together: the alignment. For patches and for very long texts
-    the last layer. For a text, the head that most clearly picks words which are not next to the one that looks.
-    """
-    layers = telling_first(record)
-    if not layers:
-        raise ValueError("expected a record with at least one attention, received one that has seen none")
-    check_batch(layers[0], batch)
-    across = clearest_across(record, batch)
-    return telling_of(record, layers, batch) if across is None else mean_of(record, across)
-
-
-@torch.no_grad()
-def clearest_across(record: Record, batch: int = 0) -> Layer | None:
-    """Of the layers between two sequences the one whose words have the clearest links; None where there is none."""
-    crossing = [layer for layer in record.layers.values() if layer.queries != layer.keys]
-    return max(crossing, key=lambda layer: clearness(record, layer, batch), default=None)
-
-
-def reading_of(record: Record, alignment: Choice, batch: int = 0) -> Choice | None:
-    """The head to begin with of what reads the text that an alignment looks at; None where nothing does."""
-    source = alignment.layer.keys
-    layers = [layer for layer in record.layers.values() if layer.queries == layer.keys == source]
-    if alignment.layer.queries == source or not layers or record.labels_of(layers[0])[1].kind != "tokens":
-        return None
-    return telling_of(record, layers, batch)
-
-
-def telling_of(record: Record, layers: Sequence[Layer], batch: int) -> Choice:
-    """The head to begin with among layers of one sequence."""
-    if record.labels_of(layers[0])[1].kind == "patches" or not all(map(quickly_asked, layers)):
-        return mean_of(record, layers[-1])
-    # Squares: a head that picks some words clearly comes before one that prefers many a little.
-    found = [far(record, layer, batch).square().mean(1) for layer in layers]
-    layer, best = max(zip(layers, found, strict=True), key=lambda pair: float(pair[1].max()))
-    head = layer.heads[int(best.argmax())]
-    return Choice(layer, head, name_of(record, layer, head))
-
-
-def mean_of(record: Record, layer: Layer) -> Choice:
-    """The mean of a layer's heads; of a single head, that head."""
-    head = layer.heads[0] if len(layer.heads) == 1 else None
-    return Choice(layer, head, name_of(record, layer, head))
-
-
-def clearness(record: Record, layer: Layer, batch: int) -> tuple[float, float]:
-    """How much a word gives to the word that it looks at most, on average; then, how little the heads spread.
-
-    A head that rests on the end of a sentence spreads little and says nothing, so spread alone would mislead.
-    """
-    spread = float(layer.entropy().float().nanmean().nan_to_num()) if "entropy" in layer.can else 0.0
-    if "entries" not in layer.can or prod(layer.shape[1:]) > MOST_SEARCHED:
-        return 0.0, -spread
-    queries, keys = ([unit for unit in units if unit.spoken] for units in sides(record, layer, batch))
-    if not queries or not keys:
-        return 0.0, -spread
-    return float(shares(mean_of(record, layer), batch, queries, keys).nan_to_num().amax(1).mean()), -spread
-
-
-def quickly_asked(layer: Layer) -> bool:
-    """Whether looking through the whole matrix takes no time that anybody would notice."""
-    return "top" in layer.can and max(layer.shape[2:]) <= LONG
-
-
-@torch.no_grad()
-def far(record: Record, layer: Layer, batch: int) -> Tensor:
-    """For each head and query, how much one word that is not its neighbour stands out: (H, Tq); no added tokens."""
-    values, keys = (
-        found[batch].view(layer.shape[1], layer.shape[2], -1).cpu() for found in layer.top(min(8, layer.most))
-    )
-    values = values.float()
-    if "received" in layer.can:
-        # What every query looks at says little about the one that does.
-        usual = layer.received()[batch].view(layer.shape[1], -1).float().cpu().nan_to_num(0.0, 0.0) / layer.shape[2]
-        values = values - usual.unsqueeze(1).expand(-1, layer.shape[2], -1).gather(2, keys.clamp(min=0))
-    queries_spoken, keys_spoken = (spoken(labels, batch) for labels in record.labels_of(layer))
-    seen = keys_spoken[keys.clamp(min=0)] & (keys >= 0)
-    if layer.queries == layer.keys:
-        places = layer.places
-        words = numbered(record.labels_of(layer)[1], batch)
-        seen &= (keys - places.view(1, -1, 1)).abs() > NEAR
-        # Queries before the first key are next to it at best.
-        seen &= (words[keys.clamp(min=0)] - words[places.clamp(min=0)].view(1, -1, 1)).abs() > 1
-    # What is no number stands out from nothing.
-    return values.where(seen & values.isfinite(), 0).amax(-1) * queries_spoken
-
-
-def numbered(labels: Labels, batch: int) -> Tensor:
-    """The number of the word that each position belongs to, of what is no word that of the word before: (T,)."""
-    found = torch.zeros(len(labels), dtype=torch.long)
-    number = 0
-    for unit in units(labels, batch):
-        number += unit.spoken
-        found[unit.start : unit.stop] = number
-    return found
-
-
-def spoken(labels: Labels, batch: int) -> Tensor:
-    """Which positions belong to words that somebody wrote; a mark inside of one, the dot of "Italy.", is none: (T,)."""
-    texts = labels.texts[batch]
-    found = torch.zeros(len(labels), dtype=torch.bool)
-    for unit in units(labels, batch):
-        for place in unit.positions:
-            found[place] = unit.spoken and (not texts[place] or any(map(str.isalnum, texts[place])))
-    return found
+        if selection.head is not None:
+            return selection.layer.head(selection.head).picture(rows, columns)[batch].float().cpu()
+        return selection.layer.picture(rows, columns)[batch].float().mean(0).cpu()

@@ -1,4 +1,4 @@
-"""All heads at a glance: a small table of layers and heads for each thing that heads are told apart by."""
+"""Writes a table of layers and heads for each head metric."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from foci.record.record import Record
-from foci.runtime.console import pad
-from foci.view.selection import LONG, name_of
-from foci.view.terminal.styled_text import Sheet, widest
+from foci.runtime.console import pad_text
+from foci.view.selection import MAX_SCANNED_LENGTH, printable_name
+from foci.view.terminal.styled_text import TerminalPage, measure_widest
 
-MEASURES = ("entropy", "sink share", "distance", "previous token", "induction")
-# What is no share of the attention is drawn relative to its largest.
-RELATIVE = ("entropy", "distance")
-LEAST = 0.05
-GAP = 3
-MOST_LAYERS = 48
+SHOWN_METRICS = ("entropy", "sink share", "distance", "previous token", "induction")
+# Metrics without an upper bound of 1 are drawn relative to their largest value.
+RELATIVE_METRICS = ("entropy", "distance")
+MIN_SHOWN_METRIC = 0.05
+PANEL_GAP = 3
+MAX_LAYERS = 48
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One measure of every head: a row per layer, NaN for heads that were not measured."""
+class MetricPanel:
+    """One metric of every head: a row per layer, NaN for heads without a value; `extreme` names the extreme head."""
 
     title: str
     values: list[list[float]]
-    most: str
+    extreme: str
 
     @property
     def largest(self) -> float:
         known = [value for row in self.values for value in row if not math.isnan(value)]
-        return (max(known, default=1.0) or 1.0) if self.title in RELATIVE else 1.0
+        return (max(known, default=1.0) or 1.0) if self.title in RELATIVE_METRICS else 1.0
 
     def width(self, cell: int, room: int) -> int:
-        """Its columns: those of its heads, or of what is written over and under them, as far as there is room."""
-        return min(max(cell * max(map(len, self.values)), len(self.title), len(self.most)), room)
+        """Its columns: those of its heads, its title or its caption, at most `room`."""
+        return min(max(cell * max(map(len, self.values)), len(self.title), len(self.extreme)), room)
 
-    def parts(self, heads: int) -> list[Panel]:
-        """Itself, or some heads after the others where there are more than a line holds."""
+    def split(self, heads: int) -> list[MetricPanel]:
+        """Split it into panels of at most this many heads."""
         count = max(map(len, self.values))
         if count <= heads:
             return [self]
@@ -48,90 +48,96 @@ class Panel:
         ]
 
 
-def panels(record: Record) -> list[Panel]:
-    """The measures that the record can tell, each with the head that stands out."""
+def build_metric_panels(record: Record) -> list[MetricPanel]:
+    """Build a panel for each metric that the record has."""
     scores = record.scores()
-    found = []
-    for title in (name for name in MEASURES if name in scores):
-        # Infinite weights measure nothing.
+    panels = []
+    for title in (name for name in SHOWN_METRICS if name in scores):
+        # Infinite weights have no metric.
         values = [[float(v) if v.isfinite() else math.nan for v in row] for row in scores[title]]
-        # A table of next to nothing would only take room.
-        if any(value >= LEAST for row in values for value in row):
-            rows = [values[number] for number in by_stack(record)]
-            found.append(Panel(title, rows, outstanding(record, title, values)))
-    return found
+        # A table of values near 0 would only take room.
+        if any(value >= MIN_SHOWN_METRIC for row in values for value in row):
+            rows = [values[number] for number in order_layers_by_stack(record)]
+            panels.append(MetricPanel(title, rows, describe_extreme_head(record, title, values)))
+    return panels
 
 
-def by_stack(record: Record) -> list[int]:
-    """The numbers of the layers, those of one stack together: a decoder's own are run in turns with those across."""
+def order_layers_by_stack(record: Record) -> list[int]:
+    """Return the layer numbers, one stack after the other: self- and cross-attention of a decoder alternate."""
     stacks = [layer.stack for layer in record.layers.values()]
     return sorted(range(len(stacks)), key=lambda number: stacks.index(stacks[number]))
 
 
-def outstanding(record: Record, title: str, values: Sequence[Sequence[float]]) -> str:
-    """The head with the largest number, of entropy the one with the least: "max L2H3 92%"."""
-    named = [
-        (value, name_of(record, layer, head))
+def describe_extreme_head(record: Record, title: str, values: Sequence[Sequence[float]]) -> str:
+    """Describe the head with the largest value, for entropy the smallest: "max L2H3 92%"."""
+    heads = [
+        (value, printable_name(record, layer, head))
         for layer, row in zip(record.layers.values(), values, strict=True)
         for head, value in zip(layer.heads, row, strict=False)
         if not math.isnan(value)
     ]
-    least = title == "entropy"
-    value, name = min(named) if least else max(named, key=lambda pair: pair[0])
-    number = f"{value:.0%}" if title not in RELATIVE else f"{value:.1f}" if value < 10 else f"{value:.0f}"
-    return f"{'min' if least else 'max'} {name} {number}"
+    smallest = title == "entropy"
+    value, name = min(heads) if smallest else max(heads, key=lambda pair: pair[0])
+    number = f"{value:.0%}" if title not in RELATIVE_METRICS else f"{value:.1f}" if value < 10 else f"{value:.0f}"
+    return f"{'min' if smallest else 'max'} {name} {number}"
 
 
-def write(sheet: Sheet, record: Record) -> None:
-    """The panels side by side, as many as fit, and the rest under them; a single head has nothing to be told from."""
+def write_heads(page: TerminalPage, record: Record) -> None:
+    """Write the panels side by side, as many as fit in a row; a record of a single head has no table."""
     if len(record.heads) == 1:
         return
-    if any(layer.kept is None and max(layer.shape[2:]) > LONG for layer in record.layers.values()):
-        sheet.note("Measures of all heads take a while for a text of this length: record.scores() has them.")
+    if any(layer.kept is None and max(layer.shape[2:]) > MAX_SCANNED_LENGTH for layer in record.layers.values()):
+        page.note("Head metrics are slow for a text of this length: call record.scores() for them.")
         return
     layers = list(record.layers.values())
-    names = [name_of(record, layers[number]) for number in by_stack(record)][:MOST_LAYERS]
-    label = widest(names, 16) + 1
-    room = sheet.room - label
-    shown = [part for panel in panels(record) for part in panel.parts(room)]
-    if not shown:
+    names = [printable_name(record, layers[number]) for number in order_layers_by_stack(record)][:MAX_LAYERS]
+    label = measure_widest(names, 16) + 1
+    room = page.room - label
+    panels = [part for panel in build_metric_panels(record) for part in panel.split(room)]
+    if not panels:
         return
-    sheet.heading("Heads")
-    sheet.prose("A row is a layer, a column a head; under each table the head that stands out.")
-    cell = widest_cell(shown, room)
-    for some in in_rows(shown, cell, room):
-        write_some(sheet, some, names, label, cell)
+    page.heading("Heads")
+    page.prose("Rows are layers, columns are heads; below each table its extreme head.")
+    cell = fit_head_width(panels, room)
+    for row in arrange_panels(panels, cell, room):
+        write_panel_row(page, row, names, label, cell)
 
 
-def widest_cell(shown: Sequence[Panel], room: int) -> int:
-    """The most columns for a head that cost no further line."""
-    most = max(len(row) for panel in shown for row in panel.values)
-    fewest = len(in_rows(shown, 1, room))
-    return max(c for c in (1, 2, 3, 4) if c == 1 or (c * most <= room and len(in_rows(shown, c, room)) == fewest))
+def fit_head_width(panels: Sequence[MetricPanel], room: int) -> int:
+    """Return the widest cell, up to 4 columns, that does not need more rows of panels."""
+    heads = max(len(row) for panel in panels for row in panel.values)
+    fewest = len(arrange_panels(panels, 1, room))
+    return max(
+        c for c in (1, 2, 3, 4) if c == 1 or (c * heads <= room and len(arrange_panels(panels, c, room)) == fewest)
+    )
 
 
-def in_rows(shown: Sequence[Panel], cell: int, room: int) -> list[list[Panel]]:
-    rows: list[list[Panel]] = [[]]
-    for panel in shown:
-        if rows[-1] and sum(one.width(cell, room) + GAP for one in rows[-1]) + panel.width(cell, room) > room:
+def arrange_panels(panels: Sequence[MetricPanel], cell: int, room: int) -> list[list[MetricPanel]]:
+    rows: list[list[MetricPanel]] = [[]]
+    for panel in panels:
+        if rows[-1] and sum(one.width(cell, room) + PANEL_GAP for one in rows[-1]) + panel.width(cell, room) > room:
             rows.append([])
         rows[-1].append(panel)
     return rows
 
 
-def write_some(sheet: Sheet, some: Sequence[Panel], names: Sequence[str], label: int, cell: int) -> None:
-    """Panels that stand side by side: their titles, a line per layer, and who stands out."""
-    widths = [panel.width(cell, sheet.room - label) for panel in some]
-    pairs = list(zip(some, widths, strict=True))
-    gap = " " * GAP
-    sheet.line(" " * label + gap.join(sheet.bold(pad(panel.title, width)) for panel, width in pairs))
+def write_panel_row(
+    page: TerminalPage, panels: Sequence[MetricPanel], names: Sequence[str], label: int, cell: int
+) -> None:
+    """Write panels side by side: their titles, a line per layer, and the extreme heads."""
+    widths = [panel.width(cell, page.room - label) for panel in panels]
+    pairs = list(zip(panels, widths, strict=True))
+    gap = " " * PANEL_GAP
+    page.line(" " * label + gap.join(page.bold(pad_text(panel.title, width)) for panel, width in pairs))
     for i, name in enumerate(names):
-        tables = [table_row(sheet, panel, panel.values[i], cell, width) for panel, width in pairs]
-        sheet.line(sheet.label(name, label) + gap.join(tables))
-    sheet.line(" " * label + gap.join(sheet.faint(pad(panel.most, width)) for panel, width in pairs))
+        tables = [format_panel_line(page, panel, panel.values[i], cell, width) for panel, width in pairs]
+        page.line(page.label(name, label) + gap.join(tables))
+    page.line(" " * label + gap.join(page.faint(pad_text(panel.extreme, width)) for panel, width in pairs))
 
 
-def table_row(sheet: Sheet, panel: Panel, row: Sequence[float], cell: int, width: int) -> str:
-    """A head after the other; those that were not measured stay empty."""
-    drawn = [" " * cell if math.isnan(value) else sheet.patch(value / panel.largest, cell, even=True) for value in row]
-    return "".join(drawn) + " " * (width - cell * len(row))
+def format_panel_line(page: TerminalPage, panel: MetricPanel, row: Sequence[float], cell: int, width: int) -> str:
+    """Format the heads of a layer; heads without a value are blank."""
+    cells = [
+        " " * cell if math.isnan(value) else page.render_cell(value / panel.largest, cell, even=True) for value in row
+    ]
+    return "".join(cells) + " " * (width - cell * len(row))

@@ -1,4 +1,4 @@
-"""A Record in the terminal: its heads, where a word looks, the matrix of a short text, an image's patches."""
+"""Prints a Record: its heads, the attention of one query, the matrix of a short text, the patches of an image."""
 
 from __future__ import annotations
 
@@ -12,31 +12,28 @@ from torch import Tensor
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.record import Record
-from foci.runtime.console import clip, count
-from foci.runtime.printable import isolated, printable
-from foci.view.opening import clearest
+from foci.runtime.console import clip_text, format_count
+from foci.runtime.printable import isolate_direction, make_printable
 from foci.view.selection import (
-    Choice,
-    Unit,
-    choose,
-    find,
-    picture,
-    reading_of,
-    shares,
-    shortened,
-    sides,
-    telling,
-    unknown,
+    HeadSelection,
+    compute_unit_weights,
+    find_clearest_unit,
+    find_nonfinite_rows,
+    read_picture,
+    select_default_head,
+    select_head,
+    select_source_head,
 )
 from foci.view.terminal import heads, matrix, patches, text
-from foci.view.terminal.styled_text import Sheet
+from foci.view.terminal.styled_text import TerminalPage
+from foci.view.units import TextUnit, find_unit, list_layer_units, truncate_text
 
-# Above so many entries a picture that was not kept takes too long to draw.
-MOST_ENTRIES = 2**32
-MOST_UNSEEN = 12
+# A map of more entries takes too long to compute unless it was kept.
+MAX_MAP_ENTRIES = 2**32
+MAX_UNSEEN_LINES = 12
 
 
-def show(
+def show_record(
     record: Record,
     word: str | int | None = None,
     head: str | int | None = None,
@@ -47,23 +44,21 @@ def show(
     width: int | None = None,
     file: TextIO | None = None,
 ) -> None:
-    """Prints a record: to a terminal in its colours, elsewhere in plain characters.
+    """Print a record: with colors to a terminal, as plain text elsewhere.
 
     Args:
-        word: the word to follow, or its place; "the#2" is the second "the". None: one that looks far and clearly.
-        head: "L5H3", "cross.L0H2", "L5" (the mean of its heads), or a number beside `layer`.
+        word: the query word, or its index; "the#2" is the second "the". None: one with clear attention to a distant word.
+        head: "L5H3", "cross.L0H2", "L5" (the mean of its heads), or a number together with `layer`.
         batch: which sequence.
-        by_token: tokens one by one instead of whole words.
+        by_token: show single tokens instead of words.
         width: columns; None: those of the terminal.
     """
     stream = file or sys.stdout
-    print(
-        render(record, word, head, layer, batch=batch, by_token=by_token, sheet=Sheet.fitting(stream, width)),
-        file=stream,
-    )
+    page = TerminalPage.for_stream(stream, width)
+    print(render_record(record, word, head, layer, batch=batch, by_token=by_token, page=page), file=stream)
 
 
-def render(
+def render_record(
     record: Record,
     word: str | int | None = None,
     head: str | int | None = None,
@@ -71,120 +66,125 @@ def render(
     *,
     batch: int = 0,
     by_token: bool = False,
-    sheet: Sheet | None = None,
-) -> Sheet:
-    """What `show` prints, as a sheet of lines."""
-    sheet = sheet or Sheet()
-    asked = head is not None or layer is not None
-    choice = choose(record, head, layer) if asked else telling(record, batch)
-    write_title(sheet, record)
-    if not asked:
-        heads.write(sheet, record)
-        read = reading_of(record, choice, batch)
-        if read is not None:
-            write_text(sheet, record, read, None, batch, by_token)
-    if record.labels_of(choice.layer)[1].grid is not None:
-        patches.write(sheet, record, choice, word, batch)
+    page: TerminalPage | None = None,
+) -> TerminalPage:
+    """Render what `show_record` prints."""
+    page = page or TerminalPage()
+    is_named = head is not None or layer is not None
+    selection = select_head(record, head, layer) if is_named else select_default_head(record, batch)
+    write_title(page, record)
+    if not is_named:
+        heads.write_heads(page, record)
+        source = select_source_head(record, selection, batch)
+        if source is not None:
+            write_attention(page, record, source, None, batch, by_token)
+    if record.labels_of(selection.layer)[1].grid is not None:
+        patches.write_patches(page, record, selection, word, batch)
     else:
-        write_text(sheet, record, choice, word, batch, by_token)
-    return sheet
+        write_attention(page, record, selection, word, batch, by_token)
+    return page
 
 
-def write_title(sheet: Sheet, record: Record) -> None:
-    """Which model, how many heads, and what could not be seen."""
-    sheet.lines.append(sheet.bold(clip(printable(shortened(record.model)) or "Attention", sheet.width)))
-    sheet.prose(", ".join(described(record)))
+def write_title(page: TerminalPage, record: Record) -> None:
+    """Write the model, its layers and heads, its answer, notes, and the modules without recorded attention."""
+    page.lines.append(page.bold(clip_text(make_printable(truncate_text(record.model)) or "Attention", page.width)))
+    page.prose(", ".join(describe_contents(record)))
     if record.answer:
-        sheet.wrapped(["answer:", *printable(shortened(record.answer)).split(" ")], hang=2)
+        page.wrapped(["answer:", *make_printable(truncate_text(record.answer)).split(" ")], hang=2)
     for note in record.notes:
-        sheet.wrapped(["note:", *printable(shortened(note)).split()], hang=2)
-    for reason in record.unseen[:MOST_UNSEEN]:
-        sheet.wrapped(["not seen:", *printable(shortened(reason)).split()], hang=2)
-    if len(record.unseen) > MOST_UNSEEN:
-        sheet.prose(f"not seen: {len(record.unseen) - MOST_UNSEEN:,} more")
+        page.wrapped(["note:", *make_printable(truncate_text(note)).split()], hang=2)
+    for reason in record.unseen[:MAX_UNSEEN_LINES]:
+        page.wrapped(["not recorded:", *make_printable(truncate_text(reason)).split()], hang=2)
+    if len(record.unseen) > MAX_UNSEEN_LINES:
+        page.prose(f"not recorded: {len(record.unseen) - MAX_UNSEEN_LINES:,} more")
 
 
-def described(record: Record) -> list[str]:
-    """The stacks of a record and what stands in its sequences, each in a few words."""
+def describe_contents(record: Record) -> list[str]:
+    """Describe the stacks and the sequences of a record: "2 layers of 4 heads", "7 tokens"."""
     stacks: dict[str, list[Layer]] = {}
     for layer in record.layers.values():
         stacks.setdefault(layer.stack, []).append(layer)
-    parts = [
-        f"{printable(shortened(stack))} {count(len(layers), 'layer')} of {count(len(layers[0].heads), 'head')}".lstrip()
-        for stack, layers in stacks.items()
-    ]
+    parts = []
+    for stack, layers in stacks.items():
+        size = f"{format_count(len(layers), 'layer')} of {format_count(len(layers[0].heads), 'head')}"
+        parts.append(f"{make_printable(truncate_text(stack))} {size}".lstrip())
     several = len(record.labels) > 1
     return parts + [
-        f"{counted(labels)} ({printable(shortened(name))})" if several else counted(labels)
+        f"{describe_length(labels)} ({make_printable(truncate_text(name))})" if several else describe_length(labels)
         for name, labels in record.labels.items()
     ]
 
 
-def counted(labels: Labels) -> str:
+def describe_length(labels: Labels) -> str:
     if labels.grid is not None:
         return f"{labels.grid[0]} × {labels.grid[1]} patches"
-    return count(len(labels), labels.kind.removesuffix("s"))
+    return format_count(len(labels), labels.kind.removesuffix("s"))
 
 
-def write_text(
-    sheet: Sheet, record: Record, choice: Choice, word: str | int | None, batch: int, by_token: bool
+def write_attention(
+    page: TerminalPage, record: Record, selection: HeadSelection, word: str | int | None, batch: int, by_token: bool
 ) -> None:
-    """One word's attention in the running text, its links, and the matrix."""
-    layer = choice.layer
-    queries, keys = sides(record, layer, batch, by_token)
-    focus = find(queries, word) if word is not None else clearest(record, choice, batch, queries)
-    same = layer.queries == layer.keys
-    sheet.heading(f"Where {quoted(queries[focus])} looks in {in_words(choice)}")
-    write_unknown(sheet, choice, batch)
-    found = shares(choice, batch, [queries[focus]], keys)[0]
-    row = drawn(found).tolist()
-    if not same:
-        text.write_text(sheet, queries, [0.0] * len(queries), focus)
-        sheet.line(sheet.faint("↓ looks at"))
-    text.write_text(sheet, keys, row, focus if same else None)
-    sheet.line()
-    if found.isfinite().all():
-        text.write_links(sheet, keys, row, choice.exact)
+    """Write the attention of one query in the running text, its top keys, and the matrix."""
+    layer = selection.layer
+    queries, keys = list_layer_units(record, layer, batch, by_token)
+    query = find_unit(queries, word) if word is not None else find_clearest_unit(record, selection, batch, queries)
+    is_self = layer.queries == layer.keys
+    page.heading(f"Attention of {quote_unit(queries[query])} in {describe_selection(selection)}")
+    note_nonfinite_rows(page, selection, batch)
+    weights = compute_unit_weights(selection, batch, [queries[query]], keys)[0]
+    row = zero_nonfinite(weights).tolist()
+    if not is_self:
+        text.write_tinted_text(page, queries, [0.0] * len(queries), query)
+        page.line(page.faint("↓ attends to"))
+    text.write_tinted_text(page, keys, row, query if is_self else None)
+    page.line()
+    if weights.isfinite().all():
+        text.write_top_keys(page, keys, row, selection.has_entries)
     else:
-        sheet.note(f"Where {quoted(queries[focus])} looks cannot be told: its weights are NaN or infinite.")
-    write_matrix(sheet, choice, batch, queries, keys, focus)
+        page.note(f"The weights of {quote_unit(queries[query])} are NaN or infinite.")
+    write_matrix_or_map(page, selection, batch, queries, keys, query)
 
 
-def write_matrix(
-    sheet: Sheet, choice: Choice, batch: int, queries: Sequence[Unit], keys: Sequence[Unit], focus: int
+def write_matrix_or_map(
+    page: TerminalPage,
+    selection: HeadSelection,
+    batch: int,
+    queries: Sequence[TextUnit],
+    keys: Sequence[TextUnit],
+    query: int,
 ) -> None:
-    """All words at once: cells where they fit, else a map."""
-    if matrix.fits(sheet, queries, keys):
-        sheet.heading(f"All of {in_words(choice)}")
-        matrix.write(sheet, queries, keys, shares(choice, batch, queries, keys).tolist(), focus)
-    elif choice.layer.kept is None and prod(choice.layer.shape[1:]) > MOST_ENTRIES:
-        sheet.note(f"No map of {choice.layer.shape[3]:,} positions: watch with keep=foci.Keep() for one.")
-    elif "picture" in choice.layer.can:
-        sheet.heading(f"All of {in_words(choice)}")
-        sheet.prose("From top to bottom who looks, from left to right who is looked at.")
-        blocks = picture(choice, batch, *matrix.map_size(sheet, choice.layer.finest))
-        matrix.write_map(sheet, drawn(blocks).tolist())
+    """Write all weights: as cells if they fit, else as a map."""
+    if matrix.fits_as_cells(page, queries, keys):
+        page.heading(f"All of {describe_selection(selection)}")
+        matrix.write_cells(page, queries, keys, compute_unit_weights(selection, batch, queries, keys).tolist(), query)
+    elif selection.layer.kept is None and prod(selection.layer.shape[1:]) > MAX_MAP_ENTRIES:
+        page.note(f"No map of {selection.layer.shape[3]:,} positions: record with keep=foci.Keep() for one.")
+    elif "picture" in selection.layer.available:
+        page.heading(f"All of {describe_selection(selection)}")
+        page.prose("Queries from top to bottom, keys from left to right.")
+        blocks = read_picture(selection, batch, *matrix.fit_map_size(page, selection.layer.max_picture_size))
+        matrix.write_map(page, zero_nonfinite(blocks).tolist())
 
 
-def write_unknown(sheet: Sheet, choice: Choice, batch: int) -> None:
-    """How many rows have no numbers, where some have not."""
-    missing = unknown(choice, batch)
+def note_nonfinite_rows(page: TerminalPage, selection: HeadSelection, batch: int) -> None:
+    """Note how many rows have NaN or infinite weights, if any."""
+    missing = find_nonfinite_rows(selection, batch)
     if missing.any():
         verb = "has" if int(missing.sum()) == 1 else "have"
-        sheet.note(
-            f"{int(missing.sum()):,} of {count(len(missing), 'row')} of {choice.name} {verb} weights that are NaN or"
-            " infinite: nothing is drawn or counted there."
+        page.note(
+            f"{int(missing.sum()):,} of {format_count(len(missing), 'row')} of {selection.name} {verb} NaN or infinite"
+            " weights, which are not drawn or counted."
         )
 
 
-def drawn(found: Tensor) -> Tensor:
-    """Shares as they are drawn: what is no number, of which `write_unknown` speaks, stays empty."""
-    return found.nan_to_num(0.0, 0.0, 0.0)
+def zero_nonfinite(weights: Tensor) -> Tensor:
+    """Replace NaN and infinite weights by 0, which is drawn as blank."""
+    return weights.nan_to_num(0.0, 0.0, 0.0)
 
 
-def in_words(choice: Choice) -> str:
-    return choice.name if choice.head is not None else f"{choice.name}, the mean of its heads"
+def describe_selection(selection: HeadSelection) -> str:
+    return selection.name if selection.head is not None else f"{selection.name}, the mean of its heads"
 
 
-def quoted(unit: Unit) -> str:
-    return f"“{isolated(clip(unit.text, 24))}”"
+def quote_unit(unit: TextUnit) -> str:
+    return f"“{isolate_direction(clip_text(unit.text, 24))}”"

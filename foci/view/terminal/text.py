@@ -1,124 +1,132 @@
-"""The running text, tinted by where one word looks, and its strongest links with their numbers."""
+"""Writes the running text, tinted by the attention weights of one query, and the largest weights as numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foci.runtime.console import clip, text_width
-from foci.runtime.printable import isolated
-from foci.view.selection import Unit
-from foci.view.terminal.styled_text import Sheet, widest
+from foci.runtime.console import clip_text, text_width
+from foci.runtime.printable import isolate_direction
+from foci.view.terminal.styled_text import TerminalPage, measure_widest
+from foci.view.units import TextUnit
 
-MOST_LINES = 12
-MOST_LINKS = 8
-# Of a long text, lines without any word of this share are left out.
-LEAST = 0.01
+MAX_TEXT_LINES = 12
+MAX_LISTED_KEYS = 8
+# Lines of a long text are left out if no weight reaches this value.
+MIN_SHOWN_WEIGHT = 0.01
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A word as it stands in a line: its share of the attention, and whether it is the one that looks."""
+class TintedWord:
+    """A word of a line: its attention weight, and whether it is the query."""
 
     text: str
-    share: float
-    focus: bool = False
-    spaced: bool = True
-    breaks: bool = False
+    weight: float
+    is_query: bool = False
+    space_before: bool = True
+    newline_before: bool = False
 
     @property
     def width(self) -> int:
-        return text_width(self.text) + self.spaced
+        return text_width(self.text) + self.space_before
 
 
-def pieces(shown: Sequence[Unit], shares: Sequence[float], focus: int | None, plain: bool) -> list[Piece]:
-    """The words of a text; without colour the one that looks stands between marks."""
+def tint_words(units: Sequence[TextUnit], weights: Sequence[float], query: int | None, plain: bool) -> list[TintedWord]:
+    """Pair the words of a text with their weights; without color the query is marked as »query«."""
     return [
-        Piece(f"»{unit.text}«" if plain and i == focus else unit.text, share, i == focus, unit.spaced, unit.breaks)
-        for i, (unit, share) in enumerate(zip(shown, shares, strict=True))
+        TintedWord(
+            f"»{unit.text}«" if plain and i == query else unit.text,
+            weight,
+            i == query,
+            unit.space_before,
+            unit.newline_before,
+        )
+        for i, (unit, weight) in enumerate(zip(units, weights, strict=True))
     ]
 
 
-def in_lines(text: Sequence[Piece], room: int) -> list[list[Piece]]:
-    """The text in lines of at most `room` columns; a word wider than that is cut."""
-    lines: list[list[Piece]] = [[]]
-    taken = 0
-    for piece in text:
-        if lines[-1] and (piece.breaks or taken + piece.width > room):
+def wrap_words(words: Sequence[TintedWord], room: int) -> list[list[TintedWord]]:
+    """Wrap a text to lines of at most `room` columns; a wider word is cut."""
+    lines: list[list[TintedWord]] = [[]]
+    width = 0
+    for word in words:
+        if lines[-1] and (word.newline_before or width + word.width > room):
             lines.append([])
-            taken = 0
+            width = 0
         if not lines[-1]:
-            piece = Piece(clip(piece.text, room), piece.share, piece.focus, False)
-        lines[-1].append(piece)
-        taken += piece.width
+            word = TintedWord(clip_text(word.text, room), word.weight, word.is_query, False)
+        lines[-1].append(word)
+        width += word.width
     return lines
 
 
-def write_text(sheet: Sheet, shown: Sequence[Unit], shares: Sequence[float], focus: int | None) -> None:
-    """The text, tinted; of a long one only the lines in which something is seen."""
-    lines = in_lines(pieces(shown, shares, focus, plain=not sheet.color), sheet.room)
-    kept = set(range(len(lines))) if len(lines) <= MOST_LINES else telling_lines(lines)
+def write_tinted_text(
+    page: TerminalPage, units: Sequence[TextUnit], weights: Sequence[float], query: int | None
+) -> None:
+    """Write the tinted text; of a long one only the lines with the query or with large weights."""
+    lines = wrap_words(tint_words(units, weights, query, plain=not page.color), page.room)
+    selected = set(range(len(lines))) if len(lines) <= MAX_TEXT_LINES else select_lines(lines)
     skipped = 0
     for i, line in enumerate(lines):
-        if i in kept:
-            write_skipped(sheet, skipped)
-            write_line(sheet, line)
-        skipped = 0 if i in kept else skipped + 1
-    write_skipped(sheet, skipped)
+        if i in selected:
+            write_skipped_count(page, skipped)
+            write_words(page, line)
+        skipped = 0 if i in selected else skipped + 1
+    write_skipped_count(page, skipped)
 
 
-def telling_lines(lines: list[list[Piece]]) -> set[int]:
-    """The line of the word that looks, and those with the heaviest words."""
-    heaviest = [max(piece.share for piece in line) for line in lines]
-    order = sorted((i for i, share in enumerate(heaviest) if share >= LEAST), key=lambda i: -heaviest[i])
-    focus = [i for i, line in enumerate(lines) if any(piece.focus for piece in line)]
-    return {*focus[:1], *order[: MOST_LINES - 1]}
+def select_lines(lines: list[list[TintedWord]]) -> set[int]:
+    """Select the line of the query, and those with the largest weights."""
+    largest = [max(word.weight for word in line) for line in lines]
+    order = sorted((i for i, weight in enumerate(largest) if weight >= MIN_SHOWN_WEIGHT), key=lambda i: -largest[i])
+    query = [i for i, line in enumerate(lines) if any(word.is_query for word in line)]
+    return {*query[:1], *order[: MAX_TEXT_LINES - 1]}
 
 
-def write_skipped(sheet: Sheet, lines: int) -> None:
+def write_skipped_count(page: TerminalPage, lines: int) -> None:
     if lines:
-        sheet.line(sheet.faint(f"⋮ {lines:,} line{'s' if lines > 1 else ''} more"))
+        page.line(page.faint(f"⋮ {lines:,} more line{'s' if lines > 1 else ''}"))
 
 
-def write_line(sheet: Sheet, line: list[Piece]) -> None:
-    """A line of words; without colour a second one under it shades them."""
-    if sheet.color:
-        sheet.line("".join(" " * piece.spaced + painted(sheet, piece) for piece in line))
+def write_words(page: TerminalPage, line: list[TintedWord]) -> None:
+    """Write a line of words; without color a line of shades follows."""
+    if page.color:
+        page.line("".join(" " * word.space_before + paint_word(page, word) for word in line))
         return
-    sheet.line("".join(" " * piece.spaced + isolated(piece.text) for piece in line))
-    under = "".join(" " * piece.spaced + sheet.shade(piece.share) * text_width(piece.text) for piece in line)
-    if under.strip():
-        sheet.line(under)
+    page.line("".join(" " * word.space_before + isolate_direction(word.text) for word in line))
+    shades = "".join(" " * word.space_before + page.shade(word.weight) * text_width(word.text) for word in line)
+    if shades.strip():
+        page.line(shades)
 
 
-def painted(sheet: Sheet, piece: Piece) -> str:
-    return sheet.tint(sheet.paint(piece.text, "1;4") if piece.focus else piece.text, piece.share)
+def paint_word(page: TerminalPage, word: TintedWord) -> str:
+    return page.tint(page.paint(word.text, "1;4") if word.is_query else word.text, word.weight)
 
 
-def write_links(sheet: Sheet, shown: Sequence[Unit], shares: Sequence[float], exact: bool) -> None:
-    """The heaviest words with their shares, and what is left for the others; a learned sink is no word."""
-    order = sorted(range(len(shares)), key=lambda j: -shares[j])
-    top = [j for j in order[:MOST_LINKS] if shares[j] > 0]
-    links = [(named(shown, j), shares[j]) for j in top]
-    rest, others, gone = len(shares) - len(top), sum(shares[j] for j in order[len(top) :]), 1 - sum(shares)
-    # Of kept statistics only the heaviest keys are known: what is missing belongs to the others.
-    below = [(f"{rest:,} other{'' if rest == 1 else 's'}", others if exact else gone)] if rest else []
-    below += [("a sink", gone)] if exact and gone >= LEAST else []
-    label = widest([name for name, _ in links + below], max(8, sheet.room // 2 - 8))
-    for name, share in links:
-        bar = sheet.bar(share, max(sheet.room - label - 10, 1))
-        sheet.line(f"{sheet.label(name, label)}  {percent(share)}  {bar}")
-    for name, share in below:
-        sheet.line(sheet.faint(f"{sheet.label(name, label)}  {percent(share)}"))
+def write_top_keys(page: TerminalPage, units: Sequence[TextUnit], weights: Sequence[float], has_entries: bool) -> None:
+    """Write the keys with the largest weights, the sum of the others, and the weight of a learned sink."""
+    order = sorted(range(len(weights)), key=lambda j: -weights[j])
+    top = [j for j in order[:MAX_LISTED_KEYS] if weights[j] > 0]
+    listed = [(name_occurrence(units, j), weights[j]) for j in top]
+    rest, others, missing = len(weights) - len(top), sum(weights[j] for j in order[len(top) :]), 1 - sum(weights)
+    # Without entries only the top keys are known: the missing weight belongs to the others.
+    below = [(f"{rest:,} other{'' if rest == 1 else 's'}", others if has_entries else missing)] if rest else []
+    below += [("a sink", missing)] if has_entries and missing >= MIN_SHOWN_WEIGHT else []
+    label = measure_widest([name for name, _ in listed + below], max(8, page.room // 2 - 8))
+    for name, weight in listed:
+        bar = page.bar(weight, max(page.room - label - 10, 1))
+        page.line(f"{page.label(name, label)}  {format_weight(weight)}  {bar}")
+    for name, weight in below:
+        page.line(page.faint(f"{page.label(name, label)}  {format_weight(weight)}"))
 
 
-def percent(share: float) -> str:
-    """A share in six columns; what is there is not shown as nothing."""
-    return " <0.1%" if 0 < share < 0.0005 else f"{share:6.1%}"
+def format_weight(weight: float) -> str:
+    """Format a weight as a percentage of six columns; a small weight is not shown as 0."""
+    return " <0.1%" if 0 < weight < 0.0005 else f"{weight:6.1%}"
 
 
-def named(shown: Sequence[Unit], place: int) -> str:
-    """A word, with which of its kind it is where there are several: "the#2"."""
-    text = shown[place].text
-    same = [i for i, unit in enumerate(shown) if unit.text == text]
-    return text if len(same) == 1 else f"{text}#{same.index(place) + 1}"
+def name_occurrence(units: Sequence[TextUnit], index: int) -> str:
+    """Return a word, with its occurrence if it occurs several times: "the#2"."""
+    text = units[index].text
+    same = [i for i, unit in enumerate(units) if unit.text == text]
+    return text if len(same) == 1 else f"{text}#{same.index(index) + 1}"
