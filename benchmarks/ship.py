@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from foci.cli.model_choice import changed
-from foci.models import FOLDER
+from foci.cli.model_choice import apply_changes
+from foci.models.pretrained import MODELS_DIRECTORY
 from foci.tasks.model_file import load, save
 
 LARGEST = 14 * 2**20
@@ -37,11 +37,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     task, model, about = load(options.folder)
-    task = changed(task, options.changes)
+    task = apply_changes(task, options.changes)
     if task.name != options.name:
         raise ValueError(f"expected a model for {options.name}, but {options.folder} has one for {task.name}")
     about |= {"source": options.source, "licence": options.licence, "score": options.score}
-    target = FOLDER / options.name
+    target = MODELS_DIRECTORY / options.name
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     files = save(target / "model.safetensors", task, model, about, storage=options.storage, largest=LARGEST)

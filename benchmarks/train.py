@@ -107,10 +107,10 @@ def answer(
     run: Path, config: RunConfig, options: argparse.Namespace, variants: dict[str, Any], parts: dict[str, Any]
 ) -> None:
     """Writes the answers to each part, once for every variant of the settings."""
-    from foci.cli.model_choice import loaded
+    from foci.cli.model_choice import load_with_changes
 
     for variant, changes in variants.items():
-        task, model = loaded(run, changes)
+        task, model = load_with_changes(run, changes)
         for part, paths in parts.items():
             if not paths:
                 continue

@@ -13,7 +13,7 @@ examples:
   foci data check vision --data pictures/
 """
 # More lines than these help nobody; the sums at the end count all.
-SHOWN = 100
+MAX_PRINTED_PROBLEMS = 100
 
 
 def add(commands: Any) -> None:
@@ -24,13 +24,13 @@ def add(commands: Any) -> None:
     check.add_argument("task", help="translation, generation, vision, sentiment, speech or summarization")
     check.add_argument("--data", nargs="+", required=True, metavar="PATH", help="a table, parallel files or a folder")
     check.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="one setting")
-    check.add_argument("--all", action="store_true", help=f"print every line, not only {SHOWN}")
+    check.add_argument("--all", action="store_true", help=f"print every line, not only {MAX_PRINTED_PROBLEMS}")
     check.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints every problem; the status is 2 where there are errors."""
-    from foci.runtime.console import count
+    from foci.runtime.console import format_count
     from foci.tasks import find
     from foci.training import read_config
 
@@ -38,10 +38,10 @@ def run(options: argparse.Namespace) -> int:
     counts = {"error": 0, "warning": 0}
     for problem in find(options.task).check([Path(each) for each in options.data], settings):
         counts[problem.severity] += 1
-        if options.all or sum(counts.values()) <= SHOWN:
+        if options.all or sum(counts.values()) <= MAX_PRINTED_PROBLEMS:
             print(problem)
-    more = sum(counts.values()) - SHOWN
+    more = sum(counts.values()) - MAX_PRINTED_PROBLEMS
     if more > 0 and not options.all:
         print(f"and {more} more (--all prints them)")
-    print(", ".join(count(number, severity) for severity, number in counts.items()))
+    print(", ".join(format_count(number, severity) for severity, number in counts.items()))
     return 2 if counts["error"] else 0

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.runtime.console import Page
+from foci.runtime.console import TextPage
 
-REQUIREMENT = re.compile(r"^(?P<name>[\w.-]+)[^;]*;.*extra == ['\"](?P<extra>\w+)['\"]")
+EXTRA_REQUIREMENT = re.compile(r"^(?P<name>[\w.-]+)[^;]*;.*extra == ['\"](?P<extra>\w+)['\"]")
 
 # Calls that users make, each as the keyword arguments it adds to `foci.attention(q, k, v)`.
-TYPICAL: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+TYPICAL_CALLS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
     "plain": lambda q: {},
     "causal": lambda q: {"mask": foci.causal},
     "causal, with weights": lambda q: {"mask": foci.causal, "return_weights": True},
@@ -30,9 +30,9 @@ TYPICAL: dict[str, Callable[[Tensor], dict[str, Any]]] = {
 }
 
 
-def report(page: Page | None = None) -> Page:
+def build_report(page: TextPage | None = None) -> TextPage:
     """All that a question about this installation should come with."""
-    page = page or Page()
+    page = page or TextPage()
     write_versions(page)
     write_extras(page)
     write_devices(page)
@@ -40,7 +40,7 @@ def report(page: Page | None = None) -> Page:
     return page
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """The package's version, or None where it is not installed."""
     try:
         return version(package)
@@ -48,7 +48,7 @@ def installed(package: str) -> str | None:
         return None
 
 
-def extras() -> dict[str, list[str]]:
+def optional_packages() -> dict[str, list[str]]:
     """The optional packages of each extra, as the installed package declares them.
 
     `all` is made of the others and `dev` is for those who work on foci: neither is listed.
@@ -58,26 +58,26 @@ def extras() -> dict[str, list[str]]:
         declared = requires("foci") or []
     except PackageNotFoundError:
         declared = []
-    for match in filter(None, map(REQUIREMENT.match, declared)):
+    for match in filter(None, map(EXTRA_REQUIREMENT.match, declared)):
         if match["extra"] not in ("all", "dev"):
             found.setdefault(match["extra"], []).append(match["name"])
     return found
 
 
-def write_versions(page: Page) -> None:
+def write_versions(page: TextPage) -> None:
     page.lines.append(page.bold("versions"))
     page.line(f"foci    {foci.__version__}")
     page.line(f"python  {platform.python_version()} on {platform.system()} {platform.machine()}")
     page.line(f"torch   {torch.__version__}")
-    page.line(f"triton  {installed('triton') or 'not installed: pip install triton (Linux only)'}")
+    page.line(f"triton  {installed_version('triton') or 'not installed: pip install triton (Linux only)'}")
 
 
-def write_extras(page: Page) -> None:
-    if not extras():
+def write_extras(page: TextPage) -> None:
+    if not optional_packages():
         return
     page.heading("extras, each optional")
-    for extra, packages in sorted(extras().items()):
-        versions = {package: installed(package) for package in packages}
+    for extra, packages in sorted(optional_packages().items()):
+        versions = {package: installed_version(package) for package in packages}
         there = [f"{package} {version}" for package, version in versions.items() if version]
         absent = [package for package, version in versions.items() if not version]
         if there:
@@ -87,7 +87,7 @@ def write_extras(page: Page) -> None:
             page.wrapped([" " * 7 if there else f"{extra:<7}", f"pip install 'foci[{extra}]'", *adds], hang=8)
 
 
-def write_devices(page: Page) -> None:
+def write_devices(page: TextPage) -> None:
     page.heading("devices")
     page.line(f"cpu     {os.cpu_count()} cores, {torch.get_num_threads()} threads for torch")
     for index in range(torch.cuda.device_count()):
@@ -100,11 +100,11 @@ def write_devices(page: Page) -> None:
         page.line("TRITON_INTERPRET=1 is set: Triton kernels run in its interpreter, slowly")
 
 
-def write_plans(page: Page, device: torch.device) -> None:
+def write_plans(page: TextPage, device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     page.heading(f"who serves what ({device.type}, {str(dtype).removeprefix('torch.')}, 2 × 8 heads × 256 × 64)")
     q = torch.zeros(2, 8, 256, 64, device=device, dtype=dtype)
-    for name, made in TYPICAL.items():
+    for name, made in TYPICAL_CALLS.items():
         plan = foci.plan(q, q, q, **made(q))
         page.line(f"{name:<22} {page.accent(plan.chosen or 'nobody')}")
         for backend, reasons in plan.refusals.items():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foci.cli.output import check_place
+from foci.cli.output import check_file_path
 
 if TYPE_CHECKING:
     from foci.tasks.task import Task
@@ -43,15 +43,15 @@ def run(options: argparse.Namespace) -> int:
     """Answers all examples and prints their score."""
     import torch
 
-    from foci.cli.model_choice import loaded, named, tell_cut
+    from foci.cli.model_choice import load_with_changes, print_truncated, resolve_model_path
     from foci.training.progress import answering
 
-    options.model = named(options.model)
+    options.model = resolve_model_path(options.model)
     if options.answers is not None:
-        check_place(options.answers, "--answers")
-    task, model = loaded(options.model, options.changes, options.device)
-    examples = examples_for(task, options)
-    tell_cut("evaluate", sum(map(task.is_cut, examples)), len(examples))
+        check_file_path(options.answers, "--answers")
+    task, model = load_with_changes(options.model, options.changes, options.device)
+    examples = examples_to_evaluate(task, options)
+    print_truncated("evaluate", sum(map(task.is_cut, examples)), len(examples))
     with torch.no_grad(), answering(len(examples)) as done:
         answers = task.decode(model, examples, done)
     if options.answers is not None:
@@ -65,13 +65,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def examples_for(task: Task[Any, Any], options: argparse.Namespace) -> Sequence[Any]:
+def examples_to_evaluate(task: Task[Any, Any], options: argparse.Namespace) -> Sequence[Any]:
     """The data that was named, or what a run held out of its own."""
     if options.data:
         return task.read([Path(each) for each in options.data], task.settings)
-    from foci import models
+    from foci.models.pretrained import MODELS_DIRECTORY
     from foci.training.run import held_out
 
-    if options.model.parent == models.FOLDER:
+    if options.model.parent == MODELS_DIRECTORY:
         raise ValueError(f"expected data to measure {options.model.name} with (--data): a model that ships has none")
     return held_out(options.model)

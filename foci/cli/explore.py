@@ -6,15 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from foci.cli.output import check_out
+from foci.cli.output import check_out_path
 
-OF_EXPLORE = """\
+EXPLORE_EXAMPLES = """\
 examples:
   foci explore
   foci explore --model ./minilm
   foci explore --no-browser --port 8000
 """
-OF_VIEW = """\
+VIEW_EXAMPLES = """\
 examples:
   foci view run.foci
   foci view run.foci --out run.html
@@ -24,26 +24,26 @@ examples:
 def add(commands: Any) -> None:
     """Names the options of both."""
     explore = commands.add_parser(
-        "explore", help="type a text, pick a model, and look: a page on this machine", epilog=OF_EXPLORE
+        "explore", help="type a text, pick a model, and look: a page on this machine", epilog=EXPLORE_EXAMPLES
     )
     explore.add_argument(
         "--model", action="append", default=[], help="a model to offer: a folder or a name; repeatable"
     )
-    add_serving(explore)
+    add_server_options(explore)
     explore.set_defaults(run=run_explore)
 
-    view = commands.add_parser("view", help="look at a .foci file in the browser", epilog=OF_VIEW)
+    view = commands.add_parser("view", help="look at a .foci file in the browser", epilog=VIEW_EXAMPLES)
     view.add_argument(
         "file", type=Path, help="a saved record: of foci look --out, of foci run --out, or of Record.save"
     )
     view.add_argument(
         "--out", type=Path, help="write a file instead: run.html (one page with all in it), .png, .svg, .pdf"
     )
-    add_serving(view)
+    add_server_options(view)
     view.set_defaults(run=run_view)
 
 
-def add_serving(parser: argparse.ArgumentParser) -> None:
+def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, help="a fixed port (default: one that is free)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where models run")
     parser.add_argument("--no-browser", action="store_true", help="only say the address")
@@ -51,10 +51,10 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
 
 def run_explore(options: argparse.Namespace) -> int:
     """`foci explore`."""
-    from foci.cli.look import quieten
+    from foci.cli.look import limit_transformers_logging
     from foci.explore.server import serve
 
-    quieten()
+    limit_transformers_logging()
     serve(options.model, port=options.port, device=options.device, browse=not options.no_browser, say=tell)
     return 0
 
@@ -63,7 +63,7 @@ def run_view(options: argparse.Namespace) -> int:
     """`foci view`."""
     from foci.record.record import Record
 
-    check_out(options.out)
+    check_out_path(options.out)
     if not options.file.is_file():
         found = "a folder" if options.file.is_dir() else "not there"
         raise ValueError(f"expected a .foci file, but {options.file} is {found}")

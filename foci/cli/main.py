@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from foci import __version__
 from foci.cli import data, evaluate, explore, look, run, train
-from foci.cli.output import BAD_INPUT, said_of
+from foci.cli.output import BAD_INPUT, describe_error
 
 EXAMPLES = """\
 examples:
@@ -43,7 +43,7 @@ examples:
 FAILED = 1
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Says what is wrong in one line, not after a page of usage; examples stay as they are written."""
 
     def __init__(self, **options: Any) -> None:
@@ -56,8 +56,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; gives the exit status: 0, 2 where the input was bad, 1 where something else went wrong."""
-    open_streams()
-    options = parsed(arguments)
+    replace_closed_streams()
+    options = parse_arguments(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         # A terminal that cannot show a character shows a question mark instead of a traceback.
         sys.stdout.reconfigure(errors="replace")
@@ -79,21 +79,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except OSError as problem:
         # A disk that is full, a file that may not be read.
-        print(f"foci {options.command}: {said_of(problem)}", file=sys.stderr)
+        print(f"foci {options.command}: {describe_error(problem)}", file=sys.stderr)
         return BAD_INPUT if isinstance(problem, FileNotFoundError) else FAILED
     return status
 
 
-def open_streams() -> None:
+def replace_closed_streams() -> None:
     """Where stdout or stderr was closed Python has none, and nobody reads what is said there."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, io.StringIO())
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of a command; its inputs may also stand behind them, where argparse finds none before."""
-    top = parser()
+    top = build_parser()
     if not (sys.argv[1:] if arguments is None else arguments):
         top.print_help(sys.stderr)
         top.exit(BAD_INPUT)
@@ -105,9 +105,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def parser() -> Parser:
+def build_parser() -> CommandParser:
     """The commands and their options."""
-    top = Parser(
+    top = CommandParser(
         prog="foci",
         description="Attention for PyTorch, with the attention matrix in reach.",
         epilog=EXAMPLES,
@@ -139,19 +139,19 @@ def parser() -> Parser:
 
 def run_explain(options: argparse.Namespace) -> int:
     """`foci explain`."""
-    from foci.cli.explain import explain
-    from foci.runtime.console import Page, columns, takes_color
+    from foci.cli.explanation import explain
+    from foci.runtime.console import TextPage, supports_color, terminal_columns
 
-    print(explain(" ".join(options.text), options.word, Page(columns(), takes_color(sys.stdout))))
+    print(explain(" ".join(options.text), options.word, TextPage(terminal_columns(), supports_color(sys.stdout))))
     return 0
 
 
 def run_doctor(_options: argparse.Namespace) -> int:
     """`foci doctor`."""
-    from foci.cli.doctor import report
-    from foci.runtime.console import Page, columns, takes_color
+    from foci.cli.doctor import build_report
+    from foci.runtime.console import TextPage, supports_color, terminal_columns
 
-    print(report(Page(columns(), takes_color(sys.stdout))))
+    print(build_report(TextPage(terminal_columns(), supports_color(sys.stdout))))
     return 0
 
 

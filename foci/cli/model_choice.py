@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foci import models
+from foci.models import pretrained
 from foci.nn.model import Model
 from foci.tasks import find
 from foci.tasks.task import Task
@@ -43,18 +43,20 @@ def find_task_model(name: str, path: Path | None) -> Path:
     find(name)
     if path is not None:
         return resolve_model_path(path)
-    for place in (Path("runs") / name, models.FOLDER / name):
+    for place in (Path("runs") / name, pretrained.MODELS_DIRECTORY / name):
         if place.is_dir():
             return place
     raise ValueError(
         f"expected a model for {name}: train one (foci train {name} --data ...) or name one with --model; of those that"
-        f" ship, {', '.join(models.names()) or 'none'}, none is for {name}"
+        f" ship, {', '.join(pretrained.list_pretrained()) or 'none'}, none is for {name}"
     )
 
 
 def resolve_model_path(path: Path) -> Path:
     """A path that is there, or a model that ships by its name."""
-    return models.FOLDER / path if not path.exists() and str(path) in models.names() else path
+    return (
+        pretrained.MODELS_DIRECTORY / path if not path.exists() and str(path) in pretrained.list_pretrained() else path
+    )
 
 
 def print_truncated(command: str, count: int, total: int) -> None:

@@ -45,14 +45,14 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Trains, and prints what the model reaches; the status is 130 where somebody stopped it, as after Ctrl-C."""
     if options.settings:
-        from foci.cli.settings import listed
+        from foci.cli.settings import describe_settings
 
-        print(listed(options.task))
+        print(describe_settings(options.task))
         return 0
     from foci.training import read_config, train
 
     folder = options.out or Path("runs") / options.task
-    path = own_config(options, folder) if options.resume else options.config
+    path = resumed_config_path(options, folder) if options.resume else options.config
     changes = [*([f"task.size={options.size}"] if options.size else []), *options.changes]
     config = read_config(options.task, path, changes, data=options.data, dev=options.dev, seed=options.seed)
     found = train(config, folder, resume=options.resume, quiet=options.quiet)
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     return 128 + signal.SIGINT if "stopped_at_step" in found else 0
 
 
-def own_config(options: argparse.Namespace, folder: Path) -> Path:
+def resumed_config_path(options: argparse.Namespace, folder: Path) -> Path:
     """The config of the run that is resumed, which only [train] may change."""
     from foci.training import read_config
 

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 import foci
-from foci import models
+from foci.models.pretrained import list_pretrained
 from foci.cli import main
 from foci.training import loop
 from tests.training.reversal import SMALL, written
@@ -264,7 +264,7 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
         (["run", "translation", ""], "expected a sentence to translate, but got none"),
         (["run", "generation", "x", "--model", "runs/translation"], "expected a model for generation, but"),
         (["run", "summarization", "x"], "expected a model for summarization: train one"),
-        (["run", "summarization", "x"], f"that ship, {', '.join(models.names())}, none is for summarization"),
+        (["run", "summarization", "x"], f"that ship, {', '.join(list_pretrained())}, none is for summarization"),
         (["run", "translation", "a", "\udcff"], r"expected a text in UTF-8, but got '\udcff'"),
         (["look", "\udcff", "--model", "runs/translation"], r"expected a text in UTF-8, but got '\udcff'"),
         (["run", "translation", "a", "--device", "cuda"], "expected a GPU for the device cuda, but"),
@@ -330,7 +330,7 @@ def test_a_model_that_ships_answers_and_is_measured_by_its_name(
     assert json.loads(capsys.readouterr().out)["bleu"] == pytest.approx(100)
     with pytest.raises(SystemExit, match="0"):
         main.main(["run", "--help"])
-    assert "ship for " + ", ".join(models.names()) in " ".join(capsys.readouterr().out.split())
+    assert "ship for " + ", ".join(list_pretrained()) in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_model_that_ships_is_reached_by_its_name_beside_a_run(

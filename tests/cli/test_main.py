@@ -28,8 +28,8 @@ def test_help_shows_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> N
         main.main(["--help"])
     out = capsys.readouterr().out
     assert "examples:\n" in out
-    assert main.parser().parse_args(["explain", "Jane is hungry.", "--word", "hungry"]).word == "hungry"
-    assert main.parser().parse_args(["bench", "attention", "--help"]).rest == ["--help"]
+    assert main.build_parser().parse_args(["explain", "Jane is hungry.", "--word", "hungry"]).word == "hungry"
+    assert main.build_parser().parse_args(["bench", "attention", "--help"]).rest == ["--help"]
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -43,7 +43,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
                     found |= below(inner, f"{name} {each}".strip())
         return found
 
-    return below(main.parser(), "")
+    return below(main.build_parser(), "")
 
 
 def examples(parser: argparse.ArgumentParser) -> list[str]:
@@ -59,7 +59,7 @@ def test_every_command_shows_its_own_examples(name: str) -> None:
         # What many processes run is a module.
         arguments = words[words.index("foci") + 1 :]
         assert " ".join(arguments).startswith(name)
-        assert main.parsed(arguments).command == (name.split() or arguments)[0]
+        assert main.parse_arguments(arguments).command == (name.split() or arguments)[0]
 
 
 @pytest.mark.parametrize("task", foci.tasks.TASKS)
