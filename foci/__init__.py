@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from foci.capture.watch import watch
     from foci.decoding import Answer, Beam, Sampling, generate, stream
     from foci.masks.base import Mask
-    from foci.masks.kinds import causal, documents, from_function, padding, prefix, window
-    from foci.models import pocket
+    from foci.masks.kinds import causal, documents, mask_function, padding, prefix, window
+    from foci.models.pretrained import pretrained
     from foci.positions import rotary, sinusoidal
     from foci.record.kept import Keep
     from foci.record.record import Record
@@ -51,8 +51,8 @@ __all__ = [
     "model_view",
     "padding",
     "plan",
-    "pocket",
     "prefix",
+    "pretrained",
     "rotary",
     "sinusoidal",
     "stream",
@@ -75,7 +75,7 @@ PARTS = {
     "foci.record.kept": ("Keep",),
     "foci.record.record": ("Record",),
     "foci.capture.watch": ("watch",),
-    "foci.models": ("pocket",),
+    "foci.models.pretrained": ("pretrained",),
     "foci.bertviz": ("head_view", "model_view"),
 }
 PLACES = {name: module for module, names in PARTS.items() for name in names}

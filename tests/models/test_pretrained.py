@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from foci import models
+from foci.models import pretrained as models
+from foci.models.pretrained import MODELS_DIRECTORY, list_pretrained, pretrained
 from foci.tasks.model_file import save
 from foci.tasks.parallel_text import Pair
 from foci.tasks.translation import Translation, TranslationSettings
 
 
-def test_a_model_that_ships_answers_and_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "FOLDER", tmp_path)
-    assert models.names() == []
+def test_a_model_in_the_directory_answers_and_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "MODELS_DIRECTORY", tmp_path)
+    assert list_pretrained() == []
     (tmp_path / "translation").mkdir()
     torch.manual_seed(0)
     settings = TranslationSettings(size="tiny", width=32, heads=2, tokenizer="words", beam=1)
@@ -26,40 +27,40 @@ def test_a_model_that_ships_answers_and_shows(tmp_path: Path, monkeypatch: pytes
         storage="int8",
         largest=9000,
     )
-    model = models.pocket("translation")
+    model = pretrained("translation")
     one, other = model(["a dog", "sleeps"])
     assert (model("a dog"), model("sleeps")) == (one, other)
     assert model.about == {"licence": "x"}
-    assert re.fullmatch(r"Pocket\(translation: EncoderDecoder, [\d,]+ parameters\)", repr(model))
+    assert re.fullmatch(r"Pretrained\(translation: EncoderDecoder, [\d,]+ parameters\)", repr(model))
     assert model.show("a dog").answer == one
     assert model(Path("a dog")) == one
     for wrong, kind in ((torch.zeros(2), "torch.Tensor"), ([b"a"], "bytes"), (3, "int")):
-        with pytest.raises(TypeError, match=rf"expected a text, the path of .* but got a {kind}"):
+        with pytest.raises(TypeError, match=rf"the input must be a text, the path of .*, got a {kind}"):
             model(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"expected one of the models that ship \(translation\), but got 'flying'"):
-        models.pocket("flying")
+    with pytest.raises(ValueError, match=r"name must be one of the models that ship \(translation\), got 'flying'"):
+        pretrained("flying")
 
 
-@pytest.mark.parametrize("name", models.names())
-def test_what_ships_says_where_it_comes_from(name: str) -> None:
-    about = models.pocket(name).about
+@pytest.mark.parametrize("name", list_pretrained())
+def test_every_model_names_its_source_licence_and_score(name: str) -> None:
+    about = pretrained(name).about
     assert about["source"]
     assert about["licence"]
     assert about["score"]
 
 
-def test_what_ships() -> None:
-    assert models.names() == ["generation", "speech", "translation", "vision"]
+def test_models_that_ship() -> None:
+    assert list_pretrained() == ["generation", "speech", "translation", "vision"]
 
 
-def test_what_ships_stays_small() -> None:
-    sizes = [path.stat().st_size for path in models.FOLDER.rglob("*") if path.is_file()]
+def test_model_files_stay_small() -> None:
+    sizes = [path.stat().st_size for path in MODELS_DIRECTORY.rglob("*") if path.is_file()]
     assert sum(sizes) <= 30 * 10**6
     assert max(sizes) < 15 * 2**20
 
 
-def test_the_translator_translates_and_aligns() -> None:
-    model = models.pocket("translation")
+def test_translation_translates_and_aligns() -> None:
+    model = pretrained("translation")
     assert model(["A man sleeps.", "Where is the train station?"]) == ["Ein Mann schläft.", "Wo ist der Bahnhof?"]
     record = model.show("A man sleeps.")
     source, written = (record.labels[name].texts[0] for name in ("source", "translation"))
@@ -68,13 +69,13 @@ def test_the_translator_translates_and_aligns() -> None:
     assert (aligned["Ein"], aligned["Mann"]) == ("A", "man")
 
 
-def test_the_writer_goes_on() -> None:
-    text = models.pocket("generation")("ROMEO:")
+def test_generation_continues_the_prompt() -> None:
+    text = pretrained("generation")("ROMEO:")
     assert text.startswith("ROMEO:\n")
     assert len(set(text.split())) > 10
 
 
-def test_the_viewer_names_clothes(tmp_path: Path) -> None:
+def test_vision_names_clothes(tmp_path: Path) -> None:
     trouser, shirt = torch.zeros(28, 28, dtype=torch.uint8), torch.zeros(28, 28, dtype=torch.uint8)
     trouser[2:8, 8:20] = trouser[8:27, 8:13] = trouser[8:27, 15:20] = 180
     shirt[4:10, 2:26] = shirt[10:26, 7:21] = 160
@@ -82,16 +83,16 @@ def test_the_viewer_names_clothes(tmp_path: Path) -> None:
     for name, picture in (("trouser", trouser), ("t-shirt", shirt)):
         path = tmp_path / f"{name}.pgm"
         path.write_bytes(b"P5 28 28 255\n" + bytes(picture.flatten().tolist()))
-        record = models.pocket("vision").show(path)
-        assert record.answer == models.pocket("vision")(path)
+        record = pretrained("vision").show(path)
+        assert record.answer == pretrained("vision")(path)
         assert record.answer.startswith(f"{name} (")
         assert record.layers["L0"].shape == (1, 4, 49, 49)
 
 
 @pytest.mark.data
-def test_the_listener_hears_digits(data: Path, tmp_path: Path) -> None:
+def test_speech_recognizes_digits(data: Path, tmp_path: Path) -> None:
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     paths = [f"recordings/{digit}_lucas_0.wav" for digit in range(10)]
     with tarfile.open(data / "fsdd" / "fsdd.tar.gz") as archive:
         archive.extractall(tmp_path, [archive.getmember(path) for path in paths], filter="data")
-    assert models.pocket("speech")([str(tmp_path / path) for path in paths]) == words
+    assert pretrained("speech")([str(tmp_path / path) for path in paths]) == words

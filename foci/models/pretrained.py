@@ -1,0 +1,74 @@
+"""Loads the small trained models that ship in this package: `foci.pretrained(name)`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from foci.nn.model import Model
+from foci.record.record import Record
+from foci.tasks.model_file import load
+from foci.tasks.task import Task
+
+# One folder per model, next to this file.
+MODELS_DIRECTORY = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A trained model with its task: calling it returns the answer, `show` returns a Record of its attention."""
+
+    task: Task[Any, Any]
+    model: Model
+    about: dict[str, Any]  # score, data and licence
+
+    def __repr__(self) -> str:
+        """Task, model class and number of parameters; `about` holds the score and the source of the data."""
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"Pretrained({self.task.name}: {type(self.model).__name__}, {count:,} parameters)"
+
+    @overload
+    def __call__(self, inputs: str | os.PathLike[str]) -> str: ...
+    @overload
+    def __call__(self, inputs: list[Any] | tuple[Any, ...]) -> list[str]: ...
+    def __call__(self, inputs: str | os.PathLike[str] | list[Any] | tuple[Any, ...]) -> str | list[str]:
+        """Answers one input, a text or the path of an image or audio file, or a list of them as one batch."""
+        several = inputs if isinstance(inputs, list | tuple) else [inputs]
+        with torch.no_grad():
+            answers = self.task.write(self.model, [self._parse(each) for each in several])
+        return answers if several is inputs else answers[0]
+
+    def show(self, text: str | os.PathLike[str]) -> Record:
+        """Records the attention while the model answers; `Record.answer` is the answer."""
+        with torch.no_grad():
+            return self.task.show(self.model, self._parse(text))
+
+    def _parse(self, text: object) -> Any:
+        if not isinstance(text, str | os.PathLike):
+            kind = f"{type(text).__module__}.{type(text).__name__}".removeprefix("builtins.")
+            raise TypeError(
+                f"the input must be a text, the path of an image or audio file, or a list of these, got a {kind}"
+            )
+        return self.task.given(os.fspath(text))
+
+
+def list_pretrained() -> list[str]:
+    """Lists the names of the models that ship."""
+    return sorted(path.name for path in MODELS_DIRECTORY.iterdir() if path.is_dir() and any(path.glob("*.safetensors")))
+
+
+def pretrained(name: str) -> Pretrained:
+    """Loads a model that ships with foci, by the name of its task, on the CPU and in eval mode.
+
+    `foci.pretrained("translation")("A man sleeps.")` returns the German sentence; `.show("A man sleeps.")` returns a
+    Record of the attention while it was translated.
+    """
+    if name not in list_pretrained():
+        names = ", ".join(list_pretrained()) or "none"
+        raise ValueError(f"name must be one of the models that ship ({names}), got {name!r}")
+    found = load(MODELS_DIRECTORY / name)
+    return Pretrained(found.task, found.model, found.about)
