@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foci.decoding.steps import Steps
-from foci.decoding.stopping import Answer, Endings
+from foci.decoding.steps import CachedSteps
+from foci.decoding.stopping import Answer, StopConditions
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Hypotheses:
         over = worst > -torch.inf if self.method.early else worst >= reach
         self.scores = torch.where(over, -torch.inf, growing)
 
-    def answers(self, endings: Endings) -> list[Answer]:
+    def answers(self, endings: StopConditions) -> list[Answer]:
         """The best of each prompt, with the others behind it."""
         tokens, places, scores, ends = (torch.stack(each).tolist() for each in zip(*self.steps, strict=True))
         last, growing = len(tokens) - 1, self.scores.tolist()
@@ -87,14 +87,16 @@ class Hypotheses:
             kept = [(n, k) for n, k in spots if ends[n][row][k] or (n == last and growing[row][k] > -torch.inf)]
             kept.sort(key=lambda at: scores[at[0]][row][at[1]] / (at[0] + 1) ** self.method.length_penalty)
             best = [
-                endings.answer(path(tokens, places, row, n, k), scores[n][row][k], ends[n][row][k])
+                endings.answer(trace_tokens(tokens, places, row, n, k), scores[n][row][k], ends[n][row][k])
                 for n, k in reversed(kept[-self.method.best :])
             ]
             found.append(best[0].with_others(best[1:]))
         return found
 
 
-def path(tokens: list[list[list[int]]], places: list[list[list[int]]], row: int, step: int, place: int) -> list[int]:
+def trace_tokens(
+    tokens: list[list[list[int]]], places: list[list[list[int]]], row: int, step: int, place: int
+) -> list[int]:
     """The tokens of a hypothesis, read from its end."""
     found = []
     for n in range(step, -1, -1):
@@ -103,14 +105,14 @@ def path(tokens: list[list[list[int]]], places: list[list[list[int]]], row: int,
     return found[::-1]
 
 
-def search(steps: Steps, method: Beam, endings: Endings, limit: int, every: int) -> list[Answer]:
+def search_beam(steps: CachedSteps, method: Beam, endings: StopConditions, limit: int, every: int) -> list[Answer]:
     """The best answers to each prompt; looks only `every` few steps whether all have ended."""
     logits = steps.first()
     if method.width > logits.shape[-1]:
         raise ValueError(f"Beam.width must be at most the {logits.shape[-1]} tokens there are, but got {method.width}")
     grown = Hypotheses.none_yet(method, limit, logits)
     rows = torch.arange(len(logits), device=logits.device).unsqueeze(-1) * method.width
-    written = Written(endings, rows.numel() * method.width)
+    written = StopDetector(endings, rows.numel() * method.width)
     steps.spread(method.width)
     while True:
         tokens, places, scores = grown.grow(logits)
@@ -123,10 +125,10 @@ def search(steps: Steps, method: Beam, endings: Endings, limit: int, every: int)
         logits = steps.next(tokens.flatten())
 
 
-class Written:
+class StopDetector:
     """Says which hypotheses end, by their last token or by their text."""
 
-    def __init__(self, endings: Endings, count: int) -> None:
+    def __init__(self, endings: StopConditions, count: int) -> None:
         self.endings = endings
         self.texts: list[list[int]] = [[] for _ in range(count)]
 

@@ -12,14 +12,14 @@ from torch.overrides import _get_current_function_mode_stack
 
 from foci.decoding import beam
 from foci.decoding.beam import Beam
-from foci.decoding.sampling import Picker, Sampling
-from foci.decoding.static_cache import Fixed
-from foci.decoding.steps import Afresh, Begun, Prompt, Steps, begun
-from foci.decoding.stopping import Answer, Decode, Endings, Rows
+from foci.decoding.sampling import Sampler, Sampling
+from foci.decoding.static_cache import StaticSteps
+from foci.decoding.steps import CachedSteps, PreparedPrompt, Prompt, UncachedSteps, prepare_prompt
+from foci.decoding.stopping import Answer, AnswerBatch, DecodeFunction, StopConditions
 
 GREEDY = Sampling(temperature=0.0)
 # How many steps a GPU takes before the host looks whether all answers have ended: looking waits for the GPU.
-UNSEEN = 16
+GPU_STOP_CHECK_INTERVAL = 16
 
 
 def generate(
@@ -30,7 +30,7 @@ def generate(
     method: Sampling | Beam = GREEDY,
     start: int | Sequence[int] | None = None,
     stop: int | str | Sequence[int | str] = (),
-    decode: Decode | None = None,
+    decode: DecodeFunction | None = None,
     cache: bool = True,
     capture: bool | None = None,
     compiled: bool = False,
@@ -67,15 +67,17 @@ def generate(
             The last batch's buffers and graphs stay with the model, for the next batch of the same shape.
         compiled: also pass the step to torch.compile: takes a minute for every new shape, and is faster from then on.
     """
-    endings = Endings(stop, decode)
-    with torch.no_grad(), evaluating(model):
-        given = checked(model, begun(model, prompt, start), new_tokens)
-        steps = steps_of(model, given, new_tokens, cache, capture, compiled)
-        every = UNSEEN if given.tokens.is_cuda and not endings.words else 1
+    endings = StopConditions(stop, decode)
+    with torch.no_grad(), eval_mode(model):
+        given = check_length(model, prepare_prompt(model, prompt, start), new_tokens)
+        steps = choose_steps(model, given, new_tokens, cache, capture, compiled)
+        every = GPU_STOP_CHECK_INTERVAL if given.tokens.is_cuda and not endings.words else 1
         if isinstance(method, Beam):
-            return beam.search(steps, method, endings, new_tokens, every)
-        rows = Rows(len(given.tokens), endings)
-        for tokens, scores in in_groups(walk(steps, Picker(method, given.tokens, given.real), new_tokens), every):
+            return beam.search_beam(steps, method, endings, new_tokens, every)
+        rows = AnswerBatch(len(given.tokens), endings)
+        for tokens, scores in move_groups_to_host(
+            sample_steps(steps, Sampler(method, given.tokens, given.real), new_tokens), every
+        ):
             for column in zip(tokens, scores, strict=True):
                 rows.add(*column)
             if all(rows.stopped):
@@ -91,7 +93,7 @@ def stream(
     method: Sampling = GREEDY,
     start: int | Sequence[int] | None = None,
     stop: int | str | Sequence[int | str] = (),
-    decode: Decode | None = None,
+    decode: DecodeFunction | None = None,
     capture: bool | None = None,
     compiled: bool = False,
 ) -> Iterator[list[int | None]]:
@@ -106,26 +108,28 @@ def stream(
     """
     if isinstance(method, Beam):
         raise TypeError(f"stream takes a Sampling, because a beam decides at its end, but got {method!r}")
-    endings = Endings(stop, decode)
-    return streamed(model, prompt, new_tokens, method, start, endings, capture, compiled)
+    endings = StopConditions(stop, decode)
+    return stream_tokens(model, prompt, new_tokens, method, start, endings, capture, compiled)
 
 
 @torch.no_grad()
-def streamed(
+def stream_tokens(
     model: nn.Module,
     prompt: Prompt,
     new_tokens: int,
     method: Sampling,
     start: int | Sequence[int] | None,
-    endings: Endings,
+    endings: StopConditions,
     capture: bool | None,
     compiled: bool,
 ) -> Iterator[list[int | None]]:
-    with evaluating(model):
-        given = checked(model, begun(model, prompt, start), new_tokens)
-        steps = steps_of(model, given, new_tokens, True, capture, compiled)
-        rows = Rows(len(given.tokens), endings)
-        for tokens, scores in in_groups(walk(steps, Picker(method, given.tokens, given.real), new_tokens), 1):
+    with eval_mode(model):
+        given = check_length(model, prepare_prompt(model, prompt, start), new_tokens)
+        steps = choose_steps(model, given, new_tokens, True, capture, compiled)
+        rows = AnswerBatch(len(given.tokens), endings)
+        for tokens, scores in move_groups_to_host(
+            sample_steps(steps, Sampler(method, given.tokens, given.real), new_tokens), 1
+        ):
             found = rows.add(tokens[0], scores[0])
             if any(token is not None for token in found):
                 yield found
@@ -133,7 +137,7 @@ def streamed(
                 return
 
 
-def walk(steps: Steps, picker: Picker, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+def sample_steps(steps: CachedSteps, picker: Sampler, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Step after step: tokens (B,) and their log-probabilities (B,), on the model's device."""
     logits = steps.first()
     for number in range(limit):
@@ -143,7 +147,7 @@ def walk(steps: Steps, picker: Picker, limit: int) -> Iterator[tuple[Tensor, Ten
             logits = steps.next(tokens)
 
 
-def in_groups(
+def move_groups_to_host(
     walked: Iterator[tuple[Tensor, Tensor]], every: int
 ) -> Iterator[tuple[list[list[int]], list[list[float]]]]:
     """The steps on the host, so many at a time: one wait for the device per group."""
@@ -151,20 +155,20 @@ def in_groups(
     for step in walked:
         group.append(step)
         if len(group) == every:
-            yield on_host(group)
+            yield move_group_to_host(group)
             group = []
     if group:
-        yield on_host(group)
+        yield move_group_to_host(group)
 
 
-def on_host(group: list[tuple[Tensor, Tensor]]) -> tuple[list[list[int]], list[list[float]]]:
+def move_group_to_host(group: list[tuple[Tensor, Tensor]]) -> tuple[list[list[int]], list[list[float]]]:
     tokens, scores = (torch.stack(each).tolist() for each in zip(*group, strict=True))
     return tokens, scores
 
 
-def steps_of(
-    model: nn.Module, given: Begun, new_tokens: int, cache: bool, capture: bool | None, compiled: bool
-) -> Steps:
+def choose_steps(
+    model: nn.Module, given: PreparedPrompt, new_tokens: int, cache: bool, capture: bool | None, compiled: bool
+) -> CachedSteps:
     """How the steps are taken: anew each time, with caches that grow, or with fixed ones that a graph finds again."""
     on_gpu = given.tokens.is_cuda
     if capture and not on_gpu:
@@ -172,11 +176,13 @@ def steps_of(
     if not cache:
         if capture or compiled:
             raise ValueError("a captured or compiled step needs the cache, but got cache=False")
-        return Afresh(model, given)
+        return UncachedSteps(model, given)
     if capture and is_watched():
         raise ValueError("a captured step shows nothing to foci.watch, but got capture=True inside of a block")
     captured = on_gpu and not is_watched() if capture is None else capture
-    return Fixed(model, given, new_tokens, captured, compiled) if captured or compiled else Steps(model, given)
+    return (
+        StaticSteps(model, given, new_tokens, captured, compiled) if captured or compiled else CachedSteps(model, given)
+    )
 
 
 def is_watched() -> bool:
@@ -184,7 +190,7 @@ def is_watched() -> bool:
     return any(getattr(mode, "sees_every_call", False) for mode in _get_current_function_mode_stack())
 
 
-def checked(model: nn.Module, given: Begun, new_tokens: int) -> Begun:
+def check_length(model: nn.Module, given: PreparedPrompt, new_tokens: int) -> PreparedPrompt:
     """Refuses more tokens than the model has positions for."""
     if new_tokens < 1:
         raise ValueError(f"new_tokens must be at least 1, but got {new_tokens}")
@@ -201,7 +207,7 @@ def checked(model: nn.Module, given: Begun, new_tokens: int) -> Begun:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Without dropout, and afterwards as it was."""
     training = [module for module in model.modules() if module.training]
     try:

@@ -37,7 +37,7 @@ class Sampling:
             raise ValueError(f"Sampling.repetition must be above 0, but got {self.repetition!r}")
 
 
-class Picker:
+class Sampler:
     """Chooses tokens step by step, and remembers what was there where repetitions cost."""
 
     def __init__(self, method: Sampling, tokens: Tensor, real: Tensor | None) -> None:
@@ -61,20 +61,20 @@ class Picker:
         if self.method.repetition == 1.0:
             return logits
         if self.seen is None:
-            self.seen = occurring(*self.before, logits)
+            self.seen = find_seen_tokens(*self.before, logits)
         cost = self.method.repetition
         return torch.where(self.seen, torch.where(logits > 0, logits / cost, logits * cost), logits)
 
     def _drawn(self, logits: Tensor) -> Tensor:
         if self.method.temperature == 0.0:
             return logits.argmax(-1)
-        shares = narrowed(logits / self.method.temperature, self.method).softmax(-1)
+        shares = filter_logits(logits / self.method.temperature, self.method).softmax(-1)
         # The smallest of waiting times with these rates: drawn in proportion, without a wait for the device.
         waits = torch.empty_like(shares).exponential_(generator=self.generator)
         return (shares / waits).argmax(-1)
 
 
-def narrowed(logits: Tensor, method: Sampling) -> Tensor:
+def filter_logits(logits: Tensor, method: Sampling) -> Tensor:
     """-inf for the tokens that top_k, top_p and min_p leave out; the likeliest always stays."""
     if method.top_k is not None and method.top_k < logits.shape[-1]:
         least = logits.topk(method.top_k, dim=-1).values[:, -1:]
@@ -92,7 +92,7 @@ def narrowed(logits: Tensor, method: Sampling) -> Tensor:
     return logits
 
 
-def occurring(tokens: Tensor, real: Tensor | None, logits: Tensor) -> Tensor:
+def find_seen_tokens(tokens: Tensor, real: Tensor | None, logits: Tensor) -> Tensor:
     """Which tokens of the vocabulary occur in each sequence: bool (B, V)."""
     counts = torch.zeros_like(logits)
     counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=counts.dtype) if real is None else real.to(counts))

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from foci.cache import Cache
-from foci.decoding.steps import Begun, Steps, forward
+from foci.decoding.steps import CachedSteps, PreparedPrompt, compute_next_logits
 from foci.masks.base import Mask, as_mask
 from foci.nn.layer_caches import Caches
 from foci.nn.layout import Layout
 from foci.runtime.cuda_graphs import capture_cuda_graph
 
 # The fewest slots that a step looks at. When they are full it looks at twice as many, which takes a graph of its own.
-FEWEST = 256
+MIN_VISIBLE_SLOTS = 256
 
 
-class Place:
+class SlotPosition:
     """Where the next token stands, for all layers: its slot as a tensor (1,), and how many slots are looked at."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -37,10 +37,10 @@ class Place:
         self.visible = capacity
 
 
-class FixedCache(Cache):
+class StaticCache(Cache):
     """The keys and values of one layer in buffers that never move."""
 
-    def __init__(self, place: Place, grown: Cache, room: int) -> None:
+    def __init__(self, place: SlotPosition, grown: Cache, room: int) -> None:
         super().__init__()
         assert grown.keys is not None and grown.values is not None
         self.place = place
@@ -82,16 +82,16 @@ class FixedCache(Cache):
             seen.copy_(seen[index])
 
 
-class FixedCaches(Caches):
+class StaticCaches(Caches):
     """Of each layer the keys and values of its own tokens, with room for more, and those of the memory."""
 
     skipped: Tensor
 
     def __init__(self, grown: Caches, capacity: int, device: torch.device) -> None:
-        self.place = Place(capacity, device)
+        self.place = SlotPosition(capacity, device)
         room = capacity - grown.length
         self.layers: list[tuple[Cache, Cache]] = [
-            (FixedCache(self.place, own, room), memory if memory.keys is None else FixedCache(self.place, memory, 0))
+            (StaticCache(self.place, own, room), memory if memory.keys is None else StaticCache(self.place, memory, 0))
             for own, memory in grown.layers
         ]
         first = self.layers[0][0].keys
@@ -105,7 +105,7 @@ class FixedCaches(Caches):
         self.skipped.copy_(torch.zeros_like(self.skipped) if grown.skipped is None else grown.skipped)
         for fixed, others in zip(self.layers, grown.layers, strict=True):
             for kept, other in zip(fixed, others, strict=True):
-                if isinstance(kept, FixedCache):
+                if isinstance(kept, StaticCache):
                     kept.take(other)
 
     @property
@@ -129,7 +129,7 @@ class FixedCaches(Caches):
         return [self.place.at]
 
 
-class Kept:
+class StepBuffers:
     """The buffers and graphs of one batch's shape: a step, ready to run."""
 
     def __init__(self, key: tuple[Any, ...], memory: Any, caches: Any, rows: int, device: torch.device) -> None:
@@ -139,14 +139,14 @@ class Kept:
 
     def run(self, model: nn.Module, compiled: bool) -> Tensor:
         """One step, without a graph."""
-        call = compiled_step(self.memory is None or hasattr(model, "decoder")) if compiled else step
+        call = compile_step(self.memory is None or hasattr(model, "decoder")) if compiled else run_step
         return call(model, self.tokens, self.memory, self.caches)
 
     def replay(self, model: nn.Module, compiled: bool) -> Tensor:
         """One step, captured when it is run for the first time."""
-        visible = self.caches.place.visible if isinstance(self.caches, FixedCaches) else 0
+        visible = self.caches.place.visible if isinstance(self.caches, StaticCaches) else 0
         if visible not in self.graphs:
-            self.graphs[visible] = prepared(lambda: self.run(model, compiled), self.caches.changing())
+            self.graphs[visible] = capture_step(lambda: self.run(model, compiled), self.caches.changing())
         graph, logits = self.graphs[visible]
         graph.replay()
         return logits
@@ -160,65 +160,65 @@ class Kept:
                 self.memory.layout.padding.copy_(memory.layout.padding)
 
 
-KEPT: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
+STEP_BUFFERS: WeakKeyDictionary[nn.Module, StepBuffers] = WeakKeyDictionary()
 
 
-class Fixed(Steps):
+class StaticSteps(CachedSteps):
     """The prompt as always; after it, steps in fixed buffers, captured where they run on a GPU."""
 
-    def __init__(self, model: nn.Module, begun: Begun, new_tokens: int, graphs: bool, compiled: bool) -> None:
+    def __init__(self, model: nn.Module, begun: PreparedPrompt, new_tokens: int, graphs: bool, compiled: bool) -> None:
         super().__init__(model, begun)
         self.graphs, self.compiled = graphs, compiled
         self.length = begun.tokens.shape[1]
-        self.capacity = visible_slots(self.length + new_tokens)
-        self.kept: Kept | None = None
+        self.capacity = round_up_slots(self.length + new_tokens)
+        self.kept: StepBuffers | None = None
 
     def next(self, tokens: Tensor) -> Tensor:
         kept = self.kept = self._ready(len(tokens)) if self.kept is None else self.kept
         self.length += 1
-        if isinstance(kept.caches, FixedCaches):
-            kept.caches.place.visible = visible_slots(self.length)
+        if isinstance(kept.caches, StaticCaches):
+            kept.caches.place.visible = round_up_slots(self.length)
         kept.tokens.copy_(tokens[:, None])
         return (kept.replay if self.graphs else kept.run)(self.model, self.compiled)
 
     def reorder(self, index: Tensor) -> None:
         if self.kept is None:
             super().reorder(index)
-        elif isinstance(self.kept.caches, FixedCaches):
+        elif isinstance(self.kept.caches, StaticCaches):
             for own, _ in self.kept.caches.layers:
                 own.reorder(index)
         else:
             self.kept.caches.reorder(index)
 
-    def _ready(self, rows: int) -> Kept:
+    def _ready(self, rows: int) -> StepBuffers:
         """The buffers of the last batch where it had the same shape, else new ones; filled from the prompt's."""
-        key = (rows, self.capacity, self.compiled, *described(self.memory), *surroundings(self.model))
-        kept = KEPT.get(self.model)
+        key = (rows, self.capacity, self.compiled, *describe_memory(self.memory), *describe_model(self.model))
+        kept = STEP_BUFFERS.get(self.model)
         if kept is not None and kept.key == key:
             kept.take(self.memory, self.caches)
             return kept
         device = self.tokens.device
         growing = isinstance(self.caches, Caches)
-        caches = FixedCaches(self.caches, self.capacity, device) if growing else self.caches
-        kept = KEPT[self.model] = Kept(key, self.memory, caches, rows, device)
+        caches = StaticCaches(self.caches, self.capacity, device) if growing else self.caches
+        kept = STEP_BUFFERS[self.model] = StepBuffers(key, self.memory, caches, rows, device)
         return kept
 
 
-def step(model: nn.Module, tokens: Tensor, memory: Any, caches: Any) -> Tensor:
+def run_step(model: nn.Module, tokens: Tensor, memory: Any, caches: Any) -> Tensor:
     """Logits (B, V) after one more token (B, 1); the place of the next token moves on."""
-    logits = forward(model, tokens, None, memory, caches)
-    if isinstance(caches, FixedCaches):
+    logits = compute_next_logits(model, tokens, None, memory, caches)
+    if isinstance(caches, StaticCaches):
         caches.place.at.add_(1)
     return logits
 
 
 @cache
-def compiled_step(whole: bool) -> Callable[..., Tensor]:
+def compile_step(whole: bool) -> Callable[..., Tensor]:
     """The step through torch.compile; as a whole, so that it says so where it would fall back, but for RNNs."""
-    return torch.compile(step, dynamic=False, fullgraph=whole)
+    return torch.compile(run_step, dynamic=False, fullgraph=whole)
 
 
-def prepared(run: Callable[[], Tensor], changed: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture_step(run: Callable[[], Tensor], changed: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """The graph of a step, and the logits that it writes. Runs that warm it up leave nothing behind."""
     before = [tensor.clone() for tensor in changed]
     stream = torch.cuda.Stream()
@@ -232,22 +232,22 @@ def prepared(run: Callable[[], Tensor], changed: list[Tensor]) -> tuple[torch.cu
     return capture_cuda_graph(run)
 
 
-def visible_slots(count: int) -> int:
+def round_up_slots(count: int) -> int:
     """How many slots are looked at when `count` are in use."""
-    visible = FEWEST
+    visible = MIN_VISIBLE_SLOTS
     while visible < count:
         visible *= 2
     return visible
 
 
-def described(memory: Any) -> tuple[Any, ...]:
+def describe_memory(memory: Any) -> tuple[Any, ...]:
     """The shape of what was read."""
     if memory is None:
         return (None,)
     return (*memory.states.shape, memory.states.dtype, memory.layout.padding is None)
 
 
-def surroundings(model: nn.Module) -> tuple[Any, ...]:
+def describe_model(model: nn.Module) -> tuple[Any, ...]:
     """What a captured graph relies on: where the parameters lie, their dtype, and autocast."""
     device = next(model.parameters()).device.type
     autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))

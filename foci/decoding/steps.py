@@ -17,7 +17,7 @@ from foci.nn.transformer import Decoder
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 
 
-class Begun(NamedTuple):
+class PreparedPrompt(NamedTuple):
     """What a model is to continue: the tokens so far, which of them are real, and what it has read."""
 
     tokens: Tensor  # (B, T), padded on the left
@@ -25,21 +25,21 @@ class Begun(NamedTuple):
     memory: Any  # what `encode` gave; None for a model that reads nothing
 
 
-class Steps:
+class CachedSteps:
     """A model that keeps what it has computed, so that each step computes one token."""
 
-    def __init__(self, model: nn.Module, begun: Begun) -> None:
+    def __init__(self, model: nn.Module, begun: PreparedPrompt) -> None:
         self.model: Any = model
         self.memory, self.tokens, self.real = begun.memory, begun.tokens, begun.real
         self.caches = self._empty()
 
     def first(self) -> Tensor:
         """The logits (B, V) of what comes after the prompt."""
-        return forward(self.model, self.tokens, self.real, self.memory, self.caches)
+        return compute_next_logits(self.model, self.tokens, self.real, self.memory, self.caches)
 
     def next(self, tokens: Tensor) -> Tensor:
         """Takes one more token of each sequence (B,) and gives the logits (B, V) of the next."""
-        return forward(self.model, tokens[:, None], None, self.memory, self.caches)
+        return compute_next_logits(self.model, tokens[:, None], None, self.memory, self.caches)
 
     def spread(self, times: int) -> None:
         """Makes several rows of each sequence, one beside the other."""
@@ -61,7 +61,7 @@ class Steps:
         return self.model.caches()
 
 
-class Afresh(Steps):
+class UncachedSteps(CachedSteps):
     """A model that keeps nothing: each step computes all tokens anew. Slow; it is what the others must equal."""
 
     def next(self, tokens: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Afresh(Steps):
         return None
 
 
-def forward(model: Any, tokens: Tensor, real: Tensor | None, memory: Any, caches: Any) -> Tensor:
+def compute_next_logits(model: Any, tokens: Tensor, real: Tensor | None, memory: Any, caches: Any) -> Tensor:
     """The logits (B, V) after the last of these tokens."""
     if memory is None:
         fewer = {"only_last": True} if isinstance(model, Decoder) else {}
@@ -97,25 +97,25 @@ def forward(model: Any, tokens: Tensor, real: Tensor | None, memory: Any, caches
     return logits
 
 
-def begun(model: Any, prompt: Prompt, start: int | Sequence[int] | None) -> Begun:
+def prepare_prompt(model: Any, prompt: Prompt, start: int | Sequence[int] | None) -> PreparedPrompt:
     """The prompts as one batch: padded on the left for a model that continues them, else read by its encoder."""
     device = next(model.parameters()).device
-    rows = several(prompt, device)
+    rows = split_prompts(prompt, device)
     if not hasattr(model, "encode"):
         if start is not None:
             raise ValueError(f"{type(model).__name__} continues the prompt itself, but start={start!r} was given")
-        tokens, lengths = padded(rows, left=True)
+        tokens, lengths = pad_prompts(rows, left=True)
         places = torch.arange(tokens.shape[1], device=device)
         real = None if lengths is None else places >= tokens.shape[1] - lengths[:, None]
-        return Begun(tokens, real, None)
+        return PreparedPrompt(tokens, real, None)
     if start is None:
         raise ValueError(f"{type(model).__name__} writes after start=, the token its answers begin with, but got None")
-    source, lengths = padded(rows, left=False)
+    source, lengths = pad_prompts(rows, left=False)
     first = torch.tensor([start] if isinstance(start, int) else list(start), device=device)
-    return Begun(first.expand(len(rows), -1), None, model.encode(source, padding=lengths))
+    return PreparedPrompt(first.expand(len(rows), -1), None, model.encode(source, padding=lengths))
 
 
-def several(prompt: Prompt, device: torch.device) -> list[Tensor]:
+def split_prompts(prompt: Prompt, device: torch.device) -> list[Tensor]:
     """One tensor per prompt: (T,) of tokens, or (T, features) of frames."""
     given: Any = prompt
     if isinstance(given, str) or not isinstance(given, Tensor | Sequence):
@@ -134,7 +134,7 @@ def several(prompt: Prompt, device: torch.device) -> list[Tensor]:
     return [row.to(device) for row in rows]
 
 
-def padded(rows: list[Tensor], *, left: bool) -> tuple[Tensor, Tensor | None]:
+def pad_prompts(rows: list[Tensor], *, left: bool) -> tuple[Tensor, Tensor | None]:
     """The rows as one tensor, and their lengths where these differ."""
     lengths = [len(row) for row in rows]
     if len(set(lengths)) == 1:

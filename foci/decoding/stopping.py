@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-Decode = Callable[[list[int]], str]
+DecodeFunction = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Answer:
         return replace(self, others=tuple(others))
 
 
-class Endings:
+class StopConditions:
     """Stop tokens and stop strings."""
 
-    def __init__(self, stop: int | str | Sequence[int | str], decode: Decode | None) -> None:
+    def __init__(self, stop: int | str | Sequence[int | str], decode: DecodeFunction | None) -> None:
         given = [stop] if isinstance(stop, int | str) else list(stop)
         wrong = [each for each in given if isinstance(each, bool) or not isinstance(each, int | str) or each == ""]
         if wrong:
@@ -60,10 +60,10 @@ class Endings:
         return Answer(kept, score, stopped, text)
 
 
-class Rows:
+class AnswerBatch:
     """The answers to a batch while they are written."""
 
-    def __init__(self, count: int, endings: Endings) -> None:
+    def __init__(self, count: int, endings: StopConditions) -> None:
         self.endings = endings
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.scores, self.stopped = [0.0] * count, [False] * count

@@ -21,7 +21,7 @@ from foci.nn.positions import BucketTable, RelativeTable, Rotary
 from foci.scores import Dot, Score
 from foci.weights.weights import Weights
 
-SCORES: dict[str, type[nn.Module]] = {"additive": AdditiveScore, "general": GeneralScore, "cosine": CosineScore}
+SCORE_MODULES: dict[str, type[nn.Module]] = {"additive": AdditiveScore, "general": GeneralScore, "cosine": CosineScore}
 
 
 class Attention(nn.Module):
@@ -65,10 +65,10 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
-        self.head_width = checked_head_width(width, heads, self.kv_heads, head_width)
+        self.head_width = resolve_head_width(width, heads, self.kv_heads, head_width)
         self.width, self.rotary, self.dropout = width, rotary, dropout
-        self.score = named_score(score, heads, self.head_width)
-        self.bias = named_bias(bias, heads, self.head_width)
+        self.score = build_score(score, heads, self.head_width)
+        self.bias = build_bias(bias, heads, self.head_width)
         # Queries, keys and values of one token come from one product.
         self.project = nn.Linear(width, (heads + 2 * self.kv_heads) * self.head_width, bias=biases)
         self.output = nn.Linear(heads * self.head_width, width, bias=biases)
@@ -92,7 +92,7 @@ class Attention(nn.Module):
             cache: keys and values kept while generating. A context is projected once, when its cache is empty.
             return_weights: also return the attention matrix, as a lazy operator.
         """
-        check_input(x, self.width, "x")
+        check_input_shape(x, self.width, "x")
         if context is None:
             q, k, v = self._own(x, positions, cache)
             places = None if cache is None else cache.positions(x.shape[1])
@@ -100,9 +100,9 @@ class Attention(nn.Module):
             q, k, v = self._across(x, context, cache)
             places = None
         options: dict[str, Any] = {
-            "score": given(self.score),
+            "score": call_if_module(self.score),
             "mask": mask,
-            "bias": given(self.bias) if context is None else None,
+            "bias": call_if_module(self.bias) if context is None else None,
             "positions": places,
             "dropout": self.dropout if self.training else 0.0,
         }
@@ -130,7 +130,7 @@ class Attention(nn.Module):
 
     def _across(self, x: Tensor, context: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the tokens, keys and values of the context."""
-        check_input(context, self.width, "context")
+        check_input_shape(context, self.width, "context")
         cut = [self.heads * self.head_width, 2 * self.kv_heads * self.head_width]
         weights = self.project.weight.split(cut)
         biases = (None, None) if self.project.bias is None else self.project.bias.split(cut)
@@ -150,7 +150,7 @@ class Attention(nn.Module):
         return f"width={self.width}, heads={self.heads}, kv_heads={self.kv_heads}, head_width={self.head_width}"
 
 
-def checked_head_width(width: int, heads: int, kv_heads: int, head_width: int | None) -> int:
+def resolve_head_width(width: int, heads: int, kv_heads: int, head_width: int | None) -> int:
     if min(width, heads, kv_heads) < 1 or heads % kv_heads:
         raise ValueError(
             f"Attention takes a width of at least 1 and heads that are a multiple of kv_heads, but got width={width},"
@@ -161,27 +161,27 @@ def checked_head_width(width: int, heads: int, kv_heads: int, head_width: int | 
     return width // heads if head_width is None else head_width
 
 
-def named_score(score: ScoreName | Score | nn.Module, heads: int, head_width: int) -> Score | nn.Module:
+def build_score(score: ScoreName | Score | nn.Module, heads: int, head_width: int) -> Score | nn.Module:
     if isinstance(score, str):
-        if score != "dot" and score not in SCORES:
-            raise ValueError(f"score must be 'dot', {', '.join(map(repr, SCORES))}, but got {score!r}")
-        return Dot() if score == "dot" else SCORES[score](heads, head_width)
-    owned(score, Score, "score")
+        if score != "dot" and score not in SCORE_MODULES:
+            raise ValueError(f"score must be 'dot', {', '.join(map(repr, SCORE_MODULES))}, but got {score!r}")
+        return Dot() if score == "dot" else SCORE_MODULES[score](heads, head_width)
+    check_no_tensors(score, Score, "score")
     return score
 
 
-def named_bias(bias: BiasName | Bias | nn.Module | None, heads: int, head_width: int) -> Bias | nn.Module | None:
+def build_bias(bias: BiasName | Bias | nn.Module | None, heads: int, head_width: int) -> Bias | nn.Module | None:
     if bias is None:
         return None
     if isinstance(bias, str):
         if bias not in {"alibi", "buckets", "relative"}:
             raise ValueError(f"bias must be 'alibi', 'buckets', 'relative' or None, but got {bias!r}")
         return ALiBi() if bias == "alibi" else BucketTable(heads) if bias == "buckets" else RelativeTable(head_width)
-    owned(bias, Bias, "bias")
+    check_no_tensors(bias, Bias, "bias")
     return bias
 
 
-def owned(thing: Any, kind: type[Score] | type[Bias], name: str) -> None:
+def check_no_tensors(thing: Any, kind: type[Score] | type[Bias], name: str) -> None:
     """Refuses scores and biases with tensors: those would neither move nor be saved with the module."""
     if not isinstance(thing, nn.Module) and not (isinstance(thing, kind) and not thing.tensors()):
         raise TypeError(
@@ -189,12 +189,12 @@ def owned(thing: Any, kind: type[Score] | type[Bias], name: str) -> None:
         )
 
 
-def given(thing: Any) -> Any:
+def call_if_module(thing: Any) -> Any:
     """The score or bias of this call: a module gives it from its parameters."""
     return thing() if isinstance(thing, nn.Module) else thing
 
 
-def check_input(x: Tensor, width: int, name: str) -> None:
+def check_input_shape(x: Tensor, width: int, name: str) -> None:
     if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[-1] != width:
         got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"{name} must have shape (B, T, {width}), but got {got}")

@@ -18,7 +18,7 @@ from foci.nn.config import BlockConfig
 from foci.nn.positions import Rotary
 from foci.weights.weights import Weights
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
@@ -53,11 +53,11 @@ class Block(nn.Module):
         self.norm_first, self.dropout = config.norm_first, config.dropout
         self.depth_dropout = config.depth_dropout if depth_dropout is None else depth_dropout
         rotary = None if config.rotary is None else Rotary(config.rotary)
-        self.attention_norm = made_norm(config)
-        self.attention = made_attention(config, bias=config.bias if bias is None else bias, rotary=rotary)
-        self.cross_norm = made_norm(config) if cross else None
-        self.cross = made_attention(config, bias=None, rotary=None) if cross else None
-        self.feed_forward_norm = made_norm(config)
+        self.attention_norm = build_norm(config)
+        self.attention = build_attention(config, bias=config.bias if bias is None else bias, rotary=rotary)
+        self.cross_norm = build_norm(config) if cross else None
+        self.cross = build_attention(config, bias=None, rotary=None) if cross else None
+        self.feed_forward_norm = build_norm(config)
         self.feed_forward = FeedForward(config)
 
     def forward(
@@ -83,12 +83,12 @@ class Block(nn.Module):
 
         def own(y: Tensor) -> Tensor:
             found = self.attention(y, mask=mask, positions=positions, cache=caches[0], return_weights=return_weights)
-            return kept(found, weights, "own")
+            return collect_weights(found, weights, "own")
 
         def across(y: Tensor) -> Tensor:
             assert self.cross is not None
             found = self.cross(y, memory, mask=memory_mask, cache=caches[1], return_weights=return_weights)
-            return kept(found, weights, "cross")
+            return collect_weights(found, weights, "cross")
 
         if (memory is None) != (self.cross is None):
             has = "looks at a memory" if self.cross is not None else "has no attention to a memory"
@@ -103,7 +103,7 @@ class Block(nn.Module):
         """The residual: x + part(norm(x)), or norm(x + part(x))."""
         found = F.dropout(part(norm(x) if self.norm_first else x), self.dropout, self.training)
         if self.training and self.depth_dropout:
-            found = skipped(found, self.depth_dropout)
+            found = apply_stochastic_depth(found, self.depth_dropout)
         return x + found if self.norm_first else norm(x + found)
 
 
@@ -113,7 +113,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.gated = config.activation == "swiglu"
-        self.activation = ACTIVATIONS["silu" if self.gated else config.activation]
+        self.activation = ACTIVATION_FUNCTIONS["silu" if self.gated else config.activation]
         self.dropout = config.dropout
         self.inner = nn.Linear(config.width, config.inner * (2 if self.gated else 1), bias=config.biases)
         self.outer = nn.Linear(config.inner, config.width, bias=config.biases)
@@ -128,13 +128,13 @@ class FeedForward(nn.Module):
         return self.outer(F.dropout(x, self.dropout, self.training))  # type: ignore[no-any-return]
 
 
-def made_norm(config: BlockConfig) -> nn.Module:
+def build_norm(config: BlockConfig) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.width, eps=config.eps)
     return nn.LayerNorm(config.width, eps=config.eps, bias=config.biases)
 
 
-def made_attention(config: BlockConfig, *, bias: object, rotary: Rotary | None) -> Attention:
+def build_attention(config: BlockConfig, *, bias: object, rotary: Rotary | None) -> Attention:
     return Attention(
         config.width,
         config.heads,
@@ -148,14 +148,14 @@ def made_attention(config: BlockConfig, *, bias: object, rotary: Rotary | None) 
     )
 
 
-def kept(found: Tensor | tuple[Tensor, Weights], weights: dict[str, Weights], name: str) -> Tensor:
+def collect_weights(found: Tensor | tuple[Tensor, Weights], weights: dict[str, Weights], name: str) -> Tensor:
     """The output alone; the weights are put aside."""
     if isinstance(found, tuple):
         found, weights[name] = found
     return found
 
 
-def skipped(x: Tensor, rate: float) -> Tensor:
+def apply_stochastic_depth(x: Tensor, rate: float) -> Tensor:
     """Stochastic depth: for some sequences nothing is added, for the others more, so that the mean stays."""
     keep = torch.rand(x.shape[0], 1, 1, device=x.device) >= rate
     return torch.where(keep, x / (1.0 - rate), 0.0)

@@ -20,7 +20,7 @@ from foci.nn.stack import Output
 from foci.nn.transformer import Encoder
 
 # Numbers without small common factors, one for each place in a sequence of tokens.
-FACTORS = (1_000_003, 754_974_721, 167_772_161)
+NGRAM_HASH_FACTORS = (1_000_003, 754_974_721, 167_772_161)
 PRIME, SPREAD = 2_147_483_647, 1_597_334_677
 
 
@@ -46,8 +46,10 @@ class ClassifierConfig(BlockConfig):
         self.at_least(1, "vocabulary", "classes", "max_length", "grams", "buckets")
         self.at_least(0, "layers", "clues")
         self.shares("head_dropout", whole=False)
-        if self.grams > 1 + len(FACTORS):
-            raise ValueError(f"ClassifierConfig.grams must be at most {1 + len(FACTORS)}, but got {self.grams}")
+        if self.grams > 1 + len(NGRAM_HASH_FACTORS):
+            raise ValueError(
+                f"ClassifierConfig.grams must be at most {1 + len(NGRAM_HASH_FACTORS)}, but got {self.grams}"
+            )
 
     def encoder(self) -> TransformerConfig:
         """The stack that reads; the token that gathers stands before the text."""
@@ -116,7 +118,7 @@ class TextClassifier(Model):
         x: Tensor = self.tokens(tokens)
         if self.grams is not None:
             for count in range(2, self.config.grams + 1):
-                x = x + self.grams(bucket(tokens, count, self.config.buckets))
+                x = x + self.grams(hash_ngrams(tokens, count, self.config.buckets))
         x = torch.cat([self.extra.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
         lengths = None if padding is None else padding + 1
         out: Output = self.encoder(x, padding=lengths, return_weights=return_weights)
@@ -162,13 +164,13 @@ class Evidence(nn.Module):
         return said.sum(1) * self.scale
 
 
-def bucket(tokens: Tensor, count: int, buckets: int) -> Tensor:
+def hash_ngrams(tokens: Tensor, count: int, buckets: int) -> Tensor:
     """A number from 0 to `buckets` - 1 for each token and those before it, `count` in all: (B, T)."""
     mixed = tokens.long() + 1
     for back in range(1, count):
         # What stands before the first token is padding.
         before = F.pad(tokens, (back, 0))[:, : tokens.shape[1]] if back <= tokens.shape[1] else torch.zeros_like(tokens)
-        mixed = (mixed * FACTORS[back - 1] + before + 1) % PRIME
+        mixed = (mixed * NGRAM_HASH_FACTORS[back - 1] + before + 1) % PRIME
     # Neighbours are torn apart, because a factor may be nearly a multiple of the number of buckets.
     mixed = mixed * SPREAD % PRIME
     return (mixed ^ mixed >> 15) * SPREAD % PRIME % buckets

@@ -22,8 +22,10 @@ class Config:
         kinds = get_type_hints(type(self))
         for field in fields(self):
             value = getattr(self, field.name)
-            if not fits(value, kinds[field.name]):
-                raise ValueError(f"{self.called(field.name)} must be {spelled(kinds[field.name])}, but got {value!r}")
+            if not matches_type(value, kinds[field.name]):
+                raise ValueError(
+                    f"{self.called(field.name)} must be {describe_type(kinds[field.name])}, but got {value!r}"
+                )
 
     def called(self, name: str) -> str:
         """A field as errors name it."""
@@ -31,7 +33,7 @@ class Config:
 
     def changed(self, **changes: Any) -> Self:
         """The same config with some fields changed."""
-        refuse_unknown(type(self), changes)
+        check_field_names(type(self), changes)
         return replace(self, **changes)
 
     @classmethod
@@ -39,9 +41,9 @@ class Config:
         """The config that `dataclasses.asdict` described."""
         if not isinstance(content, dict):
             raise ValueError(f"{cls.__name__} is made from a table of fields, but got {content!r}")
-        refuse_unknown(cls, content)
+        check_field_names(cls, content)
         kinds = get_type_hints(cls)
-        return cls(**{name: rebuilt(value, kinds[name]) for name, value in content.items()})
+        return cls(**{name: restore_value(value, kinds[name]) for name, value in content.items()})
 
     def at_least(self, low: float, *names: str) -> None:
         """Refuses fields below a number; None is let through."""
@@ -145,34 +147,34 @@ class EncoderDecoderConfig(Config):
         return replace(config, encoder=config.encoder.changed(**changes), decoder=config.decoder.changed(**changes))
 
 
-def fits(value: Any, kind: Any) -> bool:
+def matches_type(value: Any, kind: Any) -> bool:
     """Whether a value belongs to an annotation made of plain types, words, None and configs."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) in {Union, types.UnionType}:
-        return any(fits(value, each) for each in get_args(kind))
+        return any(matches_type(value, each) for each in get_args(kind))
     if kind in {int, float}:
         return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     return isinstance(value, get_origin(kind) or kind)
 
 
-def spelled(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     if get_origin(kind) in {Union, types.UnionType}:
-        return " or ".join(map(spelled, get_args(kind)))
+        return " or ".join(map(describe_type, get_args(kind)))
     names = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
     return names.get(kind, f"a {getattr(kind, '__name__', kind)}")
 
 
-def rebuilt(value: Any, kind: Any) -> Any:
+def restore_value(value: Any, kind: Any) -> Any:
     """JSON knows neither configs nor tuples."""
     if isinstance(kind, type) and issubclass(kind, Config):
         return kind.from_dict(value)
     return tuple(value) if isinstance(value, list) else value
 
 
-def refuse_unknown(kind: type[Config], names: dict[str, Any]) -> None:
+def check_field_names(kind: type[Config], names: dict[str, Any]) -> None:
     known = [field.name for field in fields(kind)]
     unknown = sorted(names.keys() - set(known))
     if unknown:

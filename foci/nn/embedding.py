@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.nn.block import ACTIVATIONS, made_norm
+from foci.nn.block import ACTIVATION_FUNCTIONS, build_norm
 from foci.nn.config import TransformerConfig
 from foci.nn.positions import LearnedPositions, SinusoidalPositions
-from foci.runtime.checks import is_unreadable
+from foci.runtime.checks import is_traced
 
 
 class Embedding(nn.Module):
@@ -24,8 +24,8 @@ class Embedding(nn.Module):
         self.scale = config.width**0.5 if config.scale_embedding else 1.0
         self.tokens = None if config.vocabulary is None else nn.Embedding(config.vocabulary, config.width)
         self.segments = nn.Embedding(config.segments, config.width) if config.segments else None
-        self.positions = made_positions(config)
-        self.norm = made_norm(config) if config.embedding_norm else None
+        self.positions = build_positions(config)
+        self.norm = build_norm(config) if config.embedding_norm else None
 
     def forward(
         self, tokens: Tensor, segments: Tensor | None = None, positions: Tensor | None = None, start: int = 0
@@ -69,8 +69,8 @@ class Head(nn.Module):
         self.kind = config.head
         if config.head == "masked":
             self.transform = nn.Linear(config.width, config.width)
-            self.activation = ACTIVATIONS[config.activation]
-            self.norm = made_norm(config)
+            self.activation = ACTIVATION_FUNCTIONS[config.activation]
+            self.norm = build_norm(config)
         if config.head == "linear":
             self.weight = nn.Parameter(torch.zeros(config.vocabulary, config.width))
         biased = config.head_bias or config.head == "masked"
@@ -87,7 +87,7 @@ def check_tokens(tokens: Tensor, count: int, name: str = "tokens", table: str = 
     """Refuses numbers that a table has no row for; on a GPU and inside a compiled graph, PyTorch's look-up itself
     asserts it without a sync.
     """
-    if tokens.device.type != "cpu" or is_unreadable(tokens) or not tokens.numel():
+    if tokens.device.type != "cpu" or is_traced(tokens) or not tokens.numel():
         return
     least, most = (int(edge) for edge in tokens.aminmax())
     if least < 0 or most >= count:
@@ -95,7 +95,7 @@ def check_tokens(tokens: Tensor, count: int, name: str = "tokens", table: str = 
         raise ValueError(f"{name} must be {expected}, but got {least} to {most}")
 
 
-def made_positions(config: TransformerConfig) -> LearnedPositions | SinusoidalPositions | None:
+def build_positions(config: TransformerConfig) -> LearnedPositions | SinusoidalPositions | None:
     if config.positions is None:
         return None
     kind = LearnedPositions if config.positions == "learned" else SinusoidalPositions

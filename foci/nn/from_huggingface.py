@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from foci.nn.config import Activation, EncoderDecoderConfig, TransformerConfig
-from foci.nn.from_torch import Moving
+from foci.nn.from_torch import TensorMapping
 from foci.nn.positions import LearnedPositions
 from foci.nn.transformer import Decoder, Encoder, EncoderDecoder
 
 # Their names of activations, and ours.
-ACTIVATIONS: dict[str, Activation] = {
+HUGGINGFACE_ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -34,14 +34,14 @@ def from_huggingface(model: Any) -> Encoder | Decoder | EncoderDecoder:
     the first of each pair gives states without logits.
     """
     name = type(model).__name__
-    if name not in KINDS:
-        raise TypeError(f"from_huggingface takes one of {', '.join(KINDS)}, but got {name}")
-    made: Encoder | Decoder | EncoderDecoder = KINDS[name](model, model.config)
+    if name not in CONVERTERS:
+        raise TypeError(f"from_huggingface takes one of {', '.join(CONVERTERS)}, but got {name}")
+    made: Encoder | Decoder | EncoderDecoder = CONVERTERS[name](model, model.config)
     return made.train(model.training)
 
 
-def bert(model: Any, config: Any) -> Encoder:
-    refuse(config, is_decoder=False, add_cross_attention=False)
+def convert_bert(model: Any, config: Any) -> Encoder:
+    check_options(config, is_decoder=False, add_cross_attention=False)
     headed = hasattr(model, "cls")
     encoder = Encoder(
         TransformerConfig(
@@ -50,7 +50,7 @@ def bert(model: Any, config: Any) -> Encoder:
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
             hidden=config.intermediate_size,
-            activation=activation(config.hidden_act),
+            activation=convert_activation(config.hidden_act),
             norm_first=False,
             eps=config.layer_norm_eps,
             max_length=config.max_position_embeddings,
@@ -62,7 +62,7 @@ def bert(model: Any, config: Any) -> Encoder:
             attention_dropout=config.attention_probs_dropout_prob,
         )
     )
-    moving = Moving(model.state_dict(), "bert.")
+    moving = TensorMapping(model.state_dict(), "bert.")
     moving.take("embedding.tokens", "embeddings.word_embeddings")
     moving.take("embedding.segments", "embeddings.token_type_embeddings")
     moving.take("embedding.norm", "embeddings.LayerNorm")
@@ -83,9 +83,9 @@ def bert(model: Any, config: Any) -> Encoder:
     return moving.into(encoder)
 
 
-def gpt2(model: Any, config: Any) -> Decoder:
-    refuse(config, add_cross_attention=False, scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True)
-    head = output_head(model, config)
+def convert_gpt2(model: Any, config: Any) -> Decoder:
+    check_options(config, add_cross_attention=False, scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True)
+    head = choose_head(model, config)
     decoder = Decoder(
         TransformerConfig(
             vocabulary=config.vocab_size,
@@ -93,7 +93,7 @@ def gpt2(model: Any, config: Any) -> Decoder:
             layers=config.n_layer,
             heads=config.n_head,
             hidden=config.n_inner,
-            activation=activation(config.activation_function),
+            activation=convert_activation(config.activation_function),
             eps=config.layer_norm_epsilon,
             max_length=config.n_positions,
             head=head,
@@ -101,7 +101,7 @@ def gpt2(model: Any, config: Any) -> Decoder:
             attention_dropout=config.attn_pdrop,
         )
     )
-    moving = Moving(model.state_dict(), "transformer.")
+    moving = TensorMapping(model.state_dict(), "transformer.")
     moving.take("embedding.tokens", "wte")
     moving.take_one("embedding.positions.table", "wpe.weight")
     for i in range(config.n_layer):
@@ -113,16 +113,16 @@ def gpt2(model: Any, config: Any) -> Decoder:
         moving.take(f"{new}.feed_forward.inner", f"{old}.mlp.c_fc", turned=True)
         moving.take(f"{new}.feed_forward.outer", f"{old}.mlp.c_proj", turned=True)
     moving.take("norm", "ln_f")
-    take_head(moving, head)
+    map_head(moving, head)
     return moving.into(decoder)
 
 
-def llama(model: Any, config: Any) -> Decoder:
-    refuse(config, hidden_act="silu")
+def convert_llama(model: Any, config: Any) -> Decoder:
+    check_options(config, hidden_act="silu")
     rope = config.rope_parameters
     if rope.get("rope_type") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"rotary positions must be the default ones, over the whole head, but got {rope}")
-    head = output_head(model, config)
+    head = choose_head(model, config)
     decoder = Decoder(
         TransformerConfig(
             vocabulary=config.vocab_size,
@@ -142,7 +142,7 @@ def llama(model: Any, config: Any) -> Decoder:
             attention_dropout=config.attention_dropout,
         )
     )
-    moving = Moving(model.state_dict(), "model.")
+    moving = TensorMapping(model.state_dict(), "model.")
     moving.take("embedding.tokens", "embed_tokens")
     for i in range(config.num_hidden_layers):
         old, new = f"layers.{i}", f"blocks.{i}"
@@ -153,19 +153,19 @@ def llama(model: Any, config: Any) -> Decoder:
         moving.take(f"{new}.feed_forward.inner", f"{old}.mlp.gate_proj", f"{old}.mlp.up_proj")
         moving.take(f"{new}.feed_forward.outer", f"{old}.mlp.down_proj")
     moving.take("norm", "norm")
-    take_head(moving, head)
+    map_head(moving, head)
     return moving.into(decoder)
 
 
-def marian(model: Any, config: Any) -> EncoderDecoder:
-    refuse(config, is_encoder_decoder=True)
-    shared, head = config.share_encoder_decoder_embeddings, output_head(model, config)
-    encoder = marian_stack(config, "encoder", config.vocab_size)
-    decoder = marian_stack(config, "decoder", config.vocab_size if shared else config.decoder_vocab_size)
+def convert_marian(model: Any, config: Any) -> EncoderDecoder:
+    check_options(config, is_encoder_decoder=True)
+    shared, head = config.share_encoder_decoder_embeddings, choose_head(model, config)
+    encoder = build_marian_config(config, "encoder", config.vocab_size)
+    decoder = build_marian_config(config, "decoder", config.vocab_size if shared else config.decoder_vocab_size)
     both = EncoderDecoder(EncoderDecoderConfig(encoder, decoder.changed(head=head, head_bias=True), shared))
-    moving = Moving(model.state_dict(), "model.")
+    moving = TensorMapping(model.state_dict(), "model.")
     for stack in ("encoder", "decoder"):
-        take_marian_stack(moving, stack, len(getattr(both, stack).blocks), shared and stack == "decoder")
+        map_marian_stack(moving, stack, len(getattr(both, stack).blocks), shared and stack == "decoder")
     moving.take_one("decoder.head.bias", "final_logits_bias")
     moving.found["decoder.head.bias"] = moving.found["decoder.head.bias"].flatten()  # theirs is (1, vocabulary)
     if head == "linear":
@@ -179,14 +179,14 @@ def marian(model: Any, config: Any) -> EncoderDecoder:
     return both
 
 
-def marian_stack(config: Any, stack: str, vocabulary: int) -> TransformerConfig:
+def build_marian_config(config: Any, stack: str, vocabulary: int) -> TransformerConfig:
     return TransformerConfig(
         vocabulary=vocabulary,
         width=config.d_model,
         layers=getattr(config, f"{stack}_layers"),
         heads=getattr(config, f"{stack}_attention_heads"),
         hidden=getattr(config, f"{stack}_ffn_dim"),
-        activation=activation(config.activation_function),
+        activation=convert_activation(config.activation_function),
         norm_first=False,
         max_length=config.max_position_embeddings,
         scale_embedding=config.scale_embedding,
@@ -196,7 +196,7 @@ def marian_stack(config: Any, stack: str, vocabulary: int) -> TransformerConfig:
     )
 
 
-def take_marian_stack(moving: Moving, stack: str, layers: int, shared: bool) -> None:
+def map_marian_stack(moving: TensorMapping, stack: str, layers: int, shared: bool) -> None:
     if not shared:
         moving.take(f"{stack}.embedding.tokens", f"{stack}.embed_tokens")
     moving.take_one(f"{stack}.embedding.positions.table", f"{stack}.embed_positions.weight")
@@ -212,38 +212,38 @@ def take_marian_stack(moving: Moving, stack: str, layers: int, shared: bool) -> 
         moving.take(f"{new}.feed_forward_norm", f"{old}.final_layer_norm")
 
 
-def activation(name: str) -> Activation:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"the activation must be one of {', '.join(ACTIVATIONS)}, but got {name!r}")
-    return ACTIVATIONS[name]
+def convert_activation(name: str) -> Activation:
+    if name not in HUGGINGFACE_ACTIVATIONS:
+        raise ValueError(f"the activation must be one of {', '.join(HUGGINGFACE_ACTIVATIONS)}, but got {name!r}")
+    return HUGGINGFACE_ACTIVATIONS[name]
 
 
-def output_head(model: Any, config: Any) -> Any:
+def choose_head(model: Any, config: Any) -> Any:
     """The head of the config: none for a bare model, tied where the output layer is the embedding."""
     if not hasattr(model, "lm_head"):
         return None
     return "tied" if config.tie_word_embeddings else "linear"
 
 
-def take_head(moving: Moving, head: str | None) -> None:
+def map_head(moving: TensorMapping, head: str | None) -> None:
     if head == "linear":
         moving.take("head", "lm_head")
     moving.leave("lm_head.")
 
 
-def refuse(config: Any, **expected: Any) -> None:
+def check_options(config: Any, **expected: Any) -> None:
     """Refuses options that would change what the model computes."""
     for name, value in expected.items():
         if getattr(config, name, value) != value:
             raise ValueError(f"{name} must be {value!r} for foci's model, but got {getattr(config, name)!r}")
 
 
-KINDS: dict[str, Callable[[Any, Any], Encoder | Decoder | EncoderDecoder]] = {
-    "BertModel": bert,
-    "BertForMaskedLM": bert,
-    "GPT2Model": gpt2,
-    "GPT2LMHeadModel": gpt2,
-    "LlamaModel": llama,
-    "LlamaForCausalLM": llama,
-    "MarianMTModel": marian,
+CONVERTERS: dict[str, Callable[[Any, Any], Encoder | Decoder | EncoderDecoder]] = {
+    "BertModel": convert_bert,
+    "BertForMaskedLM": convert_bert,
+    "GPT2Model": convert_gpt2,
+    "GPT2LMHeadModel": convert_gpt2,
+    "LlamaModel": convert_llama,
+    "LlamaForCausalLM": convert_llama,
+    "MarianMTModel": convert_marian,
 }

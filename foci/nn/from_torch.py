@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from foci.nn.block import Block
 from foci.nn.config import Activation, BlockConfig, EncoderDecoderConfig, TransformerConfig
-from foci.nn.model import each_once, fill
+from foci.nn.model import iter_unique_tensors, load_tensors
 from foci.nn.transformer import Encoder, EncoderDecoder
 
-Made = TypeVar("Made", bound=nn.Module)
+ModuleType = TypeVar("Made", bound=nn.Module)
 
 
-class Moving:
+class TensorMapping:
     """Tensors on their way from one model to another: `take` says where each goes, `into` that all have arrived."""
 
     def __init__(self, state: dict[str, Tensor], prefix: str = "") -> None:
@@ -45,14 +45,14 @@ class Moving:
         """What is known not to be needed: copies of shared tensors, and heads that foci's model does not have."""
         self.left = {each for each in self.left if not each.startswith(names)}
 
-    def into(self, model: Made) -> Made:
+    def into(self, model: ModuleType) -> ModuleType:
         """The model, filled; biases that the source does not have are zeros."""
         if self.left:
             raise ValueError(f"these tensors have no place in {type(model).__name__}: {sorted(self.left)[:6]}")
-        for name, tensor in each_once(model):
+        for name, tensor in iter_unique_tensors(model):
             if name.endswith(".bias") and name not in self.found:
                 self.found[name] = torch.zeros_like(tensor)
-        fill(model, self.found)
+        load_tensors(model, self.found)
         return model
 
 
@@ -73,16 +73,16 @@ def load_torch_transformer(source: nn.Module) -> EncoderDecoder | Encoder:
     It takes vectors (B, T, width), whatever `batch_first` was, and its decoder always looks back only.
     """
     if isinstance(source, nn.TransformerEncoder):
-        moving = Moving(source.state_dict())
-        take_torch_stack(moving, source, "", "")
-        return moving.into(Encoder(stack_config(source))).train(source.training)
+        moving = TensorMapping(source.state_dict())
+        map_torch_stack(moving, source, "", "")
+        return moving.into(Encoder(build_stack_config(source))).train(source.training)
     if not isinstance(source, nn.Transformer) or not isinstance(source.decoder, nn.TransformerDecoder):
         kinds = "torch.nn.Transformer or torch.nn.TransformerEncoder"
         raise TypeError(f"load_torch_transformer takes {kinds}, but got {type(source).__name__}")
-    model = EncoderDecoder(EncoderDecoderConfig(stack_config(source.encoder), stack_config(source.decoder)))
-    moving = Moving(source.state_dict())
-    take_torch_stack(moving, source.encoder, "encoder.", "encoder.")
-    take_torch_stack(moving, source.decoder, "decoder.", "decoder.")
+    model = EncoderDecoder(EncoderDecoderConfig(build_stack_config(source.encoder), build_stack_config(source.decoder)))
+    moving = TensorMapping(source.state_dict())
+    map_torch_stack(moving, source.encoder, "encoder.", "encoder.")
+    map_torch_stack(moving, source.decoder, "decoder.", "decoder.")
     return moving.into(model).train(source.training)
 
 
@@ -91,19 +91,19 @@ def load_torch_layer(source: nn.Module) -> Block:
     if not isinstance(source, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         kinds = "torch.nn.TransformerEncoderLayer or torch.nn.TransformerDecoderLayer"
         raise TypeError(f"load_torch_layer takes {kinds}, but got {type(source).__name__}")
-    block = Block(BlockConfig(**layer_fields(source)), cross=isinstance(source, nn.TransformerDecoderLayer))
-    moving = Moving(source.state_dict())
-    take_torch_layer(moving, source, "", "")
+    block = Block(BlockConfig(**read_layer_fields(source)), cross=isinstance(source, nn.TransformerDecoderLayer))
+    moving = TensorMapping(source.state_dict())
+    map_torch_layer(moving, source, "", "")
     return moving.into(block).train(source.training)
 
 
-def layer_fields(layer: Any) -> dict[str, Any]:
+def read_layer_fields(layer: Any) -> dict[str, Any]:
     """What a layer of PyTorch's says of itself, as fields of a config."""
     return {
         "width": layer.linear1.in_features,
         "heads": layer.self_attn.num_heads,
         "hidden": layer.linear1.out_features,
-        "activation": activation_of(layer.activation),
+        "activation": name_activation(layer.activation),
         "norm_first": layer.norm_first,
         "eps": layer.norm1.eps,
         "biases": layer.linear1.bias is not None,
@@ -112,7 +112,7 @@ def layer_fields(layer: Any) -> dict[str, Any]:
     }
 
 
-def activation_of(function: Any) -> Activation:
+def name_activation(function: Any) -> Activation:
     if isinstance(function, nn.GELU):
         return "gelu" if function.approximate == "none" else "gelu_tanh"
     known: dict[Any, Activation] = {F.relu: "relu", nn.ReLU: "relu", F.gelu: "gelu", F.silu: "silu", nn.SiLU: "silu"}
@@ -122,18 +122,18 @@ def activation_of(function: Any) -> Activation:
     raise ValueError(f"the activation must be relu, gelu or silu, but got {function!r}")
 
 
-def stack_config(stack: Any) -> TransformerConfig:
-    fields = layer_fields(stack.layers[0])
+def build_stack_config(stack: Any) -> TransformerConfig:
+    fields = read_layer_fields(stack.layers[0])
     return TransformerConfig(**fields, layers=len(stack.layers), positions=None, final_norm=stack.norm is not None)
 
 
-def take_torch_stack(moving: Moving, stack: Any, old: str, new: str) -> None:
+def map_torch_stack(moving: TensorMapping, stack: Any, old: str, new: str) -> None:
     for i, layer in enumerate(stack.layers):
-        take_torch_layer(moving, layer, f"{old}layers.{i}.", f"{new}blocks.{i}.")
+        map_torch_layer(moving, layer, f"{old}layers.{i}.", f"{new}blocks.{i}.")
     moving.take(f"{new}norm", f"{old}norm")
 
 
-def take_torch_layer(moving: Moving, layer: Any, old: str, new: str) -> None:
+def map_torch_layer(moving: TensorMapping, layer: Any, old: str, new: str) -> None:
     norms = ["attention_norm", "feed_forward_norm"]
     attentions = {"self_attn": "attention"}
     if isinstance(layer, nn.TransformerDecoderLayer):

@@ -43,7 +43,7 @@ class Caches:
             raise ValueError("caches take padded batches, but documents were given: generate for one sequence per row")
         if layout.padding is None:
             return
-        if self.length or layout.by_lengths or not on_the_left(layout.padding):
+        if self.length or layout.by_lengths or not is_left_padded(layout.padding):
             raise ValueError(
                 "with caches, padding is bool (B, T), on the left, and given once with the first tokens, but got"
                 f" {layout.padding.dtype} {tuple(layout.padding.shape)} after {self.length} tokens"
@@ -79,6 +79,6 @@ class Caches:
             self.skipped = self.skipped[index]
 
 
-def on_the_left(real: Tensor) -> bool:
+def is_left_padded(real: Tensor) -> bool:
     """Whether no padding follows a real token; on a GPU that is taken on trust, so as not to wait for it."""
     return real.device.type != "cpu" or bool((real[:, 1:] >= real[:, :-1]).all())

@@ -51,13 +51,13 @@ class Layout:
     def positions(self) -> Tensor | None:
         """Where each token stands in its own sequence, (T,) or (B, T); None: in order from 0."""
         if self.documents is not None:
-            return since_start(self.documents)
+            return compute_document_positions(self.documents)
         if self.padding is None or self.by_lengths:
             return None
         return (self.padding.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def since_start(ids: Tensor) -> Tensor:
+def compute_document_positions(ids: Tensor) -> Tensor:
     """How many tokens of the same document stand before each token."""
     index = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
     starts = torch.zeros_like(index)

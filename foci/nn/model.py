@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from foci.nn.config import Config
-from foci.runtime.safetensors_file import checksum, opened, write
+from foci.runtime.safetensors_file import checksum_tensors, open_safetensors, write_with_header
 
-FORMAT = "foci.model/1"
+MODEL_FORMAT = "foci.model/1"
 
 
 class Model(nn.Module):
@@ -47,9 +47,9 @@ class Model(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one safetensors file with the config inside: to the side first, so that it is whole or not there."""
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in each_once(self)}
-        kind = {"format": FORMAT, "kind": type(self).__name__, "config": asdict(self.config)}
-        write(path, tensors, kind)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in iter_unique_tensors(self)}
+        kind = {"format": MODEL_FORMAT, "kind": type(self).__name__, "config": asdict(self.config)}
+        write_with_header(path, tensors, kind)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -57,37 +57,39 @@ class Model(nn.Module):
 
         `Model.load` takes every kind of model, `Encoder.load` only an Encoder. A damaged or foreign file is refused.
         """
-        header, tensors = read(path)
+        header, tensors = read_model_file(path)
         try:
-            kind = kind_named(cls, header["kind"])
+            kind = find_model_class(cls, header["kind"])
             model: Self = kind(kind.config_type.from_dict(header["config"]))
-            fill(model, tensors)
+            load_tensors(model, tensors)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)} cannot be loaded: {error}") from error
         return model.eval()
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_model_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and the tensors of a model file."""
     try:
-        with opened(path, "tasks") as file:
+        with open_safetensors(path, "tasks") as file:
             header = json.loads((file.metadata() or {}).get("foci", "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, ImportError):
         raise
     except Exception as error:
         raise ValueError(f"{os.fspath(path)} is not a whole safetensors file: {error}") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+    if not isinstance(header, dict) or header.get("format") != MODEL_FORMAT:
         found = header.get("format") if isinstance(header, dict) else "no header of foci"
-        raise ValueError(f"{os.fspath(path)} is not a foci model: expected format {FORMAT!r}, but found {found!r}")
-    if header.get("checksum") != checksum(tensors):
+        raise ValueError(
+            f"{os.fspath(path)} is not a foci model: expected format {MODEL_FORMAT!r}, but found {found!r}"
+        )
+    if header.get("checksum") != checksum_tensors(tensors):
         raise ValueError(f"{os.fspath(path)} is damaged: its tensors do not have the checksum that was saved with them")
     return header, tensors
 
 
-def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Gives a model its tensors; names and shapes must be exactly those that it has."""
-    own = dict(each_once(model))
+    own = dict(iter_unique_tensors(model))
     missing, foreign = own.keys() - tensors.keys(), tensors.keys() - own.keys()
     if missing or foreign:
         raise ValueError(f"the tensors {sorted(missing)[:4]} are missing and {sorted(foreign)[:4]} belong to no part")
@@ -99,7 +101,7 @@ def fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         tensor.data = tensors[name].clone()
 
 
-def each_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iter_unique_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and saved buffer; what several parts share comes once, under its first name."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -108,7 +110,7 @@ def each_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def kind_named(base: type[Model], name: Any) -> type[Any]:
+def find_model_class(base: type[Model], name: Any) -> type[Any]:
     """The class that is `base` or stands under it and has this name."""
     kinds = [base]
     for kind in kinds:

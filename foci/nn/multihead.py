@@ -56,7 +56,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         multihead_checks.refuse_nested(query, key, value)
         multihead_checks.check_mask_types(attn_mask, key_padding_mask)
         multihead_checks.check_dimensions(query, key, value, attn_mask, key_padding_mask, self.num_heads)
-        multihead_checks.check_hint(is_causal, attn_mask)
+        multihead_checks.check_causal_hint(is_causal, attn_mask)
         multihead_checks.check_sizes(
             self._turned(query), self._turned(key), self._turned(value), self.embed_dim, self._qkv_same_embed_dim
         )
@@ -68,7 +68,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             mask: Mask | Tensor | None = causal.at(0)
             bias = None
         else:
-            mask, bias = merged(attn_mask, key_padding_mask, full, k.shape[2] - full[3])
+            mask, bias = merge_torch_masks(attn_mask, key_padding_mask, full, k.shape[2] - full[3])
         out, weights = self._attended(q, k, v, mask, bias, need_weights, average_attn_weights)
         return self._finished(out, weights, batched=query.dim() == 3)
 
@@ -134,7 +134,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return self.out_proj(ordered.flatten(2)), weights
 
 
-def merged(
+def merge_torch_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, full: tuple[int, int, int, int], extra: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """PyTorch's two masks as one of foci's, and what is added to the scores; `extra` keys are seen by everybody."""

@@ -59,7 +59,7 @@ def check_dimensions(
             raise AssertionError(f"Expected `attn_mask` shape to be {expected} but got {attn_mask.shape}")
 
 
-def check_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
+def check_causal_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
     if is_causal and attn_mask is None:
         raise RuntimeError(
             "Need attn_mask if specifying the is_causal hint. "

@@ -20,10 +20,10 @@ from foci.nn.transformer import EncoderDecoder
 from foci.weights.weights import Weights
 
 # The least that is copied of any word: logarithms stay finite.
-LEAST = 1e-9
+MIN_COPY_PROBABILITY = 1e-9
 
 
-class ReadMemory(NamedTuple):
+class CopyMemory(NamedTuple):
     """What a decoder looks at, and the words that it may copy from there."""
 
     states: Tensor  # (B, S, width)
@@ -31,9 +31,9 @@ class ReadMemory(NamedTuple):
     weights: dict[str, Weights]
     tokens: Tensor  # (B, S)
 
-    def at(self, index: Tensor) -> ReadMemory:
+    def at(self, index: Tensor) -> CopyMemory:
         """The memory of some rows of the batch, as `Caches.reorder` takes them."""
-        return ReadMemory(*Memory(self.states, self.layout, self.weights).at(index), self.tokens[index])
+        return CopyMemory(*Memory(self.states, self.layout, self.weights).at(index), self.tokens[index])
 
 
 class CopyingTransformer(EncoderDecoder):
@@ -68,12 +68,12 @@ class CopyingTransformer(EncoderDecoder):
         if documents is not None:
             raise ValueError("a model that copies takes padded sources, but got documents")
         memory = super().encode(source, padding=padding, return_weights=return_weights)
-        return ReadMemory(*memory, source)  # type: ignore[return-value]
+        return CopyMemory(*memory, source)  # type: ignore[return-value]
 
     def decode(
         self,
         target: Tensor,
-        memory: Memory | ReadMemory,
+        memory: Memory | CopyMemory,
         *,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
@@ -81,7 +81,7 @@ class CopyingTransformer(EncoderDecoder):
         return_weights: bool = False,
     ) -> Output:
         """What comes after each token of the target, as logarithms of probabilities."""
-        if not isinstance(memory, ReadMemory):
+        if not isinstance(memory, CopyMemory):
             raise TypeError(f"decode takes what this model's encode gave, but got {type(memory).__name__}")
         plain = Memory(memory.states, memory.layout, memory.weights)
         out = super().decode(target, plain, padding=padding, caches=caches, return_weights=return_weights)
@@ -90,9 +90,9 @@ class CopyingTransformer(EncoderDecoder):
         mask = memory.layout.seen_by(Layout())
         context, looked = self.pointer(out.states, memory.states, mask=mask, return_weights=True)
         gate = self.gate(torch.cat([out.states, context], dim=-1)).float()  # (B, T, 1)
-        copied = taken(looked.dense()[:, 0].float(), memory.tokens, out.logits.shape[-1])
+        copied = sum_weights_by_token(looked.dense()[:, 0].float(), memory.tokens, out.logits.shape[-1])
         made_up = out.logits.float().log_softmax(-1) + F.logsigmoid(gate)
-        likely = torch.logaddexp(made_up, copied.clamp(min=LEAST).log() + F.logsigmoid(-gate))
+        likely = torch.logaddexp(made_up, copied.clamp(min=MIN_COPY_PROBABILITY).log() + F.logsigmoid(-gate))
         return Output(out.states, likely, out.weights | ({"copy.L0": looked} if return_weights else {}))
 
     def attentions(self) -> dict[str, Attention]:
@@ -100,7 +100,7 @@ class CopyingTransformer(EncoderDecoder):
         return super().attentions() | {"copy.L0": self.pointer}
 
 
-def taken(looked: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+def sum_weights_by_token(looked: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     """The attention that each word of the vocabulary gets, wherever it stands: (B, T, S) -> (B, T, V)."""
     words = tokens[:, None].expand(-1, looked.shape[1], -1)
     return looked.new_zeros(*looked.shape[:2], vocabulary).scatter_add(2, words, looked)

@@ -32,7 +32,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
         """Where the tokens stand: `positions` (T,) or (B, T), or without them from `start` on."""
-        return x + rows(self.table, x.shape[-2], positions, start).to(x.dtype)
+        return x + select_position_rows(self.table, x.shape[-2], positions, start).to(x.dtype)
 
 
 class SinusoidalPositions(nn.Module):
@@ -50,10 +50,10 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
         """Where the tokens stand: `positions` (T,) or (B, T), or without them from `start` on."""
-        return x + rows(self.table, x.shape[-2], positions, start).to(x.dtype)
+        return x + select_position_rows(self.table, x.shape[-2], positions, start).to(x.dtype)
 
 
-def rows(table: Tensor, count: int, positions: Tensor | None, start: int) -> Tensor:
+def select_position_rows(table: Tensor, count: int, positions: Tensor | None, start: int) -> Tensor:
     """The rows of a table of positions: (T, width) or (B, T, width)."""
     if positions is not None:
         return table[positions]

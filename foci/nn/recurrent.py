@@ -36,20 +36,20 @@ from foci.nn.stack import Output
 from foci.scores import Dot, General, Score
 from foci.weights.weights import Weights
 
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
+Parameters = ParamSpec("Given")
+Result = TypeVar("Found")
 
 
-def uncompiled(function: Callable[Given, Found]) -> Callable[Given, Found]:
+def skip_compile(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """What an RNN does is one call of a library, in which a compiler finds nothing to do: it runs as it is written.
 
     torch.compiler.disable would import the whole compiler here, PyTorch's own decorator with the first call: that takes
     seconds, so it is asked only where something is compiled.
     """
-    hidden: Callable[Given, Found] = _disable_dynamo(function)
+    hidden: Callable[Parameters, Result] = _disable_dynamo(function)
 
     @wraps(function)
-    def called(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+    def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         return hidden(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
 
     return called
@@ -81,17 +81,17 @@ class RecurrentConfig(Config):
             )
 
 
-class Read(NamedTuple):
+class EncodedSource(NamedTuple):
     """The source as it was read: states (B, S, C), which of them are real, and the decoder's first state."""
 
     states: Tensor
     layout: Layout
     hidden: tuple[Tensor, ...]  # (L, B, width), for an LSTM two of them
 
-    def at(self, index: Tensor) -> Read:
+    def at(self, index: Tensor) -> EncodedSource:
         """What was read of some rows of the batch."""
         padding = None if self.layout.padding is None else self.layout.padding[index]
-        return Read(self.states[index], Layout(padding), tuple(part[:, index] for part in self.hidden))
+        return EncodedSource(self.states[index], Layout(padding), tuple(part[:, index] for part in self.hidden))
 
 
 class RecurrentState:
@@ -160,11 +160,11 @@ class Seq2SeqRNN(Model):
         words = config.vocabulary if config.source_vocabulary is None else config.source_vocabulary
         self.target_words = nn.Embedding(config.vocabulary, width)
         self.source_words = self.target_words if config.shared else nn.Embedding(words, width)
-        self.reader = made_rnn(config, width, both=config.both_directions)
+        self.reader = build_rnn(config, width, both=config.both_directions)
         # The last states of both directions become the decoder's first state, of an LSTM its memory cells too.
         self.bridges = nn.ModuleList(nn.Linear(context, width) for _ in range(2 if config.cell == "lstm" else 1))
         self.alignment = Alignment(config.score, width, context)
-        self.writer = made_rnn(config, width + (context if config.attend == "before" else 0), both=False)
+        self.writer = build_rnn(config, width + (context if config.attend == "before" else 0), both=False)
         self.readout = nn.Linear(width + context, width)
         self.head = None if config.tied else nn.Linear(width, config.vocabulary)
         for table in (self.target_words, self.source_words):
@@ -188,24 +188,24 @@ class Seq2SeqRNN(Model):
         """
         return self.decode(target, self.encode(source, padding=source_padding), return_weights=return_weights)
 
-    def encode(self, source: Tensor, *, padding: Tensor | None = None) -> Read:
+    def encode(self, source: Tensor, *, padding: Tensor | None = None) -> EncodedSource:
         """The source, read once: what `decode` looks at."""
         if source.dim() != 2 or source.is_floating_point():
             raise ValueError(f"source must be whole numbers (B, S), but got {source.dtype} {tuple(source.shape)}")
         check_tokens(source, self.source_words.num_embeddings, "source")
-        layout = by_lengths(padding)
+        layout = build_length_layout(padding)
         x = F.dropout(self.source_words(source), self.config.dropout, self.training)
         states, last = self._read(x, layout.padding)
         hidden = tuple(
-            torch.tanh(bridge(joined(part, self.config.both_directions)))
+            torch.tanh(bridge(concat_directions(part, self.config.both_directions)))
             for bridge, part in zip(self.bridges, last, strict=True)
         )
-        return Read(states, layout, hidden)
+        return EncodedSource(states, layout, hidden)
 
     def decode(
         self,
         target: Tensor,
-        memory: Read,
+        memory: EncodedSource,
         *,
         caches: RecurrentState | None = None,
         return_weights: bool = False,
@@ -235,7 +235,7 @@ class Seq2SeqRNN(Model):
         """The alignment by the name that its weights have."""
         return {"cross.L0": self.alignment}
 
-    def _keys(self, memory: Read, caches: RecurrentState | None) -> Tensor:
+    def _keys(self, memory: EncodedSource, caches: RecurrentState | None) -> Tensor:
         """What queries are compared with; while generating they are made once."""
         if caches is None:
             return self.alignment.keys_of(memory.states)
@@ -244,15 +244,15 @@ class Seq2SeqRNN(Model):
             caches.keys = self.alignment.keys_of(memory.states).clone()
         return caches.keys
 
-    @uncompiled
+    @skip_compile
     def _read(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """States (B, S, C) and the last state of each layer and direction; padding is skipped, in both directions."""
         if lengths is None:
             states, last = self.reader(x)
-            return states, several(last)
+            return states, as_state_tuple(last)
         packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
         states, last = self.reader(packed)
-        return pad_packed_sequence(states, batch_first=True, total_length=x.shape[1])[0], several(last)
+        return pad_packed_sequence(states, batch_first=True, total_length=x.shape[1])[0], as_state_tuple(last)
 
     def _after(
         self, x: Tensor, hidden: tuple[Tensor, ...], keys: Tensor, values: Tensor, mask: Mask | None
@@ -275,12 +275,12 @@ class Seq2SeqRNN(Model):
         states, contexts, queries = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
         return states, contexts, queries, hidden
 
-    @uncompiled
+    @skip_compile
     def _step(self, x: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The decoder's RNN over (B, T, ·), from a state to a state."""
         hidden = tuple(part.to(x.dtype).contiguous() for part in hidden)
         states, last = self.writer(x, hidden if len(hidden) == 2 else hidden[0])
-        return states, several(last)
+        return states, as_state_tuple(last)
 
 
 class Alignment(nn.Module):
@@ -319,23 +319,23 @@ class Alignment(nn.Module):
         return states if self.key is None else self.key(states)
 
 
-def made_rnn(config: RecurrentConfig, inputs: int, *, both: bool) -> nn.GRU | nn.LSTM:
+def build_rnn(config: RecurrentConfig, inputs: int, *, both: bool) -> nn.GRU | nn.LSTM:
     kind = nn.GRU if config.cell == "gru" else nn.LSTM
     dropout = config.dropout if config.layers > 1 else 0.0
     return kind(inputs, config.width, config.layers, batch_first=True, dropout=dropout, bidirectional=both)
 
 
-def several(last: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def as_state_tuple(last: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """A GRU gives one tensor, an LSTM two."""
     return (last,) if isinstance(last, Tensor) else tuple(last)
 
 
-def joined(last: Tensor, both: bool) -> Tensor:
+def concat_directions(last: Tensor, both: bool) -> Tensor:
     """(L · directions, B, width) -> (L, B, directions · width)."""
     return torch.cat([last[0::2], last[1::2]], dim=-1) if both else last
 
 
-def by_lengths(padding: Tensor | None) -> Layout:
+def build_length_layout(padding: Tensor | None) -> Layout:
     """Padding on the right, as lengths: what is read from the end must begin at the last real word."""
     layout = Layout(padding)
     if padding is None or layout.by_lengths:

@@ -21,7 +21,7 @@ from foci.nn.config import BlockConfig, Config, TransformerConfig
 from foci.nn.layer_caches import Caches
 from foci.nn.layout import Layout
 from foci.nn.model import Model
-from foci.nn.stack import Memory, Output, renamed
+from foci.nn.stack import Memory, Output, prefix_layer_names
 from foci.nn.transformer import Decoder, Encoder
 from foci.weights.weights import Weights
 
@@ -63,7 +63,7 @@ class SpeechConfig(BlockConfig):
         )
 
 
-class Spoken(NamedTuple):
+class SpeechOutput(NamedTuple):
     """What a speech model gives."""
 
     states: Tensor  # (B, S, width)
@@ -100,7 +100,7 @@ class SpeechEncoder(Model):
         self.convolutions = nn.ModuleList(
             nn.Conv1d(inner, outer, kernel_size=3, stride=stride, padding=1) for inner, outer in pairwise(widths)
         )
-        self.near = nn.ModuleList(Near(config) for _ in range(config.local))
+        self.near = nn.ModuleList(ConvolutionBlock(config) for _ in range(config.local))
         self.encoder = Encoder(config.stack(config.layers, None))
         made = config.ctc and config.vocabulary is not None
         self.ctc = nn.Linear(config.width, config.vocabulary or 0) if made else None
@@ -114,7 +114,7 @@ class SpeechEncoder(Model):
         *,
         padding: Tensor | None = None,
         return_weights: bool = False,
-    ) -> Spoken:
+    ) -> SpeechOutput:
         """Frames (B, F, features), and the target (B, T) for the attention decoder.
 
         Args:
@@ -127,20 +127,20 @@ class SpeechEncoder(Model):
         if target is not None:
             out = self.decode(target, memory, return_weights=return_weights)
             logits, weights = out.logits, out.weights
-        return Spoken(memory.states, memory.layout.padding, ctc, logits, weights)
+        return SpeechOutput(memory.states, memory.layout.padding, ctc, logits, weights)
 
     def encode(self, frames: Tensor, *, padding: Tensor | None = None, return_weights: bool = False) -> Memory:
         """The frames, read once: what `decode` looks at."""
         x, lengths = self._fewer(frames, padding)
         out = self.encoder(x, padding=lengths, return_weights=return_weights)
-        return Memory(out.states, Layout(lengths), renamed(out.weights, "encoder"))
+        return Memory(out.states, Layout(lengths), prefix_layer_names(out.weights, "encoder"))
 
     def decode(
         self, target: Tensor, memory: Memory, *, caches: Caches | None = None, return_weights: bool = False
     ) -> Output:
         """What comes after each token of the target; padding on its right needs no mask: no token looks ahead."""
         out = self._writer()(target, memory, caches=caches, return_weights=return_weights)
-        return Output(out.states, out.logits, memory.weights | renamed(out.weights, "decoder"))
+        return Output(out.states, out.logits, memory.weights | prefix_layer_names(out.weights, "decoder"))
 
     def caches(self, capacity: int | None = None) -> Caches:
         """Empty caches for generation."""
@@ -148,8 +148,8 @@ class SpeechEncoder(Model):
 
     def attentions(self) -> dict[str, Attention]:
         """Every attention module by the name that its weights have."""
-        written = {} if self.decoder is None else renamed(self.decoder.attentions(), "decoder")
-        return renamed(self.encoder.attentions(), "encoder") | written
+        written = {} if self.decoder is None else prefix_layer_names(self.decoder.attentions(), "decoder")
+        return prefix_layer_names(self.encoder.attentions(), "encoder") | written
 
     def _writer(self) -> Decoder:
         if self.decoder is None:
@@ -180,7 +180,7 @@ class SpeechEncoder(Model):
         return x, lengths
 
 
-class Near(nn.Module):
+class ConvolutionBlock(nn.Module):
     """What the states nearby say: the Conformer's gate and convolution, feature by feature, with a residual.
 
     Attention has to learn what is near from much data; here it is given.

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foci.masks.base import Mask
 from foci.nn.attention import Attention
-from foci.nn.block import Block, made_norm
+from foci.nn.block import Block, build_norm
 from foci.nn.config import TransformerConfig
 from foci.nn.embedding import Embedding, Head
 from foci.nn.layer_caches import Caches
@@ -23,7 +23,7 @@ from foci.nn.model import Model
 from foci.nn.positions import BucketTable
 from foci.weights.weights import Weights
 
-Named = TypeVar("Named")
+Item = TypeVar("Named")
 
 
 class Output(NamedTuple):
@@ -62,9 +62,9 @@ class Stack(Model):
         self.blocks = nn.ModuleList(
             Block(config, cross=cross, bias=shared, depth_dropout=rates[i]) for i in range(config.layers)
         )
-        self.norm = made_norm(config) if config.final_norm else None
+        self.norm = build_norm(config) if config.final_norm else None
         self.head = Head(config) if config.head is not None and config.vocabulary is not None else None
-        initialise(self)
+        initialize_stack(self)
 
     def attentions(self) -> dict[str, Attention]:
         """Every attention module by the name that its weights have."""
@@ -112,13 +112,13 @@ class Stack(Model):
         return self.head(states, self.embedding.tokens.weight)  # type: ignore[no-any-return]
 
 
-def renamed(named: dict[str, Named], kind: str) -> dict[str, Named]:
+def prefix_layer_names(named: dict[str, Item], kind: str) -> dict[str, Item]:
     """L0 becomes encoder.L0 or decoder.L0; cross.L0 stays."""
     return {name if name.startswith("cross.") else f"{kind}.{name}": each for name, each in named.items()}
 
 
 @torch.no_grad()
-def initialise(stack: Stack) -> None:
+def initialize_stack(stack: Stack) -> None:
     """Small weights, and smaller ones where a part is added to the residual: the deeper, the smaller."""
     config, std = stack.config, (2 / (5 * stack.config.width)) ** 0.5
     for module in stack.modules():

@@ -49,12 +49,12 @@ def token_loss(
         states, weight = states.to(dtype), weight.to(dtype)
     gradients = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
     with torch.autocast(states.device.type, enabled=False):
-        return TokenLoss.apply(  # type: ignore[no-any-return, no-untyped-call]
+        return TokenLossFunction.apply(  # type: ignore[no-any-return, no-untyped-call]
             states.flatten(0, -2), weight, targets.flatten(), ignore, smoothing, chunk, gradients
         )
 
 
-class TokenLoss(torch.autograd.Function):
+class TokenLossFunction(torch.autograd.Function):
     """The loss, and in the same pass its gradients: the backward only multiplies them."""
 
     @staticmethod
@@ -75,7 +75,7 @@ class TokenLoss(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if gradients else None
         d_states = []
         for some, word, counts in zip(states.split(chunk), words.split(chunk), real.split(chunk), strict=True):
-            part, slope = piece((some @ weight.mT).to(wide), word, counts, smoothing)
+            part, slope = compute_chunk_loss((some @ weight.mT).to(wide), word, counts, smoothing)
             loss = loss + part
             if d_weight is not None:
                 slope = slope.to(states.dtype)
@@ -96,7 +96,7 @@ class TokenLoss(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-def piece(logits: Tensor, words: Tensor, counts: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+def compute_chunk_loss(logits: Tensor, words: Tensor, counts: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     """The summed loss of the tokens that count, and the gradient of their logits (n, V)."""
     lse = logits.logsumexp(-1)
     right = logits.gather(1, words[:, None]).squeeze(1)

@@ -16,7 +16,7 @@ from foci.nn.config import Config, EncoderDecoderConfig, TransformerConfig
 from foci.nn.layer_caches import Caches
 from foci.nn.layout import Layout
 from foci.nn.model import Model
-from foci.nn.stack import Memory, Output, Stack, renamed
+from foci.nn.stack import Memory, Output, Stack, prefix_layer_names
 
 
 class Encoder(Stack):
@@ -120,7 +120,7 @@ class Decoder(Stack):
         return causal & hidden
 
 
-def both(width: int, layers: int, heads: int) -> EncoderDecoderConfig:
+def build_vaswani_config(width: int, layers: int, heads: int) -> EncoderDecoderConfig:
     """The Transformer of Vaswani et al., with the norms first."""
     encoder = TransformerConfig(
         width=width,
@@ -148,7 +148,11 @@ class EncoderDecoder(Model):
 
     config_type = EncoderDecoderConfig
     config: EncoderDecoderConfig
-    sizes: ClassVar[dict[str, Config]] = {"tiny": both(128, 2, 4), "small": both(256, 4, 4), "base": both(512, 6, 8)}
+    sizes: ClassVar[dict[str, Config]] = {
+        "tiny": build_vaswani_config(128, 2, 4),
+        "small": build_vaswani_config(256, 4, 4),
+        "base": build_vaswani_config(512, 6, 8),
+    }
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
@@ -185,7 +189,7 @@ class EncoderDecoder(Model):
     ) -> Memory:
         """The source, read once: what `decode` looks at."""
         out = self.encoder(source, padding=padding, documents=documents, return_weights=return_weights)
-        return Memory(out.states, Layout(padding, documents), renamed(out.weights, "encoder"))
+        return Memory(out.states, Layout(padding, documents), prefix_layer_names(out.weights, "encoder"))
 
     def decode(
         self,
@@ -201,7 +205,7 @@ class EncoderDecoder(Model):
         out = self.decoder(
             target, memory, padding=padding, documents=documents, caches=caches, return_weights=return_weights
         )
-        return Output(out.states, out.logits, memory.weights | renamed(out.weights, "decoder"))
+        return Output(out.states, out.logits, memory.weights | prefix_layer_names(out.weights, "decoder"))
 
     def caches(self, capacity: int | None = None) -> Caches:
         """Empty caches for generation."""
@@ -209,4 +213,6 @@ class EncoderDecoder(Model):
 
     def attentions(self) -> dict[str, Attention]:
         """Every attention module by the name that its weights have."""
-        return renamed(self.encoder.attentions(), "encoder") | renamed(self.decoder.attentions(), "decoder")
+        return prefix_layer_names(self.encoder.attentions(), "encoder") | prefix_layer_names(
+            self.decoder.attentions(), "decoder"
+        )

@@ -21,7 +21,7 @@ from foci.nn.transformer import Encoder
 from foci.positions import sinusoidal
 
 # So many channels of a stem have one norm.
-TOGETHER = 16
+STEM_GROUP_CHANNELS = 16
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class VisionTransformer(Model):
         super().__init__()
         self.config = config
         width, side = config.width, config.image // config.patch
-        self.stem = made_stem(config)
+        self.stem = build_stem(config)
         self.cut = config.patch // 2**config.stem_pool  # a patch, as the stem leaves it
-        self.embed = nn.Linear(numbers_per_pixel(config, config.stem) * self.cut**2, width)
+        self.embed = nn.Linear(count_stem_channels(config, config.stem) * self.cut**2, width)
         self.leading = config.registers + (config.pool == "class")  # the tokens before the patches
         self.extra = nn.Parameter(torch.empty(self.leading, width)) if self.leading else None
         self.places: Tensor  # (rows, columns, width)
@@ -114,7 +114,7 @@ class VisionTransformer(Model):
             return_weights: also give every layer's weights, by name.
         """
         rows, columns = self.grid(*self._checked(images).shape[2:])
-        x = self.embed(patches(images if self.stem is None else self.stem(images), self.cut))
+        x = self.embed(split_patches(images if self.stem is None else self.stem(images), self.cut))
         x = x + self._places(rows, columns).flatten(0, 1).to(x.dtype)
         real = None
         if self.extra is not None:
@@ -183,31 +183,31 @@ class StandardConv2d(nn.Conv2d):
         return F.conv2d(x, F.layer_norm(self.weight, self.weight.shape[1:]), self.bias, self.stride, self.padding)
 
 
-def made_stem(config: VisionConfig) -> nn.Sequential | None:
+def build_stem(config: VisionConfig) -> nn.Sequential | None:
     """Where a convolution halves, its maxima are over 3 x 3 pixels, so that neighbouring patches share some."""
     if not config.stem:
         return None
     parts: list[nn.Module] = []
     for i in range(config.stem):
-        inner, outer = numbers_per_pixel(config, i), numbers_per_pixel(config, i + 1)
-        norm = nn.GroupNorm(math.gcd(outer, max(outer // TOGETHER, 1)), outer)
+        inner, outer = count_stem_channels(config, i), count_stem_channels(config, i + 1)
+        norm = nn.GroupNorm(math.gcd(outer, max(outer // STEM_GROUP_CHANNELS, 1)), outer)
         parts += [StandardConv2d(inner, outer, 3, padding=1, bias=False), norm, nn.GELU()]
-        if halvings(config, i + 1) > halvings(config, i):
+        if count_halvings(config, i + 1) > count_halvings(config, i):
             parts.append(nn.MaxPool2d(3, stride=2, padding=1))
     return nn.Sequential(*parts)
 
 
-def halvings(config: VisionConfig, count: int) -> int:
+def count_halvings(config: VisionConfig, count: int) -> int:
     """How often the first `count` convolutions of a stem halve what they are given."""
     return count * config.stem_pool // config.stem
 
 
-def numbers_per_pixel(config: VisionConfig, count: int) -> int:
+def count_stem_channels(config: VisionConfig, count: int) -> int:
     """After the first `count` convolutions of a stem."""
-    return config.stem_width * 2 ** halvings(config, count - 1) if count else config.channels
+    return config.stem_width * 2 ** count_halvings(config, count - 1) if count else config.channels
 
 
-def patches(images: Tensor, size: int) -> Tensor:
+def split_patches(images: Tensor, size: int) -> Tensor:
     """(B, C, height, width) -> (B, N, C · size²), row by row."""
     batch, channels, height, width = images.shape
     cut = images.reshape(batch, channels, height // size, size, width // size, size)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.nn.model import FORMAT, Model, each_once, fill, kind_named
+from foci.nn.model import MODEL_FORMAT, Model, find_model_class, iter_unique_tensors, load_tensors
 from foci.runtime.safetensors_file import checksum_tensors, open_safetensors, write_tensors
 from foci.tasks import find
 from foci.tasks.task import Task
@@ -50,14 +50,14 @@ def save(
         largest: how many bytes of weights a file holds at most; None: all in one.
         weights: other weights than the model's own, by name.
     """
-    own = dict(each_once(model)) if weights is None else weights
+    own = dict(iter_unique_tensors(model)) if weights is None else weights
     stored = {key: part for name, tensor in own.items() for key, part in kept(name, tensor, storage)}
     groups = in_groups(stored, largest)
     described = {"name": task.name, "settings": asdict(task.settings), "files": task.files(), "about": about or {}}
     paths = []
     for number, group in enumerate(groups, start=1):
         file = path if largest is None else path.with_name(f"{path.stem}-{number}-of-{len(groups)}{path.suffix}")
-        header: dict[str, Any] = {"format": FORMAT, "kind": type(model).__name__, "config": asdict(model.config)}
+        header: dict[str, Any] = {"format": MODEL_FORMAT, "kind": type(model).__name__, "config": asdict(model.config)}
         header |= {"checksum": checksum_tensors(group), "part": number, "parts": len(groups)}
         metadata = {"foci": json.dumps(header)} | ({"task": json.dumps(described)} if number == 1 else {})
         write_tensors(file, group, metadata)
@@ -72,9 +72,9 @@ def load(path: Path, *, device: str | torch.device = "cpu") -> Trained:
         numbers = sorted(header.get("part", 1) for header in headers)
         if numbers != list(range(1, headers[0].get("parts", 1) + 1)):
             raise ValueError(f"expected the parts 1 to {headers[0].get('parts', 1)}, but got {numbers}")
-        kind = kind_named(Model, headers[0]["kind"])
+        kind = find_model_class(Model, headers[0]["kind"])
         model: Model = kind(kind.config_type.from_dict(headers[0]["config"]))
-        fill(model, whole(tensors))
+        load_tensors(model, whole(tensors))
         named = find(described["name"])
         task = named.from_files(named.settings_type.from_dict(described["settings"]), described["files"])
         check_vocabulary(task, asdict(model.config))
@@ -118,7 +118,7 @@ def read(paths: list[Path]) -> tuple[list[dict[str, Any]], dict[str, Tensor], di
         except Exception as error:
             raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
         header = json.loads(metadata.get("foci", "{}"))
-        if header.get("format") != FORMAT or header.get("checksum") != checksum_tensors(own):
+        if header.get("format") != MODEL_FORMAT or header.get("checksum") != checksum_tensors(own):
             raise ValueError(f"{path} is damaged or no model of foci: its header does not fit its tensors")
         headers.append(header)
         tensors |= own

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foci.nn.model import each_once
-from foci.runtime.safetensors_file import safetensors
+from foci.nn.model import iter_unique_tensors
+from foci.runtime.safetensors_file import import_safetensors
 from foci.tasks import model_file as files
 from foci.training import checkpoint
 from foci.training.evaluation import answered, mean_loss
@@ -121,7 +121,7 @@ class Selection:
 
     def read(self, step: int) -> dict[str, Tensor]:
         self.run.processes.wait()
-        loaded: dict[str, Tensor] = safetensors().load_file(self.folder / name_of(step))
+        loaded: dict[str, Tensor] = import_safetensors().load_file(self.folder / name_of(step))
         return loaded
 
     def forget(self, steps: set[int]) -> None:
@@ -140,7 +140,7 @@ def name_of(step: int) -> str:
 def whole_weights(learner: Learner) -> dict[str, Tensor]:
     """Every weight as a whole, on the CPU; all processes take part."""
     found = {}
-    for name, tensor in each_once(learner.model):
+    for name, tensor in iter_unique_tensors(learner.model):
         value = tensor.detach()
         found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
     return found
@@ -149,7 +149,7 @@ def whole_weights(learner: Learner) -> dict[str, Tensor]:
 @torch.no_grad()
 def fill(learner: Learner, weights: dict[str, Tensor]) -> None:
     """Puts whole weights into the model, of which each process takes its part."""
-    for name, tensor in each_once(learner.model):
+    for name, tensor in iter_unique_tensors(learner.model):
         value: Any = weights[name].to(tensor.device)
         if isinstance(tensor, DTensor):
             from torch.distributed.tensor import distribute_tensor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from foci.nn.model import Model, each_once
+from foci.nn.model import Model, iter_unique_tensors
 from foci.tasks.task import Task
 from foci.training.config import TrainConfig
 from foci.training.distributed import Processes, shared_out
@@ -106,7 +106,7 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint holds, by name."""
-        found = {f"model.{name}": tensor.detach() for name, tensor in each_once(self.model)}
+        found = {f"model.{name}": tensor.detach() for name, tensor in iter_unique_tensors(self.model)}
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         found |= {f"ema.{names[each]}": kept for each, kept in zip(self.parameters, self.ema, strict=False)}
         for parameter, state in self.optimizer.state.items():

@@ -18,9 +18,9 @@ import foci
 import foci.nn
 from foci.decoding import Answer, Beam, Sampling, generation, static_cache, stream
 from foci.decoding.generation import GREEDY
-from foci.decoding.sampling import Picker, narrowed
-from foci.decoding.static_cache import Fixed
-from foci.decoding.steps import Afresh
+from foci.decoding.sampling import Sampler, filter_logits
+from foci.decoding.static_cache import StaticSteps
+from foci.decoding.steps import UncachedSteps
 
 V, START, STOP = 40, 1, [2, 3]
 PROMPTS = [[5, 3, 8, 9, 1], [7, 4], [6, 2, 2]]
@@ -66,11 +66,11 @@ def in_fixed_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The steps that a GPU captures, taken here one by one; after 8 tokens they look at twice as many slots."""
     monkeypatch.setattr(static_cache, "FEWEST", 8)
     monkeypatch.setattr(
-        generation, "steps_of", lambda model, given, count, *_: Fixed(model, given, count, False, False)
+        generation, "steps_of", lambda model, given, count, *_: StaticSteps(model, given, count, False, False)
     )
-    static_cache.KEPT.clear()
+    static_cache.STEP_BUFFERS.clear()
     yield
-    static_cache.KEPT.clear()
+    static_cache.STEP_BUFFERS.clear()
 
 
 @pytest.mark.parametrize(("kind", "method"), PAIRS)
@@ -88,16 +88,16 @@ def test_cached_equals_uncached_and_padded_equals_alone(kind: str, method: str) 
 def test_fixed_buffers_give_the_same(kind: str, method: str) -> None:
     model, options = made(kind), {"new_tokens": 10, "method": METHODS[method], **starting(kind)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "steps_of", lambda model, given, *_: Afresh(model, given))
+        patch.setattr(generation, "steps_of", lambda model, given, *_: UncachedSteps(model, given))
         expected = plain(foci.generate(model, PROMPTS, **options))
     assert plain(foci.generate(model, PROMPTS, **options)) == expected
-    kept = static_cache.KEPT[model]
+    kept = static_cache.STEP_BUFFERS[model]
     # Another batch of the same shape finds the buffers of the one before.
     assert plain(foci.generate(model, PROMPTS[::-1], **options)) == expected[::-1]
-    assert static_cache.KEPT[model] is kept
+    assert static_cache.STEP_BUFFERS[model] is kept
     model.double()
     foci.generate(model, PROMPTS, **options)
-    assert static_cache.KEPT[model] is not kept
+    assert static_cache.STEP_BUFFERS[model] is not kept
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
@@ -113,14 +113,14 @@ def test_a_compiled_step_is_one_graph_for_all_steps(kind: str, monkeypatch: pyte
     monkeypatch.setattr(
         static_cache,
         "compiled_step",
-        lambda whole: torch.compile(static_cache.step, backend=backend, fullgraph=whole, dynamic=False),
+        lambda whole: torch.compile(static_cache.run_step, backend=backend, fullgraph=whole, dynamic=False),
     )
     model, options = made(kind), {"new_tokens": 6, **starting(kind)}
     expected = plain(foci.generate(model, PROMPTS, **options))
     for _ in range(2):
         assert plain(foci.generate(model, PROMPTS, compiled=True, **options)) == expected
     assert len(graphs) == 1
-    static_cache.KEPT.clear()
+    static_cache.STEP_BUFFERS.clear()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -229,7 +229,7 @@ def test_a_seed_gives_the_same_tokens(method: Sampling) -> None:
 
 def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
     shares = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    picker = Picker(Sampling(seed=0), torch.zeros(20000, 1, dtype=torch.long), None)
+    picker = Sampler(Sampling(seed=0), torch.zeros(20000, 1, dtype=torch.long), None)
     tokens, scores = picker(shares.log().expand(20000, -1))
     counts = tokens.bincount(minlength=4) / 20000
     assert float((counts - shares).abs().max()) < 0.02
@@ -253,13 +253,13 @@ def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
 def test_what_top_k_top_p_and_min_p_leave(method: Sampling, kept: list[bool]) -> None:
     order = [2, 0, 3, 1]
     logits = torch.tensor([0.5, 0.3, 0.16, 0.04]).log()[order]
-    assert narrowed(logits[None], method)[0].isfinite().tolist() == [kept[place] for place in order]
+    assert filter_logits(logits[None], method)[0].isfinite().tolist() == [kept[place] for place in order]
 
 
 def test_repetition_makes_seen_tokens_less_likely() -> None:
     """Positive logits are divided, negative ones multiplied; padding has not been seen, what was drawn has."""
     tokens, real = torch.tensor([[0, 1], [2, 1]]), torch.tensor([[False, True], [True, True]])
-    picker = Picker(Sampling(0.0, repetition=2.0), tokens, real)
+    picker = Sampler(Sampling(0.0, repetition=2.0), tokens, real)
     logits = torch.tensor([[1.0, 1.5, -1.0], [1.0, 1.5, 1.75]])
     assert picker._weighed(logits).tolist() == [[1.0, 0.75, -1.0], [1.0, 0.75, 0.875]]
     assert picker(logits)[0].tolist() == [0, 0]
@@ -416,7 +416,7 @@ def test_captured_equals_uncaptured(kind: str, method: str) -> None:
     expected = plain(foci.generate(model, PROMPTS, capture=False, **options))
     for prompts, answers in ((PROMPTS, expected), (PROMPTS[::-1], expected[::-1])):
         assert plain(foci.generate(model, prompts, capture=True, **options)) == answers
-    assert static_cache.KEPT[model].graphs
+    assert static_cache.STEP_BUFFERS[model].graphs
 
 
 @pytest.mark.gpu

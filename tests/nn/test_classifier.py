@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from foci.nn.classifier import ClassifierConfig, TextClassifier, bucket
+from foci.nn.classifier import ClassifierConfig, TextClassifier, hash_ngrams
 from tests.nn.same import assert_same
 
 
@@ -50,11 +50,11 @@ def test_the_order_of_words_is_told_by_pairs_alone() -> None:
 
 
 def test_buckets_depend_on_the_tokens_before() -> None:
-    found = bucket(torch.tensor([[4, 9, 4, 9, 2]]), 2, 2**20)[0].tolist()
+    found = hash_ngrams(torch.tensor([[4, 9, 4, 9, 2]]), 2, 2**20)[0].tolist()
     assert found[1] == found[3]
     assert len(set(found)) == 4
-    assert bucket(torch.tensor([[4]]), 3, 7).shape == (1, 1)
-    assert int(bucket(tokens(20, 12), 3, 5).max()) == 4
+    assert hash_ngrams(torch.tensor([[4]]), 3, 7).shape == (1, 1)
+    assert int(hash_ngrams(tokens(20, 12), 3, 5).max()) == 4
 
 
 @pytest.mark.parametrize("buckets", [10_000, 2**14])
@@ -63,7 +63,7 @@ def test_few_pairs_share_a_bucket(buckets: int, count: int) -> None:
     """As few as by chance: a third of 10,000 in 10,000 have no bucket of their own."""
     pairs = torch.cartesian_prod(torch.arange(100), torch.arange(100))
     given = torch.cat([torch.zeros(len(pairs), count - 2, dtype=torch.long), pairs], dim=1)
-    found = bucket(given, count, buckets)[:, -1]
+    found = hash_ngrams(given, count, buckets)[:, -1]
     by_chance = buckets * (1 - (1 - 1 / buckets) ** len(pairs))
     assert len(found.unique()) > 0.95 * by_chance
 

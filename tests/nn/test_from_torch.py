@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import foci
 import foci.nn
-from foci.nn.block import ACTIVATIONS
-from foci.nn.from_torch import Moving, take_torch_layer, take_torch_stack
+from foci.nn.block import ACTIVATION_FUNCTIONS
+from foci.nn.from_torch import TensorMapping, map_torch_layer, map_torch_stack
 from tests.nn.same import assert_same, assert_same_gradients
 from tests.tensors import randn
 
@@ -41,12 +41,12 @@ def scattered(module: nn.Module) -> Any:
 
 def by_our_names(layer: nn.Module) -> Any:
     def turned(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        moving = Moving(grads)
+        moving = TensorMapping(grads)
         if isinstance(layer, nn.Transformer):
-            take_torch_stack(moving, layer.encoder, "encoder.", "encoder.")
-            take_torch_stack(moving, layer.decoder, "decoder.", "decoder.")
+            map_torch_stack(moving, layer.encoder, "encoder.", "encoder.")
+            map_torch_stack(moving, layer.decoder, "decoder.", "decoder.")
         else:
-            take_torch_layer(moving, layer, "", "")
+            map_torch_layer(moving, layer, "", "")
         assert not moving.left
         return moving.found
 
@@ -131,7 +131,7 @@ def test_activations(module: Any, name: str) -> None:
     ours = foci.nn.load_torch_layer(theirs)
     x = randn(2, 6, WIDTH)
     assert_same(ours(x), theirs(x), slack=64)
-    assert ours.feed_forward.activation is ACTIVATIONS[name]
+    assert ours.feed_forward.activation is ACTIVATION_FUNCTIONS[name]
 
 
 def test_what_cannot_be_taken_is_refused() -> None:
@@ -141,7 +141,7 @@ def test_what_cannot_be_taken_is_refused() -> None:
         foci.nn.load_torch_transformer(nn.Linear(2, 2))  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="TransformerDecoderLayer, but got Linear"):
         foci.nn.load_torch_layer(nn.Linear(2, 2))
-    moving = Moving({"a.weight": torch.zeros(2, 2), "rest": torch.zeros(1)})
+    moving = TensorMapping({"a.weight": torch.zeros(2, 2), "rest": torch.zeros(1)})
     moving.take("weight", "a")
     with pytest.raises(ValueError, match=r"these tensors have no place in Linear: \['rest'\]"):
         moving.into(nn.Linear(2, 2))

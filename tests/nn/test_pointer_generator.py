@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import foci
-from foci.nn.pointer_generator import CopyingTransformer, taken
+from foci.nn.pointer_generator import CopyingTransformer, sum_weights_by_token
 from tests.nn.same import assert_same
 
 
@@ -20,7 +20,9 @@ def small(vocabulary: int = 20) -> CopyingTransformer:
 
 def test_words_are_taken_wherever_they_stand() -> None:
     looked = torch.tensor([[[0.5, 0.2, 0.3]]])
-    assert_same(taken(looked, torch.tensor([[4, 1, 4]]), 6), torch.tensor([[[0.0, 0.2, 0.0, 0.0, 0.8, 0.0]]]))
+    assert_same(
+        sum_weights_by_token(looked, torch.tensor([[4, 1, 4]]), 6), torch.tensor([[[0.0, 0.2, 0.0, 0.0, 0.8, 0.0]]])
+    )
 
 
 def test_logits_are_logarithms_of_probabilities_and_padding_changes_nothing() -> None:

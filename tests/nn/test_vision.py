@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import foci.nn
-from foci.nn.vision import StandardConv2d, VisionConfig, VisionTransformer, patches
+from foci.nn.vision import StandardConv2d, VisionConfig, VisionTransformer, split_patches
 from tests.nn.same import assert_same
 
 OPTIONS = [
@@ -49,9 +49,9 @@ def test_shapes_and_gradients(options: dict[str, Any]) -> None:
 
 def test_patches_are_cut_row_by_row() -> None:
     image = torch.arange(16).view(1, 1, 4, 4)
-    assert patches(image, 2).tolist() == [[[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]]
+    assert split_patches(image, 2).tolist() == [[[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]]
     both = torch.stack([image[0, 0], -image[0, 0]])[None]
-    assert patches(both, 2)[0, 1].tolist() == [2, 3, 6, 7, -2, -3, -6, -7]
+    assert split_patches(both, 2)[0, 1].tolist() == [2, 3, 6, 7, -2, -3, -6, -7]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=by_name)
@@ -172,12 +172,12 @@ def test_a_stem_sees_beyond_a_patch_and_takes_no_padding() -> None:
     changed = image.clone()
     changed[0, 0, 0, 0] += 1.0
     plain = small()
-    inputs = [patches(image, 2), patches(changed, 2)]
+    inputs = [split_patches(image, 2), split_patches(changed, 2)]
     assert model(image).logits.shape == (1, 4)
     assert model.stem is not None
     assert plain.stem is None
     assert torch.equal(inputs[0][0, 1], inputs[1][0, 1])
-    assert not torch.equal(patches(model.stem(image), 2)[0, 1], patches(model.stem(changed), 2)[0, 1])
+    assert not torch.equal(split_patches(model.stem(image), 2)[0, 1], split_patches(model.stem(changed), 2)[0, 1])
     with pytest.raises(ValueError, match="takes images of one size, but got padding"):
         model(image, padding=torch.ones(1, 4, 4, dtype=torch.bool))
 
