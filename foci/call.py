@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from foci import backends, statistics
-from foci.arguments import Call, prepare
+from foci.arguments import Call, prepare_call
 from foci.biases import Bias
 from foci.masks.base import Mask
 from foci.scores import Dot, Score
 from foci.weights.weights import Weights
 
-DOT = Dot()
+DEFAULT_SCORE = Dot()
 Positions = tuple[Tensor | None, Tensor | None]
 
 
@@ -59,7 +59,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    score: Score = DOT,
+    score: Score = DEFAULT_SCORE,
     mask: Mask | Tensor | None = None,
     bias: Bias | Tensor | None = None,
     sink: Tensor | None = None,
@@ -107,7 +107,7 @@ def attention(
         seen: Any = handle_torch_function(attention, (query, key, value), query, key, value, **options)  # type: ignore[arg-type]
         return seen  # type: ignore[no-any-return]
     if (
-        score is DOT
+        score is DEFAULT_SCORE
         and bias is None
         and sink is None
         and positions is None
@@ -115,14 +115,14 @@ def attention(
         and dropout == 0
         and not return_weights
     ):
-        everyday = backends.everyday(query, key, value, mask)
+        everyday = backends.run_plain_call(query, key, value, mask)
         if everyday is not None:
             return everyday
-    call = prepare(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
+    call = prepare_call(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
     out, lse = backends.run(call, backend)
     if sink is not None:
         assert lse is not None
-        out, lse = with_sink(call, out, lse)
+        out, lse = apply_sink(call, out, lse)
     out = call.restore(out) if out.dim() != query.dim() or out.shape[:-1] != query.shape[:-1] else out
     if not return_weights:
         return out
@@ -130,7 +130,7 @@ def attention(
     return out, Weights.of(call, lse)
 
 
-def with_sink(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def apply_sink(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """One more column that takes attention and gives no value: out · sigmoid(lse - s)."""
     assert call.sink is not None
     logit = call.sink.to(lse.dtype).view(1, -1, 1)
@@ -146,7 +146,7 @@ def plan(
     key: Tensor,
     value: Tensor,
     *,
-    score: Score = DOT,
+    score: Score = DEFAULT_SCORE,
     mask: Mask | Tensor | None = None,
     bias: Bias | Tensor | None = None,
     sink: Tensor | None = None,
@@ -162,8 +162,8 @@ def plan(
     >>> foci.plan(q, q, q, mask=foci.causal).chosen
     'sdpa'
     """
-    call = prepare(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
-    found = backends.plan(call, backend)
+    call = prepare_call(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
+    found = backends.make_plan(call, backend)
     if return_weights:
         found.notes["statistics"] = f"statistics of the weights: {statistics.who(call)}"
     return found

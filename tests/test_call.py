@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foci
-from foci.backends import NAMES, strips
+from foci.backends import BACKEND_NAMES, strips
 from foci.masks.base import as_mask
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
 from tests.tensors import qkv, randn
@@ -171,7 +171,9 @@ def test_a_plan_prints_as_a_table() -> None:
     plan = foci.plan(q, k, v, mask=foci.window(2))
     lines = str(plan).splitlines()
     assert plan.chosen == "blocked"
-    assert [line.split()[0] for line in lines if not line.startswith("->")] == [n for n in NAMES if n != "blocked"]
+    assert [line.split()[0] for line in lines if not line.startswith("->")] == [
+        n for n in BACKEND_NAMES if n != "blocked"
+    ]
     assert [line.split() for line in lines if line.startswith("->")] == [["->", "blocked", "chosen"]]
     assert "the mask window(2) would have to be built as a dense tensor" in next(
         line for line in lines if " sdpa" in line

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import foci
-from foci.backends.additive_cpu import Scores
+from foci.backends.additive_cpu import AdditiveScores
 from foci.backends.sdpa import cuda
 from foci.backends.sdpa.cpu import cpu_flash, cpu_flash_backward
 from foci.weights.dense_attention import attention_with_matrix
@@ -27,7 +27,7 @@ def with_lse(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Results:
 
 
 def on_cuda(q: Tensor, k: Tensor, v: Tensor) -> Results:
-    out, lse = cuda.WithLse.apply(q, k, v, None, "flash", 0.5, True, 0.0)  # type: ignore[no-untyped-call]
+    out, lse = cuda.FusedAttentionWithLse.apply(q, k, v, None, "flash", 0.5, True, 0.0)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -39,7 +39,7 @@ def loss(q: Tensor, k: Tensor, v: Tensor) -> Results:
 RUNS: dict[str, Run] = {
     "Streamed": lambda q, k, v: with_lse(q, k, v, mask=foci.causal, backend="blocked"),
     "CpuFlash": lambda q, k, v: with_lse(q, k, v, mask=foci.causal, backend="sdpa"),
-    "Scores": lambda q, k, v: (Scores.apply(q, k, v[0, :, 0]),),  # type: ignore[no-untyped-call]
+    "Scores": lambda q, k, v: (AdditiveScores.apply(q, k, v[0, :, 0]),),  # type: ignore[no-untyped-call]
     "Once": lambda q, k, v: attention_with_matrix(q, k, v, bias=v[0, 0, :, :1].mT),
     "WithLse": on_cuda,
     "TokenLoss": loss,

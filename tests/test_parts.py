@@ -72,7 +72,7 @@ def test_the_pass_of_a_gpu(kind: str, masked: bool, place: tuple[slice, slice]) 
 def test_attention_with_a_bias_by_distance(kind: str, masked: bool, place: tuple[slice, slice]) -> None:
     pytest.importorskip("triton")
     part = call_of(per_head(kind), seen_per_head() if masked else foci.causal, DEVICE).part(*place)
-    assert triton.launcher_of(part) is not None
+    assert triton.find_launcher(part) is not None
     for found, expected in zip(triton.run(part), reference.run(part), strict=True):
         assert found is not None
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)

@@ -24,11 +24,11 @@ from foci.runtime.double_backward import make_distinct_views
 from foci.scores import Additive
 
 # Up to here e^2a and e^-2a are floats of full precision.
-NEAR = 43.0
+MAX_EXPONENTIAL_INPUT = 43.0
 
 # Terms of a block in torch, and its rows: what stays in a core's cache.
-TERMS = 2**19
-ROWS = 32
+TERMS_PER_BLOCK = 2**19
+ROWS_PER_BLOCK = 32
 
 # Exponentials of the keys pay off from so many queries on.
 MIN_QUERIES_FOR_EXPONENTIALS = 4
@@ -42,34 +42,34 @@ STRUCT_POINTERS = (
 )
 STRUCT_SIZES = ("pairs", "heads", "group", "query_count", "key_count", "panel_count", "width", "parts", "exponentials")
 
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
-class Quick(Additive):
+class FastAdditive(Additive):
     """The same score, computed here."""
 
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
         if 0 in q.shape or 0 in k.shape:
             return Additive(self.weight).raw(q, k)
         weight = self.weight.to(q.dtype).expand(q.shape[1], q.shape[3])
-        return Scores.apply(q, k, weight)  # type: ignore[no-any-return, no-untyped-call]
+        return AdditiveScores.apply(q, k, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def quickened(call: Call) -> Call:
+def with_fast_additive(call: Call) -> Call:
     """The call with its additive score computed here, where it is one that this serves.
 
     Whoever looks through operations (a compiler, torch.func) is given those of the formula.
     """
     if type(call.score) is not Additive or call.wide != torch.float32 or call.q.device.type != "cpu":
         return call
-    unusual = any(type(tensor) not in PLAIN for tensor in (call.q, call.k, call.score.weight))
+    unusual = any(type(tensor) not in PLAIN_TENSOR_TYPES for tensor in (call.q, call.k, call.score.weight))
     if unusual or is_traced(call.q) or call.transformed:
         return call
-    return replace(call, score=Quick(call.score.weight))
+    return replace(call, score=FastAdditive(call.score.weight))
 
 
-class Scores(torch.autograd.Function):
+class AdditiveScores(torch.autograd.Function):
     """Keeps the inputs alone; a gradient that shall have a gradient itself is that of the formula."""
 
     @staticmethod
@@ -77,7 +77,7 @@ class Scores(torch.autograd.Function):
         ctx.save_for_backward(q, k, weight)
         if missing_c_library() is None:
             return compute_scores_in_c(q, k, weight)
-        return in_blocks(q, k, weight)
+        return compute_scores_in_blocks(q, k, weight)
 
     @staticmethod
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
@@ -89,29 +89,29 @@ class Scores(torch.autograd.Function):
                 found = iter(torch.autograd.grad(Additive(weight).raw(q, k), wanted, slopes, create_graph=True))
             return tuple(next(found) if tensor.requires_grad else None for tensor in (q, k, weight))
         if missing_c_library() is None:
-            return compute_gradients_in_c(q, k, weight, slopes, is_near(q, k))
-        return gradients_in_blocks(q, k, weight, slopes)
+            return compute_gradients_in_c(q, k, weight, slopes, has_exact_exponentials(q, k))
+        return compute_gradients_in_blocks(q, k, weight, slopes)
 
 
-def is_near(q: Tensor, k: Tensor) -> bool:
+def has_exact_exponentials(q: Tensor, k: Tensor) -> bool:
     """Whether all exponentials are floats of full precision; NaN is not."""
-    return all(float(edge.abs()) <= NEAR for x in (q.detach(), k.detach()) for edge in x.aminmax())
+    return all(float(edge.abs()) <= MAX_EXPONENTIAL_INPUT for x in (q.detach(), k.detach()) for edge in x.aminmax())
 
 
-def in_blocks(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
+def compute_scores_in_blocks(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
     """(B, H, R, D), (B, G, C, D) and (H, D) -> (B, H, R, C)."""
     scores = q.new_empty(*q.shape[:3], k.shape[2])
-    near = is_near(q, k)
+    near = has_exact_exponentials(q, k)
     left, right = ((2.0 * q).exp_(), (2.0 * k).exp_()) if near else (q, k)
-    room = room_of(q, k)
-    for place, columns in blocks(q, k):
+    room = allocate_block_buffer(q, k)
+    for place, columns in iterate_blocks(q, k):
         b, h, rows = place
-        x = shares(left[place], right[b, h * k.shape[1] // q.shape[1], columns], near, room)
+        x = sigmoid_terms(left[place], right[b, h * k.shape[1] // q.shape[1], columns], near, room)
         scores[b, h, rows, columns] = (x.flatten(0, 1) @ weight[h]).view(x.shape[:2])
     return torch.add(weight.sum(-1).view(-1, 1, 1), scores, alpha=-2.0)
 
 
-def shares(left: Tensor, right: Tensor, near: bool, room: Tensor) -> Tensor:
+def sigmoid_terms(left: Tensor, right: Tensor, near: bool, room: Tensor) -> Tensor:
     """1 / (1 + e^2(q + k)), which is half of 1 - tanh(q + k): (r, D) and (c, D) -> (r, c, D), in the given room."""
     x = room[: left.shape[0] * right.numel()].view(left.shape[0], *right.shape)
     left = left.unsqueeze(1)
@@ -120,16 +120,16 @@ def shares(left: Tensor, right: Tensor, near: bool, room: Tensor) -> Tensor:
     return torch.add(left, right, out=x).tanh_().mul_(-0.5).add_(0.5)
 
 
-def gradients_in_blocks(q: Tensor, k: Tensor, weight: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def compute_gradients_in_blocks(q: Tensor, k: Tensor, weight: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """With the shares s: sums of slope 4 w (s - s²) for queries and keys, and of slope (1 - 2 s) for the weight."""
-    near = is_near(q, k)
+    near = has_exact_exponentials(q, k)
     left, right = ((2.0 * q).exp_(), (2.0 * k).exp_()) if near else (q, k)
-    room = room_of(q, k)
+    room = allocate_block_buffer(q, k)
     d_q, d_k, d_weight = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(weight)
-    for place, columns in blocks(q, k):
+    for place, columns in iterate_blocks(q, k):
         b, h, rows = place
         key_place = b, h * k.shape[1] // q.shape[1], columns
-        x = shares(left[place], right[key_place], near, room)
+        x = sigmoid_terms(left[place], right[key_place], near, room)
         slope = slopes[b, h, rows, columns].unsqueeze(-1)
         d_weight[h] += slope.flatten() @ x.flatten(0, 1)
         x.addcmul_(x, x, value=-1.0).mul_(slope)
@@ -138,21 +138,21 @@ def gradients_in_blocks(q: Tensor, k: Tensor, weight: Tensor, slopes: Tensor) ->
     return d_q.mul_(4.0), d_k.mul_(4.0), slopes.sum((0, 2, 3)).unsqueeze(-1) - 2.0 * d_weight
 
 
-def block_size(q: Tensor, k: Tensor) -> tuple[int, int]:
-    rows = min(ROWS, q.shape[2])
-    return rows, min(max(TERMS // (rows * q.shape[3]), 1), k.shape[2])
+def block_shape(q: Tensor, k: Tensor) -> tuple[int, int]:
+    rows = min(ROWS_PER_BLOCK, q.shape[2])
+    return rows, min(max(TERMS_PER_BLOCK // (rows * q.shape[3]), 1), k.shape[2])
 
 
-def room_of(q: Tensor, k: Tensor) -> Tensor:
+def allocate_block_buffer(q: Tensor, k: Tensor) -> Tensor:
     """For the terms of any block: memory that is new for each of them costs more than what is done in it."""
-    rows, columns = block_size(q, k)
+    rows, columns = block_shape(q, k)
     return q.new_empty(rows * columns * q.shape[3])
 
 
-def blocks(q: Tensor, k: Tensor) -> Iterator[tuple[tuple[int, int, slice], slice]]:
+def iterate_blocks(q: Tensor, k: Tensor) -> Iterator[tuple[tuple[int, int, slice], slice]]:
     """Some queries of a head and some keys at a time, few enough to stay in cache."""
     batch, heads, queries, _ = q.shape
-    rows, step = block_size(q, k)
+    rows, step = block_shape(q, k)
     for b in range(batch):
         for h in range(heads):
             for row in range(0, queries, rows):
@@ -234,7 +234,9 @@ def fill_struct(tensors: dict[str, Tensor], **more: int) -> AdditiveStruct:
 
 def run_c_function(function: Any, work: AdditiveStruct) -> None:
     work.next = 0
-    native.run_in_threads(function, work, choose_thread_count(work.pairs * work.query_count * work.key_count * work.width))
+    native.run_in_threads(
+        function, work, choose_thread_count(work.pairs * work.query_count * work.key_count * work.width)
+    )
     if work.failed:
         raise MemoryError("there is no memory for the few queries that are compared at once")
 

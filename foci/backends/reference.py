@@ -22,23 +22,23 @@ def refuses(call: Call) -> list[str]:
     return []
 
 
-def hesitates(call: Call) -> list[str]:
+def refuses_by_default(call: Call) -> list[str]:
     return ["it builds the matrix: name backend='reference' to use it"]
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:
     where = call.everything()
-    weights, lse = softmax(logits(call, call.q, call.k, where))
-    return mix(call, weights, call.v, where).to(call.q.dtype), lse
+    weights, lse = softmax_with_lse(compute_logits(call, call.q, call.k, where))
+    return apply_weights(call, weights, call.v, where).to(call.q.dtype), lse
 
 
-def logits(call: Call, q: Tensor, k: Tensor, where: Tile) -> Tensor:
+def compute_logits(call: Call, q: Tensor, k: Tensor, where: Tile) -> Tensor:
     """How much each query wants to look at each key; -inf where it may not."""
-    finished = unmasked_logits(call, q, k, where)
+    finished = compute_unmasked_logits(call, q, k, where)
     return finished if call.mask is None else finished.masked_fill(~call.mask.visible(where), -torch.inf)
 
 
-def unmasked_logits(call: Call, q: Tensor, k: Tensor, where: Tile) -> Tensor:
+def compute_unmasked_logits(call: Call, q: Tensor, k: Tensor, where: Tile) -> Tensor:
     """softcap(scale · raw) + bias, in float32 at least."""
     q, k = q.to(call.wide), k.to(call.wide)
     raw = call.score.raw(q, k)
@@ -48,7 +48,7 @@ def unmasked_logits(call: Call, q: Tensor, k: Tensor, where: Tile) -> Tensor:
     return finished if added is None else finished + added
 
 
-def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+def softmax_with_lse(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The weights and the log-sum-exp; a row that sees nothing has weights 0 and log-sum-exp -inf."""
     if logits.shape[-1] == 0:
         # The sum of nothing keeps the log-sum-exp in the graph.
@@ -63,9 +63,9 @@ def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return exponentials / total, lse.squeeze(-1)
 
 
-def mix(call: Call, weights: Tensor, v: Tensor, where: Tile) -> Tensor:
+def apply_weights(call: Call, weights: Tensor, v: Tensor, where: Tile) -> Tensor:
     """The weighted sum of the values, and what a relative bias adds to it."""
-    weights = dropped(weights, call, where) if call.dropout else weights
+    weights = apply_dropout(weights, call, where) if call.dropout else weights
     v = v.to(weights.dtype)
     # The rows of heads that share keys, counted rather than left to -1: there may be no keys.
     rows = weights.shape[1] // max(v.shape[1], 1) * weights.shape[2]
@@ -74,17 +74,17 @@ def mix(call: Call, weights: Tensor, v: Tensor, where: Tile) -> Tensor:
     return out if extra is None else out + extra
 
 
-def dropped(weights: Tensor, call: Call, where: Tile) -> Tensor:
+def apply_dropout(weights: Tensor, call: Call, where: Tile) -> Tensor:
     """Dropout by a hash of (seed, sequence, head, query, key): the same for any tiling, and again in the backward."""
     assert call.seed is not None
-    noise = mixed(call.seed + where.batch)
+    noise = hash_32_bits(call.seed + where.batch)
     for index in (where.head, where.query, where.key):
-        noise = mixed(noise * 5 + index)
+        noise = hash_32_bits(noise * 5 + index)
     keep = noise >= int(call.dropout * 2**32)
     return torch.where(keep, weights / (1.0 - call.dropout), 0.0)
 
 
-def mixed(x: Tensor) -> Tensor:
+def hash_32_bits(x: Tensor) -> Tensor:
     """A 32-bit integer hash in 64-bit arithmetic."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
     x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF

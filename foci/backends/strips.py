@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foci.arguments import Call
 from foci.backends import reference
-from foci.backends.additive_cpu import quickened
+from foci.backends.additive_cpu import with_fast_additive
 from foci.masks.ranges import KeyRanges, Segment
 from foci.runtime.checks import is_capturing_cuda_graph, is_traced
 
@@ -126,7 +126,9 @@ def strip_logits(call: Call, strip: Strip, hidden: float = -torch.inf) -> Tensor
 
 def segment_logits(call: Call, q: Tensor, rows: slice, segment: Segment, hidden: float) -> Tensor:
     columns = slice(segment.start, segment.stop)
-    unmasked = reference.unmasked_logits(quickened(call), q, slice_tokens(call.k, columns), call.where(rows, columns))
+    unmasked = reference.compute_unmasked_logits(
+        with_fast_additive(call), q, slice_tokens(call.k, columns), call.where(rows, columns)
+    )
     mask_segment_edges(call, unmasked, rows, segment, hidden)
     return unmasked
 

@@ -17,36 +17,36 @@ LAUNCHERS: tuple[ModuleType, ...] = (additive, distance_bias)
 
 
 def refuses(call: Call) -> list[str]:
-    reasons = device_reasons(call)
-    if launcher_of(call) is None:
+    reasons = device_refusals(call)
+    if find_launcher(call) is None:
         reasons += dict.fromkeys(reason for launcher in LAUNCHERS for reason in launcher.refuses(call))
     return reasons
 
 
-def hesitates(call: Call) -> list[str]:
+def refuses_by_default(call: Call) -> list[str]:
     """Reasons not to be chosen unless it is named."""
-    return ["Triton's interpreter is for tests: name backend='triton' to use it"] if on_cpu(call) else []
+    return ["Triton's interpreter is for tests: name backend='triton' to use it"] if is_on_cpu(call) else []
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
-    launcher = launcher_of(call)
+    launcher = find_launcher(call)
     assert launcher is not None
     return launcher.run(call)  # type: ignore[no-any-return]
 
 
-def launcher_of(call: Call) -> ModuleType | None:
+def find_launcher(call: Call) -> ModuleType | None:
     return next((launcher for launcher in LAUNCHERS if not launcher.refuses(call)), None)
 
 
-def device_reasons(call: Call) -> list[str]:
+def device_refusals(call: Call) -> list[str]:
     if call.mapped or call.transformed:
         return ["it does not run inside torch.func transforms: give the batch dimension to the call instead"]
     if not has_triton():
         return ["triton is not installed"]
-    if call.extent.device.type == "cuda" or (on_cpu(call) and is_triton_interpreted()):
+    if call.extent.device.type == "cuda" or (is_on_cpu(call) and is_triton_interpreted()):
         return []
     return [f"the queries are on {call.extent.device.type}, not on cuda"]
 
 
-def on_cpu(call: Call) -> bool:
+def is_on_cpu(call: Call) -> bool:
     return call.extent.device.type == "cpu"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foci.arguments import Call
-from foci.backends.additive_cpu import NEAR, is_near
+from foci.backends.additive_cpu import MAX_EXPONENTIAL_INPUT, has_exact_exponentials
 from foci.backends.strips import LOG2_E
 from foci.biases import ALiBi, Buckets
 from foci.gpu import mask_inputs
@@ -97,8 +97,8 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
     if wanted is not None and wanted.picture is not None and wanted.picture[2] != "mean":
         reasons.append("a picture of maxima")
     reasons += too_small(call) or mask_inputs.refuses(call)
-    if not reasons and isinstance(call.score, Additive) and not is_near(call.q, call.k):
-        reasons.append(f"an additive score of numbers beyond {NEAR:g}")
+    if not reasons and isinstance(call.score, Additive) and not has_exact_exponentials(call.q, call.k):
+        reasons.append(f"an additive score of numbers beyond {MAX_EXPONENTIAL_INPUT:g}")
     # Asked last: the answer may cost a second of compiling.
     missing = None if reasons else native.why_unavailable("strip")
     return reasons if missing is None else [missing]

@@ -183,7 +183,7 @@ def add_picture(
 
 def softened(call: Call, strip: Strip, averaged: bool) -> Tensor:
     """The strip's weights with the whole softmax in the graph, so that gradients through them are right."""
-    weights, lse = reference.softmax(strips.strip_logits(call, strip))
+    weights, lse = reference.softmax_with_lse(strips.strip_logits(call, strip))
     if call.sink is not None:
         logit = call.sink.to(lse.dtype).view(1, -1, 1)
         weights = weights * torch.sigmoid(finite(lse) - logit).unsqueeze(-1)

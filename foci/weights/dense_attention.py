@@ -108,8 +108,8 @@ def input_gradients(
 def compute_traceable(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     """As the reference does it: operations that a compiler can see through."""
     where = call.everything()
-    weights, _ = reference.softmax(reference.logits(call, call.q, call.k, where))
-    out = reference.mix(call, weights, call.v, where).to(call.q.dtype)
+    weights, _ = reference.softmax_with_lse(reference.compute_logits(call, call.q, call.k, where))
+    out = reference.apply_weights(call, weights, call.v, where).to(call.q.dtype)
     return out, weights.mean(1) if average else weights
 
 
@@ -141,7 +141,7 @@ def add_strip(call: Call, strip: strips.Strip, out: Tensor, entries: Tensor, ave
         return
     powers, share = exponentiate_strip(call, strip)
     for columns, piece in strips.split_by_segment(strip, powers):
-        found = reference.mix(call, piece, call.v[:, :, columns], call.where(strip.rows, columns))
+        found = reference.apply_weights(call, piece, call.v[:, :, columns], call.where(strip.rows, columns))
         out += found.mul_(share)
         place = entries[..., columns]
         if averaged is None:

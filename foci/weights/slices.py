@@ -51,7 +51,7 @@ def entries_from_lse(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, ave
     if isinstance(call.bias, DenseBias) and bool((lse.abs() > MAX_PRECISE_LSE).any()):
         # Somebody masks with -1e9: whole rows still know what the log-sum-exp does not.
         return entries_from_full_rows(call, rows, columns, averaged)
-    logits = reference.logits(call, call.q[:, :, rows], call.k[:, :, columns], tile_at(call, rows, columns))
+    logits = reference.compute_logits(call, call.q[:, :, rows], call.k[:, :, columns], tile_at(call, rows, columns))
     weights = logits.sub_(lse.unsqueeze(-1)).exp_()
     return weights.mean(1, keepdim=True) if averaged else weights
 
@@ -59,8 +59,8 @@ def entries_from_lse(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, ave
 def entries_from_full_rows(call: Call, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
     """Normalised by themselves, so in the graph: a log-sum-exp from outside it would give wrong gradients."""
     everything = torch.arange(call.k.shape[2], device=call.k.device)
-    logits = reference.logits(call, call.q[:, :, rows], call.k, tile_at(call, rows, everything))
-    weights, row_lse = reference.softmax(logits)
+    logits = reference.compute_logits(call, call.q[:, :, rows], call.k, tile_at(call, rows, everything))
+    weights, row_lse = reference.softmax_with_lse(logits)
     if call.sink is not None:
         weights = weights * torch.sigmoid(finite(row_lse) - call.sink.to(row_lse.dtype).view(1, -1, 1)).unsqueeze(-1)
     weights = weights[..., columns]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import foci
 from foci.backends import additive_cpu, strips
-from foci.backends.additive_cpu import Quick, quickened
+from foci.backends.additive_cpu import FastAdditive, with_fast_additive
 from foci.scores import Additive
 from tests.allocation import LargestTensor
 from tests.tensors import qkv, randn
@@ -77,7 +77,7 @@ def solved(function: object, given: list[Tensor], slopes: Tensor) -> list[Tensor
 def test_scores_and_gradients_are_those_of_the_formula(way: str, shape: tuple[int, ...], size: str) -> None:
     given = tensors(shape, size)
     slopes = randn(*shape[:2], shape[3], shape[4], seed=3)
-    found = solved(lambda q, k, w: Quick(w).raw(q, k), given, slopes)
+    found = solved(lambda q, k, w: FastAdditive(w).raw(q, k), given, slopes)
     true = solved(formula, [tensor.double() for tensor in given], slopes)
     # A few eps times Σ|w|: so much a sum of rounded tanh may lose.
     most = 3 * EPS * float(given[2].abs().sum(-1).max())
@@ -93,7 +93,7 @@ def test_scores_and_gradients_are_those_of_the_formula(way: str, shape: tuple[in
 def test_large_and_opposite(way: str, a: float, b: float, queries: int) -> None:
     q, k, weight = torch.full((1, 1, queries, 3), a), torch.full((1, 1, 20, 3), b), randn(1, 3)
     slopes = torch.ones(1, 1, queries, 20)
-    found = solved(lambda q, k, w: Quick(w).raw(q, k), [q, k, weight], slopes)
+    found = solved(lambda q, k, w: FastAdditive(w).raw(q, k), [q, k, weight], slopes)
     true = solved(formula, [q.double(), k.double(), weight.double()], slopes)
     for one, other in zip(found, true, strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-6, rtol=4e-6)
@@ -102,7 +102,7 @@ def test_large_and_opposite(way: str, a: float, b: float, queries: int) -> None:
 def test_an_outlier_costs_its_neighbours_nothing(way: str) -> None:
     q, k, weight = tensors(SHAPES[1])
     q[0, 0, 3, 5], k[0, 1, 7, 2] = 90.0, -120.0
-    scores = Quick(weight).raw(q, k).double()
+    scores = FastAdditive(weight).raw(q, k).double()
     torch.testing.assert_close(scores, formula(q.double(), k.double(), weight.double()), atol=3e-5, rtol=0)
 
 
@@ -110,7 +110,7 @@ def test_an_outlier_costs_its_neighbours_nothing(way: str) -> None:
 def test_what_is_not_a_number_shows(way: str, value: float) -> None:
     q, k, weight = tensors(SHAPES[1])
     q[0, 1, 2, 3] = value
-    scores, exact = Quick(weight).raw(q, k), formula(q, k, weight)
+    scores, exact = FastAdditive(weight).raw(q, k), formula(q, k, weight)
     assert torch.equal(scores.isnan(), exact.isnan())
     torch.testing.assert_close(scores, exact, equal_nan=True, atol=3e-5, rtol=0)
 
@@ -123,7 +123,7 @@ def test_a_gradient_has_a_gradient(way: str) -> None:
         return torch.autograd.grad(first.square().sum(), leaves)
 
     given = tensors(SHAPES[0])
-    found = twice(lambda q, k, w: Quick(w).raw(q, k), given)
+    found = twice(lambda q, k, w: FastAdditive(w).raw(q, k), given)
     true = twice(formula, [tensor.double() for tensor in given])
     for one, other in zip(found, true, strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-4 * float(other.abs().max()), rtol=0)
@@ -134,9 +134,9 @@ def test_threads_change_nothing_of_the_scores(monkeypatch: pytest.MonkeyPatch) -
         pytest.skip(f"nothing is compiled here: {MISSING}")
     given = tensors((1, 1, 1, 150, 1100, 20))
     slopes = randn(1, 1, 150, 1100)
-    alone = solved(lambda q, k, w: Quick(w).raw(q, k), given, slopes)
+    alone = solved(lambda q, k, w: FastAdditive(w).raw(q, k), given, slopes)
     monkeypatch.setattr(additive_cpu, "choose_thread_count", lambda terms: 3)
-    several = solved(lambda q, k, w: Quick(w).raw(q, k), given, slopes)
+    several = solved(lambda q, k, w: FastAdditive(w).raw(q, k), given, slopes)
     assert torch.equal(alone[0], several[0])
     for one, other in zip(alone[1:], several[1:], strict=True):
         torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
@@ -146,7 +146,7 @@ def test_threads_change_nothing_of_the_scores(monkeypatch: pytest.MonkeyPatch) -
 def test_a_call_on_a_cpu_is_served_by_it(dtype: torch.dtype) -> None:
     q, k, v = qkv(dtype=dtype)
     weight = randn(8, seed=4, dtype=dtype)
-    with mock.patch.object(Quick, "raw", autospec=True, side_effect=Quick.raw) as raw:
+    with mock.patch.object(FastAdditive, "raw", autospec=True, side_effect=FastAdditive.raw) as raw:
         found = foci.attention(q, k, v, score=foci.Additive(weight), mask=foci.causal)
     assert raw.call_count == 1
     true = foci.attention(q.double(), k.double(), v.double(), score=foci.Additive(weight.double()), mask=foci.causal)
@@ -156,12 +156,14 @@ def test_a_call_on_a_cpu_is_served_by_it(dtype: torch.dtype) -> None:
 def test_whoever_looks_through_operations_is_given_the_formula() -> None:
     q, k, v = qkv()
     score = foci.Additive(randn(8, seed=4))
-    with mock.patch.object(Quick, "raw", side_effect=AssertionError):
+    with mock.patch.object(FastAdditive, "raw", side_effect=AssertionError):
         torch.func.grad(lambda q: foci.attention(q, k, v, score=score).sum())(q)
         torch.compile(lambda q: foci.attention(q, k, v, score=score), backend="aot_eager", fullgraph=True)(q)
         foci.attention(q.double(), k.double(), v.double(), score=foci.Additive(randn(8).double()))
         assert (
-            quickened(foci.arguments.prepare_call(q, k, v, foci.Dot(), None, None, None, None, 0.0, False)).score
+            with_fast_additive(
+                foci.arguments.prepare_call(q, k, v, foci.Dot(), None, None, None, None, 0.0, False)
+            ).score
             == foci.Dot()
         )
 
@@ -185,5 +187,9 @@ def test_memory_grows_with_the_length_alone(way: str) -> None:
     q, k, v = (randn(1, 1, 240, 16, seed=seed).requires_grad_() for seed in range(3))
     with mock.patch.object(strips, "MAX_CPU_STRIP_ENTRIES", 2**12), LargestTensor() as seen:
         foci.attention(q, k, v, score=foci.Additive(randn(16))).sum().backward()
-    inputs, strip, block = 240 * 16, 2**12 * torch.get_num_threads(), 0 if way == "compiled" else additive_cpu.TERMS
+    inputs, strip, block = (
+        240 * 16,
+        2**12 * torch.get_num_threads(),
+        0 if way == "compiled" else additive_cpu.TERMS_PER_BLOCK,
+    )
     assert seen.largest <= max(2 * inputs, strip, block)

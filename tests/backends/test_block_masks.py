@@ -11,7 +11,14 @@ from torch import Tensor
 import foci
 from foci.arguments import Call, prepare_call
 from foci.backends.flex import block_masks
-from foci.backends.flex.block_masks import BLOCK, Tables, blocks_of, count, listed, tables
+from foci.backends.flex.block_masks import (
+    BLOCK_SIZE,
+    BlockTables,
+    build_block_lists,
+    build_tables,
+    count_blocks,
+    list_blocks,
+)
 from foci.masks.base import Mask
 from foci.scores import Dot
 
@@ -24,18 +31,20 @@ def call_of(mask: Mask | Tensor, queries: int, keys: int, positions: tuple[Tenso
     return prepare_call(q, k, k, Dot(), mask, None, None, positions, 0.0, False)
 
 
-def true_tables(call: Call) -> Tables:
+def true_tables(call: Call) -> BlockTables:
     """Each block looked at, entry by entry."""
     assert call.mask is not None
     queries, keys = call.q.shape[2], call.k.shape[2]
     visible = call.mask.visible(call.everything()).broadcast_to(call.q.shape[0], HEADS, queries, keys)
-    some = torch.zeros(*visible.shape[:2], count(queries), count(keys), dtype=torch.bool)
+    some = torch.zeros(*visible.shape[:2], count_blocks(queries), count_blocks(keys), dtype=torch.bool)
     every = some.clone()
-    for i in range(count(queries)):
-        for j in range(count(keys)):
-            block = visible[:, :, i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK].flatten(2)
+    for i in range(count_blocks(queries)):
+        for j in range(count_blocks(keys)):
+            block = visible[:, :, i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE, j * BLOCK_SIZE : (j + 1) * BLOCK_SIZE].flatten(
+                2
+            )
             some[:, :, i, j], every[:, :, i, j] = block.any(-1), block.all(-1)
-    return Tables(some, every)
+    return BlockTables(some, every)
 
 
 def ids(length: int) -> Tensor:
@@ -67,7 +76,7 @@ MASKS = {
 def test_no_block_is_lost(name: str, shape: tuple[int, int]) -> None:
     call = call_of(MASKS[name](*shape), *shape)
     assert call.mask is not None
-    found, true = tables(call.mask, call), true_tables(call)
+    found, true = build_tables(call.mask, call), true_tables(call)
     assert bool((found.some | ~true.some).all()), "a block that holds something is said to be empty"
     assert bool((~found.every | true.every).all()), "a block that is not full is said to be full"
 
@@ -77,7 +86,7 @@ def test_no_block_is_lost(name: str, shape: tuple[int, int]) -> None:
 def test_the_tables_of_these_masks_are_exact(name: str, shape: tuple[int, int]) -> None:
     call = call_of(MASKS[name](*shape), *shape)
     assert call.mask is not None
-    for found, true in zip(tables(call.mask, call), true_tables(call), strict=True):
+    for found, true in zip(build_tables(call.mask, call), true_tables(call), strict=True):
         assert torch.equal(found.broadcast_to(true.shape), true)
 
 
@@ -86,20 +95,20 @@ def test_given_positions_are_looked_up(name: str) -> None:
     positions = (torch.randperm(600)[:300], torch.arange(400).flip(0))
     call = call_of(MASKS[name](300, 400), 300, 400, positions)
     assert call.mask is not None
-    for found, true in zip(tables(call.mask, call), true_tables(call), strict=True):
+    for found, true in zip(build_tables(call.mask, call), true_tables(call), strict=True):
         assert torch.equal(found.broadcast_to(true.shape), true)
 
 
 def test_rows_are_looked_up_a_few_at_a_time() -> None:
     call = call_of(MASKS["heads"](513, 400), 513, 400)
     assert call.mask is not None
-    whole = tables(call.mask, call)
+    whole = build_tables(call.mask, call)
     with (
         mock.patch.object(block_masks, "ENTRIES", 1),
-        mock.patch.object(block_masks, "strip_tables", wraps=block_masks.strip_tables) as strips,
+        mock.patch.object(block_masks, "strip_tables", wraps=block_masks.tables_of_rows) as strips,
     ):
-        parts = tables(call.mask, call)
-    assert strips.call_count == count(513)
+        parts = build_tables(call.mask, call)
+    assert strips.call_count == count_blocks(513)
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
 
 
@@ -107,13 +116,13 @@ def test_rows_are_looked_up_a_few_at_a_time() -> None:
 def test_a_part_of_the_batch_has_its_own_tables(name: str) -> None:
     part = call_of(MASKS[name](300, 300), 300, 300).part(slice(1, 2), slice(0, HEADS))
     assert part.mask is not None
-    found, true = tables(part.mask, part), true_tables(part)
+    found, true = build_tables(part.mask, part), true_tables(part)
     assert bool((found.some | ~true.some).all())
     assert bool((~found.every | true.every).all())
 
 
 def test_causal_blocks_are_cut_on_the_diagonal_and_full_below() -> None:
-    blocks = blocks_of(call_of(foci.causal, 512, 512))
+    blocks = build_block_lists(call_of(foci.causal, 512, 512))
     assert blocks.cut.counts.flatten().tolist() == [1, 1, 1, 1]
     assert blocks.cut.order[0, 0, :, 0].tolist() == [0, 1, 2, 3]
     assert blocks.full.counts.flatten().tolist() == [0, 1, 2, 3]
@@ -122,7 +131,7 @@ def test_causal_blocks_are_cut_on_the_diagonal_and_full_below() -> None:
 
 
 def test_a_block_over_the_edge_is_never_full() -> None:
-    blocks = blocks_of(call_of(foci.window(None, None), 200, 300))
+    blocks = build_block_lists(call_of(foci.window(None, None), 200, 300))
     assert blocks.full.counts.flatten().tolist() == [2, 0]
     assert blocks.cut.counts.flatten().tolist() == [1, 3]
 
@@ -130,14 +139,14 @@ def test_a_block_over_the_edge_is_never_full() -> None:
 def test_a_backward_gets_the_blocks_by_columns() -> None:
     call = call_of(foci.causal, 384, 384)
     call.q.requires_grad_()
-    columns = blocks_of(call).columns
+    columns = build_block_lists(call).columns
     assert columns is not None
     assert columns.full.counts.flatten().tolist() == [2, 1, 0]
     assert columns.full.order[0, 0, 0, :2].tolist() == [1, 2]
 
 
 def test_documents_skip_each_other() -> None:
-    blocks = blocks_of(call_of(foci.documents(torch.arange(1024) // 256), 1024, 1024))
+    blocks = build_block_lists(call_of(foci.documents(torch.arange(1024) // 256), 1024, 1024))
     assert blocks.full.counts.flatten().tolist() == [2] * 8
     assert blocks.cut.counts.flatten().tolist() == [0] * 8
 
@@ -146,13 +155,13 @@ def test_tables_of_long_sequences_never_hold_the_matrix() -> None:
     call = call_of(foci.causal & foci.window(1000), 1, 1)
     long = 131072
     q = torch.zeros(1, 1, 1, 1).expand(1, 1, long, 1)
-    blocks = blocks_of(prepare_call(q, q, q, Dot(), call.mask, None, None, None, 0.0, False))
+    blocks = build_block_lists(prepare_call(q, q, q, Dot(), call.mask, None, None, None, 0.0, False))
     assert blocks.cut.order.shape == (1, 1, 1024, 1024)
-    assert int((blocks.cut.counts + blocks.full.counts).max()) <= 1000 // BLOCK + 2
+    assert int((blocks.cut.counts + blocks.full.counts).max()) <= 1000 // BLOCK_SIZE + 2
 
 
 def test_lists_are_contiguous_whichever_way_the_table_lies() -> None:
     """Kernels read the rows of a list as contiguous: a transposed one gave wrong gradients of keys and values."""
     table = torch.rand(1, 1, 5, 3) > 0.5
-    assert listed(table.mT).order.is_contiguous()
-    assert listed(table.mT).counts.is_contiguous()
+    assert list_blocks(table.mT).order.is_contiguous()
+    assert list_blocks(table.mT).counts.is_contiguous()

@@ -118,9 +118,9 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     monkeypatch.setattr(
         compiled_calls.torch, "compile", lambda f, **options: compiling(f, **({"backend": counter} | options))
     )
-    compiled_calls.program.cache_clear()
+    compiled_calls.get_program.cache_clear()
     yield counter
-    compiled_calls.program.cache_clear()
+    compiled_calls.get_program.cache_clear()
 
 
 def test_a_compiled_program_equals_the_reference() -> None:
@@ -154,7 +154,7 @@ def test_twelve_shapes_are_two_programs(counter: Counter) -> None:
         out = foci.attention(q, k, k, mask=foci.causal & foci.window(20), backend="flex")
         torch.testing.assert_close(out, foci.attention(q, k, k, mask=foci.causal & foci.window(20)))
     assert counter.graphs == 2
-    assert compiled_calls.program.cache_info().currsize == 1
+    assert compiled_calls.get_program.cache_info().currsize == 1
 
 
 def test_other_numbers_are_the_same_program(counter: Counter) -> None:
@@ -172,7 +172,7 @@ def test_each_kind_of_call_has_a_function_of_its_own(counter: Counter) -> None:
     with torch._dynamo.config.patch(recompile_limit=2):
         for softcap in (1.0, 2.0, 3.0, 4.0):
             foci.attention(q, q, q, score=foci.Dot(softcap=softcap), backend="flex")
-    assert counter.graphs == compiled_calls.program.cache_info().currsize == 4
+    assert counter.graphs == compiled_calls.get_program.cache_info().currsize == 4
 
 
 def test_past_the_limit_of_recompilations_it_raises(counter: Counter) -> None:
@@ -268,48 +268,50 @@ def test_it_is_part_of_a_larger_graph(name: str, counter: Counter) -> None:
 
 
 def test_blocks_of_a_plain_mask_are_kept_and_bounded() -> None:
-    flex._drawn.clear()
-    first, again = (flex.drawn(call_of(mask=foci.causal & foci.window(5))) for _ in range(2))
+    flex._block_lists_cache.clear()
+    first, again = (flex.get_block_lists(call_of(mask=foci.causal & foci.window(5))) for _ in range(2))
     assert again[1] is first[1]
     with torch.inference_mode():
-        _, inside = flex.drawn(call_of(mask=foci.window(7)))
+        _, inside = flex.get_block_lists(call_of(mask=foci.window(7)))
     assert inside is not None
     assert not inside.cut.order.is_inference()
-    for length in range(2 * flex.DRAWN):
-        flex.drawn(call_of(mask=foci.causal, keys=40 + length))
-    assert len(flex._drawn) == flex.DRAWN
+    for length in range(2 * flex.MAX_CACHED_BLOCK_MASKS):
+        flex.get_block_lists(call_of(mask=foci.causal, keys=40 + length))
+    assert len(flex._block_lists_cache) == flex.MAX_CACHED_BLOCK_MASKS
 
 
 def test_blocks_are_kept_while_the_ids_are_the_same() -> None:
-    flex._drawn.clear()
+    flex._block_lists_cache.clear()
     ids = torch.arange(20) // 7
-    first, again = (flex.drawn(call_of(keys=20, mask=foci.documents(ids) & foci.causal)) for _ in range(2))
+    first, again = (flex.get_block_lists(call_of(keys=20, mask=foci.documents(ids) & foci.causal)) for _ in range(2))
     assert again[1] is first[1]
     ids += 1
-    assert flex.drawn(call_of(keys=20, mask=foci.documents(ids) & foci.causal))[1] is not first[1]
-    assert flex.drawn(call_of(keys=20, mask=foci.documents(ids.clone()) & foci.causal))[1] is not first[1]
+    assert flex.get_block_lists(call_of(keys=20, mask=foci.documents(ids) & foci.causal))[1] is not first[1]
+    assert flex.get_block_lists(call_of(keys=20, mask=foci.documents(ids.clone()) & foci.causal))[1] is not first[1]
 
 
 def test_what_is_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a CUDA graph nothing is computed before it runs, and when it runs the lengths may be others."""
     lengths = torch.tensor([30, 12])
-    flex._drawn.clear()
-    before = [flex.drawn(call_of(mask=mask))[1] for mask in (foci.window(4), foci.padding(lengths))]
+    flex._block_lists_cache.clear()
+    before = [flex.get_block_lists(call_of(mask=mask))[1] for mask in (foci.window(4), foci.padding(lengths))]
     monkeypatch.setattr(flex, "is_captured", lambda tensor: True)
-    after = [flex.drawn(call_of(mask=mask))[1] for mask in (foci.window(4), foci.padding(lengths), foci.window(5))]
+    after = [
+        flex.get_block_lists(call_of(mask=mask))[1] for mask in (foci.window(4), foci.padding(lengths), foci.window(5))
+    ]
     assert after[0] is before[0]
     assert after[1] is not before[1]
-    assert len(flex._drawn) == 2
+    assert len(flex._block_lists_cache) == 2
 
 
 @pytest.mark.parametrize("mask", [torch.ones(20, 30).bool(), lambda b, h, q, k: q >= k], ids=["entries", "function"])
 def test_blocks_of_other_masks_are_not_kept(mask: Any) -> None:
-    flex._drawn.clear()
+    flex._block_lists_cache.clear()
     mask = as_mask(mask) if isinstance(mask, torch.Tensor) else foci.from_function(mask)
-    flex.drawn(call_of(mask=mask))
-    flex.drawn(call_of(mask=mask & foci.causal))
-    flex.drawn(call_of(mask=foci.causal, positions=(torch.arange(20), None)))
-    assert not flex._drawn
+    flex.get_block_lists(call_of(mask=mask))
+    flex.get_block_lists(call_of(mask=mask & foci.causal))
+    flex.get_block_lists(call_of(mask=foci.causal, positions=(torch.arange(20), None)))
+    assert not flex._block_lists_cache
 
 
 def test_nothing_of_a_call_is_held(counter: Counter) -> None:
@@ -325,7 +327,7 @@ def test_buckets_are_those_of_the_bias() -> None:
     """Also at the far end, where everything shares a bucket."""
     for both, reach in ((True, 128), (False, 50), (True, 9)):
         bias = foci.Buckets(torch.randn(32 if reach > 9 else 8, 3), both, reach)
-        table = flex.by_distance(bias)
+        table = flex.tabulate_buckets(bias)
         distance = torch.arange(-3 * reach, 3 * reach + 1)
         zero = torch.zeros_like(distance)
         where = foci.masks.tile.Tile(zero, torch.arange(3).unsqueeze(-1), zero, zero, zero, distance)
@@ -374,14 +376,14 @@ def test_it_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None
     assert any("TORCHDYNAMO_DISABLE" in reason for reason in flex.refuses(call_of()))
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: None)
-    assert flex.lacking("cuda") == "it needs Triton, which is not installed"
+    assert flex.missing_requirement("cuda") == "it needs Triton, which is not installed"
 
 
 def test_wide_heads_and_large_grids_are_refused_on_a_gpu() -> None:
-    assert flex.cuda_reasons(call_of(width=257)) == ["a width of 257, where it takes up to 256"]
-    assert flex.cuda_reasons(call_of(width=256)) == []
+    assert flex.cuda_refusals(call_of(width=257)) == ["a width of 257, where it takes up to 256"]
+    assert flex.cuda_refusals(call_of(width=256)) == []
     many = torch.zeros(65536, 1, 1, 1)
-    reasons = flex.cuda_reasons(prepare_call(many, many, many, Dot(), None, None, None, None, 0.0, False))
+    reasons = flex.cuda_refusals(prepare_call(many, many, many, Dot(), None, None, None, None, 0.0, False))
     assert reasons == ["more than 65,535 sequences or heads"]
 
 
@@ -403,8 +405,8 @@ def test_a_backend_that_hesitates_is_not_chosen(monkeypatch: pytest.MonkeyPatch)
     for backend in (backends.sdpa, backends.blocked):
         monkeypatch.setattr(backend, "refuses", lambda call: ["no"])
     with pytest.raises(ValueError, match="no backend serves this call"):
-        backends.choose(call_of(), None)
-    assert backends.choose(call_of(), "reference") is backends.reference
+        backends.choose_backend(call_of(), None)
+    assert backends.choose_backend(call_of(), "reference") is backends.reference
 
 
 @pytest.mark.slow
@@ -448,7 +450,7 @@ def test_on_a_gpu_it_equals_the_reference(name: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "backward"])
 def test_on_a_gpu_twelve_shapes_stay_compiled(needs_grad: bool) -> None:
     mask = foci.causal & foci.window(20)
-    compiled_calls.program.cache_clear()
+    compiled_calls.get_program.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for queries, keys in SHAPES:
@@ -459,7 +461,7 @@ def test_on_a_gpu_twelve_shapes_stay_compiled(needs_grad: bool) -> None:
         if needs_grad:
             found, true = (torch.autograd.grad(result.sum(), (q, k)) for result in (out, expected))
             torch.testing.assert_close(found, true, atol=1e-3, rtol=1e-3)
-    assert compiled_calls.program.cache_info().currsize == 1
+    assert compiled_calls.get_program.cache_info().currsize == 1
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 

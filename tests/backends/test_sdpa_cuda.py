@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.backends.sdpa.cuda import tidy_lse
+from foci.backends.sdpa.cuda import normalize_lse
 from tests.tensors import randn
 
 
@@ -15,14 +15,14 @@ def queries(count: int) -> Tensor:
 
 def test_a_log_sum_exp_that_nobody_has_to_look_at_is_handed_on() -> None:
     flash, cudnn = randn(1, 2, 5), randn(1, 2, 5, 1)
-    assert tidy_lse(flash, queries(5), hides=False) is flash
-    assert torch.equal(tidy_lse(cudnn, queries(5), hides=False), cudnn[..., 0])
+    assert normalize_lse(flash, queries(5), hides=False) is flash
+    assert torch.equal(normalize_lse(cudnn, queries(5), hides=False), cudnn[..., 0])
 
 
 def test_the_mark_of_rows_that_see_nothing_and_rows_that_fill_up_are_put_right() -> None:
     marked = torch.tensor([1.0, torch.inf, 2.0, torch.inf]).view(1, 1, 4)
-    assert tidy_lse(marked, queries(4), hides=True).flatten().tolist() == [1.0, -torch.inf, 2.0, -torch.inf]
-    found = tidy_lse(marked, queries(3), hides=False)
+    assert normalize_lse(marked, queries(4), hides=True).flatten().tolist() == [1.0, -torch.inf, 2.0, -torch.inf]
+    found = normalize_lse(marked, queries(3), hides=False)
     assert found.flatten().tolist() == [1.0, -torch.inf, 2.0]
     assert found.is_contiguous()
 

@@ -15,13 +15,13 @@ import torch
 
 import foci
 from foci import backends
-from foci.backends import BACKENDS, NAMES, blocked, strips
+from foci.backends import BACKEND_NAMES, BACKENDS, blocked, strips
 from tests.checker import Problem, Tensors, answers, check, eager_errors, taken_off, truth
 from tests.contract.cells import CHOICES, SHAPES, Cell, name_of, possible, problem_of
 from tests.contract.pairwise import pairs_of
 from tests.contract.table import NAMED, all_cells, matches, must_refuse, refused_lines, served_cells
 
-MODULES = dict(zip(NAMES, BACKENDS, strict=True))
+MODULES = dict(zip(BACKEND_NAMES, BACKENDS, strict=True))
 FREE = ("dtype", "sink", "lse")
 EMPTY_ROWS = ("causal", "padding", "left_padding", "documents", "entries", "outside")
 
@@ -59,7 +59,7 @@ def cells_of(*names: str) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize(("backend", "cell"), cells_of(*NAMES))
+@pytest.mark.parametrize(("backend", "cell"), cells_of(*BACKEND_NAMES))
 def test_a_backend_equals_the_reference(backend: str, cell: Cell) -> None:
     assert plan_of(problem_of(cell), cell, backend=backend).chosen == backend
     run_and_check(cell, backend)
@@ -82,7 +82,7 @@ def test_strips_of_a_few_entries_are_many() -> None:
     q = torch.zeros(2, 4, 13, 8)
     with (
         mock.patch.object(strips, "MAX_CPU_STRIP_ENTRIES", 48 // torch.get_num_threads()),
-        mock.patch.object(blocked, "attend", wraps=blocked.attend) as attend,
+        mock.patch.object(blocked, "attend", wraps=blocked.attend_strip) as attend,
     ):
         foci.attention(q, q, q, mask=foci.window(3), backend="blocked")
     assert attend.call_count > 16
@@ -92,9 +92,9 @@ def test_strips_of_a_few_entries_are_many() -> None:
 def test_the_table_says_who_serves_what(cell: Cell) -> None:
     problem = problem_of(cell)
     plan = plan_of(problem, cell)
-    assert set(plan.refusals) == {name for name in NAMES if must_refuse("cpu", name, cell)}
+    assert set(plan.refusals) == {name for name in BACKEND_NAMES if must_refuse("cpu", name, cell)}
     assert all(reason for reasons in plan.refusals.values() for reason in reasons)
-    serving = [name for name in NAMES if name not in plan.refusals and name != "reference"]
+    serving = [name for name in BACKEND_NAMES if name not in plan.refusals and name != "reference"]
     assert plan.chosen == serving[0]
     for name, reasons in plan.refusals.items():
         with pytest.raises(ValueError, match=f"backend '{name}' refuses this call") as caught:
@@ -102,7 +102,7 @@ def test_the_table_says_who_serves_what(cell: Cell) -> None:
         assert all(reason in str(caught.value) for reason in reasons)
 
 
-@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
 def test_every_line_of_the_table_decides_something(backend: str) -> None:
     lines = refused_lines("cpu", backend)
     cells = [dict(zip(NAMED, values, strict=True)) for values in product(*(CHOICES[name] for name in NAMED))]
@@ -113,7 +113,7 @@ def test_every_line_of_the_table_decides_something(backend: str) -> None:
         assert any(row[index] and sum(row) == 1 for row in deciding), f"line {index} of {backend} is not needed"
 
 
-@pytest.mark.parametrize("backend", [name for name in NAMES if served_cells("cpu", name)])
+@pytest.mark.parametrize("backend", [name for name in BACKEND_NAMES if served_cells("cpu", name)])
 def test_the_default_run_holds_every_pair(backend: str) -> None:
     met = {pair for cell in served_cells("cpu", backend) for pair in pairs_of(cell, CHOICES)}
     for shape, mask in product(CHOICES["shape"], CHOICES["mask"]):
@@ -128,7 +128,7 @@ def empty_row_cells() -> list[object]:
     cells = [plain | {"score": score, "shape": shape, "mask": mask} for score, shape, mask in choices]
     return [
         pytest.param(backend, cell, id=f"{backend}-{name_of(cell)}")
-        for backend, cell in product(NAMES, cells)
+        for backend, cell in product(BACKEND_NAMES, cells)
         if not must_refuse("cpu", backend, cell) and (cell["mask"], cell["shape"]) != ("causal", "square")
     ]
 
@@ -146,7 +146,7 @@ def test_a_row_that_sees_nothing_gives_zeros(backend: str, cell: Cell) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", all_cells(), ids=name_of)
-@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
 @pytest.mark.parametrize("device", ["cuda"])
 def test_on_a_gpu_a_backend_equals_the_reference_or_refuses(device: str, backend: str, cell: Cell) -> None:
     problem = problem_of(cell)
@@ -194,8 +194,8 @@ def every_cell(shape: str, mask: str) -> list[Cell]:
 def test_every_combination_equals_the_reference_or_is_refused(shape: str, mask: str) -> None:
     for cell in every_cell(shape, mask):
         refusals = plan_of(problem_of(cell), cell).refusals
-        assert set(refusals) == {name for name in NAMES if must_refuse("cpu", name, cell)}, name_of(cell)
-        for backend in NAMES:
+        assert set(refusals) == {name for name in BACKEND_NAMES if must_refuse("cpu", name, cell)}, name_of(cell)
+        for backend in BACKEND_NAMES:
             if backend not in refusals:
                 run_and_check(cell, backend, cancels=True)
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import foci
 from foci.arguments import Call, prepare_call
-from foci.backends.flex.block_masks import blocks_of
+from foci.backends.flex.block_masks import build_block_lists
 from foci.gpu import mask_inputs
 from foci.masks.base import Mask
 from foci.runtime.safetensors_file import map_tensors
@@ -133,7 +133,7 @@ def test_nothing_comes_from_the_host(name: str) -> None:
         masks = mask_inputs.build_kernel_masks(call)
         assert masks.spans is None or masks.spans.device.type == "meta"
         if call.mask is not None:
-            blocks_of(call)
+            build_block_lists(call)
 
 
 def test_what_comes_from_the_host_is_found() -> None:
@@ -180,7 +180,7 @@ def test_masks_of_plain_numbers_are_brought_to_their_form_once(name: str, monkey
     first = asked()
     call = call_of(REPEATED[name]())
     with monkeypatch.context() as patched:
-        patched.setattr(mask_inputs, "sorted_out", None)
+        patched.setattr(mask_inputs, "classify_masks", None)
         assert not mask_inputs.refuses(call)
         assert mask_inputs.build_kernel_masks(call) is first
     longer = call_of(REPEATED[name](), keys=KEYS + 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import foci
-from foci.backends import NAMES
+from foci.backends import BACKEND_NAMES
 from foci.runtime.safetensors_file import map_tensors
 from tests import matrices
 from tests.matrices import lazy
@@ -209,7 +209,7 @@ def test_repeated_bytes_are_not_counted() -> None:
     assert weights.nbytes == 4 * (x.numel() + 2 * 4 * 9) + 9
 
 
-@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
 def test_every_backend_gives_weights_that_can_be_asked(backend: str) -> None:
     arguments = matrices.in_dtype(matrices.qkv(16, 16), torch.float32)
     plan = foci.plan(arguments["query"], arguments["key"], arguments["value"], return_weights=True, backend=backend)

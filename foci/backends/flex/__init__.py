@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.backends.flex import compiled_calls
-from foci.backends.flex.block_masks import BLOCK, Blocks, blocks_of
+from foci.backends.flex.block_masks import BLOCK_SIZE, BlockLists, build_block_lists
 from foci.biases import Bias, Buckets, DenseBias
 from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import MaskFunction
@@ -31,37 +31,37 @@ from foci.scores import Dot, Score
 NAME = "flex"
 
 # Tables of blocks that are kept: at 131,072 tokens one takes 16 MiB.
-DRAWN = 8
+MAX_CACHED_BLOCK_MASKS = 8
 
-NARROWEST, WIDEST = 16, 256
+MIN_FLEX_WIDTH, MAX_FLEX_WIDTH = 16, 256
 
 
 def refuses(call: Call) -> list[str]:
-    if is_transformed(call):
+    if is_in_torch_func(call):
         return ["it does not run inside torch.func transforms: give the batch dimension to the call instead"]
     device = call.q.device.type
     if device not in {"cuda", "cpu"}:
         return [f"it has no kernels for {device}"]
-    reasons = part_reasons(call) + bias_reasons(call)
-    reasons += cuda_reasons(call) if device == "cuda" else cpu_reasons(call)
+    reasons = call_refusals(call) + bias_refusals(call)
+    reasons += cuda_refusals(call) if device == "cuda" else cpu_refusals(call)
     # Whoever is compiling already has what that takes.
-    lack = "" if torch.compiler.is_compiling() else lacking(device)
+    lack = "" if torch.compiler.is_compiling() else missing_requirement(device)
     return [*reasons, lack] if lack else reasons
 
 
-def is_transformed(call: Call) -> bool:
+def is_in_torch_func(call: Call) -> bool:
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return not torch.compiler.is_compiling() and any(wrapped(tensor) for tensor in (call.q, call.k, call.v))
 
 
-def hesitates(call: Call) -> list[str]:
+def refuses_by_default(call: Call) -> list[str]:
     """Reasons not to be chosen unless it is named."""
     if call.q.device.type == "cpu":
         return ["compiling takes 10 s or more on a CPU: name backend='flex' to use it"]
     return []
 
 
-def part_reasons(call: Call) -> list[str]:
+def call_refusals(call: Call) -> list[str]:
     reasons = []
     if type(call.score).as_dot is Score.as_dot:
         reasons.append(f"the score {type(call.score).__name__} is not a dot product")
@@ -74,7 +74,7 @@ def part_reasons(call: Call) -> list[str]:
     return reasons
 
 
-def bias_reasons(call: Call) -> list[str]:
+def bias_refusals(call: Call) -> list[str]:
     bias, reasons = call.bias, []
     if bias is not None:
         name = type(bias).__name__
@@ -87,17 +87,17 @@ def bias_reasons(call: Call) -> list[str]:
     return reasons
 
 
-def cuda_reasons(call: Call) -> list[str]:
+def cuda_refusals(call: Call) -> list[str]:
     reasons = []
     width = max(call.q.shape[-1], call.k.shape[-1], call.v.shape[-1])
-    if width > WIDEST:
-        reasons.append(f"a width of {width}, where it takes up to {WIDEST}")
+    if width > MAX_FLEX_WIDTH:
+        reasons.append(f"a width of {width}, where it takes up to {MAX_FLEX_WIDTH}")
     if max(call.q.shape[:2]) > 65535:
         reasons.append("more than 65,535 sequences or heads")
     return reasons
 
 
-def cpu_reasons(call: Call) -> list[str]:
+def cpu_refusals(call: Call) -> list[str]:
     reasons = []
     if torch.compiler.is_compiling():
         reasons.append("on a CPU its masks do not compile as a part of a larger graph")
@@ -108,7 +108,7 @@ def cpu_reasons(call: Call) -> list[str]:
     return reasons
 
 
-def lacking(device: str) -> str:
+def missing_requirement(device: str) -> str:
     """What this machine lacks for compiling; empty where nothing is missing."""
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "TORCHDYNAMO_DISABLE=1 switches torch.compile off"
@@ -125,56 +125,56 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
     score = Dot(dot.score.factor(dot.q.shape[-1]), dot.score.softcap)
-    attend = compiled_calls.attend if torch.compiler.is_compiling() else compiled_calls.compiled
-    out, lse = attend(*inputs(dot), parts_of(dot), score, options(dot), call.needs_lse)
+    attend = compiled_calls.call_flex_attention if torch.compiler.is_compiling() else compiled_calls.run_program
+    out, lse = attend(*pad_inputs(dot), build_flex_inputs(dot), score, choose_kernel_options(dot), call.needs_lse)
     return out[..., : call.v.shape[-1]], lse
 
 
-def inputs(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def pad_inputs(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """The queries, keys and values in a width that the kernels take; zeros add nothing to a dot product."""
     q, k, v = call.q, call.k, call.v
     if q.device.type == "cpu":
         # Tensors that could need a gradient are refused there even where none is taken.
-        return dense(q.detach()), dense(k.detach()), dense(v.detach())
+        return make_strides_dense(q.detach()), make_strides_dense(k.detach()), make_strides_dense(v.detach())
     wide = kernel_width(v.shape[-1], v.dtype)
     # The size of the tiles follows from the width of the queries alone: wider values would not fit beside them.
     both = max(kernel_width(q.shape[-1], q.dtype), wide)
-    return padded(q, both), padded(k, both), padded(v, wide)
+    return pad_to_kernel_width(q, both), pad_to_kernel_width(k, both), pad_to_kernel_width(v, wide)
 
 
 def kernel_width(width: int, dtype: torch.dtype) -> int:
     """At least 16; in float32 a power of two, for which there are tiles that fit."""
-    return max(1 << (width - 1).bit_length() if dtype == torch.float32 else width, NARROWEST)
+    return max(1 << (width - 1).bit_length() if dtype == torch.float32 else width, MIN_FLEX_WIDTH)
 
 
-def padded(x: Tensor, width: int) -> Tensor:
-    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else dense(x)
+def pad_to_kernel_width(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else make_strides_dense(x)
 
 
-def dense(x: Tensor) -> Tensor:
+def make_strides_dense(x: Tensor) -> Tensor:
     """Rows that are contiguous, and no dimension that is one row repeated; a compiler sees to that by itself."""
     plain = torch.compiler.is_compiling() or (x.stride(-1) == 1 and 0 not in x.stride())
     return x if plain else x.contiguous()
 
 
-def options(call: Call) -> dict[str, bool]:
+def choose_kernel_options(call: Call) -> dict[str, bool]:
     """What the compiler cannot see in lengths that it takes as variable, and a kernel that it should not take."""
     queries, keys = call.q.shape[2], call.k.shape[2]
     if call.q.device.type == "cpu":
         return {}
-    if queries % BLOCK == 0 and keys % BLOCK == 0:
+    if queries % BLOCK_SIZE == 0 and keys % BLOCK_SIZE == 0:
         return {"IS_DIVISIBLE": True}
     # The kernel for short queries fails to compile for some lengths of grouped queries; a single query is safe.
-    return {"FORCE_USE_FLEX_ATTENTION": True} if 1 < queries < BLOCK or call.group > BLOCK else {}
+    return {"FORCE_USE_FLEX_ATTENTION": True} if 1 < queries < BLOCK_SIZE or call.group > BLOCK_SIZE else {}
 
 
-def parts_of(call: Call) -> compiled_calls.Parts:
-    mask, blocks = drawn(call)
-    return compiled_calls.Parts(
+def build_flex_inputs(call: Call) -> compiled_calls.FlexInputs:
+    mask, blocks = get_block_lists(call)
+    return compiled_calls.FlexInputs(
         mask=mask,
-        bias=by_distance(call.bias) if isinstance(call.bias, Buckets) else call.bias,
+        bias=tabulate_buckets(call.bias) if isinstance(call.bias, Buckets) else call.bias,
         blocks=blocks,
-        shift=number(call.k.shape[2] - call.q.shape[2], call.q.device),
+        shift=int_tensor(call.k.shape[2] - call.q.shape[2], call.q.device),
         positions=call.positions,
         batch_ids=call.batch_ids,
         head_ids=call.head_ids,
@@ -182,7 +182,7 @@ def parts_of(call: Call) -> compiled_calls.Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class ByDistance(Bias):
+class DistanceTableBias(Bias):
     """A bias that depends on the distance alone, as a table (H, 2 reach + 1); beyond the reach nothing changes."""
 
     table: Tensor
@@ -193,45 +193,45 @@ class ByDistance(Bias):
         return self.table[where.head, distance + self.reach]
 
 
-def by_distance(bias: Buckets) -> ByDistance:
+def tabulate_buckets(bias: Buckets) -> DistanceTableBias:
     """The logarithms that make the buckets are taken here, once: in a kernel they may round to another bucket."""
     reach, device = bias.max_distance, bias.table.device
     distance = torch.arange(-reach, reach + 1, device=device)
     head = torch.arange(bias.table.shape[1], device=device).unsqueeze(-1)
     zero = torch.zeros_like(distance)
-    return ByDistance(bias.term(Tile(zero, head, zero, zero, zero, distance)), number(reach, device))
+    return DistanceTableBias(bias.term(Tile(zero, head, zero, zero, zero, distance)), int_tensor(reach, device))
 
 
-_drawn: OrderedDict[Hashable, tuple[Mask, Blocks]] = OrderedDict()
+_block_lists_cache: OrderedDict[Hashable, tuple[Mask, BlockLists]] = OrderedDict()
 
 
-def drawn(call: Call) -> tuple[Mask | None, Blocks | None]:
+def get_block_lists(call: Call) -> tuple[Mask | None, BlockLists | None]:
     """The mask with tensors for its numbers, and its blocks; both are kept for the next call with the same mask."""
     if call.mask is None:
         return None, None
     if torch.compiler.is_compiling():
-        return call.mask, blocks_of(call)
+        return call.mask, build_block_lists(call)
     # A captured graph runs again with other lengths or ids in the same tensors.
     captured = is_capturing_cuda_graph(call.q)
-    known = None if captured and not call.mask.static else signature(call.mask)
+    known = None if captured and not call.mask.static else mask_cache_key(call.mask)
     if known is None or call.positions is not None or call.batch_ids is not None:
-        return lifted(call.mask, call.q.device), blocks_of(call)
+        return numbers_to_tensors(call.mask, call.q.device), build_block_lists(call)
     key = (known, call.q.shape[2], call.k.shape[2], call.q.device, call.needs_grad)
-    found = _drawn.pop(key, None)
+    found = _block_lists_cache.pop(key, None)
     if found is None:
         # A tensor that is made in inference mode could not be used in a later training step.
         with torch.inference_mode(False):
-            found = lifted(call.mask, call.q.device), blocks_of(call)
+            found = numbers_to_tensors(call.mask, call.q.device), build_block_lists(call)
         if captured:
             # It is there only once the graph has run.
             return found
-    _drawn[key] = found
-    while len(_drawn) > DRAWN:
-        _drawn.popitem(last=False)
+    _block_lists_cache[key] = found
+    while len(_block_lists_cache) > MAX_CACHED_BLOCK_MASKS:
+        _block_lists_cache.popitem(last=False)
     return found
 
 
-def signature(mask: Mask) -> Hashable | None:
+def mask_cache_key(mask: Mask) -> Hashable | None:
     """What makes two masks the same: their kinds, their numbers, and their tensors' memory and version.
 
     A mask that is kept holds its tensors, so that their memory belongs to nobody else meanwhile. None where the same
@@ -244,33 +244,33 @@ def signature(mask: Mask) -> Hashable | None:
     for part in (getattr(mask, name) for name in names):
         known: Hashable | None = (part,)
         if isinstance(part, Mask | Tensor):
-            known = signature(part) if isinstance(part, Mask) else tensor_mark(part)
+            known = mask_cache_key(part) if isinstance(part, Mask) else tensor_cache_key(part)
         if known is None:
             return None
         parts.append(known)
     return tuple(parts)
 
 
-def tensor_mark(tensor: Tensor) -> Hashable | None:
+def tensor_cache_key(tensor: Tensor) -> Hashable | None:
     if tensor.is_inference():
         return None
     return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
 
 
-def lifted(part: Any, device: torch.device) -> Any:
+def numbers_to_tensors(part: Any, device: torch.device) -> Any:
     """The same mask with tensors for its numbers: with another window or prefix it is still the same program."""
     if isinstance(part, int) and not isinstance(part, bool):
-        return number(part, device)
+        return int_tensor(part, device)
     names = getattr(part, "__dataclass_fields__", None)
     if names is None or not isinstance(part, Mask) or isinstance(part, MaskFunction):
         return part
     copy: Any = object.__new__(type(part))
     for name in names:
         # The constructor would refuse a tensor where it expects a number.
-        object.__setattr__(copy, name, lifted(getattr(part, name), device))
+        object.__setattr__(copy, name, numbers_to_tensors(getattr(part, name), device))
     return copy
 
 
-def number(value: int, device: torch.device) -> Tensor:
+def int_tensor(value: int, device: torch.device) -> Tensor:
     """A number as a tensor that is filled on the device, without a copy; in 32 bits, like indices, where they do."""
     return torch.full((), value, dtype=torch.int32 if abs(value) < 2**30 else torch.int64, device=device)

@@ -20,20 +20,20 @@ from foci.masks.base import Complement, Intersection, Mask, Union
 from foci.masks.kinds import Documents
 from foci.masks.ranges import KeyRanges
 
-BLOCK = 128
+BLOCK_SIZE = 128
 
 # Entries of the matrix that are looked at together where only looking tells.
-ENTRIES = 2**26
+MAX_ENTRIES_PER_LOOKUP = 2**26
 
 
-class Tables(NamedTuple):
+class BlockTables(NamedTuple):
     """Blocks that hold something visible, and blocks that hold nothing else; both broadcast to (Bm, Hm, nq, nk)."""
 
     some: Tensor
     every: Tensor
 
 
-class Listed(NamedTuple):
+class BlockList(NamedTuple):
     """A table by rows: how many blocks of a row are in it, and all blocks of the row, those first."""
 
     counts: Tensor  # (Bm, Hm, nq) int32
@@ -41,107 +41,107 @@ class Listed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockLists:
     """The blocks to visit, by rows of blocks for the forward and by columns of blocks for the backward."""
 
-    cut: Listed
-    full: Listed
-    columns: Blocks | None = None
+    cut: BlockList
+    full: BlockList
+    columns: BlockLists | None = None
 
 
-def blocks_of(call: Call) -> Blocks:
+def build_block_lists(call: Call) -> BlockLists:
     """The blocks that the call's mask leaves; by columns too where there will be a backward."""
     assert call.mask is not None
     queries, keys = call.q.shape[2], call.k.shape[2]
-    some, every = tables(call.mask, call)
-    rows, columns = (torch.arange(count(length), device=call.q.device) for length in (queries, keys))
+    some, every = build_tables(call.mask, call)
+    rows, columns = (torch.arange(count_blocks(length), device=call.q.device) for length in (queries, keys))
     # A block that hangs over the edge is never full, so that the mask is asked there.
-    full = every & (rows < queries // BLOCK).unsqueeze(-1) & (columns < keys // BLOCK)
+    full = every & (rows < queries // BLOCK_SIZE).unsqueeze(-1) & (columns < keys // BLOCK_SIZE)
     cut, full = torch.broadcast_tensors(some & ~full, full)
-    transposed = Blocks(listed(cut.mT), listed(full.mT)) if call.needs_grad else None
-    return Blocks(listed(cut), listed(full), transposed)
+    transposed = BlockLists(list_blocks(cut.mT), list_blocks(full.mT)) if call.needs_grad else None
+    return BlockLists(list_blocks(cut), list_blocks(full), transposed)
 
 
-def count(length: int) -> int:
-    return -(-length // BLOCK)
+def count_blocks(length: int) -> int:
+    return -(-length // BLOCK_SIZE)
 
 
-def listed(table: Tensor) -> Listed:
+def list_blocks(table: Tensor) -> BlockList:
     # Kernels read a row of the list as contiguous; a sort keeps the strides of what it sorts, also transposed ones.
     table = table.to(torch.int32).contiguous()
     order = torch.argsort(table, dim=-1, descending=True, stable=True)
-    return Listed(table.sum(-1, dtype=torch.int32), order.to(torch.int32))
+    return BlockList(table.sum(-1, dtype=torch.int32), order.to(torch.int32))
 
 
-def tables(mask: Mask, call: Call) -> Tables:
+def build_tables(mask: Mask, call: Call) -> BlockTables:
     """The tables of a mask, from those of its parts."""
     if isinstance(mask, Intersection):
-        left, right = tables(mask.left, call), tables(mask.right, call)
-        return Tables(left.some & right.some, left.every & right.every)
+        left, right = build_tables(mask.left, call), build_tables(mask.right, call)
+        return BlockTables(left.some & right.some, left.every & right.every)
     if isinstance(mask, Union):
-        left, right = tables(mask.left, call), tables(mask.right, call)
-        return Tables(left.some | right.some, left.every | right.every)
+        left, right = build_tables(mask.left, call), build_tables(mask.right, call)
+        return BlockTables(left.some | right.some, left.every | right.every)
     if isinstance(mask, Complement):
-        inner = tables(mask.mask, call)
-        return Tables(~inner.every, ~inner.some)
+        inner = build_tables(mask.mask, call)
+        return BlockTables(~inner.every, ~inner.some)
     if isinstance(mask, Documents):
-        return of_documents(mask, call)
+        return tables_from_documents(mask, call)
     spans = mask.spans(call.extent, call.positions is not None)
-    return of_spans(spans, call) if spans.exact and len(spans.runs) == 1 else looked_up(mask, call)
+    return tables_from_ranges(spans, call) if spans.exact and len(spans.runs) == 1 else tables_from_entries(mask, call)
 
 
-def of_spans(spans: KeyRanges, call: Call) -> Tables:
+def tables_from_ranges(spans: KeyRanges, call: Call) -> BlockTables:
     """A block holds something when the run of one of its rows reaches it, and is full when all their runs cover it."""
     if call.batch_ids is not None:
         spans = spans.of(call.batch_ids)
     device, keys = call.q.device, call.k.shape[2]
-    low, high = (in_blocks(ends) for ends in torch.broadcast_tensors(*spans.runs[0]))  # (Bm, nq, 128)
+    low, high = (split_into_blocks(ends) for ends in torch.broadcast_tensors(*spans.runs[0]))  # (Bm, nq, 128)
     seen = low < high
     start, stop = torch.where(seen, low, keys).amin(-1), torch.where(seen, high, 0).amax(-1)
-    first = torch.arange(count(keys), device=device) * BLOCK
-    last = (first + BLOCK).clamp(max=keys)
+    first = torch.arange(count_blocks(keys), device=device) * BLOCK_SIZE
+    last = (first + BLOCK_SIZE).clamp(max=keys)
     some = (start.unsqueeze(-1) < last) & (stop.unsqueeze(-1) > first)
     every = (low.amax(-1, keepdim=True) <= first) & (high.amin(-1, keepdim=True) >= last)
-    return Tables(some.unsqueeze(1), every.unsqueeze(1))
+    return BlockTables(some.unsqueeze(1), every.unsqueeze(1))
 
 
-def of_documents(mask: Documents, call: Call) -> Tables:
+def tables_from_documents(mask: Documents, call: Call) -> BlockTables:
     """Blocks of ids meet where their ranges do, and are full where both hold one and the same id."""
     assert mask.key_ids is not None, "fit() fills in the keys' ids"
-    queries, keys = (in_blocks(of_batch(ids, call)) for ids in (mask.query_ids, mask.key_ids))
+    queries, keys = (split_into_blocks(select_sequences(ids, call)) for ids in (mask.query_ids, mask.key_ids))
     (low, high), (first, last) = ((ids.amin(-1), ids.amax(-1)) for ids in (queries, keys))
     low, high, first, last = low[:, None, :, None], high[:, None, :, None], first[:, None, None], last[:, None, None]
-    return Tables((first <= high) & (low <= last), (low == last) & (high == first) & (low == high))
+    return BlockTables((first <= high) & (low <= last), (low == last) & (high == first) & (low == high))
 
 
-def of_batch(ids: Tensor, call: Call) -> Tensor:
+def select_sequences(ids: Tensor, call: Call) -> Tensor:
     return ids if ids.shape[0] == 1 or call.batch_ids is None else ids[call.batch_ids]
 
 
-def in_blocks(values: Tensor) -> Tensor:
+def split_into_blocks(values: Tensor) -> Tensor:
     """(Bm, T) -> (Bm, n, 128); the last value fills the last block, which changes no minimum and no maximum."""
     length = values.shape[-1]
-    index = torch.arange(count(length) * BLOCK, device=values.device).clamp(max=length - 1)
-    return values[:, index].view(values.shape[0], -1, BLOCK)
+    index = torch.arange(count_blocks(length) * BLOCK_SIZE, device=values.device).clamp(max=length - 1)
+    return values[:, index].view(values.shape[0], -1, BLOCK_SIZE)
 
 
-def looked_up(mask: Mask, call: Call) -> Tables:
+def tables_from_entries(mask: Mask, call: Call) -> BlockTables:
     """Asks the mask for every entry, some rows of blocks at a time: for functions, bool tensors and odd positions."""
     queries, keys = call.q.shape[2], call.k.shape[2]
     corner = mask.visible(call.where(slice(0, 1), slice(0, 1)))
     pairs = torch.broadcast_shapes(corner.shape, (1, 1, 1, 1))[:2].numel()
-    step = max(ENTRIES // (pairs * keys * BLOCK), 1) * BLOCK
+    step = max(MAX_ENTRIES_PER_LOOKUP // (pairs * keys * BLOCK_SIZE), 1) * BLOCK_SIZE
     strips = [slice(start, min(start + step, queries)) for start in range(0, queries, step)]
-    found = [strip_tables(mask, call, rows) for rows in strips]
-    return Tables(torch.cat([some for some, _ in found], dim=2), torch.cat([every for _, every in found], dim=2))
+    found = [tables_of_rows(mask, call, rows) for rows in strips]
+    return BlockTables(torch.cat([some for some, _ in found], dim=2), torch.cat([every for _, every in found], dim=2))
 
 
-def strip_tables(mask: Mask, call: Call, rows: slice) -> Tables:
+def tables_of_rows(mask: Mask, call: Call, rows: slice) -> BlockTables:
     keys, height = call.k.shape[2], rows.stop - rows.start
     visible = mask.visible(call.where(rows, slice(0, keys)))
     visible = visible.broadcast_to(torch.broadcast_shapes(visible.shape, (1, 1, height, keys)))
-    shape = (*visible.shape[:2], count(height), BLOCK, count(keys), BLOCK)
-    edges = (0, -keys % BLOCK, 0, -height % BLOCK)
+    shape = (*visible.shape[:2], count_blocks(height), BLOCK_SIZE, count_blocks(keys), BLOCK_SIZE)
+    edges = (0, -keys % BLOCK_SIZE, 0, -height % BLOCK_SIZE)
     some = F.pad(visible, edges, value=False).view(shape).any(dim=5).any(dim=3)
     every = F.pad(visible, edges, value=True).view(shape).all(dim=5).all(dim=3)
-    return Tables(some, every)
+    return BlockTables(some, every)

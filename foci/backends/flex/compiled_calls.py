@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.backends.flex.block_masks import BLOCK, Blocks
+from foci.backends.flex.block_masks import BLOCK_SIZE, BlockLists
 from foci.biases import Bias
 from foci.masks.base import Mask
 from foci.masks.tile import Tile
@@ -27,18 +27,18 @@ from foci.runtime.checks import index_by_batch
 from foci.scores import Dot
 
 # Programs that are kept; the one that was used least recently goes first.
-KINDS = 64
+MAX_PROGRAMS = 64
 
-WITHOUT = "name backend='blocked' to run it without a compiler"
+USE_BLOCKED_HINT = "name backend='blocked' to run it without a compiler"
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class FlexInputs:
     """What a program is given besides queries, keys and values. Numbers are tensors, so another number is no news."""
 
     mask: Mask | None
     bias: Bias | None
-    blocks: Blocks | None
+    blocks: BlockLists | None
     shift: Tensor  # where the first query stands
     positions: tuple[Tensor, Tensor] | None
     batch_ids: Tensor | None
@@ -53,8 +53,8 @@ class Parts:
         return Tile(batch, head, query, key, index_by_batch(queries, batch, query), index_by_batch(keys, batch, key))
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, parts: Parts, score: Dot, kernel_options: dict[str, bool], needs_lse: bool
+def call_flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, parts: FlexInputs, score: Dot, kernel_options: dict[str, bool], needs_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(B, H, Tq, D), (B, G, Tk, D), (B, G, Tk, Dv) -> (B, H, Tq, Dv) and (B, H, Tq); the score names its scale.
 
@@ -81,7 +81,7 @@ def attend(
         k,
         v,
         score_mod=None if bias is None and score.softcap is None else finished,
-        block_mask=None if blocks is None else block_mask(blocks, (q.shape[2], k.shape[2]), visible),
+        block_mask=None if blocks is None else to_torch_block_mask(blocks, (q.shape[2], k.shape[2]), visible),
         # A softcap comes after the scale: there `finish` does both.
         scale=score.scale if score.softcap is None else 1.0,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -91,7 +91,7 @@ def attend(
     return (found[0], found[1].lse) if needs_lse else (found, None)
 
 
-def block_mask(blocks: Blocks, lengths: tuple[int, int], visible: Callable[..., Tensor]) -> Any:
+def to_torch_block_mask(blocks: BlockLists, lengths: tuple[int, int], visible: Callable[..., Tensor]) -> Any:
     """The blocks in FlexAttention's words, where the mask is asked only in those that it cuts."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -106,59 +106,59 @@ def block_mask(blocks: Blocks, lengths: tuple[int, int], visible: Callable[..., 
         q_indices=None if columns is None else columns.cut.order,
         full_q_num_blocks=None if columns is None else columns.full.counts,
         full_q_indices=None if columns is None else columns.full.order,
-        BLOCK_SIZE=(BLOCK, BLOCK),
+        BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=visible,
     )
 
 
-def compiled(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+def run_program(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     """`attend`, as a program for this kind of call."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     q, k, v, parts = arguments[:4]
-    loosen(parts.blocks)
+    mark_block_counts_dynamic(parts.blocks)
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(q.device.type)
     sizes = q.device, q.shape[1], q.shape[3], k.shape[1], v.shape[3], k is q, v is k, v is q
     try:
         with compile_switch.enable_compile():
-            return program((structure(arguments), modes, sizes))(*arguments)
+            return get_program((program_key(arguments), modes, sizes))(*arguments)
     except FailOnRecompileLimitHit as error:
         reason = "one kind of call was compiled as often as torch._dynamo.config.recompile_limit allows"
-        raise RuntimeError(f"{reason}; {WITHOUT}") from error
+        raise RuntimeError(f"{reason}; {USE_BLOCKED_HINT}") from error
     except TorchDynamoException as error:
         reason = " ".join(str(error).split("\n")[:2])
-        raise RuntimeError(f"FlexAttention does not compile for this call ({reason}); {WITHOUT}") from error
+        raise RuntimeError(f"FlexAttention does not compile for this call ({reason}); {USE_BLOCKED_HINT}") from error
 
 
-def loosen(blocks: Blocks | None) -> None:
+def mark_block_counts_dynamic(blocks: BlockLists | None) -> None:
     """Says that the number of blocks varies: it changes later than the lengths do, and would be compiled for again."""
     if blocks is not None:
         for counts, order in (blocks.cut, blocks.full):
             torch._dynamo.maybe_mark_dynamic(counts, 2)
             torch._dynamo.maybe_mark_dynamic(order, (2, 3))
-        loosen(blocks.columns)
+        mark_block_counts_dynamic(blocks.columns)
 
 
-@functools.lru_cache(maxsize=KINDS)
-def program(kind: Hashable) -> Callable[..., tuple[Tensor, Tensor | None]]:
+@functools.lru_cache(maxsize=MAX_PROGRAMS)
+def get_program(kind: Hashable) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """One kind's own compiled `attend`; `fullgraph` makes a limit or a break an error instead of slow code."""
     name = f"attend_{zlib.crc32(repr(kind).encode()):08x}"
-    own = FunctionType(attend.__code__.replace(co_name=name), attend.__globals__, name)
+    own = FunctionType(call_flex_attention.__code__.replace(co_name=name), call_flex_attention.__globals__, name)
     return torch.compile(own, fullgraph=True)
 
 
-def structure(part: Any) -> Hashable:
+def program_key(part: Any) -> Hashable:
     """What a program is compiled for: types, and how tensors are laid out, without their lengths and contents."""
     if isinstance(part, Tensor):
         ones = tuple(size == 1 for size in part.shape)
         order = tuple(sorted(range(part.dim()), key=part.stride().__getitem__))
         return part.dtype, part.requires_grad, part.is_inference(), ones, order, 0 in part.stride()
     if is_dataclass(part):
-        return type(part), *(structure(getattr(part, field.name)) for field in fields(part))
+        return type(part), *(program_key(getattr(part, field.name)) for field in fields(part))
     if isinstance(part, dict):
         return tuple(part.items())
     if isinstance(part, tuple):
-        return tuple(map(structure, part))
+        return tuple(map(program_key, part))
     if isinstance(part, bool | int | float | str | None):
         return part
     kind: Hashable = getattr(part, "__code__", None) or part.__class__

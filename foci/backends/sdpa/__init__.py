@@ -27,20 +27,20 @@ NAME = "sdpa"
 
 
 def refuses(call: Call) -> list[str]:
-    if is_plain(call):
+    if is_plain_call(call):
         return []
     reasons = []
     if isinstance(call.score, Additive):
         reasons.append("an additive score is not a dot product")
     elif isinstance(call.score, Dot) and call.score.softcap is not None:
         reasons.append("a softcap is not part of these kernels")
-    if call.mask is not None and causal_kind(call) is None and dense_mask(call) is None:
+    if call.mask is not None and causal_kind(call) is None and as_dense_mask(call) is None:
         reasons.append(f"the mask {call.mask!r} would have to be built as a dense tensor")
-    reasons += bias_reasons(call)
-    return reasons + device_reasons(call)
+    reasons += bias_refusals(call)
+    return reasons + device_refusals(call)
 
 
-def everyday(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
+def run_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
     """The call that everybody makes, (B, H, T, D) with or without `causal`, answered after a handful of comparisons.
 
     None where anything is out of the ordinary: the whole way then checks it, serves it or says what is wrong.
@@ -61,13 +61,13 @@ def everyday(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
     if not usual or torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(q):
         return None
     if q.is_cuda:
-        served = k.is_cuda and v.is_cuda and cuda.default_is_fastest(q, k, v, mask is not None)
+        served = k.is_cuda and v.is_cuda and cuda.is_default_kernel_fastest(q, k, v, mask is not None)
     else:
         served = q.is_cpu and k.is_cpu and v.is_cpu
     return F.scaled_dot_product_attention(q, k, v, is_causal=mask is not None) if served else None
 
 
-def is_plain(call: Call) -> bool:
+def is_plain_call(call: Call) -> bool:
     """The everyday call, decided without a look at anything else: this runs at every step of a small model."""
     return (
         type(call.score) is Dot
@@ -75,11 +75,11 @@ def is_plain(call: Call) -> bool:
         and call.bias is None
         and not call.dropout
         and (call.mask is None or causal_kind(call) is not None)
-        and not device_reasons(call)
+        and not device_refusals(call)
     )
 
 
-def bias_reasons(call: Call) -> list[str]:
+def bias_refusals(call: Call) -> list[str]:
     if call.bias is None:
         return []
     if not isinstance(call.bias, DenseBias):
@@ -95,7 +95,7 @@ def bias_reasons(call: Call) -> list[str]:
     return reasons
 
 
-def device_reasons(call: Call) -> list[str]:
+def device_refusals(call: Call) -> list[str]:
     if call.mapped:
         return ["these kernels have no batching rule for torch.func.vmap: give the batch dimension to the call instead"]
     if call.needs_lse and call.transformed:
@@ -104,8 +104,8 @@ def device_reasons(call: Call) -> list[str]:
         return ["an empty tensor"]
     device = call.extent.device.type
     if device == "cuda":
-        masked = dense_mask(call) is not None or call.bias is not None
-        return cuda.reasons(call, causal_kind(call) or "none", masked)
+        masked = as_dense_mask(call) is not None or call.bias is not None
+        return cuda.kernel_refusals(call, causal_kind(call) or "none", masked)
     if device != "cpu":
         return [f"there is no fused kernel for {device}"]
     return ["dropout: on a CPU it would build the matrix"] if call.dropout else []
@@ -133,7 +133,7 @@ def causal_kind(call: Call) -> str | None:
     return "last" if call.extent.device.type == "cuda" or queries < keys else None
 
 
-def dense_mask(call: Call) -> Mask | None:
+def as_dense_mask(call: Call) -> Mask | None:
     """A mask that is a tensor already, or one row per sequence: handing it over builds nothing of size n x n.
 
     On CUDA the kernel that takes masks was measured four times as slow as FlexAttention on padding.
@@ -145,7 +145,7 @@ def dense_mask(call: Call) -> Mask | None:
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
-    scale, kind, mask = dot.score.factor(dot.q.shape[-1]), causal_kind(call) or "none", attn_mask(dot)
+    scale, kind, mask = dot.score.factor(dot.q.shape[-1]), causal_kind(call) or "none", build_attn_mask(dot)
     if torch.compiler.is_compiling():
         # A compiler refuses one tensor as two inputs of an autograd function, so what is query and key becomes views.
         dot = replace(dot, q=dot.q.view_as(dot.q), k=dot.k.view_as(dot.k))
@@ -153,19 +153,19 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         out, lse = cuda.run(dot, scale, kind, mask)
     else:
         out, lse = cpu.run(dot, scale, kind, mask)
-        if mask is not None and has_nan(out):
-            out, lse = cpu.run(without_hidden_keys(dot, mask), scale, kind, mask)
-    return (out, lse) if mask is None else hidden_rows(out, lse, mask)
+        if mask is not None and may_have_nan(out):
+            out, lse = cpu.run(zero_masked_keys(dot, mask), scale, kind, mask)
+    return (out, lse) if mask is None else clear_masked_rows(out, lse, mask)
 
 
-def has_nan(out: Tensor) -> bool:
+def may_have_nan(out: Tensor) -> bool:
     """Whether there may be one; a sum shows it, and is quickly taken."""
     if is_traced(out) or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         return False
     return bool(out.detach().sum().isnan())
 
 
-def without_hidden_keys(call: Call, mask: Tensor) -> Call:
+def zero_masked_keys(call: Call, mask: Tensor) -> Call:
     """Zeros for what nobody looks at, such as padding that nobody filled: the kernel adds -inf to its logits and takes
     0 of its values, and what is NaN or infinite stays so.
     """
@@ -177,12 +177,12 @@ def without_hidden_keys(call: Call, mask: Tensor) -> Call:
     return replace(call, k=k, v=v)
 
 
-def attn_mask(call: Call) -> Tensor | None:
+def build_attn_mask(call: Call) -> Tensor | None:
     """The float tensor that is added to the logits."""
     if isinstance(call.bias, DenseBias):
         # Of a part of a call only these sequences and heads.
         return call.bias.term(call.everything()).to(bias_dtype(call, call.bias))
-    mask = dense_mask(call)
+    mask = as_dense_mask(call)
     if mask is None:
         return None
     keys = call.k.shape[2]
@@ -196,7 +196,7 @@ def bias_dtype(call: Call, bias: DenseBias) -> torch.dtype:
     return torch.float32 if call.q.dtype in HALF_DTYPES and bias.entries.dtype != call.q.dtype else call.q.dtype
 
 
-def hidden_rows(out: Tensor, lse: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+def clear_masked_rows(out: Tensor, lse: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Rows that see nothing: the kernels leave a log-sum-exp of 0, or worse, where it is -inf."""
     seen = (mask != -torch.inf).any(-1)  # NaN is not -inf: it must show in the output
     out = torch.where(seen.unsqueeze(-1), out, 0.0)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.backends.sdpa.padding import needs_backward, padded, with_lse_column
+from foci.backends.sdpa.padding import append_lse_column, needs_backward, pad_width
 
 cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -26,30 +26,30 @@ def run(call: Call, scale: float, kind: str, mask: Tensor | None) -> tuple[Tenso
         out = F.scaled_dot_product_attention(q, k, v, is_causal=kind == "equal", scale=scale, enable_gqa=grouped)
         return out, None
     width = max(q.shape[-1], v.shape[-1])
-    q, k, v = (padded(t, width) for t in (q, k, v))
-    compute = CpuFlash.apply if needs_backward(q, k, v) else flash
-    out, lse = compute(q, k, v, mask, pieces_of(kind, q, k), scale)
+    q, k, v = (pad_width(t, width) for t in (q, k, v))
+    compute = CpuFlashAttention.apply if needs_backward(q, k, v) else flash_forward
+    out, lse = compute(q, k, v, mask, split_keys(kind, q, k), scale)
     return out if width == call.v.shape[-1] else out[..., : call.v.shape[-1]], lse
 
 
-def pieces_of(kind: str, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
+def split_keys(kind: str, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
     """The keys in pieces that the kernel's causal flag serves."""
     keys = k.shape[2]
     if kind != "last":
-        return (Piece(slice(0, keys), kind == "equal"),)
+        return (KeySlice(slice(0, keys), kind == "equal"),)
     seen = keys - q.shape[2]
-    return Piece(slice(0, seen), False), Piece(slice(seen, keys), True)
+    return KeySlice(slice(0, seen), False), KeySlice(slice(seen, keys), True)
 
 
-class Piece(NamedTuple):
+class KeySlice(NamedTuple):
     """Some of the keys, and whether they are looked at causally."""
 
     keys: slice
     causal: bool
 
 
-def flash(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[Piece, ...], scale: float
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[KeySlice, ...], scale: float
 ) -> tuple[Tensor, Tensor]:
     """The CPU's fused kernel, piece by piece of the keys, without gradients."""
     if len(pieces) == 1:
@@ -58,17 +58,17 @@ def flash(
     found = [
         cpu_flash(q, k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=scale) for keys, causal in pieces
     ]
-    return joined(found)
+    return merge_key_slices(found)
 
 
-class CpuFlash(torch.autograd.Function):
+class CpuFlashAttention(torch.autograd.Function):
     """The same with an output and a log-sum-exp that gradients pass through."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[Piece, ...], scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[KeySlice, ...], scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse = flash(q, k, v, mask, pieces, scale)
+        out, lse = flash_forward(q, k, v, mask, pieces, scale)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         ctx.pieces, ctx.scale = pieces, scale
         ctx.set_materialize_grads(False)
@@ -82,7 +82,7 @@ class CpuFlash(torch.autograd.Function):
         d_out = torch.zeros_like(out) if d_out is None else d_out
         width = q.shape[-1]
         if d_lse is not None:
-            q, k, v, out, d_out = with_lse_column(q, k, v, out, d_out, d_lse)
+            q, k, v, out, d_out = append_lse_column(q, k, v, out, d_out, d_lse)
         d_out = d_out.contiguous()
         # With the output and the log-sum-exp of all keys, each piece gives its share of the whole gradient.
         grads = [
@@ -96,7 +96,7 @@ class CpuFlash(torch.autograd.Function):
         return (*(g[..., :width] for g in (d_q, d_k, d_v)), None, None, None)
 
 
-def joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merge_key_slices(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention over all keys from attention over two pieces, both of which every query sees something of."""
     (first, first_lse), (second, second_lse) = found
     lse = torch.logaddexp(first_lse, second_lse)

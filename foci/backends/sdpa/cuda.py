@@ -14,23 +14,23 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from foci.arguments import HALF_DTYPES, Call
-from foci.backends.sdpa.padding import needs_backward, padded, with_lse_column
+from foci.backends.sdpa.padding import append_lse_column, needs_backward, pad_width
 from foci.runtime.device import has_cudnn, is_hopper_or_later
 
 aten = torch.ops.aten
 
 
-def default_is_fastest(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+def is_default_kernel_fastest(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     """Whether PyTorch's own choice for this call is the kernel that is the fastest here."""
     if q.dtype not in HALF_DTYPES or not is_hopper_or_later(q.device.index or 0):
         return False
     return torch._fused_sdp_choice(q, k, v, None, 0.0, causal) == SDPBackend.CUDNN_ATTENTION.value
 
 
-def kernel(call: Call, causal: str, masked: bool) -> str | None:
+def choose_kernel(call: Call, causal: str, masked: bool) -> str | None:
     """The fastest kernel that takes the call; None where there is none."""
     width = max(call.q.shape[-1], call.v.shape[-1])
-    if call.q.dtype == torch.float64 or width > widest(call):
+    if call.q.dtype == torch.float64 or width > max_width(call):
         return None
     if call.q.dtype == torch.float32 or masked:
         return None if causal == "last" else "efficient"
@@ -39,52 +39,52 @@ def kernel(call: Call, causal: str, masked: bool) -> str | None:
     return "flash"
 
 
-def widest(call: Call) -> int:
+def max_width(call: Call) -> int:
     """The gradient of the log-sum-exp takes one more column."""
     return 248 if call.needs_lse and call.needs_grad else 256
 
 
-def reasons(call: Call, causal: str, masked: bool) -> list[str]:
+def kernel_refusals(call: Call, causal: str, masked: bool) -> list[str]:
     if call.q.dtype == torch.float64:
         return ["there is no fused kernel for float64 on CUDA"]
     width = max(call.q.shape[-1], call.v.shape[-1])
-    if width > widest(call):
-        return [f"these kernels take widths up to {widest(call)} for this call, not {width}"]
-    if kernel(call, causal, masked) is None:
+    if width > max_width(call):
+        return [f"these kernels take widths up to {max_width(call)} for this call, not {width}"]
+    if choose_kernel(call, causal, masked) is None:
         return ["causal with unequal lengths in float32 is not part of these kernels"]
     return []
 
 
 def run(call: Call, scale: float, causal: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    name = kernel(call, causal, mask is not None)
+    name = choose_kernel(call, causal, mask is not None)
     assert name is not None
     width = -(-max(call.q.shape[-1], call.v.shape[-1]) // 8) * 8
-    q, k, v = (padded(t, width) for t in (call.q, call.k, call.v))
+    q, k, v = (pad_width(t, width) for t in (call.q, call.k, call.v))
     if name == "efficient":
-        k, v = (repeated(t, call.group) for t in (k, v))
-        mask = None if mask is None else aligned(mask, call)
+        k, v = (repeat_key_heads(t, call.group) for t in (k, v))
+        mask = None if mask is None else expand_mask(mask, call)
     given = q, k, v, mask, name, scale, causal != "none", call.dropout
     if call.needs_lse and needs_backward(q, k, v):
-        out, lse = WithLse.apply(*given)  # type: ignore[no-untyped-call]
+        out, lse = FusedAttentionWithLse.apply(*given)  # type: ignore[no-untyped-call]
     else:
-        out, lse = forward(*given, call.needs_lse)[:2]
+        out, lse = run_forward(*given, call.needs_lse)[:2]
         hides = mask is not None or (causal != "none" and q.shape[2] > k.shape[2])
-        lse = tidy_lse(lse, q, hides) if call.needs_lse else None
+        lse = normalize_lse(lse, q, hides) if call.needs_lse else None
     return out[..., : call.v.shape[-1]] if width != call.v.shape[-1] else out, lse
 
 
-def repeated(x: Tensor, group: int) -> Tensor:
+def repeat_key_heads(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
-def aligned(mask: Tensor, call: Call) -> Tensor:
+def expand_mask(mask: Tensor, call: Call) -> Tensor:
     """Expanded as the kernel wants it; its rows must start at multiples of 16 bytes."""
     keys = call.k.shape[2]
     room = F.pad(mask.expand(*mask.shape[:3], keys), (0, -keys % 16))[..., :keys]
     return room.expand(*call.q.shape[:3], keys)
 
 
-def forward(
+def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -106,7 +106,7 @@ def forward(
     )
 
 
-class WithLse(torch.autograd.Function):
+class FusedAttentionWithLse(torch.autograd.Function):
     """A fused kernel with a log-sum-exp that gradients pass through."""
 
     @staticmethod
@@ -121,12 +121,12 @@ class WithLse(torch.autograd.Function):
         causal: bool,
         dropout: float,
     ) -> tuple[Tensor, Tensor]:
-        found = forward(q, k, v, mask, name, scale, causal, dropout, True)
+        found = run_forward(q, k, v, mask, name, scale, causal, dropout, True)
         out, raw_lse = found[0], found[1]
         ctx.save_for_backward(q, k, v, mask, out, raw_lse)
         ctx.rest, ctx.name, ctx.scale, ctx.causal, ctx.dropout = found[2:], name, scale, causal, dropout
         ctx.set_materialize_grads(False)
-        return out, tidy_lse(raw_lse, q, hides=True)
+        return out, normalize_lse(raw_lse, q, hides=True)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -136,7 +136,7 @@ class WithLse(torch.autograd.Function):
         d_out = torch.zeros_like(out) if d_out is None else d_out
         width, dtype, name = q.shape[-1], q.dtype, ctx.name
         if d_lse is not None:
-            q, k, v, out, d_out = with_lse_column(q, k, v, out, d_out, d_lse)
+            q, k, v, out, d_out = append_lse_column(q, k, v, out, d_out, d_lse)
             name = "flash" if name == "cudnn" else name
             if name == "efficient":
                 # In half precision this kernel loses the column: measured, gradients off by their own size.
@@ -144,12 +144,12 @@ class WithLse(torch.autograd.Function):
                 mask = None if mask is None else mask.float()
         if name == "flash":
             lse = lse.squeeze(-1).contiguous() if lse.dim() == 4 else lse
-        grads = backward(name, ctx, d_out, q, k, v, out, lse, mask)
+        grads = run_backward(name, ctx, d_out, q, k, v, out, lse, mask)
         grads = [g[..., :width].to(dtype) for g in grads[:3]]
         return (*grads, None, None, None, None, None)
 
 
-def backward(
+def run_backward(
     name: str, ctx: Any, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
 ) -> Any:
     queries, keys, rest = q.shape[2], k.shape[2], ctx.rest
@@ -197,7 +197,7 @@ def backward(
     )
 
 
-def tidy_lse(lse: Tensor, q: Tensor, hides: bool) -> Tensor:
+def normalize_lse(lse: Tensor, q: Tensor, hides: bool) -> Tensor:
     """(B, H, Tq): cuDNN adds an axis, efficient rounds the length up, flash marks rows that see nothing by +inf.
 
     Where no row can be hidden there is no mark to look for: two launches less, in nearly every call.
