@@ -20,21 +20,21 @@ from foci.record.labels import Labels, number_words_by_spaces
 from foci.record.layer import Layer
 from foci.record.record import Record
 from foci.view.page import document
-from foci.view.selection import ADDED
+from foci.view.units import SPECIAL_TOKEN
 
 
 @dataclass(frozen=True)
-class Page:
+class HtmlPage:
     """A page of attention: `data` is all of its HTML; a notebook shows it in a frame of its own."""
 
     data: str
 
     def _repr_html_(self) -> str:
-        return document.framed(self.data, "attention")
+        return document.wrap_in_frame(self.data, "attention")
 
 
 @dataclass(frozen=True)
-class Paired:
+class EncoderDecoderAttention:
     """The attention of an encoder-decoder and its tokens, what there is of them."""
 
     encoder: Any = None
@@ -62,7 +62,7 @@ def head_view(
     decoder_tokens: Sequence[str] | None = None,
     include_layers: Sequence[int] | None = None,
     html_action: str = "view",
-) -> Page | None:
+) -> HtmlPage | None:
     """Lines from the tokens that look to those that are looked at, of one layer's heads.
 
     >>> attention = [torch.rand(1, 4, 3, 3).softmax(-1) for _ in range(2)]
@@ -81,10 +81,12 @@ def head_view(
         include_layers: the layers that the page has; None: all.
         html_action: "view" shows it, in a notebook or a browser; "return" gives an object with the HTML in `data`.
     """
-    paired = Paired(encoder_attention, decoder_attention, cross_attention, encoder_tokens, decoder_tokens)
-    record = record_of(attention, tokens, sentence_b_start, paired, prettify_tokens, include_layers)
-    names = first_shown(record, layer, heads)
-    return finished(record, {"v": "lines"} | ({"h": "~".join(names)} if names else {}), html_action)
+    paired = EncoderDecoderAttention(
+        encoder_attention, decoder_attention, cross_attention, encoder_tokens, decoder_tokens
+    )
+    record = build_record(attention, tokens, sentence_b_start, paired, prettify_tokens, include_layers)
+    names = name_initial_heads(record, layer, heads)
+    return finish_page(record, {"v": "lines"} | ({"h": "~".join(names)} if names else {}), html_action)
 
 
 def model_view(
@@ -101,7 +103,7 @@ def model_view(
     include_layers: Sequence[int] | None = None,
     include_heads: Sequence[int] | None = None,
     html_action: str = "view",
-) -> Page | None:
+) -> HtmlPage | None:
     """All layers and heads as thumbnails; arguments as of `head_view`.
 
     Args:
@@ -110,18 +112,20 @@ def model_view(
     """
     if display_mode not in ("dark", "light"):
         raise ValueError(f"expected display_mode 'dark' or 'light', received {display_mode!r}")
-    paired = Paired(encoder_attention, decoder_attention, cross_attention, encoder_tokens, decoder_tokens)
-    record = record_of(attention, tokens, sentence_b_start, paired, prettify_tokens, include_layers)
+    paired = EncoderDecoderAttention(
+        encoder_attention, decoder_attention, cross_attention, encoder_tokens, decoder_tokens
+    )
+    record = build_record(attention, tokens, sentence_b_start, paired, prettify_tokens, include_layers)
     if include_heads is not None:
-        record.layers = {name: with_heads(one, include_heads) for name, one in record.layers.items()}
-    return finished(record, {"v": "heads", "e": display_mode}, html_action)
+        record.layers = {name: keep_heads(one, include_heads) for name, one in record.layers.items()}
+    return finish_page(record, {"v": "heads", "e": display_mode}, html_action)
 
 
-def record_of(
+def build_record(
     attention: Any,
     tokens: Sequence[str] | None,
     second: int | None,
-    paired: Paired,
+    paired: EncoderDecoderAttention,
     pretty: bool,
     included: Sequence[int] | None,
 ) -> Record:
@@ -130,38 +134,42 @@ def record_of(
         received = "both" if paired.given else "neither"
         raise ValueError(f"expected attention, or encoder_, decoder_ and cross_attention, received {received}")
     if paired.given:
-        record = of_pair(paired, pretty)
+        record = build_encoder_decoder_record(paired, pretty)
     else:
-        record = Record.from_tensors(attention, labelled(tokens, "tokens", pretty))
-    check_lengths(record)
+        record = Record.from_tensors(attention, build_token_labels(tokens, "tokens", pretty))
+    check_token_counts(record)
     if included is not None:
-        check_included(record, included)
+        check_included_layers(record, included)
         record.layers = {name: layer for name, layer in record.layers.items() if layer.index in included}
-    return record if second is None else with_parts(record, second)
+    return record if second is None else add_sentence_parts(record, second)
 
 
-def of_pair(paired: Paired, pretty: bool) -> Record:
+def build_encoder_decoder_record(paired: EncoderDecoderAttention, pretty: bool) -> Record:
     source = (
-        None if paired.encoder is paired.cross is None else labelled(paired.encoder_tokens, "encoder_tokens", pretty)
+        None
+        if paired.encoder is paired.cross is None
+        else build_token_labels(paired.encoder_tokens, "encoder_tokens", pretty)
     )
     target = (
-        None if paired.decoder is paired.cross is None else labelled(paired.decoder_tokens, "decoder_tokens", pretty)
+        None
+        if paired.decoder is paired.cross is None
+        else build_token_labels(paired.decoder_tokens, "decoder_tokens", pretty)
     )
     return Record.from_tensors(paired.decoder, target, source=source, encoder=paired.encoder, cross=paired.cross)
 
 
-def labelled(tokens: Sequence[str] | None, name: str, pretty: bool) -> Labels:
+def build_token_labels(tokens: Sequence[str] | None, name: str, pretty: bool) -> Labels:
     if tokens is None:
         raise ValueError(f"expected {name}, a list of texts, beside the attention, received none")
-    texts = prettified(tokens) if pretty else list(tokens)
+    texts = restore_spaces(tokens) if pretty else list(tokens)
     words = [
-        None if ADDED.fullmatch(text.strip()) else word
+        None if SPECIAL_TOKEN.fullmatch(text.strip()) else word
         for text, word in zip(texts, number_words_by_spaces(texts), strict=True)
     ]
     return Labels.tokens([texts], [words] if pretty else None)
 
 
-def prettified(tokens: Sequence[str]) -> list[str]:
+def restore_spaces(tokens: Sequence[str]) -> list[str]:
     r"""Tokens as they read: a space where a word begins.
 
     >>> prettified(["ĠJane", "Ġis", "Ċ"]), prettified(["[CLS]", "hun", "##gry", "!"]), prettified(["▁Ja", "ne"])
@@ -172,7 +180,7 @@ def prettified(tokens: Sequence[str]) -> list[str]:
     return [token[2:] if token[:2] == "##" else f" {token}" if i else token for i, token in enumerate(tokens)]
 
 
-def check_lengths(record: Record) -> None:
+def check_token_counts(record: Record) -> None:
     """BertViz refuses tokens that are more than the attention, and so do we: they would be other tokens."""
     for layer in record.layers.values():
         for name, length in ((layer.queries, layer.shape[2]), (layer.keys, layer.shape[3])):
@@ -180,14 +188,14 @@ def check_lengths(record: Record) -> None:
                 raise ValueError(f"expected {length} tokens for {layer.label}, received {len(record.labels[name])}")
 
 
-def check_included(record: Record, included: Sequence[int]) -> None:
+def check_included_layers(record: Record, included: Sequence[int]) -> None:
     there = sorted({layer.index for layer in record.layers.values()})
     unknown = sorted(set(included) - set(there))
     if unknown or not included:
         raise ValueError(f"expected include_layers from 0 to {there[-1]}, received {unknown or 'none'}")
 
 
-def with_heads(layer: Layer, heads: Sequence[int]) -> Layer:
+def keep_heads(layer: Layer, heads: Sequence[int]) -> Layer:
     """The layer with some of its heads only."""
     unknown = sorted(set(heads) - set(layer.heads))
     if unknown or not heads:
@@ -197,14 +205,14 @@ def with_heads(layer: Layer, heads: Sequence[int]) -> Layer:
     return replace(layer, heads=tuple(heads), kv_heads=0, matrix=layer.matrix[:, places])
 
 
-def with_parts(record: Record, second: int) -> Record:
+def add_sentence_parts(record: Record, second: int) -> Record:
     """Beside each layer its four parts: from each of two sentences to each, with numbers as they are in the whole."""
     labels = record.labels["input"]
     if not 0 < second < len(labels):
         raise ValueError(f"expected sentence_b_start from 1 to {len(labels) - 1}, received {second}")
     spans = {"A": range(second), "B": range(second, len(labels))}
     for name, span in spans.items():
-        record.labels[name] = labels.at(span)
+        record.labels[name] = labels.select(span)
     for layer in list(record.layers.values()):
         for one, other in ((one, other) for one in spans for other in spans):
             assert layer.matrix is not None
@@ -215,7 +223,7 @@ def with_parts(record: Record, second: int) -> Record:
     return record
 
 
-def first_shown(record: Record, layer: int | None, heads: Sequence[int] | None) -> list[str]:
+def name_initial_heads(record: Record, layer: int | None, heads: Sequence[int] | None) -> list[str]:
     """The names of the heads that a page begins with; none where nothing was asked."""
     if layer is None and heads is None:
         return []
@@ -224,22 +232,22 @@ def first_shown(record: Record, layer: int | None, heads: Sequence[int] | None) 
         raise ValueError(
             f"expected a layer of {', '.join(map(record.name_of, record.layers.values()))}, received {layer}"
         )
-    asked = one if heads is None else with_heads(one, heads)
+    asked = one if heads is None else keep_heads(one, heads)
     return [record.name_of(one, head) for head in asked.heads]
 
 
-def finished(record: Record, state: dict[str, str], action: str) -> Page | None:
+def finish_page(record: Record, state: dict[str, str], action: str) -> HtmlPage | None:
     """The page, opened at a view: given back or shown."""
     if action not in ("view", "return"):
         raise ValueError(f"expected html_action 'view' or 'return', received {action!r}")
-    made = Page(document.html(record, "attention", urlencode(state, safe="~")))
+    made = HtmlPage(document.render_html(record, "attention", urlencode(state, safe="~")))
     if action == "return":
         return made
-    view(made)
+    display_page(made)
     return None
 
 
-def view(made: Page) -> None:
+def display_page(made: HtmlPage) -> None:
     """In a notebook below the cell, otherwise in a browser."""
     if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
         sys.modules["IPython"].display.display(made)

@@ -11,7 +11,7 @@ import torch
 
 import foci
 from foci import bertviz
-from foci.bertviz import Paired, labelled, prettified, record_of
+from foci.bertviz import EncoderDecoderAttention, build_record, build_token_labels, restore_spaces
 
 TOKENS = ["[CLS]", "Jane", "is", "hun", "##gry", "[SEP]"]
 
@@ -80,8 +80,13 @@ def test_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_stack_of_an_encoder_decoder_is_enough() -> None:
-    record = record_of(
-        None, None, None, Paired(cross=attention(queries=1), encoder_tokens=TOKENS, decoder_tokens=["x"]), True, None
+    record = build_record(
+        None,
+        None,
+        None,
+        EncoderDecoderAttention(cross=attention(queries=1), encoder_tokens=TOKENS, decoder_tokens=["x"]),
+        True,
+        None,
     )
     assert record.heads[0] == "cross.L0H0"
 
@@ -95,8 +100,8 @@ def test_two_sentences_are_there_part_by_part(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_tokens_as_they_read_or_as_they_are() -> None:
-    assert prettified(["low</w>", "er"]) == ["low ", "er"]
-    assert labelled(["Ġa", "##b"], "tokens", False).texts == (("Ġa", "##b"),)
+    assert restore_spaces(["low</w>", "er"]) == ["low ", "er"]
+    assert build_token_labels(["Ġa", "##b"], "tokens", False).texts == (("Ġa", "##b"),)
 
 
 @pytest.mark.parametrize(

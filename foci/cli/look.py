@@ -1,4 +1,4 @@
-"""`foci look`: where a model looks when it reads a text of yours."""
+"""`foci look`: run a model on a text and show its attention."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from foci.cli.output import check_out_path, check_utf8
+from foci.cli.output import check_out_path, check_utf8, print_status
 
 if TYPE_CHECKING:
     from foci.record.layer import Layer
     from foci.record.record import Record
-    from foci.view.selection import Choice
+    from foci.view.selection import HeadSelection
 
-PAGE = ".html"
 EXAMPLES = """\
 examples:
   foci look "Jane is hungry, and she's really craving pasta from Italy."
@@ -30,98 +29,108 @@ examples:
 
 
 def add(commands: Any) -> None:
-    """Names the options."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "look",
-        help="see where a model looks when it reads a text of yours",
+        help="run a model on your text and show its attention",
         epilog=EXAMPLES,
     )
     parser.add_argument(
-        "text", nargs="+", help="the text; a picture's file with --model vision, a sound's with --model speech"
+        "text", nargs="+", help="the text; an image file with --model vision, a sound file with --model speech"
     )
     parser.add_argument(
         "--model",
-        help="a Hugging Face model by folder or name, a file or run of foci, or one that ships (default: translation)",
+        help="a Hugging Face model by directory or name, a foci model file or run directory, or a pretrained model"
+        " (default: translation)",
     )
     parser.add_argument("--layer", type=int, help="a layer, from 0")
-    parser.add_argument("--head", help="a head: L5H3, cross.L0H2, or a number beside --layer")
+    parser.add_argument("--head", help="a head: L5H3, cross.L0H2, or a number together with --layer")
     parser.add_argument(
         "--word",
-        help="the word to follow, of the answer or of the text: hungry, the#2 for the second the, or its place",
+        help="the word to follow, of the answer or of the text: hungry, the#2 for the second the, or its position",
     )
-    parser.add_argument("--tokens", action="store_true", help="single tokens instead of whole words")
-    parser.add_argument("--out", type=Path, help="into a file: page.html, figure.png, .svg or .pdf, record.foci")
+    parser.add_argument("--tokens", action="store_true", help="show single tokens instead of whole words")
+    parser.add_argument("--out", type=Path, help="write to a file: page.html, figure.png, .svg or .pdf, record.foci")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Looks, and shows or writes it."""
+    """Run the model, then show or save the record."""
     from foci.capture.look import look
     from foci.record.record import IMAGE_SUFFIXES
 
     limit_transformers_logging()
     check_out_path(options.out)
-    record = look(check_utf8(" ".join(options.text)), options.model, device=options.device, say=tell)
+    record = look(check_utf8(" ".join(options.text)), options.model, device=options.device, say=print_look_status)
     head = int(options.head) if options.head is not None and options.head.isdigit() else options.head
     head = choose_head_to_show(record, options, head)
     if options.out is None:
         record.show(options.word, head, options.layer, by_token=options.tokens)
         return 0
-    ending = options.out.suffix.lower()
-    # A figure shows all words; one that is not there is refused all the same.
-    opens = page_options(record, options, head)
+    suffix = options.out.suffix.lower()
+    # A figure shows all words, but a --word that does not occur is refused for every kind of file.
+    opens_at = page_options(record, options, head)
     record.save(
-        options.out, **(figure_options(head, options) if ending in IMAGE_SUFFIXES else opens if ending == PAGE else {})
+        options.out,
+        **(figure_options(head, options) if suffix in IMAGE_SUFFIXES else opens_at if suffix == ".html" else {}),
     )
-    tell(f"written: {options.out}")
+    print_look_status(f"written: {options.out}")
     return 0
 
 
 def choose_head_to_show(record: Record, options: argparse.Namespace, head: str | int | None) -> str | int | None:
-    """The head to show: the one that was named, or one that reads the text, where only the text has the word."""
-    from foci.view.selection import reading_of
+    """The head to show: the requested one, or one that reads the text if --word occurs only there."""
+    from foci.view.selection import select_source_head
 
     if options.word is None:
         return head
-    asked = head is not None or options.layer is not None
+    requested = head is not None or options.layer is not None
     choice = requested_head(record, options, head)
-    having = [layer for layer in record.layers.values() if has_query_word(record, layer, options)]
-    if not having or choice.layer in having or record.labels_of(choice.layer)[1].grid is not None:
+    matching = [layer for layer in record.layers.values() if has_query_word(record, layer, options)]
+    if not matching or choice.layer in matching or record.labels_of(choice.layer)[1].grid is not None:
         return head
-    names = f"{record.name_of(having[0])} to {record.name_of(having[-1])}" if having[1:] else record.name_of(having[0])
-    if asked:
+    names = (
+        f"{record.name_of(matching[0])} to {record.name_of(matching[-1])}"
+        if matching[1:]
+        else record.name_of(matching[0])
+    )
+    if requested:
         raise ValueError(
-            f"{options.word!r} is no word that looks in {choice.name}, but one in {names}: name one of them"
+            f"{options.word!r} is not among the queries of {choice.name}; it occurs in {names}: choose one with --head"
         )
-    reading = reading_of(record, choice)
-    shown = reading.name if reading is not None and reading.layer in having else record.name_of(having[0])
-    tell(f"{options.word} is no word that looks in {choice.name}, but one in {shown}, which is shown")
+    reading = select_source_head(record, choice)
+    shown = reading.name if reading is not None and reading.layer in matching else record.name_of(matching[0])
+    print_look_status(f"{options.word} is not among the queries of {choice.name}; showing {shown}, where it occurs")
     return shown
 
 
-def requested_head(record: Record, options: argparse.Namespace, head: str | int | None) -> Choice:
-    """The head that was named, or the one that every view begins with."""
-    from foci.view.selection import choose, telling
+def requested_head(record: Record, options: argparse.Namespace, head: str | int | None) -> HeadSelection:
+    """The head named by the options, or the one that every view opens with."""
+    from foci.view.selection import select_default_head, select_head
 
-    return telling(record) if head is None and options.layer is None else choose(record, head, options.layer)
+    return (
+        select_default_head(record)
+        if head is None and options.layer is None
+        else select_head(record, head, options.layer)
+    )
 
 
 def has_query_word(record: Record, layer: Layer, options: argparse.Namespace) -> bool:
-    """Whether the word to follow is one that looks in a layer."""
-    from foci.view.selection import find, sides
+    """Whether --word is among the queries of a layer."""
+    from foci.view.units import find_unit, list_layer_units
 
     try:
-        find(sides(record, layer, 0, options.tokens)[0], options.word)
+        find_unit(list_layer_units(record, layer, 0, options.tokens)[0], options.word)
     except ValueError:
         return False
     return True
 
 
 def page_options(record: Record, options: argparse.Namespace, head: str | int | None) -> dict[str, Any]:
-    """What of the options says where a page opens."""
-    from foci.view.selection import find, sides
-    from foci.view.terminal.patches import looking
+    """Options of `Record.save` for a page: the head and the word at which it opens."""
+    from foci.view.selection import select_patch
+    from foci.view.units import find_unit, list_layer_units
 
     if head is None and options.layer is None and options.word is None:
         return {}
@@ -129,31 +138,31 @@ def page_options(record: Record, options: argparse.Namespace, head: str | int | 
     state = {"h": choice.name}
     if options.word is not None:
         labels = record.labels_of(choice.layer)[0]
-        queries = sides(record, choice.layer, 0, options.tokens)[0]
+        queries = list_layer_units(record, choice.layer, 0, options.tokens)[0]
         patches = labels.grid is not None
-        place = looking(labels, options.word)[0] if patches else queries[find(queries, options.word)].stop - 1
+        place = select_patch(labels, options.word)[0] if patches else queries[find_unit(queries, options.word)].stop - 1
         state["t"] = str(place)
     return {"state": urlencode(state)}
 
 
 def figure_options(head: str | int | None, options: argparse.Namespace) -> dict[str, Any]:
-    """What of the options says which figure to draw."""
+    """Options of `Record.save` for a figure: which head to draw, and by word or by token."""
     name = f"L{options.layer}" + ("" if head is None else f"H{head}") if options.layer is not None else head
     return ({"head": name} if name is not None else {}) | ({"by_token": True} if options.tokens else {})
 
 
-def tell(message: str) -> None:
-    """What takes a while, beside the answer and not in it."""
-    print(f"foci look: {message}", file=sys.stderr, flush=True)
+def print_look_status(message: str) -> None:
+    """Print progress to stderr."""
+    print_status("look", message)
 
 
 def limit_transformers_logging() -> None:
-    """Leaves of what transformers says the errors, and its progress bars where somebody sees them."""
+    """Log only errors of transformers; show its progress bars only in a terminal."""
     if find_spec("transformers") is None:
         return
-    from transformers.utils import logging as of_transformers
+    from transformers.utils import logging as transformers_logging
 
-    of_transformers.set_verbosity_error()
+    transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
-        of_transformers.disable_progress_bar()
+        transformers_logging.disable_progress_bar()

@@ -13,7 +13,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-HEADERS = {
+SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:;"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -43,9 +43,9 @@ class Guard:
             # There is nothing here for web sockets.
             return
         refusal = self.refusal(scope)
-        send = with_headers(send)
+        send = add_security_headers(send)
         if refusal is not None:
-            await refuse(send, *refusal)
+            await send_refusal(send, *refusal)
             return
         prefix = f"/{self.secret}"
         inner = {**scope, "path": scope["path"][len(prefix) :] or "/", "root_path": prefix}
@@ -82,27 +82,27 @@ class Guard:
             body += message.get("body", b"")
             more = message.get("more_body", False)
             if len(body) > self.most:
-                await refuse(send, 413, self.too_large())
+                await send_refusal(send, 413, self.too_large())
                 return
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-        await self.app(scope, lambda: next_of(whole, receive), send)
+        await self.app(scope, lambda: replay_body(whole, receive), send)
 
 
-async def next_of(whole: list[Message], receive: Receive) -> Message:
+async def replay_body(whole: list[Message], receive: Receive) -> Message:
     return whole.pop() if whole else await receive()
 
 
-def with_headers(send: Send) -> Send:
+def add_security_headers(send: Send) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+            extra = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
             message = {**message, "headers": [*message.get("headers", []), *extra]}
         await send(message)
 
     return sending
 
 
-async def refuse(send: Send, status: int, reason: str) -> None:
+async def send_refusal(send: Send, status: int, reason: str) -> None:
     body = json.dumps({"error": reason}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

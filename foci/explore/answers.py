@@ -13,18 +13,18 @@ from torch import Tensor
 
 from foci.record.layer import Layer
 from foci.record.record import Record
-from foci.view.page.arrays import as_bytes
-from foci.view.page.vectors import worked
+from foci.view.page.arrays import tensor_bytes
+from foci.view.page.vectors import compute_row_arithmetic
 
 # A tile has at most so many cells a side, and so many entries behind each cell's side.
-CELLS = 256
-STEPS = 64
+TILE_CELLS = 256
+MAX_TILE_STEP = 64
 # So many entries are computed at a time.
-AT_ONCE = 2**22
-MOST_KEYS = 64
+STRIP_ENTRIES = 2**22
+MAX_ARITHMETIC_KEYS = 64
 
 
-class Asked:
+class Question:
     """The numbers of a question, checked."""
 
     def __init__(self, record: Record, given: dict[str, str]) -> None:
@@ -42,7 +42,7 @@ class Asked:
         """The layer that is asked about, which must know its entries."""
         layers = list(self.record.layers.values())
         layer = layers[self.number("layer", 0, len(layers) - 1)]
-        if "entries" not in layer.can:
+        if "entries" not in layer.available:
             raise ValueError(f"{layer.label} kept statistics only: it has no single entries")
         return layer
 
@@ -64,74 +64,76 @@ class Asked:
         return [int(part) for part in names]
 
 
-def row(asked: Asked) -> bytes:
+def answer_row(asked: Question) -> bytes:
     """Where one query looks: (Tk,)."""
     layer = asked.layer
     batch, head = asked.number("seq", 0, layer.shape[0] - 1), asked.number("head", 0, layer.shape[1] - 1)
-    return floats(layer.row(batch, head, asked.number("query", 0, layer.shape[2] - 1)))
+    return float32_bytes(layer.row(batch, head, asked.number("query", 0, layer.shape[2] - 1)))
 
 
-def column(asked: Asked) -> bytes:
+def answer_column(asked: Question) -> bytes:
     """Who looks at one key: (Tq,)."""
     layer = asked.layer
     batch, head = asked.number("seq", 0, layer.shape[0] - 1), asked.number("head", 0, layer.shape[1] - 1)
     found = layer[batch, head, :, asked.number("key", 0, layer.shape[3] - 1)]
     assert isinstance(found, Tensor)
-    return floats(found)
+    return float32_bytes(found)
 
 
-def tile(asked: Asked) -> bytes:
+def answer_tile(asked: Question) -> bytes:
     """A part of the matrix in blocks of step x step entries, mean or max: (rows, columns)."""
     layer = asked.layer
-    step = asked.number("step", 1, STEPS)
+    step = asked.number("step", 1, MAX_TILE_STEP)
     batch = asked.number("seq", 0, layer.shape[0] - 1)
     y, x = asked.number("y", 0, layer.shape[2] - 1), asked.number("x", 0, layer.shape[3] - 1)
     reduce = asked.given.get("reduce", "mean")
     if reduce not in {"mean", "max"}:
         raise ValueError(f"expected reduce mean or max, received {reduce[:20]!r}")
-    rows, columns = min(layer.shape[2] - y, CELLS * step), min(layer.shape[3] - x, CELLS * step)
+    rows, columns = min(layer.shape[2] - y, TILE_CELLS * step), min(layer.shape[3] - x, TILE_CELLS * step)
     heads = asked.heads(layer)
-    return floats(sum(pooled(layer, batch, head, (y, rows), (x, columns), step, reduce) for head in heads) / len(heads))
+    return float32_bytes(
+        sum(pool_head_tile(layer, batch, head, (y, rows), (x, columns), step, reduce) for head in heads) / len(heads)
+    )
 
 
-def pooled(
+def pool_head_tile(
     layer: Layer, batch: int, head: int, rows: tuple[int, int], columns: tuple[int, int], step: int, reduce: str
 ) -> Tensor:
     """Strip by strip of whole blocks; a block at the edge is smaller, and its mean is over what is there."""
     (y, tall), (x, wide) = rows, columns
-    strip = max(1, AT_ONCE // (wide * step)) * step
+    strip = max(1, STRIP_ENTRIES // (wide * step)) * step
     found = []
     for start in range(y, y + tall, strip):
         entries = layer[batch, head, start : min(start + strip, y + tall), x : x + wide]
         assert isinstance(entries, Tensor)
-        found.append(blocks(entries.float().cpu(), step, reduce))
+        found.append(pool_in_blocks(entries.float().cpu(), step, reduce))
     return torch.cat(found)
 
 
-def blocks(entries: Tensor, step: int, reduce: str) -> Tensor:
+def pool_in_blocks(entries: Tensor, step: int, reduce: str) -> Tensor:
     """Entries in blocks of step x step."""
     pool = torch.nn.functional.avg_pool2d if reduce == "mean" else torch.nn.functional.max_pool2d
     # In ceil mode the mean of a block that reaches over the edge is over what lies inside.
     return entries if step == 1 else pool(entries[None], step, step, ceil_mode=True)[0]
 
 
-def arithmetic(asked: Asked) -> dict[str, Any] | None:
+def answer_arithmetic(asked: Question) -> dict[str, Any] | None:
     """Everything between query and output of one row, for some keys; None where that was not kept."""
     layer = asked.layer
     batch, head = asked.number("seq", 0, layer.shape[0] - 1), asked.number("head", 0, layer.shape[1] - 1)
-    keys = asked.numbers("keys", layer.shape[3], MOST_KEYS)
-    found = worked(layer, batch, head, asked.number("query", 0, layer.shape[2] - 1), keys)
+    keys = asked.numbers("keys", layer.shape[3], MAX_ARITHMETIC_KEYS)
+    found = compute_row_arithmetic(layer, batch, head, asked.number("query", 0, layer.shape[2] - 1), keys)
     # JSON has no infinity: the row of a query that sees nothing has no log-sum-exp.
     return found if found is None or math.isfinite(found["lse"]) else {**found, "lse": None}
 
 
-def rollout(asked: Asked) -> bytes:
+def answer_rollout(asked: Question) -> bytes:
     """What reaches one query through all layers: (T,)."""
     longest = max(layer.shape[2] for layer in asked.record.layers.values())
     batch = asked.number("seq", 0, max(layer.shape[0] for layer in asked.record.layers.values()) - 1)
     stack = asked.given.get("stack", "")
-    return floats(asked.record.rollout(asked.number("query", 0, longest - 1), batch, stack=stack))
+    return float32_bytes(asked.record.rollout(asked.number("query", 0, longest - 1), batch, stack=stack))
 
 
-def floats(found: Any) -> bytes:
-    return as_bytes(found.detach().float().cpu().contiguous())
+def float32_bytes(found: Any) -> bytes:
+    return tensor_bytes(found.detach().float().cpu().contiguous())

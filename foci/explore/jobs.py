@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foci.record.record import Record
-from foci.view.page.payload import packed
+from foci.view.page.payload import encode_payload
 
-MOST_JOBS = 64
-MOST_RECORDS = 8
+MAX_JOBS = 64
+MAX_RECORDS = 8
 # The shares of the bar that loading, running and packing take.
-LOADED, RAN = 0.35, 0.75
+LOADED_FRACTION, RUN_FRACTION = 0.35, 0.75
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Job:
 
 
 @dataclass
-class Kept:
+class StoredRecord:
     """A record that can be asked, and what the page needs of it at first."""
 
     record: Record
@@ -47,12 +47,12 @@ class Kept:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Desk:
+class JobQueue:
     """Jobs and the records that came of them; the oldest make room."""
 
     def __init__(self) -> None:
         self.jobs: OrderedDict[str, Job] = OrderedDict()
-        self.records: OrderedDict[str, Kept] = OrderedDict()
+        self.records: OrderedDict[str, StoredRecord] = OrderedDict()
         # One after the other: two models at once would only be slower.
         self.worker = ThreadPoolExecutor(1, "foci-explore")
 
@@ -60,7 +60,7 @@ class Desk:
         """Begins a piece of work; gives its name."""
         name, job = secrets.token_urlsafe(9), Job()
         self.jobs[name] = job
-        while len(self.jobs) > MOST_JOBS:
+        while len(self.jobs) > MAX_JOBS:
             self.jobs.popitem(last=False)
         self.worker.submit(self._run, job, work)
         return name
@@ -68,24 +68,24 @@ class Desk:
     def _run(self, job: Job, work: Callable[[Job], Record]) -> None:
         try:
             record = work(job)
-            job.say("drawing", RAN)
+            job.say("drawing", RUN_FRACTION)
             name = self.keep(record)
             job.say("done", 1.0)
             job.record = name
         except Exception as problem:  # noqa: BLE001
             # Whatever a model or a file does wrong belongs into the page, not into a log that nobody reads.
-            job.error = said(problem)
+            job.error = describe_problem(problem)
 
     def keep(self, record: Record) -> str:
         """Makes a record ready to be looked at; gives its name."""
         name = secrets.token_urlsafe(9)
-        self.records[name] = Kept(record, packed(record))
-        while len(self.records) > MOST_RECORDS:
+        self.records[name] = StoredRecord(record, encode_payload(record))
+        while len(self.records) > MAX_RECORDS:
             self.records.popitem(last=False)
         return name
 
 
-def said(problem: Exception) -> str:
+def describe_problem(problem: Exception) -> str:
     """One sentence about a problem."""
     text = " ".join(str(problem).split())[:400]
     if isinstance(problem, ValueError | ImportError | OSError | KeyError) and text:

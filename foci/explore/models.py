@@ -25,21 +25,21 @@ from foci.capture.look import (
     locate_model,
     record_example,
 )
-from foci.cli.explanation import UntrainedSentence, split_heads, split_words
-from foci.explore.jobs import LOADED, RAN, Job
+from foci.explore.jobs import LOADED_FRACTION, RUN_FRACTION, Job
+from foci.models.untrained import UntrainedSentence, split_heads, split_words
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.record import Record
 
 UNTRAINED = "untrained vectors"
-MOST_LOADED = 2
-MOST_WORDS = 512
-LONGEST = 400_000
+MAX_LOADED_MODELS = 2
+MAX_UNTRAINED_WORDS = 512
+MAX_TEXT_CHARACTERS = 400_000
 # What the models of these tasks are given; those of all others are given texts.
-TAKES = {"vision": "images", "speech": "sounds"}
+TASK_INPUTS = {"vision": "images", "speech": "sounds"}
 
 
-class Shelf:
+class ModelRunner:
     """The models that were used last."""
 
     def __init__(self, device: str = "cpu") -> None:
@@ -50,21 +50,21 @@ class Shelf:
         """A text, read by a model."""
         if not text.strip():
             raise ValueError("expected a text with at least one word, received none")
-        if len(text) > LONGEST:
-            raise ValueError(f"expected at most {LONGEST:,} characters, received {len(text):,}")
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise ValueError(f"expected at most {MAX_TEXT_CHARACTERS:,} characters, received {len(text):,}")
         if model == UNTRAINED:
-            return untrained(text)
+            return record_untrained(text)
         model = locate_model(model)
         if is_foci_model(Path(model)):
             return self.shown_by_own(model, "texts", text, job)
         reader = self.loaded("text", model, job)
-        with counted(reader.model, job):
+        with report_progress(reader.model, job):
             found: Record = reader.look(text)
         return found
 
     def view(self, model: str, image: bytes, job: Job) -> Record:
         """An image, looked at by a model."""
-        picture = readable(image)
+        picture = decode_image(image)
         if model == UNTRAINED:
             raise ValueError("expected a model that takes images: untrained vectors are made of words")
         model = locate_model(model)
@@ -72,7 +72,7 @@ class Shelf:
             return self.viewed_by_own(model, picture, job)
         processor, own = self.loaded("image", model, job)
         pixels = processor(images=picture, return_tensors="pt").to(self.device)
-        with counted(own, job), torch.no_grad(), watch(own) as seen:
+        with report_progress(own, job), torch.no_grad(), watch(own) as seen:
             own(**pixels)
         return seen
 
@@ -99,13 +99,13 @@ class Shelf:
     def shown_by_own(self, model: str, what: str, given: str, job: Job) -> Record:
         """What a model of foci shows, where it takes what it is given: a text, or the path of an image or a sound."""
         task, own, _ = self.loaded("own", model, job)
-        taken = TAKES.get(task.name, "texts")
+        taken = TASK_INPUTS.get(task.name, "texts")
         if taken != what:
-            fit = next((name for name, takes in TAKES.items() if takes == what), "translation")
+            fit = next((name for name, takes in TASK_INPUTS.items() if takes == what), "translation")
             raise ValueError(
                 f"expected a model that takes {what}, such as {fit}, but the one for {task.name} takes {taken}"
             )
-        with counted(own, job):
+        with report_progress(own, job):
             return record_example(task, own, task.given(given))
 
     def loaded(self, kind: str, name: str, job: Job) -> Any:
@@ -113,20 +113,20 @@ class Shelf:
         if (kind, name) not in self._loaded:
             job.say(f"loading {name}", 0.02)
             self._loaded[kind, name] = LOADERS[kind](name, self.device)
-            while len(self._loaded) > MOST_LOADED:
+            while len(self._loaded) > MAX_LOADED_MODELS:
                 self._loaded.popitem(last=False)
         self._loaded.move_to_end((kind, name))
-        job.say(f"running {name}", LOADED)
+        job.say(f"running {name}", LOADED_FRACTION)
         return self._loaded[kind, name]
 
 
-def own_model(name: str, device: str) -> Any:
+def load_foci_model(name: str, device: str) -> Any:
     from foci.tasks.model_file import load
 
     return load(Path(name), device=device)
 
 
-def image_model(name: str, device: str) -> Any:
+def load_image_model(name: str, device: str) -> Any:
     transformers = import_transformers()
     with explain_loading_errors("a model that takes images", name):
         check_model_is_available(name)
@@ -136,10 +136,10 @@ def image_model(name: str, device: str) -> Any:
     return processor, getattr(model, "vision_model", model)
 
 
-LOADERS: dict[str, Callable[[str, str], Any]] = {"own": own_model, "image": image_model, "text": TextModel}
+LOADERS: dict[str, Callable[[str, str], Any]] = {"own": load_foci_model, "image": load_image_model, "text": TextModel}
 
 
-def readable(image: bytes) -> Any:
+def decode_image(image: bytes) -> Any:
     """The image in some bytes, as RGB."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -155,7 +155,7 @@ def readable(image: bytes) -> Any:
 
 
 @contextmanager
-def counted(model: nn.Module, job: Job) -> Iterator[None]:
+def report_progress(model: nn.Module, job: Job) -> Iterator[None]:
     """How far a forward is, by the modules that are done; a generation goes through them again."""
     leaves = [module for module in model.modules() if not list(module.children())]
     done = 0
@@ -163,7 +163,7 @@ def counted(model: nn.Module, job: Job) -> Iterator[None]:
     def step(*_: Any) -> None:
         nonlocal done
         done += 1
-        job.say(job.told, LOADED + (RAN - LOADED) * min(1.0, done / max(1, len(leaves))))
+        job.say(job.told, LOADED_FRACTION + (RUN_FRACTION - LOADED_FRACTION) * min(1.0, done / max(1, len(leaves))))
 
     handles = [module.register_forward_hook(step) for module in leaves]
     try:
@@ -173,9 +173,9 @@ def counted(model: nn.Module, job: Job) -> Iterator[None]:
             handle.remove()
 
 
-def untrained(text: str) -> Record:
+def record_untrained(text: str) -> Record:
     """The vectors of `foci explain`: they show how attention works, not what a text means."""
-    words = split_words(text)[:MOST_WORDS]
+    words = split_words(text)[:MAX_UNTRAINED_WORDS]
     q, k, v = (split_heads(part) for part in UntrainedSentence(words).qkv)
     _, weights = foci.attention(q, k, v, return_weights=True)
     layer = Layer("attention", weights=weights, values=v)

@@ -139,7 +139,7 @@ class Record:
     def labels_of(self, layer: Layer) -> tuple[Labels, Labels]:
         """What stands along the queries and the keys of a layer: its labels where they fit, else bare positions."""
         batch, _, queries, keys = layer.shape
-        rows = layer.places.tolist() if layer.rows is None else list(layer.rows)
+        rows = layer.positions.tolist() if layer.rows is None else list(layer.rows)
         if layer.queries != layer.keys and layer.rows is None:
             rows = list(range(queries))
         return self._fitting(layer.queries, batch, queries, rows), self._fitting(layer.keys, batch, keys, range(keys))
@@ -149,7 +149,7 @@ class Record:
         if found is None or found.batch != batch or any(not 0 <= row < len(found) for row in rows):
             return Labels.positions(batch, length)
         # A layer that sees fewer or more positions than were labelled is about something else.
-        return found.at(rows) if len(rows) == length and len(found) >= length else Labels.positions(batch, length)
+        return found.select(rows) if len(rows) == length and len(found) >= length else Labels.positions(batch, length)
 
     def label(self, tokens: Any, name: str = "input", decode: Any = None) -> Record:
         """Sets the labels afterwards: texts, [batch][position] or [position]; Labels; or token numbers with `decode`.
@@ -293,11 +293,11 @@ class Record:
         if ending == ".html":
             from foci.view.page import document
 
-            document.write(self, path, **options)
+            document.write_html(self, path, **options)
         elif ending in IMAGE_SUFFIXES:
             from foci.view.figures import plots
 
-            plots.save(self, path, **options)
+            plots.save_figure(self, path, **options)
         elif ending == ".foci":
             if options:
                 raise TypeError(f"a .foci file takes no options, but got {', '.join(options)}")
@@ -328,14 +328,14 @@ class Record:
         self._check_filled()
         from foci.view.terminal import record
 
-        return record.show(self, *arguments, **options)
+        return record.show_record(self, *arguments, **options)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """What a notebook shows."""
         from foci.view.page import document
 
         shown = {"text/plain": repr(self)}
-        return shown | {"text/html": document.frame(self)} if self.layers else shown
+        return shown | {"text/html": document.render_frame(self)} if self.layers else shown
 
     def __repr__(self) -> str:
         heads = sum(len(layer.heads) for layer in self.layers.values())

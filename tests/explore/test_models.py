@@ -11,7 +11,7 @@ from foci.capture import look
 from foci.cli import main
 from foci.explore import models
 from foci.explore.jobs import Job
-from foci.explore.models import Shelf, readable
+from foci.explore.models import ModelRunner, decode_image
 from foci.explore.server import serve
 
 transformers = pytest.importorskip("transformers")
@@ -41,7 +41,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_name_that_is_none(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=r"^expected the folder ") as refused:
-        Shelf().look(name, "x", Job())
+        ModelRunner().look(name, "x", Job())
     assert said in str(refused.value)
 
 
@@ -59,7 +59,7 @@ def test_a_name_that_nobody_knows_is_told_after_one_question(monkeypatch: pytest
         raise ConnectionError("no such host")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    for ask in (lambda: Shelf().look("no/such", "x", Job()), lambda: models.image_model("no/such", "cpu")):
+    for ask in (lambda: ModelRunner().look("no/such", "x", Job()), lambda: models.load_image_model("no/such", "cpu")):
         with pytest.raises(
             ValueError, match=r"received 'no/such': it is not on this machine, and .* \(no such host\)$"
         ):
@@ -75,7 +75,7 @@ def test_the_code_of_a_stranger_is_not_run(vision: Path, tmp_path: Path, monkeyp
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for load in (lambda: look.TextModel(str(folder)), lambda: models.image_model(str(folder), "cpu")):
+    for load in (lambda: look.TextModel(str(folder)), lambda: models.load_image_model(str(folder), "cpu")):
         with pytest.raises(ValueError, match="contains custom code"):
             load()
     assert not (tmp_path / "ran").exists()
@@ -83,19 +83,19 @@ def test_the_code_of_a_stranger_is_not_run(vision: Path, tmp_path: Path, monkeyp
 
 def test_a_model_of_images_reads_no_text(vision: Path) -> None:
     with pytest.raises(ValueError, match=r"^expected a model that reads texts, received "):
-        Shelf().look(str(vision), "x", Job())
+        ModelRunner().look(str(vision), "x", Job())
 
 
 def test_a_damaged_model_is_said_in_one_sentence(vision: Path, tmp_path: Path) -> None:
     shutil.copytree(vision, tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ValueError, match=r"^expected a model that takes images, received [^\n]+$"):
-        models.image_model(str(tmp_path), "cpu")
+        models.load_image_model(str(tmp_path), "cpu")
 
 
 def test_a_model_is_given_what_it_takes(tmp_path: Path) -> None:
     pytest.importorskip("PIL").Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
-    shelf, image = Shelf(), (tmp_path / "x.png").read_bytes()
+    shelf, image = ModelRunner(), (tmp_path / "x.png").read_bytes()
     with pytest.raises(
         ValueError,
         match=r"^expected a model that takes texts, such as translation, but the one for speech takes sounds$",
@@ -114,14 +114,14 @@ def test_a_model_is_given_what_it_takes(tmp_path: Path) -> None:
 
 def test_what_is_no_image() -> None:
     with pytest.raises(ValueError, match=r"^expected an image that Pillow can read, received something else$"):
-        readable(b"nonsense")
+        decode_image(b"nonsense")
 
 
 def test_what_ships_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("vision", "generation"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
-    monkeypatch.setattr(look, "SHIPPED", tmp_path)
+    monkeypatch.setattr(look, "SHIPPED_MODELS", tmp_path)
     assert look.list_shipped_models() == ["generation", "vision"]
     assert look.locate_model(None) == look.locate_model("generation") == str(tmp_path / "generation")
     assert look.locate_model("vision") == str(tmp_path / "vision")
@@ -159,6 +159,6 @@ def test_a_file_that_cannot_be_written_is_said_before_a_model_runs(
 def test_a_text_that_is_longer_than_the_model_reads_is_noted() -> None:
     note = ["the text is longer than the model reads: what is shown is a part of it"]
     long = "The cat sat on the mat. " * 30
-    assert Shelf().look("translation", long, Job()).notes == note
+    assert ModelRunner().look("translation", long, Job()).notes == note
     assert look.look(long, "translation", device="cpu").notes == note
-    assert Shelf().look("translation", "A man sleeps.", Job()).notes == []
+    assert ModelRunner().look("translation", "A man sleeps.", Job()).notes == []

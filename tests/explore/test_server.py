@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foci.explore import answers, jobs, models, server
-from foci.explore.access import HEADERS, Guard
+from foci.explore.access import SECURITY_HEADERS, Guard
 from foci.explore.server import Explorer, serve
 from foci.record.record import Record
 from foci.view.page import payload
@@ -101,7 +101,7 @@ def floats(response: Any) -> Tensor:
 def test_who_may_ask(client: Any, path: str, headers: dict[str, str], status: int) -> None:
     response = client.get(path, headers=headers)
     assert response.status_code == status
-    for name, value in HEADERS.items():
+    for name, value in SECURITY_HEADERS.items():
         assert response.headers[name] == value
 
 
@@ -300,10 +300,10 @@ def test_what_was_not_kept(client: Any, explorer: Explorer) -> None:
 
 def test_the_oldest_records_make_room(explorer: Explorer, client: Any) -> None:
     first = keep(explorer, records.jane())
-    for _ in range(jobs.MOST_RECORDS):
+    for _ in range(jobs.MAX_RECORDS):
         keep(explorer, records.jane())
     assert client.get(f"{first}/data").json() == {"error": "this record is no longer here: look again"}
-    assert len(explorer.desk.records) == jobs.MOST_RECORDS
+    assert len(explorer.desk.records) == jobs.MAX_RECORDS
 
 
 def test_a_page_of_a_record_that_is_gone_is_the_front_door(client: Any) -> None:
@@ -323,12 +323,12 @@ def test_progress_counts_modules() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2), torch.nn.ReLU())
     job, seen = jobs.Job(), []
     model[2].register_forward_hook(lambda *_: seen.append(job.fraction))
-    with models.counted(model, job):
+    with models.report_progress(model, job):
         model(torch.zeros(1, 2))
-    assert seen == [pytest.approx(jobs.LOADED + (jobs.RAN - jobs.LOADED) / 2)]
-    assert job.fraction == pytest.approx(jobs.RAN)
+    assert seen == [pytest.approx(jobs.LOADED_FRACTION + (jobs.RUN_FRACTION - jobs.LOADED_FRACTION) / 2)]
+    assert job.fraction == pytest.approx(jobs.RUN_FRACTION)
     model(torch.zeros(1, 2))
-    assert job.fraction == pytest.approx(jobs.RAN)
+    assert job.fraction == pytest.approx(jobs.RUN_FRACTION)
 
 
 @pytest.mark.parametrize("port", [None, 70_000])
@@ -365,6 +365,6 @@ def test_ctrl_c_ends_it_quietly() -> None:
 
 def test_long_records_are_packed_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload, "MOST_ENTRIES", 0)
-    head, _ = opened(payload.packed(lazy(150, layers=1)))
+    head, _ = opened(payload.encode_payload(lazy(150, layers=1)))
     assert not head["layers"][0]["exact"]
     assert head["layers"][0]["asks"]

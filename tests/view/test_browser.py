@@ -42,7 +42,7 @@ def look(browser: Any, tmp_path: Path) -> Look:
     """Opens a record's page: look(record, "#v=map")."""
 
     def open_page(record: Record, address: str = "", **options: Any) -> AbstractContextManager[Any]:
-        document.write(record, tmp_path / "x.html")
+        document.write_html(record, tmp_path / "x.html")
         return opened(browser, f"file://{tmp_path / 'x.html'}{address}", **options)
 
     return open_page

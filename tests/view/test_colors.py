@@ -3,7 +3,17 @@ import itertools
 
 import pytest
 
-from foci.view.colors import ON_BLACK, ON_WHITE, codes, depth, ink, lightness, mixed, on_white, palette
+from foci.view.colors import (
+    DARK_RAMP,
+    LIGHT_RAMP,
+    ansi_color_codes,
+    compute_lightness,
+    contrasting_text_color,
+    detect_color_depth,
+    has_light_background,
+    interpolate_color,
+    nearest_palette_index,
+)
 
 
 class Terminal(io.StringIO):
@@ -21,8 +31,8 @@ def test_depth(environment: dict[str, str], bits: int, monkeypatch: pytest.Monke
     monkeypatch.setenv("TERM", "xterm")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert depth(Terminal()) == bits
-    assert depth(io.StringIO()) == 0
+    assert detect_color_depth(Terminal()) == bits
+    assert detect_color_depth(io.StringIO()) == 0
 
 
 @pytest.mark.parametrize(("said", "light"), [("0;15", True), ("0;default;7", True), ("15;0", False), ("", False)])
@@ -30,25 +40,28 @@ def test_the_ground_is_dark_unless_the_terminal_says_otherwise(
     said: str, light: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLORFGBG", said)
-    assert on_white() == light
+    assert has_light_background() == light
 
 
-@pytest.mark.parametrize("ramp", [ON_WHITE, tuple(reversed(ON_BLACK))])
+@pytest.mark.parametrize("ramp", [LIGHT_RAMP, tuple(reversed(DARK_RAMP))])
 def test_more_is_further_from_the_ground_to_every_eye(ramp: tuple[tuple[int, int, int], ...]) -> None:
-    steps = [lightness(mixed(ramp, i / 64)) for i in range(65)]
+    steps = [compute_lightness(interpolate_color(ramp, i / 64)) for i in range(65)]
     assert all(before > after for before, after in itertools.pairwise(steps))
     assert steps[0] - steps[-1] > 0.8
 
 
-@pytest.mark.parametrize("ramp", [ON_WHITE, ON_BLACK])
+@pytest.mark.parametrize("ramp", [LIGHT_RAMP, DARK_RAMP])
 def test_letters_read_on_every_step(ramp: tuple[tuple[int, int, int], ...]) -> None:
-    grounds = [mixed(ramp, i / 64) for i in range(65)]
-    assert min(abs(lightness(ground) - lightness(ink(ground))) for ground in grounds) > 0.4
+    grounds = [interpolate_color(ramp, i / 64) for i in range(65)]
+    assert (
+        min(abs(compute_lightness(ground) - compute_lightness(contrasting_text_color(ground))) for ground in grounds)
+        > 0.4
+    )
 
 
 def test_codes() -> None:
-    assert codes((1, 2, 3), 24, ground=True) == "48;2;1;2;3"
-    assert codes((255, 0, 0), 8, ground=False) == "38;5;196"
-    assert [palette((g, g, g)) for g in (0, 8, 128, 255)] == [16, 232, 244, 231]
-    assert mixed(ON_WHITE, -1) == ON_WHITE[0]
-    assert mixed(ON_WHITE, 2) == ON_WHITE[-1]
+    assert ansi_color_codes((1, 2, 3), 24, ground=True) == "48;2;1;2;3"
+    assert ansi_color_codes((255, 0, 0), 8, ground=False) == "38;5;196"
+    assert [nearest_palette_index((g, g, g)) for g in (0, 8, 128, 255)] == [16, 232, 244, 231]
+    assert interpolate_color(LIGHT_RAMP, -1) == LIGHT_RAMP[0]
+    assert interpolate_color(LIGHT_RAMP, 2) == LIGHT_RAMP[-1]

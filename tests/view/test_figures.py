@@ -19,7 +19,7 @@ from tests.view.records import image, jane, of_texts, plain_image, translation
 def closed() -> Iterator[None]:
     mpl.use("agg")
     yield
-    theme.pyplot().close("all")
+    theme.import_pyplot().close("all")
 
 
 def shown(ax: Axes) -> torch.Tensor:
@@ -31,7 +31,7 @@ def texts(labels: list[mpl.text.Text]) -> list[str]:
 
 
 def test_a_matrix_has_the_numbers_the_words_and_what_the_axes_mean() -> None:
-    ax = plots.matrix(jane(), "L0H1")
+    ax = plots.plot_matrix(jane(), "L0H1")
     assert texts(ax.get_yticklabels()) == texts(ax.get_xticklabels()) == ["[CLS]", "Jane", "is", "hungry", ".", "[SEP]"]
     assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_title(loc="left")) == ("looks", "is looked at", "L0H1")
     torch.testing.assert_close(shown(ax)[3], torch.tensor([0.1, 0.6, 0.075, 0.15, 0.025, 0.05]))
@@ -39,32 +39,32 @@ def test_a_matrix_has_the_numbers_the_words_and_what_the_axes_mean() -> None:
 
 
 def test_a_matrix_by_token_and_without_numbers() -> None:
-    ax = plots.matrix(jane(), "L0", by_token=True, numbers=False)
+    ax = plots.plot_matrix(jane(), "L0", by_token=True, numbers=False)
     assert shown(ax).shape == (7, 7)
     assert not ax.texts
     assert ax.get_title(loc="left") == "L0, mean of its heads"
 
 
 def test_axes_that_are_given_are_drawn_into() -> None:
-    figure, axes = theme.pyplot().subplots(1, 2)
-    assert plots.matrix(jane(), "L0H0", ax=axes[1]) is axes[1]
-    assert plots.entropy(jane(), axes[0]) is axes[0]
+    figure, axes = theme.import_pyplot().subplots(1, 2)
+    assert plots.plot_matrix(jane(), "L0H0", ax=axes[1]) is axes[1]
+    assert plots.plot_entropy(jane(), axes[0]) is axes[0]
     assert axes[1].get_figure() is figure
 
 
 def test_an_alignment_has_what_was_read_in_its_columns() -> None:
-    ax = plots.alignment(translation(), "cross.L0H1")
+    ax = plots.plot_alignment(translation(), "cross.L0H1")
     assert texts(ax.get_xticklabels()) == ["A", "man", "sleeps"]
     assert texts(ax.get_yticklabels()) == ["Ein", "Mann", "schläft", "</s>"]
-    assert plots.alignment(translation()).get_title(loc="left") == "cross.L0, mean of its heads"
+    assert plots.plot_alignment(translation()).get_title(loc="left") == "cross.L0, mean of its heads"
     with pytest.raises(
         ValueError, match=r"expected attention between two sequences, such as cross\.L0H1, received L0H1"
     ):
-        plots.alignment(jane())
+        plots.plot_alignment(jane())
 
 
 def test_the_head_grid_has_a_picture_for_each_head() -> None:
-    ax = plots.heads(of_texts(*"abcdef", layers=3, heads=4))
+    ax = plots.plot_heads(of_texts(*"abcdef", layers=3, heads=4))
     assert shown(ax).shape == (3 * 7, 4 * 7)
     assert texts(ax.get_yticklabels()) == ["L0", "L1", "L2"]
     assert texts(ax.get_xticklabels()) == ["H0", "H1", "H2", "H3"]
@@ -73,25 +73,25 @@ def test_the_head_grid_has_a_picture_for_each_head() -> None:
 
 
 def test_the_overlay_lights_the_patches() -> None:
-    ax = plots.overlay(image())
+    ax = plots.plot_overlay(image())
     assert ax.get_title(loc="left") == "Where the class token looks in L0H0"
     assert len(ax.images) == 2
     torch.testing.assert_close(shown(ax).flatten(), 0.9 * torch.arange(1.0, 7) / 21)
     assert not ax.patches
-    framed = plots.overlay(image(pictures=False), patch="1,2")
+    framed = plots.plot_overlay(image(pictures=False), patch="1,2")
     assert len(framed.images) == 1
     assert framed.patches[0].get_xy() == (1.5, 0.5)
 
 
 def test_entropy_per_layer_has_a_line_for_each_stack() -> None:
-    assert texts(plots.entropy(translation()).get_legend().get_texts()) == ["encoder", "decoder", "cross"]
+    assert texts(plots.plot_entropy(translation()).get_legend().get_texts()) == ["encoder", "decoder", "cross"]
     record = of_texts(*"abc", layers=2, heads=3)
-    means = plots.entropy(record).lines[-1].get_ydata()
+    means = plots.plot_entropy(record).lines[-1].get_ydata()
     torch.testing.assert_close(torch.as_tensor(means), record.scores()["entropy"].mean(1))
 
 
 def test_a_long_text_is_drawn_in_blocks() -> None:
-    ax = plots.matrix(of_texts(*(f" w{i}" for i in range(300))))
+    ax = plots.plot_matrix(of_texts(*(f" w{i}" for i in range(300))))
     assert shown(ax).shape == (256, 256)
     assert ax.images[0].get_extent() == [-0.5, 299.5, 299.5, -0.5]
     assert legend(ax) == "share of the attention, mean of a block\ncolours by its square root"
@@ -100,7 +100,7 @@ def test_a_long_text_is_drawn_in_blocks() -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("queries", "keys"), [(17, 129), (129, 17), (5, 100), (30, 300), (2, 1500), (2, 40), (1, 1)])
 def test_a_matrix_of_any_shape_has_room_for_its_picture_and_whole_numbers(queries: int, keys: int) -> None:
-    ax = plots.matrix(across(queries, keys), "cross.L0H0")
+    ax = plots.plot_matrix(across(queries, keys), "cross.L0H0")
     figure = ax.get_figure(root=True)
     assert figure is not None
     figure.canvas.draw()
@@ -125,7 +125,7 @@ def apart(labels: list[mpl.text.Text]) -> bool:
 def test_words_are_named_along_the_side_that_has_few_of_them() -> None:
     record = across(3, 100)
     record.labels["target"] = Labels.tokens([["ver", "rückt", "."]], [[0, 0, 1]])
-    ax = plots.matrix(record, "cross.L0H0")
+    ax = plots.plot_matrix(record, "cross.L0H0")
     assert texts(ax.get_yticklabels()) == ["verrückt", "."]
     torch.testing.assert_close(shown(ax)[0], record["cross.L0H0"].dense()[0, :2].mean(0))
     assert legend(ax) == "share of the attention\ncolours by its square root"
@@ -134,7 +134,7 @@ def test_words_are_named_along_the_side_that_has_few_of_them() -> None:
 def test_a_long_sound_is_counted_in_seconds() -> None:
     record = across(2, 200)
     record.labels["source"] = Labels("frames", (tuple(f"{i * 0.04:.2f}" for i in range(200)),), seconds=0.04)
-    ax = plots.matrix(record, "cross.L0H0")
+    ax = plots.plot_matrix(record, "cross.L0H0")
     assert {"0 s", "2 s", "6 s"} <= {*ax.xaxis.get_major_formatter().format_ticks(ax.get_xticks())}
 
 
@@ -164,7 +164,7 @@ def legend(ax: Axes) -> str:
 def test_every_figure_is_saved_and_closed(record: Record, what: str, tmp_path: Path) -> None:
     record.save(tmp_path / "x.png", what=what, dpi=50)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert not theme.pyplot().get_fignums()
+    assert not theme.import_pyplot().get_fignums()
 
 
 def test_the_figure_that_suits_a_record_is_chosen(tmp_path: Path) -> None:
@@ -205,11 +205,11 @@ def test_hostile_tokens_are_only_text(tmp_path: Path) -> None:
 def test_characters_without_a_font_are_named_and_drawn_as_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theme, "drawable", lambda: frozenset(map(ord, "abc")))
     with pytest.warns(UserWarning, match=r"no installed font has 漢x: drawn as □; install one such as Noto Sans CJK"):
-        assert theme.texts(["a漢", "xb"]) == ["a□", "□b"]
+        assert theme.format_labels(["a漢", "xb"]) == ["a□", "□b"]
 
 
 def test_latin_greek_and_cyrillic_need_no_other_font() -> None:
-    assert theme.texts(["naïve", "ελληνικά", "русский", "⟨202E⟩↵⇥∅…□�"]) == [
+    assert theme.format_labels(["naïve", "ελληνικά", "русский", "⟨202E⟩↵⇥∅…□�"]) == [
         "naïve",
         "ελληνικά",
         "русский",
@@ -223,25 +223,25 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     ):
         jane().save(tmp_path / "x.png", what="cake")
     with pytest.raises(ValueError, match=r"expected patches with a grid of rows and columns, received labels without"):
-        plots.overlay(jane())
+        plots.plot_overlay(jane())
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"plots need matplotlib, which is not installed: pip install 'foci\[view\]'"):
-        plots.matrix(jane())
+        plots.plot_matrix(jane())
 
 
 def test_settings_of_the_user_are_left_alone() -> None:
     before = dict(mpl.rcParams)
-    plots.matrix(jane())
+    plots.plot_matrix(jane())
     assert dict(mpl.rcParams) == before
 
 
 def test_words_are_those_of_the_labels_where_sequences_differ() -> None:
     record = of_texts("a", "b")
     record.labels["input"] = Labels.tokens([["left", " right"]])
-    assert texts(plots.matrix(record, "L0H0").get_xticklabels()) == ["left", "right"]
+    assert texts(plots.plot_matrix(record, "L0H0").get_xticklabels()) == ["left", "right"]
 
 
 def test_an_even_look_leaves_the_picture_to_be_seen() -> None:
@@ -250,7 +250,7 @@ def test_an_even_look_leaves_the_picture_to_be_seen() -> None:
     record.layers["blocks.0"] = Layer(
         "blocks.0", matrix=torch.full((1, 1, count, count), 1 / count), queries="patches", keys="patches"
     )
-    ax = plots.overlay(record)
+    ax = plots.plot_overlay(record)
     over = ax.images[-1]
     assert float(over.get_alpha().max()) < 0.5
     assert over.get_clim()[1] == pytest.approx(3 / count)
@@ -261,5 +261,5 @@ def test_an_even_look_leaves_the_picture_to_be_seen() -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), [(70, 1), (9, 3), (3, 9)])
 def test_a_text_may_look_at_another_length_of_itself(queries: int, keys: int) -> None:
-    ax = plots.matrix(Record.from_tensors([torch.full((1, 1, queries, keys), 1 / keys)]))
+    ax = plots.plot_matrix(Record.from_tensors([torch.full((1, 1, queries, keys), 1 / keys)]))
     assert ax.images[0].get_array().shape == (queries, keys)

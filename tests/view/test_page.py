@@ -18,7 +18,7 @@ from foci.record.layer import Layer
 from foci.record.record import Record
 from foci.view import selection
 from foci.view.page import bundle, document, payload
-from foci.view.page.arrays import Blob
+from foci.view.page.arrays import PackedArrays
 from foci.view.page.encoding import text_of
 from tests.view import records
 from tests.view.pages import array, decoded, lazy, opened, read_payload
@@ -49,7 +49,7 @@ def test_bytes_as_text_and_back(data: bytes) -> None:
 )
 def test_numbers_come_back_within_the_error_of_their_kind(kind: str, error: float) -> None:
     weights = torch.tensor([[1.0, 0.5, 0.123456, 1e-3, 3e-5], [0.25, 0.2, 0.0, 1e-4, 7e-3]])
-    blob = Blob()
+    blob = PackedArrays()
     blob.add("w", weights, kind)
     found = array({"arrays": blob.head}, blob.data, "w").float()
     assert bool(((found - weights).abs() <= error * 1.001 * weights + 3e-8).all())
@@ -58,7 +58,7 @@ def test_numbers_come_back_within_the_error_of_their_kind(kind: str, error: floa
 
 def test_a_short_record_has_every_entry() -> None:
     record = lazy(20)
-    head, blob = read_payload(document.html(record))
+    head, blob = read_payload(document.render_html(record))
     entries = array(head, blob, "1.entries")
     assert head["layers"][1]["exact"]
     assert torch.equal(entries, record["L1"].dense().float())
@@ -66,7 +66,7 @@ def test_a_short_record_has_every_entry() -> None:
 
 def test_many_short_heads_keep_four_digits() -> None:
     record = lazy(128, layers=2, heads=40)
-    head, blob = read_payload(document.html(record))
+    head, blob = read_payload(document.render_html(record))
     assert head["layers"][0]["entries"] == "log16"
     torch.testing.assert_close(array(head, blob, "0.entries").float(), record["L0"].dense(), rtol=3e-4, atol=1e-13)
 
@@ -74,7 +74,7 @@ def test_many_short_heads_keep_four_digits() -> None:
 def test_a_long_record_has_the_heaviest_keys_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload, "MOST_ENTRIES", 0)
     record = lazy(150, layers=1)
-    head, blob = read_payload(document.html(record))
+    head, blob = read_payload(document.render_html(record))
     assert not head["layers"][0]["exact"]
     steps, values = array(head, blob, "0.keys"), array(head, blob, "0.values")
     expected, at = record["L0"].top(16)
@@ -98,7 +98,7 @@ def test_a_long_record_has_the_heaviest_keys_and_pictures(monkeypatch: pytest.Mo
 
 def test_kept_statistics_are_written_as_they_are() -> None:
     record = records.kept()
-    head, blob = read_payload(document.html(record))
+    head, blob = read_payload(document.render_html(record))
     assert array(head, blob, "0.keys").shape == (1, 1, 6, 2)
     torch.testing.assert_close(array(head, blob, "0.mean").float(), record["L0"].picture(3, 3)[0], rtol=0.04, atol=1e-7)
     assert "0.max" not in head["arrays"]
@@ -108,10 +108,10 @@ def test_kept_statistics_are_written_as_they_are() -> None:
 def test_what_the_arithmetic_needs() -> None:
     weight = torch.randn(8)
     record = lazy(6, score=foci.Additive(weight), sink=None)
-    head, blob = read_payload(document.html(record))
+    head, blob = read_payload(document.render_html(record))
     assert head["layers"][0]["score"]["additive"]
     assert torch.equal(array(head, blob, "0.w")[3], weight)
-    plain, blob = read_payload(document.html(lazy(6, heads=4, kv_heads=2)))
+    plain, blob = read_payload(document.render_html(lazy(6, heads=4, kv_heads=2)))
     assert plain["layers"][0]["score"] | {"mask": ""} == {
         "kind": "Dot",
         "additive": False,
@@ -127,7 +127,7 @@ def test_what_the_arithmetic_needs() -> None:
 
 def test_scores_and_names() -> None:
     record = records.translation()
-    head, _ = read_payload(document.html(record, title="Ein Titel"))
+    head, _ = read_payload(document.render_html(record, title="Ein Titel"))
     assert head["title"] == "Ein Titel"
     assert [layer["label"] for layer in head["layers"]] == ["encoder.L0", "decoder.L0", "cross.L0"]
     assert head["layers"][2]["names"] == ["cross.L0H0", "cross.L0H1"]
@@ -143,7 +143,7 @@ def test_what_a_tokenizer_says_is_nowhere_in_the_markup() -> None:
     record = records.of_texts(*HOSTILE)
     record.model = '</title><img src=x onerror="alert(1)">'
     record.answer = HOSTILE[0]
-    text = document.html(record)
+    text = document.render_html(record)
     assert text.count("</script>") == 2
     assert "<img" not in text
     assert "alert(1)</script" not in text
@@ -153,12 +153,12 @@ def test_what_a_tokenizer_says_is_nowhere_in_the_markup() -> None:
 
 
 def test_megabytes_in_a_token_are_cut_and_say_so() -> None:
-    head, _ = read_payload(document.html(records.of_texts("x" * 3_000_000, "y")))
+    head, _ = read_payload(document.render_html(records.of_texts("x" * 3_000_000, "y")))
     assert head["labels"][0]["texts"][0][0] == "x" * 1000 + "… (3,000,000 characters)"
 
 
 def test_the_policy_lets_one_script_and_one_style_run() -> None:
-    text = document.html(records.jane())
+    text = document.render_html(records.jane())
     policy = html.unescape(re.search(r'Security-Policy" content="([^"]*)"', text)[1])  # type: ignore[index]
     script = re.search(r"<script>(.*)</script>", text, re.DOTALL)[1]  # type: ignore[index]
     style = re.search(r"<style>(.*)</style>", text, re.DOTALL)[1]  # type: ignore[index]
@@ -173,45 +173,45 @@ def hashed(text: str) -> str:
 
 
 def test_nothing_outside_is_named() -> None:
-    text = document.html(records.jane())
+    text = document.render_html(records.jane())
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", text)
     assert not re.search(r"\b(?:fetch|XMLHttpRequest|WebSocket|import)\s*\(", text)
 
 
 def test_the_same_record_gives_the_same_page() -> None:
-    assert document.html(lazy(10)) == document.html(lazy(10))
+    assert document.render_html(lazy(10)) == document.render_html(lazy(10))
 
 
 def test_a_frame_holds_the_whole_page() -> None:
     record = records.jane()
-    frame = document.frame(record)
-    assert html.unescape(re.search(r'srcdoc="([^"]*)"', frame)[1]) == document.html(record)  # type: ignore[index]
+    frame = document.render_frame(record)
+    assert html.unescape(re.search(r'srcdoc="([^"]*)"', frame)[1]) == document.render_html(record)  # type: ignore[index]
     assert record._repr_mimebundle_()["text/html"] == frame
 
 
 def test_sequences_beyond_the_first_are_counted() -> None:
     layer = Layer("l", matrix=torch.rand(20, 1, 3, 3).softmax(-1))
     record = Record({"l": layer}, {"input": Labels.positions(20, 3)}, model="M")
-    head, blob = read_payload(document.html(record))
+    head, blob = read_payload(document.render_html(record))
     assert (head["sequences"], head["total"]) == (8, 20)
     assert array(head, blob, "0.entries").shape == (8, 1, 3, 3)
 
 
 def test_save_writes_the_page(tmp_path: Path) -> None:
     records.jane().save(tmp_path / "x.html")
-    assert (tmp_path / "x.html").read_text("utf-8") == document.html(records.jane())
+    assert (tmp_path / "x.html").read_text("utf-8") == document.render_html(records.jane())
 
 
 def test_a_record_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one layer"):
-        document.html(Record())
+        document.render_html(Record())
 
 
 def test_modules_are_joined_in_order() -> None:
-    names = bundle.in_order("main")
+    names = bundle.order_modules("main")
     assert names.index("dom") < names.index("text") < names.index("app") < names.index("main")
-    assert not re.search(r"^(import|export)\b", bundle.linked(), re.MULTILINE)
-    assert "</script" not in bundle.linked()
+    assert not re.search(r"^(import|export)\b", bundle.bundle_script(), re.MULTILINE)
+    assert "</script" not in bundle.bundle_script()
 
 
 @pytest.mark.parametrize(
@@ -225,11 +225,11 @@ def test_modules_are_joined_in_order() -> None:
 def test_modules_that_cannot_be_joined(sources: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "source", sources.__getitem__)
     with pytest.raises(ValueError, match=message):
-        bundle.linked("a")
+        bundle.bundle_script("a")
 
 
 def test_colours_are_even_in_lightness() -> None:
-    ramps = re.findall(r"\b(?:to|from): (\[.*?\])", bundle.source("colors"))
+    ramps = re.findall(r"\b(?:to|from): (\[.*?\])", bundle.read_module("colors"))
     assert len(ramps) == 4
     for ramp in ramps:
         light = [
@@ -241,7 +241,7 @@ def test_colours_are_even_in_lightness() -> None:
 
 
 def test_gzip_has_no_time_stamp() -> None:
-    packed = payload.packed(records.jane())
+    packed = payload.encode_payload(records.jane())
     assert packed[4:8] == b"\0\0\0\0"
     assert opened(packed)[0]["model"] == "BertModel"
 
@@ -250,13 +250,13 @@ def test_gzip_has_no_time_stamp() -> None:
 def test_a_model_may_have_any_name(name: str) -> None:
     record = records.jane()
     record.model = name
-    made = document.html(record)
+    made = document.render_html(record)
     made.encode()
     title = re.search("<title>([^<]*)</title>", made)
     assert title
     assert len(title[1]) < 300
     assert len(made) < 300_000
-    assert 'title="attention of ' in document.frame(record)
+    assert 'title="attention of ' in document.render_frame(record)
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
@@ -264,7 +264,7 @@ def test_what_json_cannot_say_is_left_out(seconds: float) -> None:
     record = records.jane()
     record.labels["input"] = replace(record.labels["input"], seconds=seconds)
     record.layers["layers.0"] = replace(record.layers["layers.0"], matrix=torch.full((1, 2, 7, 7), float("inf")))
-    head, _ = read_payload(document.html(record))
+    head, _ = read_payload(document.render_html(record))
     assert head["labels"][0]["seconds"] is None
     assert "Infinity" not in str(head["measures"])
 
@@ -272,20 +272,20 @@ def test_what_json_cannot_say_is_left_out(seconds: float) -> None:
 def test_attention_to_nothing_is_no_page() -> None:
     record = Record({"l": Layer("l", matrix=torch.zeros(1, 1, 4, 0))}, {}, model="M")
     with pytest.raises(ValueError, match=r"at least one query and one key, but L0 is \(1, 1, 4, 0\)"):
-        document.html(record)
+        document.render_html(record)
 
 
 @pytest.mark.parametrize("make", [records.jane, records.translation, records.image, lambda: lazy(12)])
 def test_a_page_begins_where_the_terminal_and_the_figure_do(make: Callable[[], Record]) -> None:
     record = make()
-    first = read_payload(document.html(record))[0]["first"]
-    choice = selection.telling(record)
+    first = read_payload(document.render_html(record))[0]["first"]
+    choice = selection.select_default_head(record)
     assert first["head"] == choice.name
     heading = next(line for line in str(record.render(record)).splitlines()[::-1] if line.startswith("Where "))
     assert f" looks in {choice.name}" in heading
     labels = record.labels_of(choice.layer)[0]
     if labels.grid is None:
-        word = next(unit for unit in selection.units(labels) if first["query"] in unit.positions)
+        word = next(unit for unit in selection.list_units(labels) if first["query"] in unit.positions)
         assert f"“{word.text}”" in heading
     else:
         assert first["query"] == 0
@@ -298,9 +298,9 @@ def test_rows_that_are_no_numbers_are_counted_and_stay_what_they_are(monkeypatch
     matrix = record["L0"].matrix
     assert matrix is not None
     matrix[0, 1, 2:4] = torch.nan
-    head, blob = read_payload(document.html(record))
+    head, blob = read_payload(document.render_html(record))
     assert head["layers"][0]["unknown"] == [[0, 2]]
     assert array(head, blob, "0.entries").isnan().any(-1).nonzero().tolist() == [[0, 1, 2], [0, 1, 3]]
     monkeypatch.setattr(payload, "EXACT", 1)
     monkeypatch.setattr(payload, "MOST_ENTRIES", 1)
-    assert read_payload(document.html(record))[0]["layers"][0]["unknown"] == [[0, 2]]
+    assert read_payload(document.render_html(record))[0]["layers"][0]["unknown"] == [[0, 2]]

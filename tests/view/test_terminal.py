@@ -12,15 +12,16 @@ from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.record import Record
 from foci.runtime.console import ANSI_STYLE, text_width
-from foci.view.selection import Unit, choose, find, shares, sides, telling, units
+from foci.view.selection import compute_unit_weights, select_default_head, select_head
 from foci.view.terminal import patches, record, text
-from foci.view.terminal.record import render, show
-from foci.view.terminal.styled_text import Sheet
+from foci.view.terminal.record import render_record, show_record
+from foci.view.terminal.styled_text import TerminalPage
+from foci.view.units import TextUnit, find_unit, list_layer_units, list_units
 from tests.view.records import image, jane, kept, of_texts, translation, translation_that_rests
 
 
 def lines(record: Record, width: int = 72, **options: object) -> list[str]:
-    return render(record, sheet=Sheet(width), **options).lines  # type: ignore[arg-type]
+    return render_record(record, sheet=TerminalPage(width), **options).lines  # type: ignore[arg-type]
 
 
 JANE = """\
@@ -57,7 +58,7 @@ All of L0H1
 
 
 def test_a_sentence_without_colour() -> None:
-    assert str(render(jane(), sheet=Sheet(72))) == JANE
+    assert str(render_record(jane(), sheet=TerminalPage(72))) == JANE
 
 
 def test_show_writes_what_render_gives_and_pipes_get_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +80,7 @@ def painted(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     out = Terminal()
-    show(jane(), "hungry", head="L0H1", width=72, file=out)
+    show_record(jane(), "hungry", head="L0H1", width=72, file=out)
     return out.getvalue()
 
 
@@ -187,27 +188,27 @@ def test_patches_of_an_image() -> None:
 def test_without_a_class_token_the_middle_patch_looks(grid: tuple[int, int], place: int) -> None:
     names = tuple(f"{row},{column}" for row in range(grid[0]) for column in range(grid[1]))
     labels = Labels("patches", (names,), grid=grid)
-    assert patches.looking(labels, None) == (place, "the middle patch")
+    assert patches.select_patch(labels, None) == (place, "the middle patch")
     assert names[place] == f"{grid[0] // 2},{grid[1] // 2}"
 
 
 def test_patches_in_half_blocks_where_they_are_many() -> None:
-    found = render(image((31, 40)), head="L0", sheet=Sheet(60, True, bits=24)).lines[4:-2]
+    found = render_record(image((31, 40)), head="L0", sheet=TerminalPage(60, True, bits=24)).lines[4:-2]
     assert [text_width(line) for line in found] == [41] * 16
     assert found[0].count("▀") == 40
 
 
 def test_the_image_stands_beside_its_patches() -> None:
-    first = render(image(), head="L0", sheet=Sheet(60, True, bits=24)).lines[4]
+    first = render_record(image(), head="L0", sheet=TerminalPage(60, True, bits=24)).lines[4]
     assert first.startswith(" \x1b[38;2;0;10;20;48;2;0;10;20m▀\x1b[0m")
     assert ANSI_STYLE.sub("", first) == " ▀▀▀▀▀▀         "
-    assert "▀" not in render(image(pictures=False), head="L0", sheet=Sheet(60, True, bits=24)).lines[4]
+    assert "▀" not in render_record(image(pictures=False), head="L0", sheet=TerminalPage(60, True, bits=24)).lines[4]
 
 
 @pytest.mark.parametrize("place", ["2,0", "0,3", "99", "first"])
 def test_a_patch_that_is_not_there(place: str) -> None:
     with pytest.raises(ValueError, match=r"^expected a patch as row,column below 2,3 or a position, received"):
-        render(image(), place)
+        render_record(image(), place)
 
 
 def test_kept_statistics_show_what_they_know() -> None:
@@ -232,7 +233,7 @@ def test_long_texts_fold_and_end_in_a_map() -> None:
     assert any("»w" in line for line in found)
     start = found.index(" From top to bottom who looks, from left to right who is") + 2
     assert len(found[start:]) == 20
-    in_colour = render(record, sheet=Sheet(60, True, bits=24)).lines
+    in_colour = render_record(record, sheet=TerminalPage(60, True, bits=24)).lines
     assert sum("▀" in line for line in in_colour) == 20
 
 
@@ -248,7 +249,7 @@ HOSTILE = (
 
 
 def test_hostile_tokens_are_text_and_nothing_else() -> None:
-    text = str(render(of_texts(*HOSTILE), sheet=Sheet(60)))
+    text = str(render_record(of_texts(*HOSTILE), sheet=TerminalPage(60)))
     assert not set(text) & {chr(c) for c in (*range(10), *range(11, 32), 0x7F, *range(0x80, 0xA0), 0x202E)}
     assert "␛[2J␛]0;title␇" in text
     assert "⟨202E⟩gnp.exe" in text
@@ -263,7 +264,7 @@ def test_right_to_left_words_keep_to_their_place() -> None:
     assert {text_width(line) for line in rows} == {7 + 3 * 6}
     plain = next(line for line in lines(record, 60, head="L0H0") if "hello" in line and "עולם" in line)
     assert "\u2068" in plain
-    running = render(record, head="L0H0", sheet=Sheet(60, True, bits=24)).lines[4]
+    running = render_record(record, head="L0H0", sheet=TerminalPage(60, True, bits=24)).lines[4]
     # In colour no line of shades has to stand under the words: the terminal may order them as they read.
     assert "\u2068" not in running
 
@@ -285,14 +286,14 @@ def test_right_to_left_words_keep_to_their_place() -> None:
     ids=["jane", "translation", "image", "kept", "wide", "hostile", "many", "one"],
 )
 def test_no_line_is_wider_than_the_terminal(record: Record, width: int, bits: int) -> None:
-    found = render(record, sheet=Sheet(width, bits > 0, bits=bits)).lines
+    found = render_record(record, sheet=TerminalPage(width, bits > 0, bits=bits)).lines
     assert [line for line in found if text_width(line) > width] == []
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=9), st.integers(24, 90), st.sampled_from([0, 8, 24]))
 def test_any_tokens_fit_any_width(texts: list[str], width: int, bits: int) -> None:
-    found = render(of_texts(*texts), sheet=Sheet(width, bits > 0, bits=bits)).lines
+    found = render_record(of_texts(*texts), sheet=TerminalPage(width, bits > 0, bits=bits)).lines
     assert all(text_width(line) <= width for line in found)
     assert all("\n" not in line for line in found)
 
@@ -300,16 +301,16 @@ def test_any_tokens_fit_any_width(texts: list[str], width: int, bits: int) -> No
 def test_words_are_summed_over_keys_and_averaged_over_queries() -> None:
     record = jane()
     layer = record.layers["layers.0"]
-    queries, keys = sides(record, layer, 0)
+    queries, keys = list_layer_units(record, layer, 0)
     grouped = layer.grouped([(u.start, u.stop) for u in queries], [(u.start, u.stop) for u in keys])
-    torch.testing.assert_close(shares(choose(record, "L0H1"), 0, queries, keys), grouped[0, 1])
-    mean = shares(choose(record, "L0"), 0, queries, keys)
+    torch.testing.assert_close(compute_unit_weights(select_head(record, "L0H1"), 0, queries, keys), grouped[0, 1])
+    mean = compute_unit_weights(select_head(record, "L0"), 0, queries, keys)
     torch.testing.assert_close(mean, grouped[0].mean(0))
 
 
 def test_units_are_words_or_tokens_with_their_spaces() -> None:
     labels = jane().labels["input"]
-    assert [(unit.text, unit.spaced) for unit in units(labels)] == [
+    assert [(unit.text, unit.spaced) for unit in list_units(labels)] == [
         ("[CLS]", True),
         ("Jane", True),
         ("is", True),
@@ -317,27 +318,35 @@ def test_units_are_words_or_tokens_with_their_spaces() -> None:
         (".", False),
         ("[SEP]", True),
     ]
-    assert [unit.text for unit in units(labels, by_token=True)] == ["[CLS]", "Jane", "is", "hun", "gry", ".", "[SEP]"]
-    assert [unit.text for unit in units(labels) if unit.spoken] == ["Jane", "is", "hungry"]
+    assert [unit.text for unit in list_units(labels, by_token=True)] == [
+        "[CLS]",
+        "Jane",
+        "is",
+        "hun",
+        "gry",
+        ".",
+        "[SEP]",
+    ]
+    assert [unit.text for unit in list_units(labels) if unit.spoken] == ["Jane", "is", "hungry"]
 
 
 def test_padding_is_no_word_and_a_split_character_is_one() -> None:
     padded = Labels.tokens([["a", "b", "c"], ["🙂", "", "d"], ["e"]])
-    assert [[unit.text for unit in units(padded, i)] for i in range(3)] == [["a", "b", "c"], ["🙂", "d"], ["e"]]
-    assert units(padded, 1)[0].stop == 2
+    assert [[unit.text for unit in list_units(padded, i)] for i in range(3)] == [["a", "b", "c"], ["🙂", "d"], ["e"]]
+    assert list_units(padded, 1)[0].stop == 2
 
 
 def test_lines_break_where_the_text_does() -> None:
     texts = ["One", "\nTwo", " three", "\n", "four"]
-    found = text.in_lines(text.pieces(units(Labels.tokens([texts])), [0.0] * 5, None, plain=True), 40)
+    found = text.wrap_words(text.tint_words(list_units(Labels.tokens([texts])), [0.0] * 5, None, plain=True), 40)
     assert [[piece.text for piece in line] for line in found] == [["One"], ["Two", "three", "↵", "four"]]
 
 
 def test_the_head_to_begin_with_looks_far_and_clearly() -> None:
-    assert telling(jane()).name == "L0H1"
-    assert telling(translation()).name == "cross.L0"
-    assert telling(translation_that_rests()).name == "cross.L1"
-    assert telling(image()).name == "L0H0"
+    assert select_default_head(jane()).name == "L0H1"
+    assert select_default_head(translation()).name == "cross.L0"
+    assert select_default_head(translation_that_rests()).name == "cross.L1"
+    assert select_default_head(image()).name == "L0H0"
 
 
 def looking(links: list[dict[int, int]], numbers: list[int]) -> Record:
@@ -353,8 +362,8 @@ def test_neither_a_mark_inside_of_a_word_nor_the_word_beside_is_looked_at_from_f
     whole = [0, 1, 2, 2, 3, 3, 4, 5, 5]
     to_the_dot, to_the_word_before, to_jane = {0: 8, 1: 8}, {5: 2}, {7: 0}
     record = looking([to_the_dot, to_the_word_before, to_jane], whole)
-    assert telling(record).name == "L0H2"
-    assert "Where “Rome.” looks in L0H2" in render(record).lines
+    assert select_default_head(record).name == "L0H2"
+    assert "Where “Rome.” looks in L0H2" in render_record(record).lines
 
 
 def test_the_space_between_letters_makes_no_word_far() -> None:
@@ -364,7 +373,7 @@ def test_the_space_between_letters_makes_no_word_far() -> None:
     entries = torch.eye(len(text))[torch.tensor(places)].unsqueeze(0)
     labels = Labels.tokens([tuple(text)], [numbers])
     record = Record({"layers.0": Layer("layers.0", matrix=entries)}, {"input": labels}, model="Example")
-    assert telling(record).name == "L0H1"
+    assert select_default_head(record).name == "L0H1"
 
 
 def test_a_head_that_is_clear_about_few_words_comes_before_one_that_prefers_many_a_little() -> None:
@@ -376,17 +385,17 @@ def test_a_head_that_is_clear_about_few_words_comes_before_one_that_prefers_many
     entries[0, 1, 6] = torch.eye(8)[0]
     labels = Labels.tokens([[f" word{i}" for i in range(8)]])
     record = Record({"layers.0": Layer("layers.0", matrix=entries)}, {"input": labels}, model="Example")
-    assert telling(record).name == "L0H1"
+    assert select_default_head(record).name == "L0H1"
 
 
 def test_a_word_is_found_by_text_number_and_place() -> None:
-    shown = [Unit(text, i, i + 1) for i, text in enumerate(["the", "cat", "The", "7", "C#"])]
-    assert [find(shown, word) for word in ("the", "THE#2", "the#2", 3, "7", "2", "C#")] == [0, 2, 2, 3, 3, 2, 4]
-    marked = [Unit(text, i, i + 1) for i, text in enumerate(["(Wo", "ist", "?", "Bahnhof?", "<stop>", "Wo"])]
-    assert [find(marked, word) for word in ("bahnhof", "Bahnhof?", "?", "wo", "<stop>")] == [3, 3, 2, 5, 4]
+    shown = [TextUnit(text, i, i + 1) for i, text in enumerate(["the", "cat", "The", "7", "C#"])]
+    assert [find_unit(shown, word) for word in ("the", "THE#2", "the#2", 3, "7", "2", "C#")] == [0, 2, 2, 3, 3, 2, 4]
+    marked = [TextUnit(text, i, i + 1) for i, text in enumerate(["(Wo", "ist", "?", "Bahnhof?", "<stop>", "Wo"])]
+    assert [find_unit(marked, word) for word in ("bahnhof", "Bahnhof?", "?", "wo", "<stop>")] == [3, 3, 2, 5, 4]
     for wrong in ("dog", "the#3", "99", 99, -1, "cat#0"):
         with pytest.raises(ValueError, match=r"^expected one of the words the cat The 7 C#, received"):
-            find(shown, wrong)
+            find_unit(shown, wrong)
 
 
 @pytest.mark.parametrize(
@@ -400,14 +409,14 @@ def test_a_word_is_found_by_text_number_and_place() -> None:
 )
 def test_a_head_that_is_not_there(head: str | int, layer: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        render(jane(), head=head, layer=layer)
+        render_record(jane(), head=head, layer=layer)
 
 
 def test_a_sequence_that_is_not_there_and_an_empty_record() -> None:
     with pytest.raises(ValueError, match=r"expected a sequence from 0 to 0, received batch=3"):
-        render(jane(), batch=3)
+        render_record(jane(), batch=3)
     with pytest.raises(ValueError, match=r"expected a record with at least one attention, received one that has seen"):
-        render(Record({}, {}))
+        render_record(Record({}, {}))
 
 
 def test_what_could_not_be_seen_is_said() -> None:
@@ -419,7 +428,7 @@ def test_what_could_not_be_seen_is_said() -> None:
 def test_the_width_is_that_of_the_terminal_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for given_, used in (("10", 24), ("40", 40), ("500", 120)):
         monkeypatch.setitem(os.environ, "COLUMNS", given_)
-        assert Sheet.fitting(io.StringIO()).width == used
+        assert TerminalPage.fitting(io.StringIO()).width == used
 
 
 def lazy(length: int, heads: int = 1) -> Record:
@@ -498,7 +507,7 @@ def test_a_matrix_without_any_number_has_no_statistics() -> None:
 
 
 def test_one_other_is_one() -> None:
-    record = of_texts(*(f" w{i}" for i in range(text.MOST_LINKS + 1)))
+    record = of_texts(*(f" w{i}" for i in range(text.MAX_LISTED_KEYS + 1)))
     assert any(line.strip().startswith("1 other ") for line in lines(record, word=0, head="L0H0"))
 
 
@@ -531,7 +540,7 @@ def test_the_times_of_a_sound_have_their_unit() -> None:
     found = "\n".join(lines(sound(), word="one", head="cross.L0H0"))
     assert "0.00 s 0.04 s 0.08 s" in found
     assert " <0.1%" in found
-    assert find(units(sound().labels["source"]), "0.04") == 1
+    assert find_unit(list_units(sound().labels["source"]), "0.04") == 1
 
 
 def test_what_must_be_known_of_a_record_is_said() -> None:

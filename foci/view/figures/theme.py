@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from foci.runtime.console import clip
-from foci.runtime.printable import code
-from foci.view.colors import ON_WHITE, Color
+from foci.runtime.console import clip_text
+from foci.runtime.printable import format_code_point
+from foci.view.colors import LIGHT_RAMP, Color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
 
 # Looked at in this order: the first that has a character draws it. Those that are not installed are passed over.
-FAMILIES = (
+FONT_FAMILIES = (
     "DejaVu Sans",
     "Noto Sans",
     "Noto Sans CJK SC",
@@ -45,22 +45,22 @@ FAMILIES = (
     "Arial Unicode MS",
 )
 # Stands for a character that no installed font has.
-ABSENT = "□"
-LONGEST = 18
+MISSING_GLYPH = "□"
+MAX_LABEL_CHARACTERS = 18
 # The pictures of control characters, which fonts for print lack.
-CONTROL = re.compile("[\u2400-\u241f]")
-INK, QUIET, ACCENT = "#1d1b26", "#6d6a75", "#0072b2"
+CONTROL_PICTURES = re.compile("[\u2400-\u241f]")
+TEXT_COLOR, MUTED_COLOR, ACCENT_COLOR = "#1d1b26", "#6d6a75", "#0072b2"
 # Inches of a cell with a number in it and of one without, and of a side that is too long for cells.
-WITH_NUMBERS, WITHOUT, LONG = 0.26, 0.17, 4.0
+NUMBERED_CELL_SIDE, PLAIN_CELL_SIDE, LONG_AXIS_SIDE = 0.26, 0.17, 4.0
 # A picture is at least so high that the name of its colours fits beside it, and so wide that its title does.
-LOWEST, NARROWEST = 1.7, 1.2
+MIN_AXES_HEIGHT, MIN_AXES_WIDTH = 1.7, 1.2
 # What is no number.
-UNKNOWN = "#b9b6bd"
+NAN_COLOR = "#b9b6bd"
 # Colours of several lines, told apart with every kind of colour vision (Okabe and Ito).
-APART = ("#7d2482", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
+STACK_COLORS = ("#7d2482", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
 
 
-def pyplot() -> Any:
+def import_pyplot() -> Any:
     """matplotlib.pyplot, or how to get it."""
     try:
         from matplotlib import pyplot as plt
@@ -70,22 +70,22 @@ def pyplot() -> Any:
 
 
 @contextmanager
-def style() -> Iterator[None]:
+def use_figure_style() -> Iterator[None]:
     """Settings for a page of print: text stays text in PDF and SVG, lines are thin, the ground is white."""
-    plt = pyplot()
+    plt = import_pyplot()
     settings = {
-        "font.family": installed_families(),
+        "font.family": list_installed_fonts(),
         "font.size": 8,
         "axes.titlesize": 9,
         "axes.labelsize": 8,
         "axes.titlelocation": "left",
         "axes.titleweight": "bold",
-        "axes.edgecolor": QUIET,
-        "axes.labelcolor": QUIET,
+        "axes.edgecolor": MUTED_COLOR,
+        "axes.labelcolor": MUTED_COLOR,
         "axes.linewidth": 0.6,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
+        "text.color": TEXT_COLOR,
+        "xtick.color": TEXT_COLOR,
+        "ytick.color": TEXT_COLOR,
         "xtick.major.size": 0,
         "ytick.major.size": 0,
         "figure.facecolor": "white",
@@ -101,77 +101,83 @@ def style() -> Iterator[None]:
 
 
 @cache
-def installed_families() -> list[str]:
+def list_installed_fonts() -> list[str]:
     from matplotlib import font_manager
 
     there = {font.name for font in font_manager.fontManager.ttflist}
-    return [name for name in FAMILIES if name in there]
+    return [name for name in FONT_FAMILIES if name in there]
 
 
 @cache
-def drawable() -> frozenset[int]:
+def list_drawable_characters() -> frozenset[int]:
     """The characters that some installed font of the list has."""
     from matplotlib import font_manager, ft2font
 
     found: set[int] = set()
-    for family in installed_families():
+    for family in list_installed_fonts():
         found |= set(ft2font.FT2Font(font_manager.findfont(family)).get_charmap())
     return frozenset(found)
 
 
-def texts(labels: Iterable[str]) -> list[str]:
+def format_labels(labels: Iterable[str]) -> list[str]:
     """Labels of a size for a figure; a character that no font has is drawn as □, and a warning names it."""
-    known = drawable()
-    short = [clip(CONTROL.sub(lambda sign: code(chr(ord(sign[0]) - 0x2400)), label), LONGEST) for label in labels]
+    known = list_drawable_characters()
+    short = [
+        clip_text(
+            CONTROL_PICTURES.sub(lambda sign: format_code_point(chr(ord(sign[0]) - 0x2400)), label),
+            MAX_LABEL_CHARACTERS,
+        )
+        for label in labels
+    ]
     absent = dict.fromkeys(c for label in short for c in label if ord(c) not in known)
     if absent:
         some = "".join(list(absent)[:8])
-        said = f"no installed font has {some}: drawn as {ABSENT}; install one such as Noto Sans CJK"
+        said = f"no installed font has {some}: drawn as {MISSING_GLYPH}; install one such as Noto Sans CJK"
         warnings.warn(said, stacklevel=2)
-    boxes = str.maketrans({c: "" if unicodedata.combining(c) else ABSENT for c in absent})
+    boxes = str.maketrans({c: "" if unicodedata.combining(c) else MISSING_GLYPH for c in absent})
     return [label.translate(boxes) for label in short]
 
 
-def plain(text: Any) -> None:
+def disable_math_text(text: Any) -> None:
     """Lets a text be only text: a token with two $ is no formula."""
     text.set_parse_math(False)
 
 
-def sides(across: float, down: float) -> tuple[float, float]:
+def fit_axes_size(across: float, down: float) -> tuple[float, float]:
     """Width and height of a picture in inches, from those that its cells ask for."""
-    return max(across, NARROWEST), max(down, LOWEST)
+    return max(across, MIN_AXES_WIDTH), max(down, MIN_AXES_HEIGHT)
 
 
-def ticks(ax: Axes, along: Sequence[str], down: Sequence[str]) -> None:
+def set_word_ticks(ax: Axes, along: Sequence[str], down: Sequence[str]) -> None:
     """Words on both axes: upright under each other, turned over the columns where they are long or many."""
-    write_names(ax.xaxis, along)
-    write_names(ax.yaxis, down)
+    set_axis_words(ax.xaxis, along)
+    set_axis_words(ax.yaxis, down)
     ax.xaxis.tick_top()
 
 
-def write_names(axis: Any, names: Sequence[str]) -> None:
+def set_axis_words(axis: Any, names: Sequence[str]) -> None:
     """A word at each place of an axis."""
-    shown = texts(names)
+    shown = format_labels(names)
     turned = axis.axis_name == "x" and (max(map(len, shown), default=0) > 3 or len(shown) > 24)
     axis.set_ticks(range(len(shown)), shown, **({"rotation": 60, "ha": "left"} if turned else {}))
     for text in axis.get_ticklabels():
-        plain(text)
+        disable_math_text(text)
         if turned:
             text.set_rotation_mode("anchor")
 
 
-def count_along(axis: Any, names: Sequence[str] | None, seconds: float | None) -> None:
+def set_long_axis_ticks(axis: Any, names: Sequence[str] | None, seconds: float | None) -> None:
     """Names where there are some; else whole positions, as many as there is room for, of a sound in seconds."""
     if names is not None:
-        write_names(axis, names)
+        set_axis_words(axis, names)
     elif seconds is None:
-        axis.set_major_locator(whole_numbers())
+        axis.set_major_locator(create_integer_locator())
     else:
-        axis.set_major_locator(every_second(seconds))
+        axis.set_major_locator(create_time_locator(seconds))
         axis.set_major_formatter(lambda frame, _: f"{frame * seconds:g} s")
 
 
-def every_second(seconds: float) -> Any:
+def create_time_locator(seconds: float) -> Any:
     """Ticks at round times: `seconds` is how long a frame is."""
     from matplotlib.ticker import MaxNLocator
 
@@ -182,32 +188,34 @@ def every_second(seconds: float) -> Any:
     return Times(nbins=8)
 
 
-def colors(ramp: Sequence[Color] = ON_WHITE) -> Colormap:
+def create_colormap(ramp: Sequence[Color] = LIGHT_RAMP) -> Colormap:
     """The ramp of the terminal's light ground: white is nothing, its lightness falls evenly; grey is no number."""
     from matplotlib.colors import LinearSegmentedColormap
 
     found: Colormap = LinearSegmentedColormap.from_list("foci", [tuple(c / 255 for c in color) for color in ramp])
-    return found.with_extremes(bad=UNKNOWN)
+    return found.with_extremes(bad=NAN_COLOR)
 
 
-def largest(values: Tensor) -> float:
+def find_largest_finite(values: Tensor) -> float:
     """The largest of what are numbers; never 0, so that it can be divided by."""
     return max(float(values[values.isfinite()].max()) if bool(values.isfinite().any()) else 0.0, 1e-9)
 
 
-def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
+def get_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     """The axes that were given, or those of a new figure of this size in inches."""
     if ax is not None:
         return ax
-    found: Axes = pyplot().subplots(figsize=size, layout="constrained")[1]
+    found: Axes = import_pyplot().subplots(figsize=size, layout="constrained")[1]
     return found
 
 
-def title(ax: Axes, text: str) -> None:
-    plain(ax.set_title(texts([text])[0] if len(text) <= LONGEST else text, color=INK))
+def set_title(ax: Axes, text: str) -> None:
+    disable_math_text(
+        ax.set_title(format_labels([text])[0] if len(text) <= MAX_LABEL_CHARACTERS else text, color=TEXT_COLOR)
+    )
 
 
-def bar(ax: Axes, image: Any, label: str) -> None:
+def add_colorbar(ax: Axes, image: Any, label: str) -> None:
     """The legend of the colours, exactly as high as the picture."""
     inch = ax.figure.dpi / ax.get_window_extent().width
     place = ax.inset_axes((1 + 0.1 * inch, 0, 0.12 * inch, 1))
@@ -216,21 +224,21 @@ def bar(ax: Axes, image: Any, label: str) -> None:
     found.outline.set_visible(False)
 
 
-def rooted(most: float) -> Any:
+def create_sqrt_norm(most: float) -> Any:
     """Colours by the root of the shares, from none to the largest."""
     from matplotlib.colors import PowerNorm
 
     return PowerNorm(0.5, vmin=0, vmax=most)
 
 
-def whole_numbers() -> Any:
+def create_integer_locator() -> Any:
     """Ticks at whole numbers only: there is no layer 1.5."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(integer=True)
 
 
-def rectangle(corner: tuple[float, float], color: str) -> Any:
+def create_cell_frame(corner: tuple[float, float], color: str) -> Any:
     """A frame around one cell."""
     from matplotlib.patches import Rectangle
 

@@ -20,7 +20,7 @@ LOG16 = (2048.0, 65535)
 LOG8 = (16.0, 255)
 
 
-class Blob:
+class PackedArrays:
     """Arrays under their names: `head` says where each lies and how it is written, `data` are the bytes."""
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class Blob:
                 else tensor.new_zeros(tensor.shape[0])
             )
             self.add(f"{name}.peak", peak, "f4")
-            tensor = relative(tensor, peak)
-        planes = by_planes(encoded(tensor, kind), width_of(kind))
+            tensor = divide_by_peak(tensor, peak)
+        planes = pack_byte_planes(encode_numbers(tensor, kind), bytes_per_number(kind))
         self.head[name] = {"kind": kind, "shape": list(tensor.shape), "at": self._size}
         self._parts.append(planes)
         self._size += len(planes)
@@ -50,43 +50,43 @@ class Blob:
         return b"".join(self._parts)
 
 
-def relative(tensor: Tensor, peak: Tensor) -> Tensor:
+def divide_by_peak(tensor: Tensor, peak: Tensor) -> Tensor:
     """Each head over its peak; a head of zeros stays zeros."""
     return tensor / torch.where(peak > 0, peak, 1.0).view(-1, *[1] * (tensor.dim() - 1))
 
 
-def width_of(kind: str) -> int:
+def bytes_per_number(kind: str) -> int:
     """Bytes per number."""
     return {"f4": 4, "f2": 2, "u1": 1, "u2": 2, "u3": 3, "u4": 4, "log16": 2, "log8": 1}[kind]
 
 
-def encoded(tensor: Tensor, kind: str) -> Tensor:
+def encode_numbers(tensor: Tensor, kind: str) -> Tensor:
     """The numbers in an integer or float type whose first bytes are those that are kept."""
     if kind == "f4":
         return tensor.float()
     if kind == "f2":
         return tensor.half()
     if kind == "log16":
-        return logarithm(tensor, *LOG16)
+        return encode_logarithm(tensor, *LOG16)
     if kind == "log8":
-        return logarithm(tensor, *LOG8)
+        return encode_logarithm(tensor, *LOG8)
     return tensor.to(torch.int32)
 
 
-def logarithm(weights: Tensor, steps: float, largest: int) -> Tensor:
+def encode_logarithm(weights: Tensor, steps: float, largest: int) -> Tensor:
     """Codes 1 to `largest` for what is above 0, and 0 for 0."""
     codes = torch.log(weights.double().clamp(min=1e-30)).mul_(steps).add_(largest).round_().clamp_(1, largest)
     return torch.where(weights > 0, codes, 0.0).to(torch.int32)
 
 
-def by_planes(tensor: Tensor, width: int) -> bytes:
+def pack_byte_planes(tensor: Tensor, width: int) -> bytes:
     """All first bytes, then all second bytes, and so on; the bytes of a number are little-endian."""
     if not tensor.numel():
         return b""
     planes = tensor.contiguous().view(-1).view(torch.uint8).view(tensor.numel(), -1)[:, :width]
-    return as_bytes(planes.T.contiguous())
+    return tensor_bytes(planes.T.contiguous())
 
 
-def as_bytes(tensor: Tensor) -> bytes:
+def tensor_bytes(tensor: Tensor) -> bytes:
     """The memory of a contiguous tensor on the CPU."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())

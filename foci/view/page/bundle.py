@@ -10,23 +10,23 @@ import re
 from pathlib import Path
 
 ASSETS = Path(__file__).parent / "assets"
-IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([a-z]+)\.js";\n', re.MULTILINE)
-EXPORT = re.compile(r"^export ((?:async )?function|class|const) (\w+)", re.MULTILINE)
+IMPORT_LINE = re.compile(r'^import \{([^}]*)\} from "\./([a-z]+)\.js";\n', re.MULTILINE)
+EXPORT_KEYWORD = re.compile(r"^export ((?:async )?function|class|const) (\w+)", re.MULTILINE)
 
 
-def source(name: str) -> str:
+def read_module(name: str) -> str:
     """The text of a module."""
     return (ASSETS / f"{name}.js").read_text("utf-8")
 
 
-def in_order(start: str) -> list[str]:
+def order_modules(start: str) -> list[str]:
     """The modules that `start` needs, each after those that it imports itself."""
     found: list[str] = []
 
     def visit(name: str, above: tuple[str, ...]) -> None:
         if name in above:
             raise ValueError(f"the page's modules must not import in a circle, but got {' -> '.join((*above, name))}")
-        for _, other in IMPORT.findall(source(name)):
+        for _, other in IMPORT_LINE.findall(read_module(name)):
             if other not in found:
                 visit(other, (*above, name))
         found.append(name)
@@ -35,17 +35,17 @@ def in_order(start: str) -> list[str]:
     return found
 
 
-def linked(start: str = "main") -> str:
+def bundle_script(start: str = "main") -> str:
     """One script: each module a function of its own, which gives what it exports."""
-    return "\n".join(["'use strict';", *(wrapped(name) for name in in_order(start))])
+    return "\n".join(["'use strict';", *(wrap_module(name) for name in order_modules(start))])
 
 
-def wrapped(name: str) -> str:
+def wrap_module(name: str) -> str:
     """`import {a} from "./x.js"` becomes `const {a} = module_x`, and exports what the function returns."""
-    text = source(name)
-    exported = [match[1] for match in EXPORT.findall(text)]
-    text = IMPORT.sub(lambda match: f"const {{{match[1].replace(' as ', ': ')}}} = module_{match[2]};\n", text)
-    text = EXPORT.sub(r"\1 \2", text)
+    text = read_module(name)
+    exported = [match[1] for match in EXPORT_KEYWORD.findall(text)]
+    text = IMPORT_LINE.sub(lambda match: f"const {{{match[1].replace(' as ', ': ')}}} = module_{match[2]};\n", text)
+    text = EXPORT_KEYWORD.sub(r"\1 \2", text)
     if left := re.search(r"^(?:import|export)\b.*", text, re.MULTILINE):
         raise ValueError(f"expected imports and exports of the forms that are joined here, received {left.group()!r}")
     return f"const module_{name} = (() => {{\n{text}\nreturn {{{', '.join(exported)}}};\n}})();"

@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 
 from foci.record.record import Record
-from foci.view.page.bundle import ASSETS, linked
+from foci.view.page.bundle import ASSETS, bundle_script
 from foci.view.page.encoding import text_of
-from foci.view.page.payload import HALVES, packed
+from foci.view.page.payload import SURROGATES, encode_payload
 
-PAGE = """\
+PAGE_TEMPLATE = """\
 <!doctype html>
 <html lang="en"{state}>
 <head>
@@ -33,58 +33,60 @@ PAGE = """\
 </html>
 """
 
-LONGEST = 200
+MAX_TITLE_CHARACTERS = 200
 
-FRAME = """\
+FRAME_TEMPLATE = """\
 <iframe srcdoc="{page}" title="{title}" width="100%" height="{height}" loading="lazy" allow="clipboard-write" \
 style="border: 1px solid rgba(128, 128, 128, 0.35); border-radius: 8px; background: transparent"></iframe>"""
 
 
-def html(record: Record, title: str | None = None, state: str = "") -> str:
+def render_html(record: Record, title: str | None = None, state: str = "") -> str:
     """The whole page as text. What a model or a tokenizer said is in the payload only, never in the markup.
 
     `state` is the view that it opens at, as in its address: "v=lines&h=L0H1".
     """
     style = (ASSETS / "page.css").read_text("utf-8")
-    script = linked()
-    return PAGE.format(
+    script = bundle_script()
+    return PAGE_TEMPLATE.format(
         state=f' data-state="{markup.escape(state)}"' if state else "",
-        policy=policy(script, style),
-        title=markup.escape(f"{named(title or record.model)} · foci"),
+        policy=build_security_policy(script, style),
+        title=markup.escape(f"{clean_title(title or record.model)} · foci"),
         style=style,
-        payload=text_of(packed(record, title)),
+        payload=text_of(encode_payload(record, title)),
         script=script,
     )
 
 
-def write(record: Record, path: str | os.PathLike[str], title: str | None = None, state: str = "") -> None:
+def write_html(record: Record, path: str | os.PathLike[str], title: str | None = None, state: str = "") -> None:
     """Writes the page; it opens from disk in any browser, at the view that `state` names."""
-    Path(path).write_text(html(record, title, state), "utf-8")
+    Path(path).write_text(render_html(record, title, state), "utf-8")
 
 
-def frame(record: Record, title: str | None = None, height: int = 720) -> str:
+def render_frame(record: Record, title: str | None = None, height: int = 720) -> str:
     """The page inside a frame of its own: what a notebook shows, and what survives nbconvert and VS Code."""
-    return framed(html(record, title), f"attention of {named(title or record.model)}", height)
+    return wrap_in_frame(render_html(record, title), f"attention of {clean_title(title or record.model)}", height)
 
 
-def named(text: str) -> str:
+def clean_title(text: str) -> str:
     """A name as a title: not endless, and without the halves of characters, which no file can hold."""
-    return HALVES.sub("\ufffd", text if len(text) <= LONGEST else text[: LONGEST - 1] + "…")
+    return SURROGATES.sub(
+        "\ufffd", text if len(text) <= MAX_TITLE_CHARACTERS else text[: MAX_TITLE_CHARACTERS - 1] + "…"
+    )
 
 
-def framed(page: str, title: str, height: int = 720) -> str:
+def wrap_in_frame(page: str, title: str, height: int = 720) -> str:
     """A whole page inside a frame."""
     # Inside double quotes these two are all that must be escaped.
     inner = page.replace("&", "&amp;").replace('"', "&quot;")
-    return FRAME.format(page=inner, title=markup.escape(title), height=height)
+    return FRAME_TEMPLATE.format(page=inner, title=markup.escape(title), height=height)
 
 
-def policy(script: str, style: str) -> str:
+def build_security_policy(script: str, style: str) -> str:
     """Only this script and this style run; nothing is fetched, nothing is sent."""
     rules = {
         "default-src": "'none'",
-        "script-src": digest(script),
-        "style-src": digest(style),
+        "script-src": hash_source(script),
+        "style-src": hash_source(style),
         "img-src": "data: blob:",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -92,5 +94,5 @@ def policy(script: str, style: str) -> str:
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
-def digest(text: str) -> str:
+def hash_source(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.view.page.arrays import as_bytes
+from foci.view.page.arrays import tensor_bytes
 
 DIGITS = "".join(chr(code) for code in range(33, 127) if chr(code) not in "<>&")
 GROUP = 13
@@ -38,7 +38,7 @@ def digits(data: bytes) -> str:
     groups = torch.cat([(half[:, None] >> shifts) & 8191 for half in (upper, lower)], dim=1)
     table = torch.tensor([ord(digit) for digit in DIGITS], dtype=torch.uint8)
     pairs = torch.stack([groups // len(DIGITS), groups % len(DIGITS)], dim=-1)
-    return as_bytes(table[pairs.view(-1)].contiguous()).decode("ascii")
+    return tensor_bytes(table[pairs.view(-1)].contiguous()).decode("ascii")
 
 
 def joined(values: Tensor) -> Tensor:

@@ -22,46 +22,46 @@ from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.metrics import HEAD_SCORES
 from foci.record.record import Record
-from foci.view.opening import first_query
-from foci.view.page.arrays import Blob
-from foci.view.page.vectors import add_vectors, described_score, vector_numbers
-from foci.view.selection import telling, texts_of
+from foci.view.page.arrays import PackedArrays
+from foci.view.page.vectors import add_vectors, count_vector_numbers, describe_score
+from foci.view.selection import select_default_head, select_default_query
+from foci.view.units import display_texts
 
-EXACT = 128
+MAX_EXACT_LENGTH = 128
 # Longer records are written whole too where they have so few entries in all.
-MOST_ENTRIES = 2**21
-TOP = 16
-SIDES = (512, 256, 128, 64)
-MOST_SEQUENCES = 8
-HALVES = re.compile("[\ud800-\udfff]")
-LONGEST_TEXT = 1000
+MAX_EXACT_ENTRIES = 2**21
+MAX_TOP_KEYS = 16
+PICTURE_SIDES = (512, 256, 128, 64)
+MAX_SEQUENCES = 8
+SURROGATES = re.compile("[\ud800-\udfff]")
+MAX_TEXT_LENGTH = 1000
 
 # What each part may take, in numbers: float32 entries, heaviest keys, blocks of pictures.
-MOST_FLOATS = 2**20
-MOST_TOP = 13_000_000
-MOST_BLOCKS = 5_000_000
+MAX_FLOAT_ENTRIES = 2**20
+MAX_TOP_NUMBERS = 13_000_000
+MAX_PICTURE_BLOCKS = 5_000_000
 MOST_ROLLOUT = 1024
 # Beyond this a log-sum-exp for each query costs more than "How it is computed" is worth.
-MOST_LSE = 2**18
+MAX_LSE_NUMBERS = 2**18
 # Vectors for "How it is computed": as float32, as float16, or not at all.
-MOST_VECTORS = (2**18, 3 * 2**19)
+MAX_VECTOR_NUMBERS = (2**18, 3 * 2**19)
 
 
 @torch.no_grad()
-def packed(record: Record, title: str | None = None) -> bytes:
+def encode_payload(record: Record, title: str | None = None) -> bytes:
     """The record, compressed: the length of the head, the head, the blob."""
-    blob = Blob()
-    head = head_of(record, title, blob)
+    blob = PackedArrays()
+    head = build_header(record, title, blob)
     head["arrays"] = blob.head
     # NaN and infinity are no JSON: a page that has them would not open.
     written = json.dumps(head, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # Halves of characters, which a tokenizer may give, are no text that a browser could read.
-    text = HALVES.sub("\ufffd", written).encode()
+    text = SURROGATES.sub("\ufffd", written).encode()
     # The same record gives the same bytes: no time stamp.
     return gzip.compress(struct.pack("<I", len(text)) + text + blob.data, compresslevel=6, mtime=0)
 
 
-def head_of(record: Record, title: str | None, blob: Blob) -> dict[str, Any]:
+def build_header(record: Record, title: str | None, blob: PackedArrays) -> dict[str, Any]:
     """Everything but the large arrays, which go into the blob."""
     layers = list(record.layers.values())
     if not layers:
@@ -70,60 +70,68 @@ def head_of(record: Record, title: str | None, blob: Blob) -> dict[str, Any]:
         if 0 in layer.shape:
             raise ValueError(f"a page shows at least one query and one key, but {layer.label} is {layer.shape}")
     total = max(layer.shape[0] for layer in layers)
-    shown = min(total, MOST_SEQUENCES if fits_all(layers) else 1)
-    plan = plan_of(layers, shown)
+    shown = min(total, MAX_SEQUENCES if is_exact_throughout(layers) else 1)
+    plan = plan_payload(layers, shown)
     table: list[Labels] = []
     written = [add_layer(blob, f"{number}", layer, shown, plan) for number, layer in enumerate(layers)]
-    first = telling(record)
+    first = select_default_head(record)
     return {
         "format": 1,
-        "title": shortened(title or record.model),
-        "model": shortened(record.model),
+        "title": truncate_with_length(title or record.model),
+        "model": truncate_with_length(record.model),
         "sequences": shown,
         "total": total,
         "prompt": record.prompt,
         "answer": record.answer,
-        "notes": [shortened(note) for note in record.notes],
-        "unseen": [shortened(reason) for reason in record.unseen],
-        "layers": [layer_head(record, layer, plan, table) | how for layer, how in zip(layers, written, strict=True)],
-        "labels": [label_head(blob, f"image.{i}", labels, shown) for i, labels in enumerate(table)],
-        "measures": measures(record, layers),
-        "first": {"head": record.name_of(first.layer, first.head), "query": first_query(record, first)},
+        "notes": [truncate_with_length(note) for note in record.notes],
+        "unseen": [truncate_with_length(reason) for reason in record.unseen],
+        "layers": [
+            describe_layer(record, layer, plan, table) | how for layer, how in zip(layers, written, strict=True)
+        ],
+        "labels": [describe_labels(blob, f"image.{i}", labels, shown) for i, labels in enumerate(table)],
+        "measures": list_head_metrics(record, layers),
+        "first": {"head": record.name_of(first.layer, first.head), "query": select_default_query(record, first)},
     }
 
 
-def fits_all(layers: list[Layer]) -> bool:
-    return all(max(layer.shape[2:]) <= EXACT for layer in layers)
+def is_exact_throughout(layers: list[Layer]) -> bool:
+    return all(max(layer.shape[2:]) <= MAX_EXACT_LENGTH for layer in layers)
 
 
-def plan_of(layers: list[Layer], shown: int) -> dict[str, Any]:
+def plan_payload(layers: list[Layer], shown: int) -> dict[str, Any]:
     """How much of each kind is written, so that a file stays small enough to send."""
-    small = sum(entry_count(layer) for layer in layers) * shown <= MOST_ENTRIES
-    exact = [layer for layer in layers if "entries" in layer.can and (small or max(layer.shape[2:]) <= EXACT)]
-    entries = sum(entry_count(layer) for layer in exact) * shown
+    small = sum(count_entries(layer) for layer in layers) * shown <= MAX_EXACT_ENTRIES
+    exact = [
+        layer
+        for layer in layers
+        if "entries" in layer.available and (small or max(layer.shape[2:]) <= MAX_EXACT_LENGTH)
+    ]
+    entries = sum(count_entries(layer) for layer in exact) * shown
     long = [layer for layer in layers if layer not in exact]
     queries = sum(layer.shape[1] * layer.shape[2] for layer in long) * shown
     heads = sum(layer.shape[1] for layer in long) * shown
     return {
         "exact": {layer.name for layer in exact},
-        "entries": "f4" if entries <= MOST_FLOATS else "log16",
-        "top": next((k for k in (TOP, 8, 4, 2) if queries * k <= MOST_TOP), 1),
-        "side": next((side for side in SIDES if 2 * heads * side * side <= MOST_BLOCKS), SIDES[-1]),
-        "lse": sum(layer.shape[1] * layer.shape[2] for layer in layers) * shown <= MOST_LSE,
-        "vectors": vectors_as(sum(vector_numbers(layer, shown) for layer in layers)),
+        "entries": "f4" if entries <= MAX_FLOAT_ENTRIES else "log16",
+        "top": next((k for k in (MAX_TOP_KEYS, 8, 4, 2) if queries * k <= MAX_TOP_NUMBERS), 1),
+        "side": next(
+            (side for side in PICTURE_SIDES if 2 * heads * side * side <= MAX_PICTURE_BLOCKS), PICTURE_SIDES[-1]
+        ),
+        "lse": sum(layer.shape[1] * layer.shape[2] for layer in layers) * shown <= MAX_LSE_NUMBERS,
+        "vectors": choose_vector_kind(sum(count_vector_numbers(layer, shown) for layer in layers)),
     }
 
 
-def vectors_as(numbers: int) -> str | None:
-    precise, rounded = MOST_VECTORS
+def choose_vector_kind(numbers: int) -> str | None:
+    precise, rounded = MAX_VECTOR_NUMBERS
     return "f4" if numbers <= precise else "f2" if numbers <= rounded else None
 
 
-def entry_count(layer: Layer) -> int:
+def count_entries(layer: Layer) -> int:
     return math.prod(layer.shape[1:])
 
 
-def layer_head(record: Record, layer: Layer, plan: dict[str, Any], table: list[Labels]) -> dict[str, Any]:
+def describe_layer(record: Record, layer: Layer, plan: dict[str, Any], table: list[Labels]) -> dict[str, Any]:
     """What the page knows of a layer; labels are written once, in `table`, and named by their number."""
     _, heads, queries, keys = layer.shape
     return {
@@ -136,44 +144,46 @@ def layer_head(record: Record, layer: Layer, plan: dict[str, Any], table: list[L
         "kvHeads": layer.kv_heads,
         "queries": layer.queries,
         "keys": layer.keys,
-        "labels": [numbered(labels, table) for labels in record.labels_of(layer)],
+        "labels": [add_labels_once(labels, table) for labels in record.labels_of(layer)],
         "Tq": queries,
         "Tk": keys,
-        "places": None if layer.query_places is None else layer.query_places.tolist(),
+        "places": None if layer.query_positions is None else layer.query_positions.tolist(),
         "exact": layer.name in plan["exact"],
-        "asks": "entries" in layer.can,
-        "score": described_score(layer),
+        "asks": "entries" in layer.available,
+        "score": describe_score(layer),
     }
 
 
-def add_layer(blob: Blob, name: str, layer: Layer, shown: int, plan: dict[str, Any]) -> dict[str, Any]:
+def add_layer(blob: PackedArrays, name: str, layer: Layer, shown: int, plan: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a layer, each array (sequences, H, ...).
 
     Gives how its entries are written, and how many rows of each sequence and head have weights that are no numbers.
     """
     some, kind = min(shown, layer.shape[0]), plan["entries"]
     if layer.name in plan["exact"]:
-        whole = entries(layer, some)
+        whole = read_entries(layer, some)
         missing = ~whole.isfinite().all(-1)
         # Logarithms cannot tell NaN from 0.
         kind = "f4" if missing.any() else kind
         blob.add(f"{name}.entries", whole, kind)
     else:
-        found = {part: tensor[:some].cpu() for part, tensor in statistics(layer, plan["top"], plan["side"]).items()}
+        found = {
+            part: tensor[:some].cpu() for part, tensor in compute_statistics(layer, plan["top"], plan["side"]).items()
+        }
         add_statistics(blob, name, layer, found)
         missing = ~found["entropy"].isfinite() if "entropy" in found else torch.zeros(some, layer.shape[1], 1)
     add_vectors(blob, name, layer, some, plan["lse"], plan["vectors"])
     return {"entries": kind, "unknown": missing.sum(-1).int().tolist()}
 
 
-def entries(layer: Layer, some: int) -> Tensor:
+def read_entries(layer: Layer, some: int) -> Tensor:
     """Every entry: (sequences, H, Tq, Tk)."""
     found = layer[:some, :, 0 : layer.shape[2], :]
     assert isinstance(found, Tensor)
     return found.float()
 
 
-def statistics(layer: Layer, top: int, side: int) -> dict[str, Tensor]:
+def compute_statistics(layer: Layer, top: int, side: int) -> dict[str, Tensor]:
     """What stands for a matrix that is too long to be written: heaviest keys, pictures, spread, what each key gets."""
     if layer.weights is not None:
         # One pass for all but the maxima.
@@ -183,18 +193,20 @@ def statistics(layer: Layer, top: int, side: int) -> dict[str, Tensor]:
         largest = layer.picture(rows, columns, "max")
         named = {"values": whole.top.values, "keys": whole.top.keys, "mean": whole.picture, "max": largest}
         return {**named, "entropy": whole.entropy, "received": whole.received}
-    found: dict[str, Tensor] = {part: getattr(layer, part)() for part in ("entropy", "received") if part in layer.can}
-    if "top" in layer.can:
-        found["values"], found["keys"] = layer.top(min(top, layer.most))
-    if "picture" in layer.can:
+    found: dict[str, Tensor] = {
+        part: getattr(layer, part)() for part in ("entropy", "received") if part in layer.available
+    }
+    if "top" in layer.available:
+        found["values"], found["keys"] = layer.top(min(top, layer.max_top))
+    if "picture" in layer.available:
         # Statistics are there in the size in which they were kept, and of their means only.
         kept = layer.kept is not None
-        rows, columns = (size if kept else min(side, size) for size in layer.finest)
+        rows, columns = (size if kept else min(side, size) for size in layer.max_picture_size)
         found |= {reduce: layer.picture(rows, columns, reduce) for reduce in (("mean",) if kept else ("mean", "max"))}
     return found
 
 
-def add_statistics(blob: Blob, name: str, layer: Layer, found: dict[str, Tensor]) -> None:
+def add_statistics(blob: PackedArrays, name: str, layer: Layer, found: dict[str, Tensor]) -> None:
     """Each statistic in the kind of number that suits it."""
     if "keys" in found:
         add_top(blob, name, found["values"].float(), found["keys"].long(), layer.shape[3])
@@ -207,7 +219,7 @@ def add_statistics(blob: Blob, name: str, layer: Layer, found: dict[str, Tensor]
         blob.add(f"{name}.received", found["received"].float() / layer.shape[2], "log16")
 
 
-def add_top(blob: Blob, name: str, values: Tensor, keys: Tensor, length: int) -> None:
+def add_top(blob: PackedArrays, name: str, values: Tensor, keys: Tensor, length: int) -> None:
     """The heaviest keys of each query, in the order of the keys: the steps between them are small numbers."""
     last = torch.iinfo(torch.int64).max
     keys, order = torch.where(keys < 0, last, keys).sort(-1)
@@ -219,7 +231,7 @@ def add_top(blob: Blob, name: str, values: Tensor, keys: Tensor, length: int) ->
     blob.add(f"{name}.values", torch.where(there, values, 0.0), "log16")
 
 
-def numbered(labels: Labels, table: list[Labels]) -> int:
+def add_labels_once(labels: Labels, table: list[Labels]) -> int:
     """The place of labels in a table, where equal ones are written once."""
     for number, known in enumerate(table):
         if known is labels or (known.texts, known.words) == (labels.texts, labels.words):
@@ -228,13 +240,15 @@ def numbered(labels: Labels, table: list[Labels]) -> int:
     return len(table) - 1
 
 
-def label_head(blob: Blob, name: str, labels: Labels, shown: int) -> dict[str, Any]:
+def describe_labels(blob: PackedArrays, name: str, labels: Labels, shown: int) -> dict[str, Any]:
     """What stands at each position; a text of megabytes is cut, and says so."""
     if labels.images is not None:
         blob.add(name, labels.images[:shown], "u1")
     return {
         "kind": labels.kind,
-        "texts": [[shortened(text) for text in texts_of(labels, i)] for i in range(min(shown, labels.batch))],
+        "texts": [
+            [truncate_with_length(text) for text in display_texts(labels, i)] for i in range(min(shown, labels.batch))
+        ],
         "words": None if labels.words is None else [list(words) for words in labels.words[:shown]],
         "grid": labels.grid,
         "leading": labels.leading,
@@ -243,14 +257,14 @@ def label_head(blob: Blob, name: str, labels: Labels, shown: int) -> dict[str, A
     }
 
 
-def shortened(text: str) -> str:
+def truncate_with_length(text: str) -> str:
     """At most so many characters, and how many there were."""
-    if len(text) <= LONGEST_TEXT:
+    if len(text) <= MAX_TEXT_LENGTH:
         return text
-    return f"{text[:LONGEST_TEXT]}… ({len(text):,} characters)"
+    return f"{text[:MAX_TEXT_LENGTH]}… ({len(text):,} characters)"
 
 
-def measures(record: Record, layers: list[Layer]) -> list[dict[str, Any]]:
+def list_head_metrics(record: Record, layers: list[Layer]) -> list[dict[str, Any]]:
     """The numbers by which heads are sorted and coloured, one per layer and head, with what each means."""
     found = []
     for name, values in record.scores().items():

@@ -13,10 +13,10 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.record.layer import Layer
 from foci.scores import Additive, Dot
-from foci.view.page.arrays import Blob
+from foci.view.page.arrays import PackedArrays
 
 
-def call_of(layer: Layer) -> Call | None:
+def get_dot_call(layer: Layer) -> Call | None:
     """The queries, keys and scores behind a layer, where it has them; General and Cosine as dot products."""
     if layer.weights is None:
         return None
@@ -24,9 +24,9 @@ def call_of(layer: Layer) -> Call | None:
     return call.with_dot() or call
 
 
-def described_score(layer: Layer) -> dict[str, Any] | None:
+def describe_score(layer: Layer) -> dict[str, Any] | None:
     """How queries are compared with keys, in words and with the scale."""
-    call = call_of(layer)
+    call = get_dot_call(layer)
     if call is None or layer.weights is None:
         return None
     given = layer.weights._call
@@ -42,46 +42,46 @@ def described_score(layer: Layer) -> dict[str, Any] | None:
     }
 
 
-def vectors_of(layer: Layer, some: int) -> dict[str, Tensor]:
+def get_vectors(layer: Layer, some: int) -> dict[str, Tensor]:
     """Queries, keys and, where they were kept, values of the first sequences."""
-    call = call_of(layer)
+    call = get_dot_call(layer)
     if call is None:
         return {}
     found = {"q": call.q[:some], "k": call.k[:some]}
     return found if layer.values is None else {**found, "v": layer.values[:some]}
 
 
-def vector_numbers(layer: Layer, some: int) -> int:
-    return sum(part.numel() for part in vectors_of(layer, some).values())
+def count_vector_numbers(layer: Layer, some: int) -> int:
+    return sum(part.numel() for part in get_vectors(layer, some).values())
 
 
-def add_vectors(blob: Blob, name: str, layer: Layer, some: int, lse: bool, kind: str | None) -> None:
+def add_vectors(blob: PackedArrays, name: str, layer: Layer, some: int, lse: bool, kind: str | None) -> None:
     """The log-sum-exp of each row, and the vectors as `kind` where they are few enough."""
-    if lse and "lse" in layer.can:
+    if lse and "lse" in layer.available:
         # A query that sees nothing has -inf, which float32 can say.
         blob.add(f"{name}.lse", layer.lse[:some], "f4")
-    call = call_of(layer)
+    call = get_dot_call(layer)
     if call is None:
         return
     if call.sink is not None:
         blob.add(f"{name}.sinkMass", layer.sink_mass()[:some], "f2")
     if kind is not None:
-        for part, tensor in vectors_of(layer, some).items():
+        for part, tensor in get_vectors(layer, some).items():
             blob.add(f"{name}.{part}", tensor, kind)
         if isinstance(call.score, Additive):
-            blob.add(f"{name}.w", weight_of(call), "f4")
+            blob.add(f"{name}.w", expand_additive_weight(call), "f4")
 
 
-def weight_of(call: Call) -> Tensor:
+def expand_additive_weight(call: Call) -> Tensor:
     """The weight of an additive score, one row per head."""
     assert isinstance(call.score, Additive)
     weight = call.score.weight.detach().float()
     return weight if weight.dim() == 2 else weight.expand(call.q.shape[1], -1).contiguous()
 
 
-def worked(layer: Layer, batch: int, head: int, query: int, keys: list[int]) -> dict[str, Any] | None:
+def compute_row_arithmetic(layer: Layer, batch: int, head: int, query: int, keys: list[int]) -> dict[str, Any] | None:
     """One query against some keys, with every number on the way: what the explorer sends for a long sequence."""
-    call = call_of(layer)
+    call = get_dot_call(layer)
     if call is None or layer.weights is None:
         return None
     with torch.no_grad():
@@ -99,5 +99,5 @@ def worked(layer: Layer, batch: int, head: int, query: int, keys: list[int]) -> 
             "weights": row[keys].tolist(),
             "lse": float(layer.lse[batch, head, query]),
             "out": None if v is None else (row @ v.to(row.device)).tolist(),
-            "w": weight_of(call)[head].tolist() if isinstance(call.score, Additive) else None,
+            "w": expand_additive_weight(call)[head].tolist() if isinstance(call.score, Additive) else None,
         }
