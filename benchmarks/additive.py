@@ -29,7 +29,7 @@ from torch import Tensor
 
 import foci
 from foci.gpu.additive import launch, one_pass_backward
-from foci.gpu.additive.launch import AdditiveOptions, AdditiveTiling
+from foci.gpu.additive.arguments import AdditiveOptions, AdditiveTiling
 from foci.runtime import native
 
 COLUMNS = (
@@ -137,7 +137,7 @@ class Uncompiled(torch.autograd.Function):
 
 
 def without_compiler() -> Any:
-    return mock.patch.object(native, "refusal", return_value="a machine without a compiler")
+    return mock.patch.object(native, "why_unavailable", return_value="a machine without a compiler")
 
 
 def exponential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
@@ -178,19 +178,19 @@ FORWARD = {
     "64x64 r168": AdditiveTiling(registers=168),
     "64x64 c16": AdditiveTiling(chunk=16),
     "64x64 s2": AdditiveTiling(stages=2),
-    "64x64 w8": AdditiveTiling(warps=8, across=16),
-    "128x64 w8": AdditiveTiling(queries=128, warps=8, across=16),
+    "64x64 w8": AdditiveTiling(warps=8, query_threads=16),
+    "128x64 w8": AdditiveTiling(queries=128, warps=8, query_threads=16),
     "64x128 w8": AdditiveTiling(keys=128, warps=8),
-    "128x128 w8 c4": AdditiveTiling(queries=128, keys=128, warps=8, across=16, chunk=4),
+    "128x128 w8 c4": AdditiveTiling(queries=128, keys=128, warps=8, query_threads=16, chunk=4),
     "32x64": AdditiveTiling(queries=32),
     "32x64 r128": AdditiveTiling(queries=32, registers=128),
     "32x128 w8": AdditiveTiling(queries=32, keys=128, warps=8),
-    "64x64 by two": AdditiveTiling(most=2),
+    "64x64 by two": AdditiveTiling(max_shared=2),
 }
 BACKWARD = {
     "64x64": AdditiveTiling(),
     "64x64 c4": AdditiveTiling(chunk=4),
-    "64x64 w8 r128": AdditiveTiling(warps=8, across=16, registers=128, lanes=64),
+    "64x64 w8 r128": AdditiveTiling(warps=8, query_threads=16, registers=128, feature_threads=64),
     "64x32 r128": AdditiveTiling(keys=32, registers=128, programs=4),
     "32x64": AdditiveTiling(queries=32),
 }

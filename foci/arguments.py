@@ -13,12 +13,12 @@ from torch import Tensor
 
 from foci.biases import Bias, Relative, as_bias
 from foci.masks.base import Mask, as_mask
-from foci.masks.tile import Extent, Where
-from foci.runtime.checks import autocasts, on_device
+from foci.masks.tile import CallSizes, Tile
+from foci.runtime.checks import is_autocast_enabled, to_call_device
 from foci.scores import Dot, Score
 
-HALF = (torch.float16, torch.bfloat16)
-FLOATS = (*HALF, torch.float32, torch.float64)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Call:
     q: Tensor  # (B, H, Tq, D)
     k: Tensor  # (B, G, Tk, Dk)
     v: Tensor  # (B, G, Tk, Dv)
-    extent: Extent
+    sizes: CallSizes
     score: Score
     mask: Mask | None = None
     bias: Bias | None = None
@@ -46,7 +46,7 @@ class Call:
         return self.q.shape[1] // max(self.k.shape[1], 1)
 
     @property
-    def wide(self) -> torch.dtype:
+    def softmax_dtype(self) -> torch.dtype:
         """The dtype in which logits and softmax are taken."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
@@ -56,16 +56,16 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        return self.extent.device
+        return self.sizes.device
 
     @property
-    def mapped(self) -> bool:
+    def is_vmapped(self) -> bool:
         """Whether torch.func.vmap hides a batch dimension of the inputs."""
         batched = torch._C._functorch.is_batchedtensor
         return bool(batched(self.q) or batched(self.k) or batched(self.v))
 
     @property
-    def transformed(self) -> bool:
+    def is_transformed(self) -> bool:
         """Whether torch.func is at work (grad, jacrev, vmap), which knows less than autograd alone."""
         return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -76,7 +76,7 @@ class Call:
             found += self.bias.tensors().values()
         return found if self.sink is None else [*found, self.sink]
 
-    def where(self, rows: slice, columns: slice) -> Where:
+    def tile(self, rows: slice, columns: slice) -> Tile:
         """Where a tile of the matrix stands."""
         device = self.q.device
         query = torch.arange(rows.start, rows.stop, device=device).view(1, 1, -1, 1)
@@ -85,25 +85,25 @@ class Call:
         if self.positions is not None:
             queries, keys = (self._of_batch(p) for p in self.positions)
             query_position, key_position = queries[:, None, rows, None], keys[:, None, None, columns]
-        return Where(self.batches, self.heads, query, key, query_position, key_position, rows, columns)
+        return Tile(self.batch_index, self.head_index, query, key, query_position, key_position, rows, columns)
 
     @property
-    def batches(self) -> Tensor:
+    def batch_index(self) -> Tensor:
         ids = torch.arange(self.q.shape[0], device=self.q.device) if self.batch_ids is None else self.batch_ids
         return ids.view(-1, 1, 1, 1)
 
     @property
-    def heads(self) -> Tensor:
+    def head_index(self) -> Tensor:
         ids = torch.arange(self.q.shape[1], device=self.q.device) if self.head_ids is None else self.head_ids
         return ids.view(1, -1, 1, 1)
 
     def _of_batch(self, positions: Tensor) -> Tensor:
         return positions if positions.shape[0] == 1 or self.batch_ids is None else positions[self.batch_ids]
 
-    def everything(self) -> Where:
-        return self.where(slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
+    def full_tile(self) -> Tile:
+        return self.tile(slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
 
-    def part(self, batches: slice | Tensor, heads: slice) -> Call:
+    def select(self, batches: slice | Tensor, heads: slice) -> Call:
         """The same call for some of its sequences and heads; whole groups of heads that share keys stay views."""
         chosen = range(self.q.shape[1])[heads]
         shared = [h // self.group for h in chosen]
@@ -120,10 +120,10 @@ class Call:
             q=self.q[batches, heads],
             k=k,
             v=k if self.v is self.k else v,
-            score=self.score.part(heads),
+            score=self.score.select_heads(heads),
             sink=None if self.sink is None else self.sink[heads],
-            batch_ids=self.batches.flatten()[batches],
-            head_ids=self.heads.flatten()[heads],
+            batch_ids=self.batch_index.flatten()[batches],
+            head_ids=self.head_index.flatten()[heads],
         )
 
     def with_dot(self) -> Call | None:
@@ -136,13 +136,13 @@ class Call:
         q, k, score = same
         return replace(self, q=q, k=k, score=score)
 
-    def restore(self, out: Tensor) -> Tensor:
+    def restore_shape(self, out: Tensor) -> Tensor:
         """(B, H, T, D) back to the shape the caller used."""
-        heads = () if self.extent.heads is None else (self.extent.heads,)
-        return out.reshape(*self.extent.batch, *heads, *out.shape[2:])
+        heads = () if self.sizes.heads is None else (self.sizes.heads,)
+        return out.reshape(*self.sizes.batch, *heads, *out.shape[2:])
 
 
-def prepare(
+def prepare_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -157,30 +157,30 @@ def prepare(
     """Checks everything that a caller can get wrong and brings it to (B, H, T, D)."""
     check_tensors(query, key, value)
     device_type = query.device.type
-    if autocasts(device_type):
-        query, key, value = (autocast(t, device_type) for t in (query, key, value))
+    if is_autocast_enabled(device_type):
+        query, key, value = (cast_for_autocast(t, device_type) for t in (query, key, value))
         if not query.dtype == key.dtype == value.dtype:
             refuse_dtypes(query, key, value)
-    q, k, v, extent = folded(query, key, value)
+    q, k, v, sizes = fold_batch(query, key, value)
     check_heads(q, k, v)
     if type(score) is not Dot:
         check_score(score)
-    score.check(q, k, extent.heads)
-    call = Call(q, k, v, extent, score, needs_lse=needs_lse or sink is not None)
+    score.check(q, k, sizes.heads)
+    call = Call(q, k, v, sizes, score, needs_lse=needs_lse or sink is not None)
     if mask is not None:
-        call.mask = as_mask(mask).fit(extent)
+        call.mask = as_mask(mask).fit(sizes)
     if bias is not None:
-        call.bias = as_bias(bias).fit(extent, q, v)
+        call.bias = as_bias(bias).fit(sizes, q, v)
     if sink is not None:
-        call.sink = checked_sink(sink, extent)
+        call.sink = normalize_sink(sink, sizes)
     if positions is not None:
-        call.positions = checked_positions(positions, extent)
+        call.positions = normalize_positions(positions, sizes)
     if dropout != 0:
-        call.dropout, call.seed = checked_dropout(dropout), torch.randint(2**31, (), device=q.device)
-    return rounded_once(call) if needs_lse and q.dtype in HALF else call
+        call.dropout, call.seed = check_dropout(dropout), torch.randint(2**31, (), device=q.device)
+    return replace_score_by_dot(call) if needs_lse and q.dtype in HALF_DTYPES else call
 
 
-def rounded_once(call: Call) -> Call:
+def replace_score_by_dot(call: Call) -> Call:
     """General and Cosine as a dot product already here: a kernel that rounds the turned queries gives a log-sum-exp
     that fits only these, and the weights are computed from it.
     """
@@ -188,17 +188,17 @@ def rounded_once(call: Call) -> Call:
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if not agree(query, key, value):
+    if not are_compatible(query, key, value):
         refuse_tensors(query, key, value)
 
 
-def agree(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def are_compatible(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """The quick look that every good call passes; `refuse_tensors` says what is wrong with the others."""
     try:
         return (
             query.dim() == key.dim() == value.dim() >= 2
             and query.dtype == key.dtype == value.dtype
-            and query.dtype in FLOATS
+            and query.dtype in FLOAT_DTYPES
             and query.device == key.device == value.device
             and key.shape[-2] == value.shape[-2]
         )
@@ -213,9 +213,9 @@ def refuse_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         if tensor.dim() != query.dim() or tensor.dim() < 2:
             raise ValueError(
                 "query, key and value must have the same number of dimensions, at least (T, D),"
-                f" but got {shapes(query, key, value)}"
+                f" but got {format_shapes(query, key, value)}"
             )
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in FLOAT_DTYPES:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, but got {tensor.dtype}")
         if tensor.device != query.device:
             raise ValueError(
@@ -223,7 +223,7 @@ def refuse_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(f"key and value must have the same length, but got {key.shape[-2]} and {value.shape[-2]}")
-    if not (query.dtype == key.dtype == value.dtype) and not autocasts(query.device.type):
+    if not (query.dtype == key.dtype == value.dtype) and not is_autocast_enabled(query.device.type):
         refuse_dtypes(query, key, value)
 
 
@@ -231,23 +231,23 @@ def refuse_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
     raise TypeError(f"query, key and value must have one dtype, but got {query.dtype}, {key.dtype}, {value.dtype}")
 
 
-def autocast(tensor: Tensor, device_type: str) -> Tensor:
+def cast_for_autocast(tensor: Tensor, device_type: str) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(device_type))
 
 
-def folded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Extent]:
+def fold_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, CallSizes]:
     """Any number of dimensions to four: missing heads become one head, leading dimensions become one batch."""
     if query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
         # Nearly every call is so already, and the way below takes longer than all other checks together.
         shape = query.shape
-        return query, key, value, Extent((shape[0],), shape[1], shape[2], key.shape[2], query.device)
+        return query, key, value, CallSizes((shape[0],), shape[1], shape[2], key.shape[2], query.device)
     headed = query.dim() >= 4
     leading = 3 if headed else 2
     try:
         batch = torch.broadcast_shapes(*(t.shape[:-leading] for t in (query, key, value)))
     except RuntimeError:
         raise ValueError(
-            f"the batch dimensions of query, key and value must broadcast, but got {shapes(query, key, value)}"
+            f"the batch dimensions of query, key and value must broadcast, but got {format_shapes(query, key, value)}"
         ) from None
     size = 1
     for n in batch:
@@ -258,7 +258,7 @@ def folded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
         tensor = tensor.expand(*batch, *rest).reshape(size, *rest)
         four.append(tensor if headed else tensor.unsqueeze(1))
     q, k, v = four
-    return q, k, v, Extent(tuple(batch), q.shape[1] if headed else None, q.shape[2], k.shape[2], q.device)
+    return q, k, v, CallSizes(tuple(batch), q.shape[1] if headed else None, q.shape[2], k.shape[2], q.device)
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -274,48 +274,48 @@ def check_score(score: Any) -> None:
         raise TypeError(f"score must be a foci score such as foci.Dot() or foci.Additive(w), but got {score!r}")
 
 
-def checked_sink(sink: Tensor, extent: Extent) -> Tensor:
-    if extent.heads is None:
+def normalize_sink(sink: Tensor, sizes: CallSizes) -> Tensor:
+    if sizes.heads is None:
         raise ValueError(
-            f"sink is per head, but these inputs have no heads: expected (..., H, T, D), got {len(extent.batch) + 2}-D"
+            f"sink is per head, but these inputs have no heads: expected (..., H, T, D), got {len(sizes.batch) + 2}-D"
         )
-    if not isinstance(sink, Tensor) or not sink.is_floating_point() or tuple(sink.shape) != (extent.heads,):
+    if not isinstance(sink, Tensor) or not sink.is_floating_point() or tuple(sink.shape) != (sizes.heads,):
         got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else type(sink).__name__
-        raise ValueError(f"sink must be a float tensor of shape ({extent.heads},), one logit per head, but got {got}")
-    return on_device(sink, extent, "sink")
+        raise ValueError(f"sink must be a float tensor of shape ({sizes.heads},), one logit per head, but got {got}")
+    return to_call_device(sink, sizes, "sink")
 
 
-def checked_positions(positions: Any, extent: Extent) -> tuple[Tensor, Tensor]:
+def normalize_positions(positions: Any, sizes: CallSizes) -> tuple[Tensor, Tensor]:
     if not isinstance(positions, tuple | list) or len(positions) != 2:
         got = f"{len(positions)} of them" if isinstance(positions, tuple | list) else type(positions).__name__
         raise TypeError(f"positions must be a pair (query positions, key positions), but got {got}")
-    default = torch.arange(extent.keys, device=extent.device)
+    default = torch.arange(sizes.keys, device=sizes.device)
     queries, keys = positions
     if queries is None:
-        queries = torch.arange(extent.queries, device=extent.device) + (extent.keys - extent.queries)
+        queries = torch.arange(sizes.queries, device=sizes.device) + (sizes.keys - sizes.queries)
     return (
-        one_positions(queries, extent, extent.queries, "query positions"),
-        one_positions(default if keys is None else keys, extent, extent.keys, "key positions"),
+        normalize_position_tensor(queries, sizes, sizes.queries, "query positions"),
+        normalize_position_tensor(default if keys is None else keys, sizes, sizes.keys, "key positions"),
     )
 
 
-def one_positions(positions: Tensor, extent: Extent, length: int, name: str) -> Tensor:
+def normalize_position_tensor(positions: Tensor, sizes: CallSizes, length: int, name: str) -> Tensor:
     if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise TypeError(f"{name} must be an int tensor, but got {got}")
-    if tuple(positions.shape) not in {(length,), (*extent.batch, length), (1, length)}:
+    if tuple(positions.shape) not in {(length,), (*sizes.batch, length), (1, length)}:
         raise ValueError(
-            f"{name} must have shape {(length,)} or {(*extent.batch, length)}, but got {tuple(positions.shape)}"
+            f"{name} must have shape {(length,)} or {(*sizes.batch, length)}, but got {tuple(positions.shape)}"
         )
-    given = on_device(positions, extent, name).to(torch.int64)
+    given = to_call_device(positions, sizes, name).to(torch.int64)
     return given.unsqueeze(0) if given.dim() == 1 else given.flatten(0, -2)
 
 
-def checked_dropout(dropout: float) -> float:
+def check_dropout(dropout: float) -> float:
     if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be a number from 0 up to but not 1, but got {dropout!r}")
     return float(dropout)
 
 
-def shapes(*tensors: Tensor) -> str:
+def format_shapes(*tensors: Tensor) -> str:
     return ", ".join(str(tuple(t.shape)) for t in tensors)

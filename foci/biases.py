@@ -16,28 +16,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foci.masks.tile import Extent, Where
-from foci.runtime.checks import four_dimensional, on_device
-from foci.runtime.tensor_cache import once
-from foci.scores import described, fits
+from foci.masks.tile import CallSizes, Tile
+from foci.runtime.checks import to_call_device, to_four_dimensions
+from foci.runtime.tensor_cache import cache_permanently
+from foci.scores import check_parameter, describe_value
 
 
 class Bias:
     """Adds to the logits, as a number per entry (`term`) or inside the scaled part (`raw_term`) and to the output."""
 
-    def term(self, where: Where) -> Tensor | None:
+    def term(self, tile: Tile) -> Tensor | None:
         """Added to the finished score; broadcasts to (B, H, R, C)."""
         return None
 
-    def raw_term(self, q: Tensor, where: Where) -> Tensor | None:
+    def raw_term(self, q: Tensor, tile: Tile) -> Tensor | None:
         """Added to the score before its scale."""
         return None
 
-    def value_term(self, weights: Tensor, where: Where) -> Tensor | None:
+    def value_term(self, weights: Tensor, tile: Tile) -> Tensor | None:
         """Added to the output: (B, H, R, Dv)."""
         return None
 
-    def fit(self, extent: Extent, q: Tensor, v: Tensor) -> Bias:
+    def fit(self, sizes: CallSizes, q: Tensor, v: Tensor) -> Bias:
         """The same bias, checked against a call and with its tensors in normal form."""
         raise NotImplementedError
 
@@ -57,18 +57,18 @@ class ALiBi(Bias):
 
     slopes: Tensor | None = None
 
-    def term(self, where: Where) -> Tensor:
+    def term(self, tile: Tile) -> Tensor:
         assert self.slopes is not None, "fit() fills in the default slopes"
-        distance = (where.key_position - where.query_position).abs()
-        return -self.slopes[where.head] * distance.to(self.slopes.dtype)
+        distance = (tile.key_position - tile.query_position).abs()
+        return -self.slopes[tile.head] * distance.to(self.slopes.dtype)
 
-    def fit(self, extent: Extent, q: Tensor, v: Tensor) -> Bias:
-        heads = need_heads(self, extent)
+    def fit(self, sizes: CallSizes, q: Tensor, v: Tensor) -> Bias:
+        heads = require_heads(self, sizes)
         if self.slopes is None:
             key = (default_slopes, heads, torch.promote_types(q.dtype, torch.float32))
-            return ALiBi(once(key, q, lambda: default_slopes(heads, q)))
-        fits(self.slopes, q, "ALiBi slopes", [(heads,)], [])
-        return ALiBi(wide(self.slopes, q))
+            return ALiBi(cache_permanently(key, q, lambda: default_slopes(heads, q)))
+        check_parameter(self.slopes, q, "ALiBi slopes", [(heads,)], [])
+        return ALiBi(to_logit_dtype(self.slopes, q))
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.slopes is None else {"slopes": self.slopes}
@@ -84,20 +84,20 @@ class Buckets(Bias):
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor) or self.table.dim() != 2:
-            raise ValueError(f"Buckets takes a table (buckets, H), but got {described(self.table)}")
+            raise ValueError(f"Buckets takes a table (buckets, H), but got {describe_value(self.table)}")
         exact = self.table.shape[0] // (4 if self.bidirectional else 2)
         if exact < 1:
             least = 4 if self.bidirectional else 2
-            raise ValueError(f"Buckets needs a table of at least {least} buckets, but got {described(self.table)}")
+            raise ValueError(f"Buckets needs a table of at least {least} buckets, but got {describe_value(self.table)}")
         if not isinstance(self.max_distance, int) or self.max_distance <= exact:
             raise ValueError(
                 f"Buckets needs a whole max_distance above {exact}, the distances that have a bucket each"
                 f" ({self.table.shape[0]} buckets), but got {self.max_distance!r}"
             )
 
-    def term(self, where: Where) -> Tensor:
-        bucket = self.bucket(where.key_position - where.query_position)
-        return self.table[bucket, where.head]
+    def term(self, tile: Tile) -> Tensor:
+        bucket = self.bucket(tile.key_position - tile.query_position)
+        return self.table[bucket, tile.head]
 
     def bucket(self, distance: Tensor) -> Tensor:
         buckets = self.table.shape[0]
@@ -113,10 +113,10 @@ class Buckets(Bias):
         far = (exact + (ratio * (buckets - exact)).to(distance.dtype)).clamp(max=buckets - 1)
         return start + torch.where(distance < exact, distance, far)
 
-    def fit(self, extent: Extent, q: Tensor, v: Tensor) -> Bias:
-        heads = need_heads(self, extent)
-        fits(self.table, q, "Buckets table", [(self.table.shape[0], heads)], [])
-        return replace(self, table=wide(self.table, q))
+    def fit(self, sizes: CallSizes, q: Tensor, v: Tensor) -> Bias:
+        heads = require_heads(self, sizes)
+        check_parameter(self.table, q, "Buckets table", [(self.table.shape[0], heads)], [])
+        return replace(self, table=to_logit_dtype(self.table, q))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"table": self.table}
@@ -131,54 +131,54 @@ class Relative(Bias):
     keys: Tensor
     values: Tensor | None = None
 
-    def _index(self, where: Where) -> Tensor:
+    def _index(self, tile: Tile) -> Tensor:
         clip = self.keys.shape[-2] // 2
-        return (where.key_position - where.query_position).clamp(-clip, clip) + clip
+        return (tile.key_position - tile.query_position).clamp(-clip, clip) + clip
 
-    def raw_term(self, q: Tensor, where: Where) -> Tensor:
-        per_row = q @ self._headed(self.keys, where).mT  # (B, H, R, 2 clip + 1)
-        index = self._index(where)
+    def raw_term(self, q: Tensor, tile: Tile) -> Tensor:
+        per_row = q @ self._headed(self.keys, tile).mT  # (B, H, R, 2 clip + 1)
+        index = self._index(tile)
         index = index.expand(*per_row.shape[:2], *index.shape[2:])
         return per_row.gather(-1, index)
 
-    def value_term(self, weights: Tensor, where: Where) -> Tensor | None:
+    def value_term(self, weights: Tensor, tile: Tile) -> Tensor | None:
         if self.values is None:
             return None
-        index = self._index(where).expand_as(weights)
+        index = self._index(tile).expand_as(weights)
         mass = weights.new_zeros((*weights.shape[:-1], self.keys.shape[-2]))
-        return mass.scatter_add(-1, index, weights) @ self._headed(self.values, where)
+        return mass.scatter_add(-1, index, weights) @ self._headed(self.values, tile)
 
     @staticmethod
-    def _headed(table: Tensor, where: Where) -> Tensor:
-        return table[where.head.flatten()] if table.dim() == 3 else table
+    def _headed(table: Tensor, tile: Tile) -> Tensor:
+        return table[tile.head.flatten()] if table.dim() == 3 else table
 
-    def fit(self, extent: Extent, q: Tensor, v: Tensor) -> Bias:
+    def fit(self, sizes: CallSizes, q: Tensor, v: Tensor) -> Bias:
         rows = self.keys.shape[-2] if isinstance(self.keys, Tensor) and self.keys.dim() > 1 else 0
         if rows % 2 == 0:
-            raise ValueError(f"Relative keys must be a table of 2 clip + 1 rows, but got {described(self.keys)}")
-        headed = [(extent.heads, rows, q.shape[-1])] if extent.heads else []
-        fits(self.keys, q, "Relative keys", [(rows, q.shape[-1])], list(headed))
+            raise ValueError(f"Relative keys must be a table of 2 clip + 1 rows, but got {describe_value(self.keys)}")
+        headed = [(sizes.heads, rows, q.shape[-1])] if sizes.heads else []
+        check_parameter(self.keys, q, "Relative keys", [(rows, q.shape[-1])], list(headed))
         if self.values is None:
-            return Relative(wide(self.keys, q))
-        headed = [(extent.heads, rows, v.shape[-1])] if extent.heads else []
-        fits(self.values, q, "Relative values", [(rows, v.shape[-1])], list(headed))
-        return Relative(wide(self.keys, q), wide(self.values, q))
+            return Relative(to_logit_dtype(self.keys, q))
+        headed = [(sizes.heads, rows, v.shape[-1])] if sizes.heads else []
+        check_parameter(self.values, q, "Relative values", [(rows, v.shape[-1])], list(headed))
+        return Relative(to_logit_dtype(self.keys, q), to_logit_dtype(self.values, q))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"keys": self.keys} | ({} if self.values is None else {"values": self.values})
 
 
 @dataclass(frozen=True, slots=True)
-class Added(Bias):
+class DenseBias(Bias):
     """A float tensor that broadcasts to the attention matrix, read as it is; -inf masks."""
 
     entries: Tensor
 
-    def term(self, where: Where) -> Tensor:
-        return where.pick(self.entries)
+    def term(self, tile: Tile) -> Tensor:
+        return tile.pick(self.entries)
 
-    def fit(self, extent: Extent, q: Tensor, v: Tensor) -> Bias:
-        return Added(four_dimensional(on_device(self.entries, extent, "bias"), extent, "bias"))
+    def fit(self, sizes: CallSizes, q: Tensor, v: Tensor) -> Bias:
+        return DenseBias(to_four_dimensions(to_call_device(self.entries, sizes, "bias"), sizes, "bias"))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"entries": self.entries}
@@ -191,7 +191,7 @@ def as_bias(bias: Bias | Tensor) -> Bias:
         got = f"a {bias.dtype} tensor" if isinstance(bias, Tensor) else type(bias).__name__
         hint = " (a bool tensor goes to mask=)" if isinstance(bias, Tensor) and bias.dtype == torch.bool else ""
         raise TypeError(f"bias must be a foci bias or a float tensor, but got {got}{hint}")
-    return Added(bias)
+    return DenseBias(bias)
 
 
 def default_slopes(heads: int, q: Tensor) -> Tensor:
@@ -203,15 +203,15 @@ def default_slopes(heads: int, q: Tensor) -> Tensor:
     return torch.exp2(torch.cat((whole, between)))[:heads]
 
 
-def need_heads(bias: Bias, extent: Extent) -> int:
-    if extent.heads is None:
+def require_heads(bias: Bias, sizes: CallSizes) -> int:
+    if sizes.heads is None:
         raise ValueError(
             f"{type(bias).__name__} is per head, but these inputs have no heads: expected (..., H, T, D),"
-            f" got {len(extent.batch) + 2}-D"
+            f" got {len(sizes.batch) + 2}-D"
         )
-    return extent.heads
+    return sizes.heads
 
 
-def wide(parameter: Tensor, q: Tensor) -> Tensor:
+def to_logit_dtype(parameter: Tensor, q: Tensor) -> Tensor:
     """Float32 at least, like the logits that it joins."""
     return parameter.to(torch.promote_types(q.dtype, torch.float32))

@@ -123,11 +123,11 @@ def attention(
     if sink is not None:
         assert lse is not None
         out, lse = apply_sink(call, out, lse)
-    out = call.restore(out) if out.dim() != query.dim() or out.shape[:-1] != query.shape[:-1] else out
+    out = call.restore_shape(out) if out.dim() != query.dim() or out.shape[:-1] != query.shape[:-1] else out
     if not return_weights:
         return out
     assert lse is not None
-    return out, Weights.of(call, lse)
+    return out, Weights.from_call(call, lse)
 
 
 def apply_sink(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

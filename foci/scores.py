@@ -35,19 +35,19 @@ class Score:
 
     def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
         """Refuses queries, keys and parameters that do not fit each other."""
-        same_width(self, q, k)
+        check_same_width(self, q, k)
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by field name; gradients reach them."""
         return {}
 
-    def part(self, heads: slice) -> Score:
+    def select_heads(self, heads: slice) -> Score:
         """The same score for some of the heads."""
-        chosen = {name: tensor[heads] for name, tensor in self.tensors().items() if tensor.dim() == self._headed()}
+        chosen = {name: tensor[heads] for name, tensor in self.tensors().items() if tensor.dim() == self._headed_dim()}
         return replace(self, **chosen) if chosen else self  # type: ignore[type-var]
 
     @staticmethod
-    def _headed() -> int:
+    def _headed_dim() -> int:
         """How many dimensions a parameter has when its first one is the heads."""
         return -1
 
@@ -69,7 +69,7 @@ class Dot(Score):
             raise ValueError(f"Dot takes a softcap above 0 or None, but got {self.softcap!r}")
 
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
-        return products(q, k)
+        return dot_products(q, k)
 
     def factor(self, width: int) -> float:
         return 1.0 / math.sqrt(max(width, 1)) if self.scale is None else float(self.scale)
@@ -91,18 +91,18 @@ class Additive(Score):
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
         weight = self.weight.to(q.dtype).unsqueeze(-2)  # (1, D) or (H, 1, D)
         k = k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1)
-        rows = [torch.tanh(row.unsqueeze(-2) + k) @ weight.mT for row in rows_of(q)]
-        return torch.stack(rows, dim=-3).squeeze(-1) if rows else products(q, k)
+        rows = [torch.tanh(row.unsqueeze(-2) + k) @ weight.mT for row in split_rows(q)]
+        return torch.stack(rows, dim=-3).squeeze(-1) if rows else dot_products(q, k)
 
     def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
-        same_width(self, q, k)
-        fits(self.weight, q, "Additive weight", [(q.shape[-1],)], [(heads, q.shape[-1])] if heads else [])
+        check_same_width(self, q, k)
+        check_parameter(self.weight, q, "Additive weight", [(q.shape[-1],)], [(heads, q.shape[-1])] if heads else [])
 
     def tensors(self) -> dict[str, Tensor]:
         return {"weight": self.weight}
 
     @staticmethod
-    def _headed() -> int:
+    def _headed_dim() -> int:
         return 2
 
 
@@ -113,20 +113,20 @@ class General(Score):
     matrix: Tensor
 
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
-        return products(q @ self.matrix.to(q.dtype), k)
+        return dot_products(q @ self.matrix.to(q.dtype), k)
 
     def as_dot(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Dot]:
         return q @ self.matrix.to(q.dtype), k, Dot(1.0)
 
     def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
         widths = (q.shape[-1], k.shape[-1])
-        fits(self.matrix, q, "General matrix", [widths], [(heads, *widths)] if heads else [])
+        check_parameter(self.matrix, q, "General matrix", [widths], [(heads, *widths)] if heads else [])
 
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}
 
     @staticmethod
-    def _headed() -> int:
+    def _headed_dim() -> int:
         return 3
 
 
@@ -142,7 +142,7 @@ class Cosine(Score):
         raise ValueError(f"Cosine takes a finite scale or a tensor of one per head, but got {self.scale!r}")
 
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
-        return products(unit(q), unit(k))
+        return dot_products(normalize(q), normalize(k))
 
     def finish(self, raw: Tensor, width: int) -> Tensor:
         return raw * self._scale(raw)
@@ -151,27 +151,27 @@ class Cosine(Score):
         return self.scale.to(like.dtype).reshape(-1, 1, 1) if isinstance(self.scale, Tensor) else self.scale
 
     def as_dot(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Dot]:
-        return unit(q) * self._scale(q), unit(k), Dot(1.0)
+        return normalize(q) * self._scale(q), normalize(k), Dot(1.0)
 
     def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
-        same_width(self, q, k)
+        check_same_width(self, q, k)
         if isinstance(self.scale, Tensor):
-            fits(self.scale, q, "Cosine scale", [()], [(heads,)] if heads else [(1,)])
+            check_parameter(self.scale, q, "Cosine scale", [()], [(heads,)] if heads else [(1,)])
 
     def tensors(self) -> dict[str, Tensor]:
         return {"scale": self.scale} if isinstance(self.scale, Tensor) else {}
 
     @staticmethod
-    def _headed() -> int:
+    def _headed_dim() -> int:
         return 1
 
 
-def rows_of(q: Tensor) -> Sequence[Tensor]:
+def split_rows(q: Tensor) -> Sequence[Tensor]:
     """The queries one by one; a compiler that computes something again refuses what gives many tensors at once."""
     return [q[..., i, :] for i in range(q.shape[-2])] if torch.compiler.is_compiling() else q.unbind(-2)
 
 
-def products(q: Tensor, k: Tensor) -> Tensor:
+def dot_products(q: Tensor, k: Tensor) -> Tensor:
     """q kᵀ; heads that share keys are folded into the rows, so that no key is copied."""
     if q.shape[1] == k.shape[1]:
         return q @ k.mT
@@ -180,14 +180,14 @@ def products(q: Tensor, k: Tensor) -> Tensor:
     return folded.view(*q.shape[:-1], k.shape[-2])
 
 
-def unit(x: Tensor) -> Tensor:
+def normalize(x: Tensor) -> Tensor:
     """Length 1, taken in float32 at least; zeros stay zeros, and their gradient is that of x itself."""
     wide = x if x.dtype == torch.float64 else x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     return (wide / torch.where(length == 0, 1.0, length)).to(x.dtype)
 
 
-def same_width(score: Score, q: Tensor, k: Tensor) -> None:
+def check_same_width(score: Score, q: Tensor, k: Tensor) -> None:
     if q.shape[-1] != k.shape[-1]:
         name = type(score).__name__
         raise ValueError(
@@ -196,17 +196,17 @@ def same_width(score: Score, q: Tensor, k: Tensor) -> None:
         )
 
 
-def fits(
+def check_parameter(
     tensor: Tensor, q: Tensor, name: str, plain: list[tuple[int, ...]], headed: list[tuple[int | None, ...]]
 ) -> None:
     expected = [*plain, *headed]
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tuple(tensor.shape) not in expected:
         shapes = " or ".join(map(str, expected))
-        raise ValueError(f"{name} must be a float tensor of shape {shapes}, but got {described(tensor)}")
+        raise ValueError(f"{name} must be a float tensor of shape {shapes}, but got {describe_value(tensor)}")
     if tensor.device != q.device:
         raise ValueError(f"{name} must be on {q.device} like the queries, but it is on {tensor.device}")
 
 
-def described(thing: object) -> str:
+def describe_value(thing: object) -> str:
     """What was received, for an error."""
     return f"{thing.dtype} {tuple(thing.shape)}" if isinstance(thing, Tensor) else type(thing).__name__

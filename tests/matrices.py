@@ -97,7 +97,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
     "outside a window": lambda: qkv() | {"mask": ~foci.window(4, 3)},
     "bool tensor, empty rows": lambda: qkv() | {"mask": holes()},
     "bool row": lambda: qkv() | {"mask": holes()[0, 0, 0]},
-    "from_function": lambda: qkv() | {"mask": foci.from_function(odd)},
+    "mask_function": lambda: qkv() | {"mask": foci.mask_function(odd)},
     "joined, empty rows": lambda: qkv() | {"mask": (foci.causal & foci.padding([9, 17])) & ~foci.window(1) & holes()},
     "scale": lambda: qkv() | {"score": foci.Dot(1.0)},
     "softcap": lambda: qkv() | {"score": foci.Dot(softcap=1.5), "mask": foci.causal},

@@ -107,16 +107,16 @@ MASKS: list[tuple[str, Callable[[], Any], str]] = [
     ("one of two ids", lambda: foci.documents([0] * 5), r"ids must have shape \(7,\) or \(2, 7\), but got \(5,\)"),
     ("key ids", lambda: foci.documents([0] * 5, [0]), r"key_ids must have shape \(7,\) or \(2, 7\), but got \(1,\)"),
     ("float ids", lambda: foci.documents([0.5] * 5), r"query_ids must be whole numbers, but got torch.float32"),
-    ("no function", lambda: foci.from_function(3), "takes a function of four index tensors, but got int"),
+    ("no function", lambda: foci.mask_function(3), "takes a function of four index tensors, but got int"),
     (
         "function",
-        lambda: foci.from_function(lambda b, h, q, k: q - k),
+        lambda: foci.mask_function(lambda b, h, q, k: q - k),
         r"bool tensor, but .* returned a torch.int64 tensor",
     ),
-    ("function word", lambda: foci.from_function(lambda b, h, q, k: True), "bool tensor, but .* returned bool"),
+    ("function word", lambda: foci.mask_function(lambda b, h, q, k: True), "bool tensor, but .* returned bool"),
     (
         "function shape",
-        lambda: foci.from_function(lambda b, h, q, k: ones(3).bool()),
+        lambda: foci.mask_function(lambda b, h, q, k: ones(3).bool()),
         r"must return what broadcasts to \(2, 4, 5, 7\), but got \(3,\)",
     ),
 ]

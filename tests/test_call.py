@@ -249,7 +249,7 @@ LONG: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"mask": foci.causal & foci.window(100)},
     "padding": {"mask": foci.causal & foci.padding([1500])},
-    "function": {"mask": foci.from_function(lambda b, h, q, k: k <= q)},
+    "function": {"mask": foci.mask_function(lambda b, h, q, k: k <= q)},
     "alibi": {"bias": foci.ALiBi(), "mask": foci.causal},
     "buckets": {"bias": foci.Buckets(torch.zeros(8, 1), True, 64)},
     "relative": {"bias": foci.Relative(torch.zeros(9, 4), torch.zeros(9, 4))},

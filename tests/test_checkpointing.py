@@ -37,12 +37,12 @@ def loss(q: Tensor, k: Tensor, v: Tensor) -> Results:
 
 
 RUNS: dict[str, Run] = {
-    "Streamed": lambda q, k, v: with_lse(q, k, v, mask=foci.causal, backend="blocked"),
-    "CpuFlash": lambda q, k, v: with_lse(q, k, v, mask=foci.causal, backend="sdpa"),
-    "Scores": lambda q, k, v: (AdditiveScores.apply(q, k, v[0, :, 0]),),  # type: ignore[no-untyped-call]
-    "Once": lambda q, k, v: attention_with_matrix(q, k, v, bias=v[0, 0, :, :1].mT),
-    "WithLse": on_cuda,
-    "TokenLoss": loss,
+    "StripAttention": lambda q, k, v: with_lse(q, k, v, mask=foci.causal, backend="blocked"),
+    "CpuFlashAttention": lambda q, k, v: with_lse(q, k, v, mask=foci.causal, backend="sdpa"),
+    "AdditiveScores": lambda q, k, v: (AdditiveScores.apply(q, k, v[0, :, 0]),),  # type: ignore[no-untyped-call]
+    "AttentionWithMatrix": lambda q, k, v: attention_with_matrix(q, k, v, bias=v[0, 0, :, :1].mT),
+    "FusedAttentionWithLse": on_cuda,
+    "TokenLossFunction": loss,
 }
 
 
@@ -58,8 +58,8 @@ def a_kernel_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         d_out, q, k, v, out, lse, _ = given
         return cpu_flash_backward(d_out, q, k, v, out, lse, 0.0, True, scale=ctx.scale)
 
-    monkeypatch.setattr(cuda, "forward", forward)
-    monkeypatch.setattr(cuda, "backward", backward)
+    monkeypatch.setattr(cuda, "run_forward", forward)
+    monkeypatch.setattr(cuda, "run_backward", backward)
 
 
 def gradients(run: Run, used: tuple[int, ...], again: bool) -> list[Tensor | None]:
@@ -86,7 +86,11 @@ def functions(result: Tensor) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("name", "used"),
     [(name, (0,)) for name in RUNS]
-    + [(name, used) for name in ("Streamed", "CpuFlash", "Once", "WithLse") for used in ((1,), (0, 1))],
+    + [
+        (name, used)
+        for name in ("StripAttention", "CpuFlashAttention", "AttentionWithMatrix", "FusedAttentionWithLse")
+        for used in ((1,), (0, 1))
+    ],
 )
 def test_gradients_are_those_without_it(name: str, used: tuple[int, ...]) -> None:
     made = RUNS[name](*(randn(2, 2, 9, 8, seed=seed).requires_grad_() for seed in range(3)))

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[list[Tensor], Build]] = {
     "causal padding": ([torch.tensor([2, 6])], lambda lengths: {"mask": foci.causal & foci.padding(lengths)}),
     "documents": ([torch.tensor([0, 0, 1, 1, 1, 2])], lambda ids: {"mask": foci.causal & foci.documents(ids)}),
     "entries": ([torch.ones(6, 6).tril(1).bool()], lambda seen: {"mask": seen}),
-    "function": ([], lambda: {"mask": foci.from_function(lambda b, h, q, k: (q - k) % 2 == 0)}),
+    "function": ([], lambda: {"mask": foci.mask_function(lambda b, h, q, k: (q - k) % 2 == 0)}),
     "softcap": ([], lambda: {"score": foci.Dot(softcap=2.0)}),
     "additive": ([randn(8, seed=4)], lambda weight: {"score": foci.Additive(weight)}),
     "general": ([randn(8, 8, seed=4)], lambda matrix: {"score": foci.General(matrix)}),
@@ -296,7 +296,7 @@ def test_a_matrix_that_torch_func_keeps_is_told(monkeypatch: pytest.MonkeyPatch)
     q, k, v = qkv()
     gradient = torch.func.grad(lambda x: foci.attention(x, k, v, bias=foci.ALiBi()).sum())
     gradient(q)
-    monkeypatch.setattr(blocked, "WORTH_A_WORD", 2 * 4 * 6 * 6 * 4)
+    monkeypatch.setattr(blocked, "MIN_WARNED_MATRIX_BYTES", 2 * 4 * 6 * 6 * 4)
     with pytest.warns(UserWarning, match="torch.func the backward of this call keeps its matrix") as told:
         gradient(q)
     assert told[0].filename == __file__

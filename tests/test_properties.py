@@ -45,7 +45,7 @@ masks = st.sampled_from(
         foci.prefix(3),
         foci.causal & foci.window(1),
         ~foci.causal,
-        foci.from_function(lambda b, h, q, k: (q * k + b + h) % 3 != 0),
+        foci.mask_function(lambda b, h, q, k: (q * k + b + h) % 3 != 0),
     ]
 )
 scores = st.sampled_from(
@@ -212,7 +212,7 @@ def test_merged_parts_equal_the_whole(cuts: list[int], mask: Mask | None, score:
     parts = []
     for index, (start, stop) in enumerate(pairwise(edges)):
         some = slice(start, stop)
-        shown = joined.fit(extent(5, 9)).visible(everywhere(5, 9))[..., some].expand(2, 2, 5, stop - start)
+        shown = joined.fit(call_sizes(5, 9)).visible(everywhere(5, 9))[..., some].expand(2, 2, 5, stop - start)
         out, weights = foci.attention(
             *(q, k[:, :, some], v[:, :, some]),
             mask=shown,
@@ -230,7 +230,7 @@ def test_merged_parts_equal_the_whole(cuts: list[int], mask: Mask | None, score:
     torch.testing.assert_close(slopes(out, lse, leaves), slopes(whole, weights.lse, leaves))
 
 
-def extent(queries: int, keys: int) -> CallSizes:
+def call_sizes(queries: int, keys: int) -> CallSizes:
     return CallSizes((2,), 2, queries, keys, torch.device("cpu"))
 
 

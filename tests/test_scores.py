@@ -75,7 +75,7 @@ def test_a_score_in_other_clothes_is_the_same_score(name: str) -> None:
 def test_some_heads_of_a_score_are_these_heads(name: str) -> None:
     score, _ = FORMULAS[name]
     q, k, _ = qkv(3, 5, torch.float64)
-    torch.testing.assert_close(logits(score.part(slice(2, 4)), q[:, 2:], k[:, 1:]), logits(score, q, k)[:, 2:])
+    torch.testing.assert_close(logits(score.select_heads(slice(2, 4)), q[:, 2:], k[:, 1:]), logits(score, q, k)[:, 2:])
 
 
 def test_a_general_score_takes_two_widths() -> None:

@@ -1,7 +1,8 @@
-"""The scores wᵀ tanh(q + k) of a strip on a CPU, from exponentials that are taken once per query and once per key.
+"""Fast additive scores wᵀ tanh(q + k) of a strip on a CPU, from one exponential per query and one per key.
 
-tanh(a + b) = 1 - 2 / (1 + e^2a e^2b), so a term costs a product, a sum and a quotient. Compiled C does it where there
-is a compiler, small blocks in torch where not. Where e^2a is no float of full precision, the formula is taken as it is.
+tanh(a + b) = 1 - 2 / (1 + e^2a e^2b), so a term costs a product, a sum and a quotient. Compiled C computes it where a C
+compiler is available (kernels/c/additive.c), small blocks in torch where not. Where e^2a is not a float of full
+precision, tanh is computed as written.
 
 B batch, H heads, G key heads, R queries, C keys, D width, r and c queries and keys of a block.
 """
@@ -23,17 +24,17 @@ from foci.runtime.checks import is_traced
 from foci.runtime.double_backward import make_distinct_views
 from foci.scores import Additive
 
-# Up to here e^2a and e^-2a are floats of full precision.
+# Up to this |a|, e^2a and e^-2a are float32 numbers of full precision.
 MAX_EXPONENTIAL_INPUT = 43.0
 
-# Terms of a block in torch, and its rows: what stays in a core's cache.
+# Terms and rows of a block in torch, chosen to stay in a core's cache.
 TERMS_PER_BLOCK = 2**19
 ROWS_PER_BLOCK = 32
 
-# Exponentials of the keys pay off from so many queries on.
+# Computing exponentials of the keys is worth it from this number of queries on.
 MIN_QUERIES_FOR_EXPONENTIALS = 4
 
-# Terms that are worth a thread.
+# Fewer terms than this are not worth another thread.
 TERMS_PER_THREAD = 2**18
 
 STRUCT_POINTERS = (
@@ -47,7 +48,7 @@ PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class FastAdditive(Additive):
-    """The same score, computed here."""
+    """An additive score that is computed by this module."""
 
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
         if 0 in q.shape or 0 in k.shape:
@@ -57,20 +58,20 @@ class FastAdditive(Additive):
 
 
 def with_fast_additive(call: Call) -> Call:
-    """The call with its additive score computed here, where it is one that this serves.
+    """The call with its additive score computed by this module, where that is supported.
 
-    Whoever looks through operations (a compiler, torch.func) is given those of the formula.
+    torch.compile and torch.func trace through operations and get those of the formula instead.
     """
-    if type(call.score) is not Additive or call.wide != torch.float32 or call.q.device.type != "cpu":
+    if type(call.score) is not Additive or call.softmax_dtype != torch.float32 or call.q.device.type != "cpu":
         return call
-    unusual = any(type(tensor) not in PLAIN_TENSOR_TYPES for tensor in (call.q, call.k, call.score.weight))
-    if unusual or is_traced(call.q) or call.transformed:
+    has_subclass = any(type(tensor) not in PLAIN_TENSOR_TYPES for tensor in (call.q, call.k, call.score.weight))
+    if has_subclass or is_traced(call.q) or call.is_transformed:
         return call
     return replace(call, score=FastAdditive(call.score.weight))
 
 
 class AdditiveScores(torch.autograd.Function):
-    """Keeps the inputs alone; a gradient that shall have a gradient itself is that of the formula."""
+    """Saves only the inputs; a double backward differentiates the formula."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
@@ -85,16 +86,16 @@ class AdditiveScores(torch.autograd.Function):
         if torch.is_grad_enabled():
             q, k, weight = make_distinct_views(q, k, weight)
             with torch.enable_grad():
-                wanted = [tensor for tensor in (q, k, weight) if tensor.requires_grad]
-                found = iter(torch.autograd.grad(Additive(weight).raw(q, k), wanted, slopes, create_graph=True))
-            return tuple(next(found) if tensor.requires_grad else None for tensor in (q, k, weight))
+                leaves = [tensor for tensor in (q, k, weight) if tensor.requires_grad]
+                grads = iter(torch.autograd.grad(Additive(weight).raw(q, k), leaves, slopes, create_graph=True))
+            return tuple(next(grads) if tensor.requires_grad else None for tensor in (q, k, weight))
         if missing_c_library() is None:
             return compute_gradients_in_c(q, k, weight, slopes, has_exact_exponentials(q, k))
         return compute_gradients_in_blocks(q, k, weight, slopes)
 
 
 def has_exact_exponentials(q: Tensor, k: Tensor) -> bool:
-    """Whether all exponentials are floats of full precision; NaN is not."""
+    """Whether all exponentials are floats of full precision; False for NaN."""
     return all(float(edge.abs()) <= MAX_EXPONENTIAL_INPUT for x in (q.detach(), k.detach()) for edge in x.aminmax())
 
 
@@ -103,17 +104,17 @@ def compute_scores_in_blocks(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
     scores = q.new_empty(*q.shape[:3], k.shape[2])
     near = has_exact_exponentials(q, k)
     left, right = ((2.0 * q).exp_(), (2.0 * k).exp_()) if near else (q, k)
-    room = allocate_block_buffer(q, k)
+    buffer = allocate_block_buffer(q, k)
     for place, columns in iterate_blocks(q, k):
         b, h, rows = place
-        x = sigmoid_terms(left[place], right[b, h * k.shape[1] // q.shape[1], columns], near, room)
+        x = sigmoid_terms(left[place], right[b, h * k.shape[1] // q.shape[1], columns], near, buffer)
         scores[b, h, rows, columns] = (x.flatten(0, 1) @ weight[h]).view(x.shape[:2])
     return torch.add(weight.sum(-1).view(-1, 1, 1), scores, alpha=-2.0)
 
 
-def sigmoid_terms(left: Tensor, right: Tensor, near: bool, room: Tensor) -> Tensor:
-    """1 / (1 + e^2(q + k)), which is half of 1 - tanh(q + k): (r, D) and (c, D) -> (r, c, D), in the given room."""
-    x = room[: left.shape[0] * right.numel()].view(left.shape[0], *right.shape)
+def sigmoid_terms(left: Tensor, right: Tensor, near: bool, buffer: Tensor) -> Tensor:
+    """s = 1 / (1 + e^2(q + k)) = (1 - tanh(q + k)) / 2: (r, D) and (c, D) -> (r, c, D), in the given buffer."""
+    x = buffer[: left.shape[0] * right.numel()].view(left.shape[0], *right.shape)
     left = left.unsqueeze(1)
     if near:
         return torch.addcmul(left.new_ones(()), left, right, out=x).reciprocal_()
@@ -121,15 +122,15 @@ def sigmoid_terms(left: Tensor, right: Tensor, near: bool, room: Tensor) -> Tens
 
 
 def compute_gradients_in_blocks(q: Tensor, k: Tensor, weight: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With the shares s: sums of slope 4 w (s - s²) for queries and keys, and of slope (1 - 2 s) for the weight."""
+    """With s from `sigmoid_terms`: sums of slope 4 w (s - s²) for queries and keys, slope (1 - 2 s) for the weight."""
     near = has_exact_exponentials(q, k)
     left, right = ((2.0 * q).exp_(), (2.0 * k).exp_()) if near else (q, k)
-    room = allocate_block_buffer(q, k)
+    buffer = allocate_block_buffer(q, k)
     d_q, d_k, d_weight = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(weight)
     for place, columns in iterate_blocks(q, k):
         b, h, rows = place
         key_place = b, h * k.shape[1] // q.shape[1], columns
-        x = sigmoid_terms(left[place], right[key_place], near, room)
+        x = sigmoid_terms(left[place], right[key_place], near, buffer)
         slope = slopes[b, h, rows, columns].unsqueeze(-1)
         d_weight[h] += slope.flatten() @ x.flatten(0, 1)
         x.addcmul_(x, x, value=-1.0).mul_(slope)
@@ -144,13 +145,13 @@ def block_shape(q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 def allocate_block_buffer(q: Tensor, k: Tensor) -> Tensor:
-    """For the terms of any block: memory that is new for each of them costs more than what is done in it."""
+    """Memory for the terms of one block, reused: allocating it per block costs more than the computation."""
     rows, columns = block_shape(q, k)
     return q.new_empty(rows * columns * q.shape[3])
 
 
 def iterate_blocks(q: Tensor, k: Tensor) -> Iterator[tuple[tuple[int, int, slice], slice]]:
-    """Some queries of a head and some keys at a time, few enough to stay in cache."""
+    """Yields (sequence, head, rows) and columns of blocks that are small enough to stay in cache."""
     batch, heads, queries, _ = q.shape
     rows, step = block_shape(q, k)
     for b in range(batch):
@@ -161,7 +162,7 @@ def iterate_blocks(q: Tensor, k: Tensor) -> Iterator[tuple[tuple[int, int, slice
 
 
 class AdditiveStruct(ctypes.Structure):
-    """What kernels/additive.c is given, in its order."""
+    """The argument of the functions in kernels/c/additive.c, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in STRUCT_POINTERS),
@@ -170,7 +171,7 @@ class AdditiveStruct(ctypes.Structure):
 
 
 def missing_c_library() -> str | None:
-    """Why there is no such library here; None where there is one."""
+    """Why the compiled library is not available; None where it is."""
     return native.why_unavailable("additive")
 
 
@@ -184,10 +185,10 @@ def compute_scores_in_c(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
     if q.shape[2] >= MIN_QUERIES_FOR_EXPONENTIALS:
         tensors["panels"] = k.new_empty(*k.shape[:2], panels, k.shape[3], lanes)
         tensors["near"] = k.new_empty(*k.shape[:2], panels, dtype=torch.int64)
-    work = fill_struct(tensors, panel_count=panels)
+    struct = fill_struct(tensors, panel_count=panels)
     if "panels" in tensors:
-        run_c_function(library.lay_out, work)
-    run_c_function(library.score, work)
+        run_c_function(library.lay_out, struct)
+    run_c_function(library.score, struct)
     return tensors["scores"]
 
 
@@ -210,15 +211,15 @@ def compute_gradients_in_c(q: Tensor, k: Tensor, weight: Tensor, slopes: Tensor,
     run_c_function(library.slope, fill_struct(tensors, parts=parts, exponentials=int(exponentials)))
     d_keys = tensors["d_keys"][0] if parts == 1 else tensors["d_keys"].sum(0)
     d_weight = slopes.sum((0, 2, 3)).unsqueeze(-1) - 2.0 * tensors["d_weight"].sum((0, 1))
-    return tuple(found[..., : q.shape[3]] for found in (tensors["d_queries"], d_keys, d_weight))
+    return tuple(gradient[..., : q.shape[3]] for gradient in (tensors["d_queries"], d_keys, d_weight))
 
 
 def pad_features(x: Tensor, beyond: int) -> Tensor:
-    """As much wider, with zeros, and contiguous."""
+    """Appends so many zeros to the last dimension; contiguous."""
     return pad(x, (0, beyond)).contiguous() if beyond else x.contiguous()
 
 
-def fill_struct(tensors: dict[str, Tensor], **more: int) -> AdditiveStruct:
+def fill_struct(tensors: dict[str, Tensor], **sizes: int) -> AdditiveStruct:
     queries, keys = tensors["queries"], tensors["keys"]
     return AdditiveStruct(
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
@@ -228,17 +229,17 @@ def fill_struct(tensors: dict[str, Tensor], **more: int) -> AdditiveStruct:
         query_count=queries.shape[2],
         key_count=keys.shape[2],
         width=queries.shape[3],
-        **more,
+        **sizes,
     )
 
 
-def run_c_function(function: Any, work: AdditiveStruct) -> None:
-    work.next = 0
+def run_c_function(function: Any, struct: AdditiveStruct) -> None:
+    struct.next = 0
     native.run_in_threads(
-        function, work, choose_thread_count(work.pairs * work.query_count * work.key_count * work.width)
+        function, struct, choose_thread_count(struct.pairs * struct.query_count * struct.key_count * struct.width)
     )
-    if work.failed:
-        raise MemoryError("there is no memory for the few queries that are compared at once")
+    if struct.failed:
+        raise MemoryError("out of memory for the buffers of additive scores")
 
 
 def choose_thread_count(terms: int) -> int:
@@ -246,6 +247,6 @@ def choose_thread_count(terms: int) -> int:
 
 
 def choose_part_count(q: Tensor, k: Tensor) -> int:
-    """Where heads alone do not give every thread the same, the rows are shared out too, a few parts for each thread."""
+    """Splits the rows into parts, a few per thread, where the heads alone do not divide evenly among the threads."""
     pieces, count = k.shape[:2].numel(), choose_thread_count(q.numel() * k.shape[2])
     return 1 if pieces % count == 0 else min(-(-4 * count // pieces), -(-q.shape[2] // MIN_QUERIES_FOR_EXPONENTIALS))

@@ -2,7 +2,7 @@
 
     softmax( where(mask, softcap(scale · raw) + bias, -inf) ) V
 
-It builds the matrix. `blocked` runs the same few functions on strips of it; there is no other copy.
+It builds the whole matrix. `blocked` runs the same functions on strips of it; there is no other copy.
 
 B batch, H heads, G key heads, R queries, C keys, D width.
 """
@@ -23,35 +23,35 @@ def refuses(call: Call) -> list[str]:
 
 
 def refuses_by_default(call: Call) -> list[str]:
-    return ["it builds the matrix: name backend='reference' to use it"]
+    return ["it builds the whole matrix; use it with backend='reference'"]
 
 
 def run(call: Call) -> tuple[Tensor, Tensor]:
-    where = call.everything()
-    weights, lse = softmax_with_lse(compute_logits(call, call.q, call.k, where))
-    return apply_weights(call, weights, call.v, where).to(call.q.dtype), lse
+    tile = call.full_tile()
+    weights, lse = softmax_with_lse(compute_logits(call, call.q, call.k, tile))
+    return apply_weights(call, weights, call.v, tile).to(call.q.dtype), lse
 
 
-def compute_logits(call: Call, q: Tensor, k: Tensor, where: Tile) -> Tensor:
-    """How much each query wants to look at each key; -inf where it may not."""
-    finished = compute_unmasked_logits(call, q, k, where)
-    return finished if call.mask is None else finished.masked_fill(~call.mask.visible(where), -torch.inf)
+def compute_logits(call: Call, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
+    """softcap(scale · raw) + bias for each query and key; -inf where the mask hides the key."""
+    logits = compute_unmasked_logits(call, q, k, tile)
+    return logits if call.mask is None else logits.masked_fill(~call.mask.visible(tile), -torch.inf)
 
 
-def compute_unmasked_logits(call: Call, q: Tensor, k: Tensor, where: Tile) -> Tensor:
+def compute_unmasked_logits(call: Call, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
     """softcap(scale · raw) + bias, in float32 at least."""
-    q, k = q.to(call.wide), k.to(call.wide)
+    q, k = q.to(call.softmax_dtype), k.to(call.softmax_dtype)
     raw = call.score.raw(q, k)
-    extra = call.bias.raw_term(q, where) if call.bias is not None else None
-    finished = call.score.finish(raw if extra is None else raw + extra, q.shape[-1])
-    added = call.bias.term(where) if call.bias is not None else None
-    return finished if added is None else finished + added
+    relative_term = call.bias.raw_term(q, tile) if call.bias is not None else None
+    logits = call.score.finish(raw if relative_term is None else raw + relative_term, q.shape[-1])
+    bias_term = call.bias.term(tile) if call.bias is not None else None
+    return logits if bias_term is None else logits + bias_term
 
 
 def softmax_with_lse(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights and the log-sum-exp; a row that sees nothing has weights 0 and log-sum-exp -inf."""
+    """Returns the weights and the log-sum-exp; a fully masked row has weights 0 and log-sum-exp -inf."""
     if logits.shape[-1] == 0:
-        # The sum of nothing keeps the log-sum-exp in the graph.
+        # The sum over no keys keeps the log-sum-exp in the autograd graph.
         return logits, logits.sum(-1) - torch.inf
     peak = logits.detach().amax(-1, keepdim=True)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
@@ -63,29 +63,29 @@ def softmax_with_lse(logits: Tensor) -> tuple[Tensor, Tensor]:
     return exponentials / total, lse.squeeze(-1)
 
 
-def apply_weights(call: Call, weights: Tensor, v: Tensor, where: Tile) -> Tensor:
-    """The weighted sum of the values, and what a relative bias adds to it."""
-    weights = apply_dropout(weights, call, where) if call.dropout else weights
+def apply_weights(call: Call, weights: Tensor, v: Tensor, tile: Tile) -> Tensor:
+    """Returns the weighted sum of the values, plus the value term of a relative bias."""
+    weights = apply_dropout(weights, call, tile) if call.dropout else weights
     v = v.to(weights.dtype)
-    # The rows of heads that share keys, counted rather than left to -1: there may be no keys.
+    # Rows of all heads that share a key head; computed, because -1 is ambiguous where there are no keys.
     rows = weights.shape[1] // max(v.shape[1], 1) * weights.shape[2]
     out = (weights.reshape(*v.shape[:2], rows, v.shape[2]) @ v).view(*weights.shape[:3], v.shape[-1])
-    extra = call.bias.value_term(weights, where) if call.bias is not None else None
-    return out if extra is None else out + extra
+    relative_term = call.bias.value_term(weights, tile) if call.bias is not None else None
+    return out if relative_term is None else out + relative_term
 
 
-def apply_dropout(weights: Tensor, call: Call, where: Tile) -> Tensor:
-    """Dropout by a hash of (seed, sequence, head, query, key): the same for any tiling, and again in the backward."""
+def apply_dropout(weights: Tensor, call: Call, tile: Tile) -> Tensor:
+    """Drops weights by a hash of (seed, sequence, head, query, key): the same in any tiling and in the backward."""
     assert call.seed is not None
-    noise = hash_32_bits(call.seed + where.batch)
-    for index in (where.head, where.query, where.key):
+    noise = hash_32_bits(call.seed + tile.batch)
+    for index in (tile.head, tile.query, tile.key):
         noise = hash_32_bits(noise * 5 + index)
     keep = noise >= int(call.dropout * 2**32)
     return torch.where(keep, weights / (1.0 - call.dropout), 0.0)
 
 
 def hash_32_bits(x: Tensor) -> Tensor:
-    """A 32-bit integer hash in 64-bit arithmetic."""
+    """Hashes 32-bit integers that are stored in int64."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
     x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
     return x ^ (x >> 16)

@@ -22,18 +22,19 @@ from foci.backends.additive_cpu import with_fast_additive
 from foci.masks.ranges import KeyRanges, Segment
 from foci.runtime.checks import is_capturing_cuda_graph, is_traced
 
+# The sequences and heads of a part.
 PartIndex = tuple[slice, slice]
 LOG2_E = math.log2(math.e)
 CPU = torch.device("cpu")
 
-# Entries of a strip: what fits a core's cache, and what keeps a GPU busy.
+# Entries of a strip: as many as fit a core's cache, and as many as keep a GPU busy.
 MAX_CPU_STRIP_ENTRIES = 2**19
 MAX_GPU_STRIP_ENTRIES = 2**26
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Some rows, and the runs of keys that they see."""
+    """Some rows, and the ranges of keys that they see."""
 
     rows: slice
     segments: tuple[Segment, ...]
@@ -44,7 +45,7 @@ class Strip:
 
 
 def split_into_parts(call: Call, whole: bool = False) -> Iterator[tuple[PartIndex, Call]]:
-    """The call in pieces of a few (sequence, head) pairs, in the order of the flattened (B, H).
+    """Splits the call into parts of a few (sequence, head) pairs, in the order of the flattened (B, H).
 
     `whole` keeps all heads of a sequence together.
     """
@@ -56,12 +57,12 @@ def split_into_parts(call: Call, whole: bool = False) -> Iterator[tuple[PartInde
     batches, head_step = max(pairs // max(heads, 1), 1), heads if whole else min(pairs, heads)
     for b in range(0, batch, batches):
         for h in range(0, heads, head_step):
-            place = slice(b, min(b + batches, batch)), slice(h, min(h + head_step, heads))
-            yield place, call.part(*place)
+            index = slice(b, min(b + batches, batch)), slice(h, min(h + head_step, heads))
+            yield index, call.select(*index)
 
 
 def pairs_per_part(call: Call) -> int:
-    """Enough pairs for the cores, more where the matrices are small; whole groups of heads that share keys."""
+    """Enough pairs for the cores, more where the matrices are small; always whole groups of heads that share keys."""
     entries, cores = strip_budget(call)
     pairs = max(cores, entries // max(call.q.shape[2] * call.k.shape[2], 1))
     heads = max(call.q.shape[1], 1)
@@ -78,16 +79,16 @@ def strip_budget(call: Call) -> tuple[int, int]:
 
 
 def thread_count() -> int:
-    """A plain number to a compiler, which cannot trace the question."""
+    """A constant to torch.compile, which cannot trace torch.get_num_threads."""
     return torch.get_num_threads()
 
 
-# All that torch.compiler.assume_constant_result does, except that it imports the compiler, which takes two seconds.
+# As torch.compiler.assume_constant_result does, but importing that loads the compiler, which takes two seconds.
 thread_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def split_into_strips(call: Call) -> Iterator[Strip]:
-    """The rows of a part, strip by strip."""
+    """Yields the strips of a part from the first row to the last."""
     queries, keys = call.q.shape[2], call.k.shape[2]
     entries, _ = strip_budget(call)
     rows = min(max(entries // max(call.q.shape[0] * call.q.shape[1] * keys, 1), 1), max(queries, 1))
@@ -97,59 +98,59 @@ def split_into_strips(call: Call) -> Iterator[Strip]:
 
 
 def visible_segments(call: Call, rows: int) -> list[list[Segment]]:
-    """What each strip sees; all keys, masked or not, without a mask and where nothing can be read of it."""
+    """The key ranges that each strip sees: all keys without a mask, all keys, masked, where it cannot be read."""
     queries, keys = call.q.shape[2], call.k.shape[2]
     strips = -(-queries // rows)
     if call.mask is None:
         return [[Segment(0, keys, 0, keys)]] * strips
-    if is_traced(call.q) or (is_capturing_cuda_graph(call.q) and not call.mask.static):
+    if is_traced(call.q) or (is_capturing_cuda_graph(call.q) and not call.mask.is_static):
         return [[Segment(0, keys, keys, keys)]] * strips
     return visible_ranges(call).segments(rows)
 
 
 def visible_ranges(call: Call) -> KeyRanges:
-    """The spans of the call's own sequences, to be read: those of plain numbers never see another device."""
+    """The ranges of the call's own sequences, to be read: those of plain numbers never see another device."""
     assert call.mask is not None
-    spans = call.mask.spans(call.extent._replace(device=CPU), call.positions is not None)
-    return spans if call.batch_ids is None else spans.of(call.batch_ids)
+    ranges = call.mask.key_ranges(call.sizes._replace(device=CPU), call.positions is not None)
+    return ranges if call.batch_ids is None else ranges.of(call.batch_ids)
 
 
 def strip_logits(call: Call, strip: Strip, hidden: float = -torch.inf) -> Tensor:
-    """The strip's logits over its segments, side by side; only the edges of what it sees pay for the mask."""
+    """The strip's logits over its segments, concatenated; the mask is evaluated only at the edges of the segments."""
     q = slice_tokens(call.q, strip.rows)
     if not strip.segments:
-        # Of no width, but a part of the graph: a gradient of nothing is zeros.
-        return (q @ q[:, :, :0].mT + slice_tokens(call.k, slice(0, 0)).sum()).to(call.wide)
-    found = [segment_logits(call, q, strip.rows, segment, hidden) for segment in strip.segments]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        # No columns, but in the autograd graph: gradients are zeros.
+        return (q @ q[:, :, :0].mT + slice_tokens(call.k, slice(0, 0)).sum()).to(call.softmax_dtype)
+    logits = [segment_logits(call, q, strip.rows, segment, hidden) for segment in strip.segments]
+    return logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)
 
 
 def segment_logits(call: Call, q: Tensor, rows: slice, segment: Segment, hidden: float) -> Tensor:
     columns = slice(segment.start, segment.stop)
     unmasked = reference.compute_unmasked_logits(
-        with_fast_additive(call), q, slice_tokens(call.k, columns), call.where(rows, columns)
+        with_fast_additive(call), q, slice_tokens(call.k, columns), call.tile(rows, columns)
     )
     mask_segment_edges(call, unmasked, rows, segment, hidden)
     return unmasked
 
 
 def slice_tokens(x: Tensor, run: slice) -> Tensor:
-    """Some of the tokens; all of them without a step that a backward would have to go back."""
+    """x[:, :, run]; x itself where that is everything, which spares the backward a slice."""
     return x if run.start == 0 and run.stop == x.shape[2] else x[:, :, run]
 
 
 def mask_segment_edges(call: Call, logits: Tensor, rows: slice, segment: Segment, hidden: float) -> None:
-    """Masks the edges of a segment; inside it every query sees everything."""
+    """Masks the edges of a segment in place; every query sees every key between them."""
     if call.mask is None:
         return
     for start, stop in ((segment.start, segment.full_start), (segment.full_stop, segment.stop)):
         if start < stop:
-            unseen = ~call.mask.visible(call.where(rows, slice(start, stop)))
+            unseen = ~call.mask.visible(call.tile(rows, slice(start, stop)))
             logits[..., start - segment.start : stop - segment.start].masked_fill_(unseen, hidden)
 
 
 def split_by_segment(strip: Strip, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The strip's weights segment by segment, with the keys that they belong to."""
+    """Yields the keys of each segment and the strip's weights for them."""
     start = 0
     for segment in strip.segments:
         width = segment.stop - segment.start
@@ -158,10 +159,10 @@ def split_by_segment(strip: Strip, weights: Tensor) -> Iterator[tuple[slice, Ten
 
 
 def recompute_in_backward(call: Call, function, *arguments):  # type: ignore[no-untyped-def]
-    """Runs it; where gradients are wanted, without keeping what lies between: the backward runs it again.
+    """Calls the function; where gradients are needed, its intermediates are recomputed in the backward.
 
-    Inside a transform of torch.func, where nothing can be run again, it is kept.
+    Inside a torch.func transform, which does not support that, they are kept.
     """
-    if not call.needs_grad or call.transformed:
+    if not call.needs_grad or call.is_transformed:
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -1,4 +1,4 @@
-"""Our own GPU kernels, for what no fused kernel of PyTorch takes; each launcher says which calls are its own."""
+"""Our own GPU kernels, for calls that no fused kernel of PyTorch supports: additive scores and distance biases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foci.runtime.device import has_triton, is_triton_interpreted
 
 NAME = "triton"
 
-# Each has `refuses` and `run`, like a backend; the first that serves the call is used.
+# Each has `refuses` and `run`, like a backend; the first that supports the call is used.
 LAUNCHERS: tuple[ModuleType, ...] = (additive, distance_bias)
 
 
@@ -24,8 +24,8 @@ def refuses(call: Call) -> list[str]:
 
 
 def refuses_by_default(call: Call) -> list[str]:
-    """Reasons not to be chosen unless it is named."""
-    return ["Triton's interpreter is for tests: name backend='triton' to use it"] if is_on_cpu(call) else []
+    """Why it is not chosen unless the caller names it."""
+    return ["Triton's interpreter is for tests; use it with backend='triton'"] if is_on_cpu(call) else []
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -39,14 +39,14 @@ def find_launcher(call: Call) -> ModuleType | None:
 
 
 def device_refusals(call: Call) -> list[str]:
-    if call.mapped or call.transformed:
-        return ["it does not run inside torch.func transforms: give the batch dimension to the call instead"]
+    if call.is_vmapped or call.is_transformed:
+        return ["torch.func transforms are not supported: pass the batch dimension to the call instead"]
     if not has_triton():
         return ["triton is not installed"]
-    if call.extent.device.type == "cuda" or (is_on_cpu(call) and is_triton_interpreted()):
+    if call.sizes.device.type == "cuda" or (is_on_cpu(call) and is_triton_interpreted()):
         return []
-    return [f"the queries are on {call.extent.device.type}, not on cuda"]
+    return [f"the queries are on {call.sizes.device.type}, not on cuda"]
 
 
 def is_on_cpu(call: Call) -> bool:
-    return call.extent.device.type == "cpu"
+    return call.sizes.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""The steps of a generation as one matrix: the queries and log-sum-exps of all steps, and only the last keys.
+"""Joins the steps of a generation into one lazy matrix: the queries and log-sum-exps of all steps over the last keys.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, D width.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import gcd
+from operator import and_
 from typing import Any
 
 import torch
@@ -22,27 +24,28 @@ from foci.masks.tile import CallSizes
 from foci.weights.tensors import find_tensors, fingerprint
 from foci.weights.weights import Weights
 
-# A joined mask that has to be dense may be so large, in bytes.
+# The largest dense mask that joining steps may allocate, in bytes.
 MAX_DENSE_MASK_BYTES = 2**31
 
 INTEGER_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CaptureError(ValueError):
-    """What cannot be recorded as it was asked: raised out of the watched model, with the reason."""
+    """A call that cannot be recorded as requested; raised from within the watched model."""
 
 
 def fingerprint_keys(k: Tensor) -> Tensor:
-    """One number per key, (B, G, Tk): the sum of its bits, which no order of adding changes.
+    """One integer per key, (B, G, Tk): the sum of its bits as integers, which does not depend on the order of adding.
 
-    Eight bytes at a time where the width allows: numbers that are widened first took a hundred times as long on a CPU.
+    Reads eight bytes at a time where the width allows: widening each element first took a hundred times as long on a
+    CPU.
     """
-    k, together = k.detach() if k.requires_grad else k, 8 // k.element_size()
-    if k.shape[-1] % together or k.numel() == 0:
+    k, elements = k.detach() if k.requires_grad else k, 8 // k.element_size()
+    if k.shape[-1] % elements or k.numel() == 0:
         return k.view(INTEGER_BY_ITEMSIZE[k.element_size()]).sum(-1, dtype=torch.int64)
-    *steps, last = k.storage_offset(), *k.stride()
-    viewable = last == 1 and gcd(*steps) % together == 0
-    return (k if viewable else k.clone(memory_format=torch.contiguous_format)).view(torch.int64).sum(-1)
+    *strides, last = k.storage_offset(), *k.stride()
+    is_viewable = last == 1 and gcd(*strides) % elements == 0
+    return (k if is_viewable else k.clone(memory_format=torch.contiguous_format)).view(torch.int64).sum(-1)
 
 
 @dataclass
@@ -56,8 +59,8 @@ class GenerationStep:
 
     @classmethod
     def from_weights(cls, weights: Weights) -> GenerationStep:
-        held, nothing = weights._held, weights._held.call.k[:, :, :0]
-        marks = held.was(held.call.q), held.was(held.lse)
+        held, nothing = weights.tensors, weights.tensors.call.k[:, :, :0]
+        marks = held.fingerprint_of(held.call.q), held.fingerprint_of(held.lse)
         return cls(replace(held.call, k=nothing, v=nothing), held.lse, held.call.k.shape[2], marks)
 
     @property
@@ -65,29 +68,31 @@ class GenerationStep:
         return self.call.q.shape[2]
 
     def with_keys(self, k: Tensor) -> Call:
-        """The call as it was, with the keys that it had."""
-        own = k[:, :, : self.keys]
-        return replace(self.call, k=own, v=own)
+        """The original call, with its keys taken from the last keys `k`."""
+        keys = k[:, :, : self.keys]
+        return replace(self.call, k=keys, v=keys)
 
 
 def count_step_bytes(weights: Weights) -> int:
-    """What the weights of one step add to what is held, their keys aside."""
-    call, lse = weights._held.call, weights._held.lse
+    """The bytes that the weights of one step hold, without their keys."""
+    call, lse = weights.tensors.call, weights.tensors.lse
     return call.q.nbytes + lse.nbytes + sum(tensor.nbytes for tensor in find_tensors((call.mask, call.bias)))
 
 
 def join_steps(steps: Sequence[GenerationStep], k: Tensor, cross: bool) -> Weights:
-    """The rows of all steps as one lazy matrix over the last keys (B, G, Tk, D)."""
+    """Joins the rows of all steps into one lazy matrix over the last keys (B, G, Tk, D)."""
     for step in steps:
         if (fingerprint(step.call.q), fingerprint(step.lse)) != step.marks:
-            raise CaptureError("the steps cannot be joined: the queries of one were changed in place since its call")
+            raise CaptureError(
+                "the generation steps cannot be joined: the queries of a step were changed in place after its call"
+            )
     last = steps[-1].call
     q, lse = torch.cat([s.call.q for s in steps], 2), torch.cat([s.lse for s in steps], 2)
     batch, heads, queries = lse.shape
-    extent = CallSizes((batch,), last.extent.heads or heads, queries, k.shape[2], k.device)
-    call = replace(last, q=q, k=k, v=k, extent=extent, mask=None, bias=None)
+    sizes = CallSizes((batch,), last.sizes.heads or heads, queries, k.shape[2], k.device)
+    call = replace(last, q=q, k=k, v=k, sizes=sizes, mask=None, bias=None)
     call.positions = None if cross else join_positions(steps, k.shape[2])
-    fitted = extent._replace(heads=heads)
+    fitted = sizes._replace(heads=heads)
     mask = join_masks(steps, k, cross)
     call.mask = None if mask is None else mask.fit(fitted)
     call.bias = join_biases(steps, k)
@@ -95,26 +100,26 @@ def join_steps(steps: Sequence[GenerationStep], k: Tensor, cross: bool) -> Weigh
 
 
 def query_positions_of(step: GenerationStep) -> Tensor:
-    """Where the queries of a step stand, (B or 1, Tq)."""
+    """The positions of a step's queries, (B or 1, Tq)."""
     if step.call.positions is not None:
         return step.call.positions[0]
     return (torch.arange(step.queries, device=step.lse.device) + (step.keys - step.queries)).unsqueeze(0)
 
 
 def join_positions(steps: Sequence[GenerationStep], keys: int) -> tuple[Tensor, Tensor] | None:
-    """Where all queries and keys stand; None where that is the default."""
-    places = [query_positions_of(step) for step in steps]
-    batch = max(place.shape[0] for place in places)
-    queries = torch.cat([place.expand(batch, -1) for place in places], 1)
-    given = [step.call.positions[1] for step in steps if step.call.positions is not None]
+    """The positions of all queries and keys; None for the default positions."""
+    parts = [query_positions_of(step) for step in steps]
+    batch = max(part.shape[0] for part in parts)
+    queries = torch.cat([part.expand(batch, -1) for part in parts], 1)
+    explicit = [step.call.positions[1] for step in steps if step.call.positions is not None]
     default = torch.arange(keys, device=queries.device).unsqueeze(0)
-    if not given:
-        usual = torch.equal(queries, default[:, keys - queries.shape[1] :]) if queries.shape[1] <= keys else False
-        return None if usual else (queries, default)
-    last = given[-1]
-    if last.shape[1] != keys or any(not are_equal_positions(place, last[:, : place.shape[1]]) for place in given):
+    if not explicit:
+        is_default = torch.equal(queries, default[:, keys - queries.shape[1] :]) if queries.shape[1] <= keys else False
+        return None if is_default else (queries, default)
+    last = explicit[-1]
+    if last.shape[1] != keys or any(not are_equal_positions(part, last[:, : part.shape[1]]) for part in explicit):
         raise CaptureError(
-            "the steps cannot be joined: the keys moved to other positions (a ring that overwrites old ones)"
+            "the generation steps cannot be joined: the positions of the keys changed (a cache that overwrites keys)"
         )
     return queries, last
 
@@ -124,23 +129,23 @@ def are_equal_positions(left: Tensor, right: Tensor) -> bool:
 
 
 def join_masks(steps: Sequence[GenerationStep], k: Tensor, cross: bool) -> Mask | None:
-    """One mask for all rows: a rule where the steps follow one, else their rows as a dense tensor."""
+    """One mask for all rows: the rule that all steps share, else a dense mask of their rows."""
     rules = [read_mask_rules(step, cross) for step in steps]
     if all(rule is not None for rule in rules):
-        kept = [rule for rule in rules if rule is not None]
-        if all(are_equal_rules(rule, kept[0]) for rule in kept[1:]):
-            return build_mask_from_rules(kept[0], k.shape[2])
+        known = [rule for rule in rules if rule is not None]
+        if all(are_equal_rules(rule, known[0]) for rule in known[1:]):
+            return build_mask_from_rules(known[0], k.shape[2])
     return join_dense_masks(steps, k)
 
 
-# The parts of a mask that are joined by &, each as (what it is, its number or tensor).
+# The parts of a conjunction of masks: the parameter of each, by its kind.
 MaskRules = dict[str, Any]
 
 
 def read_mask_rules(step: GenerationStep, cross: bool) -> MaskRules | None:
-    """A mask as rules that mean the same for all steps; None where it has others."""
+    """A step's mask as rules that mean the same at every step; None if it has other parts."""
     rules: MaskRules = {}
-    # A single query at the end of the keys sees all of them, which is what causal says.
+    # A single query at the last position sees all keys, as with a causal mask.
     if not cross and step.queries == 1 and step.call.positions is None:
         rules["causal"] = True
     for part in conjuncts(step.call.mask):
@@ -174,7 +179,7 @@ def are_equal_rules(left: MaskRules, right: MaskRules) -> bool:
 
 
 def build_mask_from_rules(rules: MaskRules, keys: int) -> Mask | None:
-    """The mask that the rules describe."""
+    """Builds the mask that the rules describe."""
     parts: list[Mask] = []
     if "causal" in rules:
         parts.append(causal)
@@ -186,38 +191,35 @@ def build_mask_from_rules(rules: MaskRules, keys: int) -> Mask | None:
         parts.append(padding(rules["right"]))
     if "left" in rules:
         parts.append(padding(keys - rules["left"], side="left"))
-    found = parts[0] if parts else None
-    for part in parts[1:]:
-        found = part if found is None else found & part
-    return found
+    return reduce(and_, parts) if parts else None
 
 
 def join_dense_masks(steps: Sequence[GenerationStep], k: Tensor) -> Mask:
-    """The visible entries of each step, put together; keys that came later were not seen."""
+    """A dense mask of the rows of all steps; keys added later are masked."""
     keys = k.shape[2]
     rows = [get_visible_entries(step, k) for step in steps]
     batch, heads = (max(row.shape[axis] for row in rows) for axis in (0, 1))
     size = batch * heads * keys * sum(step.queries for step in steps)
     if size > MAX_DENSE_MASK_BYTES:
         raise CaptureError(
-            f"the steps cannot be joined: their masks differ, and one for all of them would take {size:,} bytes"
-            f" (at most {MAX_DENSE_MASK_BYTES:,})"
+            f"the generation steps cannot be joined: their masks differ, and a dense mask of all steps takes {size:,}"
+            f" bytes, above the limit of {MAX_DENSE_MASK_BYTES:,}"
         )
     padded = [F.pad(row, (0, keys - row.shape[3])).expand(batch, heads, -1, -1) for row in rows]
     return as_mask(torch.cat(padded, 2))
 
 
 def get_visible_entries(step: GenerationStep, k: Tensor) -> Tensor:
-    """What a step may look at, bool (B or 1, H or 1, Tq, its keys)."""
+    """Which keys each query of a step may attend to, bool (B or 1, H or 1, Tq, keys of the step)."""
     call = step.with_keys(k)
     if call.mask is None:
         return torch.ones(1, 1, step.queries, step.keys, dtype=torch.bool, device=k.device)
-    found = call.mask.visible(call.everything())
-    return found.expand(*found.shape[:2], step.queries, step.keys)
+    visible = call.mask.visible(call.full_tile())
+    return visible.expand(*visible.shape[:2], step.queries, step.keys)
 
 
 def join_biases(steps: Sequence[GenerationStep], k: Tensor) -> Bias | None:
-    """A bias by distance is the same for all steps; dense ones are put together."""
+    """One bias for all rows: a distance bias must be the same at every step; dense biases are concatenated."""
     biases = [step.call.bias for step in steps]
     first = biases[0]
     if any(isinstance(bias, DenseBias) for bias in biases):
@@ -226,7 +228,7 @@ def join_biases(steps: Sequence[GenerationStep], k: Tensor) -> Bias | None:
         if type(bias) is not type(first) or any(
             not torch.equal(a, b) for a, b in zip(find_tensors(bias), find_tensors(first), strict=True)
         ):
-            raise CaptureError("the steps cannot be joined: their biases differ")
+            raise CaptureError("the generation steps cannot be joined: their biases differ")
     return biases[-1]
 
 
@@ -234,7 +236,7 @@ def join_dense_biases(steps: Sequence[GenerationStep], k: Tensor) -> Bias:
     rows = []
     for step in steps:
         call = step.with_keys(k)
-        term = None if call.bias is None else call.bias.term(call.everything())
+        term = None if call.bias is None else call.bias.term(call.full_tile())
         if term is None:
             term = torch.zeros(1, 1, 1, 1, dtype=call.q.dtype, device=k.device)
         rows.append(term.expand(*term.shape[:2], step.queries, step.keys))
@@ -244,8 +246,8 @@ def join_dense_biases(steps: Sequence[GenerationStep], k: Tensor) -> Bias:
 
 
 def select_heads(weights: Weights, heads: Sequence[int]) -> Weights:
-    """The weights (B, H, Tq, Tk) of some heads, in the order of their numbers."""
-    call, lse = weights._call, weights._held.lse
+    """The weights (B, H, Tq, Tk) of some heads."""
+    call, lse = weights.call, weights.tensors.lse
     index = torch.tensor(list(heads), device=call.q.device)
     k = call.k[:, index // call.group]
     part = replace(
@@ -253,16 +255,16 @@ def select_heads(weights: Weights, heads: Sequence[int]) -> Weights:
         q=call.q[:, index],
         k=k,
         v=k,
-        score=call.score.part(index),  # type: ignore[arg-type]
+        score=call.score.select_heads(index),  # type: ignore[arg-type]
         sink=None if call.sink is None else call.sink[index],
-        head_ids=call.heads.flatten()[index],
+        head_ids=call.head_index.flatten()[index],
     )
-    return Weights(part, lse[:, index], weights._batch, True)
+    return Weights(part, lse[:, index], weights.batch_shape, True)
 
 
 def with_four_axes(weights: Weights) -> Weights:
-    """The same weights with one batch axis and one head axis: (B, H, Tq, Tk)."""
+    """The same weights with exactly one batch axis and one head axis: (B, H, Tq, Tk)."""
     if len(weights.shape) == 4:
         return weights
-    call = weights._call
-    return Weights(call, weights._held.lse, (call.q.shape[0],), True, group=weights._group)
+    call = weights.call
+    return Weights(call, weights.tensors.lse, (call.q.shape[0],), True, group=weights.group)

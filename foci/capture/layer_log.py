@@ -1,4 +1,4 @@
-"""Track: one attention module as it is called, step after step, and the Layer that this makes.
+"""LayerLog: the calls of one attention module, from its first call to the Layer of the Record.
 
 B batch, H heads, G key heads, Tq queries, Tk keys.
 """
@@ -27,181 +27,209 @@ RowSelection = Any
 
 @dataclass
 class LayerLog:
-    """The calls of one module that belong together: one, or the steps of a generation."""
+    """The calls of one module that form one matrix: a single call, or the steps of a generation.
+
+    Args:
+        name: the layer's name in the record: the module name, "name#2" for its second log.
+        layer_name: stack, index and axis labels.
+        heads: the numbers of the recorded heads.
+        keep: statistics to keep; None keeps lazy weights.
+        rows: the queries of each call to keep; None keeps all.
+        host_copier: copies statistics to the host.
+        passes: the number of the forward pass of each call.
+        keys, queries: keys of the last call, and queries of all calls so far.
+        first_call: queries and keys of the first call.
+        nbytes: bytes kept so far.
+        steps: with lazy weights, all calls of a generation; `weights` is set instead for a single call.
+        step_statistics: with `keep`, the statistics of each call.
+        matrices: with `rows`, the kept rows of each call.
+        value_norms: norms of the values, each key once.
+        last_keys, values: keys and values of the last call.
+        query_numbers, query_positions: of the kept queries of each call, the number and the position among the keys.
+        key_fingerprints: one number per key of the last call.
+        has_changed_keys: a bool tensor: whether earlier keys changed between calls.
+        key_memory: the storage and address of the last keys.
+        shape: batch, heads and key heads.
+    """
 
     name: str
-    place: LayerName
+    layer_name: LayerName
     heads: tuple[int, ...]
     keep: Keep | None
     rows: RowSelection
-    host: HostCopier
+    host_copier: HostCopier
     passes: list[int] = field(default_factory=list)
     keys: int = 0
     queries: int = 0
-    first: tuple[int, int] = (0, 0)
+    first_call: tuple[int, int] = (0, 0)
     nbytes: int = 0
     steps: list[GenerationStep] = field(default_factory=list)
-    kept: list[dict[str, Tensor]] = field(default_factory=list)
+    step_statistics: list[dict[str, Tensor]] = field(default_factory=list)
     matrices: list[Tensor] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
+    value_norms: list[Tensor] = field(default_factory=list)
     weights: Weights | None = None
-    last: Tensor | None = None
+    last_keys: Tensor | None = None
     values: Tensor | None = None
-    numbers: list[Sequence[int]] = field(default_factory=list)
-    places: list[Sequence[int]] = field(default_factory=list)
-    prints: Tensor | None = None
-    broken: Tensor | None = None
-    memory: tuple[StorageWeakRef, int] | None = None
+    query_numbers: list[Sequence[int]] = field(default_factory=list)
+    query_positions: list[Sequence[int]] = field(default_factory=list)
+    key_fingerprints: Tensor | None = None
+    has_changed_keys: Tensor | None = None
+    key_memory: tuple[StorageWeakRef, int] | None = None
     shape: tuple[int, int, int] = (0, 0, 0)
 
     @property
-    def cross(self) -> bool:
-        return self.place.cross
+    def is_cross(self) -> bool:
+        return self.layer_name.is_cross
 
-    def continues(self, weights: Weights, k: Tensor) -> bool:
-        """Whether a call with these keys goes on where this track ended; raises where its cache was changed."""
+    def is_continued_by(self, weights: Weights, k: Tensor) -> bool:
+        """Whether a call continues the last one with these keys; raises if the key cache was changed in between."""
         batch, heads, queries, keys = weights.shape
-        again = self.memory is not None and not self.memory[0].expired() and self.memory[1] == k.data_ptr()
-        alike = (heads, weights._held.call.k.shape[1]) == self.shape[1:]
-        if self.cross:
-            return again and alike and batch == self.shape[0] and keys == self.keys
-        if queries >= keys or not alike:
+        is_same_memory = (
+            self.key_memory is not None and not self.key_memory[0].expired() and self.key_memory[1] == k.data_ptr()
+        )
+        has_same_heads = (heads, weights.tensors.call.k.shape[1]) == self.shape[1:]
+        if self.is_cross:
+            return is_same_memory and has_same_heads and batch == self.shape[0] and keys == self.keys
+        if queries >= keys or not has_same_heads:
             return False
         if keys == self.keys + queries:
             if batch != self.shape[0]:
                 raise CaptureError(
-                    f"the steps of {self.name} cannot be joined: there were {self.shape[0]} sequences and now there are"
-                    f" {batch}, so the cache was reordered (beam search): watch one forward pass over the answer"
+                    f"the generation steps of {self.name} cannot be joined: the batch size changed from {self.shape[0]}"
+                    f" to {batch}, so the cache was reordered (beam search); watch one forward pass over the answer"
                 )
             return True
-        if (queries, keys) == self.first and not again:
+        if (queries, keys) == self.first_call and not is_same_memory:
             return False
-        happened = "cropped or its oldest keys were dropped" if keys < self.keys + queries else "changed outside"
+        change = "cropped, lost its oldest keys" if keys < self.keys + queries else "changed outside the model"
         raise CaptureError(
-            f"the steps of {self.name} cannot be joined: after {self.keys} keys a step with {queries} more was expected"
-            f" to have {self.keys + queries}, but it has {keys}, so the cache was {happened} or is of a fixed size;"
-            " watch one forward pass over the whole text instead"
+            f"the generation steps of {self.name} cannot be joined: {queries} queries after {self.keys} keys must have"
+            f" {self.keys + queries} keys, got {keys}, so the cache was {change} or has a fixed size; watch one forward"
+            " pass over the whole text instead"
         )
 
     def add(self, weights: Weights, k: Tensor, values: Tensor, number: int) -> None:
-        """Takes one call (B, H, Tq, Tk) with the keys that the model gave it and values (B, G, Tk, Dv)."""
+        """Adds one call (B, H, Tq, Tk) with the keys as the model passed them and values (B, G, Tk, Dv)."""
         batch, heads, queries, keys = weights.shape
         if not self.passes:
-            self.first, self.shape = (queries, keys), (batch, heads, weights._held.call.k.shape[1])
-        self._check_prefix(k)
-        rows = self.chosen_rows(queries)
-        self.numbers.append(shift_numbers(rows, self.queries))
-        self.places.append(shift_numbers(rows, keys - queries))
-        norms = self._norms(values, queries)
+            self.first_call, self.shape = (queries, keys), (batch, heads, weights.tensors.call.k.shape[1])
+        self._compare_key_prefix(k)
+        rows = self.select_rows(queries)
+        self.query_numbers.append(shift_numbers(rows, self.queries))
+        self.query_positions.append(shift_numbers(rows, keys - queries))
+        norms = self._new_value_norms(values, queries)
         if self.rows is not None:
-            self._hold(norms, matrix=read_rows(weights, rows))
+            self._store(norms, matrix=read_rows(weights, rows))
         elif self.keep is None:
-            self._add_lazy(weights, values)
-            self._hold(norms)
+            self._add_step(weights, values)
+            self._store(norms)
         else:
-            # A picture of all rows cannot be made of pictures of some, so a generation has none.
-            keep = replace(self.keep, picture=0) if self.kept else self.keep
-            self._hold(norms, **keep.of(weights))
+            # Pictures of single steps cannot be joined into one of all rows, so a generation has none.
+            keep = replace(self.keep, picture=0) if self.step_statistics else self.keep
+            self._store(norms, **keep.compute(weights))
         self.passes.append(number)
         self.queries, self.keys = self.queries + queries, keys
 
-    def chosen_rows(self, queries: int) -> Sequence[int]:
-        """The numbers of the queries of a call that are kept."""
-        every = range(queries)
+    def select_rows(self, queries: int) -> Sequence[int]:
+        """The numbers of the kept queries of a call."""
+        numbers = range(queries)
         if isinstance(self.rows, slice):
-            return every[self.rows]
-        return every if self.rows is None else [every[row] for row in self.rows if -queries <= row < queries]
+            return numbers[self.rows]
+        return numbers if self.rows is None else [numbers[row] for row in self.rows if -queries <= row < queries]
 
-    def _check_prefix(self, k: Tensor) -> None:
-        """The keys of the step before must be the first of these: bits are compared, without waiting for a GPU."""
-        if not self.cross:
-            prints = fingerprint_keys(k)
-            if self.prints is not None and self.passes:
-                changed = (prints[:, :, : self.keys] != self.prints).any()
-                self.broken = changed if self.broken is None else self.broken | changed
+    def _compare_key_prefix(self, k: Tensor) -> None:
+        """Compares these keys with those of the last call, which must be their prefix, without waiting for a GPU."""
+        if not self.is_cross:
+            fingerprints = fingerprint_keys(k)
+            if self.key_fingerprints is not None and self.passes:
+                changed = (fingerprints[:, :, : self.keys] != self.key_fingerprints).any()
+                self.has_changed_keys = changed if self.has_changed_keys is None else self.has_changed_keys | changed
                 if not k.is_cuda:
-                    self.check()
-            self.prints = prints
-        self.memory = (StorageWeakRef(k.untyped_storage()), k.data_ptr())
+                    self.check_key_prefix()
+            self.key_fingerprints = fingerprints
+        self.key_memory = (StorageWeakRef(k.untyped_storage()), k.data_ptr())
 
-    def check(self) -> None:
-        """Raises where the keys of some step were not the first of the next one's."""
-        if self.broken is not None and bool(self.broken):
+    def check_key_prefix(self) -> None:
+        """Raises if the keys of some step were not a prefix of the next step's keys."""
+        if self.has_changed_keys is not None and bool(self.has_changed_keys):
             raise CaptureError(
-                f"the steps of {self.name} cannot be joined: keys of an earlier step are not those of the next one, so"
-                " the cache was reordered (beam search) or changed; watch one forward pass over the whole text instead"
+                f"the generation steps of {self.name} cannot be joined: earlier keys differ between steps, so the cache"
+                " was reordered (beam search) or changed; watch one forward pass over the whole text instead"
             )
 
-    def _add_lazy(self, weights: Weights, values: Tensor) -> None:
-        if self.last is not None and self.values is not None:
-            self.nbytes -= self.last.nbytes + self.values.nbytes
-            self.steps += [GenerationStep.of(each) for each in (self.weights, weights) if each is not None]
-        # Of a single pass the weights are as they should be; of several steps only the last keys are needed.
+    def _add_step(self, weights: Weights, values: Tensor) -> None:
+        if self.last_keys is not None and self.values is not None:
+            self.nbytes -= self.last_keys.nbytes + self.values.nbytes
+            self.steps += [GenerationStep.from_weights(each) for each in (self.weights, weights) if each is not None]
+        # A single call keeps its weights as they are; several steps need only the last keys.
         self.weights = None if self.steps else weights
-        self.last, self.values = weights._held.call.k, values.detach()
-        self.nbytes += count_step_bytes(weights) + self.last.nbytes + values.nbytes
+        self.last_keys, self.values = weights.tensors.call.k, values.detach()
+        self.nbytes += count_step_bytes(weights) + self.last_keys.nbytes + values.nbytes
 
-    def _norms(self, values: Tensor, queries: int) -> dict[str, Tensor]:
-        """The lengths of the values, of each key once."""
+    def _new_value_norms(self, values: Tensor, queries: int) -> dict[str, Tensor]:
+        """The norms of the values whose keys are new."""
         if self.keep is not None and not self.keep.values:
             return {}
-        new = values if not self.norms else values[:, :, :0] if self.cross else values[:, :, -queries:]
+        new = values if not self.value_norms else values[:, :, :0] if self.is_cross else values[:, :, -queries:]
         if not new.shape[2]:
             return {}
         wide = torch.float64 if new.dtype == torch.float64 else torch.float32
         return {"norms": torch.linalg.vector_norm(new.detach() if new.requires_grad else new, dim=-1, dtype=wide)}
 
-    def _hold(self, norms: dict[str, Tensor], **found: Tensor) -> None:
-        """Takes what was computed of a call; all of it leaves for the host together where statistics are kept."""
-        computed = found | norms
-        held = computed if self.keep is None else self.host.moved(computed)
-        self.norms += [held.pop(name) for name in norms]
-        self.nbytes += sum(tensor.nbytes for tensor in held.values())
+    def _store(self, norms: dict[str, Tensor], **computed: Tensor) -> None:
+        """Stores the tensors computed for a call; with `keep`, one copy to the host moves all of them."""
+        computed |= norms
+        stored = computed if self.keep is None else self.host_copier.copy(computed)
+        self.value_norms += [stored.pop(name) for name in norms]
+        self.nbytes += sum(tensor.nbytes for tensor in stored.values())
         if self.rows is not None:
-            self.matrices.append(held["matrix"])
+            self.matrices.append(stored["matrix"])
         elif self.keep is not None:
-            self.kept.append(held)
+            self.step_statistics.append(stored)
 
-    def layer(self) -> Layer:
-        """What all calls together make; what only one made may still be on its way to the host."""
-        behind: dict[str, Any] = {}
+    def build_layer(self) -> Layer:
+        """The Layer of all calls; tensors of a single call may still be on their way to the host."""
+        contents: dict[str, Any] = {}
         shape = (*self.shape[:2], self.queries, self.keys)
-        usual = self.cross or are_last_positions(self.places, self.keys)
+        has_default_positions = self.is_cross or are_last_positions(self.query_positions, self.keys)
         if len(self.passes) > 1 or self.rows is not None:
-            self.host.wait()
+            self.host_copier.wait()
         if self.rows is not None:
-            behind["matrix"] = torch.cat([F.pad(m, (0, self.keys - m.shape[3])) for m in self.matrices], 2)
-            behind["rows"] = tuple(chain.from_iterable(self.numbers))
+            contents["matrix"] = torch.cat([F.pad(m, (0, self.keys - m.shape[3])) for m in self.matrices], 2)
+            contents["rows"] = tuple(chain.from_iterable(self.query_numbers))
         elif self.keep is None:
-            assert self.last is not None
-            behind["weights"] = self.weights or join_steps(self.steps, self.last, self.cross)
+            assert self.last_keys is not None
+            contents["weights"] = self.weights or join_steps(self.steps, self.last_keys, self.is_cross)
         else:
-            behind["kept"] = KeptStatistics(merge_step_statistics(self.kept, self.keys), shape)
-        norms = None if not self.norms else self.norms[0] if len(self.norms) == 1 else torch.cat(self.norms, 2)
+            contents["kept"] = KeptStatistics(merge_step_statistics(self.step_statistics, self.keys), shape)
+        norms = None
+        if self.value_norms:
+            norms = self.value_norms[0] if len(self.value_norms) == 1 else torch.cat(self.value_norms, 2)
+        positions = None if has_default_positions else torch.tensor([*chain.from_iterable(self.query_positions)])
         return Layer(
             self.name,
-            self.place.stack,
-            self.place.index,
+            self.layer_name.stack,
+            self.layer_name.index,
             self.heads,
-            self.place.queries,
-            self.place.keys,
+            self.layer_name.queries,
+            self.layer_name.keys,
             values=self.values,
             value_norms=norms,
             kv_heads=self.shape[2] if norms is None else norms.shape[1],
-            query_places=None if usual else torch.tensor([*chain.from_iterable(self.places)]),
-            **behind,
+            query_positions=positions,
+            **contents,
         )
 
 
 def shift_numbers(numbers: Sequence[int], by: int) -> Sequence[int]:
-    """Each number and so much more; a range stays one, however long."""
+    """Adds `by` to each number; a range stays a range."""
     if isinstance(numbers, range):
         return range(numbers.start + by, numbers.stop + by, numbers.step)
     return [number + by for number in numbers]
 
 
 def are_last_positions(parts: Sequence[Sequence[int]], end: int) -> bool:
-    """Whether the numbers of all parts are the last ones before the end, in order."""
+    """Whether the parts together are the last positions before `end`, in order."""
     start = end - sum(map(len, parts))
     for part in parts:
         expected = range(start, start + len(part))
@@ -212,30 +240,30 @@ def are_last_positions(parts: Sequence[Sequence[int]], end: int) -> bool:
 
 
 def read_rows(weights: Weights, rows: Sequence[int]) -> Tensor:
-    """The rows of some queries, exactly."""
+    """The exact rows of some queries."""
     with torch.no_grad():
-        found = weights[..., list(rows), :]
-    assert isinstance(found, Tensor)
-    return found
+        entries = weights[..., list(rows), :]
+    assert isinstance(entries, Tensor)
+    return entries
 
 
 def merge_step_statistics(steps: list[dict[str, Tensor]], keys: int) -> dict[str, Tensor]:
-    """The statistics of all steps as those of one matrix."""
+    """Merges the statistics of all steps into those of one matrix."""
     if len(steps) == 1:
         return steps[0]
-    found: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for name in steps[-1]:
         parts = [step[name] for step in steps if name in step]
         if len(parts) < len(steps) or name == "picture":
             continue
         if STATISTIC_AXES[name] == "q":
-            found[name] = torch.cat(parts, 2)
+            merged[name] = torch.cat(parts, 2)
         elif STATISTIC_AXES[name] == "qn":
             widest = max(part.shape[3] for part in parts)
-            empty = -1 if name == "top_keys" else 0
-            found[name] = torch.cat([F.pad(part, (0, widest - part.shape[3]), value=empty) for part in parts], 2)
+            fill = -1 if name == "top_keys" else 0
+            merged[name] = torch.cat([F.pad(part, (0, widest - part.shape[3]), value=fill) for part in parts], 2)
         elif STATISTIC_AXES[name] == "k":
-            found[name] = torch.stack([F.pad(part, (0, keys - part.shape[2])) for part in parts]).sum(0)
+            merged[name] = torch.stack([F.pad(part, (0, keys - part.shape[2])) for part in parts]).sum(0)
         else:
-            found[name] = torch.stack(parts).amax(0)
-    return found
+            merged[name] = torch.stack(parts).amax(0)
+    return merged

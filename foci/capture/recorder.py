@@ -174,7 +174,7 @@ class Recorder:
             return layer_name
         if is_recomputation() and self.ablate:
             raise CaptureError(
-                f"ablate cannot be used with activation checkpointing on {name}: this module acts as several layers, and"
+                f"ablate cannot be used with activation checkpointing on {name}: the module acts as several layers, and"
                 " the recomputation does not say which of them it is"
             )
         return replace(layer_name, index=number - 1)
@@ -218,7 +218,7 @@ class Recorder:
         weights = with_four_axes(weights)
         if values.dim() != 4:
             values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
-        layer_name, k = self.layer_name_of(name), weights._held.call.k
+        layer_name, k = self.layer_name_of(name), weights.tensors.call.k
         heads: Sequence[int] = range(weights.shape[1])
         if self.heads is not None:
             heads = self._selected_heads(layer_name)
@@ -251,12 +251,12 @@ class Recorder:
         return log
 
     def _check_limit(self, log: LayerLog, weights: Weights, values: Tensor) -> None:
-        """Refuses a call that would exceed `limit`, before it is kept; the first call is extrapolated to all layers."""
+        """Refuses a call that would exceed `limit`; the estimate of the first call is scaled to all layers."""
         batch, heads, queries, keys = weights.shape
         if self.rows is not None:
             size = batch * heads * keys * len(log.select_rows(queries)) * 4
         elif self.keep is None:
-            size = count_step_bytes(weights) + (0 if log.passes else weights._held.call.k.nbytes + values.nbytes)
+            size = count_step_bytes(weights) + (0 if log.passes else weights.tensors.call.k.nbytes + values.nbytes)
         else:
             size = self.keep.nbytes(batch, heads, queries, keys)
         expected = size
@@ -268,8 +268,8 @@ class Recorder:
         total = self._kept_bytes + expected
         if total > self.limit:
             raise CaptureError(
-                f"watch would keep about {format_bytes(total)}, above limit={self.limit:,} bytes: choose layers=, heads= or"
-                " queries='last', keep statistics only with keep=foci.Keep(), or pass a larger limit="
+                f"watch would keep about {format_bytes(total)}, above limit={self.limit:,} bytes: choose layers=,"
+                " heads= or queries='last', keep statistics only with keep=foci.Keep(), or pass a larger limit="
             )
 
     def fill_record(self) -> None:

@@ -53,8 +53,8 @@ def refuses(call: Call) -> list[str]:
 
 def compute_refusals(call: Call) -> list[str]:
     # Whether runs are exact follows from the kinds of masks: where there are no tensors in it, small ones tell.
-    small = call.mask is None or call.mask.static
-    _, documents, dense, spans = classify_masks(call, SMALLEST_EXTENT if small else call.extent)
+    small = call.mask is None or call.mask.is_static
+    _, documents, dense, spans = classify_masks(call, SMALLEST_EXTENT if small else call.sizes)
     if len(documents) > 1 or len(dense) > 1:
         return ["more than one tensor mask or documents mask in a call"]
     if spans is not None and not spans.exact:
@@ -69,14 +69,14 @@ def build_kernel_masks(call: Call) -> KernelMasks:
     key = mask_cache_key(call)
     if key is None:
         return compute_kernel_masks(call)
-    return cache_per_stream((key, call.extent.queries, call.extent.keys), call.q, lambda: compute_kernel_masks(call))
+    return cache_per_stream((key, call.sizes.queries, call.sizes.keys), call.q, lambda: compute_kernel_masks(call))
 
 
 def compute_kernel_masks(call: Call) -> KernelMasks:
-    causal, documents, dense, spans = classify_masks(call, call.extent)
+    causal, documents, dense, spans = classify_masks(call, call.sizes)
     device = call.q.device
     if documents:
-        superset = select_batch_ranges(documents[0].spans(call.extent, call.positions is not None), call)
+        superset = select_batch_ranges(documents[0].key_ranges(call.sizes, call.positions is not None), call)
         spans = superset if spans is None else spans & superset
     ids = (
         (select_batch_ids(documents[0].query_ids, call), select_batch_ids(documents[0].key_ids, call))
@@ -88,11 +88,11 @@ def compute_kernel_masks(call: Call) -> KernelMasks:
         return KernelMasks(True, None, *ids, entries)
     if causal:
         assert spans is not None
-        spans = spans & Causal().spans(call.extent, False)
-    return KernelMasks(False, None if spans is None else spans.tensor(device), *ids, entries)
+        spans = spans & Causal().key_ranges(call.sizes, False)
+    return KernelMasks(False, None if spans is None else spans.to_tensor(device), *ids, entries)
 
 
-def classify_masks(call: Call, extent: CallSizes) -> tuple[bool, list[Documents], list[DenseMask], KeyRanges | None]:
+def classify_masks(call: Call, sizes: CallSizes) -> tuple[bool, list[Documents], list[DenseMask], KeyRanges | None]:
     """The masks that all must allow: plain causal, documents, dense tensors, and the rest as runs of keys."""
     causal, documents, dense = False, [], []
     spans: KeyRanges | None = None
@@ -104,7 +104,7 @@ def classify_masks(call: Call, extent: CallSizes) -> tuple[bool, list[Documents]
         elif isinstance(mask, Causal) and is_bottom_right_aligned(mask, call):
             causal = True
         else:
-            runs = select_batch_ranges(mask.spans(extent, call.positions is not None), call)
+            runs = select_batch_ranges(mask.key_ranges(sizes, call.positions is not None), call)
             spans = runs if spans is None else spans & runs
     return causal, documents, dense, spans
 
@@ -136,7 +136,7 @@ def is_bottom_right_aligned(mask: Causal, call: Call) -> bool:
     """Whether the last query sees up to the last key and each one before it one key less."""
     if mask.offset is None:
         return call.positions is None
-    return mask.offset == call.extent.keys - call.extent.queries
+    return mask.offset == call.sizes.keys - call.sizes.queries
 
 
 def split_conjunction(mask: Mask | None) -> list[Mask]:
@@ -146,7 +146,7 @@ def split_conjunction(mask: Mask | None) -> list[Mask]:
 
 
 def select_batch_ranges(spans: KeyRanges, call: Call) -> KeyRanges:
-    return spans if call.batch_ids is None else spans.of(call.batch_ids)
+    return spans if call.batch_ids is None else spans.select_batches(call.batch_ids)
 
 
 def select_batch_ids(ids: Tensor | None, call: Call) -> Tensor | None:

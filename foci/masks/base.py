@@ -1,4 +1,4 @@
-"""Mask: one question, `visible(where)`, the algebra `&`, `|`, `~`, and a drawing. The kinds are in kinds.py.
+"""Mask: one question, `visible(tile)`, the algebra `&`, `|`, `~`, and a drawing. The kinds are in kinds.py.
 
 B batch, H heads, R queries and C keys of a tile. True always means "may look".
 """
@@ -22,24 +22,24 @@ CPU = torch.device("cpu")
 class Mask:
     """Says which keys a query may look at; joined by `&`, `|`, `~` with masks and with bool tensors."""
 
-    def visible(self, where: Tile) -> Tensor:
+    def visible(self, tile: Tile) -> Tensor:
         """True where the query may look at the key; broadcasts to (B, H, R, C)."""
         raise NotImplementedError
 
-    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
+    def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
         """The keys that each query sees, as runs of key indices; `positioned`: positions were given by the caller.
 
-        What plain numbers say is made on the device that the extent names: for whoever reads it that is the CPU, for a
+        What plain numbers say is made on the device that the sizes names: for whoever reads it that is the CPU, for a
         kernel its own, as a copy from the host would wait for all that the device has to do.
         """
-        return KeyRanges.everything(extent)
+        return KeyRanges.all_keys(sizes)
 
-    def fit(self, extent: CallSizes) -> Mask:
+    def fit(self, sizes: CallSizes) -> Mask:
         """The same mask, checked against a call and with its tensors in normal form."""
         return self
 
     @property
-    def static(self) -> bool:
+    def is_static(self) -> bool:
         """Whether the mask is made of plain numbers only, so that its spans cost no read of a device."""
         return True
 
@@ -70,7 +70,7 @@ class Mask:
         keys = queries if keys is None else keys
         if queries < 1 or keys < 1:
             raise ValueError(f"a drawing needs at least one query and one key, but got {queries} and {keys}")
-        size = self._drawn()
+        size = self._drawing_size()
         sequences = math.prod(size.batch)
         if not 0 <= batch < max(sequences, 1) or head < 0:
             raise ValueError(
@@ -79,10 +79,10 @@ class Mask:
         return draw_mask(self, size._replace(queries=queries, keys=keys, heads=max(size.heads, head + 1)), batch, head)
 
     def __str__(self) -> str:
-        size = self._drawn()
+        size = self._drawing_size()
         return f"{self!r}, {size.queries} queries and {size.keys} keys\n{draw_mask(self, size, 0, 0)}"
 
-    def _drawn(self) -> DrawingSize:
+    def _drawing_size(self) -> DrawingSize:
         """What a drawing of it needs."""
         return DrawingSize()
 
@@ -112,8 +112,8 @@ def draw_mask(mask: Mask, size: DrawingSize, batch: int, head: int) -> str:
     mask = mask.fit(CallSizes(size.batch, size.heads, queries, keys, device))
     query, key = torch.arange(queries, device=device).view(-1, 1), torch.arange(keys, device=device).view(1, -1)
     sequence, own = torch.tensor(batch, device=device), torch.tensor(head, device=device)
-    where = Tile(sequence, own, query, key, query + keys - queries, key)
-    seen = mask.visible(where).cpu().broadcast_to(queries, keys).tolist()
+    tile = Tile(sequence, own, query, key, query + keys - queries, key)
+    seen = mask.visible(tile).cpu().broadcast_to(queries, keys).tolist()
     return "\n".join(" ".join("■" if entry else "·" for entry in row) for row in seen)
 
 
@@ -123,13 +123,13 @@ class DenseMask(Mask):
 
     entries: Tensor
 
-    def visible(self, where: Tile) -> Tensor:
-        return where.pick(self.entries)
+    def visible(self, tile: Tile) -> Tensor:
+        return tile.pick(self.entries)
 
-    def fit(self, extent: CallSizes) -> Mask:
-        return DenseMask(to_four_dimensions(to_call_device(self.entries, extent, "mask"), extent, "mask"))
+    def fit(self, sizes: CallSizes) -> Mask:
+        return DenseMask(to_four_dimensions(to_call_device(self.entries, sizes, "mask"), sizes, "mask"))
 
-    def _drawn(self) -> DrawingSize:
+    def _drawing_size(self) -> DrawingSize:
         batch, heads, queries, keys = (1, 1, 1, 1, *self.entries.shape)[-4:]
         leading = tuple(self.entries.shape[:-3]) or (batch,)
         return DrawingSize(2, queries, keys, leading, heads, self.entries.device)
@@ -145,20 +145,20 @@ class Intersection(Mask):
     left: Mask
     right: Mask
 
-    def visible(self, where: Tile) -> Tensor:
-        return self.left.visible(where) & self.right.visible(where)
+    def visible(self, tile: Tile) -> Tensor:
+        return self.left.visible(tile) & self.right.visible(tile)
 
-    def fit(self, extent: CallSizes) -> Mask:
-        return Intersection(self.left.fit(extent), self.right.fit(extent))
+    def fit(self, sizes: CallSizes) -> Mask:
+        return Intersection(self.left.fit(sizes), self.right.fit(sizes))
 
     @property
-    def static(self) -> bool:
-        return self.left.static and self.right.static
+    def is_static(self) -> bool:
+        return self.left.is_static and self.right.is_static
 
-    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
-        return self.left.spans(extent, positioned) & self.right.spans(extent, positioned)
+    def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
+        return self.left.key_ranges(sizes, has_positions) & self.right.key_ranges(sizes, has_positions)
 
-    def _drawn(self) -> DrawingSize:
+    def _drawing_size(self) -> DrawingSize:
         return join_drawing_sizes(self.left, self.right)
 
     def __repr__(self) -> str:
@@ -172,20 +172,20 @@ class Union(Mask):
     left: Mask
     right: Mask
 
-    def visible(self, where: Tile) -> Tensor:
-        return self.left.visible(where) | self.right.visible(where)
+    def visible(self, tile: Tile) -> Tensor:
+        return self.left.visible(tile) | self.right.visible(tile)
 
-    def fit(self, extent: CallSizes) -> Mask:
-        return Union(self.left.fit(extent), self.right.fit(extent))
+    def fit(self, sizes: CallSizes) -> Mask:
+        return Union(self.left.fit(sizes), self.right.fit(sizes))
 
     @property
-    def static(self) -> bool:
-        return self.left.static and self.right.static
+    def is_static(self) -> bool:
+        return self.left.is_static and self.right.is_static
 
-    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
-        return self.left.spans(extent, positioned) | self.right.spans(extent, positioned)
+    def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
+        return self.left.key_ranges(sizes, has_positions) | self.right.key_ranges(sizes, has_positions)
 
-    def _drawn(self) -> DrawingSize:
+    def _drawing_size(self) -> DrawingSize:
         return join_drawing_sizes(self.left, self.right)
 
     def __repr__(self) -> str:
@@ -198,21 +198,21 @@ class Complement(Mask):
 
     mask: Mask
 
-    def visible(self, where: Tile) -> Tensor:
-        return ~self.mask.visible(where)
+    def visible(self, tile: Tile) -> Tensor:
+        return ~self.mask.visible(tile)
 
-    def fit(self, extent: CallSizes) -> Mask:
-        return Complement(self.mask.fit(extent))
+    def fit(self, sizes: CallSizes) -> Mask:
+        return Complement(self.mask.fit(sizes))
 
     @property
-    def static(self) -> bool:
-        return self.mask.static
+    def is_static(self) -> bool:
+        return self.mask.is_static
 
-    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
-        return ~self.mask.spans(extent, positioned)
+    def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
+        return ~self.mask.key_ranges(sizes, has_positions)
 
-    def _drawn(self) -> DrawingSize:
-        return self.mask._drawn()
+    def _drawing_size(self) -> DrawingSize:
+        return self.mask._drawing_size()
 
     def __repr__(self) -> str:
         return f"~{format_operand(self.mask, Intersection, Union)}"
@@ -220,11 +220,11 @@ class Complement(Mask):
 
 def join_drawing_sizes(left: Mask, right: Mask) -> DrawingSize:
     """The sizes of a drawing that shows both masks; one with tensors decides."""
-    sizes = left._drawn(), right._drawn()
-    return max(sizes, key=lambda size: size[:3])._replace(
-        batch=max((size.batch for size in sizes), key=lambda batch: (math.prod(batch), len(batch))),
-        heads=max(size.heads for size in sizes),
-        device=next((size.device for size in sizes if size.device != CPU), CPU),
+    drawings = left._drawing_size(), right._drawing_size()
+    return max(drawings, key=lambda size: size[:3])._replace(
+        batch=max((size.batch for size in drawings), key=lambda batch: (math.prod(batch), len(batch))),
+        heads=max(size.heads for size in drawings),
+        device=next((size.device for size in drawings if size.device != CPU), CPU),
     )
 
 

@@ -59,17 +59,17 @@ class Causal(Mask):
             raise TypeError(f"causal.at takes a whole number, but got {offset!r}")
         return Causal(max(-MAX_DISTANCE, min(offset, MAX_DISTANCE)))
 
-    def visible(self, where: Tile) -> Tensor:
+    def visible(self, tile: Tile) -> Tensor:
         if self.offset is None:
-            return where.key_position <= where.query_position
-        return where.key <= where.query + self.offset
+            return tile.key_position <= tile.query_position
+        return tile.key <= tile.query + self.offset
 
-    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
-        if self.offset is None and positioned:
-            return KeyRanges.everything(extent)
-        offset = extent.keys - extent.queries if self.offset is None else self.offset
-        last = torch.arange(extent.queries, device=extent.device) + offset
-        return KeyRanges.run(torch.zeros_like(last), last + 1, extent)
+    def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
+        if self.offset is None and has_positions:
+            return KeyRanges.all_keys(sizes)
+        offset = sizes.keys - sizes.queries if self.offset is None else self.offset
+        last = torch.arange(sizes.queries, device=sizes.device) + offset
+        return KeyRanges.single(torch.zeros_like(last), last + 1, sizes)
 
     def __repr__(self) -> str:
         return "causal" if self.offset is None else f"causal.at({self.offset})"
@@ -97,8 +97,8 @@ class Window(Mask):
             if side is not None and side > MAX_DISTANCE:
                 object.__setattr__(self, name, MAX_DISTANCE)
 
-    def visible(self, where: Tile) -> Tensor:
-        step = where.key_position - where.query_position
+    def visible(self, tile: Tile) -> Tensor:
+        step = tile.key_position - tile.query_position
         seen = torch.ones_like(step, dtype=torch.bool)
         if self.left is not None:
             seen = step >= -self.left
@@ -106,13 +106,13 @@ class Window(Mask):
             seen = seen & (step <= self.right)
         return seen
 
-    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
-        if positioned:
-            return KeyRanges.everything(extent)
-        position = torch.arange(extent.queries, device=extent.device) + (extent.keys - extent.queries)
+    def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
+        if has_positions:
+            return KeyRanges.all_keys(sizes)
+        position = torch.arange(sizes.queries, device=sizes.device) + (sizes.keys - sizes.queries)
         low = torch.zeros_like(position) if self.left is None else position - self.left
-        high = torch.full_like(position, extent.keys) if self.right is None else position + self.right + 1
-        return KeyRanges.run(low, high, extent)
+        high = torch.full_like(position, sizes.keys) if self.right is None else position + self.right + 1
+        return KeyRanges.single(low, high, sizes)
 
     def __repr__(self) -> str:
         return f"window({self.left})" if self.right == 0 else f"window({self.left}, {self.right})"
@@ -126,35 +126,33 @@ class Padding(Mask):
     side: str = "right"
     keys: int = 0
 
-    def visible(self, where: Tile) -> Tensor:
-        length = self.lengths[where.batch]
-        return where.key < length if self.side == "right" else where.key >= self.keys - length
+    def visible(self, tile: Tile) -> Tensor:
+        length = self.lengths[tile.batch]
+        return tile.key < length if self.side == "right" else tile.key >= self.keys - length
 
-    def fit(self, extent: CallSizes) -> Mask:
-        lengths = to_call_device(self.lengths, extent, "padding lengths")
-        if lengths.shape not in {extent.batch, (extent.flat_batch,)} and not (
-            not extent.batch and lengths.numel() == 1
-        ):
+    def fit(self, sizes: CallSizes) -> Mask:
+        lengths = to_call_device(self.lengths, sizes, "padding lengths")
+        if lengths.shape not in {sizes.batch, (sizes.flat_batch,)} and not (not sizes.batch and lengths.numel() == 1):
             raise ValueError(
-                f"padding expects one length per sequence, shape {tuple(extent.batch)}, but got {tuple(lengths.shape)}"
+                f"padding expects one length per sequence, shape {tuple(sizes.batch)}, but got {tuple(lengths.shape)}"
             )
         check_values(
-            (lengths >= 0) & (lengths <= extent.keys),
-            lambda: f"padding lengths must lie between 0 and the {extent.keys} keys, but got {lengths.tolist()}",
+            (lengths >= 0) & (lengths <= sizes.keys),
+            lambda: f"padding lengths must lie between 0 and the {sizes.keys} keys, but got {lengths.tolist()}",
         )
-        return Padding(lengths.reshape(-1), self.side, extent.keys)
+        return Padding(lengths.reshape(-1), self.side, sizes.keys)
 
     @property
-    def static(self) -> bool:
+    def is_static(self) -> bool:
         return False
 
-    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
-        lengths = self.lengths.view(-1, 1).expand(-1, extent.queries)
+    def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
+        lengths = self.lengths.view(-1, 1).expand(-1, sizes.queries)
         if self.side == "right":
-            return KeyRanges.run(torch.zeros_like(lengths), lengths, extent)
-        return KeyRanges.run(extent.keys - lengths, torch.full_like(lengths, extent.keys), extent)
+            return KeyRanges.single(torch.zeros_like(lengths), lengths, sizes)
+        return KeyRanges.single(sizes.keys - lengths, torch.full_like(lengths, sizes.keys), sizes)
 
-    def _drawn(self) -> DrawingSize:
+    def _drawing_size(self) -> DrawingSize:
         keys = max(int(self.lengths.max()), 6) if self.lengths.numel() else 6
         return DrawingSize(1, min(keys, 32), keys, tuple(self.lengths.shape), 1, self.lengths.device)
 
@@ -169,33 +167,33 @@ class Documents(Mask):
     query_ids: Tensor
     key_ids: Tensor | None = None
 
-    def visible(self, where: Tile) -> Tensor:
-        return index_by_batch(self.query_ids, where.batch, where.query) == index_by_batch(
-            self._key_ids(), where.batch, where.key
+    def visible(self, tile: Tile) -> Tensor:
+        return index_by_batch(self.query_ids, tile.batch, tile.query) == index_by_batch(
+            self._key_ids(), tile.batch, tile.key
         )
 
     def _key_ids(self) -> Tensor:
         return self.query_ids if self.key_ids is None else self.key_ids
 
-    def fit(self, extent: CallSizes) -> Mask:
-        queries = self._fitted(self.query_ids, extent, extent.queries, "query_ids")
-        keys = self._fitted(self._key_ids(), extent, extent.keys, "key_ids" if self.key_ids is not None else "ids")
+    def fit(self, sizes: CallSizes) -> Mask:
+        queries = self._fitted(self.query_ids, sizes, sizes.queries, "query_ids")
+        keys = self._fitted(self._key_ids(), sizes, sizes.keys, "key_ids" if self.key_ids is not None else "ids")
         return Documents(queries, keys)
 
     @staticmethod
-    def _fitted(ids: Tensor, extent: CallSizes, length: int, name: str) -> Tensor:
-        ids = to_call_device(ids, extent, f"documents {name}")
-        if ids.shape not in {(length,), (1, length), (*extent.batch, length), (extent.flat_batch, length)}:
+    def _fitted(ids: Tensor, sizes: CallSizes, length: int, name: str) -> Tensor:
+        ids = to_call_device(ids, sizes, f"documents {name}")
+        if ids.shape not in {(length,), (1, length), (*sizes.batch, length), (sizes.flat_batch, length)}:
             raise ValueError(
-                f"documents {name} must have shape {(length,)} or {(*extent.batch, length)}, but got {tuple(ids.shape)}"
+                f"documents {name} must have shape {(length,)} or {(*sizes.batch, length)}, but got {tuple(ids.shape)}"
             )
         return ids.unsqueeze(0) if ids.dim() == 1 else ids.flatten(0, -2)
 
     @property
-    def static(self) -> bool:
+    def is_static(self) -> bool:
         return False
 
-    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
+    def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
         """From the first to the last key of each query's document; documents need not be contiguous."""
         queries, keys = self.query_ids, self._key_ids()
         rows = torch.broadcast_shapes(queries.shape[:1], keys.shape[:1])[0]
@@ -204,11 +202,11 @@ class Documents(Mask):
         first = torch.searchsorted(order.values, queries)
         last = torch.searchsorted(order.values, queries, right=True) - 1
         found = last >= first
-        low = order.indices.gather(1, first.clamp(max=extent.keys - 1)) if extent.keys else first
-        high = order.indices.gather(1, last.clamp(min=0)) + 1 if extent.keys else first
-        return KeyRanges.run(low * found, high * found, extent, exact=False)
+        low = order.indices.gather(1, first.clamp(max=sizes.keys - 1)) if sizes.keys else first
+        high = order.indices.gather(1, last.clamp(min=0)) + 1 if sizes.keys else first
+        return KeyRanges.single(low * found, high * found, sizes, exact=False)
 
-    def _drawn(self) -> DrawingSize:
+    def _drawing_size(self) -> DrawingSize:
         queries, keys = self.query_ids, self._key_ids()
         return DrawingSize(2, queries.shape[-1], keys.shape[-1], tuple(queries.shape[:-1]) or (1,), 1, queries.device)
 
@@ -236,14 +234,14 @@ class Prefix(Mask):
         if self.length > MAX_DISTANCE:
             object.__setattr__(self, "length", MAX_DISTANCE)
 
-    def visible(self, where: Tile) -> Tensor:
-        return where.key_position < self.length
+    def visible(self, tile: Tile) -> Tensor:
+        return tile.key_position < self.length
 
-    def spans(self, extent: CallSizes, positioned: bool) -> KeyRanges:
-        if positioned:
-            return KeyRanges.everything(extent)
-        high = torch.full((extent.queries,), self.length, device=extent.device)
-        return KeyRanges.run(torch.zeros_like(high), high, extent)
+    def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
+        if has_positions:
+            return KeyRanges.all_keys(sizes)
+        high = torch.full((sizes.queries,), self.length, device=sizes.device)
+        return KeyRanges.single(torch.zeros_like(high), high, sizes)
 
     def __repr__(self) -> str:
         return f"prefix({self.length})"
@@ -255,18 +253,18 @@ class MaskFunction(Mask):
 
     function: Predicate
 
-    def visible(self, where: Tile) -> Tensor:
-        seen = self.function(where.batch, where.head, where.query_position, where.key_position)
+    def visible(self, tile: Tile) -> Tensor:
+        seen = self.function(tile.batch, tile.head, tile.query_position, tile.key_position)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
             got = f"a {seen.dtype} tensor" if isinstance(seen, Tensor) else type(seen).__name__
-            raise TypeError(f"a from_function mask must return a bool tensor, but {self!r} returned {got}")
-        tile = torch.broadcast_shapes(where.batch.shape, where.head.shape, where.query.shape, where.key.shape)
+            raise TypeError(f"a mask_function mask must return a bool tensor, but {self!r} returned {got}")
+        tile = torch.broadcast_shapes(tile.batch.shape, tile.head.shape, tile.query.shape, tile.key.shape)
         if not is_broadcastable(seen.shape, tile):
             raise ValueError(f"{self!r} must return what broadcasts to {tuple(tile)}, but got {tuple(seen.shape)}")
         return seen
 
     def __repr__(self) -> str:
-        return f"from_function({getattr(self.function, '__name__', 'f')})"
+        return f"mask_function({getattr(self.function, '__name__', 'f')})"
 
 
 causal = Causal()
@@ -306,13 +304,13 @@ def prefix(length: int) -> Mask:
 def mask_function(function: Predicate) -> Mask:
     """Any rule f(batch, head, query_position, key_position) -> bool, written on index tensors that broadcast.
 
-    >>> print(from_function(lambda b, h, q, k: (q - k) % 2 == 0).draw(3))
+    >>> print(mask_function(lambda b, h, q, k: (q - k) % 2 == 0).draw(3))
     ■ · ■
     · ■ ·
     ■ · ■
     """
     if not callable(function):
-        raise TypeError(f"from_function takes a function of four index tensors, but got {type(function).__name__}")
+        raise TypeError(f"mask_function takes a function of four index tensors, but got {type(function).__name__}")
     return MaskFunction(function)
 
 

@@ -34,33 +34,33 @@ class KeyRanges:
     Two runs are disjoint and in order. Where not `exact`, a query sees nothing outside but maybe not all inside.
     """
 
-    runs: tuple[tuple[Tensor, Tensor], ...]
+    ranges: tuple[tuple[Tensor, Tensor], ...]
     keys: int
     exact: bool
 
     @classmethod
-    def everything(cls, extent: CallSizes) -> KeyRanges:
-        low = torch.zeros((1, extent.queries), dtype=torch.int64, device=extent.device)
-        return cls(((low, torch.full_like(low, extent.keys)),), extent.keys, exact=False)
+    def all_keys(cls, sizes: CallSizes) -> KeyRanges:
+        low = torch.zeros((1, sizes.queries), dtype=torch.int64, device=sizes.device)
+        return cls(((low, torch.full_like(low, sizes.keys)),), sizes.keys, exact=False)
 
     @classmethod
-    def run(cls, low: Tensor, high: Tensor, extent: CallSizes, exact: bool = True) -> KeyRanges:
-        low, high = (torch.atleast_2d(ends.clamp(0, extent.keys)) for ends in (low, high))
-        return cls(((low, high),), extent.keys, exact)
+    def single(cls, low: Tensor, high: Tensor, sizes: CallSizes, exact: bool = True) -> KeyRanges:
+        low, high = (torch.atleast_2d(ends.clamp(0, sizes.keys)) for ends in (low, high))
+        return cls(((low, high),), sizes.keys, exact)
 
     def __and__(self, other: KeyRanges) -> KeyRanges:
         runs = [
             (torch.maximum(*to_same_device(a, c)), torch.minimum(*to_same_device(b, d)))
-            for a, b in self.runs
-            for c, d in other.runs
+            for a, b in self.ranges
+            for c, d in other.ranges
         ]
         spans = KeyRanges(tuple(runs), self.keys, self.exact and other.exact)
         return spans if len(runs) <= 2 else spans.hull()
 
     def __or__(self, other: KeyRanges) -> KeyRanges:
-        if len(self.runs) + len(other.runs) > 2:
-            return KeyRanges((*self.runs, *other.runs), self.keys, exact=False).hull()
-        (a, b), (c, d) = self.runs[0], other.runs[0]
+        if len(self.ranges) + len(other.ranges) > 2:
+            return KeyRanges((*self.ranges, *other.ranges), self.keys, exact=False).hull()
+        (a, b), (c, d) = self.ranges[0], other.ranges[0]
         (a, c), (b, d) = to_same_device(a, c), to_same_device(b, d)
         a, b, c, d = torch.broadcast_tensors(a, b, c, d)
         # An empty run is moved onto the other one, so that it neither separates nor widens.
@@ -73,38 +73,38 @@ class KeyRanges:
         return KeyRanges((first, second), self.keys, self.exact and other.exact)
 
     def __invert__(self) -> KeyRanges:
-        if not self.exact or len(self.runs) > 1:
-            low = torch.zeros_like(self.runs[0][0])
+        if not self.exact or len(self.ranges) > 1:
+            low = torch.zeros_like(self.ranges[0][0])
             return KeyRanges(((low, torch.full_like(low, self.keys)),), self.keys, exact=False)
-        low, high = self.runs[0]
+        low, high = self.ranges[0]
         high = torch.maximum(low, high)
         return KeyRanges(((torch.zeros_like(low), low), (high, torch.full_like(low, self.keys))), self.keys, exact=True)
 
-    def of(self, batches: Tensor) -> KeyRanges:
+    def select_batches(self, batches: Tensor) -> KeyRanges:
         """The spans of some of the sequences."""
 
         def chosen(ends: Tensor) -> Tensor:
             return ends if ends.shape[0] == 1 else ends[batches.to(ends.device)]
 
-        return KeyRanges(tuple((chosen(low), chosen(high)) for low, high in self.runs), self.keys, self.exact)
+        return KeyRanges(tuple((chosen(low), chosen(high)) for low, high in self.ranges), self.keys, self.exact)
 
     def hull(self) -> KeyRanges:
         """One run per query that holds all of its runs."""
-        lows = [torch.where(a < b, a, self.keys) for a, b in self.runs]
-        highs = [torch.where(a < b, b, 0) for a, b in self.runs]
+        lows = [torch.where(a < b, a, self.keys) for a, b in self.ranges]
+        highs = [torch.where(a < b, b, 0) for a, b in self.ranges]
         low, high = lows[0], highs[0]
         for a, b in zip(lows[1:], highs[1:], strict=True):
             low, high = torch.minimum(*to_same_device(low, a)), torch.maximum(*to_same_device(high, b))
         return KeyRanges(((low, high),), self.keys, exact=False)
 
-    def tensor(self, device: torch.device) -> Tensor:
+    def to_tensor(self, device: torch.device) -> Tensor:
         """(Bm, runs, 2, Tq) int32: the form that kernels read."""
-        runs = [torch.stack(torch.broadcast_tensors(*to_same_device(low, high)), dim=1) for low, high in self.runs]
+        runs = [torch.stack(torch.broadcast_tensors(*to_same_device(low, high)), dim=1) for low, high in self.ranges]
         return torch.stack(torch.broadcast_tensors(*runs), dim=1).to(device=device, dtype=torch.int32).contiguous()
 
     def segments(self, rows: int) -> list[list[Segment]]:
         """For each strip of `rows` queries, the runs of keys to visit."""
-        strips = zip(*(self._strips(low, high, rows) for low, high in self.runs), strict=True)
+        strips = zip(*(self._strips(low, high, rows) for low, high in self.ranges), strict=True)
         return [
             merge_segments(sorted(segment for segment in strip if segment.start < segment.stop)) for strip in strips
         ]

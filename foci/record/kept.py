@@ -60,12 +60,12 @@ class Keep:
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
                 raise ValueError(f"Keep takes a whole number, 0 or more, for {name}, but got {number!r}")
 
-    def of(self, weights: Weights) -> dict[str, Tensor]:
+    def compute(self, weights: Weights) -> dict[str, Tensor]:
         """The statistics of some weights (B, H, Tq, Tk), where these are; the sinks' mass where there are sinks."""
         with torch.no_grad():
             # Keys are half as long on their way to the host; `top` gives them as they were.
-            kept = weights._in_one_pass(self.top, self.picture, self.largest_logit, narrow=True)
-            if weights._held.call.sink is not None:
+            kept = weights.summary_tensors(self.top, self.picture, self.largest_logit, narrow=True)
+            if weights.tensors.call.sink is not None:
                 kept["sink_mass"] = weights.sink_mass()
             if self.shares:
                 kept |= compute_key_shares(weights, kept["received"])

@@ -90,4 +90,4 @@ def is_empty(call: Call) -> bool:
 
 
 def zeros(call: Call, averaged: bool, *shape: int) -> Tensor:
-    return call.q.new_zeros(call.q.shape[0], 1 if averaged else call.q.shape[1], *shape, dtype=call.wide)
+    return call.q.new_zeros(call.q.shape[0], 1 if averaged else call.q.shape[1], *shape, dtype=call.softmax_dtype)

@@ -118,7 +118,7 @@ def measure(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
         if step >= batch:
             return measure_part(call, lse, wanted)
         places = [slice(start, min(start + step, batch)) for start in range(0, batch, step)]
-        parts = [measure_part(call.part(place, slice(0, heads)), lse[place], wanted) for place in places]
+        parts = [measure_part(call.select(place, slice(0, heads)), lse[place], wanted) for place in places]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -167,7 +167,7 @@ def shares(call: Call, wanted: Wanted) -> tuple[int, int]:
 
 def matrix_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, Tensor]:
     """What the entries of the matrix are made of."""
-    where = call.everything()
+    where = call.full_tile()
     # Counted from the first key: far from 0 floats tell no two places apart.
     origin = where.key_position.amin()
     given = {
@@ -210,7 +210,7 @@ def scales(score: Dot, width: int) -> tuple[float, float]:
 
 def mask_tensors(call: Call) -> dict[str, Tensor]:
     masks = mask_inputs.build_kernel_masks(call)
-    runs = Causal().spans(call.extent, False).tensor(call.q.device) if masks.causal else masks.spans
+    runs = Causal().key_ranges(call.sizes, False).to_tensor(call.q.device) if masks.causal else masks.spans
     given = {} if runs is None else {"runs": runs.contiguous()}
     if masks.query_ids is not None and masks.key_ids is not None:
         given |= {"query_ids": masks.query_ids.long().contiguous(), "key_ids": masks.key_ids.long().contiguous()}

@@ -34,7 +34,7 @@ def measure(call: Call, lse: Tensor, wanted: Wanted, averaged: bool = False) -> 
         for (batches, heads), part in strips.split_into_parts(call, whole=averaged):
             kept = slice(0, 1) if averaged else heads
             views = {name: tensor[batches, kept] for name, tensor in found.items()}
-            part = replace(part, q=part.q.to(part.wide), k=part.k.to(part.wide))
+            part = replace(part, q=part.q.to(part.softmax_dtype), k=part.k.to(part.softmax_dtype))
             for strip in strips.split_into_strips(part):
                 if strip.segments:
                     measure_strip(part, lse[batches, heads, strip.rows], strip, wanted, averaged, views)
@@ -54,17 +54,17 @@ def empty(call: Call, wanted: Wanted, heads: int) -> dict[str, Tensor]:
     zeros = call.q.new_zeros
     found = {}
     if wanted.entropy:
-        found["entropy"] = zeros(*lead, queries, dtype=call.wide)
+        found["entropy"] = zeros(*lead, queries, dtype=call.softmax_dtype)
     if wanted.distance:
-        found["distance"] = zeros(*lead, queries, dtype=call.wide)
+        found["distance"] = zeros(*lead, queries, dtype=call.softmax_dtype)
     if wanted.received:
-        found["received"] = zeros(*lead, keys, dtype=call.wide)
+        found["received"] = zeros(*lead, keys, dtype=call.softmax_dtype)
     if wanted.largest:
-        found["largest"] = call.q.new_full(lead, -torch.inf, dtype=call.wide)
+        found["largest"] = call.q.new_full(lead, -torch.inf, dtype=call.softmax_dtype)
     if wanted.picture is not None:
-        found["picture"] = zeros(*lead, *wanted.picture[:2], dtype=call.wide)
+        found["picture"] = zeros(*lead, *wanted.picture[:2], dtype=call.softmax_dtype)
     if wanted.top:
-        found["top_values"] = zeros(*lead, queries, wanted.top, dtype=call.wide)
+        found["top_values"] = zeros(*lead, queries, wanted.top, dtype=call.softmax_dtype)
         found["top_keys"] = call.q.new_full((*lead, queries, wanted.top), -1, dtype=torch.int64)
     return found
 
@@ -141,7 +141,7 @@ def finite(lse: Tensor) -> Tensor:
 
 def distances(call: Call, rows: slice, columns: slice, weights: Tensor) -> Tensor:
     """Σ w |key position - query position|; far from the diagonal the sign is known, a vector product does."""
-    where = call.where(rows, columns)
+    where = call.tile(rows, columns)
     if call.positions is None and columns.stop - 1 <= rows.start + call.k.shape[2] - call.q.shape[2]:
         # Counted from the first query: from 0 the two sums would be large and their difference have few digits.
         origin = where.query_position[0, 0, 0, 0]

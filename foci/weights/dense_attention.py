@@ -107,7 +107,7 @@ def input_gradients(
 @disable_autocast
 def compute_traceable(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     """As the reference does it: operations that a compiler can see through."""
-    where = call.everything()
+    where = call.full_tile()
     weights, _ = reference.softmax_with_lse(reference.compute_logits(call, call.q, call.k, where))
     out = reference.apply_weights(call, weights, call.v, where).to(call.q.dtype)
     return out, weights.mean(1) if average else weights
@@ -125,7 +125,7 @@ def compute_with_matrix(call: Call, average: bool) -> tuple[Tensor, Tensor]:
 def compute_in_strips(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     batch, heads, queries = call.q.shape[:3]
     out = call.q.new_zeros(batch, heads, queries, call.v.shape[-1])
-    matrix = call.q.new_zeros(batch, 1 if average else heads, queries, call.k.shape[2], dtype=call.wide)
+    matrix = call.q.new_zeros(batch, 1 if average else heads, queries, call.k.shape[2], dtype=call.softmax_dtype)
     if 0 not in matrix.shape:
         for (batches, some), part in strips.split_into_parts(call):
             entries = matrix[batches] if average else matrix[batches, some]
@@ -141,7 +141,7 @@ def add_strip(call: Call, strip: strips.Strip, out: Tensor, entries: Tensor, ave
         return
     powers, share = exponentiate_strip(call, strip)
     for columns, piece in strips.split_by_segment(strip, powers):
-        found = reference.apply_weights(call, piece, call.v[:, :, columns], call.where(strip.rows, columns))
+        found = reference.apply_weights(call, piece, call.v[:, :, columns], call.tile(strip.rows, columns))
         out += found.mul_(share)
         place = entries[..., columns]
         if averaged is None:
@@ -153,7 +153,7 @@ def add_strip(call: Call, strip: strips.Strip, out: Tensor, entries: Tensor, ave
 
 def exponentiate_strip(call: Call, strip: strips.Strip) -> tuple[Tensor, Tensor]:
     """Powers of two (B, H, R, C), and what each row is multiplied with to sum to 1, or 0 where it sees nothing."""
-    no_lse = call.q.new_zeros(*call.q.shape[:2], strip.rows.stop - strip.rows.start, dtype=call.wide)
+    no_lse = call.q.new_zeros(*call.q.shape[:2], strip.rows.stop - strip.rows.start, dtype=call.softmax_dtype)
     x = streaming.log2_weights(call, no_lse, strip)
     peak = x.amax(-1, keepdim=True)
     x.sub_(peak).exp2_()

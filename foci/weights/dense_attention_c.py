@@ -50,7 +50,7 @@ class MatrixArguments(ctypes.Structure):
 def supports_call(call: Call) -> bool:
     """Whether this computes such a call."""
     plain = type(call.score) is Dot and call.score.softcap is None and call.sink is None and not call.dropout
-    if not plain or call.q.device.type != "cpu" or call.q.dtype not in cpu_c.DTYPES or call.transformed:
+    if not plain or call.q.device.type != "cpu" or call.q.dtype not in cpu_c.DTYPES or call.is_transformed:
         return False
     if is_traced(call.q) or any(type(tensor) not in cpu_c.PLAIN for tensor in (call.q, call.k, call.v)):
         return False

@@ -23,7 +23,7 @@ from foci.weights.tensors import MATRIX_FIELDS, find_tensors
 
 SHAPE_FIELDS = ("batch", "headed", "averaged", "group")
 INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-WEIGHTS_PARTS = {*MATRIX_FIELDS, *SHAPE_FIELDS, "extent", "lse"}
+WEIGHTS_PARTS = {*MATRIX_FIELDS, *SHAPE_FIELDS, "sizes", "lse"}
 
 
 def load_weights(path: str | os.PathLike[str]) -> tuple[Call, Tensor, tuple[int, ...], bool, bool, int]:
@@ -56,17 +56,17 @@ def rebuild_call(found: dict[str, Any]) -> Call:
     """The call that was described, its parts fitted to each other again."""
     q, k = found["q"], found["k"]
     check_queries(q, k)
-    extent = rebuild_sizes(found["extent"], q, k)
+    sizes = rebuild_sizes(found["sizes"], q, k)
     # Masks, biases and positions were saved with all leading axes folded into one.
-    folded = extent._replace(batch=(extent.flat_batch,), heads=extent.heads or 1)
-    call = Call(q, k, k, extent, found["score"])
+    folded = sizes._replace(batch=(sizes.flat_batch,), heads=sizes.heads or 1)
+    call = Call(q, k, k, sizes, found["score"])
     require(isinstance(call.score, Score), "a score", call.score)
-    call.score.check(q, k, None if extent.heads is None else q.shape[1])
+    call.score.check(q, k, None if sizes.heads is None else q.shape[1])
     call.mask, call.bias = rebuild_mask(found["mask"], folded), rebuild_bias(found["bias"], folded, call)
     call.batch_ids = check_ids(found["batch_ids"], q.shape[0], folded.flat_batch, "batch_ids")
     call.head_ids = check_ids(found["head_ids"], q.shape[1], folded.heads or 1, "head_ids")
     if found["sink"] is not None:
-        call.sink = normalize_sink(found["sink"], extent._replace(heads=extent.heads and q.shape[1]))
+        call.sink = normalize_sink(found["sink"], sizes._replace(heads=sizes.heads and q.shape[1]))
     if found["positions"] is not None:
         call.positions = normalize_positions(found["positions"], folded)
     return call
@@ -83,7 +83,7 @@ def check_queries(q: Any, k: Any) -> None:
 
 
 def rebuild_sizes(sizes: Any, q: Tensor, k: Tensor) -> CallSizes:
-    require(isinstance(sizes, tuple) and len(sizes) == 4, "an extent of four sizes", sizes)
+    require(isinstance(sizes, tuple) and len(sizes) == 4, "an sizes of four sizes", sizes)
     batch, heads, queries, keys = sizes
     require(
         is_int_tuple(batch) and (heads is None or is_int_tuple((heads,))),
@@ -150,7 +150,7 @@ def check_shape_fields(call: Call, found: dict[str, Any]) -> None:
     require(
         isinstance(lse, Tensor) and lse.shape == call.q.shape[:3], f"lse {tuple(call.q.shape[:3])}", describe_shape(lse)
     )
-    require(lse.dtype == call.wide, f"lse in {call.wide}", lse.dtype)
+    require(lse.dtype == call.softmax_dtype, f"lse in {call.softmax_dtype}", lse.dtype)
     require(isinstance(headed, bool) and isinstance(averaged, bool), "true or false", (headed, averaged))
     require(not (headed and averaged), "an average without heads", "one with heads")
     require(headed or averaged or call.q.shape[1] == 1, "one head where there is no head axis", call.q.shape[1])

@@ -20,7 +20,7 @@ from foci.statistics.streaming import finite
 def multiply(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name: str = "W @ x") -> Tensor:
     """W x: (..., Tk, E) -> (..., Tq, E); a vector (Tk,) gives (..., Tq)."""
     check_operand(call, x, call.k.shape[2], name)
-    dtype = call.q.dtype if x.dtype == call.q.dtype else call.wide
+    dtype = call.q.dtype if x.dtype == call.q.dtype else call.softmax_dtype
     heads = count_operand_heads(call, x, averaged)
     wanted = lead if averaged or heads == call.q.shape[1] else (*lead[:-1], heads)
     values = expand_operand(x, wanted, (call.q.shape[0], heads), name).to(dtype)
@@ -40,7 +40,7 @@ def multiply_transposed(call: Call, lead: tuple[int, ...], x: Tensor, averaged: 
     """Wᵀ x: (..., Tq, E) -> (..., Tk, E); a vector (Tq,) gives (..., Tk)."""
     check_operand(call, x, call.q.shape[2], name)
     values = expand_operand(x, lead, (call.q.shape[0], 1 if averaged else call.q.shape[1]), name)
-    return reshape_product(statistics.transposed(call, values.to(call.wide), averaged), lead, x)
+    return reshape_product(statistics.transposed(call, values.to(call.softmax_dtype), averaged), lead, x)
 
 
 def count_operand_heads(call: Call, x: Tensor, averaged: bool) -> int:

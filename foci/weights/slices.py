@@ -28,13 +28,13 @@ def compute_entries(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, aver
     """(B, H, R, C): recomputed from q, k and the log-sum-exp; with gradients where they are on."""
     shape = (call.q.shape[0], 1 if averaged else call.q.shape[1], rows.numel(), columns.numel())
     if 0 in shape:
-        return call.q.new_zeros(shape, dtype=call.wide)
+        return call.q.new_zeros(shape, dtype=call.softmax_dtype)
     if call.needs_grad:
         some = rows.split(count_rows_per_step(call, call.k.shape[2], 1))
         return torch.cat(
             [recompute_in_backward(call, entries_from_full_rows, call, part, columns, averaged) for part in some], dim=2
         )
-    found = call.q.new_empty(shape, dtype=call.wide)
+    found = call.q.new_empty(shape, dtype=call.softmax_dtype)
     start = 0
     for part in rows.split(count_rows_per_step(call, columns.numel(), STRIPS_PER_STEP)):
         found[:, :, start : start + part.numel()] = entries_from_lse(call, lse, part, columns, averaged)
@@ -69,7 +69,7 @@ def entries_from_full_rows(call: Call, rows: Tensor, columns: Tensor, averaged: 
 
 def tile_at(call: Call, rows: Tensor, columns: Tensor) -> Tile:
     """Where chosen entries stand, contiguous or not."""
-    whole = call.everything()
+    whole = call.full_tile()
     return Tile(
         whole.batch,
         whole.head,

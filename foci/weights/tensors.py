@@ -30,7 +30,7 @@ class TrackedTensors:
     def __init__(self, call: Call, lse: Tensor) -> None:
         self.call, self.lse = call, lse
         # A compiler keeps its own account of changes; fake tensors and those inside torch.func have no memory to watch.
-        watched = [] if is_traced(lse) or call.transformed else name_tensors(call, lse)
+        watched = [] if is_traced(lse) or call.is_transformed else name_tensors(call, lse)
         self._marks = [(name, tensor, fingerprint(tensor)) for name, tensor in watched]
 
     def __getstate__(self) -> tuple[Call, Tensor]:
@@ -55,17 +55,19 @@ class TrackedTensors:
                     " (pass a clone to the call, or ask before changing it)"
                 )
 
-    def was(self, tensor: Tensor) -> tuple[Any, ...]:
+    def fingerprint_of(self, tensor: Tensor) -> tuple[Any, ...]:
         """The mark of one of the tensors when the weights were made."""
         return next(was for _, held, was in self._marks if held is tensor)
 
     @property
     def nbytes(self) -> int:
         """Tensors that begin at one place in memory are counted once."""
-        sizes: dict[int, int] = {}
+        bytes_by_address: dict[int, int] = {}
         for _, tensor in name_tensors(self.call, self.lse):
-            sizes[memory_address(tensor)] = max(count_bytes(tensor), sizes.get(memory_address(tensor), 0))
-        return sum(sizes.values())
+            bytes_by_address[memory_address(tensor)] = max(
+                count_bytes(tensor), bytes_by_address.get(memory_address(tensor), 0)
+            )
+        return sum(bytes_by_address.values())
 
 
 def drop_values(call: Call) -> Call:
@@ -76,7 +78,7 @@ def drop_values(call: Call) -> Call:
     bias = Relative(call.bias.keys) if isinstance(call.bias, Relative) else call.bias
     # What `dataclasses.replace` does, without looking at each field.
     call = Call(
-        call.q, call.k, call.k, call.extent, call.score, call.mask, bias, call.sink, call.positions,
+        call.q, call.k, call.k, call.sizes, call.score, call.mask, bias, call.sink, call.positions,
         needs_lse=call.needs_lse, batch_ids=call.batch_ids, head_ids=call.head_ids,
     )  # fmt: skip
     if torch.compiler.is_compiling() or not any(

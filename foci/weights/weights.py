@@ -54,36 +54,36 @@ class Weights:
     def __init__(
         self, call: Call, lse: Tensor, batch: tuple[int, ...], headed: bool, averaged: bool = False, group: int = 0
     ) -> None:
-        self._held = TrackedTensors(call, lse)
-        self._batch, self._headed, self._averaged = batch, headed, averaged
+        self.tensors = TrackedTensors(call, lse)
+        self.batch_shape, self._headed, self._averaged = batch, headed, averaged
         self._lead = (*batch, call.q.shape[1]) if headed else batch
         self.shape: tuple[int, ...] = (*self._lead, call.q.shape[2], call.k.shape[2])
         # How many heads shared keys in the call: a part of its heads cannot tell.
-        self._group = group or call.group
+        self.group = group or call.group
 
     @classmethod
-    def of(cls, call: Call, lse: Tensor) -> Weights:
+    def from_call(cls, call: Call, lse: Tensor) -> Weights:
         """The weights of a call, with the shape that its caller used."""
-        return cls(drop_values(call), lse, call.extent.batch, call.extent.heads is not None)
+        return cls(drop_values(call), lse, call.sizes.batch, call.sizes.heads is not None)
 
     @property
-    def _call(self) -> Call:
+    def call(self) -> Call:
         """The call behind the weights, refused when its tensors were changed since."""
-        self._held.check()
-        return self._held.call
+        self.tensors.check()
+        return self.tensors.call
 
     @property
     def device(self) -> torch.device:
-        return self._held.lse.device
+        return self.tensors.lse.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._held.call.wide
+        return self.tensors.call.softmax_dtype
 
     @property
     def nbytes(self) -> int:
         """The bytes of the tensors that it holds; most of them are the caller's own queries and keys."""
-        return self._held.nbytes
+        return self.tensors.nbytes
 
     @property
     def lse(self) -> Tensor:
@@ -94,17 +94,17 @@ class Weights:
     def _of_heads(self, name: str) -> Tensor:
         if self._averaged:
             raise ValueError(f"{name} belongs to single heads: ask it before mean('heads')")
-        self._held.check()
-        return self._held.lse
+        self.tensors.check()
+        return self.tensors.lse
 
     def _shaped(self, found: Tensor) -> Tensor:
         """(B, H, ...) in the shape of these weights."""
-        if self._headed and len(self._batch) == 1:
+        if self._headed and len(self.batch_shape) == 1:
             return found
         return found.reshape((*self._lead, *found.shape[2:]))
 
     def __repr__(self) -> str:
-        mask = f", {self._held.call.mask!r}" if self._held.call.mask is not None else ""
+        mask = f", {self.tensors.call.mask!r}" if self.tensors.call.mask is not None else ""
         mean = ", mean over heads" if self._averaged else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"Weights{self.shape}{mask}{mean}, {dtype} on {self.device}, holds {self.nbytes:,} bytes"
@@ -117,23 +117,23 @@ class Weights:
     def _at(self, lead: tuple[Any, ...]) -> Weights:
         """The matrix of some sequences and heads, again lazy."""
         lead = tuple(parse_leading_index(item, size) for item, size in zip(lead, self._lead, strict=True))
-        call = self._call
-        batches = torch.arange(call.q.shape[0]).view(self._batch)[lead[: len(self._batch)]]
+        call = self.call
+        batches = torch.arange(call.q.shape[0]).view(self.batch_shape)[lead[: len(self.batch_shape)]]
         head = lead[-1] if self._headed else slice(None)
         heads = slice(head, head + 1) if isinstance(head, int) else head
         some = to_slice(batches)
         headed = self._headed and isinstance(head, slice)
-        lse = self._held.lse[some][:, heads]
-        return Weights(call.part(some, heads), lse, tuple(batches.shape), headed, self._averaged, self._group)
+        lse = self.tensors.lse[some][:, heads]
+        return Weights(call.select(some, heads), lse, tuple(batches.shape), headed, self._averaged, self.group)
 
     def _entries(self, query: Any, key: Any) -> Tensor:
-        call = self._call
+        call = self.call
         rows = parse_axis_index(query, call.q.shape[2], "query", self.device)
         columns = parse_axis_index(key, call.k.shape[2], "key", self.device)
         if rows.listed and columns.listed:
             # A tensor would pair the two lists, which reads like asking for all their combinations.
             raise IndexError(f"weights take a list on one axis, queries or keys, but got {query!r} and {key!r}")
-        found = self._shaped(compute_entries(call, self._held.lse, rows.index, columns.index, self._averaged))
+        found = self._shaped(compute_entries(call, self.tensors.lse, rows.index, columns.index, self._averaged))
         return found.squeeze([axis for axis, gone in ((-2, rows.dropped), (-1, columns.dropped)) if gone])
 
     def dense(self, limit: int = 2**30) -> Tensor:
@@ -154,13 +154,13 @@ class Weights:
             raise ValueError(f"weights can be averaged over 'heads', but got {over!r}")
         if not self._headed or not self._lead[-1]:
             raise ValueError(f"mean('heads') takes weights with heads, (..., H, Tq, Tk), but these are {self.shape}")
-        return Weights(self._call, self._held.lse, self._batch, False, True, self._group)
+        return Weights(self.call, self.tensors.lse, self.batch_shape, False, True, self.group)
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        return products.multiply(self._call, self._lead, x, self._averaged)
+        return products.multiply(self.call, self._lead, x, self._averaged)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        found = products.multiply_transposed(self._call, self._lead, transpose_operand(x), self._averaged, "x @ W")
+        found = products.multiply_transposed(self.call, self._lead, transpose_operand(x), self._averaged, "x @ W")
         return found.mT if x.dim() > 1 else found
 
     @property
@@ -174,7 +174,7 @@ class Weights:
 
     def _measured(self, wanted: Wanted, call: Call | None = None) -> dict[str, Tensor]:
         """What is wanted of the call, which is checked here unless it was."""
-        return statistics.measure(call or self._call, self._held.lse, wanted, self._averaged)
+        return statistics.measure(call or self.call, self.tensors.lse, wanted, self._averaged)
 
     def top(self, k: int) -> Top:
         """The k heaviest keys of each query, heaviest first, exact ties to the lower key; (..., Tq, k) each."""
@@ -186,7 +186,7 @@ class Weights:
 
     def entropy(self) -> Tensor:
         """Nats per query, -Σ w ln w over the keys: 0 for a query that looks at one key only; (..., Tq)."""
-        call = self._call
+        call = self.call
         if call.needs_grad:
             return self._shaped(statistics.entropy(call, self._averaged))
         return self._shaped(self._measured(Wanted(entropy=True), call)["entropy"])
@@ -204,12 +204,12 @@ class Weights:
         if not self._headed:
             raise ValueError(f"per='kv_head' takes weights with heads, (..., H, Tq, Tk), but these are {self.shape}")
         found = self._received(queries)
-        shared, place = (self._call.heads.flatten() // self._group).unique_consecutive(return_inverse=True)
+        shared, place = (self.call.head_index.flatten() // self.group).unique_consecutive(return_inverse=True)
         sums = found.new_zeros(found.shape[0], shared.numel(), found.shape[2]).index_add(1, place, found)
-        return sums.reshape(*self._batch, *sums.shape[1:])
+        return sums.reshape(*self.batch_shape, *sums.shape[1:])
 
     def _received(self, queries: Any) -> Tensor:
-        call = self._call
+        call = self.call
         if queries is None and not call.needs_grad:
             return self._measured(Wanted(received=True), call)["received"]
         counted = torch.ones(call.q.shape[2], 1, device=self.device, dtype=self.dtype)
@@ -249,11 +249,11 @@ class Weights:
         queries, keys = self.shape[-2:]
         rows = assign_groups(query_groups, queries, "query_groups", self.device)
         columns = assign_groups(key_groups, keys, "key_groups", self.device)
-        return self._shaped(statistics.grouped(self._call, rows, columns, self._averaged))
+        return self._shaped(statistics.grouped(self.call, rows, columns, self._averaged))
 
     def distance(self) -> Tensor:
         """How far each query looks on average, Σ w |key position - query position|: (..., Tq)."""
-        call = self._call
+        call = self.call
         if call.needs_grad:
             return self._shaped(statistics.distance(call, self._averaged))
         return self._shaped(self._measured(Wanted(distance=True), call)["distance"])
@@ -265,7 +265,7 @@ class Weights:
 
     def sink_mass(self) -> Tensor:
         """The share of each query's attention that the sink takes, 0 without a sink: (..., Tq)."""
-        return self._shaped(compute_sink_mass(self._of_heads("sink_mass"), self._held.call.sink))
+        return self._shaped(compute_sink_mass(self._of_heads("sink_mass"), self.tensors.call.sink))
 
     def summary(self, top: int = 8, picture: int = 256, largest_logit: bool = True, distance: bool = True) -> Summary:
         """Every statistic in one pass; `top` and `picture` are cut to the size of the matrix, 0 leaves them out.
@@ -276,20 +276,20 @@ class Weights:
             if asked != 0 and not is_positive_int(asked):
                 raise ValueError(f"summary takes a whole number, 0 or more, for {name}, but got {asked!r}")
         with torch.no_grad():
-            found = self._in_one_pass(top, picture, largest_logit, distance)
+            found = self.summary_tensors(top, picture, largest_logit, distance)
             return Summary(
                 entropy=found["entropy"],
                 received=found["received"],
                 distance=found.get("distance"),
                 lse=found["lse"],
                 # Checked with the rest.
-                sink_mass=self._shaped(compute_sink_mass(self._held.lse, self._held.call.sink)),
+                sink_mass=self._shaped(compute_sink_mass(self.tensors.lse, self.tensors.call.sink)),
                 largest_logit=found.get("largest_logit"),
                 top=Top(found["top_values"], found["top_keys"]) if "top_keys" in found else None,
                 picture=found.get("picture"),
             )
 
-    def _in_one_pass(
+    def summary_tensors(
         self, top: int, picture: int, largest_logit: bool, distance: bool = True, narrow: bool = False
     ) -> dict[str, Tensor]:
         """What a summary is made of, by name, without the sinks' mass; narrow: the heaviest keys in int32."""
@@ -302,15 +302,15 @@ class Weights:
         if largest_logit:
             found["largest_logit"] = found.pop("largest")
         # Checked with the rest.
-        found["lse"] = self._shaped(copy_if_inference(self._held.lse).detach())
+        found["lse"] = self._shaped(copy_if_inference(self.tensors.lse).detach())
         return found
 
     def to(self, device: torch.device | str) -> Weights:
         """The same weights with everything they hold on another device."""
-        call, device = self._call, torch.device(device)
+        call, device = self.call, torch.device(device)
         moved = safetensors_file.map_tensors(select_matrix_fields(call), lambda tensor: tensor.to(device))
-        call = replace(call, **moved, v=moved["k"], extent=call.extent._replace(device=moved["q"].device))
-        return Weights(call, self._held.lse.to(device), self._batch, self._headed, self._averaged, self._group)
+        call = replace(call, **moved, v=moved["k"], sizes=call.sizes._replace(device=moved["q"].device))
+        return Weights(call, self.tensors.lse.to(device), self.batch_shape, self._headed, self._averaged, self.group)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """One safetensors file with everything the weights need; `Weights.load(path)` reads it."""
@@ -318,9 +318,9 @@ class Weights:
 
     def parts(self) -> dict[str, Any]:
         """Everything the weights need, by name: what a file of them holds."""
-        form = {"batch": self._batch, "headed": self._headed, "averaged": self._averaged, "group": self._group}
-        sizes = tuple(self._call.extent)[:4]
-        return select_matrix_fields(self._call) | form | {"lse": self._held.lse, "extent": sizes}
+        form = {"batch": self.batch_shape, "headed": self._headed, "averaged": self._averaged, "group": self.group}
+        sizes = tuple(self.call.sizes)[:4]
+        return select_matrix_fields(self.call) | form | {"lse": self.tensors.lse, "sizes": sizes}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Weights:
@@ -342,11 +342,11 @@ class Transposed:
 
     def __matmul__(self, x: Tensor) -> Tensor:
         weights = self.T
-        return products.multiply_transposed(weights._call, weights._lead, x, weights._averaged)
+        return products.multiply_transposed(weights.call, weights._lead, x, weights._averaged)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         weights = self.T
-        found = products.multiply(weights._call, weights._lead, transpose_operand(x), weights._averaged, "x @ W.T")
+        found = products.multiply(weights.call, weights._lead, transpose_operand(x), weights._averaged, "x @ W.T")
         return found.mT if x.dim() > 1 else found
 
     @classmethod

@@ -35,7 +35,7 @@ def true_tables(call: Call) -> BlockTables:
     """Each block looked at, entry by entry."""
     assert call.mask is not None
     queries, keys = call.q.shape[2], call.k.shape[2]
-    visible = call.mask.visible(call.everything()).broadcast_to(call.q.shape[0], HEADS, queries, keys)
+    visible = call.mask.visible(call.full_tile()).broadcast_to(call.q.shape[0], HEADS, queries, keys)
     some = torch.zeros(*visible.shape[:2], count_blocks(queries), count_blocks(keys), dtype=torch.bool)
     every = some.clone()
     for i in range(count_blocks(queries)):
@@ -67,7 +67,7 @@ MASKS = {
     "scattered": lambda tq, tk: foci.documents(torch.arange(tq) % 3, torch.arange(tk) // 100),
     "entries": lambda tq, tk: torch.rand(BATCH, 1, tq, tk, generator=torch.Generator().manual_seed(0)) > 0.9995,
     "row": lambda tq, tk: torch.arange(tk) % 200 < 140,
-    "heads": lambda tq, tk: foci.from_function(lambda b, h, q, k: (q - k) // 100 == h),
+    "heads": lambda tq, tk: foci.mask_function(lambda b, h, q, k: (q - k) // 100 == h),
 }
 
 
@@ -104,8 +104,8 @@ def test_rows_are_looked_up_a_few_at_a_time() -> None:
     assert call.mask is not None
     whole = build_tables(call.mask, call)
     with (
-        mock.patch.object(block_masks, "ENTRIES", 1),
-        mock.patch.object(block_masks, "strip_tables", wraps=block_masks.tables_of_rows) as strips,
+        mock.patch.object(block_masks, "MAX_ENTRIES_PER_LOOKUP", 1),
+        mock.patch.object(block_masks, "tables_of_rows", wraps=block_masks.tables_of_rows) as strips,
     ):
         parts = build_tables(call.mask, call)
     assert strips.call_count == count_blocks(513)

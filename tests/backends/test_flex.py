@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "padding": {"mask": foci.padding([100, 0])},
     "left_padding": {"mask": foci.padding([300, 7], side="left") & foci.causal},
     "documents": {"mask": foci.documents(torch.arange(300) // 70) & foci.causal, "queries": 300},
-    "function": {"mask": foci.from_function(lambda b, h, q, k: (q - k) % (h + 2) == b)},
+    "function": {"mask": foci.mask_function(lambda b, h, q, k: (q - k) % (h + 2) == b)},
     "entries": {"mask": torch.rand(2, 1, 200, 300, generator=torch.Generator().manual_seed(1)) > 0.7},
     "grouped": {"mask": foci.window(20, 20), "heads": 6, "key_heads": 2},
     "softcap": {"score": foci.Dot(0.3, softcap=2.0)},
@@ -114,7 +114,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     """Programs are traced and not compiled, and everything that a GPU serves is served."""
     counter = Counter()
     compiling = torch.compile
-    monkeypatch.setattr(flex, "cpu_reasons", lambda call: [])
+    monkeypatch.setattr(flex, "cpu_refusals", lambda call: [])
     monkeypatch.setattr(
         compiled_calls.torch, "compile", lambda f, **options: compiling(f, **({"backend": counter} | options))
     )
@@ -179,7 +179,7 @@ def test_past_the_limit_of_recompilations_it_raises(counter: Counter) -> None:
     q = torch.randn(1, 1, 10, 4)
 
     def attend(word: str) -> None:
-        mask = foci.from_function(lambda b, h, i, j: (i >= j) & (word != ""))
+        mask = foci.mask_function(lambda b, h, i, j: (i >= j) & (word != ""))
         foci.attention(q, q, q, mask=mask, backend="flex")
 
     with torch._dynamo.config.patch(recompile_limit=2):
@@ -196,7 +196,7 @@ def test_a_function_that_does_not_compile_is_an_error(counter: Counter) -> None:
         torch._dynamo.graph_break()
         return i >= j
 
-    mask = foci.from_function(untraceable)
+    mask = foci.mask_function(untraceable)
     with pytest.raises(RuntimeError, match=r"does not compile for this call \(.*backend='blocked'"):
         foci.attention(q, q, q, mask=mask, backend="flex")
 
@@ -307,7 +307,7 @@ def test_what_is_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mask", [torch.ones(20, 30).bool(), lambda b, h, q, k: q >= k], ids=["entries", "function"])
 def test_blocks_of_other_masks_are_not_kept(mask: Any) -> None:
     flex._block_lists_cache.clear()
-    mask = as_mask(mask) if isinstance(mask, torch.Tensor) else foci.from_function(mask)
+    mask = as_mask(mask) if isinstance(mask, torch.Tensor) else foci.mask_function(mask)
     flex.get_block_lists(call_of(mask=mask))
     flex.get_block_lists(call_of(mask=mask & foci.causal))
     flex.get_block_lists(call_of(mask=foci.causal, positions=(torch.arange(20), None)))

@@ -36,7 +36,7 @@ def generated(model: nn.Module, steps: list[int], **options: Any) -> foci.Record
 
 
 @pytest.mark.parametrize("steps", [[5, 1, 1, 1, 1], [4, 3, 2], [1] * 9, [8, 1]])
-def test_the_rows_of_all_steps_are_one_matrix(steps: list[int]) -> None:
+def test_rows_of_all_steps_form_one_matrix(steps: list[int]) -> None:
     model = attention()
     seen = generated(model, steps)
     assert list(seen.layers) == ["CachedAttention"]
@@ -51,14 +51,14 @@ def test_the_rows_of_all_steps_are_one_matrix(steps: list[int]) -> None:
     torch.testing.assert_close(layer.entropy(), torch.special.entr(truth(model)).sum(-1), atol=1e-5, rtol=1e-5)
 
 
-def test_only_the_last_keys_are_held() -> None:
+def test_only_the_last_keys_are_kept() -> None:
     """A generation holds what one pass over its text holds, and a mask where its steps have dense ones."""
     model = attention()
     one = generated(model, [9])["L0"].weights
     many = generated(attention(), [1] * 9)["L0"].weights
     assert one is not None
     assert many is not None
-    assert repr(many._held.call.mask) == "causal"
+    assert repr(many.tensors.call.mask) == "causal"
     assert many.nbytes <= one.nbytes
 
 
@@ -134,14 +134,14 @@ def changed_on_the_way(model: CachedAttention, how: Callable[[Tensor], Tensor]) 
     model(TEXT[:, 6:7].repeat(rows // 2, 1, 1))
 
 
-def test_an_unchanged_copy_of_a_cache_goes_on() -> None:
+def test_an_unchanged_copy_of_a_cache_continues() -> None:
     model = attention()
     with torch.no_grad(), foci.watch(model) as seen:
         changed_on_the_way(model, lambda t: t.clone())
     assert seen["L0"].shape == (2, 4, 7, 7)
 
 
-def test_another_text_begins_anew() -> None:
+def test_another_text_starts_a_new_layer() -> None:
     model = attention()
     with torch.no_grad(), foci.watch(model) as seen:
         for _ in range(2):
@@ -152,7 +152,7 @@ def test_another_text_begins_anew() -> None:
     assert [layer.shape for layer in seen.layers.values()] == [(2, 4, 6, 6)] * 2
 
 
-def test_fewer_queries_than_keys_without_a_cache_stay_apart() -> None:
+def test_calls_with_fewer_queries_than_keys_and_no_cache_are_not_joined() -> None:
     """Queries that pool: the same shapes again are another call, not a step."""
 
     class PoolingAttention(nn.Module):
@@ -261,7 +261,7 @@ def test_masks_biases_and_scores_of_all_steps(case: str) -> None:
     _, expected = foci.attention(Q, K, V, **whole, return_weights=True)
     found = seen["L0"].weights
     assert found is not None
-    assert repr(found._held.call.mask) == mask
+    assert repr(found.tensors.call.mask) == mask
     torch.testing.assert_close(found.dense(), expected.dense(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(found.sink_mass(), expected.sink_mass(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(found.distance(), expected.distance(), atol=1e-5, rtol=1e-5)
@@ -269,7 +269,7 @@ def test_masks_biases_and_scores_of_all_steps(case: str) -> None:
 
 
 @pytest.mark.parametrize("mask", [None, foci.window(3, None)])
-def test_later_keys_stay_hidden_from_steps_without_a_causal_mask(mask: foci.Mask | None) -> None:
+def test_later_keys_are_masked_in_steps_without_a_causal_mask(mask: foci.Mask | None) -> None:
     model, steps = OwnAttention(mask=mask), [slice(0, 3), slice(3, 6), slice(6, 9)]
     with torch.no_grad(), foci.watch(model) as seen:
         walked(model, Q, steps)
@@ -288,14 +288,14 @@ def test_biases_that_differ_are_refused() -> None:
         walked(model, Q, [slice(0, 5), slice(5, 6)], lambda rows: {"bias": foci.ALiBi(slopes[rows.stop])})
 
 
-def test_a_ring_that_overwrites_old_keys_is_refused() -> None:
+def test_a_cache_that_overwrites_old_keys_is_refused() -> None:
     model = OwnAttention(mask=foci.causal & foci.window(3))
     model.cache = foci.Cache(window=4)
     with pytest.raises(ValueError, match="cannot be joined"), torch.no_grad(), foci.watch(model):
         walked(model, Q, [slice(place, place + 1) for place in range(9)])
 
 
-def test_queries_that_change_afterwards_are_noticed() -> None:
+def test_queries_changed_in_place_are_refused() -> None:
     model, q = OwnAttention(mask=foci.causal), Q.clone()
     with pytest.raises(ValueError, match="changed in place"), torch.no_grad(), foci.watch(model):
         walked(model, q, [slice(0, 5), slice(5, 6)], after=q.zero_)
@@ -356,7 +356,7 @@ class TestOwnModels:
             torch.testing.assert_close(seen[name].entropy(), whole[name].entropy(), atol=1e-6, rtol=1e-5)
             torch.testing.assert_close(seen[name].norms(), whole[name].norms())
 
-    def test_a_recurrent_network_that_looks_back(self) -> None:
+    def test_a_recurrent_network_with_attention(self) -> None:
         torch.manual_seed(0)
         model = foci.nn.Seq2SeqRNN.from_name("tiny", vocabulary=50).eval()
         with foci.watch(model) as seen:
@@ -373,7 +373,7 @@ class TestOwnModels:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [5, 8])
-def test_the_fingerprint_of_keys_is_one_however_they_lie(dtype: torch.dtype, width: int) -> None:
+def test_key_fingerprints_do_not_depend_on_memory_layout(dtype: torch.dtype, width: int) -> None:
     k = randn(1, 2, 7, width).to(dtype)
     room = torch.zeros(1 + k.numel(), dtype=dtype)
     apart = room[1:].view(k.shape)
@@ -384,7 +384,7 @@ def test_the_fingerprint_of_keys_is_one_however_they_lie(dtype: torch.dtype, wid
 
 
 @pytest.mark.parametrize("width", [5, 8])
-def test_the_fingerprint_tells_keys_apart(width: int) -> None:
+def test_key_fingerprints_differ_for_different_keys(width: int) -> None:
     k = randn(1, 2, 7, width)
     changed = k.clone()
     changed[0, 1, 3, width - 1] += 1

@@ -114,7 +114,7 @@ def test_every_shape(case: str) -> None:
     assert layer.norms().shape == (layer.shape[0], layer.shape[1], layer.shape[3])
 
 
-def test_errors_are_pytorchs_own() -> None:
+def test_errors_are_those_of_pytorch() -> None:
     q = randn(1, 4, 6, 8)
     model = Calls(F.scaled_dot_product_attention)
     for wrong in (q[:, :3], q[..., :5], q.double()):
@@ -125,7 +125,7 @@ def test_errors_are_pytorchs_own() -> None:
         assert str(found.value) == str(expected.value)
 
 
-def test_what_foci_does_not_take_runs_and_is_named() -> None:
+def test_unsupported_calls_run_and_are_listed_as_unseen() -> None:
     nested = torch.nested.nested_tensor([torch.rand(2, 3, 4), torch.rand(2, 5, 4)], layout=torch.jagged).transpose(1, 2)
     model = Calls(F.scaled_dot_product_attention)
     try:
@@ -149,7 +149,7 @@ def test_dropout_draws_the_same_numbers() -> None:
     torch.testing.assert_close(seen["L0"].dense(), eager(q, k, v)[1], atol=1e-6, rtol=1e-5)
 
 
-def test_gradients_are_the_same_and_reach_what_was_seen() -> None:
+def test_gradients_are_the_same_and_reach_recorded_weights() -> None:
     model, x = Stack(2), randn(2, 6, 16)
     model(x, is_causal=True).square().sum().backward()
     expected = [parameter.grad for parameter in model.parameters()]
@@ -171,7 +171,7 @@ def test_autocast_chooses_the_dtype() -> None:
     assert out.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
     assert seen["L0"].weights is not None
-    assert seen["L0"].weights._call.q.dtype == torch.bfloat16
+    assert seen["L0"].weights.call.q.dtype == torch.bfloat16
 
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -226,7 +226,7 @@ def test_multihead_attention_without_a_batch() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("training", [True, False])
-def test_pytorchs_transformer_where_its_fast_path_would_hide_everything(training: bool) -> None:
+def test_the_inference_fast_path_of_nn_transformer_is_off(training: bool) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).train(training)
@@ -259,26 +259,26 @@ def test_pytorchs_encoder_decoder() -> None:
     assert bool((seen["decoder.L0"].dense().triu(1) == 0).all())
 
 
-def test_attention_that_is_computed_by_hand_is_named() -> None:
+def test_eager_attention_is_listed_as_unseen() -> None:
     model = nn.Sequential(FusedAttention(), EagerAttention(), FusedAttention())
     _, seen = seen_in(model, randn(1, 4, 16))
     assert list(seen.layers) == ["0", "2"]
     assert seen.heads[-1] == "L2H3"
-    assert seen.unseen == ["1: it computes its softmax itself (eager attention), where no call shows queries and keys"]
+    assert seen.unseen == ["1: it computes its own softmax (eager attention), so no call has its queries and keys"]
     model[1].forward = lambda x: x  # type: ignore[method-assign]
     _, seen = seen_in(model, randn(1, 4, 16))
-    assert seen.unseen == ["1: it ran without a call that foci knows"]
+    assert seen.unseen == ["1: it ran without an attention call that foci recognizes"]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_scripted_attention_is_named() -> None:
+def test_scripted_attention_is_listed_as_unseen() -> None:
     model = nn.Sequential(FusedAttention(), torch.jit.trace(EagerAttention(), torch.rand(1, 2, 16)))
     _, seen = seen_in(model, randn(1, 4, 16))
     assert list(seen.layers) == ["0"]
-    assert seen.unseen == ["1: it is scripted, and runs outside of Python"]
+    assert seen.unseen == ["1: it is a scripted module and runs outside Python"]
 
 
-def test_focis_own_calls_are_seen_as_they_are_made() -> None:
+def test_calls_of_foci_attention_are_recorded() -> None:
     q, k, v = randn(2, 4, 6, 8), randn(2, 2, 6, 8, seed=1), randn(2, 2, 6, 8, seed=2)
     options = {
         "mask": foci.causal & foci.window(3),
@@ -311,11 +311,11 @@ def test_checkpointing_is_counted_once() -> None:
             return x
 
     model, x = Checkpointed(2), randn(1, 4, 16).requires_grad_()
-    with foci.watch(model, silence=["L0H1"]) as seen:
+    with foci.watch(model, ablate=["L0H1"]) as seen:
         model(x).sum().backward()
     assert seen.calls == 2
     assert list(seen.layers) == ["blocks.0", "blocks.1"]
-    with foci.watch(model, silence=["L0H1"]):
+    with foci.watch(model, ablate=["L0H1"]):
         y = x.detach().clone().requires_grad_()
         plain = model.blocks[1](model.blocks[0](y))
         plain.sum().backward()
@@ -323,7 +323,7 @@ def test_checkpointing_is_counted_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_transforms_of_torch_func_run_and_are_named() -> None:
+def test_torch_func_transforms_run_and_are_listed_as_unseen() -> None:
     model, x = FusedAttention(), randn(3, 2, 4, 16)
     with foci.watch(model) as seen:
         out = torch.func.vmap(model)(x)
@@ -333,7 +333,7 @@ def test_transforms_of_torch_func_run_and_are_named() -> None:
 
 
 @pytest.mark.parametrize("size", [3.0, 300.0])
-def test_under_autocast_an_added_mask_is_narrowed_as_pytorch_does_it(size: float) -> None:
+def test_autocast_narrows_an_additive_mask_as_pytorch_does(size: float) -> None:
     q, k, v = randn(2, 4, 6, 8), randn(2, 4, 9, 8, seed=1), randn(2, 4, 9, 8, seed=2)
     model, mask = Calls(F.scaled_dot_product_attention), size * randn(6, 9, seed=8)
     with torch.autocast("cpu", torch.bfloat16):

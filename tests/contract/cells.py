@@ -129,7 +129,7 @@ MASKS: dict[str, Callable[[Sizes], Mask | Tensor | None]] = {
     "scattered": lambda s: foci.documents(*scattered(s)),
     "entries": lambda s: some((*s.lead(s.heads), s.queries, s.keys)),
     "row": lambda s: torch.arange(s.keys) % 4 != 1,
-    "function": lambda s: foci.from_function(striped),
+    "function": lambda s: foci.mask_function(striped),
     "prefix": lambda s: foci.causal | foci.prefix(2),
     "causal_padding": lambda s: foci.causal & foci.padding(lengths_of(s)),
     "outside": lambda s: ~foci.window(1, 1) & some((s.queries, s.keys)),

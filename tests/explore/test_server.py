@@ -263,7 +263,7 @@ def test_the_arithmetic_of_a_row(client: Any, explorer: Explorer) -> None:
     layer = record["L0"]
     assert layer.weights is not None
     assert layer.values is not None
-    call = layer.weights._call
+    call = layer.weights.call
     assert found["q"] == pytest.approx(call.q[0, 1, 15].tolist())
     assert found["k"][1] == pytest.approx(call.k[0, 1, 9].tolist())
     assert found["weights"] == pytest.approx(layer.row(0, 1, 15)[[3, 9]].tolist())

@@ -28,7 +28,7 @@ def call_of(mask: Mask | None, queries: int = QUERIES, keys: int = KEYS) -> Call
 
 def seen_by(masks: mask_inputs.KernelMasks, call: Call) -> Tensor:
     """What a kernel makes of them: (B, 1, Tq, Tk)."""
-    where = call.everything()
+    where = call.full_tile()
     seen = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
     if masks.causal:
         seen = seen & (where.key <= where.query + KEYS - QUERIES)
@@ -66,7 +66,7 @@ def test_forms_say_what_the_mask_says(name: str) -> None:
     assert mask_inputs.refuses(call) == []
     expected = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
     if call.mask is not None:
-        expected = call.mask.visible(call.everything()).expand(2, 1, -1, -1)
+        expected = call.mask.visible(call.full_tile()).expand(2, 1, -1, -1)
     assert torch.equal(seen_by(mask_inputs.build_kernel_masks(call), call), expected)
 
 
@@ -94,7 +94,7 @@ def test_positions_move_what_is_causal_and_no_offset(positions: bool) -> None:
     ("mask", "reason"),
     [
         (foci.documents(*IDS) & foci.documents(*IDS), "more than one"),
-        (foci.from_function(lambda b, h, q, k: q > k), "no union of two runs"),
+        (foci.mask_function(lambda b, h, q, k: q > k), "no union of two runs"),
         ((foci.window(1) | foci.prefix(2)) | foci.window(0, 1), "no union of two runs"),
         (foci.window(1) | foci.padding(LENGTHS) | foci.prefix(1), "no union of two runs"),
     ],
@@ -122,7 +122,7 @@ def there(call: Call, name: str = "meta") -> Call:
     """The call with all of its tensors on a device, first one that nothing can be read of."""
     device = torch.device(name)
     q, k, mask = map_tensors((call.q, call.k, call.mask), lambda tensor: tensor.to(device))
-    return replace(call, q=q, k=k, v=k, mask=mask, extent=call.extent._replace(device=device))
+    return replace(call, q=q, k=k, v=k, mask=mask, sizes=call.sizes._replace(device=device))
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -16,8 +16,8 @@ import foci
 from foci.arguments import Call, prepare_call
 from foci.backends import reference
 from foci.gpu import additive
-from foci.gpu.additive import launch
-from foci.gpu.additive.launch import AdditiveOptions, AdditiveTiling
+from foci.gpu.additive import arguments, launch
+from foci.gpu.additive.arguments import AdditiveOptions, AdditiveTiling
 from foci.gpu.launcher import LaunchPlan
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth, worst
 from tests.contract.cells import MASKS, Sizes, input_shapes, laid_out
@@ -102,7 +102,7 @@ def test_it_equals_the_reference(shape: Sizes, mask: str, dtype: torch.dtype, he
 
 
 def test_wide_values_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(additive, "WIDEST", 8)
+    monkeypatch.setattr(additive, "MAX_ADDITIVE_WIDTH", 8)
     judge(problem_of(sizes(7, 15, value_width=21), "causal", F32, False, True))
 
 
@@ -156,11 +156,12 @@ def test_numbers_of_every_size(spread: float, query: float, key: float) -> None:
 
 def prepared(x: Tensor, w: Tensor) -> dict[str, Tensor]:
     """What is taken once per query and key, where both are the same."""
-    tiling = launch.INTERPRETER_TILING
-    sizes = launch.exponentials_workspace(x, x, w, tiling)
+    tiling = arguments.INTERPRETER_TILING
+    sizes = arguments.exponentials_workspace(x, x, w, tiling)
     found = {name: torch.empty(size, device=x.device) for name, size in sizes.items()}
-    numbers = launch.scalar_arguments(x, x, x, w, NO_TERMS) | launch.tile_arguments(x, x, tiling)
-    LaunchPlan({}, x.device, [launch.exponentials_launch(x, x, tiling, numbers)])({"q": x, "k": x, "weight": w} | found)
+    scalars = arguments.scalar_arguments(x, x, x, w, NO_TERMS) | arguments.tile_arguments(x, x, tiling)
+    plan = LaunchPlan({}, x.device, [arguments.exponentials_launch(x, x, tiling, scalars)])
+    plan({"q": x, "k": x, "weight": w} | found)
     return found
 
 
@@ -189,8 +190,8 @@ def test_tiles_of_every_shape_agree(most: int) -> None:
     q, k, v, w = (x.to(DEVICE, torch.float32) for x in made)
     expected = reference.run(prepare_call(q, k, v, foci.Additive(w), None, None, None, None, 0.0, True))
     for tiling in (
-        AdditiveTiling(queries=32, keys=16, most=most),
-        AdditiveTiling(queries=16, keys=32, chunk=4, most=most),
+        AdditiveTiling(queries=32, keys=16, max_shared=most),
+        AdditiveTiling(queries=16, keys=32, chunk=4, max_shared=most),
     ):
         out, lse = launch.forward(q, k, v, w, NO_TERMS, tiling)
         torch.testing.assert_close(out, expected[0], atol=3e-6, rtol=0)
@@ -204,12 +205,12 @@ def test_tiles_of_every_shape_agree(most: int) -> None:
         (512, 16, 256, torch.float16, AdditiveTiling(keys=128, warps=8)),
         (128, 16, 256, torch.bfloat16, AdditiveTiling(queries=32)),
         (512, 16, 256, torch.float32, AdditiveTiling(queries=32)),
-        (1024, 32, 256, torch.float32, AdditiveTiling(warps=8, across=16)),
+        (1024, 32, 256, torch.float32, AdditiveTiling(warps=8, query_threads=16)),
         (1024, 32, 64, torch.bfloat16, AdditiveTiling()),
         (512, 16, 64, torch.bfloat16, AdditiveTiling(queries=32)),
         (20, 500, 256, torch.bfloat16, AdditiveTiling(queries=32)),
         (16, 500, 64, torch.bfloat16, AdditiveTiling(queries=16)),
-        (128, 64, 512, torch.bfloat16, AdditiveTiling(queries=32, warps=8, across=16)),
+        (128, 64, 512, torch.bfloat16, AdditiveTiling(queries=32, warps=8, query_threads=16)),
     ],
 )
 def test_tiles_fit_the_values_and_the_processors(
@@ -220,7 +221,7 @@ def test_tiles_fit_the_values_and_the_processors(
     expected: AdditiveTiling,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(launch, "count_multiprocessors", lambda device: 132)
     assert launch.choose_forward_tiling(queries, pairs, value_width, dtype, torch.device("cuda", 0)) == expected
 
 
@@ -258,7 +259,8 @@ def test_dropout_keeps_what_the_reference_keeps(queries: int) -> None:
 
 
 def test_keys_that_are_split_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "processors", lambda device: 64)
+    for module in (arguments, launch):
+        monkeypatch.setattr(module, "count_multiprocessors", lambda device: 64)
     for queries in (1, 7):
         q, k = randn(1, 1, queries, 16), randn(1, 1, 70, 16, seed=1)
         judge(additive_problem(q, k, randn(16, seed=2), foci.causal & foci.window(60)))
@@ -275,7 +277,7 @@ def test_who_asks_for_it_gets_the_same_gradient_every_time() -> None:
     ("change", "reason"),
     [
         ({"bias": foci.ALiBi()}, "an additive score together with a bias"),
-        ({"mask": foci.from_function(lambda b, h, i, j: i != j)}, "no union of two runs"),
+        ({"mask": foci.mask_function(lambda b, h, i, j: i != j)}, "no union of two runs"),
     ],
 )
 def test_what_it_does_not_serve_it_refuses(change: dict[str, Any], reason: str) -> None:

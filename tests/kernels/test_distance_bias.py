@@ -133,14 +133,14 @@ def test_float16(bias: str) -> None:
 def test_tiles_that_are_not_square(
     bias: str, mask: str, tiles: DistanceBiasTiling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "tiles_of", lambda name, part: tiles)
+    monkeypatch.setattr(launch, "choose_tiling", lambda name, part: tiles)
     check_problem(problem_of(bias, mask))
 
 
 @pytest.mark.parametrize(("bias", "mask"), [("buckets", "padding"), ("headed", "grouped"), ("values", "padding")])
 def test_parts_are_the_same_as_the_whole(bias: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget for one head at a time."""
-    monkeypatch.setattr(row_table, "BUDGET", 1)
+    monkeypatch.setattr(row_table, "MAX_ROW_TABLE_BYTES", 1)
     launched = []
     whole = launch.backward_part
     monkeypatch.setattr(launch, "backward_part", lambda part, after: launched.append(part) or whole(part, after))
@@ -152,7 +152,7 @@ def test_parts_are_the_same_as_the_whole(bias: str, mask: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("bias", ["alibi", "buckets"])
 def test_dropout_drops_what_the_reference_drops(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_table, "BUDGET", 1)
+    monkeypatch.setattr(row_table, "MAX_ROW_TABLE_BYTES", 1)
     problem = problem_of(bias, "causal", batch=2, queries=20, keys=20)
     leaves = problem.leaves(torch.float32, DEVICE)
 
@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[Callable[[], Call], str]] = {
         "positions of your own",
     ),
     "function": (
-        lambda: call_of(**inputs(), bias=foci.ALiBi(), mask=foci.from_function(lambda b, h, q, k: q > k)),
+        lambda: call_of(**inputs(), bias=foci.ALiBi(), mask=foci.mask_function(lambda b, h, q, k: q > k)),
         "no union of two runs",
     ),
     "dropped_values": (
@@ -349,7 +349,7 @@ def test_on_a_gpu_later_calls_of_a_shape_are_right_too(bias: str, mask: str) -> 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_part_is_launched_by_what_was_kept_of_the_first(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls alike share the launches, forward and backward; another mask has its own."""
-    monkeypatch.setattr(launcher, "KEPT", {})
+    monkeypatch.setattr(launcher, "CACHED_PLANS", {})
     for mask in [foci.causal, foci.causal, None][: count + 1]:
         x, table = torch.randn(1, 2, 18, 12, device=DEVICE).requires_grad_(), torch.randn(6, 2, device=DEVICE)
         out = foci.attention(x, x, x, bias=foci.Buckets(table, False, 5), mask=mask, backend="triton")

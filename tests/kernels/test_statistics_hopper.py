@@ -163,7 +163,7 @@ def test_the_plan_says_which_kernel_measures(monkeypatch: pytest.MonkeyPatch) ->
     plan = str(foci.plan(q, q, q, mask=foci.causal, return_weights=True))
     assert "statistics of the weights: gluon, or triton where it refuses what is wanted, in one pass" in plan
     assert "triton, in one pass" in str(foci.plan(q, q, q, mask=foci.window(9), return_weights=True))
-    call = foci.attention(q, q, q, mask=foci.causal, return_weights=True)[1]._call
+    call = foci.attention(q, q, q, mask=foci.causal, return_weights=True)[1].call
     assert cuda.who(call, replace(ERP, picture=(4, 4, "mean"))) == "gluon, in one pass"
     assert cuda.who(call, Wanted(largest=True)) == "triton, in one pass"
 

@@ -135,7 +135,7 @@ DRAWINGS: list[tuple[Mask, tuple[int, int], str]] = [
         """,
     ),
     (
-        foci.from_function(lambda b, h, q, k: k == q - 1),
+        foci.mask_function(lambda b, h, q, k: k == q - 1),
         (2, 4),
         """
         · ■ · ·
@@ -267,7 +267,7 @@ def test_a_function_is_asked_for_sequence_head_and_positions() -> None:
 
     batch, head, query, key = torch.meshgrid(*(torch.arange(n) for n in (2, 3, 4, 5)), indexing="ij")
     # Four queries and five keys: the first query stands at 1.
-    assert torch.equal(seen(foci.from_function(rule)), rule(batch, head, query + 1, key))
+    assert torch.equal(seen(foci.mask_function(rule)), rule(batch, head, query + 1, key))
 
 
 def test_the_same_mask_serves_calls_of_any_size() -> None:

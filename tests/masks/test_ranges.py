@@ -17,7 +17,7 @@ few = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 CPU = torch.device("cpu")
 
 
-def extent_of(batch: int, queries: int, keys: int) -> CallSizes:
+def call_sizes(batch: int, queries: int, keys: int) -> CallSizes:
     return CallSizes((batch,), 2, queries, keys, CPU)
 
 
@@ -25,7 +25,7 @@ def covered(spans: KeyRanges) -> Tensor:
     """(Bm, Tq, Tk): the keys inside the runs."""
     key = torch.arange(spans.keys)
     seen = torch.zeros(1, 1, spans.keys, dtype=torch.bool)
-    for low, high in spans.runs:
+    for low, high in spans.ranges:
         seen = seen | ((key >= low[..., None]) & (key < high[..., None]))
     return seen
 
@@ -36,7 +36,7 @@ def runs(draw: st.DrawFn, queries: int, keys: int) -> KeyRanges:
     batch = draw(st.integers(1, 2))
     ends = st.lists(st.integers(0, keys), min_size=batch * queries, max_size=batch * queries)
     low, high = (torch.tensor(draw(ends), dtype=torch.int64).view(batch, queries) for _ in range(2))
-    return KeyRanges.run(low, high, extent_of(batch, queries, keys), exact=draw(st.booleans()))
+    return KeyRanges.single(low, high, call_sizes(batch, queries, keys), exact=draw(st.booleans()))
 
 
 @st.composite
@@ -65,16 +65,16 @@ def check_holds(spans: KeyRanges, seen: Tensor) -> None:
     inside = covered(spans).expand_as(seen)
     assert bool((inside | ~seen).all())
     assert torch.equal(inside, seen) or not spans.exact
-    if len(spans.runs) == 2:
-        (_, end), (start, _) = spans.runs
-        assert bool(((end <= start) | (spans.runs[0][0] >= end) | (start >= spans.runs[1][1])).all())
+    if len(spans.ranges) == 2:
+        (_, end), (start, _) = spans.ranges
+        assert bool(((end <= start) | (spans.ranges[0][0] >= end) | (start >= spans.ranges[1][1])).all())
 
 
 @few
 @given(trees())
 def test_joined_runs_hold_what_is_seen(tree: tuple[KeyRanges, Tensor]) -> None:
     spans, seen = tree
-    assert len(spans.runs) <= 2
+    assert len(spans.ranges) <= 2
     check_holds(spans, seen)
     check_holds(spans.hull(), seen)
 
@@ -97,9 +97,9 @@ def test_strips_visit_what_is_seen_and_know_what_is_full(tree: tuple[KeyRanges, 
 
 
 def test_exact_runs_stay_exact_through_two_runs() -> None:
-    extent = extent_of(1, 3, 10)
-    low = KeyRanges.run(torch.tensor([0, 1, 2]), torch.tensor([3, 3, 3]), extent)
-    high = KeyRanges.run(torch.tensor([5, 3, 9]), torch.tensor([7, 9, 9]), extent)
+    sizes = call_sizes(1, 3, 10)
+    low = KeyRanges.single(torch.tensor([0, 1, 2]), torch.tensor([3, 3, 3]), sizes)
+    high = KeyRanges.single(torch.tensor([5, 3, 9]), torch.tensor([7, 9, 9]), sizes)
     both = low | high
     assert both.exact
     assert covered(both).int().tolist()[0] == [
@@ -114,9 +114,9 @@ def test_exact_runs_stay_exact_through_two_runs() -> None:
 
 
 def test_the_form_that_kernels_read() -> None:
-    extent = extent_of(2, 3, 10)
-    one = KeyRanges.run(torch.tensor([0, 1, 2]), torch.tensor([[3, 3, 3], [4, 4, 4]]), extent)
-    two = one | KeyRanges.run(torch.tensor([6, 6, 6]), torch.tensor([8, 9, 10]), extent)
+    sizes = call_sizes(2, 3, 10)
+    one = KeyRanges.single(torch.tensor([0, 1, 2]), torch.tensor([[3, 3, 3], [4, 4, 4]]), sizes)
+    two = one | KeyRanges.single(torch.tensor([6, 6, 6]), torch.tensor([8, 9, 10]), sizes)
     tensor = two.tensor(CPU)
     assert (tensor.shape, tensor.dtype) == ((2, 2, 2, 3), torch.int32)
     assert tensor.is_contiguous()
@@ -128,7 +128,7 @@ MASKS: list[Mask] = [
     *(foci.causal, foci.causal.at(-2), foci.causal.at(3), foci.window(2), foci.window(0, 3), foci.window(None, 1)),
     *(foci.window(None, None), foci.window(3, None), foci.prefix(0), foci.prefix(3), foci.prefix(99)),
     *(foci.padding([2, 0]), foci.padding([1, 3], side="left")),
-    foci.from_function(lambda b, h, q, k: (q + k + b) % 2 == 0),
+    foci.mask_function(lambda b, h, q, k: (q + k + b) % 2 == 0),
 ]
 
 
@@ -148,20 +148,20 @@ def test_the_runs_of_a_mask_hold_what_it_shows(data: st.DataObject) -> None:
     mask = data.draw(leaves)
     for join in data.draw(st.lists(st.sampled_from(["and", "or", "not"]), max_size=3)):
         mask = ~mask if join == "not" else mask & data.draw(leaves) if join == "and" else mask | data.draw(leaves)
-    extent = extent_of(2, queries, keys)
-    fitted = mask.fit(extent)
+    sizes = call_sizes(2, queries, keys)
+    fitted = mask.fit(sizes)
     batch, query, key = torch.arange(2).view(2, 1, 1, 1), torch.arange(queries).view(-1, 1), torch.arange(keys)
     where = Tile(batch, torch.zeros(1, 1, 1, 1, dtype=torch.int64), query, key, query + keys - queries, key)
     seen = fitted.visible(where).expand(2, 1, queries, keys)[:, 0]
-    check_holds(fitted.spans(extent, positioned=False), seen)
+    check_holds(fitted.key_ranges(sizes, has_positions=False), seen)
     # Other positions may show anything of what depends on them.
     moved = Tile(where.batch, where.head, query, key, query * 2 - 3, (key * 5) % 7)
-    check_holds(fitted.spans(extent, positioned=True), fitted.visible(moved).expand(2, 1, queries, keys)[:, 0])
+    check_holds(fitted.key_ranges(sizes, has_positions=True), fitted.visible(moved).expand(2, 1, queries, keys)[:, 0])
 
 
 @pytest.mark.parametrize(
     "mask", [mask for mask in MASKS if not isinstance(mask, foci.masks.kinds.MaskFunction)], ids=repr
 )
 def test_structured_masks_have_exact_runs(mask: Mask) -> None:
-    extent = extent_of(2, 5, 7)
-    assert mask.fit(extent).spans(extent, positioned=False).exact
+    sizes = call_sizes(2, 5, 7)
+    assert mask.fit(sizes).key_ranges(sizes, has_positions=False).exact

@@ -16,7 +16,7 @@ PLACED: dict[str, dict[str, Any]] = {
     "alibi": {"bias": foci.ALiBi(), "mask": foci.causal},
     "buckets": {"bias": foci.Buckets(randn(8, 4), True, 6)},
     "relative": {"bias": foci.Relative(randn(5, 8), randn(5, 8))},
-    "function": {"mask": foci.from_function(lambda b, h, q, k: (q - k) % 3 != 1)},
+    "function": {"mask": foci.mask_function(lambda b, h, q, k: (q - k) % 3 != 1)},
 }
 
 

@@ -32,7 +32,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of sources of our own."""
     folder = tmp_path / "sources"
     folder.mkdir()
-    monkeypatch.setattr(native, "HERE", folder)
+    monkeypatch.setattr(native, "SOURCE_FOLDER", folder)
     (folder / "half.c").write_text('#include "one.h"\nint half(int x) { return x / 2 + ONE; }\n')
     (folder / "one.h").write_text("#define ONE 1\n")
     return folder
@@ -161,7 +161,7 @@ class Count(ctypes.Structure):
 def test_every_thread_runs_it_once(sources: Path, threads: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     (sources / "count.c").write_text("void count(int *value) { __atomic_fetch_add(value, 1, __ATOMIC_RELAXED); }\n")
     if own:
-        monkeypatch.setattr(native, "openmp", lambda: None)
+        monkeypatch.setattr(native, "find_openmp", lambda: None)
     counted = Count(0)
     native.run_in_threads(native.load_library("count").count, counted, threads)
     assert counted.value == threads

@@ -14,7 +14,7 @@ from foci.runtime import safetensors_file
 from tests import matrices
 from tests.matrices import CASES, DTYPES, lazy
 
-SAVED = [name for name in CASES if name != "from_function"]
+SAVED = [name for name in CASES if name != "mask_function"]
 
 
 @pytest.mark.parametrize("case", SAVED)
@@ -79,12 +79,12 @@ def test_gradients_are_not_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mask", [foci.from_function(matrices.odd), foci.causal & ~foci.from_function(matrices.odd)], ids=repr
+    "mask", [foci.mask_function(matrices.odd), foci.causal & ~foci.mask_function(matrices.odd)], ids=repr
 )
 def test_code_is_not_saved(mask: Mask, tmp_path: Path) -> None:
     weights = lazy(matrices.qkv() | {"mask": mask})
     with pytest.raises(
-        TypeError, match=r"from_function\(odd\) cannot be saved: a file holds no code, expected .* foci's own"
+        TypeError, match=r"mask_function\(odd\) cannot be saved: a file holds no code, expected .* foci's own"
     ):
         weights.save(tmp_path / "w")
     assert list(tmp_path.iterdir()) == []
@@ -150,12 +150,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a foreign field": ({"kind": "Prefix", "fields": {"length": 1, "x": 1}}, r"Prefix with \['length'\], but got"),
     "a word for a number": ({"kind": "Prefix", "fields": {"length": "9"}}, "Prefix.length to be .*int.*, but got str"),
     "a number for a tensor": (
-        {"kind": "Entries", "fields": {"entries": 1}},
+        {"kind": "DenseMask", "fields": {"entries": 1}},
         "Entries.entries to be .*Tensor.*, but got int",
     ),
     "a number out of range": ({"kind": "Prefix", "fields": {"length": -1}}, "prefix takes a whole number >= 0"),
     "a bias for a mask": (
-        {"kind": "Opposite", "fields": {"mask": {"kind": "ALiBi", "fields": {"slopes": None}}}},
+        {"kind": "Complement", "fields": {"mask": {"kind": "ALiBi", "fields": {"slopes": None}}}},
         "Opposite.mask to be .*Mask.*, but got ALiBi",
     ),
     "an infinite scale": ({"kind": "Dot", "fields": {"scale": float("inf"), "softcap": None}}, "finite scale or None"),

@@ -24,8 +24,8 @@ BESIDE = torch.zeros(1)
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_cache, "KEPT", {})
-    monkeypatch.setattr(tensor_cache, "FOREVER", {})
+    monkeypatch.setattr(tensor_cache, "STREAM_CACHE", {})
+    monkeypatch.setattr(tensor_cache, "PERMANENT_CACHE", {})
 
 
 @pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
@@ -86,12 +86,12 @@ def test_a_forward_that_is_checkpointed_runs_again_with_the_same_operations(keep
 
 @pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
 def test_a_graph_that_is_captured_makes_its_own(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_cache, "is_captured", lambda beside: True)
+    monkeypatch.setattr(tensor_cache, "is_capturing_cuda_graph", lambda beside: True)
     assert keep("a", BESIDE, lambda: torch.ones(3)) is not keep("a", BESIDE, lambda: torch.ones(3))
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_cache, "MOST", 2)
+    monkeypatch.setattr(tensor_cache, "MAX_CACHED_TENSORS", 2)
     for key in range(5):
         cache_per_stream(key, BESIDE, lambda: torch.ones(3))
     assert len(tensor_cache.STREAM_CACHE) <= 2

@@ -52,9 +52,9 @@ def everything(queries: int, keys: int, k: int = 3, rows: int = 5, columns: int 
 def measured(arguments: Arguments, wanted: Wanted) -> dict[str, Tensor]:
     """What the compiled pass finds, in the shape of the weights."""
     weights = lazy(arguments)
-    call = weights._held.call
+    call = weights.tensors.call
     assert cpu_c.refuses(call, wanted) == []
-    found = cpu_c.measure(call, weights._held.lse, wanted)
+    found = cpu_c.measure(call, weights.tensors.lse, wanted)
     return {name: tensor.reshape((*weights.shape[:-2], *tensor.shape[2:])) for name, tensor in found.items()}
 
 
@@ -82,7 +82,7 @@ def check_top(values: Tensor, keys: Tensor, true: Tensor, k: int, dtype: torch.d
 
 
 REFUSED = {
-    "from_function": "no union of two runs",
+    "mask_function": "no union of two runs",
     "positions, empty rows": "no union of two runs",
     "relative": "the bias Relative",
     "relative, one table": "the bias Relative",
@@ -101,7 +101,7 @@ def test_every_kind_of_call_is_measured_or_refused_with_a_reason(case: str, dtyp
     arguments = CASES[case]()
     wanted = everything(arguments["query"].shape[-2], arguments["key"].shape[-2])
     if case in REFUSED:
-        reasons = cpu_c.refuses(lazy(in_dtype(arguments, dtype))._held.call, wanted)
+        reasons = cpu_c.refuses(lazy(in_dtype(arguments, dtype)).tensors.call, wanted)
         assert len(reasons) == 1
         assert REFUSED[case] in reasons[0]
     else:
@@ -114,7 +114,7 @@ def test_the_largest_logit(case: str) -> None:
     arguments = in_dtype(CASES[case](), torch.float32)
     found = measured(arguments, Wanted(largest=True))
     weights = lazy(arguments)
-    expected = streaming.measure(weights._held.call, weights._held.lse, Wanted(largest=True))["largest"]
+    expected = streaming.measure(weights.tensors.call, weights.tensors.lse, Wanted(largest=True))["largest"]
     torch.testing.assert_close(found["largest"].flatten(), expected.flatten(), atol=1e-5, rtol=1e-5)
 
 
@@ -167,12 +167,12 @@ def test_sizes_that_fit_nothing(name: str) -> None:
 def test_threads_change_nothing(name: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_c, "PER_THREAD", 1)
     if own:
-        monkeypatch.setattr(native, "openmp", lambda: None)
+        monkeypatch.setattr(native, "find_openmp", lambda: None)
     arguments, options, (k, rows, columns) = SIZES[name]
     arguments = in_dtype(arguments | options, torch.float32)
     queries, keys = arguments["query"].shape[-2], arguments["key"].shape[-2]
     wanted = everything(queries, keys, k, rows, columns)
-    threads, parts = cpu_c.shares(lazy(arguments)._held.call, wanted)
+    threads, parts = cpu_c.shares(lazy(arguments).tensors.call, wanted)
     assert threads == 3
     assert parts > 1
     check(arguments, wanted)
@@ -265,7 +265,7 @@ def test_a_query_that_is_not_a_number_spoils_its_own_row_only() -> None:
     arguments["query"][0, 0, 7, 2] = torch.nan
     weights = lazy(arguments)
     lse = torch.logsumexp(arguments["query"].nan_to_num() @ arguments["key"].mT / 2, -1)
-    found = cpu_c.measure(weights._held.call, lse, Wanted(entropy=True, distance=True, top=4))
+    found = cpu_c.measure(weights.tensors.call, lse, Wanted(entropy=True, distance=True, top=4))
     rows = torch.arange(40) == 7
     for name in ("entropy", "distance"):
         assert torch.equal(found[name][0, 0].isnan(), rows)
@@ -285,7 +285,9 @@ def test_places_far_from_zero_keep_their_distance() -> None:
 def test_weights_are_measured_by_the_compiled_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = in_dtype(sized(300, 300, 8), torch.float32) | {"mask": foci.causal}
     weights = lazy(arguments)
-    expected = statistics.streaming.measure(weights._held.call, weights._held.lse, everything(300, 300, 8, 256, 256))
+    expected = statistics.streaming.measure(
+        weights.tensors.call, weights.tensors.lse, everything(300, 300, 8, 256, 256)
+    )
     monkeypatch.setattr(streaming, "measure", None)
     summary = weights.summary()
     assert summary.top is not None
@@ -311,7 +313,7 @@ ASKED: dict[str, tuple[Arguments, Wanted, bool, str]] = {
 @pytest.mark.parametrize("name", ASKED)
 def test_refusals_have_one_reason(name: str) -> None:
     arguments, wanted, averaged, reason = ASKED[name]
-    reasons = cpu_c.refuses(lazy(arguments)._held.call, wanted, averaged)
+    reasons = cpu_c.refuses(lazy(arguments).tensors.call, wanted, averaged)
     assert len(reasons) == 1
     assert reason in reasons[0]
 
@@ -334,9 +336,9 @@ def test_vectors_of_width_zero_see_all_keys_alike() -> None:
 def test_without_a_compiler_strips_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = lazy(SQUARE)
     expected = weights.entropy()
-    monkeypatch.setattr(native, "opened", lambda name: "no C compiler was found")
+    monkeypatch.setattr(native, "open_library", lambda name: "no C compiler was found")
     monkeypatch.setattr(cpu_c, "measure", None)
-    assert cpu_c.refuses(weights._held.call, Wanted(entropy=True)) == ["no C compiler was found"]
+    assert cpu_c.refuses(weights.tensors.call, Wanted(entropy=True)) == ["no C compiler was found"]
     torch.testing.assert_close(weights.entropy(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -344,7 +346,7 @@ def test_the_plan_says_who_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(1, 2, 300, 8)
     plan = str(foci.plan(q, q, q, mask=foci.causal, return_weights=True))
     assert "statistics of the weights: compiled C, in one pass" in plan
-    monkeypatch.setattr(native, "opened", lambda name: "no C compiler was found")
+    monkeypatch.setattr(native, "open_library", lambda name: "no C compiler was found")
     plan = str(foci.plan(q, q, q, mask=foci.causal, return_weights=True))
     assert "blocked, strip by strip" in plan
     assert "compiled C refuses: no C compiler was found" in plan
@@ -353,7 +355,7 @@ def test_the_plan_says_who_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_linear_in_the_length() -> None:
     arguments: dict[str, Any] = in_dtype(sized(2000, 2000, 8), torch.float32) | {"mask": foci.causal}
     weights = lazy(arguments)
-    assert cpu_c.refuses(weights._held.call) == []
+    assert cpu_c.refuses(weights.tensors.call) == []
     with LargestTensor() as seen:
         weights.summary(top=4, picture=64)
     assert seen.largest <= 2 * 2000 * 8 * 2
@@ -365,5 +367,5 @@ def test_an_additive_score_of_large_numbers_is_refused_and_measured_all_the_same
     arguments["query"] = arguments["query"] + 50.0
     arguments["key"] = arguments["key"] - 50.0
     weights = lazy(arguments)
-    assert cpu_c.refuses(weights._held.call) == ["an additive score of numbers beyond 43"]
+    assert cpu_c.refuses(weights.tensors.call) == ["an additive score of numbers beyond 43"]
     assert_close(weights.entropy(), matrices.entropy(truth(arguments)), torch.float32, 4)

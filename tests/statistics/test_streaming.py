@@ -51,7 +51,7 @@ def test_the_mean_over_heads_does_not_depend_on_strips(case: str, size: str, mon
 
 def test_small_strips_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above rest on: a small budget gives many parts and many strips."""
-    call = lazy(CASES["causal"]())._call
+    call = lazy(CASES["causal"]()).call
     whole = [(place, len(list(strips.split_into_strips(part)))) for place, part in strips.split_into_parts(call)]
     assert len(whole) == 1
     assert whole[0][1] == 1

@@ -411,7 +411,7 @@ def test_the_arithmetic_is_the_record_s(look: Look) -> None:
     with look(record, "#v=compute&h=L1H3&t=7") as tab:
         cards = tab.locator(".card")
         assert cards.count() == 4
-        call = layer.weights._call
+        call = layer.weights.call
         raw = float(call.q[0, 3, 7] @ call.k[0, 1, 0])
         rows = cards.nth(1).locator("tbody tr").all_inner_texts()
         first = next(row for row in rows if row.startswith("the"))

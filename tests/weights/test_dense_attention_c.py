@@ -100,8 +100,8 @@ def test_views_are_read_where_they_lie() -> None:
 def test_threads_and_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(*tensors(SHAPES[1]), mask=foci.causal)
     once = dense_attention_c.compute_with_matrix_c(call, True)
-    monkeypatch.setattr(dense_attention_c, "threads", lambda call: 3)
-    monkeypatch.setattr(dense_attention_c, "BLOCK", 1)
+    monkeypatch.setattr(dense_attention_c, "count_threads", lambda call: 3)
+    monkeypatch.setattr(dense_attention_c, "BLOCK_ENTRIES", 1)
     for one, other in zip(once, dense_attention_c.compute_with_matrix_c(call, True), strict=True):
         assert torch.equal(one, other)
 
@@ -117,13 +117,13 @@ def test_what_is_not_a_number_shows() -> None:
 REFUSED: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.5},
     "a bias that no float tells from a hidden one": {"bias": torch.full((61,), torch.finfo(torch.float32).min)},
-    "a mask that is no run": {"mask": foci.from_function(lambda b, h, i, j: (i + j) % 3 > 0)},
+    "a mask that is no run": {"mask": foci.mask_function(lambda b, h, i, j: (i + j) % 3 > 0)},
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_does_not_serve_goes_strip_by_strip(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_attention_c, "attend", None)
+    monkeypatch.setattr(dense_attention_c, "compute_with_matrix_c", None)
     given = REFUSED[name]
     assert not dense_attention_c.supports_call(call_of(*tensors(SHAPES[0]), **given))
     assert attention_with_matrix(*tensors(SHAPES[0]), **given)[1].shape == (2, 4, 37, 61)
@@ -145,8 +145,8 @@ def test_a_bias_of_the_lowest_float_hides_nothing_from_a_row_that_sees_nothing_e
 def test_without_a_compiler_it_goes_strip_by_strip(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(SHAPES[0])
     with_compiler = attention_with_matrix(q, k, v, average=True)
-    monkeypatch.setattr(native, "refusal", lambda name: "no C compiler was found")
-    monkeypatch.setattr(dense_attention, "strip_by_strip", found := Counted(dense_attention.compute_in_strips))
+    monkeypatch.setattr(native, "why_unavailable", lambda name: "no C compiler was found")
+    monkeypatch.setattr(dense_attention, "compute_in_strips", found := Counted(dense_attention.compute_in_strips))
     for one, other in zip(attention_with_matrix(q, k, v, average=True), with_compiler, strict=True):
         torch.testing.assert_close(one, other)
     assert found.calls == 1

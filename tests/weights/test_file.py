@@ -59,12 +59,12 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     "another width": ("plain", set_tensor("k", lambda k: k[..., :5]), "query has 6 and key has 5"),
     "heads that do not divide": ("plain", set_tensor("k", lambda k: k[:, :3]), "but got 4 and 3"),
     "fewer queries": ("plain", set_tensor("q", lambda q: q[:, :, :9]), r"9 queries and 17 keys, but got \(11, 17\)"),
-    "an extent of words": ("plain", set_part("extent", {"tuple": ["a", 1, 2, 3]}), "whole numbers for batch and heads"),
-    "an extent of three": ("plain", set_part("extent", {"tuple": [1, 2, 3]}), r"four sizes, but got \(1, 2, 3\)"),
-    "an infinite extent": ("plain", set_part("extent", {"tuple": [{"tuple": [2.0]}, 4, 11, 17]}), "whole numbers"),
+    "an sizes of words": ("plain", set_part("sizes", {"tuple": ["a", 1, 2, 3]}), "whole numbers for batch and heads"),
+    "an sizes of three": ("plain", set_part("sizes", {"tuple": [1, 2, 3]}), r"four sizes, but got \(1, 2, 3\)"),
+    "an infinite sizes": ("plain", set_part("sizes", {"tuple": [{"tuple": [2.0]}, 4, 11, 17]}), "whole numbers"),
     "more sequences than there are": (
         "plain",
-        set_part("extent", {"tuple": [{"tuple": [3]}, 4, 11, 17]}),
+        set_part("sizes", {"tuple": [{"tuple": [3]}, 4, 11, 17]}),
         "3 of them without batch_ids, but got 2",
     ),
     "no log-sum-exp": ("plain", set_part("lse", None), r"lse \(2, 4, 11\), but got NoneType"),
@@ -274,7 +274,7 @@ def test_a_mask_in_a_mask_without_end_is_refused(tmp_path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         text = file.metadata()["foci"]
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    nested = '{"kind": "Opposite", "fields": {"mask": ' * levels + json.dumps(CAUSAL) + "}}" * levels
+    nested = '{"kind": "Complement", "fields": {"mask": ' * levels + json.dumps(CAUSAL) + "}}" * levels
     save_file(tensors, path, metadata={"foci": text.replace('"HERE"', nested)})
     with pytest.raises(ValueError, match="recursion"):
         foci.Weights.load(path)
@@ -282,7 +282,7 @@ def test_a_mask_in_a_mask_without_end_is_refused(tmp_path: Path) -> None:
 
 def test_the_file_may_not_name_more_than_it_holds(tmp_path: Path) -> None:
     """A small file cannot make its reader allocate a large matrix."""
-    path = rewritten(tmp_path / "w", "plain", set_part("extent", {"tuple": [{"tuple": [2**40]}, 4, 11, 17]}))
+    path = rewritten(tmp_path / "w", "plain", set_part("sizes", {"tuple": [{"tuple": [2**40]}, 4, 11, 17]}))
     with pytest.raises(ValueError, match="without batch_ids, but got 2"):
         foci.Weights.load(path)
     assert path.stat().st_size < 100_000

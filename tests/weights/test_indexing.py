@@ -76,8 +76,8 @@ def test_a_part_of_a_part() -> None:
 def test_a_part_holds_views() -> None:
     weights = lazy(matrices.qkv())
     part = weights[1, 2:]
-    assert part._call.q.data_ptr() == weights._call.q[1, 2:].data_ptr()
-    assert part._call.k.data_ptr() == weights._call.k[1, 2:].data_ptr()
+    assert part.call.q.data_ptr() == weights.call.q[1, 2:].data_ptr()
+    assert part.call.k.data_ptr() == weights.call.k[1, 2:].data_ptr()
     assert part.nbytes == weights.nbytes // 4
 
 

@@ -44,7 +44,7 @@ def test_all_of_it_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", ["sink and bias, empty rows", "relative", "grouped heads"])
 def test_rows_normalised_by_themselves_are_the_same(case: str) -> None:
-    call, true = lazy(CASES[case]())._call, truth(CASES[case]())
+    call, true = lazy(CASES[case]()).call, truth(CASES[case]())
     rows, columns = torch.tensor([2, 0, 7]), torch.tensor([1, 5])
     found = slices.entries_from_full_rows(call, rows, columns, averaged=False)
     assert_close(found, true[:, :, rows][..., columns], torch.float64)
@@ -55,7 +55,7 @@ def test_autocast_does_not_reach_the_entries() -> None:
     arguments = matrices.in_dtype(CASES["sink and bias, empty rows"](), torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         weights = lazy(arguments)
-        assert weights._call.q.dtype == torch.bfloat16
+        assert weights.call.q.dtype == torch.bfloat16
         inside = weights.dense(), weights @ torch.ones(17, 2), weights.T @ torch.ones(11, 2), weights.entropy()
     outside = weights.dense(), weights @ torch.ones(17, 2), weights.T @ torch.ones(11, 2), weights.entropy()
     for one, other in zip(inside, outside, strict=True):

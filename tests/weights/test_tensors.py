@@ -154,7 +154,7 @@ def test_inference_tensors_are_copied(name: str) -> None:
         weights.lse.zero_()
         assert torch.equal(weights.dense(), expected)
     assert torch.equal(weights[1].dense(), expected[1])
-    assert weights[1]._call.q.data_ptr() == weights._call.q[1].data_ptr()
+    assert weights[1].call.q.data_ptr() == weights.call.q[1].data_ptr()
 
 
 def test_a_normal_tensor_changed_in_inference_mode_is_seen() -> None:
@@ -191,8 +191,8 @@ def test_the_values_are_not_kept_alive(extra: str) -> None:
 def test_queries_and_keys_are_references() -> None:
     arguments = matrices.qkv()
     weights = lazy(arguments)
-    assert weights._call.q is arguments["query"]
-    assert weights._call.k is arguments["key"]
+    assert weights.call.q is arguments["query"]
+    assert weights.call.k is arguments["key"]
 
 
 def test_bytes_are_counted_once() -> None:
@@ -230,7 +230,7 @@ def test_copies_are_watched_by_themselves(copied: Callable[[Any], Any]) -> None:
     assert not other.entropy().requires_grad
     arguments["query"].detach().add_(1)
     torch.testing.assert_close(other.dense(), before.detach())
-    other._held.call.q.add_(1)
+    other.tensors.call.q.add_(1)
     with pytest.raises(RuntimeError, match="the query was changed"):
         other.entropy()
     with pytest.raises(RuntimeError, match="the query was changed"):

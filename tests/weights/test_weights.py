@@ -98,7 +98,7 @@ def test_logits_and_sinks(case: str, dtype: torch.dtype) -> None:
         assert_close(weights.lse, exact, dtype, 4)
         logits = torch.where(true > 0, true.log() + exact.masked_fill(~seen, 0.0).unsqueeze(-1), -torch.inf)
         assert_close(weights.largest_logit(), logits.amax((-2, -1)), dtype, 20)
-    mass = 1 - true.sum(-1) if weights._call.sink is not None else torch.zeros_like(true[..., 0])
+    mass = 1 - true.sum(-1) if weights.call.sink is not None else torch.zeros_like(true[..., 0])
     assert_close(weights.sink_mass(), mass, dtype, 4)
 
 
@@ -140,7 +140,7 @@ def test_a_query_that_sees_nothing_gives_zeros(case: str, dtype: torch.dtype) ->
     assert not weights.distance()[empty].any()
     assert not weights.top(2).values[empty].any()
     assert bool((weights.top(2).keys[empty] == -1).all())
-    unseen = -torch.inf if weights._call.sink is None else matrices.sink().to(dtype).to(weights.dtype).view(1, -1, 1)
+    unseen = -torch.inf if weights.call.sink is None else matrices.sink().to(dtype).to(weights.dtype).view(1, -1, 1)
     assert bool((weights.lse == unseen)[empty].all())
 
 
@@ -298,7 +298,7 @@ def test_dense_says_its_size_above_the_limit() -> None:
         weights.dense(limit=size - 1)
     x = torch.zeros(1, 8, 2**14, 1)
     big = foci.attention(x[:, :, :2], x, x, return_weights=True)[1]
-    long = foci.Weights(replace(big._call, q=x), big._held.lse, (1,), True)
+    long = foci.Weights(replace(big.call, q=x), big.tensors.lse, (1,), True)
     with pytest.raises(ValueError, match=r"takes 8\.00 GiB, above the limit of 1\.00 GiB: ask for slices"):
         long.dense()
 
@@ -345,9 +345,9 @@ def test_weights_go_to_a_device_with_everything() -> None:
     assert weights.device == torch.device("cpu")
     assert_close(weights.dense(), truth(CASES["deep"]()), torch.float64)
     moved = lazy(CASES["sink and bias, empty rows"]()).to("meta")
-    held = [moved._call.q, moved._call.k, moved._call.sink, moved._call.bias.entries, moved._held.lse]
+    held = [moved.call.q, moved.call.k, moved.call.sink, moved.call.bias.entries, moved.tensors.lse]
     assert [tensor.device.type for tensor in held] == ["meta"] * 5
-    assert moved._call.extent.device.type == "meta"
+    assert moved.call.sizes.device.type == "meta"
 
 
 def test_it_says_what_it_is() -> None:

@@ -1,4 +1,7 @@
-"""FlexAttention: fused kernels, compiled for the masks, biases and softcaps that no ready-made kernel takes.
+"""FlexAttention: fused kernels, compiled for masks, biases and softcaps that no ready-made kernel supports.
+
+block_masks: which blocks of the matrix a mask hides, fills or cuts.
+compiled_calls: FlexAttention compiled once per kind of call.
 
 B batch, H heads, Tq queries, Tk keys, D width, Dv value width.
 """
@@ -30,7 +33,7 @@ from foci.scores import Dot, Score
 
 NAME = "flex"
 
-# Tables of blocks that are kept: at 131,072 tokens one takes 16 MiB.
+# Block lists that are cached: at 131,072 tokens one takes 16 MiB.
 MAX_CACHED_BLOCK_MASKS = 8
 
 MIN_FLEX_WIDTH, MAX_FLEX_WIDTH = 16, 256
@@ -38,15 +41,15 @@ MIN_FLEX_WIDTH, MAX_FLEX_WIDTH = 16, 256
 
 def refuses(call: Call) -> list[str]:
     if is_in_torch_func(call):
-        return ["it does not run inside torch.func transforms: give the batch dimension to the call instead"]
+        return ["torch.func transforms are not supported: pass the batch dimension to the call instead"]
     device = call.q.device.type
     if device not in {"cuda", "cpu"}:
-        return [f"it has no kernels for {device}"]
+        return [f"FlexAttention has no kernels for {device}"]
     reasons = call_refusals(call) + bias_refusals(call)
     reasons += cuda_refusals(call) if device == "cuda" else cpu_refusals(call)
-    # Whoever is compiling already has what that takes.
-    lack = "" if torch.compiler.is_compiling() else missing_requirement(device)
-    return [*reasons, lack] if lack else reasons
+    # While torch.compile is tracing, its requirements are met.
+    missing = "" if torch.compiler.is_compiling() else missing_requirement(device)
+    return [*reasons, missing] if missing else reasons
 
 
 def is_in_torch_func(call: Call) -> bool:
@@ -55,9 +58,9 @@ def is_in_torch_func(call: Call) -> bool:
 
 
 def refuses_by_default(call: Call) -> list[str]:
-    """Reasons not to be chosen unless it is named."""
+    """Why it is not chosen unless the caller names it."""
     if call.q.device.type == "cpu":
-        return ["compiling takes 10 s or more on a CPU: name backend='flex' to use it"]
+        return ["compiling takes 10 s or more on a CPU; use it with backend='flex'"]
     return []
 
 
@@ -66,11 +69,11 @@ def call_refusals(call: Call) -> list[str]:
     if type(call.score).as_dot is Score.as_dot:
         reasons.append(f"the score {type(call.score).__name__} is not a dot product")
     if call.dropout:
-        reasons.append("dropout is not part of it")
+        reasons.append("FlexAttention does not support dropout")
     if call.q.dtype == torch.float64:
-        reasons.append("float64")
+        reasons.append("FlexAttention does not support float64")
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
-        reasons.append("an empty tensor")
+        reasons.append("query, key or value is empty")
     return reasons
 
 
@@ -79,11 +82,11 @@ def bias_refusals(call: Call) -> list[str]:
     if bias is not None:
         name = type(bias).__name__
         if type(bias).raw_term is not Bias.raw_term or type(bias).value_term is not Bias.value_term:
-            reasons.append(f"the bias {name} is more than a number per entry")
+            reasons.append(f"the bias {name} adds more than one number per entry")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in bias.tensors().values()):
             reasons.append(f"the bias {name} needs a gradient, which does not compile at larger sizes")
     if any(isinstance(part, DenseMask | DenseBias) and part.entries.numel() >= 2**31 for part in (call.mask, bias)):
-        reasons.append("a mask or bias of 2³¹ or more entries is past its 32-bit indices")
+        reasons.append("a mask or bias of 2³¹ or more entries exceeds the 32-bit indices of FlexAttention")
     return reasons
 
 
@@ -91,34 +94,34 @@ def cuda_refusals(call: Call) -> list[str]:
     reasons = []
     width = max(call.q.shape[-1], call.k.shape[-1], call.v.shape[-1])
     if width > MAX_FLEX_WIDTH:
-        reasons.append(f"a width of {width}, where it takes up to {MAX_FLEX_WIDTH}")
+        reasons.append(f"FlexAttention supports widths up to {MAX_FLEX_WIDTH}, got {width}")
     if max(call.q.shape[:2]) > 65535:
-        reasons.append("more than 65,535 sequences or heads")
+        reasons.append("FlexAttention supports at most 65,535 sequences or heads")
     return reasons
 
 
 def cpu_refusals(call: Call) -> list[str]:
     reasons = []
     if torch.compiler.is_compiling():
-        reasons.append("on a CPU its masks do not compile as a part of a larger graph")
+        reasons.append("on a CPU its masks do not compile inside a larger graph")
     if call.needs_grad:
-        reasons.append("it has no backward on a CPU")
+        reasons.append("FlexAttention has no backward on a CPU")
     if call.needs_lse:
-        reasons.append("it gives no log-sum-exp on a CPU, which weights and sinks need")
+        reasons.append("FlexAttention returns no log-sum-exp on a CPU, which weights and sinks need")
     return reasons
 
 
 def missing_requirement(device: str) -> str:
-    """What this machine lacks for compiling; empty where nothing is missing."""
+    """What compiling needs and is missing here; empty where nothing is."""
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "TORCHDYNAMO_DISABLE=1 switches torch.compile off"
     if device == "cuda":
-        return "" if importlib.util.find_spec("triton") else "it needs Triton, which is not installed"
+        return "" if importlib.util.find_spec("triton") else "Triton is not installed"
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        return f"it needs a C++ compiler, and {compiler} is not on the PATH"
+        return f"a C++ compiler is needed, and {compiler} is not on the PATH"
     ready = torch.cpu._is_avx2_supported() and sys.platform != "darwin"
-    return "" if ready else "on a CPU it needs x86 with AVX2, and not macOS"
+    return "" if ready else "on a CPU it needs x86 with AVX2 and does not run on macOS"
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -131,19 +134,19 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def pad_inputs(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries, keys and values in a width that the kernels take; zeros add nothing to a dot product."""
+    """Pads query, key and value to widths that the kernels support; zeros add nothing to a dot product."""
     q, k, v = call.q, call.k, call.v
     if q.device.type == "cpu":
-        # Tensors that could need a gradient are refused there even where none is taken.
+        # Tensors with requires_grad are rejected on a CPU even under no_grad.
         return make_strides_dense(q.detach()), make_strides_dense(k.detach()), make_strides_dense(v.detach())
     wide = kernel_width(v.shape[-1], v.dtype)
-    # The size of the tiles follows from the width of the queries alone: wider values would not fit beside them.
+    # Tile sizes follow from the width of the queries alone: wider values would not fit in shared memory.
     both = max(kernel_width(q.shape[-1], q.dtype), wide)
     return pad_to_kernel_width(q, both), pad_to_kernel_width(k, both), pad_to_kernel_width(v, wide)
 
 
 def kernel_width(width: int, dtype: torch.dtype) -> int:
-    """At least 16; in float32 a power of two, for which there are tiles that fit."""
+    """At least 16; in float32 a power of two, because only these have tiles that fit."""
     return max(1 << (width - 1).bit_length() if dtype == torch.float32 else width, MIN_FLEX_WIDTH)
 
 
@@ -152,19 +155,19 @@ def pad_to_kernel_width(x: Tensor, width: int) -> Tensor:
 
 
 def make_strides_dense(x: Tensor) -> Tensor:
-    """Rows that are contiguous, and no dimension that is one row repeated; a compiler sees to that by itself."""
-    plain = torch.compiler.is_compiling() or (x.stride(-1) == 1 and 0 not in x.stride())
-    return x if plain else x.contiguous()
+    """Copies a tensor whose rows are not contiguous or that is expanded; torch.compile handles such strides itself."""
+    is_dense = torch.compiler.is_compiling() or (x.stride(-1) == 1 and 0 not in x.stride())
+    return x if is_dense else x.contiguous()
 
 
 def choose_kernel_options(call: Call) -> dict[str, bool]:
-    """What the compiler cannot see in lengths that it takes as variable, and a kernel that it should not take."""
+    """Options for divisibility, which the compiler cannot see in dynamic lengths, and against a kernel that fails."""
     queries, keys = call.q.shape[2], call.k.shape[2]
     if call.q.device.type == "cpu":
         return {}
     if queries % BLOCK_SIZE == 0 and keys % BLOCK_SIZE == 0:
         return {"IS_DIVISIBLE": True}
-    # The kernel for short queries fails to compile for some lengths of grouped queries; a single query is safe.
+    # The kernel for short queries fails to compile for some lengths of grouped heads; a single query is safe.
     return {"FORCE_USE_FLEX_ATTENTION": True} if 1 < queries < BLOCK_SIZE or call.group > BLOCK_SIZE else {}
 
 
@@ -174,7 +177,7 @@ def build_flex_inputs(call: Call) -> compiled_calls.FlexInputs:
         mask=mask,
         bias=tabulate_buckets(call.bias) if isinstance(call.bias, Buckets) else call.bias,
         blocks=blocks,
-        shift=int_tensor(call.k.shape[2] - call.q.shape[2], call.q.device),
+        query_offset=int_tensor(call.k.shape[2] - call.q.shape[2], call.q.device),
         positions=call.positions,
         batch_ids=call.batch_ids,
         head_ids=call.head_ids,
@@ -183,18 +186,18 @@ def build_flex_inputs(call: Call) -> compiled_calls.FlexInputs:
 
 @dataclass(frozen=True, slots=True)
 class DistanceTableBias(Bias):
-    """A bias that depends on the distance alone, as a table (H, 2 reach + 1); beyond the reach nothing changes."""
+    """A bias by distance as a table (H, 2 reach + 1); larger distances use the last entry."""
 
     table: Tensor
     reach: Tensor
 
-    def term(self, where: Tile) -> Tensor:
-        distance = (where.key_position - where.query_position).clamp(-self.reach, self.reach)
-        return self.table[where.head, distance + self.reach]
+    def term(self, tile: Tile) -> Tensor:
+        distance = (tile.key_position - tile.query_position).clamp(-self.reach, self.reach)
+        return self.table[tile.head, distance + self.reach]
 
 
 def tabulate_buckets(bias: Buckets) -> DistanceTableBias:
-    """The logarithms that make the buckets are taken here, once: in a kernel they may round to another bucket."""
+    """Computes the buckets once here: the logarithms in a kernel may round to another bucket."""
     reach, device = bias.max_distance, bias.table.device
     distance = torch.arange(-reach, reach + 1, device=device)
     head = torch.arange(bias.table.shape[1], device=device).unsqueeze(-1)
@@ -206,36 +209,36 @@ _block_lists_cache: OrderedDict[Hashable, tuple[Mask, BlockLists]] = OrderedDict
 
 
 def get_block_lists(call: Call) -> tuple[Mask | None, BlockLists | None]:
-    """The mask with tensors for its numbers, and its blocks; both are kept for the next call with the same mask."""
+    """Returns the mask with tensors for its numbers, and its block lists; cached for calls with the same mask."""
     if call.mask is None:
         return None, None
     if torch.compiler.is_compiling():
         return call.mask, build_block_lists(call)
-    # A captured graph runs again with other lengths or ids in the same tensors.
+    # A captured CUDA graph is replayed with other lengths or ids in the same tensors.
     captured = is_capturing_cuda_graph(call.q)
-    known = None if captured and not call.mask.static else mask_cache_key(call.mask)
-    if known is None or call.positions is not None or call.batch_ids is not None:
+    mask_key = None if captured and not call.mask.is_static else mask_cache_key(call.mask)
+    if mask_key is None or call.positions is not None or call.batch_ids is not None:
         return numbers_to_tensors(call.mask, call.q.device), build_block_lists(call)
-    key = (known, call.q.shape[2], call.k.shape[2], call.q.device, call.needs_grad)
-    found = _block_lists_cache.pop(key, None)
-    if found is None:
-        # A tensor that is made in inference mode could not be used in a later training step.
+    key = (mask_key, call.q.shape[2], call.k.shape[2], call.q.device, call.needs_grad)
+    cached = _block_lists_cache.pop(key, None)
+    if cached is None:
+        # A tensor created in inference mode could not be used in a later training step.
         with torch.inference_mode(False):
-            found = numbers_to_tensors(call.mask, call.q.device), build_block_lists(call)
+            cached = numbers_to_tensors(call.mask, call.q.device), build_block_lists(call)
         if captured:
-            # It is there only once the graph has run.
-            return found
-    _block_lists_cache[key] = found
+            # The tensors hold values only after the graph has run.
+            return cached
+    _block_lists_cache[key] = cached
     while len(_block_lists_cache) > MAX_CACHED_BLOCK_MASKS:
         _block_lists_cache.popitem(last=False)
-    return found
+    return cached
 
 
 def mask_cache_key(mask: Mask) -> Hashable | None:
-    """What makes two masks the same: their kinds, their numbers, and their tensors' memory and version.
+    """Key by which equal masks share block lists: types, numbers, and memory and version of the tensors.
 
-    A mask that is kept holds its tensors, so that their memory belongs to nobody else meanwhile. None where the same
-    signature could mean another mask (functions, tensors that have no version) and for dense tensors, which are large.
+    A cached mask holds its tensors, so that their memory is not reused. None where equal keys could mean different
+    masks (functions, tensors without a version) and for dense tensors, which are large.
     """
     if isinstance(mask, MaskFunction | DenseMask):
         return None
@@ -258,7 +261,7 @@ def tensor_cache_key(tensor: Tensor) -> Hashable | None:
 
 
 def numbers_to_tensors(part: Any, device: torch.device) -> Any:
-    """The same mask with tensors for its numbers: with another window or prefix it is still the same program."""
+    """The mask with tensors for its numbers, so that another window or prefix runs the same program."""
     if isinstance(part, int) and not isinstance(part, bool):
         return int_tensor(part, device)
     names = getattr(part, "__dataclass_fields__", None)
@@ -266,11 +269,11 @@ def numbers_to_tensors(part: Any, device: torch.device) -> Any:
         return part
     copy: Any = object.__new__(type(part))
     for name in names:
-        # The constructor would refuse a tensor where it expects a number.
+        # The constructor would reject a tensor where it expects a number.
         object.__setattr__(copy, name, numbers_to_tensors(getattr(part, name), device))
     return copy
 
 
 def int_tensor(value: int, device: torch.device) -> Tensor:
-    """A number as a tensor that is filled on the device, without a copy; in 32 bits, like indices, where they do."""
+    """A scalar tensor filled on the device, without a copy; int32, like indices, where it fits."""
     return torch.full((), value, dtype=torch.int32 if abs(value) < 2**30 else torch.int64, device=device)

@@ -1,7 +1,8 @@
-"""Which blocks of the matrix a mask empties, fills or cuts: what a kernel may skip, and where it has to ask the mask.
+"""Which blocks of the matrix a mask leaves empty, full or partial: a kernel skips empty blocks and evaluates the mask
+only in partial ones.
 
-A table has an entry for each block of 128 queries and 128 keys. `some` may say yes too often and `every` too seldom:
-that costs time and no truth, because the mask itself decides inside a block that is neither empty nor full.
+A table has an entry for each block of 128 queries and 128 keys. `some` may be True too often and `every` too seldom:
+this costs time but stays correct, because the mask itself decides in partial blocks.
 
 Bm and Hm are 1 or the batch size and heads, nq and nk the numbers of blocks, Tq queries, Tk keys.
 """
@@ -22,19 +23,19 @@ from foci.masks.ranges import KeyRanges
 
 BLOCK_SIZE = 128
 
-# Entries of the matrix that are looked at together where only looking tells.
+# Entries of the matrix that are evaluated at a time where a mask has to be evaluated entry by entry.
 MAX_ENTRIES_PER_LOOKUP = 2**26
 
 
 class BlockTables(NamedTuple):
-    """Blocks that hold something visible, and blocks that hold nothing else; both broadcast to (Bm, Hm, nq, nk)."""
+    """Blocks with some visible entries and blocks with only visible entries; both broadcast to (Bm, Hm, nq, nk)."""
 
     some: Tensor
     every: Tensor
 
 
 class BlockList(NamedTuple):
-    """A table by rows: how many blocks of a row are in it, and all blocks of the row, those first."""
+    """The marked blocks of each row of a table: how many there are, and all blocks of the row, marked ones first."""
 
     counts: Tensor  # (Bm, Hm, nq) int32
     order: Tensor  # (Bm, Hm, nq, nk) int32
@@ -42,24 +43,24 @@ class BlockList(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockLists:
-    """The blocks to visit, by rows of blocks for the forward and by columns of blocks for the backward."""
+    """The blocks to visit: by rows of blocks for the forward, in `columns` by columns of blocks for the backward."""
 
-    cut: BlockList
+    partial: BlockList
     full: BlockList
     columns: BlockLists | None = None
 
 
 def build_block_lists(call: Call) -> BlockLists:
-    """The blocks that the call's mask leaves; by columns too where there will be a backward."""
+    """Lists the visible blocks of the call's mask; by columns too where a backward will follow."""
     assert call.mask is not None
     queries, keys = call.q.shape[2], call.k.shape[2]
     some, every = build_tables(call.mask, call)
     rows, columns = (torch.arange(count_blocks(length), device=call.q.device) for length in (queries, keys))
-    # A block that hangs over the edge is never full, so that the mask is asked there.
+    # A block that extends over the edge is never full, so that the mask is evaluated there.
     full = every & (rows < queries // BLOCK_SIZE).unsqueeze(-1) & (columns < keys // BLOCK_SIZE)
-    cut, full = torch.broadcast_tensors(some & ~full, full)
-    transposed = BlockLists(list_blocks(cut.mT), list_blocks(full.mT)) if call.needs_grad else None
-    return BlockLists(list_blocks(cut), list_blocks(full), transposed)
+    partial, full = torch.broadcast_tensors(some & ~full, full)
+    transposed = BlockLists(list_blocks(partial.mT), list_blocks(full.mT)) if call.needs_grad else None
+    return BlockLists(list_blocks(partial), list_blocks(full), transposed)
 
 
 def count_blocks(length: int) -> int:
@@ -67,14 +68,14 @@ def count_blocks(length: int) -> int:
 
 
 def list_blocks(table: Tensor) -> BlockList:
-    # Kernels read a row of the list as contiguous; a sort keeps the strides of what it sorts, also transposed ones.
+    # Kernels read rows of a list as contiguous; argsort keeps the strides of its input, also transposed ones.
     table = table.to(torch.int32).contiguous()
     order = torch.argsort(table, dim=-1, descending=True, stable=True)
     return BlockList(table.sum(-1, dtype=torch.int32), order.to(torch.int32))
 
 
 def build_tables(mask: Mask, call: Call) -> BlockTables:
-    """The tables of a mask, from those of its parts."""
+    """Builds the tables of a mask from those of its parts."""
     if isinstance(mask, Intersection):
         left, right = build_tables(mask.left, call), build_tables(mask.right, call)
         return BlockTables(left.some & right.some, left.every & right.every)
@@ -86,16 +87,20 @@ def build_tables(mask: Mask, call: Call) -> BlockTables:
         return BlockTables(~inner.every, ~inner.some)
     if isinstance(mask, Documents):
         return tables_from_documents(mask, call)
-    spans = mask.spans(call.extent, call.positions is not None)
-    return tables_from_ranges(spans, call) if spans.exact and len(spans.runs) == 1 else tables_from_entries(mask, call)
+    ranges = mask.key_ranges(call.sizes, call.positions is not None)
+    return (
+        tables_from_ranges(ranges, call)
+        if ranges.exact and len(ranges.ranges) == 1
+        else tables_from_entries(mask, call)
+    )
 
 
-def tables_from_ranges(spans: KeyRanges, call: Call) -> BlockTables:
-    """A block holds something when the run of one of its rows reaches it, and is full when all their runs cover it."""
+def tables_from_ranges(ranges: KeyRanges, call: Call) -> BlockTables:
+    """A block has visible entries where the key range of one of its rows reaches it; full where all cover it."""
     if call.batch_ids is not None:
-        spans = spans.of(call.batch_ids)
+        ranges = ranges.of(call.batch_ids)
     device, keys = call.q.device, call.k.shape[2]
-    low, high = (split_into_blocks(ends) for ends in torch.broadcast_tensors(*spans.runs[0]))  # (Bm, nq, 128)
+    low, high = (split_into_blocks(ends) for ends in torch.broadcast_tensors(*ranges.ranges[0]))  # (Bm, nq, 128)
     seen = low < high
     start, stop = torch.where(seen, low, keys).amin(-1), torch.where(seen, high, 0).amax(-1)
     first = torch.arange(count_blocks(keys), device=device) * BLOCK_SIZE
@@ -106,8 +111,8 @@ def tables_from_ranges(spans: KeyRanges, call: Call) -> BlockTables:
 
 
 def tables_from_documents(mask: Documents, call: Call) -> BlockTables:
-    """Blocks of ids meet where their ranges do, and are full where both hold one and the same id."""
-    assert mask.key_ids is not None, "fit() fills in the keys' ids"
+    """A block may have visible entries where the id ranges overlap; full where both sides hold one and the same id."""
+    assert mask.key_ids is not None, "fit() sets the keys' ids"
     queries, keys = (split_into_blocks(select_sequences(ids, call)) for ids in (mask.query_ids, mask.key_ids))
     (low, high), (first, last) = ((ids.amin(-1), ids.amax(-1)) for ids in (queries, keys))
     low, high, first, last = low[:, None, :, None], high[:, None, :, None], first[:, None, None], last[:, None, None]
@@ -126,19 +131,19 @@ def split_into_blocks(values: Tensor) -> Tensor:
 
 
 def tables_from_entries(mask: Mask, call: Call) -> BlockTables:
-    """Asks the mask for every entry, some rows of blocks at a time: for functions, bool tensors and odd positions."""
+    """Evaluates the mask at every entry, some rows at a time: for functions, bool tensors and given positions."""
     queries, keys = call.q.shape[2], call.k.shape[2]
-    corner = mask.visible(call.where(slice(0, 1), slice(0, 1)))
+    corner = mask.visible(call.tile(slice(0, 1), slice(0, 1)))
     pairs = torch.broadcast_shapes(corner.shape, (1, 1, 1, 1))[:2].numel()
     step = max(MAX_ENTRIES_PER_LOOKUP // (pairs * keys * BLOCK_SIZE), 1) * BLOCK_SIZE
     strips = [slice(start, min(start + step, queries)) for start in range(0, queries, step)]
-    found = [tables_of_rows(mask, call, rows) for rows in strips]
-    return BlockTables(torch.cat([some for some, _ in found], dim=2), torch.cat([every for _, every in found], dim=2))
+    tables = [tables_of_rows(mask, call, rows) for rows in strips]
+    return BlockTables(torch.cat([some for some, _ in tables], dim=2), torch.cat([every for _, every in tables], dim=2))
 
 
 def tables_of_rows(mask: Mask, call: Call, rows: slice) -> BlockTables:
     keys, height = call.k.shape[2], rows.stop - rows.start
-    visible = mask.visible(call.where(rows, slice(0, keys)))
+    visible = mask.visible(call.tile(rows, slice(0, keys)))
     visible = visible.broadcast_to(torch.broadcast_shapes(visible.shape, (1, 1, height, keys)))
     shape = (*visible.shape[:2], count_blocks(height), BLOCK_SIZE, count_blocks(keys), BLOCK_SIZE)
     edges = (0, -keys % BLOCK_SIZE, 0, -height % BLOCK_SIZE)

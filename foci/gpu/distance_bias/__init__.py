@@ -112,7 +112,7 @@ def operator_inputs(call: Call) -> tuple[Any, ...]:
 
 def bias_tensors(call: Call) -> tuple[Tensor | None, ...]:
     """The table, the bucket of each distance, Relative's keys and values, and the slopes: of the call's own heads."""
-    bias, heads = call.bias, None if call.head_ids is None else call.heads.flatten()
+    bias, heads = call.bias, None if call.head_ids is None else call.head_index.flatten()
     if isinstance(bias, Buckets):
         table = bias.table if heads is None else bias.table[:, heads]
         numbers = table.shape[0], bias.bidirectional, bias.max_distance

@@ -20,7 +20,7 @@ def get_dot_call(layer: Layer) -> Call | None:
     """The queries, keys and scores behind a layer, where it has them; General and Cosine as dot products."""
     if layer.weights is None:
         return None
-    call = layer.weights._call
+    call = layer.weights.call
     return call.with_dot() or call
 
 
@@ -29,7 +29,7 @@ def describe_score(layer: Layer) -> dict[str, Any] | None:
     call = get_dot_call(layer)
     if call is None or layer.weights is None:
         return None
-    given = layer.weights._call
+    given = layer.weights.call
     return {
         "kind": type(given.score).__name__,
         "additive": isinstance(call.score, Additive),
