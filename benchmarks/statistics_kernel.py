@@ -25,9 +25,9 @@ from timing import Contestant, Measured, clock_of, compare, one_line, release, s
 
 from foci.statistics.cuda import hopper
 from foci.statistics.cuda import plan as launcher
-from foci.statistics.cuda.arguments import fetchable, inputs
-from foci.statistics.cuda.tiling import Config, default
-from foci.statistics.request import Wanted
+from foci.statistics.cuda.arguments import common_arguments, is_tma_compatible
+from foci.statistics.cuda.tiling import TileConfig, default_config
+from foci.statistics.request import Request
 
 COLUMNS = (
     *("case", "scores", "wanted", "contestant", "chosen", "ms", "spread", "rounds", "with_forward", "mib"),
@@ -56,17 +56,17 @@ class Case:
         mask = "causal" if self.causal else "full"
         return f"{self.heads}/{self.groups} heads of {self.width}, {self.tokens} tokens, {mask}"
 
-    def wanted(self) -> dict[str, Wanted]:
+    def wanted(self) -> dict[str, Request]:
         side = min(self.tokens // LEAST_CELL, MOST_CELLS)
         picture = (side, side, "mean")
-        named = {name: Wanted("e" in name, "r" in name, picture if "p" in name else None) for name in SUBSETS}
-        three = Wanted(entropy=True, received=True, picture=picture)
+        named = {name: Request("e" in name, "r" in name, picture if "p" in name else None) for name in SUBSETS}
+        three = Request(entropy=True, received=True, picture=picture)
         return {label: named[name] for name, label in SUBSETS.items()} | {
             THREE: three,
-            ALL_BUT_TOP: Wanted(True, True, picture, largest=True, distance=True),
-            "top 8": Wanted(top=8),
-            FOUR: Wanted(True, True, picture, top=8),
-            EVERY: Wanted(True, True, picture, top=8, largest=True, distance=True),
+            ALL_BUT_TOP: Request(True, True, picture, largest=True, distance=True),
+            "top 8": Request(top=8),
+            FOUR: Request(True, True, picture, top=8),
+            EVERY: Request(True, True, picture, top=8, largest=True, distance=True),
         }
 
 
@@ -104,21 +104,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
     return out[0], out[1].reshape(q.shape[:3])
 
 
-def configs(q: Tensor, k: Tensor, lse: Tensor, case: Case, wanted: Wanted) -> dict[str, tuple[Config, bool]]:
+def configs(q: Tensor, k: Tensor, lse: Tensor, case: Case, wanted: Request) -> dict[str, tuple[TileConfig, bool]]:
     """Each kernel that can measure it, and whether foci would choose it."""
-    arguments = inputs(q, k, lse, 1.0, None, None, case.causal, None, None, None, None)
-    chosen = launcher.chosen(arguments, False, wanted)
-    found = {"triton": default(case.width, q.dtype, wanted, fetchable(k))}
+    arguments = common_arguments(q, k, lse, 1.0, None, None, case.causal, None, None, None, None)
+    chosen = launcher.choose_config(arguments, False, wanted)
+    found = {"triton": default_config(case.width, q.dtype, wanted, is_tma_compatible(k))}
     if not hopper.refuses(arguments, False, wanted):
-        found = {"gluon": hopper.config(wanted)} | found
+        found = {"gluon": hopper.hopper_config(wanted)} | found
     return {name: (config, config == chosen) for name, config in found.items()}
 
 
 def measuring(
-    q: Tensor, k: Tensor, lse: Tensor, case: Case, wanted: Wanted, config: Config
+    q: Tensor, k: Tensor, lse: Tensor, case: Case, wanted: Request, config: TileConfig
 ) -> Callable[[], dict[str, Tensor]]:
     scale = case.width**-0.5
-    return lambda: launcher.statistics(q, k, lse, scale=scale, causal=case.causal, wanted=wanted, config=config)
+    return lambda: launcher.launch_statistics(q, k, lse, scale=scale, causal=case.causal, wanted=wanted, config=config)
 
 
 def truth(q: Tensor, k: Tensor, lse: Tensor, case: Case) -> tuple[Tensor, Tensor]:

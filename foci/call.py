@@ -165,7 +165,7 @@ def plan(
     call = prepare_call(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
     found = backends.make_plan(call, backend)
     if return_weights:
-        found.notes["statistics"] = f"statistics of the weights: {statistics.who(call)}"
+        found.notes["statistics"] = f"statistics of the weights: {statistics.describe_method(call)}"
     return found
 
 

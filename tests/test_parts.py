@@ -12,11 +12,11 @@ from foci.backends import reference, triton
 from foci.biases import Bias
 from foci.runtime import native
 from foci.scores import Dot
-from foci.statistics import Wanted, cpu_c, cuda, streaming
+from foci.statistics import Request, cpu_c, cuda, streaming
 from tests.tensors import randn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WANTED = Wanted(entropy=True, received=True)
+WANTED = Request(entropy=True, received=True)
 B, H, T = 3, 4, 24
 
 
@@ -48,7 +48,7 @@ def test_the_compiled_pass(kind: str, place: tuple[slice, slice], monkeypatch: p
     assert cpu_c.refuses(part, WANTED) == []
     _, lse = reference.run(part)
     assert lse is not None
-    same(cpu_c.measure(part, lse, WANTED), streaming.measure(part, lse, WANTED))
+    same(cpu_c.compute_statistics(part, lse, WANTED), streaming.compute_statistics(part, lse, WANTED))
 
 
 @pytest.mark.parametrize("kind", ["none", "alibi"])
@@ -56,14 +56,14 @@ def test_the_compiled_pass(kind: str, place: tuple[slice, slice], monkeypatch: p
 @pytest.mark.parametrize("place", PARTS)
 def test_the_pass_of_a_gpu(kind: str, masked: bool, place: tuple[slice, slice]) -> None:
     pytest.importorskip("triton")
-    from foci.statistics.cuda.plan import statistics
+    from foci.statistics.cuda.plan import launch_statistics
     from tests.kernels.statistics_cases import SMALL
 
     part = call_of(per_head(kind), seen_per_head() if masked else foci.causal, DEVICE).part(*place)
     _, lse = reference.run(part)
     assert lse is not None
-    found = statistics(lse=lse.contiguous(), **cuda.terms(part), wanted=WANTED, config=SMALL)
-    same(found, streaming.measure(part, lse, WANTED))
+    found = launch_statistics(lse=lse.contiguous(), **cuda.statistics_arguments(part), wanted=WANTED, config=SMALL)
+    same(found, streaming.compute_statistics(part, lse, WANTED))
 
 
 @pytest.mark.parametrize("kind", ["alibi", "buckets"])

@@ -21,8 +21,8 @@ from foci.masks.kinds import Causal
 from foci.runtime import native
 from foci.scores import Additive, Dot
 from foci.statistics import picture
-from foci.statistics.request import Wanted
-from foci.statistics.streaming import finite
+from foci.statistics.request import Request
+from foci.statistics.streaming import finite_lse
 
 PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -31,43 +31,53 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_TOP = 64
 
 # Fewer are not worth a pass that first lays out the keys.
-LEAST_QUERIES = 16
-LEAST_ENTRIES = 2**16
+MIN_QUERIES = 16
+MIN_ENTRIES = 2**16
 
 # Keys that are laid out at once, in numbers: 64 MiB.
-AT_ONCE = 2**24
+MAX_PACKED_NUMBERS = 2**24
 
 # Entries that are worth a thread, and rows that are worth a part.
-PER_THREAD = 2**18
-PER_PART = 128
+ENTRIES_PER_THREAD = 2**18
+ROWS_PER_PART = 128
 
-INPUTS = ("queries", "keys", "shift", "query_places", "key_places", "slopes", "weight", "constants", "by_distance")
-OUTPUTS = ("entropy", "distance", "received", "picture", "largest", "top_values", "top_keys")
-SIZES = (
+INPUT_FIELDS = (
+    "queries",
+    "keys",
+    "shift",
+    "query_places",
+    "key_places",
+    "slopes",
+    "weight",
+    "constants",
+    "by_distance",
+)
+OUTPUT_FIELDS = ("entropy", "distance", "received", "picture", "largest", "top_values", "top_keys")
+SIZE_FIELDS = (
     *("pairs", "heads", "group", "query_count", "key_count"),
     *("padded", "width", "parts", "top", "picture_rows", "picture_columns", "distances"),
 )
-PLACE_STEPS = ("query_place_step", "key_place_step")
-SEEN_STEPS = ("seen_batch", "seen_head", "seen_row", "seen_column")
+POSITION_STRIDE_FIELDS = ("query_place_step", "key_place_step")
+DENSE_STRIDE_FIELDS = ("seen_batch", "seen_head", "seen_row", "seen_column")
 
 
-class Masks(ctypes.Structure):
+class MaskStruct(ctypes.Structure):
     """What kernels/masks.h is given, in its order."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("runs", "query_ids", "key_ids", "seen")),
         *((name, ctypes.c_int64) for name in ("query_count", "key_count", "run_count")),
-        *((name, ctypes.c_int64) for name in ("run_step", "query_id_step", "key_id_step", *SEEN_STEPS)),
+        *((name, ctypes.c_int64) for name in ("run_step", "query_id_step", "key_id_step", *DENSE_STRIDE_FIELDS)),
     )
 
 
-class Work(ctypes.Structure):
+class StatisticsStruct(ctypes.Structure):
     """What kernels/strip.c is given, in its order."""
 
     _fields_ = (
-        ("masks", Masks),
-        *((name, ctypes.c_void_p) for name in (*INPUTS, *OUTPUTS)),
-        *((name, ctypes.c_int64) for name in (*SIZES, *PLACE_STEPS)),
+        ("masks", MaskStruct),
+        *((name, ctypes.c_void_p) for name in (*INPUT_FIELDS, *OUTPUT_FIELDS)),
+        *((name, ctypes.c_int64) for name in (*SIZE_FIELDS, *POSITION_STRIDE_FIELDS)),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
         ("next", ctypes.c_int64),
@@ -75,7 +85,7 @@ class Work(ctypes.Structure):
     )
 
 
-def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) -> list[str]:
+def refuses(call: Call, wanted: Request | None = None, averaged: bool = False) -> list[str]:
     """Why this pass does not measure the call; empty where it does."""
     if call.q.device.type != "cpu":
         return [f"the queries are on {call.q.device.type}, not on the cpu"]
@@ -96,7 +106,7 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
         reasons.append(f"more than the {MOST_TOP} heaviest keys")
     if wanted is not None and wanted.picture is not None and wanted.picture[2] != "mean":
         reasons.append("a picture of maxima")
-    reasons += too_small(call) or mask_inputs.refuses(call)
+    reasons += size_refusals(call) or mask_inputs.refuses(call)
     if not reasons and isinstance(call.score, Additive) and not has_exact_exponentials(call.q, call.k):
         reasons.append(f"an additive score of numbers beyond {MAX_EXPONENTIAL_INPUT:g}")
     # Asked last: the answer may cost a second of compiling.
@@ -104,49 +114,49 @@ def refuses(call: Call, wanted: Wanted | None = None, averaged: bool = False) ->
     return reasons if missing is None else [missing]
 
 
-def too_small(call: Call) -> list[str]:
-    if call.q.shape[2] < LEAST_QUERIES or call.q.shape[:3].numel() * call.k.shape[2] < LEAST_ENTRIES:
-        return [f"fewer than {LEAST_QUERIES} queries or {LEAST_ENTRIES:,} weights"]
+def size_refusals(call: Call) -> list[str]:
+    if call.q.shape[2] < MIN_QUERIES or call.q.shape[:3].numel() * call.k.shape[2] < MIN_ENTRIES:
+        return [f"fewer than {MIN_QUERIES} queries or {MIN_ENTRIES:,} weights"]
     return []
 
 
-def measure(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+def compute_statistics(call: Call, lse: Tensor, wanted: Request) -> dict[str, Tensor]:
     """The wanted statistics, without gradients, of a call that this pass does not refuse."""
     batch, heads = call.q.shape[:2]
-    step = max(AT_ONCE // max(call.k.shape[1:].numel(), 1), 1)
+    step = max(MAX_PACKED_NUMBERS // max(call.k.shape[1:].numel(), 1), 1)
     with torch.no_grad():
         if step >= batch:
-            return measure_part(call, lse, wanted)
+            return compute_part(call, lse, wanted)
         places = [slice(start, min(start + step, batch)) for start in range(0, batch, step)]
-        parts = [measure_part(call.select(place, slice(0, heads)), lse[place], wanted) for place in places]
+        parts = [compute_part(call.select(place, slice(0, heads)), lse[place], wanted) for place in places]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def measure_part(call: Call, lse: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+def compute_part(call: Call, lse: Tensor, wanted: Request) -> dict[str, Tensor]:
     """Some sequences, all of their heads."""
     library = native.load_library("strip")
-    threads, parts = shares(call, wanted)
-    dot, given = compared(replace(call, q=call.q.float(), k=call.k.float()))
+    threads, parts = choose_threads_and_parts(call, wanted)
+    dot, given = prepare_score(replace(call, q=call.q.float(), k=call.k.float()))
     assert isinstance(dot.score, Dot)
-    given |= matrix_inputs(dot, lse, library.panel_keys(), library.chunk_keys())
-    found = outputs(call, wanted, parts)
-    scale, softcap = scales(dot.score, dot.q.shape[-1])
-    seen = mask_tensors(call)
-    work = Work(
-        masks=masks_of(call, seen),
-        **pointers(given | found),
-        **sizes(call, wanted, parts, given),
-        **{f"{name}_step": step(given[f"{name}s"]) for name in ("query_place", "key_place")},
+    given |= build_inputs(dot, lse, library.panel_keys(), library.chunk_keys())
+    found = allocate_outputs(call, wanted, parts)
+    scale, softcap = base2_scales(dot.score, dot.q.shape[-1])
+    seen = build_mask_tensors(call)
+    work = StatisticsStruct(
+        masks=fill_mask_struct(call, seen),
+        **data_pointers(given | found),
+        **struct_sizes(call, wanted, parts, given),
+        **{f"{name}_step": sequence_stride(given[f"{name}s"]) for name in ("query_place", "key_place")},
         scale=scale,
         softcap=softcap,
     )
     native.run_in_threads(library.measure, work, threads)
     if work.failed:
         raise MemoryError("there is no memory for the few rows that a pass over the attention matrix keeps")
-    return finished(call, wanted, found)
+    return finish_outputs(call, wanted, found)
 
 
-def compared(call: Call) -> tuple[Call, dict[str, Tensor]]:
+def prepare_score(call: Call) -> tuple[Call, dict[str, Tensor]]:
     """The call with the vectors that are multiplied; of an additive score exponentials, and what is done with them."""
     if not isinstance(call.score, Additive):
         dot = call.with_dot()
@@ -157,23 +167,25 @@ def compared(call: Call) -> tuple[Call, dict[str, Tensor]]:
     return replace(call, q=(2.0 * call.q).exp_(), k=(2.0 * call.k).exp_(), score=Dot(1.0 / LOG2_E)), given
 
 
-def shares(call: Call, wanted: Wanted) -> tuple[int, int]:
+def choose_threads_and_parts(call: Call, wanted: Request) -> tuple[int, int]:
     """How many threads, and the parts of each pair's rows: a few for each thread, as causal parts differ in work."""
     pairs, queries = call.q.shape[:2].numel(), call.q.shape[2]
-    threads = min(torch.get_num_threads(), max(pairs * queries * call.k.shape[2] // PER_THREAD, 1))
-    most = -(-queries // PER_PART) if wanted.picture is None else min(-(-queries // PER_PART), wanted.picture[0])
+    threads = min(torch.get_num_threads(), max(pairs * queries * call.k.shape[2] // ENTRIES_PER_THREAD, 1))
+    most = (
+        -(-queries // ROWS_PER_PART) if wanted.picture is None else min(-(-queries // ROWS_PER_PART), wanted.picture[0])
+    )
     return threads, 1 if threads == 1 else min(-(-4 * threads // pairs), most)
 
 
-def matrix_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, Tensor]:
+def build_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, Tensor]:
     """What the entries of the matrix are made of."""
     where = call.full_tile()
     # Counted from the first key: far from 0 floats tell no two places apart.
     origin = where.key_position.amin()
     given = {
         "queries": call.q.contiguous(),
-        "keys": in_panels(call.k, panel),
-        "shift": (finite(lse) * LOG2_E).float().contiguous(),
+        "keys": pack_keys(call.k, panel),
+        "shift": (finite_lse(lse) * LOG2_E).float().contiguous(),
         "query_places": (where.query_position - origin).float().flatten(1).contiguous(),
         "key_places": pad((where.key_position - origin).float().flatten(1), (0, -call.k.shape[2] % chunk)),
     }
@@ -181,18 +193,18 @@ def matrix_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, 
         assert call.bias.slopes is not None
         given["slopes"] = call.bias.slopes[call.heads.flatten()].float() * LOG2_E
     if isinstance(call.bias, Buckets):
-        given["by_distance"] = by_distance(call, call.bias, chunk)
+        given["by_distance"] = bias_by_distance(call, call.bias, chunk)
     return given
 
 
-def by_distance(call: Call, bias: Buckets, beyond: int) -> Tensor:
+def bias_by_distance(call: Call, bias: Buckets, beyond: int) -> Tensor:
     """What the bias adds for each distance between a key and a query, head by head, and 0 beyond the last key."""
     distances = torch.arange(1 - call.k.shape[2], call.q.shape[2], device=call.q.device)
     added = bias.table[bias.bucket(distances)][:, call.heads.flatten()].mT
     return pad(added.float() * LOG2_E, (0, beyond))
 
 
-def in_panels(k: Tensor, panel: int) -> Tensor:
+def pack_keys(k: Tensor, panel: int) -> Tensor:
     """(B, G, Tk, D) -> (B, G, panels, D, keys of a panel): what a product reads lies together, 0 where keys end."""
     whole = k.shape[2] // panel
     laid = k.new_empty(*k.shape[:2], -(-k.shape[2] // panel), k.shape[3], panel)
@@ -202,13 +214,13 @@ def in_panels(k: Tensor, panel: int) -> Tensor:
     return laid
 
 
-def scales(score: Dot, width: int) -> tuple[float, float]:
+def base2_scales(score: Dot, width: int) -> tuple[float, float]:
     """What a product is multiplied by for a logit in base 2, and the softcap: tanh takes twice the logit over it."""
     scale = score.factor(width) * LOG2_E
     return (scale, 0.0) if score.softcap is None else (2.0 * scale / score.softcap, score.softcap * LOG2_E)
 
 
-def mask_tensors(call: Call) -> dict[str, Tensor]:
+def build_mask_tensors(call: Call) -> dict[str, Tensor]:
     masks = mask_inputs.build_kernel_masks(call)
     runs = Causal().key_ranges(call.sizes, False).to_tensor(call.q.device) if masks.causal else masks.spans
     given = {} if runs is None else {"runs": runs.contiguous()}
@@ -220,7 +232,7 @@ def mask_tensors(call: Call) -> dict[str, Tensor]:
     return given
 
 
-def outputs(call: Call, wanted: Wanted, parts: int) -> dict[str, Tensor]:
+def allocate_outputs(call: Call, wanted: Request, parts: int) -> dict[str, Tensor]:
     """Where the pass writes: it adds to `received` and to the picture, and fills the rest."""
     batch, heads, queries = call.q.shape[:3]
     new = call.q.new_zeros(batch, heads, 0, dtype=torch.float32).new_empty
@@ -241,11 +253,11 @@ def outputs(call: Call, wanted: Wanted, parts: int) -> dict[str, Tensor]:
     return found
 
 
-def pointers(tensors: dict[str, Tensor]) -> dict[str, int]:
+def data_pointers(tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def sizes(call: Call, wanted: Wanted, parts: int, given: dict[str, Tensor]) -> dict[str, int]:
+def struct_sizes(call: Call, wanted: Request, parts: int, given: dict[str, Tensor]) -> dict[str, int]:
     keys = given["keys"]
     rows, columns = (0, 0) if wanted.picture is None else wanted.picture[:2]
     return {
@@ -264,27 +276,31 @@ def sizes(call: Call, wanted: Wanted, parts: int, given: dict[str, Tensor]) -> d
     }
 
 
-def masks_of(call: Call, given: dict[str, Tensor]) -> Masks:
-    found = pointers(given) | {"query_count": call.q.shape[2], "key_count": call.k.shape[2]}
+def fill_mask_struct(call: Call, given: dict[str, Tensor]) -> MaskStruct:
+    found = data_pointers(given) | {"query_count": call.q.shape[2], "key_count": call.k.shape[2]}
     if "runs" in given:
         found["run_count"] = given["runs"].shape[1]
-    found |= {f"{name}_step": step(given[f"{name}s"]) for name in ("run", "query_id", "key_id") if f"{name}s" in given}
+    found |= {
+        f"{name}_step": sequence_stride(given[f"{name}s"])
+        for name in ("run", "query_id", "key_id")
+        if f"{name}s" in given
+    }
     if "seen" in given:
-        found |= dict(zip(SEEN_STEPS, dense_steps(given["seen"]), strict=True))
-    return Masks(**found)
+        found |= dict(zip(DENSE_STRIDE_FIELDS, broadcast_strides(given["seen"]), strict=True))
+    return MaskStruct(**found)
 
 
-def step(tensor: Tensor) -> int:
+def sequence_stride(tensor: Tensor) -> int:
     """How far it is from one sequence to the next: 0 where all share one."""
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 
-def dense_steps(tensor: Tensor) -> list[int]:
+def broadcast_strides(tensor: Tensor) -> list[int]:
     """How far it is to the next along each axis: 0 where there is only one."""
     return [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
-def finished(call: Call, wanted: Wanted, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def finish_outputs(call: Call, wanted: Request, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """The parts joined in their order, so that the same call gives the same sums."""
     if wanted.received:
         found["received"] = found["received"].sum(2)
@@ -292,5 +308,5 @@ def finished(call: Call, wanted: Wanted, found: dict[str, Tensor]) -> dict[str, 
         found["largest"] = found["largest"].amax(-1) / LOG2_E
     if wanted.picture is not None and wanted.picture[:2] != (call.q.shape[2], call.k.shape[2]):
         rows, columns, _ = wanted.picture
-        found["picture"] /= picture.areas(rows, columns, call.q.shape[2], call.k.shape[2], call.q.device)
+        found["picture"] /= picture.block_areas(rows, columns, call.q.shape[2], call.k.shape[2], call.q.device)
     return found

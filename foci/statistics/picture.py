@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 
-def edge(block: int, blocks: int, length: int) -> int:
+def block_start(block: int, blocks: int, length: int) -> int:
     """Where a block begins."""
     return block * length // blocks
 
 
-def block_of(index: int, blocks: int, length: int) -> int:
+def block_index(index: int, blocks: int, length: int) -> int:
     """The block in which an index lies."""
     return ((index + 1) * blocks - 1) // length
 
 
-def edges(blocks: int, length: int, device: torch.device) -> Tensor:
+def block_edges(blocks: int, length: int, device: torch.device) -> Tensor:
     """Where the blocks begin and end: (blocks + 1,)."""
     return torch.arange(blocks + 1, device=device) * length // max(blocks, 1)
 
@@ -24,15 +24,15 @@ def edges(blocks: int, length: int, device: torch.device) -> Tensor:
 def pool_rows(weights: Tensor, start: int, blocks: int, length: int, reduce: str) -> tuple[int, Tensor]:
     """(..., R, C) rows that begin at `start` -> the first block they touch and (..., blocks touched, C)."""
     rows = weights.shape[-2]
-    first, last = block_of(start, blocks, length), block_of(start + rows - 1, blocks, length)
+    first, last = block_index(start, blocks, length), block_index(start + rows - 1, blocks, length)
     size = length // blocks
     if length % blocks == 0 and start % size == 0 and rows % size == 0:
-        return first, reduced(weights.unflatten(-2, (-1, size)), reduce, -2)
+        return first, reduce_blocks(weights.unflatten(-2, (-1, size)), reduce, -2)
     joined = []
     for block in range(first, last + 1):
-        begin = max(edge(block, blocks, length) - start, 0)
-        end = min(edge(block + 1, blocks, length) - start, rows)
-        joined.append(reduced(weights[..., begin:end, :], reduce, -2))
+        begin = max(block_start(block, blocks, length) - start, 0)
+        end = min(block_start(block + 1, blocks, length) - start, rows)
+        joined.append(reduce_blocks(weights[..., begin:end, :], reduce, -2))
     return first, torch.stack(joined, dim=-2)
 
 
@@ -42,22 +42,22 @@ def pool_columns(weights: Tensor, start: int, blocks: int, length: int, reduce: 
     Weights are never negative, so a maximum may start from 0.
     """
     stop = start + weights.shape[-1]
-    first, last = block_of(start, blocks, length), block_of(stop - 1, blocks, length)
+    first, last = block_index(start, blocks, length), block_index(stop - 1, blocks, length)
     size = length // blocks
     if length % blocks == 0 and start % size == 0 and stop % size == 0:
-        return first, reduced(weights.unflatten(-1, (-1, size)), reduce, -1)
-    ends = edges(blocks, length, weights.device)[first : last + 2]
+        return first, reduce_blocks(weights.unflatten(-1, (-1, size)), reduce, -1)
+    ends = block_edges(blocks, length, weights.device)[first : last + 2]
     columns = ends[:-1, None] + torch.arange(-(-length // blocks), device=weights.device)
     inside = (columns < ends[1:, None]) & (columns >= start) & (columns < stop)
     gathered = weights[..., (columns - start).clamp(0, stop - start - 1)]
-    return first, reduced(torch.where(inside, gathered, 0.0), reduce, -1)
+    return first, reduce_blocks(torch.where(inside, gathered, 0.0), reduce, -1)
 
 
-def reduced(blocks: Tensor, reduce: str, axis: int) -> Tensor:
+def reduce_blocks(blocks: Tensor, reduce: str, axis: int) -> Tensor:
     return blocks.sum(axis) if reduce == "mean" else blocks.amax(axis)
 
 
-def add(picture: Tensor, pooled: Tensor, first_row: int, first_column: int, reduce: str) -> None:
+def add_to_picture(picture: Tensor, pooled: Tensor, first_row: int, first_column: int, reduce: str) -> None:
     """Joins pooled blocks to the picture; blocks that two strips share get both."""
     place = (slice(first_row, first_row + pooled.shape[-2]), slice(first_column, first_column + pooled.shape[-1]))
     part = picture[..., place[0], place[1]]
@@ -67,6 +67,6 @@ def add(picture: Tensor, pooled: Tensor, first_row: int, first_column: int, redu
         part.copy_(torch.maximum(part, pooled))
 
 
-def areas(rows: int, columns: int, queries: int, keys: int, device: torch.device) -> Tensor:
+def block_areas(rows: int, columns: int, queries: int, keys: int, device: torch.device) -> Tensor:
     """How many entries each block holds."""
-    return edges(rows, queries, device).diff()[:, None] * edges(columns, keys, device).diff()[None, :]
+    return block_edges(rows, queries, device).diff()[:, None] * block_edges(columns, keys, device).diff()[None, :]

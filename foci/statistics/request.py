@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Request:
     """The statistics of one pass; `picture` is (rows, columns, "mean" or "max"), `top` the number of keys per query.
 
     narrow: these keys are int32 and not int64, for whoever moves or stores them.

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 
-def heaviest(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor]:
+def stable_topk(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor]:
     """(..., C) -> the min(k, C) largest of the last dimension, largest first, and their columns.
 
     What is below `hidden` counts as nothing: its order does not matter.
     """
     k = min(k, x.shape[-1])
     if x.device.type != "cpu":
-        return ordered(x, torch.arange(x.shape[-1], device=x.device).expand(x.shape), k)
-    values, columns, tied = narrowed(x, k, hidden)
+        return topk_by_sorting(x, torch.arange(x.shape[-1], device=x.device).expand(x.shape), k)
+    values, columns, tied = topk_by_groups(x, k, hidden)
     if bool(tied.any()):
         rows = x[tied]
-        exact = ordered(rows, torch.arange(x.shape[-1]).expand(rows.shape), k)
+        exact = topk_by_sorting(rows, torch.arange(x.shape[-1]).expand(rows.shape), k)
         values[tied], columns[tied] = exact
     return values, columns
 
 
-def narrowed(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor, Tensor]:
+def topk_by_groups(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest with their columns, and the rows in which a tie leaves their choice or order open."""
     width = x.shape[-1]
     size = group_size(width, k)
@@ -46,7 +46,7 @@ def narrowed(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor, Tensor]:
     inside = x.gather(-1, columns.clamp(max=width - 1))
     if whole < width:
         inside = inside.masked_fill(columns >= width, -torch.inf)
-    values, places, tied_inside = narrowed(inside, k, hidden)
+    values, places, tied_inside = topk_by_groups(inside, k, hidden)
     return values, columns.gather(-1, places), tied | tied_inside
 
 
@@ -56,7 +56,7 @@ def group_size(width: int, k: int) -> int:
     return 1 if width <= few else max(8, 1 << (width // few - 1).bit_length()) if width > 2 * few else 1
 
 
-def ordered(values: Tensor, labels: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk_by_sorting(values: Tensor, labels: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest values with their labels, largest first, and of equal values the lower label first."""
     order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return values.gather(-1, order), labels.gather(-1, order)

@@ -27,7 +27,7 @@ from foci.statistics import streaming
 from foci.weights import dense_attention_c
 
 # Below this a logarithm stands for "not seen".
-MASKED_LOG2 = streaming.HIDDEN / 2
+MASKED_LOG2 = streaming.MASKED_LOG2 / 2
 
 
 def attention_with_matrix(
@@ -154,7 +154,7 @@ def add_strip(call: Call, strip: strips.Strip, out: Tensor, entries: Tensor, ave
 def exponentiate_strip(call: Call, strip: strips.Strip) -> tuple[Tensor, Tensor]:
     """Powers of two (B, H, R, C), and what each row is multiplied with to sum to 1, or 0 where it sees nothing."""
     no_lse = call.q.new_zeros(*call.q.shape[:2], strip.rows.stop - strip.rows.start, dtype=call.softmax_dtype)
-    x = streaming.log2_weights(call, no_lse, strip)
+    x = streaming.compute_log2_weights(call, no_lse, strip)
     peak = x.amax(-1, keepdim=True)
     x.sub_(peak).exp2_()
     return x, x.sum(-1, keepdim=True).reciprocal_().masked_fill_(peak < MASKED_LOG2, 0.0)

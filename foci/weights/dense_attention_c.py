@@ -19,7 +19,7 @@ from foci.runtime import native
 from foci.runtime.checks import is_traced
 from foci.scores import Dot
 from foci.statistics import cpu_c
-from foci.statistics.cpu_c import Masks
+from foci.statistics.cpu_c import MaskStruct
 
 # Entries of a block of rows: half of the second cache.
 BLOCK_ENTRIES = 2**17
@@ -39,7 +39,7 @@ class MatrixArguments(ctypes.Structure):
     """What kernels/matrix.c is given, in its order."""
 
     _fields_ = (
-        ("masks", Masks),
+        ("masks", MaskStruct),
         *((name, ctypes.c_void_p) for name in TENSOR_FIELDS),
         *((name, ctypes.c_int64) for name in SIZE_FIELDS),
         ("scale", ctypes.c_double),
@@ -69,7 +69,7 @@ def compute_with_matrix_c(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     """(B, H, Tq, Dv) and (B, H, Tq, Tk), or (B, Tq, Tk) averaged over the heads, of a call that this serves."""
     library = native.load_library("matrix")
     batch, heads, queries, keys = *call.q.shape[:3], call.k.shape[2]
-    seen = cpu_c.mask_tensors(call)
+    seen = cpu_c.build_mask_tensors(call)
     tensors = prepare_inputs(call, library.panel_keys(), library.side_values())
     lead = (batch,) if average else (batch, heads)
     tensors["out"] = tensors["queries"].new_empty(batch, queries, heads, tensors["values"].shape[-1])
@@ -77,8 +77,8 @@ def compute_with_matrix_c(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     library.expect_writing(ctypes.c_void_p(tensors["matrix"].data_ptr()), ctypes.c_int64(tensors["matrix"].nbytes))
     assert isinstance(call.score, Dot)
     work = MatrixArguments(
-        masks=cpu_c.masks_of(call, seen),
-        **cpu_c.pointers(tensors),
+        masks=cpu_c.fill_mask_struct(call, seen),
+        **cpu_c.data_pointers(tensors),
         **argument_sizes(call, tensors, average, library.rows_at_once()),
         scale=call.score.factor(call.q.shape[-1]) * LOG2_E,
     )
@@ -95,7 +95,7 @@ def prepare_inputs(call: Call, panel: int, side: int) -> dict[str, Tensor]:
     beyond = -call.v.shape[-1] % side
     given = {
         "queries": call.q.float().contiguous(),
-        "keys": cpu_c.in_panels(call.k.float(), panel),
+        "keys": cpu_c.pack_keys(call.k.float(), panel),
         "values": (pad(call.v.float(), (0, beyond)) if beyond else call.v.float()).contiguous(),
     }
     if isinstance(call.bias, DenseBias):
@@ -106,7 +106,7 @@ def prepare_inputs(call: Call, panel: int, side: int) -> dict[str, Tensor]:
 def argument_sizes(call: Call, tensors: dict[str, Tensor], average: bool, step: int) -> dict[str, int]:
     keys = tensors["keys"]
     padded = keys.shape[2] * keys.shape[4]
-    steps = cpu_c.dense_steps(tensors["added"]) if "added" in tensors else [0] * 4
+    steps = cpu_c.broadcast_strides(tensors["added"]) if "added" in tensors else [0] * 4
     rows = min(MAX_BLOCK_ROWS, BLOCK_ENTRIES // call.k.shape[2], call.q.shape[2]) // step * step
     return {
         "pairs": call.q.shape[:2].numel(),
@@ -124,4 +124,4 @@ def argument_sizes(call: Call, tensors: dict[str, Tensor], average: bool, step: 
 
 
 def count_threads(call: Call) -> int:
-    return min(torch.get_num_threads(), max(call.q.shape[:3].numel() * call.k.shape[2] // cpu_c.PER_THREAD, 1))
+    return min(torch.get_num_threads(), max(call.q.shape[:3].numel() * call.k.shape[2] // cpu_c.ENTRIES_PER_THREAD, 1))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foci import backends, statistics
 from foci.arguments import Call
-from foci.statistics.streaming import finite
+from foci.statistics.streaming import finite_lse
 
 
 def multiply(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name: str = "W @ x") -> Tensor:
@@ -32,7 +32,7 @@ def multiply(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name:
     out, lse = backends.run(product, None)
     if call.sink is not None:
         assert lse is not None
-        out = out * torch.sigmoid(finite(lse) - call.sink.to(lse.dtype).view(1, -1, 1)).unsqueeze(-1)
+        out = out * torch.sigmoid(finite_lse(lse) - call.sink.to(lse.dtype).view(1, -1, 1)).unsqueeze(-1)
     return reshape_product(out.mean(1) if averaged else out, lead, x)
 
 
@@ -40,7 +40,9 @@ def multiply_transposed(call: Call, lead: tuple[int, ...], x: Tensor, averaged: 
     """Wᵀ x: (..., Tq, E) -> (..., Tk, E); a vector (Tq,) gives (..., Tk)."""
     check_operand(call, x, call.q.shape[2], name)
     values = expand_operand(x, lead, (call.q.shape[0], 1 if averaged else call.q.shape[1]), name)
-    return reshape_product(statistics.transposed(call, values.to(call.softmax_dtype), averaged), lead, x)
+    return reshape_product(
+        statistics.compute_transposed_product(call, values.to(call.softmax_dtype), averaged), lead, x
+    )
 
 
 def count_operand_heads(call: Call, x: Tensor, averaged: bool) -> int:

@@ -14,7 +14,7 @@ from foci.backends.strips import recompute_in_backward, strip_budget
 from foci.biases import DenseBias
 from foci.masks.tile import Tile
 from foci.runtime.checks import disable_autocast
-from foci.statistics.streaming import finite
+from foci.statistics.streaming import finite_lse
 
 # How many strips' worth of entries are computed at a time where nothing is kept of them but the result.
 STRIPS_PER_STEP = 16
@@ -47,7 +47,7 @@ def count_rows_per_step(call: Call, width: int, strips: int) -> int:
 
 
 def entries_from_lse(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
-    lse = finite(lse[:, :, rows])
+    lse = finite_lse(lse[:, :, rows])
     if isinstance(call.bias, DenseBias) and bool((lse.abs() > MAX_PRECISE_LSE).any()):
         # Somebody masks with -1e9: whole rows still know what the log-sum-exp does not.
         return entries_from_full_rows(call, rows, columns, averaged)
@@ -62,7 +62,9 @@ def entries_from_full_rows(call: Call, rows: Tensor, columns: Tensor, averaged: 
     logits = reference.compute_logits(call, call.q[:, :, rows], call.k, tile_at(call, rows, everything))
     weights, row_lse = reference.softmax_with_lse(logits)
     if call.sink is not None:
-        weights = weights * torch.sigmoid(finite(row_lse) - call.sink.to(row_lse.dtype).view(1, -1, 1)).unsqueeze(-1)
+        weights = weights * torch.sigmoid(finite_lse(row_lse) - call.sink.to(row_lse.dtype).view(1, -1, 1)).unsqueeze(
+            -1
+        )
     weights = weights[..., columns]
     return weights.mean(1, keepdim=True) if averaged else weights
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from foci import statistics
 from foci.arguments import Call
 from foci.runtime import safetensors_file
-from foci.statistics import Wanted
-from foci.statistics.streaming import finite
+from foci.statistics import Request
+from foci.statistics.streaming import finite_lse
 from foci.weights import file, products
 from foci.weights.grouping import assign_groups
 from foci.weights.indexing import parse_axis_index, parse_leading_index, split_index, to_slice
@@ -172,24 +172,24 @@ class Weights:
         """Lets `x @ weights` and `torch.matmul` reach the lazy products."""
         return dispatch_product(function, args, kwargs)
 
-    def _measured(self, wanted: Wanted, call: Call | None = None) -> dict[str, Tensor]:
+    def _measured(self, wanted: Request, call: Call | None = None) -> dict[str, Tensor]:
         """What is wanted of the call, which is checked here unless it was."""
-        return statistics.measure(call or self.call, self.tensors.lse, wanted, self._averaged)
+        return statistics.compute_statistics(call or self.call, self.tensors.lse, wanted, self._averaged)
 
     def top(self, k: int) -> Top:
         """The k heaviest keys of each query, heaviest first, exact ties to the lower key; (..., Tq, k) each."""
         keys = self.shape[-1]
         if not is_positive_int(k) or k > keys:
             raise ValueError(f"top takes a whole number from 1 to the {keys} keys, but got {k!r}")
-        found = self._measured(Wanted(top=k))
+        found = self._measured(Request(top=k))
         return Top(self._shaped(found["top_values"]), self._shaped(found["top_keys"]))
 
     def entropy(self) -> Tensor:
         """Nats per query, -Σ w ln w over the keys: 0 for a query that looks at one key only; (..., Tq)."""
         call = self.call
         if call.needs_grad:
-            return self._shaped(statistics.entropy(call, self._averaged))
-        return self._shaped(self._measured(Wanted(entropy=True), call)["entropy"])
+            return self._shaped(statistics.compute_entropy(call, self._averaged))
+        return self._shaped(self._measured(Request(entropy=True), call)["entropy"])
 
     def received(self, queries: Any = None, per: str = "query_head") -> Tensor:
         """The attention that each key gets, the column sums: (..., Tk).
@@ -211,19 +211,19 @@ class Weights:
     def _received(self, queries: Any) -> Tensor:
         call = self.call
         if queries is None and not call.needs_grad:
-            return self._measured(Wanted(received=True), call)["received"]
+            return self._measured(Request(received=True), call)["received"]
         counted = torch.ones(call.q.shape[2], 1, device=self.device, dtype=self.dtype)
         if queries is not None:
             chosen = parse_axis_index(queries, call.q.shape[2], "query", self.device).index
             counted = torch.zeros_like(counted).index_fill(0, chosen, 1.0)
-        return statistics.transposed(call, counted, self._averaged).squeeze(-1)
+        return statistics.compute_transposed_product(call, counted, self._averaged).squeeze(-1)
 
     def picture(self, rows: int, columns: int, reduce: str = "mean") -> Tensor:
         """The matrix in rows x columns blocks with edges floor(r T / rows), averaged or their maximum.
 
         Masked entries count as 0. (..., rows, columns)
         """
-        return self._shaped(self._measured(Wanted(picture=self._picture_size(rows, columns, reduce)))["picture"])
+        return self._shaped(self._measured(Request(picture=self._picture_size(rows, columns, reduce)))["picture"])
 
     def _picture_size(self, rows: int, columns: int, reduce: str) -> tuple[int, int, str]:
         queries, keys = self.shape[-2:]
@@ -249,19 +249,19 @@ class Weights:
         queries, keys = self.shape[-2:]
         rows = assign_groups(query_groups, queries, "query_groups", self.device)
         columns = assign_groups(key_groups, keys, "key_groups", self.device)
-        return self._shaped(statistics.grouped(self.call, rows, columns, self._averaged))
+        return self._shaped(statistics.compute_group_mass(self.call, rows, columns, self._averaged))
 
     def distance(self) -> Tensor:
         """How far each query looks on average, Σ w |key position - query position|: (..., Tq)."""
         call = self.call
         if call.needs_grad:
-            return self._shaped(statistics.distance(call, self._averaged))
-        return self._shaped(self._measured(Wanted(distance=True), call)["distance"])
+            return self._shaped(statistics.compute_distance(call, self._averaged))
+        return self._shaped(self._measured(Request(distance=True), call)["distance"])
 
     def largest_logit(self) -> Tensor:
         """The largest visible score of each head, -inf where nothing is visible: (..., H)."""
         self._of_heads("largest_logit")
-        return self._shaped(self._measured(Wanted(largest=True))["largest"])
+        return self._shaped(self._measured(Request(largest=True))["largest"])
 
     def sink_mass(self) -> Tensor:
         """The share of each query's attention that the sink takes, 0 without a sink: (..., Tq)."""
@@ -297,7 +297,7 @@ class Weights:
             raise ValueError("summary belongs to single heads: ask it before mean('heads')")
         queries, keys = self.shape[-2:]
         size = (min(picture, queries), min(picture, keys), "mean") if picture and queries and keys else None
-        wanted = Wanted(True, True, size, min(top, keys), largest_logit, distance, narrow)
+        wanted = Request(True, True, size, min(top, keys), largest_logit, distance, narrow)
         found = {name: self._shaped(tensor) for name, tensor in self._measured(wanted).items()}
         if largest_logit:
             found["largest_logit"] = found.pop("largest")
@@ -380,7 +380,7 @@ def copy_if_inference(lse: Tensor) -> Tensor:
 
 def compute_sink_mass(lse: Tensor, sink: Tensor | None) -> Tensor:
     """(B, H, Tq), the share that the sink takes of each query's attention."""
-    return torch.zeros_like(lse) if sink is None else torch.exp(sink.to(lse.dtype).view(1, -1, 1) - finite(lse))
+    return torch.zeros_like(lse) if sink is None else torch.exp(sink.to(lse.dtype).view(1, -1, 1) - finite_lse(lse))
 
 
 def is_positive_int(number: Any) -> bool:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from foci.statistics.cuda.plan import statistics
-from foci.statistics.cuda.tiling import Config
-from foci.statistics.request import Wanted
+from foci.statistics.cuda.plan import launch_statistics
+from foci.statistics.cuda.tiling import TileConfig
+from foci.statistics.request import Request
 
-SMALL = Config(queries=16, keys=32, warps=4, stages=1, per_processor=1, fine=16)
+SMALL = TileConfig(queries=16, keys=32, warps=4, stages=1, per_processor=1, fine=16)
 FETCHED = replace(SMALL, fetched=True)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Weights of the heaviest keys, in half precision: logits of up to 10 that lack 7 of 24 bits.
@@ -39,7 +39,7 @@ def within_nan(x: Tensor, beyond: int = 5) -> Tensor:
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test plans its own passes: some change what a plan follows from."""
-    monkeypatch.setattr("foci.statistics.cuda.plan.PASSES", {})
+    monkeypatch.setattr("foci.statistics.cuda.plan.PASS_CACHE", {})
 
 
 class Case:
@@ -76,10 +76,10 @@ class Case:
             lse = torch.logaddexp(lse, self.sink.double()[:, None])
         return torch.where(self.seen, torch.exp(s - lse.unsqueeze(-1)), 0.0), lse
 
-    def run(self, wanted: Wanted, config: Config = SMALL) -> dict[str, Tensor]:
+    def run(self, wanted: Request, config: TileConfig = SMALL) -> dict[str, Tensor]:
         _, lse = self.truth()
         q, k = within_nan(self.q), within_nan(self.k)
-        return statistics(q, k, lse.float(), scale=self.scale, wanted=wanted, config=config, **self.options)
+        return launch_statistics(q, k, lse.float(), scale=self.scale, wanted=wanted, config=config, **self.options)
 
 
 def no_mask() -> Case:

@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from foci.gpu.launcher import LaunchPlan
-from foci.statistics.cuda.steps import join
+from foci.statistics.cuda.steps import build_join_launch
 from tests.kernels.statistics_cases import DEVICE
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 
@@ -15,7 +15,7 @@ PAIRS = 3
 
 
 def joined(given: dict[str, Tensor], columns=None, cells=None, chosen=0, logits=0) -> dict[str, Tensor]:
-    launching = join(PAIRS, columns, cells, chosen, logits)
+    launching = build_join_launch(PAIRS, columns, cells, chosen, logits)
     shapes = {}
     if columns:
         shapes["received"] = (PAIRS, columns[1])
@@ -26,9 +26,9 @@ def joined(given: dict[str, Tensor], columns=None, cells=None, chosen=0, logits=
     results = {name: torch.empty(shape, device=DEVICE) for name, shape in shapes.items()}
     if chosen:
         results["top_keys"] = torch.empty(chosen, dtype=torch.int64, device=DEVICE)
-    LaunchPlan({}, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE), [launching.step()])(
-        given | results | {"lse": torch.zeros(1, device=DEVICE)}
-    )
+    LaunchPlan(
+        {}, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE), [launching.to_kernel_launch()]
+    )(given | results | {"lse": torch.zeros(1, device=DEVICE)})
     return results
 
 

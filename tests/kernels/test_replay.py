@@ -14,23 +14,23 @@ pytest.importorskip("triton")
 
 from foci.statistics.cuda import hopper, steps
 from foci.statistics.cuda import plan as triton_statistics
-from foci.statistics.cuda.arguments import Given
-from foci.statistics.cuda.plan import statistics
-from foci.statistics.request import Wanted
+from foci.statistics.cuda.arguments import KernelTensors
+from foci.statistics.cuda.plan import launch_statistics
+from foci.statistics.request import Request
 from tests.kernels.statistics_cases import DEVICE, FETCHED, SMALL, Case, causal, check_top, close, pooled
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 
-ALL = Wanted(True, True, (4, 5, "mean"), 3, True, True)
-PICTURE_MAX = Wanted(picture=(5, 4, "max"), received=True, largest=True)
+ALL = Request(True, True, (4, 5, "mean"), 3, True, True)
+PICTURE_MAX = Request(picture=(5, 4, "max"), received=True, largest=True)
 
 
-def check(case: Case, wanted: Wanted, q: Tensor | None = None, k: Tensor | None = None, **options: Any) -> None:
+def check(case: Case, wanted: Request, q: Tensor | None = None, k: Tensor | None = None, **options: Any) -> None:
     """Against the dense truth; q and k may be the same values in another place."""
     weights, lse = case.truth()
     q, k, half = case.q if q is None else q, case.k if k is None else k, case.q.dtype != torch.float32
     options = {"config": SMALL} | case.options | options
-    got = statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, **options)
+    got = launch_statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, **options)
     tolerance = 5e-5 if half else 1e-5 if DEVICE == "cuda" else 3e-6
     if wanted.entropy:
         close(got["entropy"], torch.special.entr(weights).sum(-1), tolerance)
@@ -54,14 +54,14 @@ def shifted(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "wanted", [ALL, PICTURE_MAX, replace(ALL, top=0), replace(ALL, narrow=True), Wanted(top=3, narrow=True)]
+    "wanted", [ALL, PICTURE_MAX, replace(ALL, top=0), replace(ALL, narrow=True), Request(top=3, narrow=True)]
 )
 @pytest.mark.parametrize("config", [SMALL, FETCHED])
-def test_later_calls_of_a_kind_are_right_too(wanted: Wanted, config: Any) -> None:
+def test_later_calls_of_a_kind_are_right_too(wanted: Request, config: Any) -> None:
     dtype = torch.float16 if config.fetched else torch.float32
     for seed in range(3):
         check(causal(heads=(2, 1), queries=24, keys=40, dtype=dtype, seed=seed), wanted, config=config)
-    assert len(triton_statistics.PASSES) == 1
+    assert len(triton_statistics.PASS_CACHE) == 1
 
 
 def test_other_kinds_have_passes_of_their_own() -> None:
@@ -84,7 +84,7 @@ def test_other_kinds_have_passes_of_their_own() -> None:
         sloped = causal(seed=5)
         sloped.options["slopes"] = torch.tensor([0.1, 0.3], device=DEVICE)
         check(sloped, ALL)
-    assert len(triton_statistics.PASSES) == 10
+    assert len(triton_statistics.PASS_CACHE) == 10
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -97,7 +97,7 @@ def test_tensors_that_lie_off_a_multiple_of_16_bytes(dtype: torch.dtype) -> None
             check(case, ALL, q=shifted(case.q), k=shifted(case.k), config=config)
         else:
             check(case, ALL, config=config)
-    assert len(triton_statistics.PASSES) == 2
+    assert len(triton_statistics.PASS_CACHE) == 2
 
 
 @pytest.mark.parametrize("order", [("q", "k"), ("k", "q")])
@@ -105,56 +105,58 @@ def test_queries_off_a_multiple_of_16_bytes_are_another_kind_than_keys(order: tu
     for seed, off in enumerate(order):
         case = causal(width=32, dtype=torch.float16, seed=seed)
         check(case, ALL, **{off: shifted(getattr(case, off))}, config=replace(SMALL, fetched=True))
-    assert len(triton_statistics.PASSES) == 2
+    assert len(triton_statistics.PASS_CACHE) == 2
 
 
 def test_what_is_refused_is_refused_again() -> None:
     case = causal()
     for _ in range(2):
         with pytest.raises(ValueError, match="expected top from 0 to 64, got 65"):
-            check(case, Wanted(top=65))
-    assert not triton_statistics.PASSES
+            check(case, Request(top=65))
+    assert not triton_statistics.PASS_CACHE
 
 
 def test_several_launches_are_planned_for_a_small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_statistics, "BUDGET", 1)
     for seed in range(2):
         check(causal(heads=(2, 1), queries=38, keys=40, seed=seed), replace(ALL, picture=(19, 8, "mean")))
-    (one,) = triton_statistics.PASSES.values()
-    assert [launching.kernel.__name__ for launching in one.plan.launchings].count("choose") == 6
+    (one,) = triton_statistics.PASS_CACHE.values()
+    assert [launching.kernel.__name__ for launching in one.plan.launchings].count("choose_topk") == 6
 
 
 def test_a_pass_keeps_no_tensor() -> None:
     case = causal(dtype=torch.float16, width=32)
     tensors = case.q.clone(), case.k.clone(), case.truth()[1].float()
     gone = [weakref.ref(x) for x in tensors]
-    found = statistics(*tensors, scale=case.scale, wanted=ALL, config=FETCHED, **case.options)
+    found = launch_statistics(*tensors, scale=case.scale, wanted=ALL, config=FETCHED, **case.options)
     gone += [weakref.ref(x) for x in found.values()]
     del tensors, found
     gc.collect()
-    assert len(triton_statistics.PASSES) == 1
+    assert len(triton_statistics.PASS_CACHE) == 1
     assert [x() for x in gone] == [None] * len(gone)
 
 
 def test_calls_without_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler traces the launches by names, and no address is asked for."""
     seen: list[str] = []
-    monkeypatch.setattr("foci.gpu.launcher.KeywordLaunch.traced", lambda self, tensors: seen.append(self.kernel.__name__))
+    monkeypatch.setattr(
+        "foci.gpu.launcher.KeywordLaunch.launch_traced", lambda self, tensors: seen.append(self.kernel.__name__)
+    )
     with FakeTensorMode():
         q, k, lse = torch.zeros(1, 2, 24, 16), torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 24)
-        got = statistics(q, k, lse, scale=1.0, causal=True, wanted=ALL, config=SMALL)
+        got = launch_statistics(q, k, lse, scale=1.0, causal=True, wanted=ALL, config=SMALL)
     assert {name: tuple(x.shape) for name, x in got.items()} == {
         "entropy": (1, 2, 24), "distance": (1, 2, 24), "top_values": (1, 2, 24, 3), "top_keys": (1, 2, 24, 3),
         "largest": (1, 2), "received": (1, 2, 40), "picture": (1, 2, 4, 5),
     }  # fmt: skip
-    assert seen == ["picture", "statistics", "choose", "refine", "join"]
-    assert not triton_statistics.PASSES
+    assert seen == ["pool_picture", "tile_statistics", "choose_topk", "refine_topk", "merge_statistics"]
+    assert not triton_statistics.PASS_CACHE
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wanted", [ALL, PICTURE_MAX, replace(ALL, distance=False, picture=(8, 16, "mean"), top=8)])
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 48)])
-def test_on_a_gpu_later_calls_are_handed_addresses(wanted: Wanted, dtype: torch.dtype, width: int) -> None:
+def test_on_a_gpu_later_calls_are_handed_addresses(wanted: Request, dtype: torch.dtype, width: int) -> None:
     """With tensors off a multiple of 16 bytes between them, and memory that others use meanwhile."""
     kept = []
     for seed in range(5):
@@ -164,12 +166,12 @@ def test_on_a_gpu_later_calls_are_handed_addresses(wanted: Wanted, dtype: torch.
             check(case, wanted, q=shifted(case.q), k=shifted(case.k), config=None)
         else:
             check(case, wanted, config=None)
-    passes = list(triton_statistics.PASSES.values())
+    passes = list(triton_statistics.PASS_CACHE.values())
     assert len(passes) == 2
     assert passes[0].launches is not None
-    assert len(passes[0].launches.again) == len(passes[0].plan.launchings)
+    assert len(passes[0].launches.compiled_launches) == len(passes[0].plan.launchings)
     assert passes[1].launches is not None
-    assert not passes[1].launches.again
+    assert not passes[1].launches.compiled_launches
 
 
 @pytest.mark.gpu
@@ -177,10 +179,10 @@ def test_on_a_gpu_later_calls_are_handed_addresses(wanted: Wanted, dtype: torch.
 def test_a_gpu_that_is_not_the_current_one() -> None:
     case = causal(queries=64, keys=64)
     _, lse = case.truth()
-    expected = statistics(case.q, case.k, lse.float(), scale=case.scale, wanted=ALL, **case.options)
+    expected = launch_statistics(case.q, case.k, lse.float(), scale=case.scale, wanted=ALL, **case.options)
     for _ in range(2):
         q, k, rows = (x.to("cuda:1") for x in (case.q, case.k, lse.float()))
-        got = statistics(q, k, rows, scale=case.scale, wanted=ALL, **case.options)
+        got = launch_statistics(q, k, rows, scale=case.scale, wanted=ALL, **case.options)
         for name in expected:
             torch.testing.assert_close(got[name].cpu(), expected[name].cpu())
 
@@ -188,23 +190,23 @@ def test_a_gpu_that_is_not_the_current_one() -> None:
 @pytest.mark.parametrize(
     ("wanted", "most"),
     [
-        (Wanted(True, True, (256, 256, "mean")), 22),
-        (Wanted(True, True, (256, 256, "mean"), 8), 61),
-        (Wanted(True, True, (256, 256, "mean"), 8, True, True), 62),
-        (Wanted(True, True, (256, 256, "mean"), 8, True, True, narrow=True), 62),
+        (Request(True, True, (256, 256, "mean")), 22),
+        (Request(True, True, (256, 256, "mean"), 8), 61),
+        (Request(True, True, (256, 256, "mean"), 8, True, True), 62),
+        (Request(True, True, (256, 256, "mean"), 8, True, True, narrow=True), 62),
     ],
 )
-def test_the_memory_of_a_pass_over_8192_tokens(wanted: Wanted, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_pass_over_8192_tokens(wanted: Request, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with 132 processors, added up: 16 heads of 128. What joins the rest finds the memory of candidates."""
     for module in (triton_statistics, steps):
-        monkeypatch.setattr(module, "processors", lambda device: 132)
+        monkeypatch.setattr(module, "count_multiprocessors", lambda device: 132)
     with FakeTensorMode():
         q = torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16, device="cuda:0")
-        given = Given(q, q, torch.empty(1, 16, 8192, device="cuda:0"), *[None] * 6)
-        found = triton_statistics.planned(given, 0.1, None, True, wanted, hopper.config(wanted))
+        given = KernelTensors(q, q, torch.empty(1, 16, 8192, device="cuda:0"), *[None] * 6)
+        found = triton_statistics.plan_pass(given, 0.1, None, True, wanted, hopper.hopper_config(wanted))
         launches = found.kept()
         early, late = (
             sum(x.numel() * x.element_size() for x in found.results(late=late).values()) for late in (False, True)
         )
-    lasting = early + 4 * launches.lasting.total
-    assert max(lasting + 4 * launches.arrays.total, lasting + late) <= most * 2**20
+    lasting = early + 4 * launches.last_workspace.total
+    assert max(lasting + 4 * launches.workspace.total, lasting + late) <= most * 2**20

@@ -10,10 +10,17 @@ pytest.importorskip("triton")
 
 from foci.statistics.cuda import plan as triton_statistics
 from foci.statistics.cuda import steps, tiling
-from foci.statistics.cuda.arguments import describable, has_copy_engine, inputs, key_tiles
-from foci.statistics.cuda.plan import statistics
-from foci.statistics.cuda.tiling import Config, cells, classes_for, launches, segments_for, slots
-from foci.statistics.request import Wanted
+from foci.statistics.cuda.arguments import common_arguments, describe_key_tiles, has_tma, key_descriptors
+from foci.statistics.cuda.plan import launch_statistics
+from foci.statistics.cuda.tiling import (
+    TileConfig,
+    choose_key_classes,
+    choose_segments,
+    fit_picture_cells,
+    programs_per_pair,
+    split_launches,
+)
+from foci.statistics.request import Request
 from tests.kernels.statistics_cases import (
     DEVICE,
     FETCHED,
@@ -106,7 +113,7 @@ CASES = [
     no_mask, causal, window, two_runs, some_see_nothing, sees_nothing_at_the_start, documents, dense_mask,
     dense_of_keys, capped_with_slopes, with_a_sink, grouped_heads, one_query,
 ]  # fmt: skip
-ALL = Wanted(entropy=True, received=True, top=3, largest=True, distance=True)
+ALL = Request(entropy=True, received=True, top=3, largest=True, distance=True)
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
@@ -127,7 +134,7 @@ def test_pictures_under_every_mask(make) -> None:
     reduce = "max" if CASES.index(make) % 2 else "mean"
     weights, _ = case.truth()
     rows, columns = min(5, weights.shape[-2]), 7
-    got = case.run(Wanted(received=True, picture=(rows, columns, reduce)))
+    got = case.run(Request(received=True, picture=(rows, columns, reduce)))
     close(got["picture"], pooled(weights, rows, columns, reduce))
     close(got["received"], weights.sum(-2), 1e-5)
 
@@ -140,7 +147,7 @@ def test_pictures_under_every_mask(make) -> None:
 def test_pictures_of_every_size(queries: int, keys: int, rows: int, columns: int, reduce: str) -> None:
     case = causal(heads=(2, 1), queries=queries, keys=keys)
     weights, _ = case.truth()
-    got = case.run(Wanted(entropy=True, picture=(rows, columns, reduce)))
+    got = case.run(Request(entropy=True, picture=(rows, columns, reduce)))
     close(got["picture"], pooled(weights, rows, columns, reduce))
 
 
@@ -148,7 +155,7 @@ def test_pictures_of_every_size(queries: int, keys: int, rows: int, columns: int
 def test_a_cell_that_two_runs_share_is_added_up(reduce: str) -> None:
     case = span_case([[(0, 9), (20, 33 + i)] for i in range(32)], keys=64)
     weights, _ = case.truth()
-    close(case.run(Wanted(picture=(2, 2, reduce)))["picture"], pooled(weights, 2, 2, reduce))
+    close(case.run(Request(picture=(2, 2, reduce)))["picture"], pooled(weights, 2, 2, reduce))
 
 
 BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bits of bfloat16")
@@ -158,7 +165,7 @@ BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multipli
 def test_half_precision_inputs_lose_nothing_more(dtype: torch.dtype) -> None:
     case = causal(dtype=dtype, width=32)
     weights, _ = case.truth()
-    got = case.run(Wanted(entropy=True, received=True, picture=(3, 5, "mean"), top=4))
+    got = case.run(Request(entropy=True, received=True, picture=(3, 5, "mean"), top=4))
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
     close(got["picture"], pooled(weights, 3, 5, "mean"))
@@ -185,17 +192,17 @@ def fetched_documents() -> Case:
     return case
 
 
-@pytest.mark.skipif(DEVICE == "cuda" and not has_copy_engine(torch.device("cuda", 0)), reason="a GPU before Hopper")
+@pytest.mark.skipif(DEVICE == "cuda" and not has_tma(torch.device("cuda", 0)), reason="a GPU before Hopper")
 @pytest.mark.parametrize("beyond", [0, 8])
 @pytest.mark.parametrize("make", [fetched_one_head, fetched_odd_and_grouped, fetched_two_runs, fetched_documents])
 def test_keys_that_the_copy_engine_fetches(make, beyond: int) -> None:
     case = make()
     weights, lse = case.truth()
     q, k = within_nan(case.q), within_nan(case.k, beyond)
-    assert describable(k, 32, FETCHED)
+    assert key_descriptors(k, 32, FETCHED)
     picture = (min(4, q.shape[2]), 5, "mean")
-    wanted = Wanted(entropy=True, received=True, largest=True, picture=picture, top=3)
-    got = statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, config=FETCHED, **case.options)
+    wanted = Request(entropy=True, received=True, largest=True, picture=picture, top=3)
+    got = launch_statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, config=FETCHED, **case.options)
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
     close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
@@ -204,18 +211,18 @@ def test_keys_that_the_copy_engine_fetches(make, beyond: int) -> None:
 
 
 def test_what_the_copy_engine_cannot_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foci.statistics.cuda.arguments.has_copy_engine", lambda device: True)
+    monkeypatch.setattr("foci.statistics.cuda.arguments.has_tma", lambda device: True)
     k = torch.zeros(2, 3, 40, 32, dtype=torch.float16)
     for whole in (k, k.transpose(1, 2), k[:, :, 1:], k[..., 8:24], k[:, :, ::2]):
-        assert describable(whole, 32, FETCHED)
-        assert key_tiles(whole, FETCHED.keys, 32).base is whole
+        assert key_descriptors(whole, 32, FETCHED)
+        assert describe_key_tiles(whole, FETCHED.keys, 32).base is whole
     odd = torch.zeros(2, 3, 40, 36, dtype=torch.float16)
     no_steps = k[:1].expand(2, 3, 40, 32)
     for refused in (k.float(), k[..., 4:20], odd[..., :32], no_steps, k[..., ::2]):
-        assert not describable(refused, 32, FETCHED)
-    assert not describable(k, 32, SMALL)
+        assert not key_descriptors(refused, 32, FETCHED)
+    assert not key_descriptors(k, 32, SMALL)
     with FakeTensorMode() as mode:
-        assert not describable(mode.from_tensor(k), 32, FETCHED)
+        assert not key_descriptors(mode.from_tensor(k), 32, FETCHED)
 
 
 @pytest.mark.parametrize(("hip", "hopper", "has"), [(None, True, True), (None, False, False), ("6.4", True, False)])
@@ -224,7 +231,7 @@ def test_which_devices_have_a_copy_engine(
 ) -> None:
     monkeypatch.setattr("foci.statistics.cuda.arguments.is_hopper_or_later", lambda index: hopper)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert has_copy_engine(torch.device("cuda", 0)) is has
+    assert has_tma(torch.device("cuda", 0)) is has
 
 
 def late_spans() -> Case:
@@ -254,11 +261,11 @@ def late_documents() -> Case:
 )
 def test_sums_that_are_written_beside_the_next_product(make, picture, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = []
-    plain = steps.can_wait
+    plain = steps.can_defer_sums
     monkeypatch.setattr(steps, "can_wait", lambda common: answers.append(plain(common)) or answers[-1])
     case = make()
     weights, _ = case.truth()
-    got = case.run(Wanted(entropy=True, received=True, picture=picture, top=2), replace(SMALL, late=True))
+    got = case.run(Request(entropy=True, received=True, picture=picture, top=2), replace(SMALL, late=True))
     assert set(answers) == {True}
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
@@ -269,14 +276,14 @@ def test_sums_that_are_written_beside_the_next_product(make, picture, monkeypatc
 @pytest.mark.parametrize(
     ("wanted", "weighted"),
     [
-        (Wanted(received=True, picture=(4, 4, "max")), False),
-        (Wanted(received=True, picture=(4, 4, "mean")), True),
-        (Wanted(received=True, picture=(16, 4, "mean")), False),
-        (Wanted(received=True), False),
-        (Wanted(entropy=True), False),
+        (Request(received=True, picture=(4, 4, "max")), False),
+        (Request(received=True, picture=(4, 4, "mean")), True),
+        (Request(received=True, picture=(16, 4, "mean")), False),
+        (Request(received=True), False),
+        (Request(entropy=True), False),
     ],
 )
-def test_sums_that_cannot_wait_are_written_at_once(wanted: Wanted, weighted: bool) -> None:
+def test_sums_that_cannot_wait_are_written_at_once(wanted: Request, weighted: bool) -> None:
     case = causal(queries=32, keys=64)
     if weighted:
         case.options["query_weights"] = torch.rand(32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -290,31 +297,33 @@ MEANS = (4, 4, "mean")
 @pytest.mark.parametrize(
     ("wanted", "late"),
     [
-        (Wanted(entropy=True, received=True, picture=MEANS), True),
-        (Wanted(entropy=True, received=True, picture=MEANS, top=8), True),
-        (Wanted(picture=MEANS), True),
-        (Wanted(received=True, picture=MEANS), False),
-        (Wanted(entropy=True, received=True), False),
-        (Wanted(entropy=True, picture=(4, 4, "max")), False),
-        (Wanted(entropy=True, received=True, picture=MEANS, top=8, distance=True, largest=True), False),
+        (Request(entropy=True, received=True, picture=MEANS), True),
+        (Request(entropy=True, received=True, picture=MEANS, top=8), True),
+        (Request(picture=MEANS), True),
+        (Request(received=True, picture=MEANS), False),
+        (Request(entropy=True, received=True), False),
+        (Request(entropy=True, picture=(4, 4, "max")), False),
+        (Request(entropy=True, received=True, picture=MEANS, top=8, distance=True, largest=True), False),
     ],
 )
-def test_sums_wait_where_that_was_faster(wanted: Wanted, late: bool) -> None:
-    assert tiling.default(128, torch.bfloat16, wanted, fetched=True).late is late
+def test_sums_wait_where_that_was_faster(wanted: Request, late: bool) -> None:
+    assert tiling.default_config(128, torch.bfloat16, wanted, fetched=True).late is late
 
 
 @pytest.mark.parametrize(("fetched", "top", "stages"), [(True, 8, 4), (True, 0, 3), (False, 8, 3), (False, 0, 3)])
 def test_more_keys_wait_where_they_are_fetched(fetched: bool, top: int, stages: int) -> None:
-    config = tiling.default(128, torch.bfloat16, Wanted(entropy=True, top=top), fetched)
+    config = tiling.default_config(128, torch.bfloat16, Request(entropy=True, top=top), fetched)
     assert (config.fetched, config.stages) == (fetched, stages)
 
 
 def test_keys_are_fetched_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foci.statistics.cuda.arguments.has_copy_engine", lambda device: True)
+    monkeypatch.setattr("foci.statistics.cuda.arguments.has_tma", lambda device: True)
     for dtype, fetched in ((torch.float16, True), (torch.float32, False)):
         case = causal(dtype=dtype, width=32)
-        arguments = inputs(case.q, case.k, case.truth()[1].float(), 1.0, None, None, True, None, None, None, None)
-        assert triton_statistics.chosen(arguments, False, Wanted(distance=True)).fetched is fetched
+        arguments = common_arguments(
+            case.q, case.k, case.truth()[1].float(), 1.0, None, None, True, None, None, None, None
+        )
+        assert triton_statistics.choose_config(arguments, False, Request(distance=True)).fetched is fetched
 
 
 @pytest.mark.parametrize("shape", [(24,), (1, 2, 24)])
@@ -323,28 +332,28 @@ def test_queries_count_by_their_weight(shape: tuple[int, ...]) -> None:
     weights, _ = case.truth()
     counts = torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     case.options["query_weights"] = counts
-    got = case.run(Wanted(received=True))
+    got = case.run(Request(received=True))
     close(got["received"], (weights * counts.double().unsqueeze(-1)).sum(-2), 1e-5)
 
 
 def test_small_launches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     case = causal(queries=38, keys=38, heads=(3, 3))
-    wanted = Wanted(entropy=True, received=True, top=5, picture=(19, 19, "mean"), largest=True)
+    wanted = Request(entropy=True, received=True, top=5, picture=(19, 19, "mean"), largest=True)
     whole = case.run(wanted)
-    monkeypatch.setattr("foci.statistics.cuda.plan.BUDGET", 2 * 16 * 8 * 96)
+    monkeypatch.setattr("foci.statistics.cuda.plan.MAX_CANDIDATE_BYTES", 2 * 16 * 8 * 96)
     parts = case.run(wanted)
     assert {name: torch.allclose(parts[name], whole[name]) for name in whole} == dict.fromkeys(whole, True)
 
 
 def test_nothing_wanted_nothing_given() -> None:
-    assert Case().run(Wanted()) == {}
+    assert Case().run(Request()) == {}
 
 
 def test_default_config_serves_small_inputs() -> None:
     case = causal()
     weights, _ = case.truth()
     _, lse = case.truth()
-    got = statistics(case.q, case.k, lse.float(), scale=case.scale, causal=True, wanted=Wanted(entropy=True))
+    got = launch_statistics(case.q, case.k, lse.float(), scale=case.scale, causal=True, wanted=Request(entropy=True))
     close(got["entropy"], torch.special.entr(weights).sum(-1))
 
 
@@ -356,9 +365,9 @@ def test_default_config_serves_small_inputs() -> None:
         ({"spans": torch.zeros(1, 3, 2, 24, dtype=torch.int32)}, r"spans of shape \(1, 1 or 2, 2, 24\)"),
         ({"causal": True, "spans": torch.zeros(1, 1, 2, 24, dtype=torch.int32)}, "causal or spans, got both"),
         ({"query_ids": torch.zeros(1, 24, dtype=torch.int32)}, "query_ids and key_ids together"),
-        ({"wanted": Wanted(top=65)}, "top from 0 to 64, got 65"),
-        ({"wanted": Wanted(picture=(25, 3, "mean"))}, "at most 24 x 40 cells, got 25 x 3"),
-        ({"wanted": Wanted(picture=(2, 3, "sum"))}, "mean or max, got 'sum'"),
+        ({"wanted": Request(top=65)}, "top from 0 to 64, got 65"),
+        ({"wanted": Request(picture=(25, 3, "mean"))}, "at most 24 x 40 cells, got 25 x 3"),
+        ({"wanted": Request(picture=(2, 3, "sum"))}, "mean or max, got 'sum'"),
         ({"k": torch.zeros(1, 3, 40, 24)}, "G a divisor of 2"),
         ({"k": torch.zeros(1, 2, 40, 24, dtype=torch.float16)}, "one dtype"),
         ({"dense": torch.zeros(24, 40, dtype=torch.bool)}, r"dense of shape .*got \(24, 40\)"),
@@ -366,9 +375,9 @@ def test_default_config_serves_small_inputs() -> None:
 )
 def test_what_is_not_taken_is_refused(change: dict[str, object], message: str) -> None:
     arguments = {"q": torch.zeros(1, 2, 24, 24), "k": torch.zeros(1, 2, 40, 24), "lse": torch.zeros(1, 2, 24)}
-    arguments |= {"scale": 1.0, "wanted": Wanted(entropy=True)} | change
+    arguments |= {"scale": 1.0, "wanted": Request(entropy=True)} | change
     with pytest.raises((ValueError, TypeError), match=message):
-        statistics(**arguments)
+        launch_statistics(**arguments)
 
 
 @pytest.mark.parametrize("pairs", [1, 3, 40])
@@ -377,37 +386,39 @@ def test_what_is_not_taken_is_refused(change: dict[str, object], message: str) -
 def test_launches_serve_every_tile_once(pairs: int, tiles: int, budget: int) -> None:
     served = [
         (pair, tile)
-        for launch in launches(pairs, tiles, 100, budget)
+        for launch in split_launches(pairs, tiles, 100, budget)
         for pair in range(launch.first_pair, launch.first_pair + launch.pairs)
         for tile in range(launch.first_tile, launch.first_tile + launch.tiles)
     ]
     assert sorted(served) == [(pair, tile) for pair in range(pairs) for tile in range(tiles)]
-    fits = max(launch.pairs * launch.tiles for launch in launches(pairs, tiles, 100, budget)) * 100 <= max(budget, 100)
+    fits = max(launch.pairs * launch.tiles for launch in split_launches(pairs, tiles, 100, budget)) * 100 <= max(
+        budget, 100
+    )
     assert fits
 
 
 def test_slots_fill_the_processors() -> None:
-    assert slots(pairs=16, tiles=64, programs=264) == 16
-    assert slots(pairs=1, tiles=64, programs=264) == 64
-    assert slots(pairs=512, tiles=4, programs=264) == 1
+    assert programs_per_pair(pairs=16, tiles=64, programs=264) == 16
+    assert programs_per_pair(pairs=1, tiles=64, programs=264) == 64
+    assert programs_per_pair(pairs=512, tiles=4, programs=264) == 1
 
 
 def test_segments_are_a_power_of_two_that_the_keys_fill() -> None:
-    assert [segments_for(top, 128, 32) for top in (0, 1, 8, 64)] == [1, 1, 2, 16]
-    assert segments_for(64, 3, 32) == 2
+    assert [choose_segments(top, 128, 32) for top in (0, 1, 8, 64)] == [1, 1, 2, 16]
+    assert choose_segments(64, 3, 32) == 2
 
 
 def test_candidates_of_long_sequences_take_little_memory() -> None:
-    config = Config(queries=64, keys=64, warps=4, stages=3, per_processor=2)
-    classes = classes_for(8, 8192, config, 7)
+    config = TileConfig(queries=64, keys=64, warps=4, stages=3, per_processor=2)
+    classes = choose_key_classes(8, 8192, config, 7)
     assert (classes.number, classes.segments, classes.tags, classes.tag_bits) == (64, 2, 128, 7)
-    parts = list(launches(16, 128, classes.bytes_per_query * 64))
+    parts = list(split_launches(16, 128, classes.bytes_per_query * 64))
     assert len(parts) == 2
     assert parts[0].pairs * parts[0].tiles * 64 * classes.bytes_per_query == 33 * 2**20
 
 
 def test_cells_that_fit_no_tile() -> None:
-    assert cells((256, 256, "mean"), 8192, 8192, SMALL) is not None
-    assert cells((256, 256, "mean"), 8000, 8192, SMALL) is None
-    assert cells((3, 4, "mean"), 36, 64, SMALL) is None
-    assert tiling.BUDGET > 0
+    assert fit_picture_cells((256, 256, "mean"), 8192, 8192, SMALL) is not None
+    assert fit_picture_cells((256, 256, "mean"), 8000, 8192, SMALL) is None
+    assert fit_picture_cells((3, 4, "mean"), 36, 64, SMALL) is None
+    assert tiling.MAX_CANDIDATE_BYTES > 0

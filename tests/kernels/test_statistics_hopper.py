@@ -18,32 +18,32 @@ from foci.scores import Dot
 from foci.statistics import cuda
 from foci.statistics.cuda import hopper, steps
 from foci.statistics.cuda import plan as triton_statistics
-from foci.statistics.cuda.arguments import inputs
-from foci.statistics.cuda.plan import statistics
-from foci.statistics.cuda.tiling import Config
-from foci.statistics.request import Wanted
+from foci.statistics.cuda.arguments import common_arguments
+from foci.statistics.cuda.plan import launch_statistics
+from foci.statistics.cuda.tiling import TileConfig
+from foci.statistics.request import Request
 from tests.kernels.statistics_cases import DEVICE, Case, causal, check_top, close, pooled, within_nan
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 
 BF16, F16 = torch.bfloat16, torch.float16
 MEANS = (8, 8, "mean")
-ERP = Wanted(entropy=True, received=True, picture=MEANS)
+ERP = Request(entropy=True, received=True, picture=MEANS)
 
 
 @pytest.fixture
 def hopper_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "machine_refuses", lambda device: [])
-    monkeypatch.setattr("foci.statistics.cuda.arguments.has_copy_engine", lambda device: True)
+    monkeypatch.setattr("foci.statistics.cuda.arguments.has_tma", lambda device: True)
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[TileConfig]:
     """Gets an entry for each launch of the kernel that is planned."""
-    found: list[Config] = []
-    true = hopper.launching
+    found: list[TileConfig] = []
+    true = hopper.build_hopper_launch
 
-    def counted(numbers: Any, tensors: Any, launch: Any, config: Config) -> KeywordLaunch:
+    def counted(numbers: Any, tensors: Any, launch: Any, config: TileConfig) -> KeywordLaunch:
         found.append(config)
         return true(numbers, tensors, launch, config)
 
@@ -54,7 +54,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dtype: torch.dtype = F16, **changes: Any):
     q, k = (torch.zeros(1, 2, n, width, dtype=dtype, device=DEVICE) for n in (tokens, keys or tokens))
     given = dict.fromkeys(("softcap", "slopes", "spans", "query_ids", "key_ids", "dense")) | {"causal": True} | changes
-    return inputs(q, k, torch.zeros(1, 2, tokens, device=DEVICE), 0.1, **given)
+    return common_arguments(q, k, torch.zeros(1, 2, tokens, device=DEVICE), 0.1, **given)
 
 
 @pytest.mark.usefixtures("hopper_here")
@@ -63,10 +63,10 @@ def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dt
     [
         (ERP, True),
         (replace(ERP, top=8), True),
-        (Wanted(entropy=True), True),
-        (Wanted(received=True), True),
-        (Wanted(picture=MEANS), True),
-        (Wanted(entropy=True, top=5), True),
+        (Request(entropy=True), True),
+        (Request(received=True), True),
+        (Request(picture=MEANS), True),
+        (Request(entropy=True, top=5), True),
         (replace(ERP, picture=(2, 16, "mean")), True),
         # No cells of the kernel's: the picture is left to a pass of its own, the rest is not.
         (replace(ERP, picture=(7, 9, "max")), True),
@@ -76,18 +76,18 @@ def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dt
         (replace(ERP, picture=(8, 8, "max")), False),
         (replace(ERP, top=4), False),
         (replace(ERP, top=9), False),
-        (Wanted(top=8), False),
+        (Request(top=8), False),
         (replace(ERP, distance=True), True),
-        (Wanted(distance=True), True),
+        (Request(distance=True), True),
         (replace(ERP, largest=True), True),
         (replace(ERP, largest=True, top=8, distance=True), True),
-        (Wanted(largest=True), False),
-        (Wanted(largest=True, top=8), False),
+        (Request(largest=True), False),
+        (Request(largest=True, top=8), False),
     ],
 )
-def test_what_is_wanted_of_it(wanted: Wanted, taken: bool) -> None:
+def test_what_is_wanted_of_it(wanted: Request, taken: bool) -> None:
     assert (hopper.refuses(arguments_of(), False, wanted) == []) is taken
-    assert triton_statistics.chosen(arguments_of(), False, wanted).in_flight is taken
+    assert triton_statistics.choose_config(arguments_of(), False, wanted).in_flight is taken
 
 
 SPANS = torch.zeros(1, 1, 2, 256, dtype=torch.int32, device=DEVICE)
@@ -113,7 +113,7 @@ IDS = torch.zeros(1, 256, dtype=torch.int32, device=DEVICE)
     ],
 )
 def test_which_calls_it_takes(changes: dict[str, Any], reason: str | None) -> None:
-    found = hopper.refuses(arguments_of(**changes), False, Wanted(entropy=True))
+    found = hopper.refuses(arguments_of(**changes), False, Request(entropy=True))
     assert found == [] if reason is None else (len(found) == 1 and reason in found[0])
 
 
@@ -128,7 +128,7 @@ def test_the_largest_logit_is_not_that_of_the_largest_product_where_the_scale_is
 @pytest.mark.usefixtures("hopper_here")
 def test_neither_weighted_queries_nor_those_that_lie_apart() -> None:
     arguments = arguments_of()
-    assert hopper.refuses(arguments, True, Wanted(received=True)) == ["queries that count by their weight"]
+    assert hopper.refuses(arguments, True, Request(received=True)) == ["queries that count by their weight"]
     arguments["q"] = torch.zeros(1, 2, 256, 68, dtype=F16, device=DEVICE)[..., :64]
     assert "the copy engine" in hopper.refuses(arguments, False, ERP)[0]
 
@@ -151,9 +151,9 @@ def test_which_machines_have_it(
     monkeypatch.setattr(hopper, "major_capability", lambda index: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr("triton.__version__", triton)
-    hopper.gluon_refuses.cache_clear()
-    assert hopper.machine_refuses(torch.device(kind, 0)) == ([] if reason is None else [reason])
-    hopper.gluon_refuses.cache_clear()
+    hopper.triton_version_refusals.cache_clear()
+    assert hopper.device_refusals(torch.device(kind, 0)) == ([] if reason is None else [reason])
+    hopper.triton_version_refusals.cache_clear()
 
 
 @pytest.mark.usefixtures("hopper_here")
@@ -164,8 +164,8 @@ def test_the_plan_says_which_kernel_measures(monkeypatch: pytest.MonkeyPatch) ->
     assert "statistics of the weights: gluon, or triton where it refuses what is wanted, in one pass" in plan
     assert "triton, in one pass" in str(foci.plan(q, q, q, mask=foci.window(9), return_weights=True))
     call = foci.attention(q, q, q, mask=foci.causal, return_weights=True)[1].call
-    assert cuda.who(call, replace(ERP, picture=(4, 4, "mean"))) == "gluon, in one pass"
-    assert cuda.who(call, Wanted(largest=True)) == "triton, in one pass"
+    assert cuda.describe_kernel(call, replace(ERP, picture=(4, 4, "mean"))) == "gluon, in one pass"
+    assert cuda.describe_kernel(call, Request(largest=True)) == "triton, in one pass"
 
 
 @pytest.mark.usefixtures("hopper_here")
@@ -187,7 +187,7 @@ def test_widths_that_no_kernel_takes(width: int) -> None:
 def test_the_kernel_is_there() -> None:
     from foci.kernels.statistics.tiles_hopper import BK, tile_statistics_hopper
 
-    assert 2 * BK.value == hopper.TOGETHER
+    assert 2 * BK.value == hopper.KEYS_PER_FETCH
     names = {"CAUSAL", "ENTROPY", "DISTANCE", "LARGEST", "RECEIVED", "PICTURE", "TOP", "STRIP", "WIDE"}
     assert names <= set(tile_statistics_hopper.arg_names)
 
@@ -199,9 +199,9 @@ def test_its_twin_serves_in_its_place(top: int, monkeypatch: pytest.MonkeyPatch)
     """Buffers, cells and classes as they are cut for it, filled by the plain kernel."""
     seen = []
 
-    true = steps.tiles
+    true = steps.build_tile_launch
 
-    def twin(numbers: Any, common: Any, tensors: Any, launch: Any, config: Config, q: Tensor) -> KeywordLaunch:
+    def twin(numbers: Any, common: Any, tensors: Any, launch: Any, config: TileConfig, q: Tensor) -> KeywordLaunch:
         seen.append(config)
         return true(numbers, common, tensors | {"k_tiles": "lse"}, launch, replace(config, in_flight=False), q)
 
@@ -216,11 +216,11 @@ def full(**kinds: Any) -> Case:
     return Case(**kinds)
 
 
-def check(case: Case, wanted: Wanted, tolerance: float = 5e-5) -> dict[str, Tensor]:
+def check(case: Case, wanted: Request, tolerance: float = 5e-5) -> dict[str, Tensor]:
     """Against the dense truth, in memory that is NaN all around."""
     weights, lse = case.truth()
     q, k = within_nan(case.q, 8), within_nan(case.k, 8)
-    got = statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, **case.options)
+    got = launch_statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, **case.options)
     if wanted.entropy:
         close(got["entropy"], torch.special.entr(weights).sum(-1), tolerance)
     if wanted.received:
@@ -255,14 +255,14 @@ CASES = [
     ((2, 2), 256, 128, BF16, full, replace(ERP, picture=None), None),
     ((2, 2), 512, 128, BF16, causal, EP, (16, 8)),
     ((2, 2), 512, 64, BF16, causal, RP, (16, 8)),
-    ((3, 3), 512, 128, BF16, causal, Wanted(entropy=True), None),
-    ((3, 3), 512, 128, F16, full, Wanted(received=True), None),
-    ((3, 3), 512, 128, F16, causal, Wanted(picture=MEANS), (16, 16)),
+    ((3, 3), 512, 128, BF16, causal, Request(entropy=True), None),
+    ((3, 3), 512, 128, F16, full, Request(received=True), None),
+    ((3, 3), 512, 128, F16, causal, Request(picture=MEANS), (16, 16)),
     ((4, 2), 1024, 128, BF16, causal, replace(ERP, top=8), (32, 32)),
     ((3, 3), 640, 64, F16, full, replace(ERP, top=8), (20, 20)),
     ((2, 2), 256, 128, F16, causal, replace(ERP, top=5), (4, 4)),
-    ((2, 2), 128, 128, BF16, causal, Wanted(entropy=True, top=6), None),
-    ((3, 3), 512, 128, BF16, causal, Wanted(distance=True), None),
+    ((2, 2), 128, 128, BF16, causal, Request(entropy=True, top=6), None),
+    ((3, 3), 512, 128, BF16, causal, Request(distance=True), None),
     ((4, 2), 1024, 128, BF16, causal, replace(ERP, distance=True), (32, 32)),
     ((2, 2), 640, 64, F16, full, EVERY, (20, 20)),
     ((2, 2), 256, 128, F16, full, replace(EVERY, top=0), (8, 8)),
@@ -272,7 +272,7 @@ CASES = [
     # Cells as wide as several tiles, and as tall.
     ((2, 2), 1024, 128, BF16, causal, ERP, (8, 8)),
     ((2, 2), 1024, 128, BF16, causal, ERP, (2, 2)),
-    ((2, 2), 1024, 128, BF16, full, Wanted(picture=MEANS), (4, 1)),
+    ((2, 2), 1024, 128, BF16, full, Request(picture=MEANS), (4, 1)),
     ((2, 2), 1024, 128, BF16, causal, EVERY, (4, 4)),
 ]
 
@@ -281,15 +281,15 @@ CASES = [
 @ONLY_HOPPER
 @pytest.mark.parametrize(("heads", "tokens", "width", "dtype", "make", "wanted", "picture"), CASES)
 def test_it_gives_what_its_twin_gives_and_what_is_true(
-    heads, tokens: int, width: int, dtype: torch.dtype, make, wanted: Wanted, picture, launched: list[Config]
+    heads, tokens: int, width: int, dtype: torch.dtype, make, wanted: Request, picture, launched: list[TileConfig]
 ) -> None:
     wanted = replace(wanted, picture=(*picture, "mean") if picture else None)
     case = make(heads=heads, queries=tokens, keys=tokens, width=width, dtype=dtype, batch=2)
     got = check(case, wanted)
     count = len(launched)
-    assert launched == [hopper.config(wanted)] * max(count, 1)
-    config = replace(hopper.config(wanted), in_flight=False, stages=3)
-    twin = statistics(
+    assert launched == [hopper.hopper_config(wanted)] * max(count, 1)
+    config = replace(hopper.hopper_config(wanted), in_flight=False, stages=3)
+    twin = launch_statistics(
         case.q, case.k, case.truth()[1].float(), scale=case.scale, wanted=wanted, config=config, **case.options
     )
     assert len(launched) == count
@@ -300,7 +300,7 @@ def test_it_gives_what_its_twin_gives_and_what_is_true(
 
 @pytest.mark.gpu
 @ONLY_HOPPER
-def test_several_launches_go_on_adding(launched: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_launches_go_on_adding(launched: list[TileConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_statistics, "BUDGET", 200_000)
     check(causal(heads=(4, 2), queries=1024, keys=1024, width=128, dtype=BF16), replace(ERP, picture=None, top=8))
     assert len(launched) > 4
@@ -309,7 +309,7 @@ def test_several_launches_go_on_adding(launched: list[Config], monkeypatch: pyte
 @pytest.mark.gpu
 @ONLY_HOPPER
 @pytest.mark.parametrize(("wanted", "cells"), [(ERP, 32), (ERP, 4), (EVERY, 32), (EVERY, 4)])
-def test_it_gives_the_same_every_time(wanted: Wanted, cells: int) -> None:
+def test_it_gives_the_same_every_time(wanted: Request, cells: int) -> None:
     case = causal(heads=(4, 4), queries=1024, keys=1024, width=128, dtype=BF16)
     first, again = (check(case, replace(wanted, picture=(cells, cells, "mean"))) for _ in range(2))
     assert {name: torch.equal(first[name], again[name]) for name in first} == dict.fromkeys(first, True)
@@ -318,7 +318,7 @@ def test_it_gives_the_same_every_time(wanted: Wanted, cells: int) -> None:
 @pytest.mark.gpu
 @ONLY_HOPPER
 @pytest.mark.parametrize(("make", "mask"), [(causal, foci.causal), (full, None)])
-def test_the_weights_of_a_call_are_measured_by_it(make, mask, launched: list[Config]) -> None:
+def test_the_weights_of_a_call_are_measured_by_it(make, mask, launched: list[TileConfig]) -> None:
     case = make(heads=(4, 2), queries=512, keys=512, width=128, dtype=BF16)
     assert "gluon" in str(foci.plan(case.q, case.k, case.k, mask=mask, return_weights=True))
     _, weights = foci.attention(case.q, case.k, case.k, mask=mask, return_weights=True)

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from foci.kernels.statistics.topk import refine_topk
 from foci.statistics.cuda import plan as triton_statistics
-from foci.statistics.cuda.tiling import classes_for
-from foci.statistics.request import Wanted
+from foci.statistics.cuda.tiling import choose_key_classes
+from foci.statistics.request import Request
 from tests.kernels.statistics_cases import DEVICE, KEPT, SMALL, Case, causal, check_top, close
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 from tests.kernels.statistics_cases import nothing_kept as nothing_kept
@@ -22,7 +22,7 @@ from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 def test_as_many_keys_as_wanted(top: int, sharp: float) -> None:
     case = causal(heads=(1, 1), queries=5 if sharp else 2, keys=130, sharp=sharp)
     # Logits of 100 carry a rounding error of 1e-5 themselves.
-    check_top(case.run(Wanted(top=top)), case, top, 4e-5 if sharp > 1 else 3e-6)
+    check_top(case.run(Request(top=top)), case, top, 4e-5 if sharp > 1 else 3e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -30,9 +30,9 @@ def test_as_many_keys_as_wanted(top: int, sharp: float) -> None:
 def test_fewer_classes_than_wanted_and_more_than_are_taken_at_a_time(
     top: int, keys: int, classes: int, dtype: torch.dtype
 ) -> None:
-    assert classes_for(top, keys, SMALL, 7).number == classes
+    assert choose_key_classes(top, keys, SMALL, 7).number == classes
     case = causal(heads=(1, 1), queries=5, keys=keys, dtype=dtype)
-    check_top(case.run(Wanted(top=top)), case, top, KEPT if dtype == torch.float16 else 3e-6)
+    check_top(case.run(Request(top=top)), case, top, KEPT if dtype == torch.float16 else 3e-6)
 
 
 def ascending(queries: int, keys: int) -> Case:
@@ -44,7 +44,7 @@ def ascending(queries: int, keys: int) -> Case:
 
 def test_ascending_scores() -> None:
     case = ascending(8, 150)
-    got = case.run(Wanted(top=8))
+    got = case.run(Request(top=8))
     check_top(got, case, 8)
     newest = torch.arange(142, 150, device=DEVICE)[:, None] - torch.arange(8, device=DEVICE)
     assert torch.equal(got["top_keys"][0, 0].long(), newest)
@@ -56,7 +56,7 @@ def test_heavy_keys_that_share_a_class_are_all_found(stride: int) -> None:
     heavy = torch.arange(5, 290 if stride < 128 else 890, stride, device=DEVICE)[:7]
     case.k[:, :, heavy] = case.q.mean(2, keepdim=True)[:, : case.k.shape[1]] + 1.0
     case.q += 1.0
-    check_top(case.run(Wanted(top=7)), case, 7)
+    check_top(case.run(Request(top=7)), case, 7)
 
 
 class Recorded:
@@ -88,14 +88,14 @@ def test_a_class_is_read_again_where_three_of_its_keys_count(
     case.k[:, :, heavy] = 2 + torch.arange(7.0, device=DEVICE).unsqueeze(-1) / 16
     recorded = Recorded(refine_topk.arg_names)
     monkeypatch.setattr("foci.kernels.statistics.topk.refine_topk", recorded)
-    case.run(Wanted(top=7))
+    case.run(Request(top=7))
     assert recorded.flagged.tolist() == [flagged] * 8
 
 
 def test_exact_ties_go_to_the_lower_key() -> None:
     case = causal(heads=(1, 1), queries=3, keys=150)
     case.q.zero_()
-    got = case.run(Wanted(top=12))["top_keys"]
+    got = case.run(Request(top=12))["top_keys"]
     assert torch.equal(got, torch.arange(12, device=DEVICE).expand_as(got))
 
 
@@ -104,7 +104,7 @@ def test_half_precision_finds_ties_and_what_a_class_hides(top: int) -> None:
     case = causal(heads=(2, 1), queries=4, keys=150, dtype=torch.float16)
     case.q[:, 1] = 0
     case.k[:, :, 80:130] = case.k[:, :, :50]
-    got = case.run(Wanted(top=top, largest=True))
+    got = case.run(Request(top=top, largest=True))
     check_top(got, case, top, KEPT)
     close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
     assert torch.equal(got["top_keys"][0, 1], torch.arange(top, device=DEVICE).expand(4, top))
@@ -131,7 +131,7 @@ def test_the_last_one_is_the_heavier_of_two_that_are_nearly_level(top: int, dtyp
     heavy = [6, 5, 7][: top - 1]
     case.k[0, 0, heavy, 0] = torch.tensor([4.0, 3.0, 2.0][: top - 1], dtype=dtype, device=DEVICE)
     case.k[0, 0, [1, 64], 0] = 1
-    got = case.run(Wanted(top=top))["top_keys"]
+    got = case.run(Request(top=top))["top_keys"]
     assert got[0, 0].tolist() == [[*heavy, 64]] * 8
 
 
@@ -139,7 +139,7 @@ def test_the_last_one_is_the_heavier_of_two_that_are_nearly_level(top: int, dtyp
 @pytest.mark.parametrize("top", [1, 2])
 def test_the_largest_logit_of_keys_that_are_nearly_level(top: int, dtype: torch.dtype) -> None:
     case = nearly_level(80, dtype, heavier=50)
-    got = case.run(Wanted(top=top, largest=True))
+    got = case.run(Request(top=top, largest=True))
     assert got["top_keys"][0, 0, :, 0].tolist() == [50] * 8
     close(got["largest"], case.logits().amax((-1, -2)), 6e-7)
 
@@ -147,7 +147,7 @@ def test_the_largest_logit_of_keys_that_are_nearly_level(top: int, dtype: torch.
 def test_tags_of_many_bits_leave_too_little_of_a_logit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", 12)
     case = causal(heads=(1, 1), queries=7, keys=100, dtype=torch.float16)
-    check_top(case.run(Wanted(top=5)), case, 5)
+    check_top(case.run(Request(top=5)), case, 5)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
@@ -155,7 +155,7 @@ def test_tags_of_many_bits_leave_too_little_of_a_logit(monkeypatch: pytest.Monke
 def test_the_weights_of_a_query_that_is_no_number_are_none(dtype: torch.dtype) -> None:
     case = causal(heads=(2, 1), queries=9, keys=40, dtype=dtype)
     case.q[0, 1, 3] = torch.nan
-    values, keys = (case.run(Wanted(top=3))[name] for name in ("top_values", "top_keys"))
+    values, keys = (case.run(Request(top=3))[name] for name in ("top_values", "top_keys"))
     assert values[0, 1, 3].isnan().all()
     assert (keys[0, 1, 3] == -1).all()
     assert values.isnan().sum() == 3
@@ -166,8 +166,8 @@ def test_doubtful_queries_of_every_head_and_launch_are_read_again(monkeypatch: p
     case = causal(heads=(2, 1), queries=17, keys=40, batch=2, width=16)
     # Level keys leave a doubt in every query of one head; the other has none to speak of.
     case.q[:, 1] = 0
-    monkeypatch.setattr("foci.statistics.cuda.plan.BUDGET", 1)
-    got = case.run(Wanted(top=3))
+    monkeypatch.setattr("foci.statistics.cuda.plan.MAX_CANDIDATE_BYTES", 1)
+    got = case.run(Request(top=3))
     check_top(got, case, 3)
     expected = torch.arange(3, device=DEVICE).expand(2, 17, 3)
     assert torch.equal(got["top_keys"][:, 1], expected)
@@ -176,7 +176,7 @@ def test_doubtful_queries_of_every_head_and_launch_are_read_again(monkeypatch: p
 def test_a_key_that_comes_again_is_named_where_it_comes_first() -> None:
     case = causal(heads=(1, 1), queries=8, keys=150)
     case.k[:, :, 80:130] = case.k[:, :, :50]
-    got = case.run(Wanted(top=6))
+    got = case.run(Request(top=6))
     check_top(got, case, 6)
     keys = got["top_keys"]
     twin = torch.where((keys >= 80) & (keys < 130), keys - 80, -2)
@@ -191,4 +191,4 @@ def test_keys_that_look_level_are_told_apart(bits: int, monkeypatch: pytest.Monk
     """Long sequences take so many bits for the place that many logits look the same without them."""
     monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", bits)
     case = causal(heads=(1, 1), queries=7, keys=200, sharp=1.0)
-    check_top(case.run(Wanted(top=8)), case, 8)
+    check_top(case.run(Request(top=8)), case, 8)

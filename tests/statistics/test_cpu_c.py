@@ -13,7 +13,7 @@ import foci
 from foci import statistics
 from foci.arguments import prepare_call
 from foci.runtime import native
-from foci.statistics import Wanted, cpu_c, streaming
+from foci.statistics import Request, cpu_c, streaming
 from tests import matrices
 from tests.allocation import LargestTensor
 from tests.matrices import CASES, Arguments, assert_close, in_dtype, lazy, randn, truth
@@ -44,21 +44,21 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def everything(queries: int, keys: int, k: int = 3, rows: int = 5, columns: int = 7) -> Wanted:
+def everything(queries: int, keys: int, k: int = 3, rows: int = 5, columns: int = 7) -> Request:
     size = (min(rows, queries), min(columns, keys), "mean")
-    return Wanted(entropy=True, received=True, picture=size, top=min(k, keys), largest=True, distance=True)
+    return Request(entropy=True, received=True, picture=size, top=min(k, keys), largest=True, distance=True)
 
 
-def measured(arguments: Arguments, wanted: Wanted) -> dict[str, Tensor]:
+def measured(arguments: Arguments, wanted: Request) -> dict[str, Tensor]:
     """What the compiled pass finds, in the shape of the weights."""
     weights = lazy(arguments)
     call = weights.tensors.call
     assert cpu_c.refuses(call, wanted) == []
-    found = cpu_c.measure(call, weights.tensors.lse, wanted)
+    found = cpu_c.compute_statistics(call, weights.tensors.lse, wanted)
     return {name: tensor.reshape((*weights.shape[:-2], *tensor.shape[2:])) for name, tensor in found.items()}
 
 
-def check(arguments: Arguments, wanted: Wanted, dtype: torch.dtype = torch.float32) -> None:
+def check(arguments: Arguments, wanted: Request, dtype: torch.dtype = torch.float32) -> None:
     """Every statistic against its definition."""
     arguments = in_dtype(arguments, dtype)
     found, true = measured(arguments, wanted), truth(arguments)
@@ -112,9 +112,9 @@ def test_every_kind_of_call_is_measured_or_refused_with_a_reason(case: str, dtyp
 @pytest.mark.parametrize("case", sorted(CASES.keys() - REFUSED.keys()))
 def test_the_largest_logit(case: str) -> None:
     arguments = in_dtype(CASES[case](), torch.float32)
-    found = measured(arguments, Wanted(largest=True))
+    found = measured(arguments, Request(largest=True))
     weights = lazy(arguments)
-    expected = streaming.measure(weights.tensors.call, weights.tensors.lse, Wanted(largest=True))["largest"]
+    expected = streaming.compute_statistics(weights.tensors.call, weights.tensors.lse, Request(largest=True))["largest"]
     torch.testing.assert_close(found["largest"].flatten(), expected.flatten(), atol=1e-5, rtol=1e-5)
 
 
@@ -172,7 +172,7 @@ def test_threads_change_nothing(name: str, own: bool, monkeypatch: pytest.Monkey
     arguments = in_dtype(arguments | options, torch.float32)
     queries, keys = arguments["query"].shape[-2], arguments["key"].shape[-2]
     wanted = everything(queries, keys, k, rows, columns)
-    threads, parts = cpu_c.shares(lazy(arguments).tensors.call, wanted)
+    threads, parts = cpu_c.choose_threads_and_parts(lazy(arguments).tensors.call, wanted)
     assert threads == 3
     assert parts > 1
     check(arguments, wanted)
@@ -222,7 +222,7 @@ LINES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("mask", [None, foci.causal, foci.window(30)], ids=str)
 def test_ties_go_to_the_lower_key(line: str, k: int, mask: foci.masks.kinds.Mask | None) -> None:
     arguments = line_of(LINES[line], 2000) | {"mask": mask}
-    found = measured(arguments, Wanted(top=k))
+    found = measured(arguments, Request(top=k))
     scores = arguments["key"][0, 0, :, 0].expand(20, -1)
     if mask is not None:
         scores = scores.masked_fill(~torch.tensor(drawn(mask, 20, 2000)), -torch.inf)
@@ -254,7 +254,7 @@ def test_queries_that_see_nothing_or_little() -> None:
 @pytest.mark.usefixtures("_any_size")
 def test_entropy_is_never_below_zero() -> None:
     arguments = in_dtype(sized(300, 300, 8, sharp=9.0), torch.float32) | {"mask": foci.window(0)}
-    entropy = measured(arguments, Wanted(entropy=True))["entropy"]
+    entropy = measured(arguments, Request(entropy=True))["entropy"]
     assert bool((entropy >= 0).all())
     torch.testing.assert_close(entropy, torch.zeros(1, 2, 300), atol=1e-5, rtol=0)
 
@@ -265,7 +265,7 @@ def test_a_query_that_is_not_a_number_spoils_its_own_row_only() -> None:
     arguments["query"][0, 0, 7, 2] = torch.nan
     weights = lazy(arguments)
     lse = torch.logsumexp(arguments["query"].nan_to_num() @ arguments["key"].mT / 2, -1)
-    found = cpu_c.measure(weights.tensors.call, lse, Wanted(entropy=True, distance=True, top=4))
+    found = cpu_c.compute_statistics(weights.tensors.call, lse, Request(entropy=True, distance=True, top=4))
     rows = torch.arange(40) == 7
     for name in ("entropy", "distance"):
         assert torch.equal(found[name][0, 0].isnan(), rows)
@@ -276,16 +276,16 @@ def test_a_query_that_is_not_a_number_spoils_its_own_row_only() -> None:
 def test_places_far_from_zero_keep_their_distance() -> None:
     arguments = in_dtype(sized(30, 30, 4), torch.float32)
     near, far = torch.arange(30), torch.arange(30) + 2**40
-    expected = measured(arguments | {"positions": (near, near)}, Wanted(distance=True))
+    expected = measured(arguments | {"positions": (near, near)}, Request(distance=True))
     assert torch.equal(
-        measured(arguments | {"positions": (far, far)}, Wanted(distance=True))["distance"], expected["distance"]
+        measured(arguments | {"positions": (far, far)}, Request(distance=True))["distance"], expected["distance"]
     )
 
 
 def test_weights_are_measured_by_the_compiled_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = in_dtype(sized(300, 300, 8), torch.float32) | {"mask": foci.causal}
     weights = lazy(arguments)
-    expected = statistics.streaming.measure(
+    expected = statistics.streaming.compute_statistics(
         weights.tensors.call, weights.tensors.lse, everything(300, 300, 8, 256, 256)
     )
     monkeypatch.setattr(streaming, "measure", None)
@@ -299,14 +299,14 @@ def test_weights_are_measured_by_the_compiled_pass(monkeypatch: pytest.MonkeyPat
 
 PLACED = {"bias": foci.Buckets(randn(8, 2, seed=5), True, 9), "positions": (torch.arange(300), torch.arange(300) * 2)}
 SQUARE = in_dtype(sized(300, 300, 4), torch.float32)
-ASKED: dict[str, tuple[Arguments, Wanted, bool, str]] = {
-    "float64": (sized(300, 300, 4), Wanted(), False, "torch.float64"),
-    "the mean": (SQUARE, Wanted(), True, "a mean over the heads"),
-    "places": (in_dtype(SQUARE | PLACED, torch.float32), Wanted(), False, "Buckets with positions of your own"),
-    "65 keys": (SQUARE, Wanted(top=65), False, "more than the 64 heaviest keys"),
-    "maxima": (SQUARE, Wanted(picture=(2, 2, "max")), False, "a picture of maxima"),
-    "few queries": (in_dtype(sized(15, 9000, 4), torch.float32), Wanted(), False, "fewer than 16 queries"),
-    "few weights": (in_dtype(sized(100, 100, 4), torch.float32), Wanted(), False, "or 65,536 weights"),
+ASKED: dict[str, tuple[Arguments, Request, bool, str]] = {
+    "float64": (sized(300, 300, 4), Request(), False, "torch.float64"),
+    "the mean": (SQUARE, Request(), True, "a mean over the heads"),
+    "places": (in_dtype(SQUARE | PLACED, torch.float32), Request(), False, "Buckets with positions of your own"),
+    "65 keys": (SQUARE, Request(top=65), False, "more than the 64 heaviest keys"),
+    "maxima": (SQUARE, Request(picture=(2, 2, "max")), False, "a picture of maxima"),
+    "few queries": (in_dtype(sized(15, 9000, 4), torch.float32), Request(), False, "fewer than 16 queries"),
+    "few weights": (in_dtype(sized(100, 100, 4), torch.float32), Request(), False, "or 65,536 weights"),
 }  # fmt: skip
 
 
@@ -328,7 +328,7 @@ def test_tensors_without_memory_are_refused() -> None:
 @pytest.mark.usefixtures("_any_size")
 def test_vectors_of_width_zero_see_all_keys_alike() -> None:
     arguments = in_dtype(sized(30, 50, 0), torch.float32)
-    found = measured(arguments, Wanted(entropy=True, top=2))
+    found = measured(arguments, Request(entropy=True, top=2))
     torch.testing.assert_close(found["entropy"], torch.full((1, 2, 30), math.log(50)))
     assert found["top_keys"].unique(dim=-2).tolist() == [[[[0, 1]], [[0, 1]]]]
 
@@ -338,7 +338,7 @@ def test_without_a_compiler_strips_measure(monkeypatch: pytest.MonkeyPatch) -> N
     expected = weights.entropy()
     monkeypatch.setattr(native, "open_library", lambda name: "no C compiler was found")
     monkeypatch.setattr(cpu_c, "measure", None)
-    assert cpu_c.refuses(weights.tensors.call, Wanted(entropy=True)) == ["no C compiler was found"]
+    assert cpu_c.refuses(weights.tensors.call, Request(entropy=True)) == ["no C compiler was found"]
     torch.testing.assert_close(weights.entropy(), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -15,11 +15,11 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("blocks", "length"), [(1, 1), (1, 9), (3, 10), (7, 10), (10, 10), (256, 1000), (4, 16)])
 def test_every_index_lies_in_the_block_between_its_edges(blocks: int, length: int) -> None:
-    edges = picture.edges(blocks, length, CPU).tolist()
+    edges = picture.block_edges(blocks, length, CPU).tolist()
     assert edges == [block * length // blocks for block in range(blocks + 1)]
     for block, (start, stop) in enumerate(pairwise(edges)):
         assert stop > start
-        assert {picture.block_of(index, blocks, length) for index in range(start, stop)} == {block}
+        assert {picture.block_index(index, blocks, length) for index in range(start, stop)} == {block}
 
 
 def cuts(length: int, seed: int) -> list[slice]:
@@ -52,6 +52,6 @@ def test_strips_and_pieces_add_up(queries: int, keys: int, share: tuple[float, f
 
 
 def test_areas_are_the_entries_of_the_blocks() -> None:
-    areas = picture.areas(3, 4, 10, 7, CPU)
+    areas = picture.block_areas(3, 4, 10, 7, CPU)
     assert areas.sum() == 70
     assert areas[0].tolist() == [3, 6, 6, 6]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from foci.statistics.topk import heaviest
+from foci.statistics.topk import stable_topk
 
 HIDDEN = -1e29
 
@@ -18,7 +18,7 @@ def sorted_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def check(x: Tensor, k: int) -> None:
-    values, columns = heaviest(x.clone(), k, HIDDEN)
+    values, columns = stable_topk(x.clone(), k, HIDDEN)
     true_values, true_columns = sorted_rows(x, k)
     assert torch.equal(values, true_values)
     assert torch.equal(x.gather(-1, columns), values)
@@ -58,7 +58,7 @@ def test_rows_that_hurt(k: int, order: str) -> None:
 
 
 def test_more_than_there_are_gives_what_there_is() -> None:
-    values, columns = heaviest(torch.tensor([[1.0, 3.0, 2.0]]), 5, HIDDEN)
+    values, columns = stable_topk(torch.tensor([[1.0, 3.0, 2.0]]), 5, HIDDEN)
     assert values.tolist() == [[3.0, 2.0, 1.0]]
     assert columns.tolist() == [[1, 2, 0]]
 
@@ -68,6 +68,6 @@ def test_a_tie_between_a_chosen_group_and_one_left_out() -> None:
     x = torch.full((1, 1024), -5.0)
     x[0, [1000, 900, 30, 29]] = 1.0
     x[0, 500] = 2.0
-    values, columns = heaviest(x, 2, HIDDEN)
+    values, columns = stable_topk(x, 2, HIDDEN)
     assert values.tolist() == [[2.0, 1.0]]
     assert columns.tolist() == [[500, 29]]

@@ -16,15 +16,15 @@ from foci.arguments import HALF_DTYPES
 from foci.gpu.launcher import DescriptorArgument, batch_stride
 from foci.runtime.checks import is_traced
 from foci.runtime.device import is_hopper_or_later
-from foci.statistics.cuda.tiling import Cells, Config
-from foci.statistics.request import Wanted
+from foci.statistics.cuda.tiling import PictureCells, TileConfig
+from foci.statistics.request import Request
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_TOP = 64
-WIDEST = 256
+MAX_WIDTH = 256
 
 
-class Given(NamedTuple):
+class KernelTensors(NamedTuple):
     """The tensors of a call. Those of masks, the slopes of ALiBi and the weights of queries may be None."""
 
     q: Tensor
@@ -37,7 +37,7 @@ class Given(NamedTuple):
     slopes: Tensor | None
     query_weights: Tensor | None = None
 
-    def readable(self) -> Given:
+    def readable(self) -> KernelTensors:
         """As the kernels read them: features that lie side by side, masks in bytes."""
         q, k, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.q, self.k, self.lse.contiguous()))
         dense, weights = self.dense, self.query_weights
@@ -48,19 +48,19 @@ class Given(NamedTuple):
         spans, query_ids, key_ids, slopes = (
             None if x is None else x.contiguous() for x in (self.spans, self.query_ids, self.key_ids, self.slopes)
         )
-        return Given(q, k, lse, spans, query_ids, key_ids, dense, slopes, weights)
+        return KernelTensors(q, k, lse, spans, query_ids, key_ids, dense, slopes, weights)
 
     def by_name(self) -> dict[str, Tensor]:
         """What is not given points at lse and is never read."""
-        return {name: self.lse if x is None else x for name, x in zip(NAMES, self, strict=True)}
+        return {name: self.lse if x is None else x for name, x in zip(TENSOR_NAMES, self, strict=True)}
 
 
-NAMES = Given._fields
+TENSOR_NAMES = KernelTensors._fields
 # The tensors that every kernel takes.
-TENSORS = NAMES[:-1]
+COMMON_TENSORS = TENSOR_NAMES[:-1]
 
 
-def check(given: Given, causal: bool, wanted: Wanted) -> None:
+def check_arguments(given: KernelTensors, causal: bool, wanted: Request) -> None:
     """Refuses what the kernels do not take, with the expected and the received."""
     q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights = given
     if q.dim() != 4 or k.dim() != 4:
@@ -72,8 +72,8 @@ def check(given: Given, causal: bool, wanted: Wanted) -> None:
         )
     if q.dtype != k.dtype or q.dtype not in DTYPES:
         raise TypeError(f"expected q and k of one dtype out of float16, bfloat16, float32, got {q.dtype}, {k.dtype}")
-    if not 0 < width <= WIDEST:
-        raise ValueError(f"expected a width D from 1 to {WIDEST}, got {width}")
+    if not 0 < width <= MAX_WIDTH:
+        raise ValueError(f"expected a width D from 1 to {MAX_WIDTH}, got {width}")
     if min(q.numel(), k.numel()) == 0:
         raise ValueError(f"expected at least one query and one key, got {tuple(q.shape)} and {tuple(k.shape)}")
     if causal and spans is not None:
@@ -82,21 +82,21 @@ def check(given: Given, causal: bool, wanted: Wanted) -> None:
         raise ValueError("expected query_ids and key_ids together, got one of them")
     keys = k.shape[2]
     one = (1, batch)
-    check_shape("lse", lse, [(batch,), (heads,), (queries,)], [torch.float32])
-    check_shape("slopes", slopes, [(heads,)], [torch.float32])
-    check_shape("spans", spans, [one, (1, 2), (2,), (queries,)], [torch.int32])
-    check_shape("query_ids", query_ids, [one, (queries,)], [torch.int32, torch.int64])
-    check_shape("key_ids", key_ids, [one, (keys,)], [torch.int32, torch.int64])
-    check_shape("dense", dense, [one, (1, heads), (1, queries), (1, keys)], [torch.bool])
+    check_tensor("lse", lse, [(batch,), (heads,), (queries,)], [torch.float32])
+    check_tensor("slopes", slopes, [(heads,)], [torch.float32])
+    check_tensor("spans", spans, [one, (1, 2), (2,), (queries,)], [torch.int32])
+    check_tensor("query_ids", query_ids, [one, (queries,)], [torch.int32, torch.int64])
+    check_tensor("key_ids", key_ids, [one, (keys,)], [torch.int32, torch.int64])
+    check_tensor("dense", dense, [one, (1, heads), (1, queries), (1, keys)], [torch.bool])
     whole = query_weights is not None and query_weights.dim() == 3
-    check_shape("query_weights", query_weights, [one, (1, heads), (queries,)] if whole else [(queries,)], list(DTYPES))
-    check_wanted(wanted, queries, keys)
+    check_tensor("query_weights", query_weights, [one, (1, heads), (queries,)] if whole else [(queries,)], list(DTYPES))
+    check_request(wanted, queries, keys)
     for name, x in {"k": k, "lse": lse, "spans": spans, "dense": dense, "slopes": slopes}.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"expected {name} on {q.device}, where q is, got {x.device}")
 
 
-def check_shape(name: str, x: Tensor | None, sizes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> None:
+def check_tensor(name: str, x: Tensor | None, sizes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> None:
     if x is None:
         return
     if x.dim() != len(sizes) or any(size not in allowed for size, allowed in zip(x.shape, sizes, strict=True)):
@@ -106,7 +106,7 @@ def check_shape(name: str, x: Tensor | None, sizes: list[tuple[int, ...]], dtype
         raise TypeError(f"expected {name} of {' or '.join(str(dtype) for dtype in dtypes)}, got {x.dtype}")
 
 
-def check_wanted(wanted: Wanted, queries: int, keys: int) -> None:
+def check_request(wanted: Request, queries: int, keys: int) -> None:
     if not 0 <= wanted.top <= MOST_TOP:
         raise ValueError(f"expected top from 0 to {MOST_TOP}, got {wanted.top}")
     if wanted.picture is None:
@@ -118,7 +118,7 @@ def check_wanted(wanted: Wanted, queries: int, keys: int) -> None:
         raise ValueError(f"expected a picture that reduces by mean or max, got {reduce!r}")
 
 
-def inputs(
+def common_arguments(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
@@ -132,12 +132,12 @@ def inputs(
     dense: Tensor | None,
 ) -> dict[str, Any]:
     """The arguments that every kernel takes."""
-    given = Given(q, k, lse, spans, query_ids, key_ids, dense, slopes).readable()
+    given = KernelTensors(q, k, lse, spans, query_ids, key_ids, dense, slopes).readable()
     tensors = given.by_name()
-    return {name: tensors[name] for name in TENSORS} | numbers_of(given, scale, softcap, causal)
+    return {name: tensors[name] for name in COMMON_TENSORS} | scalar_arguments(given, scale, softcap, causal)
 
 
-def numbers_of(given: Given, scale: float, softcap: float | None, causal: bool) -> dict[str, Any]:
+def scalar_arguments(given: KernelTensors, scale: float, softcap: float | None, causal: bool) -> dict[str, Any]:
     """What every kernel is told of readable tensors."""
     q, k, dense, spans = given.q, given.k, given.dense, given.spans
     strides = (0, 0, 0, 0) if dense is None else dense.stride()
@@ -155,37 +155,37 @@ def numbers_of(given: Given, scale: float, softcap: float | None, causal: bool) 
     }  # fmt: skip
 
 
-def describable(k: Tensor, width: int, config: Config) -> dict[str, DescriptorArgument]:
+def key_descriptors(k: Tensor, width: int, config: TileConfig) -> dict[str, DescriptorArgument]:
     """k (B, G, Tk, D) as the copy engine fetches it, a tile at a time; empty where threads load the keys instead."""
-    if not config.fetched or not fetchable(k):
+    if not config.fetched or not is_tma_compatible(k):
         return {}
-    return {"k_tiles": DescriptorArgument("k", partial(key_tiles, keys=config.keys, width=width))}
+    return {"k_tiles": DescriptorArgument("k", partial(describe_key_tiles, keys=config.keys, width=width))}
 
 
-def key_tiles(k: Tensor, keys: int, width: int) -> Any:
+def describe_key_tiles(k: Tensor, keys: int, width: int) -> Any:
     """What a tile has beyond the keys or their width is 0."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(k, [1, 1, keys, width])
 
 
-def fetchable(x: Tensor) -> bool:
+def is_tma_compatible(x: Tensor) -> bool:
     """Whether the copy engine takes x (B, H, T, D), here of half precision: addresses and steps of 16 bytes only."""
     # A compiler that traces the call knows no addresses.
-    if is_traced(x) or x.dtype not in HALF_DTYPES or not has_copy_engine(x.device):
+    if is_traced(x) or x.dtype not in HALF_DTYPES or not has_tma(x.device):
         return False
     steps = [stride * x.element_size() for stride in x.stride()[:-1]]
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
-def has_copy_engine(device: torch.device) -> bool:
+def has_tma(device: torch.device) -> bool:
     """Hopper and later; Triton's interpreter has one too."""
     if device.type != "cuda":
         return True
     return torch.version.hip is None and is_hopper_or_later(device.index)
 
 
-def weights_arguments(query_weights: Tensor | None) -> dict[str, Any]:
+def query_weight_arguments(query_weights: Tensor | None) -> dict[str, Any]:
     """What the kernels are told of readable weights, (1 or B, 1 or H, Tq)."""
     if query_weights is None:
         return {"weights_batch": 0, "weights_head": 0, "WEIGHTED": False}
@@ -194,7 +194,7 @@ def weights_arguments(query_weights: Tensor | None) -> dict[str, Any]:
     return {"weights_batch": batch, "weights_head": head, "WEIGHTED": True}
 
 
-def picture_arguments(wanted: Wanted, fit: Cells | None, keys: int, twice: bool) -> dict[str, Any]:
+def picture_arguments(wanted: Request, fit: PictureCells | None, keys: int, twice: bool) -> dict[str, Any]:
     """`twice`: a tile may be met more than once, so its cells are added to."""
     if not wanted.picture or fit is None:
         nothing = {"PICTURE": 0, "CELL_QUERIES": 1, "CELL_KEYS": 1, "COLUMN_KEYS": 1, "ADD": False}

@@ -11,48 +11,48 @@ from torch import Tensor
 from foci.gpu.launcher import DescriptorArgument, KeywordLaunch, triton_version
 from foci.runtime.checks import is_traced
 from foci.runtime.device import major_capability
-from foci.statistics.cuda.arguments import fetchable
-from foci.statistics.cuda.tiling import Cells, Config, Launch, cells, segments_for
-from foci.statistics.request import Wanted
+from foci.statistics.cuda.arguments import is_tma_compatible
+from foci.statistics.cuda.tiling import LaunchRange, PictureCells, TileConfig, choose_segments, fit_picture_cells
+from foci.statistics.request import Request
 
 # Gluon is an experiment of Triton's, and its names change: these are the versions that the kernel was built with.
-BUILT_WITH = ((3, 6), (3, 7))
-WIDTHS = (64, 128)
+SUPPORTED_TRITON_VERSIONS = ((3, 6), (3, 7))
+SUPPORTED_WIDTHS = (64, 128)
 # The keys that are fetched at a time, two tiles.
-TOGETHER = 128
+KEYS_PER_FETCH = 128
 # As in kernels/statistics/tiles_hopper.py: one for even tiles and one for odd ones.
-SEGMENTS = 2
-LEAST_CELL_QUERIES = 32
+HOPPER_SEGMENTS = 2
+MIN_CELL_QUERIES = 32
 CELL_KEYS = 16
 
 
-def refuses(arguments: dict[str, Any], weighted: bool, wanted: Wanted | None = None) -> list[str]:
+def refuses(arguments: dict[str, Any], weighted: bool, wanted: Request | None = None) -> list[str]:
     """Why the kernel does not serve these arguments of `inputs`; empty where it does, or may: without wanted."""
     if is_traced(arguments["q"]):
         return ["a call that is traced"]
-    reasons = machine_refuses(arguments["q"].device) + masks_refuse(arguments) + shapes_refuse(arguments)
+    reasons = device_refusals(arguments["q"].device) + mask_refusals(arguments) + shape_refusals(arguments)
     if weighted:
         reasons.append("queries that count by their weight")
     if wanted is not None:
-        reasons += wanted_refuses(wanted, arguments)
+        reasons += request_refusals(wanted, arguments)
     return reasons
 
 
-def machine_refuses(device: torch.device) -> list[str]:
+def device_refusals(device: torch.device) -> list[str]:
     if device.type != "cuda" or torch.version.hip is not None:
         return [f"the queries are on {device.type if torch.version.hip is None else 'ROCm'}, not on CUDA"]
     if major_capability(device.index) != 9:
         return [f"a GPU of compute capability {major_capability(device.index)}, not 9"]
-    return list(gluon_refuses())
+    return list(triton_version_refusals())
 
 
 @cache
-def gluon_refuses() -> tuple[str, ...]:
+def triton_version_refusals() -> tuple[str, ...]:
     version = triton_version()
-    return () if version in BUILT_WITH else (f"the Gluon of Triton {'.'.join(map(str, version))}",)
+    return () if version in SUPPORTED_TRITON_VERSIONS else (f"the Gluon of Triton {'.'.join(map(str, version))}",)
 
 
-def masks_refuse(arguments: dict[str, Any]) -> list[str]:
+def mask_refusals(arguments: dict[str, Any]) -> list[str]:
     kinds = {
         "SPANS": "runs of keys",
         "IDS": "documents",
@@ -63,18 +63,20 @@ def masks_refuse(arguments: dict[str, Any]) -> list[str]:
     return [what for name, what in kinds.items() if arguments[name]]
 
 
-def shapes_refuse(arguments: dict[str, Any]) -> list[str]:
+def shape_refusals(arguments: dict[str, Any]) -> list[str]:
     reasons = []
-    if arguments["Tq"] != arguments["Tk"] or arguments["Tk"] % TOGETHER:
-        reasons.append(f"{arguments['Tq']} queries and {arguments['Tk']} keys, not equal and a multiple of {TOGETHER}")
-    if arguments["D"] not in WIDTHS:
+    if arguments["Tq"] != arguments["Tk"] or arguments["Tk"] % KEYS_PER_FETCH:
+        reasons.append(
+            f"{arguments['Tq']} queries and {arguments['Tk']} keys, not equal and a multiple of {KEYS_PER_FETCH}"
+        )
+    if arguments["D"] not in SUPPORTED_WIDTHS:
         reasons.append(f"width {arguments['D']}, not 64 or 128")
-    if not (fetchable(arguments["q"]) and fetchable(arguments["k"])):
+    if not (is_tma_compatible(arguments["q"]) and is_tma_compatible(arguments["k"])):
         reasons.append("queries or keys that the copy engine does not take")
     return reasons
 
 
-def wanted_refuses(wanted: Wanted, arguments: dict[str, Any]) -> list[str]:
+def request_refusals(wanted: Request, arguments: dict[str, Any]) -> list[str]:
     """The largest logit is that of the heaviest keys, where these are wanted, else that of the largest product.
 
     For the heaviest keys or the largest logit without the entropy plain Triton has room for tiles of twice the size,
@@ -88,29 +90,31 @@ def wanted_refuses(wanted: Wanted, arguments: dict[str, Any]) -> list[str]:
         reasons.append("the heaviest keys without the entropy")
     elif wanted.largest and not wanted.entropy:
         reasons.append("the largest logit without the entropy")
-    if wanted.top and segments_for(wanted.top, tokens // 64, 32) != SEGMENTS:
+    if wanted.top and choose_segments(wanted.top, tokens // 64, 32) != HOPPER_SEGMENTS:
         reasons.append(f"the {wanted.top} heaviest keys, not 5 to 8")
-    if wanted.picture is not None and not fits(
-        wanted.picture[2], cells(wanted.picture, tokens, tokens, config(wanted))
+    if wanted.picture is not None and not supports_picture_cells(
+        wanted.picture[2], fit_picture_cells(wanted.picture, tokens, tokens, hopper_config(wanted))
     ):
         reasons.append(f"a picture of {wanted.picture[0]} x {wanted.picture[1]} by {wanted.picture[2]}")
     return reasons
 
 
-def fits(reduce: str, fit: Cells | None) -> bool:
+def supports_picture_cells(reduce: str, fit: PictureCells | None) -> bool:
     """Whether the kernel writes such cells. Those that fit no tile take a pass of their own beside either kernel."""
     if fit is None:
         return True
-    return reduce == "mean" and fit.cell_keys == CELL_KEYS and fit.cell_queries >= LEAST_CELL_QUERIES
+    return reduce == "mean" and fit.cell_keys == CELL_KEYS and fit.cell_queries >= MIN_CELL_QUERIES
 
 
-def config(wanted: Wanted) -> Config:
+def hopper_config(wanted: Request) -> TileConfig:
     """Candidates for the heaviest keys take half the registers; the largest product has no room beside 128 queries."""
     queries = 64 if wanted.top or wanted.largest else 128
-    return Config(queries, keys=64, warps=4, stages=2, per_processor=2, in_flight=True)
+    return TileConfig(queries, keys=64, warps=4, stages=2, per_processor=2, in_flight=True)
 
 
-def launching(numbers: dict[str, Any], tensors: dict[str, str], launch: Launch, config: Config) -> KeywordLaunch:
+def build_hopper_launch(
+    numbers: dict[str, Any], tensors: dict[str, str], launch: LaunchRange, config: TileConfig
+) -> KeywordLaunch:
     """One launch of the pass over the tiles; numbers and tensors are those of statistics.py."""
     from foci.kernels.statistics.tiles_hopper import tile_statistics_hopper as kernel
 
@@ -126,15 +130,15 @@ def launching(numbers: dict[str, Any], tensors: dict[str, str], launch: Launch, 
     return KeywordLaunch(kernel, grid, given, own, {"num_warps": config.warps, "maxnreg": 255})
 
 
-def descriptions(config: Config) -> dict[str, DescriptorArgument]:
+def hopper_descriptors(config: TileConfig) -> dict[str, DescriptorArgument]:
     """Queries and keys as the kernel takes them."""
     return {
-        "q_tiles": DescriptorArgument("q", partial(described, rows=config.queries)),
-        "k_tiles": DescriptorArgument("k", partial(described, rows=TOGETHER)),
+        "q_tiles": DescriptorArgument("q", partial(make_tma_descriptor, rows=config.queries)),
+        "k_tiles": DescriptorArgument("k", partial(make_tma_descriptor, rows=KEYS_PER_FETCH)),
     }
 
 
-def described(x: Tensor, rows: int) -> Any:
+def make_tma_descriptor(x: Tensor, rows: int) -> Any:
     """x (B, H, T, D) as the copy engine fetches it, so many rows at a time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -19,39 +19,39 @@ from foci.runtime.checks import is_traced
 from foci.runtime.tensor_cache import get_or_make
 from foci.statistics.cuda import hopper, steps
 from foci.statistics.cuda.arguments import (
-    Given,
-    check,
-    describable,
-    fetchable,
-    numbers_of,
+    KernelTensors,
+    check_arguments,
+    is_tma_compatible,
+    key_descriptors,
     picture_arguments,
-    weights_arguments,
+    query_weight_arguments,
+    scalar_arguments,
 )
-from foci.statistics.cuda.replay import Pass, Plan, Result
+from foci.statistics.cuda.replay import OutputSpec, PassPlan, StatisticsPass
 from foci.statistics.cuda.tiling import (
-    BUDGET,
     CLASSES_PER_BOUND,
-    Cells,
-    Classes,
-    Config,
-    Launch,
-    cells,
-    classes_for,
-    default,
-    launches,
-    slots,
+    MAX_CANDIDATE_BYTES,
+    KeyClasses,
+    LaunchRange,
+    PictureCells,
+    TileConfig,
+    choose_key_classes,
+    default_config,
+    fit_picture_cells,
+    programs_per_pair,
+    split_launches,
 )
-from foci.statistics.request import Wanted
+from foci.statistics.request import Request
 
 # As in kernels/statistics/topk.py.
 FLAGS_PER_WORD = 16
 # Fewer would be enough for short sequences, at the price of a build for each length.
-LEAST_TAG_BITS = 7
+MIN_TAG_BITS = 7
 
-PASSES: dict[Hashable, Pass] = {}
+PASS_CACHE: dict[Hashable, StatisticsPass] = {}
 
 
-def statistics(
+def launch_statistics(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
@@ -65,8 +65,8 @@ def statistics(
     key_ids: Tensor | None = None,
     dense: Tensor | None = None,
     query_weights: Tensor | None = None,
-    wanted: Wanted,
-    config: Config | None = None,
+    wanted: Request,
+    config: TileConfig | None = None,
 ) -> dict[str, Tensor]:
     """Statistics of W = exp(softcap(scale q kᵀ) + bias - lse) over what each query sees, in one pass.
 
@@ -80,104 +80,119 @@ def statistics(
     Returns what is wanted: "entropy" (B, H, Tq), "received" (B, H, Tk), "picture" (B, H, rows, columns),
     "top_values" and "top_keys" (B, H, Tq, k), "largest" (B, H), "distance" (B, H, Tq).
     """
-    given = Given(q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights)
+    given = KernelTensors(q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights)
     terms = float(scale), None if softcap is None else float(softcap), causal, wanted, config
     if is_traced(q):
-        return planned(given, *terms).traced(given.readable())
-    return get_or_make(PASSES, MAX_CACHED_PLANS, kind(given, *terms), lambda: planned(given, *terms))(given.readable())
+        return plan_pass(given, *terms).traced(given.readable())
+    return get_or_make(PASS_CACHE, MAX_CACHED_PLANS, pass_key(given, *terms), lambda: plan_pass(given, *terms))(
+        given.readable()
+    )
 
 
-def kind(given: Given, *terms: Any) -> Hashable:
+def pass_key(given: KernelTensors, *terms: Any) -> Hashable:
     """What a pass follows from: all but the addresses, and of these whether the copy engine takes them."""
     q, k = given.q, given.k
     tensors = [None if x is None else (layout_key(x), x.device) for x in given]
-    return *terms, *tensors, q.data_ptr() % 16 == 0, k.data_ptr() % 16 == 0, count_multiprocessors(q.device), BUDGET
+    return (
+        *terms,
+        *tensors,
+        q.data_ptr() % 16 == 0,
+        k.data_ptr() % 16 == 0,
+        count_multiprocessors(q.device),
+        MAX_CANDIDATE_BYTES,
+    )
 
 
-def planned(
-    given: Given, scale: float, softcap: float | None, causal: bool, wanted: Wanted, config: Config | None
-) -> Pass:
+def plan_pass(
+    given: KernelTensors, scale: float, softcap: float | None, causal: bool, wanted: Request, config: TileConfig | None
+) -> StatisticsPass:
     """The pass for calls such as this one, which is checked."""
-    check(given, causal, wanted)
+    check_arguments(given, causal, wanted)
     weighted, given = given.query_weights is not None, given.readable()
-    numbers = numbers_of(given, scale, softcap, causal)
-    config = config or chosen(given.by_name() | numbers, weighted, wanted)
-    fit = cells(wanted.picture, given.q.shape[2], given.k.shape[2], config) if wanted.picture else None
-    plan = Plan([], {}, {}, [], {})
+    numbers = scalar_arguments(given, scale, softcap, causal)
+    config = config or choose_config(given.by_name() | numbers, weighted, wanted)
+    fit = fit_picture_cells(wanted.picture, given.q.shape[2], given.k.shape[2], config) if wanted.picture else None
+    plan = PassPlan([], {}, {}, [], {})
     if any((wanted.entropy, wanted.received, fit, wanted.top, wanted.largest, wanted.distance)):
-        plan = sweep(given, numbers, wanted, config, fit)
+        plan = plan_tile_pass(given, numbers, wanted, config, fit)
     if wanted.picture and fit is None:
         shape = (*given.q.shape[:2], *wanted.picture[:2])
-        plan.results.append(Result("picture", shape, zeros=True))
+        plan.results.append(OutputSpec("picture", shape, zeros=True))
         # Before what joins the rest: that must be the last.
-        plan.launchings.insert(0, steps.odd_picture(numbers, wanted.picture, given.q))
-    return Pass(plan, given.q.device)
+        plan.launchings.insert(0, steps.build_picture_launch(numbers, wanted.picture, given.q))
+    return StatisticsPass(plan, given.q.device)
 
 
-def chosen(arguments: dict[str, Any], weighted: bool, wanted: Wanted) -> Config:
+def choose_config(arguments: dict[str, Any], weighted: bool, wanted: Request) -> TileConfig:
     """The kernel for Hopper where it serves, else the plain one, cut as measured."""
     if not hopper.refuses(arguments, weighted, wanted):
-        return hopper.config(wanted)
-    return default(arguments["D"], arguments["q"].dtype, wanted, fetchable(arguments["k"]))
+        return hopper.hopper_config(wanted)
+    return default_config(arguments["D"], arguments["q"].dtype, wanted, is_tma_compatible(arguments["k"]))
 
 
-def sweep(given: Given, numbers: dict[str, Any], wanted: Wanted, config: Config, fit: Cells | None) -> Plan:
+def plan_tile_pass(
+    given: KernelTensors, numbers: dict[str, Any], wanted: Request, config: TileConfig, fit: PictureCells | None
+) -> PassPlan:
     """The pass over the tiles, in as many launches as the candidates for the heaviest keys need."""
     q, keys = given.q, given.k.shape[2]
     pairs, tiles = q.shape[0] * q.shape[1], -(-q.shape[2] // config.queries)
-    classes = classes_for(wanted.top, keys, config, LEAST_TAG_BITS)
-    parts = list(launches(pairs, tiles, classes.bytes_per_query * config.queries if wanted.top else 0, BUDGET))
-    per_pair = slots(
+    classes = choose_key_classes(wanted.top, keys, config, MIN_TAG_BITS)
+    parts = list(
+        split_launches(pairs, tiles, classes.bytes_per_query * config.queries if wanted.top else 0, MAX_CANDIDATE_BYTES)
+    )
+    per_pair = programs_per_pair(
         parts[0].pairs, max(part.tiles for part in parts), count_multiprocessors(q.device) * config.per_processor
     )
-    lasting = apart(q, keys, wanted, fit, per_pair, tiles)
-    arrays = candidates(q, parts, config.queries, classes) if wanted.top else {}
-    described = descriptions(given.k, numbers["BD"], config)
-    common = weights_arguments(given.query_weights)
+    lasting = plan_partial_results(q, keys, wanted, fit, per_pair, tiles)
+    arrays = plan_candidates(q, parts, config.queries, classes) if wanted.top else {}
+    described = tensor_descriptors(given.k, numbers["BD"], config)
+    common = query_weight_arguments(given.query_weights)
     common |= picture_arguments(wanted, fit, keys, twice=numbers["SPANS"] == 2)
     common |= {"ENTROPY": wanted.entropy, "DISTANCE": wanted.distance, "LARGEST": wanted.largest and not wanted.top}
     common |= {"RECEIVED": wanted.received, "TOP": wanted.top > 0, "slots": per_pair}
     common |= {"SEGMENTS": classes.segments, "TAG_BITS": classes.tag_bits}
-    tensors = written(wanted, fit, lasting) | {"k_tiles": "k_tiles" if "k_tiles" in described else "lse"}
-    found = Plan(results(q, keys, wanted, fit, lasting), arrays, lasting, [], described)
+    tensors = bind_tile_outputs(wanted, fit, lasting) | {"k_tiles": "k_tiles" if "k_tiles" in described else "lse"}
+    found = PassPlan(plan_results(q, keys, wanted, fit, lasting), arrays, lasting, [], described)
     for part in parts:
-        found.launchings.append(steps.tiles(numbers, common, tensors, part, config, q))
+        found.launchings.append(steps.build_tile_launch(numbers, common, tensors, part, config, q))
         if wanted.top:
-            found.launchings.append(steps.choose(numbers, wanted, part, classes, config, q))
+            found.launchings.append(steps.build_topk_launch(numbers, wanted, part, classes, config, q))
     if wanted.top:
-        found.launchings.append(steps.refine(numbers, wanted, classes, config, q))
-        found.results.append(Result("counter", (1,), torch.int32, zeros=True, given=False))
-    found.launchings.extend(joined(pairs, keys, per_pair, wanted, fit, lasting))
+        found.launchings.append(steps.build_refine_launch(numbers, wanted, classes, config, q))
+        found.results.append(OutputSpec("counter", (1,), torch.int32, zeros=True, given=False))
+    found.launchings.extend(plan_join(pairs, keys, per_pair, wanted, fit, lasting))
     return found
 
 
-def descriptions(k: Tensor, width: int, config: Config) -> dict[str, DescriptorArgument]:
+def tensor_descriptors(k: Tensor, width: int, config: TileConfig) -> dict[str, DescriptorArgument]:
     """The tensors that the pass is given as the copy engine takes them."""
-    return hopper.descriptions(config) if config.in_flight else describable(k, width, config)
+    return hopper.hopper_descriptors(config) if config.in_flight else key_descriptors(k, width, config)
 
 
-def results(q: Tensor, keys: int, wanted: Wanted, fit: Cells | None, lasting: dict[str, Any]) -> list[Result]:
+def plan_results(
+    q: Tensor, keys: int, wanted: Request, fit: PictureCells | None, lasting: dict[str, Any]
+) -> list[OutputSpec]:
     """What the pass gives, all of it written: also the zeros that it adds to. What is joined is late."""
     lead, queries, found = (q.shape[0], q.shape[1]), q.shape[2], []
     if wanted.entropy:
-        found.append(Result("entropy", (*lead, queries)))
+        found.append(OutputSpec("entropy", (*lead, queries)))
     if wanted.distance:
-        found.append(Result("distance", (*lead, queries)))
+        found.append(OutputSpec("distance", (*lead, queries)))
     if wanted.top:
-        found.append(Result("top_values", (*lead, queries, wanted.top)))
+        found.append(OutputSpec("top_values", (*lead, queries, wanted.top)))
         dtype = torch.int32 if wanted.narrow else torch.int64
-        found.append(Result("top_keys", (*lead, queries, wanted.top), dtype, late=not wanted.narrow))
+        found.append(OutputSpec("top_keys", (*lead, queries, wanted.top), dtype, late=not wanted.narrow))
     if wanted.largest:
-        found.append(Result("largest", lead, late=True))
+        found.append(OutputSpec("largest", lead, late=True))
     if wanted.received:
-        found.append(Result("received", (*lead, keys), late="columns" in lasting))
+        found.append(OutputSpec("received", (*lead, keys), late="columns" in lasting))
     if fit and wanted.picture:
-        found.append(Result("picture", (*lead, *wanted.picture[:2]), late="cells" in lasting))
+        found.append(OutputSpec("picture", (*lead, *wanted.picture[:2]), late="cells" in lasting))
     return found
 
 
-def apart(
-    q: Tensor, keys: int, wanted: Wanted, fit: Cells | None, slots: int, tiles: int
+def plan_partial_results(
+    q: Tensor, keys: int, wanted: Request, fit: PictureCells | None, slots: int, tiles: int
 ) -> dict[str, tuple[int, torch.dtype]]:
     """What programs write apart and has to be joined."""
     pairs, found = q.shape[0] * q.shape[1], {}
@@ -193,7 +208,7 @@ def apart(
     return {name: (size, torch.int32 if name == "chosen" else torch.float32) for name, size in found.items()}
 
 
-def written(wanted: Wanted, fit: Cells | None, arrays: dict[str, Any]) -> dict[str, str]:
+def bind_tile_outputs(wanted: Request, fit: PictureCells | None, arrays: dict[str, Any]) -> dict[str, str]:
     """What stands for the arguments of the pass over the tiles; lse where nothing is read or written."""
     there = {
         "query_weights": "query_weights",
@@ -206,7 +221,9 @@ def written(wanted: Wanted, fit: Cells | None, arrays: dict[str, Any]) -> dict[s
     return there | {name: name if wanted.top else "lse" for name in ("best", "second", "third")}
 
 
-def candidates(q: Tensor, parts: list[Launch], queries: int, classes: Classes) -> dict[str, tuple[int, torch.dtype]]:
+def plan_candidates(
+    q: Tensor, parts: list[LaunchRange], queries: int, classes: KeyClasses
+) -> dict[str, tuple[int, torch.dtype]]:
     """What a launch keeps of the keys until the heaviest are chosen."""
     rows, number = max(part.pairs * part.tiles for part in parts) * queries, classes.number
     every = q.shape[0] * q.shape[1] * q.shape[2]
@@ -220,8 +237,8 @@ def candidates(q: Tensor, parts: list[Launch], queries: int, classes: Classes) -
     }
 
 
-def joined(
-    pairs: int, keys: int, slots: int, wanted: Wanted, fit: Cells | None, arrays: dict[str, Any]
+def plan_join(
+    pairs: int, keys: int, slots: int, wanted: Request, fit: PictureCells | None, arrays: dict[str, Any]
 ) -> list[KeywordLaunch]:
     """The launch that joins what was written apart, where anything was."""
     if not arrays:
@@ -233,4 +250,4 @@ def joined(
     columns_apart = (slots, keys) if "columns" in arrays else None
     each = arrays["logits"][0] // pairs if "logits" in arrays else 0
     chosen = arrays["chosen"][0] if "chosen" in arrays else 0
-    return [steps.join(pairs, columns_apart, picture, chosen, each)]
+    return [steps.build_join_launch(pairs, columns_apart, picture, chosen, each)]

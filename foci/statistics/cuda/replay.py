@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from foci.gpu.launcher import DescriptorArgument, KeywordLaunch, LaunchPlan
-from foci.statistics.cuda.arguments import Given
+from foci.statistics.cuda.arguments import KernelTensors
 
 
-class Result(NamedTuple):
+class OutputSpec(NamedTuple):
     """A tensor that a pass gives, or needs as zeros and gives not; late: only the last launch knows it."""
 
     name: str
@@ -25,28 +25,28 @@ class Result(NamedTuple):
     late: bool = False
 
 
-class Plan(NamedTuple):
+class PassPlan(NamedTuple):
     """A pass by names: the tensors that it gives, the arrays that its launches share, and these, in order.
 
     Arrays are (numbers, dtype). Those that are lasting are read by the last launch; the others are given back before
     it, and late results take their memory.
     """
 
-    results: list[Result]
+    results: list[OutputSpec]
     arrays: dict[str, tuple[int, torch.dtype]]
     lasting: dict[str, tuple[int, torch.dtype]]
     launchings: list[KeywordLaunch]
     described: dict[str, DescriptorArgument]
 
 
-class Pass:
+class StatisticsPass:
     """A pass that was planned for one kind of call."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: PassPlan, device: torch.device) -> None:
         self.plan, self.device = plan, device
         self.launches: LaunchPlan | None = None
 
-    def __call__(self, given: Given) -> dict[str, Tensor]:
+    def __call__(self, given: KernelTensors) -> dict[str, Tensor]:
         found = self.results(late=False)
         if self.launches is None:
             self.launches = self.kept()
@@ -63,17 +63,17 @@ class Pass:
         arrays = self.plan.arrays | self.plan.lasting
         sizes = {name: -(-size * dtype.itemsize // 4) for name, (size, dtype) in arrays.items()}
         dtypes = {name: dtype for name, (_, dtype) in arrays.items() if dtype != torch.float32}
-        steps = [launching.step() for launching in self.plan.launchings]
+        steps = [launching.to_kernel_launch() for launching in self.plan.launchings]
         lasting = {name: sizes.pop(name) for name in self.plan.lasting}
         return LaunchPlan(sizes, self.device, steps, dtypes, self.plan.described, lasting)
 
-    def traced(self, given: Given) -> dict[str, Tensor]:
+    def traced(self, given: KernelTensors) -> dict[str, Tensor]:
         """For a compiler, or tensors without memory."""
         found = self.results(late=False) | self.results(late=True)
         needed = self.plan.arrays | self.plan.lasting
         arrays = {name: torch.empty(size, dtype=dtype, device=self.device) for name, (size, dtype) in needed.items()}
         for launching in self.plan.launchings:
-            launching.traced(given.by_name() | found | arrays)
+            launching.launch_traced(given.by_name() | found | arrays)
         return self.wanted(found)
 
     def results(self, late: bool) -> dict[str, Tensor]:

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import torch
 
-from foci.statistics.request import Wanted
+from foci.statistics.request import Request
 
 # What the candidates for the heaviest keys may take while they wait to be chosen from.
-BUDGET = 36 * 2**20
+MAX_CANDIDATE_BYTES = 36 * 2**20
 # As in kernels/statistics/tiles.py: the third of so many classes is bounded by one number.
 CLASSES_PER_BOUND = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class TileConfig:
     """One way to cut.
 
     per_processor: programs that share a multiprocessor;
@@ -38,20 +38,22 @@ class Config:
     in_flight: bool = False
 
 
-def default(width: int, dtype: torch.dtype, wanted: Wanted, fetched: bool) -> Config:
+def default_config(width: int, dtype: torch.dtype, wanted: Request, fetched: bool) -> TileConfig:
     """Wide tiles for half precision; float32 takes three products per tile and twice the room."""
     if dtype == torch.float32 or width > 128:
-        return Config(queries=64, keys=64, warps=4, stages=2, per_processor=1)
+        return TileConfig(queries=64, keys=64, warps=4, stages=2, per_processor=1)
     # Each of these is kept in registers for half a tile; with many of them a tile has to be smaller.
     # The largest logit is that of the heaviest keys, where these are wanted.
     carried = wanted.entropy + wanted.distance + (3 if wanted.top else wanted.largest)
     queries = 64 if carried > 3 else 128
     # Older devices, where threads load the keys, have no room for a fourth.
     stages = 4 if fetched and wanted.top else 3
-    return Config(queries, 64, warps=4, stages=stages, per_processor=2, fetched=fetched, late=better_late(wanted))
+    return TileConfig(
+        queries, 64, warps=4, stages=stages, per_processor=2, fetched=fetched, late=should_defer_sums(wanted)
+    )
 
 
-def better_late(wanted: Wanted) -> bool:
+def should_defer_sums(wanted: Request) -> bool:
     """Whether sums of a tile had better wait for the next one, as measured: not where registers run out, and not
     where nothing but sums is wanted.
     """
@@ -60,14 +62,14 @@ def better_late(wanted: Wanted) -> bool:
     return means and (wanted.entropy or not wanted.received) and not tight
 
 
-def slots(pairs: int, tiles: int, programs: int) -> int:
+def programs_per_pair(pairs: int, tiles: int, programs: int) -> int:
     """Programs per pair, so that the turns that follow each other are few. More slots take more memory."""
     most = min(tiles, max(1, 4 * programs // pairs))
     turns = [(-(-tiles // n) * -(-pairs * n // programs), n) for n in range(1, most + 1)]
     return min(turns)[1]
 
 
-def segments_for(top: int, tiles: int, places: int) -> int:
+def choose_segments(top: int, tiles: int, places: int) -> int:
     """Parts of the keys that keep candidates of their own: a power of two, for 8 classes per key that is wanted.
 
     A class is read again when it may hold three keys that count: for 8 keys in 64 classes one query in 70 has one by
@@ -80,7 +82,7 @@ def segments_for(top: int, tiles: int, places: int) -> int:
     return segments
 
 
-class Classes(NamedTuple):
+class KeyClasses(NamedTuple):
     """Classes of keys, in interleaved segments; each has so many tags for its keys, which take so many bits."""
 
     number: int
@@ -94,15 +96,15 @@ class Classes(NamedTuple):
         return (4 + 4) * self.number + 2 * self.number // CLASSES_PER_BOUND
 
 
-def classes_for(top: int, keys: int, config: Config, least_tag_bits: int) -> Classes:
+def choose_key_classes(top: int, keys: int, config: TileConfig, least_tag_bits: int) -> KeyClasses:
     """Two keys of a tile share a class and have tags of their own."""
     tiles = -(-keys // config.keys)
-    segments = segments_for(top, tiles, config.keys // 2)
+    segments = choose_segments(top, tiles, config.keys // 2)
     tags = 2 * -(-tiles // segments)
-    return Classes(segments * (config.keys // 2), segments, tags, max(least_tag_bits, (tags - 1).bit_length()))
+    return KeyClasses(segments * (config.keys // 2), segments, tags, max(least_tag_bits, (tags - 1).bit_length()))
 
 
-class Launch(NamedTuple):
+class LaunchRange(NamedTuple):
     """The pairs and tiles of queries that one launch serves."""
 
     first_pair: int
@@ -111,7 +113,9 @@ class Launch(NamedTuple):
     tiles: int
 
 
-def launches(pairs: int, tiles: int, bytes_per_tile: int, budget: int = BUDGET) -> Iterator[Launch]:
+def split_launches(
+    pairs: int, tiles: int, bytes_per_tile: int, budget: int = MAX_CANDIDATE_BYTES
+) -> Iterator[LaunchRange]:
     """A run of tiles of every pair at a time, as many as fit the budget: the programs of a launch then do alike."""
     fitting = tiles * pairs if bytes_per_tile == 0 else max(1, budget // bytes_per_tile)
     step = max(1, min(pairs, fitting))
@@ -120,10 +124,10 @@ def launches(pairs: int, tiles: int, bytes_per_tile: int, budget: int = BUDGET) 
         count = -(-tiles // max(1, fitting // here))
         for part in range(count):
             start, stop = part * tiles // count, (part + 1) * tiles // count
-            yield Launch(first, here, start, stop - start)
+            yield LaunchRange(first, here, start, stop - start)
 
 
-class Cells(NamedTuple):
+class PictureCells(NamedTuple):
     """How the kernel writes a picture: its own rows and columns, and how many of them make one cell."""
 
     rows: int
@@ -133,7 +137,9 @@ class Cells(NamedTuple):
     keys_per_column: int
 
 
-def cells(picture: tuple[int, int, str], queries: int, keys: int, config: Config) -> Cells | None:
+def fit_picture_cells(
+    picture: tuple[int, int, str], queries: int, keys: int, config: TileConfig
+) -> PictureCells | None:
     """None where the cells do not fit the tiles."""
     rows, columns, _ = picture
     if queries % rows or keys % columns:
@@ -145,7 +151,7 @@ def cells(picture: tuple[int, int, str], queries: int, keys: int, config: Config
     if config.in_flight and wide > config.keys:
         # Each warp has a part of every cell to itself.
         parts = config.keys // config.fine
-        return Cells(queries // cell_queries, columns * parts, cell_queries, config.fine, wide // parts)
+        return PictureCells(queries // cell_queries, columns * parts, cell_queries, config.fine, wide // parts)
     cell_keys = min(wide, config.keys, config.fine) if wide <= config.keys else config.keys
     keys_per_column = cell_keys if wide <= config.keys else wide
-    return Cells(queries // cell_queries, keys // keys_per_column, cell_queries, cell_keys, keys_per_column)
+    return PictureCells(queries // cell_queries, keys // keys_per_column, cell_queries, cell_keys, keys_per_column)
