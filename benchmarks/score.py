@@ -17,9 +17,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.train import CONFIGS, inside, tests
-from foci.tasks import find
+from foci.tasks import find_task
 from foci.tasks.task import Task
-from foci.training.config import from_table, read_toml
+from foci.training.config import config_from_table, read_toml
 
 
 def main() -> None:
@@ -42,8 +42,8 @@ def scored(folder: Path, data: Path) -> tuple[str, str, dict[str, Any], dict[str
     summary, run = (json.loads((folder / name).read_text()) for name in ("summary.json", "run.json"))
     benchmark = read_toml(CONFIGS / f"{summary['name']}.toml").get("benchmark", {})
     # As it was used: a run may have been told of other data.
-    config = from_table(None, inside(read_toml(folder / "config.toml"), data), summary["name"])
-    task = find(config.task).from_files(config.settings, run["files"])
+    config = config_from_table(None, inside(read_toml(folder / "config.toml"), data), summary["name"])
+    task = find_task(config.task).from_files(config.settings, run["files"])
     sign = 1.0 if task.better == "higher" else -1.0
     on_dev = {
         path.stem.removeprefix("answers-dev-"): score(task, path, config.dev)
@@ -67,7 +67,7 @@ def score(task: Task[Any, Any], path: Path, parts: tuple[str, ...]) -> dict[str,
 def read(task: Task[Any, Any], content: Any) -> Any:
     """The answer that `benchmarks.train.written` described."""
     if isinstance(content, dict) and "kind" in content:
-        return getattr(sys.modules[find(task.name).__module__], content["kind"])(**content["fields"])
+        return getattr(sys.modules[find_task(task.name).__module__], content["kind"])(**content["fields"])
     return content
 
 

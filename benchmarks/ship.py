@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from foci.cli.model_choice import apply_changes
 from foci.models.pretrained import MODELS_DIRECTORY
-from foci.tasks.model_file import load, save
+from foci.tasks.model_file import load_trained_model, save_trained_model
 
 LARGEST = 14 * 2**20
 
@@ -36,7 +36,7 @@ def main() -> None:
         "--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="task.ground=dark"
     )
     options = parser.parse_args()
-    task, model, about = load(options.folder)
+    task, model, about = load_trained_model(options.folder)
     task = apply_changes(task, options.changes)
     if task.name != options.name:
         raise ValueError(f"expected a model for {options.name}, but {options.folder} has one for {task.name}")
@@ -44,7 +44,9 @@ def main() -> None:
     target = MODELS_DIRECTORY / options.name
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    files = save(target / "model.safetensors", task, model, about, storage=options.storage, largest=LARGEST)
+    files = save_trained_model(
+        target / "model.safetensors", task, model, about, storage=options.storage, largest=LARGEST
+    )
     for name in ("config.toml", "metrics.jsonl"):
         shutil.copy(options.folder / name, target)
     (target / "about.json").write_text(json.dumps(about, indent=1) + "\n")

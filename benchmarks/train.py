@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from foci.tasks import model_file
 from foci.training import RunConfig, train
-from foci.training.config import from_table, put, read_toml
+from foci.training.config import apply_change, config_from_table, read_toml
 
 CONFIGS = Path(__file__).parent / "training"
 LARGEST = 14 * 2**20
@@ -42,25 +42,25 @@ def main() -> None:
     table = read_toml(CONFIGS / f"{options.name}.toml")
     benchmark = table.pop("benchmark", {})
     for change in options.changes:
-        put(table, change)
+        apply_change(table, change)
     table["seed"] = options.seed
     table["train"] = table.get("train", {}) | ({"minutes": options.minutes} if options.minutes else {})
-    config = from_table(None, inside(table, options.data), options.name)
+    config = config_from_table(None, inside(table, options.data), options.name)
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         found = train(config, run)
         taken = time.monotonic() - began
-        model = model_file.load(run)
+        model = model_file.load_trained_model(run)
         about = model.about | {"name": options.name, "training_seconds": round(taken, 1), "device": device_name()}
-        model_file.save(
+        model_file.save_trained_model(
             options.out / "model.safetensors", model.task, model.model, about, storage="bfloat16", largest=LARGEST
         )
         for name in ("metrics.jsonl", "run.json"):
             shutil.copy(run / name, options.out)
         # As it was used, with the paths from the folder of the datasets on.
-        (options.out / "config.toml").write_text(from_table(None, table, options.name).to_toml())
+        (options.out / "config.toml").write_text(config_from_table(None, table, options.name).to_toml())
         parts = {"dev": config.dev, "test": tests(benchmark, config)}
         answer(run, config, options, benchmark.get("variants", PLAIN), parts)
     summary = about | {"final": found, "seconds": round(time.monotonic() - began, 1), "seed": options.seed}

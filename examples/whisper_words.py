@@ -41,10 +41,10 @@ def main() -> int:
         return 2
     from tokenizers import Tokenizer
 
-    from foci.inputs.audio import read_sound
+    from foci.inputs.audio import read_audio
 
     folder = Path(sys.argv[1])
-    samples, _ = read_sound(sys.argv[2], RATE)
+    samples, _ = read_audio(sys.argv[2], RATE)
     for word in words_of(whisper(folder), Tokenizer.from_file(str(folder / "tokenizer.json")), samples):
         print(f"{word.start:7.2f} {word.end:7.2f}  {word.text}")
     return 0
@@ -125,7 +125,7 @@ def warped(cost: Tensor) -> tuple[list[int], list[int]]:
 
 def words(ids: list[int], tokenizer: Any, times: list[float]) -> list[Word]:
     """Tokens joined into words, each from its first token's beginning to the beginning of what follows."""
-    labels = Labels.decoded([ids], tokenizer)
+    labels = Labels.from_ids([ids], tokenizer)
     found: list[Word] = []
     numbers = labels.words[0] if labels.words else []
     for place, (piece, number) in enumerate(zip(labels.texts[0], numbers, strict=True)):

@@ -1,4 +1,4 @@
-"""`foci evaluate`: how good a model's answers are."""
+"""`foci evaluate`: score the answers of a trained model."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ examples:
 
 
 def add(commands: Any) -> None:
-    """Names the options."""
-    parser = commands.add_parser(
-        "evaluate", help="measure a trained model on data that it has not seen", epilog=EXAMPLES
-    )
-    parser.add_argument("model", type=Path, help="a run's folder, a model file, or one that ships")
+    """Add the command and its options."""
+    parser = commands.add_parser("evaluate", help="score a trained model on held-out data", epilog=EXAMPLES)
+    parser.add_argument("model", type=Path, help="a run directory, a model file, or the name of a pretrained model")
     parser.add_argument(
-        "--data", nargs="+", default=[], metavar="PATH", help="what to measure with (default: the run's own dev part)"
+        "--data", nargs="+", default=[], metavar="PATH", help="the data to score on (default: the run's own dev set)"
     )
-    parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="one setting")
-    parser.add_argument("--answers", type=Path, help="write the answers to this file, a line each")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="change a setting; repeatable"
+    )
+    parser.add_argument("--answers", type=Path, help="write the answers to this file, one per line")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answers all examples and prints their score."""
+    """Answer all examples and print the score."""
     import torch
 
     from foci.cli.model_choice import load_with_changes, print_truncated, resolve_model_path
-    from foci.training.progress import answering
+    from foci.training.progress import decoding_progress
 
     options.model = resolve_model_path(options.model)
     if options.answers is not None:
@@ -52,26 +52,26 @@ def run(options: argparse.Namespace) -> int:
     task, model = load_with_changes(options.model, options.changes, options.device)
     examples = examples_to_evaluate(task, options)
     print_truncated("evaluate", sum(map(task.is_cut, examples)), len(examples))
-    with torch.no_grad(), answering(len(examples)) as done:
+    with torch.no_grad(), decoding_progress(len(examples)) as done:
         answers = task.decode(model, examples, done)
     if options.answers is not None:
         options.answers.write_text("".join(f"{answer}\n" for answer in answers), encoding="utf-8")
-    found = task.score(answers, examples)
+    scores = task.score(answers, examples)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(scores))
         return 0
-    for name, value in found.items():
+    for name, value in scores.items():
         print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
     return 0
 
 
 def examples_to_evaluate(task: Task[Any, Any], options: argparse.Namespace) -> Sequence[Any]:
-    """The data that was named, or what a run held out of its own."""
+    """The examples of --data, or the dev set of the run."""
     if options.data:
-        return task.read([Path(each) for each in options.data], task.settings)
+        return task.read([Path(path) for path in options.data], task.settings)
     from foci.models.pretrained import MODELS_DIRECTORY
-    from foci.training.run import held_out
+    from foci.training.run import read_dev_examples
 
     if options.model.parent == MODELS_DIRECTORY:
-        raise ValueError(f"expected data to measure {options.model.name} with (--data): a model that ships has none")
-    return held_out(options.model)
+        raise ValueError(f"--data is required to evaluate {options.model.name}: pretrained models come without data")
+    return read_dev_examples(options.model)

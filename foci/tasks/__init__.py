@@ -20,11 +20,11 @@ TASKS = {
 }
 
 
-def find(name: str) -> type[Task[Any, Any]]:
+def find_task(name: str) -> type[Task[Any, Any]]:
     """The task with this name.
 
     >>> import foci.tasks
-    >>> foci.tasks.find("translation").metric
+    >>> foci.tasks.find_task("translation").metric
     'bleu'
     """
     if name not in TASKS:

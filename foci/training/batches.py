@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from foci.inputs.padding import MULTIPLE
+from foci.inputs.padding import LENGTH_MULTIPLE
 from foci.tasks.task import Task
 
-Item = TypeVar("Item")
+PrefetchedT = TypeVar("Item")
 
 
-class Place(NamedTuple):
+class BatchPosition(NamedTuple):
     """Where a training stands in its data."""
 
     epoch: int
     batch: int  # in the epoch
 
 
-class Update(NamedTuple):
+class StepBatch(NamedTuple):
     """The micro-batches of one process for one update, and what they were made of."""
 
-    place: Place
+    place: BatchPosition
     parts: list[tuple[dict[str, Tensor], bool]]  # False: it stands in for an empty one, and counts nothing
     examples: int
 
@@ -57,18 +57,18 @@ class Batches:
 
     def epoch(self, number: int) -> tuple[Sequence[Any], list[list[int]]]:
         """The examples of an epoch, and which of them make each batch."""
-        generator = seeded(self.seed, "epoch", number)
+        generator = seeded_generator(self.seed, "epoch", number)
         examples = self.task.epoch(self.examples, True, generator)
         if examples is self.examples:
             # They are the same in every epoch, and there may be many.
             self._sizes = self._sizes or self._measured(examples)
-            return examples, dealt(self._sizes, self.budget, self.parts, generator)
-        return examples, dealt(self._measured(examples), self.budget, self.parts, generator)
+            return examples, group_by_length(self._sizes, self.budget, self.parts, generator)
+        return examples, group_by_length(self._measured(examples), self.budget, self.parts, generator)
 
     def _measured(self, examples: Sequence[Any]) -> list[int]:
         return [self.task.size(example) for example in examples]
 
-    def updates(self, start: Place, turn: int = 0, turns: int = 1) -> Generator[Update]:
+    def updates(self, start: BatchPosition, turn: int = 0, turns: int = 1) -> Generator[StepBatch]:
         """From a place on, without end; where several take turns, one's own alone."""
         epoch, first = start
         passed = 0
@@ -76,23 +76,23 @@ class Batches:
             examples, batches = self.epoch(epoch)
             for index in range(first, len(batches)):
                 if passed % turns == turn:
-                    yield self._update(Place(epoch, index), [examples[i] for i in batches[index]])
+                    yield self._update(BatchPosition(epoch, index), [examples[i] for i in batches[index]])
                 passed += 1
             epoch, first = epoch + 1, 0
 
-    def _update(self, place: Place, examples: list[Any]) -> Update:
+    def _update(self, place: BatchPosition, examples: list[Any]) -> StepBatch:
         found = []
         for part in range(self.rank * self.accumulate, (self.rank + 1) * self.accumulate):
             own = examples[part :: self.parts]
-            generator = seeded(self.seed, "batch", *place, part)
+            generator = seeded_generator(self.seed, "batch", *place, part)
             # Every process takes part in every update, so one that is left without examples takes one that counts not.
             found.append((self.task.batch(own or examples[:1], True, generator), bool(own)))
-        return Update(place, found, len(examples))
+        return StepBatch(place, found, len(examples))
 
 
-def dealt(sizes: Sequence[int], budget: int, parts: int, generator: torch.Generator) -> list[list[int]]:
+def group_by_length(sizes: Sequence[int], budget: int, parts: int, generator: torch.Generator) -> list[list[int]]:
     """Which examples make each batch: of similar length, by chance among those, and in an order by chance."""
-    lengths = (torch.tensor(sizes) + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    lengths = (torch.tensor(sizes) + LENGTH_MULTIPLE - 1) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
     order = torch.randperm(len(sizes), generator=generator)
     order = order[lengths[order].argsort(descending=True, stable=True)]
     ordered, longest = order.tolist(), lengths[order].tolist()
@@ -104,19 +104,19 @@ def dealt(sizes: Sequence[int], budget: int, parts: int, generator: torch.Genera
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def number_from(*parts: object) -> int:
+def derive_seed(*parts: object) -> int:
     """A number below 2**63 that depends on all parts: the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seeded(*parts: object) -> torch.Generator:
+def seeded_generator(*parts: object) -> torch.Generator:
     """A source of chance of its own for everything that is done: nothing depends on what was drawn before."""
-    return torch.Generator().manual_seed(number_from(*parts))
+    return torch.Generator().manual_seed(derive_seed(*parts))
 
 
-def in_advance(items: Iterator[Item], count: int) -> Generator[Item]:
+def prefetch(items: Iterator[PrefetchedT], count: int) -> Generator[PrefetchedT]:
     """The same items, made by a thread while earlier ones are used."""
-    queue: Queue[tuple[Item | None, BaseException | None]] = Queue(maxsize=count)
+    queue: Queue[tuple[PrefetchedT | None, BaseException | None]] = Queue(maxsize=count)
     closed = False
 
     def work() -> None:
@@ -143,23 +143,25 @@ def in_advance(items: Iterator[Item], count: int) -> Generator[Item]:
             queue.get_nowait()
 
 
-def by_workers(source: Batches, start: Place, workers: int, ahead: int) -> Generator[Update]:
+def iterate_in_workers(source: Batches, start: BatchPosition, workers: int, ahead: int) -> Generator[StepBatch]:
     """The same updates as `source.updates(start)`, made by several processes that take turns."""
-    turns = Turns(source, start)
-    loader = DataLoader(turns, batch_size=None, num_workers=workers, prefetch_factor=max(ahead, 1), collate_fn=as_it_is)
+    turns = WorkerBatches(source, start)
+    loader = DataLoader(
+        turns, batch_size=None, num_workers=workers, prefetch_factor=max(ahead, 1), collate_fn=keep_unchanged
+    )
     for found in loader:
         if isinstance(found, Exception):
             raise found
         yield found
 
 
-class Turns(IterableDataset[Update | Exception]):
+class WorkerBatches(IterableDataset[StepBatch | Exception]):
     """What one worker makes: every so many-th update. An error is passed on as it is, not as a report of a process."""
 
-    def __init__(self, source: Batches, start: Place) -> None:
+    def __init__(self, source: Batches, start: BatchPosition) -> None:
         self.source, self.start = source, start
 
-    def __iter__(self) -> Iterator[Update | Exception]:
+    def __iter__(self) -> Iterator[StepBatch | Exception]:
         worker = get_worker_info()
         assert worker is not None
         try:
@@ -168,5 +170,5 @@ class Turns(IterableDataset[Update | Exception]):
             yield error
 
 
-def as_it_is(item: Item) -> Item:
+def keep_unchanged(item: PrefetchedT) -> PrefetchedT:
     return item

@@ -14,14 +14,14 @@ from foci.nn.model import iter_unique_tensors
 from foci.runtime.safetensors_file import import_safetensors
 from foci.tasks import model_file as files
 from foci.training import checkpoint
-from foci.training.evaluation import answered, mean_loss
+from foci.training.evaluation import mean_loss, score_answers
 from foci.training.learner import Learner
 from foci.training.progress import Progress
 from foci.training.run import Run
-from foci.training.state import Judged, State
+from foci.training.state import EvaluatedModel, State
 
 
-class Selection:
+class BestModels:
     """Measures models on the dev part, keeps the best, and makes the last one of them."""
 
     def __init__(self, run: Run, learner: Learner, progress: Progress) -> None:
@@ -39,7 +39,7 @@ class Selection:
             found = self.measured()
             goodness = float(state.step) if self.by == "last" else self.goodness(found)
             state.judged = state.step
-            own = Judged(goodness, float(found["loss"]), state.step)
+            own = EvaluatedModel(goodness, float(found["loss"]), state.step)
             better = not state.best or goodness > state.best[0].goodness
             state.waiting = 0 if better else state.waiting + 1
             # Of those that are the same in all the later one has learned from more.
@@ -47,15 +47,15 @@ class Selection:
             state.best = ranked[: self.run.config.train.average]
             first = state.best[0] is own
             if own in state.best:
-                weights = whole_weights(self.learner)
-                self.write(self.folder / name_of(state.step), weights, found)
+                weights = gather_weights(self.learner)
+                self.write(self.folder / model_file_name(state.step), weights, found)
                 if first:
                     self.write(self.run.folder / "model.safetensors", weights, found)
         self.progress.log(state.step, {f"dev_{name}": value for name, value in found.items()})
         mark = "  best so far" if first else ""
-        self.progress.say(f"step {state.step}  dev: {spoken(found)}{mark}")
+        self.progress.say(f"step {state.step}  dev: {format_metrics(found)}{mark}")
         # Killed before the next checkpoint, the run goes on from one that names the best models of its own time.
-        self.forget(state.best_steps | checkpoint.best_steps(self.run.folder / "checkpoints"))
+        self.forget(state.best_steps | checkpoint.read_best_steps(self.run.folder / "checkpoints"))
 
     def finish(self, state: State) -> dict[str, float | str]:
         """The mean of the best models where it is better than the best alone, which it is then compared with."""
@@ -65,17 +65,17 @@ class Selection:
         best = self.read(state.best[0].step)
         found = self.tried(best)
         if len(state.best) > 1:
-            mean = mean_of([self.read(each.step) for each in state.best])
+            mean = average_weights([self.read(each.step) for each in state.best])
             averaged = self.tried(mean)
             better = self.by == "last" or self.rank(averaged) > self.rank(found)
             which = "is taken" if better else "is not better than the best alone"
-            self.progress.say(f"the mean of the {len(state.best)} best models {which}: {spoken(averaged)}")
+            self.progress.say(f"the mean of the {len(state.best)} best models {which}: {format_metrics(averaged)}")
             best, found = (mean, averaged) if better else (best, found)
         self.write(self.run.folder / "model.safetensors", best, found)
         self.forget(state.best_steps)
         self.progress.log(state.step, {f"final_{name}": value for name, value in found.items()})
         self.progress.say(
-            f"finished at step {state.step}  dev: {spoken(found)}  {self.run.folder / 'model.safetensors'}"
+            f"finished at step {state.step}  dev: {format_metrics(found)}  {self.run.folder / 'model.safetensors'}"
         )
         self.run.processes.wait()
         return found
@@ -88,7 +88,7 @@ class Selection:
         found: dict[str, float | str] = {"loss": loss}
         if self.by == "metric":
             try:
-                found = answered(run.task, learner.model, self.examples, run.processes) | found
+                found = score_answers(run.task, learner.model, self.examples, run.processes) | found
             except ImportError as error:
                 self.by = "loss"
                 self.progress.say(f"{error}; until then the best model is the one with the lowest loss")
@@ -107,7 +107,7 @@ class Selection:
 
     def tried(self, weights: dict[str, Tensor]) -> dict[str, float | str]:
         """What a model with these weights reaches."""
-        fill(self.learner, weights)
+        load_full_weights(self.learner, weights)
         self.learner.model.eval()
         return self.measured()
 
@@ -117,27 +117,27 @@ class Selection:
             # Names of files, not where they are: a model is given to others.
             data = [Path(each).name for each in self.run.config.data]
             about = {"dev": dict(found), "data": data, "seed": self.run.config.seed}
-            files.save(path, self.run.task, self.learner.model, about, weights=weights)
+            files.save_trained_model(path, self.run.task, self.learner.model, about, weights=weights)
 
     def read(self, step: int) -> dict[str, Tensor]:
         self.run.processes.wait()
-        loaded: dict[str, Tensor] = import_safetensors().load_file(self.folder / name_of(step))
+        loaded: dict[str, Tensor] = import_safetensors().load_file(self.folder / model_file_name(step))
         return loaded
 
     def forget(self, steps: set[int]) -> None:
         """Takes away all models but those of some steps."""
-        kept = {name_of(step) for step in steps}
+        kept = {model_file_name(step) for step in steps}
         for path in self.folder.glob("step-*.safetensors") if self.run.processes.first else ():
             # Those of later steps are from before a resume, and will be written anew.
             if path.name not in kept:
                 path.unlink()
 
 
-def name_of(step: int) -> str:
+def model_file_name(step: int) -> str:
     return f"step-{step:08d}.safetensors"
 
 
-def whole_weights(learner: Learner) -> dict[str, Tensor]:
+def gather_weights(learner: Learner) -> dict[str, Tensor]:
     """Every weight as a whole, on the CPU; all processes take part."""
     found = {}
     for name, tensor in iter_unique_tensors(learner.model):
@@ -147,7 +147,7 @@ def whole_weights(learner: Learner) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill(learner: Learner, weights: dict[str, Tensor]) -> None:
+def load_full_weights(learner: Learner, weights: dict[str, Tensor]) -> None:
     """Puts whole weights into the model, of which each process takes its part."""
     for name, tensor in iter_unique_tensors(learner.model):
         value: Any = weights[name].to(tensor.device)
@@ -158,7 +158,7 @@ def fill(learner: Learner, weights: dict[str, Tensor]) -> None:
         tensor.copy_(value)
 
 
-def mean_of(models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def average_weights(models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The mean of each weight; whole numbers, such as counters, are those of the first."""
     first = models[0]
     return {
@@ -169,5 +169,5 @@ def mean_of(models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def spoken(found: Mapping[str, float | str]) -> str:
+def format_metrics(found: Mapping[str, float | str]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float))

@@ -19,19 +19,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foci.runtime.safetensors_file import safetensors, write_tensors
+from foci.runtime.safetensors_file import import_safetensors, write_tensors
 from foci.training.distributed import Processes
 
-FORMAT = "foci.checkpoint/1"
-PREFIX = "step-"
+CHECKPOINT_FORMAT = "foci.checkpoint/1"
+CHECKPOINT_PREFIX = "step-"
 # So many are kept, because the last one may turn out to be damaged.
-KEPT = 2
-CHUNK = 2**24
+MAX_CHECKPOINTS = 2
+READ_CHUNK_BYTES = 2**24
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], processes: Processes) -> None:
+def save_checkpoint(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], processes: Processes
+) -> None:
     """Writes the checkpoint of a step; all processes take part, each with the rows that it holds."""
-    target = folder / f"{PREFIX}{step:08d}"
+    target = folder / f"{CHECKPOINT_PREFIX}{step:08d}"
     beside = folder / f".{target.name}.part"
     if processes.first:
         shutil.rmtree(beside, ignore_errors=True)
@@ -40,11 +42,11 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: dict[str
     try:
         written = processes.gathered(write_rows(beside, tensors, processes))
         if processes.first:
-            content = {"format": FORMAT, "step": step, "state": state}
+            content = {"format": CHECKPOINT_FORMAT, "step": step, "state": state}
             content |= {"files": {name: checksum for name, checksum, _ in written if name}}
-            content |= {"tensors": together([rows for _, _, rows in written])}
-            write_text(beside / "state.json", json.dumps(content))
-            put_in_place(beside, target)
+            content |= {"tensors": index_tensors([rows for _, _, rows in written])}
+            write_text_atomically(beside / "state.json", json.dumps(content))
+            replace_directory(beside, target)
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
         raise OSError(
@@ -54,7 +56,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: dict[str
         ) from error
     processes.wait()
     if processes.first:
-        for old in found(folder)[KEPT:]:
+        for old in list_checkpoints(folder)[MAX_CHECKPOINTS:]:
             shutil.rmtree(old)
 
 
@@ -76,8 +78,8 @@ def write_rows(beside: Path, tensors: Mapping[str, Tensor], processes: Processes
         return "", 0, {}
     file = f"rank-{processes.rank:05d}.safetensors"
     write_tensors(beside / file, own)
-    synced(beside / file)
-    return file, checksum_of(beside / file), {name: each | {"file": file} for name, each in rows.items()}
+    fsync_path(beside / file)
+    return file, file_checksum(beside / file), {name: each | {"file": file} for name, each in rows.items()}
 
 
 def row_offset(tensor: DTensor, processes: Processes) -> int:
@@ -86,7 +88,7 @@ def row_offset(tensor: DTensor, processes: Processes) -> int:
     return min(each * processes.rank, tensor.shape[0])
 
 
-def together(written: list[dict[str, Any]]) -> dict[str, Any]:
+def index_tensors(written: list[dict[str, Any]]) -> dict[str, Any]:
     """Of each tensor its shape and where its rows are."""
     found: dict[str, Any] = {}
     for rows in written:
@@ -103,10 +105,10 @@ class Checkpoint:
         self.folder = folder
         try:
             content = json.loads((folder / "state.json").read_text())
-            if content["format"] != FORMAT:
-                raise ValueError(f"expected the format {FORMAT!r}, but got {content['format']!r}")
+            if content["format"] != CHECKPOINT_FORMAT:
+                raise ValueError(f"expected the format {CHECKPOINT_FORMAT!r}, but got {content['format']!r}")
             for name, checksum in content["files"].items():
-                if checksum_of(folder / name) != checksum:
+                if file_checksum(folder / name) != checksum:
                     raise ValueError(f"{name} does not have the checksum that was saved with it")
         except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the checkpoint {folder} is damaged: {error}") from error
@@ -149,13 +151,13 @@ class Checkpoint:
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
-            self._files[name] = safetensors().safe_open(str(self.folder / name), framework="pt")
+            self._files[name] = import_safetensors().safe_open(str(self.folder / name), framework="pt")
         return self._files[name]
 
 
-def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+def load_newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
     """The last whole checkpoint; damaged ones are named and passed over."""
-    candidates = found(folder)
+    candidates = list_checkpoints(folder)
     for place, candidate in enumerate(candidates):
         try:
             return Checkpoint(candidate)
@@ -167,39 +169,39 @@ def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-def found(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if path.name.startswith(PREFIX)), reverse=True)
+    return sorted((path for path in folder.iterdir() if path.name.startswith(CHECKPOINT_PREFIX)), reverse=True)
 
 
-def best_steps(folder: Path) -> set[int]:
+def read_best_steps(folder: Path) -> set[int]:
     """The steps of the best models that the checkpoints in a folder name; a damaged one is left to `newest`."""
     steps: set[int] = set()
-    for path in found(folder):
+    for path in list_checkpoints(folder):
         with suppress(OSError, ValueError, KeyError, TypeError):
             steps |= {int(each[-1]) for each in json.loads((path / "state.json").read_text())["state"]["best"]}
     return steps
 
 
-def put_in_place(beside: Path, target: Path) -> None:
+def replace_directory(beside: Path, target: Path) -> None:
     """Renames a finished folder; one of the same step, from before a resume, goes away first."""
     if target.exists():
         shutil.rmtree(target)
     beside.rename(target)
-    synced(target.parent)
+    fsync_path(target.parent)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text_atomically(path: Path, text: str) -> None:
     """A text file that is whole or not there."""
     beside = path.with_name(f".{path.name}.part")
     beside.write_text(text, encoding="utf-8")
-    synced(beside)
+    fsync_path(beside)
     beside.replace(path)
 
 
-def synced(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Makes sure that it is on the disk, so that a rename never points to something half-written."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -208,9 +210,9 @@ def synced(path: Path) -> None:
         os.close(handle)
 
 
-def checksum_of(path: Path) -> int:
+def file_checksum(path: Path) -> int:
     total = 0
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(READ_CHUNK_BYTES):
             total = zlib.crc32(chunk, total)
     return total

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foci.nn.config import Config
-from foci.tasks import find
+from foci.tasks import find_task
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,13 @@ class TrainConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "batch_tokens", "accumulate", "average", "evaluate_every", "log_every", "checkpoint_every")
-        self.at_least(0, "epochs", "steps", "minutes", "rate", "warmup", "decay", "clip", "patience")
-        self.at_least(0, "decoded", "ahead", "workers")
-        self.shares("floor")
-        self.shares("ema", "momentum", "variance", whole=False)
+        self.check_at_least(
+            1, "batch_tokens", "accumulate", "average", "evaluate_every", "log_every", "checkpoint_every"
+        )
+        self.check_at_least(0, "epochs", "steps", "minutes", "rate", "warmup", "decay", "clip", "patience")
+        self.check_at_least(0, "decoded", "ahead", "workers")
+        self.check_fractions("floor")
+        self.check_fractions("ema", "momentum", "variance", include_one=False)
         if not 0.0 < self.dev_share < 1.0:
             raise ValueError(f"train.dev_share must lie between 0 and 1, but got {self.dev_share!r}")
         if self.graphs and self.shard:
@@ -85,9 +87,9 @@ class RunConfig:
 
     def to_toml(self) -> str:
         """The file that `read_config` reads."""
-        top = assignments({"seed": self.seed, "data": list(self.data), "dev": list(self.dev)})
-        task = assignments({"name": self.task} | plain(self.settings))
-        return f"{top}\n[task]\n{task}\n[train]\n{assignments(plain(self.train))}"
+        top = format_toml({"seed": self.seed, "data": list(self.data), "dev": list(self.dev)})
+        task = format_toml({"name": self.task} | fields_with_values(self.settings))
+        return f"{top}\n[task]\n{task}\n[train]\n{format_toml(fields_with_values(self.train))}"
 
 
 def read_config(
@@ -101,13 +103,13 @@ def read_config(
     """
     table = read_toml(path) if path is not None else {}
     for change in changes:
-        put(table, change)
+        apply_change(table, change)
     table |= {name: value for name, value in given.items() if value not in (None, [], ())}
-    return from_table(task, table, str(path or "the config"))
+    return config_from_table(task, table, str(path or "the config"))
 
 
-def from_table(task: str | None, table: dict[str, Any], place: str) -> RunConfig:
-    settings, train = (section(table, name, place) for name in ("task", "train"))
+def config_from_table(task: str | None, table: dict[str, Any], place: str) -> RunConfig:
+    settings, train = (read_section(table, name, place) for name in ("task", "train"))
     named = settings.pop("name", task)
     if named is None or (task is not None and named != task):
         raise ValueError(f"expected the task {task or 'as task.name'}, but {place} names {named or 'none'}")
@@ -118,15 +120,15 @@ def from_table(task: str | None, table: dict[str, Any], place: str) -> RunConfig
     seed = table.get("seed", 1)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"expected a whole number as seed, but got {seed!r}")
-    kind = find(named).settings_type
+    kind = find_task(named).settings_type
     check_keys(kind, settings, "task", named)
     check_keys(TrainConfig, train, "train", named)
     return RunConfig(
         named,
         kind.from_dict(settings),
         TrainConfig.from_dict(train),
-        names(table.get("data", ()), "data"),
-        names(table.get("dev", ()), "dev"),
+        parse_paths(table.get("data", ()), "data"),
+        parse_paths(table.get("dev", ()), "dev"),
         seed,
     )
 
@@ -140,7 +142,7 @@ def check_keys(kind: type[Config], given: Iterable[str], section: str, task: str
             raise ValueError(f"{section}.{name} is no setting of {task}: {near}foci train {task} --settings lists all")
 
 
-def section(table: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+def read_section(table: dict[str, Any], name: str, place: str) -> dict[str, Any]:
     found = table.get(name, {})
     if not isinstance(found, dict):
         raise ValueError(f"expected [{name}] in {place} to be a table, but got {found!r}")
@@ -156,41 +158,41 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no TOML: {error}") from error
 
 
-def put(table: dict[str, Any], change: str) -> None:
+def apply_change(table: dict[str, Any], change: str) -> None:
     """Changes one value, given as `key=value`; the value is written as in TOML, a word needs no quotes."""
     key, sign, text = change.partition("=")
     if not sign or not key.strip():
         raise ValueError(f"expected key=value, such as train.rate=0.001, but got {change!r}")
     first, dot, name = key.strip().partition(".")
     if not dot:
-        table[first] = value_of(text)
+        table[first] = parse_value(text)
         return
     inner = table.setdefault(first, {})
     if not isinstance(inner, dict):
         raise ValueError(f"expected a key such as task.size or train.rate, but got {key.strip()!r}")
-    inner[name] = value_of(text)
+    inner[name] = parse_value(text)
 
 
-def value_of(text: str) -> Any:
+def parse_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except ValueError:
         return text.strip()
 
 
-def names(value: Any, key: str) -> tuple[str, ...]:
+def parse_paths(value: Any, key: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
         raise ValueError(f"expected a path or a list of paths as {key}, but got {value!r}")
     return tuple(found)
 
 
-def plain(config: Config) -> dict[str, Any]:
+def fields_with_values(config: Config) -> dict[str, Any]:
     """The fields that have a value: TOML knows no None, and a field that is left out is None again."""
     found = {field.name: getattr(config, field.name) for field in fields(config)}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def assignments(table: dict[str, Any]) -> str:
+def format_toml(table: dict[str, Any]) -> str:
     # What JSON writes of words, numbers, truth values and lists of them is TOML too.
     return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in table.items())

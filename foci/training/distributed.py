@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from foci.nn.block import Block
 
-Thing = TypeVar("Thing")
+ValueT = TypeVar("Thing")
 # Gradients travel in pieces of so many numbers, so that their copy stays small.
-PIECE = 2**24
+MAX_BUCKET_NUMEL = 2**24
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Processes:
         """Replaces every tensor by its sum over all processes."""
         if self.world == 1:
             return
-        for some in pieces(tensors):
+        for some in bucket_tensors(tensors):
             flat = torch.cat([tensor.flatten() for tensor in some])
             dist.all_reduce(flat)
             parts = flat.split([tensor.numel() for tensor in some])
             for tensor, part in zip(some, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def gathered(self, thing: Thing) -> list[Thing]:
+    def gathered(self, thing: ValueT) -> list[ValueT]:
         """What each process has, in their order."""
         if self.world == 1:
             return [thing]
@@ -50,7 +50,7 @@ class Processes:
         dist.all_gather_object(found, thing)
         return found
 
-    def from_first(self, thing: Thing | None) -> Thing:
+    def from_first(self, thing: ValueT | None) -> ValueT:
         """What the first process has."""
         if self.world == 1:
             return thing  # type: ignore[return-value]
@@ -64,13 +64,13 @@ class Processes:
             dist.barrier()
 
 
-def pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def bucket_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """The tensors in groups of one dtype, none much larger than it must be."""
     found: list[list[Tensor]] = []
     room: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         group, taken = room.get(tensor.dtype, ([], 0))
-        if not group or taken + tensor.numel() > PIECE:
+        if not group or taken + tensor.numel() > MAX_BUCKET_NUMEL:
             group, taken = [], 0
             found.append(group)
         group.append(tensor)
@@ -78,7 +78,7 @@ def pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return found
 
 
-def join(device: str) -> Processes:
+def init_processes(device: str) -> Processes:
     """Joins the processes that torchrun started; without it there is one."""
     on_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if on_gpu and not torch.cuda.is_available():
@@ -95,13 +95,13 @@ def join(device: str) -> Processes:
     return Processes(dist.get_rank(), dist.get_world_size(), here)
 
 
-def leave() -> None:
+def destroy_processes() -> None:
     """Ends what `join` began."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def shared_out(model: nn.Module, processes: Processes) -> None:
+def shard_model(model: nn.Module, processes: Processes) -> None:
     """FSDP2: every process keeps a part of each weight, and gathers a block's when it is that block's turn."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from foci.inputs.padding import MULTIPLE, longest_first
+from foci.inputs.padding import LENGTH_MULTIPLE, group_by_size
 from foci.tasks.task import Task
-from foci.training.batches import seeded
+from foci.training.batches import seeded_generator
 from foci.training.distributed import Processes
 
 
@@ -19,14 +19,14 @@ def mean_loss(
     task: Task[Any, Any], model: nn.Module, examples: Sequence[Any], budget: int, processes: Processes
 ) -> float:
     """The loss per target, without label smoothing; every process takes a part of the batches."""
-    examples = task.epoch(examples, False, seeded("evaluation"))
-    batches = longest_first([task.size(example) for example in examples], budget, MULTIPLE)
+    examples = task.epoch(examples, False, seeded_generator("evaluation"))
+    batches = group_by_size([task.size(example) for example in examples], budget, LENGTH_MULTIPLE)
     totals = torch.zeros(2, dtype=torch.float64, device=processes.device)
     # All take equally many, because a model that is shared out is computed by all together.
     for first in range(0, len(batches), processes.world):
         place = first + processes.rank
         chosen = batches[place] if place < len(batches) else batches[first][:1]
-        batch = task.batch([examples[i] for i in chosen], False, seeded("evaluation", place))
+        batch = task.batch([examples[i] for i in chosen], False, seeded_generator("evaluation", place))
         loss, count = task.loss(model, {name: tensor.to(processes.device) for name, tensor in batch.items()})
         if place < len(batches):
             totals += torch.stack([loss.double(), count.double()])
@@ -35,7 +35,7 @@ def mean_loss(
 
 
 @torch.no_grad()
-def answered(
+def score_answers(
     task: Task[Any, Any], model: nn.Module, examples: Sequence[Any], processes: Processes
 ) -> dict[str, float | str]:
     """The task's own figures, of answers that the model gives; every process gives some of them."""

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.runtime.cuda_graphs import captured
+from foci.runtime.cuda_graphs import capture_cuda_graph
 
-Work = Callable[[dict[str, Tensor], Tensor], None]
+StepFunction = Callable[[dict[str, Tensor], Tensor], None]
 # The first calls of a shape run as they are and warm it up; the next one is captured.
-WARM = 3
+WARMUP_CALLS = 3
 
 
-class Captured:
+class GraphedStep:
     """A function of a batch and a weight that changes tensors in place, captured once for each shape of the batch."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: StepFunction) -> None:
         self.work = work
         self.seen: dict[tuple[object, ...], int] = {}
         self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]] = {}
@@ -28,7 +28,7 @@ class Captured:
     def __call__(self, batch: dict[str, Tensor], weight: Tensor) -> None:
         shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items())
         times = self.seen[shapes] = self.seen.get(shapes, 0) + 1
-        if times <= WARM:
+        if times <= WARMUP_CALLS:
             self._aside(batch, weight)
             return
         if shapes not in self.graphs:
@@ -54,7 +54,7 @@ class Captured:
         kept, kept_weight = {name: tensor.clone() for name, tensor in batch.items()}, weight.clone()
         try:
             # Graphs that never run at the same time and leave nothing behind can share their memory.
-            graph, _ = captured(lambda: self.work(kept, kept_weight), self.pool)
+            graph, _ = capture_cuda_graph(lambda: self.work(kept, kept_weight), self.pool)
         except RuntimeError as error:
             raise RuntimeError(
                 f"an update could not be captured (train.graphs = false goes without): {error}"

@@ -14,8 +14,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from foci.nn.model import Model, iter_unique_tensors
 from foci.tasks.task import Task
 from foci.training.config import TrainConfig
-from foci.training.distributed import Processes, shared_out
-from foci.training.graphed_steps import Captured
+from foci.training.distributed import Processes, shard_model
+from foci.training.graphed_steps import GraphedStep
 
 
 class Learner:
@@ -25,10 +25,10 @@ class Learner:
         self.task, self.config, self.processes = task, config, processes
         self.model = model.to(processes.device).train()
         if config.shard and processes.world > 1:
-            shared_out(self.model, processes)
+            shard_model(self.model, processes)
         self.shared = config.shard and processes.world > 1
         self.parameters = [each for each in self.model.parameters() if each.requires_grad]
-        self.optimizer = adamw(self.model, config, processes.device, self.shared)
+        self.optimizer = build_adamw(self.model, config, processes.device, self.shared)
         self.ema = [each.detach().clone() for each in self.parameters] if config.ema else []
         self._blend = get_ema_multi_avg_fn(config.ema) if config.ema else None
         # The loss and the targets of an update, summed; then the norm of its gradient.
@@ -37,10 +37,12 @@ class Learner:
         if config.compile and self.on_gpu:
             self.model.compile()
         graphs = config.graphs and self.on_gpu
-        self._add: Callable[[dict[str, Tensor], Tensor], None] = Captured(self._backward) if graphs else self._backward
+        self._add: Callable[[dict[str, Tensor], Tensor], None] = (
+            GraphedStep(self._backward) if graphs else self._backward
+        )
         self._step: Callable[[dict[str, Tensor], Tensor], None] = self._stepped
         if graphs and processes.world == 1:
-            self._step = Captured(self._stepped)
+            self._step = GraphedStep(self._stepped)
         self._weights = {flag: torch.tensor(float(flag), device=processes.device) for flag in (False, True)}
 
     def add(self, batch: dict[str, Tensor], counts: bool) -> None:
@@ -157,7 +159,7 @@ class Learner:
         self.totals[2].copy_(norm)
 
 
-def adamw(model: nn.Module, config: TrainConfig, device: torch.device, shared: bool) -> torch.optim.AdamW:
+def build_adamw(model: nn.Module, config: TrainConfig, device: torch.device, shared: bool) -> torch.optim.AdamW:
     """Weight decay is for matrices: norms, biases and single vectors are left as they are."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     groups = [

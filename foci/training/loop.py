@@ -15,20 +15,20 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from foci.runtime.safetensors_file import safetensors
+from foci.runtime.safetensors_file import import_safetensors
 from foci.training import checkpoint
-from foci.training.batches import Batches, Place, Update, by_workers, in_advance, number_from
-from foci.training.best_models import Selection
+from foci.training.batches import Batches, BatchPosition, StepBatch, derive_seed, iterate_in_workers, prefetch
+from foci.training.best_models import BestModels
 from foci.training.config import RunConfig
-from foci.training.distributed import join, leave
+from foci.training.distributed import destroy_processes, init_processes
 from foci.training.learner import Learner
 from foci.training.progress import Progress
-from foci.training.run import Run, opened
-from foci.training.schedule import rate_at
+from foci.training.run import Run, prepare_run
+from foci.training.schedule import learning_rate_at
 from foci.training.state import State
 
 # How many updates a GPU may be ahead before somebody looks whether their losses are finite: looking waits for it.
-UNSEEN = 16
+MAX_UNCHECKED_STEPS = 16
 
 
 def train(config: RunConfig, folder: Path, *, resume: bool = False, quiet: bool = False) -> dict[str, float | str]:
@@ -39,33 +39,33 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, quiet: bool 
     is drawn from the seed and the number of the update alone.
     """
     # Hours later it would be too late to say so.
-    safetensors("a training", "tasks")
-    processes = join(config.train.device)
+    import_safetensors("a training", "tasks")
+    processes = init_processes(config.train.device)
     try:
-        run = opened(config, folder, processes, resume=resume)
-        with quick_products(), Progress(folder, run.total, first=processes.first, quiet=quiet) as progress:
+        run = prepare_run(config, folder, processes, resume=resume)
+        with allow_tf32(), Progress(folder, run.total, first=processes.first, quiet=quiet) as progress:
             for message in run.messages:
                 progress.say(message)
-            return trained(run, progress)
+            return run_training(run, progress)
     finally:
-        leave()
+        destroy_processes()
 
 
-def trained(run: Run, progress: Progress) -> dict[str, float | str]:
+def run_training(run: Run, progress: Progress) -> dict[str, float | str]:
     """From where the run stands to its end; longer than other functions, so that the order is seen at once."""
     config, processes = run.config.train, run.processes
     torch.manual_seed(run.config.seed)
     learner = Learner(run.task, run.task.model(), config, processes)
-    state = resumed(run, learner, progress)
-    selection = Selection(run, learner, progress)
+    state = restore_state(run, learner, progress)
+    selection = BestModels(run, learner, progress)
     began = time.monotonic() - state.seconds
-    unseen: list[tuple[Update, int, Tensor]] = []
+    unseen: list[tuple[StepBatch, int, Tensor]] = []
 
-    with closing_updates(run, learner, state.place) as updates, signals() as stop:
+    with open_batches(run, learner, state.place) as updates, catch_stop_signals() as stop:
         while state.step < run.total and not (state.waiting >= config.patience > 0):
             update = next(updates)
-            found = one_update(run, learner, update, state.step)
-            state.step, state.place = state.step + 1, Place(update.place.epoch, update.place.batch + 1)
+            found = run_training_step(run, learner, update, state.step)
+            state.step, state.place = state.step + 1, BatchPosition(update.place.epoch, update.place.batch + 1)
             state.seconds = time.monotonic() - began
             unseen.append((update, state.step, found))
             if state.step == 1:
@@ -78,14 +78,16 @@ def trained(run: Run, progress: Progress) -> dict[str, float | str]:
                 ends or state.step % every == 0
                 for every in (config.log_every, config.evaluate_every, config.checkpoint_every)
             )
-            if logs or judges or saves or not learner.on_gpu or len(unseen) == UNSEEN:
-                look(unseen, state)
+            if logs or judges or saves or not learner.on_gpu or len(unseen) == MAX_UNCHECKED_STEPS:
+                check_finite(unseen, state)
             if logs:
-                line(run, state, progress, float(found[2]))
+                log_metrics(run, state, progress, float(found[2]))
             if judges and not stopped:
                 selection.judge(state)
             if saves:
-                checkpoint.save(run.folder / "checkpoints", state.step, learner.tensors(), asdict(state), processes)
+                checkpoint.save_checkpoint(
+                    run.folder / "checkpoints", state.step, learner.tensors(), asdict(state), processes
+                )
             if stopped:
                 progress.say(f"stopped at step {state.step} and saved: --resume goes on from here")
                 return {"stopped_at_step": state.step}
@@ -95,17 +97,17 @@ def trained(run: Run, progress: Progress) -> dict[str, float | str]:
     return selection.finish(state)
 
 
-def one_update(run: Run, learner: Learner, update: Update, step: int) -> Tensor:
+def run_training_step(run: Run, learner: Learner, update: StepBatch, step: int) -> Tensor:
     """All micro-batches of one update; gives the summed loss, the targets and the norm, on the device."""
     for part, (batch, counts) in enumerate(update.parts):
-        torch.manual_seed(number_from(run.config.seed, "update", step, run.processes.rank, part))
+        torch.manual_seed(derive_seed(run.config.seed, "update", step, run.processes.rank, part))
         learner.add(batch, counts)
-    found = learner.update(rate_at(step, run.total, run.config.train))
+    found = learner.update(learning_rate_at(step, run.total, run.config.train))
     learner.blend(step + 1)
     return found
 
 
-def look(unseen: list[tuple[Update, int, Tensor]], state: State) -> None:
+def check_finite(unseen: list[tuple[StepBatch, int, Tensor]], state: State) -> None:
     """Reads what the last updates gave, and stops where it is not finite."""
     figures = torch.stack([found for _, _, found in unseen]).tolist() if unseen else []
     for (update, step, _), (loss, targets, norm) in zip(unseen, figures, strict=True):
@@ -119,11 +121,11 @@ def look(unseen: list[tuple[Update, int, Tensor]], state: State) -> None:
     unseen.clear()
 
 
-def line(run: Run, state: State, progress: Progress, norm: float) -> None:
+def log_metrics(run: Run, state: State, progress: Progress, norm: float) -> None:
     """A line of figures since the last one."""
     values = {
         "loss": state.loss / max(state.targets, 1.0),
-        "rate": rate_at(state.step - 1, run.total, run.config.train),
+        "rate": learning_rate_at(state.step - 1, run.total, run.config.train),
         "norm": norm,
         "epoch": float(state.place.epoch),
     }
@@ -131,9 +133,9 @@ def line(run: Run, state: State, progress: Progress, norm: float) -> None:
     state.loss = state.targets = 0.0
 
 
-def resumed(run: Run, learner: Learner, progress: Progress) -> State:
+def restore_state(run: Run, learner: Learner, progress: Progress) -> State:
     """Where the last whole checkpoint left off; without one, at the beginning."""
-    found = checkpoint.newest(run.folder / "checkpoints", progress.say)
+    found = checkpoint.load_newest(run.folder / "checkpoints", progress.say)
     state = State()
     if found is not None:
         learner.make_room()
@@ -145,15 +147,17 @@ def resumed(run: Run, learner: Learner, progress: Progress) -> State:
 
 
 @contextmanager
-def closing_updates(run: Run, learner: Learner, place: Place) -> Iterator[Generator[Update]]:
+def open_batches(run: Run, learner: Learner, place: BatchPosition) -> Iterator[Generator[StepBatch]]:
     """The batches from a place on; for a GPU, or by workers, they are made in advance."""
     config, processes = run.config.train, run.processes
     source = Batches(
         run.task, run.train, config.batch_tokens, config.accumulate, processes.rank, processes.world, run.config.seed
     )
-    updates = by_workers(source, place, config.workers, config.ahead) if config.workers else source.updates(place)
+    updates = (
+        iterate_in_workers(source, place, config.workers, config.ahead) if config.workers else source.updates(place)
+    )
     if config.ahead and learner.on_gpu and not config.workers:
-        updates = in_advance(updates, config.ahead)
+        updates = prefetch(updates, config.ahead)
     try:
         yield updates
     finally:
@@ -161,7 +165,7 @@ def closing_updates(run: Run, learner: Learner, place: Place) -> Iterator[Genera
 
 
 @contextmanager
-def quick_products() -> Iterator[None]:
+def allow_tf32() -> Iterator[None]:
     """Products of float32 by the tensor cores of a GPU (TF32): learning does not need the digits that they lose."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -172,7 +176,7 @@ def quick_products() -> Iterator[None]:
 
 
 @contextmanager
-def signals() -> Iterator[list[int]]:
+def catch_stop_signals() -> Iterator[list[int]]:
     """Collects the wish to stop (Ctrl-C, SIGTERM), so that an update is finished and saved first."""
     asked: list[int] = []
 

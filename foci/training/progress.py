@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from foci.training.checkpoint import write_text
+from foci.training.checkpoint import write_text_atomically
 
 # So many seconds are between two lines where there is no bar.
-SELDOM = 10.0
+LINE_SECONDS = 10.0
 
 
 class Progress:
@@ -29,9 +29,9 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self.first:
-            self.board = tensorboard(self.folder)
+            self.board = open_tensorboard(self.folder)
             if not self.quiet and sys.stderr.isatty():
-                self.bar = rich_bar(self.total)
+                self.bar = start_rich_bar(self.total)
         return self
 
     def __exit__(
@@ -46,7 +46,7 @@ class Progress:
         self.began = self.reported = time.monotonic()
         self.step_then = step
         if self.first:
-            take_back(self.folder / "metrics.jsonl", step)
+            truncate_metrics(self.folder / "metrics.jsonl", step)
 
     def report(self, step: int, values: dict[str, float], targets: float) -> None:
         """Figures of the updates since the last report, which had so many targets."""
@@ -60,7 +60,7 @@ class Progress:
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, description=text)
         else:
-            self.say(f"step {step}/{self.total}  {text}  {clock(self.left(step))} left")
+            self.say(f"step {step}/{self.total}  {text}  {format_duration(self.left(step))} left")
 
     def left(self, step: int) -> float:
         """The seconds that are left at the rate so far."""
@@ -87,7 +87,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
 
-def take_back(path: Path, step: int) -> None:
+def truncate_metrics(path: Path, step: int) -> None:
     """Leaves only the lines up to a step."""
     if not path.exists():
         return
@@ -99,14 +99,14 @@ def take_back(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             # A line that was cut off when the process was killed.
             continue
-    write_text(path, "".join(kept))
+    write_text_atomically(path, "".join(kept))
 
 
 @contextmanager
-def answering(total: int) -> Iterator[Callable[[float], None]]:
+def decoding_progress(total: int) -> Iterator[Callable[[float], None]]:
     """What is told how many more of so many examples are answered, and shows it to whoever watches in a terminal."""
     watched = sys.stderr.isatty()
-    bar = rich_bar(total) if watched else None
+    bar = start_rich_bar(total) if watched else None
     told, done = time.monotonic(), 0.0
 
     def add(count: float) -> None:
@@ -115,7 +115,7 @@ def answering(total: int) -> Iterator[Callable[[float], None]]:
         if bar is not None:
             # Parts of an example that are added up may miss the whole by a little.
             bar.update(bar.task_ids[0], completed=round(done, 6))
-        elif watched and time.monotonic() - told > SELDOM:
+        elif watched and time.monotonic() - told > LINE_SECONDS:
             told = time.monotonic()
             print(f"{done:,.0f}/{total:,} answered", file=sys.stderr, flush=True)
 
@@ -126,7 +126,7 @@ def answering(total: int) -> Iterator[Callable[[float], None]]:
             bar.stop()
 
 
-def rich_bar(total: int) -> Any:
+def start_rich_bar(total: int) -> Any:
     """A bar with the time left; None where rich is not installed, and plain lines serve."""
     try:
         from rich.console import Console
@@ -141,7 +141,7 @@ def rich_bar(total: int) -> Any:
     return bar
 
 
-def tensorboard(folder: Path) -> Any:
+def open_tensorboard(folder: Path) -> Any:
     """A writer for TensorBoard; None where it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -150,7 +150,7 @@ def tensorboard(folder: Path) -> Any:
     return SummaryWriter(str(folder / "tensorboard"))
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Minutes and seconds, or hours.
 
     >>> clock(75), clock(7384)

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from foci import __version__
-from foci.runtime.console import count
-from foci.tasks import find
+from foci.runtime.console import format_count
+from foci.tasks import find_task
 from foci.tasks.task import Task
-from foci.training.batches import Batches, seeded
-from foci.training.checkpoint import write_text
+from foci.training.batches import Batches, seeded_generator
+from foci.training.checkpoint import write_text_atomically
 from foci.training.config import RunConfig, read_config
 from foci.training.distributed import Processes
 
-CHUNK = 2**24
+READ_CHUNK_BYTES = 2**24
 # How many updates several processes do before they ask each other whether to stop.
-ASKED = 16
+STOP_CHECK_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -44,47 +44,51 @@ class Run:
     def begin(self) -> None:
         """Writes what makes the folder a run's: after the first update, so that what cannot start leaves no run."""
         if self.about is not None:
-            check_free(self.folder)
+            check_directory_unused(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.folder / "config.toml", self.config.from_anywhere().to_toml())
-            write_text(self.folder / "run.json", json.dumps(self.about, ensure_ascii=False))
+            write_text_atomically(self.folder / "config.toml", self.config.from_anywhere().to_toml())
+            write_text_atomically(self.folder / "run.json", json.dumps(self.about, ensure_ascii=False))
 
     def agreed(self, step: int, wishes: tuple[bool, bool]) -> tuple[bool, bool]:
         """What the first process wishes; several ask each other only now and then, because asking takes time."""
         if self.processes.world == 1:
             return wishes
-        return self.processes.from_first(wishes) if step % ASKED == 0 else (False, False)
+        return self.processes.from_first(wishes) if step % STOP_CHECK_STEPS == 0 else (False, False)
 
 
-def opened(config: RunConfig, folder: Path, processes: Processes, *, resume: bool) -> Run:
+def prepare_run(config: RunConfig, folder: Path, processes: Processes, *, resume: bool) -> Run:
     """Begins a run in a folder that has none, or goes on with the one that it has."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"expected a folder for the run, but {folder} is a file")
     if not resume:
-        check_free(folder)
+        check_directory_unused(folder)
     elif not (folder / "run.json").exists():
         raise ValueError(f"expected a run to resume in {folder}, but there is none")
     else:
-        still_there(config, folder)
-    train, dev = both_parts(config)
-    about = (remembered(config, folder) if resume else learned(config, train)) if processes.first else None
-    task = find(config.task).from_files(config.settings, processes.from_first(about and about["files"]))
+        check_data_exists(config, folder)
+    train, dev = read_train_and_dev(config)
+    about = (
+        (read_run_description(config, folder) if resume else describe_new_run(config, train))
+        if processes.first
+        else None
+    )
+    task = find_task(config.task).from_files(config.settings, processes.from_first(about and about["files"]))
     messages: list[str] = []
-    train, dev = (short_enough(task, part, name, messages) for name, part in (("train", train), ("dev", dev)))
+    train, dev = (drop_long_examples(task, part, name, messages) for name, part in (("train", train), ("dev", dev)))
     if not train or not dev:
         raise ValueError(f"expected examples to train on and to measure with, but got {len(train)} and {len(dev)}")
     source = Batches(task, train, config.train.batch_tokens, config.train.accumulate, 0, processes.world, config.seed)
     per_epoch = len(source.epoch(0)[1])
     total = config.train.steps or math.ceil(config.train.epochs * per_epoch)
-    examples, updates = count(len(train), "example"), count(per_epoch, "update")
+    examples, updates = format_count(len(train), "example"), format_count(per_epoch, "update")
     messages.append(f"{examples} to train on, {len(dev):,} to measure with; {updates} an epoch")
     if config.train.warmup >= total:
-        warmup = count(config.train.warmup, "update")
+        warmup = format_count(config.train.warmup, "update")
         messages.append(f"the warm-up takes {warmup}, all of this training's {total:,}: the rate only rises")
     return Run(config, folder, processes, task, train, dev, total, messages, None if resume else about)
 
 
-def check_free(folder: Path) -> None:
+def check_directory_unused(folder: Path) -> None:
     if (folder / "run.json").exists():
         raise ValueError(f"{folder} has a run already: --resume goes on with it, --out names another folder")
     if (folder / "checkpoints").exists():
@@ -92,69 +96,69 @@ def check_free(folder: Path) -> None:
         raise ValueError(f"{folder} has checkpoints of a run, but no run.json: --out names another folder")
 
 
-def both_parts(config: RunConfig) -> tuple[Sequence[Any], Sequence[Any]]:
+def read_train_and_dev(config: RunConfig) -> tuple[Sequence[Any], Sequence[Any]]:
     """The train and the dev part, read anew each time: their order depends on the files and the seed alone."""
-    kind = find(config.task)
+    kind = find_task(config.task)
     if not config.data:
         raise ValueError("expected the data to train on (--data), but got none")
     train = kind.read([Path(each) for each in config.data], config.settings)
     if config.dev:
         return train, kind.read([Path(each) for each in config.dev], config.settings)
-    return kind.split(train, config.train.dev_share, seeded(config.seed, "dev"))
+    return kind.split(train, config.train.dev_share, seeded_generator(config.seed, "dev"))
 
 
-def still_there(config: RunConfig, folder: Path) -> None:
+def check_data_exists(config: RunConfig, folder: Path) -> None:
     """Refuses a run whose data has moved."""
     for each in (*config.data, *config.dev):
         if not Path(each).exists():
             raise ValueError(f"expected the data of {folder} at {each}, but there is nothing: --data says where it is")
 
 
-def held_out(folder: Path) -> Sequence[Any]:
+def read_dev_examples(folder: Path) -> Sequence[Any]:
     """The dev part of the run in a folder."""
     if not (folder / "config.toml").is_file():
         raise ValueError(f"expected data to measure with (--data), because {folder} is no run that has its own")
     config = read_config(None, folder / "config.toml")
-    still_there(config, folder)
-    return both_parts(config)[1]
+    check_data_exists(config, folder)
+    return read_train_and_dev(config)[1]
 
 
-def learned(config: RunConfig, train: Sequence[Any]) -> dict[str, Any]:
+def describe_new_run(config: RunConfig, train: Sequence[Any]) -> dict[str, Any]:
     """What a run is, with what the task learns from the train part before the first update."""
-    files = find(config.task).start(config.settings, train).files()
+    files = find_task(config.task).start(config.settings, train).files()
     versions = {"foci": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    data = fingerprint(config)
+    data = fingerprint_data(config)
     return {"task": config.task, "seed": config.seed, "versions": versions, "data": data, "files": files}
 
 
-def remembered(config: RunConfig, folder: Path) -> dict[str, Any]:
+def read_run_description(config: RunConfig, folder: Path) -> dict[str, Any]:
     """The same of a run that is resumed, as it is in its folder."""
     content: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    same = fingerprint(config)
+    same = fingerprint_data(config)
     # It may have been moved, but is the same.
     if list(content["data"].values()) != list(same.values()):
         raise ValueError(f"expected the data that {folder} began with, but the files have changed: {', '.join(same)}")
     return content
 
 
-def fingerprint(config: RunConfig) -> dict[str, str]:
+def fingerprint_data(config: RunConfig) -> dict[str, str]:
     """A hash of every file of the data; of a folder one of the names and sizes of what is in it."""
-    return {name: fingerprint_of(Path(name)) for name in (*config.data, *config.dev)}
+    return {name: fingerprint_path(Path(name)) for name in (*config.data, *config.dev)}
 
 
-def fingerprint_of(path: Path) -> str:
+def fingerprint_path(path: Path) -> str:
     total = hashlib.sha256()
     if path.is_dir():
         for each in sorted(path.rglob("*")):
             total.update(f"{each.relative_to(path)} {each.stat().st_size}\n".encode())
         return total.hexdigest()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(READ_CHUNK_BYTES):
             total.update(chunk)
     return total.hexdigest()
 
 
-def short_enough(task: Task[Any, Any], examples: Sequence[Any], part: str, messages: list[str]) -> Sequence[Any]:
+def drop_long_examples(task: Task[Any, Any], examples: Sequence[Any], part: str, messages: list[str]) -> Sequence[Any]:
     """Without those that are longer than the task takes, of which a message tells."""
     if task.longest is None:
         return examples

@@ -7,7 +7,7 @@ import math
 from foci.training.config import TrainConfig
 
 
-def rate_at(step: int, total: int, config: TrainConfig) -> float:
+def learning_rate_at(step: int, total: int, config: TrainConfig) -> float:
     """The learning rate of an update, counted from 0.
 
     >>> config = TrainConfig(rate=1.0, warmup=4, floor=0.0)

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from foci.tasks.sentiment import Labelled, Sentiment, SentimentSettings
+from foci.tasks.sentiment import LabelledText, Sentiment, SentimentSettings
 from foci.tasks.speech import Speech
 from foci.tasks.speech_features import SpeechSettings
 from foci.tasks.summarization import Document, Summarization, SummarizationSettings
@@ -117,7 +117,7 @@ def test_reviews_become_lines(datasets: ModuleType, tmp_path: Path) -> None:
     read = {
         name: Sentiment.read([tmp_path / "out" / f"{name}.jsonl"], SentimentSettings()) for name in ("train", "dev")
     }
-    assert read["dev"] == [Labelled("Film 0 it & that", "negative"), Labelled("Film 10 it & that", "negative")]
+    assert read["dev"] == [LabelledText("Film 0 it & that", "negative"), LabelledText("Film 10 it & that", "negative")]
     assert len(read["train"]) == 18
 
 
@@ -126,7 +126,7 @@ def test_labels_before_sentences_become_a_table(datasets: ModuleType, tmp_path: 
         (tmp_path / f"stsa.binary.{split}").write_text("1 a joy , it is\n0 dull\n")
     datasets.sst2(tmp_path, tmp_path / "out")
     found = Sentiment.read([tmp_path / "out" / "dev.tsv"], SentimentSettings())
-    assert found == [Labelled("a joy , it is", "positive"), Labelled("dull", "negative")]
+    assert found == [LabelledText("a joy , it is", "positive"), LabelledText("dull", "negative")]
 
 
 def test_subjects_become_summaries(datasets: ModuleType, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foci.tasks import find
+from foci.tasks import find_task
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "datasets.py"
 # Dataset, task, settings, ending of its files, and how many examples train, dev and test have.
@@ -43,7 +43,7 @@ def made(name: str, data: Path, plain: Path) -> Path:
 def test_every_split_is_whole_and_can_be_read(
     name: str, task: str, changes: dict[str, int], ending: str, counts: tuple[int, ...], data: Path, plain: Path
 ) -> None:
-    folder, kind = made(name, data, plain), find(task)
+    folder, kind = made(name, data, plain), find_task(task)
     settings = kind.settings_type.from_dict(changes)
     found = [len(kind.read([folder / f"{split}{ending}"], settings)) for split in ("train", "dev", "test")]
     assert tuple(found) == counts
@@ -52,6 +52,6 @@ def test_every_split_is_whole_and_can_be_read(
 @pytest.mark.data
 @pytest.mark.parametrize(("name", "task", "ending"), [("fsdd", "speech", ".tsv"), ("sst2", "sentiment", ".tsv")])
 def test_nothing_is_wrong_with_the_test_part(name: str, task: str, ending: str, data: Path, plain: Path) -> None:
-    kind = find(task)
+    kind = find_task(task)
     problems = kind.check([made(name, data, plain) / f"test{ending}"], kind.settings_type())
     assert [str(each) for each in problems if each.severity == "error"] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import score, train
-from foci.training.config import from_table, read_toml
+from foci.training.config import config_from_table, read_toml
 from tests.training.reversal import written
 
 NAMES = sorted(path.stem for path in train.CONFIGS.glob("*.toml"))
@@ -17,11 +17,11 @@ NAMES = sorted(path.stem for path in train.CONFIGS.glob("*.toml"))
 def test_every_config_is_one_of_a_run(name: str) -> None:
     table = read_toml(train.CONFIGS / f"{name}.toml")
     benchmark = table.pop("benchmark", {})
-    config = from_table(None, table, name)
+    config = config_from_table(None, table, name)
     assert config.data
     for changes in benchmark.get("variants", {}).values():
         changed = dict(change.removeprefix("task.").split("=") for change in changes)
-        assert config.settings.changed(**{key: json.loads(value) for key, value in changed.items()})
+        assert config.settings.replace(**{key: json.loads(value) for key, value in changed.items()})
 
 
 def test_what_is_trained_is_scored_with_the_variant_that_is_best_on_dev(

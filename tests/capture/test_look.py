@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import foci.capture.look as look_module
+from foci.capture import model_loading
 from foci.capture.look import TextModel, auto_class_of, check_path_exists, is_foci_model, look
 from foci.cli import main
 from foci.tasks.generation import Generation, GenerationSettings, Passage
-from foci.tasks.model_file import save
+from foci.tasks.model_file import save_trained_model
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 TEXT = "Jane is hungry, Jane sleeps"
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "Jane", "is", "hungry", ",", "sleeps"]
 NO_MODEL = (
-    "expected a model, by the folder or name of one of Hugging Face or a run of foci (--model), because none that"
-    ' reads texts ships with this foci; without one, foci explain "..." shows how attention works'
+    "model must be named (--model), because no model that reads text ships with this installation: the folder or name of"
+    ' a Hugging Face model, or a foci run; foci explain "..." shows attention without a model'
 )
 SMALL = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -60,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_that_reads(folders: Path) -> None:
+def test_look_with_an_encoder(folders: Path) -> None:
     record = look(TEXT, folders / "reads")
     assert record.model == "BertModel"
     assert record.heads == ["L0H0", "L0H1", "L1H0", "L1H1"]
@@ -71,7 +71,7 @@ def test_a_model_that_reads(folders: Path) -> None:
     torch.testing.assert_close(record["L1H1"].dense()[0], expected[1][0, 1])
 
 
-def test_a_model_that_writes_says_how_the_text_goes_on(folders: Path) -> None:
+def test_look_with_a_causal_model_lists_next_tokens(folders: Path) -> None:
     record = look(TEXT, folders / "writes")
     model = transformers.GPT2LMHeadModel.from_pretrained(folders / "writes")
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_a_model_that_writes_says_how_the_text_goes_on(folders: Path) -> None:
     assert re.fullmatch(rf"“{best}” \d+%(, “[^”]+” \d+%){{4}}", record.answer)
 
 
-def test_a_model_that_does_both_answers_and_its_rows_are_what_it_wrote(folders: Path) -> None:
+def test_look_with_an_encoder_decoder_writes_an_answer(folders: Path) -> None:
     record = look(TEXT, folders / "both", new_tokens=5)
     cross = record["cross.L1"]
     assert cross.shape[2:] == (5, 7)
@@ -93,7 +93,7 @@ def test_a_model_that_does_both_answers_and_its_rows_are_what_it_wrote(folders: 
     assert record.answer == tokenizer().decode(written[0], skip_special_tokens=True)
 
 
-def test_the_command_shows_the_text_and_tells_what_it_does(
+def test_the_command_prints_the_text_and_its_progress(
     folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -122,7 +122,7 @@ def test_layer_and_head_as_numbers_and_single_tokens(folders: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(("ending", "start"), [("html", b"<!doctype html>"), ("svg", b"<?xml"), ("foci", b"")])
-def test_a_file_is_written_by_its_ending(
+def test_the_suffix_chooses_the_file_format(
     ending: str, start: bytes, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / f"x.{ending}"
@@ -143,7 +143,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = GenerationSettings(size="tiny", width=16, heads=2, context=32, new_tokens=4)
     task = Generation.start(settings, [Passage("Jane is hungry.")])
     torch.manual_seed(0)
-    save(folder / "model.safetensors", task, task.model())
+    save_trained_model(folder / "model.safetensors", task, task.model())
     return folder
 
 
@@ -155,18 +155,18 @@ def test_a_model_that_foci_trained(own: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("named", [[], ["--model", "generation"]])
-def test_a_model_that_ships_needs_no_folder(
+def test_a_shipped_model_is_found_by_name(
     named: list[str], own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look_module, "SHIPPED", own.parent)
+    monkeypatch.setattr(model_loading, "SHIPPED_MODELS", own.parent)
     assert main.main(["look", "Jane is", *named]) == 0
     assert capsys.readouterr().err == "foci look: loading generation\n"
 
 
-def test_a_long_text_is_cut_and_that_is_said(folders: Path) -> None:
-    told: list[str] = []
-    record = look("Jane is hungry , " * 50, folders / "reads", say=told.append)
-    assert told[1:] == ["the model takes 32 tokens: what is beyond them is cut off"]
+def test_a_long_text_is_truncated_with_a_note(folders: Path) -> None:
+    messages: list[str] = []
+    record = look("Jane is hungry , " * 50, folders / "reads", report=messages.append)
+    assert messages[1:] == ["the model reads 32 tokens: the rest of the text is cut off"]
     assert len(record.labels["input"]) == 32
 
 
@@ -174,32 +174,32 @@ def test_a_long_text_is_cut_and_that_is_said(folders: Path) -> None:
     ("arguments", "message"),
     [
         (["x"], NO_MODEL),
-        ([" ", "--model", "x"], "expected a text with at least one word, received none"),
+        ([" ", "--model", "x"], "text must have at least one word, got none"),
         (
             ["x", "--model", "./none"],
-            "expected the folder of a Hugging Face model, or a model of foci, but ./none is not there",
+            "model must be the folder of a Hugging Face model or a foci model, got ./none: no such path",
         ),
     ],
 )
-def test_what_is_missing_is_said_in_one_sentence(
+def test_missing_models_give_a_one_line_error(
     arguments: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(look_module, "SHIPPED", tmp_path)
+    monkeypatch.setattr(model_loading, "SHIPPED_MODELS", tmp_path)
     assert main.main(["look", *arguments]) == 2
     assert capsys.readouterr() == ("", f"foci look: {message}\n")
 
 
-def test_a_folder_that_is_no_model(tmp_path: Path, folders: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, folders: Path) -> None:
     with pytest.raises(ValueError, match=r"expected a model at .*: a file, or a folder with model\.safetensors"):
         look("x", tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
         ValueError,
-        match=r"expected the folder or name of a Hugging Face model, a run of foci, or a model that ships",
+        match=r"model must be the folder or name of a Hugging Face model, a foci run, or a model that ships",
     ):
         TextModel(str(tmp_path))
     assert not is_foci_model(tmp_path)
@@ -207,7 +207,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path, folders: Path) -> None:
     check_path_exists("gpt2")
 
 
-def test_a_word_that_is_not_there(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_word_is_refused(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["look", "Jane sleeps", "--model", str(folders / "reads"), "--word", "pizza"]) == 2
     assert capsys.readouterr().err.endswith("foci look: expected one of the words Jane sleeps </s>, received 'pizza'\n")
 
@@ -221,11 +221,11 @@ def test_a_word_that_is_not_there(folders: Path, capsys: pytest.CaptureFixture[s
         (False, None, "AutoModel"),
     ],
 )
-def test_the_class_that_loads_a_model(both: bool, named: list[str] | None, kind: str) -> None:
+def test_auto_class_by_architecture(both: bool, named: list[str] | None, kind: str) -> None:
     assert auto_class_of(transformers.PretrainedConfig(is_encoder_decoder=both, architectures=named)) == kind
 
 
-def test_a_page_opens_at_the_head_and_the_word_that_were_named(
+def test_a_page_opens_at_the_requested_head_and_word(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "page.html"
@@ -247,7 +247,7 @@ def test_without_transformers_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main.main(["look", "x", "--model", "gpt2"]) == 1
-    said = "models of Hugging Face need transformers, which is not installed: pip install 'foci[hf]'"
+    said = "Hugging Face models need transformers, which is not installed: pip install 'foci[hf]'"
     assert capsys.readouterr().err == f"foci look: {said}\n"
 
 

@@ -78,14 +78,14 @@ def example(name: str) -> ModuleType:
 
 def spoken(data: Path, folder: Path) -> tuple[Tensor, list[float]]:
     """Digits that a speaker says, with silence between them, and when each of them ends."""
-    from foci.inputs.audio import read_sound
+    from foci.inputs.audio import read_audio
 
     silence, parts, ends = torch.zeros(4800), [torch.zeros(8000)], []
     with tarfile.open(data / "fsdd" / "fsdd.tar.gz") as archive:
         for number, digit in enumerate(DIGITS):
             member = f"recordings/{digit}_jackson_{number % 5}.wav"
             archive.extract(member, folder, filter="data")
-            parts += [read_sound(folder / member, 16000)[0], silence]
+            parts += [read_audio(folder / member, 16000)[0], silence]
             ends.append(sum(map(len, parts[:-1])) / 16000)
     return torch.cat([*parts, silence]), ends
 

@@ -12,8 +12,8 @@ import pytest
 from torch import Tensor
 
 import foci
-from foci.models.pretrained import list_pretrained
 from foci.cli import main
+from foci.models.pretrained import list_pretrained
 from foci.training import loop
 from tests.training.reversal import SMALL, written
 
@@ -122,7 +122,7 @@ def test_a_finished_run_is_resumed_with_the_command_that_began_it(
 def test_what_is_stopped_is_no_success(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = loop.one_update
+    plain = loop.run_training_step
 
     def asking(run: Any, learner: Any, update: Any, step: int) -> Tensor:
         signal.raise_signal(signal.SIGINT)
@@ -170,7 +170,7 @@ def test_a_record_of_what_was_cut_says_so(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(folder)
     assert main.main(["run", "translation", "ab " * 300, "--out", "long.foci"]) == 0
     assert foci.Record.load(folder / "long.foci").notes == [
-        "the text is longer than the model reads: what is shown is a part of it"
+        "the text is longer than the model reads: only a part of it is shown"
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import foci
 import foci.tasks
 from foci.cli import main
-from foci.training.config import TrainConfig, value_of
+from foci.training.config import TrainConfig, parse_value
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,13 +66,13 @@ def test_every_command_shows_its_own_examples(name: str) -> None:
 def test_every_setting_is_listed_with_its_default_and_what_it_is(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["train", task, "--settings"]) == 0
     first, second = capsys.readouterr().out.split("\n\n")
-    for name, said, kind in (("task", first, foci.tasks.find(task).settings_type), ("train", second, TrainConfig)):
+    for name, said, kind in (("task", first, foci.tasks.find_task(task).settings_type), ("train", second, TrainConfig)):
         heading, *lines = said.splitlines()
         assert heading == f"[{name}]"
         found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines}
         assert list(found) == [f"{name}.{field.name}" for field in fields(kind)]
         assert all(len(rest) == 2 and len(rest[1]) > 3 for rest in found.values())
-        values = {key.partition(".")[2]: value_of(default) for key, (default, _) in found.items() if default != "-"}
+        values = {key.partition(".")[2]: parse_value(default) for key, (default, _) in found.items() if default != "-"}
         assert kind.from_dict(values) == kind()
 
 

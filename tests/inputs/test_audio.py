@@ -42,40 +42,40 @@ def test_a_wav_file_gives_its_samples_with_and_without_soundfile(width: int, tmp
     assert plain.shape == (4000, 1)
     assert (plain[:, 0] - samples).abs().max() < 2.0 ** (2 - 8 * width) + 1e-6
     pytest.importorskip("soundfile")
-    assert torch.allclose(audio.read_sound(path)[0], plain[:, 0], atol=1e-7)
+    assert torch.allclose(audio.read_audio(path)[0], plain[:, 0], atol=1e-7)
 
 
 def test_channels_are_averaged_and_a_rate_is_kept(tmp_path: Path) -> None:
     both = torch.stack([torch.full((100,), 0.5), torch.full((100,), -0.25)], dim=1)
     path = write_wav(tmp_path / "two.wav", both.flatten(), 8000, channels=2)
-    samples, rate = audio.read_sound(path)
+    samples, rate = audio.read_audio(path)
     assert rate == 8000
     assert torch.allclose(samples, torch.full((100,), 0.125), atol=1e-4)
-    assert audio.read_sound(path, 16000)[0].shape == (200,)
+    assert audio.read_audio(path, 16000)[0].shape == (200,)
 
 
 def test_what_is_no_sound_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "text.wav"
     path.write_text("this is no sound")
     with pytest.raises(ValueError, match=r"text.wav should be a sound file, but soundfile cannot read it: .+"):
-        audio.read_sound(path)
+        audio.read_audio(path)
     with pytest.raises(ValueError, match=r"text.wav should be a wav file with PCM, but it cannot be read: .+soundfile"):
         audio.read_pcm(str(path))
     with pytest.raises(FileNotFoundError, match=r"missing.wav should be a sound file, but there is no such file"):
-        audio.read_sound(tmp_path / "missing.wav")
+        audio.read_audio(tmp_path / "missing.wav")
     with pytest.raises(ValueError, match="holds no samples"):
-        audio.read_sound(write_wav(tmp_path / "empty.wav", torch.zeros(0), 8000))
+        audio.read_audio(write_wav(tmp_path / "empty.wav", torch.zeros(0), 8000))
 
 
 def test_without_soundfile_the_standard_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     path = write_wav(tmp_path / "tone.wav", tone(440, 8000), 8000)
-    assert audio.read_sound(path)[0].shape == (4000,)
+    assert audio.read_audio(path)[0].shape == (4000,)
 
 
 @pytest.mark.parametrize(("before", "after"), [(8000, 16000), (16000, 8000), (44100, 16000), (8000, 7300)])
 def test_a_resampled_tone_is_the_same_tone(before: int, after: int) -> None:
-    found = audio.resampled(tone(440, before), before / after)
+    found = audio.resample(tone(440, before), before / after)
     wanted = tone(440, after)
     assert abs(len(found) - len(wanted)) <= 1
     inner = slice(200, min(len(found), len(wanted)) - 200)
@@ -83,23 +83,23 @@ def test_a_resampled_tone_is_the_same_tone(before: int, after: int) -> None:
 
 
 def test_what_the_new_rate_cannot_carry_is_gone() -> None:
-    assert audio.resampled(tone(3500, 8000), 2.0)[100:-100].abs().max() < 0.01
-    assert audio.resampled(tone(1000, 8000), 2.0)[100:-100].abs().max() > 0.99
+    assert audio.resample(tone(3500, 8000), 2.0)[100:-100].abs().max() < 0.01
+    assert audio.resample(tone(1000, 8000), 2.0)[100:-100].abs().max() > 0.99
 
 
 def test_long_sounds_are_resampled_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    whole = audio.resampled(samples, 1.37)
+    whole = audio.resample(samples, 1.37)
     monkeypatch.setattr(audio, "PIECE", 64)
-    assert torch.allclose(audio.resampled(samples, 1.37), whole, atol=1e-6)
+    assert torch.allclose(audio.resample(samples, 1.37), whole, atol=1e-6)
 
 
 def test_mel_has_known_values() -> None:
-    assert float(audio.to_mel(0.0)) == 0.0
-    assert float(audio.to_mel(1000.0)) == pytest.approx(999.9855, abs=1e-3)
-    assert float(audio.to_mel(4000.0)) == pytest.approx(2146.06, abs=1e-2)
+    assert float(audio.hertz_to_mel(0.0)) == 0.0
+    assert float(audio.hertz_to_mel(1000.0)) == pytest.approx(999.9855, abs=1e-3)
+    assert float(audio.hertz_to_mel(4000.0)) == pytest.approx(2146.06, abs=1e-2)
     assert torch.allclose(
-        audio.from_mel(audio.to_mel(torch.tensor([50.0, 700.0]))), torch.tensor([50.0, 700.0]).double()
+        audio.mel_to_hertz(audio.hertz_to_mel(torch.tensor([50.0, 700.0]))), torch.tensor([50.0, 700.0]).double()
     )
 
 
@@ -107,7 +107,7 @@ def test_filters_are_triangles_that_share_every_bin() -> None:
     filters = audio.mel_filters(8000, 512, 24, 0.0, 4000.0)
     assert filters.shape == (24, 257)
     assert bool((filters >= 0).all())
-    middles = audio.from_mel(torch.linspace(0, float(audio.to_mel(4000.0)), 26, dtype=torch.float64)[1:-1])
+    middles = audio.mel_to_hertz(torch.linspace(0, float(audio.hertz_to_mel(4000.0)), 26, dtype=torch.float64)[1:-1])
     assert (filters.argmax(1) * 8000 / 512 - middles).abs().max() <= 8000 / 512
     # Between the first and the last middle, neighbours add up to one.
     inner = filters.sum(0)[int(middles[0] / 15.6) + 1 : int(middles[-1] / 15.7)]
@@ -127,15 +127,19 @@ def test_the_spectrogram_equals_the_formula() -> None:
         piece = padded[frame * step : frame * step + size] * window
         angles = 2 * math.pi * torch.outer(torch.arange(bins // 2 + 1), torch.arange(size)).double() / bins
         power = (torch.cos(angles) @ piece) ** 2 + (torch.sin(angles) @ piece) ** 2
-        assert torch.allclose(found[frame], (filters @ power).clamp(min=audio.FLOOR).log(), atol=1e-8)
+        assert torch.allclose(found[frame], (filters @ power).clamp(min=audio.ENERGY_FLOOR).log(), atol=1e-8)
 
 
 def test_a_tone_lies_in_its_band_and_silence_at_the_floor() -> None:
     frames = audio.log_mel(tone(1000, 16000), 16000, bands=40)
-    edges = audio.from_mel(torch.linspace(float(audio.to_mel(20.0)), float(audio.to_mel(8000.0)), 42).double())
+    edges = audio.mel_to_hertz(
+        torch.linspace(float(audio.hertz_to_mel(20.0)), float(audio.hertz_to_mel(8000.0)), 42).double()
+    )
     band = int(frames[10].argmax())
     assert edges[band] < 1000 < edges[band + 2]
-    assert torch.equal(audio.log_mel(torch.zeros(1600), 16000, bands=4), torch.full((11, 4), math.log(audio.FLOOR)))
+    assert torch.equal(
+        audio.log_mel(torch.zeros(1600), 16000, bands=4), torch.full((11, 4), math.log(audio.ENERGY_FLOOR))
+    )
 
 
 def test_a_batch_is_as_each_alone() -> None:
@@ -152,12 +156,12 @@ def test_what_cannot_be_a_spectrogram_is_refused() -> None:
     with pytest.raises(ValueError, match=r"bands must lie between 0 and 4000.0 Hz, but got 20.0 to 5000"):
         audio.log_mel(torch.zeros(100), 8000, bands=8, highest=5000)
     with pytest.raises(ValueError, match=r"a factor between 0.01 and 100, but got 0"):
-        audio.resampled(torch.zeros(10), 0)
+        audio.resample(torch.zeros(10), 0)
 
 
 def test_deltas_are_slopes() -> None:
     frames = (torch.arange(20.0) ** 2)[:, None]
-    found = audio.with_deltas(frames)
+    found = audio.add_deltas(frames)
     assert found.shape == (20, 3)
     # Of t² the slope is 2 t, and the slope of that is 2.
     assert torch.allclose(found[5:15, 1], 2 * torch.arange(5.0, 15.0))
@@ -166,6 +170,6 @@ def test_deltas_are_slopes() -> None:
 
 def test_a_level_is_the_same_for_loud_and_quiet() -> None:
     sound = tone(300, 8000)
-    assert torch.allclose(audio.levelled(0.01 * sound), audio.levelled(sound), atol=1e-6)
-    assert audio.levelled(sound).square().mean().sqrt() == pytest.approx(0.1, abs=1e-4)
-    assert not bool(audio.levelled(torch.zeros(10)).any())
+    assert torch.allclose(audio.normalize_loudness(0.01 * sound), audio.normalize_loudness(sound), atol=1e-6)
+    assert audio.normalize_loudness(sound).square().mean().sqrt() == pytest.approx(0.1, abs=1e-4)
+    assert not bool(audio.normalize_loudness(torch.zeros(10)).any())

@@ -19,13 +19,13 @@ SOUND = torch.randn(2000, generator=seeded())
 FRAMES = torch.randn(50, 20, generator=seeded())
 
 CHANGES: dict[str, Callable[[torch.Generator], Tensor]] = {
-    "faster": lambda g: changes.faster(SOUND, 0.3, g),
-    "noisy": lambda g: changes.noisy(SOUND, (5.0, 20.0), g),
-    "shifted": lambda g: changes.shifted(SOUND, 300, g),
-    "slower": lambda g: changes.slower(FRAMES, 0.3, g),
-    "another_voice": lambda g: changes.another_voice(FRAMES, 0.2, g),
-    "tilted": lambda g: changes.tilted(FRAMES, 1.0, g),
-    "masked": lambda g: changes.masked(FRAMES, generator=g),
+    "faster": lambda g: changes.change_speed(SOUND, 0.3, g),
+    "noisy": lambda g: changes.add_noise(SOUND, (5.0, 20.0), g),
+    "shifted": lambda g: changes.pad_or_trim(SOUND, 300, g),
+    "slower": lambda g: changes.stretch_time(FRAMES, 0.3, g),
+    "another_voice": lambda g: changes.warp_bands(FRAMES, 0.2, g),
+    "tilted": lambda g: changes.tilt_spectrum(FRAMES, 1.0, g),
+    "masked": lambda g: changes.spec_augment(FRAMES, generator=g),
 }
 
 
@@ -37,26 +37,26 @@ def test_the_generator_alone_decides(change: Callable[[torch.Generator], Tensor]
 
 
 def test_speed_stays_within_its_limit() -> None:
-    lengths = [len(changes.faster(SOUND, 0.25, seeded(i))) for i in range(40)]
+    lengths = [len(changes.change_speed(SOUND, 0.25, seeded(i))) for i in range(40)]
     assert 2000 / 1.25 - 1 <= min(lengths) < 1800
     assert 2200 < max(lengths) <= 2000 * 1.25 + 1
-    assert changes.faster(SOUND, 0.0) is SOUND
+    assert changes.change_speed(SOUND, 0.0) is SOUND
 
 
 def test_noise_is_as_quiet_as_it_should_be() -> None:
     for number in range(5):
-        added = changes.noisy(SOUND, (20.0, 20.0), seeded(number)) - SOUND
+        added = changes.add_noise(SOUND, (20.0, 20.0), seeded(number)) - SOUND
         ratio = (SOUND.square().mean() / added.square().mean()).log10() * 10
         assert float(ratio) == pytest.approx(20.0, abs=0.01)
 
 
 def test_falling_noise_is_louder_below() -> None:
-    spectrum = torch.fft.rfft(changes.falling(torch.randn(8192, generator=seeded()))).abs().square()
+    spectrum = torch.fft.rfft(changes.to_pink_noise(torch.randn(8192, generator=seeded()))).abs().square()
     assert spectrum[10:100].mean() > 5 * spectrum[1000:4000].mean()
 
 
 def test_a_shift_never_cuts_more_than_an_eighth() -> None:
-    lengths = [len(changes.shifted(SOUND, 10_000, seeded(i))) for i in range(40)]
+    lengths = [len(changes.pad_or_trim(SOUND, 10_000, seeded(i))) for i in range(40)]
     assert min(lengths) >= 2000 - 2 * 250
     assert max(lengths) > 2000
 
@@ -64,30 +64,30 @@ def test_a_shift_never_cuts_more_than_an_eighth() -> None:
 def test_a_moved_band_is_found_elsewhere() -> None:
     peak = torch.zeros(3, 40)
     peak[:, 20] = 1.0
-    places = {int(changes.another_voice(peak, 0.2, seeded(i))[0].argmax()) for i in range(30)}
+    places = {int(changes.warp_bands(peak, 0.2, seeded(i))[0].argmax()) for i in range(30)}
     assert places >= {18, 20, 22}
     assert all(16 <= place <= 24 for place in places)
-    assert torch.equal(changes.another_voice(FRAMES, 0.0), FRAMES)
+    assert torch.equal(changes.warp_bands(FRAMES, 0.0), FRAMES)
 
 
 def test_another_microphone_colours_all_frames_alike() -> None:
-    added = changes.tilted(FRAMES, 0.5, seeded(2)) - FRAMES
+    added = changes.tilt_spectrum(FRAMES, 0.5, seeded(2)) - FRAMES
     assert torch.allclose(added, added[:1].expand_as(added), atol=1e-6)
     assert 0.05 < float(added.abs().max()) <= 0.5 + 1e-6
 
 
 def test_masks_cover_some_and_leave_the_rest() -> None:
-    found = changes.masked(FRAMES, times=1, longest=10, share=1.0, bands=1, widest=4, generator=seeded(5))
+    found = changes.spec_augment(FRAMES, times=1, longest=10, share=1.0, bands=1, widest=4, generator=seeded(5))
     covered = found == FRAMES.mean()
     times, bands = covered.all(1).sum(), covered.all(0).sum()
     assert 0 < times <= 10
     assert 0 < bands <= 4
     assert torch.equal(found[~covered], FRAMES[~covered])
-    assert torch.equal(changes.masked(FRAMES, times=0, bands=0), FRAMES)
+    assert torch.equal(changes.spec_augment(FRAMES, times=0, bands=0), FRAMES)
 
 
 def test_a_mask_takes_no_more_than_its_share_of_a_short_sound() -> None:
     short = torch.randn(10, 5, generator=seeded())
     for number in range(20):
-        found = changes.masked(short, times=1, longest=40, share=0.2, bands=0, generator=seeded(number))
+        found = changes.spec_augment(short, times=1, longest=40, share=0.2, bands=0, generator=seeded(number))
         assert int((found != short).any(1).sum()) <= 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.inputs.image import negative, read_image
+from foci.inputs.image import match_background, read_image
 
 
 def write_bitmap(path: Path, pixels: Tensor) -> Path:
@@ -65,9 +65,9 @@ def test_what_shows_through_is_white(mode: str, tmp_path: Path) -> None:
 def test_a_picture_on_the_other_ground_becomes_its_negative() -> None:
     dark = torch.zeros(1, 5, 5, dtype=torch.uint8)
     dark[:, 1:4, 1:4] = 200
-    assert negative(dark, "dark") is dark
-    assert torch.equal(negative(255 - dark, "dark"), dark)
-    assert torch.equal(negative(dark, "light"), 255 - dark)
+    assert match_background(dark, "dark") is dark
+    assert torch.equal(match_background(255 - dark, "dark"), dark)
+    assert torch.equal(match_background(dark, "light"), 255 - dark)
 
 
 def test_few_grey_values_are_spread_over_all(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ def seeded(number: int = 1) -> torch.Generator:
 IMAGES = torch.rand(64, 2, 8, 8, generator=seeded())
 
 CHANGES: dict[str, Callable[[torch.Generator], Tensor]] = {
-    "flipped": lambda g: changes.flipped(IMAGES, g),
-    "cropped": lambda g: changes.cropped(IMAGES, 2, g),
-    "turned": lambda g: changes.turned(IMAGES, 10.0, 0.1, g),
-    "erased": lambda g: changes.erased(IMAGES, 0.5, g),
-    "mixed": lambda g: changes.mixed(IMAGES, 1.0, g)[0],
+    "flipped": lambda g: changes.random_flip(IMAGES, g),
+    "cropped": lambda g: changes.random_shift(IMAGES, 2, g),
+    "turned": lambda g: changes.random_rotation(IMAGES, 10.0, 0.1, g),
+    "erased": lambda g: changes.random_erase(IMAGES, 0.5, g),
+    "mixed": lambda g: changes.mixup_or_cutmix(IMAGES, 1.0, g)[0],
 }
 
 
@@ -34,7 +34,7 @@ def test_the_generator_alone_decides(change: Callable[[torch.Generator], Tensor]
 
 
 def test_about_half_are_flipped_and_the_rest_is_as_it_was() -> None:
-    found = changes.flipped(IMAGES, seeded())
+    found = changes.random_flip(IMAGES, seeded())
     same, turned = (found == IMAGES).flatten(1).all(1), (found == IMAGES.flip(-1)).flatten(1).all(1)
     assert bool((same ^ turned).all())
     assert 16 < int(turned.sum()) < 48
@@ -43,43 +43,43 @@ def test_about_half_are_flipped_and_the_rest_is_as_it_was() -> None:
 def test_a_crop_is_the_picture_moved() -> None:
     dot = torch.zeros(200, 1, 9, 9)
     dot[:, :, 4, 4] = 1.0
-    found = changes.cropped(dot, 2, seeded())
+    found = changes.random_shift(dot, 2, seeded())
     assert bool((found.flatten(1).sum(1) == 1).all())
     places = {divmod(int(each.argmax()), 9) for each in found}
     assert places == {(row, column) for row in range(2, 7) for column in range(2, 7)}
 
 
 def test_a_turn_of_nothing_changes_nothing() -> None:
-    assert torch.allclose(changes.turned(IMAGES, 0.0, 0.0, seeded()), IMAGES, atol=1e-5)
+    assert torch.allclose(changes.random_rotation(IMAGES, 0.0, 0.0, seeded()), IMAGES, atol=1e-5)
 
 
 def test_boxes_cover_the_share_that_they_should() -> None:
     areas = torch.full((4000,), 0.25)
-    covered = changes.boxes(4000, 32, 32, areas, seeded()).flatten(1).float().mean(1)
+    covered = changes.random_boxes(4000, 32, 32, areas, seeded()).flatten(1).float().mean(1)
     assert 0.15 < float(covered.mean()) < 0.25
     assert float(covered.max()) < 0.3
 
 
 def test_erasing_leaves_the_rest() -> None:
-    found = changes.erased(IMAGES, 0.5, seeded())
+    found = changes.random_erase(IMAGES, 0.5, seeded())
     touched = (found != IMAGES).flatten(1).any(1)
     assert 16 < int(touched.sum()) < 48
     assert float((found != IMAGES).float().mean()) < 0.3
-    assert torch.equal(changes.erased(IMAGES, 0.0, seeded()), IMAGES)
+    assert torch.equal(changes.random_erase(IMAGES, 0.0, seeded()), IMAGES)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_mixture_is_as_much_its_own_as_it_says(seed: int) -> None:
     """Pictures of one number each, so that the mean of a mixture tells its parts."""
     plain = torch.arange(64.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
-    found, other, own = changes.mixed(plain, 1.0, seeded(seed))
+    found, other, own = changes.mixup_or_cutmix(plain, 1.0, seeded(seed))
     wanted = own * torch.arange(64.0) + (1 - own) * other
     assert torch.allclose(found.mean((1, 2, 3)), wanted, atol=1e-4)
     assert float(own.min()) < 0.9
 
 
 def test_nothing_is_mixed_where_nothing_should() -> None:
-    found, _, own = changes.mixed(IMAGES, 0.0, seeded())
+    found, _, own = changes.mixup_or_cutmix(IMAGES, 0.0, seeded())
     assert torch.equal(found, IMAGES)
     assert bool((own == 1).all())
 
@@ -87,7 +87,7 @@ def test_nothing_is_mixed_where_nothing_should() -> None:
 @pytest.mark.parametrize(("strength", "spread"), [(1.0, 1 / 12), (0.5, 1 / 8)])
 def test_beta_has_the_known_mean_and_variance(strength: float, spread: float) -> None:
     """The variance is 1 / (4 (2 strength + 1))."""
-    found = changes.beta(strength, 20_000, seeded())
+    found = changes.sample_beta(strength, 20_000, seeded())
     assert found.shape == (20_000,)
     assert float(found.mean()) == pytest.approx(0.5, abs=0.01)
     assert float(found.var()) == pytest.approx(spread, abs=0.003)

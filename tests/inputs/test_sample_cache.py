@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foci.inputs.sample_cache import Shelf
+from foci.inputs.sample_cache import SampleCache
 
 
 def test_what_fits_is_read_once() -> None:
@@ -14,7 +14,7 @@ def test_what_fits_is_read_once() -> None:
         asked.append(path)
         return torch.full((4,), float(len(path)))
 
-    shelf = Shelf(read, limit=32)
+    shelf = SampleCache(read, limit=32)
     for path in ("a", "bb", "ccc", "a", "bb", "ccc"):
         assert shelf(path).tolist() == [len(path)] * 4
     assert asked == ["a", "bb", "ccc", "ccc"]

@@ -4,13 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from foci.inputs.tables import good_rows, kind, lines, only, rows, text_of
+from foci.inputs.tables import (
+    data_suffix,
+    read_lines,
+    read_table_rows,
+    read_text_file,
+    read_valid_rows,
+    require_one_path,
+)
 
 
 def test_headings_marks_and_line_ends_are_no_part_of_the_text(tmp_path: Path) -> None:
     path = tmp_path / "a.tsv"
     path.write_bytes("\ufefftext\tlabel\r\ngood\tx\r\n\r\nbad\ty".encode())
-    assert [(row.place.rpartition(":")[2], row.fields) for row in good_rows(path, ("text", "label"))] == [
+    assert [(row.place.rpartition(":")[2], row.fields) for row in read_valid_rows(path, ("text", "label"))] == [
         ("2", {"text": "good", "label": "x"}),
         ("4", {"text": "bad", "label": "y"}),
     ]
@@ -22,9 +29,9 @@ def test_packed_files_read_as_plain_ones(tmp_path: Path) -> None:
     (tmp_path / "a.tsv.gz").write_bytes(gzip.compress(content))
     (tmp_path / "a.tsv.xz").write_bytes(lzma.compress(content))
     for name in ("a.tsv", "a.tsv.gz", "a.tsv.xz"):
-        assert text_of(tmp_path / name) == "a\tä\n"
-        assert good_rows(tmp_path / name, ("x", "y"))[0].fields == {"x": "a", "y": "ä"}
-        assert kind(tmp_path / name) == ".tsv"
+        assert read_text_file(tmp_path / name) == "a\tä\n"
+        assert read_valid_rows(tmp_path / name, ("x", "y"))[0].fields == {"x": "a", "y": "ä"}
+        assert data_suffix(tmp_path / name) == ".tsv"
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
@@ -33,17 +40,17 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_bytes(b"caf\xe9")
     for name, said in (("a.gz", "cannot be unpacked"), ("b.xz", "cannot be unpacked"), ("c.txt", "expected UTF-8")):
         with pytest.raises(ValueError, match=said):
-            text_of(tmp_path / name)
+            read_text_file(tmp_path / name)
     with pytest.raises(ValueError, match=r"a\.gz cannot be unpacked"):
-        list(lines(tmp_path / "a.gz"))
+        list(read_lines(tmp_path / "a.gz"))
     with pytest.raises(ValueError, match=r"expected a file at .*, but there is a folder"):
-        list(rows(tmp_path, ("x",)))
-    assert [row.problem for row in rows(tmp_path / "c.txt", ("x",))] == [
+        list(read_table_rows(tmp_path, ("x",)))
+    assert [row.problem for row in read_table_rows(tmp_path / "c.txt", ("x",))] == [
         "expected UTF-8, but got byte b'\\xe9' at column 4"
     ]
 
 
 def test_one_path_where_one_is_taken(tmp_path: Path) -> None:
-    assert only([tmp_path], "a text") == tmp_path
+    assert require_one_path([tmp_path], "a text") == tmp_path
     with pytest.raises(ValueError, match="expected one path, a text, but got 2"):
-        only([tmp_path, tmp_path], "a text")
+        require_one_path([tmp_path, tmp_path], "a text")

@@ -1,14 +1,14 @@
 import pytest
 
-from foci.inputs.text import START, STOP, Tokenizer, from_json, learned, to_json
+from foci.inputs.text import START, STOP, Tokenizer, tokenizer_from_json, tokenizer_to_json, train_tokenizer
 
 TEXTS = ["a man sleeps.", "ein Mann schläft.", "jane's dog, <stop>!"]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "words", "characters", "bytes"])
 def test_texts_come_back_and_so_do_tokenizers(kind: str) -> None:
-    tokenizer = learned(kind, TEXTS, 300)  # type: ignore[arg-type]
-    again = from_json(to_json(tokenizer))
+    tokenizer = train_tokenizer(kind, TEXTS, 300)  # type: ignore[arg-type]
+    again = tokenizer_from_json(tokenizer_to_json(tokenizer))
     for text in TEXTS:
         tokens = tokenizer.encode(text)
         assert min(tokens) > STOP, "a text that spells a special token is a text"
@@ -28,7 +28,7 @@ def test_texts_come_back_and_so_do_tokenizers(kind: str) -> None:
     ],
 )
 def test_labels_read_as_the_text_and_know_its_words(kind: str, pieces: tuple[str, ...]) -> None:
-    tokenizer = learned(kind, TEXTS * 9, 400)  # type: ignore[arg-type]
+    tokenizer = train_tokenizer(kind, TEXTS * 9, 400)  # type: ignore[arg-type]
     labels = tokenizer.labels([START, *tokenizer.encode("a man sleeps."), STOP])
     assert labels.texts[0] == pieces
     assert labels.words is not None
@@ -39,26 +39,26 @@ def test_labels_read_as_the_text_and_know_its_words(kind: str, pieces: tuple[str
 
 def test_a_character_split_over_tokens_stays_whole() -> None:
     for kind in ("bytes", "bpe"):
-        tokenizer = learned(kind, ["abc"], 300)  # type: ignore[arg-type]
+        tokenizer = train_tokenizer(kind, ["abc"], 300)  # type: ignore[arg-type]
         assert "".join(tokenizer.labels(tokenizer.encode("ä漢")).texts[0]).strip() == "ä漢"
 
 
 def test_unknown_words_and_characters_are_shown_as_such() -> None:
     for kind in ("words", "characters"):
-        tokenizer = learned(kind, ["a b"], 300)  # type: ignore[arg-type]
+        tokenizer = train_tokenizer(kind, ["a b"], 300)  # type: ignore[arg-type]
         assert tokenizer.decode(tokenizer.encode("a z")).replace(" ", "") == "a�"
         assert tokenizer.labels(tokenizer.encode("z")).texts[0] == ("<unknown>",)
 
 
 def test_a_vocabulary_of_pieces_has_room_for_the_bytes() -> None:
     with pytest.raises(ValueError, match="has at least 260 tokens, the bytes among them, but got 100"):
-        learned("bpe", TEXTS, 100)
+        train_tokenizer("bpe", TEXTS, 100)
     with pytest.raises(ValueError, match="expected a tokenizer of the kinds bpe, words, characters or bytes"):
-        from_json('{"kind": "runes"}')
+        tokenizer_from_json('{"kind": "runes"}')
 
 
 def test_learning_is_the_same_each_time() -> None:
     def made() -> Tokenizer:
-        return learned("bpe", TEXTS * 50, 290)
+        return train_tokenizer("bpe", TEXTS * 50, 290)
 
-    assert to_json(made()) == to_json(made())
+    assert tokenizer_to_json(made()) == tokenizer_to_json(made())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foci.tasks.sentiment import Labelled, Sentiment, SentimentSettings
+from foci.tasks.sentiment import LabelledText, Sentiment, SentimentSettings
 from tests.tasks.lessons import Lesson, lesson
 
 SMALL = (
@@ -72,22 +72,22 @@ def test_answers_stand_in_the_order_of_the_texts(learned: Lesson, monkeypatch: p
     task, model, _ = learned.trained
     with torch.no_grad():
         together = task.decode(model, learned.dev[:20])
-        monkeypatch.setattr("foci.tasks.sentiment.TOGETHER", 1)
+        monkeypatch.setattr("foci.tasks.sentiment.DECODE_TOKENS", 1)
         alone = task.decode(model, learned.dev[:20])
     assert [each.label for each in together] == [each.label for each in alone]
 
 
 def test_of_a_long_text_the_beginning_and_the_end_are_read() -> None:
     settings = SentimentSettings(max_length=4)
-    task = Sentiment.start(settings, [Labelled("a b c d e f", "x"), Labelled("a", "y")])
-    assert task.tokenizer.decode(task.tokens(Labelled("a b c d e f"))) == "a b e f"
-    batch = task.batch([Labelled("a b c d e f", "x")], False, torch.Generator())
+    task = Sentiment.start(settings, [LabelledText("a b c d e f", "x"), LabelledText("a", "y")])
+    assert task.tokenizer.decode(task.tokens(LabelledText("a b c d e f"))) == "a b e f"
+    batch = task.batch([LabelledText("a b c d e f", "x")], False, torch.Generator())
     assert batch["tokens"].shape == (1, 4)
 
 
 def test_some_tokens_are_forgotten_while_training_and_none_after() -> None:
     settings = SentimentSettings(forget=0.5)
-    texts = [Labelled("a b c d e f g h", "x"), Labelled("h g f e d c b a", "y")]
+    texts = [LabelledText("a b c d e f g h", "x"), LabelledText("h g f e d c b a", "y")]
     task = Sentiment.start(settings, texts)
     read = task.batch(texts, False, torch.Generator())["tokens"]
     thinned = task.batch(texts, True, torch.Generator().manual_seed(1))["tokens"]
@@ -111,16 +111,16 @@ def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
 
 def test_a_label_that_was_not_learned_is_refused(learned: Lesson) -> None:
     with pytest.raises(ValueError, match="expected one of the labels bad, good, but got 'odd' for 'a dog'"):
-        learned.trained.task.batch([Labelled("a dog", "odd")], False, torch.Generator())
+        learned.trained.task.batch([LabelledText("a dog", "odd")], False, torch.Generator())
 
 
 def test_naive_bayes_is_known_before_anything_is_learned(tmp_path: Path) -> None:
     settings = SentimentSettings(prior=True, grams=1)
-    train = [Labelled("good film", "plus"), Labelled("good good story", "plus"), Labelled("bad film", "minus")]
+    train = [LabelledText("good film", "plus"), LabelledText("good good story", "plus"), LabelledText("bad film", "minus")]
     task = Sentiment.start(settings, train)
     again = Sentiment.from_files(settings, task.files())
     with torch.no_grad():
-        said = again.decode(again.model().eval(), [Labelled("a good story"), Labelled("bad"), Labelled("film")])
+        said = again.decode(again.model().eval(), [LabelledText("a good story"), LabelledText("bad"), LabelledText("film")])
     assert [each.label for each in said] == ["plus", "minus", "minus"]
     # In plus 2 texts have "good" among 4 different words, in minus none among 2; and each of 8 tokens once more.
     row = torch.tensor(task.prior)[task.tokenizer.encode("good")[0]]
@@ -129,7 +129,7 @@ def test_naive_bayes_is_known_before_anything_is_learned(tmp_path: Path) -> None
 
 
 def test_two_passes_that_disagree_cost_more() -> None:
-    examples = [Labelled("a b c d", "x"), Labelled("d c b a", "y")]
+    examples = [LabelledText("a b c d", "x"), LabelledText("d c b a", "y")]
     losses = []
     for agreement in (1e-9, 50.0):
         settings = SentimentSettings(dropout=0.5, agreement=agreement, forget=0.0)

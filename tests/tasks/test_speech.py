@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foci.nn.speech import SpeechEncoder
 from foci.tasks.speech import Recording, Speech, error_rates
-from foci.tasks.speech_features import SpeechSettings, frames_of, heard, joined
+from foci.tasks.speech_features import SpeechSettings, compute_features, load_recording, join_recordings
 from tests.inputs.test_audio import write_wav
 from tests.tasks.lessons import Lesson, lesson
 
@@ -88,7 +88,7 @@ def test_answers_stand_in_the_order_of_the_recordings(learned: Lesson, monkeypat
     task, model, _ = learned.trained
     with torch.no_grad():
         together = task.decode(model, learned.dev[:12])
-        monkeypatch.setattr("foci.tasks.speech.TOGETHER", 1)
+        monkeypatch.setattr("foci.tasks.speech.DECODE_FRAMES", 1)
         alone = task.decode(model, learned.dev[:12])
     assert together == alone
 
@@ -112,20 +112,20 @@ def test_a_recording_may_keep_its_colour(tmp_path: Path) -> None:
     low, high = (torch.sin(2 * math.pi * pitch * torch.arange(4000) / RATE) for pitch in (300.0, 1500.0))
     for colour in (False, True):
         settings = SpeechSettings(rate=RATE, bands=16, colour=colour)
-        apart = (frames_of(low, settings) - frames_of(high, settings))[5:-5].square().mean().sqrt()
+        apart = (compute_features(low, settings) - compute_features(high, settings))[5:-5].square().mean().sqrt()
         assert (float(apart) > 1.0) == colour
 
 
 def test_another_recording_may_follow() -> None:
     frames = [torch.full((length, 2), float(length)) for length in (1, 2, 3)]
     texts = [[1], [2, 2], [3]]
-    longer, said = joined(frames, texts, 1.0, torch.Generator().manual_seed(1))
+    longer, said = join_recordings(frames, texts, 1.0, torch.Generator().manual_seed(1))
     for own, text, whole, words in zip(frames, texts, longer, said, strict=True):
         other = whole[len(own) :]
         assert torch.equal(whole[: len(own)], own)
         assert words == [*text, *texts[len(other) - 1]]
         assert torch.equal(other, frames[len(other) - 1])
-    same, kept = joined(frames, texts, 0.0, torch.Generator())
+    same, kept = join_recordings(frames, texts, 0.0, torch.Generator())
     assert all(map(torch.equal, same, frames))
     assert kept == texts
 
@@ -150,7 +150,7 @@ def test_frames_that_were_made_elsewhere_are_taken(tmp_path: Path) -> None:
     settings = SpeechSettings(deltas=True)
     examples = Speech.read([tmp_path / "table.tsv"], settings)
     task = Speech.start(settings, examples)
-    assert torch.equal(heard(examples[0].path, 16_000), given)
+    assert torch.equal(load_recording(examples[0].path, 16_000), given)
     assert task.size(examples[0]) == 20
     batch = task.batch(examples, False, torch.Generator())
     assert batch["frames"].shape == (1, 24, 15)
@@ -196,21 +196,21 @@ def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ctc", "noise", "join"])
 def test_a_share_beyond_one_is_refused(name: str) -> None:
-    SpeechSettings().changed(**{name: 1.0})
+    SpeechSettings().replace(**{name: 1.0})
     with pytest.raises(ValueError, match=rf"task.{name} must lie between 0 and 1, but got 1.5"):
-        SpeechSettings().changed(**{name: 1.5})
+        SpeechSettings().replace(**{name: 1.5})
 
 
 @pytest.mark.parametrize("name", ["speed", "voice", "stretch", "dropout", "smoothing"])
 def test_the_whole_is_refused_where_nothing_would_be_left(name: str) -> None:
     for value in (1.0, -0.1):
         with pytest.raises(ValueError, match=rf"task.{name} must be at least 0 and below 1, but got {value}"):
-            SpeechSettings().changed(**{name: value})
+            SpeechSettings().replace(**{name: value})
 
 
 @pytest.mark.parametrize(("share", "heads"), [(0.0, (False, True)), (1.0, (True, False)), (0.5, (True, True))])
 def test_the_share_of_ctc_says_what_the_model_has(share: float, heads: tuple[bool, bool], learned: Lesson) -> None:
-    task = Speech(learned.trained.task.settings.changed(ctc=share), learned.trained.task.tokenizer, [1.0] * 16)
+    task = Speech(learned.trained.task.settings.replace(ctc=share), learned.trained.task.tokenizer, [1.0] * 16)
     model = task.model()
     assert isinstance(model, SpeechEncoder)
     assert (model.ctc is not None, model.decoder is not None) == heads

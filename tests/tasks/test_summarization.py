@@ -64,7 +64,7 @@ def test_answers_stand_in_the_order_of_the_documents(learned: Lesson, monkeypatc
     task, model, _ = learned.trained
     with torch.no_grad():
         together = task.decode(model, learned.dev[:10])
-        monkeypatch.setattr("foci.tasks.summarization.TOGETHER", {"cpu": 1})
+        monkeypatch.setattr("foci.tasks.summarization.DECODE_TOKENS", {"cpu": 1})
         assert task.decode(model, learned.dev[:10]) == together
 
 
@@ -80,7 +80,7 @@ def test_of_a_beam_the_answer_that_most_agree_on_may_be_given(monkeypatch: pytes
 
     monkeypatch.setattr("foci.tasks.summarization.generate", found)
     assert task.tokenizer.decode(task.written(torch.nn.Identity(), [[5]])[0]) == "sale"
-    task.settings = task.settings.changed(consensus=2.0)
+    task.settings = task.settings.replace(consensus=2.0)
     assert task.tokenizer.decode(task.written(torch.nn.Identity(), [[5]])[0]) == "meeting on"
     assert [method.best for method in asked] == [1, 4]
 
@@ -136,7 +136,7 @@ def test_two_passes_agree_only_without_dropout(dropout: float) -> None:
     settings = SummarizationSettings(tokenizer="words", size="tiny", dropout=dropout, smoothing=0.0)
     losses = []
     for agreement in (0.0, 1e-9, 50.0):
-        task = Summarization.start(settings.changed(agreement=agreement), [example])
+        task = Summarization.start(settings.replace(agreement=agreement), [example])
         torch.manual_seed(1)
         model = task.model().train()
         torch.manual_seed(2)

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from foci.inputs.padding import MULTIPLE, longest_first
-from foci.training.batches import dealt, in_advance, number_from, seeded
+from foci.inputs.padding import LENGTH_MULTIPLE, group_by_size
+from foci.training.batches import derive_seed, group_by_length, prefetch, seeded_generator
 
 SIZES = [3, 50, 7, 8, 9, 17, 50, 2, 31, 12, 5, 5, 5, 40, 1] * 4
 
 
 @pytest.mark.parametrize("parts", [1, 2, 6])
 def test_every_example_is_in_one_batch_within_the_budget(parts: int) -> None:
-    batches = dealt(SIZES, 64, parts, seeded(1))
+    batches = group_by_length(SIZES, 64, parts, seeded_generator(1))
     assert sorted(i for batch in batches for i in batch) == list(range(len(SIZES)))
     for batch in batches:
         longest = -(-max(SIZES[i] for i in batch) // 8) * 8
@@ -20,16 +20,20 @@ def test_every_example_is_in_one_batch_within_the_budget(parts: int) -> None:
 
 
 def test_examples_of_similar_length_are_together() -> None:
-    batches = dealt(SIZES, 64, 1, seeded(1))
+    batches = group_by_length(SIZES, 64, 1, seeded_generator(1))
     padding = sum(max(SIZES[i] for i in batch) * len(batch) for batch in batches) / sum(SIZES)
     assert padding < 1.3
 
 
 def test_the_order_depends_on_the_seed_alone() -> None:
-    assert dealt(SIZES, 64, 1, seeded(1, 2)) == dealt(SIZES, 64, 1, seeded(1, 2))
-    assert dealt(SIZES, 64, 1, seeded(1, 2)) != dealt(SIZES, 64, 1, seeded(1, 3))
-    assert number_from(1, "epoch", 2) == 3924597110019656317
-    assert [len(batch) for batch in longest_first([5, 50, 5], 64, MULTIPLE)] == [1, 2]
+    assert group_by_length(SIZES, 64, 1, seeded_generator(1, 2)) == group_by_length(
+        SIZES, 64, 1, seeded_generator(1, 2)
+    )
+    assert group_by_length(SIZES, 64, 1, seeded_generator(1, 2)) != group_by_length(
+        SIZES, 64, 1, seeded_generator(1, 3)
+    )
+    assert derive_seed(1, "epoch", 2) == 3924597110019656317
+    assert [len(batch) for batch in group_by_size([5, 50, 5], 64, LENGTH_MULTIPLE)] == [1, 2]
 
 
 def test_a_thread_makes_the_same_items_and_passes_errors_on() -> None:
@@ -37,7 +41,7 @@ def test_a_thread_makes_the_same_items_and_passes_errors_on() -> None:
         yield from range(5)
         raise ValueError("broken")
 
-    found = in_advance(items(), 2)
+    found = prefetch(items(), 2)
     assert [next(found) for _ in range(5)] == list(range(5))
     with pytest.raises(ValueError, match="broken"):
         next(found)
@@ -51,7 +55,7 @@ def test_a_thread_ends_when_nobody_wants_more() -> None:
             made.append(number)
             yield number
 
-    found = in_advance(items(), 2)
+    found = prefetch(items(), 2)
     next(found)
     found.close()
     time.sleep(0.05)
@@ -61,5 +65,5 @@ def test_a_thread_ends_when_nobody_wants_more() -> None:
 
 
 def test_generators_are_independent() -> None:
-    draws = {float(torch.rand((), generator=seeded(1, "batch", n))) for n in range(50)}
+    draws = {float(torch.rand((), generator=seeded_generator(1, "batch", n))) for n in range(50)}
     assert len(draws) == 50

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from foci.training import RunConfig, TrainConfig, read_config
-from foci.training.schedule import rate_at
+from foci.training.schedule import learning_rate_at
 
 
 def test_a_config_is_written_as_it_is_read(tmp_path: Path) -> None:
@@ -75,14 +75,14 @@ def test_a_config_of_another_task_is_refused(tmp_path: Path) -> None:
 
 def test_the_rate_rises_and_falls() -> None:
     config = TrainConfig(rate=1.0, warmup=10, floor=0.1)
-    rates = [rate_at(step, 100, config) for step in range(101)]
+    rates = [learning_rate_at(step, 100, config) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[10] == 1.0
     assert rates[100] == pytest.approx(0.1)
     assert rates[10:] == sorted(rates[10:], reverse=True)
     root = TrainConfig(rate=1.0, warmup=10, schedule="inverse_sqrt")
-    assert rate_at(39, 100, root) == pytest.approx(0.5)
-    assert rate_at(99, 100, TrainConfig(rate=1.0, schedule="constant", warmup=0)) == 1.0
+    assert learning_rate_at(39, 100, root) == pytest.approx(0.5)
+    assert learning_rate_at(99, 100, TrainConfig(rate=1.0, schedule="constant", warmup=0)) == 1.0
 
 
 def test_a_seed_of_0_is_a_seed() -> None:

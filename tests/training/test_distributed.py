@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foci.training import checkpoint, train
-from foci.training.distributed import pieces
+from foci.training.distributed import bucket_tensors
 from tests.training.reversal import SMALL, config, logged, written
 
 ROOT = Path(__file__).parent.parent.parent
@@ -85,16 +85,16 @@ def test_a_sharded_checkpoint_goes_on_in_one_process(tmp_path: Path) -> None:
     together(data, shared, "train.batch_tokens=128", "train.shard=true", "train.ema=0.5")
     train(config(data, *CHANGES, "train.batch_tokens=256", "train.ema=0.5"), tmp_path / "one", quiet=True)
     assert_same_curve(tmp_path / "one", shared)
-    last, before = checkpoint.found(shared / "checkpoints")
+    last, before = checkpoint.list_checkpoints(shared / "checkpoints")
     files = sorted(path.name for path in before.iterdir())
     assert files == ["rank-00000.safetensors", "rank-00001.safetensors", "state.json"]
     shutil.rmtree(last)
     train(config(data, *CHANGES, "train.batch_tokens=256", "train.ema=0.5"), shared, resume=True, quiet=True)
-    assert checkpoint.newest(shared / "checkpoints", pytest.fail).step == 6  # type: ignore[union-attr]
+    assert checkpoint.load_newest(shared / "checkpoints", pytest.fail).step == 6  # type: ignore[union-attr]
     assert_same_curve(tmp_path / "one", shared)
     assert logged(shared, "dev_loss")[6] == pytest.approx(logged(tmp_path / "one", "dev_loss")[6], rel=1e-4)
 
 
 def test_gradients_travel_in_pieces_of_one_dtype() -> None:
     tensors = [torch.zeros(2**23), torch.zeros(2**23), torch.zeros(5), torch.zeros(3, dtype=torch.float64)]
-    assert [[tensor.numel() for tensor in some] for some in pieces(tensors)] == [[2**23, 2**23], [5], [3]]
+    assert [[tensor.numel() for tensor in some] for some in bucket_tensors(tensors)] == [[2**23, 2**23], [5], [3]]

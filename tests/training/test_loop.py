@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from foci.cli import main
 from foci.runtime.safetensors_file import import_safetensors
-from foci.tasks.model_file import load
+from foci.tasks.model_file import load_trained_model
 from foci.tasks.translation import Translation
 from foci.training import loop, progress, train
-from foci.training.best_models import Selection
+from foci.training.best_models import BestModels
 from foci.training.state import State
 from tests.training.reversal import SMALL, config, logged, written
 
@@ -62,7 +62,7 @@ def test_the_mean_of_the_best_models_is_made_of_their_weights(data: Path, tmp_pa
     first, second, last = (
         import_safetensors().load_file(path) for path in (*kept, tmp_path / "run" / "model.safetensors")
     )
-    about = load(tmp_path / "run").about
+    about = load_trained_model(tmp_path / "run").about
     final, alone = about["dev"]["loss"], logged(tmp_path / "run", "dev_loss")
     name = "encoder.blocks.0.attention.project.weight"
     mean = (first[name] + second[name]) / 2
@@ -91,7 +91,7 @@ def test_a_missing_metric_package_is_said_and_the_loss_decides(
 def test_asked_to_stop_it_saves_and_goes_on_later(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = loop.one_update
+    plain = loop.run_training_step
 
     def asking(run: Any, learner: Any, update: Any, step: int) -> Tensor:
         if step == 6:
@@ -123,7 +123,7 @@ def test_one_update_an_epoch_is_one(data: Path, tmp_path: Path, capsys: pytest.C
 
 def test_a_time_limit_ends_with_a_finished_model(data: Path, tmp_path: Path) -> None:
     train(config(data, "train.steps=100000", "train.minutes=0.005"), tmp_path / "run", quiet=True)
-    assert load(tmp_path / "run").about["dev"]["loss"] > 0
+    assert load_trained_model(tmp_path / "run").about["dev"]["loss"] > 0
 
 
 def test_it_says_rate_and_time_left(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,11 +206,11 @@ def test_of_equally_good_models_the_loss_then_the_later_one_decides(
 ) -> None:
     found = iter(losses)
 
-    def same(self: Selection) -> dict[str, float | str]:
+    def same(self: BestModels) -> dict[str, float | str]:
         loss = next(found, losses[best - 1])
         return {"bleu": 0.0, "loss": loss}
 
-    monkeypatch.setattr(Selection, "measured", same)
+    monkeypatch.setattr(BestModels, "measured", same)
     often = ("train.select=metric", "train.evaluate_every=1", "train.steps=3", "train.patience=0")
     train(config(data, *often), tmp_path / "run", quiet=True)
     assert [path.name for path in (tmp_path / "run" / "best").iterdir()] == [f"step-{best:08d}.safetensors"]
@@ -220,7 +220,7 @@ def test_a_lower_loss_alone_is_no_reason_to_wait_longer(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter(range(100, 0, -1))
-    monkeypatch.setattr(Selection, "measured", lambda self: {"bleu": 0.0, "loss": float(next(losses))})
+    monkeypatch.setattr(BestModels, "measured", lambda self: {"bleu": 0.0, "loss": float(next(losses))})
     often = ("train.select=metric", "train.evaluate_every=1", "train.steps=20", "train.patience=3")
     train(config(data, *often), tmp_path / "run", quiet=True)
     assert max(logged(tmp_path / "run", "loss")) == 4

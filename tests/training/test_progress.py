@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from foci.training.progress import Progress, answering, clock
+from foci.training.progress import Progress, decoding_progress, format_duration
 
 
 def test_tensorboard_is_written_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_only_the_first_process_writes(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_time_is_written_as_a_clock_shows_it() -> None:
-    assert [clock(seconds) for seconds in (0.4, 59.6, 3600)] == ["0:00", "1:00", "1:00:00"]
+    assert [format_duration(seconds) for seconds in (0.4, 59.6, 3600)] == ["0:00", "1:00", "1:00:00"]
 
 
 class Terminal(io.StringIO):
@@ -47,17 +47,17 @@ class Terminal(io.StringIO):
 
 def test_a_long_evaluation_shows_how_far_it_is_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", file := io.StringIO())
-    with answering(4) as done:
+    with decoding_progress(4) as done:
         done(4)
     assert file.getvalue() == ""
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    with answering(4) as done:
+    with decoding_progress(4) as done:
         for _ in range(10):
             done(0.3)
     assert "3/4" in terminal.getvalue()
     monkeypatch.setitem(sys.modules, "rich.progress", None)
-    monkeypatch.setattr("foci.training.progress.SELDOM", -1.0)
+    monkeypatch.setattr("foci.training.progress.LINE_SECONDS", -1.0)
     monkeypatch.setattr("sys.stderr", plain := Terminal())
-    with answering(4) as done:
+    with decoding_progress(4) as done:
         done(1)
     assert plain.getvalue() == "1/4 answered\n"

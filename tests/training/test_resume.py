@@ -61,7 +61,7 @@ def test_a_killed_run_ends_as_one_that_was_not(finished: tuple[Path, Path], tmp_
     killed = tmp_path / "killed"
     process = subprocess.Popen([*command, "--out", str(killed)], env=environment, cwd=tmp_path)
     kill_when(process, killed, 10)
-    left_at = checkpoint.newest(killed / "checkpoints", pytest.fail)
+    left_at = checkpoint.load_newest(killed / "checkpoints", pytest.fail)
     assert left_at is not None
     assert 10 <= left_at.step < STEPS
     train(config(data, *CHANGES), killed, resume=True, quiet=True)
@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
     finished: tuple[Path, Path], run: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, other = run
-    last, before = checkpoint.found(other / "checkpoints")
+    last, before = checkpoint.list_checkpoints(other / "checkpoints")
     content = bytearray((last / "rank-00000.safetensors").read_bytes())
     content[-5] ^= 1
     (last / "rank-00000.safetensors").write_bytes(content)
@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
 
 @pytest.mark.parametrize("harm", ["cut", "no json", "no file", "foreign"])
 def test_every_kind_of_damage_is_found(run: tuple[Path, Path], harm: str) -> None:
-    last = checkpoint.found(run[1] / "checkpoints")[0]
+    last = checkpoint.list_checkpoints(run[1] / "checkpoints")[0]
     file, state = last / "rank-00000.safetensors", last / "state.json"
     if harm == "cut":
         file.write_bytes(file.read_bytes()[:-100])
@@ -119,7 +119,7 @@ def test_every_kind_of_damage_is_found(run: tuple[Path, Path], harm: str) -> Non
 
 def test_without_a_whole_checkpoint_there_is_no_silent_new_beginning(run: tuple[Path, Path]) -> None:
     data, whole = run
-    for folder in checkpoint.found(whole / "checkpoints"):
+    for folder in checkpoint.list_checkpoints(whole / "checkpoints"):
         (folder / "state.json").unlink()
     with pytest.raises(ValueError, match="all 2 are damaged"):
         train(config(data, *CHANGES), whole, resume=True, quiet=True)
@@ -176,7 +176,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(
     run: tuple[Path, Path], changes: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run[1]
-    last, before = checkpoint.found(folder / "checkpoints")
+    last, before = checkpoint.list_checkpoints(folder / "checkpoints")
     shutil.rmtree(last)
     resume = ["train", "translation", "--out", str(folder), "--resume", "--quiet"]
     with full_disk():
@@ -184,7 +184,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-    assert checkpoint.found(folder / "checkpoints") == [before]
+    assert checkpoint.list_checkpoints(folder / "checkpoints") == [before]
     assert not list(folder.rglob(".*"))
     assert main.main(resume) == 0
 
@@ -193,7 +193,7 @@ def test_models_that_a_checkpoint_names_stay_until_the_next_one(
     data_of_a_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, often = tmp_path / "r", ("train.evaluate_every=4", "train.checkpoint_every=10", "train.average=2")
-    save = checkpoint.save
+    save = checkpoint.save_checkpoint
 
     def dying(place: Path, step: int, *rest: Any) -> None:
         assert step < 20, "the run dies before its second checkpoint"
