@@ -1,8 +1,8 @@
-"""`head_view` and `model_view` with BertViz's names and arguments, for code that was written for it.
+"""`head_view` and `model_view` with the names and arguments of BertViz.
 
-    foci.head_view(outputs.attentions, tokens)
+    foci.bertviz.head_view(outputs.attentions, tokens)
 
-They make a Record of the tensors and show its page: up to 128 tokens with every entry, beyond with the heaviest keys.
+They build a Record from the tensors and show its page: with every entry up to 128 tokens, with the top keys beyond.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from foci.record.record import Record
 from foci.view.page import document
 from foci.view.units import SPECIAL_TOKEN
 
+__all__ = ["head_view", "model_view"]
+
 
 @dataclass(frozen=True)
 class HtmlPage:
-    """A page of attention: `data` is all of its HTML; a notebook shows it in a frame of its own."""
+    """A page: `data` is its HTML; a notebook shows it in an iframe."""
 
     data: str
 
@@ -35,7 +37,7 @@ class HtmlPage:
 
 @dataclass(frozen=True)
 class EncoderDecoderAttention:
-    """The attention of an encoder-decoder and its tokens, what there is of them."""
+    """The attention tensors and tokens of an encoder-decoder; each may be missing."""
 
     encoder: Any = None
     decoder: Any = None
@@ -44,7 +46,7 @@ class EncoderDecoderAttention:
     decoder_tokens: Sequence[str] | None = None
 
     @property
-    def given(self) -> bool:
+    def has_attention(self) -> bool:
         return any(one is not None for one in (self.encoder, self.decoder, self.cross))
 
 
@@ -63,23 +65,23 @@ def head_view(
     include_layers: Sequence[int] | None = None,
     html_action: str = "view",
 ) -> HtmlPage | None:
-    """Lines from the tokens that look to those that are looked at, of one layer's heads.
+    """Show the heads of one layer as lines between tokens.
 
     >>> attention = [torch.rand(1, 4, 3, 3).softmax(-1) for _ in range(2)]
-    >>> page = foci.head_view(attention, ["[CLS]", "hun", "##gry"], layer=1, heads=[0, 3], html_action="return")
+    >>> page = foci.bertviz.head_view(attention, ["[CLS]", "hun", "##gry"], layer=1, heads=[0, 3], html_action="return")
     >>> page.data[:15]
     '<!doctype html>'
 
     Args:
-        attention: [layer] of (batch, heads, T, T), as Hugging Face's `output_attentions` gives it.
-        tokens: as a tokenizer's `convert_ids_to_tokens` gives them.
-        sentence_b_start: where the second of two sentences begins; each part is then also there by itself, as A→B.
-        prettify_tokens: show "Ġhello", "▁hello" and "##ing" as they read.
-        layer, heads: what is shown first.
-        encoder_attention, decoder_attention, cross_attention: those of an encoder-decoder, in place of `attention`.
+        attention: [layer] of (batch, heads, T, T), as returned by Hugging Face's `output_attentions`.
+        tokens: as returned by a tokenizer's `convert_ids_to_tokens`.
+        sentence_b_start: index of the first token of the second sentence; adds the parts A→A, A→B, B→A and B→B.
+        prettify_tokens: show "Ġhello", "▁hello" and "##ing" as plain text.
+        layer, heads: the layer and heads to show first.
+        encoder_attention, decoder_attention, cross_attention: those of an encoder-decoder, instead of `attention`.
         encoder_tokens, decoder_tokens: its tokens.
-        include_layers: the layers that the page has; None: all.
-        html_action: "view" shows it, in a notebook or a browser; "return" gives an object with the HTML in `data`.
+        include_layers: the layers on the page; None: all.
+        html_action: "view" shows the page in a notebook or a browser; "return" returns it, with the HTML in `data`.
     """
     paired = EncoderDecoderAttention(
         encoder_attention, decoder_attention, cross_attention, encoder_tokens, decoder_tokens
@@ -104,14 +106,14 @@ def model_view(
     include_heads: Sequence[int] | None = None,
     html_action: str = "view",
 ) -> HtmlPage | None:
-    """All layers and heads as thumbnails; arguments as of `head_view`.
+    """Show all layers and heads as thumbnails; the other arguments are those of `head_view`.
 
     Args:
         display_mode: "dark" or "light".
-        include_heads: the heads of each layer that the page has; None: all.
+        include_heads: the heads of each layer on the page; None: all.
     """
     if display_mode not in ("dark", "light"):
-        raise ValueError(f"expected display_mode 'dark' or 'light', received {display_mode!r}")
+        raise ValueError(f"display_mode must be 'dark' or 'light', got {display_mode!r}")
     paired = EncoderDecoderAttention(
         encoder_attention, decoder_attention, cross_attention, encoder_tokens, decoder_tokens
     )
@@ -129,11 +131,11 @@ def build_record(
     pretty: bool,
     included: Sequence[int] | None,
 ) -> Record:
-    """The tensors as a record, with only the layers that were asked for."""
-    if (attention is not None) == paired.given:
-        received = "both" if paired.given else "neither"
-        raise ValueError(f"expected attention, or encoder_, decoder_ and cross_attention, received {received}")
-    if paired.given:
+    """Build a record of the tensors with the included layers."""
+    if (attention is not None) == paired.has_attention:
+        received = "both" if paired.has_attention else "neither"
+        raise ValueError(f"attention must be given, or encoder_, decoder_ or cross_attention, got {received}")
+    if paired.has_attention:
         record = build_encoder_decoder_record(paired, pretty)
     else:
         record = Record.from_tensors(attention, build_token_labels(tokens, "tokens", pretty))
@@ -160,7 +162,7 @@ def build_encoder_decoder_record(paired: EncoderDecoderAttention, pretty: bool) 
 
 def build_token_labels(tokens: Sequence[str] | None, name: str, pretty: bool) -> Labels:
     if tokens is None:
-        raise ValueError(f"expected {name}, a list of texts, beside the attention, received none")
+        raise ValueError(f"{name} must be a list of strings, got None")
     texts = restore_spaces(tokens) if pretty else list(tokens)
     words = [
         None if SPECIAL_TOKEN.fullmatch(text.strip()) else word
@@ -170,7 +172,7 @@ def build_token_labels(tokens: Sequence[str] | None, name: str, pretty: bool) ->
 
 
 def restore_spaces(tokens: Sequence[str]) -> list[str]:
-    r"""Tokens as they read: a space where a word begins.
+    r"""Replace the tokenizer's word markers by spaces.
 
     >>> prettified(["ĠJane", "Ġis", "Ċ"]), prettified(["[CLS]", "hun", "##gry", "!"]), prettified(["▁Ja", "ne"])
     ([' Jane', ' is', '\n'], ['[CLS]', ' hun', 'gry', ' !'], [' Ja', 'ne'])
@@ -181,35 +183,35 @@ def restore_spaces(tokens: Sequence[str]) -> list[str]:
 
 
 def check_token_counts(record: Record) -> None:
-    """BertViz refuses tokens that are more than the attention, and so do we: they would be other tokens."""
+    """Check that there is one token per position, as BertViz does."""
     for layer in record.layers.values():
         for name, length in ((layer.queries, layer.shape[2]), (layer.keys, layer.shape[3])):
             if len(record.labels[name]) != length:
-                raise ValueError(f"expected {length} tokens for {layer.label}, received {len(record.labels[name])}")
+                raise ValueError(f"tokens must be {length} for {layer.label}, got {len(record.labels[name])}")
 
 
 def check_included_layers(record: Record, included: Sequence[int]) -> None:
     there = sorted({layer.index for layer in record.layers.values()})
     unknown = sorted(set(included) - set(there))
     if unknown or not included:
-        raise ValueError(f"expected include_layers from 0 to {there[-1]}, received {unknown or 'none'}")
+        raise ValueError(f"include_layers must be from 0 to {there[-1]}, got {unknown or 'none'}")
 
 
 def keep_heads(layer: Layer, heads: Sequence[int]) -> Layer:
-    """The layer with some of its heads only."""
+    """Return the layer with some of its heads."""
     unknown = sorted(set(heads) - set(layer.heads))
     if unknown or not heads:
-        raise ValueError(f"expected heads from 0 to {layer.heads[-1]} in {layer.label}, received {unknown or 'none'}")
+        raise ValueError(f"heads must be from 0 to {layer.heads[-1]} in {layer.label}, got {unknown or 'none'}")
     assert layer.matrix is not None
     places = [layer.heads.index(head) for head in heads]
     return replace(layer, heads=tuple(heads), kv_heads=0, matrix=layer.matrix[:, places])
 
 
 def add_sentence_parts(record: Record, second: int) -> Record:
-    """Beside each layer its four parts: from each of two sentences to each, with numbers as they are in the whole."""
+    """Add four parts of each layer: from each of two sentences to each; weights are not renormalized."""
     labels = record.labels["input"]
     if not 0 < second < len(labels):
-        raise ValueError(f"expected sentence_b_start from 1 to {len(labels) - 1}, received {second}")
+        raise ValueError(f"sentence_b_start must be from 1 to {len(labels) - 1}, got {second}")
     spans = {"A": range(second), "B": range(second, len(labels))}
     for name, span in spans.items():
         record.labels[name] = labels.select(span)
@@ -224,35 +226,33 @@ def add_sentence_parts(record: Record, second: int) -> Record:
 
 
 def name_initial_heads(record: Record, layer: int | None, heads: Sequence[int] | None) -> list[str]:
-    """The names of the heads that a page begins with; none where nothing was asked."""
+    """Return the names of the heads to show first; empty if neither layer nor heads are given."""
     if layer is None and heads is None:
         return []
     one = next((one for one in record.layers.values() if layer in (None, one.index)), None)
     if one is None:
-        raise ValueError(
-            f"expected a layer of {', '.join(map(record.name_of, record.layers.values()))}, received {layer}"
-        )
-    asked = one if heads is None else keep_heads(one, heads)
-    return [record.name_of(one, head) for head in asked.heads]
+        raise ValueError(f"layer must be one of {', '.join(map(record.name_of, record.layers.values()))}, got {layer}")
+    selected = one if heads is None else keep_heads(one, heads)
+    return [record.name_of(one, head) for head in selected.heads]
 
 
 def finish_page(record: Record, state: dict[str, str], action: str) -> HtmlPage | None:
-    """The page, opened at a view: given back or shown."""
+    """Return or show the page, opened at a view."""
     if action not in ("view", "return"):
-        raise ValueError(f"expected html_action 'view' or 'return', received {action!r}")
-    made = HtmlPage(document.render_html(record, "attention", urlencode(state, safe="~")))
+        raise ValueError(f"html_action must be 'view' or 'return', got {action!r}")
+    page = HtmlPage(document.render_html(record, "attention", urlencode(state, safe="~")))
     if action == "return":
-        return made
-    display_page(made)
+        return page
+    display_page(page)
     return None
 
 
-def display_page(made: HtmlPage) -> None:
-    """In a notebook below the cell, otherwise in a browser."""
+def display_page(page: HtmlPage) -> None:
+    """Show the page below the notebook cell, or in a browser."""
     if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
-        sys.modules["IPython"].display.display(made)
+        sys.modules["IPython"].display.display(page)
         return
     with tempfile.NamedTemporaryFile("w", prefix="foci-", suffix=".html", delete=False, encoding="utf-8") as file:
-        file.write(made.data)
-    print(f"the page is {file.name}", file=sys.stderr)
+        file.write(page.data)
+    print(f"page written to {file.name}", file=sys.stderr)
     webbrowser.open(Path(file.name).as_uri())

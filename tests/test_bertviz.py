@@ -25,16 +25,16 @@ def state(page: Any) -> str:
     return unescape(re.findall(r'<html lang="en" data-state="([^"]*)">', page.data)[0])
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, view: Any = foci.head_view, **given: Any) -> Any:
+def recorded(monkeypatch: pytest.MonkeyPatch, view: Any = foci.bertviz.head_view, **given: Any) -> Any:
     """The record that a view draws."""
     found = []
-    monkeypatch.setattr(bertviz.page, "html", lambda record, title, state: found.append(record) or "<html>")
+    monkeypatch.setattr(bertviz.document, "render_html", lambda record, title, state: found.append(record) or "<html>")
     view(**given, html_action="return")
     return found[0]
 
 
 def test_a_page_is_returned_and_opens_at_the_heads_that_were_asked_for() -> None:
-    page = foci.head_view(attention(), TOKENS, layer=1, heads=[0, 2], html_action="return")
+    page = foci.bertviz.head_view(attention(), TOKENS, layer=1, heads=[0, 2], html_action="return")
     assert page is not None
     assert page.data.startswith("<!doctype html>")
     assert state(page) == "v=lines&h=L1H0~L1H2"
@@ -43,7 +43,7 @@ def test_a_page_is_returned_and_opens_at_the_heads_that_were_asked_for() -> None
 
 @pytest.mark.parametrize(("mode", "found"), [("dark", "v=heads&e=dark"), ("light", "v=heads&e=light")])
 def test_model_view_opens_at_all_heads(mode: str, found: str) -> None:
-    page = foci.model_view(attention(), TOKENS, display_mode=mode, html_action="return")
+    page = foci.bertviz.model_view(attention(), TOKENS, display_mode=mode, html_action="return")
     assert state(page) == found
 
 
@@ -59,7 +59,7 @@ def test_layers_and_heads_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) ->
     given = attention(layers=4)
     some = {"attention": given, "tokens": TOKENS, "include_layers": [1, 3]}
     assert recorded(monkeypatch, **some).heads == ["L1H0", "L1H1", "L1H2", "L3H0", "L3H1", "L3H2"]
-    record = recorded(monkeypatch, foci.model_view, **some, include_heads=[2])
+    record = recorded(monkeypatch, foci.bertviz.model_view, **some, include_heads=[2])
     assert record.heads == ["L1H2", "L3H2"]
     assert torch.equal(record["L3H2"].dense()[0], given[3][0, 2])
 
@@ -107,37 +107,37 @@ def test_tokens_as_they_read_or_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "expected attention, or encoder_, decoder_ and cross_attention, received neither"),
+        ({}, "attention must be given, or encoder_, decoder_ or cross_attention, got neither"),
         (
             {"attention": attention(), "tokens": TOKENS, "cross_attention": attention()},
-            "expected attention, or encoder_, decoder_ and cross_attention, received both",
+            "attention must be given, or encoder_, decoder_ or cross_attention, got both",
         ),
-        ({"attention": attention()}, "expected tokens, a list of texts, beside the attention, received none"),
-        ({"attention": attention(), "tokens": [*TOKENS, "x"]}, "expected 6 tokens for L0, received 7"),
+        ({"attention": attention()}, "tokens must be a list of strings, got None"),
+        ({"attention": attention(), "tokens": [*TOKENS, "x"]}, "tokens must be 6 for L0, got 7"),
         (
             {"attention": attention(), "tokens": TOKENS, "include_layers": [0, 9]},
-            "expected include_layers from 0 to 1, received [9]",
+            "include_layers must be from 0 to 1, got [9]",
         ),
-        ({"attention": attention(), "tokens": TOKENS, "layer": 5}, "expected a layer of L0, L1, received 5"),
-        ({"attention": attention(), "tokens": TOKENS, "heads": [7]}, "expected heads from 0 to 2 in L0, received [7]"),
+        ({"attention": attention(), "tokens": TOKENS, "layer": 5}, "layer must be one of L0, L1, got 5"),
+        ({"attention": attention(), "tokens": TOKENS, "heads": [7]}, "heads must be from 0 to 2 in L0, got [7]"),
         (
             {"attention": attention(), "tokens": TOKENS, "sentence_b_start": 6},
-            "expected sentence_b_start from 1 to 5, received 6",
+            "sentence_b_start must be from 1 to 5, got 6",
         ),
         (
             {"attention": attention(), "tokens": TOKENS, "html_action": "show"},
-            "expected html_action 'view' or 'return', received 'show'",
+            "html_action must be 'view' or 'return', got 'show'",
         ),
     ],
 )
 def test_what_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        foci.head_view(**given)
+        foci.bertviz.head_view(**given)
 
 
 def test_a_mode_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match=r"expected display_mode 'dark' or 'light', received 'blue'"):
-        foci.model_view(attention(), TOKENS, display_mode="blue")
+    with pytest.raises(ValueError, match=r"display_mode must be 'dark' or 'light', got 'blue'"):
+        foci.bertviz.model_view(attention(), TOKENS, display_mode="blue")
 
 
 def test_outside_a_notebook_the_page_opens_in_a_browser(
@@ -146,15 +146,15 @@ def test_outside_a_notebook_the_page_opens_in_a_browser(
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert foci.head_view(attention(), TOKENS) is None
+    assert foci.bertviz.head_view(attention(), TOKENS) is None
     written = next(tmp_path.iterdir())
     assert opened == [written.as_uri()]
-    assert capsys.readouterr().err == f"the page is {written}\n"
+    assert capsys.readouterr().err == f"page written to {written}\n"
 
 
 def test_a_notebook_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
     notebook = SimpleNamespace(get_ipython=object, display=SimpleNamespace(display=shown.append))
     monkeypatch.setitem(sys.modules, "IPython", notebook)
-    foci.model_view(attention(), TOKENS)
+    foci.bertviz.model_view(attention(), TOKENS)
     assert "srcdoc" in shown[0]._repr_html_()

@@ -1,0 +1,74 @@
+"""`foci.load`: open any file that foci wrote, by the format that its header names."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foci.nn.model import MODEL_FORMAT, Model
+from foci.record.file import RECORD_FORMAT
+from foci.record.record import Record
+from foci.runtime.safetensors_file import WEIGHTS_FORMAT, open_safetensors
+from foci.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from foci.models.pretrained import Pretrained
+
+ACCEPTED = "a file of Weights, a Record (.foci), a model file, or a run directory or folder with a model"
+
+
+def load(path: str | os.PathLike[str]) -> Weights | Record | Model | Pretrained:
+    """Open a file or directory that foci wrote.
+
+    A file of weights gives `Weights`, a .foci file a `Record`, and a run directory or the file of a trained model a
+    `Pretrained` model that answers inputs. A model file without a task, as `foci.nn.Model.save` writes it, gives the
+    module in eval mode. Nothing in the file is executed.
+
+    Args:
+        path: a file, or a directory with model.safetensors or its parts.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"path must be {ACCEPTED}, got {path}, which does not exist")
+    if path.is_dir():
+        if not any(path.glob("model*.safetensors")):
+            raise not_accepted(path, "a directory without a model")
+        return load_answering_model(path)
+    kind, has_task = read_format(path)
+    if kind == WEIGHTS_FORMAT:
+        return Weights.load(path)
+    if kind == RECORD_FORMAT:
+        return Record.load(path)
+    if kind == MODEL_FORMAT:
+        return load_answering_model(path) if has_task else Model.load(path)
+    raise not_accepted(path, f"of format {kind!r}" if kind else "which is none of these")
+
+
+def not_accepted(path: Path, reason: str) -> ValueError:
+    """The error for a path that cannot be opened."""
+    return ValueError(f"path must be {ACCEPTED}, got {path}, {reason}")
+
+
+def read_format(path: Path) -> tuple[str | None, bool]:
+    """The format in the header of a safetensors file, None if there is none; and whether the header names a task."""
+    try:
+        with open_safetensors(path) as file:
+            metadata = file.metadata() or {}
+        header = json.loads(metadata.get("foci", "{}"))
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        # safetensors has an error class of its own for a file of another kind.
+        raise not_accepted(path, f"which is none of these ({error})") from error
+    kind = header.get("format") if isinstance(header, dict) else None
+    return kind if isinstance(kind, str) else None, "task" in metadata
+
+
+def load_answering_model(path: Path) -> Pretrained:
+    """A trained model with its task."""
+    from foci.models.pretrained import Pretrained
+    from foci.tasks.model_file import load_trained_model
+
+    return Pretrained(*load_trained_model(path))
