@@ -1,37 +1,47 @@
-"""`foci doctor`: what is installed here, which devices there are, and which backend serves which call."""
+"""`foci doctor`: report installed packages, devices, and which backend runs which call."""
 
+from __future__ import annotations
+
+import argparse
 import os
 import platform
 import re
-from collections.abc import Callable
+import sys
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 import foci
-from foci.runtime.console import TextPage
+from foci.runtime.console import TextPage, supports_color, terminal_columns
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+EXAMPLES = """\
+examples:
+  foci doctor
+"""
 EXTRA_REQUIREMENT = re.compile(r"^(?P<name>[\w.-]+)[^;]*;.*extra == ['\"](?P<extra>\w+)['\"]")
 
-# Calls that users make, each as the keyword arguments it adds to `foci.attention(q, k, v)`.
-TYPICAL_CALLS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
-    "plain": lambda q: {},
-    "causal": lambda q: {"mask": foci.causal},
-    "causal, with weights": lambda q: {"mask": foci.causal, "return_weights": True},
-    "window(128)": lambda q: {"mask": foci.window(128)},
-    "padded batch": lambda q: {"mask": foci.padding(torch.tensor([200, 256], device=q.device))},
-    "softcap": lambda q: {"score": foci.Dot(softcap=30.0)},
-    "additive score": lambda q: {"score": foci.Additive(torch.ones(q.shape[-1], device=q.device, dtype=q.dtype))},
-    "ALiBi": lambda q: {"mask": foci.causal, "bias": foci.ALiBi()},
-    "sink": lambda q: {"sink": torch.zeros(q.shape[1], device=q.device, dtype=q.dtype)},
-    "mask from a function": lambda q: {"mask": foci.from_function(lambda b, h, i, j: (i - j) % 2 == 0)},
-}
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "doctor", help="report installed packages, devices, and which backend runs which call", epilog=EXAMPLES
+    )
+    parser.set_defaults(run=run)
+
+
+def run(_options: argparse.Namespace) -> int:
+    """Print the report."""
+    print(build_report(TextPage(terminal_columns(), supports_color(sys.stdout))))
+    return 0
 
 
 def build_report(page: TextPage | None = None) -> TextPage:
-    """All that a question about this installation should come with."""
+    """Everything that a question about this installation should include."""
+    import torch
+
     page = page or TextPage()
     write_versions(page)
     write_extras(page)
@@ -41,7 +51,7 @@ def build_report(page: TextPage | None = None) -> TextPage:
 
 
 def installed_version(package: str) -> str | None:
-    """The package's version, or None where it is not installed."""
+    """The version of a package, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -51,20 +61,22 @@ def installed_version(package: str) -> str | None:
 def optional_packages() -> dict[str, list[str]]:
     """The optional packages of each extra, as the installed package declares them.
 
-    `all` is made of the others and `dev` is for those who work on foci: neither is listed.
+    Without `all`, which contains the others, and `dev`, which is for working on foci.
     """
-    found: dict[str, list[str]] = {}
+    packages: dict[str, list[str]] = {}
     try:
         declared = requires("foci") or []
     except PackageNotFoundError:
         declared = []
     for match in filter(None, map(EXTRA_REQUIREMENT.match, declared)):
         if match["extra"] not in ("all", "dev"):
-            found.setdefault(match["extra"], []).append(match["name"])
-    return found
+            packages.setdefault(match["extra"], []).append(match["name"])
+    return packages
 
 
 def write_versions(page: TextPage) -> None:
+    import torch
+
     page.lines.append(page.bold("versions"))
     page.line(f"foci    {foci.__version__}")
     page.line(f"python  {platform.python_version()} on {platform.system()} {platform.machine()}")
@@ -75,37 +87,60 @@ def write_versions(page: TextPage) -> None:
 def write_extras(page: TextPage) -> None:
     if not optional_packages():
         return
-    page.heading("extras, each optional")
+    page.heading("optional packages")
     for extra, packages in sorted(optional_packages().items()):
         versions = {package: installed_version(package) for package in packages}
-        there = [f"{package} {version}" for package, version in versions.items() if version]
-        absent = [package for package, version in versions.items() if not version]
-        if there:
-            page.wrapped([f"{extra:<7}", *", ".join(there).split()], hang=8)
-        if absent:
-            adds = ["adds", *", ".join(absent).split()]
-            page.wrapped([" " * 7 if there else f"{extra:<7}", f"pip install 'foci[{extra}]'", *adds], hang=8)
+        present = [f"{package} {version}" for package, version in versions.items() if version]
+        missing = [package for package, version in versions.items() if not version]
+        if present:
+            page.wrapped([f"{extra:<7}", *", ".join(present).split()], hang=8)
+        if missing:
+            adds = ["adds", *", ".join(missing).split()]
+            page.wrapped([" " * 7 if present else f"{extra:<7}", f"pip install 'foci[{extra}]'", *adds], hang=8)
 
 
 def write_devices(page: TextPage) -> None:
+    import torch
+
     page.heading("devices")
     page.line(f"cpu     {os.cpu_count()} cores, {torch.get_num_threads()} threads for torch")
     for index in range(torch.cuda.device_count()):
-        seen = torch.cuda.get_device_properties(index)
-        memory = seen.total_memory / 2**30
-        page.line(f"cuda:{index}  {seen.name}, {memory:.0f} GiB, compute capability {seen.major}.{seen.minor}")
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        page.line(f"cuda:{index}  {properties.name}, {memory:.0f} GiB, {capability}")
     if not torch.cuda.is_available():
         page.line("cuda    none")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        page.line("TRITON_INTERPRET=1 is set: Triton kernels run in its interpreter, slowly")
+        page.line("TRITON_INTERPRET=1: Triton kernels run in its slow interpreter")
 
 
 def write_plans(page: TextPage, device: torch.device) -> None:
+    import torch
+
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    page.heading(f"who serves what ({device.type}, {str(dtype).removeprefix('torch.')}, 2 × 8 heads × 256 × 64)")
+    page.heading(f"backend of each call ({device.type}, {str(dtype).removeprefix('torch.')}, 2 × 8 heads × 256 × 64)")
     q = torch.zeros(2, 8, 256, 64, device=device, dtype=dtype)
-    for name, made in TYPICAL_CALLS.items():
-        plan = foci.plan(q, q, q, **made(q))
-        page.line(f"{name:<22} {page.accent(plan.chosen or 'nobody')}")
+    for name, options in typical_calls(q).items():
+        plan = foci.plan(q, q, q, **options)
+        page.line(f"{name:<22} {page.accent(plan.chosen or 'none')}")
         for backend, reasons in plan.refusals.items():
             page.wrapped([f"  {backend} refuses:", *"; ".join(reasons).split()], hang=4)
+
+
+def typical_calls(q: Tensor) -> dict[str, dict[str, Any]]:
+    """Common calls, each as the keyword arguments that it adds to `foci.attention(q, q, q)`."""
+    import torch
+
+    return {
+        "plain": {},
+        "causal": {"mask": foci.causal},
+        "causal, with weights": {"mask": foci.causal, "return_weights": True},
+        "window(128)": {"mask": foci.window(128)},
+        "padded batch": {"mask": foci.padding(torch.tensor([200, 256], device=q.device))},
+        "softcap": {"score": foci.Dot(softcap=30.0)},
+        "additive score": {"score": foci.Additive(torch.ones(q.shape[-1], device=q.device, dtype=q.dtype))},
+        "ALiBi": {"mask": foci.causal, "bias": foci.ALiBi()},
+        "sink": {"sink": torch.zeros(q.shape[1], device=q.device, dtype=q.dtype)},
+        "mask function": {"mask": foci.mask_function(lambda b, h, i, j: (i - j) % 2 == 0)},
+    }

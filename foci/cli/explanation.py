@@ -1,260 +1,195 @@
-"""`foci explain "a sentence"`: attention worked through in the terminal, every number computed there and then.
+"""The page that `foci explain "a sentence"` prints: attention step by step, with computed numbers.
 
-The vectors are not trained: they show how attention works, not what a sentence means. One row, that of the word in
-focus, is worked out with plain Python arithmetic; the rest comes from `foci.attention`, and the two are compared.
+The vectors are untrained: they show how attention works, not what a sentence means. The row of one word, the focus, is
+computed with plain Python arithmetic; the rest comes from `foci.attention`, and the two are compared.
 """
 
-import hashlib
+from __future__ import annotations
+
 import math
-import unicodedata
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 import foci
+from foci.models.untrained import (
+    HEAD_COUNT,
+    VECTOR_WIDTH,
+    UntrainedSentence,
+    apply_random_projection,
+    merge_heads,
+    split_heads,
+    split_words,
+)
 from foci.runtime.console import TextPage, clip_text, pad_text, text_width
 
-VECTOR_WIDTH = 8
-HEAD_COUNT = 2
 MAX_SHOWN_WORDS = 24
 MAX_WORD_WIDTH = 24
 MIN_CELL_WIDTH, MAX_CELL_WIDTH = 4, 8
-# The library computes in float32, the arithmetic on this page in Python's double precision.
+# The library computes in float32, the page's own arithmetic in float64.
 ROW_TOLERANCE = 1e-5
-
-
-def split_words(text: str) -> list[str]:
-    """Words and punctuation marks; where a script has no spaces, each character.
-
-    >>> split("She's hungry, really.")
-    ['She', "'s", 'hungry', ',', 'really', '.']
-    """
-    words: list[str] = []
-    joins = False
-    for character in unicodedata.normalize("NFC", text):
-        kind = unicodedata.category(character)[0]
-        letter = kind in "LN" or character == "_"
-        wide = unicodedata.east_asian_width(character) in "WF"
-        # A mark belongs to the character before it; the rest of what does not print separates words.
-        if words and (kind == "M" or character == "\u200d" or words[-1].endswith("\u200d")):
-            words[-1] += character
-        elif kind in "ZC":
-            joins = False
-        elif joins and letter and not wide:
-            words[-1] += character
-        else:
-            words.append(character)
-            joins = (letter and not wide) or character in "'’"
-    return words
-
-
-def random_from_name(name: str, *shape: int) -> Tensor:
-    """Normal random numbers that depend on nothing but the name: the same on every machine and in every run."""
-    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def apply_random_projection(x: Tensor, name: str) -> Tensor:
-    """A linear map with random weights, scaled to keep the spread of the numbers."""
-    # Of the first few seeds, 2 gives pictures that are neither flat nor all on one word.
-    return x @ random_from_name(f"projection 2 {name}", VECTOR_WIDTH, VECTOR_WIDTH).div(VECTOR_WIDTH**0.5)
-
-
-def split_heads(x: Tensor) -> Tensor:
-    """(T, WIDTH) -> (1, HEADS, T, WIDTH / HEADS)."""
-    return x.view(1, -1, HEAD_COUNT, VECTOR_WIDTH // HEAD_COUNT).transpose(1, 2)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(1, HEADS, T, WIDTH / HEADS) -> (T, WIDTH): the way back from `fold`."""
-    return x.transpose(1, 2).reshape(-1, VECTOR_WIDTH)
-
-
-@dataclass(frozen=True)
-class UntrainedSentence:
-    """A sentence on its way through attention."""
-
-    words: list[str]
-    left_out: int = 0
-
-    @cached_property
-    def embedded(self) -> Tensor:
-        """A vector per word; equal words have equal vectors."""
-        return torch.stack([random_from_name(f"word {word.casefold()}", VECTOR_WIDTH) for word in self.words])
-
-    @cached_property
-    def placed(self) -> Tensor:
-        """The vectors with their positions added."""
-        return self.embedded + foci.sinusoidal(len(self.words), VECTOR_WIDTH)
-
-    @cached_property
-    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each (T, WIDTH)."""
-        return apply_random_projection(self.placed, "query"), apply_random_projection(self.placed, "key"), apply_random_projection(self.placed, "value")
-
-    @cached_property
-    def answer(self) -> tuple[Tensor, "foci.Weights"]:
-        """What the library says."""
-        out, weights = foci.attention(*self.qkv, return_weights=True)
-        return out, weights
-
-    def sharpest(self) -> int:
-        """The word that spreads its attention least: punctuation only where there is nothing else."""
-        entropy = self.answer[1].entropy().clone()
-        spoken = torch.tensor([any(map(str.isalnum, word)) for word in self.words])
-        if spoken.any():
-            entropy[~spoken] = math.inf
-        return int(entropy.argmin())
 
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One word's attention by hand: the arithmetic that the page shows."""
+    """The attention of one word, computed with plain Python numbers."""
 
     raw: list[float]
     scaled: list[float]
-    powers: list[float]
+    exponentials: list[float]
     weights: list[float]
-    shares: list[list[float]]
+    weighted_values: list[list[float]]
     out: list[float]
 
     @classmethod
-    def of(cls, example: UntrainedSentence, word: int) -> "Row":
-        """Works the row out with Python's own numbers."""
-        queries, keys, values = (tensor.tolist() for tensor in example.qkv)
+    def of(cls, sentence: UntrainedSentence, word: int) -> AttentionRow:
+        """Compute the row of a word."""
+        queries, keys, values = (tensor.tolist() for tensor in sentence.qkv)
         raw = [sum(q * k for q, k in zip(queries[word], key, strict=True)) for key in keys]
         scaled = [score / math.sqrt(VECTOR_WIDTH) for score in raw]
-        powers = [math.exp(score) for score in scaled]
-        weights = [power / sum(powers) for power in powers]
-        shares = [[weight * number for number in value] for weight, value in zip(weights, values, strict=True)]
-        return cls(raw, scaled, powers, weights, shares, [sum(column) for column in zip(*shares, strict=True)])
+        exponentials = [math.exp(score) for score in scaled]
+        weights = [exponential / sum(exponentials) for exponential in exponentials]
+        weighted_values = [[weight * number for number in value] for weight, value in zip(weights, values, strict=True)]
+        return cls(
+            raw,
+            scaled,
+            exponentials,
+            weights,
+            weighted_values,
+            [sum(column) for column in zip(*weighted_values, strict=True)],
+        )
 
-    def error(self, example: UntrainedSentence, word: int) -> float:
-        """The largest difference between this row and the library's: its weights and its output."""
-        out, weights = example.answer
-        theirs = torch.cat([weights.dense()[word], out[word]]).double()
-        return float((theirs - torch.tensor([*self.weights, *self.out], dtype=torch.float64)).abs().max())
+    def error(self, sentence: UntrainedSentence, word: int) -> float:
+        """The largest difference from the library's weights and output for this word."""
+        out, weights = sentence.attended
+        library = torch.cat([weights.dense()[word], out[word]]).double()
+        return float((library - torch.tensor([*self.weights, *self.out], dtype=torch.float64)).abs().max())
 
 
 def choose_words(text: str, page: TextPage, word: str | None = None) -> UntrainedSentence:
-    """The words of a text, as many as a matrix of the page's width can show: the first, or those around `word`."""
+    """The words of a text that fit a matrix of the page's width: the first ones, or those around `word`."""
     words = [clip_text(one, MAX_WORD_WIDTH) for one in split_words(text)]
     if not words:
-        raise ValueError(f"expected a sentence with at least one word, received {clip_text(repr(text), 20)}")
+        raise ValueError(f"the text must have at least one word, got {clip_text(repr(text), 20)}")
     label = min(max(map(text_width, words)), 7)
     shown = min(MAX_SHOWN_WORDS, (page.room - label) // MIN_CELL_WIDTH)
-    followed = 0 if word is None else word_index(words, word)
-    begin = max(0, min(followed - shown // 2, len(words) - shown)) if followed >= shown else 0
-    return UntrainedSentence(words[begin : begin + shown], left_out=max(0, len(words) - shown))
+    focus = 0 if word is None else word_index(words, word)
+    begin = max(0, min(focus - shown // 2, len(words) - shown)) if focus >= shown else 0
+    return UntrainedSentence(words[begin : begin + shown], omitted=max(0, len(words) - shown))
 
 
 def word_index(words: list[str], word: str) -> int:
-    """Where the word first stands."""
+    """The index of the first occurrence of a word."""
     folded = [other.casefold() for other in words]
     if word.casefold() not in folded:
-        raise ValueError(f"expected one of the words {clip_text(' '.join(words), 200)}, received {clip_text(word, 40)!r}")
+        raise ValueError(f"--word must be one of {clip_text(' '.join(words), 200)}, got {clip_text(word, 40)!r}")
     return folded.index(word.casefold())
 
 
 def explain(text: str, word: str | None = None, page: TextPage | None = None) -> TextPage:
-    """Attention worked through on a sentence; `word` is the one whose row is shown in full.
+    """Write the page for a sentence; `word` is the one whose row is shown in full.
 
     >>> print(explain("Jane is hungry.").lines[-1].strip()[:8])
     weights[
     """
     page = page or TextPage()
-    example = choose_words(text, page, word)
-    focus = example.sharpest() if word is None else word_index(example.words, word)
-    row = AttentionRow.of(example, focus)
-    write_words(page, example, focus)
-    write_vectors(page, example, focus)
-    write_projections(page, example, focus)
-    write_scores(page, example, focus, row)
-    write_attention_matrix(page, example, focus)
-    write_sum(page, example, focus, row)
-    write_heads(page, example, focus)
-    write_causal(page, example, focus)
-    write_check(page, example, focus, row)
+    sentence = choose_words(text, page, word)
+    focus = sentence.most_focused_word() if word is None else word_index(sentence.words, word)
+    row = AttentionRow.of(sentence, focus)
+    write_words(page, sentence, focus)
+    write_vectors(page, sentence, focus)
+    write_projections(page, sentence, focus)
+    write_scores(page, sentence, focus, row)
+    write_attention_matrix(page, sentence, focus)
+    write_sum(page, sentence, focus, row)
+    write_heads(page, sentence, focus)
+    write_causal(page, sentence, focus)
+    write_check(page, sentence, focus, row)
     return page
 
 
-def write_words(page: TextPage, example: UntrainedSentence, focus: int) -> None:
-    count = len(example.words)
+def write_words(page: TextPage, sentence: UntrainedSentence, focus: int) -> None:
+    count = len(sentence.words)
     page.lines.append(page.bold("Attention, step by step"))
     page.heading("1  The sentence becomes words")
-    page.wrapped([page.accent(word) if i == focus else word for i, word in enumerate(example.words)], " · ")
-    if example.left_out:
-        words = "1 more word is" if example.left_out == 1 else f"{example.left_out:,} more words are"
-        page.prose(f"({words} left out, to keep the pictures readable.)")
+    page.wrapped([page.accent(word) if i == focus else word for i, word in enumerate(sentence.words)], " · ")
+    if sentence.omitted:
+        words = "1 more word is" if sentence.omitted == 1 else f"{sentence.omitted:,} more words are"
+        page.prose(f"({words} omitted so that the matrix fits the terminal.)")
     if count == 1:
-        page.prose(f"Alone, “{example.words[focus]}” can look only at itself: give it company to see it choose.")
+        page.prose(f"“{sentence.words[focus]}” is the only word and attends to itself: add more words.")
     else:
-        page.prose(f"Every word may look at all {count}, itself included. We follow “{example.words[focus]}”.")
+        page.prose(f"Each word attends to all {count} words, itself included. We follow “{sentence.words[focus]}”.")
 
 
-def write_vectors(page: TextPage, example: UntrainedSentence, focus: int) -> None:
-    page.heading("2  Each word becomes a vector, and is told its place")
+def write_vectors(page: TextPage, sentence: UntrainedSentence, focus: int) -> None:
+    page.heading("2  Each word becomes a vector with its position added")
     page.prose(
-        f"{VECTOR_WIDTH} numbers per word. A model learns them; here they are random, seeded with the word itself, so equal "
-        "words have equal vectors. Sines and cosines of the position are added: without them attention could not tell "
-        "one order of the words from another."
+        f"{VECTOR_WIDTH} numbers per word. A model learns them; here they are random, seeded with the word, so equal "
+        "words have equal vectors. Sines and cosines of the position are added: without them attention would ignore "
+        "the order of the words."
     )
-    write_vector(page, f"  {example.words[focus]}", example.embedded[focus].tolist())
-    write_vector(page, f"+ place {focus}", (example.placed - example.embedded)[focus].tolist())
-    write_vector(page, "= input", example.placed[focus].tolist(), strong=True)
+    write_vector(page, f"  {sentence.words[focus]}", sentence.embeddings[focus].tolist())
+    write_vector(page, f"+ position {focus}", (sentence.inputs - sentence.embeddings)[focus].tolist())
+    write_vector(page, "= input", sentence.inputs[focus].tolist(), strong=True)
 
 
-def write_projections(page: TextPage, example: UntrainedSentence, focus: int) -> None:
-    page.heading("3  Each word asks, offers and carries")
+def write_projections(page: TextPage, sentence: UntrainedSentence, focus: int) -> None:
+    page.heading("3  Each word gets a query, a key and a value")
     page.prose(
-        f"Three {VECTOR_WIDTH}×{VECTOR_WIDTH} matrices, random too and the same for every word, turn the input into a query (what "
-        "the word looks for), a key (what it can be found by) and a value (what it hands over)."
+        f"Three {VECTOR_WIDTH}×{VECTOR_WIDTH} matrices, also random and the same for every word, turn the input into "
+        "a query (what the word looks for), a key (what queries are compared with) and a value (what it "
+        "contributes to the output)."
     )
-    for name, tensor in zip(("query", "key", "value"), example.qkv, strict=True):
+    for name, tensor in zip(("query", "key", "value"), sentence.qkv, strict=True):
         write_vector(page, f"  {name}", tensor[focus].tolist())
 
 
-def write_scores(page: TextPage, example: UntrainedSentence, focus: int, row: AttentionRow) -> None:
-    words, best = example.words, row.weights.index(max(row.weights))
-    queries, keys, _ = example.qkv
-    page.heading("4  The query meets every key")
-    page.prose(f"A score is a dot product: multiply number by number, add up. “{words[focus]}” asks “{words[best]}”:")
+def write_scores(page: TextPage, sentence: UntrainedSentence, focus: int, row: AttentionRow) -> None:
+    words, best = sentence.words, row.weights.index(max(row.weights))
+    queries, keys, _ = sentence.qkv
+    page.heading("4  The query is compared with every key")
+    page.prose(f"A score is a dot product. The query of “{words[focus]}” times the key of “{words[best]}”:")
     pairs = list(zip(queries[focus].tolist(), keys[best].tolist(), strict=True))
     write_vector(page, f"  {words[focus]}", [q for q, _ in pairs])
     write_vector(page, f"× {words[best]}", [k for _, k in pairs])
     write_vector(page, "= products", [q * k for q, k in pairs], strong=True)
-    page.line(f"  added up: {page.bold(f'{row.raw[best]:+.2f}')}")
+    page.line(f"  sum: {page.bold(f'{row.raw[best]:+.2f}')}")
     page.prose(
-        f"A sum of {VECTOR_WIDTH} products spreads √{VECTOR_WIDTH} times as wide as a single one, so it is divided by √{VECTOR_WIDTH} = "
-        f"{math.sqrt(VECTOR_WIDTH):.2f}. The softmax turns scores into shares: e to the power of each, divided by the total."
+        f"A sum of {VECTOR_WIDTH} products has √{VECTOR_WIDTH} times the spread of a single one, so it is divided "
+        f"by √{VECTOR_WIDTH} = {math.sqrt(VECTOR_WIDTH):.2f}. The softmax turns scores into weights: e to the power of "
+        "each, divided by their sum."
     )
     page.line()
     write_table(page, words, row)
-    _, unscaled = foci.attention(*example.qkv, score=foci.Dot(scale=1.0), return_weights=True)
+    _, unscaled = foci.attention(*sentence.qkv, score=foci.Dot(scale=1.0), return_weights=True)
     would, does = f"{float(unscaled.dense()[focus, best]):.0%}", f"{row.weights[best]:.0%}"
     if would != does:
         page.prose(
-            f"Without the division “{words[best]}” would take {would} instead of {does}: the wider the vectors, the "
-            "more the winner would take all, and the less there would be to learn from the others."
+            f"Without the division “{words[best]}” would get {would} instead of {does}: the wider the vectors, the "
+            "more the largest score would dominate, and the smaller the gradients of the others."
         )
 
 
 def write_table(page: TextPage, words: list[str], row: AttentionRow) -> None:
     label = min(max(*map(text_width, words), len("total")), 16)
-    page.line(page.faint(f"{pad_text('key', label)}     q·k    ÷ √{VECTOR_WIDTH}  e to it   weight"))
-    for word, raw, scaled, power, weight in zip(words, row.raw, row.scaled, row.powers, row.weights, strict=True):
-        numbers = f"{pad_text(word, label)}  {raw:+6.2f}  {scaled:+6.2f}  {power:7.2f}  {weight:6.1%}"
+    page.line(page.faint(f"{pad_text('key', label)}     q·k    ÷ √{VECTOR_WIDTH}   exp(·)   weight"))
+    for word, raw, scaled, exponential, weight in zip(
+        words, row.raw, row.scaled, row.exponentials, row.weights, strict=True
+    ):
+        numbers = f"{pad_text(word, label)}  {raw:+6.2f}  {scaled:+6.2f}  {exponential:7.2f}  {weight:6.1%}"
         page.line(f"{numbers}  {page.bar(weight, page.room - text_width(numbers) - 2)}")
-    page.line(page.faint(f"{pad_text('total', label)}  {'':6}  {'':6}  {sum(row.powers):7.2f}  {sum(row.weights):6.1%}"))
+    page.line(
+        page.faint(f"{pad_text('total', label)}  {'':6}  {'':6}  {sum(row.exponentials):7.2f}  {sum(row.weights):6.1%}")
+    )
 
 
-def write_attention_matrix(page: TextPage, example: UntrainedSentence, focus: int) -> None:
-    page.heading("5  Everyone looks at once")
-    page.prose("The same for every word is the attention matrix, in percent: a row looks, a column is looked at.")
+def write_attention_matrix(page: TextPage, sentence: UntrainedSentence, focus: int) -> None:
+    page.heading("5  The rows of all words: the attention matrix")
+    page.prose("The same for every word, in percent: one row per query, one column per key.")
     page.line()
-    write_grid(page, example.words, focus, example.answer[1].dense().tolist())
+    write_grid(page, sentence.words, focus, sentence.attended[1].dense().tolist())
 
 
 def write_grid(page: TextPage, words: list[str], focus: int, weights: list[list[float]], causal: bool = False) -> None:
@@ -270,41 +205,41 @@ def write_grid(page: TextPage, words: list[str], focus: int, weights: list[list[
         page.line((page.accent(name) if i == focus else name) + "".join(cells))
 
 
-def write_sum(page: TextPage, example: UntrainedSentence, focus: int, row: AttentionRow) -> None:
-    page.heading("6  The values are mixed by these weights")
-    page.prose(f"What “{example.words[focus]}” takes along: each value times its weight, added up.")
+def write_sum(page: TextPage, sentence: UntrainedSentence, focus: int, row: AttentionRow) -> None:
+    page.heading("6  The output is the weighted sum of the values")
+    page.prose(f"The output of “{sentence.words[focus]}”: each value times its weight, summed.")
     order = sorted(range(len(row.weights)), key=lambda j: -row.weights[j])
-    top, rest = order[:3], order[3:]
-    for j in top:
-        write_vector(page, f"{row.weights[j]:4.0%} {example.words[j]}", row.shares[j])
+    heaviest, rest = order[:3], order[3:]
+    for j in heaviest:
+        write_vector(page, f"{row.weights[j]:4.0%} {sentence.words[j]}", row.weighted_values[j])
     if rest:
         share = sum(row.weights[j] for j in rest)
-        numbers = [sum(row.shares[j][column] for j in rest) for column in range(VECTOR_WIDTH)]
+        numbers = [sum(row.weighted_values[j][column] for j in rest) for column in range(VECTOR_WIDTH)]
         write_vector(page, f"{share:4.0%} rest", numbers)
     write_vector(page, " sum output", row.out, strong=True)
 
 
-def write_heads(page: TextPage, example: UntrainedSentence, focus: int) -> None:
-    page.heading("7  Two heads, two choices")
+def write_heads(page: TextPage, sentence: UntrainedSentence, focus: int) -> None:
+    page.heading("7  Two heads attend independently")
     page.prose(
-        f"One softmax makes one choice. So the {VECTOR_WIDTH} numbers are folded into {HEAD_COUNT} heads of {VECTOR_WIDTH // HEAD_COUNT}, each "
-        "attends on its own, and what they found is joined and mixed by one more matrix:"
+        f"The {VECTOR_WIDTH} numbers are split into {HEAD_COUNT} heads of {VECTOR_WIDTH // HEAD_COUNT}. "
+        "Each head has its own softmax; their outputs are concatenated and multiplied by one more matrix:"
     )
-    out, weights = foci.attention(*map(split_heads, example.qkv), return_weights=True)
-    joined = merge_heads(out)
+    out, weights = foci.attention(*map(split_heads, sentence.qkv), return_weights=True)
+    merged = merge_heads(out)
     page.wrapped(
         [
-            format_shape(example.qkv[0]),
-            f"─fold→ {format_shape(split_heads(example.qkv[0])[0])}",
+            format_shape(sentence.qkv[0]),
+            f"─split→ {format_shape(split_heads(sentence.qkv[0])[0])}",
             f"─attend→ {format_shape(out[0])}",
-            f"─join→ {format_shape(joined)}",
-            f"─mix→ {format_shape(apply_random_projection(joined, 'output'))}",
+            f"─merge→ {format_shape(merged)}",
+            f"─mix→ {format_shape(apply_random_projection(merged, 'output'))}",
         ]
     )
     for head in range(HEAD_COUNT):
-        seen = format_heaviest(example.words, weights.dense()[0, head, focus])
-        commas = [f"{one}," for one in seen[:-1]]
-        page.wrapped([f"head {head}: “{example.words[focus]}” looks at", *commas, seen[-1]], hang=8)
+        keys = format_heaviest(sentence.words, weights.dense()[0, head, focus])
+        commas = [f"{one}," for one in keys[:-1]]
+        page.wrapped([f"head {head}: “{sentence.words[focus]}” attends to", *commas, keys[-1]], hang=8)
 
 
 def format_heaviest(words: list[str], weights: Tensor) -> list[str]:
@@ -316,33 +251,33 @@ def format_shape(tensor: Tensor) -> str:
     return f"({', '.join(map(str, tensor.shape))})"
 
 
-def write_causal(page: TextPage, example: UntrainedSentence, focus: int) -> None:
-    page.heading("8  A writer may not look ahead")
+def write_causal(page: TextPage, sentence: UntrainedSentence, focus: int) -> None:
+    page.heading("8  The causal mask hides later words")
     page.prose(
-        "A model that writes word by word must not see what comes later. The causal mask hides it (·) before the "
-        "softmax, so that each row shares its 100% among what is left:"
+        "A model that generates text word by word cannot attend to later words. The causal mask hides them (·) before "
+        "the softmax, so each row still sums to 100%:"
     )
     page.line()
-    _, weights = foci.attention(*example.qkv, mask=foci.causal, return_weights=True)
-    write_grid(page, example.words, focus, weights.dense().tolist(), causal=True)
+    _, weights = foci.attention(*sentence.qkv, mask=foci.causal, return_weights=True)
+    write_grid(page, sentence.words, focus, weights.dense().tolist(), causal=True)
 
 
-def write_check(page: TextPage, example: UntrainedSentence, focus: int, row: AttentionRow) -> None:
-    word, error = example.words[focus], row.error(example, focus)
+def write_check(page: TextPage, sentence: UntrainedSentence, focus: int, row: AttentionRow) -> None:
+    word, error = sentence.words[focus], row.error(sentence, focus)
     if error > ROW_TOLERANCE:
         raise ArithmeticError(
-            f"expected foci.attention to equal the arithmetic shown, received a difference of {error}"
+            f"foci.attention must equal the arithmetic shown to within {ROW_TOLERANCE}, got a difference of {error}"
         )
-    page.heading("What this shows, and what it does not")
-    page.prose("These vectors were never trained: the pictures show how attention works, not what the sentence means.")
-    page.prose(f"✓ Checked: foci.attention gives the row of “{word}” to within {error:.1e}. All of it in code:")
+    page.heading("What this shows")
+    page.prose("The vectors are untrained: the numbers show how attention works, not what the sentence means.")
+    page.prose(f"✓ Checked: foci.attention gives the row of “{word}” to within {error:.1e}. The same in code:")
     page.line()
     page.wrapped(["out, weights =", "foci.attention(query, key, value, return_weights=True)"])
     page.line(f"weights[{focus}, :]   # the row of “{word}”")
 
 
 def write_vector(page: TextPage, label: str, numbers: list[float], strong: bool = False) -> None:
-    """A labelled vector on one line."""
+    """Write a labelled vector on one line."""
     label = pad_text(label, min(page.room - 6 * len(numbers), 16))
     text = label + "".join(f" {number:+.2f}" if abs(number) < 9.995 else f" {number:+.1f}" for number in numbers)
     page.line(page.bold(text) if strong else text)

@@ -1,4 +1,4 @@
-"""`foci explore` and `foci view`: look in the browser."""
+"""`foci explore` and `foci view`: explore attention in the browser."""
 
 from __future__ import annotations
 
@@ -22,51 +22,49 @@ examples:
 
 
 def add(commands: Any) -> None:
-    """Names the options of both."""
+    """Add both commands and their options."""
     explore = commands.add_parser(
-        "explore", help="type a text, pick a model, and look: a page on this machine", epilog=EXPLORE_EXAMPLES
+        "explore", help="enter a text, pick a model and see its attention in the browser", epilog=EXPLORE_EXAMPLES
     )
     explore.add_argument(
-        "--model", action="append", default=[], help="a model to offer: a folder or a name; repeatable"
+        "--model", action="append", default=[], help="a model to offer: a directory or a name; repeatable"
     )
     add_server_options(explore)
     explore.set_defaults(run=run_explore)
 
-    view = commands.add_parser("view", help="look at a .foci file in the browser", epilog=VIEW_EXAMPLES)
+    view = commands.add_parser("view", help="open a .foci file in the browser", epilog=VIEW_EXAMPLES)
+    view.add_argument("file", type=Path, help="a record saved by foci look --out, foci run --out or Record.save")
     view.add_argument(
-        "file", type=Path, help="a saved record: of foci look --out, of foci run --out, or of Record.save"
-    )
-    view.add_argument(
-        "--out", type=Path, help="write a file instead: run.html (one page with all in it), .png, .svg, .pdf"
+        "--out", type=Path, help="write a file instead: run.html (one self-contained page), .png, .svg, .pdf"
     )
     add_server_options(view)
     view.set_defaults(run=run_view)
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=int, default=0, help="a fixed port (default: one that is free)")
+    parser.add_argument("--port", type=int, default=0, help="the port (default: any free one)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where models run")
-    parser.add_argument("--no-browser", action="store_true", help="only say the address")
+    parser.add_argument("--no-browser", action="store_true", help="print the address without opening a browser")
 
 
 def run_explore(options: argparse.Namespace) -> int:
-    """`foci explore`."""
+    """Run `foci explore`."""
     from foci.cli.look import limit_transformers_logging
     from foci.explore.server import serve
 
     limit_transformers_logging()
-    serve(options.model, port=options.port, device=options.device, browse=not options.no_browser, say=tell)
+    serve(options.model, port=options.port, device=options.device, browse=not options.no_browser, say=print_now)
     return 0
 
 
 def run_view(options: argparse.Namespace) -> int:
-    """`foci view`."""
+    """Run `foci view`."""
     from foci.record.record import Record
 
     check_out_path(options.out)
     if not options.file.is_file():
-        found = "a folder" if options.file.is_dir() else "not there"
-        raise ValueError(f"expected a .foci file, but {options.file} is {found}")
+        problem = "is a directory" if options.file.is_dir() else "does not exist"
+        raise ValueError(f"file must be a .foci file, got {options.file}, which {problem}")
     record = Record.load(options.file)
     if options.out is not None:
         record.save(options.out)
@@ -74,9 +72,10 @@ def run_view(options: argparse.Namespace) -> int:
         return 0
     from foci.explore.server import serve
 
-    serve([], record, port=options.port, device=options.device, browse=not options.no_browser, say=tell)
+    serve([], record, port=options.port, device=options.device, browse=not options.no_browser, say=print_now)
     return 0
 
 
-def tell(message: str) -> None:
+def print_now(message: str) -> None:
+    """Print without buffering, so that the address appears at once."""
     print(message, flush=True)

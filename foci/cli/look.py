@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
     limit_transformers_logging()
     check_out_path(options.out)
-    record = look(check_utf8(" ".join(options.text)), options.model, device=options.device, say=print_look_status)
+    record = look(check_utf8(" ".join(options.text)), options.model, device=options.device, report=print_look_status)
     head = int(options.head) if options.head is not None and options.head.isdigit() else options.head
     head = choose_head_to_show(record, options, head)
     if options.out is None:

@@ -15,7 +15,7 @@ from foci.tasks.task import Task
 
 def load_with_changes(path: Path, changes: Sequence[str], device: str = "auto") -> tuple[Task[Any, Any], Model]:
     """Load a task and its model onto a device."""
-    from foci.capture.look import resolve_device
+    from foci.capture.model_loading import resolve_device
     from foci.tasks.model_file import load_trained_model
 
     task, model, _ = load_trained_model(path, device=resolve_device(device))

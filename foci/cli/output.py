@@ -1,44 +1,53 @@
-"""What a command cannot write, or cannot read as text, is said before a model runs for it."""
+"""Checks of output paths and input texts, exit statuses and messages on stderr, for all commands."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-# The status of a command that was given something wrong.
+# Exit statuses: bad input or usage; any other failure.
 BAD_INPUT = 2
+FAILED = 1
+# Written out because importing foci.tasks imports torch.
+TASK_NAMES = "translation, generation, vision, sentiment, speech or summarization"
 
 
-def check_out_path(path: Path | None, *texts: str) -> None:
-    """Refuses an ending that nobody knows; `texts` are those beside the ones that a record is saved as."""
+def check_out_path(path: Path | None, *suffixes: str) -> None:
+    """Refuse an --out path with an unknown suffix; `suffixes` are accepted in addition to those of records."""
     if path is None:
         return
     from foci.record.record import SAVE_SUFFIXES
 
-    *some, last = (*SAVE_SUFFIXES, *texts)
-    if path.suffix.lower() not in (*some, last):
-        raise ValueError(f"expected --out to end with {', '.join(some)} or {last}, received {path}")
+    *others, last = (*SAVE_SUFFIXES, *suffixes)
+    if path.suffix.lower() not in (*others, last):
+        raise ValueError(f"--out must end with {', '.join(others)} or {last}, got {path}")
     check_file_path(path, "--out")
 
 
 def check_file_path(path: Path, option: str) -> None:
-    """Refuses a file whose folder is not there, and a folder in its place."""
+    """Refuse a path in a directory that does not exist, and a directory."""
     if not path.parent.is_dir():
-        raise ValueError(f"expected a folder for {option}, but {path.parent} is not there")
+        raise ValueError(f"{option} must be in an existing directory, got {path}: {path.parent} does not exist")
     if path.is_dir():
-        raise ValueError(f"expected a file for {option}, but {path} is a folder")
+        raise ValueError(f"{option} must be a file, got the directory {path}")
 
 
 def check_utf8(text: str) -> str:
-    """The text; refuses bytes that are no UTF-8, which Python lets through from a terminal or a pipe."""
+    """Return the text; refuse bytes that are not UTF-8, which Python accepts from a terminal or a pipe."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"expected a text in UTF-8, but got {text[:60]!r}") from error
+        raise ValueError(f"the text must be valid UTF-8, got {text[:60]!r}") from error
     return text
 
 
-def describe_error(problem: Exception) -> str:
-    """An error in one sentence; of one of the system's, a file that may not be read, what it says and about which."""
-    if isinstance(problem, OSError) and problem.filename and problem.strerror:
-        return f"{problem.filename}: {problem.strerror}"
-    return str(problem)
+def describe_error(error: Exception) -> str:
+    """An error in one sentence; for an OSError the file and the system's message."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def print_status(command: str, message: str) -> None:
+    """Print a message to stderr, so that it does not mix with the output of the command."""
+    print(f"foci {command}: {message}", file=sys.stderr, flush=True)

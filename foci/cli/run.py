@@ -1,4 +1,4 @@
-"""`foci run`: a model answers, and shows where it looked."""
+"""`foci run`: answer inputs with a trained model, and show its attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from foci.cli.output import BAD_INPUT, check_out_path, check_utf8, describe_error
+from foci.cli.output import BAD_INPUT, TASK_NAMES, check_out_path, check_utf8, describe_error, print_status
 
 if TYPE_CHECKING:
     from foci.nn.model import Model
@@ -25,176 +25,172 @@ examples:
   foci run vision shoe.png coat.png
   foci run generation "ROMEO:" --set task.temperature=0.5
 """
-# Those whose inputs are files; the others take the text itself.
+# Tasks whose inputs are files; the others take the text itself.
 FILE_TASKS = ("speech", "vision")
-TASKS = "translation, generation, vision, sentiment, speech or summarization"
-# Looked for by its files: what lists them elsewhere is slow to import.
+# Found by file name, because importing foci.models imports torch.
 SHIPPED_MODELS = Path(__file__).parents[1] / "models"
-# The ending of a file of answers; the others are those of records.
+# The suffix of --out for answers; the others are those of records.
 ANSWERS_SUFFIX = ".txt"
 BATCH_SIZE = 64
-# What a task says of an input that it cannot read.
+# What a task raises for an input that it cannot read.
 INPUT_ERRORS = (ValueError, OSError)
 
 
 def add(commands: Any) -> None:
-    """Names the options."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "run",
-        help="let a trained model answer, and see where it looks",
+        help="answer inputs with a trained model, and show its attention",
         epilog=EXAMPLES,
     )
-    there = sorted({file.parent.name for file in SHIPPED_MODELS.glob("*/*.safetensors")})
-    parser.add_argument("task", help=f"{TASKS}; models ship for {', '.join(there)}")
-    parser.add_argument("inputs", nargs="*", help="sentences, or files of pictures or sound (default: lines of stdin)")
-    parser.add_argument("--file", type=Path, help="a file with an input on each line; an empty one stays empty")
+    names = sorted({file.parent.name for file in SHIPPED_MODELS.glob("*/*.safetensors")})
+    parser.add_argument("task", help=f"{TASK_NAMES}; pretrained models: {', '.join(names)}")
+    parser.add_argument("inputs", nargs="*", help="sentences, or image or sound files (default: lines of stdin)")
+    parser.add_argument("--file", type=Path, help="a file with one input per line; empty lines give empty answers")
     parser.add_argument(
         "--model",
         type=Path,
-        help="a run's folder, a model file, or one that ships (default: runs/TASK, else the one that ships)",
+        help="a run directory, a model file, or a pretrained model (default: runs/TASK, else the pretrained model)",
     )
-    parser.add_argument("--show", action="store_true", help="the attention, in the terminal")
-    parser.add_argument("--out", type=Path, help="the attention as page.html, .foci, .png; or the answers as .txt")
-    parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="one setting")
+    parser.add_argument("--show", action="store_true", help="show the attention in the terminal")
+    parser.add_argument("--out", type=Path, help="write the attention (page.html, .foci, .png) or the answers (.txt)")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="change a setting; repeatable"
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answers every input; the status is 2 where some could not be read."""
+    """Answer every input; the exit status is 2 if some could not be read."""
     import torch
 
     from foci.cli.model_choice import find_task_model, load_with_changes, print_truncated
 
     check_out_path(options.out, ANSWERS_SUFFIX)
-    place = find_task_model(options.task, options.model)
-    task, model = load_with_changes(place, options.changes, options.device)
+    path = find_task_model(options.task, options.model)
+    task, model = load_with_changes(path, options.changes, options.device)
     if task.name != options.task:
-        raise ValueError(f"expected a model for {options.task}, but {place} is one for {task.name}")
-    if options.model is None and place.parent != SHIPPED_MODELS:
-        # It stands in front of the one that ships, which is easily forgotten.
-        ships = f"; --model {task.name} is the one that ships" if (SHIPPED_MODELS / task.name).is_dir() else ""
-        tell(f"the model in {place} answers{ships}")
+        raise ValueError(f"--model must be a model for {options.task}, got {path}, a model for {task.name}")
+    if options.model is None and path.parent != SHIPPED_MODELS:
+        # A run takes precedence over the pretrained model, which is easily overlooked.
+        instead = f"; use --model {task.name} for the pretrained model" if (SHIPPED_MODELS / task.name).is_dir() else ""
+        print_status("run", f"using the model in {path}{instead}")
     as_record = options.out is not None and options.out.suffix.lower() != ANSWERS_SUFFIX
     if as_record and len(options.inputs) != 1:
-        raise ValueError(f"{options.out} takes the attention to one input, but got {len(options.inputs)}")
-    asked = InputRunner(task, model)
+        raise ValueError(f"--out {options.out} needs exactly one input, got {len(options.inputs)}")
+    runner = InputRunner(task, model)
     one_by_one = options.show or as_record or is_interactive(options)
     with torch.no_grad(), open_answers(None if as_record else options.out) as file:
-        for some in group_lines(read_inputs(options), 1 if one_by_one else BATCH_SIZE):
-            # Answers and the lines of a file stay side by side.
-            examples = asked.examples({i: text for i, text in enumerate(some) if options.inputs or text.strip()})
+        for group in group_lines(read_inputs(options), 1 if one_by_one else BATCH_SIZE):
+            # Empty lines of a file get empty answers, so that line numbers match.
+            examples = runner.read_examples({i: text for i, text in enumerate(group) if options.inputs or text.strip()})
             if options.show or as_record:
-                asked.look(examples, options.show, options.out if as_record else None, file)
+                runner.show(examples, options.show, options.out if as_record else None, file)
                 continue
-            answers = asked.answers(examples)
-            for i in range(len(some)):
+            answers = runner.answer(examples)
+            for i in range(len(group)):
                 print(answers.get(i, ""), file=file, flush=True)
-    print_truncated("run", asked.cut, asked.count)
-    if options.out is not None and not (as_record and asked.refused):
-        tell(f"written: {options.out}")
-    return BAD_INPUT if asked.refused else 0
+    print_truncated("run", runner.truncated, runner.count)
+    if options.out is not None and not (as_record and runner.failed):
+        print_status("run", f"written: {options.out}")
+    return BAD_INPUT if runner.failed else 0
 
 
 class InputRunner:
-    """A model and what it was asked; an input that it cannot read is told and does not keep the others waiting."""
+    """Runs a model on inputs; an input that cannot be read is reported and does not stop the others."""
 
     def __init__(self, task: Task[Any, Any], model: Model) -> None:
         self.task, self.model = task, model
-        self.count = self.cut = self.refused = 0
+        self.count = self.truncated = self.failed = 0
 
-    def examples(self, texts: dict[int, str]) -> dict[int, Any]:
-        """What some lines are to the task, by their places."""
-        found = {}
-        for place, text in texts.items():
-            with self.refusing():
-                example = self.task.given(check_input_file(text, self.task.name))
-                self.cut += self.task.is_cut(example)
-                found[place] = example
-        self.count += len(found)
-        return found
+    def read_examples(self, texts: dict[int, str]) -> dict[int, Any]:
+        """The task's examples for some inputs, by their index."""
+        examples = {}
+        for index, text in texts.items():
+            with self.report_errors():
+                example = self.task.parse_input(check_input_file(text, self.task.name))
+                self.truncated += self.task.is_truncated(example)
+                examples[index] = example
+        self.count += len(examples)
+        return examples
 
-    def answers(self, examples: dict[int, Any]) -> dict[int, str]:
-        """The answers, by their places."""
+    def answer(self, examples: dict[int, Any]) -> dict[int, str]:
+        """The answers, by the index of their input."""
         if not examples:
             return {}
         try:
-            return dict(zip(examples, self.task.write(self.model, [*examples.values()]), strict=True))
+            return dict(zip(examples, self.task.answer(self.model, [*examples.values()]), strict=True))
         except INPUT_ERRORS:
-            # One of them cannot be read: each is asked alone.
-            found = {}
-            for place, example in examples.items():
-                with self.refusing():
-                    found[place] = self.task.write(self.model, [example])[0]
-            return found
+            # One of them cannot be read: answer each one separately.
+            answers = {}
+            for index, example in examples.items():
+                with self.report_errors():
+                    answers[index] = self.task.answer(self.model, [example])[0]
+            return answers
 
-    def look(self, examples: dict[int, Any], show: bool, out: Path | None, file: TextIO) -> None:
-        """The answer to one input, into the file of answers, and where the model looked: shown, saved, or both."""
+    def show(self, examples: dict[int, Any], in_terminal: bool, out: Path | None, file: TextIO) -> None:
+        """Write the answer to the file of answers, and show or save the attention."""
         from foci.capture.look import record_example
 
         record = None
         for example in examples.values():
-            with self.refusing():
+            with self.report_errors():
                 record = record_example(self.task, self.model, example)
         print("" if record is None else record.answer, file=file, flush=True)
-        if record is not None and show:
+        if record is not None and in_terminal:
             record.show()
         if record is not None and out is not None:
             record.save(out)
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
+    def report_errors(self) -> Iterator[None]:
         try:
             yield
-        except INPUT_ERRORS as problem:
-            self.refused += 1
-            tell(describe_error(problem))
-
-
-def tell(message: str) -> None:
-    """Beside the answers and not among them."""
-    print(f"foci run: {message}", file=sys.stderr, flush=True)
+        except INPUT_ERRORS as error:
+            self.failed += 1
+            print_status("run", describe_error(error))
 
 
 def check_input_file(text: str, task: str) -> str:
-    """The text; refuses a folder where a file is asked for."""
+    """Return the input; refuse a directory for a task that takes files."""
     check_utf8(text)
     if task in FILE_TASKS and Path(text).is_dir():
-        raise ValueError(f"expected a file for {task}, but {text} is a folder: name the files in it")
+        raise ValueError(f"inputs of {task} must be files, got the directory {text}: name the files in it")
     return text
 
 
 def is_interactive(options: argparse.Namespace) -> bool:
-    """Whether somebody types line after line, and waits for the answer to each."""
+    """Whether inputs are typed in a terminal, so that each line is answered at once."""
     return not options.inputs and options.file is None and sys.stdin is not None and sys.stdin.isatty()
 
 
 def read_inputs(options: argparse.Namespace) -> Iterator[str]:
-    """What was typed, the lines of a file, or those of stdin."""
+    """The inputs of the command line, or the lines of --file or of stdin."""
     if options.inputs and options.file is not None:
-        raise ValueError(f"expected inputs or a file of them, but got both: {options.inputs[0]!r} and {options.file}")
+        raise ValueError(f"inputs cannot be combined with --file, got {options.inputs[0]!r} and {options.file}")
     if options.inputs:
         yield from options.inputs
     elif options.file is not None:
-        from foci.inputs.tables import text_of
+        from foci.inputs.tables import read_text_file
 
-        yield from text_of(options.file).splitlines()
+        yield from read_text_file(options.file).splitlines()
     elif sys.stdin is None:
-        raise ValueError("expected inputs, a file of them or lines of stdin, but stdin is closed")
+        raise ValueError("no inputs: none were given, there is no --file, and stdin is closed")
     else:
         for line in sys.stdin:
             yield line.rstrip("\n")
 
 
 def group_lines(lines: Iterator[str], count: int) -> Iterator[list[str]]:
-    """So many lines at a time."""
+    """Up to `count` lines at a time."""
     while group := list(islice(lines, count)):
         yield group
 
 
 @contextmanager
 def open_answers(path: Path | None) -> Iterator[TextIO]:
-    """A file for the answers, or stdout."""
+    """The file for the answers, or stdout."""
     if path is None:
         yield sys.stdout
         return

@@ -1,4 +1,4 @@
-"""`foci train`: from data to a model that answers."""
+"""`foci train`: train a model for a task, or resume a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+
+from foci.cli.output import TASK_NAMES
 
 EXAMPLES = """\
 examples:
@@ -20,30 +22,32 @@ examples:
 
 
 def add(commands: Any) -> None:
-    """Names the options."""
+    """Add the command and its options."""
     parser = commands.add_parser(
         "train",
         help="train a model for a task",
         epilog=EXAMPLES,
     )
-    parser.add_argument("task", help="translation, generation, vision, sentiment, speech or summarization")
-    parser.add_argument("--data", nargs="+", default=[], metavar="PATH", help="a table, parallel files or a folder")
-    parser.add_argument("--dev", nargs="+", default=[], metavar="PATH", help="what to measure with (default: a share)")
-    parser.add_argument("--size", help="of the model: tiny, small or base; as --set task.size=...")
+    parser.add_argument("task", help=TASK_NAMES)
+    parser.add_argument("--data", nargs="+", default=[], metavar="PATH", help="a table, parallel files or a directory")
+    parser.add_argument("--dev", nargs="+", default=[], metavar="PATH", help="the dev set (default: a share of --data)")
+    parser.add_argument("--size", help="model size: tiny, small or base; the same as --set task.size=...")
     parser.add_argument("--config", type=Path, help="a TOML file with the settings of a run")
-    parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="one setting")
-    parser.add_argument("--settings", action="store_true", help="only say what --set takes: every key and its default")
-    parser.add_argument("--seed", type=int, help="what all chance is drawn from (default: 1)")
-    parser.add_argument("--out", type=Path, help="the run's folder (default: runs/TASK)")
     parser.add_argument(
-        "--resume", action="store_true", help="go on with the run in that folder; --data, if it has moved"
+        "--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="change a setting; repeatable"
     )
-    parser.add_argument("--quiet", action="store_true", help="say nothing until the end")
+    parser.add_argument("--settings", action="store_true", help="list every key of --set with its default, and exit")
+    parser.add_argument("--seed", type=int, help="random seed (default: 1)")
+    parser.add_argument("--out", type=Path, help="the run directory (default: runs/TASK)")
+    parser.add_argument(
+        "--resume", action="store_true", help="resume the run in that directory; add --data if the data has moved"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print nothing until the end")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains, and prints what the model reaches; the status is 130 where somebody stopped it, as after Ctrl-C."""
+    """Train and print the scores; the exit status is 130 if the training was stopped, as after Ctrl-C."""
     if options.settings:
         from foci.cli.settings import describe_settings
 
@@ -55,27 +59,27 @@ def run(options: argparse.Namespace) -> int:
     path = resumed_config_path(options, folder) if options.resume else options.config
     changes = [*([f"task.size={options.size}"] if options.size else []), *options.changes]
     config = read_config(options.task, path, changes, data=options.data, dev=options.dev, seed=options.seed)
-    found = train(config, folder, resume=options.resume, quiet=options.quiet)
-    # Of several processes the first speaks for all.
-    for name, value in found.items() if os.environ.get("RANK", "0") == "0" else ():
+    scores = train(config, folder, resume=options.resume, quiet=options.quiet)
+    # Only the first of several processes prints.
+    for name, value in scores.items() if os.environ.get("RANK", "0") == "0" else ():
         print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
-    # What waits for a finished training (foci train ... && foci evaluate ...) does not go on with half a one.
-    return 128 + signal.SIGINT if "stopped_at_step" in found else 0
+    # A status other than 0 stops `foci train ... && foci evaluate ...` after an unfinished training.
+    return 128 + signal.SIGINT if "stopped_at_step" in scores else 0
 
 
 def resumed_config_path(options: argparse.Namespace, folder: Path) -> Path:
-    """The config of the run that is resumed, which only [train] may change."""
+    """The config file of the run to resume; only its [train] settings may change."""
     from foci.training import read_config
 
-    given = [name for name in ("config", "seed", "size") if getattr(options, name) is not None]
-    if given:
-        raise ValueError(f"--resume goes on with the run's own config, but got --{given[0]} too")
+    conflicting = [name for name in ("config", "seed", "size") if getattr(options, name) is not None]
+    if conflicting:
+        raise ValueError(f"--resume uses the config of the run and cannot be combined with --{conflicting[0]}")
     path = folder / "config.toml"
     if not path.exists():
-        raise ValueError(f"expected a run to resume in {folder}, but there is none")
+        raise ValueError(f"--resume needs a run directory, got {folder}: there is no config.toml")
     before = read_config(options.task, path, [])
     for change in options.changes:
-        # The command that was interrupted, as it was: what it says again changes nothing.
+        # The settings of the interrupted command may be repeated: they change nothing.
         if not change.startswith("train.") and read_config(options.task, path, [change]) != before:
-            raise ValueError(f"a resumed run takes changes of [train] only, but got --set {change}")
+            raise ValueError(f"--set must change [train] settings when resuming, got {change}")
     return path

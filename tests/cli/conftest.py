@@ -1,4 +1,4 @@
-"""Tiny models run fastest on one thread, and several tests may share a machine."""
+"""Run on one thread: fastest for tiny models, and several tests may share a machine."""
 
 from collections.abc import Iterator
 

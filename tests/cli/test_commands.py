@@ -1,4 +1,4 @@
-"""From data to an answer with its picture, by the commands alone."""
+"""The commands from a dataset to an answer with its attention."""
 
 import io
 import json
@@ -12,17 +12,17 @@ import pytest
 from torch import Tensor
 
 import foci
-from foci.cli import main
+from foci.cli import doctor, main
 from foci.models.pretrained import list_pretrained
 from foci.training import loop
 from tests.training.reversal import SMALL, written
 
-STANDS_BEFORE = "foci run: the model in runs/translation answers; --model translation is the one that ships"
+RUN_USED = "foci run: using the model in runs/translation; use --model translation for the pretrained model"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data and a trained model in runs/translation."""
+    """A directory with data and a trained model in runs/translation."""
     place = tmp_path_factory.mktemp("commands")
     data = written(place / "pairs.tsv", 300, longest=3)
     options = [part for change in (*SMALL, "train.steps=12") for part in ("--set", change)]
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_it_answers_what_is_typed_piped_or_in_a_file(
+def test_run_answers_arguments_stdin_and_files_alike(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
@@ -46,7 +46,7 @@ def test_it_answers_what_is_typed_piped_or_in_a_file(
     assert (folder / "answers.txt").read_text() == typed
 
 
-def test_inputs_may_stand_behind_options_and_empty_lines_stay(
+def test_inputs_may_follow_options_and_empty_lines_give_empty_answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
@@ -65,7 +65,7 @@ def test_inputs_may_stand_behind_options_and_empty_lines_stay(
         assert "unrecognized arguments: " in capsys.readouterr().err
 
 
-def test_somebody_who_types_waits_for_each_answer(
+def test_each_line_typed_in_a_terminal_is_answered_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = []
@@ -91,35 +91,33 @@ def test_closed_streams_end_without_a_traceback(
     with monkeypatch.context() as closed:
         closed.setattr("sys.stdin", None)
         assert main.main(["run", "translation"]) == 2
-        assert "but stdin is closed" in capsys.readouterr().err
+        assert "stdin is closed" in capsys.readouterr().err
     for name in ("stdout", "stderr"):
         with monkeypatch.context() as closed:
             closed.setattr(f"sys.{name}", None)
             assert main.main(["run", "translation", "ab " * 300]) == 0
-    assert "answered by a part" not in capsys.readouterr().out
+    assert "truncated" not in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(_options: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "run_doctor", interrupted)
+    monkeypatch.setattr(doctor, "run", interrupted)
     assert main.main(["doctor"]) == 130
     assert capsys.readouterr().err == ""
 
 
-def test_a_finished_run_is_resumed_with_the_command_that_began_it(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_resumed_with_its_original_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, data = str(folder / "runs" / "translation"), str(folder / "pairs.tsv")
     assert main.main(["train", "translation", "--data", data, "--out", out, "--resume", "--quiet"]) == 0
-    # The command as it was, with settings that say what the run has already.
+    # The original command, with settings that the run already has.
     options = [part for change in (*SMALL, "train.steps=12") for part in ("--set", change)]
     assert main.main(["train", "translation", "--data", data, "--out", out, *options, "--resume", "--quiet"]) == 0
     assert capsys.readouterr().out.startswith("loss ")
 
 
-def test_what_is_stopped_is_no_success(
+def test_a_stopped_training_exits_with_status_130(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = loop.run_training_step
@@ -128,7 +126,7 @@ def test_what_is_stopped_is_no_success(
         signal.raise_signal(signal.SIGINT)
         return plain(run, learner, update, step)
 
-    monkeypatch.setattr(loop, "one_update", asking)
+    monkeypatch.setattr(loop, "run_training_step", asking)
     options = [part for change in SMALL for part in ("--set", change)]
     data, out = str(folder / "pairs.tsv"), str(tmp_path / "run")
     assert main.main(["train", "translation", "--data", data, "--out", out, *options]) == 130
@@ -137,11 +135,11 @@ def test_what_is_stopped_is_no_success(
     assert said.err.endswith("stopped at step 1 and saved: --resume goes on from here\n")
 
 
-def test_a_run_that_stands_before_the_model_that_ships_is_named(
+def test_a_run_used_instead_of_the_pretrained_model_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place, more, said in (
-        (folder, [], f"{STANDS_BEFORE}\n"),
+        (folder, [], f"{RUN_USED}\n"),
         (folder, ["--model", "runs/translation"], ""),
         (tmp_path, [], ""),
     ):
@@ -150,7 +148,7 @@ def test_a_run_that_stands_before_the_model_that_ships_is_named(
         assert capsys.readouterr().err == said
 
 
-def test_it_shows_where_it_looked(
+def test_run_shows_and_saves_the_attention(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
@@ -166,7 +164,7 @@ def test_it_shows_where_it_looked(
     assert "<html" in (folder / "page.html").read_text()
 
 
-def test_a_record_of_what_was_cut_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_a_truncated_input_has_a_note(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     assert main.main(["run", "translation", "ab " * 300, "--out", "long.foci"]) == 0
     assert foci.Record.load(folder / "long.foci").notes == [
@@ -175,7 +173,7 @@ def test_a_record_of_what_was_cut_says_so(folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("command", ["run", "evaluate"])
-def test_what_is_too_long_is_cut_and_said_in_one_line(
+def test_truncated_inputs_are_reported_in_one_line(
     command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, data, lines = folder / "runs" / "translation", tmp_path / "long.tsv", tmp_path / "long.txt"
@@ -188,13 +186,13 @@ def test_what_is_too_long_is_cut_and_said_in_one_line(
     else:
         arguments = ["evaluate", str(model), "--data", str(data), "--answers", str(answers)]
     assert main.main(arguments) == 0
-    said = f"foci {command}: 1 of 3 inputs is longer than the model reads: answered by a part of it\n"
+    said = f"foci {command}: 1 of 3 inputs is longer than the model can read: truncated\n"
     wrote = f"foci run: written: {answers}\n" if command == "run" else ""
     assert capsys.readouterr().err == said + wrote
     assert len(answers.read_text().splitlines()) == 3
 
 
-def test_a_run_is_found_from_another_folder(
+def test_a_run_is_used_from_another_directory(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -232,7 +230,7 @@ def test_files_follow_the_umask(folder: Path, tmp_path: Path, capsys: pytest.Cap
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: "0o640" for path in files}
 
 
-def test_it_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_prints_scores_and_writes_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data = folder / "runs" / "translation", folder / "pairs.tsv"
     answers = folder / "out.txt"
     assert main.main(["evaluate", str(model), "--data", str(data), "--json", "--answers", str(answers)]) == 0
@@ -262,11 +260,11 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
     ("arguments", "said"),
     [
         (["run", "translation", ""], "expected a sentence to translate, but got none"),
-        (["run", "generation", "x", "--model", "runs/translation"], "expected a model for generation, but"),
-        (["run", "summarization", "x"], "expected a model for summarization: train one"),
-        (["run", "summarization", "x"], f"that ship, {', '.join(list_pretrained())}, none is for summarization"),
-        (["run", "translation", "a", "\udcff"], r"expected a text in UTF-8, but got '\udcff'"),
-        (["look", "\udcff", "--model", "runs/translation"], r"expected a text in UTF-8, but got '\udcff'"),
+        (["run", "generation", "x", "--model", "runs/translation"], "--model must be a model for generation, got"),
+        (["run", "summarization", "x"], "no model for summarization: train one"),
+        (["run", "summarization", "x"], f"pretrained models exist for {', '.join(list_pretrained())}"),
+        (["run", "translation", "a", "\udcff"], r"the text must be valid UTF-8, got '\udcff'"),
+        (["look", "\udcff", "--model", "runs/translation"], r"the text must be valid UTF-8, got '\udcff'"),
         (["run", "translation", "a", "--device", "cuda"], "expected a GPU for the device cuda, but"),
         (["evaluate", "runs/translation", "--device", "cuda"], "expected a GPU for the device cuda, but"),
         (
@@ -274,27 +272,39 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
             "a folder for the run, but pairs.tsv is",
         ),
         (["train", "translation", "--data", "/dev/null", "--out", "new"], "at /dev/null, but there is something else"),
-        (["run", "translation", "a", "--set", "train.rate=1"], "takes changes of [task] only, but got train"),
-        (["run", "translation", "a", "b", "--out", "page.html"], "takes the attention to one input, but got 2"),
+        (
+            ["run", "translation", "a", "--set", "train.rate=1"],
+            "--set must change [task] settings of a",
+        ),
+        (["run", "translation", "a", "b", "--out", "page.html"], "--out page.html needs exactly one input, got 2"),
         (["train", "translation", "--out", "new"], "expected the data to train on (--data), but got none"),
-        (["train", "translation", "--resume", "--seed", "3"], "goes on with the run's own config, but got --seed too"),
+        (
+            ["train", "translation", "--resume", "--seed", "3"],
+            "run and cannot be combined with --seed",
+        ),
         (["train", "translation", "--resume", "--data", "x"], "at x, but there is nothing: --data says where it is"),
-        (["train", "translation", "--resume", "--set", "task.width=8"], "changes of [train] only, but got --set task"),
-        (["train", "translation", "--resume", "--out", "none"], "expected a run to resume in none, but there is none"),
+        (
+            ["train", "translation", "--resume", "--set", "task.width=8"],
+            "settings when resuming, got task",
+        ),
+        (
+            ["train", "translation", "--resume", "--out", "none"],
+            "--resume needs a run directory, got none",
+        ),
         (
             ["run", "translation", "a", "--out", "x.docx"],
-            ".foci, .html, .png, .svg, .pdf, .jpg, .webp or .txt, received",
+            ".foci, .html, .png, .svg, .pdf, .jpg, .webp or .txt, got",
         ),
-        (["run", "translation", "a", "--out", "none/x.txt"], "expected a folder for --out, but none is not there"),
-        (["run", "translation", "a", "--out", "folder.txt"], "expected a file for --out, but folder.txt is a folder"),
-        (["view", "pairs.tsv", "--out", "x.docx"], "expected --out to end with .foci, .html"),
-        (["view", "runs"], "expected a .foci file, but runs is a folder"),
+        (["run", "translation", "a", "--out", "none/x.txt"], "--out must be in an existing directory, got none/x.txt"),
+        (["run", "translation", "a", "--out", "folder.txt"], "--out must be a file, got the directory folder.txt"),
+        (["view", "pairs.tsv", "--out", "x.docx"], "--out must end with .foci, .html"),
+        (["view", "runs"], "file must be a .foci file, got runs, which is a directory"),
         (["evaluate", "runs/translation/model.safetensors"], "expected data to measure with (--data), because"),
-        (["evaluate", "runs/translation", "--answers", "runs"], "expected a file for --answers, but runs is a folder"),
+        (["evaluate", "runs/translation", "--answers", "runs"], "--answers must be a file, got the directory runs"),
         (["evaluate", "none", "--data", "pairs.tsv"], "expected a model at none"),
-        (["evaluate", "vision"], "to measure vision with (--data): a model that ships has none"),
-        (["run", "vision", "runs"], "expected a file for vision, but runs is a folder: name the files in it"),
-        (["run", "speech", "runs"], "expected a file for speech, but runs is a folder: name the files in it"),
+        (["evaluate", "vision"], "--data is required to evaluate vision: pretrained models come without data"),
+        (["run", "vision", "runs"], "inputs of vision must be files, got the directory runs: name the files in it"),
+        (["run", "speech", "runs"], "inputs of speech must be files, got the directory runs: name the files in it"),
         (["run", "translation", "a", "--set", "task.bean=1"], "no setting of translation: the nearest is task.beam; "),
         (["run", "translation", "a", "--set", "task=1"], "expected [task] in the changes to be a table, but got 1"),
         (["train", "vision", "--data", "none"], "table of paths and labels at none, but there is nothing"),
@@ -316,10 +326,10 @@ def test_bad_input_is_one_sentence(
     assert main.main(arguments) == 2
     *before, error = capsys.readouterr().err.splitlines()
     assert said in error
-    assert before in ([], [STANDS_BEFORE])
+    assert before in ([], [RUN_USED])
 
 
-def test_a_model_that_ships_answers_and_is_measured_by_its_name(
+def test_a_pretrained_model_is_run_and_evaluated_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -330,10 +340,10 @@ def test_a_model_that_ships_answers_and_is_measured_by_its_name(
     assert json.loads(capsys.readouterr().out)["bleu"] == pytest.approx(100)
     with pytest.raises(SystemExit, match="0"):
         main.main(["run", "--help"])
-    assert "ship for " + ", ".join(list_pretrained()) in " ".join(capsys.readouterr().out.split())
+    assert "pretrained models: " + ", ".join(list_pretrained()) in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_model_that_ships_is_reached_by_its_name_beside_a_run(
+def test_a_pretrained_model_is_available_by_name_beside_a_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
@@ -341,7 +351,7 @@ def test_a_model_that_ships_is_reached_by_its_name_beside_a_run(
     assert capsys.readouterr() == ("Ein Mann schläft.\n", "")
 
 
-def test_one_damaged_file_does_not_keep_the_others_waiting(
+def test_a_damaged_file_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -359,7 +369,7 @@ def test_one_damaged_file_does_not_keep_the_others_waiting(
     ]
 
 
-def test_what_is_written_is_named(
+def test_written_files_are_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
@@ -369,7 +379,7 @@ def test_what_is_written_is_named(
         assert capsys.readouterr().err == f"foci run: written: {out}\n"
 
 
-def test_a_bar_is_shown_while_a_model_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_shows_a_progress_bar(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

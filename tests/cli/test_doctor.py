@@ -12,35 +12,35 @@ def test_the_report_names_the_versions_and_the_device() -> None:
     assert ("   cuda    none" in lines) == (not torch.cuda.is_available())
 
 
-def test_every_typical_call_is_served_and_the_report_says_by_whom() -> None:
+def test_the_report_names_the_backend_of_every_typical_call() -> None:
     lines = doctor.build_report().lines
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q = torch.zeros(2, 8, 256, 64, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-    for name, made in doctor.TYPICAL_CALLS.items():
-        assert f"   {name:<22} {foci.plan(q, q, q, **made(q)).chosen}" in lines
+    for name, options in doctor.typical_calls(q).items():
+        assert f"   {name:<22} {foci.plan(q, q, q, **options).chosen}" in lines
 
 
-def test_refusals_come_with_their_reasons() -> None:
+def test_refusals_are_listed_with_their_reasons() -> None:
     q = torch.zeros(2, 8, 256, 64)
-    plan = foci.plan(q, q, q, **doctor.TYPICAL_CALLS["additive score"](q))
+    plan = foci.plan(q, q, q, **doctor.typical_calls(q)["additive score"])
     reason = plan.refusals["sdpa"][0]
     assert reason in " ".join(" ".join(doctor.build_report(TextPage(120)).lines).split())
 
 
-def test_extras_are_those_of_the_package() -> None:
+def test_optional_packages_are_those_of_the_installed_package() -> None:
     found = doctor.optional_packages()
     assert set(found) == {"hf", "tasks", "view"}
     assert found["hf"] == ["safetensors", "transformers"]
 
 
-def test_what_is_not_installed_comes_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_listed_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor, "optional_packages", lambda: {"hf": ["torch", "no-such-package"], "view": ["no-such", "nor-this"]}
     )
     page = TextPage()
     doctor.write_extras(page)
     assert page.lines[1:] == [
-        "extras, each optional",
+        "optional packages",
         f"   hf      torch {torch.__version__}",
         "           pip install 'foci[hf]' adds no-such-package",
         "   view    pip install 'foci[view]' adds no-such, nor-this",

@@ -4,15 +4,8 @@ import pytest
 import torch
 
 import foci
-from foci.cli.explanation import (
-    AttentionRow,
-    UntrainedSentence,
-    explain,
-    merge_heads,
-    random_from_name,
-    split_heads,
-    split_words,
-)
+from foci.cli.explanation import AttentionRow, explain
+from foci.models.untrained import UntrainedSentence, merge_heads, random_from_name, split_heads, split_words
 from foci.runtime.console import ANSI_STYLE, TextPage, text_width
 
 JANE = "Jane is hungry, and she's really craving pasta from Italy."
@@ -38,9 +31,9 @@ def test_split(text: str, words: list[str]) -> None:
 
 def test_vectors_depend_on_the_word_alone() -> None:
     example = UntrainedSentence(["The", "cat", "saw", "the", "dog"])
-    assert torch.equal(example.embedded[0], example.embedded[3])
-    assert not torch.equal(example.embedded[0], example.embedded[1])
-    assert not torch.equal(example.placed[0], example.placed[3])
+    assert torch.equal(example.embeddings[0], example.embeddings[3])
+    assert not torch.equal(example.embeddings[0], example.embeddings[1])
+    assert not torch.equal(example.inputs[0], example.inputs[3])
 
 
 def test_seeds_are_the_same_everywhere() -> None:
@@ -56,7 +49,7 @@ def test_fold_and_join_are_inverse() -> None:
     assert torch.equal(merge_heads(split_heads(x)), x)
 
 
-def test_row_is_the_library_s_row() -> None:
+def test_the_computed_row_equals_the_row_of_the_library() -> None:
     example = UntrainedSentence(split_words(JANE))
     row = AttentionRow.of(example, 2)
     assert math.isclose(sum(row.weights), 1.0)
@@ -64,18 +57,18 @@ def test_row_is_the_library_s_row() -> None:
     assert row.error(example, 3) > 1e-2
 
 
-def test_a_library_that_disagrees_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_from_the_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     right = foci.attention
 
     def wrong(q, k, v, **options):
         return right(q, k, v * 1.001, **options)
 
-    monkeypatch.setattr(foci, "attention", wrong)
-    with pytest.raises(ArithmeticError, match=r"expected foci\.attention to equal the arithmetic shown"):
+    monkeypatch.setattr("foci.models.untrained.attention", wrong)
+    with pytest.raises(ArithmeticError, match=r"foci\.attention must equal the arithmetic shown"):
         explain(JANE)
 
 
-def test_the_page_shows_the_library_s_numbers() -> None:
+def test_the_page_shows_the_numbers_of_the_library() -> None:
     lines, example = explain(JANE, "hungry").lines, UntrainedSentence(split_words(JANE))
     weights = foci.attention(*example.qkv, return_weights=True)[1].dense()[2].tolist()
     assert "   hungry  " + "".join(TextPage().shaded(weight, 5) for weight in weights) in lines
@@ -83,18 +76,18 @@ def test_the_page_shows_the_library_s_numbers() -> None:
     for head in range(2):
         found = heads[head].topk(3)
         seen = ", ".join(f"“{example.words[j]}” {w:.0%}" for w, j in zip(*map(torch.Tensor.tolist, found), strict=True))
-        assert f"   head {head}: “hungry” looks at {seen}" in lines
+        assert f"   head {head}: “hungry” attends to {seen}" in lines
 
 
-def test_each_step_is_there_once() -> None:
+def test_each_step_is_shown_once() -> None:
     lines = explain(JANE).lines
     assert [line[0] for line in lines if line[:1].isdigit()] == list("12345678")
     assert "   Jane · is · hungry · , · and · she · 's · really · craving · pasta · from ·" in lines
-    assert "   (13, 8) ─fold→ (2, 13, 4) ─attend→ (2, 13, 4) ─join→ (13, 8) ─mix→ (13, 8)" in lines
+    assert "   (13, 8) ─split→ (2, 13, 4) ─attend→ (2, 13, 4) ─merge→ (13, 8) ─mix→ (13, 8)" in lines
     assert sum(line.count("✓") for line in lines) == 1
 
 
-def test_the_causal_picture_hides_what_comes_later() -> None:
+def test_the_causal_matrix_hides_later_words() -> None:
     lines = explain(JANE).lines
     start = next(i for i, line in enumerate(lines) if line.startswith("8"))
     rows = [line for line in lines[start:] if line.rstrip().endswith("·")]
@@ -113,7 +106,7 @@ def test_no_line_is_wider_than_the_terminal(text: str, width: int, color: bool) 
     assert any("\x1b" in line for line in lines) == color
 
 
-def test_color_changes_no_word() -> None:
+def test_color_changes_only_the_shading() -> None:
     plain = explain(JANE, page=TextPage(100)).lines
     painted = [ANSI_STYLE.sub("", line) for line in explain(JANE, page=TextPage(100, color=True)).lines]
     # Shades of grey stand in for colours, so the two matrices differ; nothing else may.
@@ -124,24 +117,24 @@ def test_the_word_can_be_chosen() -> None:
     assert "We follow “pasta”." in "\n".join(explain(JANE, "PASTA").lines)
 
 
-def test_long_sentences_are_cut_and_say_so() -> None:
+def test_long_sentences_are_truncated_with_a_note() -> None:
     text = "\n".join(explain(" ".join(f"w{i}" for i in range(1000))).lines)
-    assert "(982 more words are left out, to keep the pictures readable.)" in text
+    assert "(982 more words are omitted so that the matrix fits the terminal.)" in text
     assert "w17" in text
     assert "w18" not in text
-    assert "(1 more word is left out, to keep" in "\n".join(explain(" ".join("abcdefghijklmnopqrst")).lines)
+    assert "(1 more word is omitted so that" in "\n".join(explain(" ".join("abcdefghijklmnopqrst")).lines)
 
 
-def test_a_word_far_into_a_long_text_is_found_with_those_around_it() -> None:
+def test_a_word_far_into_a_long_text_is_shown_with_its_neighbours() -> None:
     text = "\n".join(explain(" ".join(f"w{i}" for i in range(30_000)), "w20000").lines)
     assert "We follow “w20000”." in text
     assert "w19993 · w19994" in text
     assert "We follow “w999”." in "\n".join(explain(" ".join(f"w{i}" for i in range(1000)), "w999").lines)
 
 
-def test_one_word_alone_has_no_choice_and_the_page_says_so() -> None:
+def test_a_single_word_attends_to_itself() -> None:
     text = "\n".join(explain("Hungry").lines)
-    assert "Alone, “Hungry” can look only at itself: give it company to see it choose." in text
+    assert "“Hungry” is the only word and attends to itself: add more words." in text
     assert "all 1" not in text
     assert "Without the division" not in text
 
@@ -149,13 +142,13 @@ def test_one_word_alone_has_no_choice_and_the_page_says_so() -> None:
 @pytest.mark.parametrize(
     ("text", "word", "message"),
     [
-        ("", None, "expected a sentence with at least one word, received ''"),
-        (" \n ", None, "expected a sentence with at least one word, received"),
-        ("Jane is hungry.", "pizza", "expected one of the words Jane is hungry ., received 'pizza'"),
-        ("Jane is " * 999, "pizza", "expected one of the words " + "Jane is " * 24 + "Jane is…, received 'pizza'"),
+        ("", None, "the text must have at least one word, got ''"),
+        (" \n ", None, "the text must have at least one word, got"),
+        ("Jane is hungry.", "pizza", "--word must be one of Jane is hungry ., got 'pizza'"),
+        ("Jane is " * 999, "pizza", "--word must be one of " + "Jane is " * 24 + "Jane is…, got 'pizza'"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(text: str, word: str | None, message: str) -> None:
-    with pytest.raises(ValueError, match=r"^expected") as caught:
+    with pytest.raises(ValueError, match=r" must ") as caught:
         explain(text, word)
     assert str(caught.value).startswith(message)

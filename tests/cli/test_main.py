@@ -10,7 +10,7 @@ import pytest
 
 import foci
 import foci.tasks
-from foci.cli import main
+from foci.cli import bench, main
 from foci.training.config import TrainConfig, parse_value
 
 ROOT = Path(__file__).parents[2]
@@ -56,14 +56,14 @@ def test_every_command_shows_its_own_examples(name: str) -> None:
     assert shown
     for line in shown:
         words = shlex.split(line.partition(">")[0])
-        # What many processes run is a module.
+        # The example for torchrun runs foci as a module.
         arguments = words[words.index("foci") + 1 :]
         assert " ".join(arguments).startswith(name)
         assert main.parse_arguments(arguments).command == (name.split() or arguments)[0]
 
 
 @pytest.mark.parametrize("task", foci.tasks.TASKS)
-def test_every_setting_is_listed_with_its_default_and_what_it_is(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_setting_is_listed_with_its_default_and_a_comment(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["train", task, "--settings"]) == 0
     first, second = capsys.readouterr().out.split("\n\n")
     for name, said, kind in (("task", first, foci.tasks.find_task(task).settings_type), ("train", second, TrainConfig)):
@@ -87,8 +87,8 @@ def test_explain_joins_unquoted_words(capsys: pytest.CaptureFixture[str], monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["explain", ""], "foci explain: expected a sentence with at least one word, received ''\n"),
-        (["explain", "a b", "--word", "c"], "foci explain: expected one of the words a b, received 'c'\n"),
+        (["explain", ""], "foci explain: the text must have at least one word, got ''\n"),
+        (["explain", "a b", "--word", "c"], "foci explain: --word must be one of a b, got 'c'\n"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(
@@ -110,13 +110,13 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
 
 
 def checkout(folder: Path, monkeypatch: pytest.MonkeyPatch, *scripts: str) -> None:
-    """Makes the command line believe that it runs in a checkout with these benchmarks."""
+    """Create a checkout with these benchmarks and point `foci bench` to it."""
     (folder / "benchmarks").mkdir()
     for name in scripts:
         source = 'import sys\nif __name__ == "__main__":\n    sys.exit(len(sys.argv[1:]))\n'
         (folder / "benchmarks" / f"{name}.py").write_text(source)
     (folder / "benchmarks" / "timing.py").write_text("STARTED = 0\n")
-    monkeypatch.setattr(main, "__file__", str(folder / "foci" / "cli/main.py"))
+    monkeypatch.setattr(bench, "BENCHMARKS", folder / "benchmarks")
 
 
 def test_bench_runs_the_script_with_its_own_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -125,24 +125,24 @@ def test_bench_runs_the_script_with_its_own_options(monkeypatch: pytest.MonkeyPa
     assert main.main(["bench"]) == 0
 
 
-def test_bench_says_which_benchmarks_there_are(
+def test_bench_lists_the_benchmarks_in_its_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checkout(tmp_path, monkeypatch, "attention", "weights")
     assert main.main(["bench", "speed"]) == 2
-    said = "foci bench: expected one of the benchmarks attention, weights, received 'speed'\n"
-    assert capsys.readouterr().err == said
+    message = "foci bench: the benchmark must be one of attention, weights, got 'speed'\n"
+    assert capsys.readouterr().err == message
 
 
-def test_bench_outside_a_checkout(
+def test_bench_outside_a_checkout_says_where_benchmarks_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checkout(tmp_path, monkeypatch)
     assert main.main(["bench"]) == 2
-    assert "found none: they come with a source checkout, not the wheel" in capsys.readouterr().err
+    assert "they come with a source checkout, not with the wheel" in capsys.readouterr().err
 
 
-def test_a_reader_that_stops_early_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     command = f"{sys.executable} -m foci explain 'Jane is hungry.' | head -n 1"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
@@ -150,7 +150,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     assert done.stderr == ""
 
 
-def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_printed_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main.main([])
     said = capsys.readouterr()
@@ -159,7 +159,7 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(tmp_path: Path) -> None:
-    # In place of torch, something that takes as long and is interrupted.
+    # A module that replaces torch and is interrupted while it is imported.
     (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "foci", "look", "hi"]
