@@ -99,8 +99,8 @@ def taken_off(true: Tensors, dtype: torch.dtype) -> Tensor:
 def no_wider_than_the_inputs() -> Iterator[None]:
     """Takes the logits, the softmax and the biases in the dtype of the queries: plain eager code."""
     with (
-        mock.patch.object(Call, "wide", property(lambda call: call.q.dtype)),
-        mock.patch.object(foci.biases, "wide", lambda parameter, q: parameter.to(q.dtype)),
+        mock.patch.object(Call, "softmax_dtype", property(lambda call: call.q.dtype)),
+        mock.patch.object(foci.biases, "softmax_dtype", lambda parameter, q: parameter.to(q.dtype)),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""Dropout: its share, its average, the same entries in every backend, tiling and backward."""
+"""Dropout: its rate, its mean, and the same entries in every backend, tiling and backward."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tests.tensors import qkv, randn
 
 
 def kept_entries(share: float, length: int = 64, heads: int = 4, backend: str | None = None, seed: int = 3) -> Tensor:
-    """(2, H, T, T): what dropout leaves of weights that are all equal; 1 on average."""
+    """(2, H, T, T): uniform weights after dropout, times T; 1 on average."""
     zeros, values = torch.zeros(2, heads, length, 4), torch.eye(length).expand(2, heads, -1, -1)
     torch.manual_seed(seed)
     return foci.attention(zeros, zeros, values, dropout=share, backend=backend) * length
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_dropout_keeps_its_share_and_the_average(share: float) -> None:
+def test_dropout_has_the_right_rate_and_mean(share: float) -> None:
     left = kept_entries(share)
     assert left.unique().numel() == 2
     torch.testing.assert_close(left.max(), torch.tensor(1 / (1 - share)))
-    # Five standard deviations; every row and column has its share too.
+    # Five standard deviations; for every row and column too.
     deviation = (share * (1 - share)) ** 0.5
     for kept in ((left > 0).double().mean(dims) for dims in ((0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (2, 3))):
         assert bool(((kept - (1 - share)).abs() < 5 * deviation * (kept.numel() / left.numel()) ** 0.5).all())
@@ -62,7 +62,7 @@ def test_dropout_is_the_same_in_every_backend_and_tiling(
     assert not torch.allclose(expected[0], foci.attention(*leaves, mask=mask, sink=sink))
 
 
-def test_derivatives_under_dropout_are_those_of_what_was_kept() -> None:
+def test_gradients_under_dropout() -> None:
     def dropped(*leaves: Tensor) -> Tensor:
         torch.manual_seed(7)
         return foci.attention(*leaves, dropout=0.4, bias=foci.Relative(leaves[1][0, 0, :3], leaves[2][0, 0, :3]))

@@ -1,4 +1,16 @@
-"""Who computes a call: an ordered list of backends, each of which serves a call or says why not."""
+"""Backends: an ordered list of implementations, each of which runs a call or refuses it with reasons.
+
+sdpa: PyTorch's fused kernels (cpu, cuda; padding prepares their tensors).
+triton: our own GPU kernels, launched by foci.gpu.
+flex: FlexAttention, compiled (block_masks, compiled_calls).
+blocked: attention strip by strip for every call on any device.
+strips: a call cut into parts and strips, and the logits of a strip; also used by the statistics.
+additive_cpu: fast additive scores of a strip on a CPU.
+reference: the specification, which builds the matrix.
+
+A backend module has `NAME`, `refuses(call)`, `run(call)` and optionally `refuses_by_default(call)`: why it is used only
+when the caller names it.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +21,9 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.backends import blocked, flex, reference, sdpa, triton
-from foci.runtime.checks import disable_autocast
+from foci.runtime.tracing import disable_autocast
 
-# The first that serves the call and does not hesitate is used; one that hesitates is used when it is named.
+# The first that refuses neither the call nor its use by default is chosen, unless the caller names another.
 BACKENDS: tuple[ModuleType, ...] = (sdpa, triton, flex, blocked, reference)
 BACKEND_NAMES = tuple(backend.NAME for backend in BACKENDS)
 run_plain_call = sdpa.run_plain_call
@@ -19,7 +31,7 @@ run_plain_call = sdpa.run_plain_call
 
 @dataclass(frozen=True)
 class Plan:
-    """Which backend serves a call, and every other backend's reasons not to; prints as a table."""
+    """Which backend runs a call, and why each other one refuses it; prints as a table."""
 
     chosen: str | None
     refusals: dict[str, list[str]]
@@ -29,25 +41,25 @@ class Plan:
         width = max(map(len, BACKEND_NAMES))
         lines = []
         for name in BACKEND_NAMES:
-            reasons = "; ".join(self.refusals.get(name, [])) or self.notes.get(name, "serves it")
+            reasons = "; ".join(self.refusals.get(name, [])) or self.notes.get(name, "supported")
             mark = "->" if name == self.chosen else "  "
             lines.append(f"{mark} {name:<{width}}  {'chosen' if name == self.chosen else reasons}")
         return "\n".join([*lines, *(f"   {line}" for key, line in self.notes.items() if key not in BACKEND_NAMES)])
 
 
 def choose_backend(call: Call, name: str | None) -> ModuleType:
-    """The backend that serves the call; refuses with every reason where none does."""
+    """Returns the backend that runs the call; raises with the reasons of all where none does."""
     if name is not None:
         return get_backend(call, name)
     for backend in BACKENDS:
         if not default_refusals(backend, call) and not backend.refuses(call):
             return backend
-    raise ValueError(f"no backend serves this call (name backend='reference' to build the matrix):\n{make_plan(call)}")
+    raise ValueError(f"no backend supports this call (backend='reference' would build the matrix):\n{make_plan(call)}")
 
 
 def default_refusals(backend: ModuleType, call: Call) -> list[str]:
-    """A backend's reasons not to be chosen for a call that it would serve when it is named."""
-    return backend.hesitates(call) if hasattr(backend, "hesitates") else []
+    """Why a backend that supports the call is not chosen unless the caller names it."""
+    return backend.refuses_by_default(call) if hasattr(backend, "refuses_by_default") else []
 
 
 def get_backend(call: Call, name: str) -> ModuleType:
@@ -61,7 +73,7 @@ def get_backend(call: Call, name: str) -> ModuleType:
 
 
 def unknown_backend_error(name: str) -> ValueError:
-    return ValueError(f"unknown backend {name!r}: expected one of {', '.join(BACKEND_NAMES)}")
+    return ValueError(f"backend must be one of {', '.join(BACKEND_NAMES)}, got {name!r}")
 
 
 def make_plan(call: Call, name: str | None = None) -> Plan:
@@ -69,9 +81,9 @@ def make_plan(call: Call, name: str | None = None) -> Plan:
         raise unknown_backend_error(name)
     refusals = {backend.NAME: backend.refuses(call) for backend in BACKENDS}
     notes = {backend.NAME: "; ".join(reasons) for backend in BACKENDS if (reasons := default_refusals(backend, call))}
-    serving = [backend for backend in BACKEND_NAMES if not refusals[backend]]
-    serving = [backend for backend in serving if (backend not in notes if name is None else backend == name)]
-    return Plan(serving[0] if serving else None, {k: v for k, v in refusals.items() if v}, notes)
+    supporting = [backend for backend in BACKEND_NAMES if not refusals[backend]]
+    supporting = [backend for backend in supporting if (backend not in notes if name is None else backend == name)]
+    return Plan(supporting[0] if supporting else None, {k: v for k, v in refusals.items() if v}, notes)
 
 
 @disable_autocast

@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 
 from foci.arguments import Call
 from foci.runtime import native
-from foci.runtime.checks import is_traced
 from foci.runtime.double_backward import make_distinct_views
+from foci.runtime.tracing import is_traced
 from foci.scores import Additive
 
 # Up to this |a|, e^2a and e^-2a are float32 numbers of full precision.

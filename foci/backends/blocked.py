@@ -31,8 +31,8 @@ from foci.backends.strips import (
     strip_logits,
 )
 from foci.masks.ranges import Segment
-from foci.runtime.checks import disable_autocast, is_traced
 from foci.runtime.double_backward import make_distinct_views
+from foci.runtime.tracing import disable_autocast, is_traced
 
 NAME = "blocked"
 
@@ -156,8 +156,8 @@ def compute_gradients(call: Call, slopes: Sequence[Tensor | None]) -> list[Tenso
 class GradientSums:
     """Accumulates gradients: of queries, keys and values part by part, of score and bias tensors as a whole."""
 
-    def __init__(self, tensors: list[Tensor | None], wide: torch.dtype) -> None:
-        self.tensors, self.wide = tensors, wide
+    def __init__(self, tensors: list[Tensor | None], dtype: torch.dtype) -> None:
+        self.tensors, self.dtype = tensors, dtype
         self.sums: list[Tensor | None] = [None] * len(tensors)
 
     def select(self, leaves: list[Tensor]) -> list[Tensor]:
@@ -172,10 +172,10 @@ class GradientSums:
                 continue
             total = self.sums[index]
             if total is None and gradient.shape == tensor.shape:
-                self.sums[index] = gradient.to(self.wide)
+                self.sums[index] = gradient.to(self.dtype)
                 continue
             if total is None:
-                total = self.sums[index] = torch.zeros_like(tensor, dtype=self.wide)
+                total = self.sums[index] = torch.zeros_like(tensor, dtype=self.dtype)
             (total[places[index]] if index < len(places) else total).add_(gradient)
 
     def totals(self) -> list[Tensor | None]:

@@ -20,7 +20,7 @@ from foci.arguments import Call
 from foci.backends import reference
 from foci.backends.additive_cpu import with_fast_additive
 from foci.masks.ranges import KeyRanges, Segment
-from foci.runtime.checks import is_capturing_cuda_graph, is_traced
+from foci.runtime.tracing import is_capturing_cuda_graph, is_traced
 
 # The sequences and heads of a part.
 PartIndex = tuple[slice, slice]
@@ -112,7 +112,7 @@ def visible_ranges(call: Call) -> KeyRanges:
     """The ranges of the call's own sequences, to be read: those of plain numbers never see another device."""
     assert call.mask is not None
     ranges = call.mask.key_ranges(call.sizes._replace(device=CPU), call.positions is not None)
-    return ranges if call.batch_ids is None else ranges.of(call.batch_ids)
+    return ranges if call.batch_ids is None else ranges.select_batches(call.batch_ids)
 
 
 def strip_logits(call: Call, strip: Strip, hidden: float = -torch.inf) -> Tensor:

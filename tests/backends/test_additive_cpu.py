@@ -1,4 +1,4 @@
-"""Additive scores on a CPU, compiled and in blocks: equal to the formula in float64, far from 0 too, with gradients."""
+"""Fast additive scores on a CPU, in C and in blocks: equal to the formula in float64, also far from 0; gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tensors import qkv, randn
 EPS = torch.finfo(torch.float32).eps
 MISSING = additive_cpu.missing_c_library()
 
-# Batch, heads, key heads, queries, keys, width: odd ones, few of each, and more than a vector, a block or a run has.
+# Batch, heads, key heads, queries, keys, width: odd and small ones, and more than a vector or a block holds.
 SHAPES = [
     (2, 4, 2, 13, 37, 7),
     (1, 2, 2, 9, 40, 64),
@@ -29,7 +29,7 @@ SHAPES = [
     (1, 1, 1, 5, 1100, 16),
 ]
 
-# How large queries and keys are, and what is added to the one and taken from the other.
+# Scale of queries and keys, and a shift that is added to queries and subtracted from keys.
 SIZES = {"usual": (1.0, 0.0), "small": (0.1, 0.0), "opposite": (0.5, 20.0), "beyond": (0.5, 200.0)}
 
 
@@ -42,15 +42,15 @@ def _nan_in_fresh_memory() -> Iterator[None]:
 
 @pytest.fixture(params=["compiled", "in blocks", "in small blocks"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who computes the scores."""
+    """How the scores are computed."""
     if request.param == "compiled":
         if MISSING is not None:
-            pytest.skip(f"nothing is compiled here: {MISSING}")
+            pytest.skip(f"no compiled library: {MISSING}")
         return "compiled"
-    monkeypatch.setattr(additive_cpu, "missing_c_library", lambda: "it is not wanted")
+    monkeypatch.setattr(additive_cpu, "missing_c_library", lambda: "switched off")
     if request.param == "in small blocks":
-        monkeypatch.setattr(additive_cpu, "TERMS", 1024)
-        monkeypatch.setattr(additive_cpu, "ROWS", 4)
+        monkeypatch.setattr(additive_cpu, "TERMS_PER_BLOCK", 1024)
+        monkeypatch.setattr(additive_cpu, "ROWS_PER_BLOCK", 4)
     return str(request.param)
 
 
@@ -74,12 +74,12 @@ def solved(function: object, given: list[Tensor], slopes: Tensor) -> list[Tensor
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_scores_and_gradients_are_those_of_the_formula(way: str, shape: tuple[int, ...], size: str) -> None:
+def test_scores_and_gradients_equal_the_formula(way: str, shape: tuple[int, ...], size: str) -> None:
     given = tensors(shape, size)
     slopes = randn(*shape[:2], shape[3], shape[4], seed=3)
     found = solved(lambda q, k, w: FastAdditive(w).raw(q, k), given, slopes)
     true = solved(formula, [tensor.double() for tensor in given], slopes)
-    # A few eps times Σ|w|: so much a sum of rounded tanh may lose.
+    # A few eps times Σ|w|: the rounding error of a sum of rounded tanh.
     most = 3 * EPS * float(given[2].abs().sum(-1).max())
     torch.testing.assert_close(found[0].double(), true[0], atol=most, rtol=4 * EPS)
     for name, one, other in zip(("queries", "keys", "weight"), found[1:], true[1:], strict=True):
@@ -90,7 +90,7 @@ def test_scores_and_gradients_are_those_of_the_formula(way: str, shape: tuple[in
 
 @pytest.mark.parametrize(("a", "b"), [(50.0, -49.5), (200.0, -199.5), (43.0, -43.0), (1e30, 0.0), (-1e30, 1.0)])
 @pytest.mark.parametrize("queries", [1, 6])
-def test_large_and_opposite(way: str, a: float, b: float, queries: int) -> None:
+def test_large_inputs_of_opposite_sign(way: str, a: float, b: float, queries: int) -> None:
     q, k, weight = torch.full((1, 1, queries, 3), a), torch.full((1, 1, 20, 3), b), randn(1, 3)
     slopes = torch.ones(1, 1, queries, 20)
     found = solved(lambda q, k, w: FastAdditive(w).raw(q, k), [q, k, weight], slopes)
@@ -99,7 +99,7 @@ def test_large_and_opposite(way: str, a: float, b: float, queries: int) -> None:
         torch.testing.assert_close(one.double(), other, atol=1e-6, rtol=4e-6)
 
 
-def test_an_outlier_costs_its_neighbours_nothing(way: str) -> None:
+def test_an_outlier_does_not_affect_other_scores(way: str) -> None:
     q, k, weight = tensors(SHAPES[1])
     q[0, 0, 3, 5], k[0, 1, 7, 2] = 90.0, -120.0
     scores = FastAdditive(weight).raw(q, k).double()
@@ -107,7 +107,7 @@ def test_an_outlier_costs_its_neighbours_nothing(way: str) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_a_number_shows(way: str, value: float) -> None:
+def test_nan_and_infinity_propagate(way: str, value: float) -> None:
     q, k, weight = tensors(SHAPES[1])
     q[0, 1, 2, 3] = value
     scores, exact = FastAdditive(weight).raw(q, k), formula(q, k, weight)
@@ -115,7 +115,7 @@ def test_what_is_not_a_number_shows(way: str, value: float) -> None:
     torch.testing.assert_close(scores, exact, equal_nan=True, atol=3e-5, rtol=0)
 
 
-def test_a_gradient_has_a_gradient(way: str) -> None:
+def test_double_backward(way: str) -> None:
     def twice(function: object, given: list[Tensor]) -> tuple[Tensor, ...]:
         leaves = [tensor.clone().requires_grad_() for tensor in given]
         scores = function(*leaves)  # type: ignore[operator]
@@ -129,9 +129,9 @@ def test_a_gradient_has_a_gradient(way: str) -> None:
         torch.testing.assert_close(one.double(), other, atol=1e-4 * float(other.abs().max()), rtol=0)
 
 
-def test_threads_change_nothing_of_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     if MISSING is not None:
-        pytest.skip(f"nothing is compiled here: {MISSING}")
+        pytest.skip(f"no compiled library: {MISSING}")
     given = tensors((1, 1, 1, 150, 1100, 20))
     slopes = randn(1, 1, 150, 1100)
     alone = solved(lambda q, k, w: FastAdditive(w).raw(q, k), given, slopes)
@@ -143,7 +143,7 @@ def test_threads_change_nothing_of_the_scores(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_call_on_a_cpu_is_served_by_it(dtype: torch.dtype) -> None:
+def test_additive_calls_on_a_cpu_use_it(dtype: torch.dtype) -> None:
     q, k, v = qkv(dtype=dtype)
     weight = randn(8, seed=4, dtype=dtype)
     with mock.patch.object(FastAdditive, "raw", autospec=True, side_effect=FastAdditive.raw) as raw:
@@ -153,7 +153,7 @@ def test_a_call_on_a_cpu_is_served_by_it(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), true, atol=8 * torch.finfo(dtype).eps, rtol=0)
 
 
-def test_whoever_looks_through_operations_is_given_the_formula() -> None:
+def test_torch_func_and_compile_use_the_formula() -> None:
     q, k, v = qkv()
     score = foci.Additive(randn(8, seed=4))
     with mock.patch.object(FastAdditive, "raw", side_effect=AssertionError):
@@ -168,11 +168,11 @@ def test_whoever_looks_through_operations_is_given_the_formula() -> None:
         )
 
 
-def test_weights_and_their_statistics_go_the_same_way(way: str) -> None:
+def test_weights_and_statistics_use_it(way: str) -> None:
     q, k, v = qkv(70, 90)
     options = {"score": foci.Additive(randn(4, 8, seed=4)), "sink": randn(4), "mask": foci.window(30)}
     _, found = foci.attention(q, k, v, return_weights=True, **options)
-    with mock.patch.object(strips, "quickened", lambda call: call):
+    with mock.patch.object(strips, "with_fast_additive", lambda call: call):
         _, plain = foci.attention(q, k, v, return_weights=True, **options)
         expected = plain.summary(top=4, picture=16)
     summary = found.summary(top=4, picture=16)
@@ -182,8 +182,8 @@ def test_weights_and_their_statistics_go_the_same_way(way: str) -> None:
     torch.testing.assert_close(found.sink_mass(), plain.sink_mass())
 
 
-def test_memory_grows_with_the_length_alone(way: str) -> None:
-    """Forward and backward: nothing of n x n x d, nor of n x n beyond a strip."""
+def test_memory_is_linear_in_the_length(way: str) -> None:
+    """Forward and backward allocate no n x n x d tensor, and no n x n tensor beyond a strip."""
     q, k, v = (randn(1, 1, 240, 16, seed=seed).requires_grad_() for seed in range(3))
     with mock.patch.object(strips, "MAX_CPU_STRIP_ENTRIES", 2**12), LargestTensor() as seen:
         foci.attention(q, k, v, score=foci.Additive(randn(16))).sum().backward()

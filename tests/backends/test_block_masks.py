@@ -1,4 +1,4 @@
-"""The blocks that a mask leaves: never one too few, and tight where the masks of everyday are concerned."""
+"""Block lists of masks: no visible block is missing, and they are exact for common masks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def call_of(mask: Mask | Tensor, queries: int, keys: int, positions: tuple[Tenso
 
 
 def true_tables(call: Call) -> BlockTables:
-    """Each block looked at, entry by entry."""
+    """The tables from every entry of the matrix."""
     assert call.mask is not None
     queries, keys = call.q.shape[2], call.k.shape[2]
     visible = call.mask.visible(call.full_tile()).broadcast_to(call.q.shape[0], HEADS, queries, keys)
@@ -73,17 +73,17 @@ MASKS = {
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
-def test_no_block_is_lost(name: str, shape: tuple[int, int]) -> None:
+def test_no_visible_block_is_missing(name: str, shape: tuple[int, int]) -> None:
     call = call_of(MASKS[name](*shape), *shape)
     assert call.mask is not None
     found, true = build_tables(call.mask, call), true_tables(call)
-    assert bool((found.some | ~true.some).all()), "a block that holds something is said to be empty"
-    assert bool((~found.every | true.every).all()), "a block that is not full is said to be full"
+    assert bool((found.some | ~true.some).all()), "a block with visible entries is marked empty"
+    assert bool((~found.every | true.every).all()), "a partial block is marked full"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["causal", "causal_at", "window", "wide", "padding", "opposite", "row", "heads"])
-def test_the_tables_of_these_masks_are_exact(name: str, shape: tuple[int, int]) -> None:
+def test_tables_of_common_masks_are_exact(name: str, shape: tuple[int, int]) -> None:
     call = call_of(MASKS[name](*shape), *shape)
     assert call.mask is not None
     for found, true in zip(build_tables(call.mask, call), true_tables(call), strict=True):
@@ -91,7 +91,7 @@ def test_the_tables_of_these_masks_are_exact(name: str, shape: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("name", ["causal", "window"])
-def test_given_positions_are_looked_up(name: str) -> None:
+def test_tables_with_given_positions_are_exact(name: str) -> None:
     positions = (torch.randperm(600)[:300], torch.arange(400).flip(0))
     call = call_of(MASKS[name](300, 400), 300, 400, positions)
     assert call.mask is not None
@@ -99,7 +99,7 @@ def test_given_positions_are_looked_up(name: str) -> None:
         assert torch.equal(found.broadcast_to(true.shape), true)
 
 
-def test_rows_are_looked_up_a_few_at_a_time() -> None:
+def test_entries_are_evaluated_a_few_rows_at_a_time() -> None:
     call = call_of(MASKS["heads"](513, 400), 513, 400)
     assert call.mask is not None
     whole = build_tables(call.mask, call)
@@ -114,17 +114,17 @@ def test_rows_are_looked_up_a_few_at_a_time() -> None:
 
 @pytest.mark.parametrize("name", ["padding", "documents", "entries", "heads"])
 def test_a_part_of_the_batch_has_its_own_tables(name: str) -> None:
-    part = call_of(MASKS[name](300, 300), 300, 300).part(slice(1, 2), slice(0, HEADS))
+    part = call_of(MASKS[name](300, 300), 300, 300).select(slice(1, 2), slice(0, HEADS))
     assert part.mask is not None
     found, true = build_tables(part.mask, part), true_tables(part)
     assert bool((found.some | ~true.some).all())
     assert bool((~found.every | true.every).all())
 
 
-def test_causal_blocks_are_cut_on_the_diagonal_and_full_below() -> None:
+def test_causal_blocks_are_partial_on_the_diagonal_and_full_below() -> None:
     blocks = build_block_lists(call_of(foci.causal, 512, 512))
-    assert blocks.cut.counts.flatten().tolist() == [1, 1, 1, 1]
-    assert blocks.cut.order[0, 0, :, 0].tolist() == [0, 1, 2, 3]
+    assert blocks.partial.counts.flatten().tolist() == [1, 1, 1, 1]
+    assert blocks.partial.order[0, 0, :, 0].tolist() == [0, 1, 2, 3]
     assert blocks.full.counts.flatten().tolist() == [0, 1, 2, 3]
     assert blocks.full.order[0, 0, 3, :3].tolist() == [0, 1, 2]
     assert blocks.columns is None
@@ -133,10 +133,10 @@ def test_causal_blocks_are_cut_on_the_diagonal_and_full_below() -> None:
 def test_a_block_over_the_edge_is_never_full() -> None:
     blocks = build_block_lists(call_of(foci.window(None, None), 200, 300))
     assert blocks.full.counts.flatten().tolist() == [2, 0]
-    assert blocks.cut.counts.flatten().tolist() == [1, 3]
+    assert blocks.partial.counts.flatten().tolist() == [1, 3]
 
 
-def test_a_backward_gets_the_blocks_by_columns() -> None:
+def test_a_backward_has_block_lists_by_columns() -> None:
     call = call_of(foci.causal, 384, 384)
     call.q.requires_grad_()
     columns = build_block_lists(call).columns
@@ -145,23 +145,23 @@ def test_a_backward_gets_the_blocks_by_columns() -> None:
     assert columns.full.order[0, 0, 0, :2].tolist() == [1, 2]
 
 
-def test_documents_skip_each_other() -> None:
+def test_blocks_of_different_documents_are_skipped() -> None:
     blocks = build_block_lists(call_of(foci.documents(torch.arange(1024) // 256), 1024, 1024))
     assert blocks.full.counts.flatten().tolist() == [2] * 8
-    assert blocks.cut.counts.flatten().tolist() == [0] * 8
+    assert blocks.partial.counts.flatten().tolist() == [0] * 8
 
 
-def test_tables_of_long_sequences_never_hold_the_matrix() -> None:
+def test_tables_of_long_sequences_need_no_matrix() -> None:
     call = call_of(foci.causal & foci.window(1000), 1, 1)
     long = 131072
     q = torch.zeros(1, 1, 1, 1).expand(1, 1, long, 1)
     blocks = build_block_lists(prepare_call(q, q, q, Dot(), call.mask, None, None, None, 0.0, False))
-    assert blocks.cut.order.shape == (1, 1, 1024, 1024)
-    assert int((blocks.cut.counts + blocks.full.counts).max()) <= 1000 // BLOCK_SIZE + 2
+    assert blocks.partial.order.shape == (1, 1, 1024, 1024)
+    assert int((blocks.partial.counts + blocks.full.counts).max()) <= 1000 // BLOCK_SIZE + 2
 
 
-def test_lists_are_contiguous_whichever_way_the_table_lies() -> None:
-    """Kernels read the rows of a list as contiguous: a transposed one gave wrong gradients of keys and values."""
+def test_block_lists_are_contiguous_for_transposed_tables() -> None:
+    """Kernels read rows of a list as contiguous: transposed ones gave wrong gradients of keys and values."""
     table = torch.rand(1, 1, 5, 3) > 0.5
     assert list_blocks(table.mT).order.is_contiguous()
     assert list_blocks(table.mT).counts.is_contiguous()

@@ -1,4 +1,4 @@
-"""Strip by strip: gradients of gradients, of one result alone, of some tensors alone; sums over many strips."""
+"""The blocked backend: double backward, gradients of one result or one tensor alone, sums over many strips."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 import foci
 from foci.backends import strips
 from foci.masks.ranges import KeyRanges
-from foci.runtime.checks import is_capturing_cuda_graph
 from foci.runtime.cuda_graphs import capture_cuda_graph
+from foci.runtime.tracing import is_capturing_cuda_graph
 from tests.tensors import qkv, randn
 
 DOUBLE = torch.float64
@@ -76,12 +76,12 @@ def test_a_gradient_of_one_tensor_alone(alone: int, through: int) -> None:
     torch.testing.assert_close(*found, atol=1e-12, rtol=0)
 
 
-def test_dropout_drops_the_same_again_in_the_backward() -> None:
+def test_the_backward_drops_the_same_weights() -> None:
     torch.manual_seed(0)
     q, k, _ = qkv()
     eye = torch.eye(6).expand(2, 2, 6, 6).contiguous().requires_grad_()
     dropped = foci.attention(q, k, eye, dropout=0.5, score=foci.Additive(randn(8)))
-    # With the unit vectors as values, the gradient of a value is the column of what was not dropped.
+    # With unit vectors as values, the gradient of a value is the column of the kept weights.
     (gradient,) = torch.autograd.grad(dropped.sum(), eye)
     torch.testing.assert_close(gradient[..., 0], dropped.detach().view(2, 2, 2, 6, 6).sum((2, 3)))
 
@@ -97,11 +97,11 @@ def test_dropout_drops_the_same_again_in_the_backward() -> None:
     ],
     ids=["padding", "left", "documents", "window"],
 )
-def test_nothing_of_a_device_is_read_while_it_is_captured(
+def test_no_device_memory_is_read_during_cuda_graph_capture(
     mask: foci.Mask, grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CUDA graph is written down and not run: strips see all keys, masked, but for masks of plain numbers."""
-    monkeypatch.setattr(strips, "is_captured", lambda tensor: True)
+    """A captured CUDA graph does not run: strips cover all keys, masked, unless the mask has no tensors."""
+    monkeypatch.setattr(strips, "is_capturing_cuda_graph", lambda tensor: True)
     tensors = [x.requires_grad_(grad) for x in qkv(dtype=DOUBLE)]
     found = []
     reading = mock.patch.object(KeyRanges, "segments", autospec=True, side_effect=KeyRanges.segments)
@@ -116,7 +116,7 @@ def test_nothing_of_a_device_is_read_while_it_is_captured(
 
 
 @pytest.mark.gpu
-def test_a_captured_call_attends_by_the_lengths_of_each_replay() -> None:
+def test_each_replay_of_a_cuda_graph_uses_the_current_lengths() -> None:
     """Decoding captures a step once and replays it for other batches."""
     (q, k, v), lengths = (x.cuda() for x in qkv()), torch.tensor([4, 6], device="cuda")
 
@@ -136,7 +136,7 @@ def test_a_captured_call_attends_by_the_lengths_of_each_replay() -> None:
             torch.testing.assert_close(out, run())
 
 
-def test_only_a_device_of_cuda_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_cuda_tensors_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not is_capturing_cuda_graph(torch.zeros(1))
     assert is_capturing_cuda_graph(mock.Mock(is_cuda=True))

@@ -1,7 +1,7 @@
-"""FlexAttention: what it serves and refuses, that it is compiled once per kind of call and never runs uncompiled.
+"""FlexAttention: what it supports and refuses; it is compiled once per kind of call and never runs uncompiled.
 
-On a CPU one program is compiled by default and more with -m slow; gradients and the log-sum-exp need -m gpu. What does
-not depend on the compiler's kernels runs through Dynamo with its eager backend, which takes a second and not ten.
+On a CPU one program is compiled by default and more with -m slow; gradients and the log-sum-exp need -m gpu. Tests that
+do not depend on compiled kernels use Dynamo with its eager backend, which takes one second instead of ten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foci.runtime.cuda_graphs import capture_cuda_graph
 from foci.scores import Dot
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
 
-# PyTorch's own compiler is made of deprecated parts.
+# PyTorch's compiler uses deprecated functions itself.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 CASES: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ INPUTS = ("query", "key", "value")
 
 
 def problem_of(name: str, dtype: torch.dtype = torch.float32) -> Problem:
-    """A case as a problem of the checker: 2 sequences, 4 heads, 200 queries and 300 keys where it names no others."""
+    """A case as a problem of the checker: 2 sequences, 4 heads, 200 queries and 300 keys unless it says otherwise."""
     case = dict(CASES[name])
     heads, key_heads = case.pop("heads", 4), case.pop("key_heads", None)
     queries, keys, width = case.pop("queries", 200), case.pop("keys", 300), case.pop("width", 32)
@@ -83,7 +83,7 @@ def problem_of(name: str, dtype: torch.dtype = torch.float32) -> Problem:
 
 
 def check_output(problem: Problem) -> None:
-    """The output against the tolerance; on a CPU there is nothing else."""
+    """Checks the output against the tolerance; on a CPU there are no gradients and no log-sum-exp."""
     with torch.no_grad():
         out = foci.attention(**problem.arguments(problem.leaves(problem.dtype, "cpu")), backend="flex")
     assert isinstance(out, Tensor)
@@ -99,7 +99,7 @@ def call_of(queries: int = 20, keys: int = 30, width: int = 8, lse: bool = False
 
 
 class Counter:
-    """Dynamo's eager backend, which counts the graphs that it is given."""
+    """Dynamo's eager backend, which counts the graphs that it compiles."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -111,7 +111,7 @@ class Counter:
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
-    """Programs are traced and not compiled, and everything that a GPU serves is served."""
+    """Traces programs without compiling them, and supports everything that is supported on a GPU."""
     counter = Counter()
     compiling = torch.compile
     monkeypatch.setattr(flex, "cpu_refusals", lambda call: [])
@@ -134,7 +134,7 @@ def test_a_traced_program_equals_the_reference(name: str, counter: Counter) -> N
     assert counter.graphs == 1
 
 
-def test_the_log_sum_exp_is_natural_and_empty_rows_have_none(counter: Counter) -> None:
+def test_the_log_sum_exp_is_natural_and_minus_infinity_for_fully_masked_rows(counter: Counter) -> None:
     q, k = torch.randn(1, 2, 7, 4), torch.randn(1, 2, 5, 4)
     out, weights = foci.attention(q, k, k, mask=foci.causal, backend="flex", return_weights=True)
     _, expected = foci.attention(q, k, k, mask=foci.causal, backend="reference", return_weights=True)
@@ -147,8 +147,8 @@ def test_the_log_sum_exp_is_natural_and_empty_rows_have_none(counter: Counter) -
 SHAPES = [(200 + 7 * i, 300 + 13 * i) for i in range(12)]
 
 
-def test_twelve_shapes_are_two_programs(counter: Counter) -> None:
-    """One for the first lengths, one for all lengths."""
+def test_twelve_shapes_compile_twice(counter: Counter) -> None:
+    """Once for the first lengths, once for dynamic lengths."""
     for queries, keys in SHAPES:
         q, k = torch.randn(2, 2, queries, 8), torch.randn(2, 2, keys, 8)
         out = foci.attention(q, k, k, mask=foci.causal & foci.window(20), backend="flex")
@@ -157,7 +157,7 @@ def test_twelve_shapes_are_two_programs(counter: Counter) -> None:
     assert compiled_calls.get_program.cache_info().currsize == 1
 
 
-def test_other_numbers_are_the_same_program(counter: Counter) -> None:
+def test_new_numbers_do_not_recompile(counter: Counter) -> None:
     q = torch.randn(1, 2, 150, 8)
     for number in (3, 50, 149):
         mask = (foci.causal & foci.window(number)) | foci.prefix(number // 2) | foci.causal.at(-number)
@@ -166,8 +166,8 @@ def test_other_numbers_are_the_same_program(counter: Counter) -> None:
     assert counter.graphs == 1
 
 
-def test_each_kind_of_call_has_a_function_of_its_own(counter: Counter) -> None:
-    """More kinds than Dynamo would recompile one function for."""
+def test_each_kind_of_call_has_its_own_function(counter: Counter) -> None:
+    """There are more kinds than Dynamo would recompile one function for."""
     q = torch.randn(1, 2, 30, 8)
     with torch._dynamo.config.patch(recompile_limit=2):
         for softcap in (1.0, 2.0, 3.0, 4.0):
@@ -175,7 +175,7 @@ def test_each_kind_of_call_has_a_function_of_its_own(counter: Counter) -> None:
     assert counter.graphs == compiled_calls.get_program.cache_info().currsize == 4
 
 
-def test_past_the_limit_of_recompilations_it_raises(counter: Counter) -> None:
+def test_raises_at_the_recompile_limit(counter: Counter) -> None:
     q = torch.randn(1, 1, 10, 4)
 
     def attend(word: str) -> None:
@@ -185,11 +185,11 @@ def test_past_the_limit_of_recompilations_it_raises(counter: Counter) -> None:
     with torch._dynamo.config.patch(recompile_limit=2):
         attend("one")
         attend("two")
-        with pytest.raises(RuntimeError, match=r"as often as .*recompile_limit allows; name backend='blocked'"):
+        with pytest.raises(RuntimeError, match=r"as often as .*recompile_limit allows; use backend='blocked'"):
             attend("three")
 
 
-def test_a_function_that_does_not_compile_is_an_error(counter: Counter) -> None:
+def test_a_mask_function_that_does_not_compile_raises(counter: Counter) -> None:
     q = torch.randn(1, 1, 10, 4)
 
     def untraceable(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -201,20 +201,20 @@ def test_a_function_that_does_not_compile_is_an_error(counter: Counter) -> None:
         foci.attention(q, q, q, mask=mask, backend="flex")
 
 
-def test_where_compilation_is_off_it_raises(counter: Counter) -> None:
+def test_raises_where_torch_compile_is_switched_off(counter: Counter) -> None:
     q = torch.randn(1, 1, 10, 4)
     off = pytest.raises(RuntimeError, match=r"torch\.compile is switched off")
     with torch.compiler.set_stance("force_eager"), off:
         foci.attention(q, q, q, mask=foci.window(2), backend="flex")
 
 
-class Watched(torch.nn.Module):
-    """Two layers that only a compiled program serves."""
+class FlexModel(torch.nn.Module):
+    """Two layers whose attention runs as a compiled program."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
-        self.attend = torch.nn.ModuleList(Attending() for _ in range(2))
+        self.attend = torch.nn.ModuleList(FlexLayer() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, attend in zip(self.layers, self.attend, strict=True):
@@ -222,7 +222,7 @@ class Watched(torch.nn.Module):
         return x
 
 
-class Attending(torch.nn.Module):
+class FlexLayer(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = x.unflatten(-1, (2, 4)).transpose(1, 2)
         out = foci.attention(q, q, q, mask=foci.causal & foci.window(3), backend="flex")
@@ -231,21 +231,21 @@ class Attending(torch.nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": foci.Keep(top=2)}, {"layers": [1]}], ids=["lazy", "kept", "one"])
-def test_a_model_that_is_watched_runs_compiled_programs(options: Any, counter: Counter) -> None:
-    """Whatever was compiled before the block: models run uncompiled inside of it, the programs of foci do not."""
-    model, x = Watched(), torch.randn(2, 12, 8)
+def test_a_watched_model_runs_compiled_programs(options: Any, counter: Counter) -> None:
+    """`watch` switches torch.compile off for models but not for the programs of foci."""
+    model, x = FlexModel(), torch.randn(2, 12, 8)
     with torch.no_grad():
         expected = model(x)
         with foci.watch(model, **options) as seen, foci.watch(model):
             found = model(x)
     torch.testing.assert_close(found, expected)
     assert (seen.calls, len(seen.layers)) == (2, 1 if options.get("layers") else 2)
-    # One program gives the log-sum-exp and one does not.
+    # One program returns the log-sum-exp, the other does not.
     assert counter.graphs == 2
 
 
-def test_another_thread_runs_compiled_programs_beside_a_block(counter: Counter) -> None:
-    model, x = Watched(), torch.randn(2, 12, 8)
+def test_another_thread_runs_compiled_programs_during_watch(counter: Counter) -> None:
+    model, x = FlexModel(), torch.randn(2, 12, 8)
     with torch.no_grad():
         expected = model(x)
 
@@ -253,13 +253,13 @@ def test_another_thread_runs_compiled_programs_beside_a_block(counter: Counter) 
         with torch.no_grad():
             return model(x)  # type: ignore[no-any-return]
 
-    with foci.watch(Watched()), ThreadPoolExecutor(1) as pool:
+    with foci.watch(FlexModel()), ThreadPoolExecutor(1) as pool:
         assert torch.equal(pool.submit(run).result(), expected)
     assert counter.graphs == 1
 
 
 @pytest.mark.parametrize("name", ["window", "documents", "causal_buckets", "entries", "function", "positions"])
-def test_it_is_part_of_a_larger_graph(name: str, counter: Counter) -> None:
+def test_runs_inside_a_larger_compiled_graph(name: str, counter: Counter) -> None:
     compiled = torch.compile(foci.attention, fullgraph=True, backend="eager")
     leaves = problem_of(name).leaves(torch.float32, "cpu")
     arguments = problem_of(name).arguments({key: leaf.detach() for key, leaf in leaves.items()})
@@ -267,20 +267,20 @@ def test_it_is_part_of_a_larger_graph(name: str, counter: Counter) -> None:
     torch.testing.assert_close(out, foci.attention(**arguments, backend="reference"))
 
 
-def test_blocks_of_a_plain_mask_are_kept_and_bounded() -> None:
+def test_block_lists_of_a_mask_without_tensors_are_cached_and_bounded() -> None:
     flex._block_lists_cache.clear()
     first, again = (flex.get_block_lists(call_of(mask=foci.causal & foci.window(5))) for _ in range(2))
     assert again[1] is first[1]
     with torch.inference_mode():
         _, inside = flex.get_block_lists(call_of(mask=foci.window(7)))
     assert inside is not None
-    assert not inside.cut.order.is_inference()
+    assert not inside.partial.order.is_inference()
     for length in range(2 * flex.MAX_CACHED_BLOCK_MASKS):
         flex.get_block_lists(call_of(mask=foci.causal, keys=40 + length))
     assert len(flex._block_lists_cache) == flex.MAX_CACHED_BLOCK_MASKS
 
 
-def test_blocks_are_kept_while_the_ids_are_the_same() -> None:
+def test_block_lists_are_cached_until_the_ids_change() -> None:
     flex._block_lists_cache.clear()
     ids = torch.arange(20) // 7
     first, again = (flex.get_block_lists(call_of(keys=20, mask=foci.documents(ids) & foci.causal)) for _ in range(2))
@@ -290,12 +290,12 @@ def test_blocks_are_kept_while_the_ids_are_the_same() -> None:
     assert flex.get_block_lists(call_of(keys=20, mask=foci.documents(ids.clone()) & foci.causal))[1] is not first[1]
 
 
-def test_what_is_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a CUDA graph nothing is computed before it runs, and when it runs the lengths may be others."""
+def test_block_lists_are_not_cached_during_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured CUDA graph computes nothing until it is replayed, and then the lengths may differ."""
     lengths = torch.tensor([30, 12])
     flex._block_lists_cache.clear()
     before = [flex.get_block_lists(call_of(mask=mask))[1] for mask in (foci.window(4), foci.padding(lengths))]
-    monkeypatch.setattr(flex, "is_captured", lambda tensor: True)
+    monkeypatch.setattr(flex, "is_capturing_cuda_graph", lambda tensor: True)
     after = [
         flex.get_block_lists(call_of(mask=mask))[1] for mask in (foci.window(4), foci.padding(lengths), foci.window(5))
     ]
@@ -305,7 +305,7 @@ def test_what_is_captured_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mask", [torch.ones(20, 30).bool(), lambda b, h, q, k: q >= k], ids=["entries", "function"])
-def test_blocks_of_other_masks_are_not_kept(mask: Any) -> None:
+def test_block_lists_of_functions_and_dense_masks_are_not_cached(mask: Any) -> None:
     flex._block_lists_cache.clear()
     mask = as_mask(mask) if isinstance(mask, torch.Tensor) else foci.mask_function(mask)
     flex.get_block_lists(call_of(mask=mask))
@@ -314,17 +314,17 @@ def test_blocks_of_other_masks_are_not_kept(mask: Any) -> None:
     assert not flex._block_lists_cache
 
 
-def test_nothing_of_a_call_is_held(counter: Counter) -> None:
+def test_inputs_are_released_after_a_call(counter: Counter) -> None:
     q, k, ids = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8), torch.arange(40) // 9
     foci.attention(q, k, k, mask=foci.documents(ids) & foci.causal, bias=foci.ALiBi(), backend="flex")
-    held = [weakref.ref(tensor) for tensor in (q, k)]
+    references = [weakref.ref(tensor) for tensor in (q, k)]
     del q, k, ids
     gc.collect()
-    assert not any(reference() is not None for reference in held)
+    assert not any(reference() is not None for reference in references)
 
 
-def test_buckets_are_those_of_the_bias() -> None:
-    """Also at the far end, where everything shares a bucket."""
+def test_tabulated_buckets_equal_the_bias() -> None:
+    """Also beyond the largest distance, where all distances share a bucket."""
     for both, reach in ((True, 128), (False, 50), (True, 9)):
         bias = foci.Buckets(torch.randn(32 if reach > 9 else 8, 3), both, reach)
         table = flex.tabulate_buckets(bias)
@@ -339,26 +339,26 @@ def test_buckets_are_those_of_the_bias() -> None:
     [
         ({"score": foci.Additive(torch.ones(8))}, "Additive is not a dot product"),
         ({"dropout": 0.5}, "dropout"),
-        ({"bias": foci.Relative(torch.ones(5, 8))}, "Relative is more than a number per entry"),
+        ({"bias": foci.Relative(torch.ones(5, 8))}, "Relative adds more than one number per entry"),
         ({"bias": foci.ALiBi(torch.ones(4, requires_grad=True))}, "ALiBi needs a gradient"),
-        ({"bias": torch.zeros(20, 30, requires_grad=True)}, "Added needs a gradient"),
+        ({"bias": torch.zeros(20, 30, requires_grad=True)}, "DenseBias needs a gradient"),
         ({"lse": True}, "no log-sum-exp on a CPU"),
-        ({"queries": 0}, "empty tensor"),
+        ({"queries": 0}, "is empty"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_it_refuses_what_it_cannot_do(arguments: dict[str, Any], reason: str) -> None:
+def test_refuses_unsupported_calls(arguments: dict[str, Any], reason: str) -> None:
     reasons = flex.refuses(call_of(**arguments))
     assert any(reason in one for one in reasons), reasons
 
 
-def test_it_refuses_gradients_on_a_cpu() -> None:
+def test_refuses_gradients_on_a_cpu() -> None:
     q = torch.randn(1, 1, 3, 4, requires_grad=True)
     with pytest.raises(ValueError, match="no backward on a CPU"):
         foci.attention(q, q, q, backend="flex")
 
 
-def test_it_refuses_float64_and_transforms() -> None:
+def test_refuses_float64_and_torch_func() -> None:
     q = torch.randn(1, 1, 3, 4, dtype=torch.float64)
     with pytest.raises(ValueError, match="float64"):
         foci.attention(q, q, q, backend="flex")
@@ -369,42 +369,42 @@ def test_it_refuses_float64_and_transforms() -> None:
         torch.func.vmap(lambda x: foci.attention(x, x, x, backend="flex"))(torch.randn(2, 3, 4))
 
 
-def test_it_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_missing_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert any("no-such-compiler is not on the PATH" in reason for reason in flex.refuses(call_of()))
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert any("TORCHDYNAMO_DISABLE" in reason for reason in flex.refuses(call_of()))
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: None)
-    assert flex.missing_requirement("cuda") == "it needs Triton, which is not installed"
+    assert flex.missing_requirement("cuda") == "Triton is not installed"
 
 
 def test_wide_heads_and_large_grids_are_refused_on_a_gpu() -> None:
-    assert flex.cuda_refusals(call_of(width=257)) == ["a width of 257, where it takes up to 256"]
+    assert flex.cuda_refusals(call_of(width=257)) == ["FlexAttention supports widths up to 256, got 257"]
     assert flex.cuda_refusals(call_of(width=256)) == []
     many = torch.zeros(65536, 1, 1, 1)
     reasons = flex.cuda_refusals(prepare_call(many, many, many, Dot(), None, None, None, None, 0.0, False))
-    assert reasons == ["more than 65,535 sequences or heads"]
+    assert reasons == ["FlexAttention supports at most 65,535 sequences or heads"]
 
 
-def test_widths_are_those_that_have_tiles() -> None:
+def test_kernel_widths() -> None:
     assert [flex.kernel_width(width, torch.bfloat16) for width in (1, 16, 72, 256)] == [16, 16, 72, 256]
     assert [flex.kernel_width(width, torch.float32) for width in (1, 16, 72, 256)] == [16, 16, 128, 256]
 
 
-def test_on_a_cpu_it_is_used_only_when_it_is_named() -> None:
+def test_is_used_on_a_cpu_only_when_named() -> None:
     q = torch.randn(1, 2, 10, 8)
     plan = foci.plan(q, q, q, mask=foci.window(3))
     assert plan.chosen == "blocked"
-    assert "flex       compiling takes 10 s or more on a CPU: name backend='flex' to use it" in str(plan)
-    assert "reference  it builds the matrix: name backend='reference' to use it" in str(plan)
+    assert "flex       compiling takes 10 s or more on a CPU; use it with backend='flex'" in str(plan)
+    assert "reference  it builds the whole matrix; use it with backend='reference'" in str(plan)
     assert foci.plan(q, q, q, mask=foci.window(3), backend="flex").chosen == "flex"
 
 
-def test_a_backend_that_hesitates_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_refuses_by_default_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in (backends.sdpa, backends.blocked):
         monkeypatch.setattr(backend, "refuses", lambda call: ["no"])
-    with pytest.raises(ValueError, match="no backend serves this call"):
+    with pytest.raises(ValueError, match="no backend supports this call"):
         backends.choose_backend(call_of(), None)
     assert backends.choose_backend(call_of(), "reference") is backends.reference
 
@@ -424,7 +424,7 @@ def test_half_precision_equals_the_reference(name: str, dtype: torch.dtype) -> N
 
 @pytest.mark.slow
 def test_twelve_compiled_shapes_equal_the_reference() -> None:
-    """Dynamo's limit is eight; a program that ran uncompiled would raise."""
+    """Dynamo's limit is eight recompilations; a program that ran uncompiled would raise."""
     mask = foci.causal & foci.window(20)
     for queries, keys in SHAPES:
         q, k = torch.randn(2, 2, queries, 16), torch.randn(2, 2, keys, 16)
@@ -466,8 +466,8 @@ def test_on_a_gpu_twelve_shapes_stay_compiled(needs_grad: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_model_that_is_watched_takes_gradients() -> None:
-    model, x = Watched().cuda(), torch.randn(2, 150, 8, device="cuda")
+def test_on_a_gpu_a_watched_model_has_gradients() -> None:
+    model, x = FlexModel().cuda(), torch.randn(2, 150, 8, device="cuda")
     model(x).square().sum().backward()
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
@@ -480,8 +480,8 @@ def test_on_a_gpu_a_model_that_is_watched_takes_gradients() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["static", "lengths"])
-def test_on_a_gpu_a_captured_call_attends_by_what_each_replay_finds(mask: str) -> None:
-    """Tables of blocks that were made before would be those of other lengths."""
+def test_on_a_gpu_each_replay_of_a_cuda_graph_uses_the_current_lengths(mask: str) -> None:
+    """Cached block lists would be those of other lengths."""
     q, lengths = torch.randn(2, 2, 300, 16, device="cuda"), torch.tensor([300, 20], device="cuda")
 
     def run() -> Tensor:
@@ -504,7 +504,7 @@ def test_on_a_gpu_a_captured_call_attends_by_what_each_replay_finds(mask: str) -
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_is_chosen_for_what_no_fused_kernel_takes() -> None:
+def test_on_a_gpu_it_is_chosen_where_no_fused_kernel_supports_the_call() -> None:
     q = torch.randn(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
     for arguments in ({"mask": foci.causal & foci.window(9)}, {"score": foci.Dot(softcap=5.0)}):
         assert foci.plan(q, q, q, **arguments).chosen == "flex"
@@ -526,7 +526,7 @@ def test_on_a_gpu_a_window_over_a_long_sequence_takes_linear_memory() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["window", "documents", "causal_buckets", "function", "positions"])
-def test_on_a_gpu_it_compiles_as_part_of_a_larger_graph(name: str) -> None:
+def test_on_a_gpu_it_runs_inside_a_larger_compiled_graph(name: str) -> None:
     problem = problem_of(name)
     leaves = {key: leaf.detach() for key, leaf in problem.leaves(torch.float32, "cuda").items()}
     arguments = problem.arguments(leaves)

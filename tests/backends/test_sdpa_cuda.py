@@ -1,4 +1,4 @@
-"""What PyTorch's kernels on CUDA leave to the caller, put right; the kernels themselves run in the contract."""
+"""The log-sum-exp of PyTorch's CUDA kernels in one form; the kernels themselves run in the contract suite."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ def queries(count: int) -> Tensor:
     return torch.empty(1, 2, count, 8)
 
 
-def test_a_log_sum_exp_that_nobody_has_to_look_at_is_handed_on() -> None:
+def test_an_lse_without_masked_rows_is_returned_unchanged() -> None:
     flash, cudnn = randn(1, 2, 5), randn(1, 2, 5, 1)
     assert normalize_lse(flash, queries(5), hides=False) is flash
     assert torch.equal(normalize_lse(cudnn, queries(5), hides=False), cudnn[..., 0])
 
 
-def test_the_mark_of_rows_that_see_nothing_and_rows_that_fill_up_are_put_right() -> None:
+def test_fully_masked_rows_and_padding_rows_of_the_lse_are_corrected() -> None:
     marked = torch.tensor([1.0, torch.inf, 2.0, torch.inf]).view(1, 1, 4)
     assert normalize_lse(marked, queries(4), hides=True).flatten().tolist() == [1.0, -torch.inf, 2.0, -torch.inf]
     found = normalize_lse(marked, queries(3), hides=False)

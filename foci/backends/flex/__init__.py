@@ -28,7 +28,7 @@ from foci.biases import Bias, Buckets, DenseBias
 from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import MaskFunction
 from foci.masks.tile import Tile
-from foci.runtime.checks import is_capturing_cuda_graph
+from foci.runtime.tracing import is_capturing_cuda_graph
 from foci.scores import Dot, Score
 
 NAME = "flex"

@@ -98,7 +98,7 @@ def build_tables(mask: Mask, call: Call) -> BlockTables:
 def tables_from_ranges(ranges: KeyRanges, call: Call) -> BlockTables:
     """A block has visible entries where the key range of one of its rows reaches it; full where all cover it."""
     if call.batch_ids is not None:
-        ranges = ranges.of(call.batch_ids)
+        ranges = ranges.select_batches(call.batch_ids)
     device, keys = call.q.device, call.k.shape[2]
     low, high = (split_into_blocks(ends) for ends in torch.broadcast_tensors(*ranges.ranges[0]))  # (Bm, nq, 128)
     seen = low < high

@@ -24,7 +24,7 @@ from foci.backends.sdpa import cpu, cuda
 from foci.biases import DenseBias
 from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import Causal, Padding, causal
-from foci.runtime.checks import is_traced
+from foci.runtime.tracing import is_traced, is_vmapped
 from foci.scores import Additive, Dot
 
 NAME = "sdpa"
@@ -62,7 +62,7 @@ def run_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
         and 0 not in key_shape
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
     )
-    if not is_common or torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(q):
+    if not is_common or torch.compiler.is_compiling() or is_vmapped(q):
         return None
     if q.is_cuda:
         is_fast = k.is_cuda and v.is_cuda and cuda.is_default_kernel_fastest(q, k, v, mask is not None)

@@ -32,8 +32,8 @@ def run(call: Call, scale: float, kind: str, mask: Tensor | None) -> tuple[Tenso
     return out if width == call.v.shape[-1] else out[..., : call.v.shape[-1]], lse
 
 
-def split_keys(kind: str, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
-    """The keys in pieces that the kernel's causal flag serves."""
+def split_keys(kind: str, q: Tensor, k: Tensor) -> tuple[KeySlice, ...]:
+    """Splits the keys into slices on which the kernel's causal flag is right."""
     keys = k.shape[2]
     if kind != "last":
         return (KeySlice(slice(0, keys), kind == "equal"),)
@@ -42,35 +42,35 @@ def split_keys(kind: str, q: Tensor, k: Tensor) -> tuple[Piece, ...]:
 
 
 class KeySlice(NamedTuple):
-    """Some of the keys, and whether they are looked at causally."""
+    """Some of the keys, and whether attention to them is causal."""
 
     keys: slice
     causal: bool
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[KeySlice, ...], scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slices: tuple[KeySlice, ...], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The CPU's fused kernel, piece by piece of the keys, without gradients."""
-    if len(pieces) == 1:
-        whole: tuple[Tensor, Tensor] = cpu_flash(q, k, v, 0.0, pieces[0].causal, attn_mask=mask, scale=scale)
+    """Runs the fused kernel on each slice of the keys, without gradients."""
+    if len(slices) == 1:
+        whole: tuple[Tensor, Tensor] = cpu_flash(q, k, v, 0.0, slices[0].causal, attn_mask=mask, scale=scale)
         return whole
-    found = [
-        cpu_flash(q, k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=scale) for keys, causal in pieces
+    results = [
+        cpu_flash(q, k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask, scale=scale) for keys, causal in slices
     ]
-    return merge_key_slices(found)
+    return merge_key_slices(results)
 
 
 class CpuFlashAttention(torch.autograd.Function):
-    """The same with an output and a log-sum-exp that gradients pass through."""
+    """The same with gradients through the output and the log-sum-exp."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pieces: tuple[KeySlice, ...], scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slices: tuple[KeySlice, ...], scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse = flash_forward(q, k, v, mask, pieces, scale)
+        out, lse = flash_forward(q, k, v, mask, slices, scale)
         ctx.save_for_backward(q, k, v, mask, out, lse)
-        ctx.pieces, ctx.scale = pieces, scale
+        ctx.slices, ctx.scale = slices, scale
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -84,21 +84,21 @@ class CpuFlashAttention(torch.autograd.Function):
         if d_lse is not None:
             q, k, v, out, d_out = append_lse_column(q, k, v, out, d_out, d_lse)
         d_out = d_out.contiguous()
-        # With the output and the log-sum-exp of all keys, each piece gives its share of the whole gradient.
+        # Given the output and the log-sum-exp over all keys, each slice yields its part of the gradient.
         grads = [
             cpu_flash_backward(
                 d_out, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, causal, attn_mask=mask, scale=ctx.scale
             )
-            for keys, causal in ctx.pieces
+            for keys, causal in ctx.slices
         ]
         d_q = grads[0][0] if len(grads) == 1 else grads[0][0] + grads[1][0]
         d_k, d_v = (torch.cat([g[i] for g in grads], dim=2) if len(grads) > 1 else grads[0][i] for i in (1, 2))
         return (*(g[..., :width] for g in (d_q, d_k, d_v)), None, None, None)
 
 
-def merge_key_slices(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from attention over two pieces, both of which every query sees something of."""
-    (first, first_lse), (second, second_lse) = found
+def merge_key_slices(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from attention over two slices; every query sees some keys of both."""
+    (first, first_lse), (second, second_lse) = results
     lse = torch.logaddexp(first_lse, second_lse)
     shares = (torch.exp(part - lse).unsqueeze(-1) for part in (first_lse, second_lse))
     out = sum(part * share for part, share in zip((first, second), shares, strict=True))

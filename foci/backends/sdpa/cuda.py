@@ -1,5 +1,5 @@
-"""The fused kernels that PyTorch has on CUDA, each called by its own name: cuDNN on Hopper and later, else flash, and
-efficient for float32 and for dense masks. What they leave to the caller is put right here once.
+"""PyTorch's fused attention kernels for CUDA: cuDNN on Hopper and later, else flash; efficient for float32 and for
+dense masks. Each is called by its own operator.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, D width.
 """
@@ -21,14 +21,14 @@ aten = torch.ops.aten
 
 
 def is_default_kernel_fastest(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Whether PyTorch's own choice for this call is the kernel that is the fastest here."""
+    """Whether PyTorch itself would choose the fastest kernel for this call."""
     if q.dtype not in HALF_DTYPES or not is_hopper_or_later(q.device.index or 0):
         return False
     return torch._fused_sdp_choice(q, k, v, None, 0.0, causal) == SDPBackend.CUDNN_ATTENTION.value
 
 
 def choose_kernel(call: Call, causal: str, masked: bool) -> str | None:
-    """The fastest kernel that takes the call; None where there is none."""
+    """Returns the name of the fastest kernel that supports the call, or None."""
     width = max(call.q.shape[-1], call.v.shape[-1])
     if call.q.dtype == torch.float64 or width > max_width(call):
         return None
@@ -40,7 +40,7 @@ def choose_kernel(call: Call, causal: str, masked: bool) -> str | None:
 
 
 def max_width(call: Call) -> int:
-    """The gradient of the log-sum-exp takes one more column."""
+    """The largest supported width; the gradient of the log-sum-exp needs one column more."""
     return 248 if call.needs_lse and call.needs_grad else 256
 
 
@@ -49,9 +49,9 @@ def kernel_refusals(call: Call, causal: str, masked: bool) -> list[str]:
         return ["there is no fused kernel for float64 on CUDA"]
     width = max(call.q.shape[-1], call.v.shape[-1])
     if width > max_width(call):
-        return [f"these kernels take widths up to {max_width(call)} for this call, not {width}"]
+        return [f"the fused kernels support widths up to {max_width(call)} for this call, got {width}"]
     if choose_kernel(call, causal, masked) is None:
-        return ["causal with unequal lengths in float32 is not part of these kernels"]
+        return ["the fused kernels do not support causal with unequal lengths in float32 or with a dense mask"]
     return []
 
 
@@ -63,11 +63,11 @@ def run(call: Call, scale: float, causal: str, mask: Tensor | None) -> tuple[Ten
     if name == "efficient":
         k, v = (repeat_key_heads(t, call.group) for t in (k, v))
         mask = None if mask is None else expand_mask(mask, call)
-    given = q, k, v, mask, name, scale, causal != "none", call.dropout
+    arguments = q, k, v, mask, name, scale, causal != "none", call.dropout
     if call.needs_lse and needs_backward(q, k, v):
-        out, lse = FusedAttentionWithLse.apply(*given)  # type: ignore[no-untyped-call]
+        out, lse = FusedAttentionWithLse.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
-        out, lse = run_forward(*given, call.needs_lse)[:2]
+        out, lse = run_forward(*arguments, call.needs_lse)[:2]
         hides = mask is not None or (causal != "none" and q.shape[2] > k.shape[2])
         lse = normalize_lse(lse, q, hides) if call.needs_lse else None
     return out[..., : call.v.shape[-1]] if width != call.v.shape[-1] else out, lse
@@ -78,7 +78,7 @@ def repeat_key_heads(x: Tensor, group: int) -> Tensor:
 
 
 def expand_mask(mask: Tensor, call: Call) -> Tensor:
-    """Expanded as the kernel wants it; its rows must start at multiples of 16 bytes."""
+    """Expands the mask to all heads and rows; the kernel needs rows that start at multiples of 16 bytes."""
     keys = call.k.shape[2]
     room = F.pad(mask.expand(*mask.shape[:3], keys), (0, -keys % 16))[..., :keys]
     return room.expand(*call.q.shape[:3], keys)
@@ -107,7 +107,7 @@ def run_forward(
 
 
 class FusedAttentionWithLse(torch.autograd.Function):
-    """A fused kernel with a log-sum-exp that gradients pass through."""
+    """A fused kernel with gradients through the log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -121,10 +121,10 @@ class FusedAttentionWithLse(torch.autograd.Function):
         causal: bool,
         dropout: float,
     ) -> tuple[Tensor, Tensor]:
-        found = run_forward(q, k, v, mask, name, scale, causal, dropout, True)
-        out, raw_lse = found[0], found[1]
+        results = run_forward(q, k, v, mask, name, scale, causal, dropout, True)
+        out, raw_lse = results[0], results[1]
         ctx.save_for_backward(q, k, v, mask, out, raw_lse)
-        ctx.rest, ctx.name, ctx.scale, ctx.causal, ctx.dropout = found[2:], name, scale, causal, dropout
+        ctx.rest, ctx.name, ctx.scale, ctx.causal, ctx.dropout = results[2:], name, scale, causal, dropout
         ctx.set_materialize_grads(False)
         return out, normalize_lse(raw_lse, q, hides=True)
 
@@ -139,7 +139,7 @@ class FusedAttentionWithLse(torch.autograd.Function):
             q, k, v, out, d_out = append_lse_column(q, k, v, out, d_out, d_lse)
             name = "flash" if name == "cudnn" else name
             if name == "efficient":
-                # In half precision this kernel loses the column: measured, gradients off by their own size.
+                # In half precision this kernel drops the column: measured gradients were off by their own size.
                 q, k, v, out, d_out = (t.float() for t in (q, k, v, out, d_out))
                 mask = None if mask is None else mask.float()
         if name == "flash":
@@ -198,9 +198,9 @@ def run_backward(
 
 
 def normalize_lse(lse: Tensor, q: Tensor, hides: bool) -> Tensor:
-    """(B, H, Tq): cuDNN adds an axis, efficient rounds the length up, flash marks rows that see nothing by +inf.
+    """(B, H, Tq): cuDNN adds an axis, efficient rounds the length up, flash marks fully masked rows by +inf.
 
-    Where no row can be hidden there is no mark to look for: two launches less, in nearly every call.
+    Where no row can be fully masked (most calls) the marks are not searched, which saves two kernel launches.
     """
     lse = lse.squeeze(-1) if lse.dim() == 4 else lse
     if not hides and lse.shape[2] == q.shape[2]:

@@ -1,4 +1,4 @@
-"""What the fused kernels of every device want done to their tensors."""
+"""Tensors as the fused kernels of every device take them: padded widths, and a column for the gradient of the lse."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ def needs_backward(*tensors: Tensor) -> bool:
 
 
 def pad_width(x: Tensor, width: int) -> Tensor:
-    """Zeros up to the width: they add nothing to a dot product. The kernels read rows as contiguous."""
+    """Pads the last dimension with zeros, which add nothing to a dot product, and makes rows contiguous."""
     x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def append_lse_column(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, ...]:
-    """Lets a kernel that knows only d_out add the gradient of the log-sum-exp.
+    """Appends a column so that a backward kernel that takes only d_out adds the gradient of the log-sum-exp.
 
-    It computes dS = P (d_out·v - d_out·out). One more column, with 1 in v, 0 in out and d_lse in d_out, makes that
-    P (d_out·v + d_lse - d_out·out), which is the whole derivative.
+    The kernel computes dS = P (d_out·v - d_out·out). A column with 1 in v, 0 in out and d_lse in d_out makes this
+    P (d_out·v + d_lse - d_out·out), the full derivative.
     """
     spare = -(-(q.shape[-1] + 1) // 8) * 8 - q.shape[-1]
     q, k, v, out, d_out = (F.pad(t, (0, spare)) for t in (q, k, v, out, d_out))
