@@ -14,7 +14,8 @@ from torch import Tensor
 from foci.biases import Bias, Relative, as_bias
 from foci.masks.base import Mask, as_mask
 from foci.masks.tile import CallSizes, Tile
-from foci.runtime.checks import is_autocast_enabled, to_call_device
+from foci.runtime.checks import to_call_device
+from foci.runtime.tracing import is_autocast_enabled, is_inside_torch_func, is_vmapped
 from foci.scores import Dot, Score
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -61,13 +62,12 @@ class Call:
     @property
     def is_vmapped(self) -> bool:
         """Whether torch.func.vmap hides a batch dimension of the inputs."""
-        batched = torch._C._functorch.is_batchedtensor
-        return bool(batched(self.q) or batched(self.k) or batched(self.v))
+        return is_vmapped(self.q) or is_vmapped(self.k) or is_vmapped(self.v)
 
     @property
     def is_transformed(self) -> bool:
         """Whether torch.func is at work (grad, jacrev, vmap), which knows less than autograd alone."""
-        return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+        return not torch.compiler.is_compiling() and is_inside_torch_func()
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that a gradient may reach."""

@@ -1,12 +1,12 @@
-"""How PyTorch's attention is seen: a torch function mode, which every call of PyTorch on this thread passes.
+"""AttentionMode: a torch function mode that reports every attention call on this thread to a Recorder.
 
-F.scaled_dot_product_attention, `foci.attention` and transformers' interface come here as they were called.
-F.multi_head_attention_forward hides what it does inside: a copy of it runs with the mode switched on, so that its own
-calls come here too.
+It intercepts F.scaled_dot_product_attention, `foci.attention` and the attention interface of transformers with their
+arguments. F.multi_head_attention_forward hides its inner calls: a copy of it runs with the mode on, so that they are
+intercepted too.
 
-What the model gets back is what it would have got: from the same kernel where that gives the log-sum-exp (then it is
-identical), from one of foci's backends otherwise (then it is within rounding). With dropout, and where the model asks
-for its whole matrix, the model's own call runs unchanged and the weights are computed beside it.
+The model gets the output that it would get without the mode: from the same kernel if that returns the log-sum-exp (then
+it is identical), else from one of foci's backends (then it is within rounding). With dropout, and where the model asks
+for the whole matrix, the model's own call runs unchanged and the weights are computed in addition.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, D width.
 """
@@ -32,7 +32,7 @@ from foci.capture.generation import CaptureError
 from foci.capture.huggingface.attention import attention_forward, translate_call
 from foci.capture.recorder import is_recomputation
 from foci.masks.kinds import causal
-from foci.runtime.checks import is_autocast_enabled
+from foci.runtime.tracing import is_autocast_enabled, is_inside_torch_func
 from foci.scores import Dot
 from foci.weights.dense_attention import attention_with_matrix
 from foci.weights.weights import Weights
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from foci.capture.recorder import Recorder
 
-# PyTorch counts from the first key, foci from the last.
+# PyTorch aligns a causal mask with the first key, foci with the last.
 TORCH_CAUSAL = causal.at(0)
 
 PositionalArguments = tuple[Any, ...]
@@ -50,9 +50,9 @@ KeywordArguments = dict[str, Any]
 
 
 class AttentionMode(TorchFunctionMode):
-    """Tells a recorder of every attention call that its model makes on this thread."""
+    """Reports every attention call that the model makes on this thread to its recorder."""
 
-    # A captured CUDA graph makes its calls once and for all: `foci.generate` goes without one where this is on.
+    # A replayed CUDA graph makes no Python calls: `foci.generate` does without CUDA graphs under such a mode.
     sees_every_call = True
 
     def __init__(self, recorder: Recorder) -> None:
@@ -64,11 +64,11 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         handler = HANDLERS.get(func)
         if handler is None and func not in BACKWARD_FUNCTIONS:
-            # Nearly every call: hundreds for each token that a model writes.
+            # The fast path of nearly all calls: hundreds for each generated token.
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if func in BACKWARD_FUNCTIONS:
-            # Activation checkpointing runs modules again in there, and they must take the way of the first time.
+            # Activation checkpointing runs modules again in the backward; they must take the same path as before.
             if "gradient" in kwargs:
                 kwargs["grad_tensors"] = kwargs.pop("gradient")
             with self:
@@ -77,89 +77,91 @@ class AttentionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise CaptureError(
-                "foci.watch sees calls as they are made, but this one is being compiled: compile the model before the"
-                " block (inside it, compiled models run uncompiled), or leave torch.compile out"
+                "foci.watch cannot record a call while it is being compiled: compile the model before the block (inside"
+                " it, compiled models run uncompiled), or do not use torch.compile"
             )
         return handler(self, func, args, kwargs)
 
 
 @contextmanager
 def without_recording() -> Iterator[None]:
-    """What runs here is computed for the record alone: no other block counts it."""
+    """Turns all torch function modes off: for calls made only for the record, which no other block may count."""
     with torch._C.DisableTorchFunction():
         yield
 
 
 def count_and_check(recorder: Recorder, name: str) -> bool:
-    """Whether a call that a module makes is to be recorded; counts it."""
+    """Counts an attention call of a module; returns whether to record it."""
     if not is_recomputation():
         recorder.count_call(name)
     if not recorder.is_selected(name):
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        recorder.mark_unseen(name, "it ran inside a transform of torch.func, whose tensors end with it")
+    if is_inside_torch_func():
+        recorder.mark_unseen(name, "it ran inside a torch.func transform, whose tensors cannot be kept")
         return False
     return True
 
 
 def zero_heads(out: Tensor, heads: list[int] | None, axis: int, name: str) -> Tensor:
-    """The output with some heads zeroed; None: all of them."""
+    """Zeros the output of some heads; None zeros all of them."""
     if heads is None:
         return torch.zeros_like(out)
     if not heads:
         return out
     if max(heads) >= out.shape[axis]:
-        raise CaptureError(f"silence names H{max(heads)} of {name}, which has {out.shape[axis]} heads")
+        raise CaptureError(f"ablate must name heads below {out.shape[axis]} of {name}, got H{max(heads)}")
     return out.index_fill(axis, torch.tensor(heads, device=out.device), 0.0)
 
 
 def handle_foci_attention(mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments) -> Any:
     """`foci.attention`."""
     recorder, name = mode.recorder, mode.recorder.current_module
-    asked = kwargs.get("return_weights", False)
-    wanted, silent = count_and_check(recorder, name), recorder.heads_to_ablate(name)
-    if not wanted:
-        return zero_heads_of_result(func(*args, **kwargs), asked, silent, name)
+    returns_weights = kwargs.get("return_weights", False)
+    is_recorded, ablated = count_and_check(recorder, name), recorder.heads_to_ablate(name)
+    if not is_recorded:
+        return zero_heads_of_result(func(*args, **kwargs), returns_weights, ablated, name)
     query, key, value = args
-    weighing = kwargs | {"return_weights": True}
+    with_weights = kwargs | {"return_weights": True}
     if kwargs.get("dropout"):
-        given = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         with without_recording(), torch.no_grad():
-            _, weights = func(*args, **weighing | {"dropout": 0.0})
+            _, weights = func(*args, **with_weights | {"dropout": 0.0})
     else:
-        given = out, weights = func(*args, **weighing)
-        given = given if asked else out
+        result = out, weights = func(*args, **with_weights)
+        result = result if returns_weights else out
     recorder.record_call(name, weights, fold_batch(query, key, value)[2])
-    return zero_heads_of_result(given, asked, silent, name)
+    return zero_heads_of_result(result, returns_weights, ablated, name)
 
 
 def handle_huggingface_attention(
     mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> Any:
-    """transformers' attention interface: `foci.attention`, and what has to be done before and after."""
+    """The attention interface of transformers: its call, translated into a recorded call of `foci.attention`."""
 
-    def told(*inputs: Tensor, **options: Any) -> Any:
+    def record_attention(*inputs: Tensor, **options: Any) -> Any:
         return handle_foci_attention(mode, attention, inputs, options)
 
-    return translate_call(told, *args, **kwargs)
+    return translate_call(record_attention, *args, **kwargs)
 
 
-def zero_heads_of_result(given: Any, asked: bool, silent: list[int] | None, name: str) -> Any:
-    """What `foci.attention` gave, with heads zeroed."""
-    if silent == []:
-        return given
-    out = given[0] if asked else given
-    # (T, D) and (B, T, D) have no heads: the one that there is, is number 0.
-    found = (
-        zero_heads(out, silent, -3, name) if out.dim() > 3 else zero_heads(out.unsqueeze(0), silent, 0, name).squeeze(0)
+def zero_heads_of_result(result: Any, has_weights: bool, ablated: list[int] | None, name: str) -> Any:
+    """Zeros heads in a result of `foci.attention`: an output, or an output with weights."""
+    if ablated == []:
+        return result
+    out = result[0] if has_weights else result
+    # (T, D) and (B, T, D) have no head axis: their only head is number 0.
+    zeroed = (
+        zero_heads(out, ablated, -3, name)
+        if out.dim() > 3
+        else zero_heads(out.unsqueeze(0), ablated, 0, name).squeeze(0)
     )
-    return (found, given[1]) if asked else found
+    return (zeroed, result[1]) if has_weights else zeroed
 
 
 def handle_attention_and_matrix(
     mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> tuple[Tensor, Tensor]:
-    """`attention_and_matrix`: its caller asked for the whole matrix, and gets what it would have got."""
+    """`attention_and_matrix`: its own call runs unchanged, because the caller asked for the whole matrix."""
     recorder, name = mode.recorder, mode.recorder.current_module
     out, matrix = func(*args, **kwargs)
     if count_and_check(recorder, name):
@@ -181,7 +183,7 @@ class SdpaCall:
     lead: tuple[int, ...]
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         query: Tensor,
         key: Tensor,
@@ -193,19 +195,19 @@ class SdpaCall:
         enable_gqa: bool = False,
     ) -> SdpaCall:
         if query.is_nested or key.is_nested:
-            raise ValueError("its tensors are nested: pad them")
+            raise ValueError("query and key must not be nested tensors: pad them")
         if not enable_gqa and query.dim() > 3 and query.shape[-3] != key.shape[-3] != 1:
-            raise ValueError(f"{query.shape[-3]} and {key.shape[-3]} heads without enable_gqa")
+            raise ValueError(f"key must have {query.shape[-3]} heads without enable_gqa, got {key.shape[-3]}")
         heads = query.shape[-3:-2] if query.dim() > 3 else ()
         batch, *others = (t.shape[: -2 - len(heads)] for t in (query, key, value))
-        # In Python, and slow: nearly always they are the same.
+        # broadcast_shapes is slow Python code, and the shapes are nearly always the same.
         leading = (batch if others == [batch, batch] else torch.broadcast_shapes(batch, *others)) + heads
         q, k, v, _ = fold_batch(*(t.unsqueeze(0) if t.dim() == 2 else t for t in (query, key, value)))
         options: KeywordArguments = {"score": Dot(scale=scale)}
         if is_causal:
             options["mask"] = TORCH_CAUSAL
         if attn_mask is not None:
-            # As PyTorch does it: a mask that is added is narrowed like the others.
+            # As PyTorch does: autocast narrows an additive mask like the other inputs.
             narrowed = attn_mask.is_floating_point() and is_autocast_enabled(query.device.type)
             form = cast_for_autocast(attn_mask, query.device.type) if narrowed else attn_mask
             if query.dim() > 4 and form.dim() > 4:
@@ -215,7 +217,7 @@ class SdpaCall:
             options["mask" if form.dtype == torch.bool else "bias"] = form
         return cls(q, k, v, options, dropout_p, tuple(leading))
 
-    def weighed(self) -> tuple[Tensor, Weights]:
+    def compute(self) -> tuple[Tensor, Weights]:
         """The output as the caller expects it, and the weights (B, H, Tq, Tk)."""
         out, weights = attention(self.q, self.k, self.v, **self.options, return_weights=True)
         return out.reshape(*self.lead, *out.shape[-2:]), weights
@@ -224,38 +226,41 @@ class SdpaCall:
 def handle_sdpa(mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments) -> Tensor:
     """F.scaled_dot_product_attention."""
     recorder, name = mode.recorder, mode.recorder.current_module
-    wanted, silent = count_and_check(recorder, name), recorder.heads_to_ablate(name)
-    if not wanted:
-        return zero_heads_of_output(func(*args, **kwargs), silent, name)
+    is_recorded, ablated = count_and_check(recorder, name), recorder.heads_to_ablate(name)
+    if not is_recorded:
+        return zero_heads_of_output(func(*args, **kwargs), ablated, name)
     try:
-        fused = SdpaCall.of(*args, **kwargs)
-        out, weights = compute_without_dropout(fused) if fused.dropout else fused.weighed()
+        call = SdpaCall.from_arguments(*args, **kwargs)
+        out, weights = compute_without_dropout(call) if call.dropout else call.compute()
     except CaptureError:
         raise
     except (TypeError, ValueError) as error:
-        # PyTorch takes what foci does not, or says itself what is wrong: either way it is not foci that decides.
+        # PyTorch accepts arguments that foci does not; if these are invalid, PyTorch raises its own error here.
         out = func(*args, **kwargs)
-        recorder.mark_unseen(name, f"foci refuses its call: {error}")
-        return zero_heads_of_output(out, silent, name)
-    if fused.dropout:
+        recorder.mark_unseen(name, f"foci does not support its call: {error}")
+        return zero_heads_of_output(out, ablated, name)
+    if call.dropout:
         out = func(*args, **kwargs)
-    recorder.record_call(name, weights, fused.v)
-    return zero_heads_of_output(out, silent, name)
+    recorder.record_call(name, weights, call.v)
+    return zero_heads_of_output(out, ablated, name)
 
 
-def compute_without_dropout(fused: SdpaCall) -> tuple[Tensor, Weights]:
-    """The weights alone: the model's own call gives the output."""
+def compute_without_dropout(call: SdpaCall) -> tuple[Tensor, Weights]:
+    """The weights before dropout; the model's own call computes the output."""
     with without_recording(), torch.no_grad():
-        return fused.weighed()
+        return call.compute()
 
 
-def zero_heads_of_output(out: Tensor, silent: list[int] | None, name: str) -> Tensor:
-    found: Tensor = zero_heads_of_result(out, False, silent, name)
-    return found
+def zero_heads_of_output(out: Tensor, ablated: list[int] | None, name: str) -> Tensor:
+    zeroed: Tensor = zero_heads_of_result(out, False, ablated, name)
+    return zeroed
 
 
 def copy_without_override_check(function: Any) -> Any:
-    """The function with one name changed: a mode that is on makes it hand itself over again, and here it must run."""
+    """A copy of a function of PyTorch that does not check for torch function modes.
+
+    The original would hand its call to the active mode again; the copy runs, and its inner calls reach the mode.
+    """
     names = function.__globals__ | {"has_torch_function": lambda _: False}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -273,7 +278,7 @@ MULTI_HEAD_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 @dataclass
 class MultiHeadProducts:
-    """What the two products of F.multi_head_attention_forward were given, where it builds the whole matrix."""
+    """The arguments of the two matrix products of F.multi_head_attention_forward, where it builds the whole matrix."""
 
     heads: int
     queries: Tensor | None = None  # (B H, Tq, D), scaled
@@ -287,22 +292,22 @@ _running = threading.local()
 def handle_multi_head_attention(
     mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> Any:
-    """F.multi_head_attention_forward: run with the mode on, so that what it calls inside is seen."""
-    given = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
-    given.apply_defaults()
-    before = getattr(_running, "products", None)
-    _running.products = MultiHeadProducts(given.arguments["num_heads"]) if given.arguments["need_weights"] else None
+    """F.multi_head_attention_forward: runs a copy with the mode on, so that its inner calls are intercepted."""
+    bound = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    outer = getattr(_running, "products", None)
+    _running.products = MultiHeadProducts(bound.arguments["num_heads"]) if bound.arguments["need_weights"] else None
     try:
         with mode:
             return multi_head_attention_forward(*args, **kwargs)
     finally:
-        _running.products = before
+        _running.products = outer
 
 
 def handle_matrix_product(
     mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> Tensor:
-    """torch.bmm and torch.baddbmm inside of F.multi_head_attention_forward: first Q Kᵀ, then W V."""
+    """torch.bmm and torch.baddbmm inside F.multi_head_attention_forward: first Q Kᵀ, then W V."""
     products: MultiHeadProducts | None = getattr(_running, "products", None)
     if products is None:
         return func(*args, **kwargs)  # type: ignore[no-any-return]
@@ -316,7 +321,7 @@ def handle_matrix_product(
 def record_multi_head_attention(
     mode: AttentionMode, out: Tensor, values: Tensor, products: MultiHeadProducts
 ) -> Tensor:
-    """W V of all heads, (B H, Tq, D): everything is known now."""
+    """Records the call once its second product, W V of all heads (B H, Tq, D), is computed."""
     recorder, name = mode.recorder, mode.recorder.current_module
     split = (-1, products.heads)
     assert products.queries is not None and products.keys is not None
@@ -332,7 +337,7 @@ def record_multi_head_attention(
 
 
 def handle_softmax(mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments) -> Tensor:
-    """A softmax of a module's own over something like a matrix of scores: no call shows its queries and keys."""
+    """Notes that a module computes its own softmax over what may be a score matrix: its attention is not seen."""
     if getattr(_running, "products", None) is None and args and isinstance(args[0], Tensor) and args[0].dim() > 2:
         mode.recorder.softmax_modules.add(mode.recorder.current_module)
     return func(*args, **kwargs)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A mask in the three forms that our kernels read: runs of keys per query, document ids, and a dense tensor.
+"""Convert a mask into the inputs that our kernels read: key ranges of each query, document ids, and a dense tensor.
 
 Bm is 1 or the batch size, Tq queries, Tk keys.
 """
@@ -17,21 +17,22 @@ from foci.masks.kinds import Causal, Documents, Prefix, Window
 from foci.masks.ranges import KeyRanges
 from foci.masks.tile import CallSizes
 from foci.runtime.tensor_cache import cache_per_stream
+from foci.runtime.tracing import is_vmapped
 
-SMALLEST_EXTENT = CallSizes((1,), 1, 1, 1, torch.device("cpu"))
+SMALLEST_SIZES = CallSizes((1,), 1, 1, 1, torch.device("cpu"))
 EMPTY_CPU_TENSOR = torch.empty(0)
 
-# Masks of plain numbers alone.
+# Masks without tensors.
 NUMERIC_MASKS = (Causal, Window, Prefix)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelMasks:
-    """What a query sees is what all of these allow; None allows everything."""
+    """The visible keys of a query are those that all fields allow; None allows everything."""
 
     causal: bool = False  # key j <= query i + Tk - Tq
-    spans: Tensor | None = None  # (Bm, runs, 2, Tq) int32: the runs of keys that a query sees
-    query_ids: Tensor | None = None  # (Bm, Tq): it sees only keys of its own id
+    key_ranges: Tensor | None = None  # (Bm, ranges, 2, Tq) int32: first visible key, and last + 1
+    query_ids: Tensor | None = None  # (Bm, Tq): a query attends only to keys of its own id
     key_ids: Tensor | None = None  # (Bm, Tk)
     dense: Tensor | None = None  # (B or 1, H or 1, Tq or 1, Tk or 1) bool
 
@@ -40,30 +41,30 @@ NO_MASK, CAUSAL_MASK = KernelMasks(), KernelMasks(causal=True)
 
 
 def refuses(call: Call) -> list[str]:
-    """Why the mask has no such form; empty where it has one."""
+    """The reasons why the mask cannot be converted; empty if it can."""
     if call.mask is None or is_plain_causal(call):
         return []
     key = mask_cache_key(call)
     return (
         compute_refusals(call)
         if key is None
-        else cache_per_stream(("reasons", key), EMPTY_CPU_TENSOR, lambda: compute_refusals(call))
+        else cache_per_stream(("mask refusals", key), EMPTY_CPU_TENSOR, lambda: compute_refusals(call))
     )
 
 
 def compute_refusals(call: Call) -> list[str]:
-    # Whether runs are exact follows from the kinds of masks: where there are no tensors in it, small ones tell.
+    # Whether key ranges are exact depends on the kinds of masks alone: without tensors, size 1 is enough to find out.
     small = call.mask is None or call.mask.is_static
-    _, documents, dense, spans = classify_masks(call, SMALLEST_EXTENT if small else call.sizes)
+    _, documents, dense, key_ranges = classify_masks(call, SMALLEST_SIZES if small else call.sizes)
     if len(documents) > 1 or len(dense) > 1:
         return ["more than one tensor mask or documents mask in a call"]
-    if spans is not None and not spans.exact:
-        return [f"the mask {call.mask!r} is no union of two runs of keys per query"]
+    if key_ranges is not None and not key_ranges.exact:
+        return [f"the mask {call.mask!r} is not a union of at most two key ranges per query"]
     return []
 
 
 def build_kernel_masks(call: Call) -> KernelMasks:
-    """The mask of a call for which `reasons` has none."""
+    """Convert the mask of a call that `refuses` accepts; cached for masks without tensors."""
     if call.mask is None or is_plain_causal(call):
         return NO_MASK if call.mask is None else CAUSAL_MASK
     key = mask_cache_key(call)
@@ -73,29 +74,29 @@ def build_kernel_masks(call: Call) -> KernelMasks:
 
 
 def compute_kernel_masks(call: Call) -> KernelMasks:
-    causal, documents, dense, spans = classify_masks(call, call.sizes)
+    causal, documents, dense, key_ranges = classify_masks(call, call.sizes)
     device = call.q.device
     if documents:
         superset = select_batch_ranges(documents[0].key_ranges(call.sizes, call.positions is not None), call)
-        spans = superset if spans is None else spans & superset
+        key_ranges = superset if key_ranges is None else key_ranges & superset
     ids = (
         (select_batch_ids(documents[0].query_ids, call), select_batch_ids(documents[0].key_ids, call))
         if documents
         else (None, None)
     )
     entries = None if not dense else select_dense_entries(dense[0].entries, call)
-    if causal and spans is None:
+    if causal and key_ranges is None:
         return KernelMasks(True, None, *ids, entries)
     if causal:
-        assert spans is not None
-        spans = spans & Causal().key_ranges(call.sizes, False)
-    return KernelMasks(False, None if spans is None else spans.to_tensor(device), *ids, entries)
+        assert key_ranges is not None
+        key_ranges = key_ranges & Causal().key_ranges(call.sizes, False)
+    return KernelMasks(False, None if key_ranges is None else key_ranges.to_tensor(device), *ids, entries)
 
 
 def classify_masks(call: Call, sizes: CallSizes) -> tuple[bool, list[Documents], list[DenseMask], KeyRanges | None]:
-    """The masks that all must allow: plain causal, documents, dense tensors, and the rest as runs of keys."""
+    """Sort the masks of a conjunction: plain causal, documents, dense tensors, and the rest as key ranges."""
     causal, documents, dense = False, [], []
-    spans: KeyRanges | None = None
+    key_ranges: KeyRanges | None = None
     for mask in split_conjunction(call.mask):
         if isinstance(mask, Documents):
             documents.append(mask)
@@ -105,8 +106,8 @@ def classify_masks(call: Call, sizes: CallSizes) -> tuple[bool, list[Documents],
             causal = True
         else:
             runs = select_batch_ranges(mask.key_ranges(sizes, call.positions is not None), call)
-            spans = runs if spans is None else spans & runs
-    return causal, documents, dense, spans
+            key_ranges = runs if key_ranges is None else key_ranges & runs
+    return causal, documents, dense, key_ranges
 
 
 def is_plain_causal(call: Call) -> bool:
@@ -114,7 +115,7 @@ def is_plain_causal(call: Call) -> bool:
 
 
 def mask_cache_key(call: Call) -> Hashable | None:
-    """What the runs of a mask follow from besides the lengths; None where that is more than plain numbers."""
+    """A cache key of the mask, except for the lengths; None for masks with tensors."""
     if call.mask is None or call.positions is not None or call.batch_ids is not None:
         return None
     return mask_structure(call.mask)
@@ -133,7 +134,7 @@ def mask_structure(mask: Mask) -> Hashable | None:
 
 
 def is_bottom_right_aligned(mask: Causal, call: Call) -> bool:
-    """Whether the last query sees up to the last key and each one before it one key less."""
+    """Whether the last query attends up to the last key, and each earlier query to one key less."""
     if mask.offset is None:
         return call.positions is None
     return mask.offset == call.sizes.keys - call.sizes.queries
@@ -145,8 +146,8 @@ def split_conjunction(mask: Mask | None) -> list[Mask]:
     return [*split_conjunction(mask.left), *split_conjunction(mask.right)] if isinstance(mask, Intersection) else [mask]
 
 
-def select_batch_ranges(spans: KeyRanges, call: Call) -> KeyRanges:
-    return spans if call.batch_ids is None else spans.select_batches(call.batch_ids)
+def select_batch_ranges(key_ranges: KeyRanges, call: Call) -> KeyRanges:
+    return key_ranges if call.batch_ids is None else key_ranges.select_batches(call.batch_ids)
 
 
 def select_batch_ids(ids: Tensor | None, call: Call) -> Tensor | None:
@@ -156,7 +157,7 @@ def select_batch_ids(ids: Tensor | None, call: Call) -> Tensor | None:
 
 
 def select_dense_entries(entries: Tensor, call: Call) -> Tensor:
-    """The dense mask of the call's own sequences and heads."""
+    """The entries of a dense mask for the sequences and heads of the call."""
     if call.batch_ids is not None and entries.shape[0] > 1:
         entries = entries[call.batch_ids]
     if call.head_ids is not None and entries.shape[1] > 1:
@@ -165,4 +166,4 @@ def select_dense_entries(entries: Tensor, call: Call) -> Tensor:
 
 
 def is_inside_vmap(call: Call) -> bool:
-    return bool(torch._C._functorch.is_batchedtensor(call.q))
+    return is_vmapped(call.q)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from foci.masks.base import DrawingSize, Mask
 from foci.masks.ranges import KeyRanges
-from foci.masks.tile import CallSizes, Tile
-from foci.runtime.checks import check_values, index_by_batch, is_broadcastable, is_traced, to_call_device, to_int_tensor
+from foci.masks.tile import CallSizes, Tile, index_by_batch
+from foci.runtime.checks import check_values, is_broadcastable, to_call_device, to_int_tensor
+from foci.runtime.tracing import is_traced
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -65,3 +65,10 @@ class Tile:
         if tile.shape[1] > 1 and self.head.numel() < tile.shape[1]:
             tile = tile[:, self.head.flatten()]
         return tile
+
+
+def index_by_batch(ids: Tensor, batch: Tensor, index: Tensor) -> Tensor:
+    """ids[batch, index], where ids may hold one row for the whole batch, or none of the batch dimension."""
+    if ids.dim() == 1:
+        return ids[index]
+    return ids[torch.zeros_like(batch) if ids.shape[0] == 1 else batch, index]

@@ -1,4 +1,4 @@
-"""The two ends of a stack: tokens into vectors, and states into logits.
+"""The two ends of a stack: the embedding of tokens, and the head that computes logits.
 
 B batch, T tokens.
 """
@@ -12,11 +12,16 @@ from torch import Tensor, nn
 from foci.nn.block import ACTIVATION_FUNCTIONS, build_norm
 from foci.nn.config import TransformerConfig
 from foci.nn.positions import LearnedPositions, SinusoidalPositions
-from foci.runtime.checks import is_traced
+from foci.runtime.tracing import is_traced
 
 
 class Embedding(nn.Module):
-    """Tokens (B, T), or vectors (B, T, width) where there is no vocabulary, into vectors that know where they stand."""
+    """Embed tokens (B, T), or vectors (B, T, width) without a vocabulary, and add segments and positions.
+
+    >>> embedding = foci.nn.Embedding(foci.nn.TransformerConfig(width=64, vocabulary=100))
+    >>> embedding(torch.randint(100, (2, 10))).shape
+    torch.Size([2, 10, 64])
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -30,14 +35,21 @@ class Embedding(nn.Module):
     def forward(
         self, tokens: Tensor, segments: Tensor | None = None, positions: Tensor | None = None, start: int = 0
     ) -> Tensor:
-        """`segments` (B, T) or None for segment 0; `positions` (T,) or (B, T), or None: in order from `start`."""
-        x = self._looked_up(tokens)
+        """(B, T) or (B, T, width) -> (B, T, width).
+
+        Args:
+            tokens: (B, T), or vectors (B, T, width) if the config has no vocabulary.
+            segments: (B, T); None: segment 0.
+            positions: (T,) or (B, T); None: in order from `start`.
+            start: the position of the first token if `positions` is None.
+        """
+        x = self._embed_tokens(tokens)
         if self.segments is not None:
             if segments is not None:
                 check_tokens(segments, self.segments.num_embeddings, "segments", "the config")
             x = x + (self.segments.weight[0] if segments is None else self.segments(segments))
         elif segments is not None:
-            raise ValueError("this model has no segments (its config says 0), but segments were given")
+            raise ValueError(f"segments must be None for a config with segments=0, got {tuple(segments.shape)}")
         if self.positions is not None:
             x = self.positions(x, positions, start)
         if self.norm is not None:
@@ -45,23 +57,28 @@ class Embedding(nn.Module):
         changed = self.tokens is not None or self.positions is not None
         return F.dropout(x, self.dropout, self.training) if changed else x
 
-    def _looked_up(self, tokens: Tensor) -> Tensor:
+    def _embed_tokens(self, tokens: Tensor) -> Tensor:
         if self.tokens is None:
             if tokens.dim() != 3 or tokens.shape[-1] != self.width or not tokens.is_floating_point():
                 raise ValueError(
-                    f"a model without a vocabulary takes vectors (B, T, {self.width}),"
-                    f" but got {tokens.dtype} {tuple(tokens.shape)}"
+                    f"tokens must be vectors (B, T, {self.width}) for a model without a vocabulary,"
+                    f" got {tokens.dtype} {tuple(tokens.shape)}"
                 )
             return tokens * self.scale if self.scale != 1.0 else tokens
         if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be whole numbers (B, T), but got {tokens.dtype} {tuple(tokens.shape)}")
+            raise ValueError(f"tokens must be integers (B, T), got {tokens.dtype} {tuple(tokens.shape)}")
         check_tokens(tokens, self.tokens.num_embeddings)
         x: Tensor = self.tokens(tokens)
         return x * self.scale if self.scale != 1.0 else x
 
 
 class Head(nn.Module):
-    """States (B, T, width) into logits (B, T, vocabulary)."""
+    """Compute logits (B, T, vocabulary) from states (B, T, width).
+
+    >>> head = foci.nn.Head(foci.nn.TransformerConfig(width=64, vocabulary=100, head="tied"))
+    >>> head(torch.randn(2, 10, 64), torch.randn(100, 64)).shape
+    torch.Size([2, 10, 100])
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -77,22 +94,22 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocabulary)) if biased else None
 
     def forward(self, states: Tensor, embedding: Tensor) -> Tensor:
-        """`embedding` (vocabulary, width) is what a tied head multiplies with."""
+        """(B, T, width) -> (B, T, vocabulary); `embedding` (vocabulary, width) is the weight of a tied head."""
         if self.kind == "masked":
             states = self.norm(self.activation(self.transform(states)))
         return F.linear(states, self.weight if self.kind == "linear" else embedding, self.bias)
 
 
 def check_tokens(tokens: Tensor, count: int, name: str = "tokens", table: str = "the vocabulary") -> None:
-    """Refuses numbers that a table has no row for; on a GPU and inside a compiled graph, PyTorch's look-up itself
-    asserts it without a sync.
+    """Refuse indices outside the table; on a GPU and in a compiled graph PyTorch's own lookup asserts it, without a
+    sync.
     """
     if tokens.device.type != "cpu" or is_traced(tokens) or not tokens.numel():
         return
-    least, most = (int(edge) for edge in tokens.aminmax())
-    if least < 0 or most >= count:
+    lowest, highest = (int(edge) for edge in tokens.aminmax())
+    if lowest < 0 or highest >= count:
         expected = f"numbers from 0 to {count - 1}, as {table} has {count}"
-        raise ValueError(f"{name} must be {expected}, but got {least} to {most}")
+        raise ValueError(f"{name} must be {expected}, got {lowest} to {highest}")
 
 
 def build_positions(config: TransformerConfig) -> LearnedPositions | SinusoidalPositions | None:

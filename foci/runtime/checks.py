@@ -1,51 +1,14 @@
-"""How tensors that a caller gives are checked against a call and brought to normal form."""
+"""Checks of tensors that a caller passes, against the sizes of the call; brings them to a normal form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from foci.masks.tile import CallSizes
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class HasDevice(Protocol):
-    """A tensor, or a call."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-
-X = TypeVar("X", bound=HasDevice)
-
-
-def disable_autocast(function: Callable[Concatenate[X, P], R]) -> Callable[Concatenate[X, P], R]:
-    """Autocast chooses the dtype of the inputs and has no say inside: logits and softmax stay in float32 at least, and
-    a backward that is started in it computes what its forward did.
-    """
-
-    @wraps(function)
-    def kept(x: X, /, *arguments: P.args, **options: P.kwargs) -> R:
-        device = x.device.type
-        if not is_autocast_enabled(device):
-            return function(x, *arguments, **options)
-        with torch.autocast(device, enabled=False):
-            return function(x, *arguments, **options)
-
-    return kept
-
-
-def is_autocast_enabled(device_type: str) -> bool:
-    """Whether autocast is on; a meta tensor has none, and PyTorch does not want to be asked."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+from foci.runtime.tracing import is_traced
 
 
 def to_int_tensor(values: Tensor | list[int], name: str) -> Tensor:
@@ -59,27 +22,10 @@ def to_int_tensor(values: Tensor | list[int], name: str) -> Tensor:
     return tensor
 
 
-def index_by_batch(ids: Tensor, batch: Tensor, index: Tensor) -> Tensor:
-    """ids[batch, index], where ids may hold one row for the whole batch, or none of the batch dimension."""
-    if ids.dim() == 1:
-        return ids[index]
-    return ids[torch.zeros_like(batch) if ids.shape[0] == 1 else batch, index]
-
-
 def to_call_device(tensor: Tensor, sizes: CallSizes, name: str) -> Tensor:
     if tensor.device != sizes.device and tensor.device.type != "cpu":
         raise ValueError(f"{name} must be on {sizes.device} like the queries, but it is on {tensor.device}")
     return tensor.to(sizes.device)
-
-
-def is_traced(tensor: Tensor) -> bool:
-    """Whether there are no values to look at: while compiling, and in a fake tensor, or one that stands for it."""
-    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor | FunctionalTensor)
-
-
-def is_capturing_cuda_graph(tensor: Tensor) -> bool:
-    """Whether what happens to it is captured as a CUDA graph: written down and not run, so nothing can be read."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_values(condition: Tensor, message: Callable[[], str]) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-LOCK = Lock()
+SWITCH_LOCK = Lock()
 
 
-class Switch:
+class CompileSwitch:
     """Off while there are blocks that want it off and no program that is being called."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Switch:
         self.off: Any = None
 
     def count(self, blocks: int = 0, programs: int = 0) -> None:
-        with LOCK:
+        with SWITCH_LOCK:
             self.blocks, self.programs = self.blocks + blocks, self.programs + programs
             off = self.blocks > 0 and self.programs == 0
             if off and self.off is None:
@@ -37,27 +37,27 @@ class Switch:
                 self.off = None
 
 
-SWITCH = Switch()
+COMPILE_SWITCH = CompileSwitch()
 
 
 @contextmanager
-def uncompiled() -> Iterator[None]:
+def disable_compile() -> Iterator[None]:
     """Compiled functions run as they were written, on all threads, where anything was compiled before."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
     try:
-        SWITCH.count(blocks=1)
+        COMPILE_SWITCH.count(blocks=1)
         yield
     finally:
-        SWITCH.count(blocks=-1)
+        COMPILE_SWITCH.count(blocks=-1)
 
 
 @contextmanager
-def compiled() -> Iterator[None]:
+def enable_compile() -> Iterator[None]:
     """What is called here is compiled, whatever blocks are open; a caller who switched it off by hand has it off."""
     try:
-        SWITCH.count(programs=1)
+        COMPILE_SWITCH.count(programs=1)
         yield
     finally:
-        SWITCH.count(programs=-1)
+        COMPILE_SWITCH.count(programs=-1)

@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TextIO
 
-NARROWEST, WIDEST = 60, 120
+MIN_COLUMNS, MAX_COLUMNS = 60, 120
 
 # From dark to bright, as numbers of the 256-colour palette; dark text on the bright half.
-RAMP = (234, 17, 54, 91, 132, 168, 209, 215, 228)
-FIRST_BRIGHT = 5
+COLOR_RAMP = (234, 17, 54, 91, 132, 168, 209, 215, 228)
+FIRST_BRIGHT_LEVEL = 5
 
-STYLE = re.compile(r"\x1b\[[0-9;]*m")
+ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """A number and what it counts.
 
     >>> count(1, "error"), count(2000, "update")
@@ -26,12 +26,12 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def columns() -> int:
+def terminal_columns() -> int:
     """The width to write for: the terminal's (or COLUMNS), kept between 60 and 120."""
-    return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
+    return min(max(shutil.get_terminal_size().columns, MIN_COLUMNS), MAX_COLUMNS)
 
 
-def takes_color(stream: TextIO) -> bool:
+def supports_color(stream: TextIO) -> bool:
     """Colour goes to a terminal, unless NO_COLOR is set (https://no-color.org) or the terminal is dumb."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
@@ -49,10 +49,10 @@ def text_width(text: str) -> int:
     >>> text_width("Jane"), text_width("漢字")
     (4, 4)
     """
-    return sum(map(character_width, STYLE.sub("", text)))
+    return sum(map(character_width, ANSI_STYLE.sub("", text)))
 
 
-def start(text: str, width: int) -> str:
+def cut_to_width(text: str, width: int) -> str:
     """As much of the beginning of a text as `width` columns hold.
 
     >>> start("craving", 4)
@@ -66,24 +66,24 @@ def start(text: str, width: int) -> str:
     return text
 
 
-def clip(text: str, width: int) -> str:
+def clip_text(text: str, width: int) -> str:
     """The text in at most `width` columns; what does not fit is cut off and marked with `…`.
 
     >>> clip("craving", 5)
     'crav…'
     """
-    return text if text_width(text) <= width else start(text, width - 1) + "…"
+    return text if text_width(text) <= width else cut_to_width(text, width - 1) + "…"
 
 
-def pad(text: str, width: int, *, right: bool = False) -> str:
+def pad_text(text: str, width: int, *, right: bool = False) -> str:
     """The text in exactly `width` columns, to the left or to the right of them."""
-    text = clip(text, width)
+    text = clip_text(text, width)
     space = " " * (width - text_width(text))
     return space + text if right else text + space
 
 
 @dataclass
-class Page:
+class TextPage:
     """Lines for a terminal of one width, with colour or without."""
 
     width: int = 80
@@ -129,7 +129,7 @@ class Page:
         """A paragraph, wrapped to the page."""
         self.wrapped(text.split(), width=96)
 
-    def wrapped(self, parts: Iterable[str], between: str = " ", width: int = WIDEST, hang: int = 0) -> None:
+    def wrapped(self, parts: Iterable[str], between: str = " ", width: int = MAX_COLUMNS, hang: int = 0) -> None:
         """Parts that belong on one line, on as many as they need, all but the first moved in by `hang`.
 
         No part is broken.
@@ -151,16 +151,16 @@ class Page:
 
     def cell(self, text: str, width: int) -> str:
         """The beginning of a text in a cell of `width` columns, above or below the numbers of shaded cells."""
-        beginning = pad(start(text, width - 1), width - 1, right=True)
+        beginning = pad_text(cut_to_width(text, width - 1), width - 1, right=True)
         return beginning + " " if self.color else " " + beginning
 
     def shaded(self, fraction: float, width: int) -> str:
         """A cell of `width` columns that holds a percentage: on a colour of the ramp, or behind a shade of grey."""
         percent = round(100 * fraction)
         if self.color:
-            level = round(min(max(fraction, 0.0), 1.0) ** 0.5 * (len(RAMP) - 1))
-            ink = 232 if level >= FIRST_BRIGHT else 252
-            return self.paint(f"{percent:>{width - 1}} ", f"48;5;{RAMP[level]};38;5;{ink}")
+            level = round(min(max(fraction, 0.0), 1.0) ** 0.5 * (len(COLOR_RAMP) - 1))
+            ink = 232 if level >= FIRST_BRIGHT_LEVEL else 252
+            return self.paint(f"{percent:>{width - 1}} ", f"48;5;{COLOR_RAMP[level]};38;5;{ink}")
         digits = 3 if width > 4 or percent > 99 else 2
         shade = " ░▒▓█"[sum(fraction >= least for least in (0.04, 0.10, 0.20, 0.40))]
         return " " + shade * (width - 1 - digits) + f"{percent:>{digits}}"

@@ -11,7 +11,7 @@ from torch import Tensor
 T = TypeVar("T", Tensor, Tensor | None)
 
 
-def apart(*tensors: T) -> list[T]:
+def make_distinct_views(*tensors: T) -> list[T]:
     """Each under another name, with its graph: what it gets is its own, also where two of them are the same tensor,
     or one was made from the other.
     """
@@ -19,14 +19,14 @@ def apart(*tensors: T) -> list[T]:
         return [x if x is None or not x.requires_grad else x.view_as(x) for x in tensors]
 
 
-def only_once(gradients: Sequence[Tensor | None], *made_from: Tensor | None) -> tuple[Tensor | None, ...]:
+def forbid_double_backward(gradients: Sequence[Tensor | None], *made_from: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of a kernel that has no second ones: whoever asks for those is refused, not given zeros."""
     if not torch.is_grad_enabled():
         return tuple(gradients)
-    return OnlyOnce.apply(len(gradients), *gradients, *made_from)  # type: ignore[no-any-return, no-untyped-call]
+    return ForbidDoubleBackward.apply(len(gradients), *gradients, *made_from)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class OnlyOnce(torch.autograd.Function):
+class ForbidDoubleBackward(torch.autograd.Function):
     """Stands between gradients and what they were made from. PyTorch's once_differentiable is not connected with that:
     torch.autograd.grad never meets its error.
     """

@@ -9,13 +9,13 @@ import unicodedata
 from foci.runtime.console import character_width
 
 # What is often seen has a sign that people know; the other controls have their pictures in Unicode.
-SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", "\u2028": "↵", "\u2029": "↵", "\x7f": "␡"}
-JOINER, NON_JOINER, EMOJI_STYLE = "\u200d", "\u200c", "\ufe0f"
-FIRST_STRONG, END = "\u2068", "\u2069"
-MOST_MARKS = 3
+CONTROL_SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", "\u2028": "↵", "\u2029": "↵", "\x7f": "␡"}
+ZERO_WIDTH_JOINER, ZERO_WIDTH_NON_JOINER, EMOJI_SELECTOR = "\u200d", "\u200c", "\ufe0f"
+FIRST_STRONG_ISOLATE, POP_ISOLATE = "\u2068", "\u2069"
+MAX_MARKS = 3
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     r"""The text with everything harmful or invisible made visible.
 
     >>> printable("a\tb\x1b[31m\u202eevil")
@@ -26,51 +26,51 @@ def printable(text: str) -> str:
     for character in unicodedata.normalize("NFC", text):
         marks = marks + 1 if unicodedata.category(character) in ("Mn", "Me") else 0
         # A pile of marks on one letter would run over the lines above and below.
-        if marks <= MOST_MARKS:
-            shown += sign(character, shown)
+        if marks <= MAX_MARKS:
+            shown += printable_character(character, shown)
     return shown
 
 
-def sign(character: str, before: str) -> str:
+def printable_character(character: str, before: str) -> str:
     """What is shown for one character; `before` is what stands to its left."""
     kind = unicodedata.category(character)
-    if character in SIGNS:
-        return SIGNS[character]
-    if character in (JOINER, NON_JOINER, EMOJI_STYLE):
+    if character in CONTROL_SIGNS:
+        return CONTROL_SIGNS[character]
+    if character in (ZERO_WIDTH_JOINER, ZERO_WIDTH_NON_JOINER, EMOJI_SELECTOR):
         # Between letters they shape the script. In an emoji their width differs from terminal to terminal.
         return character if before and unicodedata.category(before[-1])[0] in "LM" else ""
     if kind == "Cc":
-        return chr(0x2400 + ord(character)) if character < " " else code(character)
+        return chr(0x2400 + ord(character)) if character < " " else format_code_point(character)
     if kind == "Cs":
         return "�"
     if kind in ("Cf", "Zl", "Zp"):
-        return code(character)
+        return format_code_point(character)
     return " " if kind == "Zs" else character
 
 
-def code(character: str) -> str:
+def format_code_point(character: str) -> str:
     return f"⟨{ord(character):04X}⟩"
 
 
-def visible(text: str) -> str:
+def format_label(text: str) -> str:
     r"""A label: printable, without the space around it; a token that is nothing but space is shown as one.
 
     >>> visible(" hungry"), visible("  "), visible("\n\n"), visible("")
     ('hungry', '␣␣', '↵↵', '∅')
     """
-    return printable(text.strip() or text.replace(" ", "␣")) or "∅"
+    return make_printable(text.strip() or text.replace(" ", "␣")) or "∅"
 
 
-def runs_leftward(text: str) -> bool:
+def has_right_to_left(text: str) -> bool:
     return any(unicodedata.bidirectional(character) in ("R", "AL", "AN") for character in text)
 
 
-def isolated(text: str) -> str:
+def isolate_direction(text: str) -> str:
     """The text as one piece that cannot change the order of what stands beside it: for tables, right to left too."""
-    return FIRST_STRONG + text + END if runs_leftward(text) else text
+    return FIRST_STRONG_ISOLATE + text + POP_ISOLATE if has_right_to_left(text) else text
 
 
-def clusters(text: str) -> list[str]:
+def split_clusters(text: str) -> list[str]:
     r"""The text in pieces that take a place of their own: a letter with the marks on it.
 
     >>> [len(cluster) for cluster in clusters("e\u0301te")]

@@ -18,36 +18,36 @@ from torch import Tensor
 from foci import biases, scores
 from foci.masks import base, kinds
 
-FORMAT = "foci.weights/1"
-KINDS = {
+WEIGHTS_FORMAT = "foci.weights/1"
+SAVED_CLASSES = {
     kind.__name__: kind
     for kind in (
         *(scores.Dot, scores.Additive, scores.General, scores.Cosine),
-        *(kinds.Causal, kinds.Window, kinds.Padding, kinds.Documents, kinds.Prefix, base.Entries),
-        *(base.Both, base.Either, base.Opposite),
-        *(biases.ALiBi, biases.Buckets, biases.Relative, biases.Added),
+        *(kinds.Causal, kinds.Window, kinds.Padding, kinds.Documents, kinds.Prefix, base.DenseMask),
+        *(base.Intersection, base.Union, base.Complement),
+        *(biases.ALiBi, biases.Buckets, biases.Relative, biases.DenseBias),
     )
 }
 
 
-def save(path: str | os.PathLike[str], described: dict[str, Any], kind: str = FORMAT) -> None:
+def save_parts(path: str | os.PathLike[str], described: dict[str, Any], kind: str = WEIGHTS_FORMAT) -> None:
     """Writes one safetensors file with everything that is described."""
     tensors: dict[str, Tensor] = {}
-    content = packed(described, tensors, "", {})
-    write(path, tensors, {"format": kind, "content": content})
+    content = encode_part(described, tensors, "", {})
+    write_with_header(path, tensors, {"format": kind, "content": content})
 
 
-def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+def write_with_header(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """One safetensors file with a header as JSON."""
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"the folder of {target} must be there to save into it, but {target.parent} is not")
-    write_tensors(target, tensors, {"foci": json.dumps(header | {"checksum": checksum(tensors)})})
+    write_tensors(target, tensors, {"foci": json.dumps(header | {"checksum": checksum_tensors(tensors)})})
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """A safetensors file, written to the side and renamed: it is whole or not there, and may be read as any other."""
-    package = safetensors(str(path))
+    package = import_safetensors(str(path))
     from safetensors import SafetensorError
 
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -70,9 +70,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         beside.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str], kind: str = FORMAT) -> dict[str, Any]:
+def load_parts(path: str | os.PathLike[str], kind: str = WEIGHTS_FORMAT) -> dict[str, Any]:
     """What `save` was given; raises ValueError where the file does not say that."""
-    with opened(path) as file:
+    with open_safetensors(path) as file:
         written = (file.metadata() or {}).get("foci")
         if written is None:
             raise ValueError("expected a safetensors file with an entry 'foci' in its metadata, but it has none")
@@ -82,21 +82,21 @@ def load(path: str | os.PathLike[str], kind: str = FORMAT) -> dict[str, Any]:
             raise ValueError(f"expected the format {kind!r}, but got {got!r}")
         # A copy, so that nothing depends on the file from here on.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    described = unpacked(content.get("content"), tensors)
+    described = decode_part(content.get("content"), tensors)
     if not isinstance(described, dict):
         raise ValueError(f"expected a table of parts, but got {type(described).__name__}")
-    if content.get("checksum") != checksum(tensors):
+    if content.get("checksum") != checksum_tensors(tensors):
         raise ValueError("expected tensors with the checksum that was saved with them, but they were changed since")
     return described
 
 
-def opened(path: str | os.PathLike[str], extra: str = "view") -> Any:
+def open_safetensors(path: str | os.PathLike[str], extra: str = "view") -> Any:
     """A safetensors file to read from; the package says of one that may not be read that it is not there."""
     Path(path).open("rb").close()
-    return safetensors(os.fspath(path), extra).safe_open(os.fspath(path), framework="pt")
+    return import_safetensors(os.fspath(path), extra).safe_open(os.fspath(path), framework="pt")
 
 
-def packed(thing: Any, tensors: dict[str, Tensor], name: str, seen: dict[Any, str]) -> Any:
+def encode_part(thing: Any, tensors: dict[str, Tensor], name: str, seen: dict[Any, str]) -> Any:
     """The thing as JSON, its tensors put aside under their path: one of several layers only once."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
@@ -107,11 +107,11 @@ def packed(thing: Any, tensors: dict[str, Tensor], name: str, seen: dict[Any, st
             tensors[name] = thing.detach().cpu().contiguous().clone()
         return {"tensor": first}
     if isinstance(thing, dict):
-        return {"dict": {key: packed(item, tensors, f"{name}.{key}".lstrip("."), seen) for key, item in thing.items()}}
+        return {"dict": {key: encode_part(item, tensors, f"{name}.{key}".lstrip("."), seen) for key, item in thing.items()}}
     if isinstance(thing, tuple | list):
-        return {"tuple": [packed(item, tensors, f"{name}.{i}", seen) for i, item in enumerate(thing)]}
-    if is_dataclass(thing) and KINDS.get(type(thing).__name__) is type(thing):
-        parts = {f.name: packed(getattr(thing, f.name), tensors, f"{name}.{f.name}", seen) for f in fields(thing)}
+        return {"tuple": [encode_part(item, tensors, f"{name}.{i}", seen) for i, item in enumerate(thing)]}
+    if is_dataclass(thing) and SAVED_CLASSES.get(type(thing).__name__) is type(thing):
+        parts = {f.name: encode_part(getattr(thing, f.name), tensors, f"{name}.{f.name}", seen) for f in fields(thing)}
         return {"kind": type(thing).__name__, "fields": parts}
     raise TypeError(
         f"weights with {thing!r} cannot be saved: a file holds no code, expected masks, scores and biases of foci's own"
@@ -119,7 +119,7 @@ def packed(thing: Any, tensors: dict[str, Tensor], name: str, seen: dict[Any, st
     )
 
 
-def unpacked(content: Any, tensors: dict[str, Tensor]) -> Any:
+def decode_part(content: Any, tensors: dict[str, Tensor]) -> Any:
     """What `packed` was given."""
     if content is None or isinstance(content, bool | int | float | str):
         return content
@@ -127,19 +127,19 @@ def unpacked(content: Any, tensors: dict[str, Tensor]) -> Any:
         case {"tensor": str(name)} if name in tensors:
             return tensors[name]
         case {"dict": dict(items)}:
-            return {key: unpacked(item, tensors) for key, item in items.items()}
+            return {key: decode_part(item, tensors) for key, item in items.items()}
         case {"tuple": list(items)}:
-            return tuple(unpacked(item, tensors) for item in items)
+            return tuple(decode_part(item, tensors) for item in items)
         case {"kind": str(kind), "fields": dict(items)}:
-            return made(kind, {key: unpacked(item, tensors) for key, item in items.items()})
+            return rebuild_object(kind, {key: decode_part(item, tensors) for key, item in items.items()})
     raise ValueError(f"expected a number, a tensor of the file, a table or a known kind, but got {str(content)[:80]}")
 
 
-def made(name: str, parts: dict[str, Any]) -> Any:
+def rebuild_object(name: str, parts: dict[str, Any]) -> Any:
     """A score, a mask or a bias of its parts, each of the type that its kind declares."""
-    if name not in KINDS:
-        raise ValueError(f"expected one of the kinds {', '.join(KINDS)}, but got {name!r}")
-    kind = KINDS[name]
+    if name not in SAVED_CLASSES:
+        raise ValueError(f"expected one of the kinds {', '.join(SAVED_CLASSES)}, but got {name!r}")
+    kind = SAVED_CLASSES[name]
     declared = get_type_hints(kind)
     if parts.keys() != {field.name for field in fields(kind)}:
         raise ValueError(f"expected {name} with {[field.name for field in fields(kind)]}, but got {list(parts)}")
@@ -149,20 +149,20 @@ def made(name: str, parts: dict[str, Any]) -> Any:
     return kind(**parts)
 
 
-def mapped(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same thing with every tensor in it changed."""
     if isinstance(thing, Tensor):
         return change(thing)
     if isinstance(thing, dict):
-        return {key: mapped(item, change) for key, item in thing.items()}
+        return {key: map_tensors(item, change) for key, item in thing.items()}
     if isinstance(thing, tuple):
-        return tuple(mapped(item, change) for item in thing)
+        return tuple(map_tensors(item, change) for item in thing)
     if is_dataclass(thing) and not isinstance(thing, type):
-        return replace(thing, **{f.name: mapped(getattr(thing, f.name), change) for f in fields(thing)})
+        return replace(thing, **{f.name: map_tensors(getattr(thing, f.name), change) for f in fields(thing)})
     return thing
 
 
-def checksum(tensors: dict[str, Tensor]) -> int:
+def checksum_tensors(tensors: dict[str, Tensor]) -> int:
     """Tells damaged tensors; safetensors itself sees only a damaged header or a missing end."""
     total = 0
     for name in sorted(tensors):
@@ -172,7 +172,7 @@ def checksum(tensors: dict[str, Tensor]) -> int:
     return total
 
 
-def safetensors(what: str = "a file of weights", extra: str = "view") -> Any:
+def import_safetensors(what: str = "a file of weights", extra: str = "view") -> Any:
     """The package; where it is missing, what needs it and the extra that brings it."""
     try:
         import safetensors.torch as package

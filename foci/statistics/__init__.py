@@ -1,4 +1,12 @@
-"""One pass over (q, k, log-sum-exp) that gives every statistic asked for, without the matrix."""
+"""Statistics of attention weights from query, key and log-sum-exp in one pass, without building the matrix.
+
+request: which statistics to compute.
+cuda: our GPU kernels.
+cpu_c: compiled C for the CPU.
+streaming: strip by strip on any device, and the differentiable statistics.
+topk: the largest entries of each row of a strip.
+picture: the matrix pooled into a few rows and columns of blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,49 +16,57 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.runtime.checks import disable_autocast
+from foci.runtime.tracing import disable_autocast
 from foci.statistics import cpu_c, cuda, streaming
 from foci.statistics.request import Request
 
-__all__ = ["Wanted", "distance", "entropy", "grouped", "measure", "transposed", "who"]
+__all__ = [
+    "Request",
+    "compute_distance",
+    "compute_entropy",
+    "compute_group_mass",
+    "compute_statistics",
+    "compute_transposed_product",
+    "describe_method",
+]
 
 
 @disable_autocast
-def compute_statistics(call: Call, lse: Tensor, wanted: Request, averaged: bool) -> dict[str, Tensor]:
-    """Every wanted statistic in one pass, without gradients."""
-    found = measured(call, lse, wanted, averaged)
-    if wanted.narrow and wanted.top:
-        # On a GPU they are.
-        found["top_keys"] = found["top_keys"].to(torch.int32)
-    return found
+def compute_statistics(call: Call, lse: Tensor, request: Request, averaged: bool) -> dict[str, Tensor]:
+    """Computes the requested statistics in one pass, without gradients; `averaged`: of the mean over heads."""
+    results = run_fastest(call, lse, request, averaged)
+    if request.narrow and request.top:
+        # The GPU kernels return int32 already.
+        results["top_keys"] = results["top_keys"].to(torch.int32)
+    return results
 
 
-def measured(call: Call, lse: Tensor, wanted: Request, averaged: bool) -> dict[str, Tensor]:
+def run_fastest(call: Call, lse: Tensor, request: Request, averaged: bool) -> dict[str, Tensor]:
     if is_empty_call(call):
-        return streaming.empty_statistics(call, wanted, 1 if averaged else call.q.shape[1])
-    if not cuda.refuses(call, wanted, averaged):
-        return cuda.compute_statistics(call, lse.detach(), wanted)
-    if not cpu_c.refuses(call, wanted, averaged):
-        return cpu_c.compute_statistics(call, lse.detach(), wanted)
-    return streaming.compute_statistics(call, lse, wanted, averaged)
+        return streaming.empty_statistics(call, request, 1 if averaged else call.q.shape[1])
+    if not cuda.refuses(call, request, averaged):
+        return cuda.compute_statistics(call, lse.detach(), request)
+    if not cpu_c.refuses(call, request, averaged):
+        return cpu_c.compute_statistics(call, lse.detach(), request)
+    return streaming.compute_statistics(call, lse, request, averaged)
 
 
-def describe_method(call: Call, wanted: Request | None = None) -> str:
-    """Who measures the weights of such a call, in words."""
+def describe_method(call: Call, request: Request | None = None) -> str:
+    """Says in words how statistics of this call are computed, for `foci.plan`."""
     if is_empty_call(call):
-        return "nobody, as there are none"
-    refusals = {"triton": cuda.refuses(call, wanted), "compiled C": cpu_c.refuses(call, wanted)}
+        return "nothing to compute: empty input"
+    refusals = {"triton": cuda.refuses(call, request), "compiled C": cpu_c.refuses(call, request)}
     if not refusals["triton"]:
-        return cuda.describe_kernel(call, wanted)
+        return cuda.describe_kernel(call, request)
     if not refusals["compiled C"]:
         return "compiled C, in one pass"
-    said = "; ".join(f"{name} refuses: {', '.join(reasons)}" for name, reasons in refusals.items())
-    return f"blocked, strip by strip ({said})"
+    reasons_text = "; ".join(f"{name} refuses: {', '.join(reasons)}" for name, reasons in refusals.items())
+    return f"strip by strip ({reasons_text})"
 
 
 @disable_autocast
 def compute_entropy(call: Call, averaged: bool) -> Tensor:
-    """Differentiable: (B, H, Tq)."""
+    """Entropy of each query's weights in nats, differentiable: (B, H, Tq)."""
     if is_empty_call(call):
         return zeros_per_head(call, averaged, call.q.shape[2])
     return streaming.compute_per_query(call, averaged, streaming.strip_entropy)
@@ -58,7 +74,7 @@ def compute_entropy(call: Call, averaged: bool) -> Tensor:
 
 @disable_autocast
 def compute_distance(call: Call, averaged: bool) -> Tensor:
-    """Differentiable: (B, H, Tq)."""
+    """Mean distance between each query and its keys, differentiable: (B, H, Tq)."""
     if is_empty_call(call):
         return zeros_per_head(call, averaged, call.q.shape[2])
     return streaming.compute_per_query(call, averaged, streaming.strip_distance)
@@ -75,7 +91,7 @@ def compute_transposed_product(call: Call, x: Tensor, averaged: bool) -> Tensor:
 
 @disable_autocast
 def compute_group_mass(call: Call, rows: tuple[Tensor, int], columns: tuple[Tensor, int], averaged: bool) -> Tensor:
-    """The mass between groups, differentiable: (B, H, query groups, key groups)."""
+    """Mean weight that queries of one group put on keys of another, differentiable: (B, H, query groups, key groups)."""
     (row_ids, row_count), (_, column_count) = rows, columns
     if is_empty_call(call):
         return zeros_per_head(call, averaged, row_count, column_count)
@@ -85,7 +101,7 @@ def compute_group_mass(call: Call, rows: tuple[Tensor, int], columns: tuple[Tens
 
 
 def is_empty_call(call: Call) -> bool:
-    """Whether there is no sequence, head, query or key: nothing to go over."""
+    """Whether there is no sequence, head, query or key."""
     return 0 in {*call.q.shape[:3], call.k.shape[2]}
 
 

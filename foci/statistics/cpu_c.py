@@ -1,4 +1,4 @@
-"""Every statistic in one pass of compiled C: the fastest way on a CPU, where there is a C compiler.
+"""Statistics in one pass of compiled C (kernels/c/strip.c): the fastest method on a CPU, where a C compiler is available.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, D width.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foci.arguments import Call
-from foci.backends.additive_cpu import MAX_EXPONENTIAL_INPUT, has_exact_exponentials
+from foci.backends.additive_cpu import MAX_EXPONENTIAL_INPUT, PLAIN_TENSOR_TYPES, has_exact_exponentials
 from foci.backends.strips import LOG2_E
 from foci.biases import ALiBi, Buckets
 from foci.gpu import mask_inputs
@@ -21,23 +21,17 @@ from foci.masks.kinds import Causal
 from foci.runtime import native
 from foci.scores import Additive, Dot
 from foci.statistics import picture
-from foci.statistics.request import Request
+from foci.statistics.request import KERNEL_DTYPES, MAX_TOP_KEYS, Request
 from foci.statistics.streaming import finite_lse
 
-PLAIN = (Tensor, torch.nn.Parameter)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-# As in kernels/strip.c.
-MOST_TOP = 64
-
-# Fewer are not worth a pass that first lays out the keys.
+# Smaller calls are not worth a pass that first packs the keys.
 MIN_QUERIES = 16
 MIN_ENTRIES = 2**16
 
-# Keys that are laid out at once, in numbers: 64 MiB.
+# Numbers of keys that are packed at a time: 64 MiB.
 MAX_PACKED_NUMBERS = 2**24
 
-# Entries that are worth a thread, and rows that are worth a part.
+# Fewer entries than this are not worth a thread, and fewer rows not a part.
 ENTRIES_PER_THREAD = 2**18
 ROWS_PER_PART = 128
 
@@ -62,7 +56,7 @@ DENSE_STRIDE_FIELDS = ("seen_batch", "seen_head", "seen_row", "seen_column")
 
 
 class MaskStruct(ctypes.Structure):
-    """What kernels/masks.h is given, in its order."""
+    """The struct of kernels/c/masks.h, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("runs", "query_ids", "key_ids", "seen")),
@@ -72,7 +66,7 @@ class MaskStruct(ctypes.Structure):
 
 
 class StatisticsStruct(ctypes.Structure):
-    """What kernels/strip.c is given, in its order."""
+    """The struct of kernels/c/strip.c, field by field."""
 
     _fields_ = (
         ("masks", MaskStruct),
@@ -85,104 +79,106 @@ class StatisticsStruct(ctypes.Structure):
     )
 
 
-def refuses(call: Call, wanted: Request | None = None, averaged: bool = False) -> list[str]:
-    """Why this pass does not measure the call; empty where it does."""
+def refuses(call: Call, request: Request | None = None, averaged: bool = False) -> list[str]:
+    """Why compiled C does not compute these statistics; empty where it does."""
     if call.q.device.type != "cpu":
-        return [f"the queries are on {call.q.device.type}, not on the cpu"]
+        return [f"the queries are on {call.q.device.type}, not on the CPU"]
     if torch.compiler.is_compiling() or mask_inputs.is_inside_vmap(call):
-        return ["it does not run inside torch.compile or torch.func.vmap"]
-    if any(type(tensor) not in PLAIN for tensor in (call.q, call.k)):
-        return [f"it reads memory, but got {type(call.q).__name__} and {type(call.k).__name__}"]
+        return ["torch.compile and torch.func.vmap are not supported"]
+    if any(type(tensor) not in PLAIN_TENSOR_TYPES for tensor in (call.q, call.k)):
+        return [f"query and key must be plain tensors, got {type(call.q).__name__} and {type(call.k).__name__}"]
     reasons = []
-    if call.q.dtype not in DTYPES:
-        reasons.append(f"{call.q.dtype}")
+    if call.q.dtype not in KERNEL_DTYPES:
+        reasons.append(f"{call.q.dtype} is not supported")
     if call.bias is not None and not isinstance(call.bias, ALiBi | Buckets):
-        reasons.append(f"the bias {type(call.bias).__name__}")
+        reasons.append(f"the bias {type(call.bias).__name__} is not supported")
     if isinstance(call.bias, Buckets) and call.positions is not None:
-        reasons.append("Buckets with positions of your own")
+        reasons.append("Buckets with given positions is not supported")
     if averaged:
-        reasons.append("a mean over the heads")
-    if wanted is not None and wanted.top > MOST_TOP:
-        reasons.append(f"more than the {MOST_TOP} heaviest keys")
-    if wanted is not None and wanted.picture is not None and wanted.picture[2] != "mean":
-        reasons.append("a picture of maxima")
+        reasons.append("the mean over heads is not supported")
+    if request is not None and request.top > MAX_TOP_KEYS:
+        reasons.append(f"at most {MAX_TOP_KEYS} top keys are supported")
+    if request is not None and request.picture is not None and request.picture[2] != "mean":
+        reasons.append("a picture of maxima is not supported")
     reasons += size_refusals(call) or mask_inputs.refuses(call)
     if not reasons and isinstance(call.score, Additive) and not has_exact_exponentials(call.q, call.k):
-        reasons.append(f"an additive score of numbers beyond {MAX_EXPONENTIAL_INPUT:g}")
-    # Asked last: the answer may cost a second of compiling.
+        reasons.append(f"an additive score with inputs beyond ±{MAX_EXPONENTIAL_INPUT:g} is not supported")
+    # Checked last: it may compile the library, which takes a second.
     missing = None if reasons else native.why_unavailable("strip")
     return reasons if missing is None else [missing]
 
 
 def size_refusals(call: Call) -> list[str]:
     if call.q.shape[2] < MIN_QUERIES or call.q.shape[:3].numel() * call.k.shape[2] < MIN_ENTRIES:
-        return [f"fewer than {MIN_QUERIES} queries or {MIN_ENTRIES:,} weights"]
+        return [f"there are fewer than {MIN_QUERIES} queries or {MIN_ENTRIES:,} weights"]
     return []
 
 
-def compute_statistics(call: Call, lse: Tensor, wanted: Request) -> dict[str, Tensor]:
-    """The wanted statistics, without gradients, of a call that this pass does not refuse."""
+def compute_statistics(call: Call, lse: Tensor, request: Request) -> dict[str, Tensor]:
+    """Computes the requested statistics, without gradients, of a call that `refuses` accepts."""
     batch, heads = call.q.shape[:2]
     step = max(MAX_PACKED_NUMBERS // max(call.k.shape[1:].numel(), 1), 1)
     with torch.no_grad():
         if step >= batch:
-            return compute_part(call, lse, wanted)
+            return compute_part(call, lse, request)
         places = [slice(start, min(start + step, batch)) for start in range(0, batch, step)]
-        parts = [compute_part(call.select(place, slice(0, heads)), lse[place], wanted) for place in places]
+        parts = [compute_part(call.select(place, slice(0, heads)), lse[place], request) for place in places]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def compute_part(call: Call, lse: Tensor, wanted: Request) -> dict[str, Tensor]:
-    """Some sequences, all of their heads."""
+def compute_part(call: Call, lse: Tensor, request: Request) -> dict[str, Tensor]:
+    """Computes the statistics of some sequences with all of their heads."""
     library = native.load_library("strip")
-    threads, parts = choose_threads_and_parts(call, wanted)
-    dot, given = prepare_score(replace(call, q=call.q.float(), k=call.k.float()))
+    threads, parts = choose_threads_and_parts(call, request)
+    dot, inputs = prepare_score(replace(call, q=call.q.float(), k=call.k.float()))
     assert isinstance(dot.score, Dot)
-    given |= build_inputs(dot, lse, library.panel_keys(), library.chunk_keys())
-    found = allocate_outputs(call, wanted, parts)
+    inputs |= build_inputs(dot, lse, library.panel_keys(), library.chunk_keys())
+    outputs = allocate_outputs(call, request, parts)
     scale, softcap = base2_scales(dot.score, dot.q.shape[-1])
     seen = build_mask_tensors(call)
-    work = StatisticsStruct(
+    struct = StatisticsStruct(
         masks=fill_mask_struct(call, seen),
-        **data_pointers(given | found),
-        **struct_sizes(call, wanted, parts, given),
-        **{f"{name}_step": sequence_stride(given[f"{name}s"]) for name in ("query_place", "key_place")},
+        **data_pointers(inputs | outputs),
+        **struct_sizes(call, request, parts, inputs),
+        **{f"{name}_step": sequence_stride(inputs[f"{name}s"]) for name in ("query_place", "key_place")},
         scale=scale,
         softcap=softcap,
     )
-    native.run_in_threads(library.measure, work, threads)
-    if work.failed:
-        raise MemoryError("there is no memory for the few rows that a pass over the attention matrix keeps")
-    return finish_outputs(call, wanted, found)
+    native.run_in_threads(library.measure, struct, threads)
+    if struct.failed:
+        raise MemoryError("out of memory for the row buffers of a pass over the attention matrix")
+    return finish_outputs(call, request, outputs)
 
 
 def prepare_score(call: Call) -> tuple[Call, dict[str, Tensor]]:
-    """The call with the vectors that are multiplied; of an additive score exponentials, and what is done with them."""
+    """The call as a dot product; an additive score becomes exponentials, with its weight and constants beside."""
     if not isinstance(call.score, Additive):
         dot = call.with_dot()
         assert dot is not None
         return dot, {}
     weight = call.score.weight.float().expand(call.q.shape[1], -1) * LOG2_E
-    given = {"weight": (weight * -2.0).contiguous(), "constants": weight.sum(-1)}
-    return replace(call, q=(2.0 * call.q).exp_(), k=(2.0 * call.k).exp_(), score=Dot(1.0 / LOG2_E)), given
+    inputs = {"weight": (weight * -2.0).contiguous(), "constants": weight.sum(-1)}
+    return replace(call, q=(2.0 * call.q).exp_(), k=(2.0 * call.k).exp_(), score=Dot(1.0 / LOG2_E)), inputs
 
 
-def choose_threads_and_parts(call: Call, wanted: Request) -> tuple[int, int]:
-    """How many threads, and the parts of each pair's rows: a few for each thread, as causal parts differ in work."""
+def choose_threads_and_parts(call: Call, request: Request) -> tuple[int, int]:
+    """Number of threads, and of parts of each pair's rows: a few per thread, because causal parts differ in work."""
     pairs, queries = call.q.shape[:2].numel(), call.q.shape[2]
     threads = min(torch.get_num_threads(), max(pairs * queries * call.k.shape[2] // ENTRIES_PER_THREAD, 1))
     most = (
-        -(-queries // ROWS_PER_PART) if wanted.picture is None else min(-(-queries // ROWS_PER_PART), wanted.picture[0])
+        -(-queries // ROWS_PER_PART)
+        if request.picture is None
+        else min(-(-queries // ROWS_PER_PART), request.picture[0])
     )
     return threads, 1 if threads == 1 else min(-(-4 * threads // pairs), most)
 
 
 def build_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, Tensor]:
-    """What the entries of the matrix are made of."""
+    """The tensors from which the kernel computes the entries of the matrix."""
     where = call.full_tile()
-    # Counted from the first key: far from 0 floats tell no two places apart.
+    # Relative to the first key: far from 0, float32 cannot represent neighboring positions.
     origin = where.key_position.amin()
-    given = {
+    inputs = {
         "queries": call.q.contiguous(),
         "keys": pack_keys(call.k, panel),
         "shift": (finite_lse(lse) * LOG2_E).float().contiguous(),
@@ -191,21 +187,21 @@ def build_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, T
     }
     if isinstance(call.bias, ALiBi):
         assert call.bias.slopes is not None
-        given["slopes"] = call.bias.slopes[call.heads.flatten()].float() * LOG2_E
+        inputs["slopes"] = call.bias.slopes[call.heads.flatten()].float() * LOG2_E
     if isinstance(call.bias, Buckets):
-        given["by_distance"] = bias_by_distance(call, call.bias, chunk)
-    return given
+        inputs["by_distance"] = bias_by_distance(call, call.bias, chunk)
+    return inputs
 
 
 def bias_by_distance(call: Call, bias: Buckets, beyond: int) -> Tensor:
-    """What the bias adds for each distance between a key and a query, head by head, and 0 beyond the last key."""
+    """The bias of each head for each distance between query and key; 0 beyond the last key."""
     distances = torch.arange(1 - call.k.shape[2], call.q.shape[2], device=call.q.device)
     added = bias.table[bias.bucket(distances)][:, call.heads.flatten()].mT
     return pad(added.float() * LOG2_E, (0, beyond))
 
 
 def pack_keys(k: Tensor, panel: int) -> Tensor:
-    """(B, G, Tk, D) -> (B, G, panels, D, keys of a panel): what a product reads lies together, 0 where keys end."""
+    """(B, G, Tk, D) -> (B, G, panels, D, keys of a panel), in the order in which a product reads; 0 beyond the last key."""
     whole = k.shape[2] // panel
     laid = k.new_empty(*k.shape[:2], -(-k.shape[2] // panel), k.shape[3], panel)
     laid[:, :, :whole] = k[:, :, : whole * panel].unflatten(2, (whole, panel)).mT
@@ -215,51 +211,51 @@ def pack_keys(k: Tensor, panel: int) -> Tensor:
 
 
 def base2_scales(score: Dot, width: int) -> tuple[float, float]:
-    """What a product is multiplied by for a logit in base 2, and the softcap: tanh takes twice the logit over it."""
+    """The factor from a product to a logit in base 2, and the softcap in base 2 (0: none), with its 2 / softcap applied."""
     scale = score.factor(width) * LOG2_E
     return (scale, 0.0) if score.softcap is None else (2.0 * scale / score.softcap, score.softcap * LOG2_E)
 
 
 def build_mask_tensors(call: Call) -> dict[str, Tensor]:
     masks = mask_inputs.build_kernel_masks(call)
-    runs = Causal().key_ranges(call.sizes, False).to_tensor(call.q.device) if masks.causal else masks.spans
-    given = {} if runs is None else {"runs": runs.contiguous()}
+    runs = Causal().key_ranges(call.sizes, False).to_tensor(call.q.device) if masks.causal else masks.key_ranges
+    inputs = {} if runs is None else {"runs": runs.contiguous()}
     if masks.query_ids is not None and masks.key_ids is not None:
-        given |= {"query_ids": masks.query_ids.long().contiguous(), "key_ids": masks.key_ids.long().contiguous()}
+        inputs |= {"query_ids": masks.query_ids.long().contiguous(), "key_ids": masks.key_ids.long().contiguous()}
     if masks.dense is not None:
         along = masks.dense.shape[-1] > 1 and masks.dense.stride(-1) != 1
-        given["seen"] = masks.dense.contiguous() if along else masks.dense
-    return given
+        inputs["seen"] = masks.dense.contiguous() if along else masks.dense
+    return inputs
 
 
-def allocate_outputs(call: Call, wanted: Request, parts: int) -> dict[str, Tensor]:
-    """Where the pass writes: it adds to `received` and to the picture, and fills the rest."""
+def allocate_outputs(call: Call, request: Request, parts: int) -> dict[str, Tensor]:
+    """Allocates the outputs: the kernel adds to `received` and to the picture and overwrites the rest."""
     batch, heads, queries = call.q.shape[:3]
     new = call.q.new_zeros(batch, heads, 0, dtype=torch.float32).new_empty
-    found = {}
-    if wanted.entropy:
-        found["entropy"] = new(batch, heads, queries)
-    if wanted.distance:
-        found["distance"] = new(batch, heads, queries)
-    if wanted.received:
-        found["received"] = new(batch, heads, parts, call.k.shape[2]).zero_()
-    if wanted.picture is not None:
-        found["picture"] = new(batch, heads, *wanted.picture[:2]).zero_()
-    if wanted.largest:
-        found["largest"] = new(batch, heads, parts).fill_(-torch.inf)
-    if wanted.top:
-        found["top_values"] = new(batch, heads, queries, wanted.top)
-        found["top_keys"] = new(batch, heads, queries, wanted.top, dtype=torch.int64)
-    return found
+    outputs = {}
+    if request.entropy:
+        outputs["entropy"] = new(batch, heads, queries)
+    if request.distance:
+        outputs["distance"] = new(batch, heads, queries)
+    if request.received:
+        outputs["received"] = new(batch, heads, parts, call.k.shape[2]).zero_()
+    if request.picture is not None:
+        outputs["picture"] = new(batch, heads, *request.picture[:2]).zero_()
+    if request.largest:
+        outputs["largest"] = new(batch, heads, parts).fill_(-torch.inf)
+    if request.top:
+        outputs["top_values"] = new(batch, heads, queries, request.top)
+        outputs["top_keys"] = new(batch, heads, queries, request.top, dtype=torch.int64)
+    return outputs
 
 
 def data_pointers(tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def struct_sizes(call: Call, wanted: Request, parts: int, given: dict[str, Tensor]) -> dict[str, int]:
-    keys = given["keys"]
-    rows, columns = (0, 0) if wanted.picture is None else wanted.picture[:2]
+def struct_sizes(call: Call, request: Request, parts: int, inputs: dict[str, Tensor]) -> dict[str, int]:
+    keys = inputs["keys"]
+    rows, columns = (0, 0) if request.picture is None else request.picture[:2]
     return {
         "pairs": call.q.shape[:2].numel(),
         "heads": call.q.shape[1],
@@ -269,44 +265,44 @@ def struct_sizes(call: Call, wanted: Request, parts: int, given: dict[str, Tenso
         "padded": keys.shape[2] * keys.shape[4],
         "width": keys.shape[3],
         "parts": parts,
-        "top": wanted.top,
+        "top": request.top,
         "picture_rows": rows,
         "picture_columns": columns,
-        "distances": given["by_distance"].shape[1] if "by_distance" in given else 0,
+        "distances": inputs["by_distance"].shape[1] if "by_distance" in inputs else 0,
     }
 
 
-def fill_mask_struct(call: Call, given: dict[str, Tensor]) -> MaskStruct:
-    found = data_pointers(given) | {"query_count": call.q.shape[2], "key_count": call.k.shape[2]}
-    if "runs" in given:
-        found["run_count"] = given["runs"].shape[1]
-    found |= {
-        f"{name}_step": sequence_stride(given[f"{name}s"])
+def fill_mask_struct(call: Call, inputs: dict[str, Tensor]) -> MaskStruct:
+    outputs = data_pointers(inputs) | {"query_count": call.q.shape[2], "key_count": call.k.shape[2]}
+    if "runs" in inputs:
+        outputs["run_count"] = inputs["runs"].shape[1]
+    outputs |= {
+        f"{name}_step": sequence_stride(inputs[f"{name}s"])
         for name in ("run", "query_id", "key_id")
-        if f"{name}s" in given
+        if f"{name}s" in inputs
     }
-    if "seen" in given:
-        found |= dict(zip(DENSE_STRIDE_FIELDS, broadcast_strides(given["seen"]), strict=True))
-    return MaskStruct(**found)
+    if "seen" in inputs:
+        outputs |= dict(zip(DENSE_STRIDE_FIELDS, broadcast_strides(inputs["seen"]), strict=True))
+    return MaskStruct(**outputs)
 
 
 def sequence_stride(tensor: Tensor) -> int:
-    """How far it is from one sequence to the next: 0 where all share one."""
+    """Stride from one sequence to the next; 0 where all share one."""
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 
 def broadcast_strides(tensor: Tensor) -> list[int]:
-    """How far it is to the next along each axis: 0 where there is only one."""
+    """Strides of a tensor; 0 along dimensions of size 1."""
     return [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
-def finish_outputs(call: Call, wanted: Request, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parts joined in their order, so that the same call gives the same sums."""
-    if wanted.received:
-        found["received"] = found["received"].sum(2)
-    if wanted.largest:
-        found["largest"] = found["largest"].amax(-1) / LOG2_E
-    if wanted.picture is not None and wanted.picture[:2] != (call.q.shape[2], call.k.shape[2]):
-        rows, columns, _ = wanted.picture
-        found["picture"] /= picture.block_areas(rows, columns, call.q.shape[2], call.k.shape[2], call.q.device)
-    return found
+def finish_outputs(call: Call, request: Request, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Combines the parts in a fixed order, so that equal calls give equal sums."""
+    if request.received:
+        outputs["received"] = outputs["received"].sum(2)
+    if request.largest:
+        outputs["largest"] = outputs["largest"].amax(-1) / LOG2_E
+    if request.picture is not None and request.picture[:2] != (call.q.shape[2], call.k.shape[2]):
+        rows, columns, _ = request.picture
+        outputs["picture"] /= picture.block_areas(rows, columns, call.q.shape[2], call.k.shape[2], call.q.device)
+    return outputs

@@ -1,4 +1,4 @@
-"""The matrix in blocks: rows x columns of them, with edges floor(r T / rows)."""
+"""The picture of a matrix: its entries pooled into rows x columns of blocks; block r begins at floor(r T / rows)."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from torch import Tensor
 
 
 def block_start(block: int, blocks: int, length: int) -> int:
-    """Where a block begins."""
+    """First index of a block."""
     return block * length // blocks
 
 
 def block_index(index: int, blocks: int, length: int) -> int:
-    """The block in which an index lies."""
+    """The block that holds an index."""
     return ((index + 1) * blocks - 1) // length
 
 
 def block_edges(blocks: int, length: int, device: torch.device) -> Tensor:
-    """Where the blocks begin and end: (blocks + 1,)."""
+    """Starts of all blocks and the end of the last: (blocks + 1,)."""
     return torch.arange(blocks + 1, device=device) * length // max(blocks, 1)
 
 
 def pool_rows(weights: Tensor, start: int, blocks: int, length: int, reduce: str) -> tuple[int, Tensor]:
-    """(..., R, C) rows that begin at `start` -> the first block they touch and (..., blocks touched, C)."""
+    """Pools rows (..., R, C) that begin at `start`: returns the first block they touch and (..., blocks touched, C)."""
     rows = weights.shape[-2]
     first, last = block_index(start, blocks, length), block_index(start + rows - 1, blocks, length)
     size = length // blocks
     if length % blocks == 0 and start % size == 0 and rows % size == 0:
         return first, reduce_blocks(weights.unflatten(-2, (-1, size)), reduce, -2)
-    joined = []
+    pooled = []
     for block in range(first, last + 1):
         begin = max(block_start(block, blocks, length) - start, 0)
         end = min(block_start(block + 1, blocks, length) - start, rows)
-        joined.append(reduce_blocks(weights[..., begin:end, :], reduce, -2))
-    return first, torch.stack(joined, dim=-2)
+        pooled.append(reduce_blocks(weights[..., begin:end, :], reduce, -2))
+    return first, torch.stack(pooled, dim=-2)
 
 
 def pool_columns(weights: Tensor, start: int, blocks: int, length: int, reduce: str) -> tuple[int, Tensor]:
-    """(..., C) columns that begin at `start` -> the first block they touch and (..., blocks touched).
+    """Pools columns (..., C) that begin at `start`: returns the first block they touch and (..., blocks touched).
 
-    Weights are never negative, so a maximum may start from 0.
+    Weights are never negative, so 0 is neutral for sums and maxima.
     """
     stop = start + weights.shape[-1]
     first, last = block_index(start, blocks, length), block_index(stop - 1, blocks, length)
@@ -58,7 +58,7 @@ def reduce_blocks(blocks: Tensor, reduce: str, axis: int) -> Tensor:
 
 
 def add_to_picture(picture: Tensor, pooled: Tensor, first_row: int, first_column: int, reduce: str) -> None:
-    """Joins pooled blocks to the picture; blocks that two strips share get both."""
+    """Adds pooled blocks to the picture in place; a block that two strips share combines both."""
     place = (slice(first_row, first_row + pooled.shape[-2]), slice(first_column, first_column + pooled.shape[-1]))
     part = picture[..., place[0], place[1]]
     if reduce == "mean":
@@ -68,5 +68,5 @@ def add_to_picture(picture: Tensor, pooled: Tensor, first_row: int, first_column
 
 
 def block_areas(rows: int, columns: int, queries: int, keys: int, device: torch.device) -> Tensor:
-    """How many entries each block holds."""
+    """Number of entries of each block: (rows, columns)."""
     return block_edges(rows, queries, device).diff()[:, None] * block_edges(columns, keys, device).diff()[None, :]

@@ -1,15 +1,23 @@
-"""What to measure."""
+"""Which statistics to compute, and the limits that the kernels share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+# The dtypes and the number of top keys that the C and GPU kernels support.
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_TOP_KEYS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The statistics of one pass; `picture` is (rows, columns, "mean" or "max"), `top` the number of keys per query.
+    """The statistics of one pass.
 
-    narrow: these keys are int32 and not int64, for whoever moves or stores them.
+    entropy, distance: of each query; received: the sum of weights of each key; largest: the largest logit of each head;
+    picture: (rows, columns, "mean" or "max") of the pooled matrix, or None; top: how many top keys of each query;
+    narrow: return the top keys as int32, not int64, which halves their memory.
     """
 
     entropy: bool = False

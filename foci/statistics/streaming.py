@@ -1,4 +1,4 @@
-"""The weights strip by strip, and what is measured on them: the path of a CPU, and of every call on any device.
+"""Statistics strip by strip: works for every call on any device, and gives the differentiable statistics.
 
 B batch, H heads, R rows of the strip, C keys that the strip sees, Tq queries, Tk keys.
 """
@@ -23,84 +23,86 @@ from foci.statistics.topk import stable_topk
 
 StripStatistic = Callable[[Call, PartIndex, Strip, Tensor], Tensor]
 
-# Stands for -inf where it is multiplied by a weight of 0.
+# log2 of a masked weight; finite, because -inf times a weight of 0 would be NaN.
 MASKED_LOG2 = -1e30
 
 
-def compute_statistics(call: Call, lse: Tensor, wanted: Request, averaged: bool = False) -> dict[str, Tensor]:
-    """Every wanted statistic in one pass, without gradients; `averaged`: of the mean over the heads."""
-    found = empty_statistics(call, wanted, 1 if averaged else call.q.shape[1])
+def compute_statistics(call: Call, lse: Tensor, request: Request, averaged: bool = False) -> dict[str, Tensor]:
+    """Computes the requested statistics in one pass, without gradients; `averaged`: of the mean over heads."""
+    results = empty_statistics(call, request, 1 if averaged else call.q.shape[1])
     with torch.no_grad():
         for (batches, heads), part in strips.split_into_parts(call, whole=averaged):
             kept = slice(0, 1) if averaged else heads
-            views = {name: tensor[batches, kept] for name, tensor in found.items()}
+            views = {name: tensor[batches, kept] for name, tensor in results.items()}
             part = replace(part, q=part.q.to(part.softmax_dtype), k=part.k.to(part.softmax_dtype))
             for strip in strips.split_into_strips(part):
                 if strip.segments:
-                    add_strip_statistics(part, lse[batches, heads, strip.rows], strip, wanted, averaged, views)
-    if wanted.entropy:
-        # Where one key has all the weight, rounding may leave a little less than 0.
-        found["entropy"].clamp_(min=0.0)
-    if wanted.picture is not None and wanted.picture[2] == "mean":
-        rows, columns, _ = wanted.picture
-        found["picture"] /= picture.block_areas(rows, columns, call.q.shape[2], call.k.shape[2], call.q.device)
-    return found
+                    add_strip_statistics(part, lse[batches, heads, strip.rows], strip, request, averaged, views)
+    if request.entropy:
+        # Where one key has all the weight, rounding may give slightly less than 0.
+        results["entropy"].clamp_(min=0.0)
+    if request.picture is not None and request.picture[2] == "mean":
+        rows, columns, _ = request.picture
+        results["picture"] /= picture.block_areas(rows, columns, call.q.shape[2], call.k.shape[2], call.q.device)
+    return results
 
 
-def empty_statistics(call: Call, wanted: Request, heads: int) -> dict[str, Tensor]:
-    """What the statistics are of a matrix that nobody sees."""
+def empty_statistics(call: Call, request: Request, heads: int) -> dict[str, Tensor]:
+    """Allocates the statistics with their values for a fully masked matrix."""
     queries, keys = call.q.shape[2], call.k.shape[2]
     lead = (call.q.shape[0], heads)
     zeros = call.q.new_zeros
-    found = {}
-    if wanted.entropy:
-        found["entropy"] = zeros(*lead, queries, dtype=call.softmax_dtype)
-    if wanted.distance:
-        found["distance"] = zeros(*lead, queries, dtype=call.softmax_dtype)
-    if wanted.received:
-        found["received"] = zeros(*lead, keys, dtype=call.softmax_dtype)
-    if wanted.largest:
-        found["largest"] = call.q.new_full(lead, -torch.inf, dtype=call.softmax_dtype)
-    if wanted.picture is not None:
-        found["picture"] = zeros(*lead, *wanted.picture[:2], dtype=call.softmax_dtype)
-    if wanted.top:
-        found["top_values"] = zeros(*lead, queries, wanted.top, dtype=call.softmax_dtype)
-        found["top_keys"] = call.q.new_full((*lead, queries, wanted.top), -1, dtype=torch.int64)
-    return found
+    results = {}
+    if request.entropy:
+        results["entropy"] = zeros(*lead, queries, dtype=call.softmax_dtype)
+    if request.distance:
+        results["distance"] = zeros(*lead, queries, dtype=call.softmax_dtype)
+    if request.received:
+        results["received"] = zeros(*lead, keys, dtype=call.softmax_dtype)
+    if request.largest:
+        results["largest"] = call.q.new_full(lead, -torch.inf, dtype=call.softmax_dtype)
+    if request.picture is not None:
+        results["picture"] = zeros(*lead, *request.picture[:2], dtype=call.softmax_dtype)
+    if request.top:
+        results["top_values"] = zeros(*lead, queries, request.top, dtype=call.softmax_dtype)
+        results["top_keys"] = call.q.new_full((*lead, queries, request.top), -1, dtype=torch.int64)
+    return results
 
 
 def add_strip_statistics(
-    call: Call, lse: Tensor, strip: Strip, wanted: Request, averaged: bool, found: dict[str, Tensor]
+    call: Call, lse: Tensor, strip: Strip, request: Request, averaged: bool, results: dict[str, Tensor]
 ) -> None:
-    """Adds one strip to what was found."""
+    """Adds one strip to the statistics in place."""
     x = compute_log2_weights(call, lse, strip)
     if averaged:
         mean = torch.exp2(x).mean(1, keepdim=True)
         x = torch.where(mean > 0, mean.log2(), MASKED_LOG2)
-    peaks = write_top_keys(x, strip, wanted.top, found) if wanted.top else None
-    if wanted.largest:
+    peaks = write_top_keys(x, strip, request.top, results) if request.top else None
+    if request.largest:
         peaks = x.amax(-1) if peaks is None else peaks
         logits = torch.where(peaks > MASKED_LOG2 / 2, peaks / LOG2_E + finite_lse(lse), -torch.inf)
-        found["largest"].copy_(torch.maximum(found["largest"], logits.amax(-1)))
-    if wanted.entropy or wanted.distance or wanted.received or wanted.picture is not None:
-        add_sums(call, x, mean if averaged else torch.exp2(x), strip, wanted, found)
+        results["largest"].copy_(torch.maximum(results["largest"], logits.amax(-1)))
+    if request.entropy or request.distance or request.received or request.picture is not None:
+        add_sums(call, x, mean if averaged else torch.exp2(x), strip, request, results)
 
 
-def add_sums(call: Call, x: Tensor, weights: Tensor, strip: Strip, wanted: Request, found: dict[str, Tensor]) -> None:
-    """Adds what is summed over the strip's weights; what is chosen among its entries needs no weights."""
-    if wanted.entropy:
-        found["entropy"][:, :, strip.rows] = x.mul_(weights).sum(-1).div_(-LOG2_E)
+def add_sums(
+    call: Call, x: Tensor, weights: Tensor, strip: Strip, request: Request, results: dict[str, Tensor]
+) -> None:
+    """Adds the statistics that are sums over the strip's weights; x are their log2 and are overwritten."""
+    if request.entropy:
+        results["entropy"][:, :, strip.rows] = x.mul_(weights).sum(-1).div_(-LOG2_E)
     for columns, piece in strips.split_by_segment(strip, weights):
-        if wanted.distance:
-            found["distance"][:, :, strip.rows] += sum_distances(call, strip.rows, columns, piece)
-        if wanted.picture is not None:
-            add_picture(piece, strip, columns, wanted, call, found)
-        elif wanted.received:
-            found["received"][:, :, columns] += piece.sum(-2)
+        if request.distance:
+            results["distance"][:, :, strip.rows] += sum_distances(call, strip.rows, columns, piece)
+        if request.picture is not None:
+            add_picture(piece, strip, columns, request, call, results)
+        elif request.received:
+            results["received"][:, :, columns] += piece.sum(-2)
 
 
 def compute_log2_weights(call: Call, lse: Tensor, strip: Strip) -> Tensor:
-    """log2 of the strip's weights, HIDDEN where nothing is seen: base 2, because exp2 is three times as fast as exp."""
+    """log2 of the strip's weights, MASKED_LOG2 where masked; base 2 because exp2 is three times as fast as exp."""
     lse = finite_lse(lse).unsqueeze(-1)
     if isinstance(call.score, Dot) and call.score.softcap is None and call.bias is None and len(strip.segments) == 1:
         return dot_log2_weights(call, lse, strip, strip.segments[0])
@@ -111,7 +113,7 @@ def compute_log2_weights(call: Call, lse: Tensor, strip: Strip) -> Tensor:
 
 
 def renormalized_log2_weights(call: Call, strip: Strip) -> Tensor:
-    """The same, normalised by the strip itself: the log-sum-exp of a row biased by -1e9 has no digits left for it."""
+    """The same, normalized over the strip itself: the log-sum-exp of a row biased by -1e9 has lost all digits."""
     logits = strips.strip_logits(call, strip)
     x = torch.log_softmax(logits, dim=-1)
     if call.sink is not None:
@@ -121,11 +123,11 @@ def renormalized_log2_weights(call: Call, strip: Strip) -> Tensor:
 
 
 def dot_log2_weights(call: Call, lse: Tensor, strip: Strip, segment: Segment) -> Tensor:
-    """The product, the scale and the log-sum-exp in one matrix operation."""
+    """Product, scale and log-sum-exp in one matrix operation."""
     assert isinstance(call.score, Dot)
     q = call.q[:, :, strip.rows]
     k = call.k[:, :, segment.start : segment.stop].flatten(0, 1)
-    # Heads that share keys are rows of one product; what is empty tells no size by -1.
+    # Heads that share keys are rows of one product; sizes are explicit because -1 is ambiguous for empty tensors.
     count = q.shape[2] * call.group
     shift = (lse * -LOG2_E).to(q.dtype).reshape(k.shape[0], count, 1)
     rows = q.reshape(k.shape[0], count, q.shape[-1])
@@ -140,10 +142,10 @@ def finite_lse(lse: Tensor) -> Tensor:
 
 
 def sum_distances(call: Call, rows: slice, columns: slice, weights: Tensor) -> Tensor:
-    """Σ w |key position - query position|; far from the diagonal the sign is known, a vector product does."""
+    """Σ w |key position - query position|; below the diagonal the sign is known and a vector product suffices."""
     where = call.tile(rows, columns)
     if call.positions is None and columns.stop - 1 <= rows.start + call.k.shape[2] - call.q.shape[2]:
-        # Counted from the first query: from 0 the two sums would be large and their difference have few digits.
+        # Relative to the first query: counted from 0 both sums would be large and their difference inexact.
         origin = where.query_position[0, 0, 0, 0]
         queries, keys = where.query_position - origin, where.key_position - origin
         return queries.squeeze(-1) * weights.sum(-1) - weights @ keys.flatten().to(weights.dtype)
@@ -156,33 +158,33 @@ def sum_distances(call: Call, rows: slice, columns: slice, weights: Tensor) -> T
     return (weights * (where.key_position - where.query_position).abs().to(weights.dtype)).sum(-1)
 
 
-def write_top_keys(x: Tensor, strip: Strip, k: int, found: dict[str, Tensor]) -> Tensor:
-    """Writes the heaviest keys of the strip's rows and returns the largest entry of each row."""
+def write_top_keys(x: Tensor, strip: Strip, k: int, results: dict[str, Tensor]) -> Tensor:
+    """Writes the top keys of the strip's rows and returns the largest entry of each row."""
     values, columns = stable_topk(x, k, MASKED_LOG2 / 2)
     keys = columns + strip.segments[0].start
     if len(strip.segments) > 1:
         keys = torch.cat([torch.arange(s.start, s.stop, device=x.device) for s in strip.segments])[columns]
     hidden = values <= MASKED_LOG2 / 2
-    found["top_values"][:, :, strip.rows, : values.shape[-1]] = values.exp2().masked_fill_(hidden, 0.0)
-    found["top_keys"][:, :, strip.rows, : values.shape[-1]] = keys.masked_fill_(hidden, -1)
+    results["top_values"][:, :, strip.rows, : values.shape[-1]] = values.exp2().masked_fill_(hidden, 0.0)
+    results["top_keys"][:, :, strip.rows, : values.shape[-1]] = keys.masked_fill_(hidden, -1)
     return values[..., 0]
 
 
 def add_picture(
-    weights: Tensor, strip: Strip, columns: slice, wanted: Request, call: Call, found: dict[str, Tensor]
+    weights: Tensor, strip: Strip, columns: slice, request: Request, call: Call, results: dict[str, Tensor]
 ) -> None:
-    """Rows are joined first: that runs along the memory, leaves little for the columns, and gives their sums."""
-    assert wanted.picture is not None
-    height, width, reduce = wanted.picture
-    first_row, joined = picture.pool_rows(weights, strip.rows.start, height, call.q.shape[2], reduce)
-    first, pooled = picture.pool_columns(joined, columns.start, width, call.k.shape[2], reduce)
-    picture.add_to_picture(found["picture"], pooled, first_row, first, reduce)
-    if wanted.received:
-        found["received"][:, :, columns] += (joined if reduce == "mean" else weights).sum(-2)
+    """Pools rows first: this reads memory in order, leaves little work for the columns, and also yields their sums."""
+    assert request.picture is not None
+    height, width, reduce = request.picture
+    first_row, pooled_rows = picture.pool_rows(weights, strip.rows.start, height, call.q.shape[2], reduce)
+    first, pooled = picture.pool_columns(pooled_rows, columns.start, width, call.k.shape[2], reduce)
+    picture.add_to_picture(results["picture"], pooled, first_row, first, reduce)
+    if request.received:
+        results["received"][:, :, columns] += (pooled_rows if reduce == "mean" else weights).sum(-2)
 
 
 def differentiable_weights(call: Call, strip: Strip, averaged: bool) -> Tensor:
-    """The strip's weights with the whole softmax in the graph, so that gradients through them are right."""
+    """The strip's weights with the whole softmax in the autograd graph, so that gradients through them are right."""
     weights, lse = reference.softmax_with_lse(strips.strip_logits(call, strip))
     if call.sink is not None:
         logit = call.sink.to(lse.dtype).view(1, -1, 1)
@@ -191,17 +193,17 @@ def differentiable_weights(call: Call, strip: Strip, averaged: bool) -> Tensor:
 
 
 def compute_per_query(call: Call, averaged: bool, statistic: StripStatistic) -> Tensor:
-    """A differentiable statistic of each row, strip by strip: (B, H, Tq, ...)."""
-    rows = torch.cat([torch.cat([*found], dim=2).flatten(0, 1) for found in map_strips(call, averaged, statistic)])
+    """Computes a differentiable statistic of each row, strip by strip: (B, H, Tq, ...)."""
+    rows = torch.cat([torch.cat([*results], dim=2).flatten(0, 1) for results in map_strips(call, averaged, statistic)])
     return rows.reshape(call.q.shape[0], -1, *rows.shape[1:])
 
 
 def sum_over_queries(call: Call, averaged: bool, statistic: StripStatistic) -> Tensor:
-    """A differentiable statistic that is summed over the rows: (B, H, ...)."""
+    """Sums a differentiable statistic over the rows: (B, H, ...)."""
     sums = []
-    for found in map_strips(call, averaged, statistic):
-        total = next(found)
-        for more in found:
+    for results in map_strips(call, averaged, statistic):
+        total = next(results)
+        for more in results:
             total = total + more
         sums.append(total.flatten(0, 1))
     whole = torch.cat(sums)
@@ -209,17 +211,18 @@ def sum_over_queries(call: Call, averaged: bool, statistic: StripStatistic) -> T
 
 
 def map_strips(call: Call, averaged: bool, statistic: StripStatistic) -> Iterator[Iterator[Tensor]]:
-    """The statistic of every strip, part by part; nothing but its result is kept for the backward."""
+    """Yields for each part the statistic of its strips; the backward recomputes everything but the result."""
     for place, part in strips.split_into_parts(call, whole=averaged):
 
-        def of_strip(part: Call, place: PartIndex, strip: Strip) -> Tensor:
+        def compute_strip(part: Call, place: PartIndex, strip: Strip) -> Tensor:
             weights = differentiable_weights(part, strip, averaged)
-            found = statistic(part, place, strip, weights)
-            # Zeros of rows that see nothing are a part of the graph all the same.
-            return found if strip.segments else found + weights.sum()
+            results = statistic(part, place, strip, weights)
+            # Zeros of fully masked rows stay in the autograd graph.
+            return results if strip.segments else results + weights.sum()
 
         yield (
-            strips.recompute_in_backward(part, of_strip, part, place, strip) for strip in strips.split_into_strips(part)
+            strips.recompute_in_backward(part, compute_strip, part, place, strip)
+            for strip in strips.split_into_strips(part)
         )
 
 
@@ -236,7 +239,7 @@ def strip_distance(call: Call, place: PartIndex, strip: Strip, weights: Tensor) 
 
 
 def strip_transposed_product(call: Call, place: PartIndex, strip: Strip, weights: Tensor, x: Tensor) -> Tensor:
-    """What the strip's rows give to each key: (B, H, Tk, E)."""
+    """Wᵀ x over the strip's rows: (B, H, Tk, E)."""
     batches, heads = place
     chosen = x[batches, heads if x.shape[1] > 1 else slice(None), strip.rows]
     return scatter_to_keys(strip, weights.mT @ chosen.to(weights.dtype), call.k.shape[2])
@@ -245,7 +248,7 @@ def strip_transposed_product(call: Call, place: PartIndex, strip: Strip, weights
 def strip_group_mass(
     call: Call, place: PartIndex, strip: Strip, weights: Tensor, rows: tuple[Tensor, int], columns: tuple[Tensor, int]
 ) -> Tensor:
-    """Sums between groups; tokens in no group fall into one more row and column: (B, H, groups + 1, groups + 1)."""
+    """Sums between groups; tokens without a group go to an extra row and column: (B, H, groups + 1, groups + 1)."""
     (row_ids, row_count), (column_ids, column_count) = rows, columns
     sums = weights.new_zeros(*weights.shape[:3], column_count + 1)
     for keys, piece in strips.split_by_segment(strip, weights):
@@ -255,7 +258,7 @@ def strip_group_mass(
 
 
 def scatter_to_keys(strip: Strip, sums: Tensor, keys: int) -> Tensor:
-    """(..., C, E) sums of the strip's own columns to (..., Tk, E)."""
+    """Scatters sums over the strip's columns, (..., C, E), to all keys, (..., Tk, E)."""
     whole = sums.new_zeros(*sums.shape[:-2], keys, sums.shape[-1])
     if not strip.segments:
         return whole + sums.sum()

@@ -1,9 +1,8 @@
-"""The k heaviest keys of each query.
+"""The k largest entries of each row, exact ties to the lower column.
 
-The keys are looked at in groups. The k groups with the largest maxima hold the k largest entries: an entry outside
-them is preceded by k maxima. So one maximum per group, the k best groups, and the same again inside them, until few
-enough are left to choose from. Exact ties go to the lower key; rows that have one are rare and are done again by an
-order that knows the keys.
+Columns are searched in groups. The k groups with the largest maxima hold the k largest entries, because k maxima exceed
+every entry outside of them. So the search takes one maximum per group, keeps the k best groups and repeats inside them
+until few columns are left. Rows with exact ties are rare and are sorted stably instead.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from torch import Tensor
 
 
 def stable_topk(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor]:
-    """(..., C) -> the min(k, C) largest of the last dimension, largest first, and their columns.
+    """(..., C) -> the min(k, C) largest entries of the last dimension, largest first, and their columns.
 
-    What is below `hidden` counts as nothing: its order does not matter.
+    The order of entries below `hidden` does not matter.
     """
     k = min(k, x.shape[-1])
     if x.device.type != "cpu":
@@ -29,7 +28,7 @@ def stable_topk(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor]:
 
 
 def topk_by_groups(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest with their columns, and the rows in which a tie leaves their choice or order open."""
+    """Returns the k largest entries, their columns, and the rows in which a tie leaves choice or order open."""
     width = x.shape[-1]
     size = group_size(width, k)
     if size == 1:
@@ -51,12 +50,12 @@ def topk_by_groups(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor, Te
 
 
 def group_size(width: int, k: int) -> int:
-    """About 8 k groups, where that leaves at most half of the columns; 1 where choosing at once is cheaper."""
+    """For about 8 k groups, if this leaves at most half of the columns; 1 where a plain topk is cheaper."""
     few = 8 * k
     return 1 if width <= few else max(8, 1 << (width // few - 1).bit_length()) if width > 2 * few else 1
 
 
 def topk_by_sorting(values: Tensor, labels: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest values with their labels, largest first, and of equal values the lower label first."""
+    """Returns the k largest values with their labels, largest first, equal values by ascending label."""
     order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return values.gather(-1, order), labels.gather(-1, order)

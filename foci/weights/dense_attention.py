@@ -20,8 +20,8 @@ from foci.arguments import Call, prepare_call
 from foci.backends import reference, strips
 from foci.biases import DenseBias
 from foci.masks.base import Mask
-from foci.runtime.checks import disable_autocast
 from foci.runtime.double_backward import make_distinct_views
+from foci.runtime.tracing import disable_autocast
 from foci.scores import Dot
 from foci.statistics import streaming
 from foci.weights import dense_attention_c

@@ -16,7 +16,7 @@ from foci.backends.strips import LOG2_E
 from foci.biases import DenseBias
 from foci.gpu import mask_inputs
 from foci.runtime import native
-from foci.runtime.checks import is_traced
+from foci.runtime.tracing import is_traced
 from foci.scores import Dot
 from foci.statistics import cpu_c
 from foci.statistics.cpu_c import MaskStruct

@@ -13,7 +13,7 @@ from foci.backends import reference
 from foci.backends.strips import recompute_in_backward, strip_budget
 from foci.biases import DenseBias
 from foci.masks.tile import Tile
-from foci.runtime.checks import disable_autocast
+from foci.runtime.tracing import disable_autocast
 from foci.statistics.streaming import finite_lse
 
 # How many strips' worth of entries are computed at a time where nothing is kept of them but the result.

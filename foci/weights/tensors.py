@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from foci.arguments import Call
 from foci.biases import Relative
 from foci.masks.kinds import Causal, Window
-from foci.runtime.checks import is_traced
 from foci.runtime.safetensors_file import map_tensors
+from foci.runtime.tracing import is_traced
 from foci.scores import Dot
 
 # What makes the matrix, by its name in the call. The values are no part of it, nor are dropout and Shaw's value term.

@@ -117,7 +117,7 @@ def test_the_form_that_kernels_read() -> None:
     sizes = call_sizes(2, 3, 10)
     one = KeyRanges.single(torch.tensor([0, 1, 2]), torch.tensor([[3, 3, 3], [4, 4, 4]]), sizes)
     two = one | KeyRanges.single(torch.tensor([6, 6, 6]), torch.tensor([8, 9, 10]), sizes)
-    tensor = two.tensor(CPU)
+    tensor = two.to_tensor(CPU)
     assert (tensor.shape, tensor.dtype) == ((2, 2, 2, 3), torch.int32)
     assert tensor.is_contiguous()
     assert tensor[1].tolist() == [[[0, 1, 2], [4, 4, 4]], [[6, 6, 6], [8, 9, 10]]]

@@ -1,8 +1,14 @@
-"""Additive attention in our own kernels: wᵀ tanh(q + k), forward and backward, without the matrix.
+"""Additive attention, wᵀ tanh(q + k), in Triton kernels: forward and backward without storing the matrix.
 
-Gradients reach query, key, value and weight, through the output and through the log-sum-exp. From run to run they may
-differ in their last digits; under torch.use_deterministic_algorithms(True) they are the same every time, and take about
-twice as long. A compiler takes the two operators as they are.
+arguments: options of a call, tilings, scalars and workspace sizes of the kernels
+decode: very few queries
+one_pass_backward: the fast backward
+two_pass_backward: the deterministic backward, about twice as slow
+launch: chooses among them
+
+Gradients reach query, key, value and weight, through the output and through the log-sum-exp. Their last digits may
+differ from run to run, unless torch.use_deterministic_algorithms(True) is set. Both directions are registered as
+operators for torch.compile.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
 """
@@ -18,31 +24,31 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.gpu import mask_inputs
 from foci.gpu.additive import launch
-from foci.gpu.additive.launch import AdditiveOptions
-from foci.runtime.checks import is_traced
+from foci.gpu.additive.arguments import AdditiveOptions, allocate_results
+from foci.gpu.launcher import KERNEL_DTYPES
 from foci.runtime.double_backward import forbid_double_backward
+from foci.runtime.tracing import is_traced
 from foci.scores import Additive
 
 MAX_ADDITIVE_WIDTH = 512
 LN_2 = math.log(2.0)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 OPTIONS_SCHEMA = (
-    "Tensor? spans, Tensor? query_ids, Tensor? key_ids, Tensor? dense, Tensor? seed, bool causal, float dropout"
+    "Tensor? key_ranges, Tensor? query_ids, Tensor? key_ids, Tensor? dense, Tensor? seed, bool causal, float dropout"
 )
 
 
 def refuses(call: Call) -> list[str]:
-    """Why these kernels do not serve the call; the device and the transforms of torch.func are asked elsewhere."""
+    """The reasons why these kernels cannot run the call. backends.triton checks device and torch.func transforms."""
     if not isinstance(call.score, Additive):
         return ["the score is not additive"]
     reasons = []
     if call.bias is not None:
         reasons.append("an additive score together with a bias")
-    if call.q.dtype not in DTYPES:
+    if call.q.dtype not in KERNEL_DTYPES:
         reasons.append(f"{call.q.dtype}".removeprefix("torch."))
     if call.q.shape[-1] > MAX_ADDITIVE_WIDTH:
-        reasons.append(f"a width of {call.q.shape[-1]}, where these kernels take up to {MAX_ADDITIVE_WIDTH}")
+        reasons.append(f"a width of {call.q.shape[-1]}, above the maximum of {MAX_ADDITIVE_WIDTH}")
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         reasons.append("an empty tensor")
     if call.dropout and (call.batch_ids is not None or call.head_ids is not None):
@@ -53,8 +59,8 @@ def refuses(call: Call) -> list[str]:
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     assert isinstance(call.score, Additive)
     masks = mask_inputs.build_kernel_masks(call)
-    terms = AdditiveOptions(
-        masks.spans,
+    options = AdditiveOptions(
+        masks.key_ranges,
         masks.query_ids,
         masks.key_ids,
         masks.dense,
@@ -62,40 +68,40 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         masks.causal,
         call.dropout,
     )
-    # A split of one piece would be a view, whose gradient is copied.
+    # Splitting values that fit would return a view, whose gradient is copied.
     out, lse = (run_kernels if call.v.shape[-1] <= MAX_ADDITIVE_WIDTH else run_wide_values)(
-        call, call.score.weight, call.v, terms
+        call, call.score.weight, call.v, options
     )
     return out, lse * LN_2 if call.needs_lse else None
 
 
-def run_wide_values(call: Call, weight: Tensor, values: Tensor, terms: AdditiveOptions) -> tuple[Tensor, Tensor]:
-    """Wider values, a piece after the other, each mixed by the same weights."""
-    found = [run_kernels(call, weight, piece, terms) for piece in values.split(MAX_ADDITIVE_WIDTH, dim=-1)]
-    return torch.cat([out for out, _ in found], dim=-1), found[0][1]
+def run_wide_values(call: Call, weight: Tensor, values: Tensor, options: AdditiveOptions) -> tuple[Tensor, Tensor]:
+    """Run the kernels on chunks of the values that are narrow enough."""
+    results = [run_kernels(call, weight, piece, options) for piece in values.split(MAX_ADDITIVE_WIDTH, dim=-1)]
+    return torch.cat([out for out, _ in results], dim=-1), results[0][1]
 
 
-def run_kernels(call: Call, weight: Tensor, values: Tensor, terms: AdditiveOptions) -> tuple[Tensor, Tensor]:
-    """The output (B, H, Tq, Dv) for values that fit, and the log-sum-exp in base 2."""
+def run_kernels(call: Call, weight: Tensor, values: Tensor, options: AdditiveOptions) -> tuple[Tensor, Tensor]:
+    """Compute the output (B, H, Tq, Dv) and the log-sum-exp in base 2, for values that are narrow enough."""
     tensors = (call.q, call.k, values, weight)
     if is_traced(call.q):
-        return additive_attention(*tensors, *terms)  # type: ignore[no-any-return]
+        return additive_attention(*tensors, *options)  # type: ignore[no-any-return]
     if call.needs_grad:
-        return AdditiveAttention.apply(*tensors, terms)  # type: ignore[no-any-return, no-untyped-call]
-    return launch.forward(*tensors, terms)
+        return AdditiveAttention.apply(*tensors, options)  # type: ignore[no-any-return, no-untyped-call]
+    return launch.forward(*tensors, options)
 
 
 class AdditiveAttention(torch.autograd.Function):
-    """The operators below for all tensors that have values: calling an operator costs more than all of a small call."""
+    """The operators below without dispatch, for eager mode: dispatching an operator costs more than a small call."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, terms: AdditiveOptions
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, options: AdditiveOptions
     ) -> tuple[Tensor, Tensor]:
-        out, lse = launch.forward(q, k, v, weight, terms)
-        ctx.save_for_backward(q, k, v, weight, out, lse, *terms[:5])
-        ctx.options = terms[5:]
-        # Nobody who did not ask for the log-sum-exp pays for its zeros.
+        out, lse = launch.forward(q, k, v, weight, options)
+        ctx.save_for_backward(q, k, v, weight, out, lse, *options[:5])
+        ctx.scalars = options[5:]
+        # Do not allocate zeros for the gradient of an unused log-sum-exp.
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -103,8 +109,8 @@ class AdditiveAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, weight, out, lse, *masks = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        found = launch.backward(d_out, d_lse, q, k, v, weight, out, lse, AdditiveOptions(*masks, *ctx.options))
-        return (*forbid_double_backward(found, d_out, d_lse, q, k, v, weight), None)
+        gradients = launch.backward(d_out, d_lse, q, k, v, weight, out, lse, AdditiveOptions(*masks, *ctx.scalars))
+        return (*forbid_double_backward(gradients, d_out, d_lse, q, k, v, weight), None)
 
 
 @torch.library.custom_op(
@@ -112,14 +118,14 @@ class AdditiveAttention(torch.autograd.Function):
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor weight, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
 )
-def additive_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
-    """The output (B, H, Tq, Dv) and the log-sum-exp (B, H, Tq), in base 2 as the backward wants it again."""
-    return launch.forward(q, k, v, weight, AdditiveOptions(*terms))
+def additive_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Compute the output (B, H, Tq, Dv) and the log-sum-exp (B, H, Tq), in base 2 as the backward needs it."""
+    return launch.forward(q, k, v, weight, AdditiveOptions(*options))
 
 
 @additive_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
-    return launch.allocate_results(q, v)
+def _(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return allocate_results(q, v)
 
 
 @torch.library.custom_op(
@@ -139,10 +145,10 @@ def additive_attention_backward(
     weight: Tensor,
     out: Tensor,
     lse: Tensor,
-    *terms: Any,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and weight."""
-    return launch.backward(d_out, d_lse, q, k, v, weight, out, lse, AdditiveOptions(*terms))
+    """Compute the gradients of q, k, v and weight."""
+    return launch.backward(d_out, d_lse, q, k, v, weight, out, lse, AdditiveOptions(*options))
 
 
 @additive_attention_backward.register_fake
@@ -155,19 +161,19 @@ def _(
     weight: Tensor,
     out: Tensor,
     lse: Tensor,
-    *terms: Any,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), weight.new_empty(weight.shape)
 
 
 def setup_additive_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4], *output, *inputs[4:9])
-    ctx.options = inputs[9:]
+    ctx.scalars = inputs[9:]
 
 
 def differentiate_additive(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-    found = additive_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.options)
-    return (*found, *(None,) * len(AdditiveOptions._fields))
+    gradients = additive_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.scalars)
+    return (*gradients, *(None,) * len(AdditiveOptions._fields))
 
 
 additive_attention.register_autograd(differentiate_additive, setup_context=setup_additive_context)

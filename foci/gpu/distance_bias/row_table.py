@@ -1,92 +1,31 @@
-"""A bias by distance as a row table, which kernels look up at clip(distance) + clip, and what is left to torch.
+"""Row tables of a distance bias: how they are filled, and how gradients flow through them.
 
-Buckets share one row among all queries. Shaw's vectors give each query its own, q · keys[distance], and the row is
-linear in q and keys, so its gradient is handed on by two matrix products. Rows exist for some heads at a time only.
+A row table holds the bias of one query for each distance; the kernels read it at clip(distance) + clip. Buckets share
+one row among all queries. Relative keys give each query its own row, q · keys[distance]; it is linear in q and keys, so
+its gradient takes two matrix products. Row tables of Relative exist for some heads at a time only.
 
-B batch, H heads, Tq queries, W = 2 clip + 1 distances, D width.
+B batch, H heads, Tq queries, Tk keys, W = 2 clip + 1 distances, D width, Bm 1 or the batch size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Bytes of row tables at a time. Enough for a thousand programs at 128 queries and 257 distances.
+from foci.gpu.distance_bias.arguments import DistanceBiasOptions, HeadSlices
+from foci.gpu.launcher import KernelLaunch, build_kernel_launch, next_power_of_two
+
+# Memory for the row tables of one part of a call. Enough for a thousand programs at 128 queries and 257 distances.
 MAX_ROW_TABLE_BYTES = 2**28
 
-HeadSlices = tuple[slice, slice]
-
-# What of a bias can be learned.
-LEARNED_FIELDS = ("table", "keys", "values", "slopes")
-
-
-class DistanceBiasOptions(NamedTuple):
-    """Everything of a call beyond query, key and value; None is absent. Tables are float32."""
-
-    table: Tensor | None  # Buckets: (buckets, H)
-    buckets: Tensor | None  # the bucket of each distance: (W,)
-    keys: Tensor | None  # Relative: (W, D) or (H, W, D)
-    values: Tensor | None  # (W, Dv) or (H, W, Dv)
-    slopes: Tensor | None  # ALiBi: (H,)
-    spans: Tensor | None  # masks, as in kernel_masks
-    query_ids: Tensor | None
-    key_ids: Tensor | None
-    dense: Tensor | None
-    seed: Tensor | None
-    causal: bool
-    scale: float
-    softcap: float  # 0.0 is none
-    dropout: float
-
-    @property
-    def width(self) -> int:
-        """The number of distances; 1 where there is no table."""
-        if self.buckets is not None:
-            return self.buckets.shape[0]
-        return 1 if self.keys is None else self.keys.shape[-2]
-
-    @property
-    def kind(self) -> int:
-        """As the kernels name it: no table, one inside the scale, one that is added at the end."""
-        return 2 if self.table is not None else 0 if self.keys is None else 1
-
-    def part(self, place: HeadSlices) -> DistanceBiasOptions:
-        """The same for some sequences and heads; the bucket table stays whole, it is small."""
-        batches, heads = place
-        return self._replace(
-            table=None if self.table is None else self.table[:, heads],
-            keys=select_heads(self.keys, heads),
-            values=select_heads(self.values, heads),
-            slopes=None if self.slopes is None else self.slopes[heads],
-            spans=select_batch(self.spans, batches),
-            query_ids=select_batch(self.query_ids, batches),
-            key_ids=select_batch(self.key_ids, batches),
-            dense=None if self.dense is None else select_batch(self.dense, batches, heads),
-        )
-
-
-def learned_fields(terms: DistanceBiasOptions, wanted: bool) -> list[str]:
-    """The learned tensors that this bias has; none where no gradient of them is wanted."""
-    return [name for name in LEARNED_FIELDS if wanted and getattr(terms, name) is not None]
-
-
-def select_heads(table: Tensor | None, heads: slice) -> Tensor | None:
-    return table if table is None or table.dim() == 2 else table[heads]
-
-
-def select_batch(x: Tensor | None, batches: slice, heads: slice = slice(None)) -> Tensor | None:
-    """The rows of some sequences, of a tensor that may have one row for all."""
-    if x is None:
-        return None
-    x = x if x.shape[0] == 1 else x[batches]
-    return x if heads == slice(None) or x.shape[1] == 1 else x[:, heads]
+# Rows of a table's gradient that a program adds per loop iteration, and the maximum number of partial sums.
+ROWS_PER_STEP, MAX_PARTIAL_SUMS = 16, 1024
 
 
 def split_by_memory(q: Tensor, group: int, row_bytes: int) -> Iterator[HeadSlices]:
-    """Parts of the call whose row tables fit the budget; heads that share keys stay together."""
+    """Split a call into parts whose row tables fit into memory; heads that share keys stay together."""
     batch, heads, queries, _ = q.shape
     pairs = max(MAX_ROW_TABLE_BYTES // max(row_bytes * queries, 1), 1)
     if pairs >= heads:
@@ -98,28 +37,99 @@ def split_by_memory(q: Tensor, group: int, row_bytes: int) -> Iterator[HeadSlice
         yield from ((slice(b, b + 1), slice(h, min(h + step, heads))) for h in range(0, heads, step))
 
 
-def compute_row_table(q: Tensor, terms: DistanceBiasOptions) -> Tensor | None:
-    """The row table of vectors (B, H, Tq, W); None where the bias has none. Buckets' own is made by a kernel."""
-    return None if terms.keys is None else q.float() @ terms.keys.mT
+def compute_row_table(q: Tensor, options: DistanceBiasOptions) -> Tensor | None:
+    """The row table of Relative keys (B, H, Tq, W); None for other biases. A kernel fills that of Buckets."""
+    return None if options.keys is None else q.float() @ options.keys.mT
 
 
-def add_matmul(into: Tensor, rows: Tensor, table: Tensor) -> None:
-    """into += rows @ table, all float32; (B, H, Tq, D), (B, H, Tq, W) and (W, D) or (H, W, D)."""
+def add_matmul(out: Tensor, rows: Tensor, table: Tensor) -> None:
+    """Compute out += rows @ table in float32: (B, H, Tq, D), (B, H, Tq, W) and (W, D) or (H, W, D)."""
     if table.dim() == 2:
-        into.view(-1, into.shape[-1]).addmm_(rows.view(-1, rows.shape[-1]), table)
+        out.view(-1, out.shape[-1]).addmm_(rows.view(-1, rows.shape[-1]), table)
         return
-    tables = table.expand(into.shape[0], *table.shape).flatten(0, 1)
-    into.view(-1, *into.shape[2:]).baddbmm_(rows.view(-1, *rows.shape[2:]), tables)
+    tables = table.expand(out.shape[0], *table.shape).flatten(0, 1)
+    out.view(-1, *out.shape[2:]).baddbmm_(rows.view(-1, *rows.shape[2:]), tables)
 
 
 def table_gradient(table: Tensor, rows: Tensor, x: Tensor) -> Tensor:
-    """Σ rowsᵀ x, the gradient of a table (W, D) or (H, W, D), given (B, H, Tq, W) and (B, H, Tq, D)."""
+    """Σ rowsᵀ x, the gradient of a table (W, D) or (H, W, D), from (B, H, Tq, W) and (B, H, Tq, D)."""
     products = rows.mT @ x.float()
     return products.sum((0, 1)) if table.dim() == 2 else products.sum(0)
 
 
-def weights_by_distance(band: Tensor, peaks: Tensor, extras: Tensor) -> Tensor:
-    """Logits inside the clip, base 2, become weights; the sums at the two ends already are. In place."""
-    finite = torch.where(peaks == -torch.inf, 0.0, peaks + extras).unsqueeze(-1)
+def weights_by_distance(band: Tensor, peaks: Tensor, log_sums: Tensor) -> Tensor:
+    """Turn the base-2 logits of a band (B, H, Tq, W) into weights, in place; its two ends are sums of weights."""
+    finite = torch.where(peaks == -torch.inf, 0.0, peaks + log_sums).unsqueeze(-1)
     band[..., 1:-1].sub_(finite).exp2_()
     return band
+
+
+def row_table_workspace(options: DistanceBiasOptions, heads: int) -> dict[str, int]:
+    """The size of the row table of Buckets."""
+    return {} if options.table is None else {"table": heads * options.distances}
+
+
+def fill_row_table_launches(options: DistanceBiasOptions, heads: int) -> list[KernelLaunch]:
+    """The launch that fills the row table (H, W) of Buckets; none for other biases."""
+    if options.table is None:
+        return []
+    from foci.kernels.distance_bias.tables import fill_row_table as kernel
+
+    width, (bucket, head) = block_size(options.distances), options.table.stride()
+    scalars = {"H": heads, "W": options.distances, "bucket_stride": bucket, "head_stride": head, "BW": width}
+    return [build_kernel_launch(kernel, (heads, -(-options.distances // width)), scalars, num_warps=4)]
+
+
+def bucket_gradient_launches(options: DistanceBiasOptions, q: Tensor) -> tuple[list[KernelLaunch], dict[str, int]]:
+    """The launches that sum the gradient of all rows, `d_table`, into that of the buckets; and their workspace."""
+    from foci.kernels.distance_bias.tables import sum_bucket_gradients, sum_row_gradients
+
+    assert options.table is not None
+    (B, H, Tq, _), W, width = q.shape, options.distances, block_size(options.distances)
+    blocks = -(-W // width)
+    parts = max(1, min(MAX_PARTIAL_SUMS // (H * blocks), 64, -(-B * Tq // ROWS_PER_STEP)))
+    scalars = {"H": H, "W": W, "Tq": Tq, "count": B * Tq, "per_part": -(-B * Tq // parts), "parts": parts}
+    scalars |= {"BR": ROWS_PER_STEP, "BW": width}
+    launches = [
+        build_kernel_launch(sum_row_gradients, (parts, H, blocks), scalars, num_warps=4),
+        build_kernel_launch(sum_bucket_gradients, (options.table.shape[0], H), scalars, num_warps=4),
+    ]
+    return launches, {"sums": parts * H * W}
+
+
+def tile_range_launches(
+    key_ranges: Tensor | None, Tk: int, queries: int, keys: int
+) -> tuple[list[KernelLaunch], dict[str, int]]:
+    """The launches that find which tiles see each other, for tiles of so many queries and keys; and their workspace.
+
+    `query_tiles` holds the range of query tiles that see some key of a key tile, `common_keys` the range of keys that
+    all queries of a query tile see.
+    """
+    if key_ranges is None:
+        return [], {}
+    from foci.kernels.distance_bias.tables import find_tile_key_ranges, find_tile_query_ranges
+
+    Bm, ranges, _, Tq = key_ranges.shape
+    rows, columns = -(-Tq // queries), -(-Tk // keys)
+    scalars = {
+        "key_ranges_batch": key_ranges.stride(0),
+        "Tq": Tq,
+        "Tk": Tk,
+        "RANGES": ranges,
+        "BM": queries,
+        "BN": keys,
+    }
+    scalars |= {"count": rows, "BT": block_size(rows)}
+    # The batch comes first in the grid: the second dimension is limited to 65,535 programs.
+    launches = [
+        build_kernel_launch(find_tile_key_ranges, (Bm, rows), scalars, num_warps=4),
+        build_kernel_launch(find_tile_query_ranges, (Bm, columns), scalars, num_warps=4),
+    ]
+    return launches, {
+        "key_bounds": Bm * rows * ranges * 2, "common_keys": Bm * rows * 2, "query_tiles": Bm * columns * 2,
+    }  # fmt: skip
+
+
+def block_size(length: int) -> int:
+    """The number of entries that a program takes at a time: a power of two from 16 to 128."""
+    return min(next_power_of_two(length), 128)

@@ -1,4 +1,13 @@
-"""Which calls our GPU kernel measures, and the call in the form that its launcher takes."""
+"""Statistics by our GPU kernels: one pass over the tiles of the attention matrix.
+
+__init__: which calls the kernels support, and a call as their arguments.
+arguments: checked tensors and scalars in the layout that the kernels take.
+tiling: tile sizes, and how the pass is cut into launches that fit a memory budget.
+hopper: what the faster kernel for Hopper supports, and its launch.
+launches: one function per kernel launch.
+plan: the launches and outputs of a pass, planned once per kind of call.
+passes: a planned pass, run for one call after another.
+"""
 
 from __future__ import annotations
 
@@ -12,57 +21,57 @@ from foci.biases import ALiBi
 from foci.gpu import mask_inputs
 from foci.runtime.device import has_triton
 from foci.scores import Additive, Dot
-from foci.statistics.cuda.arguments import DTYPES, MAX_WIDTH, MOST_TOP, common_arguments
-from foci.statistics.request import Request
+from foci.statistics.cuda.arguments import MAX_WIDTH, common_arguments
+from foci.statistics.request import KERNEL_DTYPES, MAX_TOP_KEYS, Request
 
 
-def refuses(call: Call, wanted: Request | None = None, averaged: bool = False) -> list[str]:
-    """Why the kernel does not measure this call; empty where it does."""
+def refuses(call: Call, request: Request | None = None, averaged: bool = False) -> list[str]:
+    """Why the kernels do not compute statistics of this call; empty where they do."""
     if call.q.device.type != "cuda":
         return [f"the queries are on {call.q.device.type}, not on cuda"]
     if not has_triton():
-        return ["triton is not installed"]
+        return ["Triton is not installed"]
     reasons = []
     if isinstance(call.score, Additive):
-        reasons.append("an additive score is not a dot product")
+        reasons.append("the score is additive, not a dot product")
     if call.bias is not None and not isinstance(call.bias, ALiBi):
-        reasons.append(f"the bias {type(call.bias).__name__}")
-    if call.q.dtype not in DTYPES:
-        reasons.append(f"{call.q.dtype}")
+        reasons.append(f"the bias {type(call.bias).__name__} is not supported")
+    if call.q.dtype not in KERNEL_DTYPES:
+        reasons.append(f"{call.q.dtype} is not supported")
     if call.positions is not None:
-        reasons.append("positions of your own")
+        reasons.append("given positions are not supported")
     if not 0 < max(call.q.shape[-1], call.k.shape[-1]) <= MAX_WIDTH:
-        reasons.append(f"widths that are 0 or above {MAX_WIDTH}")
-    if wanted is not None and wanted.top > MOST_TOP:
-        reasons.append(f"more than the {MOST_TOP} heaviest keys")
+        reasons.append(f"widths from 1 to {MAX_WIDTH} are supported")
+    if request is not None and request.top > MAX_TOP_KEYS:
+        reasons.append(f"at most {MAX_TOP_KEYS} top keys are supported")
     if averaged:
-        reasons.append("a mean over the heads")
+        reasons.append("the mean over heads is not supported")
     return reasons + mask_inputs.refuses(call)
 
 
-def describe_kernel(call: Call, wanted: Request | None = None) -> str:
-    """Which of our kernels measures a call that none refuses; without wanted, whatever they leave open."""
+def describe_kernel(call: Call, request: Request | None = None) -> str:
+    """Names the kernel that computes the statistics of a supported call; without a request, for any of them."""
     from foci.statistics.cuda import hopper
 
-    # First what costs nothing to ask: the terms of a call may have to be computed.
+    # The cheap check first: the arguments of a call may have to be computed.
     if hopper.device_refusals(call.q.device):
         return "triton, in one pass"
     unused = torch.empty(call.q.shape[:3], device=call.q.device)
-    if hopper.refuses(common_arguments(lse=unused, **statistics_arguments(call)), weighted=False, wanted=wanted):
+    if hopper.refuses(common_arguments(lse=unused, **statistics_arguments(call)), weighted=False, request=request):
         return "triton, in one pass"
-    # Without wanted, there is always something that it leaves to the other.
-    return f"gluon{'' if wanted else ', or triton where it refuses what is wanted'}, in one pass"
+    # Some requests are always left to the Triton kernel.
+    return f"gluon{'' if request else ' or triton, depending on the statistic'}, in one pass"
 
 
-def compute_statistics(call: Call, lse: Tensor, wanted: Request) -> dict[str, Tensor]:
-    """The wanted statistics by one pass of the kernel."""
+def compute_statistics(call: Call, lse: Tensor, request: Request) -> dict[str, Tensor]:
+    """Computes the requested statistics in one pass."""
     from foci.statistics.cuda.plan import launch_statistics
 
-    return launch_statistics(lse=lse.float(), **statistics_arguments(call), wanted=wanted)
+    return launch_statistics(lse=lse.float(), **statistics_arguments(call), request=request)
 
 
 def statistics_arguments(call: Call) -> dict[str, Any]:
-    """A call in the form that the launcher takes."""
+    """The call as keyword arguments of `launch_statistics`."""
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
     masks = mask_inputs.build_kernel_masks(call)
@@ -76,7 +85,7 @@ def statistics_arguments(call: Call) -> dict[str, Any]:
         "softcap": dot.score.softcap,
         "slopes": slopes,
         "causal": masks.causal,
-        "spans": masks.spans,
+        "key_ranges": masks.key_ranges,
         "query_ids": masks.query_ids,
         "key_ids": masks.key_ids,
         "dense": masks.dense,

@@ -1,4 +1,4 @@
-"""The arguments of the kernels that walk the attention matrix: checked, and laid out as they take them.
+"""Arguments of the statistics kernels: checked tensors in the layout that they take, and scalars.
 
 B batch, H query heads, G key heads, Tq queries, Tk keys, D width.
 """
@@ -14,86 +14,86 @@ from torch import Tensor
 
 from foci.arguments import HALF_DTYPES
 from foci.gpu.launcher import DescriptorArgument, batch_stride
-from foci.runtime.checks import is_traced
 from foci.runtime.device import is_hopper_or_later
+from foci.runtime.tracing import is_traced
 from foci.statistics.cuda.tiling import PictureCells, TileConfig
-from foci.statistics.request import Request
+from foci.statistics.request import KERNEL_DTYPES, MAX_TOP_KEYS, Request
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MOST_TOP = 64
 MAX_WIDTH = 256
 
 
 class KernelTensors(NamedTuple):
-    """The tensors of a call. Those of masks, the slopes of ALiBi and the weights of queries may be None."""
+    """The tensors of a call; those of masks, the slopes of ALiBi and the weights of queries may be None."""
 
     q: Tensor
     k: Tensor
     lse: Tensor
-    spans: Tensor | None
+    key_ranges: Tensor | None
     query_ids: Tensor | None
     key_ids: Tensor | None
     dense: Tensor | None
     slopes: Tensor | None
     query_weights: Tensor | None = None
 
-    def readable(self) -> KernelTensors:
-        """As the kernels read them: features that lie side by side, masks in bytes."""
+    def to_kernel_layout(self) -> KernelTensors:
+        """As the kernels read them: contiguous features, masks as bytes."""
         q, k, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.q, self.k, self.lse.contiguous()))
         dense, weights = self.dense, self.query_weights
         if dense is not None:
             dense = dense.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).view(torch.uint8)
         if weights is not None:
             weights = (weights if weights.dim() == 3 else weights[None, None]).contiguous()
-        spans, query_ids, key_ids, slopes = (
-            None if x is None else x.contiguous() for x in (self.spans, self.query_ids, self.key_ids, self.slopes)
+        key_ranges, query_ids, key_ids, slopes = (
+            None if x is None else x.contiguous() for x in (self.key_ranges, self.query_ids, self.key_ids, self.slopes)
         )
-        return KernelTensors(q, k, lse, spans, query_ids, key_ids, dense, slopes, weights)
+        return KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, weights)
 
     def by_name(self) -> dict[str, Tensor]:
-        """What is not given points at lse and is never read."""
+        """The tensors by name; lse stands for missing ones, which no kernel reads."""
         return {name: self.lse if x is None else x for name, x in zip(TENSOR_NAMES, self, strict=True)}
 
 
 TENSOR_NAMES = KernelTensors._fields
-# The tensors that every kernel takes.
+# The tensors that every kernel takes: all but query_weights.
 COMMON_TENSORS = TENSOR_NAMES[:-1]
 
 
-def check_arguments(given: KernelTensors, causal: bool, wanted: Request) -> None:
-    """Refuses what the kernels do not take, with the expected and the received."""
-    q, k, lse, spans, query_ids, key_ids, dense, slopes, query_weights = given
+def check_arguments(tensors: KernelTensors, causal: bool, request: Request) -> None:
+    """Raises where the kernels do not support the arguments."""
+    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, query_weights = tensors
     if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(f"expected q (B, H, Tq, D) and k (B, G, Tk, D), got {tuple(q.shape)} and {tuple(k.shape)}")
+        raise ValueError(f"q and k must be (B, H, Tq, D) and (B, G, Tk, D), got {tuple(q.shape)} and {tuple(k.shape)}")
     batch, heads, queries, width = q.shape
     if k.shape[0] != batch or k.shape[3] != width or k.shape[1] == 0 or heads % k.shape[1]:
         raise ValueError(
-            f"expected k (B, G, Tk, D) with B {batch}, D {width} and G a divisor of {heads}, got {tuple(k.shape)}"
+            f"k must be (B, G, Tk, D) with B {batch}, D {width} and G a divisor of {heads}, got {tuple(k.shape)}"
         )
-    if q.dtype != k.dtype or q.dtype not in DTYPES:
-        raise TypeError(f"expected q and k of one dtype out of float16, bfloat16, float32, got {q.dtype}, {k.dtype}")
+    if q.dtype != k.dtype or q.dtype not in KERNEL_DTYPES:
+        raise TypeError(f"q and k must be both float16, bfloat16 or float32, got {q.dtype} and {k.dtype}")
     if not 0 < width <= MAX_WIDTH:
-        raise ValueError(f"expected a width D from 1 to {MAX_WIDTH}, got {width}")
+        raise ValueError(f"the width D must be from 1 to {MAX_WIDTH}, got {width}")
     if min(q.numel(), k.numel()) == 0:
-        raise ValueError(f"expected at least one query and one key, got {tuple(q.shape)} and {tuple(k.shape)}")
-    if causal and spans is not None:
-        raise ValueError("expected causal or spans, got both: the spans say all there is to say")
+        raise ValueError(f"q and k must not be empty, got {tuple(q.shape)} and {tuple(k.shape)}")
+    if causal and key_ranges is not None:
+        raise ValueError("expected causal or key_ranges, got both: the key_ranges say all there is to say")
     if (query_ids is None) != (key_ids is None):
-        raise ValueError("expected query_ids and key_ids together, got one of them")
+        raise ValueError("query_ids and key_ids must be given together, got one of them")
     keys = k.shape[2]
     one = (1, batch)
     check_tensor("lse", lse, [(batch,), (heads,), (queries,)], [torch.float32])
     check_tensor("slopes", slopes, [(heads,)], [torch.float32])
-    check_tensor("spans", spans, [one, (1, 2), (2,), (queries,)], [torch.int32])
+    check_tensor("key_ranges", key_ranges, [one, (1, 2), (2,), (queries,)], [torch.int32])
     check_tensor("query_ids", query_ids, [one, (queries,)], [torch.int32, torch.int64])
     check_tensor("key_ids", key_ids, [one, (keys,)], [torch.int32, torch.int64])
     check_tensor("dense", dense, [one, (1, heads), (1, queries), (1, keys)], [torch.bool])
     whole = query_weights is not None and query_weights.dim() == 3
-    check_tensor("query_weights", query_weights, [one, (1, heads), (queries,)] if whole else [(queries,)], list(DTYPES))
-    check_request(wanted, queries, keys)
-    for name, x in {"k": k, "lse": lse, "spans": spans, "dense": dense, "slopes": slopes}.items():
+    check_tensor(
+        "query_weights", query_weights, [one, (1, heads), (queries,)] if whole else [(queries,)], list(KERNEL_DTYPES)
+    )
+    check_request(request, queries, keys)
+    for name, x in {"k": k, "lse": lse, "key_ranges": key_ranges, "dense": dense, "slopes": slopes}.items():
         if x is not None and x.device != q.device:
-            raise ValueError(f"expected {name} on {q.device}, where q is, got {x.device}")
+            raise ValueError(f"{name} must be on {q.device} like q, got {x.device}")
 
 
 def check_tensor(name: str, x: Tensor | None, sizes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> None:
@@ -101,21 +101,21 @@ def check_tensor(name: str, x: Tensor | None, sizes: list[tuple[int, ...]], dtyp
         return
     if x.dim() != len(sizes) or any(size not in allowed for size, allowed in zip(x.shape, sizes, strict=True)):
         expected = ", ".join(" or ".join(str(size) for size in dict.fromkeys(allowed)) for allowed in sizes)
-        raise ValueError(f"expected {name} of shape ({expected}), got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape ({expected}), got {tuple(x.shape)}")
     if x.dtype not in dtypes:
-        raise TypeError(f"expected {name} of {' or '.join(str(dtype) for dtype in dtypes)}, got {x.dtype}")
+        raise TypeError(f"{name} must be {' or '.join(str(dtype) for dtype in dtypes)}, got {x.dtype}")
 
 
-def check_request(wanted: Request, queries: int, keys: int) -> None:
-    if not 0 <= wanted.top <= MOST_TOP:
-        raise ValueError(f"expected top from 0 to {MOST_TOP}, got {wanted.top}")
-    if wanted.picture is None:
+def check_request(request: Request, queries: int, keys: int) -> None:
+    if not 0 <= request.top <= MAX_TOP_KEYS:
+        raise ValueError(f"top must be from 0 to {MAX_TOP_KEYS}, got {request.top}")
+    if request.picture is None:
         return
-    rows, columns, reduce = wanted.picture
+    rows, columns, reduce = request.picture
     if not (0 < rows <= queries and 0 < columns <= keys):
-        raise ValueError(f"expected a picture of at most {queries} x {keys} cells, got {rows} x {columns}")
+        raise ValueError(f"picture must be at most {queries} x {keys} cells, got {rows} x {columns}")
     if reduce not in ("mean", "max"):
-        raise ValueError(f"expected a picture that reduces by mean or max, got {reduce!r}")
+        raise ValueError(f"picture must reduce by 'mean' or 'max', got {reduce!r}")
 
 
 def common_arguments(
@@ -126,67 +126,67 @@ def common_arguments(
     softcap: float | None,
     slopes: Tensor | None,
     causal: bool,
-    spans: Tensor | None,
+    key_ranges: Tensor | None,
     query_ids: Tensor | None,
     key_ids: Tensor | None,
     dense: Tensor | None,
 ) -> dict[str, Any]:
-    """The arguments that every kernel takes."""
-    given = KernelTensors(q, k, lse, spans, query_ids, key_ids, dense, slopes).readable()
-    tensors = given.by_name()
-    return {name: tensors[name] for name in COMMON_TENSORS} | scalar_arguments(given, scale, softcap, causal)
+    """The tensors and scalars that every kernel takes."""
+    prepared = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes).to_kernel_layout()
+    tensors = prepared.by_name()
+    return {name: tensors[name] for name in COMMON_TENSORS} | scalar_arguments(prepared, scale, softcap, causal)
 
 
-def scalar_arguments(given: KernelTensors, scale: float, softcap: float | None, causal: bool) -> dict[str, Any]:
-    """What every kernel is told of readable tensors."""
-    q, k, dense, spans = given.q, given.k, given.dense, given.spans
+def scalar_arguments(tensors: KernelTensors, scale: float, softcap: float | None, causal: bool) -> dict[str, Any]:
+    """The scalars that every kernel takes: strides, sizes, and which parts the call has; tensors in kernel layout."""
+    q, k, dense, key_ranges = tensors.q, tensors.k, tensors.dense, tensors.key_ranges
     strides = (0, 0, 0, 0) if dense is None else dense.stride()
     return {
-        "spans_batch": batch_stride(spans), "query_ids_batch": batch_stride(given.query_ids),
-        "key_ids_batch": batch_stride(given.key_ids),
+        "key_ranges_batch": batch_stride(key_ranges), "query_ids_batch": batch_stride(tensors.query_ids),
+        "key_ids_batch": batch_stride(tensors.key_ids),
         "H": q.shape[1], "group": q.shape[1] // k.shape[1], "Tq": q.shape[2], "Tk": k.shape[2], "D": q.shape[3],
         "q_batch": q.stride(0), "q_head": q.stride(1), "q_query": q.stride(2),
         "k_batch": k.stride(0), "k_head": k.stride(1), "k_key": k.stride(2),
         "dense_batch": strides[0], "dense_head": strides[1], "dense_query": strides[2], "dense_key": strides[3],
         "scale": float(scale), "softcap": float(softcap or 0.0),
-        "CAUSAL": causal, "SPANS": 0 if spans is None else spans.shape[1], "IDS": given.query_ids is not None,
-        "DENSE": dense is not None, "SOFTCAP": softcap is not None, "ALIBI": given.slopes is not None,
+        "CAUSAL": causal, "RANGES": 0 if key_ranges is None else key_ranges.shape[1],
+        "IDS": tensors.query_ids is not None, "DENSE": dense is not None, "SOFTCAP": softcap is not None, "ALIBI": tensors.slopes is not None,
         "BD": max(16, 2 ** math.ceil(math.log2(q.shape[3]))),
     }  # fmt: skip
 
 
 def key_descriptors(k: Tensor, width: int, config: TileConfig) -> dict[str, DescriptorArgument]:
-    """k (B, G, Tk, D) as the copy engine fetches it, a tile at a time; empty where threads load the keys instead."""
-    if not config.fetched or not is_tma_compatible(k):
+    """Descriptors by which TMA fetches tiles of k (B, G, Tk, D); empty where threads load the keys instead."""
+    if not config.use_tma or not is_tma_compatible(k):
         return {}
     return {"k_tiles": DescriptorArgument("k", partial(describe_key_tiles, keys=config.keys, width=width))}
 
 
 def describe_key_tiles(k: Tensor, keys: int, width: int) -> Any:
-    """What a tile has beyond the keys or their width is 0."""
+    """TMA fills entries of a tile beyond the keys or their width with 0."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(k, [1, 1, keys, width])
 
 
 def is_tma_compatible(x: Tensor) -> bool:
-    """Whether the copy engine takes x (B, H, T, D), here of half precision: addresses and steps of 16 bytes only."""
-    # A compiler that traces the call knows no addresses.
+    """Whether TMA can fetch x (B, H, T, D): half precision, address and strides multiples of 16 bytes."""
+    # Tensors under torch.compile have no addresses.
     if is_traced(x) or x.dtype not in HALF_DTYPES or not has_tma(x.device):
         return False
-    steps = [stride * x.element_size() for stride in x.stride()[:-1]]
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+    strides = [stride * x.element_size() for stride in x.stride()[:-1]]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 16 == 0 for stride in strides)
 
 
 def has_tma(device: torch.device) -> bool:
-    """Hopper and later; Triton's interpreter has one too."""
+    """Whether the device has TMA (tensor memory accelerator): Hopper and later, and Triton's interpreter."""
     if device.type != "cuda":
         return True
     return torch.version.hip is None and is_hopper_or_later(device.index)
 
 
 def query_weight_arguments(query_weights: Tensor | None) -> dict[str, Any]:
-    """What the kernels are told of readable weights, (1 or B, 1 or H, Tq)."""
+    """Strides of the query weights (1 or B, 1 or H, Tq)."""
     if query_weights is None:
         return {"weights_batch": 0, "weights_head": 0, "WEIGHTED": False}
     sizes, strides = query_weights.shape[:2], query_weights.stride()[:2]
@@ -194,12 +194,12 @@ def query_weight_arguments(query_weights: Tensor | None) -> dict[str, Any]:
     return {"weights_batch": batch, "weights_head": head, "WEIGHTED": True}
 
 
-def picture_arguments(wanted: Request, fit: PictureCells | None, keys: int, twice: bool) -> dict[str, Any]:
-    """`twice`: a tile may be met more than once, so its cells are added to."""
-    if not wanted.picture or fit is None:
+def picture_arguments(request: Request, fit: PictureCells | None, keys: int, twice: bool) -> dict[str, Any]:
+    """Sizes of the picture; `twice`: a tile may be visited more than once, so that its cells are added to."""
+    if not request.picture or fit is None:
         nothing = {"PICTURE": 0, "CELL_QUERIES": 1, "CELL_KEYS": 1, "COLUMN_KEYS": 1, "ADD": False}
         return nothing | {"picture_rows": 0, "picture_columns": 0, "picture_scale": 1.0}
-    rows, columns, reduce = wanted.picture
+    rows, columns, reduce = request.picture
     tall = fit.rows * fit.cell_queries // rows
     return {
         "picture_rows": fit.rows,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from foci.gpu.launcher import DescriptorArgument, KeywordLaunch, triton_version
-from foci.runtime.checks import is_traced
 from foci.runtime.device import major_capability
+from foci.runtime.tracing import is_traced
 from foci.statistics.cuda.arguments import is_tma_compatible
 from foci.statistics.cuda.tiling import LaunchRange, PictureCells, TileConfig, choose_segments, fit_picture_cells
 from foci.statistics.request import Request
@@ -26,15 +26,15 @@ MIN_CELL_QUERIES = 32
 CELL_KEYS = 16
 
 
-def refuses(arguments: dict[str, Any], weighted: bool, wanted: Request | None = None) -> list[str]:
-    """Why the kernel does not serve these arguments of `inputs`; empty where it does, or may: without wanted."""
+def refuses(arguments: dict[str, Any], weighted: bool, request: Request | None = None) -> list[str]:
+    """Why the kernel does not serve these arguments of `inputs`; empty where it does, or may: without request."""
     if is_traced(arguments["q"]):
         return ["a call that is traced"]
     reasons = device_refusals(arguments["q"].device) + mask_refusals(arguments) + shape_refusals(arguments)
     if weighted:
         reasons.append("queries that count by their weight")
-    if wanted is not None:
-        reasons += request_refusals(wanted, arguments)
+    if request is not None:
+        reasons += request_refusals(request, arguments)
     return reasons
 
 
@@ -54,7 +54,7 @@ def triton_version_refusals() -> tuple[str, ...]:
 
 def mask_refusals(arguments: dict[str, Any]) -> list[str]:
     kinds = {
-        "SPANS": "runs of keys",
+        "RANGES": "runs of keys",
         "IDS": "documents",
         "DENSE": "a dense mask",
         "SOFTCAP": "a softcap",
@@ -76,26 +76,26 @@ def shape_refusals(arguments: dict[str, Any]) -> list[str]:
     return reasons
 
 
-def request_refusals(wanted: Request, arguments: dict[str, Any]) -> list[str]:
-    """The largest logit is that of the heaviest keys, where these are wanted, else that of the largest product.
+def request_refusals(request: Request, arguments: dict[str, Any]) -> list[str]:
+    """The largest logit is that of the heaviest keys, where these are request, else that of the largest product.
 
     For the heaviest keys or the largest logit without the entropy plain Triton has room for tiles of twice the size,
     and is as fast.
     """
     reasons = []
     tokens = arguments["Tk"]
-    if wanted.largest and not wanted.top and arguments["scale"] <= 0:
+    if request.largest and not request.top and arguments["scale"] <= 0:
         reasons.append(f"the largest logit of products times {arguments['scale']}")
-    if wanted.top and not wanted.entropy:
+    if request.top and not request.entropy:
         reasons.append("the heaviest keys without the entropy")
-    elif wanted.largest and not wanted.entropy:
+    elif request.largest and not request.entropy:
         reasons.append("the largest logit without the entropy")
-    if wanted.top and choose_segments(wanted.top, tokens // 64, 32) != HOPPER_SEGMENTS:
-        reasons.append(f"the {wanted.top} heaviest keys, not 5 to 8")
-    if wanted.picture is not None and not supports_picture_cells(
-        wanted.picture[2], fit_picture_cells(wanted.picture, tokens, tokens, hopper_config(wanted))
+    if request.top and choose_segments(request.top, tokens // 64, 32) != HOPPER_SEGMENTS:
+        reasons.append(f"the {request.top} heaviest keys, not 5 to 8")
+    if request.picture is not None and not supports_picture_cells(
+        request.picture[2], fit_picture_cells(request.picture, tokens, tokens, hopper_config(request))
     ):
-        reasons.append(f"a picture of {wanted.picture[0]} x {wanted.picture[1]} by {wanted.picture[2]}")
+        reasons.append(f"a picture of {request.picture[0]} x {request.picture[1]} by {request.picture[2]}")
     return reasons
 
 
@@ -106,9 +106,9 @@ def supports_picture_cells(reduce: str, fit: PictureCells | None) -> bool:
     return reduce == "mean" and fit.cell_keys == CELL_KEYS and fit.cell_queries >= MIN_CELL_QUERIES
 
 
-def hopper_config(wanted: Request) -> TileConfig:
+def hopper_config(request: Request) -> TileConfig:
     """Candidates for the heaviest keys take half the registers; the largest product has no room beside 128 queries."""
-    queries = 64 if wanted.top or wanted.largest else 128
+    queries = 64 if request.top or request.largest else 128
     return TileConfig(queries, keys=64, warps=4, stages=2, per_processor=2, in_flight=True)
 
 

@@ -57,7 +57,7 @@ class StatisticsPass:
             return made
 
         self.launches(given.by_name() | found, late if self.plan.lasting else None)
-        return self.wanted(found)
+        return self.select_returned(results)
 
     def kept(self) -> LaunchPlan:
         arrays = self.plan.arrays | self.plan.lasting
@@ -74,7 +74,7 @@ class StatisticsPass:
         arrays = {name: torch.empty(size, dtype=dtype, device=self.device) for name, (size, dtype) in needed.items()}
         for launching in self.plan.launchings:
             launching.launch_traced(given.by_name() | found | arrays)
-        return self.wanted(found)
+        return self.select_returned(results)
 
     def results(self, late: bool) -> dict[str, Tensor]:
         device = self.device
@@ -84,7 +84,7 @@ class StatisticsPass:
             if is_late == late
         }
 
-    def wanted(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def select_returned(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
         for result in self.plan.results:
             if not result.given:
                 del found[result.name]

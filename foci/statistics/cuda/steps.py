@@ -68,15 +68,15 @@ def fills_padded_width(numbers: dict[str, Any]) -> bool:
 
 
 def build_topk_launch(
-    numbers: dict[str, Any], wanted: Request, launch: LaunchRange, classes: KeyClasses, config: TileConfig, q: Tensor
+    numbers: dict[str, Any], request: Request, launch: LaunchRange, classes: KeyClasses, config: TileConfig, q: Tensor
 ) -> KeywordLaunch:
     """The heaviest keys of the queries of one launch: chosen, and those that this leaves in doubt put on a list."""
     from foci.kernels.statistics.topk import choose_topk as kernel
 
-    queries, top = launch.tiles * config.queries, wanted.top
+    queries, top = launch.tiles * config.queries, request.top
     log = (top - 1).bit_length()
     own = {
-        "LARGEST": wanted.largest, "first_pair": launch.first_pair, "first_query": launch.first_tile * config.queries,
+        "LARGEST": request.largest, "first_pair": launch.first_pair, "first_query": launch.first_tile * config.queries,
         "queries": queries, "segments": classes.segments, "EXACT": needs_exact_weights(q.dtype, classes), "TOP": top,
         "CLASSES": classes.number, "LOG_N": max(log, min(6, (classes.number - 1).bit_length())), "LOG": log,
         "BK": config.keys, "TAG_BITS": classes.tag_bits,
@@ -87,16 +87,16 @@ def build_topk_launch(
     return KeywordLaunch(
         kernel,
         (-(-queries // TOPK_QUERIES), launch.pairs),
-        {name: name for name in names} | topk_outputs(wanted),
+        {name: name for name in names} | topk_outputs(request),
         {name: numbers[name] for name in TOPK_SCALARS} | own,
         {"num_warps": 1},
     )
 
 
-def topk_outputs(wanted: Request) -> dict[str, str]:
+def topk_outputs(request: Request) -> dict[str, str]:
     """Where the heaviest keys are written: in int32, where they stay if nobody wants them wider."""
-    keys = "top_keys" if wanted.narrow else "chosen"
-    return {"values": "top_values", "keys": keys, "largest_logits": "logits" if wanted.largest else "lse"}
+    keys = "top_keys" if request.narrow else "chosen"
+    return {"values": "top_values", "keys": keys, "largest_logits": "logits" if request.largest else "lse"}
 
 
 def needs_exact_weights(dtype: torch.dtype, classes: KeyClasses) -> bool:
@@ -105,19 +105,19 @@ def needs_exact_weights(dtype: torch.dtype, classes: KeyClasses) -> bool:
 
 
 def build_refine_launch(
-    numbers: dict[str, Any], wanted: Request, classes: KeyClasses, config: TileConfig, q: Tensor
+    numbers: dict[str, Any], request: Request, classes: KeyClasses, config: TileConfig, q: Tensor
 ) -> KeywordLaunch:
     """The heaviest keys of the queries that are in doubt, of all launches: classes that may hide one are read again."""
     from foci.kernels.statistics.topk import refine_topk as kernel
 
-    top = wanted.top
+    top = request.top
     own = {
-        "LARGEST": wanted.largest, "segments": classes.segments, "tags": classes.tags, "TOP": top,
+        "LARGEST": request.largest, "segments": classes.segments, "tags": classes.tags, "TOP": top,
         "SLOTS": 1 << (top - 1).bit_length(), "CLASSES": classes.number, "BK": config.keys, "READ": REFINE_KEYS,
         "STEP": min(numbers["BD"], max(16, 2048 * REFINE_WARPS // REFINE_KEYS)), "EVEN": fills_padded_width(numbers),
     }  # fmt: skip
     programs = min(REFINE_PROGRAMS * count_multiprocessors(q.device), q.shape[0] * q.shape[1] * q.shape[2])
-    tensors = COMMON_BINDINGS | {name: name for name in ("flags", "listed", "counter")} | topk_outputs(wanted)
+    tensors = COMMON_BINDINGS | {name: name for name in ("flags", "listed", "counter")} | topk_outputs(request)
     return KeywordLaunch(kernel, (programs,), tensors, numbers | own, {"num_warps": REFINE_WARPS})
 
 

@@ -1,4 +1,4 @@
-"""How the pass over the tiles is cut: tile sizes, programs, and launches that fit a memory budget."""
+"""How the pass over the tiles is cut: tile sizes, programs, launches that fit a memory budget, cells of a picture."""
 
 from __future__ import annotations
 
@@ -10,80 +10,81 @@ import torch
 
 from foci.statistics.request import Request
 
-# What the candidates for the heaviest keys may take while they wait to be chosen from.
+# Memory for the candidates of the top keys between the pass over the tiles and the selection.
 MAX_CANDIDATE_BYTES = 36 * 2**20
-# As in kernels/statistics/tiles.py: the third of so many classes is bounded by one number.
+# As in kernels/statistics/tiles.py: so many classes share one bound on their third largest logit.
 CLASSES_PER_BOUND = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """One way to cut.
+    """Tile sizes and launch options.
 
-    per_processor: programs that share a multiprocessor;
-    fine: keys per sum of a picture;
-    fetched: the copy engine fetches the keys, where it can;
-    late: what a tile adds to its keys and to a picture of means is written beside the next product;
-    in_flight: the kernel for Hopper, in which the next product is on its way meanwhile: see hopper.py.
+    queries, keys: of a tile; warps, stages: as Triton takes them;
+    programs_per_sm: programs that share a multiprocessor;
+    keys_per_sum: keys per sum of a picture;
+    use_tma: TMA fetches the keys, where it can;
+    defer_sums: the sums of a tile for `received` and a picture of means are written during the next product;
+    use_hopper: use the kernel for Hopper, which overlaps the next product with this work: see hopper.py.
     """
 
     queries: int
     keys: int
     warps: int
     stages: int
-    per_processor: int
-    fine: int = 16
-    fetched: bool = False
-    late: bool = False
-    in_flight: bool = False
+    programs_per_sm: int
+    keys_per_sum: int = 16
+    use_tma: bool = False
+    defer_sums: bool = False
+    use_hopper: bool = False
 
 
-def default_config(width: int, dtype: torch.dtype, wanted: Request, fetched: bool) -> TileConfig:
-    """Wide tiles for half precision; float32 takes three products per tile and twice the room."""
+def default_config(width: int, dtype: torch.dtype, request: Request, use_tma: bool) -> TileConfig:
+    """Large tiles for half precision; float32 takes three products per tile and twice the memory."""
     if dtype == torch.float32 or width > 128:
-        return TileConfig(queries=64, keys=64, warps=4, stages=2, per_processor=1)
-    # Each of these is kept in registers for half a tile; with many of them a tile has to be smaller.
-    # The largest logit is that of the heaviest keys, where these are wanted.
-    carried = wanted.entropy + wanted.distance + (3 if wanted.top else wanted.largest)
+        return TileConfig(queries=64, keys=64, warps=4, stages=2, programs_per_sm=1)
+    # Each of these statistics takes registers for half a tile; with many of them the tile has to be smaller.
+    # Where top keys are requested, the largest logit follows from them.
+    carried = request.entropy + request.distance + (3 if request.top else request.largest)
     queries = 64 if carried > 3 else 128
-    # Older devices, where threads load the keys, have no room for a fourth.
-    stages = 4 if fetched and wanted.top else 3
+    # Devices without TMA, where threads load the keys, have no shared memory for a fourth stage.
+    stages = 4 if use_tma and request.top else 3
     return TileConfig(
-        queries, 64, warps=4, stages=stages, per_processor=2, fetched=fetched, late=should_defer_sums(wanted)
+        queries, 64, warps=4, stages=stages, programs_per_sm=2, use_tma=use_tma, defer_sums=should_defer_sums(request)
     )
 
 
-def should_defer_sums(wanted: Request) -> bool:
-    """Whether sums of a tile had better wait for the next one, as measured: not where registers run out, and not
-    where nothing but sums is wanted.
+def should_defer_sums(request: Request) -> bool:
+    """Whether deferring the sums of a tile is faster, as measured: not where registers run out, and not where only
+    sums are requested.
     """
-    means = wanted.picture is not None and wanted.picture[2] == "mean"
-    tight = wanted.distance or (wanted.largest and not wanted.top)
-    return means and (wanted.entropy or not wanted.received) and not tight
+    means = request.picture is not None and request.picture[2] == "mean"
+    tight = request.distance or (request.largest and not request.top)
+    return means and (request.entropy or not request.received) and not tight
 
 
 def programs_per_pair(pairs: int, tiles: int, programs: int) -> int:
-    """Programs per pair, so that the turns that follow each other are few. More slots take more memory."""
+    """Programs per (sequence, head) pair that need the fewest rounds of tiles; more programs take more memory."""
     most = min(tiles, max(1, 4 * programs // pairs))
     turns = [(-(-tiles // n) * -(-pairs * n // programs), n) for n in range(1, most + 1)]
     return min(turns)[1]
 
 
 def choose_segments(top: int, tiles: int, places: int) -> int:
-    """Parts of the keys that keep candidates of their own: a power of two, for 8 classes per key that is wanted.
+    """Number of segments of the keys with candidates of their own: a power of two, for 8 classes per top key.
 
-    A class is read again when it may hold three keys that count: for 8 keys in 64 classes one query in 70 has one by
-    chance. The parts are interleaved, tile by tile, so that this holds for short rows as well.
+    A class is read again when it may hold three of the top keys: for 8 keys in 64 classes this happens by chance for
+    one query in 70. Segments are interleaved, tile by tile, so that this holds for short rows as well.
     """
-    wanted = -(-8 * top // places)
+    needed = -(-8 * top // places)
     segments = 1
-    while segments < wanted and 2 * segments <= tiles:
+    while segments < needed and 2 * segments <= tiles:
         segments *= 2
     return segments
 
 
 class KeyClasses(NamedTuple):
-    """Classes of keys, in interleaved segments; each has so many tags for its keys, which take so many bits."""
+    """Classes of keys in interleaved segments; the tag of a key within its class takes `tag_bits` bits."""
 
     number: int
     segments: int
@@ -92,12 +93,12 @@ class KeyClasses(NamedTuple):
 
     @property
     def bytes_per_query(self) -> int:
-        """Two logits of 32 bits for each class, and bounds of 16 bits."""
+        """Two logits of 32 bits per class, and bounds of 16 bits."""
         return (4 + 4) * self.number + 2 * self.number // CLASSES_PER_BOUND
 
 
 def choose_key_classes(top: int, keys: int, config: TileConfig, least_tag_bits: int) -> KeyClasses:
-    """Two keys of a tile share a class and have tags of their own."""
+    """Two keys of a tile share a class and differ in their tag."""
     tiles = -(-keys // config.keys)
     segments = choose_segments(top, tiles, config.keys // 2)
     tags = 2 * -(-tiles // segments)
@@ -105,7 +106,7 @@ def choose_key_classes(top: int, keys: int, config: TileConfig, least_tag_bits: 
 
 
 class LaunchRange(NamedTuple):
-    """The pairs and tiles of queries that one launch serves."""
+    """The (sequence, head) pairs and the tiles of queries that one launch processes."""
 
     first_pair: int
     pairs: int
@@ -116,7 +117,7 @@ class LaunchRange(NamedTuple):
 def split_launches(
     pairs: int, tiles: int, bytes_per_tile: int, budget: int = MAX_CANDIDATE_BYTES
 ) -> Iterator[LaunchRange]:
-    """A run of tiles of every pair at a time, as many as fit the budget: the programs of a launch then do alike."""
+    """Yields launches over a range of tiles of every pair, as many as fit the budget: their programs then do equal work."""
     fitting = tiles * pairs if bytes_per_tile == 0 else max(1, budget // bytes_per_tile)
     step = max(1, min(pairs, fitting))
     for first in range(0, pairs, step):
@@ -128,7 +129,7 @@ def split_launches(
 
 
 class PictureCells(NamedTuple):
-    """How the kernel writes a picture: its own rows and columns, and how many of them make one cell."""
+    """The grid of cells in which the kernel writes a picture; several cells may make one block of the picture."""
 
     rows: int
     columns: int
@@ -140,7 +141,7 @@ class PictureCells(NamedTuple):
 def fit_picture_cells(
     picture: tuple[int, int, str], queries: int, keys: int, config: TileConfig
 ) -> PictureCells | None:
-    """None where the cells do not fit the tiles."""
+    """The cells for a picture; None where they do not fit the tiles."""
     rows, columns, _ = picture
     if queries % rows or keys % columns:
         return None
@@ -148,10 +149,10 @@ def fit_picture_cells(
     if tall & (tall - 1) or wide & (wide - 1):
         return None
     cell_queries = min(tall, config.queries)
-    if config.in_flight and wide > config.keys:
-        # Each warp has a part of every cell to itself.
-        parts = config.keys // config.fine
-        return PictureCells(queries // cell_queries, columns * parts, cell_queries, config.fine, wide // parts)
-    cell_keys = min(wide, config.keys, config.fine) if wide <= config.keys else config.keys
+    if config.use_hopper and wide > config.keys:
+        # Each warp writes its own part of every cell.
+        parts = config.keys // config.keys_per_sum
+        return PictureCells(queries // cell_queries, columns * parts, cell_queries, config.keys_per_sum, wide // parts)
+    cell_keys = min(wide, config.keys, config.keys_per_sum) if wide <= config.keys else config.keys
     keys_per_column = cell_keys if wide <= config.keys else wide
     return PictureCells(queries // cell_queries, keys // keys_per_column, cell_queries, cell_keys, keys_per_column)

@@ -1,0 +1,203 @@
+"""Arguments of the distance bias kernels: options of a call, parts of a call, tensor layout, scalars.
+
+B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width, W = 2 clip + 1 distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.gpu.launcher import batch_stride, layout_key, next_power_of_two
+
+# Some sequences of a batch, and some heads.
+HeadSlices = tuple[slice, slice]
+
+# The fields of DistanceBiasOptions that may have gradients.
+LEARNED_FIELDS = ("table", "keys", "values", "slopes")
+
+
+class DistanceBiasOptions(NamedTuple):
+    """Everything of a call besides q, k and v; None is absent. Tables are float32."""
+
+    table: Tensor | None  # Buckets: (buckets, H)
+    buckets: Tensor | None  # the bucket of each distance: (W,)
+    keys: Tensor | None  # Relative: (W, D) or (H, W, D)
+    values: Tensor | None  # (W, Dv) or (H, W, Dv)
+    slopes: Tensor | None  # ALiBi: (H,)
+    key_ranges: Tensor | None  # this and the next three as in KernelMasks
+    query_ids: Tensor | None
+    key_ids: Tensor | None
+    dense: Tensor | None
+    seed: Tensor | None
+    causal: bool
+    scale: float
+    softcap: float  # 0.0 is none
+    dropout: float
+
+    @property
+    def distances(self) -> int:
+        """The number W of distances; 1 without a table."""
+        if self.buckets is not None:
+            return self.buckets.shape[0]
+        return 1 if self.keys is None else self.keys.shape[-2]
+
+    @property
+    def table_kind(self) -> int:
+        """The kernels' TABLE: 0 without a table, 1 for one added before scaling, 2 for one added to the logits."""
+        return 2 if self.table is not None else 0 if self.keys is None else 1
+
+    def select(self, slices: HeadSlices) -> DistanceBiasOptions:
+        """The options of some sequences and heads."""
+        batches, heads = slices
+        return self._replace(
+            table=None if self.table is None else self.table[:, heads],
+            keys=select_heads(self.keys, heads),
+            values=select_heads(self.values, heads),
+            slopes=None if self.slopes is None else self.slopes[heads],
+            key_ranges=select_batch(self.key_ranges, batches),
+            query_ids=select_batch(self.query_ids, batches),
+            key_ids=select_batch(self.key_ids, batches),
+            dense=None if self.dense is None else select_batch(self.dense, batches, heads),
+        )
+
+
+def learned_fields(options: DistanceBiasOptions, wanted: bool) -> list[str]:
+    """The names of the learned tensors of this bias; empty if their gradients are not wanted."""
+    return [name for name in LEARNED_FIELDS if wanted and getattr(options, name) is not None]
+
+
+def select_heads(table: Tensor | None, heads: slice) -> Tensor | None:
+    return table if table is None or table.dim() == 2 else table[heads]
+
+
+def select_batch(x: Tensor | None, batches: slice, heads: slice = slice(None)) -> Tensor | None:
+    """Slice batch and heads of a tensor whose batch and head sizes may be 1."""
+    if x is None:
+        return None
+    x = x if x.shape[0] == 1 else x[batches]
+    return x if heads == slice(None) or x.shape[1] == 1 else x[:, heads]
+
+
+class CallPart(NamedTuple):
+    """Some sequences and heads of a call, with their row table."""
+
+    slices: HeadSlices | None  # None is the whole call
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    peaks: Tensor
+    log_sums: Tensor
+    options: DistanceBiasOptions
+    row_table: Tensor | None  # of Relative keys, (B, H, Tq, W)
+
+    @property
+    def first(self) -> tuple[int, int]:
+        """The index of the first sequence and of the first head."""
+        return (0, 0) if self.slices is None else (self.slices[0].start, self.slices[1].start)
+
+    @property
+    def pairs(self) -> int:
+        """The number of (sequence, head) pairs."""
+        return self.q.shape[0] * self.q.shape[1]
+
+    def select(self, x: Tensor) -> Tensor:
+        """This part of a tensor that has the heads of the queries."""
+        return x if self.slices is None else x[self.slices]
+
+    def select_key_heads(self, x: Tensor) -> Tensor:
+        """This part of a tensor that has the heads of the keys."""
+        return x if self.slices is None else x[key_head_slices(self.slices, self.q.shape[1] // self.k.shape[1])]
+
+    def new_band(self, fill: float) -> Tensor:
+        """A new float32 tensor (B, H, Tq, W)."""
+        sizes = (*self.q.shape[:3], self.options.distances)
+        return torch.full(sizes, fill, dtype=torch.float32, device=self.q.device)
+
+
+def key_head_slices(slices: HeadSlices, group: int) -> HeadSlices:
+    """The key heads of some query heads."""
+    batches, heads = slices
+    return batches, slice(heads.start // group, heads.stop // group)
+
+
+def plan_key(part: CallPart, *more: Hashable) -> Hashable:
+    """The cache key of a launch plan: everything that it depends on."""
+    _, q, k, v, peaks, _, options, _ = part
+    return part.first, q.device, *map(layout_key, (q, k, v, peaks, *options[:10])), options[10:], more
+
+
+def to_kernel_layout(
+    q: Tensor, k: Tensor, v: Tensor, options: DistanceBiasOptions
+) -> tuple[Tensor, Tensor, Tensor, DistanceBiasOptions]:
+    """Make features, ids and slopes contiguous, and view the dense mask as bytes."""
+    key_ranges, query_ids, key_ids, slopes = (
+        None if x is None else x.contiguous()
+        for x in (options.key_ranges, options.query_ids, options.key_ids, options.slopes)
+    )
+    dense = options.dense
+    if dense is not None:
+        dense = dense.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
+    if key_ranges is not None or query_ids is not None or dense is not None or slopes is not options.slopes:
+        options = options._replace(
+            key_ranges=key_ranges, query_ids=query_ids, key_ids=key_ids, slopes=slopes, dense=dense
+        )
+    return with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v), options
+
+
+def with_contiguous_rows(x: Tensor) -> Tensor:
+    """x, copied if the stride of its last dimension is not 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def empty_with_layout_of(x: Tensor) -> Tensor:
+    """An uninitialized tensor with the memory layout of x; its rows are contiguous even if those of x overlap."""
+    return with_contiguous_rows(torch.empty_like(x))
+
+
+def tensor_arguments(part: CallPart) -> dict[str, Tensor]:
+    """The tensors that every kernel reads. An absent one points at `peaks` and is never read."""
+    _, q, k, v, peaks, log_sums, options, row_table = part
+    by_bucket, buckets, _, _, slopes, key_ranges, query_ids, key_ids, dense, seed = (
+        peaks if x is None else x for x in options[:10]
+    )
+    return {
+        "q": q, "k": k, "v": v, "peaks": peaks, "log_sums": log_sums, "slopes": slopes,
+        "table": peaks if row_table is None else row_table, "by_bucket": by_bucket, "buckets": buckets,
+        "key_ranges": key_ranges, "query_ids": query_ids, "key_ids": key_ids, "dense": dense, "seed": seed,
+    }  # fmt: skip
+
+
+def scalar_arguments(part: CallPart) -> dict[str, Any]:
+    """Sizes, strides and flags that the forward and both backward kernels take."""
+    q, k, v, peaks, options = part.q, part.k, part.v, part.peaks, part.options
+    widths = next_power_of_two(q.shape[-1]), next_power_of_two(v.shape[-1])
+    dense = (0, 0, 0, 0) if options.dense is None else options.dense.stride()
+    return dict(
+        **stride_arguments("q", q), **stride_arguments("k", k), **stride_arguments("v", v),
+        peaks_batch=peaks.stride(0), peaks_head=peaks.stride(1),
+        key_ranges_batch=batch_stride(options.key_ranges), query_ids_batch=batch_stride(options.query_ids),
+        key_ids_batch=batch_stride(options.key_ids),
+        dense_batch=dense[0], dense_head=dense[1], dense_query=dense[2], dense_key=dense[3],
+        CAUSAL=options.causal, RANGES=0 if options.key_ranges is None else options.key_ranges.shape[1],
+        IDS=options.query_ids is not None, DENSE=options.dense is not None,
+        H=q.shape[1], group=q.shape[1] // k.shape[1], Tq=q.shape[2], Tk=k.shape[2], D=q.shape[3], Dv=v.shape[3],
+        clip=options.distances // 2, first_b=part.first[0], first_h=part.first[1],
+        scale=options.scale, softcap=options.softcap,
+        threshold=int(options.dropout * 2**32), keep_scale=1.0 / (1.0 - options.dropout),
+        SOFTCAP=options.softcap > 0, ALIBI=options.slopes is not None, TABLE=options.table_kind,
+        DROPOUT=options.dropout > 0, EVEN=widths == (q.shape[3], v.shape[3]), BD=widths[0], BV=widths[1],
+        PRECISION=dot_precision(q), EXACT=q.dtype == torch.float32, DIRECT=q.is_cuda and torch.version.hip is None,
+    )  # fmt: skip
+
+
+def stride_arguments(name: str, x: Tensor) -> dict[str, int]:
+    return {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1), f"{name}_row": x.stride(2)}
+
+
+def dot_precision(q: Tensor) -> str:
+    """Full precision for products of float32: table gradients sum so many terms that lost bits would show."""
+    return "ieee" if q.dtype == torch.float32 else "tf32"

@@ -1,0 +1,68 @@
+"""PyTorch's state around a call: compilers, torch.func transforms, CUDA graph capture and autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class HasDevice(Protocol):
+    """A tensor or a `Call`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+X = TypeVar("X", bound=HasDevice)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether the tensor has no values to read: while compiling, and for fake and functional tensors."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor | FunctionalTensor)
+
+
+def is_capturing_cuda_graph(tensor: Tensor) -> bool:
+    """Whether operations on the tensor are captured in a CUDA graph: recorded but not run, so no value can be read."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def is_inside_torch_func() -> bool:
+    """Whether a torch.func transform (grad, jacrev, vmap) is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_vmapped(tensor: Tensor) -> bool:
+    """Whether torch.func.vmap hides a batch dimension of the tensor."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+def is_autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on; for meta tensors it does not exist, and PyTorch raises when it is queried."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def disable_autocast(function: Callable[Concatenate[X, P], R]) -> Callable[Concatenate[X, P], R]:
+    """Runs the function without autocast, on the device of its first argument.
+
+    Autocast chooses the dtype of the inputs only: logits and softmax stay in float32 at least, and a backward that is
+    started under autocast computes in the dtypes of its forward.
+    """
+
+    @wraps(function)
+    def run_without_autocast(x: X, /, *arguments: P.args, **options: P.kwargs) -> R:
+        device = x.device.type
+        if not is_autocast_enabled(device):
+            return function(x, *arguments, **options)
+        with torch.autocast(device, enabled=False):
+            return function(x, *arguments, **options)
+
+    return run_without_autocast
