@@ -51,7 +51,7 @@ def assert_equal_runs(model: Any, inputs: dict[str, Any], rows: Tensor | None = 
         assert_same(gradients[name] / largest, gradient / largest, f"gradient of {name}", slack=64)
 
 
-def test_there_are_enough_architectures_of_each_kind() -> None:
+def test_enough_architectures_of_each_kind() -> None:
     kinds = [architecture.kind for architecture in ARCHITECTURES.values()]
     least = {"encoder": 5, "decoder": 5, "encoder-decoder": 5, "vision": 5, "speech": 3, "vision-language": 3}
     assert len(kinds) >= 35
@@ -59,7 +59,7 @@ def test_there_are_enough_architectures_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits_and_gradients_are_those_of_eager_code(name: str) -> None:
+def test_logits_and_gradients_equal_those_of_eager_attention(name: str) -> None:
     architecture = ARCHITECTURES[name]
     assert_equal_runs(made(architecture), architecture.inputs())
 
@@ -77,12 +77,12 @@ def test_padded_sequences(name: str, side: Tensor) -> None:
 @pytest.mark.parametrize("name", ["bert", "modernbert", "gpt2", "gemma2", "gpt-oss", "llama4", "t5", "t5gemma"])
 def test_padded_sequences_by_rules(name: str, side: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, but the masks count as large: nothing of size n x n is built for them."""
-    monkeypatch.setattr(masks, "SMALL", 0)
+    monkeypatch.setattr(masks, "MAX_SMALL_MASK_ENTRIES", 0)
     test_padded_sequences(name, side)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_output_attentions_gives_what_eager_gives(name: str) -> None:
+def test_output_attentions_equals_eager(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model, inputs = made(architecture), architecture.inputs()
     with torch.no_grad():
@@ -140,7 +140,7 @@ def stepped(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "t5", "bart"])
-def test_generation_says_what_eager_says(name: str, cache: str) -> None:
+def test_generation_equals_eager_generation(name: str, cache: str) -> None:
     architecture = ARCHITECTURES[name]
     model = made(architecture)
     inputs = {"input_ids": TOKENS, "attention_mask": LEFT.long() if architecture.kind == "decoder" else RIGHT.long()}
@@ -155,7 +155,7 @@ def test_generation_says_what_eager_says(name: str, cache: str) -> None:
         assert_same(found, expected, slack=128)
 
 
-def test_dropout_is_for_training() -> None:
+def test_dropout_is_used_only_in_training() -> None:
     model = made(ARCHITECTURES["llama"], attention_dropout=0.5)
     model.set_attn_implementation("foci")
     with torch.no_grad():
@@ -170,7 +170,7 @@ def test_dropout_is_for_training() -> None:
     assert torch.equal(again, moving[0])
 
 
-def test_a_mask_of_ones_own() -> None:
+def test_a_custom_mask() -> None:
     """A 4-D mask is handed on as it is: bool, or what eager code adds."""
     model = made(ARCHITECTURES["llama"])
     allowed = torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(0)) > 0.5
@@ -194,7 +194,7 @@ def test_half_precision() -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", OWN_ATTENTION)
-def test_models_with_attention_of_their_own_stay_right_and_say_so(name: str, padded: bool) -> None:
+def test_models_with_their_own_attention_stay_correct_and_warn(name: str, padded: bool) -> None:
     """bloom and mpt accept any name and never call it, others raise it when they are made: their masks still fit."""
     architecture = OWN_ATTENTION[name]
     model = made(architecture)
@@ -213,7 +213,7 @@ def test_models_with_attention_of_their_own_stay_right_and_say_so(name: str, pad
 
 
 @pytest.mark.parametrize("name", PARTLY_OWN)
-def test_models_with_partly_their_own_attention_stay_right_and_say_so(name: str) -> None:
+def test_models_with_partly_their_own_attention_stay_correct_and_warn(name: str) -> None:
     architecture = PARTLY_OWN[name]
     padding = {"attention_mask": RIGHT.long()} if architecture.pads else {}
     with pytest.warns(UserWarning, match="'foci' is not used by a module of this model"):
@@ -221,7 +221,7 @@ def test_models_with_partly_their_own_attention_stay_right_and_say_so(name: str)
 
 
 @pytest.mark.parametrize("name", ["falcon", "gptj", "gpt-neo"])
-def test_models_that_refuse_the_name(name: str) -> None:
+def test_models_that_reject_the_implementation(name: str) -> None:
     architecture = OWN_ATTENTION[name]
     config = getattr(transformers, architecture.config)(**architecture.sizes)
     config._attn_implementation = "foci"
@@ -229,21 +229,21 @@ def test_models_that_refuse_the_name(name: str) -> None:
         getattr(transformers, architecture.model)(config)
 
 
-def test_what_would_change_the_answer_is_refused() -> None:
+def test_unsupported_options_are_refused() -> None:
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match="does not serve blocks chosen by index: expected block_indices=None"):
-        foci.hf.attend(torch.nn.Module(), q, q, q, None, block_indices=torch.zeros(1))
+    with pytest.raises(ValueError, match="block_indices must be None, got blocks chosen by index"):
+        foci.hf.attention_forward(torch.nn.Module(), q, q, q, None, block_indices=torch.zeros(1))
 
 
 @pytest.mark.parametrize("queries", [1, 5])
-def test_no_mask_leaves_it_to_the_module(queries: int) -> None:
+def test_without_a_mask_the_module_decides_causality(queries: int) -> None:
     """Without a mask, `is_causal` decides, the argument before the module's own; a window is cut out of it."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 4, generator=generator) for n in (queries, 5, 5))
     module = torch.nn.Module()
 
     def attended(**options: Any) -> Tensor:
-        return foci.hf.attend(module, q, k, v, None, **options)[0].transpose(1, 2)
+        return foci.hf.attention_forward(module, q, k, v, None, **options)[0].transpose(1, 2)
 
     assert torch.equal(attended(is_causal=False), foci.attention(q, k, v))
     assert torch.equal(attended(), foci.attention(q, k, v, mask=foci.causal))
@@ -253,10 +253,10 @@ def test_no_mask_leaves_it_to_the_module(queries: int) -> None:
     torch.testing.assert_close(attended(is_causal=True, sliding_window=2), expected)
 
 
-def test_no_mask_and_the_empty_rest_of_a_cache_of_fixed_size() -> None:
+def test_without_a_mask_empty_slots_of_a_static_cache_are_dropped() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, 4, generator=generator) for n in (3, 8, 8))
-    out, _ = foci.hf.attend(torch.nn.Module(), q, k, v, None)
+    out, _ = foci.hf.attention_forward(torch.nn.Module(), q, k, v, None)
     expected = foci.attention(q, k[:, :, :3], v[:, :, :3], mask=foci.causal)
     assert torch.equal(out.transpose(1, 2), expected)
 

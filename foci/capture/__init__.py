@@ -1,4 +1,17 @@
-"""Any model to a Record: `watch`, and one file per ecosystem."""
+"""Records the attention of any model: `watch` and `look`.
+
+watch: the context manager; checks its arguments, registers hooks, enters the torch function mode.
+torch_functions: the mode; intercepts attention calls and reports them with their lazy weights.
+huggingface: switches transformers models to foci inside the block.
+recorder: collects the calls of one block and fills the Record at its end.
+naming: derives layer names (stack, index, axis labels) from module names.
+token_ids: collects the token ids that the model reads, for the labels.
+layer_log: collects the calls of one layer and builds its Layer.
+generation: joins the steps of a generation into one matrix.
+host_copy: copies statistics to the host in the background.
+look: runs a model on a text and records it.
+model_loading: finds and loads the model that `look` runs.
+"""
 
 from foci.capture.watch import watch
 

@@ -1,4 +1,4 @@
-"""Statistics on their way to the host while the model goes on."""
+"""HostCopier: copies statistics to the host while the model runs on."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What gradients of many tensors travel in between machines: one call for all of them, where each view from Python costs
-# as much as an allocation.
+# The helpers that distributed training uses for gradients: one call for all tensors, where each view made from Python
+# costs as much as an allocation.
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
 class PendingCopy(NamedTuple):
-    """Tensors that are being copied, the stream that made them, and the end of the copies."""
+    """Tensors that are being copied, the stream that computed them, and the event at the end of the copies."""
 
     tensors: list[Tensor]
-    made_on: Any
-    arrived: Any
+    source_stream: Any
+    done: Any
 
 
 class HostCopier:
-    """Moves tensors to the host without waiting for them; `wait` makes them readable.
+    """Copies tensors to the host without waiting; `wait` makes the copies readable.
 
-    On CUDA they go to pinned memory on a stream of their own, so that neither the model nor Python waits. What leaves
-    together is put in a row first, so that there is one piece of memory to find and one copy to start, and not one for
-    each statistic: both are Python's time, of which a layer has little.
+    On CUDA the copies go to pinned memory on a separate stream, so neither the model nor Python waits. Tensors of one
+    call are concatenated first: one allocation and one copy instead of one per statistic, which saves host time at
+    every layer.
 
-    Rows are held until the next ones leave; the stream that made them then waits for their copies, which are long done,
-    and may use their memory again. Tensor.record_stream would keep that memory until the copies have happened, and
-    Python, which is layers ahead of the GPU, would have taken more for each of these layers.
+    The concatenated tensors are held until the next call. The stream that computed them then waits for their copies,
+    which are long done, and may reuse their memory. Tensor.record_stream would hold that memory until the copies have
+    run, and Python, which is layers ahead of the GPU, would have allocated more for each of these layers.
     """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._leaving: dict[torch.device, PendingCopy] = {}
+        self._pending: dict[torch.device, PendingCopy] = {}
 
-    def moved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of one device on the host, by name and still on their way."""
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Starts copying tensors of one device; returns the host tensors by name, readable after `wait`."""
         device = next((tensor.device for tensor in tensors.values()), None)
         if device is None or device.type != "cuda":
             return {name: tensor.cpu() for name, tensor in tensors.items()}
         groups = group_by_itemsize(tensors)
-        rows = [flatten_tensors(group.values()) for group in groups]
-        stream, made_on = self._stream(device), torch.cuda.current_stream(device)
-        stream.wait_stream(made_on)
+        buffers = [flatten_tensors(group.values()) for group in groups]
+        stream, source_stream = self._stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(source_stream)
         with torch.cuda.stream(stream):
-            there = [allocate_pinned(row).copy_(row, non_blocking=True) for row in rows]
-        before = self._leaving.get(device)
-        self._leaving[device] = PendingCopy(rows, made_on, stream.record_event())
-        if before is not None:
-            before.made_on.wait_event(before.arrived)
-        found: dict[str, Tensor] = {}
-        for group, row in zip(groups, there, strict=True):
-            found |= unflatten_tensors(group, row)
-        return found
+            on_host = [allocate_pinned(buffer).copy_(buffer, non_blocking=True) for buffer in buffers]
+        previous = self._pending.get(device)
+        self._pending[device] = PendingCopy(buffers, source_stream, stream.record_event())
+        if previous is not None:
+            previous.source_stream.wait_event(previous.done)
+        copies: dict[str, Tensor] = {}
+        for group, buffer in zip(groups, on_host, strict=True):
+            copies |= unflatten_tensors(group, buffer)
+        return copies
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
@@ -63,40 +63,40 @@ class HostCopier:
         return self._streams[device]
 
     def wait(self) -> None:
-        """Until everything has arrived."""
+        """Waits until all copies are done."""
         for stream in self._streams.values():
             stream.synchronize()
-        self._leaving.clear()
+        self._pending.clear()
 
 
 def allocate_pinned(like: Tensor) -> Tensor:
-    """Room on the host that a GPU writes to by itself."""
+    """An empty host tensor in pinned memory, to which a GPU copies asynchronously."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 def group_by_itemsize(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Tensors whose numbers are equally long, and fit in one row: nearly always all of them."""
+    """Groups tensors of equal element size, which can share a buffer: nearly always one group."""
     groups: dict[Any, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        # Truth values are bytes of which only two mean something.
+        # A bool tensor cannot be viewed as another one-byte dtype: only two byte values are valid.
         groups.setdefault((tensor.dtype.itemsize, tensor.dtype == torch.bool), {})[name] = tensor
     return list(groups.values())
 
 
 def flatten_tensors(tensors: Iterable[Tensor]) -> Tensor:
-    """All their numbers, one tensor after the other, under the dtype of the first: bits are copied, not converted."""
+    """Concatenates tensors under the dtype of the first; bits are copied, not converted."""
     first, *others = tensors
-    same = [other if other.dtype == first.dtype else other.view(first.dtype) for other in others]
-    row: Tensor = _flatten_dense_tensors([first, *same])
-    return row
+    views = [other if other.dtype == first.dtype else other.view(first.dtype) for other in others]
+    buffer: Tensor = _flatten_dense_tensors([first, *views])
+    return buffer
 
 
-def unflatten_tensors(tensors: Mapping[str, Tensor], row: Tensor) -> dict[str, Tensor]:
-    """The tensors of `in_a_row`, from its copy: views of it."""
-    parts = _unflatten_dense_tensors(row, list(tensors.values()))
-    found = {}
+def unflatten_tensors(tensors: Mapping[str, Tensor], buffer: Tensor) -> dict[str, Tensor]:
+    """The tensors that `flatten_tensors` concatenated, as views of a copy of the buffer."""
+    parts = _unflatten_dense_tensors(buffer, list(tensors.values()))
+    views = {}
     for (name, tensor), part in zip(tensors.items(), parts, strict=True):
-        same = part if part.dtype == tensor.dtype else part.view(tensor.dtype)
-        # Of what is empty older releases of PyTorch forget the shape.
-        found[name] = same if same.numel() else same.view(tensor.shape)
-    return found
+        view = part if part.dtype == tensor.dtype else part.view(tensor.dtype)
+        # Older releases of PyTorch lose the shape of empty tensors.
+        views[name] = view if view.numel() else view.view(tensor.shape)
+    return views

@@ -1,7 +1,7 @@
-"""Where a module's attention stands in its model: which stack, which number, and what its two axes are.
+"""Names attention modules: their stack, their number in it, and the labels along queries and keys.
 
-Everything here is read from the names of modules, as `model.named_modules()` gives them. Who knows better says so with
-`Recorder.place`.
+Names are derived from the module names that `model.named_modules()` gives. Adapters that know the model better replace
+them with `Recorder.name_layer`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import nn
 
 from foci.runtime.tensor_cache import MAX_CACHED_TENSORS, get_or_make
 
-# Classes that attend, by what people call them.
+# Class names of attention modules.
 ATTENTION_CLASS = re.compile(r"attn|attention", re.IGNORECASE)
-# Looks at another sequence than its own.
+# Module or class names of cross-attention.
 CROSS_ATTENTION = re.compile(
     r"cross|enc_?dec|encoder_attn|encoder_attention|encoder_decoder|src_attn|align", re.IGNORECASE
 )
@@ -30,7 +30,7 @@ MODALITIES = {
 
 @dataclass(frozen=True)
 class LayerName:
-    """A stack ("" where there is only one), a number in it, and the labels along queries and keys."""
+    """A stack ("" if there is only one), a number in it, and the names of the labels along queries and keys."""
 
     stack: str = ""
     index: int = 0
@@ -38,68 +38,72 @@ class LayerName:
     keys: str = "input"
 
     @property
-    def cross(self) -> bool:
-        """Whether it looks at another sequence than its own."""
+    def is_cross(self) -> bool:
+        """Whether it attends to another sequence than that of its queries."""
         return self.queries != self.keys
 
     @property
-    def name(self) -> str:
+    def short(self) -> str:
         """The short name of the layer: L5, cross.L5."""
         return f"{self.stack}.L{self.index}".lstrip(".")
 
 
-def find_attention_modules(kinds: Mapping[str, str]) -> list[str]:
-    """The innermost modules that are called attention: those that one expects to attend."""
-    named = [name for name, kind in kinds.items() if ATTENTION_CLASS.search(kind)]
-    return [name for name in named if not any(is_inside(other, name) for other in named)]
+def find_attention_modules(class_names: Mapping[str, str]) -> list[str]:
+    """The innermost modules whose class name says attention."""
+    names = [name for name, class_name in class_names.items() if ATTENTION_CLASS.search(class_name)]
+    return [name for name in names if not any(is_inside(other, name) for other in names)]
 
 
 def class_name_of(module: nn.Module) -> str:
-    """The name of a module's class; a scripted one tells it otherwise."""
+    """The name of a module's class; a scripted module holds the name of its original class."""
     return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
 def strip_compile_wrapper(name: str) -> str:
-    """A module's name without what torch.compile puts into it."""
+    """A module's name without the `_orig_mod` parts that torch.compile adds."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
 
 
 def is_inside(name: str, outer: str) -> bool:
-    """Whether a module stands inside another one."""
+    """Whether a module is a descendant of another one, by their names."""
     return name != outer and (outer == "" or name.startswith(f"{outer}."))
 
 
 class ModelLayout:
-    """What the names of a model's modules and of their classes tell.
+    """The attention modules of a model and their layer names, derived from module names and class names.
 
     Args:
-        kinds: the class names by module name.
+        class_names: by module name.
     """
 
-    def __init__(self, kinds: Mapping[str, str]) -> None:
-        self.known = dict.fromkeys(find_attention_modules(kinds))
-        self.crossing = {name for name in self.known if is_cross_attention(kinds, name, kinds[name])}
-        self.paired = has_component(kinds, "encoder") and has_component(kinds, "decoder")
-        self.several = len({modality_of_name(name) for name in self.known}) > 1
-        self.found: dict[str, LayerName] = {}
-        for stack, members in group_by_stack((self.stack(name), name) for name in self.known):
+    def __init__(self, class_names: Mapping[str, str]) -> None:
+        self.attention_modules = dict.fromkeys(find_attention_modules(class_names))
+        self.cross_modules = {
+            name for name in self.attention_modules if is_cross_attention(class_names, name, class_names[name])
+        }
+        self.is_encoder_decoder = has_component(class_names, "encoder") and has_component(class_names, "decoder")
+        self.has_several_modalities = len({modality_of_name(name) for name in self.attention_modules}) > 1
+        self.layer_names: dict[str, LayerName] = {}
+        for stack, members in group_by_stack((self.stack_of(name), name) for name in self.attention_modules):
             for name, index in zip(members, number_layers(members), strict=True):
-                self.found[name] = self.made(stack, index)
+                self.layer_names[name] = self.build_layer_name(stack, index)
 
-    def stack(self, name: str) -> str:
-        if name in self.crossing or (name not in self.known and CROSS_ATTENTION.search(name_within_block(name))):
+    def stack_of(self, name: str) -> str:
+        if name in self.cross_modules or (
+            name not in self.attention_modules and CROSS_ATTENTION.search(name_within_block(name))
+        ):
             return "cross"
-        side = modality_of_name(name)
-        if self.several and side:
-            return side
+        modality = modality_of_name(name)
+        if self.has_several_modalities and modality:
+            return modality
         for part in ("encoder", "decoder"):
-            if self.paired and has_component([name], part):
+            if self.is_encoder_decoder and has_component([name], part):
                 return part
         return ""
 
-    def made(self, stack: str, index: int) -> LayerName:
+    def build_layer_name(self, stack: str, index: int) -> LayerName:
         if stack == "cross":
-            return LayerName(stack, index, "target" if self.paired else "input", "source")
+            return LayerName(stack, index, "target" if self.is_encoder_decoder else "input", "source")
         sequence = {"encoder": "source", "decoder": "target", "": "input"}.get(stack, stack)
         return LayerName(stack, index, sequence, sequence)
 
@@ -108,7 +112,7 @@ LAYOUT_CACHE: dict[Hashable, ModelLayout] = {}
 
 
 class LayerNames:
-    """The place of every module that attends: known ones from the start, others when they are first met.
+    """The layer name of every attention module; modules whose class name does not say attention are named on first use.
 
     Args:
         modules: what `model.named_modules()` gives.
@@ -116,61 +120,63 @@ class LayerNames:
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         by_name = {strip_compile_wrapper(name): module for name, module in modules}
-        kinds = {name: class_name_of(module) for name, module in by_name.items()}
-        # Many blocks are opened around one model.
-        self.told = get_or_make(LAYOUT_CACHE, MAX_CACHED_TENSORS, tuple(kinds.items()), lambda: ModelLayout(kinds))
-        self.known = {name: by_name[name] for name in self.told.known}
-        self.paired = self.told.paired
-        self.found = dict(self.told.found)
+        class_names = {name: class_name_of(module) for name, module in by_name.items()}
+        # Many watch blocks are opened around the same model.
+        self.layout = get_or_make(
+            LAYOUT_CACHE, MAX_CACHED_TENSORS, tuple(class_names.items()), lambda: ModelLayout(class_names)
+        )
+        self.attention_modules = {name: by_name[name] for name in self.layout.attention_modules}
+        self.is_encoder_decoder = self.layout.is_encoder_decoder
+        self.layer_names = dict(self.layout.layer_names)
 
-    def set(self, name: str, place: LayerName) -> None:
-        self.found[name] = place
+    def set(self, name: str, layer_name: LayerName) -> None:
+        self.layer_names[name] = layer_name
 
     def of(self, name: str) -> LayerName:
-        """The place of a module that attends, by its name."""
-        if name not in self.found:
-            outer = [known for known in self.known if is_inside(name, known)]
-            self.found[name] = self.found[outer[-1]] if outer else self._new(name)
-        return self.found[name]
+        """The layer name of an attention module, by its module name."""
+        if name not in self.layer_names:
+            outer = [known for known in self.attention_modules if is_inside(name, known)]
+            self.layer_names[name] = self.layer_names[outer[-1]] if outer else self._name_unknown_module(name)
+        return self.layer_names[name]
 
-    def alone(self, name: str) -> bool:
-        """Whether a module is the only one of its stack."""
+    def is_only_one_of_stack(self, name: str) -> bool:
+        """Whether a module is the only attention module of its stack."""
         stack = self.of(name).stack
-        return sum(place.stack == stack for place in self.found.values()) == 1
+        return sum(layer.stack == stack for layer in self.layer_names.values()) == 1
 
-    def _new(self, name: str) -> LayerName:
-        """A module whose class says nothing: the number in its path where that is free, else the next one."""
-        stack = self.told.stack(name)
-        taken = {place.index for place in self.found.values() if place.stack == stack}
-        written = [int(part) for part in name.split(".") if part.isdigit()]
-        free = [number for number in (*written[:1], len(taken)) if number not in taken]
-        return self.told.made(stack, free[0] if free else max(taken) + 1)
+    def _name_unknown_module(self, name: str) -> LayerName:
+        """Names a module by the first number in its path, or by the next free number."""
+        stack = self.layout.stack_of(name)
+        taken = {layer.index for layer in self.layer_names.values() if layer.stack == stack}
+        in_path = [int(part) for part in name.split(".") if part.isdigit()]
+        free = [number for number in (*in_path[:1], len(taken)) if number not in taken]
+        return self.layout.build_layer_name(stack, free[0] if free else max(taken) + 1)
 
 
-def is_cross_attention(names: Collection[str], name: str, kind: str) -> bool:
-    if CROSS_ATTENTION.search(name_within_block(name)) or CROSS_ATTENTION.search(kind):
+def is_cross_attention(names: Collection[str], name: str, class_name: str) -> bool:
+    if CROSS_ATTENTION.search(name_within_block(name)) or CROSS_ATTENTION.search(class_name):
         return True
-    # PyTorch's decoder layer calls its attention to the memory "multihead_attn", beside "self_attn".
+    # PyTorch's decoder layer has "self_attn" and names its cross-attention "multihead_attn".
     return name.endswith("multihead_attn") and name.removesuffix("multihead_attn") + "self_attn" in names
 
 
 def name_within_block(name: str) -> str:
-    """What a path says after its last number: what a module is within its block."""
+    """The part of a module name after its last number: the name within its block."""
     parts = name.split(".")
-    last = max((place for place, part in enumerate(parts) if part.isdigit()), default=-1)
+    last = max((index for index, part in enumerate(parts) if part.isdigit()), default=-1)
     return ".".join(parts[last + 1 :])
 
 
 def modality_of_name(name: str) -> str:
     for part in name.lower().split("."):
-        for side, words in MODALITIES.items():
+        for modality, words in MODALITIES.items():
             if words.search(part):
-                return side
+                return modality
     return ""
 
 
 def has_component(names: Iterable[str], part: str) -> bool:
-    # Asked of every module of a model: most are told by the first look.
+    # Runs for every module of a model; the substring test settles most of them.
     return any(part in name.lower() and part in name.lower().split(".") for name in names)
 
 
@@ -182,10 +188,10 @@ def group_by_stack(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list
 
 
 def number_layers(names: list[str]) -> list[int]:
-    """The first number of the paths that tells them all apart; where none does, they are counted."""
+    """The first number in the paths that differs for all modules, else consecutive numbers."""
     paths = [[int(part) for part in name.split(".") if part.isdigit()] for name in names]
     for column in range(min(map(len, paths), default=0)):
-        found = [path[column] for path in paths]
-        if len(set(found)) == len(found):
-            return found
+        candidates = [path[column] for path in paths]
+        if len(set(candidates)) == len(candidates):
+            return candidates
     return list(range(len(names)))

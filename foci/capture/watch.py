@@ -1,4 +1,8 @@
-"""watch: see where any model looks, while it runs."""
+"""watch: records the attention of any model while it runs.
+
+`watch` checks its arguments, makes a Recorder, registers hooks that report which module is running, and enters the
+torch function mode that reports attention calls. When the block ends, the Recorder fills the Record.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from foci.record.labels import Labels
 from foci.record.record import Record
 from foci.runtime.compile_switch import disable_compile
 
-# Embeddings that look up something else than tokens, by their names.
+# Names of embeddings that look up something other than tokens.
 NON_TOKEN_EMBEDDINGS = re.compile(r"pos|type|segment|lang|time|relative|bucket|bias", re.IGNORECASE)
 
 
@@ -33,11 +37,11 @@ def watch(
     heads: Iterable[int | str] | int | str | None = None,
     queries: Literal["all", "last"] | Sequence[int] | slice = "all",
     limit: int = 2**33,
-    silence: Iterable[str] = (),
+    ablate: Iterable[str] = (),
     tokenizer: Any = None,
     labels: dict[str, Labels] | None = None,
 ) -> Iterator[Record]:
-    """Records where a model looks while it runs; the record is filled when the block ends.
+    """Records the attention of a model while it runs; the record is filled when the block ends.
 
     >>> model = foci.nn.Decoder.from_name("tiny", vocabulary=100).eval()
     >>> with foci.watch(model) as seen, torch.no_grad():
@@ -47,30 +51,31 @@ def watch(
     >>> seen["L1H3"].top(2).keys.shape, list(seen.layers)
     (torch.Size([1, 12, 2]), ['blocks.0.attention', 'blocks.1.attention'])
 
-    Seen is every attention of the model that runs on this thread inside the block: F.scaled_dot_product_attention,
-    nn.MultiheadAttention and nn.Transformer*, `foci.attention`, and Hugging Face transformers through its attention
-    interface. The steps of a generation with a cache join into one matrix per layer. `seen.unseen` names attention
-    modules that ran and could not be seen, with the reason; `seen.calls` counts the calls.
+    Recorded is every attention call that the model makes on this thread inside the block:
+    F.scaled_dot_product_attention, nn.MultiheadAttention and nn.Transformer*, `foci.attention`, and Hugging Face
+    transformers through its attention interface. The steps of a generation with a cache are joined into one matrix per
+    layer. `seen.unseen` lists attention modules that ran but could not be recorded, with the reason; `seen.calls`
+    counts the calls.
 
-    The model's output is what it is without: identical where the kernel is the same (PyTorch's fused kernels on a CPU,
-    everything with dropout, nn.MultiheadAttention that returns weights), within rounding elsewhere (PyTorch's
+    The model's output does not change: it is identical where the kernel is the same (PyTorch's fused kernels on a CPU,
+    every call with dropout, nn.MultiheadAttention that returns weights), and within rounding elsewhere (PyTorch's
     inference fast path is off inside the block; CUDA may choose another fused kernel). Compiled models run uncompiled
-    inside the block. Passes that activation checkpointing repeats in the backward are not counted again.
+    inside the block. Passes that activation checkpointing recomputes in the backward are not counted again.
 
     Args:
-        model: any module; attention outside of it is not recorded.
-        keep: "lazy" keeps queries, keys and values, and every question can be asked later; `foci.Keep(...)` keeps
-            statistics only, computed on the fly and moved to the host as they come.
-        layers: which to record: numbers, short names ("L5", "cross.L5") or module names; None: all.
-        heads: which to record: numbers for all layers, or names ("L5H3"); None: all.
-        queries: "all"; "last", the last query of each call; or the numbers of queries: their rows are kept, exactly.
-        limit: bytes that may be kept; what would take more is refused, at the first call where it can be told.
-        silence: heads ("L5H3") or layers ("L5") whose outputs are zeroed, to test what they are for.
-        tokenizer: gives the tokens their texts: anything with `decode`, or a function from numbers to a text.
-        labels: ready labels by name, such as {"input": Labels.tokens(...)}.
+        model: any module; attention outside it is not recorded.
+        keep: "lazy" keeps queries, keys and values, from which any statistic can be computed later; `foci.Keep(...)`
+            keeps statistics only, computed at each call and copied to the host in the background.
+        layers: which layers to record: numbers, short names ("L5", "cross.L5") or module names; None: all.
+        heads: which heads to record: numbers for all layers, or names ("L5H3"); None: all.
+        queries: "all"; "last", the last query of each call; or query numbers, whose exact rows are kept.
+        limit: the largest number of bytes to keep; a call that would exceed it is refused.
+        ablate: heads ("L5H3") or layers ("L5") whose outputs are zeroed, to measure what they contribute.
+        tokenizer: decodes the token ids for the labels: an object with `decode`, or a function from ids to text.
+        labels: finished labels by name, such as {"input": Labels.tokens(...)}.
     """
     if torch.compiler.is_compiling():
-        raise RuntimeError("foci.watch cannot be compiled: open the block around the compiled model, not inside of it")
+        raise RuntimeError("foci.watch cannot be compiled: open the block outside the compiled model, not inside it")
     check_model_and_limit(model, limit)
     record = Record(model=type(getattr(model, "_orig_mod", model)).__name__)
     recorder = Recorder(
@@ -81,11 +86,11 @@ def watch(
         heads=parse_selection("heads", heads),
         rows=parse_queries(queries),
         limit=limit,
-        silence=parse_ablate(silence),
+        ablate=parse_ablate(ablate),
         tokenizer=tokenizer,
     )
-    for name, ready in (labels or {}).items():
-        recorder.say(name, ready)
+    for name, finished in (labels or {}).items():
+        recorder.set_labels(name, finished)
     record.filling = True
     with ExitStack() as stack:
         stack.enter_context(hook_modules(recorder))
@@ -94,62 +99,62 @@ def watch(
         stack.enter_context(activate_recorder(recorder))
         stack.enter_context(AttentionMode(recorder))
         yield record
-    recorder.finish()
+    recorder.fill_record()
 
 
 def check_model_and_limit(model: Any, limit: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"foci.watch takes a model, an nn.Module, but got {type(model).__name__}")
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
-        raise ValueError(f"limit must be a whole number of bytes, such as 2**33, but got {limit!r}")
+        raise ValueError(f"limit must be a number of bytes, an int such as 2**33, got {limit!r}")
 
 
-def parse_selection(name: str, chosen: Any) -> list[int | str] | None:
-    """Some layers or heads: None for all of them, a single one as a list."""
-    if chosen is None:
+def parse_selection(name: str, selection: Any) -> list[int | str] | None:
+    """Layers or heads as a list; None selects all of them."""
+    if selection is None:
         return None
-    if isinstance(chosen, int | str) and not isinstance(chosen, bool):
-        return [chosen]
+    if isinstance(selection, int | str) and not isinstance(selection, bool):
+        return [selection]
     try:
-        return list(chosen)
+        return list(selection)
     except TypeError:
         example = "L5H3" if name == "heads" else "L5"
-        raise TypeError(f"{name} takes numbers and names such as {example!r}, but got {chosen!r}") from None
+        raise TypeError(f"{name} must be numbers or names such as {example!r}, got {selection!r}") from None
 
 
 def parse_keep(keep: Any) -> Keep | None:
     if isinstance(keep, Keep):
         return keep
     if keep != "lazy":
-        raise ValueError(f"keep must be 'lazy' or foci.Keep(...), but got {keep!r}")
+        raise ValueError(f"keep must be 'lazy' or foci.Keep(...), got {keep!r}")
     return None
 
 
 def parse_queries(queries: Any) -> Any:
-    """None for all of them, else what is asked of each call."""
+    """The query numbers to keep of each call, as a slice or a list; None keeps all."""
     if isinstance(queries, str):
         if queries not in {"all", "last"}:
-            raise ValueError(f"queries must be 'all', 'last' or numbers of queries, but got {queries!r}")
+            raise ValueError(f"queries must be 'all', 'last' or query numbers, got {queries!r}")
         return None if queries == "all" else slice(-1, None)
     if isinstance(queries, slice):
         return queries
     rows = list(queries)
     if not rows or not all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
-        raise ValueError(f"queries must be 'all', 'last' or numbers of queries, but got {queries!r}")
+        raise ValueError(f"queries must be 'all', 'last' or query numbers, got {queries!r}")
     return rows
 
 
-def parse_ablate(silence: Any) -> list[str]:
-    names = [silence] if isinstance(silence, str) else list(silence)
+def parse_ablate(ablate: Any) -> list[str]:
+    names = [ablate] if isinstance(ablate, str) else list(ablate)
     for name in names:
         if not isinstance(name, str) or HEAD_NAME.fullmatch(name) is None:
-            raise ValueError(f"silence takes names such as 'L5H3', 'cross.L0H2' or 'L5', but got {name!r}")
+            raise ValueError(f"ablate must be names such as 'L5H3', 'cross.L0H2' or 'L5', got {name!r}")
     return names
 
 
 @contextmanager
 def activate_recorder(recorder: Recorder) -> Iterator[None]:
-    """The recorder among those of this thread."""
+    """Lists the recorder among the active ones of this thread."""
     stack = _active.__dict__.setdefault("stack", [])
     stack.append(recorder)
     try:
@@ -160,16 +165,16 @@ def activate_recorder(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def hook_modules(recorder: Recorder) -> Iterator[None]:
-    """Hooks on the modules, which tell the recorder where the model is; they are taken off again in any case."""
+    """Registers hooks that report the running module and the token ids to the recorder, and removes them at the end."""
     handles: list[Any] = []
     try:
-        for full, module in recorder.modules:
-            name = strip_compile_wrapper(full)
+        for full_name, module in recorder.modules:
+            name = strip_compile_wrapper(full_name)
             if isinstance(module, torch.jit.ScriptModule) or needs_no_hooks(module):
                 continue
-            begins, ends = make_module_hooks(recorder, name)
-            handles.append(module.register_forward_pre_hook(begins))
-            handles.append(module.register_forward_hook(ends, always_call=True))
+            enter, leave = make_module_hooks(recorder, name)
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave, always_call=True))
             if isinstance(module, nn.Embedding) and not NON_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2]):
                 handles.append(module.register_forward_pre_hook(make_embedding_hook(recorder)))
         yield
@@ -179,37 +184,37 @@ def hook_modules(recorder: Recorder) -> Iterator[None]:
 
 
 def needs_no_hooks(module: nn.Module) -> bool:
-    """Whether it is one of PyTorch's small parts, such as Linear or Dropout: most modules are, and hooks cost time."""
-    # Not `children()`, which makes a generator and a set for each of hundreds of modules.
+    """Whether a module is a leaf of torch.nn such as Linear or Dropout, which never attends; hooks cost time."""
+    # Not `children()`, which creates a generator and a set for each of hundreds of modules.
     if module._modules or isinstance(module, (nn.MultiheadAttention, nn.Embedding)):
         return False
     return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def make_module_hooks(recorder: Recorder, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    def begins(module: nn.Module, args: Any) -> None:
-        recorder.enter(name)
+    def enter(module: nn.Module, args: Any) -> None:
+        recorder.enter_module(name)
 
-    def ends(module: nn.Module, args: Any, out: Any) -> None:
-        recorder.leave(name)
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        recorder.leave_module(name)
 
-    return begins, ends
+    return enter, leave
 
 
 def make_embedding_hook(recorder: Recorder) -> Callable[..., None]:
-    def embeds(module: nn.Module, args: Any) -> None:
-        mine = get_ident() == recorder.thread and not is_recomputation()
-        if mine and args and isinstance(args[0], Tensor):
-            recorder.embedded(args[0])
+    def read_token_ids(module: nn.Module, args: Any) -> None:
+        is_counted = get_ident() == recorder.thread and not is_recomputation()
+        if is_counted and args and isinstance(args[0], Tensor):
+            recorder.add_embedded_ids(args[0])
 
-    return embeds
+    return read_token_ids
 
 
 def enter_adapters(stack: ExitStack, model: nn.Module, recorder: Recorder) -> None:
-    """What an ecosystem needs to have done before and after."""
+    """Enters the context that a library's models need: today transformers."""
     if "transformers" in sys.modules:
         from foci.capture import huggingface
 
-        parts = huggingface.find_pretrained_models(recorder.modules)
-        if parts:
-            stack.enter_context(huggingface.prepare_models(model, parts, recorder))
+        models = huggingface.find_pretrained_models(recorder.modules)
+        if models:
+            stack.enter_context(huggingface.prepare_models(model, models, recorder))

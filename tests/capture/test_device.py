@@ -29,7 +29,7 @@ def both(dtype: torch.dtype, **options: Any) -> tuple[foci.Record, foci.Record]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keep", ["lazy", KEEP])
-def test_statistics_are_those_of_the_cpu(dtype: torch.dtype, keep: Any) -> None:
+def test_statistics_equal_those_on_the_cpu(dtype: torch.dtype, keep: Any) -> None:
     seen, truth = both(dtype, keep=keep)
     close = {"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else {"atol": 5e-2, "rtol": 5e-2}
     for name in ("L0", "L1"):
@@ -48,7 +48,7 @@ def test_kept_statistics_are_on_the_host() -> None:
     assert seen["L1"].norms().device.type == "cpu"
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_recording_does_not_synchronize() -> None:
     model, x = Stack(2).cuda(), randn(2, 200, 16).cuda()
     with torch.no_grad(), foci.watch(model, keep=foci.Keep(top=4, picture=16)):
         model(x, is_causal=True)
@@ -60,14 +60,14 @@ def test_nothing_waits_for_the_device() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_tokens_are_read_without_waiting() -> None:
+def test_token_ids_are_read_without_synchronizing() -> None:
     model, ids = Stack(2).cuda(), torch.randint(50, (1, 300)).cuda()
     with torch.no_grad(), foci.watch(model, keep=foci.Keep(top=4, picture=16)) as seen:
         model(ids, is_causal=True)
     assert list(seen.labels["input"].texts[0]) == [str(number) for number in ids[0].tolist()]
 
 
-def test_the_statistics_of_layers_do_not_pile_up_while_the_device_is_behind() -> None:
+def test_device_memory_of_copied_statistics_is_reused() -> None:
     keep = foci.Keep(top=8, picture=256)
     few, many = (most_memory(layers, keep) for layers in (4, 24))
     assert many - few < 4 * keep.nbytes(1, 4, 2048, 2048)
@@ -87,7 +87,7 @@ def most_memory(layers: int, keep: foci.Keep) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_what_left_for_the_host_arrives_whole() -> None:
+def test_copies_to_the_host_are_complete() -> None:
     model, x = Stack(12).cuda(), randn(1, 1024, 16).cuda()
     with torch.no_grad():
         with foci.watch(model) as lazy:
@@ -102,7 +102,7 @@ def test_what_left_for_the_host_arrives_whole() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_statistics_of_a_layer_leave_in_one_copy(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_a_layer_take_one_copy(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.Tensor] = []
 
     def counted(like: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def steps(model: CachedAttention, x: torch.Tensor) -> None:
     model(x[:, 5:6])
 
 
-def test_a_generation_is_seen_step_by_step() -> None:
+def test_a_generation_is_recorded_step_by_step() -> None:
     model = foci.nn.Decoder.from_name("tiny", vocabulary=50).eval().cuda()
     expected = foci.generate(model, [5, 3, 8], new_tokens=5)
     with foci.watch(model) as seen:
@@ -144,7 +144,7 @@ def test_a_generation_is_seen_step_by_step() -> None:
         foci.generate(model, [5, 3, 8], new_tokens=5, capture=True)
 
 
-def test_checkpointing_takes_the_same_way_on_autograds_threads() -> None:
+def test_checkpointing_takes_the_same_path_on_autograd_threads() -> None:
     model, x = Stack(2).cuda(), randn(1, 40, 16).cuda().requires_grad_()
 
     def run(y: torch.Tensor) -> torch.Tensor:
@@ -152,11 +152,11 @@ def test_checkpointing_takes_the_same_way_on_autograds_threads() -> None:
             y = torch.utils.checkpoint.checkpoint(block, y, use_reentrant=False)
         return y
 
-    with foci.watch(model, silence=["L1H0"]) as seen:
+    with foci.watch(model, ablate=["L1H0"]) as seen:
         run(x).square().sum().backward()
     assert seen.calls == 2
     again = x.detach().clone().requires_grad_()
-    with foci.watch(model, silence=["L1H0"]):
+    with foci.watch(model, ablate=["L1H0"]):
         y = again
         for block in model.blocks:
             y = block(y)

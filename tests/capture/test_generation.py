@@ -108,9 +108,9 @@ def test_a_cache_that_was_filled_before_the_block() -> None:
 
 CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "reordered": (lambda t: t.flip(0), "the cache was reordered"),
-    "cropped": (lambda t: t[:, :, :3], "after 6 keys a step with 1 more was expected to have 7, but it has 4"),
-    "evicted": (lambda t: t[:, :, 1:], "expected to have 7, but it has 6"),
-    "spread": (lambda t: t.repeat(2, 1, 1, 1), "there were 2 sequences and now there are 4"),
+    "cropped": (lambda t: t[:, :, :3], "1 queries after 6 keys must have 7 keys, got 4"),
+    "evicted": (lambda t: t[:, :, 1:], "must have 7 keys, got 6"),
+    "spread": (lambda t: t.repeat(2, 1, 1, 1), "the batch size changed from 2 to 4"),
     "changed": (lambda t: t + 1e-3, "the cache was reordered .* or changed"),
     "one entry changed": (lambda t: t.index_fill(2, torch.tensor([2]), 0.5), "or changed"),
     "larger": (lambda t: torch.cat([t, t], 2), "so the cache was changed outside"),

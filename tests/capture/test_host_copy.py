@@ -18,7 +18,7 @@ SOME = {
 }
 
 
-def test_rows_hold_what_was_put_in() -> None:
+def test_flattened_tensors_are_restored() -> None:
     groups = group_by_itemsize(SOME)
     assert [set(group) for group in groups] == [
         {"entropy", "keys", "largest", "strided", "nothing"},
@@ -37,14 +37,14 @@ def test_rows_hold_what_was_put_in() -> None:
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True)
 
 
-def test_all_of_a_row_is_one_piece_of_memory() -> None:
+def test_restored_tensors_share_one_buffer() -> None:
     (group,) = group_by_itemsize({name: SOME[name] for name in ("entropy", "keys", "largest")})
     found = unflatten_tensors(group, flatten_tensors(group.values()))
     assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
     assert all(tensor.is_contiguous() for tensor in found.values())
 
 
-def test_on_a_cpu_nothing_moves() -> None:
-    found = HostCopier().moved(SOME)
+def test_cpu_tensors_are_not_copied() -> None:
+    found = HostCopier().copy(SOME)
     assert all(found[name] is tensor for name, tensor in SOME.items())
-    assert HostCopier().moved({}) == {}
+    assert HostCopier().copy({}) == {}

@@ -91,7 +91,7 @@ def implementations(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_statistics_are_those_of_eagers_matrices(name: str) -> None:
+def test_statistics_equal_those_of_eager_matrices(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model, inputs = made(architecture), architecture.inputs()
     if name in NOT_WITH_SDPA:
@@ -160,7 +160,7 @@ def test_stacks_and_labels() -> None:
     assert len(seen.labels["source"]) == TOKENS.shape[1]
 
 
-def test_towers_have_stacks_of_their_own() -> None:
+def test_each_tower_has_its_own_stack() -> None:
     model = made(ARCHITECTURES["llava"])
     with torch.no_grad(), foci.watch(model) as seen:
         model(**ARCHITECTURES["llava"].inputs())
@@ -171,7 +171,7 @@ def test_towers_have_stacks_of_their_own() -> None:
     assert patches.images.shape == (2, 8, 8, 3)
 
 
-def test_frames_of_sound_have_a_length() -> None:
+def test_audio_frames_have_a_duration() -> None:
     for name, label, seconds in (("whisper", "source", 0.02), ("wav2vec2", "frames", 0.001)):
         model = made(ARCHITECTURES[name])
         with torch.no_grad(), foci.watch(model) as seen:
@@ -180,50 +180,50 @@ def test_frames_of_sound_have_a_length() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OWN_ATTENTION if name != "falcon"])
-def test_attention_that_cannot_be_seen_is_named_aloud(name: str) -> None:
+def test_unseen_attention_raises_a_warning(name: str) -> None:
     architecture = OWN_ATTENTION[name]
     model = made(architecture)
     with torch.no_grad():
         expected = main_output(model(**architecture.inputs()))
         with (
-            pytest.warns(UserWarning, match="could not see 2 of the 2 attention modules"),
+            pytest.warns(UserWarning, match="could not record 2 of the 2 attention modules"),
             foci.watch(model) as seen,
         ):
             found = main_output(model(**architecture.inputs()))
     assert torch.equal(found, expected)
     assert (seen.calls, seen.layers, len(seen.unseen)) == (0, {}, 2)
-    assert all("computes its attention itself" in reason for reason in seen.unseen)
+    assert all("has its own attention code" in reason for reason in seen.unseen)
 
 
 @pytest.mark.parametrize("name", PARTLY_OWN)
-def test_what_can_be_seen_is_seen_beside_what_cannot(name: str) -> None:
+def test_other_modules_are_recorded_beside_unseen_ones(name: str) -> None:
     architecture = PARTLY_OWN[name]
     model = made(architecture)
     with torch.no_grad():
         expected = main_output(model(**architecture.inputs()))
-        with pytest.warns(UserWarning, match="could not see 2 of the"), foci.watch(model) as seen:
+        with pytest.warns(UserWarning, match="could not record 2 of the"), foci.watch(model) as seen:
             found = main_output(model(**architecture.inputs()))
     assert_same(found, expected, slack=64)
     assert len(seen.unseen) == 2
     assert seen.calls > 0
 
 
-def test_falcon_is_seen_where_it_calls_pytorch_itself() -> None:
+def test_falcon_is_recorded_where_it_calls_sdpa() -> None:
     model = made(OWN_ATTENTION["falcon"])
     with torch.no_grad(), foci.watch(model) as seen:
         model(TOKENS)
     assert list(seen.layers) == [f"transformer.h.{i}.self_attention" for i in range(2)]
 
 
-def test_classes_are_told_apart_by_how_they_come_by_their_attention() -> None:
+def test_attention_sources_of_classes() -> None:
     model = made(PARTLY_OWN["bigbird-pegasus"])
     kinds = {type(module).__name__: attention_source_of(type(module)) for module in model.modules()}
-    assert kinds["BigBirdPegasusDecoderAttention"] == "asks"
-    assert kinds["BigBirdPegasusSelfAttention"] == "computes"
+    assert kinds["BigBirdPegasusDecoderAttention"] == "interface"
+    assert kinds["BigBirdPegasusSelfAttention"] == "own"
     assert kinds["BigBirdPegasusEncoderAttention"] is kinds["BigBirdPegasusModel"] is kinds["Linear"] is None
 
 
-def test_a_model_that_disagrees_with_itself_is_left_as_it_is() -> None:
+def test_a_model_with_inconsistent_causality_keeps_its_output() -> None:
     """PaliGemma without token types looks back in eager code and everywhere in SDPA: both stay what they are."""
     architecture = ARCHITECTURES["paligemma"]
     model = made(architecture)
@@ -253,7 +253,7 @@ def test_a_training_step() -> None:
     assert seen["L0H1"].entropy().requires_grad
 
 
-def test_checkpointing_runs_a_module_twice_and_is_seen_once() -> None:
+def test_checkpointed_modules_are_recorded_once() -> None:
     model = made(ARCHITECTURES["llama"]).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with foci.watch(model) as seen:
@@ -261,7 +261,7 @@ def test_checkpointing_runs_a_module_twice_and_is_seen_once() -> None:
     assert (seen.calls, len(seen.layers)) == (2, 2)
 
 
-def test_nothing_stays_after_the_block() -> None:
+def test_the_implementation_is_restored_after_the_block() -> None:
     model = made(ARCHITECTURES["t5"])
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     before = implementations(model)
@@ -298,7 +298,7 @@ def test_two_threads_watch_one_model() -> None:
     assert implementations(model)[0] == "eager"
 
 
-def test_silenced_heads_are_zeroed() -> None:
+def test_ablated_heads_are_zeroed() -> None:
     model = made(ARCHITECTURES["llama"])
 
     def without(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -307,7 +307,7 @@ def test_silenced_heads_are_zeroed() -> None:
         return (heads.flatten(-2),)
 
     with torch.no_grad():
-        with foci.watch(model, silence=["L1H2"]) as seen:
+        with foci.watch(model, ablate=["L1H2"]) as seen:
             found = model(TOKENS).logits
         hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(without)
         expected = model(TOKENS).logits

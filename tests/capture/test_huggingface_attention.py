@@ -39,7 +39,7 @@ class Onlooker(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_mode_is_told_of_a_layers_attention_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_intercepts_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     original = AttentionMode.__torch_function__
 
@@ -58,7 +58,7 @@ def test_the_mode_is_told_of_a_layers_attention_once(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("outer", [True, False])
-def test_blocks_and_modes_inside_of_each_other(outer: bool) -> None:
+def test_nested_blocks_and_modes(outer: bool) -> None:
     model, onlooker = llama(), Onlooker()
     with torch.no_grad():
         expected = model(IDS).logits
@@ -77,7 +77,7 @@ def test_blocks_and_modes_inside_of_each_other(outer: bool) -> None:
     assert onlooker.told.count(foci.attention if outer else attention_forward) == 3
 
 
-def test_weights_that_the_caller_asked_for() -> None:
+def test_output_attentions_under_watch() -> None:
     model = llama()
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_weights_that_the_caller_asked_for() -> None:
         torch.testing.assert_close(seen[f"L{number}"].dense(), matrix)
 
 
-def test_attention_beside_the_interface_is_seen() -> None:
+def test_attention_outside_the_interface_is_recorded() -> None:
     model = llama()
 
     def attends(module: nn.Module, args: Any, out: Tensor) -> None:
@@ -104,7 +104,7 @@ def test_attention_beside_the_interface_is_seen() -> None:
     assert seen.layers["model.layers.1.mlp"].shape == (1, 2, 5, 5)
 
 
-def test_a_model_that_is_not_the_watched_one_is_not_recorded() -> None:
+def test_a_model_that_is_not_watched_is_not_recorded() -> None:
     watched, other = llama(1), llama(2)
     other.set_attn_implementation("foci")
     with torch.no_grad():

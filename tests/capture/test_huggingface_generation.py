@@ -35,7 +35,7 @@ def generated(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Te
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt-neox", "olmo2", "opt"])
-def test_the_rows_of_all_steps_are_those_of_one_pass(name: str, padded: bool, cache: str) -> None:
+def test_rows_of_all_steps_equal_those_of_one_pass(name: str, padded: bool, cache: str) -> None:
     """Another pass over the prompt and the answer, in eager code, has every row that the steps had."""
     model = made(ARCHITECTURES[name])
     inputs = {"input_ids": TOKENS} | ({"attention_mask": LEFT.long()} if padded else {})
@@ -92,7 +92,7 @@ def test_the_last_query_of_each_step() -> None:
         assert_same(seen.layers[place].matrix, matrix[:, :, -NEW:], slack=128)
 
 
-def test_what_was_said_goes_on_in_another_generation() -> None:
+def test_a_cache_continues_in_a_second_generation() -> None:
     """Two generations in one block are two records of each layer."""
     model = made(ARCHITECTURES["llama"])
     with torch.no_grad(), foci.watch(model) as seen:
@@ -105,7 +105,7 @@ def test_what_was_said_goes_on_in_another_generation() -> None:
     ("name", "options", "reason"),
     [
         ("llama", {"num_beams": 2}, "beam search"),
-        ("mistral", {}, "oldest keys were dropped"),
+        ("mistral", {}, "lost its oldest keys"),
         ("llama", {"prompt_lookup_num_tokens": 2, "max_new_tokens": 6}, "cropped"),
     ],
 )

@@ -59,7 +59,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rule", RULES)
-def test_the_entries_are_those_of_transformers(rule: str, place: str, padding: str) -> None:
+def test_masks_equal_those_of_transformers(rule: str, place: str, padding: str) -> None:
     queries, keys, query_start, key_start = PLACES[place]
     arguments = (2, queries, keys, query_start, key_start, RULES[rule], PADDINGS[padding])
     expected = theirs.sdpa_mask(*arguments, allow_is_causal_skip=False)
@@ -72,7 +72,7 @@ def test_the_entries_are_those_of_transformers(rule: str, place: str, padding: s
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("rule", RULES)
-def test_known_rules_build_nothing(rule: str, padding: str) -> None:
+def test_known_mask_functions_build_no_dense_mask(rule: str, padding: str) -> None:
     found = build_attention_mask(2, LENGTH, LENGTH, 0, 0, RULES[rule], PADDINGS[padding])
     assert isinstance(found, DeferredMask)
     held = [tensor.numel() for tensor in tensors_of(found.mask)]
@@ -85,7 +85,7 @@ def tensors_of(mask: foci.Mask) -> list[Tensor]:
     return list(find_tensors(mask))
 
 
-def test_a_rule_of_ones_own_is_built_by_transformers() -> None:
+def test_unknown_mask_functions_are_built_by_transformers() -> None:
     rule = theirs.and_masks(CAUSAL, lambda batch, head, query, key: (query - key) % 2 == 0)
     expected = theirs.sdpa_mask(1, 5, 5, mask_function=rule, allow_is_causal_skip=False, use_vmap=True)
     found = build_attention_mask(1, 5, 5, mask_function=rule, use_vmap=True)
@@ -102,14 +102,14 @@ def test_full_attention_needs_no_mask() -> None:
     assert build_attention_mask(2, 6, 6, 0, 0, everything, None) is not None
 
 
-def test_causal_is_said_even_where_it_could_be_left_out() -> None:
+def test_a_causal_mask_is_never_skipped() -> None:
     """A module that takes no notice of the name would not know that it is causal."""
     found = build_attention_mask(1, 4, 4, allow_is_causal_skip=True)
     assert isinstance(found, DeferredMask)
     assert found.mask is foci.causal
 
 
-def test_the_rest_of_a_cache_of_fixed_size_is_left_out() -> None:
+def test_empty_slots_of_a_static_cache_are_dropped() -> None:
     found = build_attention_mask(1, 3, 8, torch.tensor(2), 0)
     assert isinstance(found, DeferredMask)
     assert (found.keys, found.mask) == (5, foci.causal)
@@ -126,7 +126,7 @@ def deferred() -> DeferredMask:
     return found
 
 
-def test_a_deferred_mask_is_a_bool_tensor_to_whoever_computes_with_it() -> None:
+def test_a_deferred_mask_behaves_as_a_bool_tensor() -> None:
     mask, expected = deferred(), theirs.sdpa_mask(2, LENGTH, LENGTH, attention_mask=RIGHT, allow_is_causal_skip=False)
     assert (mask.dtype, mask.dim(), mask.device.type) == (torch.bool, 4, "cpu")
     assert torch.equal(mask[:, :, 1:], expected[:, :, 1:])
@@ -140,17 +140,17 @@ def test_a_deferred_mask_is_a_bool_tensor_to_whoever_computes_with_it() -> None:
     assert repr(mask) == "DeferredMask(bool tensor (2, 1, 6, 6), (2, 1, 6, 6))"
 
 
-def test_code_that_puts_it_on_its_scores_gets_the_mask_of_eager_code() -> None:
+def test_code_that_adds_a_deferred_mask_to_scores_gets_an_additive_mask() -> None:
     mask, scores = deferred(), torch.randn(2, 3, LENGTH, LENGTH)
     expected = theirs.eager_mask(2, LENGTH, LENGTH, attention_mask=RIGHT)
     for found in (lambda: scores + mask, lambda: mask + scores, lambda: scores.clone().add_(mask)):
-        with pytest.warns(UserWarning, match="puts the mask on scores of its own"):
+        with pytest.warns(UserWarning, match="applies the mask to its own scores"):
             assert torch.equal(found(), scores + expected)
-    with pytest.warns(UserWarning, match="puts the mask on scores of its own"):
+    with pytest.warns(UserWarning, match="applies the mask to its own scores"):
         assert torch.equal(scores.masked_fill(mask, -9.0), scores.masked_fill(expected.bool(), -9.0))
 
 
-def test_compiling_gives_the_mask_of_eager_code() -> None:
+def test_compiling_returns_the_eager_mask() -> None:
     found = torch.compile(
         lambda padding: build_attention_mask(2, LENGTH, LENGTH, attention_mask=padding), backend="eager"
     )(RIGHT)

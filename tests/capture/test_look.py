@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from foci.capture import model_loading
-from foci.capture.look import TextModel, auto_class_of, check_path_exists, is_foci_model, look
+from foci.capture.look import look
+from foci.capture.model_loading import auto_class_of, check_path_exists, is_foci_model, load_text_model
 from foci.cli import main
 from foci.tasks.generation import Generation, GenerationSettings, Passage
 from foci.tasks.model_file import save_trained_model
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 TEXT = "Jane is hungry, Jane sleeps"
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "Jane", "is", "hungry", ",", "sleeps"]
 NO_MODEL = (
-    "model must be named (--model), because no model that reads text ships with this installation: the folder or name of"
-    ' a Hugging Face model, or a foci run; foci explain "..." shows attention without a model'
+    "model must be named (--model), because no model that reads text ships with this installation: the folder or name"
+    ' of a Hugging Face model, or a foci run; foci explain "..." shows attention without a model'
 )
 SMALL = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -141,7 +142,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own") / "generation"
     folder.mkdir()
     settings = GenerationSettings(size="tiny", width=16, heads=2, context=32, new_tokens=4)
-    task = Generation.start(settings, [Passage("Jane is hungry.")])
+    task = Generation.from_examples(settings, [Passage("Jane is hungry.")])
     torch.manual_seed(0)
     save_trained_model(folder / "model.safetensors", task, task.model())
     return folder
@@ -201,7 +202,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, folders: Path) -> N
         ValueError,
         match=r"model must be the folder or name of a Hugging Face model, a foci run, or a model that ships",
     ):
-        TextModel(str(tmp_path))
+        load_text_model(str(tmp_path))
     assert not is_foci_model(tmp_path)
     assert not is_foci_model(folders / "reads")
     check_path_exists("gpt2")

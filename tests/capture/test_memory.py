@@ -81,7 +81,7 @@ def test_rollout() -> None:
     assert memory.largest < LENGTH**2 / 4
 
 
-def test_the_checker_sees_a_dense_matrix() -> None:
+def test_the_memory_checker_detects_a_dense_matrix() -> None:
     model, x = Stack(1, OneHead), randn(1, LENGTH, 16)
     with torch.no_grad(), foci.watch(model) as seen:
         model(x, is_causal=True)
@@ -98,7 +98,7 @@ def test_statistics_hold_no_queries_and_keys() -> None:
     assert seen["L2"].top(4).keys.shape == (1, 4, 40, 4)
 
 
-def test_what_a_record_held_goes_with_it() -> None:
+def test_deleting_a_record_frees_its_tensors() -> None:
     model, x = Stack(3, Followed), randn(1, 40, 16)
     with no_search_for_cycles():
         with torch.no_grad(), foci.watch(model) as seen:

@@ -64,56 +64,58 @@ NAMED = {
 
 @pytest.mark.parametrize("case", NAMED)
 def test_names(case: str) -> None:
-    paths, names = NAMED[case]
-    places = LayerNames(modules(tree(*paths)))
-    assert [places.of(path).name for path in paths] == names
+    paths, expected = NAMED[case]
+    names = LayerNames(modules(tree(*paths)))
+    assert [names.of(path).short for path in paths] == expected
 
 
-def test_the_innermost_of_nested_attention_attends() -> None:
-    assert list(LayerNames(modules(tree("layer.0.attention", kind=Attention))).known) == ["layer.0.attention.self"]
+def test_the_innermost_attention_module_is_found() -> None:
+    assert list(LayerNames(modules(tree("layer.0.attention", kind=Attention))).attention_modules) == [
+        "layer.0.attention.self"
+    ]
 
 
 def test_pytorchs_own_transformer() -> None:
-    places = LayerNames(modules(nn.Transformer(8, 2, 1, 1, 8, batch_first=True)))
-    assert [place.name for place in places.found.values()] == ["encoder.L0", "decoder.L0", "cross.L0"]
-    cross = places.of("decoder.layers.0.multihead_attn")
-    assert (cross.queries, cross.keys, cross.cross) == ("target", "source", True)
+    names = LayerNames(modules(nn.Transformer(8, 2, 1, 1, 8, batch_first=True)))
+    assert [layer.short for layer in names.layer_names.values()] == ["encoder.L0", "decoder.L0", "cross.L0"]
+    cross = names.of("decoder.layers.0.multihead_attn")
+    assert (cross.queries, cross.keys, cross.is_cross) == ("target", "source", True)
     alone = LayerNames(modules(nn.MultiheadAttention(8, 2)))
     assert alone.of("") == LayerName()
 
 
-def test_foci_names_its_own_as_its_weights() -> None:
+def test_layer_names_of_foci_models() -> None:
     model = foci.nn.EncoderDecoder.from_name("tiny", vocabulary=9)
     names = {id(module): name for name, module in model.named_modules()}
-    places = LayerNames(modules(model))
-    assert {places.of(names[id(each)]).name: name for name, each in model.attentions().items()} == {
+    names = LayerNames(modules(model))
+    assert {names.of(names[id(each)]).short: name for name, each in model.attentions().items()} == {
         name: name for name in model.attentions()
     }
 
 
-def test_modules_whose_class_says_nothing() -> None:
-    places = LayerNames(modules(nn.Module()))
-    assert [places.of(name).name for name in ("h.4.mix", "h.2.mix", "h.2.other", "free")] == ["L4", "L2", "L5", "L3"]
-    places.set("x", LayerName("vision", 7))
-    assert places.of("x").name == "vision.L7"
+def test_modules_without_attention_in_their_class_name() -> None:
+    names = LayerNames(modules(nn.Module()))
+    assert [names.of(name).short for name in ("h.4.mix", "h.2.mix", "h.2.other", "free")] == ["L4", "L2", "L5", "L3"]
+    names.set("x", LayerName("vision", 7))
+    assert names.of("x").short == "vision.L7"
     inner = LayerNames(modules(tree("layers.3.self_attn")))
-    assert inner.of("layers.3.self_attn.core").name == "L3"
+    assert inner.of("layers.3.self_attn.core").short == "L3"
 
 
-def test_numbers() -> None:
+def test_layer_numbers() -> None:
     assert number_layers(["a.1.b.0", "a.1.b.5"]) == [0, 5]
     assert number_layers(["a", "b"]) == [0, 1]
     assert number_layers([]) == []
 
 
-def test_what_names_tell_is_remembered_and_each_model_has_places_of_its_own() -> None:
+def test_layouts_are_cached_and_layer_names_are_per_model() -> None:
     one, other = (tree("layers.0.attention", "layers.1.attention", kind=Attention) for _ in range(2))
     first = LayerNames(modules(one))
     first.set("layers.0.attention.self", first.of("layers.1.attention.self"))
     assert first.of("layers.0.attention.self").index == 1
     second = LayerNames(modules(other))
-    assert second.told is first.told
+    assert second.layout is first.layout
     assert second.of("layers.0.attention.self").index == 0
-    assert second.known["layers.1.attention.self"] is other.get_submodule("layers.1.attention.self")
+    assert second.attention_modules["layers.1.attention.self"] is other.get_submodule("layers.1.attention.self")
     del other.get_submodule("layers.1.attention").self
-    assert list(LayerNames(modules(other)).known) == ["layers.0.attention.self", "layers.1.attention"]
+    assert list(LayerNames(modules(other)).attention_modules) == ["layers.0.attention.self", "layers.1.attention"]

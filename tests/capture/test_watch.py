@@ -1,4 +1,4 @@
-"""watch: what is recorded is what was asked for, under the names of its modules, and nothing stays behind."""
+"""watch: records what was requested, under the names of its modules, and leaves nothing behind."""
 
 import gc
 import logging
@@ -66,7 +66,7 @@ def test_inference_mode() -> None:
     assert seen["L1"].entropy().shape == (1, 4, 6)
 
 
-def test_texts_come_from_a_tokenizer_or_ready() -> None:
+def test_labels_come_from_a_tokenizer_or_are_passed() -> None:
     model = Stack()
     with foci.watch(model, tokenizer=lambda ids: "".join(" abcdefghi"[i] for i in ids)) as seen:
         model(IDS)
@@ -111,7 +111,7 @@ def test_some_heads(asked: list[Any], names: list[str], keep: Any) -> None:
     assert seen[names[0]].norms().shape == (1, 6)
 
 
-def test_some_heads_of_grouped_ones_with_a_score_a_sink_and_slopes_per_head() -> None:
+def test_selected_heads_with_grouped_keys_score_sink_and_slopes() -> None:
     q, k, v = randn(2, 4, 5, 8), randn(2, 2, 5, 8, seed=1), randn(2, 2, 5, 8, seed=2)
     options: dict[str, Any] = {
         "score": foci.Additive(randn(4, 8, seed=3)),
@@ -144,7 +144,7 @@ def test_some_queries(queries: Any, rows: list[int], keep: Any) -> None:
     layer, expected = seen["L1"], weights_of(model, IDS)[1][:, :, rows]
     torch.testing.assert_close(layer.dense(), expected, atol=1e-6, rtol=1e-5)
     assert layer.rows == tuple(rows)
-    assert layer.places.tolist() == rows
+    assert layer.positions.tolist() == rows
     texts = [str(int(IDS[0, row])) for row in rows]
     assert list(seen.labels_of(layer)[0].texts[0]) == texts
     positions = torch.arange(6)
@@ -152,7 +152,7 @@ def test_some_queries(queries: Any, rows: list[int], keep: Any) -> None:
     torch.testing.assert_close(layer.distance(), distance, atol=1e-5, rtol=1e-5)
 
 
-def test_kept_statistics_are_those_of_the_matrix_and_queries_and_keys_go() -> None:
+def test_kept_statistics_equal_those_of_the_matrix_and_free_queries_and_keys() -> None:
     held: list[weakref.ref[Tensor]] = []
 
     class Noticing(FusedAttention):
@@ -183,7 +183,7 @@ def test_kept_statistics_are_those_of_the_matrix_and_queries_and_keys_go() -> No
 
 
 @pytest.mark.parametrize("names", [["L0H1"], ["L1"], ["L0H0", "L0H3", "L2H2"], "L1H2"])
-def test_silenced_heads_say_nothing(names: Any) -> None:
+def test_ablated_heads_are_zeroed(names: Any) -> None:
     model = Stack()
 
     def by_hand(x: Tensor) -> Tensor:
@@ -197,35 +197,35 @@ def test_silenced_heads_say_nothing(names: Any) -> None:
             x = x + block.output(out.transpose(1, 2).flatten(2))
         return x
 
-    with foci.watch(model, silence=names) as seen:
+    with foci.watch(model, ablate=names) as seen:
         out = model(IDS)
     assert torch.equal(out, by_hand(IDS))
     assert not torch.equal(out, model(IDS))
     assert len(seen.layers) == 3
-    with foci.watch(model, silence=names, layers=[2]):
+    with foci.watch(model, ablate=names, layers=[2]):
         assert torch.equal(model(IDS), out)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("module", [nn.MultiheadAttention, foci.nn.MultiheadAttention])
-def test_heads_of_multihead_attention_are_silenced(module: type[nn.MultiheadAttention], need_weights: bool) -> None:
+def test_heads_of_multihead_attention_are_ablated(module: type[nn.MultiheadAttention], need_weights: bool) -> None:
     torch.manual_seed(0)
     model, x = module(16, 4, batch_first=True), randn(2, 5, 16)
-    with foci.watch(model, silence=["L0H1"]):
+    with foci.watch(model, ablate=["L0H1"]):
         out, _ = model(x, x, x, need_weights=need_weights)
     with torch.no_grad():
         model.out_proj.weight[:, 4:8] = 0.0
     torch.testing.assert_close(out, model(x, x, x)[0], atol=1e-6, rtol=1e-5)
 
 
-def test_names_that_nothing_has_are_refused() -> None:
+def test_names_of_layers_that_did_not_run_are_refused() -> None:
     model = Stack()
     for options, message in (
-        ({"silence": ["L9H0"]}, "'L9H0' was asked for, but the layers that ran are L0, L1, L2"),
-        ({"layers": [5]}, "5 was asked for"),
-        ({"heads": ["L7H1"]}, "'L7' was asked for"),
-        ({"heads": [4]}, "L0 has 4 heads, but heads= names H4"),
-        ({"silence": ["L0H4"]}, "silence names H4 of blocks.0, which has 4 heads"),
+        ({"ablate": ["L9H0"]}, r"must name layers that ran \(L0, L1, L2\), got 'L9H0'"),
+        ({"layers": [5]}, "must name layers that ran .*, got 5"),
+        ({"heads": ["L7H1"]}, "must name layers that ran .*, got 'L7'"),
+        ({"heads": [4]}, "heads must be below 4 for L0, got H4"),
+        ({"ablate": ["L0H4"]}, "ablate must name heads below 4 of blocks.0, got H4"),
     ):
         with pytest.raises(ValueError, match=message), foci.watch(model, **options):  # type: ignore[arg-type]
             model(IDS)
@@ -235,22 +235,22 @@ def test_names_that_nothing_has_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": "all"}, r"keep must be 'lazy' or foci.Keep\(...\), but got 'all'"),
-        ({"queries": "first"}, "queries must be 'all', 'last' or numbers of queries, but got 'first'"),
+        ({"keep": "all"}, r"keep must be 'lazy' or foci.Keep\(...\), got 'all'"),
+        ({"queries": "first"}, "queries must be 'all', 'last' or query numbers, got 'first'"),
         ({"queries": []}, "queries must be"),
-        ({"heads": ["L1"]}, "heads takes numbers from 0 or names such as 'L5H3', but got 'L1'"),
-        ({"silence": ["H3"]}, "silence takes names such as 'L5H3'"),
-        ({"limit": "1GB"}, r"limit must be a whole number of bytes, such as 2\*\*33, but got '1GB'"),
-        ({"layers": 0.5}, "layers takes numbers and names such as 'L5', but got 0.5"),
+        ({"heads": ["L1"]}, "heads must be numbers from 0 or names such as 'L5H3', got 'L1'"),
+        ({"ablate": ["H3"]}, "ablate must be names such as 'L5H3'"),
+        ({"limit": "1GB"}, r"limit must be a number of bytes, an int such as 2\*\*33, got '1GB'"),
+        ({"layers": 0.5}, "layers must be numbers or names such as 'L5', got 0.5"),
     ],
 )
-def test_other_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused_before_the_block(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message), foci.watch(Stack(), **options):
         pytest.fail("the block must not begin")
 
 
-def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"takes a model, an nn\.Module, but got str"), foci.watch("model"):  # type: ignore[arg-type]
+def test_a_model_that_is_not_a_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"), foci.watch("model"):  # type: ignore[arg-type]
         pytest.fail("the block must not begin")
 
 
@@ -268,7 +268,7 @@ def test_the_estimate_is_logged_and_the_limit_holds(caplog: pytest.LogCaptureFix
         model(IDS)
     held = [(layer.weights, layer.values) for layer in seen.layers.values()]
     estimate = sum(weights.nbytes + values.nbytes for weights, values in held)  # type: ignore[union-attr]
-    assert caplog.messages == [f"watching Stack: about {estimate:,} bytes of 3 layers"]
+    assert caplog.messages == [f"watching Stack: about {estimate:,} bytes in 3 layers"]
     with foci.watch(model, limit=estimate):
         model(IDS)
     for options in ({"limit": estimate - 1}, {"limit": 100, "keep": foci.Keep()}, {"limit": 50, "queries": "last"}):
@@ -298,7 +298,7 @@ def test_weights_and_values_give_the_output_of_the_attention() -> None:
     torch.testing.assert_close(layer.weights @ layer.values, out)
 
 
-def test_nothing_stays_behind_when_an_exception_passes() -> None:
+def test_an_exception_removes_hooks_and_modes() -> None:
     model = Stack()
 
     def fails(*_: Any) -> None:
@@ -317,7 +317,7 @@ def test_nothing_stays_behind_when_an_exception_passes() -> None:
     assert (hooks(model), modes(), active_recorders()) == (0, 0, ())
 
 
-def test_a_record_is_asked_after_its_block(tmp_path: Path) -> None:
+def test_a_record_cannot_be_read_inside_its_block(tmp_path: Path) -> None:
     model = Stack(1)
     with foci.watch(model) as seen:
         model(IDS)
@@ -329,7 +329,7 @@ def test_a_record_is_asked_after_its_block(tmp_path: Path) -> None:
     assert foci.Record.load(tmp_path / "x.foci")["L0"].shape == (1, 4, 6, 6)
 
 
-def test_an_exception_that_is_caught_inside_leaves_the_names_right() -> None:
+def test_an_exception_caught_inside_the_model_keeps_module_names_right() -> None:
     model = Stack()
     with foci.watch(model) as seen:
         with pytest.raises(RuntimeError):
@@ -338,7 +338,7 @@ def test_an_exception_that_is_caught_inside_leaves_the_names_right() -> None:
     assert list(seen.layers) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_attention_outside_of_the_model_is_not_recorded() -> None:
+def test_attention_outside_the_model_is_not_recorded() -> None:
     model, other = Stack(1), Stack(1)
     with foci.watch(model) as seen:
         other(IDS)
@@ -350,7 +350,7 @@ def test_attention_outside_of_the_model_is_not_recorded() -> None:
     assert (seen.calls, list(seen.layers)) == (1, ["blocks.0"])
 
 
-def test_blocks_in_blocks_and_two_models_at_once() -> None:
+def test_nested_blocks_and_two_models_at_once() -> None:
     one, two = Stack(1), Stack(2)
     with foci.watch(one) as first, foci.watch(two, keep=foci.Keep()) as second:
         one(IDS)
@@ -358,13 +358,13 @@ def test_blocks_in_blocks_and_two_models_at_once() -> None:
     assert (first.calls, second.calls) == (1, 2)
     both = nn.ModuleList([one, two])
     with foci.watch(both) as outer:
-        with foci.watch(two, silence=["L1H0"]) as inner:
-            silenced = two(IDS)
+        with foci.watch(two, ablate=["L1H0"]) as inner:
+            ablated = two(IDS)
         plain = two(IDS)
         one(IDS)
     assert (outer.calls, inner.calls) == (5, 2)
     assert list(outer.layers) == ["1.blocks.0", "1.blocks.1", "1.blocks.0#2", "1.blocks.1#2", "0.blocks.0"]
-    assert not torch.equal(silenced, plain)
+    assert not torch.equal(ablated, plain)
     torch.testing.assert_close(outer.layers["1.blocks.1#2"].dense(), weights_of(two, IDS)[1], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(inner["L1"].dense(), weights_of(two, IDS)[1], atol=1e-6, rtol=1e-5)
 
@@ -376,16 +376,16 @@ def test_a_call_inside_two_blocks_is_counted_once_in_each(
 ) -> None:
     torch.manual_seed(0)
     model, x = module(16, 4), randn(5, 2, 16)
-    with foci.watch(model, silence=["L0H0"]):
+    with foci.watch(model, ablate=["L0H0"]):
         expected, _ = model(x, x, x, need_weights=need_weights)
-    with foci.watch(model, silence=["L0H0"]) as outer, foci.watch(model) as inner:
+    with foci.watch(model, ablate=["L0H0"]) as outer, foci.watch(model) as inner:
         out, _ = model(x, x, x, need_weights=need_weights)
     assert (outer.calls, inner.calls, len(outer.layers), len(inner.layers)) == (1, 1, 1, 1)
     torch.testing.assert_close(outer["L0"].dense(), inner["L0"].dense())
     torch.testing.assert_close(out, expected)
 
 
-def test_threads_do_not_see_each_other() -> None:
+def test_other_threads_are_not_recorded() -> None:
     model, barrier, found = Stack(2), threading.Barrier(3), {}
 
     def run(name: str, length: int, watched: bool) -> None:
@@ -426,7 +426,7 @@ def test_another_thread_in_the_middle_of_a_pass_changes_nothing() -> None:
     assert seen.heads[::4] == ["L0H0", "L1H0"]
 
 
-def test_a_module_that_is_called_twice_attends_twice() -> None:
+def test_a_module_called_twice_gets_two_layers() -> None:
     shared = FusedAttention()
     model = nn.Sequential(shared, shared)
     with foci.watch(model) as seen:
@@ -438,16 +438,16 @@ def test_a_module_that_is_called_twice_attends_twice() -> None:
     assert seen.heads[::4] == ["L0H0", "L1H0", "L0H0#2", "L1H0#2"]
     assert seen["L1H1#2"].shape == (1, 1, 5, 5)
     x = randn(1, 4, 16)
-    with foci.watch(model, silence=["L1H0"], layers=[1]) as some:
+    with foci.watch(model, ablate=["L1H0"], layers=[1]) as some:
         out = model(x)
     assert list(some.layers) == ["0"]
     assert some["L1"].shape == (1, 4, 4, 4)
     first = shared(x)
-    with foci.watch(shared, silence=["L0H0"]):
+    with foci.watch(shared, ablate=["L0H0"]):
         assert torch.equal(out, shared(first))
 
 
-def test_texts_in_one_block_have_labels_of_their_own() -> None:
+def test_two_texts_in_one_block_have_separate_labels() -> None:
     model = Stack(1)
     with foci.watch(model) as seen:
         model(IDS)
@@ -455,7 +455,7 @@ def test_texts_in_one_block_have_labels_of_their_own() -> None:
     assert [seen.labels_of(layer)[0].texts[0][0] for layer in seen.layers.values()] == ["7", "8"]
 
 
-def test_the_page_about_watching_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_watch_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code runs, and its table of scores is the one in the code."""
     page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
     monkeypatch.chdir(tmp_path)
@@ -493,7 +493,7 @@ class TestCompiled:
         assert list(seen.layers) == ["blocks.0", "blocks.1"]
 
     @pytest.mark.slow
-    def test_the_first_thing_that_a_program_compiles_inside_of_a_block(self) -> None:
+    def test_a_first_compilation_inside_the_block(self) -> None:
         code = """
 import torch, foci
 from tests.capture.models import Stack
@@ -507,7 +507,7 @@ print(list(seen.layers), torch.equal(out, model(ids)))
         assert run.stdout == "['blocks.0', 'blocks.1'] True\n"
         assert "Exception ignored" not in run.stderr
 
-    def test_a_block_inside_of_what_is_compiled(self) -> None:
+    def test_a_block_inside_compiled_code_is_refused(self) -> None:
         model = Stack(1)
 
         @torch.compile(backend="eager", fullgraph=True)

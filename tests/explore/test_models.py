@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foci.capture import look
+import foci
+from foci.capture import model_loading
 from foci.cli import main
 from foci.explore import models
 from foci.explore.jobs import Job
@@ -31,24 +32,24 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", f"or a model that ships ({', '.join(look.list_shipped_models())}), received none"),
-        ("~/nowhere", "nowhere is not there"),
-        ("/" + "x" * 300, "x is not there"),
+        ("", f"or a model that ships ({', '.join(model_loading.list_shipped_models())}), got an empty name"),
+        ("~/nowhere", "nowhere: no such path"),
+        ("/" + "x" * 300, "x: no such path"),
         ("a b", "Repo id must use alphanumeric chars"),
-        ("../../../no/such", "is not there"),
+        ("../../../no/such", "no such path"),
         ("nul\0", "Repo id must use"),
     ],
 )
 def test_a_name_that_is_none(name: str, said: str) -> None:
-    with pytest.raises(ValueError, match=r"^expected the folder ") as refused:
-        ModelRunner().look(name, "x", Job())
+    with pytest.raises(ValueError, match=r"^model must be the folder ") as refused:
+        ModelRunner().record_text(name, "x", Job())
     assert said in str(refused.value)
 
 
 def test_home_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert look.locate_model("~/model") == str(tmp_path / "model")
+    assert model_loading.locate_model("~/model") == str(tmp_path / "model")
 
 
 def test_a_name_that_nobody_knows_is_told_after_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,12 +60,15 @@ def test_a_name_that_nobody_knows_is_told_after_one_question(monkeypatch: pytest
         raise ConnectionError("no such host")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    for ask in (lambda: ModelRunner().look("no/such", "x", Job()), lambda: models.load_image_model("no/such", "cpu")):
+    for ask in (
+        lambda: ModelRunner().record_text("no/such", "x", Job()),
+        lambda: models.load_image_model("no/such", "cpu"),
+    ):
         with pytest.raises(
             ValueError, match=r"received 'no/such': it is not on this machine, and .* \(no such host\)$"
         ):
             ask()
-    assert asked == [("no/such", look.HUB_TIMEOUT)] * 2
+    assert asked == [("no/such", model_loading.HUB_TIMEOUT)] * 2
 
 
 def test_the_code_of_a_stranger_is_not_run(vision: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,15 +79,18 @@ def test_the_code_of_a_stranger_is_not_run(vision: Path, tmp_path: Path, monkeyp
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for load in (lambda: look.TextModel(str(folder)), lambda: models.load_image_model(str(folder), "cpu")):
+    for load in (
+        lambda: model_loading.load_text_model(str(folder)),
+        lambda: models.load_image_model(str(folder), "cpu"),
+    ):
         with pytest.raises(ValueError, match="contains custom code"):
             load()
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_model_of_images_reads_no_text(vision: Path) -> None:
-    with pytest.raises(ValueError, match=r"^expected a model that reads texts, received "):
-        ModelRunner().look(str(vision), "x", Job())
+    with pytest.raises(ValueError, match=r"^model must be a model that reads text, got "):
+        ModelRunner().record_text(str(vision), "x", Job())
 
 
 def test_a_damaged_model_is_said_in_one_sentence(vision: Path, tmp_path: Path) -> None:
@@ -95,25 +102,25 @@ def test_a_damaged_model_is_said_in_one_sentence(vision: Path, tmp_path: Path) -
 
 def test_a_model_is_given_what_it_takes(tmp_path: Path) -> None:
     pytest.importorskip("PIL").Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
-    shelf, image = ModelRunner(), (tmp_path / "x.png").read_bytes()
+    runner, image = ModelRunner(), (tmp_path / "x.png").read_bytes()
     with pytest.raises(
         ValueError,
-        match=r"^expected a model that takes texts, such as translation, but the one for speech takes sounds$",
+        match=r"^model must take texts, as translation does, got a model for speech, which takes sounds$",
     ):
-        shelf.look("speech", "Jane is hungry.", Job())
+        runner.record_text("speech", "Jane is hungry.", Job())
     with pytest.raises(
         ValueError,
-        match=r"^expected a model that takes images, such as vision, but the one for translation takes texts$",
+        match=r"^model must take images, as vision does, got a model for translation, which takes texts$",
     ):
-        shelf.view("translation", image, Job())
+        runner.record_image("translation", image, Job())
     with pytest.raises(ValueError, match=r"^the file should be a sound file, but "):
-        shelf.hear("speech", b"nonsense", Job())
-    with pytest.raises(ValueError, match=r"such as speech, received 'untrained vectors'$"):
-        shelf.hear(models.UNTRAINED, b"", Job())
+        runner.record_sound("speech", b"nonsense", Job())
+    with pytest.raises(ValueError, match=r"such as speech, got 'untrained vectors'$"):
+        runner.record_sound(models.UNTRAINED, b"", Job())
 
 
 def test_what_is_no_image() -> None:
-    with pytest.raises(ValueError, match=r"^expected an image that Pillow can read, received something else$"):
+    with pytest.raises(ValueError, match=r"^image must be a file that Pillow can read, got another file$"):
         decode_image(b"nonsense")
 
 
@@ -121,10 +128,10 @@ def test_what_ships_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name in ("vision", "generation"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
-    monkeypatch.setattr(look, "SHIPPED_MODELS", tmp_path)
-    assert look.list_shipped_models() == ["generation", "vision"]
-    assert look.locate_model(None) == look.locate_model("generation") == str(tmp_path / "generation")
-    assert look.locate_model("vision") == str(tmp_path / "vision")
+    monkeypatch.setattr(model_loading, "SHIPPED_MODELS", tmp_path)
+    assert model_loading.list_shipped_models() == ["generation", "vision"]
+    assert model_loading.locate_model(None) == model_loading.locate_model("generation") == str(tmp_path / "generation")
+    assert model_loading.locate_model("vision") == str(tmp_path / "vision")
 
 
 def test_a_model_that_is_not_there_is_not_offered() -> None:
@@ -136,7 +143,7 @@ def test_a_model_that_is_not_there_is_not_offered() -> None:
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["look", "x", "--model", "y", "--device", "cuda"]) == 2
     assert main.main(["explore", "--device", "cuda", "--no-browser"]) == 2
-    said = "expected a GPU for the device cuda, but PyTorch finds none here"
+    said = "device must be 'cpu' or 'auto' where PyTorch finds no GPU, got 'cuda'"
     assert capsys.readouterr().err == f"foci look: {said}\nfoci explore: {said}\n"
 
 
@@ -155,10 +162,12 @@ def test_a_file_that_cannot_be_written_is_said_before_a_model_runs(
     assert capsys.readouterr().err == f"foci look: {said}\n"
 
 
-@pytest.mark.skipif("translation" not in look.list_shipped_models(), reason="the translation model does not ship")
+@pytest.mark.skipif(
+    "translation" not in model_loading.list_shipped_models(), reason="the translation model does not ship"
+)
 def test_a_text_that_is_longer_than_the_model_reads_is_noted() -> None:
-    note = ["the text is longer than the model reads: what is shown is a part of it"]
+    note = ["the text is longer than the model reads: only a part of it is shown"]
     long = "The cat sat on the mat. " * 30
-    assert ModelRunner().look("translation", long, Job()).notes == note
-    assert look.look(long, "translation", device="cpu").notes == note
-    assert ModelRunner().look("translation", "A man sleeps.", Job()).notes == []
+    assert ModelRunner().record_text("translation", long, Job()).notes == note
+    assert foci.look(long, "translation", device="cpu").notes == note
+    assert ModelRunner().record_text("translation", "A man sleeps.", Job()).notes == []

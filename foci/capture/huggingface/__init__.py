@@ -1,7 +1,14 @@
-"""Models of transformers under `foci.watch`: switched over and back, their attention named, their inputs read.
+"""Prepares models of transformers for `foci.watch`: switches their attention, names their layers, reads their inputs.
 
-Attention modules that ask transformers' interface for their attention are switched to `foci`. Those that compute it
-themselves are left alone: where they call PyTorch's own attention they are seen there, else they are named.
+Attention modules that call the attention interface of transformers are switched to `attn_implementation="foci"`.
+Modules with their own attention code are left alone: their calls of PyTorch's attention are recorded, other code is
+reported as unseen.
+
+switch: changes `attn_implementation` for the duration of a block.
+naming: layer names of the attention modules.
+inputs: token ids, patches and frames that the model reads.
+masks: masks of transformers as masks of foci.
+attention: a call of the attention interface as a call of `foci.attention`.
 """
 
 from __future__ import annotations
@@ -25,12 +32,12 @@ from foci.capture.naming import is_inside
 if TYPE_CHECKING:
     from foci.capture.recorder import Recorder
 
-# How classes of modules come by their attention, as far as they were met.
+# Where classes of modules get their attention from, cached: see `attention_source_of`.
 ATTENTION_SOURCES: dict[type[nn.Module], str | None] = {}
 
 
 def find_pretrained_models(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """The models of transformers among the modules of a model, by name, outermost first."""
+    """The transformers models among the modules of a model, by name, outermost first."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         return {}
@@ -38,48 +45,49 @@ def find_pretrained_models(modules: Iterable[tuple[str, nn.Module]]) -> dict[str
 
 
 @contextmanager
-def prepare_models(model: nn.Module, parts: dict[str, nn.Module], recorder: Recorder) -> Iterator[None]:
-    """Switches the parts of a model over for a block, reads what goes in, and says afterwards what was not seen."""
+def prepare_models(model: nn.Module, models: dict[str, nn.Module], recorder: Recorder) -> Iterator[None]:
+    """Switches transformers models to foci for a block, reads their inputs, and reports unseen modules at the end."""
     register()
     modules = {
         name: module
         for name, module in recorder.modules
-        if attention_source_of(type(module)) and any(is_same_or_inside(name, outer) for outer in parts)
+        if attention_source_of(type(module)) and any(is_same_or_inside(name, outer) for outer in models)
     }
-    with ExitStack() as leaving:
-        for place in name_layers(parts, modules):
-            recorder.place(*place)
-        for config in find_attention_configs(parts, modules):
-            leaving.enter_context(switch_implementation(config, IMPLEMENTATION))
-        halves = {half: model.get_submodule(name) for half, name in find_encoder_and_decoder(parts).items()}
-        owners = {id(owner): owner for owner in (find_owner(name, parts) for name in modules)}
-        leaving.enter_context(watch_inputs(parts, owners, halves, recorder))
+    with ExitStack() as stack:
+        for name, layer_name in name_layers(models, modules):
+            recorder.name_layer(name, layer_name)
+        for config in find_attention_configs(models, modules):
+            stack.enter_context(switch_implementation(config, IMPLEMENTATION))
+        halves = {half: model.get_submodule(name) for half, name in find_encoder_and_decoder(models).items()}
+        owners = {id(owner): owner for owner in (find_owner(name, models) for name in modules)}
+        stack.enter_context(watch_inputs(models, owners, halves, recorder))
         yield
-        report_unseen_modules(model, recorder, {name: module for name, module in modules.items() if recorder.ran[name]})
+        ran = {name: module for name, module in modules.items() if recorder.run_counts[name]}
+        report_unseen_modules(model, recorder, ran)
 
 
-def attention_source_of(kind: type[nn.Module]) -> str | None:
-    """How a class of modules comes by its attention: it "asks" the interface, "computes" it itself, or has none."""
-    if kind not in ATTENTION_SOURCES:
-        ATTENTION_SOURCES[kind] = inspect_attention_source(kind)
-    return ATTENTION_SOURCES[kind]
+def attention_source_of(module_class: type[nn.Module]) -> str | None:
+    """Where a class of modules gets its attention from: the "interface", its "own" code, or None for no attention."""
+    if module_class not in ATTENTION_SOURCES:
+        ATTENTION_SOURCES[module_class] = inspect_attention_source(module_class)
+    return ATTENTION_SOURCES[module_class]
 
 
-def inspect_attention_source(kind: type[nn.Module]) -> str | None:
-    if any(base.__module__ == "transformers.modeling_utils" for base in kind.__mro__):
-        # A whole model: its attention is that of its modules.
+def inspect_attention_source(module_class: type[nn.Module]) -> str | None:
+    if any(base.__module__ == "transformers.modeling_utils" for base in module_class.__mro__):
+        # A whole model has no attention of its own, only its modules have.
         return None
-    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in {"torch", "builtins"}]
+    own = [base for base in module_class.__mro__ if base.__module__.partition(".")[0] not in {"torch", "builtins"}]
     source = "".join(map(get_source_code, own))
     if "ALL_ATTENTION_FUNCTIONS" in source:
-        return "asks"
-    named = re.search(r"Attention|Attn", kind.__name__)
-    return "computes" if named and re.search(r"softmax\(|scaled_dot_product_attention\(", source) else None
+        return "interface"
+    has_attention_name = re.search(r"Attention|Attn", module_class.__name__)
+    return "own" if has_attention_name and re.search(r"softmax\(|scaled_dot_product_attention\(", source) else None
 
 
-def get_source_code(kind: type) -> str:
+def get_source_code(module_class: type) -> str:
     try:
-        return inspect.getsource(kind)
+        return inspect.getsource(module_class)
     except (OSError, TypeError):
         return ""
 
@@ -88,34 +96,32 @@ def is_same_or_inside(name: str, outer: str) -> bool:
     return name == outer or is_inside(name, outer)
 
 
-def find_attention_configs(parts: dict[str, nn.Module], modules: dict[str, nn.Module]) -> list[Any]:
-    """The configs that decide which attention is taken: of every module that asks, and of the models they belong to.
+def find_attention_configs(models: dict[str, nn.Module], modules: dict[str, nn.Module]) -> list[Any]:
+    """The configs that select the attention: those of modules that call the interface, and of the models around them.
 
-    One that no module asks is left as it is: its modules may choose PyTorch's own attention by it.
+    Other configs are left as they are: their modules may use them to choose PyTorch's own attention.
     """
-    asking = {name: module for name, module in modules.items() if attention_source_of(type(module)) == "asks"}
-    found = [getattr(module, "config", None) for module in asking.values()]
-    # Masks are made by any of the models around a module, from a config that may be a copy.
-    found += [part.config for outer, part in parts.items() if any(is_same_or_inside(name, outer) for name in asking)]
-    unique = {id(config): config for config in found if hasattr(config, "_attn_implementation_internal")}
+    calling = {name: module for name, module in modules.items() if attention_source_of(type(module)) == "interface"}
+    configs = [getattr(module, "config", None) for module in calling.values()]
+    # Any of the models around a module may build its masks, from a config that may be a copy.
+    configs += [
+        part.config for outer, part in models.items() if any(is_same_or_inside(name, outer) for name in calling)
+    ]
+    unique = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
     return list(unique.values())
 
 
 def report_unseen_modules(model: nn.Module, recorder: Recorder, ran: dict[str, nn.Module]) -> None:
-    """Names the attention modules that ran without a call that could be seen."""
-    missed = {name: module for name, module in ran.items() if not recorder.called(name)}
+    """Reports the attention modules that ran without a recorded call."""
+    missed = {name: module for name, module in ran.items() if not recorder.has_attended(name)}
     for name, module in missed.items():
-        how = (
-            "computes its attention itself"
-            if attention_source_of(type(module)) == "computes"
-            else "made no attention call"
-        )
-        recorder.cannot(name, f"{type(module).__name__} {how}")
+        how = "has its own attention code" if attention_source_of(type(module)) == "own" else "made no attention call"
+        recorder.mark_unseen(name, f"{type(module).__name__} {how}")
     if missed:
         first, module = next(iter(missed.items()))
         warnings.warn(
-            f"foci.watch could not see {len(missed)} of the {len(ran)} attention modules of {type(model).__name__} that"
-            f" ran, {first} ({type(module).__name__}) first: they do not ask transformers for their attention."
-            " The record's `unseen` names them",
+            f"foci.watch could not record {len(missed)} of the {len(ran)} attention modules of {type(model).__name__}"
+            f" that ran, such as {first} ({type(module).__name__}): they do not use the attention interface of"
+            " transformers. `unseen` of the record lists them",
             stacklevel=2,
         )

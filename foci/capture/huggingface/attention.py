@@ -1,4 +1,4 @@
-"""One attention of a model of transformers, with everything that models hand over, as a call of `foci.attention`.
+"""Translates a call of the attention interface of transformers into a call of `foci.attention`.
 
 B batch, H heads, Tq queries, Tk keys, D width, Dv value width.
 """
@@ -24,12 +24,12 @@ from foci.scores import Dot
 
 IMPLEMENTATION = "foci"
 
-# What some models hand over that would change the answer.
+# Options of some models that foci does not implement and that would change the output.
 UNSUPPORTED_OPTIONS = {"cache": "a paged cache", "block_indices": "blocks chosen by index"}
 
 
 def register() -> None:
-    """Tells transformers the name; an attention without its mask function would see no padding."""
+    """Registers the implementation with transformers: the attention and its mask function, which reads the padding."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as missing:
@@ -39,7 +39,7 @@ def register() -> None:
 
 
 class VisibleKeys(NamedTuple):
-    """Who may look at whom: how many of the keys count, and what a mask or a bias says about them."""
+    """The number of keys that count, and their mask or bias."""
 
     keys: int
     mask: Mask | Tensor | None
@@ -49,18 +49,18 @@ class VisibleKeys(NamedTuple):
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """One attention of a model of transformers: (B, H, Tq, D) in, (B, Tq, H, Dv) out, and the weights where asked.
+    """One attention of a transformers model: (B, H, Tq, D) in, (B, Tq, H, Dv) out, with weights if requested.
 
-    The mode of `foci.watch` is told of it as a whole, and not of each thing that is asked of a tensor on the way to
+    The torch function mode of `foci.watch` intercepts this call as a whole, not each tensor operation on the way to
     `foci.attention`.
     """
-    given = module, query, key, value, attention_mask
+    arguments = module, query, key, value, attention_mask
     if has_torch_function_variadic(query, key, value) and is_watched():
-        found: tuple[Tensor, Tensor | None] = handle_torch_function(
-            attention_forward, (query, key, value), *given, **options
+        result: tuple[Tensor, Tensor | None] = handle_torch_function(
+            attention_forward, (query, key, value), *arguments, **options
         )
-        return found
-    return translate_call(attention, *given, **options)
+        return result
+    return translate_call(attention, *arguments, **options)
 
 
 def translate_call(
@@ -80,47 +80,49 @@ def translate_call(
     indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `attend` says, by `foci.attention` or by who tells of it: `compute`."""
+    """Implements `attention_forward`; `compute` is `foci.attention`, or a recorded call of it."""
     for name, what in UNSUPPORTED_OPTIONS.items():
         if others.get(name) is not None:
-            raise ValueError(f"attn_implementation='foci' does not serve {what}: expected {name}=None")
-    looks_back = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    seen = read_visible_keys(attention_mask, position_bias, looks_back, sliding_window, query.shape[2], key.shape[2])
+            raise ValueError(f"{name} must be None, got {what}, which attn_implementation='foci' does not support")
+    is_causal_call = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    visible = read_visible_keys(
+        attention_mask, position_bias, is_causal_call, sliding_window, query.shape[2], key.shape[2]
+    )
     options: dict[str, Any] = {
         "score": build_score(scaling, None if softcap is None or ignores_softcap(module) else softcap, query.shape[3]),
-        "mask": seen.mask if indices is None else restrict_to_indices(indices, seen),
-        "bias": seen.bias,
+        "mask": visible.mask if indices is None else restrict_to_indices(indices, visible),
+        "bias": visible.bias,
         "sink": None if s_aux is None else s_aux.reshape(-1),
         "dropout": dropout if module.training else 0.0,
     }
-    key_now, value_now = take_first_keys(seen.keys, key), take_first_keys(seen.keys, value)
-    if looks_back and is_watched() and is_in_static_cache(key):
-        key_now, value_now = key_now.clone(), value_now.clone()
-    query_key_value = query, key_now, value_now
+    used_keys, used_values = take_first_keys(visible.keys, key), take_first_keys(visible.keys, value)
+    if is_causal_call and is_watched() and is_in_static_cache(key):
+        used_keys, used_values = used_keys.clone(), used_values.clone()
+    inputs = query, used_keys, used_values
     if not needs_weights(others):
-        return compute(*query_key_value, **options).transpose(1, 2).contiguous(), None
-    out, weights = compute(*query_key_value, **options, return_weights=True)
-    dense = F.pad(weights.dense(limit=2**62), (0, key.shape[2] - seen.keys))
+        return compute(*inputs, **options).transpose(1, 2).contiguous(), None
+    out, weights = compute(*inputs, **options, return_weights=True)
+    dense = F.pad(weights.dense(limit=2**62), (0, key.shape[2] - visible.keys))
     return out.transpose(1, 2).contiguous(), dense.to(query.dtype)
 
 
 def take_first_keys(count: int, keys: Tensor) -> Tensor:
-    """The first keys of a cache; all of them as they are, as a slice takes time."""
+    """The first keys of a cache; avoids the cost of a slice if it is all of them."""
     return keys if keys.shape[2] == count else keys[:, :, :count]
 
 
 def read_visible_keys(
     attention_mask: Tensor | None,
     position_bias: Tensor | None,
-    looks_back: bool,
+    is_causal_call: bool,
     sliding_window: int | None,
     queries: int,
     keys: int,
 ) -> VisibleKeys:
-    """Reads the mask in every form that models hand over, None included."""
+    """Reads the mask in every form that models pass, including None."""
     mask: Mask | Tensor | None = None
-    if attention_mask is None and looks_back:
-        # The queries are all there is, then: what a cache of fixed size has behind them is empty.
+    if attention_mask is None and is_causal_call:
+        # Without a mask the queries are the whole sequence: later slots of a static cache are empty.
         keys = keys if queries == 1 else min(keys, queries)
         mask = causal if queries > 1 else None
         if sliding_window is not None and sliding_window < keys:
@@ -135,20 +137,20 @@ def read_visible_keys(
     return VisibleKeys(keys, mask, None if position_bias is None else position_bias[..., :keys])
 
 
-def restrict_to_indices(indices: Tensor, seen: VisibleKeys) -> Mask:
-    """Only the keys that an indexer chose for each query, (B, Tq, some): a dense mask, as it is in eager code."""
-    chosen = torch.zeros(*indices.shape[:2], seen.keys, dtype=torch.bool, device=indices.device)
+def restrict_to_indices(indices: Tensor, visible: VisibleKeys) -> Mask:
+    """Restricts each query to the keys that an indexer chose, (B, Tq, n), with a dense mask as in eager code."""
+    chosen = torch.zeros(*indices.shape[:2], visible.keys, dtype=torch.bool, device=indices.device)
     chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
-    return as_mask(chosen) if seen.mask is None else as_mask(seen.mask) & chosen
+    return as_mask(chosen) if visible.mask is None else as_mask(visible.mask) & chosen
 
 
 def build_score(scaling: float | None, softcap: float | None, width: int) -> Dot:
-    """The plain score itself where it is one: the short way of the call knows it by identity."""
+    """The score; a plain dot product is `DOT` itself, which the fast path of the call recognizes by identity."""
     return DEFAULT_SCORE if softcap is None and scaling in {None, width**-0.5} else Dot(scaling, softcap)
 
 
 def ignores_softcap(module: nn.Module) -> bool:
-    """Whether a watched module goes without its softcap: SDPA did not take one, and older versions did not say so."""
+    """Whether a watched module ran without its softcap: older versions of transformers ignored it under SDPA."""
     from transformers.integrations import sdpa_attention
 
     before = implementation_before_watch(getattr(module, "config", None))
@@ -156,17 +158,17 @@ def ignores_softcap(module: nn.Module) -> bool:
 
 
 def is_in_static_cache(key: Tensor) -> bool:
-    """Whether the keys lie in a cache of fixed size, where the next step writes between them."""
+    """Whether the keys are in a static cache, which the next step overwrites in place."""
     return not key.is_inference() and key._version > 0
 
 
 def needs_weights(others: dict[str, Any]) -> bool:
-    """Whether the forward was called with output_attentions=True, handed down or collected by hooks."""
+    """Whether the model was called with output_attentions=True, passed down or collected by hooks."""
     if others.get("output_attentions"):
         return True
     if torch.compiler.is_compiling():
         return False
-    # Where forwards are not told, hooks collect; the first versions of transformers always tell.
+    # Newer versions of transformers collect weights with hooks; the first ones always pass the option down.
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collected = None if capturing is None else capturing._active_collector.get()
     return collected is not None and any("attentions" in name for name in collected)

@@ -1,4 +1,4 @@
-"""What goes into a model of transformers while it is watched: token ids, the grid of patches, frames of sound.
+"""Reads the inputs of transformers models under `foci.watch`: token ids, the grid of image patches, audio frames.
 
 B batch, T length.
 """
@@ -28,93 +28,95 @@ SAMPLES_PER_SECOND = 16000
 
 @contextmanager
 def watch_inputs(
-    parts: dict[str, nn.Module], owners: dict[int, nn.Module], halves: dict[str, nn.Module], recorder: Recorder
+    models: dict[str, nn.Module], owners: dict[int, nn.Module], halves: dict[str, nn.Module], recorder: Recorder
 ) -> Iterator[None]:
-    """Tells the recorder, for a block, what goes into the outermost models, or into an encoder and a decoder.
+    """Reports the inputs of the outermost models, or of an encoder and a decoder, to the recorder for a block.
 
     `owners` are the models that have attention modules of their own: the towers.
     """
-    outermost = [part for name, part in parts.items() if not any(is_inside(name, outer) for outer in parts)]
-    with ExitStack() as leaving:
+    outermost = [model for name, model in models.items() if not any(is_inside(name, outer) for outer in models)]
+    with ExitStack() as stack:
         for half, module in halves.items():
-            leaving.callback(
+            stack.callback(
                 module.register_forward_pre_hook(
                     make_token_id_hook(SEQUENCE_NAMES[half], recorder), with_kwargs=True
                 ).remove
             )
         for module in () if halves else outermost:
-            leaving.callback(
+            stack.callback(
                 module.register_forward_pre_hook(make_token_id_hook("input", recorder), with_kwargs=True).remove
             )
         for module in owners.values():
             label = tower_label_of(module, halves)
             if label is not None:
-                shown = partial(record_tower_labels, label, recorder)
-                leaving.callback(module.register_forward_hook(shown, with_kwargs=True).remove)
+                hook = partial(record_tower_labels, label, recorder)
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield
 
 
 def make_token_id_hook(label: str, recorder: Recorder) -> Callable[..., None]:
-    """A hook that reads the token ids of a forward."""
+    """A forward pre-hook that reads the token ids."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = get_forward_argument(module, args, kwargs, "input_ids")
         if isinstance(ids, Tensor) and ids.dim() == 2 and get_ident() == recorder.thread:
-            recorder.read(label, ids)
+            recorder.add_token_ids(label, ids)
 
     return hook
 
 
 def get_forward_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """An argument of a forward, however it was passed."""
+    """An argument of a forward call, passed by position or by name."""
     if name in kwargs or not args:
         return kwargs.get(name)
     names = list(inspect.signature(module.forward).parameters)
     return args[names.index(name)] if name in names[: len(args)] else None
 
 
-def tower_label_of(part: Any, halves: dict[str, nn.Module]) -> str | None:
-    """What the positions of a tower are called, where it takes images or sound; None for text."""
-    side = modality_of_model(part)
-    if side == "text" or halves.get("decoder") is part:
+def tower_label_of(model: Any, halves: dict[str, nn.Module]) -> str | None:
+    """The label name of a tower that reads images or audio; None for text."""
+    modality = modality_of_model(model)
+    if modality == "text" or halves.get("decoder") is model:
         return None
-    return SEQUENCE_NAMES["encoder"] if halves.get("encoder") is part else SEQUENCE_NAMES[side]
+    return SEQUENCE_NAMES["encoder"] if halves.get("encoder") is model else SEQUENCE_NAMES[modality]
 
 
 def record_tower_labels(
-    label: str, recorder: Recorder, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    label: str, recorder: Recorder, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> None:
-    """A hook that says what stands along the positions of a tower."""
+    """A forward hook that sets the labels of a tower's positions."""
     states = getattr(out, "last_hidden_state", None)
     if not isinstance(states, Tensor) or states.dim() != 3 or get_ident() != recorder.thread:
         return
     batch, length = states.shape[:2]
-    if modality_of_model(part) == "vision":
-        found = build_patch_labels(part.config, get_forward_argument(part, args, kwargs, "pixel_values"), batch, length)
+    if modality_of_model(model) == "vision":
+        labels = build_patch_labels(
+            model.config, get_forward_argument(model, args, kwargs, "pixel_values"), batch, length
+        )
     else:
-        found = build_frame_labels(part.config, batch, length)
-    if found is not None:
-        recorder.say(label, found)
+        labels = build_frame_labels(model.config, batch, length)
+    if labels is not None:
+        recorder.set_labels(label, labels)
 
 
 def build_patch_labels(config: Any, images: Any, batch: int, length: int) -> Labels | None:
-    """The grid of patches, and the pictures from their darkest to their brightest; None where it is no plain grid."""
+    """Labels with the grid of patches and the images; None if the positions are not a plain grid."""
     size = getattr(config, "patch_size", None)
     if not isinstance(images, Tensor) or images.dim() != 4 or not isinstance(size, int):
         return None
     rows, columns = images.shape[2] // size, images.shape[3] // size
     leading = length - rows * columns
-    # Images in one row are no batch, and tokens behind the patches (detection) would pass for tokens before them.
+    # Images concatenated along the sequence are not a batch; detection tokens stand after the patches, not before.
     if batch != images.shape[0] or not 0 <= leading <= 16 or hasattr(config, "num_detection_tokens"):
         return None
-    places = [f"{row},{column}" for row in range(rows) for column in range(columns)]
-    texts = tuple(f"[{i}]" for i in range(leading)) + tuple(places)
+    coordinates = [f"{row},{column}" for row in range(rows) for column in range(columns)]
+    texts = tuple(f"[{i}]" for i in range(leading)) + tuple(coordinates)
     shown = images_to_uint8(images) if images.shape[1] == 3 else None
     return Labels("patches", (texts,) * images.shape[0], grid=(rows, columns), leading=leading, images=shown)
 
 
 def images_to_uint8(images: Tensor) -> Tensor:
-    """(B, 3, height, width) of any scale as uint8 (B, height, width, 3)."""
+    """(B, 3, height, width) of any scale -> uint8 (B, height, width, 3), each image scaled to its full range."""
     images = images.detach().float()
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
     scaled = (images - low) / (high - low).clamp(min=1e-6) * 255
@@ -122,7 +124,7 @@ def images_to_uint8(images: Tensor) -> Tensor:
 
 
 def build_frame_labels(config: Any, batch: int, length: int) -> Labels:
-    """Frames of sound, with the time that each takes where the config tells."""
+    """Labels of audio frames, with their start time if the config tells the duration of a frame."""
     seconds = seconds_per_frame(config)
     texts = [f"{i * seconds:.2f}s" if seconds else str(i) for i in range(length)]
     return Labels("frames", (tuple(texts),) * batch, seconds=seconds)
@@ -130,7 +132,7 @@ def build_frame_labels(config: Any, batch: int, length: int) -> Labels:
 
 def seconds_per_frame(config: Any) -> float | None:
     if config.model_type == "whisper":
-        # Frames of 10 ms, halved by a convolution.
+        # Frames of 10 ms, and a convolution of stride 2.
         return 0.02
     strides = getattr(config, "conv_stride", None)
     return math.prod(strides) / SAMPLES_PER_SECOND if strides else None

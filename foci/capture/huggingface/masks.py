@@ -1,7 +1,7 @@
-"""The masks of transformers, read as masks of foci: nothing of size n x n is built where the rule is a known one.
+"""Reads the masks of transformers as masks of foci; known masks never build an n x n tensor.
 
-transformers describes a mask by a function of four indices (causal, a window, documents, joined by and and or) and a
-2-D tensor that says which tokens are real. Both are read here; a rule that is not known is built by transformers.
+transformers describes a mask by a function of four indices (causal, a window, documents, combined with and / or) and a
+2-D tensor that marks the real tokens. Both are read here; transformers builds the tensor of any unknown mask function.
 
 B batch, Tq queries, Tk keys.
 """
@@ -25,21 +25,21 @@ from foci.capture.huggingface.switch import implementation_before_watch
 from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import causal, documents, padding, window
 from foci.masks.tile import CallSizes, Tile
-from foci.runtime.checks import is_traced
+from foci.runtime.tracing import is_traced
 
 MaskConjuncts = list[Mask]
 MaskFunction = Callable[..., Any]
 
-# On a CPU a dense mask of this many entries is cheaper than a rule, and its kernel is the one that SDPA takes.
+# On a CPU a dense mask of up to this many entries is cheaper than a rule, and runs the same kernel as SDPA.
 MAX_SMALL_MASK_ENTRIES = 2**20
 
-# What code does to its scores that computes its attention itself.
+# The operators by which eager attention code puts a mask on its scores.
 EAGER_MASK_OPERATORS = (torch.ops.aten.add, torch.ops.aten.add_, torch.ops.aten.masked_fill)
 
 
 @dataclass(frozen=True)
 class MaskPositions:
-    """Where the queries and keys of a mask stand: query i at query_start + i, key j at key_start + j."""
+    """The positions of a mask's queries and keys: query i at query_start + i, key j at key_start + j."""
 
     batch: int
     queries: int
@@ -49,57 +49,53 @@ class MaskPositions:
     device: torch.device
 
     @property
-    def aligned(self) -> bool:
-        """Whether the last query stands at the last key, which foci takes for granted."""
+    def is_aligned(self) -> bool:
+        """Whether the last query is at the position of the last key, the default of foci."""
         return self.query_start - self.key_start == self.keys - self.queries
 
-    def up_to_the_last_query(self) -> MaskPositions:
-        """Without the keys that stand behind every query: the part of a cache of fixed size that is still empty."""
+    def without_future_keys(self) -> MaskPositions:
+        """Drops the keys after the last query: the empty slots of a static cache."""
         return replace(self, keys=min(self.keys, self.query_start + self.queries - self.key_start))
 
-    def ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What a (B, length) tensor holds for the queries and for the keys."""
+    def split_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of a (B, length) tensor for the queries and for the keys."""
         queries = ids[:, self.query_start : self.query_start + self.queries]
         return queries, ids[:, self.key_start : self.key_start + self.keys]
 
 
 class DeferredMask(Tensor):
-    """A mask that stands for a dense tensor: transformers may hold it, pass it on and ask for its shape.
+    """A tensor subclass that stands for a dense mask: transformers may store it, pass it on and read its shape.
 
-    An operation on it builds the bool tensor (True = may look), so whoever slices it gets what they expect. Code that
-    adds it to scores, or fills scores where it is not 0, takes it for the mask of eager code: it gets that, and a
-    warning says so.
+    Any operation on it, such as a slice, builds the bool tensor (True = may attend). Code that adds it to scores, or
+    fills scores where it is not 0, is eager attention code: it gets an additive or inverted mask, and a warning.
     """
 
     mask: Mask
-    # The number of keys that anybody may look at; those behind them are masked.
+    # The number of keys that the mask covers; later keys are masked.
     keys: int
 
     @staticmethod
-    def __new__(cls, mask: Mask, place: MaskPositions, all_keys: int) -> DeferredMask:
-        shape = (place.batch, 1, place.queries, all_keys)
-        made: DeferredMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=place.device)
-        made.mask, made.keys = mask, place.keys
-        return made
+    def __new__(cls, mask: Mask, positions: MaskPositions, all_keys: int) -> DeferredMask:
+        shape = (positions.batch, 1, positions.queries, all_keys)
+        deferred: DeferredMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=positions.device)
+        deferred.mask, deferred.keys = mask, positions.keys
+        return deferred
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        form: Callable[[DeferredMask], Tensor] = build_deferred_mask
+        convert: Callable[[DeferredMask], Tensor] = build_deferred_mask
         if function.overloadpacket in EAGER_MASK_OPERATORS:
             warn_eager_attention()
-            filled = function.overloadpacket is torch.ops.aten.masked_fill
-            form = (
-                to_inverted_mask
-                if filled
-                else partial(to_additive_mask, like=args[1] if isinstance(args[0], cls) else args[0])
-            )
-        args, kwargs = tree_map_only(cls, form, (args, kwargs or {}))
+            scores = args[1] if isinstance(args[0], cls) else args[0]
+            is_fill = function.overloadpacket is torch.ops.aten.masked_fill
+            convert = to_inverted_mask if is_fill else partial(to_additive_mask, like=scores)
+        args, kwargs = tree_map_only(cls, convert, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Deferred({self.mask!r}, {tuple(self.shape)})"
+        return f"DeferredMask({self.mask!r}, {tuple(self.shape)})"
 
 
 def build_deferred_mask(deferred: DeferredMask) -> Tensor:
@@ -113,27 +109,27 @@ def build_deferred_mask(deferred: DeferredMask) -> Tensor:
 
 
 def to_additive_mask(deferred: DeferredMask, like: Tensor) -> Tensor:
-    """What eager code adds to its scores: 0 where a query may look, the lowest number where not."""
+    """The mask that eager code adds to its scores: 0 where a query may attend, the lowest number elsewhere."""
     return torch.where(build_deferred_mask(deferred), 0.0, torch.finfo(like.dtype).min).to(like.dtype)
 
 
 def to_inverted_mask(deferred: DeferredMask) -> Tensor:
-    """Where eager masks are not 0."""
+    """The bool tensor of masked entries, which eager code fills."""
     return ~build_deferred_mask(deferred)
 
 
 def is_watched() -> bool:
-    """Whether a `foci.watch` block of this thread is open; its module is there once one was."""
+    """Whether a `foci.watch` block of this thread is open; its module is imported only once one was."""
     recorder = sys.modules.get("foci.capture.recorder")
-    return recorder is not None and bool(recorder.active())
+    return recorder is not None and bool(recorder.active_recorders())
 
 
 def warn_eager_attention() -> None:
-    # A watched model says which modules it could not see.
+    # The record of a watched model lists unseen modules already.
     if not is_watched():
         warnings.warn(
-            "attn_implementation='foci' is not used by a module of this model: it puts the mask on scores of its own,"
-            " so its output is right, but foci does not compute it",
+            "attn_implementation='foci' is not used by a module of this model, which applies the mask to its own"
+            " scores: its output is correct, but not computed by foci",
             stacklevel=3,
         )
 
@@ -152,128 +148,127 @@ def build_attention_mask(
     cache_position: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """The mask of a forward, as transformers asks for it: a `Deferred`, or None where everything is visible.
+    """Builds the mask of a forward pass with the arguments of transformers; None if all keys are visible.
 
-    A causal mask is never left to `is_causal`: modules that take no notice of `attn_implementation` would lose it.
-    While compiling it is the dense mask of eager code, which every module understands.
+    The result is a `DeferredMask`. A causal mask is never left to `is_causal`: modules that ignore
+    `attn_implementation` would lose it. While compiling, the result is the dense mask of eager code, which every module
+    understands.
     """
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     function = causal_mask_function if mask_function is None else mask_function
-    asked: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset, "device": device}
+    arguments: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset, "device": device}
     if cache_position is not None:
-        # The first versions say where each query stands.
-        asked = {"cache_position": cache_position}
+        # The first versions of transformers 5 pass the position of each query.
+        arguments = {"cache_position": cache_position}
         q_length, q_offset, device = cache_position.shape[0], cache_position[0], cache_position.device
-    asked |= {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "mask_function": function}
-    asked |= {"attention_mask": attention_mask, "allow_is_causal_skip": False, **others}
+    arguments |= {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "mask_function": function}
+    arguments |= {"attention_mask": attention_mask, "allow_is_causal_skip": False, **others}
     if torch.compiler.is_compiling() or is_traced(torch.as_tensor(q_offset)):
-        return eager_mask(**asked, allow_is_bidirectional_skip=allow_is_bidirectional_skip)  # type: ignore[no-any-return]
-    # Where a cache of fixed size ends is on its device: one query has a row of entries, and nothing waits for it.
-    unknown = isinstance(q_offset, Tensor) and q_length == 1 and not is_watched()
-    start = kv_offset + kv_length - 1 if unknown else int(q_offset)
-    place = MaskPositions(batch_size, q_length, kv_length, start, kv_offset, torch.device(device))
-    place, rules = (place, None) if unknown else read_conjuncts(function, attention_mask, place)
-    if rules == [] and allow_is_bidirectional_skip:
+        return eager_mask(**arguments, allow_is_bidirectional_skip=allow_is_bidirectional_skip)  # type: ignore[no-any-return]
+    # The end of a static cache is known only on its device: a single query uses a dense row, without synchronizing.
+    is_end_unknown = isinstance(q_offset, Tensor) and q_length == 1 and not is_watched()
+    start = kv_offset + kv_length - 1 if is_end_unknown else int(q_offset)
+    positions = MaskPositions(batch_size, q_length, kv_length, start, kv_offset, torch.device(device))
+    positions, conjuncts = (positions, None) if is_end_unknown else read_conjuncts(function, attention_mask, positions)
+    if conjuncts == [] and allow_is_bidirectional_skip:
         return None
-    if (
-        allow_is_causal_skip
-        and rules == [causal]
-        and (start == 0 or q_length == 1)
-        and ran_fused_before_watch(others.get("config"))
-    ):
+    is_plain_causal = conjuncts == [causal] and (start == 0 or q_length == 1)
+    if allow_is_causal_skip and is_plain_causal and ran_fused_before_watch(others.get("config")):
         return None
-    if rules is None or (rules != [causal] and is_small_mask(place)):
-        rules = [DenseMask(sdpa_mask(**asked)[..., : place.keys])]
-    return DeferredMask(reduce(and_, rules or [window(None, None)]), place, kv_length)
+    if conjuncts is None or (conjuncts != [causal] and is_small_mask(positions)):
+        conjuncts = [DenseMask(sdpa_mask(**arguments)[..., : positions.keys])]
+    return DeferredMask(reduce(and_, conjuncts or [window(None, None)]), positions, kv_length)
 
 
 def ran_fused_before_watch(config: Any) -> bool:
-    """Whether a model that is watched ran on SDPA before: it goes on leaving causality to its modules, or its output
-    would change where they have another opinion.
+    """Whether a watched model used a fused implementation before.
+
+    It must go on leaving causality to its modules: its output would change where they deviate from the mask.
     """
     return implementation_before_watch(config) not in {None, "eager", "foci"}
 
 
-def is_small_mask(place: MaskPositions) -> bool:
-    return place.device.type == "cpu" and place.batch * place.queries * place.keys <= MAX_SMALL_MASK_ENTRIES
+def is_small_mask(positions: MaskPositions) -> bool:
+    entries = positions.batch * positions.queries * positions.keys
+    return positions.device.type == "cpu" and entries <= MAX_SMALL_MASK_ENTRIES
 
 
 def read_conjuncts(
-    function: MaskFunction, attention_mask: Tensor | None, place: MaskPositions
+    function: MaskFunction, attention_mask: Tensor | None, positions: MaskPositions
 ) -> tuple[MaskPositions, MaskConjuncts | None]:
-    """The rules of a mask, and its place without the keys that nobody sees; no rules where one is not known."""
-    rules = read_mask_function(function, place)
-    if rules is not None and causal in rules:
-        place = place.up_to_the_last_query()
-        rules = read_mask_function(function, place)
-    if rules is None or (rules and not place.aligned):
-        return place, None
-    return place, rules + read_padding_mask(attention_mask, place)
+    """The conjuncts of a mask, and its positions without fully masked keys; None for an unknown mask."""
+    conjuncts = read_mask_function(function, positions)
+    if conjuncts is not None and causal in conjuncts:
+        positions = positions.without_future_keys()
+        conjuncts = read_mask_function(function, positions)
+    if conjuncts is None or (conjuncts and not positions.is_aligned):
+        return positions, None
+    return positions, conjuncts + read_padding_mask(attention_mask, positions)
 
 
-def read_mask_function(function: MaskFunction, place: MaskPositions) -> MaskConjuncts | None:
-    """The rules that must all hold, none where everything is visible; None where one of them is not known."""
-    known = (
+def read_mask_function(function: MaskFunction, positions: MaskPositions) -> MaskConjuncts | None:
+    """The masks that must all hold: [] if everything is visible, None if one of them is not known."""
+    reader = (
         MASK_FUNCTION_READERS.get(function.__qualname__)
         if function.__module__ == "transformers.masking_utils"
         else None
     )
-    if known is None:
+    if reader is None:
         return None
     cells = function.__closure__ or ()
-    held = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
-    return known(place, **held)
+    variables = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    return reader(positions, **variables)
 
 
-def read_and(place: MaskPositions, mask_functions: tuple[MaskFunction, ...]) -> MaskConjuncts | None:
-    found = [read_mask_function(function, place) for function in mask_functions]
-    return None if None in found else [rule for rules in found for rule in rules or ()]
+def read_and(positions: MaskPositions, mask_functions: tuple[MaskFunction, ...]) -> MaskConjuncts | None:
+    parts = [read_mask_function(function, positions) for function in mask_functions]
+    return None if None in parts else [mask for conjuncts in parts for mask in conjuncts or ()]
 
 
-def read_or(place: MaskPositions, mask_functions: tuple[MaskFunction, ...]) -> MaskConjuncts | None:
-    found = [read_mask_function(function, place) for function in mask_functions]
-    if None in found:
+def read_or(positions: MaskPositions, mask_functions: tuple[MaskFunction, ...]) -> MaskConjuncts | None:
+    parts = [read_mask_function(function, positions) for function in mask_functions]
+    if None in parts:
         return None
-    # One that lets everything through makes the others idle.
-    return [reduce(or_, (reduce(and_, rules) for rules in found if rules))] if all(found) else []
+    # A mask that lets everything through makes the others redundant.
+    return [reduce(or_, (reduce(and_, conjuncts) for conjuncts in parts if conjuncts))] if all(parts) else []
 
 
-def read_causal(place: MaskPositions) -> MaskConjuncts:
+def read_causal(positions: MaskPositions) -> MaskConjuncts:
     return [causal]
 
 
-def read_bidirectional(place: MaskPositions) -> MaskConjuncts:
+def read_bidirectional(positions: MaskPositions) -> MaskConjuncts:
     return []
 
 
-def read_sliding_window(place: MaskPositions, sliding_window: int) -> MaskConjuncts:
-    return [] if sliding_window >= place.keys else [window(sliding_window - 1, None)]
+def read_sliding_window(positions: MaskPositions, sliding_window: int) -> MaskConjuncts:
+    return [] if sliding_window >= positions.keys else [window(sliding_window - 1, None)]
 
 
-def read_bidirectional_window(place: MaskPositions, sliding_window: int) -> MaskConjuncts:
-    return [] if sliding_window >= place.keys else [window(sliding_window, sliding_window)]
+def read_bidirectional_window(positions: MaskPositions, sliding_window: int) -> MaskConjuncts:
+    return [] if sliding_window >= positions.keys else [window(sliding_window, sliding_window)]
 
 
-def read_chunks(place: MaskPositions, chunk_size: int, left_padding: Tensor) -> MaskConjuncts:
-    """Chunks are counted from the first real token."""
-    end = max(place.query_start + place.queries, place.key_start + place.keys)
+def read_chunks(positions: MaskPositions, chunk_size: int, left_padding: Tensor) -> MaskConjuncts:
+    """Chunks of a fixed size, counted from the first real token."""
+    end = max(positions.query_start + positions.queries, positions.key_start + positions.keys)
     chunks = (torch.arange(end, device=left_padding.device) - left_padding.view(-1, 1)) // chunk_size
-    return [documents(*place.ids(chunks))]
+    return [documents(*positions.split_ids(chunks))]
 
 
-def read_packed_sequences(place: MaskPositions, packed_sequence_mask: Tensor) -> MaskConjuncts:
-    return [documents(*place.ids(packed_sequence_mask))]
+def read_packed_sequences(positions: MaskPositions, packed_sequence_mask: Tensor) -> MaskConjuncts:
+    return [documents(*positions.split_ids(packed_sequence_mask))]
 
 
-def read_blocks(place: MaskPositions, block_sequence_ids: Tensor) -> MaskConjuncts:
-    """Tokens with the number -1 belong to no block, so they meet no key."""
-    queries, keys = place.ids(block_sequence_ids)
+def read_blocks(positions: MaskPositions, block_sequence_ids: Tensor) -> MaskConjuncts:
+    """Blocks of equal ids; tokens with the id -1 belong to no block and attend to no key."""
+    queries, keys = positions.split_ids(block_sequence_ids)
     return [documents(queries, torch.where(keys < 0, -2, keys))]
 
 
-def read_padding(place: MaskPositions, padding_mask: Tensor) -> MaskConjuncts:
-    return read_padding_mask(padding_mask, place)
+def read_padding(positions: MaskPositions, padding_mask: Tensor) -> MaskConjuncts:
+    return read_padding_mask(padding_mask, positions)
 
 
 MASK_FUNCTION_READERS: dict[str, Callable[..., MaskConjuncts | None]] = {
@@ -290,19 +285,19 @@ MASK_FUNCTION_READERS: dict[str, Callable[..., MaskConjuncts | None]] = {
 }
 
 
-def read_padding_mask(attention_mask: Tensor | None, place: MaskPositions) -> MaskConjuncts:
-    """Which keys are real tokens: as lengths where they are contiguous, which costs one look at the values."""
+def read_padding_mask(attention_mask: Tensor | None, positions: MaskPositions) -> MaskConjuncts:
+    """The keys that are real tokens: as lengths if they are contiguous, which reads the values once."""
     if attention_mask is None:
         return []
-    _, there = place.ids(attention_mask.bool())
-    # Keys past the end of the tensor are not real: transformers pads it with zeros.
-    there = F.pad(there, (0, place.keys - there.shape[1]))
-    lengths = there.sum(-1)
-    first_ones = torch.arange(place.keys, device=there.device) < lengths.view(-1, 1)
-    kinds = torch.stack([there.all(), (there == first_ones).all(), (there == first_ones.flip(-1)).all()])
+    _, is_real = positions.split_ids(attention_mask.bool())
+    # Keys past the end of the tensor are padding: transformers fills it with zeros.
+    is_real = F.pad(is_real, (0, positions.keys - is_real.shape[1]))
+    lengths = is_real.sum(-1)
+    first_ones = torch.arange(positions.keys, device=is_real.device) < lengths.view(-1, 1)
+    kinds = torch.stack([is_real.all(), (is_real == first_ones).all(), (is_real == first_ones.flip(-1)).all()])
     everything, right, left = kinds.tolist()
     if everything:
         return []
     if right or left:
         return [padding(lengths, "right" if right else "left")]
-    return [DenseMask(there[:, None, None, :])]
+    return [DenseMask(is_real[:, None, None, :])]

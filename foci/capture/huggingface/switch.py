@@ -1,4 +1,4 @@
-"""Another attention for the configs of a model while a block lasts."""
+"""Changes the attention implementation in the configs of a model for the duration of a block."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 SWITCH_LOCK = threading.Lock()
-# By the id of a config: the config, what it said before the first block that switched it, and how many blocks hold it.
+# By the id of a config: the config, its implementation before the first block, and the number of blocks that hold it.
 SWITCHED_CONFIGS: dict[int, tuple[Any, str | None, int]] = {}
 
 
 @contextmanager
 def switch_implementation(config: Any, name: str) -> Iterator[None]:
-    """Another attention for a block; the last of all blocks that hold the config, in any thread, switches it back."""
+    """Sets the implementation for a block; the last block that holds the config, in any thread, restores it."""
     with SWITCH_LOCK:
         _, before, holders = SWITCHED_CONFIGS.get(id(config), (config, config._attn_implementation_internal, 0))
         SWITCHED_CONFIGS[id(config)] = config, before, holders + 1
@@ -31,5 +31,5 @@ def switch_implementation(config: Any, name: str) -> Iterator[None]:
 
 
 def implementation_before_watch(config: Any) -> str | None:
-    """The attention that a config names outside of the blocks that switched it; None where none did."""
+    """The implementation that a config had before `foci.watch` switched it; None if it is not switched."""
     return SWITCHED_CONFIGS.get(id(config), (config, None, 0))[1]

@@ -1,0 +1,156 @@
+"""Finds and loads the model that `foci.look` and the explorer run.
+
+A model is a Hugging Face model, by folder or name; a model that foci trained, by its file or run directory; or a
+pretrained model that ships with foci, by name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+# Code that comes with a model is never run, and there is no prompt that asks for permission.
+LOAD_OPTIONS: dict[str, Any] = {"trust_remote_code": False}
+SHIPPED_MODELS = Path(__file__).parents[1] / "models"
+# The shipped models that read text, the default first.
+TEXT_MODELS = ("translation", "generation", "sentiment", "summarization")
+# Seconds to wait for Hugging Face to say whether a model exists.
+HUB_TIMEOUT = 10
+
+
+@dataclass
+class TextModel:
+    """A Hugging Face model with its config and tokenizer, in eval mode on one device."""
+
+    config: Any
+    tokenizer: Any
+    model: Any
+    device: str
+
+
+def ignore_message(_message: str) -> None:
+    """Drops a progress message."""
+
+
+def load_text_model(name: str, device: str = "cpu", report: Callable[[str], None] = ignore_message) -> TextModel:
+    """Loads a Hugging Face model and its tokenizer, by folder or name."""
+    transformers = import_transformers()
+    report(f"loading {name}")
+    with explain_loading_errors(describe_model_choices(), name):
+        check_model_is_available(name)
+        config = transformers.AutoConfig.from_pretrained(name, **LOAD_OPTIONS)
+    with explain_loading_errors("a model that reads text", name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **LOAD_OPTIONS)
+    with explain_loading_errors(describe_model_choices(), name):
+        auto_class = getattr(transformers, auto_class_of(config))
+        model = auto_class.from_pretrained(name, **LOAD_OPTIONS).eval().to(device)
+    return TextModel(config, tokenizer, model, device)
+
+
+def import_transformers() -> Any:
+    """The transformers package, or an error that says how to install it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "Hugging Face models need transformers, which is not installed: pip install 'foci[hf]'"
+        ) from error
+    return transformers
+
+
+def auto_class_of(config: Any) -> str:
+    """The auto class of transformers that loads a model with its output head."""
+    if config.is_encoder_decoder:
+        return "AutoModelForSeq2SeqLM"
+    is_causal = any(name.endswith(CAUSAL_LM_SUFFIXES) for name in config.architectures or [])
+    return "AutoModelForCausalLM" if is_causal else "AutoModel"
+
+
+@contextmanager
+def explain_loading_errors(expected: str, name: str) -> Iterator[None]:
+    """Turns any error that transformers raises for a model's files into one sentence."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = re.split(r"(?<=[.!]) +(?=[A-Z])", lines[0])[0].rstrip(" .:")
+        raise ValueError(f"model must be {expected}, got {name!r}: {reason}") from error
+
+
+def check_model_is_available(name: str) -> None:
+    """Refuses an unknown model name at once; transformers would retry the download."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if path_exists(Path(name)) or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT)
+    except HfHubHTTPError:
+        raise
+    except Exception as error:
+        # The client of the hub has a dozen kinds of errors for a missing network.
+        raise OSError(f"it is not on this machine, and Hugging Face cannot be reached ({error})") from error
+
+
+def locate_model(model: str | os.PathLike[str] | None) -> str:
+    """The path of a model, or its Hugging Face name; None is the first shipped model that reads text."""
+    shipped = list_shipped_models()
+    if model is None and not {*shipped} & {*TEXT_MODELS}:
+        raise ValueError(
+            "model must be named (--model), because no model that reads text ships with this installation: the folder"
+            ' or name of a Hugging Face model, or a foci run; foci explain "..." shows attention without a model'
+        )
+    name = shipped[0] if model is None else os.path.expanduser(os.fspath(model))  # noqa: PTH111
+    if not name:
+        raise ValueError(f"model must be {describe_model_choices()}, got an empty name")
+    if name in shipped and not path_exists(Path(name)):
+        return str(SHIPPED_MODELS / name)
+    check_path_exists(name)
+    return name
+
+
+def list_shipped_models() -> list[str]:
+    """The names of the models that ship with foci, the default first."""
+    names = {file.parent.name for file in SHIPPED_MODELS.glob("*/*.safetensors")}
+    return [*(name for name in TEXT_MODELS if name in names), *sorted(names - {*TEXT_MODELS})]
+
+
+def describe_model_choices() -> str:
+    """What `model` may be, for error messages."""
+    shipped = ", ".join(list_shipped_models())
+    return f"the folder or name of a Hugging Face model, a foci run, or a model that ships ({shipped})"
+
+
+def check_path_exists(name: str) -> None:
+    """Refuses a missing path before it is looked up as a model name over the network."""
+    if name.startswith((".", "/", "~")) and not path_exists(Path(name)):
+        raise ValueError(f"model must be the folder of a Hugging Face model or a foci model, got {name}: no such path")
+
+
+def is_foci_model(path: Path) -> bool:
+    """Whether a path is a model of foci: a file, or a folder without the config of a Hugging Face model."""
+    return path_exists(path) and not (path / "config.json").is_file()
+
+
+def path_exists(path: Path) -> bool:
+    """Whether a path exists; False for names that are not valid paths."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def resolve_device(name: str) -> str:
+    """The name of a device; "auto" is the GPU if there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be 'cpu' or 'auto' where PyTorch finds no GPU, got 'cuda'")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
