@@ -100,7 +100,7 @@ def no_wider_than_the_inputs() -> Iterator[None]:
     """Takes the logits, the softmax and the biases in the dtype of the queries: plain eager code."""
     with (
         mock.patch.object(Call, "softmax_dtype", property(lambda call: call.q.dtype)),
-        mock.patch.object(foci.biases, "softmax_dtype", lambda parameter, q: parameter.to(q.dtype)),
+        mock.patch.object(foci.biases, "to_logit_dtype", lambda parameter, q: parameter.to(q.dtype)),
     ):
         yield
 

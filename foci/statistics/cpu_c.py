@@ -187,7 +187,7 @@ def build_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, T
     }
     if isinstance(call.bias, ALiBi):
         assert call.bias.slopes is not None
-        inputs["slopes"] = call.bias.slopes[call.heads.flatten()].float() * LOG2_E
+        inputs["slopes"] = call.bias.slopes[call.head_index.flatten()].float() * LOG2_E
     if isinstance(call.bias, Buckets):
         inputs["by_distance"] = bias_by_distance(call, call.bias, chunk)
     return inputs
@@ -196,7 +196,7 @@ def build_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, T
 def bias_by_distance(call: Call, bias: Buckets, beyond: int) -> Tensor:
     """The bias of each head for each distance between query and key; 0 beyond the last key."""
     distances = torch.arange(1 - call.k.shape[2], call.q.shape[2], device=call.q.device)
-    added = bias.table[bias.bucket(distances)][:, call.heads.flatten()].mT
+    added = bias.table[bias.bucket(distances)][:, call.head_index.flatten()].mT
     return pad(added.float() * LOG2_E, (0, beyond))
 
 

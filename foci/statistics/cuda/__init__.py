@@ -77,7 +77,7 @@ def statistics_arguments(call: Call) -> dict[str, Any]:
     masks = mask_inputs.build_kernel_masks(call)
     slopes = call.bias.slopes if isinstance(call.bias, ALiBi) else None
     if slopes is not None:
-        slopes = slopes[call.heads.flatten()].float()
+        slopes = slopes[call.head_index.flatten()].float()
     return {
         "q": dot.q,
         "k": dot.k,
