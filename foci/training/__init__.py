@@ -1,4 +1,19 @@
-"""Training: a config, a loop that reads from top to bottom, checkpoints that survive, one process or many."""
+"""Trains a task: reads a config, prepares a run directory, runs the loop and keeps the best models.
+
+config: the TOML config of a run, and single values changed with `key=value`
+run: prepares a run: run directory, data and task
+loop: `train`, the training loop from the first step to the finished model
+batches: batches by token budget, in an order that depends only on seed and epoch
+learner: model, optimizer and weight average; gradients in, new weights out
+graphed_steps: replays forward, backward and optimizer step as CUDA graphs
+schedule: the learning rate of a step
+state: the counters of a run that a checkpoint saves
+evaluation: loss and metric on the dev set
+best_models: selects, saves and averages the best models
+checkpoint: atomic, checksummed checkpoints
+distributed: collective operations and sharding for one or many processes
+progress: progress bar, log lines, metrics.jsonl and TensorBoard
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,7 +27,7 @@ __all__ = ["RunConfig", "TrainConfig", "read_config", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """The loop brings PyTorch's tensors of many processes, which take a second: `foci run` goes without."""
+    """Imports the loop on first use: it needs torch.distributed.tensor, which takes a second that `foci run` saves."""
     if name == "train":
         return import_module("foci.training.loop").train
     raise AttributeError(f"module 'foci.training' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Batches by token budget, sorted by length, in an order that depends on the seed and the epoch alone."""
+"""Makes batches by token budget, of similar length, in an order that depends only on the seed and the epoch."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from foci.inputs.padding import LENGTH_MULTIPLE
 from foci.tasks.task import Task
 
-PrefetchedT = TypeVar("Item")
+PrefetchedT = TypeVar("PrefetchedT")
 
 
 class BatchPosition(NamedTuple):
-    """Where a training stands in its data."""
+    """The position of a batch in the training data."""
 
     epoch: int
-    batch: int  # in the epoch
+    batch: int  # index within the epoch
 
 
 class StepBatch(NamedTuple):
-    """The micro-batches of one process for one update, and what they were made of."""
+    """The micro-batches of one process for one optimizer step."""
 
-    place: BatchPosition
-    parts: list[tuple[dict[str, Tensor], bool]]  # False: it stands in for an empty one, and counts nothing
-    examples: int
+    position: BatchPosition
+    micro_batches: list[tuple[dict[str, Tensor], bool]]  # False: replaces an empty micro-batch, with loss weight 0
+    examples: int  # in the batch of all processes
 
 
 @dataclass
 class Batches:
-    """The batches of a training, of which each process takes its parts.
+    """The batches of a run; each process takes its own micro-batches of every batch.
 
-    A batch is made for all processes and micro-batches together and then dealt out, so that two processes see what one
-    with twice the budget sees.
+    A batch is formed for all processes and micro-batches together and then split, so two processes train on the same
+    batches as one process with twice the budget.
     """
 
     task: Task[Any, Any]
     examples: Sequence[Any]
-    budget: int  # of each part
+    budget: int  # tokens of each micro-batch, padding included
     accumulate: int
     rank: int
     world: int
@@ -52,70 +52,73 @@ class Batches:
     _sizes: list[int] = field(default_factory=list)
 
     @property
-    def parts(self) -> int:
+    def micro_batch_count(self) -> int:
+        """Micro-batches of one step, over all processes."""
         return self.world * self.accumulate
 
-    def epoch(self, number: int) -> tuple[Sequence[Any], list[list[int]]]:
-        """The examples of an epoch, and which of them make each batch."""
+    def epoch_batches(self, number: int) -> tuple[Sequence[Any], list[list[int]]]:
+        """Returns the examples of an epoch, and the indices of the examples in each batch."""
         generator = seeded_generator(self.seed, "epoch", number)
-        examples = self.task.epoch(self.examples, True, generator)
+        examples = self.task.epoch_examples(self.examples, True, generator)
         if examples is self.examples:
-            # They are the same in every epoch, and there may be many.
-            self._sizes = self._sizes or self._measured(examples)
-            return examples, group_by_length(self._sizes, self.budget, self.parts, generator)
-        return examples, group_by_length(self._measured(examples), self.budget, self.parts, generator)
+            # The examples are the same in every epoch, so their sizes are computed once.
+            self._sizes = self._sizes or self._example_sizes(examples)
+            return examples, group_by_length(self._sizes, self.budget, self.micro_batch_count, generator)
+        return examples, group_by_length(self._example_sizes(examples), self.budget, self.micro_batch_count, generator)
 
-    def _measured(self, examples: Sequence[Any]) -> list[int]:
+    def _example_sizes(self, examples: Sequence[Any]) -> list[int]:
         return [self.task.size(example) for example in examples]
 
-    def updates(self, start: BatchPosition, turn: int = 0, turns: int = 1) -> Generator[StepBatch]:
-        """From a place on, without end; where several take turns, one's own alone."""
+    def iterate(self, start: BatchPosition, worker: int = 0, workers: int = 1) -> Generator[StepBatch]:
+        """Yields batches from a position on, without end; of several workers, each yields every `workers`-th batch."""
         epoch, first = start
-        passed = 0
+        count = 0
         while True:
-            examples, batches = self.epoch(epoch)
+            examples, batches = self.epoch_batches(epoch)
             for index in range(first, len(batches)):
-                if passed % turns == turn:
-                    yield self._update(BatchPosition(epoch, index), [examples[i] for i in batches[index]])
-                passed += 1
+                if count % workers == worker:
+                    yield self._step_batch(BatchPosition(epoch, index), [examples[i] for i in batches[index]])
+                count += 1
             epoch, first = epoch + 1, 0
 
-    def _update(self, place: BatchPosition, examples: list[Any]) -> StepBatch:
-        found = []
+    def _step_batch(self, position: BatchPosition, examples: list[Any]) -> StepBatch:
+        micro_batches = []
         for part in range(self.rank * self.accumulate, (self.rank + 1) * self.accumulate):
-            own = examples[part :: self.parts]
-            generator = seeded_generator(self.seed, "batch", *place, part)
-            # Every process takes part in every update, so one that is left without examples takes one that counts not.
-            found.append((self.task.batch(own or examples[:1], True, generator), bool(own)))
-        return StepBatch(place, found, len(examples))
+            own = examples[part :: self.micro_batch_count]
+            generator = seeded_generator(self.seed, "batch", *position, part)
+            # Every process takes part in every step: without examples of its own it computes one with loss weight 0.
+            micro_batches.append((self.task.batch(own or examples[:1], True, generator), bool(own)))
+        return StepBatch(position, micro_batches, len(examples))
 
 
-def group_by_length(sizes: Sequence[int], budget: int, parts: int, generator: torch.Generator) -> list[list[int]]:
-    """Which examples make each batch: of similar length, by chance among those, and in an order by chance."""
+def group_by_length(
+    sizes: Sequence[int], budget: int, micro_batches: int, generator: torch.Generator
+) -> list[list[int]]:
+    """Groups examples of similar length into batches, shuffled within equal lengths, in random order."""
     lengths = (torch.tensor(sizes) + LENGTH_MULTIPLE - 1) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
     order = torch.randperm(len(sizes), generator=generator)
     order = order[lengths[order].argsort(descending=True, stable=True)]
     ordered, longest = order.tolist(), lengths[order].tolist()
     batches, first = [], 0
     while first < len(ordered):
-        count = max(budget // longest[first], 1) * parts
+        count = max(budget // longest[first], 1) * micro_batches
         batches.append(ordered[first : first + count])
         first += count
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
 def derive_seed(*parts: object) -> int:
-    """A number below 2**63 that depends on all parts: the same on every machine."""
+    """Hashes the parts to an integer below 2**63, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seeded_generator(*parts: object) -> torch.Generator:
-    """A source of chance of its own for everything that is done: nothing depends on what was drawn before."""
+    """Returns a generator seeded by the parts alone, so no draw depends on earlier draws."""
     return torch.Generator().manual_seed(derive_seed(*parts))
 
 
 def prefetch(items: Iterator[PrefetchedT], count: int) -> Generator[PrefetchedT]:
-    """The same items, made by a thread while earlier ones are used."""
+    """Yields the same items, produced up to `count` ahead by a thread."""
     queue: Queue[tuple[PrefetchedT | None, BaseException | None]] = Queue(maxsize=count)
     closed = False
 
@@ -125,7 +128,7 @@ def prefetch(items: Iterator[PrefetchedT], count: int) -> Generator[PrefetchedT]
                 if closed:
                     return
                 queue.put((item, None))
-        except BaseException as error:  # noqa: BLE001 - it is raised again where the items are used
+        except BaseException as error:  # noqa: BLE001 - raised again in the consumer
             queue.put((None, error))
 
     thread = Thread(target=work, daemon=True)
@@ -138,25 +141,25 @@ def prefetch(items: Iterator[PrefetchedT], count: int) -> Generator[PrefetchedT]
             yield item  # type: ignore[misc]
     finally:
         closed = True
-        # A place in the queue is what the thread may be waiting for.
+        # The thread may be blocked on a full queue.
         while thread.is_alive() and not queue.empty():
             queue.get_nowait()
 
 
 def iterate_in_workers(source: Batches, start: BatchPosition, workers: int, ahead: int) -> Generator[StepBatch]:
-    """The same updates as `source.updates(start)`, made by several processes that take turns."""
-    turns = WorkerBatches(source, start)
+    """Yields the same batches as `source.iterate(start)`, made by several worker processes in turn."""
+    dataset = WorkerBatches(source, start)
     loader = DataLoader(
-        turns, batch_size=None, num_workers=workers, prefetch_factor=max(ahead, 1), collate_fn=keep_unchanged
+        dataset, batch_size=None, num_workers=workers, prefetch_factor=max(ahead, 1), collate_fn=keep_unchanged
     )
-    for found in loader:
-        if isinstance(found, Exception):
-            raise found
-        yield found
+    for item in loader:
+        if isinstance(item, Exception):
+            raise item
+        yield item
 
 
 class WorkerBatches(IterableDataset[StepBatch | Exception]):
-    """What one worker makes: every so many-th update. An error is passed on as it is, not as a report of a process."""
+    """The batches of one worker. An error is yielded, not raised, so that the DataLoader does not wrap it."""
 
     def __init__(self, source: Batches, start: BatchPosition) -> None:
         self.source, self.start = source, start
@@ -165,8 +168,8 @@ class WorkerBatches(IterableDataset[StepBatch | Exception]):
         worker = get_worker_info()
         assert worker is not None
         try:
-            yield from self.source.updates(self.start, worker.id, worker.num_workers)
-        except Exception as error:  # noqa: BLE001 - it is raised again where the updates are used
+            yield from self.source.iterate(self.start, worker.id, worker.num_workers)
+        except Exception as error:  # noqa: BLE001 - raised again by iterate_in_workers
             yield error
 
 

@@ -1,4 +1,4 @@
-"""Which of a training's models is the best, and what becomes of the best ones."""
+"""Evaluates models during training, keeps the best ones, and makes the final model from them."""
 
 from __future__ import annotations
 
@@ -22,113 +22,117 @@ from foci.training.state import EvaluatedModel, State
 
 
 class BestModels:
-    """Measures models on the dev part, keeps the best, and makes the last one of them."""
+    """Evaluates the model on the dev set, keeps the best models, and writes the final one."""
 
     def __init__(self, run: Run, learner: Learner, progress: Progress) -> None:
         self.run, self.learner, self.progress = run, learner, progress
         config = run.config.train
-        self.by: str = "loss" if learner.shared and config.select == "metric" else config.select
-        if self.by != config.select:
-            progress.say("a model that is shared out among processes is selected by its loss, not by its answers")
+        self.criterion: str = "loss" if learner.sharded and config.select == "metric" else config.select
+        if self.criterion != config.select:
+            progress.message("the model is sharded: the best model is selected by loss, not by the metric")
         self.examples = run.dev[: config.decoded] if config.decoded else run.dev
         self.folder = run.folder / "best"
 
-    def judge(self, state: State) -> None:
-        """Measures the model as it is now; keeps it where it is among the best."""
-        with self.learner.averaged():
-            found = self.measured()
-            goodness = float(state.step) if self.by == "last" else self.goodness(found)
-            state.judged = state.step
-            own = EvaluatedModel(goodness, float(found["loss"]), state.step)
+    def evaluate(self, state: State) -> None:
+        """Evaluates the current model, and saves it if it is among the best."""
+        with self.learner.averaged_weights():
+            metrics = self.measure()
+            goodness = float(state.step) if self.criterion == "last" else self.goodness(metrics)
+            state.evaluated_step = state.step
+            current = EvaluatedModel(goodness, float(metrics["loss"]), state.step)
             better = not state.best or goodness > state.best[0].goodness
-            state.waiting = 0 if better else state.waiting + 1
-            # Of those that are the same in all the later one has learned from more.
-            ranked = sorted([*state.best, own], key=lambda each: (each.rank, each.step), reverse=True)
+            state.evaluations_without_improvement = 0 if better else state.evaluations_without_improvement + 1
+            # Of equally good models the later one wins: it was trained on more data.
+            ranked = sorted([*state.best, current], key=lambda each: (each.rank, each.step), reverse=True)
             state.best = ranked[: self.run.config.train.average]
-            first = state.best[0] is own
-            if own in state.best:
+            is_best = state.best[0] is current
+            if current in state.best:
                 weights = gather_weights(self.learner)
-                self.write(self.folder / model_file_name(state.step), weights, found)
-                if first:
-                    self.write(self.run.folder / "model.safetensors", weights, found)
-        self.progress.log(state.step, {f"dev_{name}": value for name, value in found.items()})
-        mark = "  best so far" if first else ""
-        self.progress.say(f"step {state.step}  dev: {format_metrics(found)}{mark}")
-        # Killed before the next checkpoint, the run goes on from one that names the best models of its own time.
-        self.forget(state.best_steps | checkpoint.read_best_steps(self.run.folder / "checkpoints"))
+                self.write(self.folder / model_file_name(state.step), weights, metrics)
+                if is_best:
+                    self.write(self.run.folder / "model.safetensors", weights, metrics)
+        self.progress.log(state.step, {f"dev_{name}": value for name, value in metrics.items()})
+        mark = "  best so far" if is_best else ""
+        self.progress.message(f"step {state.step}  dev: {format_metrics(metrics)}{mark}")
+        # A run that is killed now resumes from an older checkpoint, which needs the best models of its own step.
+        self.delete_except(state.best_steps | checkpoint.read_best_steps(self.run.folder / "checkpoints"))
 
     def finish(self, state: State) -> dict[str, float | str]:
-        """The mean of the best models where it is better than the best alone, which it is then compared with."""
-        # A run that was resumed where it is to end has nothing to do but this.
-        if state.judged != state.step:
-            self.judge(state)
+        """Writes the final model: the average of the best models if it beats the best one, else the best one."""
+        # A run resumed at its last step has no evaluation of that step yet.
+        if state.evaluated_step != state.step:
+            self.evaluate(state)
         best = self.read(state.best[0].step)
-        found = self.tried(best)
+        metrics = self.measure_weights(best)
         if len(state.best) > 1:
             mean = average_weights([self.read(each.step) for each in state.best])
-            averaged = self.tried(mean)
-            better = self.by == "last" or self.rank(averaged) > self.rank(found)
-            which = "is taken" if better else "is not better than the best alone"
-            self.progress.say(f"the mean of the {len(state.best)} best models {which}: {format_metrics(averaged)}")
-            best, found = (mean, averaged) if better else (best, found)
-        self.write(self.run.folder / "model.safetensors", best, found)
-        self.forget(state.best_steps)
-        self.progress.log(state.step, {f"final_{name}": value for name, value in found.items()})
-        self.progress.say(
-            f"finished at step {state.step}  dev: {format_metrics(found)}  {self.run.folder / 'model.safetensors'}"
+            averaged = self.measure_weights(mean)
+            better = self.criterion == "last" or self.rank(averaged) > self.rank(metrics)
+            verdict = "is used" if better else "is not better than the best one"
+            self.progress.message(
+                f"the average of the {len(state.best)} best models {verdict}: {format_metrics(averaged)}"
+            )
+            best, metrics = (mean, averaged) if better else (best, metrics)
+        self.write(self.run.folder / "model.safetensors", best, metrics)
+        self.delete_except(state.best_steps)
+        self.progress.log(state.step, {f"final_{name}": value for name, value in metrics.items()})
+        self.progress.message(
+            f"finished at step {state.step}  dev: {format_metrics(metrics)}  {self.run.folder / 'model.safetensors'}"
         )
-        self.run.processes.wait()
-        return found
+        self.run.processes.barrier()
+        return metrics
 
-    def measured(self) -> dict[str, float | str]:
-        """The loss on the dev part, and the task's own figures where they decide."""
+    def measure(self) -> dict[str, float | str]:
+        """Computes the loss on the dev set, and the task's metrics if they select the model."""
         run, learner = self.run, self.learner
         with learner.autocast():
             loss = mean_loss(run.task, learner.model, run.dev, run.config.train.batch_tokens, run.processes)
-        found: dict[str, float | str] = {"loss": loss}
-        if self.by == "metric":
+        metrics: dict[str, float | str] = {"loss": loss}
+        if self.criterion == "metric":
             try:
-                found = score_answers(run.task, learner.model, self.examples, run.processes) | found
+                metrics = score_answers(run.task, learner.model, self.examples, run.processes) | metrics
             except ImportError as error:
-                self.by = "loss"
-                self.progress.say(f"{error}; until then the best model is the one with the lowest loss")
-        return found
+                self.criterion = "loss"
+                self.progress.message(f"{error}; until then the best model is the one with the lowest loss")
+        return metrics
 
-    def goodness(self, found: Mapping[str, float | str]) -> float:
-        """A number that is higher for a better model."""
-        if self.by != "metric":
-            return -float(found["loss"])
-        value = float(found[self.run.task.metric])
+    def goodness(self, metrics: Mapping[str, float | str]) -> float:
+        """Returns the selection criterion with its sign chosen so that higher is better."""
+        if self.criterion != "metric":
+            return -float(metrics["loss"])
+        value = float(metrics[self.run.task.metric])
         return value if self.run.task.better == "higher" else -value
 
-    def rank(self, found: Mapping[str, float | str]) -> tuple[float, float]:
-        """Models that are equally good are told apart by their loss."""
-        return self.goodness(found), -float(found["loss"])
+    def rank(self, metrics: Mapping[str, float | str]) -> tuple[float, float]:
+        """Returns a sort key; the lower loss breaks ties."""
+        return self.goodness(metrics), -float(metrics["loss"])
 
-    def tried(self, weights: dict[str, Tensor]) -> dict[str, float | str]:
-        """What a model with these weights reaches."""
+    def measure_weights(self, weights: dict[str, Tensor]) -> dict[str, float | str]:
+        """Loads weights into the model and evaluates it."""
         load_full_weights(self.learner, weights)
         self.learner.model.eval()
-        return self.measured()
+        return self.measure()
 
-    def write(self, path: Path, weights: dict[str, Tensor], found: Mapping[str, float | str]) -> None:
-        if self.run.processes.first:
+    def write(self, path: Path, weights: dict[str, Tensor], metrics: Mapping[str, float | str]) -> None:
+        """Saves weights with the task and the metrics, from the first process."""
+        if self.run.processes.is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Names of files, not where they are: a model is given to others.
+            # Only the file names: a model file is shared, and paths would reveal the machine's directories.
             data = [Path(each).name for each in self.run.config.data]
-            about = {"dev": dict(found), "data": data, "seed": self.run.config.seed}
+            about = {"dev": dict(metrics), "data": data, "seed": self.run.config.seed}
             files.save_trained_model(path, self.run.task, self.learner.model, about, weights=weights)
 
     def read(self, step: int) -> dict[str, Tensor]:
-        self.run.processes.wait()
+        """Reads the weights of the best model of a step."""
+        self.run.processes.barrier()
         loaded: dict[str, Tensor] = import_safetensors().load_file(self.folder / model_file_name(step))
         return loaded
 
-    def forget(self, steps: set[int]) -> None:
-        """Takes away all models but those of some steps."""
+    def delete_except(self, steps: set[int]) -> None:
+        """Deletes all saved models except those of the given steps."""
         kept = {model_file_name(step) for step in steps}
-        for path in self.folder.glob("step-*.safetensors") if self.run.processes.first else ():
-            # Those of later steps are from before a resume, and will be written anew.
+        for path in self.folder.glob("step-*.safetensors") if self.run.processes.is_first else ():
+            # Models of later steps date from before a resume and will be written again.
             if path.name not in kept:
                 path.unlink()
 
@@ -138,17 +142,17 @@ def model_file_name(step: int) -> str:
 
 
 def gather_weights(learner: Learner) -> dict[str, Tensor]:
-    """Every weight as a whole, on the CPU; all processes take part."""
-    found = {}
+    """Gathers every weight unsharded on the CPU; all processes must call it."""
+    weights = {}
     for name, tensor in iter_unique_tensors(learner.model):
         value = tensor.detach()
-        found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
-    return found
+        weights[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+    return weights
 
 
 @torch.no_grad()
 def load_full_weights(learner: Learner, weights: dict[str, Tensor]) -> None:
-    """Puts whole weights into the model, of which each process takes its part."""
+    """Copies unsharded weights into the model; each process takes its shard."""
     for name, tensor in iter_unique_tensors(learner.model):
         value: Any = weights[name].to(tensor.device)
         if isinstance(tensor, DTensor):
@@ -159,7 +163,7 @@ def load_full_weights(learner: Learner, weights: dict[str, Tensor]) -> None:
 
 
 def average_weights(models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of each weight; whole numbers, such as counters, are those of the first."""
+    """Averages each weight over the models; integer tensors, such as counters, come from the first model."""
     first = models[0]
     return {
         name: torch.stack([model[name].double() for model in models]).mean(0).to(value.dtype)
@@ -169,5 +173,5 @@ def average_weights(models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def format_metrics(found: Mapping[str, float | str]) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float))
+def format_metrics(metrics: Mapping[str, float | str]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float))

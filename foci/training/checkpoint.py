@@ -1,7 +1,7 @@
-"""Checkpoints: written to the side and renamed, so that each is whole or not there; a damaged one is refused.
+"""Atomic checkpoints: written to a temporary directory and renamed, with checksums that detect damage.
 
-A checkpoint is a folder: safetensors files, one for each process that holds a part of the weights, and state.json,
-which says where every piece lies and what every file's checksum is. Nothing in it is ever executed.
+A checkpoint is a directory with one safetensors file per process that holds a shard of the weights, and state.json,
+which lists the shards of every tensor and the checksum of every file. Loading executes no code from it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from foci.runtime.safetensors_file import import_safetensors, write_tensors
 from foci.training.distributed import Processes
 
-CHECKPOINT_FORMAT = "foci.checkpoint/1"
+CHECKPOINT_FORMAT = "foci.checkpoint/2"
 CHECKPOINT_PREFIX = "step-"
-# So many are kept, because the last one may turn out to be damaged.
+# More than one is kept, because the newest may turn out to be damaged.
 MAX_CHECKPOINTS = 2
 READ_CHUNK_BYTES = 2**24
 
@@ -32,42 +32,42 @@ READ_CHUNK_BYTES = 2**24
 def save_checkpoint(
     folder: Path, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], processes: Processes
 ) -> None:
-    """Writes the checkpoint of a step; all processes take part, each with the rows that it holds."""
+    """Writes the checkpoint of a step; all processes must call it, each writes its own rows."""
     target = folder / f"{CHECKPOINT_PREFIX}{step:08d}"
-    beside = folder / f".{target.name}.part"
-    if processes.first:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-    processes.wait()
+    temporary = folder / f".{target.name}.part"
+    if processes.is_first:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    processes.barrier()
     try:
-        written = processes.gathered(write_rows(beside, tensors, processes))
-        if processes.first:
+        written = processes.all_gather(write_rows(temporary, tensors, processes))
+        if processes.is_first:
             content = {"format": CHECKPOINT_FORMAT, "step": step, "state": state}
             content |= {"files": {name: checksum for name, checksum, _ in written if name}}
             content |= {"tensors": index_tensors([rows for _, _, rows in written])}
-            write_text_atomically(beside / "state.json", json.dumps(content))
-            replace_directory(beside, target)
+            write_text_atomically(temporary / "state.json", json.dumps(content))
+            replace_directory(temporary, target)
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(
             error.errno,
-            f"the checkpoint of step {step} could not be written ({error.strerror}), those before it are whole",
+            f"could not write the checkpoint of step {step} ({error.strerror}); earlier checkpoints are intact",
             str(target),
         ) from error
-    processes.wait()
-    if processes.first:
+    processes.barrier()
+    if processes.is_first:
         for old in list_checkpoints(folder)[MAX_CHECKPOINTS:]:
             shutil.rmtree(old)
 
 
-def write_rows(beside: Path, tensors: Mapping[str, Tensor], processes: Processes) -> tuple[str, int, dict[str, Any]]:
-    """This process's file: its name, its checksum, and of each tensor the whole shape and the rows that are in it."""
+def write_rows(temporary: Path, tensors: Mapping[str, Tensor], processes: Processes) -> tuple[str, int, dict[str, Any]]:
+    """Writes this process's file; returns its name, its checksum, and the full shape and row range of each tensor."""
     own, rows = {}, {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             local = tensor.to_local().detach()
             first = row_offset(tensor, processes)
-        elif processes.first:
+        elif processes.is_first:
             local, first = tensor.detach(), 0
         else:
             continue
@@ -77,39 +77,39 @@ def write_rows(beside: Path, tensors: Mapping[str, Tensor], processes: Processes
     if not own:
         return "", 0, {}
     file = f"rank-{processes.rank:05d}.safetensors"
-    write_tensors(beside / file, own)
-    fsync_path(beside / file)
-    return file, file_checksum(beside / file), {name: each | {"file": file} for name, each in rows.items()}
+    write_tensors(temporary / file, own)
+    fsync_path(temporary / file)
+    return file, file_checksum(temporary / file), {name: each | {"file": file} for name, each in rows.items()}
 
 
 def row_offset(tensor: DTensor, processes: Processes) -> int:
-    """The first row that this process holds: FSDP2 cuts along the first axis, as torch.chunk does."""
+    """Returns the first row of this process's shard: FSDP2 splits the first axis as torch.chunk does."""
     each = -(-tensor.shape[0] // processes.world)
     return min(each * processes.rank, tensor.shape[0])
 
 
 def index_tensors(written: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each tensor its shape and where its rows are."""
-    found: dict[str, Any] = {}
+    """Collects the shape and the shards of each tensor over all processes."""
+    index: dict[str, Any] = {}
     for rows in written:
         for name, each in rows.items():
-            entry = found.setdefault(name, {"shape": each["shape"], "pieces": []})
-            entry["pieces"].append([each["file"], each["first"], each["rows"]])
-    return found
+            entry = index.setdefault(name, {"shape": each["shape"], "shards": []})
+            entry["shards"].append([each["file"], each["first"], each["rows"]])
+    return index
 
 
 class Checkpoint:
-    """A checkpoint that was found whole."""
+    """A checkpoint on disk, its checksums verified."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             content = json.loads((folder / "state.json").read_text())
             if content["format"] != CHECKPOINT_FORMAT:
-                raise ValueError(f"expected the format {CHECKPOINT_FORMAT!r}, but got {content['format']!r}")
+                raise ValueError(f"format must be {CHECKPOINT_FORMAT!r}, got {content['format']!r}")
             for name, checksum in content["files"].items():
                 if file_checksum(folder / name) != checksum:
-                    raise ValueError(f"{name} does not have the checksum that was saved with it")
+                    raise ValueError(f"the checksum of {name} does not match")
         except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the checkpoint {folder} is damaged: {error}") from error
         self.step: int = content["step"]
@@ -117,23 +117,22 @@ class Checkpoint:
         self.tensors: dict[str, Any] = content["tensors"]
         self._files: dict[str, Any] = {}
 
-    def fill(self, tensors: Mapping[str, Tensor], processes: Processes) -> None:
-        """Gives tensors their saved values, on as many processes as there are now."""
+    def load_into(self, tensors: Mapping[str, Tensor], processes: Processes) -> None:
+        """Copies the saved values into tensors; the number of processes may have changed since saving."""
         own = {name for name, tensor in tensors.items() if tensor.numel()}
         # A parameter that never had a gradient has no state in the optimizer.
-        lost = sorted(name for name in own - self.tensors.keys() if not name.startswith("optimizer."))
-        more = sorted(self.tensors.keys() - own)
-        if lost or more:
-            lost, more = lost[:3], more[:3]
+        missing = sorted(name for name in own - self.tensors.keys() if not name.startswith("optimizer."))
+        unexpected = sorted(self.tensors.keys() - own)
+        if missing or unexpected:
             raise ValueError(
-                f"{self.folder} does not fit: it lacks {lost or 'nothing'} and has {more or 'nothing'} more"
+                f"{self.folder} does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}"
             )
         for name, tensor in tensors.items():
             if name not in self.tensors:
                 continue
             if list(tensor.shape) != self.tensors[name]["shape"]:
-                got = f"{tuple(self.tensors[name]['shape'])}, but {tuple(tensor.shape)} is expected"
-                raise ValueError(f"{self.folder} does not fit: {name} has the shape {got}")
+                shapes = f"{tuple(tensor.shape)}, got {tuple(self.tensors[name]['shape'])}"
+                raise ValueError(f"{self.folder} does not fit the model: {name} must have the shape {shapes}")
             with torch.no_grad():
                 self._copy(name, tensor, processes)
 
@@ -141,7 +140,7 @@ class Checkpoint:
         local, first = tensor, 0
         if isinstance(tensor, DTensor):
             local, first = tensor.to_local(), row_offset(tensor, processes)
-        for file, start, rows in self.tensors[name]["pieces"]:
+        for file, start, rows in self.tensors[name]["shards"]:
             if local.dim() == 0:
                 local.copy_(self._open(file).get_tensor(name))
                 continue
@@ -155,29 +154,29 @@ class Checkpoint:
         return self._files[name]
 
 
-def load_newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The last whole checkpoint; damaged ones are named and passed over."""
+def load_newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
+    """Loads the newest intact checkpoint; damaged ones are reported and skipped."""
     candidates = list_checkpoints(folder)
-    for place, candidate in enumerate(candidates):
+    for index, candidate in enumerate(candidates):
         try:
             return Checkpoint(candidate)
         except ValueError as error:
-            before = "the one before it is used" if place + 1 < len(candidates) else "there is none before it"
-            say(f"{error}; {before}")
+            fallback = "using the one before it" if index + 1 < len(candidates) else "there is none before it"
+            report(f"{error}; {fallback}")
     if candidates:
-        raise ValueError(f"expected a whole checkpoint in {folder}, but all {len(candidates)} are damaged")
+        raise ValueError(f"{folder} must hold an intact checkpoint, got {len(candidates)} damaged ones")
     return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first."""
+    """Lists the checkpoints in a directory, newest first."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if path.name.startswith(CHECKPOINT_PREFIX)), reverse=True)
 
 
 def read_best_steps(folder: Path) -> set[int]:
-    """The steps of the best models that the checkpoints in a folder name; a damaged one is left to `newest`."""
+    """Reads the steps of the best models from all checkpoints; damaged ones are skipped, `load_newest` reports them."""
     steps: set[int] = set()
     for path in list_checkpoints(folder):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -185,24 +184,24 @@ def read_best_steps(folder: Path) -> set[int]:
     return steps
 
 
-def replace_directory(beside: Path, target: Path) -> None:
-    """Renames a finished folder; one of the same step, from before a resume, goes away first."""
+def replace_directory(temporary: Path, target: Path) -> None:
+    """Renames a finished directory; one of the same step, from before a resume, is deleted first."""
     if target.exists():
         shutil.rmtree(target)
-    beside.rename(target)
+    temporary.rename(target)
     fsync_path(target.parent)
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """A text file that is whole or not there."""
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text, encoding="utf-8")
-    fsync_path(beside)
-    beside.replace(path)
+    """Writes a text file so that a crash leaves either the old or the new content."""
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_text(text, encoding="utf-8")
+    fsync_path(temporary)
+    temporary.replace(path)
 
 
 def fsync_path(path: Path) -> None:
-    """Makes sure that it is on the disk, so that a rename never points to something half-written."""
+    """Flushes a file or directory to disk, so that a rename never exposes partly written data."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

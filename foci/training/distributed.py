@@ -1,4 +1,4 @@
-"""One process or many: who they are, what they add up, and how they share out a large model."""
+"""Collective operations and FSDP2 sharding for one or many training processes."""
 
 from __future__ import annotations
 
@@ -13,76 +13,78 @@ from torch import Tensor, nn
 
 from foci.nn.block import Block
 
-ValueT = TypeVar("Thing")
-# Gradients travel in pieces of so many numbers, so that their copy stays small.
+ValueT = TypeVar("ValueT")
+# Gradients are reduced in buckets of at most this many elements, which bounds the size of their flat copy.
 MAX_BUCKET_NUMEL = 2**24
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that train together, and this one's place among them."""
+    """The group of training processes, and the rank and device of this one."""
 
     rank: int
     world: int
     device: torch.device
 
     @property
-    def first(self) -> bool:
-        """Whether this one speaks and writes for all."""
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes the files and prints."""
         return self.rank == 0
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces every tensor by its sum over all processes."""
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces every tensor with its sum over all processes."""
         if self.world == 1:
             return
-        for some in bucket_tensors(tensors):
-            flat = torch.cat([tensor.flatten() for tensor in some])
+        for bucket in bucket_tensors(tensors):
+            flat = torch.cat([tensor.flatten() for tensor in bucket])
             dist.all_reduce(flat)
-            parts = flat.split([tensor.numel() for tensor in some])
-            for tensor, part in zip(some, parts, strict=True):
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def gathered(self, thing: ValueT) -> list[ValueT]:
-        """What each process has, in their order."""
+    def all_gather(self, value: ValueT) -> list[ValueT]:
+        """Returns the value of every process, by rank."""
         if self.world == 1:
-            return [thing]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, thing)
-        return found
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
-    def from_first(self, thing: ValueT | None) -> ValueT:
-        """What the first process has."""
+    def broadcast(self, value: ValueT | None) -> ValueT:
+        """Returns the value of rank 0."""
         if self.world == 1:
-            return thing  # type: ignore[return-value]
-        found = [thing]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]  # type: ignore[return-value]
+            return value  # type: ignore[return-value]
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]  # type: ignore[return-value]
 
-    def wait(self) -> None:
-        """Goes on when all have come here."""
+    def barrier(self) -> None:
+        """Waits until all processes get here."""
         if self.world > 1:
             dist.barrier()
 
 
 def bucket_tensors(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors in groups of one dtype, none much larger than it must be."""
-    found: list[list[Tensor]] = []
-    room: dict[torch.dtype, tuple[list[Tensor], int]] = {}
+    """Groups tensors of one dtype into buckets of at most MAX_BUCKET_NUMEL elements, or a single larger tensor."""
+    buckets: list[list[Tensor]] = []
+    last_bucket: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        group, taken = room.get(tensor.dtype, ([], 0))
-        if not group or taken + tensor.numel() > MAX_BUCKET_NUMEL:
-            group, taken = [], 0
-            found.append(group)
-        group.append(tensor)
-        room[tensor.dtype] = group, taken + tensor.numel()
-    return found
+        bucket, numel = last_bucket.get(tensor.dtype, ([], 0))
+        if not bucket or numel + tensor.numel() > MAX_BUCKET_NUMEL:
+            bucket, numel = [], 0
+            buckets.append(bucket)
+        bucket.append(tensor)
+        last_bucket[tensor.dtype] = bucket, numel + tensor.numel()
+    return buckets
 
 
 def init_processes(device: str) -> Processes:
-    """Joins the processes that torchrun started; without it there is one."""
+    """Initializes the process group that torchrun describes; without torchrun, one process."""
     on_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if on_gpu and not torch.cuda.is_available():
-        raise ValueError("expected a CUDA device because of train.device = 'cuda', but there is none")
+        raise ValueError(
+            "train.device must be 'cpu' or 'auto' on this machine, got 'cuda': PyTorch finds no CUDA device"
+        )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     here = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -96,13 +98,13 @@ def init_processes(device: str) -> Processes:
 
 
 def destroy_processes() -> None:
-    """Ends what `join` began."""
+    """Destroys the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def shard_model(model: nn.Module, processes: Processes) -> None:
-    """FSDP2: every process keeps a part of each weight, and gathers a block's when it is that block's turn."""
+    """Shards the model with FSDP2: each process holds a shard of every weight, and a block is gathered when it runs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -114,6 +116,6 @@ def shard_model(model: nn.Module, processes: Processes) -> None:
 
 
 def sum_gradients(module: Any) -> None:
-    """Losses are sums over targets, so gradients are added up, and divided by the targets of all later."""
+    """Makes FSDP2 sum gradients: losses are sums over targets, and the learner divides by all targets later."""
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)

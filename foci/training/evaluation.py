@@ -1,4 +1,4 @@
-"""How good a model is on a part that it does not learn from."""
+"""Evaluates a model on examples that it was not trained on: mean loss, and the task's metric."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from foci.training.distributed import Processes
 def mean_loss(
     task: Task[Any, Any], model: nn.Module, examples: Sequence[Any], budget: int, processes: Processes
 ) -> float:
-    """The loss per target, without label smoothing; every process takes a part of the batches."""
-    examples = task.epoch(examples, False, seeded_generator("evaluation"))
+    """Computes the loss per target, without label smoothing; the processes share the batches."""
+    examples = task.epoch_examples(examples, False, seeded_generator("evaluation"))
     batches = group_by_size([task.size(example) for example in examples], budget, LENGTH_MULTIPLE)
     totals = torch.zeros(2, dtype=torch.float64, device=processes.device)
-    # All take equally many, because a model that is shared out is computed by all together.
+    # Every process computes equally many batches, because a sharded model needs all of them in each forward.
     for first in range(0, len(batches), processes.world):
-        place = first + processes.rank
-        chosen = batches[place] if place < len(batches) else batches[first][:1]
-        batch = task.batch([examples[i] for i in chosen], False, seeded_generator("evaluation", place))
+        index = first + processes.rank
+        chosen = batches[index] if index < len(batches) else batches[first][:1]
+        batch = task.batch([examples[i] for i in chosen], False, seeded_generator("evaluation", index))
         loss, count = task.loss(model, {name: tensor.to(processes.device) for name, tensor in batch.items()})
-        if place < len(batches):
+        if index < len(batches):
             totals += torch.stack([loss.double(), count.double()])
-    processes.add_up([totals])
+    processes.all_reduce([totals])
     return float(totals[0] / totals[1].clamp(min=1))
 
 
@@ -38,8 +38,8 @@ def mean_loss(
 def score_answers(
     task: Task[Any, Any], model: nn.Module, examples: Sequence[Any], processes: Processes
 ) -> dict[str, float | str]:
-    """The task's own figures, of answers that the model gives; every process gives some of them."""
+    """Scores the model's answers with the task's metrics; the processes share the examples."""
     own = examples[processes.rank :: processes.world]
-    gathered = processes.gathered(task.decode(model, own) if own else [])
+    gathered = processes.all_gather(task.decode(model, own) if own else [])
     answers = [gathered[i % processes.world][i // processes.world] for i in range(len(examples))]
     return task.score(answers, examples)

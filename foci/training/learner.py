@@ -1,4 +1,4 @@
-"""Model, optimizer and average: micro-batches go in, new weights come out."""
+"""Model, optimizer and moving average of the weights: micro-batches in, new weights out."""
 
 from __future__ import annotations
 
@@ -19,63 +19,63 @@ from foci.training.graphed_steps import GraphedStep
 
 
 class Learner:
-    """What changes while a model is trained."""
+    """Holds everything that training changes, and runs forward, backward and optimizer step."""
 
     def __init__(self, task: Task[Any, Any], model: Model, config: TrainConfig, processes: Processes) -> None:
         self.task, self.config, self.processes = task, config, processes
         self.model = model.to(processes.device).train()
         if config.shard and processes.world > 1:
             shard_model(self.model, processes)
-        self.shared = config.shard and processes.world > 1
+        self.sharded = config.shard and processes.world > 1
         self.parameters = [each for each in self.model.parameters() if each.requires_grad]
-        self.optimizer = build_adamw(self.model, config, processes.device, self.shared)
+        self.optimizer = build_adamw(self.model, config, processes.device, sharded=self.sharded)
         self.ema = [each.detach().clone() for each in self.parameters] if config.ema else []
-        self._blend = get_ema_multi_avg_fn(config.ema) if config.ema else None
-        # The loss and the targets of an update, summed; then the norm of its gradient.
+        self._average = get_ema_multi_avg_fn(config.ema) if config.ema else None
+        # Summed loss and number of targets of the step, then the gradient norm.
         self.totals = torch.zeros(3, device=processes.device)
         self.on_gpu = processes.device.type == "cuda"
         if config.compile and self.on_gpu:
             self.model.compile()
         graphs = config.graphs and self.on_gpu
-        self._add: Callable[[dict[str, Tensor], Tensor], None] = (
+        self._run_backward: Callable[[dict[str, Tensor], Tensor], None] = (
             GraphedStep(self._backward) if graphs else self._backward
         )
-        self._step: Callable[[dict[str, Tensor], Tensor], None] = self._stepped
+        self._run_optimizer: Callable[[dict[str, Tensor], Tensor], None] = self._optimizer_step
         if graphs and processes.world == 1:
-            self._step = GraphedStep(self._stepped)
-        self._weights = {flag: torch.tensor(float(flag), device=processes.device) for flag in (False, True)}
+            self._run_optimizer = GraphedStep(self._optimizer_step)
+        self._loss_weights = {flag: torch.tensor(float(flag), device=processes.device) for flag in (False, True)}
 
-    def add(self, batch: dict[str, Tensor], counts: bool) -> None:
-        """Forward and backward of one micro-batch; gradients and totals add up."""
-        self._add(self.moved(batch), self._weights[counts])
+    def accumulate(self, batch: dict[str, Tensor], counts: bool) -> None:
+        """Runs forward and backward of one micro-batch; gradients and totals accumulate."""
+        self._run_backward(self.to_device(batch), self._loss_weights[counts])
 
-    def update(self, rate: float) -> Tensor:
-        """New weights from the gradients so far; gives the summed loss, the targets and the gradient's norm, (3,)."""
+    def step(self, rate: float) -> Tensor:
+        """Updates the weights; returns the summed loss, the number of targets and the gradient norm, (3,)."""
         for group in self.optimizer.param_groups:
             group["lr"].fill_(rate)
-        self.processes.add_up([self.totals[:2]])
-        if not self.shared and self.processes.world > 1:
-            self.processes.add_up(self._every_gradient())
-        self._step({}, self._weights[True])
-        found = self.totals.clone()
+        self.processes.all_reduce([self.totals[:2]])
+        if not self.sharded and self.processes.world > 1:
+            self.processes.all_reduce(self._all_gradients())
+        self._run_optimizer({}, self._loss_weights[True])
+        totals = self.totals.clone()
         self.totals.zero_()
-        # A captured graph adds to gradients where they stood when it was captured.
+        # A captured graph accumulates into the gradient tensors of its capture, so they must stay allocated.
         self.optimizer.zero_grad(set_to_none=not self.config.graphs)
-        return found
+        return totals
 
-    def blend(self, step: int) -> None:
-        """Moves the average on; until the warm-up is over it is the weights themselves."""
-        if self._blend is None:
+    def update_average(self, step: int) -> None:
+        """Updates the moving average; during the warm-up it equals the weights."""
+        if self._average is None:
             return
         weights = [each.detach() for each in self.parameters]
-        if step <= self.config.warmup or self.shared:
+        if step <= self.config.warmup or self.sharded:
             for average, weight in zip(self.ema, weights, strict=True):
                 average.copy_(weight) if step <= self.config.warmup else average.lerp_(weight, 1 - self.config.ema)
         else:
-            self._blend(self.ema, weights, step)
+            self._average(self.ema, weights, step)
 
-    def moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch on the device, without a wait for it."""
+    def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies the batch to the device without waiting for it."""
         device = self.processes.device
         if not self.on_gpu:
             return batch
@@ -83,47 +83,47 @@ class Learner:
 
     def autocast(self) -> torch.autocast:
         precision = self.config.precision
-        wanted = precision == "bfloat16" or (precision == "auto" and self.on_gpu)
-        # A captured graph must not rely on casts that were kept from another one.
-        return torch.autocast(self.processes.device.type, torch.bfloat16, wanted, cache_enabled=not self.config.graphs)
+        enabled = precision == "bfloat16" or (precision == "auto" and self.on_gpu)
+        # A captured graph must not reuse casts that are cached in another graph's memory.
+        return torch.autocast(self.processes.device.type, torch.bfloat16, enabled, cache_enabled=not self.config.graphs)
 
     @contextmanager
-    def averaged(self) -> Iterator[Model]:
-        """The model in eval mode with the averaged weights, where there are any; afterwards as it was."""
+    def averaged_weights(self) -> Iterator[Model]:
+        """Puts the model in eval mode with the averaged weights, if there are any, and restores it afterwards."""
         own = [each.detach().clone() for each in self.parameters] if self.ema else []
-        self.put(self.ema)
+        self.copy_weights(self.ema)
         self.model.eval()
         try:
             with torch.no_grad():
                 yield self.model
         finally:
-            self.put(own)
+            self.copy_weights(own)
             self.model.train()
 
     @torch.no_grad()
-    def put(self, weights: Sequence[Tensor]) -> None:
-        """Copies weights into the model, where it stands: captured graphs find them there."""
+    def copy_weights(self, weights: Sequence[Tensor]) -> None:
+        """Copies weights into the parameters in place, because captured graphs read those tensors."""
         for parameter, weight in zip(self.parameters if weights else (), weights, strict=True):
             parameter.copy_(weight)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint holds, by name."""
-        found = {f"model.{name}": tensor.detach() for name, tensor in iter_unique_tensors(self.model)}
+        """Returns the tensors of a checkpoint by name."""
+        tensors = {f"model.{name}": tensor.detach() for name, tensor in iter_unique_tensors(self.model)}
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
-        found |= {f"ema.{names[each]}": kept for each, kept in zip(self.parameters, self.ema, strict=False)}
+        tensors |= {f"ema.{names[each]}": average for each, average in zip(self.parameters, self.ema, strict=False)}
         for parameter, state in self.optimizer.state.items():
-            found |= {f"optimizer.{names[parameter]}.{key}": value for key, value in state.items()}
-        return found
+            tensors |= {f"optimizer.{names[parameter]}.{key}": value for key, value in state.items()}
+        return tensors
 
-    def make_room(self) -> None:
-        """Gives the optimizer the tensors that it makes in its first step, so that a checkpoint can fill them."""
+    def allocate_optimizer_state(self) -> None:
+        """Creates the optimizer state, which AdamW makes only in its first step, so that a checkpoint can fill it."""
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         for group in self.optimizer.param_groups:
             group["lr"].fill_(0.0)
         before = [each.detach().clone() for each in self.parameters]
         self.optimizer.step()
-        self.put(before)
+        self.copy_weights(before)
         for state in self.optimizer.state.values():
             for tensor in state.values():
                 tensor.zero_()
@@ -136,43 +136,43 @@ class Learner:
         self.totals[0].add_(loss.detach() * weight)
         self.totals[1].add_(count * weight)
 
-    def _every_gradient(self) -> list[Tensor]:
-        """All gradients, zeros where a batch of this process did not reach a parameter: processes send the same."""
+    def _all_gradients(self) -> list[Tensor]:
+        """Returns all gradients, zeros for parameters without one, so every process reduces the same tensors."""
         for each in self.parameters:
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
         return [each.grad for each in self.parameters if each.grad is not None]
 
-    def _stepped(self, _nothing: dict[str, Tensor], _weight: Tensor) -> None:
+    def _optimizer_step(self, _batch: dict[str, Tensor], _weight: Tensor) -> None:
         grads = [each.grad for each in self.parameters if each.grad is not None]
-        share = 1.0 / self.totals[1].clamp(min=1.0)
+        scale = 1.0 / self.totals[1].clamp(min=1.0)
         norm = torch.nn.utils.get_total_norm(grads)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * share
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * scale
         if self.config.clip:
-            share = share * (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
-        if self.shared:
+            scale = scale * (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
+        if self.sharded:
             for grad in grads:
-                grad.mul_(share)
+                grad.mul_(scale)
         else:
-            torch._foreach_mul_(grads, share)
+            torch._foreach_mul_(grads, scale)
         self.optimizer.step()
         self.totals[2].copy_(norm)
 
 
-def build_adamw(model: nn.Module, config: TrainConfig, device: torch.device, shared: bool) -> torch.optim.AdamW:
-    """Weight decay is for matrices: norms, biases and single vectors are left as they are."""
+def build_adamw(model: nn.Module, config: TrainConfig, device: torch.device, sharded: bool) -> torch.optim.AdamW:
+    """Builds AdamW with weight decay on matrices only, not on norms, biases and other vectors."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     groups = [
         {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": config.decay},
         {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
     ]
-    # The rate is a tensor, because a captured graph sees changes of tensors only.
+    # The rate is a tensor, because a captured graph sees only changes of tensors.
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=torch.tensor(0.0, device=device),
         betas=(config.momentum, config.variance),
         eps=1e-9,
-        fused=not (shared and device.type == "cpu"),
+        fused=not (sharded and device.type == "cpu"),
         capturable=config.graphs and device.type == "cuda",
     )
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The loop, to be read from top to bottom."""
+"""The training loop: `train` prepares a run, `run_training` goes from the first step to the finished model."""
 
 from __future__ import annotations
 
@@ -27,146 +27,147 @@ from foci.training.run import Run, prepare_run
 from foci.training.schedule import learning_rate_at
 from foci.training.state import State
 
-# How many updates a GPU may be ahead before somebody looks whether their losses are finite: looking waits for it.
+# How many steps a GPU may run before the losses are checked for NaN and infinity: each check waits for the GPU.
 MAX_UNCHECKED_STEPS = 16
 
 
 def train(config: RunConfig, folder: Path, *, resume: bool = False, quiet: bool = False) -> dict[str, float | str]:
-    """Trains a task in a folder, and gives what the finished model reaches on the dev part.
+    """Trains a task in a run directory, and returns the metrics of the finished model on the dev set.
 
-    The folder then has model.safetensors, which is all that `foci run` needs, config.toml, run.json, metrics.jsonl and
-    checkpoints. Killed at any moment after its first update and resumed, a run ends with the same weights: all chance
-    is drawn from the seed and the number of the update alone.
+    The directory then holds model.safetensors, which is all that `foci run` needs, config.toml, run.json, metrics.jsonl
+    and checkpoints. A run that is killed at any moment after its first step and resumed ends with the same weights: all
+    randomness depends only on the seed and the number of the step.
     """
-    # Hours later it would be too late to say so.
+    # Fail now, not when the first model is saved.
     import_safetensors("a training", "tasks")
     processes = init_processes(config.train.device)
     try:
         run = prepare_run(config, folder, processes, resume=resume)
-        with allow_tf32(), Progress(folder, run.total, first=processes.first, quiet=quiet) as progress:
+        with allow_tf32(), Progress(folder, run.total, is_first=processes.is_first, quiet=quiet) as progress:
             for message in run.messages:
-                progress.say(message)
+                progress.message(message)
             return run_training(run, progress)
     finally:
         destroy_processes()
 
 
 def run_training(run: Run, progress: Progress) -> dict[str, float | str]:
-    """From where the run stands to its end; longer than other functions, so that the order is seen at once."""
+    """Runs the steps from the last checkpoint to the end; one long function, so that the order is visible."""
     config, processes = run.config.train, run.processes
     torch.manual_seed(run.config.seed)
     learner = Learner(run.task, run.task.model(), config, processes)
     state = restore_state(run, learner, progress)
-    selection = BestModels(run, learner, progress)
-    began = time.monotonic() - state.seconds
-    unseen: list[tuple[StepBatch, int, Tensor]] = []
+    best_models = BestModels(run, learner, progress)
+    start_time = time.monotonic() - state.seconds
+    unchecked: list[tuple[StepBatch, int, Tensor]] = []
 
-    with open_batches(run, learner, state.place) as updates, catch_stop_signals() as stop:
-        while state.step < run.total and not (state.waiting >= config.patience > 0):
-            update = next(updates)
-            found = run_training_step(run, learner, update, state.step)
-            state.step, state.place = state.step + 1, BatchPosition(update.place.epoch, update.place.batch + 1)
-            state.seconds = time.monotonic() - began
-            unseen.append((update, state.step, found))
+    with open_batches(run, learner, state.next_batch) as batches, catch_stop_signals() as signals:
+        while state.step < run.total and not (state.evaluations_without_improvement >= config.patience > 0):
+            batch = next(batches)
+            totals = run_training_step(run, learner, batch, state.step)
+            state.step += 1
+            state.next_batch = BatchPosition(batch.position.epoch, batch.position.batch + 1)
+            state.seconds = time.monotonic() - start_time
+            unchecked.append((batch, state.step, totals))
             if state.step == 1:
-                run.begin()
+                run.write_description()
 
-            late = 0 < config.minutes * 60 < state.seconds
-            stopped, late = run.agreed(state.step, (bool(stop), late))
-            ends = stopped or late or state.step == run.total
-            logs, judges, saves = (
-                ends or state.step % every == 0
+            out_of_time = 0 < config.minutes * 60 < state.seconds
+            interrupted, out_of_time = run.agree_on_stop(state.step, (bool(signals), out_of_time))
+            is_last = interrupted or out_of_time or state.step == run.total
+            logs, evaluates, saves = (
+                is_last or state.step % every == 0
                 for every in (config.log_every, config.evaluate_every, config.checkpoint_every)
             )
-            if logs or judges or saves or not learner.on_gpu or len(unseen) == MAX_UNCHECKED_STEPS:
-                check_finite(unseen, state)
+            if logs or evaluates or saves or not learner.on_gpu or len(unchecked) == MAX_UNCHECKED_STEPS:
+                check_finite(unchecked, state)
             if logs:
-                log_metrics(run, state, progress, float(found[2]))
-            if judges and not stopped:
-                selection.judge(state)
+                log_metrics(run, state, progress, float(totals[2]))
+            if evaluates and not interrupted:
+                best_models.evaluate(state)
             if saves:
                 checkpoint.save_checkpoint(
                     run.folder / "checkpoints", state.step, learner.tensors(), asdict(state), processes
                 )
-            if stopped:
-                progress.say(f"stopped at step {state.step} and saved: --resume goes on from here")
+            if interrupted:
+                progress.message(f"stopped at step {state.step}; checkpoint saved: --resume continues from here")
                 return {"stopped_at_step": state.step}
-            if ends:
+            if is_last:
                 break
 
-    return selection.finish(state)
+    return best_models.finish(state)
 
 
-def run_training_step(run: Run, learner: Learner, update: StepBatch, step: int) -> Tensor:
-    """All micro-batches of one update; gives the summed loss, the targets and the norm, on the device."""
-    for part, (batch, counts) in enumerate(update.parts):
-        torch.manual_seed(derive_seed(run.config.seed, "update", step, run.processes.rank, part))
-        learner.add(batch, counts)
-    found = learner.update(learning_rate_at(step, run.total, run.config.train))
-    learner.blend(step + 1)
-    return found
+def run_training_step(run: Run, learner: Learner, batch: StepBatch, step: int) -> Tensor:
+    """Runs all micro-batches and the optimizer; returns summed loss, targets and gradient norm, on the device."""
+    for index, (micro_batch, counts) in enumerate(batch.micro_batches):
+        torch.manual_seed(derive_seed(run.config.seed, "update", step, run.processes.rank, index))
+        learner.accumulate(micro_batch, counts)
+    totals = learner.step(learning_rate_at(step, run.total, run.config.train))
+    learner.update_average(step + 1)
+    return totals
 
 
-def check_finite(unseen: list[tuple[StepBatch, int, Tensor]], state: State) -> None:
-    """Reads what the last updates gave, and stops where it is not finite."""
-    figures = torch.stack([found for _, _, found in unseen]).tolist() if unseen else []
-    for (update, step, _), (loss, targets, norm) in zip(unseen, figures, strict=True):
+def check_finite(unchecked: list[tuple[StepBatch, int, Tensor]], state: State) -> None:
+    """Reads the totals of the last steps, and raises FloatingPointError if a loss or norm is not finite."""
+    totals = torch.stack([each for _, _, each in unchecked]).tolist() if unchecked else []
+    for (batch, step, _), (loss, targets, norm) in zip(unchecked, totals, strict=True):
         if not math.isfinite(loss) or not math.isfinite(norm):
-            place = f"batch {update.place.batch} of epoch {update.place.epoch} with {update.examples} examples"
+            where = f"batch {batch.position.batch} of epoch {batch.position.epoch} with {batch.examples} examples"
             raise FloatingPointError(
-                f"expected a finite loss, but at step {step} it is {loss / max(targets, 1.0):g} with a gradient norm of"
-                f" {norm:g}, {place}; the checkpoints before it are whole: --resume with a lower train.rate"
+                f"the loss at step {step} is {loss / max(targets, 1.0):g} and the gradient norm {norm:g} ({where});"
+                " earlier checkpoints are intact: use --resume with a lower train.rate"
             )
         state.loss, state.targets = state.loss + loss, state.targets + targets
-    unseen.clear()
+    unchecked.clear()
 
 
 def log_metrics(run: Run, state: State, progress: Progress, norm: float) -> None:
-    """A line of figures since the last one."""
+    """Logs the metrics since the last log line."""
     values = {
         "loss": state.loss / max(state.targets, 1.0),
         "rate": learning_rate_at(state.step - 1, run.total, run.config.train),
         "norm": norm,
-        "epoch": float(state.place.epoch),
+        "epoch": float(state.next_batch.epoch),
     }
     progress.report(state.step, values, state.targets)
     state.loss = state.targets = 0.0
 
 
 def restore_state(run: Run, learner: Learner, progress: Progress) -> State:
-    """Where the last whole checkpoint left off; without one, at the beginning."""
-    found = checkpoint.load_newest(run.folder / "checkpoints", progress.say)
+    """Restores the newest intact checkpoint; without one, returns the initial state."""
+    latest = checkpoint.load_newest(run.folder / "checkpoints", progress.message)
     state = State()
-    if found is not None:
-        learner.make_room()
-        found.fill(learner.tensors(), run.processes)
-        state = State.from_json(found.state)
-        progress.say(f"resumed at step {state.step}")
+    if latest is not None:
+        learner.allocate_optimizer_state()
+        latest.load_into(learner.tensors(), run.processes)
+        state = State.from_json(latest.state)
+        progress.message(f"resumed at step {state.step}")
     progress.start_at(state.step)
     return state
 
 
 @contextmanager
-def open_batches(run: Run, learner: Learner, place: BatchPosition) -> Iterator[Generator[StepBatch]]:
-    """The batches from a place on; for a GPU, or by workers, they are made in advance."""
+def open_batches(run: Run, learner: Learner, start: BatchPosition) -> Iterator[Generator[StepBatch]]:
+    """Iterates over the batches from a position on; workers, or a thread on a GPU, prepare them in advance."""
     config, processes = run.config.train, run.processes
     source = Batches(
         run.task, run.train, config.batch_tokens, config.accumulate, processes.rank, processes.world, run.config.seed
     )
-    updates = (
-        iterate_in_workers(source, place, config.workers, config.ahead) if config.workers else source.updates(place)
+    batches = (
+        iterate_in_workers(source, start, config.workers, config.ahead) if config.workers else source.iterate(start)
     )
     if config.ahead and learner.on_gpu and not config.workers:
-        updates = prefetch(updates, config.ahead)
+        batches = prefetch(batches, config.ahead)
     try:
-        yield updates
+        yield batches
     finally:
-        updates.close()
+        batches.close()
 
 
 @contextmanager
 def allow_tf32() -> Iterator[None]:
-    """Products of float32 by the tensor cores of a GPU (TF32): learning does not need the digits that they lose."""
+    """Allows TF32 tensor cores for float32 matmuls: training does not need the lost precision."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -177,20 +178,20 @@ def allow_tf32() -> Iterator[None]:
 
 @contextmanager
 def catch_stop_signals() -> Iterator[list[int]]:
-    """Collects the wish to stop (Ctrl-C, SIGTERM), so that an update is finished and saved first."""
-    asked: list[int] = []
+    """Collects SIGINT and SIGTERM, so the current step is finished and saved; a second signal interrupts at once."""
+    received: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
-        if asked:
+        if received:
             raise KeyboardInterrupt
-        asked.append(number)
+        received.append(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield received
         return
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield received
     finally:
         for number, old in before.items():
             signal.signal(number, old)

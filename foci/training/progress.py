@@ -1,4 +1,4 @@
-"""What a training, or a long evaluation, says while it runs: a bar where rich is installed, lines, metrics.jsonl."""
+"""Reports progress of training and evaluation: progress bar (rich), log lines, metrics.jsonl, TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any, Self
 
 from foci.training.checkpoint import write_text_atomically
 
-# So many seconds are between two lines where there is no bar.
+# Seconds between two lines if there is no progress bar.
 LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Speaks and writes for the first process; for the others it is silent."""
+    """Prints and logs in the first process; does nothing in the others."""
 
-    def __init__(self, folder: Path, total: int, *, first: bool, quiet: bool = False) -> None:
-        self.folder, self.total, self.first, self.quiet = folder, total, first, quiet
+    def __init__(self, folder: Path, total: int, *, is_first: bool, quiet: bool = False) -> None:
+        self.folder, self.total, self.is_first, self.quiet = folder, total, is_first, quiet
         self.bar: Any = None
         self.board: Any = None
-        self.began = self.reported = time.monotonic()
-        self.step_then = 0
+        self.start_time = self.report_time = time.monotonic()
+        self.start_step = 0
 
     def __enter__(self) -> Self:
-        if self.first:
+        if self.is_first:
             self.board = open_tensorboard(self.folder)
             if not self.quiet and sys.stderr.isatty():
                 self.bar = start_rich_bar(self.total)
@@ -42,34 +42,34 @@ class Progress:
                 part.stop() if part is self.bar else part.close()
 
     def start_at(self, step: int) -> None:
-        """From here on the rate is measured; what was logged beyond this step before a crash is taken back."""
-        self.began = self.reported = time.monotonic()
-        self.step_then = step
-        if self.first:
+        """Starts measuring speed at this step, and removes metrics of later steps, logged before a crash."""
+        self.start_time = self.report_time = time.monotonic()
+        self.start_step = step
+        if self.is_first:
             truncate_metrics(self.folder / "metrics.jsonl", step)
 
     def report(self, step: int, values: dict[str, float], targets: float) -> None:
-        """Figures of the updates since the last report, which had so many targets."""
+        """Logs and prints the metrics since the last report; `targets` counts the targets since then."""
         now = time.monotonic()
-        per_second, self.reported = targets / max(now - self.reported, 1e-6), now
+        per_second, self.report_time = targets / max(now - self.report_time, 1e-6), now
         self.log(step, values | {"targets_per_second": round(per_second, 1)})
-        if not self.first or self.quiet:
+        if not self.is_first or self.quiet:
             return
-        figures = f"loss {values['loss']:.4f}  rate {values['rate']:.2e}  norm {values['norm']:.2f}"
-        text = f"{figures}  {per_second:,.0f} targets/s"
+        numbers = f"loss {values['loss']:.4f}  rate {values['rate']:.2e}  norm {values['norm']:.2f}"
+        text = f"{numbers}  {per_second:,.0f} targets/s"
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, description=text)
         else:
-            self.say(f"step {step}/{self.total}  {text}  {format_duration(self.left(step))} left")
+            self.message(f"step {step}/{self.total}  {text}  {format_duration(self.seconds_left(step))} left")
 
-    def left(self, step: int) -> float:
-        """The seconds that are left at the rate so far."""
-        taken = time.monotonic() - self.began
-        return taken / max(step - self.step_then, 1) * (self.total - step)
+    def seconds_left(self, step: int) -> float:
+        """Estimates the remaining seconds from the speed so far."""
+        elapsed = time.monotonic() - self.start_time
+        return elapsed / max(step - self.start_step, 1) * (self.total - step)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, and TensorBoard."""
-        if not self.first:
+        """Appends a line to metrics.jsonl, and logs to TensorBoard."""
+        if not self.is_first:
             return
         with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | values) + "\n")
@@ -77,9 +77,9 @@ class Progress:
             if isinstance(value, int | float):
                 self.board.add_scalar(name, value, step)
 
-    def say(self, text: str) -> None:
-        """A line for whoever watches."""
-        if not self.first or self.quiet:
+    def message(self, text: str) -> None:
+        """Prints a line to stderr."""
+        if not self.is_first or self.quiet:
             return
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False)
@@ -88,7 +88,7 @@ class Progress:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Leaves only the lines up to a step."""
+    """Removes the lines of metrics.jsonl after a step, and lines cut off by a crash."""
     if not path.exists():
         return
     kept = []
@@ -97,26 +97,26 @@ def truncate_metrics(path: Path, step: int) -> None:
             if line.endswith("\n") and json.loads(line)["step"] <= step:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
-            # A line that was cut off when the process was killed.
+            # The process was killed while it wrote this line.
             continue
     write_text_atomically(path, "".join(kept))
 
 
 @contextmanager
 def decoding_progress(total: int) -> Iterator[Callable[[float], None]]:
-    """What is told how many more of so many examples are answered, and shows it to whoever watches in a terminal."""
-    watched = sys.stderr.isatty()
-    bar = start_rich_bar(total) if watched else None
-    told, done = time.monotonic(), 0.0
+    """Yields a function that adds to the number of decoded examples and shows the progress in a terminal."""
+    is_terminal = sys.stderr.isatty()
+    bar = start_rich_bar(total) if is_terminal else None
+    last_line, done = time.monotonic(), 0.0
 
     def add(count: float) -> None:
-        nonlocal told, done
+        nonlocal last_line, done
         done += count
         if bar is not None:
-            # Parts of an example that are added up may miss the whole by a little.
+            # Fractions of an example may not add up exactly.
             bar.update(bar.task_ids[0], completed=round(done, 6))
-        elif watched and time.monotonic() - told > LINE_SECONDS:
-            told = time.monotonic()
+        elif is_terminal and time.monotonic() - last_line > LINE_SECONDS:
+            last_line = time.monotonic()
             print(f"{done:,.0f}/{total:,} answered", file=sys.stderr, flush=True)
 
     try:
@@ -127,7 +127,7 @@ def decoding_progress(total: int) -> Iterator[Callable[[float], None]]:
 
 
 def start_rich_bar(total: int) -> Any:
-    """A bar with the time left; None where rich is not installed, and plain lines serve."""
+    """Starts a progress bar with the remaining time; returns None if rich is not installed."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -142,7 +142,7 @@ def start_rich_bar(total: int) -> Any:
 
 
 def open_tensorboard(folder: Path) -> Any:
-    """A writer for TensorBoard; None where it is not installed."""
+    """Opens a TensorBoard writer; returns None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -151,9 +151,9 @@ def open_tensorboard(folder: Path) -> Any:
 
 
 def format_duration(seconds: float) -> str:
-    """Minutes and seconds, or hours.
+    """Formats seconds as M:SS or H:MM:SS.
 
-    >>> clock(75), clock(7384)
+    >>> format_duration(75), format_duration(7384)
     ('1:15', '2:03:04')
     """
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""The learning rate: it rises, and then falls."""
+"""The learning rate schedule: linear warm-up, then decay."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from foci.training.config import TrainConfig
 
 
 def learning_rate_at(step: int, total: int, config: TrainConfig) -> float:
-    """The learning rate of an update, counted from 0.
+    """Computes the learning rate of a step, counted from 0.
 
     >>> config = TrainConfig(rate=1.0, warmup=4, floor=0.0)
-    >>> [round(rate_at(step, 12, config), 2) for step in range(0, 12, 2)]
+    >>> [round(learning_rate_at(step, 12, config), 2) for step in range(0, 12, 2)]
     [0.25, 0.75, 1.0, 0.85, 0.5, 0.15]
     """
     if step < config.warmup:

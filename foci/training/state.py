@@ -1,8 +1,7 @@
-"""Where a training stands."""
+"""The counters and best models of a run, which checkpoints save beside the tensors."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,29 +11,29 @@ FIRST_BATCH = BatchPosition(0, 0)
 
 
 class EvaluatedModel(NamedTuple):
-    """A model as it was measured."""
+    """The result of evaluating a model on the dev set."""
 
-    goodness: float  # higher for a better model
-    loss: float  # on the dev part: of equally good models the one with the lower loss is the better
+    goodness: float  # higher is better
+    loss: float  # breaks ties: the lower loss is better
     step: int
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Greater for a better model."""
+        """Sort key: greater is better."""
         return self.goodness, -self.loss
 
 
 @dataclass
 class State:
-    """Where a training stands, beside its tensors."""
+    """The state of a run besides its tensors."""
 
-    step: int = 0  # how many updates were done
-    place: BatchPosition = FIRST_BATCH  # the next batch
-    seconds: float = 0.0  # how long it has run, over all resumes
-    loss: float = 0.0  # summed since the last line, with its targets
-    targets: float = 0.0
-    judged: int = 0  # the step of the last evaluation
-    waiting: int = 0  # how many evaluations in a row were not the best
+    step: int = 0  # finished optimizer steps
+    next_batch: BatchPosition = FIRST_BATCH
+    seconds: float = 0.0  # training time, over all resumes
+    loss: float = 0.0  # summed since the last log line
+    targets: float = 0.0  # summed since the last log line
+    evaluated_step: int = 0  # step of the last evaluation
+    evaluations_without_improvement: int = 0  # in a row, compared with `patience`
     best: list[EvaluatedModel] = field(default_factory=list)  # best first
 
     @property
@@ -43,6 +42,6 @@ class State:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> State:
-        # Checkpoints of old named no loss.
-        best = [EvaluatedModel(each[0], each[1] if len(each) > 2 else math.inf, each[-1]) for each in content["best"]]
-        return cls(**{**content, "place": BatchPosition(*content["place"]), "best": best})
+        """Rebuilds what `dataclasses.asdict` and JSON made of a state."""
+        best = [EvaluatedModel(*each) for each in content["best"]]
+        return cls(**{**content, "next_batch": BatchPosition(*content["next_batch"]), "best": best})

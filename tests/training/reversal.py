@@ -1,4 +1,4 @@
-"""A tiny run: sentences of a few words, written backwards."""
+"""A tiny translation run: sentences of a few words, to be reversed."""
 
 import json
 import random
@@ -16,7 +16,7 @@ SMALL = (
 
 
 def written(path: Path, count: int = 200, longest: int = 4, seed: int = 1) -> Path:
-    """A TSV of pairs."""
+    """Writes a TSV of pairs."""
     chance = random.Random(seed)
     rows = [[chance.choice(WORDS) for _ in range(chance.randint(1, longest))] for _ in range(count)]
     path.write_text("".join(f"{' '.join(row)}\t{' '.join(reversed(row))}\n" for row in rows))
@@ -28,6 +28,6 @@ def config(data: Path, *changes: str) -> RunConfig:
 
 
 def logged(folder: Path, name: str) -> dict[int, Any]:
-    """A figure by step, from metrics.jsonl."""
+    """Reads a metric by step from metrics.jsonl."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[name] for line in lines if name in line}

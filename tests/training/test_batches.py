@@ -19,13 +19,13 @@ def test_every_example_is_in_one_batch_within_the_budget(parts: int) -> None:
         assert all(longest * len(batch[part::parts]) <= 64 for part in range(parts))
 
 
-def test_examples_of_similar_length_are_together() -> None:
+def test_examples_of_similar_length_share_a_batch() -> None:
     batches = group_by_length(SIZES, 64, 1, seeded_generator(1))
     padding = sum(max(SIZES[i] for i in batch) * len(batch) for batch in batches) / sum(SIZES)
     assert padding < 1.3
 
 
-def test_the_order_depends_on_the_seed_alone() -> None:
+def test_the_order_depends_only_on_the_seed() -> None:
     assert group_by_length(SIZES, 64, 1, seeded_generator(1, 2)) == group_by_length(
         SIZES, 64, 1, seeded_generator(1, 2)
     )
@@ -36,7 +36,7 @@ def test_the_order_depends_on_the_seed_alone() -> None:
     assert [len(batch) for batch in group_by_size([5, 50, 5], 64, LENGTH_MULTIPLE)] == [1, 2]
 
 
-def test_a_thread_makes_the_same_items_and_passes_errors_on() -> None:
+def test_prefetch_yields_the_same_items_and_raises_errors() -> None:
     def items() -> Iterator[int]:
         yield from range(5)
         raise ValueError("broken")
@@ -47,7 +47,7 @@ def test_a_thread_makes_the_same_items_and_passes_errors_on() -> None:
         next(found)
 
 
-def test_a_thread_ends_when_nobody_wants_more() -> None:
+def test_the_prefetch_thread_ends_on_close() -> None:
     made: list[int] = []
 
     def items() -> Iterator[int]:

@@ -6,7 +6,7 @@ from foci.training import RunConfig, TrainConfig, read_config
 from foci.training.schedule import learning_rate_at
 
 
-def test_a_config_is_written_as_it_is_read(tmp_path: Path) -> None:
+def test_a_config_round_trips_through_toml(tmp_path: Path) -> None:
     changes = ["task.size=tiny", "task.dropout=0.25", "train.rate=3e-4", "train.schedule=inverse_sqrt", "seed=7"]
     config = read_config("translation", None, changes, data=['a "b".tsv', "ä.tsv"])
     (tmp_path / "config.toml").write_text(config.to_toml())
@@ -16,7 +16,7 @@ def test_a_config_is_written_as_it_is_read(tmp_path: Path) -> None:
     assert (config.settings.dropout, config.train.rate, config.seed) == (0.25, 3e-4, 7)
 
 
-def test_what_is_set_stands_over_the_file(tmp_path: Path) -> None:
+def test_changes_override_the_file(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text('data = "x.tsv"\n[task]\nname = "translation"\nsize = "base"\n')
     config = read_config("translation", tmp_path / "c.toml", ["task.size=tiny", "train.steps=5"])
     assert (config.settings.size, config.train.steps, config.data) == ("tiny", 5, ("x.tsv",))
@@ -26,23 +26,26 @@ def test_what_is_set_stands_over_the_file(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ("train.rate=fast", "train.rate must be a number, but got 'fast'"),
-        ("train.speed=1", r"train\.speed is no setting of translation: .*foci train translation --settings lists all"),
+        (
+            "train.speed=1",
+            r"train\.speed is not a setting of translation: .*`foci train translation --settings` lists all",
+        ),
         ("task.size=huge", "task.size must be 'tiny' or 'small' or 'base', but got 'huge'"),
-        ("rate=1", "expected the keys data, dev, seed, task, train in the config, but got rate"),
-        ("train.rate", "expected key=value, such as train.rate=0.001, but got 'train.rate'"),
+        ("rate=1", "the keys of the config must be among data, dev, seed, task, train, got rate"),
+        ("train.rate", "a setting must be key=value, such as train.rate=0.001, got 'train.rate'"),
         ("train.batch_tokens=0", "train.batch_tokens must be at least 1, but got 0"),
-        ("seed=x", "expected a whole number as seed, but got 'x'"),
-        ("data=3", "expected a path or a list of paths as data, but got 3"),
-        ("task=3", r"expected \[task\] in the config to be a table, but got 3"),
-        ("train={graphs=true,shard=true}", "expected train.graphs or train.shard, but got both"),
-        ("task.widht=8", r"task\.widht is no setting of translation: the nearest is task\.width; foci train"),
+        ("seed=x", "seed must be an integer, got 'x'"),
+        ("data=3", "data must be a path or a list of paths, got 3"),
+        ("task=3", r"\[task\] in the config must be a table, got 3"),
+        ("train={graphs=true,shard=true}", "train.graphs must be false with train.shard, got both"),
+        ("task.widht=8", r"task\.widht is not a setting of translation: did you mean task\.width\? `foci train"),
         ("train.ema=1", "train.ema must be at least 0 and below 1, but got 1"),
         ("train.variance=1.0", r"train.variance must be at least 0 and below 1, but got 1\.0"),
         ("task.beam=0", "task.beam must be at least 1, but got 0"),
         ("train.floor=1.5", r"train.floor must lie between 0 and 1, but got 1\.5"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence(change: str, said: str) -> None:
+def test_a_wrong_setting_gives_a_one_line_error(change: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as error:
         read_config("translation", None, [change])
     assert "\n" not in str(error.value)
@@ -59,21 +62,21 @@ def test_a_wrong_setting_is_one_sentence(change: str, said: str) -> None:
         ("summarization", "left_out", "lie between 0 and 1"),
     ],
 )
-def test_a_share_in_percent_is_refused(task: str, name: str, most: str) -> None:
+def test_a_fraction_above_one_is_refused(task: str, name: str, most: str) -> None:
     with pytest.raises(ValueError, match=rf"^task\.{name} must {most}, but got 10"):
         read_config(task, None, [f"task.{name}=10"])
 
 
 def test_a_config_of_another_task_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text('[task]\nname = "generation"\n')
-    with pytest.raises(ValueError, match=r"expected the task translation, but .*c\.toml names generation"):
+    with pytest.raises(ValueError, match=r"task\.name in .*c\.toml must be translation, got generation"):
         read_config("translation", tmp_path / "c.toml")
     (tmp_path / "c.toml").write_text("[task\n")
-    with pytest.raises(ValueError, match="is no TOML"):
+    with pytest.raises(ValueError, match="is not valid TOML"):
         read_config("translation", tmp_path / "c.toml")
 
 
-def test_the_rate_rises_and_falls() -> None:
+def test_the_learning_rate_warms_up_and_decays() -> None:
     config = TrainConfig(rate=1.0, warmup=10, floor=0.1)
     rates = [learning_rate_at(step, 100, config) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
@@ -85,6 +88,6 @@ def test_the_rate_rises_and_falls() -> None:
     assert learning_rate_at(99, 100, TrainConfig(rate=1.0, schedule="constant", warmup=0)) == 1.0
 
 
-def test_a_seed_of_0_is_a_seed() -> None:
+def test_seed_zero_is_kept() -> None:
     assert read_config("translation", data=["pairs.tsv"], seed=0).seed == 0
     assert read_config("translation", data=["pairs.tsv"], seed=None).seed == 1

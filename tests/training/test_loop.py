@@ -1,8 +1,9 @@
-"""What a training does beside learning: it stops, selects, averages, speaks."""
+"""The training loop: stopping, model selection, averaging, messages."""
 
 import json
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from foci.runtime.safetensors_file import import_safetensors
 from foci.tasks.model_file import load_trained_model
 from foci.tasks.translation import Translation
 from foci.training import loop, progress, train
+from foci.training.batches import BatchPosition
 from foci.training.best_models import BestModels
-from foci.training.state import State
+from foci.training.state import EvaluatedModel, State
 from tests.training.reversal import SMALL, config, logged, written
 
 
@@ -25,7 +27,7 @@ def data(tmp_path: Path) -> Path:
     return written(tmp_path / "pairs.tsv")
 
 
-def test_a_loss_that_is_not_finite_stops_with_step_batch_and_norm(
+def test_a_non_finite_loss_stops_and_names_step_batch_and_norm(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = iter(range(100))
@@ -41,21 +43,19 @@ def test_a_loss_that_is_not_finite_stops_with_step_batch_and_norm(
         main.main(["train", "translation", "--data", str(data), "--out", str(tmp_path / "r"), "--quiet", *changes]) == 1
     )
     said = capsys.readouterr().err
-    assert (
-        "expected a finite loss, but at step 7 it is nan with a gradient norm of nan, batch 0 of epoch 1 with" in said
-    )
+    assert "the loss at step 7 is nan and the gradient norm nan (batch 0 of epoch 1 with" in said
     assert said.count("\n") == 1
     assert [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()] == ["step-00000005"]
 
 
-def test_training_stops_when_nothing_gets_better(data: Path, tmp_path: Path) -> None:
+def test_training_stops_after_patience_evaluations(data: Path, tmp_path: Path) -> None:
     still = config(data, "train.rate=0", "train.steps=200", "train.evaluate_every=2", "train.patience=3")
     train(still, tmp_path / "run", quiet=True)
-    # The first evaluation is the best, and three more are no better.
+    # The first evaluation is the best, and three more do not improve on it.
     assert max(logged(tmp_path / "run", "loss")) == 8
 
 
-def test_the_mean_of_the_best_models_is_made_of_their_weights(data: Path, tmp_path: Path) -> None:
+def test_the_final_model_averages_the_best_models(data: Path, tmp_path: Path) -> None:
     train(config(data, "train.steps=30", "train.average=2", "train.evaluate_every=10"), tmp_path / "run", quiet=True)
     kept = sorted((tmp_path / "run" / "best").iterdir())
     assert [path.name for path in kept] == ["step-00000020.safetensors", "step-00000030.safetensors"]
@@ -71,14 +71,14 @@ def test_the_mean_of_the_best_models_is_made_of_their_weights(data: Path, tmp_pa
     assert final <= min(alone.values())
 
 
-def test_an_average_of_all_updates_is_what_is_evaluated(data: Path, tmp_path: Path) -> None:
+def test_the_moving_average_is_evaluated(data: Path, tmp_path: Path) -> None:
     for decay in ("0", "0.99"):
         train(config(data, "train.steps=20", f"train.ema={decay}"), tmp_path / decay, quiet=True)
     assert logged(tmp_path / "0", "loss") == logged(tmp_path / "0.99", "loss")
     assert logged(tmp_path / "0", "dev_loss")[20] < logged(tmp_path / "0.99", "dev_loss")[20]
 
 
-def test_a_missing_metric_package_is_said_and_the_loss_decides(
+def test_a_missing_metric_package_is_reported_and_the_loss_selects(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
@@ -88,37 +88,37 @@ def test_a_missing_metric_package_is_said_and_the_loss_decides(
     assert said.count("pip install 'foci[tasks]'; until then the best model is the one with the lowest loss") == 1
 
 
-def test_asked_to_stop_it_saves_and_goes_on_later(
+def test_a_stop_signal_saves_a_checkpoint_that_resumes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = loop.run_training_step
 
-    def asking(run: Any, learner: Any, update: Any, step: int) -> Tensor:
+    def interrupted(run: Any, learner: Any, batch: Any, step: int) -> Tensor:
         if step == 6:
             signal.raise_signal(signal.SIGTERM)
-        return plain(run, learner, update, step)
+        return plain(run, learner, batch, step)
 
-    monkeypatch.setattr(loop, "one_update", asking)
+    monkeypatch.setattr(loop, "run_training_step", interrupted)
     assert train(config(data, "train.steps=12"), tmp_path / "run") == {"stopped_at_step": 7}
-    assert "stopped at step 7 and saved: --resume goes on from here" in capsys.readouterr().err
+    assert "stopped at step 7; checkpoint saved: --resume continues from here" in capsys.readouterr().err
     monkeypatch.undo()
     train(config(data, "train.steps=12"), tmp_path / "run", resume=True, quiet=True)
     train(config(data, "train.steps=12"), tmp_path / "whole", quiet=True)
     assert logged(tmp_path / "run", "loss") == logged(tmp_path / "whole", "loss")
 
 
-@pytest.mark.parametrize(("steps", "told"), [(2, True), (3, True), (4, False)])
-def test_a_warm_up_that_takes_all_is_told(
-    steps: int, told: bool, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("steps", "warns"), [(2, True), (3, True), (4, False)])
+def test_a_warm_up_longer_than_the_training_is_reported(
+    steps: int, warns: bool, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(config(data, f"train.steps={steps}", "train.warmup=3"), tmp_path / "run")
-    said = f"the warm-up takes 3 updates, all of this training's {steps}: the rate only rises\n"
-    assert (said in capsys.readouterr().err) is told
+    said = f"train.warmup is 3 steps, the whole training {steps}: the learning rate never decays\n"
+    assert (said in capsys.readouterr().err) is warns
 
 
-def test_one_update_an_epoch_is_one(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_step_per_epoch_is_singular(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(config(data, "train.steps=1", "train.batch_tokens=1000000"), tmp_path / "run")
-    assert "; 1 update an epoch\n" in capsys.readouterr().err
+    assert "; 1 step per epoch\n" in capsys.readouterr().err
 
 
 def test_a_time_limit_ends_with_a_finished_model(data: Path, tmp_path: Path) -> None:
@@ -126,16 +126,16 @@ def test_a_time_limit_ends_with_a_finished_model(data: Path, tmp_path: Path) -> 
     assert load_trained_model(tmp_path / "run").about["dev"]["loss"] > 0
 
 
-def test_it_says_rate_and_time_left(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_show_speed_and_time_left(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(config(data, "train.steps=3", "train.warmup=2"), tmp_path / "run")
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("190 examples to train on, 10 to measure with; ")
+    assert lines[0].startswith("190 examples for training, 10 for dev; ")
     assert lines[1].startswith("step 1/3  loss ")
     assert lines[1].endswith(" left")
     assert " targets/s  0:0" in lines[1]
 
 
-def test_what_a_run_was_is_in_its_folder(data: Path, tmp_path: Path) -> None:
+def test_the_run_directory_describes_the_run(data: Path, tmp_path: Path) -> None:
     train(config(data, "train.steps=3"), tmp_path / "run", quiet=True)
     about = json.loads((tmp_path / "run" / "run.json").read_text())
     assert about["versions"]["torch"] == torch.__version__
@@ -144,13 +144,13 @@ def test_what_a_run_was_is_in_its_folder(data: Path, tmp_path: Path) -> None:
     assert "[train]\n" in (tmp_path / "run" / "config.toml").read_text()
 
 
-def test_a_bar_is_drawn_where_rich_is_installed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_bar_needs_rich(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with progress.Progress(tmp_path, 10, first=True) as shown:
+    with progress.Progress(tmp_path, 10, is_first=True) as shown:
         shown.report(4, {"loss": 1.0, "rate": 0.1, "norm": 2.0}, 100.0)
         assert shown.bar.tasks[0].completed == 4
     monkeypatch.setitem(sys.modules, "rich.progress", None)
-    with progress.Progress(tmp_path, 10, first=True) as plain:
+    with progress.Progress(tmp_path, 10, is_first=True) as plain:
         assert plain.bar is None
 
 
@@ -160,7 +160,7 @@ def test_workers_make_the_same_batches(data: Path, tmp_path: Path) -> None:
     assert logged(tmp_path / "alone", "loss") == logged(tmp_path / "workers", "loss")
 
 
-def test_what_fails_in_a_worker_is_said_as_without(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_worker_is_raised_unchanged(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Translation.batch
 
     def breaking(self: Translation, examples: Any, training: bool, generator: torch.Generator) -> dict[str, Tensor]:
@@ -174,7 +174,7 @@ def test_what_fails_in_a_worker_is_said_as_without(data: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(("wrong", "said"), [("task.heads=7", "7"), ("train.steps=2", "no such sound")])
-def test_a_start_that_fails_leaves_nothing_in_the_way(
+def test_a_failed_start_leaves_no_run_behind(
     wrong: str, said: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def breaking(*_: object) -> dict[str, Tensor]:
@@ -192,7 +192,7 @@ def test_a_start_that_fails_leaves_nothing_in_the_way(
     assert {"notes.txt", "config.toml", "run.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
 
 
-def test_a_training_that_could_not_be_saved_does_not_begin(
+def test_training_without_safetensors_fails_at_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
@@ -201,7 +201,7 @@ def test_a_training_that_could_not_be_saved_does_not_begin(
 
 
 @pytest.mark.parametrize(("losses", "best"), [((3.0, 2.0, 2.5), 2), ((2.0, 2.0, 2.0), 3), ((1.0, 2.0, 3.0), 1)])
-def test_of_equally_good_models_the_loss_then_the_later_one_decides(
+def test_ties_are_broken_by_loss_then_by_the_later_step(
     losses: tuple[float, ...], best: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = iter(losses)
@@ -210,24 +210,23 @@ def test_of_equally_good_models_the_loss_then_the_later_one_decides(
         loss = next(found, losses[best - 1])
         return {"bleu": 0.0, "loss": loss}
 
-    monkeypatch.setattr(BestModels, "measured", same)
+    monkeypatch.setattr(BestModels, "measure", same)
     often = ("train.select=metric", "train.evaluate_every=1", "train.steps=3", "train.patience=0")
     train(config(data, *often), tmp_path / "run", quiet=True)
     assert [path.name for path in (tmp_path / "run" / "best").iterdir()] == [f"step-{best:08d}.safetensors"]
 
 
-def test_a_lower_loss_alone_is_no_reason_to_wait_longer(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patience_counts_the_metric_not_the_loss(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter(range(100, 0, -1))
-    monkeypatch.setattr(BestModels, "measured", lambda self: {"bleu": 0.0, "loss": float(next(losses))})
+    monkeypatch.setattr(BestModels, "measure", lambda self: {"bleu": 0.0, "loss": float(next(losses))})
     often = ("train.select=metric", "train.evaluate_every=1", "train.steps=20", "train.patience=3")
     train(config(data, *often), tmp_path / "run", quiet=True)
     assert max(logged(tmp_path / "run", "loss")) == 4
 
 
-def test_a_state_that_named_no_losses_is_read() -> None:
-    before = {"step": 4, "place": [0, 4], "best": [[0.5, 4], [0.25, 2]]}
-    state = State.from_json(before)
-    assert [(each.goodness, each.step) for each in state.best] == [(0.5, 4), (0.25, 2)]
+def test_a_state_survives_json() -> None:
+    state = State(
+        step=4, next_batch=BatchPosition(0, 4), best=[EvaluatedModel(0.5, 1.0, 4), EvaluatedModel(0.25, 2.0, 2)]
+    )
+    assert State.from_json(json.loads(json.dumps(asdict(state)))) == state
     assert state.best_steps == {2, 4}

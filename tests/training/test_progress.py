@@ -8,7 +8,7 @@ import pytest
 from foci.training.progress import Progress, decoding_progress, format_duration
 
 
-def test_tensorboard_is_written_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_go_to_tensorboard_if_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Writer:
         def __init__(self, folder: str) -> None:
             self.folder, self.seen, self.closed = folder, [], False  # type: ignore[var-annotated]
@@ -21,7 +21,7 @@ def test_tensorboard_is_written_where_it_is_installed(tmp_path: Path, monkeypatc
 
     module = types.SimpleNamespace(SummaryWriter=Writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)  # type: ignore[arg-type]
-    with Progress(tmp_path, 5, first=True, quiet=True) as progress:
+    with Progress(tmp_path, 5, is_first=True, quiet=True) as progress:
         progress.log(3, {"loss": 1.5, "signature": "x"})
     assert progress.board.folder == str(tmp_path / "tensorboard")
     assert progress.board.seen == [("loss", 1.5, 3)]
@@ -29,14 +29,14 @@ def test_tensorboard_is_written_where_it_is_installed(tmp_path: Path, monkeypatc
 
 
 def test_only_the_first_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(tmp_path, 5, first=False) as progress:
+    with Progress(tmp_path, 5, is_first=False) as progress:
         progress.log(3, {"loss": 1.5})
-        progress.say("something")
+        progress.message("something")
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err == ""
 
 
-def test_time_is_written_as_a_clock_shows_it() -> None:
+def test_durations_are_formatted_as_a_clock() -> None:
     assert [format_duration(seconds) for seconds in (0.4, 59.6, 3600)] == ["0:00", "1:00", "1:00:00"]
 
 
@@ -45,7 +45,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_long_evaluation_shows_how_far_it_is_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_shows_progress_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", file := io.StringIO())
     with decoding_progress(4) as done:
         done(4)

@@ -1,4 +1,4 @@
-"""Killed at any moment and resumed, a run ends with the same weights, bit for bit."""
+"""A run that is killed at any moment and resumed ends with the same weights, bit for bit."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def kill_when(process: "subprocess.Popen[bytes]", folder: Path, step: int) -> No
     assert process.wait() == -signal.SIGKILL
 
 
-def test_a_killed_run_ends_as_one_that_was_not(finished: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_killed_run_ends_with_the_same_weights(finished: tuple[Path, Path], tmp_path: Path) -> None:
     data, whole = finished
     options = [part for change in (*SMALL, *CHANGES) for part in ("--set", change)]
     command = [sys.executable, "-m", "foci", "train", "translation", "--data", str(data), "--quiet", *options]
@@ -86,7 +86,7 @@ def run(finished: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
     return finished[0], tmp_path / "run"
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     finished: tuple[Path, Path], run: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, other = run
@@ -96,13 +96,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
     (last / "rank-00000.safetensors").write_bytes(content)
     train(config(data, *CHANGES), other, resume=True)
     said = capsys.readouterr().err
-    assert re.search(r"step-00000030 is damaged: .* checksum .*; the one before it is used", said)
+    assert re.search(r"step-00000030 is damaged: .* checksum .*; using the one before it", said)
     assert f"resumed at step {int(before.name.removeprefix('step-'))}" in said
     assert_same_end(finished[1], other)
 
 
 @pytest.mark.parametrize("harm", ["cut", "no json", "no file", "foreign"])
-def test_every_kind_of_damage_is_found(run: tuple[Path, Path], harm: str) -> None:
+def test_every_kind_of_damage_is_detected(run: tuple[Path, Path], harm: str) -> None:
     last = checkpoint.list_checkpoints(run[1] / "checkpoints")[0]
     file, state = last / "rank-00000.safetensors", last / "state.json"
     if harm == "cut":
@@ -117,15 +117,15 @@ def test_every_kind_of_damage_is_found(run: tuple[Path, Path], harm: str) -> Non
         checkpoint.Checkpoint(last)
 
 
-def test_without_a_whole_checkpoint_there_is_no_silent_new_beginning(run: tuple[Path, Path]) -> None:
+def test_resume_fails_if_all_checkpoints_are_damaged(run: tuple[Path, Path]) -> None:
     data, whole = run
     for folder in checkpoint.list_checkpoints(whole / "checkpoints"):
         (folder / "state.json").unlink()
-    with pytest.raises(ValueError, match="all 2 are damaged"):
+    with pytest.raises(ValueError, match="must hold an intact checkpoint, got 2 damaged ones"):
         train(config(data, *CHANGES), whole, resume=True, quiet=True)
 
 
-def test_what_was_half_written_is_passed_over(run: tuple[Path, Path]) -> None:
+def test_partly_written_files_are_ignored(run: tuple[Path, Path]) -> None:
     data, whole = run
     expected = logged(whole, "loss")
     shutil.rmtree(whole / "checkpoints" / f"step-{STEPS:08d}")
@@ -136,24 +136,24 @@ def test_what_was_half_written_is_passed_over(run: tuple[Path, Path]) -> None:
     assert logged(whole, "loss") == expected
 
 
-def test_a_run_is_not_begun_twice_and_not_resumed_with_other_data(run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_used_directory_and_changed_data_are_refused(run: tuple[Path, Path], tmp_path: Path) -> None:
     data, whole = run
-    with pytest.raises(ValueError, match="has a run already"):
+    with pytest.raises(ValueError, match="already holds a run"):
         train(config(data, *CHANGES), whole, quiet=True)
     (tmp_path / "rest" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"has checkpoints of a run, but no run\.json"):
+    with pytest.raises(ValueError, match=r"holds checkpoints but no run\.json"):
         train(config(data, *CHANGES), tmp_path / "rest", quiet=True)
     other = written(tmp_path / "pairs.tsv", seed=2)
     changed = json.loads((whole / "run.json").read_text())
     changed["data"] = {str(other): next(iter(changed["data"].values()))}
     (whole / "run.json").write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match="the files have changed"):
+    with pytest.raises(ValueError, match="these files differ from the start"):
         train(config(other, *CHANGES), whole, resume=True, quiet=True)
 
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may be larger than a few pages, which the system refuses as it does where a disk is full."""
+    """Limits the file size, which fails in the same way as a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, hard))
     try:
@@ -167,12 +167,12 @@ def full_disk() -> Iterator[None]:
     [
         (
             ("train.evaluate_every=1000", "train.steps=40"),
-            "the checkpoint of step 30 could not be written (File too large",
+            "could not write the checkpoint of step 30 (File too large",
         ),
         ((), "step-00000030.safetensors: File too large"),
     ],
 )
-def test_a_full_disk_is_one_sentence_and_loses_nothing(
+def test_a_full_disk_gives_one_line_and_loses_nothing(
     run: tuple[Path, Path], changes: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run[1]
@@ -189,17 +189,17 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(
     assert main.main(resume) == 0
 
 
-def test_models_that_a_checkpoint_names_stay_until_the_next_one(
+def test_best_models_of_a_checkpoint_stay_until_the_next_one(
     data_of_a_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, often = tmp_path / "r", ("train.evaluate_every=4", "train.checkpoint_every=10", "train.average=2")
     save = checkpoint.save_checkpoint
 
-    def dying(place: Path, step: int, *rest: Any) -> None:
+    def dying(folder: Path, step: int, *rest: Any) -> None:
         assert step < 20, "the run dies before its second checkpoint"
-        save(place, step, *rest)
+        save(folder, step, *rest)
 
-    monkeypatch.setattr(checkpoint, "save", dying)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", dying)
     with pytest.raises(AssertionError, match="dies"):
         train(config(data_of_a_run, *often, "train.steps=30"), folder, quiet=True)
     assert logged(folder, "dev_loss")[16] < logged(folder, "dev_loss")[8]
@@ -209,7 +209,7 @@ def test_models_that_a_checkpoint_names_stay_until_the_next_one(
     assert sorted(path.name[-14:-12] for path in (folder / "best").iterdir()) == ["08", "10"]
 
 
-def test_a_run_resumed_where_it_is_to_end_is_measured(data_of_a_run: Path, tmp_path: Path) -> None:
+def test_a_run_resumed_at_its_last_step_is_evaluated(data_of_a_run: Path, tmp_path: Path) -> None:
     seldom = ("train.evaluate_every=100", "train.checkpoint_every=5")
     train(config(data_of_a_run, *seldom, "train.steps=10"), tmp_path / "r", quiet=True)
     shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-00000010")
