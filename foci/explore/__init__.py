@@ -1,6 +1,12 @@
-"""The explorer: a page on this machine where one types a text, picks a model, and looks.
+"""The explorer: a local web server that runs a model on a text, an image or a sound and shows its attention.
 
     foci explore
 
-It listens on 127.0.0.1 only, behind a secret in its address. `explore -> capture, record, view`.
+It listens on 127.0.0.1 only, and its address contains a secret.
+
+access: check requests and bound their size
+models: load models and record their attention
+jobs: run models in the background and keep their records
+answers: exact rows, columns and tiles of a record for the page
+server: the web application
 """

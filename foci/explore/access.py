@@ -1,4 +1,4 @@
-"""Who may ask: this machine, from the explorer's own page, with the secret of its address; and how much may be sent."""
+"""Accepts only requests from this machine and the explorer's own page, with the secret, up to a maximum size."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SECURITY_HEADERS = {
 
 
 class Guard:
-    """Stands before the application: checks each request, bounds what it sends, adds the headers of safety."""
+    """ASGI middleware that checks each request, bounds its body and adds security headers."""
 
-    def __init__(self, app: App, secret: str, port: int, most: int) -> None:
-        self.app, self.secret, self.most = app, secret, most
+    def __init__(self, app: App, secret: str, port: int, max_bytes: int) -> None:
+        self.app, self.secret, self.max_bytes = app, secret, max_bytes
         self.hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
         self.origins = {f"http://{host}" for host in self.hosts}
 
@@ -40,7 +40,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
-            # There is nothing here for web sockets.
+            # Web sockets are not supported.
             return
         refusal = self.refusal(scope)
         send = add_security_headers(send)
@@ -50,30 +50,33 @@ class Guard:
         prefix = f"/{self.secret}"
         inner = {**scope, "path": scope["path"][len(prefix) :] or "/", "root_path": prefix}
         inner.pop("raw_path", None)
-        await self.bounded(inner, receive, send)
+        await self.read_body(inner, receive, send)
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Why a request is turned away, if it is."""
+        """Return the status and the reason to refuse a request, or None."""
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        # A page elsewhere that has a name resolve to this machine still sends its own name.
+        # DNS rebinding: a foreign page whose name resolves to this machine still sends its own name.
         if headers.get("host", "").lower() not in self.hosts:
-            return 421, "expected a request to 127.0.0.1 or localhost"
+            return 421, "the host must be 127.0.0.1 or localhost with the port of the explorer"
         if "origin" in headers and headers["origin"] not in self.origins:
-            return 403, "expected a request from the explorer's own page"
+            return 403, "the request must come from the explorer's own page"
         if headers.get("sec-fetch-site", "same-origin") not in {"same-origin", "none"}:
-            return 403, "expected a request from the explorer's own page"
-        given = scope["path"].split("/")[1] if scope["path"].startswith("/") else ""
-        if not hmac.compare_digest(given.encode(), self.secret.encode()):
-            return 404, "expected the address that the terminal shows: it holds a secret"
-        if not headers.get("content-length", "0").isdecimal() or int(headers.get("content-length", "0")) > self.most:
+            return 403, "the request must come from the explorer's own page"
+        secret = scope["path"].split("/")[1] if scope["path"].startswith("/") else ""
+        if not hmac.compare_digest(secret.encode(), self.secret.encode()):
+            return 404, "the address must contain the secret: open the address that the terminal shows"
+        if (
+            not headers.get("content-length", "0").isdecimal()
+            or int(headers.get("content-length", "0")) > self.max_bytes
+        ):
             return 413, self.too_large()
         return None
 
     def too_large(self) -> str:
-        return f"expected at most {self.most // 2**20} MiB, received more"
+        return f"the request must have at most {self.max_bytes // 2**20} MiB"
 
-    async def bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reads what is sent, to the end or until it is too much, and hands it on in one piece."""
+    async def read_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, up to the maximum size, and pass it to the application in one message."""
         body, more = bytearray(), True
         while more:
             message = await receive()
@@ -81,7 +84,7 @@ class Guard:
                 return
             body += message.get("body", b"")
             more = message.get("more_body", False)
-            if len(body) > self.most:
+            if len(body) > self.max_bytes:
                 await send_refusal(send, 413, self.too_large())
                 return
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
@@ -93,13 +96,13 @@ async def replay_body(whole: list[Message], receive: Receive) -> Message:
 
 
 def add_security_headers(send: Send) -> Send:
-    async def sending(message: Message) -> None:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             extra = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
             message = {**message, "headers": [*message.get("headers", []), *extra]}
         await send(message)
 
-    return sending
+    return send_with_headers
 
 
 async def send_refusal(send: Send, status: int, reason: str) -> None:

@@ -1,6 +1,6 @@
-"""Exact answers about a record, as bytes for the page: rows, columns, tiles, the arithmetic of a row, rollout.
+"""Answers the page's questions about a record: rows, columns, tiles, the arithmetic of a row, rollout.
 
-H heads, Tq queries, Tk keys. All numbers are little-endian float32.
+H heads, Tq queries, Tk keys. Answers in bytes are little-endian float32.
 """
 
 from __future__ import annotations
@@ -16,81 +16,81 @@ from foci.record.record import Record
 from foci.view.page.arrays import tensor_bytes
 from foci.view.page.vectors import compute_row_arithmetic
 
-# A tile has at most so many cells a side, and so many entries behind each cell's side.
+# The cells along a side of a tile, and the most entries along a side of a cell.
 TILE_CELLS = 256
 MAX_TILE_STEP = 64
-# So many entries are computed at a time.
+# The entries that are computed at a time.
 STRIP_ENTRIES = 2**22
 MAX_ARITHMETIC_KEYS = 64
 
 
 class Question:
-    """The numbers of a question, checked."""
+    """The parameters of a question about a record, which are checked when they are read."""
 
-    def __init__(self, record: Record, given: dict[str, str]) -> None:
-        self.record, self.given = record, given
+    def __init__(self, record: Record, parameters: dict[str, str]) -> None:
+        self.record, self.parameters = record, parameters
 
     def number(self, name: str, least: int, most: int) -> int:
-        """A whole number from least to most."""
-        text = self.given.get(name, "")
+        """Return an integer parameter from least to most."""
+        text = self.parameters.get(name, "")
         if not text.isdecimal() or not least <= int(text) <= most:
-            raise ValueError(f"expected {name} from {least} to {most}, received {text[:20]!r}")
+            raise ValueError(f"{name} must be an integer from {least} to {most}, got {text[:20]!r}")
         return int(text)
 
     @property
     def layer(self) -> Layer:
-        """The layer that is asked about, which must know its entries."""
+        """The layer of the question, which must have entries."""
         layers = list(self.record.layers.values())
         layer = layers[self.number("layer", 0, len(layers) - 1)]
         if "entries" not in layer.available:
-            raise ValueError(f"{layer.label} kept statistics only: it has no single entries")
+            raise ValueError(f"{layer.label} has only statistics, no entries")
         return layer
 
     def heads(self, layer: Layer) -> list[int]:
-        """Several heads are averaged."""
-        names = self.given.get("heads", "").split(".")
+        """Return the heads of the question; their weights are averaged."""
+        names = self.parameters.get("heads", "").split(".")
         known = all(name.isdecimal() and int(name) < layer.shape[1] for name in names)
         if not known or len(names) > layer.shape[1]:
             raise ValueError(
-                f"expected heads from 0 to {layer.shape[1] - 1}, received {self.given.get('heads', '')[:40]!r}"
+                f"heads must be numbers from 0 to {layer.shape[1] - 1}, got {self.parameters.get('heads', '')[:40]!r}"
             )
         return [int(name) for name in names]
 
     def numbers(self, name: str, most: int, count: int) -> list[int]:
-        """A list of whole numbers below `most`."""
-        names = self.given.get(name, "").split(".")
+        """Return a list of at most `count` integers below `most`."""
+        names = self.parameters.get(name, "").split(".")
         if len(names) > count or not all(part.isdecimal() and int(part) < most for part in names):
-            raise ValueError(f"expected at most {count} numbers below {most} as {name}, received {len(names)}")
+            raise ValueError(f"{name} must be at most {count} integers below {most}, got {'.'.join(names)[:40]!r}")
         return [int(part) for part in names]
 
 
-def answer_row(asked: Question) -> bytes:
-    """Where one query looks: (Tk,)."""
-    layer = asked.layer
-    batch, head = asked.number("seq", 0, layer.shape[0] - 1), asked.number("head", 0, layer.shape[1] - 1)
-    return float32_bytes(layer.row(batch, head, asked.number("query", 0, layer.shape[2] - 1)))
+def answer_row(question: Question) -> bytes:
+    """Return the attention weights of one query: (Tk,)."""
+    layer = question.layer
+    batch, head = question.number("seq", 0, layer.shape[0] - 1), question.number("head", 0, layer.shape[1] - 1)
+    return float32_bytes(layer.row(batch, head, question.number("query", 0, layer.shape[2] - 1)))
 
 
-def answer_column(asked: Question) -> bytes:
-    """Who looks at one key: (Tq,)."""
-    layer = asked.layer
-    batch, head = asked.number("seq", 0, layer.shape[0] - 1), asked.number("head", 0, layer.shape[1] - 1)
-    found = layer[batch, head, :, asked.number("key", 0, layer.shape[3] - 1)]
+def answer_column(question: Question) -> bytes:
+    """Return the attention weights on one key: (Tq,)."""
+    layer = question.layer
+    batch, head = question.number("seq", 0, layer.shape[0] - 1), question.number("head", 0, layer.shape[1] - 1)
+    found = layer[batch, head, :, question.number("key", 0, layer.shape[3] - 1)]
     assert isinstance(found, Tensor)
     return float32_bytes(found)
 
 
-def answer_tile(asked: Question) -> bytes:
-    """A part of the matrix in blocks of step x step entries, mean or max: (rows, columns)."""
-    layer = asked.layer
-    step = asked.number("step", 1, MAX_TILE_STEP)
-    batch = asked.number("seq", 0, layer.shape[0] - 1)
-    y, x = asked.number("y", 0, layer.shape[2] - 1), asked.number("x", 0, layer.shape[3] - 1)
-    reduce = asked.given.get("reduce", "mean")
+def answer_tile(question: Question) -> bytes:
+    """Return a part of the matrix in blocks of step x step entries, their mean or maximum: (rows, columns)."""
+    layer = question.layer
+    step = question.number("step", 1, MAX_TILE_STEP)
+    batch = question.number("seq", 0, layer.shape[0] - 1)
+    y, x = question.number("y", 0, layer.shape[2] - 1), question.number("x", 0, layer.shape[3] - 1)
+    reduce = question.parameters.get("reduce", "mean")
     if reduce not in {"mean", "max"}:
-        raise ValueError(f"expected reduce mean or max, received {reduce[:20]!r}")
+        raise ValueError(f"reduce must be mean or max, got {reduce[:20]!r}")
     rows, columns = min(layer.shape[2] - y, TILE_CELLS * step), min(layer.shape[3] - x, TILE_CELLS * step)
-    heads = asked.heads(layer)
+    heads = question.heads(layer)
     return float32_bytes(
         sum(pool_head_tile(layer, batch, head, (y, rows), (x, columns), step, reduce) for head in heads) / len(heads)
     )
@@ -99,7 +99,7 @@ def answer_tile(asked: Question) -> bytes:
 def pool_head_tile(
     layer: Layer, batch: int, head: int, rows: tuple[int, int], columns: tuple[int, int], step: int, reduce: str
 ) -> Tensor:
-    """Strip by strip of whole blocks; a block at the edge is smaller, and its mean is over what is there."""
+    """Pool a part of a head's matrix strip by strip; blocks at the edge are smaller."""
     (y, tall), (x, wide) = rows, columns
     strip = max(1, STRIP_ENTRIES // (wide * step)) * step
     found = []
@@ -111,29 +111,29 @@ def pool_head_tile(
 
 
 def pool_in_blocks(entries: Tensor, step: int, reduce: str) -> Tensor:
-    """Entries in blocks of step x step."""
+    """Pool entries in blocks of step x step."""
     pool = torch.nn.functional.avg_pool2d if reduce == "mean" else torch.nn.functional.max_pool2d
-    # In ceil mode the mean of a block that reaches over the edge is over what lies inside.
+    # In ceil mode the mean of a block at the edge is over the entries inside.
     return entries if step == 1 else pool(entries[None], step, step, ceil_mode=True)[0]
 
 
-def answer_arithmetic(asked: Question) -> dict[str, Any] | None:
-    """Everything between query and output of one row, for some keys; None where that was not kept."""
-    layer = asked.layer
-    batch, head = asked.number("seq", 0, layer.shape[0] - 1), asked.number("head", 0, layer.shape[1] - 1)
-    keys = asked.numbers("keys", layer.shape[3], MAX_ARITHMETIC_KEYS)
-    found = compute_row_arithmetic(layer, batch, head, asked.number("query", 0, layer.shape[2] - 1), keys)
-    # JSON has no infinity: the row of a query that sees nothing has no log-sum-exp.
+def answer_arithmetic(question: Question) -> dict[str, Any] | None:
+    """Return the vectors and weights of one row for some keys; None if the record has no vectors."""
+    layer = question.layer
+    batch, head = question.number("seq", 0, layer.shape[0] - 1), question.number("head", 0, layer.shape[1] - 1)
+    keys = question.numbers("keys", layer.shape[3], MAX_ARITHMETIC_KEYS)
+    found = compute_row_arithmetic(layer, batch, head, question.number("query", 0, layer.shape[2] - 1), keys)
+    # JSON has no infinity: the log-sum-exp of a fully masked row is sent as null.
     return found if found is None or math.isfinite(found["lse"]) else {**found, "lse": None}
 
 
-def answer_rollout(asked: Question) -> bytes:
-    """What reaches one query through all layers: (T,)."""
-    longest = max(layer.shape[2] for layer in asked.record.layers.values())
-    batch = asked.number("seq", 0, max(layer.shape[0] for layer in asked.record.layers.values()) - 1)
-    stack = asked.given.get("stack", "")
-    return float32_bytes(asked.record.rollout(asked.number("query", 0, longest - 1), batch, stack=stack))
+def answer_rollout(question: Question) -> bytes:
+    """Return the attention rollout to one query: (T,)."""
+    longest = max(layer.shape[2] for layer in question.record.layers.values())
+    batch = question.number("seq", 0, max(layer.shape[0] for layer in question.record.layers.values()) - 1)
+    stack = question.parameters.get("stack", "")
+    return float32_bytes(question.record.rollout(question.number("query", 0, longest - 1), batch, stack=stack))
 
 
-def float32_bytes(found: Any) -> bytes:
-    return tensor_bytes(found.detach().float().cpu().contiguous())
+def float32_bytes(values: Any) -> bytes:
+    return tensor_bytes(values.detach().float().cpu().contiguous())

@@ -1,4 +1,4 @@
-"""Work that takes a while, one piece at a time, and how far it is."""
+"""Runs models in the background, one job at a time, and keeps the records."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from foci.view.page.payload import encode_payload
 
 MAX_JOBS = 64
 MAX_RECORDS = 8
-# The shares of the bar that loading, running and packing take.
+# The progress after loading and after running the model; encoding the payload takes the rest.
 LOADED_FRACTION, RUN_FRACTION = 0.35, 0.75
 
 
 @dataclass
 class Job:
-    """One piece of work. `told` is what it does now, `fraction` how far it is, `error` what went wrong."""
+    """A job: what it does now, its progress from 0 to 1, its error, and the name of its record."""
 
-    told: str = "waiting"
+    message: str = "waiting"
     fraction: float = 0.0
     error: str | None = None
     record: str | None = None
 
-    def say(self, told: str, fraction: float | None = None) -> None:
-        """What is done now; the bar never goes back."""
-        self.told = told
+    def report(self, message: str, fraction: float | None = None) -> None:
+        """Set the message and the progress, which never decreases."""
+        self.message = message
         self.fraction = max(self.fraction, fraction or 0.0)
 
-    def described(self) -> dict[str, Any]:
-        return {"told": self.told, "fraction": self.fraction, "error": self.error, "record": self.record}
+    def to_json(self) -> dict[str, Any]:
+        return {"message": self.message, "fraction": self.fraction, "error": self.error, "record": self.record}
 
 
 @dataclass
 class StoredRecord:
-    """A record that can be asked, and what the page needs of it at first."""
+    """A record and its payload for the page."""
 
     record: Record
     payload: bytes
@@ -48,16 +48,16 @@ class StoredRecord:
 
 
 class JobQueue:
-    """Jobs and the records that came of them; the oldest make room."""
+    """Jobs and the records that they produced; the oldest are dropped."""
 
     def __init__(self) -> None:
         self.jobs: OrderedDict[str, Job] = OrderedDict()
         self.records: OrderedDict[str, StoredRecord] = OrderedDict()
-        # One after the other: two models at once would only be slower.
+        # One worker: two models at once would be slower.
         self.worker = ThreadPoolExecutor(1, "foci-explore")
 
-    def start(self, work: Callable[[Job], Record]) -> str:
-        """Begins a piece of work; gives its name."""
+    def submit(self, work: Callable[[Job], Record]) -> str:
+        """Start a job and return its name."""
         name, job = secrets.token_urlsafe(9), Job()
         self.jobs[name] = job
         while len(self.jobs) > MAX_JOBS:
@@ -68,16 +68,16 @@ class JobQueue:
     def _run(self, job: Job, work: Callable[[Job], Record]) -> None:
         try:
             record = work(job)
-            job.say("drawing", RUN_FRACTION)
-            name = self.keep(record)
-            job.say("done", 1.0)
+            job.report("preparing the page", RUN_FRACTION)
+            name = self.store(record)
+            job.report("done", 1.0)
             job.record = name
         except Exception as problem:  # noqa: BLE001
-            # Whatever a model or a file does wrong belongs into the page, not into a log that nobody reads.
+            # Any error of a model or a file is shown on the page.
             job.error = describe_problem(problem)
 
-    def keep(self, record: Record) -> str:
-        """Makes a record ready to be looked at; gives its name."""
+    def store(self, record: Record) -> str:
+        """Store a record and its payload, and return its name."""
         name = secrets.token_urlsafe(9)
         self.records[name] = StoredRecord(record, encode_payload(record))
         while len(self.records) > MAX_RECORDS:
@@ -86,9 +86,9 @@ class JobQueue:
 
 
 def describe_problem(problem: Exception) -> str:
-    """One sentence about a problem."""
+    """Describe an exception in one line."""
     text = " ".join(str(problem).split())[:400]
     if isinstance(problem, ValueError | ImportError | OSError | KeyError) and text:
         return text
-    where = traceback.extract_tb(problem.__traceback__)[-1]
-    return f"{type(problem).__name__}: {text or 'no reason was given'} ({where.name})"
+    frame = traceback.extract_tb(problem.__traceback__)[-1]
+    return f"{type(problem).__name__}: {text or 'no message'} ({frame.name})"

@@ -1,4 +1,4 @@
-"""The explorer's server: pages, work that is begun and watched, and exact numbers on demand."""
+"""The explorer's web application: its pages, background jobs, and exact weights on demand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from foci.capture.look import list_shipped_models, locate_model, resolve_device
+from foci.capture.model_loading import list_shipped_models, locate_model, resolve_device
 from foci.explore import answers
 from foci.explore.access import App, Guard
 from foci.explore.jobs import Job, JobQueue, StoredRecord
@@ -22,7 +22,7 @@ from foci.record.record import Record
 from foci.view.page.bundle import ASSETS
 
 MAX_UPLOAD_BYTES = 512 * 2**20
-# So many entries take a CPU some minutes.
+# A CPU computes so many entries in some minutes.
 MAX_COMPUTED_ENTRIES = 2**35
 SHELL_TEMPLATE = """\
 <!doctype html>
@@ -45,23 +45,23 @@ QUESTION_HANDLERS: dict[str, Callable[[answers.Question], Any]] = {
     "row": answers.answer_row,
     "column": answers.answer_column,
     "tile": answers.answer_tile,
-    "worked": answers.answer_arithmetic,
+    "arithmetic": answers.answer_arithmetic,
     "rollout": answers.answer_rollout,
 }
 
 
 class Explorer:
-    """What stands behind the addresses: models, jobs and records."""
+    """The request handlers, with the models, jobs and records behind them."""
 
     def __init__(self, models: list[str], device: str = "cpu") -> None:
-        self.desk, self.shelf, self.models = JobQueue(), ModelRunner(device), models
+        self.jobs, self.runner, self.model_names = JobQueue(), ModelRunner(device), models
 
     async def shell(self, request: Any) -> Any:
         from starlette.responses import HTMLResponse
 
         name = request.path_params.get("name", "")
-        # A name that is not known opens the front door, which can do no harm with it.
-        known = name if name in self.desk.records else ""
+        # An unknown name opens the start page and is not written into the HTML.
+        known = name if name in self.jobs.records else ""
         return HTMLResponse(SHELL_TEMPLATE.format(root=f"{request.scope['root_path']}/", record=known))
 
     async def asset(self, request: Any) -> Any:
@@ -70,59 +70,61 @@ class Explorer:
         there = {path.name: path for path in ASSETS.iterdir() if path.suffix in ASSET_TYPES}
         path = there.get(request.path_params["name"])
         if path is None:
-            return error_response(404, "there is no such file")
+            return error_response(404, "no such file")
         return Response(path.read_bytes(), media_type=ASSET_TYPES[path.suffix])
 
-    async def choices(self, _request: Any) -> Any:
-        models = [*dict.fromkeys([UNTRAINED, *self.models, *list_shipped_models(), *list_cached_models()])]
+    async def list_models(self, _request: Any) -> Any:
+        models = [*dict.fromkeys([UNTRAINED, *self.model_names, *list_shipped_models(), *list_cached_models()])]
         takes = {name: TASK_INPUTS.get(name, "texts") for name in (UNTRAINED, *list_shipped_models())}
         return json_response({"models": models, "takes": takes})
 
-    async def look(self, request: Any) -> Any:
+    async def record_text(self, request: Any) -> Any:
         try:
             given = json.loads(await request.body())
             text, model = given["text"], given["model"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            return error_response(400, "expected a text and a model")
+            return error_response(400, "the request must have a text and a model")
         if not isinstance(text, str) or not isinstance(model, str):
-            return error_response(400, "expected a text and a model")
-        return json_response({"job": self.desk.start(lambda job: self.shelf.look(model.strip(), text, job))})
+            return error_response(400, "the request must have a text and a model")
+        return json_response({"job": self.jobs.submit(lambda job: self.runner.record_text(model.strip(), text, job))})
 
-    async def view(self, request: Any) -> Any:
+    async def record_image(self, request: Any) -> Any:
         image, model = await request.body(), request.query_params.get("model", "").strip()
-        return json_response({"job": self.desk.start(lambda job: self.shelf.view(model, image, job))})
+        return json_response({"job": self.jobs.submit(lambda job: self.runner.record_image(model, image, job))})
 
-    async def hear(self, request: Any) -> Any:
+    async def record_sound(self, request: Any) -> Any:
         sound, model = await request.body(), request.query_params.get("model", "").strip()
-        return json_response({"job": self.desk.start(lambda job: self.shelf.hear(model, sound, job))})
+        return json_response({"job": self.jobs.submit(lambda job: self.runner.record_sound(model, sound, job))})
 
-    async def open(self, request: Any) -> Any:
+    async def open_file(self, request: Any) -> Any:
         file = await request.body()
-        return json_response({"job": self.desk.start(lambda job: load_upload(file, job))})
+        return json_response({"job": self.jobs.submit(lambda job: load_upload(file, job))})
 
     async def job(self, request: Any) -> Any:
-        job = self.desk.jobs.get(request.path_params["name"])
-        return json_response(job.described()) if job else error_response(404, "there is no such work")
+        job = self.jobs.jobs.get(request.path_params["name"])
+        return json_response(job.to_json()) if job else error_response(404, "no such job")
 
     async def data(self, request: Any) -> Any:
         from starlette.responses import Response
 
-        kept = self.desk.records.get(request.path_params["name"])
+        stored = self.jobs.records.get(request.path_params["name"])
         return (
-            Response(kept.payload, media_type="application/octet-stream") if kept else error_response(404, RECORD_GONE)
+            Response(stored.payload, media_type="application/octet-stream")
+            if stored
+            else error_response(404, RECORD_GONE)
         )
 
     async def ask(self, request: Any) -> Any:
         from starlette.concurrency import run_in_threadpool
 
-        kept = self.desk.records.get(request.path_params["name"])
-        question = QUESTION_HANDLERS.get(request.path_params["question"])
-        if kept is None or question is None:
+        stored = self.jobs.records.get(request.path_params["name"])
+        handler = QUESTION_HANDLERS.get(request.path_params["question"])
+        if stored is None or handler is None:
             return error_response(404, RECORD_GONE)
-        return await run_in_threadpool(answer_question, kept, question, dict(request.query_params))
+        return await run_in_threadpool(answer_question, stored, handler, dict(request.query_params))
 
     def app(self) -> App:
-        """The addresses."""
+        """Build the web application."""
         from starlette.applications import Starlette
         from starlette.routing import Route
 
@@ -130,11 +132,11 @@ class Explorer:
             ("GET", "/", self.shell),
             ("GET", "/records/{name}", self.shell),
             ("GET", "/assets/{name}", self.asset),
-            ("GET", "/api/models", self.choices),
-            ("POST", "/api/look", self.look),
-            ("POST", "/api/view", self.view),
-            ("POST", "/api/hear", self.hear),
-            ("POST", "/api/open", self.open),
+            ("GET", "/api/models", self.list_models),
+            ("POST", "/api/text", self.record_text),
+            ("POST", "/api/image", self.record_image),
+            ("POST", "/api/sound", self.record_sound),
+            ("POST", "/api/file", self.open_file),
             ("GET", "/api/jobs/{name}", self.job),
             ("GET", "/api/records/{name}/data", self.data),
             ("GET", "/api/records/{name}/{question}", self.ask),
@@ -143,51 +145,55 @@ class Explorer:
         return app
 
 
-RECORD_GONE = "this record is no longer here: look again"
+RECORD_GONE = "this record is no longer available: run the model again"
 
 
-def answer_question(kept: StoredRecord, question: Callable[[answers.Question], Any], given: dict[str, str]) -> Any:
-    """One question at a time of each record: they share its tensors and the cores."""
+def answer_question(
+    stored: StoredRecord, handler: Callable[[answers.Question], Any], parameters: dict[str, str]
+) -> Any:
+    """Answer a question; each record answers one at a time, because they share tensors and cores."""
     import torch
     from starlette.responses import Response
 
     try:
-        with kept.lock, torch.no_grad():
-            found = question(answers.Question(kept.record, given))
+        with stored.lock, torch.no_grad():
+            answer = handler(answers.Question(stored.record, parameters))
     except ValueError as problem:
         return error_response(400, str(problem))
-    return Response(found, media_type="application/octet-stream") if isinstance(found, bytes) else json_response(found)
+    if isinstance(answer, bytes):
+        return Response(answer, media_type="application/octet-stream")
+    return json_response(answer)
 
 
 def load_upload(file: bytes, job: Job) -> Record:
-    """The record in an uploaded file; nothing in it is executed."""
-    job.say("opening the file", 0.1)
+    """Load the record in an uploaded file; nothing in it is executed."""
+    job.report("opening the file", 0.1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "upload.foci"
         path.write_bytes(file)
         try:
             return check_computable(Record.load(path))
         except Exception as problem:
-            # The path is this side's own and says nothing to who sent the file.
+            # The temporary path means nothing to the user.
             reason = str(problem).replace(str(path), "the file")
-            raise ValueError(f"expected a .foci file: {reason}") from problem
+            raise ValueError(f"file must be a .foci file: {reason}") from problem
 
 
 def check_computable(record: Record) -> Record:
-    """A record that can be drawn before whoever waits for it gives up; a small file may ask for any amount of work."""
+    """Refuse a record with too many entries to compute: even a small file may need hours."""
     entries = sum(math.prod(layer.shape) for layer in record.layers.values() if layer.kept is None)
     if entries > MAX_COMPUTED_ENTRIES:
         raise ValueError(
-            f"its matrices have {entries:,} entries to be computed, more than {MAX_COMPUTED_ENTRIES:,}: watch with"
+            f"the record must have at most {MAX_COMPUTED_ENTRIES:,} entries to compute, got {entries:,}: record with"
             " keep=foci.Keep() to save statistics instead"
         )
     return record
 
 
-def json_response(found: Any) -> Any:
+def json_response(content: Any) -> Any:
     from starlette.responses import JSONResponse
 
-    return JSONResponse(found)
+    return JSONResponse(content)
 
 
 def error_response(status: int, reason: str) -> Any:
@@ -197,7 +203,7 @@ def error_response(status: int, reason: str) -> Any:
 
 
 def list_cached_models() -> list[str]:
-    """Hugging Face models that are on this machine already."""
+    """List the Hugging Face models in the local cache."""
     try:
         from huggingface_hub import scan_cache_dir
         from huggingface_hub.errors import CacheNotFound
@@ -219,7 +225,7 @@ def serve(
     browse: bool = True,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Serves until it is stopped; with a record, its page is opened first."""
+    """Serve until Ctrl+C; with a record, open its page."""
     try:
         import starlette  # noqa: F401
         import uvicorn
@@ -229,25 +235,25 @@ def serve(
     for name in models:
         locate_model(name)
     explorer = Explorer(models, resolve_device(device))
-    page = f"records/{explorer.desk.keep(record)}" if record is not None else ""
-    with socket.socket() as door:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bind_port(door, port)
-        port, secret = door.getsockname()[1], secrets.token_urlsafe(24)
+    page = f"records/{explorer.jobs.store(record)}" if record is not None else ""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bind_port(listener, port)
+        port, secret = listener.getsockname()[1], secrets.token_urlsafe(24)
         address = f"http://127.0.0.1:{port}/{secret}/{page}"
-        say(f"foci explore: {address}  (Ctrl+C stops it)")
+        say(f"foci explore: {address}  (Ctrl+C to stop)")
         if browse:
             webbrowser.open(address)
         guard = Guard(explorer.app(), secret, port, MAX_UPLOAD_BYTES)
-        # Ctrl+C is how it is meant to end.
+        # Ctrl+C is the normal way to stop.
         with suppress(KeyboardInterrupt):
-            uvicorn.Server(uvicorn.Config(guard, log_level="warning", access_log=False)).run(sockets=[door])
+            uvicorn.Server(uvicorn.Config(guard, log_level="warning", access_log=False)).run(sockets=[listener])
 
 
-def bind_port(door: socket.socket, port: int) -> None:
+def bind_port(listener: socket.socket, port: int) -> None:
     try:
-        door.bind(("127.0.0.1", port))
-        # From here on whoever has the address is heard, even before the server is up.
-        door.listen()
+        listener.bind(("127.0.0.1", port))
+        # Connections queue from here on, before the server is up.
+        listener.listen()
     except (OSError, OverflowError) as problem:
-        raise ValueError(f"expected a free port, received {port}: {problem}") from problem
+        raise ValueError(f"port must be free, got {port}: {problem}") from problem

@@ -107,8 +107,8 @@ def select_layer_mean(record: Record, layer: Layer) -> HeadSelection:
 def select_default_head(record: Record, batch: int = 0) -> HeadSelection:
     """Select the head to show if none is named.
 
-    With cross-attention: the mean of the layer with the clearest alignment. For patches and very long texts: the mean of
-    the last layer. For a text: the head that attends most clearly to words that are not neighbors of the query.
+    With cross-attention: the mean of the layer with the clearest alignment. For patches and very long texts: the mean
+    of the last layer. For a text: the head that attends most clearly to words that are not neighbors of the query.
     """
     layers = list_cross_layers_first(record)
     if not layers:

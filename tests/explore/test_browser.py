@@ -1,4 +1,4 @@
-"""The explorer in a real browser: a text typed, a file dropped, exact numbers that come when they are looked at."""
+"""The explorer in a real browser: a text typed, a file dropped, exact weights that are loaded on demand."""
 
 import re
 import subprocess
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from foci.capture.look import list_shipped_models
+from foci.capture.model_loading import list_shipped_models
 from tests.conftest import chromium_path
 from tests.view import records
 from tests.view.browsing import browsing, listed, opened, shares, summed
-from tests.view.pages import lazy, output_of, watched
+from tests.view.pages import lazy, output_of, record_small_model
 
 pytest.importorskip("playwright", reason="browser: playwright is not installed")
 pytest.importorskip("uvicorn", reason="browser: uvicorn is not installed")
@@ -57,13 +57,13 @@ def test_type_a_text_and_look(browser: Any, address: str) -> None:
     with opened(browser, address, offline=False) as tab:
         tab.get_by_label("Text").fill("Jane <b>is</b> hungry")
         tab.get_by_label("Model").fill("untrained vectors")
-        tab.get_by_role("button", name="Look", exact=True).click()
+        tab.get_by_role("button", name="Run", exact=True).click()
         tab.wait_for_selector(".token")
         assert tab.locator(".token").all_inner_texts() == ["Jane", "<", "b", ">", "is", "<", "/", "b", ">", "hungry"]
         tab.locator('[data-i="9"]').hover()
         assert sum(shares(tab).values()) == pytest.approx(1, abs=0.02)
         tab.locator("a.brand").click()
-        tab.wait_for_selector(".door")
+        tab.wait_for_selector(".startcard")
         assert tab.get_by_label("Text").input_value() == "Jane <b>is</b> hungry"
 
 
@@ -72,7 +72,7 @@ def test_what_ships_is_offered_and_translates(browser: Any, address: str) -> Non
         assert tab.locator(".modelchip").all_inner_texts()[:4] == ["untrained vectors", *list_shipped_models()[:3]]
         assert tab.get_by_label("Model").input_value() == "translation"
         tab.get_by_label("Text").fill("Where is the train station?")
-        tab.get_by_role("button", name="Look", exact=True).click()
+        tab.get_by_role("button", name="Run", exact=True).click()
         tab.wait_for_selector(".token")
         assert "Wo ist der Bahnhof?" in tab.locator(".app").inner_text()
 
@@ -93,16 +93,16 @@ def test_a_sound_is_heard(browser: Any, address: str, tmp_path: Path) -> None:
         tab.get_by_label("Model").fill("./nowhere")
         tab.get_by_label("Open a file").set_input_files(tmp_path / "x.wav")
         tab.get_by_role("alert").wait_for()
-        assert "./nowhere is not there" in tab.get_by_role("alert").inner_text()
+        assert "./nowhere: no such path" in tab.get_by_role("alert").inner_text()
 
 
 def test_a_model_that_is_not_there(browser: Any, address: str) -> None:
     with opened(browser, address, offline=False) as tab:
         tab.get_by_label("Model").fill("./nowhere")
-        tab.get_by_role("button", name="Look", exact=True).click()
+        tab.get_by_role("button", name="Run", exact=True).click()
         tab.get_by_role("alert").wait_for()
-        assert "./nowhere is not there" in tab.get_by_role("alert").inner_text()
-        assert tab.get_by_role("button", name="Look", exact=True).is_enabled()
+        assert "./nowhere: no such path" in tab.get_by_role("alert").inner_text()
+        assert tab.get_by_role("button", name="Run", exact=True).is_enabled()
 
 
 def test_open_a_file(browser: Any, address: str, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_open_a_file(browser: Any, address: str, tmp_path: Path) -> None:
     with opened(browser, address, offline=False) as tab:
         tab.get_by_label("Open a file").set_input_files(tmp_path / "bad.foci")
         tab.get_by_role("alert").wait_for()
-        assert "expected a .foci file" in tab.get_by_role("alert").inner_text()
+        assert "file must be a .foci file" in tab.get_by_role("alert").inner_text()
         tab.get_by_label("Open a file").set_input_files(tmp_path / "x.foci")
         tab.wait_for_selector(".token")
         assert tab.locator(".token").first.inner_text() == "[CLS]"
@@ -123,7 +123,7 @@ def test_a_file_given_on_the_command_line_shows_exact_entries(browser: Any, tmp_
     process, address = started("view", str(tmp_path / "long.foci"))
     try:
         with opened(browser, f"{address}#h=L0H1&t=1500", offline=False) as tab:
-            tab.locator(".right .note", has_text="Every entry is here, exact.").wait_for()
+            tab.locator(".right .note", has_text="All weights are here, exact.").wait_for()
             row = record["L0H1"].row(0, 1500)
             top = row.sort(descending=True)
             assert [position for _, position, _ in listed(tab)][:5] == top.indices[:5].tolist()
@@ -146,7 +146,7 @@ def test_a_file_given_on_the_command_line_shows_exact_entries(browser: Any, tmp_
 
 
 def test_the_weighted_sum_of_a_model_that_was_watched(browser: Any, address: str, tmp_path: Path) -> None:
-    record = watched()
+    record = record_small_model()
     record.save(tmp_path / "x.foci")
     with opened(browser, address, offline=False) as tab:
         tab.get_by_label("Open a file").set_input_files(tmp_path / "x.foci")

@@ -64,9 +64,7 @@ def test_a_name_that_nobody_knows_is_told_after_one_question(monkeypatch: pytest
         lambda: ModelRunner().record_text("no/such", "x", Job()),
         lambda: models.load_image_model("no/such", "cpu"),
     ):
-        with pytest.raises(
-            ValueError, match=r"received 'no/such': it is not on this machine, and .* \(no such host\)$"
-        ):
+        with pytest.raises(ValueError, match=r"got 'no/such': it is not on this machine, and .* \(no such host\)$"):
             ask()
     assert asked == [("no/such", model_loading.HUB_TIMEOUT)] * 2
 
@@ -96,7 +94,7 @@ def test_a_model_of_images_reads_no_text(vision: Path) -> None:
 def test_a_damaged_model_is_said_in_one_sentence(vision: Path, tmp_path: Path) -> None:
     shutil.copytree(vision, tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"^expected a model that takes images, received [^\n]+$"):
+    with pytest.raises(ValueError, match=r"^model must be a model that takes images, got [^\n]+$"):
         models.load_image_model(str(tmp_path), "cpu")
 
 
@@ -113,7 +111,7 @@ def test_a_model_is_given_what_it_takes(tmp_path: Path) -> None:
         match=r"^model must take images, as vision does, got a model for translation, which takes texts$",
     ):
         runner.record_image("translation", image, Job())
-    with pytest.raises(ValueError, match=r"^the file should be a sound file, but "):
+    with pytest.raises(ValueError, match=r"^the file must be an audio file, but "):
         runner.record_sound("speech", b"nonsense", Job())
     with pytest.raises(ValueError, match=r"such as speech, got 'untrained vectors'$"):
         runner.record_sound(models.UNTRAINED, b"", Job())
@@ -135,7 +133,7 @@ def test_what_ships_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_model_that_is_not_there_is_not_offered() -> None:
-    with pytest.raises(ValueError, match=r"but \./none is not there"):
+    with pytest.raises(ValueError, match=r"got \./none: no such path"):
         serve(["./none"], browse=False)
 
 
@@ -150,8 +148,8 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("out", "said"),
     [
-        ("x.xyz", "expected --out to end with .foci, .html, .png, .svg, .pdf, .jpg or .webp, received x.xyz"),
-        ("nowhere/x.html", "expected a folder for --out, but nowhere is not there"),
+        ("x.xyz", "--out must end with .foci, .html, .png, .svg, .pdf, .jpg or .webp, got x.xyz"),
+        ("nowhere/x.html", "--out must be in an existing directory, got nowhere/x.html: nowhere does not exist"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_said_before_a_model_runs(

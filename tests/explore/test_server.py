@@ -19,7 +19,7 @@ from foci.explore.server import Explorer, serve
 from foci.record.record import Record
 from foci.view.page import payload
 from tests.view import records
-from tests.view.pages import array, lazy, opened
+from tests.view.pages import decode_array, decode_payload, lazy
 
 pytest.importorskip("starlette")
 anyio = pytest.importorskip("anyio")
@@ -33,7 +33,7 @@ HOME = f"http://127.0.0.1:{PORT}"
 def explorer() -> Iterator[Explorer]:
     found = Explorer(["./offered"])
     yield found
-    found.desk.worker.shutdown()
+    found.jobs.worker.shutdown()
 
 
 class Client:
@@ -70,7 +70,7 @@ def finished(client: Any, started: Any) -> dict[str, Any]:
 
 
 def keep(explorer: Explorer, record: Record) -> str:
-    return f"/{SECRET}/api/records/{explorer.desk.keep(record)}"
+    return f"/{SECRET}/api/records/{explorer.jobs.store(record)}"
 
 
 def floats(response: Any) -> Tensor:
@@ -117,13 +117,13 @@ async def pieces() -> AsyncIterator[bytes]:
 
 
 def test_uploads_are_bounded(client: Any) -> None:
-    too_large = {"error": "expected at most 0 MiB, received more"}
-    announced = client.post(f"/{SECRET}/api/open", content=b"x" * (2**16 + 1))
+    too_large = {"error": "the request must have at most 0 MiB"}
+    announced = client.post(f"/{SECRET}/api/file", content=b"x" * (2**16 + 1))
     assert (announced.status_code, announced.json()) == (413, too_large)
     # Sent in pieces, without saying how much it will be.
-    unannounced = client.post(f"/{SECRET}/api/open", content=pieces())
+    unannounced = client.post(f"/{SECRET}/api/file", content=pieces())
     assert (unannounced.status_code, unannounced.json()) == (413, too_large)
-    lied = client.post(f"/{SECRET}/api/open", content=b"x", headers={"content-length": "nonsense"})
+    lied = client.post(f"/{SECRET}/api/file", content=b"x", headers={"content-length": "nonsense"})
     assert lied.status_code == 413
 
 
@@ -147,12 +147,12 @@ def test_models_on_offer(client: Any) -> None:
 
 def test_a_text_becomes_a_record(client: Any, explorer: Explorer) -> None:
     given = {"text": "Jane is hungry.", "model": models.UNTRAINED}
-    state = finished(client, client.post(f"/{SECRET}/api/look", json=given))
-    assert (state["told"], state["fraction"], state["error"]) == ("done", 1.0, None)
-    head, blob = opened(client.get(f"/{SECRET}/api/records/{state['record']}/data").content)
-    assert head["labels"][0]["texts"][0] == ["Jane", " is", " hungry", " ."]
-    record = explorer.desk.records[state["record"]].record
-    assert torch.equal(array(head, blob, "0.entries"), record["L0"].dense())
+    state = finished(client, client.post(f"/{SECRET}/api/text", json=given))
+    assert (state["message"], state["fraction"], state["error"]) == ("done", 1.0, None)
+    header, arrays = decode_payload(client.get(f"/{SECRET}/api/records/{state['record']}/data").content)
+    assert header["labels"][0]["texts"][0] == ["Jane", " is", " hungry", " ."]
+    record = explorer.jobs.records[state["record"]].record
+    assert torch.equal(decode_array(header, arrays, "0.entries"), record["L0"].dense())
     page = client.get(f"/{SECRET}/records/{state['record']}").text
     assert f'data-record="{state["record"]}"' in page
 
@@ -160,34 +160,34 @@ def test_a_text_becomes_a_record(client: Any, explorer: Explorer) -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({"text": "a b", "model": "./nowhere"}, "but ./nowhere is not there"),
-        ({"text": "  ", "model": models.UNTRAINED}, "expected a text with at least one word"),
+        ({"text": "a b", "model": "./nowhere"}, "got ./nowhere: no such path"),
+        ({"text": "  ", "model": models.UNTRAINED}, "text must have at least one word"),
     ],
 )
 def test_what_goes_wrong_is_said_in_a_sentence(client: Any, given: dict[str, str], error: str) -> None:
-    state = finished(client, client.post(f"/{SECRET}/api/look", json=given))
+    state = finished(client, client.post(f"/{SECRET}/api/text", json=given))
     assert error in state["error"]
     assert state["record"] is None
 
 
 @pytest.mark.parametrize("body", [b"[" * 60_000, b"", b"[]", b"{}", b'{"text": 3, "model": "x"}', b"\xff"])
 def test_bad_requests(client: Any, body: bytes) -> None:
-    response = client.post(f"/{SECRET}/api/look", content=body)
-    assert (response.status_code, response.json()) == (400, {"error": "expected a text and a model"})
+    response = client.post(f"/{SECRET}/api/text", content=body)
+    assert (response.status_code, response.json()) == (400, {"error": "the request must have a text and a model"})
 
 
 def test_a_file_is_opened(client: Any, tmp_path: Path) -> None:
     records.jane().save(tmp_path / "x.foci")
-    state = finished(client, client.post(f"/{SECRET}/api/open", content=(tmp_path / "x.foci").read_bytes()))
+    state = finished(client, client.post(f"/{SECRET}/api/file", content=(tmp_path / "x.foci").read_bytes()))
     assert state["error"] is None
-    head, _ = opened(client.get(f"/{SECRET}/api/records/{state['record']}/data").content)
-    assert head["model"] == "BertModel"
+    header, _ = decode_payload(client.get(f"/{SECRET}/api/records/{state['record']}/data").content)
+    assert header["model"] == "BertModel"
 
 
 @pytest.mark.parametrize("file", [b"", b"nonsense", b"PK\x03\x04", b"\x80" * 100])
 def test_a_broken_file_says_so(client: Any, file: bytes) -> None:
-    state = finished(client, client.post(f"/{SECRET}/api/open", content=file))
-    assert state["error"].startswith("expected a .foci file: ")
+    state = finished(client, client.post(f"/{SECRET}/api/file", content=file))
+    assert state["error"].startswith("file must be a .foci file: ")
     assert "upload" not in state["error"]
     assert "/" not in state["error"].split(":")[0]
 
@@ -195,18 +195,18 @@ def test_a_broken_file_says_so(client: Any, file: bytes) -> None:
 def test_a_file_that_asks_for_endless_work_is_refused(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MOST_ENTRIES", 2 * 4 * 50 * 50 - 1)
+    monkeypatch.setattr(server, "MAX_COMPUTED_ENTRIES", 2 * 4 * 50 * 50 - 1)
     lazy(50).save(tmp_path / "x.foci")
-    state = finished(client, client.post(f"/{SECRET}/api/open", content=(tmp_path / "x.foci").read_bytes()))
-    assert "its matrices have 20,000 entries to be computed, more than 19,999: watch with" in state["error"]
-    monkeypatch.setattr(server, "MOST_ENTRIES", 2 * 4 * 50 * 50)
-    state = finished(client, client.post(f"/{SECRET}/api/open", content=(tmp_path / "x.foci").read_bytes()))
+    state = finished(client, client.post(f"/{SECRET}/api/file", content=(tmp_path / "x.foci").read_bytes()))
+    assert "the record must have at most 19,999 entries to compute, got 20,000: record with" in state["error"]
+    monkeypatch.setattr(server, "MAX_COMPUTED_ENTRIES", 2 * 4 * 50 * 50)
+    state = finished(client, client.post(f"/{SECRET}/api/file", content=(tmp_path / "x.foci").read_bytes()))
     assert state["error"] is None
 
 
 def test_a_broken_image_says_so(client: Any) -> None:
-    state = finished(client, client.post(f"/{SECRET}/api/view?model=./x", content=b"no image"))
-    assert state["error"].startswith("expected an image that Pillow can read")
+    state = finished(client, client.post(f"/{SECRET}/api/image?model=./x", content=b"no image"))
+    assert state["error"].startswith("image must be a file that Pillow can read")
 
 
 def test_an_image_is_looked_at(client: Any, tmp_path: Path) -> None:
@@ -218,12 +218,12 @@ def test_an_image_is_looked_at(client: Any, tmp_path: Path) -> None:
     transformers.ViTModel(config).save_pretrained(tmp_path)
     transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
     image.new("RGB", (40, 30), "red").save(tmp_path / "x.png")
-    sent = client.post(f"/{SECRET}/api/view?model={tmp_path}", content=(tmp_path / "x.png").read_bytes())
+    sent = client.post(f"/{SECRET}/api/image?model={tmp_path}", content=(tmp_path / "x.png").read_bytes())
     state = finished(client, sent)
     assert state["error"] is None
-    head, _ = opened(client.get(f"/{SECRET}/api/records/{state['record']}/data").content)
-    assert [labels["grid"] for labels in head["labels"]] == [[4, 4]]
-    assert head["layers"][0]["Tk"] == 17
+    header, _ = decode_payload(client.get(f"/{SECRET}/api/records/{state['record']}/data").content)
+    assert [labels["grid"] for labels in header["labels"]] == [[4, 4]]
+    assert header["layers"][0]["Tk"] == 17
 
 
 def test_exact_numbers_on_demand(client: Any, explorer: Explorer) -> None:
@@ -241,8 +241,8 @@ def test_exact_numbers_on_demand(client: Any, explorer: Explorer) -> None:
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_tiles(client: Any, explorer: Explorer, reduce: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "CELLS", 8)
-    monkeypatch.setattr(answers, "AT_ONCE", 60)
+    monkeypatch.setattr(answers, "TILE_CELLS", 8)
+    monkeypatch.setattr(answers, "STRIP_ENTRIES", 60)
     record = lazy(50)
     base = keep(explorer, record)
     tile = floats(client.get(f"{base}/tile?layer=0&heads=1.2&seq=0&y=24&x=12&step={step}&reduce={reduce}"))
@@ -259,7 +259,7 @@ def test_tiles(client: Any, explorer: Explorer, reduce: str, step: int, monkeypa
 def test_the_arithmetic_of_a_row(client: Any, explorer: Explorer) -> None:
     record = lazy(20)
     base = keep(explorer, record)
-    found = client.get(f"{base}/worked?layer=0&head=1&query=15&seq=0&keys=3.9").json()
+    found = client.get(f"{base}/arithmetic?layer=0&head=1&query=15&seq=0&keys=3.9").json()
     layer = record["L0"]
     assert layer.weights is not None
     assert layer.values is not None
@@ -273,16 +273,16 @@ def test_the_arithmetic_of_a_row(client: Any, explorer: Explorer) -> None:
 @pytest.mark.parametrize(
     ("question", "error"),
     [
-        ("row?layer=9&head=0&query=0&seq=0", "expected layer from 0 to 1, received '9'"),
-        ("row?layer=0&head=0&query=-1&seq=0", "expected query from 0 to 9, received '-1'"),
-        ("row?layer=0&head=0&query=0", "expected seq from 0 to 0, received ''"),
-        ("column?layer=0&head=0&key=10&seq=0", "expected key from 0 to 9, received '10'"),
-        ("tile?layer=0&heads=x&seq=0&y=0&x=0&step=1", "expected heads from 0 to 3, received 'x'"),
-        ("tile?layer=0&heads=0.1.2.3.0&seq=0&y=0&x=0&step=1", "expected heads from 0 to 3, received '0.1.2.3.0'"),
-        ("tile?layer=0&heads=0&seq=0&y=0&x=0&step=1000", "expected step from 1 to 64, received '1000'"),
-        ("tile?layer=0&heads=0&seq=0&y=0&x=0&step=1&reduce=sum", "expected reduce mean or max, received 'sum'"),
-        ("worked?layer=0&head=0&query=0&seq=0&keys=99", "expected at most 64 numbers below 10 as keys, received 1"),
-        ("rollout?stack=encoder&query=0&seq=0", "rollout takes stack=, one of '', but got 'encoder'"),
+        ("row?layer=9&head=0&query=0&seq=0", "layer must be an integer from 0 to 1, got '9'"),
+        ("row?layer=0&head=0&query=-1&seq=0", "query must be an integer from 0 to 9, got '-1'"),
+        ("row?layer=0&head=0&query=0", "seq must be an integer from 0 to 0, got ''"),
+        ("column?layer=0&head=0&key=10&seq=0", "key must be an integer from 0 to 9, got '10'"),
+        ("tile?layer=0&heads=x&seq=0&y=0&x=0&step=1", "heads must be numbers from 0 to 3, got 'x'"),
+        ("tile?layer=0&heads=0.1.2.3.0&seq=0&y=0&x=0&step=1", "heads must be numbers from 0 to 3, got '0.1.2.3.0'"),
+        ("tile?layer=0&heads=0&seq=0&y=0&x=0&step=1000", "step must be an integer from 1 to 64, got '1000'"),
+        ("tile?layer=0&heads=0&seq=0&y=0&x=0&step=1&reduce=sum", "reduce must be mean or max, got 'sum'"),
+        ("arithmetic?layer=0&head=0&query=0&seq=0&keys=99", "keys must be at most 64 integers below 10, got '99'"),
+        ("rollout?stack=encoder&query=0&seq=0", "stack must be one of '', got 'encoder'"),
     ],
 )
 def test_bad_questions(client: Any, explorer: Explorer, question: str, error: str) -> None:
@@ -294,7 +294,7 @@ def test_what_was_not_kept(client: Any, explorer: Explorer) -> None:
     response = client.get(f"{keep(explorer, records.kept())}/row?layer=0&head=0&query=0&seq=0")
     assert (response.status_code, response.json()["error"]) == (
         400,
-        "L0 kept statistics only: it has no single entries",
+        "L0 has only statistics, no entries",
     )
 
 
@@ -302,8 +302,8 @@ def test_the_oldest_records_make_room(explorer: Explorer, client: Any) -> None:
     first = keep(explorer, records.jane())
     for _ in range(jobs.MAX_RECORDS):
         keep(explorer, records.jane())
-    assert client.get(f"{first}/data").json() == {"error": "this record is no longer here: look again"}
-    assert len(explorer.desk.records) == jobs.MAX_RECORDS
+    assert client.get(f"{first}/data").json() == {"error": "this record is no longer available: run the model again"}
+    assert len(explorer.jobs.records) == jobs.MAX_RECORDS
 
 
 def test_a_page_of_a_record_that_is_gone_is_the_front_door(client: Any) -> None:
@@ -314,9 +314,9 @@ def test_a_page_of_a_record_that_is_gone_is_the_front_door(client: Any) -> None:
 
 def test_the_bar_never_goes_back() -> None:
     job = jobs.Job()
-    job.say("running", 0.5)
-    job.say("drawing", 0.2)
-    assert job.described() == {"told": "drawing", "fraction": 0.5, "error": None, "record": None}
+    job.report("running", 0.5)
+    job.report("encoding", 0.2)
+    assert job.to_json() == {"message": "encoding", "fraction": 0.5, "error": None, "record": None}
 
 
 def test_progress_counts_modules() -> None:
@@ -337,7 +337,7 @@ def test_a_port_that_cannot_be_had(port: int | None) -> None:
         door.bind(("127.0.0.1", 0))
         door.listen()
         taken = door.getsockname()[1] if port is None else port
-        with pytest.raises(ValueError, match=f"expected a free port, received {taken}: "):
+        with pytest.raises(ValueError, match=f"port must be free, got {taken}: "):
             serve([], port=taken, browse=False)
 
 
@@ -364,7 +364,7 @@ def test_ctrl_c_ends_it_quietly() -> None:
 
 
 def test_long_records_are_packed_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "MOST_ENTRIES", 0)
-    head, _ = opened(payload.encode_payload(lazy(150, layers=1)))
-    assert not head["layers"][0]["exact"]
-    assert head["layers"][0]["asks"]
+    monkeypatch.setattr(payload, "MAX_EXACT_ENTRIES", 0)
+    header, _ = decode_payload(payload.encode_payload(lazy(150, layers=1)))
+    assert not header["layers"][0]["exact"]
+    assert header["layers"][0]["hasEntries"]

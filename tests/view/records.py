@@ -48,7 +48,7 @@ def kept() -> Record:
     """Statistics only: the two heaviest keys of each query and a picture of 3 x 3."""
     q = torch.arange(24.0).sin().view(1, 1, 6, 4) * 4
     _, weights = foci.attention(q, q, q, return_weights=True)
-    statistics = Keep(top=2, picture=3).of(weights)
+    statistics = Keep(top=2, picture=3).compute(weights)
     layer = Layer("layers.0", kept=KeptStatistics(statistics, (1, 1, 6, 6)))
     return Record({"layers.0": layer}, {"input": Labels.tokens([tuple("abcdef")])}, model="Kept", calls=1)
 

@@ -21,7 +21,7 @@ from foci.view.page import document, payload
 from tests.conftest import chromium_path
 from tests.view import records
 from tests.view.browsing import browsing, listed, opened, settle, shares, summed, until
-from tests.view.pages import lazy, output_of, watched
+from tests.view.pages import lazy, output_of, record_small_model
 
 pytest.importorskip("playwright", reason="browser: playwright is not installed")
 pytestmark = pytest.mark.browser
@@ -71,7 +71,7 @@ def test_hover_click_and_add(look: Look) -> None:
     row = torch.tensor(records.HUNGRY) / 100
     with look(records.jane(), "#h=L0H1&w=0&t=") as tab:
         token(tab, 3).hover()
-        assert tab.locator(".ranked-title").inner_text() == "“hun” looks at"
+        assert tab.locator(".ranked-title").inner_text() == "“hun” attends to"
         near(shares(tab), row[3])
         assert background(tab, 1) != CLEAR
         assert background(tab, 5) == CLEAR
@@ -90,9 +90,9 @@ def test_hover_click_and_add(look: Look) -> None:
 def test_who_looks_at_it(look: Look) -> None:
     column = (torch.tensor(records.HUNGRY) / 100)[:, 1]
     with look(records.jane(), "#h=L0H1&w=0&t=1") as tab:
-        tab.get_by_role("button", name="who looks at it").click()
+        tab.get_by_role("button", name="attended by").click()
         near(shares(tab), column)
-        assert tab.locator(".ranked-title").inner_text() == "“Jane” is looked at by"
+        assert tab.locator(".ranked-title").inner_text() == "“Jane” is attended to by"
         assert len(listed(tab)) == 6
 
 
@@ -102,12 +102,12 @@ def test_words_are_grouped_as_the_record_groups_them(look: Look) -> None:
     expected = record["L0"].grouped(words, words)[0, 1]
     assert isinstance(expected, Tensor)
     with look(record, "#h=L0H1&t=3") as tab:
-        assert tab.locator(".ranked-title").inner_text() == "“hungry” looks at"
+        assert tab.locator(".ranked-title").inner_text() == "“hungry” attends to"
         starts = {start: u for u, (start, _) in enumerate(words)}
         for position, share in shares(tab).items():
             assert share == pytest.approx(float(expected[3, starts[position]]), rel=0.051)
         tab.get_by_role("switch", name="words").click()
-        assert tab.locator(".ranked-title").inner_text() == "“hun” looks at"
+        assert tab.locator(".ranked-title").inner_text() == "“hun” attends to"
 
 
 def test_mean_of_several_heads(look: Look) -> None:
@@ -121,10 +121,10 @@ def test_mean_of_several_heads(look: Look) -> None:
 
 
 def test_a_long_text_says_what_it_has(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "MOST_ENTRIES", 0)
+    monkeypatch.setattr(payload, "MAX_EXACT_ENTRIES", 0)
     record = lazy(400, layers=1)
     with look(record, "#h=L0H1&t=399") as tab:
-        assert "the 16 heaviest keys of each query are exact" in tab.locator(".right .note").inner_text()
+        assert "the exact weights of the 16 top keys of each query" in tab.locator(".right .note").inner_text()
         near(shares(tab), record["L0H1"].row(0, 399))
         assert tab.locator(".minimap").is_visible()
         # The line of the chosen token is in sight, though the text is longer than the window.
@@ -133,7 +133,7 @@ def test_a_long_text_says_what_it_has(look: Look, monkeypatch: pytest.MonkeyPatc
         tab.locator(".textpane").evaluate("pane => pane.scrollTop = 0")
         settle(tab)
         assert token(tab, 0).is_visible()
-        tab.get_by_role("button", name="who looks at it").click()
+        tab.get_by_role("button", name="attended by").click()
         _values, keys = record["L0H1"].top(16)
         expected = {i for i in range(400) if 399 in keys[0, i]}
         assert set(shares(tab)) <= expected
@@ -161,15 +161,15 @@ def test_sinks_are_hidden_and_their_share_is_said(look: Look) -> None:
     texts = [f" w{i}" for i in range(60)]
     record = Record({"l": Layer("l", matrix=matrix)}, {"input": Labels.tokens([texts])}, model="Sink")
     with look(record, "#t=5") as tab:
-        assert tab.locator(".sinkshare").inner_text() == "60.0% of this look is in sinks"
+        assert tab.locator(".sinkshare").inner_text() == "60.0% of its attention is in sinks"
         assert listed(tab)[0] == ("w0", 0, "60.0%")
         tab.get_by_role("switch", name="hide sinks").click()
         assert 0 not in shares(tab)
-        assert tab.locator(".sinkshare").inner_text() == "60.0% of this look is hidden in sinks"
+        assert tab.locator(".sinkshare").inner_text() == "60.0% of its attention is hidden in sinks"
         assert "sink" in token(tab, 0).get_attribute("class")
         tab.keyboard.press("Escape")
         settle(tab)
-        assert tab.locator(".sinkshare").inner_text() == "60.0% of this head is hidden in sinks"
+        assert tab.locator(".sinkshare").inner_text() == "60.0% of this head’s attention is hidden in sinks"
 
 
 def test_a_learned_sink_has_its_share(look: Look) -> None:
@@ -191,7 +191,7 @@ def test_colours_change_and_the_legend_with_them(look: Look) -> None:
         assert background(tab, 5) != linear
         tab.keyboard.press("c")
         settle(tab)
-        assert tab.locator(".legend .ticks span").all_inner_texts() == ["lightest", "median", "heaviest"]
+        assert tab.locator(".legend .ticks span").all_inner_texts() == ["smallest", "median", "largest"]
 
 
 def test_heads_are_drawn_sorted_and_grouped(look: Look) -> None:
@@ -238,8 +238,8 @@ def test_the_map_zooms_and_tells_entries(look: Look) -> None:
 
 
 def test_the_map_of_a_long_text_has_blocks_then_entries(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "MOST_ENTRIES", 0)
-    monkeypatch.setattr(payload, "SIDES", (100,))
+    monkeypatch.setattr(payload, "MAX_EXACT_ENTRIES", 0)
+    monkeypatch.setattr(payload, "PICTURE_SIDES", (100,))
     record = lazy(1000, layers=1, heads=2)
     with look(record, "#v=map&h=L0H1") as tab:
         told = tab.locator(".tools .count")
@@ -248,13 +248,13 @@ def test_the_map_of_a_long_text_has_blocks_then_entries(look: Look, monkeypatch:
         for _ in range(4):
             tab.get_by_role("button", name="+", exact=True).click()
         settle(tab)
-        assert "16 heaviest keys of each query over it, exact" in told.inner_text()
+        assert "overlaid with the exact 16 top keys of each query" in told.inner_text()
 
 
 def test_lines_between_two_columns(look: Look) -> None:
     with look(records.jane(), "#v=lines&h=L0H1&w=0&t=3") as tab:
         assert tab.locator(".linesframe path").count() == 6
-        assert "hun looks at Jane: 70.0% (L0H1)" in tab.locator(".linesframe title").all_text_contents()
+        assert "hun attends to Jane: 70.0% (L0H1)" in tab.locator(".linesframe title").all_text_contents()
         tab.locator(".lineword", has_text="[SEP]").first.click()
         tab.mouse.move(2, 2)
         until(tab, ".linesframe path", 2)
@@ -263,7 +263,7 @@ def test_lines_between_two_columns(look: Look) -> None:
 def test_alignment_marks_the_strongest_link(look: Look) -> None:
     with look(records.translation(), "#v=align&h=cross.L0H1") as tab:
         titles = tab.locator(".alignframe title").all_text_contents()
-        assert "Mann looks at man: 80.0%" in titles
+        assert "Mann attends to man: 80.0%" in titles
         assert tab.locator('.alignframe rect[stroke-width="1.6"]').count() == 4
         tab.locator(".alignrow", has_text="Mann").click()
         tab.mouse.move(2, 2)
@@ -272,9 +272,9 @@ def test_alignment_marks_the_strongest_link(look: Look) -> None:
 
 def test_two_texts_side_by_side(look: Look) -> None:
     with look(records.translation(), "#h=cross.L0H1&t=") as tab:
-        assert tab.locator(".paneframe h3").all_inner_texts() == ["target\nlooks", "source\nis looked at"]
+        assert tab.locator(".paneframe h3").all_inner_texts() == ["target\nqueries", "source\nkeys"]
         tab.locator("#pane-keys-1").hover()
-        assert tab.locator(".ranked-title").inner_text() == "“man” is looked at by"
+        assert tab.locator(".ranked-title").inner_text() == "“man” is attended to by"
         near(shares(tab), torch.tensor([0.1, 0.8, 0.1, 0.0]))
 
 
@@ -306,7 +306,7 @@ def test_without_a_class_token_the_middle_looks_and_black_patches_are_lit(look: 
     record = records.plain_image((3, 3))
     with look(record) as tab:
         near(shares(tab), record["L0H0"].row(0, 4))
-        assert "it says a night" in tab.locator(".tools:visible").all_inner_texts()[-1].replace("\n", " ")
+        assert "answer: a night" in tab.locator(".tools:visible").all_inner_texts()[-1].replace("\n", " ")
         lit, dark = (pixel(tab, x, y) for x, y in ((0.5, 0.45), (1 / 6, 0.2)))
         assert max(lit[:3]) > max(dark[:3]) + 50
 
@@ -331,14 +331,14 @@ def test_generation_step_by_step(look: Look) -> None:
     record.prompt = 4
     with look(record, "#v=steps&h=L0H1&n=2") as tab:
         # The third word after the prompt stands at position 6; the query before it wrote it.
-        assert "Step 3 of 6: it wrote and" in tab.locator(".told").inner_text()
+        assert "Step 3 of 6: generated and" in tab.locator(".status").inner_text()
         near(shares(tab), record["L0H1"].row(0, 5))
         tab.get_by_role("button", name="›").click()
         near(shares(tab), record["L0H1"].row(0, 6))
         assert tab.locator(".stepbar").count() == 6
         tab.keyboard.press("p")
         tab.wait_for_timeout(1600)
-        assert "Step 6 of 6" in tab.locator(".told").inner_text()
+        assert "Step 6 of 6" in tab.locator(".status").inner_text()
 
 
 def test_what_is_not_written_yet_has_no_tint(look: Look) -> None:
@@ -376,7 +376,7 @@ def test_of_letters_a_word_is_chosen_first(look: Look) -> None:
     record = records.of_texts(*text)
     record.labels["input"] = Labels.tokens([tuple(text)], [[0, 0, 0, 1, 2, 2, 2, 3, 4, 4, 4, 5]])
     with look(record) as tab:
-        assert tab.locator(".ranked-title").inner_text() == "“you” looks at"
+        assert tab.locator(".ranked-title").inner_text() == "“you” attends to"
 
 
 def test_the_end_stands_apart_though_it_has_a_word_of_its_own(look: Look) -> None:
@@ -417,7 +417,7 @@ def test_the_arithmetic_is_the_record_s(look: Look) -> None:
         first = next(row for row in rows if row.startswith("the"))
         numbers = [float(part.replace("−", "-")) for part in first.split("\t")[-3:]]
         assert numbers == pytest.approx([raw, raw / 8**0.5, raw / 8**0.5], abs=2e-3)
-        assert "closes 1 of 9 keys" in cards.nth(1).inner_text()
+        assert "hides 1 of 9 keys" in cards.nth(1).inner_text()
         assert cards.nth(2).locator("tbody tr").last.inner_text().endswith("100%")
         out = (layer.weights[0] @ layer.values[0].repeat_interleave(2, 0))[3, 7]
         assert summed(tab) == pytest.approx(out.tolist(), abs=1e-4)
@@ -426,11 +426,11 @@ def test_the_arithmetic_is_the_record_s(look: Look) -> None:
 def test_the_arithmetic_says_what_was_not_kept_and_invents_nothing(look: Look) -> None:
     with look(records.jane(), "#v=compute&h=L0H1&t=3") as tab:
         cards = tab.locator(".card")
-        assert "They were not kept: watch with keep='lazy'" in cards.nth(0).inner_text()
-        assert "The scores were not kept" in cards.nth(1).inner_text()
+        assert "They were not recorded: record with keep='lazy'" in cards.nth(0).inner_text()
+        assert "The scores were not recorded" in cards.nth(1).inner_text()
         assert cards.nth(1).locator("td").count() == 0
         assert cards.nth(2).locator("tbody tr").first.inner_text().endswith("70.0%")
-        assert "They were not kept here" in cards.nth(3).inner_text()
+        assert "They were not recorded" in cards.nth(3).inner_text()
     with look(records.kept(), "#v=compute&t=5") as tab:
         # Scores follow from the weights and the log-sum-exp; the products behind them do not.
         assert tab.locator(".card").nth(1).locator("th").all_inner_texts() == ["key", "score"]
@@ -441,17 +441,17 @@ def test_the_arithmetic_says_what_was_not_kept_and_invents_nothing(look: Look) -
 def test_a_file_too_large_for_vectors_says_so(
     options: dict[str, Any] | None, columns: list[str], look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payload, "MOST_VECTORS", (0, 0))
+    monkeypatch.setattr(payload, "MAX_VECTOR_NUMBERS", (0, 0))
     record = lazy(9, **({"bias": torch.ones(9, 9)} if options is None else options))
     with look(record, "#v=compute&h=L1H3&t=7") as tab:
         cards = tab.locator(".card")
         assert cards.nth(1).locator("th").all_inner_texts() == columns
         for place in (0, 3):
-            assert "This file is too large to carry them" in cards.nth(place).inner_text()
+            assert "This file is too large to include them" in cards.nth(place).inner_text()
 
 
 def test_the_weighted_sum_of_a_model_that_was_watched(look: Look) -> None:
-    record = watched()
+    record = record_small_model()
     with look(record, "#v=compute&h=L1H1&t=9") as tab:
         assert tab.locator(".card").count() == 4
         assert summed(tab) == pytest.approx(output_of(record, "L1H1", 9), abs=1e-3)
@@ -504,7 +504,7 @@ def test_everything_by_keyboard(look: Look) -> None:
         assert "L1H1" in tab.locator(".facts").inner_text()
         tab.keyboard.press("d")
         settle(tab)
-        assert "are looked at by" in tab.locator(".ranked-title").inner_text()
+        assert "are attended to by" in tab.locator(".ranked-title").inner_text()
         tab.keyboard.press("Escape")
         assert "t=&" in wait_for_address(tab) + "&"
         tab.keyboard.press("3")
@@ -516,9 +516,13 @@ def test_everything_by_keyboard(look: Look) -> None:
 
 def test_the_list_is_a_table_with_a_caption(look: Look) -> None:
     with look(records.jane(), "#h=L0H1&t=1&w=0") as tab:
-        table = tab.get_by_role("table", name="“Jane” looks at in L0H1, heaviest first")
-        assert table.get_by_role("columnheader").all_inner_texts() == ["#", "token", "at", "weight"]
-        assert tab.locator('[aria-live="polite"].unseen').inner_text().startswith("“Jane” looks at: [CLS] 50.0%")
+        table = tab.get_by_role("table", name="“Jane” attends to in L0H1, largest weight first")
+        assert table.get_by_role("columnheader").all_inner_texts() == ["#", "token", "pos", "weight"]
+        assert (
+            tab.locator('[aria-live="polite"].visually-hidden')
+            .inner_text()
+            .startswith("“Jane” attends to: [CLS] 50.0%")
+        )
 
 
 @pytest.mark.parametrize("view", ["text", "heads", "map", "lines", "compute", "rollout"])
@@ -552,7 +556,7 @@ def test_copies_go_to_the_clipboard_where_that_is_allowed(look: Look) -> None:
         tab.wait_for_selector(".toast.on")
         assert tab.locator(".toast").inner_text() == "CSV copied"
         text = tab.evaluate("() => navigator.clipboard.readText()")
-        assert text.splitlines()[:2] == ["rank,position,looks at,weight", "1,0,[CLS],0.5"]
+        assert text.splitlines()[:2] == ["rank,position,key,weight", "1,0,[CLS],0.5"]
 
 
 def test_hostile_tokens_are_text(look: Look) -> None:
@@ -608,7 +612,7 @@ def test_statistics_only(look: Look) -> None:
                 _values, keys = record["L0H0"].top(2)
                 assert {at for _, at, _ in listed(tab)} == set(keys[0, 3].tolist())
             if view == "rollout":
-                assert "Rollout needs every entry" in tab.locator(".told").inner_text()
+                assert "Rollout needs all weights" in tab.locator(".status").inner_text()
 
 
 def test_a_frame_in_a_notebook(browser: Any, tmp_path: Path) -> None:
@@ -617,7 +621,7 @@ def test_a_frame_in_a_notebook(browser: Any, tmp_path: Path) -> None:
     with opened(browser, f"file://{tmp_path / 'notebook.html'}") as tab:
         frame = tab.frame_locator("iframe")
         frame.locator('[data-i="3"]').click()
-        frame.locator(".ranked-title", has_text="“hungry” looks at").wait_for()
+        frame.locator(".ranked-title", has_text="“hungry” attends to").wait_for()
 
 
 def test_several_sequences(look: Look) -> None:
@@ -645,10 +649,10 @@ def test_rows_that_are_no_numbers_are_said_and_nothing_is_made_of_them(look: Loo
     assert matrix is not None
     matrix[0, 1, 2] = torch.nan
     with look(record, "#h=L0H1&w=0&t=2") as tab:
-        said = "1 of 7 rows of L0H1 have weights that are NaN or infinite: nothing is drawn or counted there."
+        said = "1 of 7 rows of L0H1 have NaN or infinite weights, which are not drawn or counted."
         assert tab.locator(".panel.right .note").inner_text() == said
         facts = tab.locator(".facts").inner_text()
-        assert "no numbers (NaN or infinite)" in facts
+        assert "NaN or infinite" in facts
         assert "nats" not in facts
         assert listed(tab) == []
         token(tab, 1).click()
@@ -657,7 +661,7 @@ def test_rows_that_are_no_numbers_are_said_and_nothing_is_made_of_them(look: Loo
     with look(record, "#h=L0H1&w=0&t=2&v=compute") as tab:
         assert "NaN or infinite" in tab.locator(".worked").inner_text()
     with look(record, "#h=L0H1&w=0&t=2&v=rollout") as tab:
-        assert "cannot be told" in tab.locator(".told").inner_text()
+        assert "Rollout is undefined" in tab.locator(".status").inner_text()
 
 
 def test_a_text_that_was_cut_and_small_weights_are_told(look: Look) -> None:
@@ -665,11 +669,14 @@ def test_a_text_that_was_cut_and_small_weights_are_told(look: Look) -> None:
     matrix = record["L0"].matrix
     assert matrix is not None
     matrix[0, 0, 0] = torch.tensor([0.6, 0.399994, 0.000006])
-    record.notes.append("the text is longer than the model reads: what is shown is a part of it")
+    record.notes.append("the text is longer than the model reads: only a part of it is shown")
     with look(record, "#h=L0H0&t=0") as tab:
-        note = "The text is longer than the model reads: what is shown is a part of it."
+        note = "The text is longer than the model reads: only a part of it is shown."
         assert note in tab.locator("footer").inner_text()
-        assert tab.locator(".panel.right .note").inner_text() == "Of what the model read, every entry is here, exact."
+        assert (
+            tab.locator(".panel.right .note").inner_text()
+            == "All weights of the part that the model read are here, exact."
+        )
         assert [weight for *_, weight in listed(tab)] == ["60.0%", "40.0%", "<0.01%"]
         cells = tab.locator(".ranked td.weight").evaluate_all("cells => cells.map((cell) => cell.offsetHeight)")
         # One line each: rows differ by the rounding of a pixel.
@@ -678,12 +685,12 @@ def test_a_text_that_was_cut_and_small_weights_are_told(look: Look) -> None:
 
 def test_every_view_names_what_is_chosen_alike(look: Look) -> None:
     with look(records.jane(), "#h=L0H1&t=4") as tab:
-        assert tab.locator(".ranked-title").inner_text() == "“hungry” looks at"
+        assert tab.locator(".ranked-title").inner_text() == "“hungry” attends to"
         tab.get_by_role("tab", name="How it is computed").click()
-        assert tab.locator(".worked-title").inner_text() == "How gry (position 4, in “hungry”) is worked out in L0H1"
+        assert tab.locator(".worked-title").inner_text() == "Attention of gry (position 4, in “hungry”) in L0H1"
         tab.get_by_role("tab", name="Rollout").click()
         assert (
-            tab.locator(".told").inner_text().startswith("What reaches gry (position 4, in “hungry”) through 1 layer")
+            tab.locator(".status").inner_text().startswith("Rollout to gry (position 4, in “hungry”) through 1 layer")
         )
 
 
@@ -695,9 +702,9 @@ def test_a_word_that_is_written_has_one_name_in_all_views(look: Look) -> None:
     record.labels["target"] = Labels.tokens([("<s>", "Ein", " Mann", " schläft")])
     with look(record, "#h=cross.L0H1&t=2&v=rollout") as tab:
         assert (
-            tab.locator(".told")
+            tab.locator(".status")
             .inner_text()
-            .startswith("What reaches schläft (position 2), written after “Mann”, through 1 layer")
+            .startswith("Rollout to schläft (position 2), generated after “Mann”, through 1 layer")
         )
 
 

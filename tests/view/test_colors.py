@@ -60,8 +60,8 @@ def test_letters_read_on_every_step(ramp: tuple[tuple[int, int, int], ...]) -> N
 
 
 def test_codes() -> None:
-    assert ansi_color_codes((1, 2, 3), 24, ground=True) == "48;2;1;2;3"
-    assert ansi_color_codes((255, 0, 0), 8, ground=False) == "38;5;196"
+    assert ansi_color_codes((1, 2, 3), 24, background=True) == "48;2;1;2;3"
+    assert ansi_color_codes((255, 0, 0), 8, background=False) == "38;5;196"
     assert [nearest_palette_index((g, g, g)) for g in (0, 8, 128, 255)] == [16, 232, 244, 231]
     assert interpolate_color(LIGHT_RAMP, -1) == LIGHT_RAMP[0]
     assert interpolate_color(LIGHT_RAMP, 2) == LIGHT_RAMP[-1]

@@ -33,7 +33,7 @@ def texts(labels: list[mpl.text.Text]) -> list[str]:
 def test_a_matrix_has_the_numbers_the_words_and_what_the_axes_mean() -> None:
     ax = plots.plot_matrix(jane(), "L0H1")
     assert texts(ax.get_yticklabels()) == texts(ax.get_xticklabels()) == ["[CLS]", "Jane", "is", "hungry", ".", "[SEP]"]
-    assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_title(loc="left")) == ("looks", "is looked at", "L0H1")
+    assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_title(loc="left")) == ("query", "key", "L0H1")
     torch.testing.assert_close(shown(ax)[3], torch.tensor([0.1, 0.6, 0.075, 0.15, 0.025, 0.05]))
     assert texts(ax.texts)[-2:] == ["90", "10"]
 
@@ -42,7 +42,7 @@ def test_a_matrix_by_token_and_without_numbers() -> None:
     ax = plots.plot_matrix(jane(), "L0", by_token=True, numbers=False)
     assert shown(ax).shape == (7, 7)
     assert not ax.texts
-    assert ax.get_title(loc="left") == "L0, mean of its heads"
+    assert ax.get_title(loc="left") == "L0, mean of heads"
 
 
 def test_axes_that_are_given_are_drawn_into() -> None:
@@ -56,10 +56,8 @@ def test_an_alignment_has_what_was_read_in_its_columns() -> None:
     ax = plots.plot_alignment(translation(), "cross.L0H1")
     assert texts(ax.get_xticklabels()) == ["A", "man", "sleeps"]
     assert texts(ax.get_yticklabels()) == ["Ein", "Mann", "schläft", "</s>"]
-    assert plots.plot_alignment(translation()).get_title(loc="left") == "cross.L0, mean of its heads"
-    with pytest.raises(
-        ValueError, match=r"expected attention between two sequences, such as cross\.L0H1, received L0H1"
-    ):
+    assert plots.plot_alignment(translation()).get_title(loc="left") == "cross.L0, mean of heads"
+    with pytest.raises(ValueError, match=r"head must be a cross-attention head such as cross\.L0H1, got L0H1"):
         plots.plot_alignment(jane())
 
 
@@ -74,7 +72,7 @@ def test_the_head_grid_has_a_picture_for_each_head() -> None:
 
 def test_the_overlay_lights_the_patches() -> None:
     ax = plots.plot_overlay(image())
-    assert ax.get_title(loc="left") == "Where the class token looks in L0H0"
+    assert ax.get_title(loc="left") == "Attention of the class token in L0H0"
     assert len(ax.images) == 2
     torch.testing.assert_close(shown(ax).flatten(), 0.9 * torch.arange(1.0, 7) / 21)
     assert not ax.patches
@@ -94,7 +92,7 @@ def test_a_long_text_is_drawn_in_blocks() -> None:
     ax = plots.plot_matrix(of_texts(*(f" w{i}" for i in range(300))))
     assert shown(ax).shape == (256, 256)
     assert ax.images[0].get_extent() == [-0.5, 299.5, 299.5, -0.5]
-    assert legend(ax) == "share of the attention, mean of a block\ncolours by its square root"
+    assert legend(ax) == "attention weight, mean of a block\ncolor by its square root"
 
 
 @pytest.mark.filterwarnings("error")
@@ -128,7 +126,7 @@ def test_words_are_named_along_the_side_that_has_few_of_them() -> None:
     ax = plots.plot_matrix(record, "cross.L0H0")
     assert texts(ax.get_yticklabels()) == ["verrückt", "."]
     torch.testing.assert_close(shown(ax)[0], record["cross.L0H0"].dense()[0, :2].mean(0))
-    assert legend(ax) == "share of the attention\ncolours by its square root"
+    assert legend(ax) == "attention weight\ncolor by its square root"
 
 
 def test_a_long_sound_is_counted_in_seconds() -> None:
@@ -168,7 +166,7 @@ def test_every_figure_is_saved_and_closed(record: Record, what: str, tmp_path: P
 
 
 def test_the_figure_that_suits_a_record_is_chosen(tmp_path: Path) -> None:
-    for record, word in ((jane(), "hungry"), (translation(), "schläft"), (image(), "the class token looks")):
+    for record, word in ((jane(), "hungry"), (translation(), "schläft"), (image(), "Attention of the class token")):
         record.save(tmp_path / "x.svg")
         assert word in (tmp_path / "x.svg").read_text()
 
@@ -184,7 +182,7 @@ def test_text_stays_text_and_fonts_are_inside(tmp_path: Path) -> None:
     jane().save(tmp_path / "x.svg", head="L0H1")
     svg = (tmp_path / "x.svg").read_text()
     assert ">hungry</text>" in svg
-    assert ">is looked at</text>" in svg
+    assert ">query</text>" in svg
     jane().save(tmp_path / "x.pdf", head="L0H1")
     pdf = (tmp_path / "x.pdf").read_bytes()
     assert b"/TrueType" in pdf or b"/CIDFontType2" in pdf
@@ -203,7 +201,7 @@ def test_hostile_tokens_are_only_text(tmp_path: Path) -> None:
 
 
 def test_characters_without_a_font_are_named_and_drawn_as_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(theme, "drawable", lambda: frozenset(map(ord, "abc")))
+    monkeypatch.setattr(theme, "list_drawable_characters", lambda: frozenset(map(ord, "abc")))
     with pytest.warns(UserWarning, match=r"no installed font has 漢x: drawn as □; install one such as Noto Sans CJK"):
         assert theme.format_labels(["a漢", "xb"]) == ["a□", "□b"]
 
@@ -218,17 +216,17 @@ def test_latin_greek_and_cyrillic_need_no_other_font() -> None:
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"expected what= as one of matrix, heads, alignment, overlay, entropy, received"
-    ):
+    with pytest.raises(ValueError, match=r"what must be one of matrix, heads, alignment, overlay, entropy, got"):
         jane().save(tmp_path / "x.png", what="cake")
-    with pytest.raises(ValueError, match=r"expected patches with a grid of rows and columns, received labels without"):
+    with pytest.raises(ValueError, match=r"labels must be those of an image with a grid of patches, got"):
         plots.plot_overlay(jane())
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"plots need matplotlib, which is not installed: pip install 'foci\[view\]'"):
+    with pytest.raises(
+        ImportError, match=r"figures need matplotlib, which is not installed: pip install 'foci\[view\]'"
+    ):
         plots.plot_matrix(jane())
 
 
@@ -254,7 +252,7 @@ def test_an_even_look_leaves_the_picture_to_be_seen() -> None:
     over = ax.images[-1]
     assert float(over.get_alpha().max()) < 0.5
     assert over.get_clim()[1] == pytest.approx(3 / count)
-    assert ax.get_title(loc="left") == "Where the middle patch looks in L0H0"
+    assert ax.get_title(loc="left") == "Attention of the middle patch in L0H0"
     # Black stays darker than any grey that would be taken for a part of the picture.
     assert float(ax.images[0].get_array().max()) < 0.2
 

@@ -1,7 +1,7 @@
-"""A Record as figures for a paper: matrix, head grid, alignment, an image's patches, entropy per layer.
+"""Figures of a Record: attention matrix, head grid, alignment, image patches, entropy per layer.
 
-Every function draws into the axes it is given, or into a new figure, and gives them back: all of matplotlib is open
-from there. `save` picks the figure that suits a record.
+Every function draws into the given axes, or into a new figure, and returns the axes. `save_figure` selects the figure
+for a record and writes it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from foci.view.selection import (
     compute_unit_weights,
     read_picture,
     read_rows,
+    reshape_to_grid,
     select_default_head,
     select_head,
+    select_patch,
 )
-from foci.view.terminal import patches
 from foci.view.units import TextUnit, list_layer_units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Up to so many words an axis has names; beyond, it counts positions, and what stands there is drawn in blocks.
+# An axis with more units shows positions instead of words, and the matrix is averaged in blocks along it.
 MAX_NAMED_UNITS = 64
 MAX_NUMBERED_UNITS = 20
 MAX_BLOCKS = 256
 THUMBNAIL_SIDE = 48
-# Of an image: its black under the attention, how much of it the heaviest patch covers, and from how many times an even
-# share on a patch has the last colour.
+# The brightness of black in an image, the opacity of the largest weight, and the multiple of a uniform weight that has
+# the last color.
 MIN_IMAGE_BRIGHTNESS, MAX_OVERLAY_ALPHA, FULL_COLOR_FACTOR = 0.15, 0.7, 3
 
 
@@ -50,21 +51,21 @@ def plot_matrix(
     by_token: bool = False,
     numbers: bool | None = None,
 ) -> Axes:
-    """One head's matrix, "L0H1", or the mean of a layer's heads, "L0"; with its percentages where it is small.
+    """Plot the matrix of a head, "L0H1", or the mean of a layer's heads, "L0".
 
-    >>> from foci.view import plot
+    >>> from foci.view.figures import plots
     >>> record = foci.Record.from_tensors([torch.eye(3).view(1, 1, 3, 3)], tokens=["a", "b", "c"])
-    >>> plot.matrix(record, "L0H0").get_title(loc="left")
+    >>> plots.plot_matrix(record, "L0H0").get_title(loc="left")
     'L0H0'
 
     Args:
-        head: its name; None: one that looks far and clearly, of an encoder-decoder its alignment.
+        head: its name; None: a head with clear attention to distant words, or the alignment of an encoder-decoder.
         batch: which sequence.
-        by_token: tokens one by one instead of whole words.
-        numbers: whether each cell says its percentage; None: where there are at most 20 words.
+        by_token: show single tokens instead of words.
+        numbers: write the percentage into each cell; None: if there are at most 20 words.
     """
-    choice = select_head(record, head) if head else select_default_head(record, batch)
-    return draw_matrix(record, choice, ax, batch, by_token, numbers)
+    selection = select_head(record, head) if head else select_default_head(record, batch)
+    return draw_unit_matrix(record, selection, ax, batch, by_token, numbers)
 
 
 def plot_alignment(
@@ -76,74 +77,76 @@ def plot_alignment(
     by_token: bool = False,
     numbers: bool | None = None,
 ) -> Axes:
-    """Which words of the source each written word looks at: a cross head, or the mean of the clearest layer's heads."""
-    choice = select_head(record, head) if head else select_default_head(record, batch)
-    if choice.layer.queries == choice.layer.keys:
-        raise ValueError(f"expected attention between two sequences, such as cross.L0H1, received {choice.name}")
-    return draw_matrix(record, choice, ax, batch, by_token, numbers)
+    """Plot a cross-attention head, or the mean of the layer with the clearest alignment."""
+    selection = select_head(record, head) if head else select_default_head(record, batch)
+    if selection.layer.queries == selection.layer.keys:
+        raise ValueError(f"head must be a cross-attention head such as cross.L0H1, got {selection.name}")
+    return draw_unit_matrix(record, selection, ax, batch, by_token, numbers)
 
 
 @use_figure_style()
-def draw_matrix(
-    record: Record, choice: HeadSelection, ax: Axes | None, batch: int, by_token: bool, numbers: bool | None
+def draw_unit_matrix(
+    record: Record, selection: HeadSelection, ax: Axes | None, batch: int, by_token: bool, numbers: bool | None
 ) -> Axes:
-    queries, keys = list_layer_units(record, choice.layer, batch, by_token)
+    queries, keys = list_layer_units(record, selection.layer, batch, by_token)
     if max(len(queries), len(keys)) > MAX_NAMED_UNITS:
-        return draw_blocks(record, choice, ax, batch, queries, keys)
+        return draw_block_matrix(record, selection, ax, batch, queries, keys)
     numbers = max(len(queries), len(keys)) <= MAX_NUMBERED_UNITS if numbers is None else numbers
     cell = theme.NUMBERED_CELL_SIDE if numbers else theme.PLAIN_CELL_SIDE
     size = theme.fit_axes_size(cell * len(keys), cell * len(queries))
     ax = get_axes(ax, (1.9 + size[0], 1.2 + size[1]))
-    values = compute_unit_weights(choice, batch, queries, keys)
+    values = compute_unit_weights(selection, batch, queries, keys)
     image = ax.imshow(values.numpy(), cmap=create_colormap(), vmin=0, vmax=theme.find_largest_finite(values))
-    # Square cells where that leaves both sides room enough; a matrix of two rows would be a line.
+    # Cells are square unless a side would be too short for its labels.
     ax.set_aspect("equal" if size == (cell * len(keys), cell * len(queries)) else "auto")
     theme.set_word_ticks(ax, [unit.text for unit in keys], [unit.text for unit in queries])
     if numbers:
         write_percentages(ax, values)
-    finish_matrix(ax, image, choice, ["share of the attention"], values)
+    finish_matrix(ax, image, selection, ["attention weight"], values)
     return ax
 
 
-def draw_blocks(
+def draw_block_matrix(
     record: Record,
-    choice: HeadSelection,
+    selection: HeadSelection,
     ax: Axes | None,
     batch: int,
     queries: Sequence[TextUnit],
     keys: Sequence[TextUnit],
 ) -> Axes:
-    """A long text: positions instead of names along what is long, and the matrix averaged in blocks there."""
-    values, named, whole = average_blocks(choice, batch, queries, keys)
+    """Draw the matrix of a long text: positions instead of words along a long axis, averaged in blocks."""
+    values, named, whole = average_blocks(selection, batch, queries, keys)
     across, down = (
         theme.LONG_AXIS_SIDE if units is None else theme.PLAIN_CELL_SIDE * len(units) for units in reversed(named)
     )
     size = theme.fit_axes_size(across, down)
     ax = get_axes(ax, (1.9 + size[0], 1.0 + size[1]))
-    lengths = [most if units is None else len(units) for most, units in zip(choice.layer.shape[2:], named, strict=True)]
-    # A tick is at the middle of its cell, as between names.
+    lengths = [
+        most if units is None else len(units) for most, units in zip(selection.layer.shape[2:], named, strict=True)
+    ]
+    # A tick is at the center of its cell.
     box = (-0.5, lengths[1] - 0.5, lengths[0] - 0.5, -0.5)
-    # The root lets the many small shares be seen.
+    # The square root separates the many small weights.
     norm = theme.create_sqrt_norm(theme.find_largest_finite(values))
     ax.imshow(values.numpy(), cmap=create_colormap(), norm=norm, extent=box, interpolation="nearest", aspect="auto")
-    labels = record.labels_of(choice.layer)
+    labels = record.labels_of(selection.layer)
     for axis, units, labelled in zip((ax.yaxis, ax.xaxis), named, labels, strict=True):
         theme.set_long_axis_ticks(axis, None if units is None else [unit.text for unit in units], labelled.seconds)
     ax.xaxis.tick_top()
-    said = ["share of the attention" + ("" if whole else ", mean of a block"), "colours by its square root"]
-    finish_matrix(ax, ax.images[-1], choice, said, values)
+    legend = ["attention weight" + ("" if whole else ", mean of a block"), "color by its square root"]
+    finish_matrix(ax, ax.images[-1], selection, legend, values)
     return ax
 
 
 def average_blocks(
-    choice: HeadSelection, batch: int, queries: Sequence[TextUnit], keys: Sequence[TextUnit]
+    selection: HeadSelection, batch: int, queries: Sequence[TextUnit], keys: Sequence[TextUnit]
 ) -> tuple[Tensor, list[Sequence[TextUnit] | None], bool]:
-    """The matrix, in words along a side that has few and in at most `BLOCKS` blocks along one that has many.
+    """Return the matrix by units along a short axis and in at most MAX_BLOCKS blocks along a long one.
 
-    With it the words of each side, or None; and whether each cell is what one position or word gives another.
+    Also return the units of each axis (None if it has blocks), and whether each cell is a single weight.
     """
-    lengths, finest = choice.layer.shape[2:], choice.layer.max_picture_size
-    # Words are put together from whole positions.
+    lengths, finest = selection.layer.shape[2:], selection.layer.max_picture_size
+    # Units need every position.
     named = [
         units if len(units) <= MAX_NAMED_UNITS and most == length else None
         for units, length, most in zip((queries, keys), lengths, finest, strict=True)
@@ -151,7 +154,7 @@ def average_blocks(
     rows, columns = (
         most if units is not None else min(most, MAX_BLOCKS) for units, most in zip(named, finest, strict=True)
     )
-    values = read_picture(choice, batch, rows, columns)
+    values = read_picture(selection, batch, rows, columns)
     if named[0] is not None:
         values = torch.stack([values[unit.start : unit.stop].mean(0) for unit in named[0]])
     if named[1] is not None:
@@ -160,7 +163,7 @@ def average_blocks(
 
 
 def write_percentages(ax: Axes, values: Tensor) -> None:
-    """The percentage in each cell, in dark or light ink."""
+    """Write the percentage into each cell, in a dark or a light color."""
     largest = theme.find_largest_finite(values)
     for i, row in enumerate(values.tolist()):
         for j, value in enumerate(row):
@@ -171,20 +174,20 @@ def write_percentages(ax: Axes, values: Tensor) -> None:
                 ax.text(j, i, f"{100 * value:.0f}", ha="center", va="center", fontsize=6, color=letters)
 
 
-def finish_matrix(ax: Axes, image: Any, choice: HeadSelection, legend: list[str], values: Tensor) -> None:
-    """Title, names of the axes, no frame, the legend of the colours."""
-    theme.set_title(ax, choice.name if choice.head is not None else f"{choice.name}, mean of its heads")
-    ax.set_ylabel("looks")
-    ax.set_xlabel("is looked at")
+def finish_matrix(ax: Axes, image: Any, selection: HeadSelection, legend: list[str], values: Tensor) -> None:
+    """Set the title and the axis labels, hide the frame and add a color bar."""
+    theme.set_title(ax, selection.name if selection.head is not None else f"{selection.name}, mean of heads")
+    ax.set_ylabel("query")
+    ax.set_xlabel("key")
     ax.xaxis.set_label_position("bottom")
     ax.spines[:].set_visible(False)
-    unknown = [] if values.isfinite().all() else ["grey: no number (NaN)"]
+    unknown = [] if values.isfinite().all() else ["grey: NaN"]
     theme.add_colorbar(ax, image, "\n".join(legend + unknown))
 
 
 @use_figure_style()
 def plot_heads(record: Record, ax: Axes | None = None, *, batch: int = 0) -> Axes:
-    """Every head as a small picture: a row per layer, a column per head, each to its own largest share."""
+    """Plot every head as a small picture, relative to its largest weight: a row per layer, a column per head."""
     layers = list(record.layers.values())
     most = max(len(layer.heads) for layer in layers)
     size = min(THUMBNAIL_SIDE, *(side for layer in layers for side in layer.max_picture_size))
@@ -200,14 +203,14 @@ def plot_heads(record: Record, ax: Axes | None = None, *, batch: int = 0) -> Axe
     ax.set_xticks(middle[:most], [f"H{j}" for j in range(most)])
     ax.set_yticks(middle[: len(layers)], theme.format_labels(record.name_of(layer) for layer in layers))
     ax.xaxis.tick_top()
-    ax.set_xlabel("in each, a row looks, a column is looked at", loc="left")
+    ax.set_xlabel("in each: rows are queries, columns are keys", loc="left")
     ax.spines[:].set_visible(False)
     return ax
 
 
 @use_figure_style()
 def plot_entropy(record: Record, ax: Axes | None = None) -> Axes:
-    """How spread the attention of each head is, layer by layer: a dot per head, a line through their means."""
+    """Plot the entropy of each head by layer: a dot per head, a line through the means."""
     table = record.scores()["entropy"]
     stacks: dict[str, list[int]] = {}
     for i, layer in enumerate(record.layers.values()):
@@ -217,9 +220,9 @@ def plot_entropy(record: Record, ax: Axes | None = None) -> Axes:
         numbers = [list(record.layers.values())[i].index for i in places]
         some = table[places]
         ax.plot(numbers, some.numpy(), ".", color=color, alpha=0.35, markersize=5, markeredgewidth=0, clip_on=False)
-        ax.plot(numbers, some.nanmean(1).numpy(), "-", color=color, linewidth=1.4, label=stack or "mean of its heads")
+        ax.plot(numbers, some.nanmean(1).numpy(), "-", color=color, linewidth=1.4, label=stack or "mean of heads")
     ax.set_xlabel("layer")
-    ax.set_ylabel("entropy, nats")
+    ax.set_ylabel("entropy in nats")
     ax.set_ylim(bottom=0)
     ax.xaxis.set_major_locator(theme.create_integer_locator())
     ax.spines[["top", "right"]].set_visible(False)
@@ -231,36 +234,40 @@ def plot_entropy(record: Record, ax: Axes | None = None) -> Axes:
 def plot_overlay(
     record: Record, head: str | None = None, ax: Axes | None = None, *, patch: str | int | None = None, batch: int = 0
 ) -> Axes:
-    """An image, its patches lit by where one of them looks: the class token, or `patch` as "row,column" or a number."""
-    choice = select_head(record, head) if head else select_default_head(record, batch)
-    queries, keys = record.labels_of(choice.layer)
-    query, name = patches.select_patch(queries, patch)
-    lit = patches.reshape_to_grid(read_rows(choice, batch, [query])[0], keys)
-    height, width = lit.shape
+    """Plot an image with the attention weights of one query on its patches.
+
+    Args:
+        patch: the query, as "row,column" or as a position; None: the class token, or the middle patch.
+    """
+    selection = select_head(record, head) if head else select_default_head(record, batch)
+    queries, keys = record.labels_of(selection.layer)
+    query, name = select_patch(queries, patch)
+    grid = reshape_to_grid(read_rows(selection, batch, [query])[0], keys)
+    height, width = grid.shape
     ax = get_axes(ax, (3.4, 0.5 + 2.9 * height / width))
     box = (-0.5, width - 0.5, height - 0.5, -0.5)
-    # An even look at everything stays pale: it says little.
-    most = max(theme.find_largest_finite(lit), FULL_COLOR_FACTOR / lit.numel())
+    # Uniform attention stays pale.
+    most = max(theme.find_largest_finite(grid), FULL_COLOR_FACTOR / grid.numel())
     alpha = None
     if keys.images is not None:
-        # In grey, so that every colour is attention, which lies over it as thin as it is small.
+        # The image is grey, so every color is attention; small weights are transparent.
         grey = keys.images[batch].float().mean(-1) / 255
         ax.imshow(
             (MIN_IMAGE_BRIGHTNESS + (1 - MIN_IMAGE_BRIGHTNESS) * grey).numpy(), cmap="gray", vmin=0, vmax=1, extent=box
         )
-        alpha = (MAX_OVERLAY_ALPHA * (lit.nan_to_num(0.0, 0.0, 0.0) / most).sqrt()).numpy()
-    # The last colours of the ramp are dark, and would not be seen over what is dark itself.
-    image = ax.imshow(lit.numpy(), cmap=create_colormap(LIGHT_RAMP[:5]), vmin=0, vmax=most, alpha=alpha)
+        alpha = (MAX_OVERLAY_ALPHA * (grid.nan_to_num(0.0, 0.0, 0.0) / most).sqrt()).numpy()
+    # The last colors of the ramp are too dark to be seen over a dark image.
+    image = ax.imshow(grid.numpy(), cmap=create_colormap(LIGHT_RAMP[:5]), vmin=0, vmax=most, alpha=alpha)
     row, column = divmod(query - keys.leading, width)
     if query >= keys.leading:
         frame = (column - 0.5, row - 0.5)
         ax.add_patch(theme.create_cell_frame(frame, ACCENT_COLOR))
-    mean = "" if choice.head is not None else ", mean of its heads"
-    theme.set_title(ax, f"Where {name} looks in {choice.name}{mean}")
+    mean = "" if selection.head is not None else ", mean of heads"
+    theme.set_title(ax, f"Attention of {name} in {selection.name}{mean}")
     ax.set_xticks([])
     ax.set_yticks([])
     ax.spines[:].set_visible(False)
-    theme.add_colorbar(ax, image, "share of the attention")
+    theme.add_colorbar(ax, image, "attention weight")
     return ax
 
 
@@ -276,22 +283,22 @@ FIGURES: dict[str, Callable[..., Axes]] = {
 def save_figure(
     record: Record, path: str | os.PathLike[str], what: str | None = None, dpi: int = 300, **options: Any
 ) -> None:
-    """Writes a figure; the ending of the path says how: PNG, or with text and lines as such SVG and PDF.
+    """Write a figure as PNG, SVG or PDF, by the suffix of the path; SVG and PDF keep text as text.
 
     Args:
         what: "matrix", "heads", "alignment", "overlay" or "entropy"; None: the overlay of an image, otherwise the
-            matrix of a telling head or, of an encoder-decoder, the alignment.
+            matrix of the default head or, of an encoder-decoder, the alignment.
         dpi: dots per inch of a PNG.
-        options: those of the figure's function: head="L5H3", batch=1, ...
+        options: arguments of the figure's function: head="L5H3", batch=1, ...
     """
     if what is None:
         what = "overlay" if any(record.labels_of(layer)[1].grid for layer in record.layers.values()) else "matrix"
     if what not in FIGURES:
-        raise ValueError(f"expected what= as one of {', '.join(FIGURES)}, received {what!r}")
+        raise ValueError(f"what must be one of {', '.join(FIGURES)}, got {what!r}")
     ax = FIGURES[what](record, **options)
-    # Without a date the same record gives the same file.
-    ending = os.fspath(path).rpartition(".")[2].lower()
-    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)
+    # Without a date, equal records give equal files.
+    suffix = os.fspath(path).rpartition(".")[2].lower()
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
     figure = ax.get_figure(root=True)
     assert figure is not None
     with use_figure_style():

@@ -1,4 +1,4 @@
-"""What all figures share: fonts that have the characters, text that is only text, one ramp of colours."""
+"""Fonts, colors, ticks and titles that all figures share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
 
-# Looked at in this order: the first that has a character draws it. Those that are not installed are passed over.
+# The first installed family that has a character draws it.
 FONT_FAMILIES = (
     "DejaVu Sans",
     "Noto Sans",
@@ -44,34 +44,33 @@ FONT_FAMILIES = (
     "Apple Symbols",
     "Arial Unicode MS",
 )
-# Stands for a character that no installed font has.
+# Drawn for a character that no installed font has.
 MISSING_GLYPH = "□"
 MAX_LABEL_CHARACTERS = 18
-# The pictures of control characters, which fonts for print lack.
+# The symbols of control characters (␀ to ␟), which most fonts lack.
 CONTROL_PICTURES = re.compile("[\u2400-\u241f]")
 TEXT_COLOR, MUTED_COLOR, ACCENT_COLOR = "#1d1b26", "#6d6a75", "#0072b2"
-# Inches of a cell with a number in it and of one without, and of a side that is too long for cells.
+# The side in inches of a cell with a number and of one without, and of an axis that is too long for cells.
 NUMBERED_CELL_SIDE, PLAIN_CELL_SIDE, LONG_AXIS_SIDE = 0.26, 0.17, 4.0
-# A picture is at least so high that the name of its colours fits beside it, and so wide that its title does.
+# The axes have room for the label of the color bar and for the title.
 MIN_AXES_HEIGHT, MIN_AXES_WIDTH = 1.7, 1.2
-# What is no number.
 NAN_COLOR = "#b9b6bd"
 # Colours of several lines, told apart with every kind of colour vision (Okabe and Ito).
 STACK_COLORS = ("#7d2482", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
 
 
 def import_pyplot() -> Any:
-    """matplotlib.pyplot, or how to get it."""
+    """Import matplotlib.pyplot, or say how to install it."""
     try:
         from matplotlib import pyplot as plt
     except ImportError as error:
-        raise ImportError("plots need matplotlib, which is not installed: pip install 'foci[view]'") from error
+        raise ImportError("figures need matplotlib, which is not installed: pip install 'foci[view]'") from error
     return plt
 
 
 @contextmanager
 def use_figure_style() -> Iterator[None]:
-    """Settings for a page of print: text stays text in PDF and SVG, lines are thin, the ground is white."""
+    """Use matplotlib settings for print: text stays text in PDF and SVG, lines are thin, the background is white."""
     plt = import_pyplot()
     settings = {
         "font.family": list_installed_fonts(),
@@ -110,7 +109,7 @@ def list_installed_fonts() -> list[str]:
 
 @cache
 def list_drawable_characters() -> frozenset[int]:
-    """The characters that some installed font of the list has."""
+    """List the characters that an installed font of FONT_FAMILIES has."""
     from matplotlib import font_manager, ft2font
 
     found: set[int] = set()
@@ -120,7 +119,7 @@ def list_drawable_characters() -> frozenset[int]:
 
 
 def format_labels(labels: Iterable[str]) -> list[str]:
-    """Labels of a size for a figure; a character that no font has is drawn as □, and a warning names it."""
+    """Shorten labels for a figure; a character that no font has is replaced by □, and a warning names it."""
     known = list_drawable_characters()
     short = [
         clip_text(
@@ -132,31 +131,31 @@ def format_labels(labels: Iterable[str]) -> list[str]:
     absent = dict.fromkeys(c for label in short for c in label if ord(c) not in known)
     if absent:
         some = "".join(list(absent)[:8])
-        said = f"no installed font has {some}: drawn as {MISSING_GLYPH}; install one such as Noto Sans CJK"
-        warnings.warn(said, stacklevel=2)
+        message = f"no installed font has {some}: drawn as {MISSING_GLYPH}; install one such as Noto Sans CJK"
+        warnings.warn(message, stacklevel=2)
     boxes = str.maketrans({c: "" if unicodedata.combining(c) else MISSING_GLYPH for c in absent})
     return [label.translate(boxes) for label in short]
 
 
 def disable_math_text(text: Any) -> None:
-    """Lets a text be only text: a token with two $ is no formula."""
+    """Disable math text: a token with two $ is not a formula."""
     text.set_parse_math(False)
 
 
 def fit_axes_size(across: float, down: float) -> tuple[float, float]:
-    """Width and height of a picture in inches, from those that its cells ask for."""
+    """Return the width and height of the axes in inches, from those that their cells need."""
     return max(across, MIN_AXES_WIDTH), max(down, MIN_AXES_HEIGHT)
 
 
 def set_word_ticks(ax: Axes, along: Sequence[str], down: Sequence[str]) -> None:
-    """Words on both axes: upright under each other, turned over the columns where they are long or many."""
+    """Write the words of both axes; those above the columns are rotated if they are long or many."""
     set_axis_words(ax.xaxis, along)
     set_axis_words(ax.yaxis, down)
     ax.xaxis.tick_top()
 
 
 def set_axis_words(axis: Any, names: Sequence[str]) -> None:
-    """A word at each place of an axis."""
+    """Write a word at each position of an axis."""
     shown = format_labels(names)
     turned = axis.axis_name == "x" and (max(map(len, shown), default=0) > 3 or len(shown) > 24)
     axis.set_ticks(range(len(shown)), shown, **({"rotation": 60, "ha": "left"} if turned else {}))
@@ -167,7 +166,7 @@ def set_axis_words(axis: Any, names: Sequence[str]) -> None:
 
 
 def set_long_axis_ticks(axis: Any, names: Sequence[str] | None, seconds: float | None) -> None:
-    """Names where there are some; else whole positions, as many as there is room for, of a sound in seconds."""
+    """Write words if there are any, else positions at whole numbers; audio frames are written in seconds."""
     if names is not None:
         set_axis_words(axis, names)
     elif seconds is None:
@@ -178,7 +177,7 @@ def set_long_axis_ticks(axis: Any, names: Sequence[str] | None, seconds: float |
 
 
 def create_time_locator(seconds: float) -> Any:
-    """Ticks at round times: `seconds` is how long a frame is."""
+    """Create a locator of ticks at round times; `seconds` is the duration of a frame."""
     from matplotlib.ticker import MaxNLocator
 
     class Times(MaxNLocator):
@@ -189,7 +188,7 @@ def create_time_locator(seconds: float) -> Any:
 
 
 def create_colormap(ramp: Sequence[Color] = LIGHT_RAMP) -> Colormap:
-    """The ramp of the terminal's light ground: white is nothing, its lightness falls evenly; grey is no number."""
+    """Create a colormap from white (weight 0) to dark, the ramp of light terminals; NaN is grey."""
     from matplotlib.colors import LinearSegmentedColormap
 
     found: Colormap = LinearSegmentedColormap.from_list("foci", [tuple(c / 255 for c in color) for color in ramp])
@@ -197,12 +196,12 @@ def create_colormap(ramp: Sequence[Color] = LIGHT_RAMP) -> Colormap:
 
 
 def find_largest_finite(values: Tensor) -> float:
-    """The largest of what are numbers; never 0, so that it can be divided by."""
+    """Return the largest finite value, at least 1e-9, so it is a valid divisor."""
     return max(float(values[values.isfinite()].max()) if bool(values.isfinite().any()) else 0.0, 1e-9)
 
 
 def get_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
-    """The axes that were given, or those of a new figure of this size in inches."""
+    """Return the given axes, or those of a new figure of this size in inches."""
     if ax is not None:
         return ax
     found: Axes = import_pyplot().subplots(figsize=size, layout="constrained")[1]
@@ -216,7 +215,7 @@ def set_title(ax: Axes, text: str) -> None:
 
 
 def add_colorbar(ax: Axes, image: Any, label: str) -> None:
-    """The legend of the colours, exactly as high as the picture."""
+    """Add a color bar as high as the axes."""
     inch = ax.figure.dpi / ax.get_window_extent().width
     place = ax.inset_axes((1 + 0.1 * inch, 0, 0.12 * inch, 1))
     found = ax.figure.colorbar(image, cax=place, format=lambda share, _: f"{100 * share:g}%")
@@ -225,21 +224,21 @@ def add_colorbar(ax: Axes, image: Any, label: str) -> None:
 
 
 def create_sqrt_norm(most: float) -> Any:
-    """Colours by the root of the shares, from none to the largest."""
+    """Create a norm that maps a weight to its square root, from 0 to the largest weight."""
     from matplotlib.colors import PowerNorm
 
     return PowerNorm(0.5, vmin=0, vmax=most)
 
 
 def create_integer_locator() -> Any:
-    """Ticks at whole numbers only: there is no layer 1.5."""
+    """Create a locator of ticks at integers: there is no layer 1.5."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(integer=True)
 
 
 def create_cell_frame(corner: tuple[float, float], color: str) -> Any:
-    """A frame around one cell."""
+    """Create a frame around one cell."""
     from matplotlib.patches import Rectangle
 
     return Rectangle(corner, 1, 1, fill=False, edgecolor=color, linewidth=1.5)

@@ -1,1 +1,8 @@
-"""view/page."""
+"""Writes a Record as one HTML file that needs no network.
+
+arrays: named arrays as bytes, which assets/payload.js decodes
+vectors: the queries, keys and values behind a layer
+payload: a Record as compressed bytes: a JSON header and the arrays
+bundle: the JavaScript modules of assets/ as one script
+document: the HTML file
+"""

@@ -1,4 +1,4 @@
-"""A Record as one HTML file: everything inside, no network, the same code as the explorer's page."""
+"""Writes a Record as one HTML file with script, style and data inside; the explorer's page runs the same script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from foci.record.record import Record
 from foci.view.page.bundle import ASSETS, bundle_script
-from foci.view.page.encoding import text_of
 from foci.view.page.payload import SURROGATES, encode_payload
 
 PAGE_TEMPLATE = """\
@@ -26,7 +25,7 @@ PAGE_TEMPLATE = """\
 <style>{style}</style>
 </head>
 <body>
-<noscript>This page draws attention with JavaScript, which is switched off here.</noscript>
+<noscript>This page needs JavaScript, which is disabled.</noscript>
 <script type="text/plain" id="payload">{payload}</script>
 <script>{script}</script>
 </body>
@@ -41,9 +40,9 @@ style="border: 1px solid rgba(128, 128, 128, 0.35); border-radius: 8px; backgrou
 
 
 def render_html(record: Record, title: str | None = None, state: str = "") -> str:
-    """The whole page as text. What a model or a tokenizer said is in the payload only, never in the markup.
+    """Render the page. Texts of the model and the tokenizer are only in the payload, never in the markup.
 
-    `state` is the view that it opens at, as in its address: "v=lines&h=L0H1".
+    `state` is the initial view, in the form of the page's URL fragment: "v=lines&h=L0H1".
     """
     style = (ASSETS / "page.css").read_text("utf-8")
     script = bundle_script()
@@ -52,37 +51,37 @@ def render_html(record: Record, title: str | None = None, state: str = "") -> st
         policy=build_security_policy(script, style),
         title=markup.escape(f"{clean_title(title or record.model)} · foci"),
         style=style,
-        payload=text_of(encode_payload(record, title)),
+        payload=base64.b64encode(encode_payload(record, title)).decode("ascii"),
         script=script,
     )
 
 
 def write_html(record: Record, path: str | os.PathLike[str], title: str | None = None, state: str = "") -> None:
-    """Writes the page; it opens from disk in any browser, at the view that `state` names."""
+    """Write the page to a file, which opens in any browser at the view `state`."""
     Path(path).write_text(render_html(record, title, state), "utf-8")
 
 
 def render_frame(record: Record, title: str | None = None, height: int = 720) -> str:
-    """The page inside a frame of its own: what a notebook shows, and what survives nbconvert and VS Code."""
+    """Render the page inside an iframe, for notebooks; nbconvert and VS Code keep it."""
     return wrap_in_frame(render_html(record, title), f"attention of {clean_title(title or record.model)}", height)
 
 
 def clean_title(text: str) -> str:
-    """A name as a title: not endless, and without the halves of characters, which no file can hold."""
+    """Shorten a title and replace surrogates, which UTF-8 cannot encode."""
     return SURROGATES.sub(
         "\ufffd", text if len(text) <= MAX_TITLE_CHARACTERS else text[: MAX_TITLE_CHARACTERS - 1] + "…"
     )
 
 
 def wrap_in_frame(page: str, title: str, height: int = 720) -> str:
-    """A whole page inside a frame."""
-    # Inside double quotes these two are all that must be escaped.
+    """Wrap a page in an iframe."""
+    # Inside double quotes only these two characters need escaping.
     inner = page.replace("&", "&amp;").replace('"', "&quot;")
     return FRAME_TEMPLATE.format(page=inner, title=markup.escape(title), height=height)
 
 
 def build_security_policy(script: str, style: str) -> str:
-    """Only this script and this style run; nothing is fetched, nothing is sent."""
+    """Build a policy that allows only this script and this style, and no network."""
     rules = {
         "default-src": "'none'",
         "script-src": hash_source(script),

@@ -1,7 +1,7 @@
-"""A Record as the page reads it: a JSON head, and one blob of numbers.
+"""Encodes a Record for the page: a JSON header and packed arrays, compressed.
 
-Up to `EXACT` tokens every entry of every head is written. Above that the heaviest keys of each query are, and pictures
-of the whole; the page says which of the two it has.
+Up to MAX_EXACT_LENGTH tokens the payload has every entry of every head. Beyond that it has the top keys of each query
+and pictures of the matrix; the page says which of the two it shows.
 
 B batch, H heads, Tq queries, Tk keys.
 """
@@ -28,7 +28,7 @@ from foci.view.selection import select_default_head, select_default_query
 from foci.view.units import display_texts
 
 MAX_EXACT_LENGTH = 128
-# Longer records are written whole too where they have so few entries in all.
+# Longer records are exact too if they have at most this many entries in total.
 MAX_EXACT_ENTRIES = 2**21
 MAX_TOP_KEYS = 16
 PICTURE_SIDES = (512, 256, 128, 64)
@@ -36,45 +36,44 @@ MAX_SEQUENCES = 8
 SURROGATES = re.compile("[\ud800-\udfff]")
 MAX_TEXT_LENGTH = 1000
 
-# What each part may take, in numbers: float32 entries, heaviest keys, blocks of pictures.
+# The most numbers of each part: entries as float32, top keys, blocks of pictures.
 MAX_FLOAT_ENTRIES = 2**20
 MAX_TOP_NUMBERS = 13_000_000
 MAX_PICTURE_BLOCKS = 5_000_000
-MOST_ROLLOUT = 1024
-# Beyond this a log-sum-exp for each query costs more than "How it is computed" is worth.
+# Larger records have no log-sum-exp: it would take more room than the "How it is computed" view is worth.
 MAX_LSE_NUMBERS = 2**18
-# Vectors for "How it is computed": as float32, as float16, or not at all.
+# Up to so many numbers, the vectors of the "How it is computed" view are float32, then float16, then left out.
 MAX_VECTOR_NUMBERS = (2**18, 3 * 2**19)
 
 
 @torch.no_grad()
 def encode_payload(record: Record, title: str | None = None) -> bytes:
-    """The record, compressed: the length of the head, the head, the blob."""
-    blob = PackedArrays()
-    head = build_header(record, title, blob)
-    head["arrays"] = blob.head
-    # NaN and infinity are no JSON: a page that has them would not open.
-    written = json.dumps(head, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # Halves of characters, which a tokenizer may give, are no text that a browser could read.
+    """Encode a record as gzip of: the length of the header, the header, the arrays."""
+    arrays = PackedArrays()
+    header = build_header(record, title, arrays)
+    header["arrays"] = arrays.index
+    # NaN and infinity are not valid JSON.
+    written = json.dumps(header, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    # A tokenizer may return surrogates, which UTF-8 cannot encode.
     text = SURROGATES.sub("\ufffd", written).encode()
-    # The same record gives the same bytes: no time stamp.
-    return gzip.compress(struct.pack("<I", len(text)) + text + blob.data, compresslevel=6, mtime=0)
+    # Without a time stamp, equal records give equal bytes.
+    return gzip.compress(struct.pack("<I", len(text)) + text + arrays.data, compresslevel=6, mtime=0)
 
 
-def build_header(record: Record, title: str | None, blob: PackedArrays) -> dict[str, Any]:
-    """Everything but the large arrays, which go into the blob."""
+def build_header(record: Record, title: str | None, arrays: PackedArrays) -> dict[str, Any]:
+    """Build the header, and add the large arrays to `arrays`."""
     layers = list(record.layers.values())
     if not layers:
-        raise ValueError("a page shows at least one layer of attention, but this record has none")
+        raise ValueError("record must have at least one layer, got none")
     for layer in layers:
         if 0 in layer.shape:
-            raise ValueError(f"a page shows at least one query and one key, but {layer.label} is {layer.shape}")
+            raise ValueError(f"{layer.label} must have at least one query and one key, got shape {layer.shape}")
     total = max(layer.shape[0] for layer in layers)
     shown = min(total, MAX_SEQUENCES if is_exact_throughout(layers) else 1)
     plan = plan_payload(layers, shown)
     table: list[Labels] = []
-    written = [add_layer(blob, f"{number}", layer, shown, plan) for number, layer in enumerate(layers)]
-    first = select_default_head(record)
+    written = [add_layer(arrays, f"{number}", layer, shown, plan) for number, layer in enumerate(layers)]
+    initial = select_default_head(record)
     return {
         "format": 1,
         "title": truncate_with_length(title or record.model),
@@ -84,13 +83,16 @@ def build_header(record: Record, title: str | None, blob: PackedArrays) -> dict[
         "prompt": record.prompt,
         "answer": record.answer,
         "notes": [truncate_with_length(note) for note in record.notes],
-        "unseen": [truncate_with_length(reason) for reason in record.unseen],
+        "notRecorded": [truncate_with_length(reason) for reason in record.unseen],
         "layers": [
             describe_layer(record, layer, plan, table) | how for layer, how in zip(layers, written, strict=True)
         ],
-        "labels": [describe_labels(blob, f"image.{i}", labels, shown) for i, labels in enumerate(table)],
-        "measures": list_head_metrics(record, layers),
-        "first": {"head": record.name_of(first.layer, first.head), "query": select_default_query(record, first)},
+        "labels": [describe_labels(arrays, f"image.{i}", labels, shown) for i, labels in enumerate(table)],
+        "metrics": list_head_metrics(record, layers),
+        "initial": {
+            "head": record.name_of(initial.layer, initial.head),
+            "query": select_default_query(record, initial),
+        },
     }
 
 
@@ -99,7 +101,7 @@ def is_exact_throughout(layers: list[Layer]) -> bool:
 
 
 def plan_payload(layers: list[Layer], shown: int) -> dict[str, Any]:
-    """How much of each kind is written, so that a file stays small enough to send."""
+    """Choose what is written in which precision, to bound the size of the file."""
     small = sum(count_entries(layer) for layer in layers) * shown <= MAX_EXACT_ENTRIES
     exact = [
         layer
@@ -132,7 +134,7 @@ def count_entries(layer: Layer) -> int:
 
 
 def describe_layer(record: Record, layer: Layer, plan: dict[str, Any], table: list[Labels]) -> dict[str, Any]:
-    """What the page knows of a layer; labels are written once, in `table`, and named by their number."""
+    """Describe a layer; its labels are added to `table` once and referenced by index."""
     _, heads, queries, keys = layer.shape
     return {
         "name": layer.name,
@@ -147,92 +149,95 @@ def describe_layer(record: Record, layer: Layer, plan: dict[str, Any], table: li
         "labels": [add_labels_once(labels, table) for labels in record.labels_of(layer)],
         "Tq": queries,
         "Tk": keys,
-        "places": None if layer.query_positions is None else layer.query_positions.tolist(),
+        "queryPositions": None if layer.query_positions is None else layer.query_positions.tolist(),
         "exact": layer.name in plan["exact"],
-        "asks": "entries" in layer.available,
+        "hasEntries": "entries" in layer.available,
         "score": describe_score(layer),
     }
 
 
-def add_layer(blob: PackedArrays, name: str, layer: Layer, shown: int, plan: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a layer, each array (sequences, H, ...).
+def add_layer(arrays: PackedArrays, name: str, layer: Layer, shown: int, plan: dict[str, Any]) -> dict[str, Any]:
+    """Add the arrays of a layer, each (sequences, H, ...).
 
-    Gives how its entries are written, and how many rows of each sequence and head have weights that are no numbers.
+    Returns the kind of its entries, and the number of rows with NaN or infinite weights per sequence and head.
     """
-    some, kind = min(shown, layer.shape[0]), plan["entries"]
+    sequences, kind = min(shown, layer.shape[0]), plan["entries"]
     if layer.name in plan["exact"]:
-        whole = read_entries(layer, some)
+        whole = read_entries(layer, sequences)
         missing = ~whole.isfinite().all(-1)
-        # Logarithms cannot tell NaN from 0.
+        # A logarithmic code cannot represent NaN.
         kind = "f4" if missing.any() else kind
-        blob.add(f"{name}.entries", whole, kind)
+        arrays.add(f"{name}.entries", whole, kind)
     else:
-        found = {
-            part: tensor[:some].cpu() for part, tensor in compute_statistics(layer, plan["top"], plan["side"]).items()
-        }
-        add_statistics(blob, name, layer, found)
-        missing = ~found["entropy"].isfinite() if "entropy" in found else torch.zeros(some, layer.shape[1], 1)
-    add_vectors(blob, name, layer, some, plan["lse"], plan["vectors"])
-    return {"entries": kind, "unknown": missing.sum(-1).int().tolist()}
+        whole_batch = compute_statistics(layer, plan["top"], plan["side"])
+        statistics = {part: tensor[:sequences].cpu() for part, tensor in whole_batch.items()}
+        add_statistics(arrays, name, layer, statistics)
+        missing = (
+            ~statistics["entropy"].isfinite() if "entropy" in statistics else torch.zeros(sequences, layer.shape[1], 1)
+        )
+    add_vectors(arrays, name, layer, sequences, plan["lse"], plan["vectors"])
+    return {"entries": kind, "nonfiniteRows": missing.sum(-1).int().tolist()}
 
 
-def read_entries(layer: Layer, some: int) -> Tensor:
-    """Every entry: (sequences, H, Tq, Tk)."""
-    found = layer[:some, :, 0 : layer.shape[2], :]
-    assert isinstance(found, Tensor)
-    return found.float()
+def read_entries(layer: Layer, sequences: int) -> Tensor:
+    """Read every entry: (sequences, H, Tq, Tk)."""
+    entries = layer[:sequences, :, 0 : layer.shape[2], :]
+    assert isinstance(entries, Tensor)
+    return entries.float()
 
 
 def compute_statistics(layer: Layer, top: int, side: int) -> dict[str, Tensor]:
-    """What stands for a matrix that is too long to be written: heaviest keys, pictures, spread, what each key gets."""
+    """Compute what replaces the entries of a long layer: top keys, pictures, entropy and received weights."""
     if layer.weights is not None:
-        # One pass for all but the maxima.
+        # One pass computes everything but the maxima.
         whole = layer.weights.summary(top=top, picture=side)
         assert whole.top is not None and whole.picture is not None
         rows, columns = whole.picture.shape[-2:]
         largest = layer.picture(rows, columns, "max")
         named = {"values": whole.top.values, "keys": whole.top.keys, "mean": whole.picture, "max": largest}
         return {**named, "entropy": whole.entropy, "received": whole.received}
-    found: dict[str, Tensor] = {
+    statistics: dict[str, Tensor] = {
         part: getattr(layer, part)() for part in ("entropy", "received") if part in layer.available
     }
     if "top" in layer.available:
-        found["values"], found["keys"] = layer.top(min(top, layer.max_top))
+        statistics["values"], statistics["keys"] = layer.top(min(top, layer.max_top))
     if "picture" in layer.available:
-        # Statistics are there in the size in which they were kept, and of their means only.
+        # A kept picture has a fixed size and only means.
         kept = layer.kept is not None
         rows, columns = (size if kept else min(side, size) for size in layer.max_picture_size)
-        found |= {reduce: layer.picture(rows, columns, reduce) for reduce in (("mean",) if kept else ("mean", "max"))}
-    return found
+        statistics |= {
+            reduce: layer.picture(rows, columns, reduce) for reduce in (("mean",) if kept else ("mean", "max"))
+        }
+    return statistics
 
 
-def add_statistics(blob: PackedArrays, name: str, layer: Layer, found: dict[str, Tensor]) -> None:
-    """Each statistic in the kind of number that suits it."""
-    if "keys" in found:
-        add_top(blob, name, found["values"].float(), found["keys"].long(), layer.shape[3])
+def add_statistics(arrays: PackedArrays, name: str, layer: Layer, statistics: dict[str, Tensor]) -> None:
+    """Add each statistic in a kind of number with enough precision."""
+    if "keys" in statistics:
+        add_top(arrays, name, statistics["values"].float(), statistics["keys"].long(), layer.shape[3])
     for reduce in ("mean", "max"):
-        if reduce in found:
-            blob.add(f"{name}.{reduce}", found[reduce].float().flatten(0, 1), "log8")
-    if "entropy" in found:
-        blob.add(f"{name}.entropy", found["entropy"], "f2")
-    if "received" in found:
-        blob.add(f"{name}.received", found["received"].float() / layer.shape[2], "log16")
+        if reduce in statistics:
+            arrays.add(f"{name}.{reduce}", statistics[reduce].float().flatten(0, 1), "log8")
+    if "entropy" in statistics:
+        arrays.add(f"{name}.entropy", statistics["entropy"], "f2")
+    if "received" in statistics:
+        arrays.add(f"{name}.received", statistics["received"].float() / layer.shape[2], "log16")
 
 
-def add_top(blob: PackedArrays, name: str, values: Tensor, keys: Tensor, length: int) -> None:
-    """The heaviest keys of each query, in the order of the keys: the steps between them are small numbers."""
+def add_top(arrays: PackedArrays, name: str, values: Tensor, keys: Tensor, length: int) -> None:
+    """Add the top keys of each query, sorted by position: the differences are small numbers."""
     last = torch.iinfo(torch.int64).max
     keys, order = torch.where(keys < 0, last, keys).sort(-1)
     values = values.gather(-1, order)
     there = keys < last
     before = torch.cat([torch.zeros_like(keys[..., :1]), keys[..., :-1]], -1)
     steps = torch.where(there, keys - torch.where(there, before, 0), 0)
-    blob.add(f"{name}.keys", steps, "u2" if length <= 2**16 else "u3")
-    blob.add(f"{name}.values", torch.where(there, values, 0.0), "log16")
+    arrays.add(f"{name}.keys", steps, "u2" if length <= 2**16 else "u3")
+    arrays.add(f"{name}.values", torch.where(there, values, 0.0), "log16")
 
 
 def add_labels_once(labels: Labels, table: list[Labels]) -> int:
-    """The place of labels in a table, where equal ones are written once."""
+    """Return the index of labels in a table, and append them if no equal labels are there."""
     for number, known in enumerate(table):
         if known is labels or (known.texts, known.words) == (labels.texts, labels.words):
             return number
@@ -240,10 +245,10 @@ def add_labels_once(labels: Labels, table: list[Labels]) -> int:
     return len(table) - 1
 
 
-def describe_labels(blob: PackedArrays, name: str, labels: Labels, shown: int) -> dict[str, Any]:
-    """What stands at each position; a text of megabytes is cut, and says so."""
+def describe_labels(arrays: PackedArrays, name: str, labels: Labels, shown: int) -> dict[str, Any]:
+    """Describe the labels of a sequence; long texts are cut."""
     if labels.images is not None:
-        blob.add(name, labels.images[:shown], "u1")
+        arrays.add(name, labels.images[:shown], "u1")
     return {
         "kind": labels.kind,
         "texts": [
@@ -258,18 +263,18 @@ def describe_labels(blob: PackedArrays, name: str, labels: Labels, shown: int) -
 
 
 def truncate_with_length(text: str) -> str:
-    """At most so many characters, and how many there were."""
+    """Cut a text to MAX_TEXT_LENGTH characters and append its length."""
     if len(text) <= MAX_TEXT_LENGTH:
         return text
     return f"{text[:MAX_TEXT_LENGTH]}… ({len(text):,} characters)"
 
 
 def list_head_metrics(record: Record, layers: list[Layer]) -> list[dict[str, Any]]:
-    """The numbers by which heads are sorted and coloured, one per layer and head, with what each means."""
-    found = []
+    """List the metrics by which heads are sorted and colored: name, description, and a value per layer and head."""
+    metrics = []
     for name, values in record.scores().items():
         rows = [values[i, : layer.shape[1]].tolist() for i, layer in enumerate(layers)]
-        # JSON has no NaN: a head without the score has null.
+        # JSON has no NaN: a head without the metric has null.
         plain = [[value if math.isfinite(value) else None for value in row] for row in rows]
-        found.append({"name": name, "about": HEAD_SCORES[name], "values": plain})
-    return found
+        metrics.append({"name": name, "description": HEAD_SCORES[name], "values": plain})
+    return metrics

@@ -1,4 +1,4 @@
-"""The vectors behind a row: what "How it is computed" works out again in front of the reader.
+"""Queries, keys and values behind a layer, from which the page's "How it is computed" view recomputes a row.
 
 B batch, H heads, G key heads, T tokens, D width.
 """
@@ -17,7 +17,7 @@ from foci.view.page.arrays import PackedArrays
 
 
 def get_dot_call(layer: Layer) -> Call | None:
-    """The queries, keys and scores behind a layer, where it has them; General and Cosine as dot products."""
+    """Return the call behind a layer's weights, if it has them; General and Cosine scores become dot products."""
     if layer.weights is None:
         return None
     call = layer.weights.call
@@ -25,13 +25,13 @@ def get_dot_call(layer: Layer) -> Call | None:
 
 
 def describe_score(layer: Layer) -> dict[str, Any] | None:
-    """How queries are compared with keys, in words and with the scale."""
+    """Describe the score function, mask, bias and sink of a layer."""
     call = get_dot_call(layer)
     if call is None or layer.weights is None:
         return None
-    given = layer.weights.call
+    original = layer.weights.call
     return {
-        "kind": type(given.score).__name__,
+        "kind": type(original.score).__name__,
         "additive": isinstance(call.score, Additive),
         "scale": call.score.factor(call.q.shape[-1]) if isinstance(call.score, Dot) else 1.0,
         "softcap": call.score.softcap if isinstance(call.score, Dot) else None,
@@ -42,45 +42,48 @@ def describe_score(layer: Layer) -> dict[str, Any] | None:
     }
 
 
-def get_vectors(layer: Layer, some: int) -> dict[str, Tensor]:
-    """Queries, keys and, where they were kept, values of the first sequences."""
+def get_vectors(layer: Layer, sequences: int) -> dict[str, Tensor]:
+    """Return the queries, keys and, if recorded, values of the first `sequences` sequences."""
     call = get_dot_call(layer)
     if call is None:
         return {}
-    found = {"q": call.q[:some], "k": call.k[:some]}
-    return found if layer.values is None else {**found, "v": layer.values[:some]}
+    vectors = {"q": call.q[:sequences], "k": call.k[:sequences]}
+    return vectors if layer.values is None else {**vectors, "v": layer.values[:sequences]}
 
 
-def count_vector_numbers(layer: Layer, some: int) -> int:
-    return sum(part.numel() for part in get_vectors(layer, some).values())
+def count_vector_numbers(layer: Layer, sequences: int) -> int:
+    return sum(part.numel() for part in get_vectors(layer, sequences).values())
 
 
-def add_vectors(blob: PackedArrays, name: str, layer: Layer, some: int, lse: bool, kind: str | None) -> None:
-    """The log-sum-exp of each row, and the vectors as `kind` where they are few enough."""
+def add_vectors(arrays: PackedArrays, name: str, layer: Layer, sequences: int, lse: bool, kind: str | None) -> None:
+    """Add the log-sum-exp of each row, and the vectors as `kind` unless it is None."""
     if lse and "lse" in layer.available:
-        # A query that sees nothing has -inf, which float32 can say.
-        blob.add(f"{name}.lse", layer.lse[:some], "f4")
+        # The log-sum-exp of a fully masked row is -inf.
+        arrays.add(f"{name}.lse", layer.lse[:sequences], "f4")
     call = get_dot_call(layer)
     if call is None:
         return
     if call.sink is not None:
-        blob.add(f"{name}.sinkMass", layer.sink_mass()[:some], "f2")
+        arrays.add(f"{name}.sinkMass", layer.sink_mass()[:sequences], "f2")
     if kind is not None:
-        for part, tensor in get_vectors(layer, some).items():
-            blob.add(f"{name}.{part}", tensor, kind)
+        for part, tensor in get_vectors(layer, sequences).items():
+            arrays.add(f"{name}.{part}", tensor, kind)
         if isinstance(call.score, Additive):
-            blob.add(f"{name}.w", expand_additive_weight(call), "f4")
+            arrays.add(f"{name}.w", expand_additive_weight(call), "f4")
 
 
 def expand_additive_weight(call: Call) -> Tensor:
-    """The weight of an additive score, one row per head."""
+    """Return the weight of an additive score, one row per head."""
     assert isinstance(call.score, Additive)
     weight = call.score.weight.detach().float()
     return weight if weight.dim() == 2 else weight.expand(call.q.shape[1], -1).contiguous()
 
 
 def compute_row_arithmetic(layer: Layer, batch: int, head: int, query: int, keys: list[int]) -> dict[str, Any] | None:
-    """One query against some keys, with every number on the way: what the explorer sends for a long sequence."""
+    """Return the vectors, weights, log-sum-exp and output of one query for some keys; None without lazy weights.
+
+    The explorer sends this for sequences whose vectors are not in the payload.
+    """
     call = get_dot_call(layer)
     if call is None or layer.weights is None:
         return None

@@ -1,4 +1,4 @@
-"""Writes the attention matrix in a terminal: percentages for a short text, shades for a longer one, a map for a long one."""
+"""Writes the attention matrix: percentages for a short text, shades for a longer one, a map for a long one."""
 
 from __future__ import annotations
 

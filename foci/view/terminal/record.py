@@ -47,7 +47,7 @@ def show_record(
     """Print a record: with colors to a terminal, as plain text elsewhere.
 
     Args:
-        word: the query word, or its index; "the#2" is the second "the". None: one with clear attention to a distant word.
+        word: the query word, or its index; "the#2" is the second "the". None: one that attends to a distant word.
         head: "L5H3", "cross.L0H2", "L5" (the mean of its heads), or a number together with `layer`.
         batch: which sequence.
         by_token: show single tokens instead of words.

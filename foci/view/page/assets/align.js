@@ -1,12 +1,12 @@
-// The alignment of two texts: what each word of one looks at in the other, with the strongest link marked.
+// The alignment of two texts: the cross-attention weights of each query, with the largest one marked.
 
 import { cssColor, draw, make, onPress } from "./dom.js";
-import { ink, percent, scaleOf, shade } from "./colors.js";
-import { unitsFor } from "./focus.js";
-import { clipped } from "./tokens.js";
-import { csvOf } from "./exporting.js";
+import { textColor, formatPercent, createScale, shade } from "./colors.js";
+import { getUnits } from "./focus.js";
+import { clipText } from "./tokens.js";
+import { focusCsv } from "./export.js";
 
-const MOST = 80;
+const MAX_UNITS = 80;
 
 export class AlignView {
   constructor({ store, state }) {
@@ -24,16 +24,16 @@ export class AlignView {
   update(focus) {
     const { store, state } = this;
     const [rows, columns] = [
-      unitsFor(store, state, focus.layer, "queries"),
-      unitsFor(store, state, focus.layer, "keys"),
+      getUnits(store, state, focus.layer, "queries"),
+      getUnits(store, state, focus.layer, "keys"),
     ];
-    const [R, C] = [Math.min(rows.count, MOST), Math.min(columns.count, MOST)];
+    const [R, C] = [Math.min(rows.count, MAX_UNITS), Math.min(columns.count, MAX_UNITS)];
     const matrix = this.matrix(focus, rows, columns, R);
-    const cut = rows.count > MOST || columns.count > MOST;
+    const cut = rows.count > MAX_UNITS || columns.count > MAX_UNITS;
     const { queries, keys } = focus.layer;
-    const rest = cut ? ` The first ${MOST} of each are shown; the map has all.` : "";
-    const told = `Each row: where a word of “${queries}” looks in “${keys}”. A frame marks its strongest link.`;
-    this.note.textContent = told + rest;
+    const rest = cut ? ` The first ${MAX_UNITS} of each are shown; the map shows all.` : "";
+    const axes = `Rows are queries of “${queries}”, columns are keys of “${keys}”. A frame marks the largest weight of a row.`;
+    this.note.textContent = axes + rest;
     this.frame.replaceChildren(this.sheet(focus, rows, columns, matrix, R, C));
   }
 
@@ -56,7 +56,7 @@ export class AlignView {
 
   sheet(focus, rows, columns, matrix, R, C) {
     const [left, top] = [140, 116];
-    // As large as the sheet stays in sight; before it is there, as on a usual screen.
+    // As large as the frame; before it is on the page, as wide as on a usual screen.
     const room = Math.max(300, (this.frame.clientWidth || 690) - left - 94);
     const cell = Math.max(14, Math.min(38, room / C), Math.min(52, room / C, 500 / R));
     const [width, height] = [left + C * cell + 60, top + R * cell + 24];
@@ -66,15 +66,15 @@ export class AlignView {
       height,
       viewBox: `0 0 ${width} ${height}`,
       role: "img",
-      "aria-label": "Alignment matrix; the table beside has the numbers of the chosen word",
+      "aria-label": "Alignment matrix; the table beside it lists the weights of the selected word",
     });
-    const scale = scaleOf(this.state.scale, matrix.flatMap((row) => [...row]));
+    const scale = createScale(this.state.scale, matrix.flatMap((row) => [...row]));
     this.scale = scale;
     const size = Math.min(cell > 38 ? 15 : 13, cell * 0.62);
     const soft = cssColor("--soft");
     sheet.append(
-      draw("text", { x: left, y: 14, "font-size": 11, "font-weight": 600, fill: soft }, "is looked at →"),
-      draw("text", { x: 12, y: top - 8, "font-size": 11, "font-weight": 600, fill: soft }, "looks ↓"),
+      draw("text", { x: left, y: 14, "font-size": 11, "font-weight": 600, fill: soft }, "keys →"),
+      draw("text", { x: 12, y: top - 8, "font-size": 11, "font-weight": 600, fill: soft }, "queries ↓"),
     );
     for (let j = 0; j < C; j++) {
       const [x, y] = [left + (j + 0.6) * cell, top - 8];
@@ -82,7 +82,7 @@ export class AlignView {
         draw(
           "text",
           { x, y, "font-size": size, fill: cssColor("--ink"), transform: `rotate(-48 ${x} ${y})` },
-          clipped(columns.label(j), 14),
+          clipText(columns.label(j), 14),
         ),
       );
     }
@@ -127,7 +127,7 @@ export class AlignView {
           "font-weight": chosen ? 600 : 400,
           fill: cssColor("--ink"),
         },
-        clipped(rows.label(i), 16),
+        clipText(rows.label(i), 16),
       ),
     );
     for (let j = 0; j < C; j++) {
@@ -144,7 +144,7 @@ export class AlignView {
             fill: shade("to", t),
             stroke: t > 0.06 ? "none" : cssColor("--faint"),
           },
-          draw("title", {}, `${rows.label(i)} looks at ${columns.label(j)}: ${percent(row[j])}`),
+          draw("title", {}, `${rows.label(i)} attends to ${columns.label(j)}: ${formatPercent(row[j])}`),
         ),
       );
       if (cell >= 24 && row[j] >= 0.05) {
@@ -156,7 +156,7 @@ export class AlignView {
               y: y + cell * 0.62,
               "text-anchor": "middle",
               "font-size": Math.min(10.5, cell * 0.38),
-              fill: ink("to", t),
+              fill: textColor("to", t),
               "pointer-events": "none",
             },
             (100 * row[j]).toFixed(0),
@@ -183,7 +183,7 @@ export class AlignView {
   }
 
   legend() {
-    return this.scale ? { scale: this.scale, title: "weight of a cell" } : null;
+    return this.scale ? { scale: this.scale, title: "attention weight" } : null;
   }
 
   svg() {
@@ -191,16 +191,16 @@ export class AlignView {
   }
 
   csv(focus) {
-    if (focus.picks.length) return csvOf(focus);
+    if (focus.picks.length) return focusCsv(focus);
     const { store, state } = this;
     const [rows, columns] = [
-      unitsFor(store, state, focus.layer, "queries"),
-      unitsFor(store, state, focus.layer, "keys"),
+      getUnits(store, state, focus.layer, "queries"),
+      getUnits(store, state, focus.layer, "keys"),
     ];
     const links = this.matrix(focus, rows, columns, rows.count).map((row, i) => {
       const best = row.indexOf(Math.max(...row));
       return [rows.text(i), columns.text(best), row[best]];
     });
-    return [["looks", "strongest link", "weight"], ...links];
+    return [["query", "key with the largest weight", "weight"], ...links];
   }
 }

@@ -1,12 +1,12 @@
-// The page: views of one record, the panels beside them, and the switches above.
+// The page: header, controls, head picker, the current view, and the list of weights.
 
-import { make, perFrame } from "./dom.js";
+import { make, oncePerFrame } from "./dom.js";
 import { State } from "./state.js";
-import { chosenHeads, focusOf, headsNamed, ranked } from "./focus.js";
+import { chosenHeads, computeFocus, findHeads, rankUnits } from "./focus.js";
 import { Header } from "./header.js";
 import { Controls } from "./controls.js";
 import { Picker } from "./picker.js";
-import { Ranked, spoken } from "./ranked.js";
+import { WeightList, describeFocus } from "./weightlist.js";
 import { TextView } from "./text.js";
 import { HeadsView } from "./heads.js";
 import { MapView } from "./map.js";
@@ -16,39 +16,39 @@ import { ImageView } from "./image.js";
 import { StepsView } from "./steps.js";
 import { ComputeView } from "./compute.js";
 import { RolloutView } from "./rollout.js";
-import { copied } from "./exporting.js";
-import { helpDialog, listen } from "./keys.js";
-import { isDark, percent } from "./colors.js";
+import { copyView } from "./export.js";
+import { helpDialog, listen } from "./keyboard.js";
+import { isDark, formatPercent } from "./colors.js";
 import { printable } from "./tokens.js";
 
-// Every view: its name in the address, its title, its class, and the records for which it is there.
+// Every view: its name in the URL, its title, its class, and whether a record has it.
 const VIEWS = [
   ["text", "Text", TextView, () => true],
   ["heads", "Heads", HeadsView, () => true],
   ["map", "Map", MapView, () => true],
   ["lines", "Lines", LinesView, () => true],
   ["align", "Alignment", AlignView, (store) => store.layers.some((layer) => !layer.self)],
-  ["image", "Image", ImageView, (store) => store.head.labels.some((labels) => labels.grid)],
-  ["steps", "Steps", StepsView, (store) => store.head.prompt !== null || store.layers.some((layer) => !layer.self)],
+  ["image", "Image", ImageView, (store) => store.header.labels.some((labels) => labels.grid)],
+  ["steps", "Steps", StepsView, (store) => store.header.prompt !== null || store.layers.some((layer) => !layer.self)],
   ["compute", "How it is computed", ComputeView, () => true],
   ["rollout", "Rollout", RolloutView, (store) => store.layers.some((layer) => layer.self)],
 ];
 
-const ASIDE = new Set(["heads", "compute", "rollout"]);
-const PLACE = new Set(["x", "y", "zoom"]);
+const WITHOUT_LIST = new Set(["heads", "compute", "rollout"]);
+const MAP_POSITION = new Set(["x", "y", "zoom"]);
 
 export class App {
   constructor(store, { brandLink = null } = {}) {
     this.store = store;
     this.state = new State(defaults(store));
-    this.tame();
+    this.dropInvalidState();
     this.views = VIEWS.filter(([, , , fits]) => fits(store));
     this.made = new Map();
     this.picker = new Picker(store, this.state);
-    this.ranked = new Ranked(store, this.state);
+    this.weightList = new WeightList(store, this.state);
     this.stage = make("div", { class: "stage", id: "stage", role: "tabpanel" });
     this.toast = make("div", { class: "toast", role: "status", "aria-live": "polite" });
-    this.speech = make("div", { class: "unseen", "aria-live": "polite" });
+    this.announcement = make("div", { class: "visually-hidden", "aria-live": "polite" });
     this.help = helpDialog();
     this.header = new Header(store, this.state, this.views, {
       brandLink,
@@ -57,7 +57,7 @@ export class App {
       flipTheme: () => this.flipTheme(),
       help: () => this.help.showModal(),
     });
-    this.controls = new Controls(store, this.state, (direction) => this.turn(direction));
+    this.controls = new Controls(store, this.state, (direction) => this.setDirection(direction));
     this.element = make(
       "div",
       { class: "app" },
@@ -68,30 +68,30 @@ export class App {
         { class: "columns" },
         this.picker.element,
         make("main", { class: "middle" }, this.stage),
-        this.ranked.element,
+        this.weightList.element,
       ),
       this.footer(),
       this.toast,
-      this.speech,
+      this.announcement,
       this.help,
     );
-    this.refresh = perFrame(() => this.update());
+    this.refresh = oncePerFrame(() => this.update());
     this.state.on((changed) => {
       this.changed = new Set([...(this.changed ?? []), ...changed]);
       if (changed.has("theme")) this.applyTheme();
-      if (changed.has("view")) this.arrive();
+      if (changed.has("view")) this.enterView();
       this.refresh();
     });
-    store.remote?.whenNews(this.refresh);
+    store.remote?.onAnswer(this.refresh);
     this.keys();
     this.applyTheme();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redrawAll());
   }
 
-  // An address may be old or written by hand: what does not fit this record is dropped.
-  tame() {
+  // The URL may be old or edited: values that do not fit this record are dropped.
+  dropInvalidState() {
     const { state, store } = this;
-    state.seq = Math.min(Math.max(Math.round(state.seq), 0), store.head.sequences - 1);
+    state.seq = Math.min(Math.max(Math.round(state.seq), 0), store.header.sequences - 1);
     state.heads = state.heads.filter(
       (name) => store.byName.has(name) || store.layers.some((layer) => layer.label === name),
     );
@@ -100,24 +100,24 @@ export class App {
 
   start(parent) {
     parent.append(this.element);
-    this.arrive();
+    this.enterView();
     this.update();
   }
 
   footer() {
-    const { head } = this.store;
+    const { header } = this.store;
     const sentence = (note) => `${note.slice(0, 1).toUpperCase()}${note.slice(1)}.`;
-    const notes = head.notes.map((note) => sentence(printable(note)));
-    if (head.total > head.sequences) notes.push(`The first ${head.sequences} of ${head.total} sequences are here.`);
-    const more = head.unseen.length > 3 ? ` and ${head.unseen.length - 3} more` : "";
-    if (head.unseen.length) {
-      notes.push(`Not seen: ${head.unseen.slice(0, 3).join("; ")}${more}.`);
+    const notes = header.notes.map((note) => sentence(printable(note)));
+    if (header.total > header.sequences) notes.push(`Showing the first ${header.sequences} of ${header.total} sequences.`);
+    const more = header.notRecorded.length > 3 ? ` and ${header.notRecorded.length - 3} more` : "";
+    if (header.notRecorded.length) {
+      notes.push(`Not recorded: ${header.notRecorded.slice(0, 3).join("; ")}${more}.`);
     }
     return notes.length ? make("footer", { class: "bottom" }, ...notes.map((note) => make("p", {}, note))) : null;
   }
 
-  // Turned around, the same tokens stay chosen where the text looks at itself.
-  turn(direction) {
+  // In self-attention the same tokens stay selected.
+  setDirection(direction) {
     const { state, store } = this;
     if (direction === state.direction) return;
     const layer = store.layers[chosenHeads(store, state)[0].layer];
@@ -135,38 +135,38 @@ export class App {
     return this.made.get(view);
   }
 
-  arrive() {
+  enterView() {
     this.current?.leave?.();
     this.current = this.view();
     this.stage.replaceChildren(this.current.element);
     this.stage.setAttribute("aria-labelledby", `tab-${this.state.view}`);
-    this.current.arrive?.();
-    this.element.classList.toggle("wide", ASIDE.has(this.state.view));
+    this.current.enter?.();
+    this.element.classList.toggle("wide", WITHOUT_LIST.has(this.state.view));
   }
 
   update() {
     const changed = this.changed;
     this.changed = null;
-    // A map that is moved asks nothing new.
-    if (changed && this.focus && [...changed].every((name) => PLACE.has(name))) {
+    // Moving the map does not change the selection.
+    if (changed && this.focus && [...changed].every((name) => MAP_POSITION.has(name))) {
       return this.current.update(this.focus, changed);
     }
-    const focus = focusOf(this.store, this.state);
+    const focus = computeFocus(this.store, this.state);
     this.focus = focus;
     this.picker.update();
     this.current.update(focus, changed);
-    this.ranked.update(focus, this.current.legend?.() ?? null);
+    this.weightList.update(focus, this.current.legend?.() ?? null);
     this.header.update();
     this.controls.update(focus);
-    this.speak(focus);
+    this.announce(focus);
   }
 
-  // What somebody who does not see the page hears after each choice.
-  speak(focus) {
-    const { columns } = spoken(focus);
-    const links = ranked(focus.units, 3).map((u) => `${focus.targets.label(u)} ${percent(focus.units[u])}`);
+  // The text that a screen reader announces after each selection.
+  announce(focus) {
+    const { columns } = describeFocus(focus);
+    const links = rankUnits(focus.units, 3).map((u) => `${focus.targets.label(u)} ${formatPercent(focus.units[u])}`);
     const text = focus.picks.length ? `${columns}: ${links.join(", ")}` : "";
-    if (this.speech.textContent !== text) this.speech.textContent = text;
+    if (this.announcement.textContent !== text) this.announcement.textContent = text;
   }
 
   keys() {
@@ -185,7 +185,7 @@ export class App {
       "]": () => step(1),
       "{": () => layerStep(-1),
       "}": () => layerStep(1),
-      d: () => this.turn(state.direction === "to" ? "from" : "to"),
+      d: () => this.setDirection(state.direction === "to" ? "from" : "to"),
       w: () => this.controls.hasWords && state.set({ words: !state.words }),
       s: () => state.set({ hideSinks: !state.hideSinks }),
       c: () => state.set({ scale: { linear: "log", log: "rank", rank: "linear" }[state.scale] }),
@@ -219,35 +219,35 @@ export class App {
   }
 
   async copy(kind) {
-    this.say(await copied(kind, this.current, this.focus));
+    this.showToast(await copyView(kind, this.current, this.focus));
   }
 
   async copyLink() {
     try {
       await navigator.clipboard.writeText(location.href.split("#")[0] + this.state.hash());
-      this.say("Link copied");
+      this.showToast("Link copied");
     } catch {
-      this.say("The address bar has the link");
+      this.showToast("Not copied: the link is in the address bar");
     }
   }
 
-  say(text) {
+  showToast(text) {
     this.toast.textContent = text;
     this.toast.classList.add("on");
-    clearTimeout(this.sayTimer);
-    this.sayTimer = setTimeout(() => this.toast.classList.remove("on"), 2500);
+    clearTimeout(this.toastTimer);
+    this.toastTimer = setTimeout(() => this.toast.classList.remove("on"), 2500);
   }
 }
 
-// The head and the word that every view of the record begins with.
+// The initial head and query, which all views of the record share.
 function defaults(store) {
-  const { head, query } = store.head.first;
-  const keys = store.labels(store.layers[headsNamed(store, head)[0].layer], "keys");
+  const { head, query } = store.header.initial;
+  const keys = store.labels(store.layers[findHeads(store, head)[0].layer], "keys");
   return {
-    // Patches by their numbers are no text that anybody reads: an image is looked at as one.
+    // An image opens in the image view.
     view: keys.grid ? "image" : "text",
     heads: [head],
     chosen: [query],
-    words: store.head.labels.some((labels) => labels.words),
+    words: store.header.labels.some((labels) => labels.words),
   };
 }

@@ -1,5 +1,5 @@
-// Colours. Two ramps, even in lightness so that they read without colour vision: warm for where something looks, cool
-// for who looks at it. Up to eight heads side by side have the colours of Okabe and Ito.
+// Color ramps with monotonic lightness, readable without color vision: warm for weights on keys, cool for weights from
+// queries. Up to eight heads side by side have the colors of Okabe and Ito.
 
 const RAMPS = {
   light: {
@@ -27,7 +27,7 @@ function channels(hex) {
 
 const tables = new Map();
 
-// 256 colours of a ramp as [r, g, b] bytes.
+// 256 colors of a ramp as r, g, b bytes.
 export function ramp(direction) {
   const key = `${isDark() ? "dark" : "light"} ${direction}`;
   if (!tables.has(key)) {
@@ -47,39 +47,39 @@ export function ramp(direction) {
 
 export function shade(direction, t) {
   const table = ramp(direction);
-  // What is no number has no colour.
+  // NaN has the color of 0.
   const at = 3 * Math.round(255 * Math.min(Math.max(t || 0, 0), 1));
   return `rgb(${table[at]}, ${table[at + 1]}, ${table[at + 2]})`;
 }
 
-// Black or white letters, whichever reads better on the colour.
-export function ink(direction, t) {
+// A dark or a light text color, whichever is readable on the background.
+export function textColor(direction, t) {
   const table = ramp(direction);
-  // What is no number has no colour.
+  // NaN has the color of 0.
   const at = 3 * Math.round(255 * Math.min(Math.max(t || 0, 0), 1));
   const light = (0.299 * table[at] + 0.587 * table[at + 1] + 0.114 * table[at + 2]) / 255;
   return light > 0.55 ? "#17181c" : "#fbfaf6";
 }
 
-// From weights to 0..1: { mode, largest, of(weight), ticks }. Ranks are told from a sorted sample of the weights.
-export function scaleOf(mode, weights, largest = null) {
+// Maps weights to 0..1: { mode, largest, of(weight), ticks }. Ranks come from a sorted sample of the weights.
+export function createScale(mode, weights, largest = null) {
   let top = largest ?? 0;
   if (largest === null) for (const w of weights) if (w > top) top = w;
   if (!(top > 0)) return { mode, largest: 0, of: () => 0, ticks: [[0, "0"]] };
   if (mode === "log") return logScale(top);
   if (mode === "rank") return rankScale(weights, top);
-  return { mode, largest: top, of: (w) => w / top, ticks: [0, 0.5, 1].map((t) => [t, percent(t * top)]) };
+  return { mode, largest: top, of: (w) => w / top, ticks: [0, 0.5, 1].map((t) => [t, formatPercent(t * top)]) };
 }
 
 function logScale(top) {
   const of = (w) => (w > 0 ? Math.max(0, 1 + Math.log10(w / top) / DECADES) : 0);
-  const ticks = Array.from({ length: DECADES + 1 }, (_, i) => [i / DECADES, tick(top * 10 ** (i - DECADES))]);
+  const ticks = Array.from({ length: DECADES + 1 }, (_, i) => [i / DECADES, formatTick(top * 10 ** (i - DECADES))]);
   return { mode: "log", largest: top, of, ticks };
 }
 
-// A place on a scale, exactly: what is written beside a weight is cut off below.
-function tick(weight) {
-  return weight >= 1e-4 ? percent(weight) : `${Number((100 * weight).toPrecision(1))}%`;
+// Exact, unlike formatPercent, which cuts off small weights.
+function formatTick(weight) {
+  return weight >= 1e-4 ? formatPercent(weight) : `${Number((100 * weight).toPrecision(1))}%`;
 }
 
 function rankScale(weights, top) {
@@ -97,11 +97,11 @@ function rankScale(weights, top) {
     }
     return sorted.length > 1 ? low / (sorted.length - 1) : 1;
   };
-  return { mode: "rank", largest: top, of, ticks: [[0, "lightest"], [0.5, "median"], [1, "heaviest"]] };
+  return { mode: "rank", largest: top, of, ticks: [[0, "smallest"], [0.5, "median"], [1, "largest"]] };
 }
 
-// Three digits that matter, as a share of all attention: 0.123 is 12.3%.
-export function percent(weight) {
+// Two or three significant digits: 0.123 is 12.3%.
+export function formatPercent(weight) {
   if (Number.isNaN(weight)) return "NaN";
   if (!(weight > 0)) return "0";
   const value = 100 * weight;

@@ -1,15 +1,15 @@
-// "How it is computed": one query of one head, worked through with the real numbers, from vectors to output.
+// "How it is computed": the computation of one query of one head with its real numbers, from vectors to output.
 
 import { make } from "./dom.js";
-import { percent, shade } from "./colors.js";
-import { chosenHeads, tokenNamed } from "./focus.js";
-import { number, workedFor } from "./worked.js";
-import { clipped } from "./tokens.js";
-import { svgSheet, svgText } from "./exporting.js";
+import { formatPercent, shade } from "./colors.js";
+import { chosenHeads, describeToken } from "./focus.js";
+import { computeArithmetic, formatNumber } from "./arithmetic.js";
+import { clipText } from "./tokens.js";
+import { svgSheet, svgText } from "./export.js";
 
-const NOT_KEPT =
-  "This record kept neither the entries of this row nor what made them: watch with keep='lazy' to see them.";
-const NO_NUMBERS = "The weights of this row are NaN or infinite: there is nothing to be worked out.";
+const NOT_RECORDED =
+  "This record has neither the weights of this row nor its vectors: record with keep='lazy' to see them.";
+const NONFINITE = "The weights of this row are NaN or infinite: there is nothing to compute.";
 
 export class ComputeView {
   constructor({ store, state }) {
@@ -28,29 +28,29 @@ export class ComputeView {
     const layer = store.layers[one.layer];
     const chosen = state.direction === "to" ? (state.hover ?? state.chosen[0]) : state.chosen[0];
     const i = Math.min(chosen ?? layer.Tq - 1, layer.Tq - 1);
-    this.worked = workedFor(store, one, i, state.seq);
+    this.arithmetic = computeArithmetic(store, one, i, state.seq);
     this.body.replaceChildren(...this.steps(focus, one, layer, i));
   }
 
   steps(focus, one, layer, i) {
-    const { worked } = this;
-    const { token: name, place } = tokenNamed(this.store, this.state, layer, "queries", i);
+    const { arithmetic } = this;
+    const { token: name, place } = describeToken(this.store, this.state, layer, "queries", i);
     const title = make(
       "h2",
       { class: "worked-title" },
-      "How ",
+      "Attention of ",
       make("bdi", { class: "wrote" }, name),
-      `${place} is worked out in ${one.name}`,
+      `${place} in ${one.name}`,
     );
-    if (!worked) {
+    if (!arithmetic) {
       return [
         title,
-        make("p", { class: "note" }, this.store.isKnown(one, i, this.state.seq) ? NOT_KEPT : NO_NUMBERS),
+        make("p", { class: "note" }, this.store.hasFiniteRow(one, i, this.state.seq) ? NOT_RECORDED : NONFINITE),
       ];
     }
     const parts = [
       title,
-      formulaOf(layer.score),
+      createFormula(layer.score),
       this.queryStep(layer, name),
       this.scoreStep(layer, name),
       this.softmaxStep(layer),
@@ -60,133 +60,133 @@ export class ComputeView {
   }
 
   queryStep(layer, name) {
-    const { q } = this.worked;
+    const { q } = this.arithmetic;
     if (!q) {
-      const exact = "the scores below are exact all the same. The explorer has the vectors.";
-      const left = `This file is too large to carry them; ${exact}`;
-      const lost = "They were not kept: watch with keep='lazy' to see them.";
+      const exact = "the scores below are exact. The explorer shows the vectors.";
+      const left = `This file is too large to include them; ${exact}`;
+      const lost = "They were not recorded: record with keep='lazy' to see them.";
       return card("1", "The query and the keys are vectors", layer.score ? left : lost);
     }
-    return card("1", "The query is a vector", `${q.length} numbers that say what “${name}” asks for.`, strip(q, "q"));
+    return card("1", "The query is a vector", `The ${q.length} numbers of the query vector of “${name}”.`, createVectorStrip(q, "q"));
   }
 
   scoreStep(layer, name) {
-    const { keys, hidden, hasBias, lse } = this.worked;
-    if (lse === null) return card("2", "Compare it with each key", "The scores were not kept, only what came out.");
-    const how = scoreWords(layer.score);
+    const { keys, hidden, hasBias, lse } = this.arithmetic;
+    if (lse === null) return card("2", "Score it against each key", "The scores were not recorded, only the weights.");
+    const how = describeScore(layer.score);
     const parts = keys[0].raw !== null;
     const scaled = parts && layer.score.scale !== 1;
     const head = [
       "key",
-      this.worked.q ? "its vector k" : null,
+      this.arithmetic.q ? "its vector k" : null,
       parts ? (layer.score.additive ? "w · tanh(q + k)" : "q · k") : null,
-      scaled ? `× ${number(layer.score.scale)}` : null,
+      scaled ? `× ${formatNumber(layer.score.scale)}` : null,
       parts && hasBias ? "+ bias" : null,
       "score",
     ];
     const rows = keys.map((key) => [
       tokenCell(key),
-      this.worked.q ? strip(key.k, `k of ${key.name}`, true) : null,
-      parts ? number(key.raw) : null,
-      scaled ? number(key.scaled) : null,
-      parts && hasBias ? number(key.bias) : null,
-      strong(number(key.score)),
+      this.arithmetic.q ? createVectorStrip(key.k, `k of ${key.name}`, true) : null,
+      parts ? formatNumber(key.raw) : null,
+      scaled ? formatNumber(key.scaled) : null,
+      parts && hasBias ? formatNumber(key.bias) : null,
+      strong(formatNumber(key.score)),
     ]);
-    const mask = maskWords(layer, hidden);
+    const mask = describeMask(layer, hidden);
     return card(
       "2",
-      "Compare it with each key",
-      `${how} The ${keys.length} heaviest of ${layer.Tk} keys are listed. ${mask}`,
+      "Score it against each key",
+      `${how} The ${keys.length} of ${layer.Tk} keys with the largest weights are listed. ${mask}`,
       table(head, rows),
     );
   }
 
   softmaxStep(layer) {
-    const { keys, lse, others, sinkMass } = this.worked;
+    const { keys, lse, others, sinkMass } = this.arithmetic;
     if (lse === null) {
-      const rows = keys.map((key) => [tokenCell(key), bar(key.weight), strong(percent(key.weight))]);
+      const rows = keys.map((key) => [tokenCell(key), bar(key.weight), strong(formatPercent(key.weight))]);
       return card(
         "3",
-        "Softmax makes weights of the scores",
-        "Of the scores only what came out was kept.",
+        "Softmax turns scores into weights",
+        "Only the weights were recorded.",
         table(["key", "", "weight"], rows),
       );
     }
     const most = Math.max(...keys.map((key) => key.score));
     const total = Math.exp(lse - most);
     const rows = keys.map(
-      (key) => [tokenCell(key), number(Math.exp(key.score - most)), bar(key.weight), strong(percent(key.weight))],
+      (key) => [tokenCell(key), formatNumber(Math.exp(key.score - most)), bar(key.weight), strong(formatPercent(key.weight))],
     );
     if (others.count > 0) {
       rows.push(
-        [`the other ${others.count}`, number(others.weight * total), bar(others.weight), percent(others.weight)],
+        [`${others.count} other key${others.count === 1 ? "" : "s"}`, formatNumber(others.weight * total), bar(others.weight), formatPercent(others.weight)],
       );
     }
-    if (sinkMass > 0) rows.push(["the learned sink", number(sinkMass * total), bar(sinkMass), percent(sinkMass)]);
+    if (sinkMass > 0) rows.push(["the learned sink", formatNumber(sinkMass * total), bar(sinkMass), formatPercent(sinkMass)]);
     rows.push(
       [
-        strong("together"),
-        strong(number(total)),
+        strong("sum"),
+        strong(formatNumber(total)),
         "",
-        strong(percent(keys.reduce((sum, key) => sum + key.weight, 0) + others.weight + sinkMass)),
+        strong(formatPercent(keys.reduce((sum, key) => sum + key.weight, 0) + others.weight + sinkMass)),
       ],
     );
-    const powers = `Each score, less the largest of them, ${number(most)}, is an exponent: e^(score − largest).`;
-    const text = `${powers} Over their sum, ${number(total)}, these are the weights.`;
+    const powers = `The largest score, ${formatNumber(most)}, is subtracted and the exponential taken: e^(score − largest).`;
+    const text = `${powers} Divided by their sum, ${formatNumber(total)}, these are the weights.`;
     return card(
       "3",
-      "Softmax makes weights of the scores",
+      "Softmax turns scores into weights",
       text,
       table(["key", "e^(score − largest)", "", "weight"], rows),
     );
   }
 
   sumStep(layer, name) {
-    const { keys, out } = this.worked;
+    const { keys, out } = this.arithmetic;
     if (!out) {
-      const why = layer.score && !this.worked.q ? "This file is too large to carry them" : "They were not kept here";
+      const why = layer.score && !this.arithmetic.q ? "This file is too large to include them" : "They were not recorded";
       return card(
         "4",
         "The weighted sum of the values",
-        `${why}; each key’s value is taken times its weight, and they are added up.`,
+        `${why}; the output is the sum of all values, each times its weight.`,
       );
     }
-    const rows = keys.map((key) => [tokenCell(key), percent(key.weight), strip(key.v, `v of ${key.name}`, true)]);
+    const rows = keys.map((key) => [tokenCell(key), formatPercent(key.weight), createVectorStrip(key.v, `v of ${key.name}`, true)]);
     const result = make(
       "div",
       { class: "result" },
       make("span", { class: "label" }, "output = Σ weight · v"),
-      strip(out, "output"),
+      createVectorStrip(out, "output"),
     );
     return card(
       "4",
       "The weighted sum of the values is the output",
-      `What “${name}” takes along from the tokens it looks at.`,
+      `The output of “${name}” is the sum of the values, each times its weight.`,
       table(["key", "weight", "its value v"], rows),
       result,
     );
   }
 
   csv() {
-    const rows = (this.worked?.keys ?? []).map(
+    const rows = (this.arithmetic?.keys ?? []).map(
       (key) => [key.index, key.name, key.raw ?? "", key.scaled ?? "", key.bias ?? "", key.score ?? "", key.weight],
     );
     return [["position", "key", "raw", "scaled", "bias", "score", "weight"], ...rows];
   }
 
   svg() {
-    const rows = this.csv().map((row) => row.map((value) => (typeof value === "number" ? number(value) : value)));
+    const rows = this.csv().map((row) => row.map((value) => (typeof value === "number" ? formatNumber(value) : value)));
     const sheet = svgSheet(760, 40 + 22 * rows.length);
     rows.forEach(
       (row, n) => row.forEach(
-        (value, c) => sheet.append(svgText(16 + c * 104, 30 + n * 22, clipped(String(value), 14), { size: 12 })),
+        (value, c) => sheet.append(svgText(16 + c * 104, 30 + n * 22, clipText(String(value), 14), { size: 12 })),
       ),
     );
     return sheet;
   }
 }
 
-function formulaOf(score) {
+function createFormula(score) {
   const kinds = { Additive: "wᵀ tanh(q + k)", General: "q W kᵀ", Cosine: "s · cos(q, k)" };
   const inner = kinds[score?.kind] ?? (score?.scale === 1 ? "q kᵀ" : "q kᵀ / √d");
   return make(
@@ -200,19 +200,19 @@ function formulaOf(score) {
   );
 }
 
-function maskWords({ score, Tk }, hidden) {
-  if (score?.mask) return `The mask (${score.mask}) closes ${hidden} of ${Tk} keys: their score is −∞, their weight 0.`;
-  if (hidden) return `${hidden} of ${Tk} keys have no weight at all.`;
-  return score ? `No mask: all ${Tk} keys may be looked at.` : "";
+function describeMask({ score, Tk }, hidden) {
+  if (score?.mask) return `The mask (${score.mask}) hides ${hidden} of ${Tk} keys: their score is −∞, their weight 0.`;
+  if (hidden) return `${hidden} of ${Tk} keys have weight 0.`;
+  return score ? `No mask: all ${Tk} keys are visible.` : "";
 }
 
-function scoreWords(score) {
+function describeScore(score) {
   if (!score) return "";
-  if (score.additive) return "A small network compares the two: tanh(q + k), weighed by a learned w.";
+  if (score.additive) return "A small network scores the pair: tanh(q + k), weighted by a learned w.";
   const usual = Math.abs(score.scale - 1 / Math.sqrt(score.width)) < 1e-6;
-  const root = `√${score.width} = ${number(Math.sqrt(score.width))}`;
-  const scale = usual ? `The product is divided by ${root}, so that wide vectors do not make it extreme.` : "";
-  return `q · k multiplies the two vectors number by number and adds up: large where key and query agree. ${scale}`;
+  const root = `√${score.width} = ${formatNumber(Math.sqrt(score.width))}`;
+  const scale = usual ? `It is divided by ${root}, so that the scores of wide vectors do not become extreme.` : "";
+  return `q · k is the dot product of the two vectors: large if query and key are similar. ${scale}`;
 }
 
 function card(count, title, text, ...body) {
@@ -246,7 +246,7 @@ function tokenCell({ name, index }) {
   return make(
     "span",
     { class: "keyname" },
-    make("bdi", {}, clipped(name, 18)),
+    make("bdi", {}, clipText(name, 18)),
     make("span", { class: "position" }, ` ${index}`),
   );
 }
@@ -262,8 +262,8 @@ function bar(weight) {
   return make("span", { class: "barframe" }, inner);
 }
 
-// A vector as a row of cells: warm for above zero, cool for below; small ones write their numbers.
-function strip(vector, name, small = false) {
+// A vector as a row of cells: warm for positive, cool for negative numbers; short vectors show their numbers.
+function createVectorStrip(vector, name, small = false) {
   if (!vector) return make("span", { class: "note" }, "–");
   const first = vector.slice(0, 16).map((x) => x.toFixed(2)).join(", ");
   const most = Math.max(...vector.map(Math.abs), 1e-9);
@@ -282,7 +282,7 @@ function strip(vector, name, small = false) {
     {
       class: small ? "vector small" : "vector",
       role: "img",
-      "aria-label": `${name}: ${first}${vector.length > 16 ? " and so on" : ""}`,
+      "aria-label": `${name}: ${first}${vector.length > 16 ? ", …" : ""}`,
     },
     ...cells,
   );

@@ -1,4 +1,4 @@
-// Elements from names, attributes and texts. Texts become text nodes: nothing that a model said is ever read as markup.
+// Creates elements from names, attributes and texts. Texts become text nodes: model output is never parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -25,7 +25,7 @@ export function button(label, attributes = {}, ...children) {
   return make("button", { type: "button", ...attributes }, label, ...children);
 }
 
-// A group of buttons of which one is pressed: pairs of value and label.
+// A group of buttons of which one is pressed; options are [value, label, title].
 export function choice(name, options, chosen, choose) {
   const group = make("div", { class: "choice", role: "group", "aria-label": name });
   for (const [value, label, title] of options) {
@@ -54,8 +54,8 @@ export function toggle(label, title, isOn, flip) {
   return element;
 }
 
-// For what is drawn anew while the pointer is over it: a click is lost where the element that it began on is gone at its
-// end, a press is not. Keys still click.
+// For elements that are replaced while the pointer is over them: a click is lost if its element is gone when the button
+// is released, a press is not. The keyboard still clicks.
 export function onPress(choose) {
   return {
     onpointerdown: (event) => event.button === 0 && choose(event),
@@ -63,8 +63,8 @@ export function onPress(choose) {
   };
 }
 
-// Runs the last of many calls, once per frame.
-export function perFrame(work) {
+// Runs `work` at most once per frame.
+export function oncePerFrame(work) {
   let waiting = false;
   return () => {
     if (waiting) return;
@@ -76,8 +76,8 @@ export function perFrame(work) {
   };
 }
 
-// A canvas as large as its element has pixels, with a pen in the element's units.
-export function penOf(canvas, width, height) {
+// Sizes a canvas in device pixels and returns its context, scaled to CSS pixels.
+export function prepareCanvas(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   const [w, h] = [Math.max(1, Math.round(width * ratio)), Math.max(1, Math.round(height * ratio))];
   if (canvas.width !== w || canvas.height !== h) {

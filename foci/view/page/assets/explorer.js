@@ -1,7 +1,7 @@
-// The explorer's front door: a text or a file, a model, and a bar while it runs; then the same page as in a file.
+// Entry point of the explorer: a start page with input, model and progress; then the same page as in a saved file.
 
 import { button, make } from "./dom.js";
-import { unpack } from "./payload.js";
+import { decodePayload } from "./payload.js";
 import { Store } from "./store.js";
 import { Remote } from "./remote.js";
 import { App } from "./app.js";
@@ -12,9 +12,9 @@ const EXAMPLES = [
   "The animal didn't cross the street because it was too tired.",
   "The keys to the old cabinet in the hall are on the table.",
 ];
-const OFTEN = 300;
+const POLL_MILLISECONDS = 300;
 
-class FrontDoor {
+class StartPage {
   constructor() {
     this.takes = {};
     this.text = make(
@@ -25,22 +25,22 @@ class FrontDoor {
     this.model = make("input", {
       list: "models",
       "aria-label": "Model",
-      placeholder: "a folder, or a name on Hugging Face",
+      placeholder: "a directory, or a Hugging Face model name",
       autocomplete: "off",
       spellcheck: "false",
     });
     this.names = make("datalist", { id: "models" });
     this.chips = make("div", { class: "modelchips" });
-    this.go = button("Look", { class: "primary", onclick: () => this.look() });
+    this.go = button("Run", { class: "primary", onclick: () => this.runText() });
     this.file = make("input", {
       type: "file",
       accept: ".foci,image/*,audio/*",
-      class: "unseen",
+      class: "visually-hidden",
       "aria-label": "Open a file",
-      onchange: () => this.take(this.file.files[0]),
+      onchange: () => this.runFile(this.file.files[0]),
     });
-    this.bar = make("progress", { max: "1", value: "0", "aria-label": "How far it is" });
-    this.told = make("p", { class: "doing", role: "status" });
+    this.bar = make("progress", { max: "1", value: "0", "aria-label": "Progress" });
+    this.status = make("p", { class: "progress", role: "status" });
     this.problem = make("p", { class: "problem", role: "alert", hidden: true });
     const open = button("Open a file", { class: "quiet", onclick: () => this.file.click() });
     const examples = make(
@@ -48,17 +48,17 @@ class FrontDoor {
       { class: "examples" },
       ...EXAMPLES.map((text) => button(text, { class: "example", onclick: () => (this.text.value = text) })),
     );
-    this.working = make("div", { class: "working", hidden: true }, this.bar, this.told);
+    this.working = make("div", { class: "working", hidden: true }, this.bar, this.status);
     const card = make(
       "div",
-      { class: "door" },
+      { class: "startcard" },
       make("h1", {}, "foci"),
-      make("p", { class: "lead" }, "See where a model looks."),
+      make("p", { class: "lead" }, "See what a model attends to."),
       this.text,
       examples,
       make("label", { class: "modelrow" }, make("span", {}, "Model"), this.model, this.names),
       this.chips,
-      make("div", { class: "doing-row" }, this.go, open, this.file),
+      make("div", { class: "buttons" }, this.go, open, this.file),
       this.working,
       this.problem,
       make(
@@ -67,8 +67,8 @@ class FrontDoor {
         "Everything stays on this machine. Untrained vectors show how attention works, not what a text means.",
       ),
     );
-    this.element = make("div", { class: "doorway" }, card);
-    // What was looked at last stays at hand.
+    this.element = make("div", { class: "startpage" }, card);
+    // Restores the last input.
     this.text.value = sessionStorage.getItem("text") ?? this.text.value;
     this.model.value = sessionStorage.getItem("model") ?? "";
     this.listen();
@@ -77,9 +77,9 @@ class FrontDoor {
   listen() {
     this.text.addEventListener(
       "keydown",
-      (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && this.look(),
+      (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && this.runText(),
     );
-    this.model.addEventListener("keydown", (event) => event.key === "Enter" && this.look());
+    this.model.addEventListener("keydown", (event) => event.key === "Enter" && this.runText());
     this.element.addEventListener("dragover", (event) => {
       event.preventDefault();
       this.element.classList.add("over");
@@ -88,11 +88,11 @@ class FrontDoor {
     this.element.addEventListener("drop", (event) => {
       event.preventDefault();
       this.element.classList.remove("over");
-      if (event.dataTransfer.files.length) this.take(event.dataTransfer.files[0]);
+      if (event.dataTransfer.files.length) this.runFile(event.dataTransfer.files[0]);
     });
   }
 
-  async start() {
+  async loadModels() {
     const { models, takes } = await (await fetch(`${ROOT}api/models`)).json();
     this.takes = takes;
     this.names.append(...models.map((name) => make("option", { value: name })));
@@ -104,30 +104,30 @@ class FrontDoor {
     if (!this.model.value) this.model.value = models[1] ?? models[0];
   }
 
-  look() {
+  runText() {
     sessionStorage.setItem("text", this.text.value);
     sessionStorage.setItem("model", this.model.value);
-    this.send("api/look", JSON.stringify({ text: this.text.value, model: this.model.value }), "application/json");
+    this.send("api/text", JSON.stringify({ text: this.text.value, model: this.model.value }), "application/json");
   }
 
-  take(file) {
+  runFile(file) {
     if (!file) return;
-    if (file.name.endsWith(".foci")) this.send("api/open", file, "application/octet-stream");
+    if (file.name.endsWith(".foci")) this.send("api/file", file, "application/octet-stream");
     else if (file.type.startsWith("image/")) this.send(
-      `api/view?${new URLSearchParams({ model: this.fitting("images") })}`,
+      `api/image?${new URLSearchParams({ model: this.modelFor("images") })}`,
       file,
       "application/octet-stream",
     );
     else if (file.type.startsWith("audio/")) this.send(
-      `api/hear?${new URLSearchParams({ model: this.fitting("sounds") })}`,
+      `api/sound?${new URLSearchParams({ model: this.modelFor("sounds") })}`,
       file,
       "application/octet-stream",
     );
-    else this.fail(`expected an image, a sound or a .foci file, received ${file.name}`);
+    else this.showProblem(`file must be an image, a sound or a .foci file, got ${file.name}`);
   }
 
-  /** The model that was chosen; where it is known to take something else, one that ships and takes this. */
-  fitting(what) {
+  // The selected model, or a model that ships with foci if the selected one takes another kind of input.
+  modelFor(what) {
     const taken = this.takes[this.model.value];
     const other = Object.keys(this.takes).find((name) => this.takes[name] === what);
     if (taken && taken !== what && other) this.model.value = other;
@@ -139,30 +139,30 @@ class FrontDoor {
     this.working.hidden = false;
     this.go.disabled = true;
     this.bar.removeAttribute("value");
-    this.told.textContent = "sending";
+    this.status.textContent = "uploading";
     try {
       const response = await fetch(ROOT + address, { method: "POST", body, headers: { "Content-Type": type } });
       const answer = await response.json();
       if (!response.ok) throw new Error(answer.error);
-      await this.watch(answer.job);
+      await this.followJob(answer.job);
     } catch (problem) {
-      this.fail(problem.message);
+      this.showProblem(problem.message);
     }
   }
 
-  // Asks how far it is until there is a record or a reason.
-  async watch(job) {
+  // Polls a job until it has a record or an error.
+  async followJob(job) {
     for (;;) {
       const state = await (await fetch(`${ROOT}api/jobs/${job}`)).json();
       if (state.error) throw new Error(state.error);
       this.bar.value = state.fraction;
-      this.told.textContent = state.told;
+      this.status.textContent = state.message;
       if (state.record) return location.assign(`${ROOT}records/${state.record}`);
-      await new Promise((done) => setTimeout(done, OFTEN));
+      await new Promise((done) => setTimeout(done, POLL_MILLISECONDS));
     }
   }
 
-  fail(reason) {
+  showProblem(reason) {
     this.working.hidden = true;
     this.go.disabled = false;
     this.problem.textContent = reason;
@@ -174,9 +174,9 @@ async function openRecord(name) {
   const base = `${ROOT}api/records/${name}/`;
   const response = await fetch(`${base}data`);
   if (!response.ok) throw new Error((await response.json()).error);
-  const { head, arrays } = await unpack(await response.arrayBuffer());
-  const app = new App(new Store(head, arrays, new Remote(base, head.layers)), { brandLink: ROOT });
-  document.title = `${head.title} · foci`;
+  const { header, arrays } = await decodePayload(await response.arrayBuffer());
+  const app = new App(new Store(header, arrays, new Remote(base, header.layers)), { brandLink: ROOT });
+  document.title = `${header.title} · foci`;
   app.start(document.body);
 }
 
@@ -184,10 +184,10 @@ async function open() {
   const { record } = document.documentElement.dataset;
   if (record) await openRecord(record);
   else {
-    const door = new FrontDoor();
-    document.body.append(door.element);
-    await door.start();
-    if (location.pathname !== ROOT) door.fail("This record is no longer here: look again.");
+    const start = new StartPage();
+    document.body.append(start.element);
+    await start.loadModels();
+    if (location.pathname !== ROOT) start.showProblem("This record is no longer available: run the model again.");
   }
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
 }

@@ -1,4 +1,4 @@
-// The first line of the page: what it is about, the views, and what can be done with them.
+// The first line of the page: title, view tabs, copy menu, theme and help.
 
 import { button, draw, make } from "./dom.js";
 
@@ -13,16 +13,16 @@ export class Header {
 
   brand() {
     const { brandLink } = this.actions;
-    const title = brandLink ? "Look at something else" : null;
-    return make(brandLink ? "a" : "span", { class: "brand", href: brandLink, title }, mark(), "foci");
+    const title = brandLink ? "Back to the start page" : null;
+    return make(brandLink ? "a" : "span", { class: "brand", href: brandLink, title }, logo(), "foci");
   }
 
   title() {
-    const { head, layers, heads } = this.store;
+    const { header, layers, heads } = this.store;
     const many = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
     const positions = Math.max(...layers.map((layer) => layer.Tk));
     const about = [many(layers.length, "layer"), many(heads.length, "head"), many(positions, "position")].join(" · ");
-    const name = make("h1", {}, head.title || "Attention");
+    const name = make("h1", {}, header.title || "Attention");
     return make("div", { class: "title" }, name, make("span", { class: "about" }, about));
   }
 
@@ -51,13 +51,13 @@ export class Header {
     const { flipTheme, help } = this.actions;
     const icon = (sign, name, key, onclick) =>
       button(sign, { class: "icon", title: `${name} (${key})`, "aria-label": name, onclick });
-    const icons = [this.copyMenu(), icon("◐", "Light or dark", "t", flipTheme), icon("?", "Keys", "?", help)];
+    const icons = [this.copyMenu(), icon("◐", "Light or dark theme", "t", flipTheme), icon("?", "Keyboard shortcuts", "?", help)];
     return make("div", { class: "icons" }, ...icons);
   }
 
   copyMenu() {
     const { copy, copyLink } = this.actions;
-    const menu = make("details", { class: "menu" }, make("summary", { title: "Copy what is shown" }, "Copy"));
+    const menu = make("details", { class: "menu" }, make("summary", { title: "Copy this view" }, "Copy"));
     const closing = (work) => () => {
       menu.open = false;
       work();
@@ -79,8 +79,8 @@ export class Header {
   }
 }
 
-// Two rings around a point: what is in focus.
-function mark() {
+// The logo: two rings around a point.
+function logo() {
   const rings = [[10, 1.6, 0.35], [6, 1.8, 0.65], [2.4, 0, 1]].map(([r, width, opacity]) =>
     draw("circle", {
       cx: 12,

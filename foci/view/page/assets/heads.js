@@ -1,14 +1,14 @@
-// All heads as thumbnails: layer by layer with shared heads as groups, or sorted by a measure.
+// All heads as thumbnails: by layer with groups of heads that share keys, or sorted by a metric.
 
-import { make, button, choice, draw, penOf } from "./dom.js";
+import { make, button, choice, draw, prepareCanvas } from "./dom.js";
 import { shade } from "./colors.js";
-import { rasterOf } from "./raster.js";
-import { svgSheet, svgText } from "./exporting.js";
+import { drawRaster } from "./raster.js";
+import { svgSheet, svgText } from "./export.js";
 import { chosenHeads } from "./focus.js";
-import { STACK_TITLES, byStack, formatted, levelOf, measureOf } from "./picker.js";
+import { STACK_TITLES, groupByStack, formatMetric, getMetricLevel, getMetric } from "./picker.js";
 
-// How large a thumbnail may be; from which size on its caption has room for a number.
-const [LEAST, MOST, ROOMY] = [46, 96, 68];
+// The smallest and largest side of a thumbnail, and the smallest whose caption has room for a number.
+const [MIN_SIDE, MAX_SIDE, MIN_CAPTION_SIDE] = [46, 96, 68];
 
 export class HeadsView {
   constructor({ store, state }) {
@@ -19,13 +19,13 @@ export class HeadsView {
       () => String(state.sorted),
       (value) => state.set({ sorted: value === "true" }),
     );
-    this.reading = make("span", { class: "count" });
+    this.description = make("span", { class: "count" });
     this.grid = make("div", { class: "thumbs" });
-    const tools = make("div", { class: "tools" }, make("span", { class: "label" }, "order"), this.order, this.reading);
+    const tools = make("div", { class: "tools" }, make("span", { class: "label" }, "order"), this.order, this.description);
     const axes = make(
       "p",
       { class: "axisnote" },
-      "Down, who looks; across, what is looked at; each picture in its own colours. Double-click opens the map.",
+      "Rows are queries, columns are keys; each picture has its own color scale. Double-click opens the map.",
     );
     this.element = make("section", { class: "view heads", "aria-label": "Heads" }, tools, axes, this.grid);
     new ResizeObserver(() => this.resize()).observe(this.element);
@@ -35,27 +35,27 @@ export class HeadsView {
     );
   }
 
-  // As many thumbnails in a row as a layer has heads, where there is room.
+  // A row has as many thumbnails as a layer has heads, if there is room.
   resize() {
     const most = Math.max(...this.store.layers.map(({ heads }) => heads));
-    const side = Math.round(Math.min(MOST, Math.max(LEAST, (this.element.clientWidth - 84) / most - 16)));
+    const side = Math.round(Math.min(MAX_SIDE, Math.max(MIN_SIDE, (this.element.clientWidth - 84) / most - 16)));
     if (!this.element.clientWidth || side === this.side) return;
     this.side = side;
     this.grid.style.setProperty("--side", `${side}px`);
-    this.grid.classList.toggle("tight", side < ROOMY);
+    this.grid.classList.toggle("tight", side < MIN_CAPTION_SIDE);
     this.repaint();
   }
 
   update(focus, changed) {
     this.resize();
     this.order.refresh();
-    const measure = measureOf(this.store, this.state);
-    this.reading.textContent = measure ? `${measure.name}: ${measure.about}` : "";
-    const built = `${this.state.sorted} ${measure?.name} ${this.state.seq}`;
+    const metric = getMetric(this.store, this.state);
+    this.description.textContent = metric ? `${metric.name}: ${metric.description}` : "";
+    const built = `${this.state.sorted} ${metric?.name} ${this.state.seq}`;
     if (built !== this.built) {
       this.built = built;
       this.grid.classList.toggle("sorted", this.state.sorted);
-      this.grid.replaceChildren(...(this.state.sorted ? this.sortedThumbs(measure) : this.byLayer(measure)));
+      this.grid.replaceChildren(...(this.state.sorted ? this.sortedThumbs(metric) : this.byLayer(metric)));
     }
     const chosen = new Set(chosenHeads(this.store, this.state).map(({ name }) => name));
     for (const thumb of this.grid.querySelectorAll(".thumb")) {
@@ -72,28 +72,28 @@ export class HeadsView {
     }
   }
 
-  sortedThumbs(measure) {
-    const value = (one) => measure?.values[one.layer][one.head] ?? -Infinity;
-    return [...this.store.heads].sort((a, b) => value(b) - value(a)).map((one) => this.thumb(one, measure));
+  sortedThumbs(metric) {
+    const value = (one) => metric?.values[one.layer][one.head] ?? -Infinity;
+    return [...this.store.heads].sort((a, b) => value(b) - value(a)).map((one) => this.thumb(one, metric));
   }
 
-  byLayer(measure) {
-    return [...byStack(this.store)].flatMap(([stack, layers]) => {
+  byLayer(metric) {
+    return [...groupByStack(this.store)].flatMap(([stack, layers]) => {
       const title = stack ? [make("h3", {}, STACK_TITLES[stack] ?? stack)] : [];
-      return [...title, ...layers.map((layer) => this.rowOf(layer, measure))];
+      return [...title, ...layers.map((layer) => this.rowOf(layer, metric))];
     });
   }
 
-  rowOf(layer, measure) {
+  rowOf(layer, metric) {
     const heads = this.store.heads.filter((one) => one.layer === layer.number);
     const shared = layer.heads / layer.kvHeads;
     const groups = [];
     for (let h = 0; h < heads.length; h += shared) {
-      const thumbs = heads.slice(h, h + shared).map((one) => this.thumb(one, measure));
+      const thumbs = heads.slice(h, h + shared).map((one) => this.thumb(one, metric));
       groups.push(
         shared > 1 ? make(
           "div",
-          { class: "group", title: `heads ${h} to ${h + shared - 1} share their keys` },
+          { class: "group", title: `heads ${h} to ${h + shared - 1} share a key/value head` },
           ...thumbs,
         ) : thumbs,
       );
@@ -106,19 +106,19 @@ export class HeadsView {
     );
   }
 
-  thumb(one, measure) {
+  thumb(one, metric) {
     const canvas = make("canvas", { "aria-hidden": "true" });
     canvas.one = one;
-    const value = measure?.values[one.layer][one.head] ?? null;
+    const value = metric?.values[one.layer][one.head] ?? null;
     const dot = make("span", { class: "dot", "aria-hidden": "true" });
-    const level = levelOf(measure, one);
+    const level = getMetricLevel(metric, one);
     dot.style.backgroundColor = level === null ? "transparent" : shade("from", 0.06 + 0.9 * level);
     const caption = make(
       "span",
       { class: "caption" },
       dot,
       make("span", {}, one.name),
-      make("span", { class: "value" }, formatted(value)),
+      make("span", { class: "value" }, formatMetric(value)),
     );
     const choose = (event) => {
       const names = event.shiftKey ? [...new Set(
@@ -133,7 +133,7 @@ export class HeadsView {
       {
         class: "thumb",
         "data-name": one.name,
-        title: `${one.name}: click to choose, double-click to open its map`,
+        title: `${one.name}: click to select, double-click to open its map`,
         onclick: choose,
         ondblclick: open,
       },
@@ -147,12 +147,12 @@ export class HeadsView {
     const { one } = canvas;
     const picture = this.store.picture(one, this.state.seq, this.state.reduce);
     const { side } = this;
-    const pen = penOf(canvas, side, side);
+    const pen = prepareCanvas(canvas, side, side);
     pen.clearRect(0, 0, side, side);
     if (!picture) return;
     const { Tk } = this.store.layers[one.layer];
     const sinks = new Set(this.store.sinks(one, this.state.seq).map((j) => Math.floor((j * picture.columns) / Tk)));
-    const { canvas: raster } = rasterOf(
+    const { canvas: raster } = drawRaster(
       picture,
       this.state.scale,
       "to",
@@ -164,11 +164,11 @@ export class HeadsView {
   }
 
   csv() {
-    const measures = this.store.head.measures;
+    const metrics = this.store.header.metrics;
     const rows = this.store.heads.map(
-      (one) => [one.name, ...measures.map(({ values }) => values[one.layer][one.head] ?? "")],
+      (one) => [one.name, ...metrics.map(({ values }) => values[one.layer][one.head] ?? "")],
     );
-    return [["head", ...measures.map(({ name }) => name)], ...rows];
+    return [["head", ...metrics.map(({ name }) => name)], ...rows];
   }
 
   svg() {

@@ -1,15 +1,14 @@
-// An image with its patches lit by what the chosen patch or word looks at; the rest lies in the shade.
+// An image whose patches are bright or colored by attention weight; the others are dark.
 
-import { choice, cssColor, draw, make, onPress, penOf, perFrame } from "./dom.js";
-import { percent, scaleOf, shade } from "./colors.js";
+import { choice, cssColor, draw, make, onPress, prepareCanvas, oncePerFrame } from "./dom.js";
+import { formatPercent, createScale, shade } from "./colors.js";
 import { label } from "./tokens.js";
-import { answerOf } from "./answer.js";
-import { csvOf, svgSheet } from "./exporting.js";
+import { createAnswer } from "./answer.js";
+import { focusCsv, svgSheet } from "./export.js";
 
-// How dark a patch is that is not looked at: so that the picture is still seen. And from how many times an even share on
-// a patch is fully lit.
-const DARKEST = 0.62;
-const TIMES_EVEN = 3;
+// The darkness of a patch with weight 0, and the multiple of a uniform weight that is fully bright.
+const MAX_DARKNESS = 0.62;
+const FULL_BRIGHTNESS_FACTOR = 3;
 
 export class ImageView {
   constructor({ store, state }) {
@@ -18,9 +17,9 @@ export class ImageView {
       class: "image",
       tabindex: "0",
       role: "img",
-      "aria-label": "Image: arrow keys move over its patches, Enter chooses",
+      "aria-label": "Image: arrow keys move over its patches, Enter selects",
     });
-    this.modes = choice("Draw attention as", [["light", "light"], ["colour", "colour"]], () => this.mode, (value) => {
+    this.modes = choice("Draw attention as", [["light", "light"], ["color", "color"]], () => this.mode, (value) => {
       this.mode = value;
       this.modes.refresh();
       this.redraw();
@@ -37,12 +36,12 @@ export class ImageView {
         make("span", { class: "label" }, "attention as"),
         this.modes,
         this.note,
-        answerOf(store),
+        createAnswer(store),
       ),
       this.frame,
       this.chips,
     );
-    this.redraw = perFrame(() => this.render());
+    this.redraw = oncePerFrame(() => this.render());
     new ResizeObserver(this.redraw).observe(this.frame);
     this.canvas.addEventListener("pointermove", (event) => this.pointed(this.patchAt(event)));
     this.canvas.addEventListener("pointerleave", () => state.set({ hover: null }));
@@ -51,7 +50,7 @@ export class ImageView {
     this.cursor = 0;
   }
 
-  // The side of the layer that is an image, and its labels.
+  // The axis of the layer that is an image, and its labels.
   labelled(layer) {
     const side = this.store.labels(layer, "keys").grid ? "keys" : "queries";
     return { side, labels: this.store.labels(layer, side) };
@@ -98,7 +97,7 @@ export class ImageView {
   }
 
   picture(name, labels) {
-    return this.store.once(`image ${name} ${this.state.seq}`, () => {
+    return this.store.cached(`image ${name} ${this.state.seq}`, () => {
       const canvas = document.createElement("canvas");
       if (!labels.image) return null;
       const [, height, width] = this.store.arrays.shape(`image.${name}`);
@@ -124,12 +123,12 @@ export class ImageView {
     this.focus = focus;
     const { labels, side } = this.labelled(focus.layer);
     if (!labels?.grid) {
-      this.note.textContent = "This head looks at no image: choose one that does.";
+      this.note.textContent = "This head has no image patches: select one that has.";
       return;
     }
     const leading = Array.from({ length: labels.leading }, (_, i) => i);
     const texts = this.store.texts(focus.layer, side, this.state.seq);
-    const scale = scaleOf(this.state.scale, focus.units);
+    const scale = createScale(this.state.scale, focus.units);
     this.chips.replaceChildren(
       ...leading.map((i) => {
         const chip = make(
@@ -143,7 +142,7 @@ export class ImageView {
             onpointerleave: () => this.state.set({ hover: null }),
           },
           `${label(texts[i])} `,
-          make("span", { class: "value" }, focus.picks.length ? percent(focus.units[i]) : ""),
+          make("span", { class: "value" }, focus.picks.length ? formatPercent(focus.units[i]) : ""),
         );
         if (focus.picks.length) {
           chip.style.borderColor = shade(focus.to ? "to" : "from", 0.2 + 0.8 * scale.of(focus.units[i]));
@@ -151,7 +150,7 @@ export class ImageView {
         return chip;
       }),
     );
-    this.note.textContent = focus.picks.length ? "" : "Point at a patch or a chip.";
+    this.note.textContent = focus.picks.length ? "" : "Point at a patch or a token.";
     this.redraw();
   }
 
@@ -160,14 +159,14 @@ export class ImageView {
     const { layer, to, other, units, picks, targets } = this.focus;
     const { side, labels } = this.labelled(layer);
     if (!labels?.grid) return;
-    const picture = this.picture(this.store.head.labels.indexOf(labels), labels);
+    const picture = this.picture(this.store.header.labels.indexOf(labels), labels);
     const ratio = picture ? picture.width / picture.height : labels.grid[1] / labels.grid[0];
     const room = [this.frame.clientWidth - 16, Math.max(240, this.element.clientHeight - 150)];
     const width = Math.min(room[0], room[1] * ratio);
     const height = width / ratio;
     this.canvas.style.width = `${width}px`;
     this.canvas.style.height = `${height}px`;
-    const pen = penOf(this.canvas, width, height);
+    const pen = prepareCanvas(this.canvas, width, height);
     pen.imageSmoothingEnabled = !picture || picture.width > 96;
     if (picture) pen.drawImage(picture, 0, 0, width, height);
     else {
@@ -189,8 +188,8 @@ export class ImageView {
     if (!lit || !any) return;
     const patches = lit.units.subarray(leading);
     // An even look at everything lights nothing up: it says little.
-    const most = Math.max(TIMES_EVEN / patches.length, ...patches);
-    const scale = scaleOf(this.state.scale, patches, this.state.scale === "rank" ? null : most);
+    const most = Math.max(FULL_BRIGHTNESS_FACTOR / patches.length, ...patches);
+    const scale = createScale(this.state.scale, patches, this.state.scale === "rank" ? null : most);
     const direction = this.focus.to ? "to" : "from";
     const [w, h] = [width / columns, height / rows];
     for (let p = 0; p < rows * columns; p++) {
@@ -202,8 +201,8 @@ export class ImageView {
         pen.fillRect(...box);
       };
       if (this.mode === "light") {
-        fill("#0b0c10", DARKEST * (1 - t));
-        // What is black itself would stay so in any light.
+        fill("#0b0c10", MAX_DARKNESS * (1 - t));
+        // A black patch must brighten too.
         fill("#6b5733", t, "lighten");
       } else fill(shade(direction, t), 0.25 + 0.4 * t);
     }
@@ -235,6 +234,6 @@ export class ImageView {
   }
 
   csv(focus) {
-    return csvOf(focus);
+    return focusCsv(focus);
   }
 }

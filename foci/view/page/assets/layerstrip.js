@@ -1,8 +1,8 @@
-// The same look in every layer: a row for each, the mean of its heads. Shown under a text that leaves room for it.
+// The attention of the selected tokens in every layer, averaged over heads. Shown below a text if there is room.
 
-import { make, cssColor, penOf } from "./dom.js";
-import { ink, percent, scaleOf, shade } from "./colors.js";
-import { clipped } from "./tokens.js";
+import { make, cssColor, prepareCanvas } from "./dom.js";
+import { textColor, formatPercent, createScale, shade } from "./colors.js";
+import { clipText } from "./tokens.js";
 
 const MOST = 64;
 const [LEFT, TOP, ROW] = [84, 74, 22];
@@ -17,10 +17,10 @@ export class LayerStrip {
       const row = this.rowAt(event);
       if (row) state.set({ heads: [row.label] });
     });
-    this.canvas.addEventListener("pointermove", (event) => this.tell(event));
+    this.canvas.addEventListener("pointermove", (event) => this.showWeight(event));
   }
 
-  // Layers that look from the same text at the same text as the chosen one, and have every entry.
+  // The layers with the same stack, queries and keys as the selected one, and with every weight.
   layersFor(focus) {
     const alike = (layer) => layer.exact && ["stack", "Tq", "Tk"].every((name) => layer[name] === focus.layer[name]);
     return this.store.layers.filter(alike).slice(0, 40);
@@ -33,14 +33,14 @@ export class LayerStrip {
     this.element.hidden = !focus.picks.length || !fits;
     if (this.element.hidden) return;
     this.focus = focus;
-    const who = focus.picks.map((u) => `“${clipped(focus.sources.label(u), 16)}”`).slice(0, 2).join(" + ");
-    this.title.textContent = focus.to ? `Where ${who} looks, layer by layer` : `Who looks at ${who}, layer by layer`;
-    this.title.append(make("span", { class: "axis" }, "the mean of each layer’s heads, in its own colours"));
+    const who = focus.picks.map((u) => `“${clipText(focus.sources.label(u), 16)}”`).slice(0, 2).join(" + ");
+    this.title.textContent = focus.to ? `${who} attends to, by layer` : `${who} is attended to by, by layer`;
+    this.title.append(make("span", { class: "axis" }, "mean of each layer’s heads; each row has its own color scale"));
     this.rows = this.layers.map((layer) => this.rowOf(focus, layer));
     this.draw(tall);
   }
 
-  // The mean over a layer's heads, as units of the other side.
+  // The mean weights of a layer's heads, by unit of the other side.
   rowOf({ sources, targets, picks, to }, layer) {
     const units = new Float32Array(targets.count);
     const weights = new Float32Array(to ? layer.Tk : layer.Tq);
@@ -68,7 +68,7 @@ export class LayerStrip {
     const { targets, to, layer: chosen } = this.focus;
     const width = Math.max(this.element.clientWidth - 48, 200);
     this.cell = Math.min(46, (width - LEFT - 30) / targets.count);
-    const pen = penOf(this.canvas, width, tall);
+    const pen = prepareCanvas(this.canvas, width, tall);
     this.canvas.style.width = `${width}px`;
     this.canvas.style.height = `${tall}px`;
     pen.clearRect(0, 0, width, tall);
@@ -76,7 +76,7 @@ export class LayerStrip {
     pen.textBaseline = "middle";
     const direction = to ? "to" : "from";
     this.rows.forEach((units, n) => {
-      const scale = scaleOf(this.state.scale, units);
+      const scale = createScale(this.state.scale, units);
       const y = TOP + n * ROW;
       pen.font = `${this.layers[n] === chosen ? "600 " : ""}11px ${family}`;
       pen.fillStyle = this.layers[n] === chosen ? cssColor("--ink") : cssColor("--soft");
@@ -89,7 +89,7 @@ export class LayerStrip {
         const x = LEFT + u * this.cell;
         pen.fillStyle = shade(direction, t);
         pen.fillRect(x, y, this.cell - 1, ROW - 2);
-        pen.fillStyle = ink(direction, t);
+        pen.fillStyle = textColor(direction, t);
         if (this.cell > 26 && w >= 0.1) pen.fillText((100 * w).toFixed(0), x + this.cell / 2, y + ROW / 2);
       });
     });
@@ -100,7 +100,7 @@ export class LayerStrip {
       pen.save();
       pen.translate(LEFT + (u + 0.5) * this.cell, TOP - 8);
       pen.rotate(-Math.PI / 3.6);
-      pen.fillText(clipped(targets.label(u), 11), 0, 0);
+      pen.fillText(clipText(targets.label(u), 11), 0, 0);
       pen.restore();
     }
     this.canvas.setAttribute("aria-label", this.title.textContent);
@@ -118,10 +118,10 @@ export class LayerStrip {
     return this.layers?.[this.placeAt(event)[0]];
   }
 
-  tell(event) {
+  showWeight(event) {
     const [n, u] = this.placeAt(event);
     const weight = this.rows?.[n]?.[u];
     if (weight === undefined) this.canvas.title = "";
-    else this.canvas.title = `${this.layers[n].label}, ${this.focus.targets.label(u)}: ${percent(weight)}`;
+    else this.canvas.title = `${this.layers[n].label}, ${this.focus.targets.label(u)}: ${formatPercent(weight)}`;
   }
 }

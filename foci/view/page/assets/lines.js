@@ -1,17 +1,17 @@
-// The picture everybody knows: two columns of tokens and a line for each link, as strong as the weight.
+// Two columns of tokens and a line for each weight, as thick as the weight is large.
 
 import { button, cssColor, draw, make, onPress } from "./dom.js";
-import { HEAD_COLORS, percent, shade } from "./colors.js";
-import { chosenHeads, ranked, unitsFor } from "./focus.js";
-import { clipped } from "./tokens.js";
-import { csvOf, svgSheet } from "./exporting.js";
+import { HEAD_COLORS, formatPercent, shade } from "./colors.js";
+import { chosenHeads, rankUnits, getUnits } from "./focus.js";
+import { clipText } from "./tokens.js";
+import { focusCsv, svgSheet } from "./export.js";
 
 const ROW = 24;
 const WINDOW = 120;
-const WIDEST = 760;
-// Without a choice the strongest links of the window are drawn, at most so many; fainter ones are left out.
-const MOST = 500;
-const FAINTEST = 0.02;
+const MAX_WIDTH = 760;
+// Without a selection, the largest weights of the window are drawn: at most MAX_LINES, none below MIN_WEIGHT.
+const MAX_LINES = 500;
+const MIN_WEIGHT = 0.02;
 
 export class LinesView {
   constructor({ store, state }) {
@@ -34,21 +34,21 @@ export class LinesView {
     this.update(this.focus);
   }
 
-  // Two columns in what room there is.
-  measure() {
-    this.width = Math.max(420, Math.min(WIDEST, this.element.clientWidth - 40));
+  // Sets the positions of the two columns.
+  setWidth() {
+    this.width = Math.max(420, Math.min(MAX_WIDTH, this.element.clientWidth - 40));
     this.left = Math.round(this.width * 0.32);
     this.right = this.width - this.left;
   }
 
   update(focus) {
     this.focus = focus;
-    this.measure();
+    this.setWidth();
     const { store, state } = this;
     const heads = chosenHeads(store, state);
     const [rows, columns] = [
-      unitsFor(store, state, focus.layer, "queries"),
-      unitsFor(store, state, focus.layer, "keys"),
+      getUnits(store, state, focus.layer, "queries"),
+      getUnits(store, state, focus.layer, "keys"),
     ];
     const longest = Math.max(rows.count, columns.count);
     if (state.hover === null && focus.picks.length && longest > WINDOW && focus.picks[0] !== this.followed) {
@@ -62,7 +62,7 @@ export class LinesView {
     this.frame.replaceChildren(this.sheet(focus, heads, rows, columns));
   }
 
-  // Links as [query unit, key unit, weight, head], within the window.
+  // Weights as [query unit, key unit, weight, head], within the window.
   links(focus, heads, rows, columns) {
     const { store, state, start } = this;
     const stop = start + WINDOW;
@@ -85,13 +85,13 @@ export class LinesView {
         weights.forEach((w, j) => {
           if (!sinks.has(j)) units[columns.of[j]] += w;
         });
-        for (const k of ranked(units, only ? 64 : 8)) {
-          if ((!only || focus.to || only.has(k)) && units[k] >= (only ? 0.003 : FAINTEST)) add(u, k, units[k], h);
+        for (const k of rankUnits(units, only ? 64 : 8)) {
+          if ((!only || focus.to || only.has(k)) && units[k] >= (only ? 0.003 : MIN_WEIGHT)) add(u, k, units[k], h);
         }
       }
     });
     found.sort((a, b) => b[2] - a[2]);
-    return { found: found.slice(0, MOST), outside };
+    return { found: found.slice(0, MAX_LINES), outside };
   }
 
   sheet(focus, heads, rows, columns) {
@@ -101,9 +101,9 @@ export class LinesView {
     const sheet = svgSheet(this.width, tall);
     const { found, outside } = this.links(focus, heads, rows, columns);
     const shows = outside > 0.005 && focus.picks.length;
-    const beyond = shows ? ` · ${percent(outside / heads.length)} goes beyond them` : "";
+    const beyond = shows ? ` · ${formatPercent(outside / heads.length)} on tokens outside` : "";
     this.note.textContent = `Tokens ${start} to ${start + WINDOW - 1}${beyond}`;
-    sheet.append(heading(this.left, "looks", "end"), heading(this.right, "is looked at", "start"));
+    sheet.append(heading(this.left, "queries", "end"), heading(this.right, "keys", "start"));
     for (const [i, j, weight, h] of found.reverse()) {
       sheet.append(this.curve(i - start, j - start, weight, heads, h, focus, rows.label(i), columns.label(j)));
     }
@@ -117,7 +117,7 @@ export class LinesView {
       );
     }
     sheet.setAttribute("role", "img");
-    sheet.setAttribute("aria-label", "Links between tokens; the table beside has the numbers of the chosen one.");
+    sheet.setAttribute("aria-label", "Weights between tokens; the table beside lists those of the selected token.");
     return sheet;
   }
 
@@ -134,7 +134,7 @@ export class LinesView {
       "stroke-opacity": strong.toFixed(3),
       "stroke-linecap": "round",
     });
-    path.append(draw("title", {}, `${from} looks at ${to}: ${percent(weight)} (${heads[h].name})`));
+    path.append(draw("title", {}, `${from} attends to ${to}: ${formatPercent(weight)} (${heads[h].name})`));
     return path;
   }
 
@@ -176,13 +176,13 @@ export class LinesView {
           fill: tinted > 0.8 ? "#fff" : cssColor("--ink"),
           "font-weight": active ? 600 : 400,
         },
-        clipped(units.label(u), 22),
+        clipText(units.label(u), 22),
       ),
     );
     return group;
   }
 
-  // Clicked again, a token is no longer chosen.
+  // A second click clears the selection.
   chosenWith(i, add) {
     const { chosen } = this.state;
     if (add) return [...new Set([...chosen, i])];
@@ -194,15 +194,15 @@ export class LinesView {
   }
 
   csv(focus) {
-    if (focus.picks.length) return csvOf(focus);
+    if (focus.picks.length) return focusCsv(focus);
     const heads = chosenHeads(this.store, this.state);
     const [rows, columns] = [
-      unitsFor(this.store, this.state, focus.layer, "queries"),
-      unitsFor(this.store, this.state, focus.layer, "keys"),
+      getUnits(this.store, this.state, focus.layer, "queries"),
+      getUnits(this.store, this.state, focus.layer, "keys"),
     ];
     const { found } = this.links(focus, heads, rows, columns);
     return [
-      ["looks", "is looked at", "weight", "head"],
+      ["query", "key", "weight", "head"],
       ...found.map(([i, j, weight, h]) => [rows.text(i), columns.text(j), weight, heads[h].name]),
     ];
   }

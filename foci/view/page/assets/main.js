@@ -1,17 +1,17 @@
-// A saved page: everything is in the file.
+// Entry point of a saved page, whose data is in the file itself.
 
 import { make } from "./dom.js";
-import { fromText, unpack } from "./payload.js";
+import { decodeBase64, decodePayload } from "./payload.js";
 import { Store } from "./store.js";
 import { App } from "./app.js";
 
 async function open() {
   const element = document.getElementById("payload");
-  const { head, arrays } = await unpack(fromText(element.textContent));
+  const { header, arrays } = await decodePayload(decodeBase64(element.textContent));
   element.remove();
-  const app = new App(new Store(head, arrays));
+  const app = new App(new Store(header, arrays));
   app.start(document.body);
-  // When it was ready to be looked at, in milliseconds.
+  // The loading time in milliseconds.
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
   return app;
 }

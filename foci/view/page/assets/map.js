@@ -1,13 +1,13 @@
-// One head as a map: the picture of the whole from far, blocks from nearer, single entries from near. What is drawn is
-// what is in sight; on a server's page finer tiles come when they are in sight, and only those are held.
+// One head as a zoomable map: a picture of the whole matrix, then blocks, then single entries. Only the visible part is
+// drawn; in the explorer finer tiles are loaded when they become visible.
 
-import { button, choice, make, penOf, perFrame } from "./dom.js";
-import { percent, shade } from "./colors.js";
-import { narrowed, rasterOf } from "./raster.js";
+import { button, choice, make, prepareCanvas, oncePerFrame } from "./dom.js";
+import { formatPercent, shade } from "./colors.js";
+import { resizeColumns, drawRaster } from "./raster.js";
 import { chosenHeads } from "./focus.js";
-import { blockSource, exactSource } from "./mapsource.js";
-import { clipped } from "./tokens.js";
-import { csvOf, matrixSvg } from "./exporting.js";
+import { buildBlockSource, buildExactSource } from "./mapsource.js";
+import { clipText } from "./tokens.js";
+import { focusCsv, matrixSvg } from "./export.js";
 import {
   LEFT,
   TOP,
@@ -17,19 +17,19 @@ import {
   drawEntries,
   drawHidden,
   drawOverview,
-  edge,
+  blockStart,
   writeWeights,
 } from "./mapdrawing.js";
 
 const EDGE = 12;
-// Slanted labels reach beyond the last column.
+// Room for the slanted label of the last column.
 const RIGHT = 46;
-const NEAREST = 72;
-// Where one side is so many times as long as the other fits, cells are larger along the short one, up to this size.
-const LONG = 4;
-const READABLE = 28;
-// Single entries are drawn over blocks from this number of rows down.
-const MOST_ROWS = 800;
+const MAX_CELL = 72;
+// If one axis is this many times longer than the other, cells are larger along the short one, up to this size.
+const STRETCH_RATIO = 4;
+const MAX_STRETCHED_CELL = 28;
+// Single entries are drawn over blocks if at most this many rows are visible.
+const MAX_ENTRY_ROWS = 800;
 
 export class MapView {
   constructor({ store, state }) {
@@ -44,9 +44,9 @@ export class MapView {
       (value) => state.set({ reduce: value }),
     );
     const zoom = [
-      button("−", { title: "Farther (-)", onclick: () => this.zoomBy(1 / 1.6) }),
-      button("+", { title: "Nearer (+)", onclick: () => this.zoomBy(1.6) }),
-      button("Fit", { title: "Everything (0)", onclick: () => this.fit() }),
+      button("−", { title: "Zoom out (-)", onclick: () => this.zoomBy(1 / 1.6) }),
+      button("+", { title: "Zoom in (+)", onclick: () => this.zoomBy(1.6) }),
+      button("Fit", { title: "Show everything (0)", onclick: () => this.fit() }),
     ];
     const tools = make(
       "div",
@@ -58,7 +58,7 @@ export class MapView {
     );
     this.frame = make("div", { class: "mapframe" }, this.canvas, this.tip);
     this.element = make("section", { class: "view mapview", "aria-label": "Map" }, tools, this.frame);
-    this.redraw = perFrame(() => this.render());
+    this.redraw = oncePerFrame(() => this.render());
     this.listen();
   }
 
@@ -99,7 +99,7 @@ export class MapView {
     event.stopPropagation();
   }
 
-  // What the map shows: one head, or the mean of several, by tokens or, where every entry is here, by words.
+  // The data of the map: one head or the mean of several, by tokens or, if every weight is available, by words.
   source() {
     const { store, state } = this;
     const heads = chosenHeads(store, state);
@@ -112,7 +112,7 @@ export class MapView {
     ].join(" ");
     if (key !== this.sourceKey) {
       this.sourceKey = key;
-      this.shown = (layer.exact ? exactSource : blockSource)(store, state, heads, layer);
+      this.shown = (layer.exact ? buildExactSource : buildBlockSource)(store, state, heads, layer);
       this.raster = null;
     }
     return this.shown;
@@ -122,25 +122,25 @@ export class MapView {
     return [this.frame.clientWidth, this.frame.clientHeight];
   }
 
-  // How much larger cells are along each side: a sound of two words is no thin line.
+  // How much larger cells are along each axis, so that few queries or keys are not drawn as a thin line.
   stretch() {
     const { Tq, Tk } = this.source();
     const [width, height] = this.size();
     const [wide, tall] = [(width - LEFT - RIGHT) / Tk, (height - TOP - EDGE) / Tq];
-    const of = (own, other) => (own > LONG * other ? Math.max(1, Math.min(own, READABLE) / other) : 1);
+    const of = (own, other) => (own > STRETCH_RATIO * other ? Math.max(1, Math.min(own, MAX_STRETCHED_CELL) / other) : 1);
     return { wide, tall, across: of(wide, tall), down: of(tall, wide) };
   }
 
-  // Pixels for each token of the longer side; from the whole in sight to a cell as large as a thumb.
+  // The smallest and largest pixels per token of the longer axis: from the whole matrix to single cells.
   bounds() {
     const { wide, tall, across, down } = this.stretch();
-    return [Math.min(Math.max(Math.min(wide / across, tall / down), 1e-4), NEAREST), NEAREST];
+    return [Math.min(Math.max(Math.min(wide / across, tall / down), 1e-4), MAX_CELL), MAX_CELL];
   }
 
-  // Pixels for each key and for each query.
+  // Pixels per key and per query.
   cellsAt(u) {
     const { across, down } = this.stretch();
-    return [across, down].map((times) => Math.max(u, Math.min(u * times, NEAREST)));
+    return [across, down].map((times) => Math.max(u, Math.min(u * times, MAX_CELL)));
   }
 
   viewport() {
@@ -220,7 +220,7 @@ export class MapView {
     if (at) this.state.set({ chosen: [this.source().rows.start[at.i]], direction: "to", hover: null });
   }
 
-  // The weight at a cell, and what is known about it.
+  // The weight at a cell, and how exact it is.
   valueAt({ i, j }) {
     const { heads, layer, picture, rows, columns } = this.source();
     if (picture?.whole) return { weight: picture.values[i * columns.count + j], about: "" };
@@ -229,19 +229,19 @@ export class MapView {
     let weight = 0;
     let known = 0;
     for (const one of heads) {
-      this.store.eachTop(one, i, i + 1, this.state.seq, (_, key, w) => {
+      this.store.forEachTopKey(one, i, i + 1, this.state.seq, (_, key, w) => {
         if (key === j) [weight, known] = [weight + w / heads.length, known + 1];
       });
     }
     if (known === heads.length) return { weight, about: "exact" };
-    if (!picture) return { weight: 0, about: "not kept" };
+    if (!picture) return { weight: 0, about: "not recorded" };
     const [r, c] = [blockOf(i, picture.rows, layer.Tq), blockOf(j, picture.columns, layer.Tk)];
     const k = this.store.topCount(layer.number);
-    const span = (n, blocks, length) => `${edge(n, blocks, length)}–${edge(n + 1, blocks, length) - 1}`;
+    const span = (n, blocks, length) => `${blockStart(n, blocks, length)}–${blockStart(n + 1, blocks, length) - 1}`;
     const edges = `${span(r, picture.rows, layer.Tq)} × ${span(c, picture.columns, layer.Tk)}`;
     return {
       weight: picture.values[r * picture.columns + c],
-      about: `${picture.reduce} of the block ${edges}; not among the ${k} heaviest keys`,
+      about: `${picture.reduce} of the block ${edges}; not among the ${k} top keys`,
     };
   }
 
@@ -253,13 +253,13 @@ export class MapView {
     const link = make(
       "div",
       { class: "tip-link" },
-      make("bdi", {}, clipped(rows.label(this.at.i), 20)),
-      make("span", { class: "verb" }, "looks at"),
-      make("bdi", {}, clipped(columns.label(this.at.j), 20)),
+      make("bdi", {}, clipText(rows.label(this.at.i), 20)),
+      make("span", { class: "verb" }, "attends to"),
+      make("bdi", {}, clipText(columns.label(this.at.j), 20)),
     );
     this.tip.replaceChildren(
       link,
-      make("div", { class: "tip-value" }, percent(weight)),
+      make("div", { class: "tip-value" }, formatPercent(weight)),
       make(
         "div",
         { class: "tip-about" },
@@ -276,7 +276,7 @@ export class MapView {
     this.reduce.refresh();
     const source = this.source();
     const buttons = [...this.reduce.children];
-    // Where each cell is one entry, mean and maximum are the same.
+    // Mean and maximum of a single entry are the same.
     buttons.forEach(
       (one) => (one.disabled = Boolean(source.picture?.whole) || !this.store.hasMaxima(source.layer.number)),
     );
@@ -306,7 +306,7 @@ export class MapView {
     if (!this.raster || this.rasterKey !== key) {
       this.rasterKey = key;
       const hidden = this.hiddenColumns();
-      this.raster = rasterOf(picture, this.state.scale, "to", hidden && ((c) => hidden.has(c)));
+      this.raster = drawRaster(picture, this.state.scale, "to", hidden && ((c) => hidden.has(c)));
       this.hidden = hidden;
     }
     return this.raster;
@@ -316,12 +316,12 @@ export class MapView {
     const [width, height] = this.size();
     if (width < 50 || height < 50) return;
     const source = this.source();
-    const pen = penOf(this.canvas, width, height);
+    const pen = prepareCanvas(this.canvas, width, height);
     this.canvas.style.width = `${width}px`;
     this.canvas.style.height = `${height}px`;
     pen.clearRect(0, 0, width, height);
     if (!source.picture) {
-      this.level.textContent = "This record kept no picture of the matrix.";
+      this.level.textContent = "This record has no picture of the matrix.";
       return;
     }
     const view = this.viewport();
@@ -335,7 +335,7 @@ export class MapView {
     if (this.state.zoom > 0.3) drawOverview(pen, view, source, raster);
     this.canvas.setAttribute(
       "aria-label",
-      `${this.level.textContent}. The table beside it has the numbers of the chosen token.`,
+      `${this.level.textContent}. The table beside it lists the weights of the selected token.`,
     );
   }
 
@@ -348,19 +348,19 @@ export class MapView {
     pen.clip();
     pen.fillStyle = shade("to", 0);
     pen.fillRect(LEFT, TOP, view.width, view.height);
-    // Smoothing only where several blocks share a pixel: else a block has sharp edges.
+    // Smoothing only if several blocks share a pixel; otherwise blocks have sharp edges.
     const [wide, tall] = [(x1 - view.x) * view.s, (y1 - view.y) * view.t];
     const smooth = view.s / sx < 1;
     let from = raster.canvas;
     let part = [view.x * sx, view.y * sy, (x1 - view.x) * sx, (y1 - view.y) * sy];
-    if (smooth && view.t / sy > 1) [from, part] = narrowed(from, part, wide);
+    if (smooth && view.t / sy > 1) [from, part] = resizeColumns(from, part, wide);
     pen.imageSmoothingEnabled = smooth && from === raster.canvas;
     pen.drawImage(from, ...part, LEFT, TOP, wide, tall);
     this.level.textContent = this.drawFiner(pen, view, { heads, layer, picture, x1, y1 }, raster.scale);
     pen.restore();
   }
 
-  // What is known beyond the picture, over it; says what is seen.
+  // Draws finer data over the picture, and returns a description of what is visible.
   drawFiner(pen, view, { heads, layer, picture, x1, y1 }, scale) {
     const { store, state, hidden } = this;
     if (picture.whole) {
@@ -371,17 +371,17 @@ export class MapView {
     const tiles = store.remote?.drawTiles(pen, view, { heads, layer, LEFT, TOP, x1, y1, state });
     if (tiles) return tiles;
     const size = (blocks, length) => Number((length / blocks).toFixed(length / blocks < 10 ? 1 : 0));
-    const told = `Picture: a block is ${size(picture.rows, layer.Tq)} × ${size(picture.columns, layer.Tk)} tokens`;
+    const described = `Picture: a block is ${size(picture.rows, layer.Tq)} × ${size(picture.columns, layer.Tk)} tokens`;
     const k = store.topCount(layer.number);
-    if (!k || y1 - view.y > MOST_ROWS) return told;
+    if (!k || y1 - view.y > MAX_ENTRY_ROWS) return described;
     drawEntries(pen, view, { store, state, heads, y1, blocks: scale });
-    return `${told}, with the ${k} heaviest keys of each query over it, exact`;
+    return `${described}, overlaid with the exact ${k} top keys of each query`;
   }
 
   legend() {
     return this.source().picture ? {
       scale: this.colored().scale,
-      title: this.source().picture.whole ? "weight of a cell" : `${this.source().picture.reduce} weight of a block`,
+      title: this.source().picture.whole ? "attention weight" : `${this.source().picture.reduce} of the weights of a block`,
     } : null;
   }
 
@@ -402,8 +402,8 @@ export class MapView {
 
   csv(focus) {
     const { picture, rows, columns, Tq, Tk } = this.source();
-    if (!picture?.whole) return csvOf(focus);
+    if (!picture?.whole) return focusCsv(focus);
     const body = Array.from({ length: Tq }, (_, i) => [rows.text(i), ...picture.values.subarray(i * Tk, (i + 1) * Tk)]);
-    return [["looks \\ is looked at", ...Array.from({ length: Tk }, (_, j) => columns.text(j))], ...body];
+    return [["query \\ key", ...Array.from({ length: Tk }, (_, j) => columns.text(j))], ...body];
   }
 }

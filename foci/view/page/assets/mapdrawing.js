@@ -1,27 +1,27 @@
-// What the map is drawn with: entries over blocks, numbers, crossed-out sinks, axes, the frame of the whole.
-// A view is { x, y, w, h, s, t, width, height }: the part of the matrix in sight, and pixels for each key and query.
+// Draws the parts of the map: entries over blocks, numbers, hatched sinks, axes, overview.
+// A view is { x, y, w, h, s, t, width, height }: the visible part of the matrix, and pixels per key and per query.
 
 import { cssColor } from "./dom.js";
-import { ink, scaleOf, shade } from "./colors.js";
-import { clipped } from "./tokens.js";
+import { textColor, createScale, shade } from "./colors.js";
+import { clipText } from "./tokens.js";
 
-// Where the matrix begins on the canvas.
+// The origin of the matrix on the canvas.
 export const LEFT = 116;
 export const TOP = 92;
-// Labels are written from this size of a cell on.
-const LABELLED = 11;
+// Smaller cells have no labels.
+const MIN_LABELLED_CELL = 11;
 const SHADES = 24;
 const TIME = /^[\d.]+ s$/;
 
-// The heaviest keys of the rows in sight, over their blocks; their scale is that of a single entry.
+// The top keys of the visible rows, over the blocks; their color scale is that of single entries.
 export function drawEntries(pen, view, { store, state, heads, y1, blocks }) {
   const [wide, tall] = [Math.max(view.s, 1.25), Math.max(view.t, 1.25)];
-  const scale = state.scale === "rank" ? blocks : scaleOf(state.scale, [], Math.max(blocks.largest, 0.25));
+  const scale = state.scale === "rank" ? blocks : createScale(state.scale, [], Math.max(blocks.largest, 0.25));
   const sinks = state.hideSinks ? new Set(heads.flatMap((one) => store.sinks(one, state.seq))) : null;
-  // By shade, light ones first: a canvas is slow where each cell changes the colour.
+  // Sorted by shade, because changing the color of a canvas for each cell is slow.
   const shades = Array.from({ length: SHADES }, () => []);
   for (const one of heads) {
-    store.eachTop(one, Math.floor(view.y), Math.ceil(y1), state.seq, (i, j, weight) => {
+    store.forEachTopKey(one, Math.floor(view.y), Math.ceil(y1), state.seq, (i, j, weight) => {
       if (j + 1 < view.x || j > view.x + view.w || sinks?.has(j)) return;
       shades[Math.round((SHADES - 1) * Math.min(1, scale.of(weight)))].push(j, i);
     });
@@ -42,13 +42,13 @@ export function writeWeights(pen, view, { values, columns }, { x1, y1, scale, hi
     for (let j = Math.floor(view.x); j < x1; j++) {
       const weight = values[i * columns + j];
       if (weight < 0.005) continue;
-      pen.fillStyle = hidden?.has(j) ? "transparent" : ink("to", scale.of(weight));
+      pen.fillStyle = hidden?.has(j) ? "transparent" : textColor("to", scale.of(weight));
       pen.fillText((100 * weight).toFixed(0), LEFT + (j + 0.5 - view.x) * view.s, TOP + (i + 0.5 - view.y) * view.t);
     }
   }
 }
 
-// Columns of hidden sinks are crossed out, never silently empty.
+// Columns of hidden sinks are hatched, so they are not mistaken for empty ones.
 export function drawHidden(pen, view, { picture, Tk, Tq }, hidden) {
   if (!hidden) return;
   pen.save();
@@ -74,38 +74,38 @@ export function drawHidden(pen, view, { picture, Tk, Tq }, hidden) {
   pen.restore();
 }
 
-// What looks stands at the left, what is looked at above: words where they fit, else numbers.
+// Queries at the left, keys above: words if they fit, else positions.
 export function drawAxes(pen, view, source, { at, chosen, family }) {
   const { Tq, Tk } = source;
   pen.textBaseline = "middle";
   pen.fillStyle = cssColor("--soft");
   pen.font = `600 11px ${family}`;
   pen.textAlign = "left";
-  pen.fillText("is looked at →", LEFT, 12);
+  pen.fillText("keys →", LEFT, 12);
   pen.save();
   pen.translate(12, TOP);
   pen.rotate(Math.PI / 2);
-  pen.fillText("looks →", 0, 0);
+  pen.fillText("queries →", 0, 0);
   pen.restore();
   const [x1, y1] = [Math.min(view.x + view.w, Tk), Math.min(view.y + view.h, Tq)];
   pen.strokeStyle = cssColor("--line-strong");
   pen.strokeRect(LEFT - 0.5, TOP - 0.5, (x1 - view.x) * view.s + 1, (y1 - view.y) * view.t + 1);
   const marked = new Set([at?.i, ...chosen.map((i) => source.rows.of[i])]);
-  writeRows(pen, view, source.rows, { y1, ...stepsOf(pen, view.t, family), marked });
-  writeColumns(pen, view, source.columns, { x1, ...stepsOf(pen, view.s, family), marked: at?.j });
+  writeRows(pen, view, source.rows, { y1, ...chooseTicks(pen, view.t, family), marked });
+  writeColumns(pen, view, source.columns, { x1, ...chooseTicks(pen, view.s, family), marked: at?.j });
 }
 
-// Every word where cells have room for it, else numbers now and then; sets the size of both.
-function stepsOf(pen, size, family) {
-  const labelled = size >= LABELLED;
+// Every word if the cells are large enough, else positions at intervals; sets the font.
+function chooseTicks(pen, size, family) {
+  const labelled = size >= MIN_LABELLED_CELL;
   pen.font = `${labelled ? Math.min(13, size * 0.85) : 11}px ${family}`;
   return { labelled, step: labelled ? 1 : tickStep(64 / size) };
 }
 
-// A word where it fits, else its number; of a sound always the time.
-function nameAt(units, i, labelled) {
+// A word if it fits, else its position; for audio frames always the time.
+function labelAt(units, i, labelled) {
   const name = units.label(i);
-  return labelled || TIME.test(name) ? clipped(name, 12) : String(i);
+  return labelled || TIME.test(name) ? clipText(name, 12) : String(i);
 }
 
 function writeRows(pen, view, rows, { y1, step, labelled, marked }) {
@@ -113,7 +113,7 @@ function writeRows(pen, view, rows, { y1, step, labelled, marked }) {
   for (let i = Math.ceil(view.y / step) * step; i < y1; i += step) {
     const y = TOP + (i + (labelled ? 0.5 : 0) - view.y) * view.t;
     pen.fillStyle = cssColor(marked.has(i) ? "--ink" : "--soft");
-    if (y >= TOP - 1) pen.fillText(nameAt(rows, i, labelled), LEFT - 7, y);
+    if (y >= TOP - 1) pen.fillText(labelAt(rows, i, labelled), LEFT - 7, y);
   }
 }
 
@@ -126,7 +126,7 @@ function writeColumns(pen, view, columns, { x1, step, labelled, marked }) {
     pen.save();
     pen.translate(x, TOP - 8);
     if (labelled) pen.rotate(-Math.PI / 3.4);
-    pen.fillText(nameAt(columns, j, labelled), 0, 0);
+    pen.fillText(labelAt(columns, j, labelled), 0, 0);
     pen.restore();
   }
 }
@@ -146,7 +146,7 @@ export function drawCross(pen, view, { rows, Tk }, { at, chosen }) {
   pen.strokeRect(x, y, Math.max(view.s, 3), Math.max(view.t, 3));
 }
 
-// Where the part in sight lies in the whole.
+// The visible part inside the whole matrix.
 export function drawOverview(pen, view, { Tq, Tk }, raster) {
   const side = 110;
   const [w, h] = Tk >= Tq ? [side, Math.max(8, (side * Tq) / Tk)] : [Math.max(8, (side * Tk) / Tq), side];
@@ -168,15 +168,15 @@ export function drawOverview(pen, view, { Tq, Tk }, raster) {
   pen.lineWidth = 1;
 }
 
-// Blocks have the edges floor(r T / rows).
-export function edge(r, blocks, length) {
+// Block r starts at floor(r T / blocks).
+export function blockStart(r, blocks, length) {
   return Math.floor((r * length) / blocks);
 }
 
 export function blockOf(i, blocks, length) {
   let r = Math.floor((i * blocks) / length);
-  while (edge(r + 1, blocks, length) <= i) r++;
-  while (edge(r, blocks, length) > i) r--;
+  while (blockStart(r + 1, blocks, length) <= i) r++;
+  while (blockStart(r, blocks, length) > i) r--;
   return r;
 }
 

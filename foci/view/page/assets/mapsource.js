@@ -1,10 +1,10 @@
-// What the map shows of one head, or of the mean of several: its weights, and the tokens or words along its sides.
+// The data of the map: the weights of a head or of the mean of several, and the units along both axes.
 
-import { unitsFor } from "./focus.js";
+import { getUnits } from "./focus.js";
 
-// Every entry, by tokens or by words.
-export function exactSource(store, state, heads, layer) {
-  const [rows, columns] = [unitsFor(store, state, layer, "queries"), unitsFor(store, state, layer, "keys")];
+// Every weight, by tokens or by words.
+export function buildExactSource(store, state, heads, layer) {
+  const [rows, columns] = [getUnits(store, state, layer, "queries"), getUnits(store, state, layer, "keys")];
   const values = new Float32Array(rows.count * columns.count);
   const row = new Float32Array(layer.Tk);
   for (let i = 0; i < layer.Tq; i++) {
@@ -26,10 +26,10 @@ export function exactSource(store, state, heads, layer) {
   };
 }
 
-// The picture that a record kept, by tokens.
-export function blockSource(store, state, heads, layer) {
+// The picture in blocks, by tokens.
+export function buildBlockSource(store, state, heads, layer) {
   const tokens = { ...state, words: false };
-  const [rows, columns] = [unitsFor(store, tokens, layer, "queries"), unitsFor(store, tokens, layer, "keys")];
+  const [rows, columns] = [getUnits(store, tokens, layer, "queries"), getUnits(store, tokens, layer, "keys")];
   const pictures = heads.map((one) => store.picture(one, state.seq, state.reduce)).filter(Boolean);
   let picture = pictures[0] ?? null;
   if (pictures.length > 1) {

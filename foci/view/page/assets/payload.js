@@ -1,44 +1,34 @@
-// The numbers of a record: unpacked once, decoded when they are asked for. The other side is foci/view/page/arrays.py.
+// Decodes the payload of a record: a JSON header and named arrays, which are decoded on first use.
+// foci/view/page/payload.py and arrays.py encode it.
 
 const WIDTH = { f4: 4, f2: 2, u1: 1, u2: 2, u3: 3, u4: 4, log16: 2, log8: 1 };
 
-// Text as foci/view/page/encoding.py writes it: the number of bytes, a space, then 16 digits of base 91 for 13 bytes.
-export function fromText(text) {
-  const space = text.indexOf(" ");
-  const length = Number(text.slice(0, space));
-  const value = new Uint8Array(128);
-  for (let code = 33, digit = 0; code < 127; code++) {
-    if (!"<>&".includes(String.fromCharCode(code))) value[code] = digit++;
-  }
-  const bytes = new Uint8Array(Math.ceil(length / 13) * 13);
-  let [bits, held, at] = [0, 0, 0];
-  for (let i = space + 1; i + 1 < text.length; i += 2) {
-    bits = (bits << 13) | (value[text.charCodeAt(i)] * 91 + value[text.charCodeAt(i + 1)]);
-    for (held += 13; held >= 8; held -= 8) bytes[at++] = bits >> (held - 8);
-    bits &= (1 << held) - 1;
-  }
-  return bytes.subarray(0, length);
+export function decodeBase64(text) {
+  const binary = atob(text);
+  const bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
+  return bytes;
 }
 
-export async function unpack(bytes) {
+export async function decodePayload(bytes) {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   const buffer = await new Response(stream).arrayBuffer();
   const length = new DataView(buffer).getUint32(0, true);
-  const head = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
-  return { head, arrays: new Arrays(head.arrays, new Uint8Array(buffer, 4 + length)) };
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  return { header, arrays: new Arrays(header.arrays, new Uint8Array(buffer, 4 + length)) };
 }
 
-// A table from code to weight: 65535 is 1, and 0 is 0.
-function logarithms(steps, largest) {
+// A table from code to weight: the largest code is 1, and 0 is 0.
+function createLogTable(steps, largest) {
   const table = new Float32Array(largest + 1);
   for (let code = 1; code <= largest; code++) table[code] = Math.exp((code - largest) / steps);
   return table;
 }
 
-export const LOG16 = logarithms(2048, 65535);
-const LOG8 = logarithms(16, 255);
+export const LOG16 = createLogTable(2048, 65535);
+const LOG8 = createLogTable(16, 255);
 
-function half(bits) {
+function decodeHalf(bits) {
   const sign = bits & 0x8000 ? -1 : 1;
   const exponent = (bits >> 10) & 31;
   const fraction = bits & 1023;
@@ -57,7 +47,7 @@ export class Arrays {
     return name in this.table;
   }
 
-  // { kind, shape, count, planes }: all first bytes, all second bytes, and so on.
+  // { kind, shape, count, planes }: a plane has all first bytes, all second bytes, and so on.
   raw(name) {
     const { kind, shape, at } = this.table[name];
     const count = shape.reduce((a, b) => a * b, 1);
@@ -70,7 +60,7 @@ export class Arrays {
     return this.table[name].shape;
   }
 
-  // Decoded numbers from `start` to `stop`: all of them are kept, a part is made anew.
+  // Decoded numbers from `start` to `stop`: a whole array is cached, a part is decoded on each call.
   floats(name, start = 0, stop = null) {
     const whole = stop === null;
     if (whole && this.decoded.has(name)) return this.decoded.get(name);
@@ -91,7 +81,7 @@ export class Arrays {
     } else if (kind === "log16") {
       for (let i = start; i < stop; i++) values[i - start] = LOG16[a[i] | (b[i] << 8)];
     } else if (kind === "f2") {
-      for (let i = start; i < stop; i++) values[i - start] = half(a[i] | (b[i] << 8));
+      for (let i = start; i < stop; i++) values[i - start] = decodeHalf(a[i] | (b[i] << 8));
     } else if (kind === "f4") {
       const bits = new Uint32Array(values.buffer);
       for (let i = start; i < stop; i++) bits[i - start] = a[i] | (b[i] << 8) | (c[i] << 16) | (d[i] << 24);

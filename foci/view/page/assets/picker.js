@@ -1,4 +1,4 @@
-// Every head as a small square, coloured by a measure: the way to choose one, several, or a whole layer.
+// Every head as a small square, colored by a metric; selects one head, several, or a whole layer.
 
 import { make, button } from "./dom.js";
 import { shade } from "./colors.js";
@@ -7,38 +7,38 @@ import { chosenHeads } from "./focus.js";
 export const STACK_TITLES = {
   encoder: "Encoder",
   decoder: "Decoder",
-  cross: "Decoder looks at encoder",
+  cross: "Cross-attention",
   vision: "Vision",
 };
 
-// Layers by their stack, stacks in the order of their first layers.
-export function byStack(store) {
+// Layers grouped by stack, in the order of their first layers.
+export function groupByStack(store) {
   const stacks = new Map();
   for (const layer of store.layers) stacks.set(layer.stack, [...(stacks.get(layer.stack) ?? []), layer]);
   return stacks;
 }
 
-// Which way a measure is interesting: heads at the top of the list.
-export function measureOf(store, state) {
-  const { measures } = store.head;
-  return measures.find(({ name }) => name === state.measure) ?? measures[0] ?? null;
+// The selected metric, else the first.
+export function getMetric(store, state) {
+  const { metrics } = store.header;
+  return metrics.find(({ name }) => name === state.metric) ?? metrics[0] ?? null;
 }
 
-export function boundsOf(measure) {
-  const all = measure ? measure.values.flat().filter((value) => value !== null) : [];
+export function getMetricRange(metric) {
+  const all = metric ? metric.values.flat().filter((value) => value !== null) : [];
   return all.length ? [Math.min(...all), Math.max(...all)] : [0, 0];
 }
 
-// 0..1 within the record; what has no such score is null.
-export function levelOf(measure, one) {
-  const value = measure?.values[one.layer][one.head] ?? null;
+// The value scaled to 0..1 within the record; null without a value.
+export function getMetricLevel(metric, one) {
+  const value = metric?.values[one.layer][one.head] ?? null;
   if (value === null) return null;
-  const [low, high] = boundsOf(measure);
-  // What reads alike looks alike.
-  return formatted(high) === formatted(low) ? 0.5 : (value - low) / (high - low);
+  const [low, high] = getMetricRange(metric);
+  // Values that are displayed alike have the same color.
+  return formatMetric(high) === formatMetric(low) ? 0.5 : (value - low) / (high - low);
 }
 
-export function formatted(value) {
+export function formatMetric(value) {
   if (value === null || value === undefined) return "–";
   return Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(2);
 }
@@ -46,22 +46,22 @@ export function formatted(value) {
 export class Picker {
   constructor(store, state) {
     Object.assign(this, { store, state, cells: new Map() });
-    const { measures } = store.head;
+    const { metrics } = store.header;
     this.select = make(
       "select",
-      { "aria-label": "Colour heads by", onchange: () => state.set({ measure: this.select.value }) },
-      ...measures.map(({ name }) => make("option", { value: name }, name)),
+      { "aria-label": "Color heads by", onchange: () => state.set({ metric: this.select.value }) },
+      ...metrics.map(({ name }) => make("option", { value: name }, name)),
     );
-    this.about = make("p", { class: "note" });
+    this.description = make("p", { class: "note" });
     this.grid = make("div", { class: "headgrid" });
-    this.scale = make("div", { class: "measure-scale", "aria-hidden": "true" });
-    const bar = measures.length ? make("label", { class: "row" }, make("span", {}, "colour by"), this.select) : null;
+    this.scale = make("div", { class: "metric-scale", "aria-hidden": "true" });
+    const bar = metrics.length ? make("label", { class: "row" }, make("span", {}, "color by"), this.select) : null;
     this.element = make(
       "nav",
       { class: "panel left", "aria-label": "Heads" },
       make("h2", {}, "Heads"),
       bar,
-      this.about,
+      this.description,
       this.scale,
       this.grid,
     );
@@ -69,7 +69,7 @@ export class Picker {
   }
 
   build() {
-    for (const [stack, layers] of byStack(this.store)) {
+    for (const [stack, layers] of groupByStack(this.store)) {
       if (stack) this.grid.append(make("h3", {}, STACK_TITLES[stack] ?? stack));
       this.grid.append(...layers.map((layer) => this.rowOf(layer)));
     }
@@ -78,7 +78,7 @@ export class Picker {
   rowOf(layer) {
     const whole = button(`L${layer.index}`, {
       class: "layername",
-      title: `${layer.name}: the mean of its ${layer.heads} heads`,
+      title: `${layer.name}: mean of its ${layer.heads} heads`,
       onclick: () => this.state.set({ heads: [layer.label] }),
     });
     const cells = make("div", { class: "cells" });
@@ -90,11 +90,11 @@ export class Picker {
         onclick: (event) => this.choose(one, event.shiftKey || event.ctrlKey || event.metaKey),
         onkeydown: (event) => this.key(event, one),
       });
-      // Heads that share their keys stand together.
+      // Query heads that share a key/value head form a group.
       if (shared > 1 && one.head % shared === 0 && one.head) cell.classList.add("group-start");
       this.cells.set(one, cells.appendChild(cell));
     }
-    if (shared > 1) cells.title = `${layer.heads} heads share ${layer.kvHeads} sets of keys`;
+    if (shared > 1) cells.title = `${layer.heads} query heads share ${layer.kvHeads} key/value heads`;
     return make("div", { class: "layerrow" }, whole, cells);
   }
 
@@ -118,27 +118,27 @@ export class Picker {
   }
 
   update() {
-    const measure = measureOf(this.store, this.state);
+    const metric = getMetric(this.store, this.state);
     const chosen = new Set(chosenHeads(this.store, this.state));
-    if (measure) {
-      this.select.value = measure.name;
-      this.about.textContent = measure.about;
-      const [low, high] = boundsOf(measure);
+    if (metric) {
+      this.select.value = metric.name;
+      this.description.textContent = metric.description;
+      const [low, high] = getMetricRange(metric);
       const strip = make("span", { class: "strip" });
       for (let i = 0; i < 24; i++) {
         const piece = make("span");
         piece.style.backgroundColor = shade("from", 0.06 + (0.9 * i) / 23);
         strip.append(piece);
       }
-      const alike = formatted(low) === formatted(high);
-      this.scale.replaceChildren(...(alike ? [`${formatted(low)} in every head`] : [formatted(low), strip, formatted(high)]));
+      const alike = formatMetric(low) === formatMetric(high);
+      this.scale.replaceChildren(...(alike ? [`${formatMetric(low)} in every head`] : [formatMetric(low), strip, formatMetric(high)]));
     }
     for (const [one, cell] of this.cells) {
-      const level = levelOf(measure, one);
+      const level = getMetricLevel(metric, one);
       cell.style.backgroundColor = level === null ? "" : shade("from", 0.06 + 0.9 * level);
       cell.setAttribute("aria-pressed", String(chosen.has(one)));
       cell.tabIndex = chosen.has(one) ? 0 : -1;
-      const value = measure ? ` · ${measure.name} ${formatted(measure.values[one.layer][one.head])}` : "";
+      const value = metric ? ` · ${metric.name} ${formatMetric(metric.values[one.layer][one.head])}` : "";
       cell.title = one.name + value;
     }
   }

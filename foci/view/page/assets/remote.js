@@ -1,88 +1,88 @@
-// Exact numbers from the explorer's server, asked for when they are first looked at. A question is answered at once
-// with what is here, or with null; when an answer comes, everything is drawn again.
+// Requests exact weights from the explorer's server on first use. A request returns the cached answer or null; when the
+// answer arrives, the page is drawn again.
 
-import { rasterOf } from "./raster.js";
-import { scaleOf } from "./colors.js";
+import { drawRaster } from "./raster.js";
+import { createScale } from "./colors.js";
 
 const CELLS = 256;
-const COARSEST = 6;
-const MOST_ANSWERS = 400;
-const AT_ONCE = 3;
-const MOST_WAITING = 24;
+const MAX_LEVEL = 6;
+const MAX_ANSWERS = 400;
+const MAX_RUNNING = 3;
+const MAX_WAITING = 24;
 
 export class Remote {
   constructor(base, layers) {
-    Object.assign(this, { base, layers, answers: new Map(), waiting: [], running: 0, news: () => {} });
+    Object.assign(this, { base, layers, answers: new Map(), waiting: [], running: 0, notify: () => {} });
   }
 
-  whenNews(work) {
-    this.news = work;
+  onAnswer(work) {
+    this.notify = work;
   }
 
-  // The answer if it is here; else it is asked for, the newest question first.
-  ask(question, parts, read) {
+  // The cached answer, or null and a new request; the newest request runs first.
+  request(question, parts, read) {
     const address = `${this.base}${question}?${new URLSearchParams(parts)}`;
-    if (this.answers.has(address)) return this.recent(address);
+    if (this.answers.has(address)) return this.getRecent(address);
     if (!this.waiting.some((one) => one.address === address)) this.waiting.push({ address, read });
-    // What was only passed over is no longer wanted.
-    if (this.waiting.length > MOST_WAITING) this.waiting.shift();
-    this.next();
+    // Drops the oldest request: the pointer has moved on.
+    if (this.waiting.length > MAX_WAITING) this.waiting.shift();
+    this.runNext();
     return null;
   }
 
-  recent(address) {
+  getRecent(address) {
     const found = this.answers.get(address);
     this.answers.delete(address);
     this.answers.set(address, found);
     return found;
   }
 
-  async next() {
-    if (this.running >= AT_ONCE || !this.waiting.length) return;
+  async runNext() {
+    if (this.running >= MAX_RUNNING || !this.waiting.length) return;
     const { address, read } = this.waiting.pop();
     this.running++;
     try {
       const response = await fetch(address);
-      // What cannot be answered is not asked again.
+      // A refused request is not repeated.
       this.answers.set(address, response.ok ? await read(response) : null);
       for (const oldest of this.answers.keys()) {
-        if (this.answers.size <= MOST_ANSWERS) break;
+        if (this.answers.size <= MAX_ANSWERS) break;
         this.answers.delete(oldest);
       }
-      this.news();
+      this.notify();
     } catch {
-      // The server has gone: what is here stays.
+      // The server has stopped: the page keeps what it has.
       this.waiting = [];
     } finally {
       this.running--;
-      this.next();
+      this.runNext();
     }
   }
 
   row(one, i, seq) {
-    if (!this.layers[one.layer].asks) return null;
-    return this.ask("row", { layer: one.layer, head: one.head, query: i, seq }, floats);
+    if (!this.layers[one.layer].hasEntries) return null;
+    return this.request("row", { layer: one.layer, head: one.head, query: i, seq }, floats);
   }
 
   column(one, j, seq) {
-    if (!this.layers[one.layer].asks) return null;
-    return this.ask("column", { layer: one.layer, head: one.head, key: j, seq }, floats);
+    if (!this.layers[one.layer].hasEntries) return null;
+    return this.request("column", { layer: one.layer, head: one.head, key: j, seq }, floats);
   }
 
-  worked(one, i, seq, keys) {
-    if (!this.layers[one.layer].asks) return null;
-    return this.ask(
-      "worked",
+  arithmetic(one, i, seq, keys) {
+    if (!this.layers[one.layer].hasEntries) return null;
+    return this.request(
+      "arithmetic",
       { layer: one.layer, head: one.head, query: i, seq, keys: keys.join(".") },
       (response) => response.json(),
     );
   }
 
   rollout(stack, query, seq) {
-    return this.ask("rollout", { stack, query, seq }, floats);
+    return this.request("rollout", { stack, query, seq }, floats);
   }
 
-  // The tile that holds a cell, at a level: blocks of step x step entries.
+  // A tile of blocks of step x step entries.
   tile(heads, step, ty, tx, state) {
     const parts = {
       layer: heads[0].layer,
@@ -93,17 +93,17 @@ export class Remote {
       x: tx * CELLS * step,
       reduce: step === 1 ? "mean" : state.reduce,
     };
-    return this.ask("tile", parts, floats);
+    return this.request("tile", parts, floats);
   }
 
-  // Blocks as small as a pixel; farther away the picture of the whole is enough.
+  // The block size of about one pixel; null if the picture of the whole matrix is fine enough.
   level(heads, s) {
     const z = Math.max(0, Math.ceil(Math.log2(1 / s)));
     const together = heads.every(({ layer }) => layer === heads[0].layer);
-    return together && this.layers[heads[0].layer].asks && z <= COARSEST ? 2 ** z : null;
+    return together && this.layers[heads[0].layer].hasEntries && z <= MAX_LEVEL ? 2 ** z : null;
   }
 
-  // Draws the tiles in sight; says what they are, or null where the picture must do.
+  // Draws the visible tiles and returns a description, or null if there are none yet.
   drawTiles(pen, view, { heads, layer, LEFT, TOP, x1, y1, state }) {
     const step = this.level(heads, view.u);
     if (!step) return null;
@@ -119,7 +119,7 @@ export class Remote {
     }
     if (!seen.length) return null;
     const largest = seen.reduce((most, { values }) => values.reduce((a, b) => Math.max(a, b), most), 0);
-    const scale = scaleOf(
+    const scale = createScale(
       state.scale,
       state.scale === "rank" ? seen[0].values : [],
       state.scale === "rank" ? null : largest,
@@ -130,10 +130,10 @@ export class Remote {
   }
 
   drawTile(pen, view, { ty, tx, values, rows, columns }, { step, side, layer, LEFT, TOP, state, scale }) {
-    const { canvas } = rasterOf({ rows, columns, values }, state.scale, "to", null, scale);
+    const { canvas } = drawRaster({ rows, columns, values }, state.scale, "to", null, scale);
     const [wide, tall] = [Math.min(side, layer.Tk - tx * side), Math.min(side, layer.Tq - ty * side)];
     pen.imageSmoothingEnabled = step * view.s < 1;
-    // The last block may be smaller than the others: what reaches over the edge is clipped by the map.
+    // The last block may be smaller than the others; the map clips the rest.
     pen.drawImage(
       canvas,
       LEFT + (tx * side - view.x) * view.s,

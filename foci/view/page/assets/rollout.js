@@ -1,21 +1,21 @@
-// Rollout: what of each token reaches one token of the last layer, all layers multiplied; with its caveat beside it.
+// Attention rollout: how much of each token reaches one token of the last layer, through the product of all layers.
 
 import { make } from "./dom.js";
 import { TextPane } from "./textpane.js";
-import { percent, scaleOf, shade } from "./colors.js";
-import { chosenHeads, ranked, tokenNamed, unitsFor } from "./focus.js";
-import { clipped } from "./tokens.js";
-import { textSvg } from "./exporting.js";
+import { formatPercent, createScale, shade } from "./colors.js";
+import { chosenHeads, rankUnits, describeToken, getUnits } from "./focus.js";
+import { clipText } from "./tokens.js";
+import { textSvg } from "./export.js";
 
 const CAVEAT =
   "Rollout (Abnar and Zuidema, 2020) takes half of each layer’s output from attention, averaged over heads, and half" +
-  " from the residual stream. It ignores values, MLPs and norms: it says where information could come from, not what" +
+  " from the residual stream. It ignores values, MLPs and norms: it shows where information could come from, not what" +
   " the model used.";
 
 export class RolloutView {
   constructor({ store, state }) {
     Object.assign(this, { store, state });
-    this.told = make("p", { class: "told", "aria-live": "polite" });
+    this.status = make("p", { class: "status", "aria-live": "polite" });
     this.pane = null;
     this.panes = make("div", { class: "panes" });
     this.list = make("ol", { class: "rolllist" });
@@ -29,13 +29,13 @@ export class RolloutView {
       "section",
       { class: "view rollout", "aria-label": "Rollout" },
       caveat,
-      this.told,
+      this.status,
       this.panes,
       this.list,
     );
   }
 
-  // The self-attention of the stack that the chosen head is in; across two texts, that of the one that is chosen from.
+  // The self-attention layers of the selected head's stack; for cross-attention, those of the selected text.
   stack(chosen) {
     const { store, state } = this;
     const text = state.direction === "to" ? chosen.queries : chosen.keys;
@@ -53,46 +53,47 @@ export class RolloutView {
     const chosen = store.layers[chosenHeads(store, state)[0].layer];
     const layers = this.stack(chosen);
     const last = layers.at(-1);
-    if (!last) return this.refuse("There is no self-attention that could be rolled out.");
+    if (!last) return this.refuse("Rollout needs self-attention, which this record does not have.");
     const picked = state.hover ?? state.chosen[0] ?? last.Tq - 1;
-    // A text that looks at itself is counted by its keys where somebody is looked at.
-    const asked = chosen.self && state.direction === "from" ? picked - (chosen.Tk - chosen.Tq) : picked;
-    const query = Math.min(Math.max(asked, 0), last.Tq - 1);
-    const flow = this.flowOf(layers, query);
+    // A selected key of self-attention is converted to its query.
+    const wanted = chosen.self && state.direction === "from" ? picked - (chosen.Tk - chosen.Tq) : picked;
+    const query = Math.min(Math.max(wanted, 0), last.Tq - 1);
+    const flow = this.getRollout(layers, query);
     this.build(last);
     if (!flow) {
       return this.refuse(
-        "Rollout needs every entry of every layer. A file of a long text has not; Record.rollout and the explorer do.",
+        "Rollout needs all weights of every layer, which the file of a long text does not have. Use Record.rollout or the" +
+          " explorer.",
       );
     }
     if (!flow.every(Number.isFinite)) {
-      return this.refuse("What reaches it cannot be told: some of the weights are NaN or infinite.");
+      return this.refuse("Rollout is undefined: some weights are NaN or infinite.");
     }
     this.flow = flow;
-    const units = unitsFor(store, { ...state, words: false }, last, "keys");
+    const units = getUnits(store, { ...state, words: false }, last, "keys");
     const sinks = this.sinksOf(layers);
     const hidden = state.hideSinks ? sinks : new Set();
     const shown = flow.map((w, j) => (hidden.has(j) ? 0 : w));
     const inSinks = [...sinks].reduce((sum, j) => sum + flow[j], 0);
-    const scale = scaleOf(state.scale, shown);
-    const place = store.place(last, query);
-    // By the name that it was chosen by: of a decoder's position, the word that is being written there.
+    const scale = createScale(state.scale, shown);
+    const place = store.keyPosition(last, query);
+    // Named as it was selected: for a decoder position, the token generated there.
     const side = state.direction === "to" ? "queries" : "keys";
     const read = units.label(place);
-    const named = tokenNamed(store, state, chosen, side, Math.min(picked, chosen[side === "queries" ? "Tq" : "Tk"] - 1));
-    const after = chosen.self || read === named.token ? "" : `, written after “${clipped(read, 24)}”,`;
-    this.told.replaceChildren(
-      "What reaches ",
+    const named = describeToken(store, state, chosen, side, Math.min(picked, chosen[side === "queries" ? "Tq" : "Tk"] - 1));
+    const after = chosen.self || read === named.token ? "" : `, generated after “${clipText(read, 24)}”,`;
+    this.status.replaceChildren(
+      "Rollout to ",
       make("bdi", { class: "wrote" }, named.token),
       `${named.place}${after} through ${layers.length} layer${layers.length > 1 ? "s" : ""}`,
-      sinks.size ? `; ${percent(inSinks)} of it is ${state.hideSinks ? "hidden in sinks" : "from sinks"}` : "",
+      sinks.size ? `; ${formatPercent(inSinks)} of it is ${state.hideSinks ? "hidden in sinks" : "from sinks"}` : "",
     );
     this.pane.update({
       direction: "to",
       tint: (j) => scale.of(shown[j]),
       mark: (j) => (j === place ? "c" : "") + (hidden.has(j) ? "s" : ""),
     });
-    this.list.replaceChildren(...ranked(shown, 10).map((j) => this.item(units.label(j), shown[j], scale)));
+    this.list.replaceChildren(...rankUnits(shown, 10).map((j) => this.item(units.label(j), shown[j], scale)));
   }
 
   // Tokens that are sinks in at least half of the heads.
@@ -107,11 +108,11 @@ export class RolloutView {
   item(text, weight, scale) {
     const dot = make("span", { class: "dot", "aria-hidden": "true" });
     dot.style.backgroundColor = shade("to", scale.of(weight));
-    return make("li", {}, dot, make("bdi", {}, clipped(text, 20)), make("span", { class: "value" }, percent(weight)));
+    return make("li", {}, dot, make("bdi", {}, clipText(text, 20)), make("span", { class: "value" }, formatPercent(weight)));
   }
 
   refuse(reason) {
-    this.told.textContent = reason;
+    this.status.textContent = reason;
     this.list.replaceChildren();
     this.flow = null;
     this.pane?.update({ direction: "to", tint: () => 0, mark: () => "" });
@@ -135,9 +136,9 @@ export class RolloutView {
     this.panes.replaceChildren(make("div", { class: "paneframe" }, this.pane.element));
   }
 
-  flowOf(layers, query) {
+  getRollout(layers, query) {
     const { store, state } = this;
-    if (layers.every((layer) => layer.exact)) return rolled(store, layers, query, state.seq);
+    if (layers.every((layer) => layer.exact)) return computeRollout(store, layers, query, state.seq);
     return store.remote?.rollout(layers.at(-1).stack, query, state.seq) ?? null;
   }
 
@@ -155,15 +156,15 @@ export class RolloutView {
 }
 
 // The same products as foci.record.metrics.compute_rollout.
-function rolled(store, layers, query, seq) {
+function computeRollout(store, layers, query, seq) {
   const last = layers.at(-1);
   let flow = new Float64Array(last.Tk);
-  flow[store.place(last, query)] = 1;
+  flow[store.keyPosition(last, query)] = 1;
   for (const layer of [...layers].reverse()) {
     const next = Float64Array.from(flow);
     const row = new Float32Array(layer.Tk);
     for (let i = 0; i < layer.Tq; i++) {
-      const here = flow[store.place(layer, i)];
+      const here = flow[store.keyPosition(layer, i)];
       if (!here) continue;
       row.fill(0);
       for (let h = 0; h < layer.heads; h++) {
@@ -174,7 +175,7 @@ function rolled(store, layers, query, seq) {
         next[j] += 0.5 * here * row[j];
         seen += row[j];
       }
-      next[store.place(layer, i)] -= 0.5 * here * seen;
+      next[store.keyPosition(layer, i)] -= 0.5 * here * seen;
     }
     flow = next;
   }

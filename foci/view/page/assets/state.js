@@ -1,6 +1,6 @@
-// What is looked at, and how: one object, kept in the address so that a link opens the same view.
+// The state of the page, kept in the URL fragment, so a link opens the same view.
 
-// Each part of the state: its short name in the address, its default, and how it is written and read.
+// Each part of the state: its short name in the URL, its default, and how it is written and read.
 const text = { write: String, read: (value) => value.slice(0, 200) };
 const flag = { write: (value) => (value ? "1" : "0"), read: (value) => value === "1" };
 const number = {
@@ -23,7 +23,7 @@ const PARTS = {
   words: ["w", false, flag],
   hideSinks: ["s", false, flag],
   scale: ["c", "linear", oneOf("linear", "log", "rank")],
-  measure: ["m", "", text],
+  metric: ["m", "", text],
   sorted: ["o", false, flag],
   reduce: ["r", "mean", oneOf("mean", "max")],
   x: ["x", -1, number],
@@ -38,10 +38,10 @@ export class State {
   constructor(changes = {}) {
     this.listeners = [];
     for (const [name, [, initial]] of Object.entries(PARTS)) this[name] = initial;
-    // What the pointer is on: no part of the address.
+    // The token under the pointer is not part of the URL.
     this.hover = null;
     Object.assign(this, changes);
-    // A page that was made to open at a view says so; the address has the last word.
+    // A page may have an initial view of its own; the URL overrides it.
     this.read(document.documentElement.dataset.state ?? "");
     this.defaults = Object.fromEntries(Object.keys(PARTS).map((name) => [name, this[name]]));
     this.read(location.hash);
@@ -49,7 +49,7 @@ export class State {
       if (location.hash === this.written) return;
       Object.assign(this, this.defaults);
       this.read(location.hash);
-      this.tell(new Set(Object.keys(PARTS)));
+      this.notify(new Set(Object.keys(PARTS)));
     });
   }
 
@@ -58,47 +58,47 @@ export class State {
   }
 
   set(changes) {
-    const changed = new Set(Object.keys(changes).filter((name) => !same(this[name], changes[name])));
+    const changed = new Set(Object.keys(changes).filter((name) => !isEqual(this[name], changes[name])));
     if (!changed.size) return;
     Object.assign(this, changes);
     this.write();
-    this.tell(changed);
+    this.notify(changed);
   }
 
-  tell(changed) {
+  notify(changed) {
     for (const listener of this.listeners) listener(changed);
   }
 
   hash() {
     const parts = [];
     for (const [name, [short, , how]] of Object.entries(PARTS)) {
-      if (!same(this[name], this.defaults[name])) parts.push(`${short}=${encodeURIComponent(how.write(this[name]))}`);
+      if (!isEqual(this[name], this.defaults[name])) parts.push(`${short}=${encodeURIComponent(how.write(this[name]))}`);
     }
     return parts.length ? `#${parts.join("&")}` : "";
   }
 
   read(hash) {
-    const given = new URLSearchParams(hash.replace(/^#/, ""));
+    const parameters = new URLSearchParams(hash.replace(/^#/, ""));
     for (const [name, [short, , how]] of Object.entries(PARTS)) {
-      if (given.has(short)) this[name] = how.read(given.get(short));
+      if (parameters.has(short)) this[name] = how.read(parameters.get(short));
     }
   }
 
   write() {
     clearTimeout(this.timer);
-    // Browsers refuse addresses that change too often.
+    // Browsers limit how often the URL may change.
     this.timer = setTimeout(() => {
       this.written = this.hash();
       try {
         history.replaceState(null, "", this.written || location.pathname + location.search);
       } catch {
-        // A frame in a notebook has no address of its own.
+        // An iframe in a notebook has no URL of its own.
       }
     }, 150);
   }
 }
 
-function same(a, b) {
+function isEqual(a, b) {
   if (Array.isArray(a) && Array.isArray(b)) return a.length === b.length && a.every((item, i) => item === b[i]);
   return a === b;
 }

@@ -1,20 +1,21 @@
-// Questions about a record, answered from the payload; where a server is behind the page, exact rows and tiles come
-// from there when they are first asked for, and everything is drawn again once they are here.
+// Access to the record: from the payload, or from the explorer's server, which sends exact rows and tiles on first use;
+// the page is drawn again when they arrive.
 
-// A key is a sink where it takes a tenth of a head's attention, and five times an even share.
-const SINK_SHARE = 0.1;
-const SINK_TIMES = 5;
+// A key is an attention sink if it receives at least this share of a head's attention, and this multiple of a uniform
+// share.
+const MIN_SINK_SHARE = 0.1;
+const MIN_SINK_FACTOR = 5;
 
 export class Store {
-  constructor(head, arrays, remote = null) {
-    this.head = head;
+  constructor(header, arrays, remote = null) {
+    this.header = header;
     this.arrays = arrays;
     this.remote = remote;
-    this.layers = head.layers;
+    this.layers = header.layers;
     this.heads = [];
     this.byName = new Map();
     this.cache = new Map();
-    head.layers.forEach((layer, number) => {
+    header.layers.forEach((layer, number) => {
       layer.number = number;
       layer.self = layer.queries === layer.keys;
       for (let h = 0; h < layer.heads; h++) {
@@ -25,22 +26,22 @@ export class Store {
     });
   }
 
-  once(key, work) {
+  cached(key, work) {
     if (!this.cache.has(key)) this.cache.set(key, work());
     return this.cache.get(key);
   }
 
   labels(layer, side) {
-    return this.head.labels[layer.labels[side === "queries" ? 0 : 1]];
+    return this.header.labels[layer.labels[side === "queries" ? 0 : 1]];
   }
 
   texts(layer, side, seq) {
     return this.labels(layer, side).texts[seq] ?? this.labels(layer, side).texts[0];
   }
 
-  // Where query i stands among the keys of a layer that looks at its own text.
-  place(layer, i) {
-    return layer.places ? layer.places[i] : i + layer.Tk - layer.Tq;
+  // The key position of query i in self-attention.
+  keyPosition(layer, i) {
+    return layer.queryPositions ? layer.queryPositions[i] : i + layer.Tk - layer.Tq;
   }
 
   entries(number) {
@@ -55,24 +56,24 @@ export class Store {
     return this.arrays.has(`${number}.keys`) ? this.arrays.shape(`${number}.keys`).at(-1) : 0;
   }
 
-  // Whether the row of a query is known entry by entry.
+  // Whether every weight of a query is available.
   isExact(one, i, seq) {
     return this.layers[one.layer].exact || Boolean(this.remote?.row(one, i, seq));
   }
 
-  // Whether the weights of a query are numbers; NaN and infinite ones are drawn and counted nowhere.
-  isKnown(one, i, seq) {
+  // Whether the weights of a query are finite; NaN and infinite ones are not drawn or counted.
+  hasFiniteRow(one, i, seq) {
     const layer = this.layers[one.layer];
-    if (!this.unknownRows([one], seq)) return true;
+    if (!this.countNonfiniteRows([one], seq)) return true;
     if (!this.isExact(one, i, seq)) return Number.isFinite(this.perQuery("entropy", one, i, seq));
     const row = new Float32Array(layer.Tk);
     this.addRow(row, one, i, seq);
     return row.every(Number.isFinite);
   }
 
-  // Of the rows of these heads, how many are not known.
-  unknownRows(heads, seq) {
-    return heads.reduce((sum, one) => sum + (this.layers[one.layer].unknown[seq]?.[one.head] ?? 0), 0);
+  // The number of rows of these heads with NaN or infinite weights.
+  countNonfiniteRows(heads, seq) {
+    return heads.reduce((sum, one) => sum + (this.layers[one.layer].nonfiniteRows[seq]?.[one.head] ?? 0), 0);
   }
 
   // Adds a query's weights, times `factor`, to a Float32Array over the keys.
@@ -89,12 +90,12 @@ export class Store {
       for (let j = 0; j < layer.Tk; j++) target[j] += factor * exact[j];
       return;
     }
-    this.eachTop(one, i, i + 1, seq, (_, key, weight) => {
+    this.forEachTopKey(one, i, i + 1, seq, (_, key, weight) => {
       target[key] += factor * weight;
     });
   }
 
-  // Adds what the queries give to one key, times `factor`, to a Float32Array over the queries.
+  // Adds the weights on one key, times `factor`, to a Float32Array over the queries.
   addColumn(target, one, j, seq, factor = 1) {
     const layer = this.layers[one.layer];
     if (layer.exact) {
@@ -108,17 +109,17 @@ export class Store {
       for (let i = 0; i < layer.Tq; i++) target[i] += factor * exact[i];
       return;
     }
-    this.eachTop(one, 0, layer.Tq, seq, (i, key, weight) => {
+    this.forEachTopKey(one, 0, layer.Tq, seq, (i, key, weight) => {
       if (key === j) target[i] += factor * weight;
     });
   }
 
-  // Visits the heaviest keys of the queries from start to stop: visit(query, key, weight).
-  eachTop(one, start, stop, seq, visit) {
+  // Visits the top keys of the queries from start to stop: visit(query, key, weight).
+  forEachTopKey(one, start, stop, seq, visit) {
     const layer = this.layers[one.layer];
     const k = this.topCount(one.layer);
     if (!k) return;
-    const { steps, values } = this.once(`top ${one.layer}`, () => ({
+    const { steps, values } = this.cached(`top ${one.layer}`, () => ({
       steps: this.arrays.raw(`${one.layer}.keys`).planes,
       values: this.arrays.raw(`${one.layer}.values`).planes,
     }));
@@ -131,12 +132,12 @@ export class Store {
       for (const end = at + k; at < end; at++) {
         const code = v0[at] | (v1[at] << 8);
         key += s0[at] | (s1[at] << 8) | (s2 ? s2[at] << 16 : 0);
-        if (code) visit(i, key, weightOf(code));
+        if (code) visit(i, key, decodeLog16(code));
       }
     }
   }
 
-  // { rows, columns, values }: the whole matrix in blocks, or entry by entry where the layer is short.
+  // { rows, columns, values }: the matrix in blocks, or every entry of a short layer.
   picture(one, seq, reduce = "mean") {
     const layer = this.layers[one.layer];
     const base = this.base(one, seq);
@@ -153,7 +154,7 @@ export class Store {
     if (!this.arrays.has(name)) return null;
     const [, rows, columns] = this.arrays.shape(name);
     const size = rows * columns;
-    const values = this.once(`${name} ${base}`, () => this.arrays.floats(name, base * size, (base + 1) * size));
+    const values = this.cached(`${name} ${base}`, () => this.arrays.floats(name, base * size, (base + 1) * size));
     return { rows, columns, values, whole: rows === layer.Tq && columns === layer.Tk, reduce: name.split(".")[1] };
   }
 
@@ -161,13 +162,13 @@ export class Store {
     return this.layers[number].exact || this.arrays.has(`${number}.max`);
   }
 
-  // The share of a head's attention that each key gets.
+  // The share of a head's attention that each key receives.
   received(one, seq) {
     const layer = this.layers[one.layer];
-    return this.once(`received ${one.order} ${seq}`, () => {
+    return this.cached(`received ${one.order} ${seq}`, () => {
       const found = new Float32Array(layer.Tk);
       if (layer.exact) {
-        const known = Array.from({ length: layer.Tq }, (_, i) => i).filter((i) => this.isKnown(one, i, seq));
+        const known = Array.from({ length: layer.Tq }, (_, i) => i).filter((i) => this.hasFiniteRow(one, i, seq));
         for (const i of known) this.addRow(found, one, i, seq, 1 / known.length);
       } else if (this.arrays.has(`${one.layer}.received`)) {
         const at = this.base(one, seq) * layer.Tk;
@@ -179,8 +180,8 @@ export class Store {
 
   sinks(one, seq) {
     const layer = this.layers[one.layer];
-    return this.once(`sinks ${one.order} ${seq}`, () => {
-      const least = Math.max(SINK_SHARE, SINK_TIMES / layer.Tk);
+    return this.cached(`sinks ${one.order} ${seq}`, () => {
+      const least = Math.max(MIN_SINK_SHARE, MIN_SINK_FACTOR / layer.Tk);
       const found = [];
       this.received(one, seq).forEach((share, key) => {
         if (share >= least) found.push(key);
@@ -195,10 +196,10 @@ export class Store {
     return this.arrays.floats(full)[this.base(one, seq) * this.layers[one.layer].Tq + i];
   }
 
-  // Nats: how many keys a query spreads over, as a logarithm.
+  // Entropy in nats: 0 = one key, ln n = uniform over n keys.
   entropy(one, i, seq) {
     const layer = this.layers[one.layer];
-    if (!this.isKnown(one, i, seq)) return null;
+    if (!this.hasFiniteRow(one, i, seq)) return null;
     if (!this.isExact(one, i, seq)) return this.perQuery("entropy", one, i, seq);
     const row = new Float32Array(layer.Tk);
     this.addRow(row, one, i, seq);
@@ -208,6 +209,6 @@ export class Store {
   }
 }
 
-function weightOf(code) {
+function decodeLog16(code) {
   return Math.exp((code - 65535) / 2048);
 }

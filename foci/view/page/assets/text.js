@@ -1,13 +1,13 @@
-// The text itself, tinted by where the chosen tokens look or by who looks at them.
+// The text, colored by the attention of the selected tokens.
 
 import { make, button } from "./dom.js";
 import { TextPane } from "./textpane.js";
-import { scaleOf } from "./colors.js";
-import { answerOf } from "./answer.js";
+import { createScale } from "./colors.js";
+import { createAnswer } from "./answer.js";
 import { LayerStrip } from "./layerstrip.js";
-import { csvOf, textSvg } from "./exporting.js";
+import { focusCsv, textSvg } from "./export.js";
 
-const MOST_HITS = 10000;
+const MAX_HITS = 10000;
 
 export class TextView {
   constructor({ store, state }) {
@@ -25,7 +25,7 @@ export class TextView {
       button("↑", { title: "Previous (Shift+Enter)", onclick: () => this.next(-1) }),
       button("↓", { title: "Next (Enter)", onclick: () => this.next(1) }),
     ];
-    this.tools = make("div", { class: "tools" }, this.input, ...steps, this.count, answerOf(store));
+    this.tools = make("div", { class: "tools" }, this.input, ...steps, this.count, createAnswer(store));
     this.panes = make("div", { class: "panes" });
     this.strip = new LayerStrip(store, state);
     this.element = make(
@@ -47,16 +47,15 @@ export class TextView {
     this.searched = null;
     const sides = layer.self ? ["keys"] : ["queries", "keys"];
     this.bySide = new Map(sides.map((side) => [side, this.pane(layer, side)]));
-    // A link to a token far down opens there.
+    // Scrolls to the token that a link selects.
     const first = this.state.chosen[0];
     if (first !== undefined) {
       const pane = this.bySide.get(layer.self ? "keys" : focus.from);
-      pane.wanted = layer.self && focus.to ? this.store.place(layer, first) : first;
+      pane.wanted = layer.self && focus.to ? this.store.keyPosition(layer, first) : first;
     }
     this.panes.replaceChildren(
       ...sides.map((side) => {
-        const verb = side === "queries" ? "looks" : "is looked at";
-        const heading = layer.self ? null : make("h3", {}, layer[side], make("span", { class: "axis" }, verb));
+                const heading = layer.self ? null : make("h3", {}, layer[side], make("span", { class: "axis" }, side));
         return make("div", { class: "paneframe" }, heading, this.bySide.get(side).element);
       }),
     );
@@ -64,12 +63,12 @@ export class TextView {
 
   pane(layer, side) {
     const { store, state } = this;
-    // In a text that looks at itself, position j is a key, and a query where one stands there.
+    // In self-attention, position j is a key, and a query if there is one.
     const direction = () => (layer.self ? state.direction : side === "queries" ? "to" : "from");
     const index = (i) => (layer.self && state.direction === "to" ? queryAt(store, layer, i) : i);
     return new TextPane({
       id: `pane-${side}`,
-      name: `${layer[side]}: arrow keys move, Enter chooses, Shift+Enter adds`,
+      name: `${layer[side]}: arrow keys move, Enter selects, Shift+Enter adds`,
       texts: store.texts(layer, side, state.seq),
       words: store.labels(layer, side).words?.[state.seq],
       onhover: (i) => state.set({
@@ -95,13 +94,13 @@ export class TextView {
     const { state, store } = this;
     if (document.activeElement !== this.input) this.input.value = state.find;
     this.search(focus);
-    const scale = scaleOf(state.scale, focus.units);
+    const scale = createScale(state.scale, focus.units);
     const direction = focus.to ? "to" : "from";
     const chosen = new Set(focus.picks.flatMap((u) => range(focus.sources.start[u], focus.sources.stop[u])));
     for (const [side, pane] of this.bySide) {
       const isTarget = focus.layer.self || side === focus.other;
       const isSource = focus.layer.self || side === focus.from;
-      // Both sides of a text that looks at itself are counted by keys.
+      // Self-attention has one text, whose positions are those of the keys.
       const toTarget = (j) => (focus.layer.self && !focus.to ? queryAt(store, focus.layer, j) : j);
       const toSource = (j) => (focus.layer.self && focus.to ? queryAt(store, focus.layer, j) : j);
       pane.update({
@@ -117,7 +116,7 @@ export class TextView {
     this.drawStrip();
   }
 
-  // What the texts leave of the view's height.
+  // Uses the height that the texts leave.
   drawStrip() {
     if (!this.focus) return;
     const taken = [...this.bySide.values()].reduce((sum, pane) => sum + pane.sheet.offsetHeight + 60, 0);
@@ -130,7 +129,7 @@ export class TextView {
     this.searched = key;
     this.at = -1;
     this.hits = new Map();
-    if (this.state.find) for (const [side, pane] of this.bySide) this.hits.set(side, hitsIn(pane, this.state.find));
+    if (this.state.find) for (const [side, pane] of this.bySide) this.hits.set(side, findHits(pane, this.state.find));
     const total = [...this.hits.values()].reduce((sum, { list }) => sum + list.length, 0);
     this.count.textContent = this.state.find ? (total ? `${total.toLocaleString("en")} found` : "not found") : "";
     if (total) this.next(1);
@@ -163,7 +162,7 @@ export class TextView {
   }
 
   csv(focus) {
-    return csvOf(focus);
+    return focusCsv(focus);
   }
 }
 
@@ -171,18 +170,18 @@ function range(start, stop) {
   return Array.from({ length: stop - start }, (_, n) => start + n);
 }
 
-// The query that stands at position j, or null.
+// The query at position j, or null.
 export function queryAt(store, layer, j) {
-  if (layer.places) {
-    const i = layer.places.indexOf(j);
+  if (layer.queryPositions) {
+    const i = layer.queryPositions.indexOf(j);
     return i < 0 ? null : i;
   }
   const i = j - (layer.Tk - layer.Tq);
   return i >= 0 && i < layer.Tq ? i : null;
 }
 
-// Tokens that a search touches: letters are looked for in the running text, across tokens, without regard to case.
-function hitsIn(pane, sought) {
+// Finds tokens in the running text, across token boundaries and ignoring case.
+function findHits(pane, sought) {
   if (!pane.running) {
     pane.offsets = new Int32Array(pane.texts.length + 1);
     const parts = pane.texts.map(
@@ -195,9 +194,9 @@ function hitsIn(pane, sought) {
   const wanted = sought.toLowerCase();
   let token = 0;
   const after = (at) => pane.running.indexOf(wanted, at);
-  for (let at = after(0); at >= 0 && list.length < MOST_HITS; at = after(at + wanted.length)) {
+  for (let at = after(0); at >= 0 && list.length < MAX_HITS; at = after(at + wanted.length)) {
     while (pane.offsets[token + 1] <= at) token++;
-    // A gap before a token is no part of it.
+    // A match that starts in a gap belongs to the token after it.
     const first = token;
     list.push(first);
     for (let i = first; i < pane.texts.length && pane.offsets[i] < at + wanted.length; i++) set.add(i);

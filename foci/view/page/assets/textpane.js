@@ -1,31 +1,31 @@
-// A text of any length: tokens are laid out in lines by their measured widths, and only the lines in sight exist.
+// Shows a text of any length: tokens are laid out in lines by their measured widths; only visible lines have elements.
 
-import { make, perFrame, penOf, cssColor } from "./dom.js";
-import { shown, runsLeftward } from "./tokens.js";
-import { ink, shade } from "./colors.js";
+import { make, oncePerFrame, prepareCanvas, cssColor } from "./dom.js";
+import { displayText, isRightToLeft } from "./tokens.js";
+import { textColor, shade } from "./colors.js";
 
 const PAD = 3;
-const SPARE = 6;
-// A short text is set larger: up to so many tokens, the size of its letters, and the height of a line.
+const EXTRA_LINES = 6;
+// A short text is larger: [most tokens, font size, line height].
 const SIZES = [[70, 25, 52], [400, 19, 42], [Infinity, 16, 35]];
 // Tokens that a tokenizer adds: [CLS], <s>, <|endoftext|>.
-const ADDED = /^(\[[A-Z]+\d*\]|<[^<>\s]+>)$/;
+const SPECIAL_TOKEN = /^(\[[A-Z]+\d*\]|<[^<>\s]+>)$/;
 
 export class TextPane {
   // options: name, texts, words, onhover(i or null), onpick(i, add), onmove(i)
   constructor(options) {
     Object.assign(this, options);
     this.keepsSpaces = this.texts.some((text, i) => i > 0 && /^\s/.test(text));
-    // Where every letter is a token, a space reads as one; elsewhere a space that stands alone is worth a sign.
-    this.spelled = this.texts.every((text) => [...text].length <= 1 || ADDED.test(text));
-    this.leftward = runsLeftward(this.texts);
+    // If every character is a token, a space is drawn as a space; otherwise a single space gets a sign.
+    this.spelled = this.texts.every((text) => [...text].length <= 1 || SPECIAL_TOKEN.test(text));
+    this.rightToLeft = isRightToLeft(this.texts);
     this.scroller = make("div", {
       class: "textpane",
       tabindex: "0",
       role: "listbox",
       "aria-multiselectable": "true",
       "aria-label": this.name,
-      dir: this.leftward ? "rtl" : "ltr",
+      dir: this.rightToLeft ? "rtl" : "ltr",
     });
     this.sheet = make("div", { class: "sheet" });
     [, this.size, this.line] = SIZES.find(([most]) => this.texts.length <= most);
@@ -39,7 +39,7 @@ export class TextPane {
     this.mark = () => "";
     this.direction = "to";
     this.cursor = 0;
-    this.refresh = perFrame(() => this.render());
+    this.refresh = oncePerFrame(() => this.render());
     this.listen();
   }
 
@@ -73,7 +73,7 @@ export class TextPane {
   }
 
   key(event) {
-    const step = { ArrowRight: this.leftward ? -1 : 1, ArrowLeft: this.leftward ? 1 : -1 }[event.key];
+    const step = { ArrowRight: this.rightToLeft ? -1 : 1, ArrowLeft: this.rightToLeft ? 1 : -1 }[event.key];
     if (event.key === "Enter" || event.key === " ") {
       this.onpick(this.cursor, event.shiftKey || event.ctrlKey || event.metaKey);
     }
@@ -103,23 +103,23 @@ export class TextPane {
     return Math.min(this.starts[to] + this.cursor - this.starts[line], this.endOf(to) - 1);
   }
 
-  // A gap stands before a token that begins with a space; where texts have no spaces of their own, before each word.
+  // A gap precedes a token that starts with a space or, if no token has spaces, each word.
   hasGap(i) {
     if (i === 0) return false;
-    if (this.keepsSpaces) return /^ ./su.test(this.texts[i]) || this.isAdded(i) || this.isAdded(i - 1);
+    if (this.keepsSpaces) return /^ ./su.test(this.texts[i]) || this.isSpecial(i) || this.isSpecial(i - 1);
     return !(this.words && this.words[i] !== null && this.words[i] === this.words[i - 1]);
   }
 
-  // A token that the tokenizer added belongs to no word, and no letter of the text does.
-  isAdded(i) {
-    return ADDED.test(this.texts[i]) || (Boolean(this.words) && this.words[i] === null && /\S/.test(this.texts[i]));
+  // A special token of the tokenizer: [CLS], <s>. It has no word number.
+  isSpecial(i) {
+    return SPECIAL_TOKEN.test(this.texts[i]) || (Boolean(this.words) && this.words[i] === null && /\S/.test(this.texts[i]));
   }
 
-  // What is written: the space before a word is a gap, so that a tint fits the letters.
-  written(i) {
+  // The displayed text; a leading space is drawn as a gap, outside of the background color.
+  tokenText(i) {
     const text = this.texts[i];
     if (text === " ") return this.spelled ? "\u00a0" : "␣";
-    return shown(/^ ./su.test(text) ? text.slice(1) : text);
+    return displayText(/^ ./su.test(text) ? text.slice(1) : text);
   }
 
   layout() {
@@ -133,10 +133,10 @@ export class TextPane {
     const widths = new Map();
     const widthOf = (i) => {
       const text = this.texts[i];
-      if (!widths.has(text)) widths.set(text, pen.measureText(this.written(i)).width);
+      if (!widths.has(text)) widths.set(text, pen.measureText(this.tokenText(i)).width);
       return widths.get(text) + (this.hasGap(i) ? gap + 2 * PAD : 0);
     };
-    this.starts = this.broken(widthOf, width);
+    this.starts = this.breakLines(widthOf, width);
     this.sheet.style.height = `${this.starts.length * this.line + 16}px`;
     for (const line of this.lines.values()) line.remove();
     this.lines.clear();
@@ -145,8 +145,8 @@ export class TextPane {
     this.render();
   }
 
-  // Where lines begin: at a gap or after a space where there is one, inside a word only where it is longer than a line.
-  broken(widthOf, width) {
+  // The first token of each line; lines break at gaps and spaces, inside a word only if it is longer than a line.
+  breakLines(widthOf, width) {
     const starts = [0];
     let [x, gapAt, sinceGap] = [0, 0, 0];
     for (let i = 0; i < this.texts.length; i++) {
@@ -189,10 +189,10 @@ export class TextPane {
 
   render() {
     if (!this.starts) return;
-    const first = Math.max(0, Math.floor(this.scroller.scrollTop / this.line) - SPARE);
+    const first = Math.max(0, Math.floor(this.scroller.scrollTop / this.line) - EXTRA_LINES);
     const last = Math.min(
       this.starts.length - 1,
-      Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / this.line) + SPARE,
+      Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / this.line) + EXTRA_LINES,
     );
     for (const [number, line] of this.lines) {
       if (number < first || number > last) {
@@ -214,7 +214,7 @@ export class TextPane {
       const token = make(
         "span",
         { class: "token", role: "option", "data-i": String(i), id: `${this.id}-${i}` },
-        this.written(i),
+        this.tokenText(i),
       );
       if (i > this.starts[number] && this.hasGap(i)) token.classList.add("gap");
       else if (i > this.starts[number]) token.classList.add("joined");
@@ -228,14 +228,14 @@ export class TextPane {
     const i = Number(token.dataset.i);
     const t = this.tint(i);
     const mark = this.mark(i);
-    // Painted again only where something changed: most tokens of a long text keep no tint.
+    // Repainted only if something changed: most tokens of a long text have no color.
     const runs = mark.includes("c") ? [this.mark(i - 1).includes("c"), this.mark(i + 1).includes("c")] : [false, false];
     const look = `${t > 0.004 ? Math.round(t * 255) : 0} ${mark} ${runs} ${this.direction} ${i === this.cursor}`;
     if (token.look === look) return;
     token.look = look;
     const tinted = t > 0.004;
     token.style.backgroundColor = tinted ? shade(this.direction, t) : "";
-    token.style.color = tinted ? ink(this.direction, t) : "";
+    token.style.color = tinted ? textColor(this.direction, t) : "";
     token.classList.toggle("chosen", mark.includes("c"));
     token.classList.toggle("onward", runs[1]);
     token.classList.toggle("further", runs[0]);
@@ -260,14 +260,14 @@ export class TextPane {
     for (const line of this.lines.values()) for (const token of line.children) token.look = null;
   }
 
-  // The whole text as a strip: one row of pixels for some lines, as dark as their heaviest token.
+  // The whole text as a strip: each row shows some lines in the color of their largest weight.
   drawMinimap() {
     const whole = this.starts.length * this.line;
     const height = this.scroller.clientHeight;
     this.minimap.hidden = whole <= height + this.line;
     if (this.minimap.hidden) return;
     const width = 56;
-    const pen = penOf(this.minimap, width, height);
+    const pen = prepareCanvas(this.minimap, width, height);
     pen.clearRect(0, 0, width, height);
     const rows = Math.min(this.starts.length, Math.floor(height / 2));
     const tall = Math.min(height / rows, 6);

@@ -1,16 +1,16 @@
-// Tokens as text that can be shown: what would not print, or would turn a line around, has a sign of its own.
+// Makes tokens displayable: characters that are invisible or change the text direction are replaced by signs.
 
 const SIGNS = { "\n": "↵", "\r": "␍", "\t": "⇥", "\u2028": "↵", "\u2029": "↵", "\x7f": "␡" };
-// Controls, marks of direction, invisible joiners outside of a script, and halves of characters.
+// Control characters, direction marks, invisible joiners outside of a script, and surrogates.
 const HIDDEN = new RegExp(
   "[\\u0000-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f" +
     "\\ufeff\\ufff9-\\ufffb]|[\\u{e0000}-\\u{e007f}]",
   "gu",
 );
-const PILES = /(\p{M}{3})\p{M}+/gu;
-const LONGEST = 48;
+const STACKED_MARKS = /(\p{M}{3})\p{M}+/gu;
+const MAX_LENGTH = 48;
 
-function sign(character) {
+function visibleSign(character) {
   if (character in SIGNS) return SIGNS[character];
   const code = character.codePointAt(0);
   if (code < 32) return String.fromCharCode(0x2400 + code);
@@ -18,37 +18,37 @@ function sign(character) {
 }
 
 export function printable(text) {
-  return text.replace(HIDDEN, sign).replace(PILES, "$1");
+  return text.replace(HIDDEN, visibleSign).replace(STACKED_MARKS, "$1");
 }
 
-// In running text: spaces stay, the rest is made visible and cut to a bearable length.
-export function shown(text) {
-  const short = text.length > 4 * LONGEST ? text.slice(0, 4 * LONGEST) : text;
+// A token in running text: spaces stay, invisible characters become signs, long tokens are cut.
+export function displayText(text) {
+  const short = text.length > 4 * MAX_LENGTH ? text.slice(0, 4 * MAX_LENGTH) : text;
   const plain = printable(short);
   if (plain === "") return "∅";
-  return [...plain].length > LONGEST ? `${[...plain].slice(0, LONGEST).join("")}…` : plain;
+  return [...plain].length > MAX_LENGTH ? `${[...plain].slice(0, MAX_LENGTH).join("")}…` : plain;
 }
 
-// In a table or on an axis: no space around it, and never empty.
+// A token in a table or on an axis: without surrounding spaces, never empty.
 export function label(text) {
-  const trimmed = shown(text.replace(/^ +| +$/g, ""));
+  const trimmed = displayText(text.replace(/^ +| +$/g, ""));
   return trimmed === "∅" && text.length ? "␣".repeat(Math.min(text.length, 8)) : trimmed;
 }
 
-export function clipped(text, most) {
+export function clipText(text, most) {
   const all = [...text];
   return all.length > most ? `${all.slice(0, most - 1).join("")}…` : text;
 }
 
-export function runsLeftward(texts) {
+export function isRightToLeft(texts) {
   const sample = texts.slice(0, 400).join("");
   const left = (sample.match(/[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/g) ?? []).length;
   return left > (sample.match(/\p{L}/gu) ?? []).length / 2;
 }
 
-// What is chosen and counted: tokens, or words where the tokenizer said which tokens belong together.
+// Groups tokens into units: single tokens, or words if the labels have word numbers.
 // start[u] and stop[u] are the positions of unit u; of[i] is the unit of position i.
-export function unitsOf(texts, words) {
+export function groupUnits(texts, words) {
   const of = new Int32Array(texts.length);
   const start = [];
   for (let i = 0; i < texts.length; i++) {

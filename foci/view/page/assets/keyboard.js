@@ -1,22 +1,22 @@
-// The keyboard: everything that the pointer does, and a list of it.
+// Keyboard shortcuts and the dialog that lists them.
 
 import { button, make } from "./dom.js";
 
 const HELP = [
-  ["1 … 9", "the views, from left to right"],
+  ["1 … 9", "switch to a view, from left to right"],
   ["← → ↑ ↓", "move in the text, over the map, over an image, between heads"],
-  ["Enter, Space", "choose what the keys are on; with Shift: add it"],
-  ["Esc", "choose nothing"],
-  ["[ and ]", "the head before, the head after"],
-  ["{ and }", "the same head of the layer before or after"],
-  ["d", "where it looks, or who looks at it"],
+  ["Enter, Space", "select; with Shift: add to the selection"],
+  ["Esc", "clear the selection"],
+  ["[ and ]", "previous head, next head"],
+  ["{ and }", "the same head of the previous or next layer"],
+  ["d", "selected token as query (attends to) or as key (attended by)"],
   ["w", "words or tokens"],
-  ["s", "hide or show sinks"],
-  ["c", "linear, log or rank colours"],
+  ["s", "hide or show attention sinks"],
+  ["c", "linear, log or rank color scale"],
   ["/", "find in the text; Enter: next, Shift+Enter: previous"],
-  ["+ − 0", "map: nearer, farther, everything"],
-  ["p", "play the steps of a generation"],
-  ["t", "light or dark"],
+  ["+ − 0", "map: zoom in, zoom out, show everything"],
+  ["p", "play the generation steps"],
+  ["t", "light or dark theme"],
   ["?", "this list"],
 ];
 
@@ -26,20 +26,20 @@ export function helpDialog() {
   );
   const dialog = make(
     "dialog",
-    { class: "help", "aria-label": "Keys" },
-    make("h2", {}, "Keys"),
+    { class: "help", "aria-label": "Keyboard shortcuts" },
+    make("h2", {}, "Keyboard shortcuts"),
     make("table", {}, make("tbody", {}, ...rows)),
     make(
       "p",
       { class: "note" },
-      "Pointer: hover to look, click to keep, Shift-click to add, double-click a thumbnail for its map, wheel to zoom.",
+      "Pointer: hover to preview, click to select, Shift-click to add, double-click a thumbnail for its map, wheel to zoom.",
     ),
     button("Close", { class: "primary", onclick: () => dialog.close() }),
   );
   return dialog;
 }
 
-// actions: by key, each without arguments.
+// actions: functions without arguments, by key.
 export function listen(actions) {
   document.addEventListener("keydown", (event) => {
     const { target } = event;

@@ -1,24 +1,24 @@
-// The numbers behind one row: query, keys, scores, weights, values and output, from the payload or from the server.
+// The computation of one row: query, keys, scores, weights, values and output, from the payload or from the server.
 
-import { ranked } from "./focus.js";
+import { rankUnits } from "./focus.js";
 import { label } from "./tokens.js";
 
-const SHOWN = 10;
+const MAX_LISTED_KEYS = 10;
 
-// Everything that is known of a row: from the payload, or from the server. The score is ln(weight) + log-sum-exp.
-export function workedFor(store, one, i, seq) {
+// Everything that is known of a row. The score is ln(weight) + log-sum-exp.
+export function computeArithmetic(store, one, i, seq) {
   const layer = store.layers[one.layer];
   const row = new Float32Array(layer.Tk);
   store.addRow(row, one, i, seq);
-  const order = ranked(row, SHOWN);
+  const order = rankUnits(row, MAX_LISTED_KEYS);
   if (!order.length) return null;
-  const sent = store.remote?.worked(one, i, seq, order) ?? null;
-  const vectors = sent ?? vectorsFor(store, one, i, seq, order);
+  const sent = store.remote?.arithmetic(one, i, seq, order) ?? null;
+  const vectors = sent ?? readVectors(store, one, i, seq, order);
   const lse = (sent ? sent.lse : store.perQuery("lse", one, i, seq)) ?? null;
   const texts = store.texts(layer, "keys", seq);
   const known = row.reduce((sum, w) => sum + w, 0);
   const listed = order.reduce((sum, j) => sum + row[j], 0);
-  const keys = order.map((j, n) => keyOf(layer, j, label(texts[j] ?? ""), row[j], lse, vectors, n));
+  const keys = order.map((j, n) => describeKey(layer, j, label(texts[j] ?? ""), row[j], lse, vectors, n));
   const visible = row.reduce((count, w) => count + (w > 0 ? 1 : 0), 0);
   const exact = store.isExact(one, i, seq);
   const sinkMass = store.perQuery("sinkMass", one, i, seq) ?? 0;
@@ -35,31 +35,31 @@ export function workedFor(store, one, i, seq) {
   };
 }
 
-// What was not kept and does not follow from what was is null.
-function keyOf(layer, index, name, weight, lse, vectors, n) {
+// Values that were not recorded and cannot be derived are null.
+function describeKey(layer, index, name, weight, lse, vectors, n) {
   const score = lse === null ? null : Math.log(weight) + lse;
   const k = vectors?.k[n] ?? null;
   const known = { index, name, weight, k, v: vectors?.v?.[n] ?? null, score };
   const described = layer.score;
-  // Without the vectors the product follows from the score alone where nothing was added to it or bent.
+  // Without the vectors, the product follows from the score if there is no bias and no softcap.
   const plain = described && score !== null && !described.softcap && !described.bias;
   if (!k && !plain) return { ...known, raw: null, scaled: null, bias: null };
-  const raw = k ? compared(described, vectors, k) : score / described.scale;
+  const raw = k ? computeProduct(described, vectors, k) : score / described.scale;
   const uncapped = raw * described.scale;
   const scaled = described.softcap ? described.softcap * Math.tanh(uncapped / described.softcap) : uncapped;
   return { ...known, raw, scaled, bias: score === null ? null : score - scaled };
 }
 
-function compared({ additive }, { q, w }, k) {
+function computeProduct({ additive }, { q, w }, k) {
   const part = additive ? (x, d) => w[d] * Math.tanh(x + k[d]) : (x, d) => x * k[d];
   return q.reduce((sum, x, d) => sum + part(x, d), 0);
 }
 
-function vectorsFor(store, one, i, seq, order) {
+function readVectors(store, one, i, seq, order) {
   const layer = store.layers[one.layer];
   const name = (part) => `${layer.number}.${part}`;
   if (!store.arrays.has(name("q"))) return null;
-  // Heads that share keys read the same ones.
+  // Query heads of a group share a key head.
   const slice = (part, length, position) => {
     const [, heads, , width] = store.arrays.shape(name(part));
     const head = Math.floor((one.head * heads) / layer.heads);
@@ -81,7 +81,7 @@ function vectorsFor(store, one, i, seq, order) {
   return { q, k, w, v, out };
 }
 
-export function number(x) {
+export function formatNumber(x) {
   if (!Number.isFinite(x)) return x < 0 ? "−∞" : "∞";
   const size = Math.abs(x);
   const text = size !== 0 && (size < 0.001 || size >= 100000) ? x.toExponential(2) : x.toFixed(size >= 100 ? 1 : 3);

@@ -1,9 +1,9 @@
-// What is on the screen as SVG, PNG or CSV: into the clipboard, or as a file where the browser refuses that.
+// Copies the current view as SVG, PNG or CSV to the clipboard, or saves a file if the browser refuses that.
 
 import { cssColor, draw, make } from "./dom.js";
-import { ink, percent, scaleOf, shade } from "./colors.js";
+import { textColor, formatPercent, createScale, shade } from "./colors.js";
 import { label } from "./tokens.js";
-import { ranked } from "./focus.js";
+import { rankUnits } from "./focus.js";
 
 const FONT = "Inter, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', Arial, sans-serif";
 
@@ -36,7 +36,7 @@ export function svgText(x, y, text, { size = 13, fill = cssColor("--ink"), ancho
   );
 }
 
-// The tinted text, up to a length that fits a page.
+// The colored text, up to 1,500 tokens.
 export function textSvg(pane, focus) {
   const [width, line, most] = [720, 30, 1500];
   const pen = document.createElement("canvas").getContext("2d");
@@ -44,7 +44,7 @@ export function textSvg(pane, focus) {
   const parts = [];
   let [x, y] = [20, 60];
   for (let i = 0; i < Math.min(pane.texts.length, most); i++) {
-    const text = pane.written(i);
+    const text = pane.tokenText(i);
     const wide = pen.measureText(text).width + 4;
     if (pane.hasGap(i)) x += 5;
     if (x + wide > width - 20) [x, y] = [20, y + line];
@@ -66,12 +66,12 @@ export function textSvg(pane, focus) {
         }),
       );
     }
-    parts.push(svgText(x + 2, y, text, { size: 15, fill: t > 0.004 ? ink(pane.direction, t) : cssColor("--ink") }));
+    parts.push(svgText(x + 2, y, text, { size: 15, fill: t > 0.004 ? textColor(pane.direction, t) : cssColor("--ink") }));
     x += wide;
   }
   const sheet = svgSheet(width, y + 30);
   sheet.append(
-    svgText(20, 28, `${focus.name} · ${focus.to ? "where the framed tokens look" : "who looks at the framed tokens"}`, {
+    svgText(20, 28, `${focus.name} · ${focus.to ? "keys that the framed tokens attend to" : "queries that attend to the framed tokens"}`, {
       size: 12,
       fill: cssColor("--soft"),
     }),
@@ -80,31 +80,31 @@ export function textSvg(pane, focus) {
   return sheet;
 }
 
-export function csvOf(focus) {
-  const order = ranked(focus.units, focus.units.length);
+export function focusCsv(focus) {
+  const order = rankUnits(focus.units, focus.units.length);
   const rows = order.map((u, n) => [n + 1, focus.targets.start[u], focus.targets.text(u), focus.units[u]]);
-  return [["rank", "position", focus.to ? "looks at" : "is looked at by", "weight"], ...rows];
+  return [["rank", "position", focus.to ? "key" : "query", "weight"], ...rows];
 }
 
-// A field that a spreadsheet would run as a formula is kept as text.
-function field(value) {
+// A text that a spreadsheet would run as a formula is quoted.
+function csvField(value) {
   const text = typeof value === "number" ? String(Number(value.toPrecision(6))) : String(value);
   const plain = typeof value === "string" && /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
   return /[",\n\r]/.test(plain) ? `"${plain.replaceAll('"', '""')}"` : plain;
 }
 
 export function csvText(rows) {
-  return `${rows.map((row) => row.map(field).join(",")).join("\n")}\n`;
+  return `${rows.map((row) => row.map(csvField).join(",")).join("\n")}\n`;
 }
 
-export function svgSource(sheet) {
-  // Characters that XML does not know are shown by their signs already; halves of characters are not.
+export function serializeSvg(sheet) {
+  // Invalid XML characters are already replaced by signs; surrogates are not.
   return new XMLSerializer().serializeToString(sheet).toWellFormed?.() ?? new XMLSerializer().serializeToString(sheet);
 }
 
-export async function pngOf(sheet) {
+export async function renderPng(sheet) {
   const [width, height] = [Number(sheet.getAttribute("width")), Number(sheet.getAttribute("height"))];
-  const url = URL.createObjectURL(new Blob([svgSource(sheet)], { type: "image/svg+xml" }));
+  const url = URL.createObjectURL(new Blob([serializeSvg(sheet)], { type: "image/svg+xml" }));
   try {
     const image = new Image();
     image.src = url;
@@ -117,41 +117,41 @@ export async function pngOf(sheet) {
   }
 }
 
-export function saved(blob, name) {
+export function saveFile(blob, name) {
   const link = make("a", { href: URL.createObjectURL(blob), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-  return `saved as ${name}`;
+  return `Saved as ${name}`;
 }
 
-// Gives a sentence that says where it went.
-export async function copied(kind, view, focus) {
+// Returns a message for the user.
+export async function copyView(kind, view, focus) {
   const name = `attention.${kind}`;
   if (kind === "png") {
-    const blob = await pngOf(view.svg(focus));
+    const blob = await renderPng(view.svg(focus));
     try {
       await navigator.clipboard.write([new ClipboardItem({ "image/png": blob })]);
       return "PNG copied";
     } catch {
-      return saved(blob, name);
+      return saveFile(blob, name);
     }
   }
-  const text = kind === "svg" ? svgSource(view.svg(focus)) : csvText(view.csv(focus));
+  const text = kind === "svg" ? serializeSvg(view.svg(focus)) : csvText(view.csv(focus));
   try {
     await navigator.clipboard.writeText(text);
     return `${kind.toUpperCase()} copied`;
   } catch {
-    return saved(new Blob([text], { type: kind === "svg" ? "image/svg+xml" : "text/csv" }), name);
+    return saveFile(new Blob([text], { type: kind === "svg" ? "image/svg+xml" : "text/csv" }), name);
   }
 }
 
-// A matrix with its labels, for maps and alignments that fit on a page.
+// A matrix with its labels.
 export function matrixSvg({ rows, columns, weight, mode, direction = "to", marks = [], title = "" }) {
   const cell = Math.max(6, Math.min(26, 680 / columns.length));
   const [left, top] = [130, 130];
   const sheet = svgSheet(left + columns.length * cell + 30, top + rows.length * cell + 30);
   const values = rows.flatMap((_, i) => columns.map((_, j) => weight(i, j)));
-  const scale = scaleOf(mode, values);
+  const scale = createScale(mode, values);
   rows.forEach((_, i) =>
     columns.forEach((_, j) => {
       const t = scale.of(weight(i, j));
@@ -160,7 +160,7 @@ export function matrixSvg({ rows, columns, weight, mode, direction = "to", marks
           draw(
             "rect",
             { x: left + j * cell, y: top + i * cell, width: cell - 0.5, height: cell - 0.5, fill: shade(direction, t) },
-            draw("title", {}, percent(weight(i, j))),
+            draw("title", {}, formatPercent(weight(i, j))),
           ),
         );
       }
@@ -197,8 +197,8 @@ export function matrixSvg({ rows, columns, weight, mode, direction = "to", marks
   }
   sheet.append(
     svgText(12, 20, title, { size: 12, fill: cssColor("--soft") }),
-    svgText(12, top + 12, "looks ↓", { size: 11, fill: cssColor("--soft") }),
-    svgText(left, top - 108 + 20, "is looked at →", { size: 11, fill: cssColor("--soft") }),
+    svgText(12, top + 12, "queries ↓", { size: 11, fill: cssColor("--soft") }),
+    svgText(left, top - 108 + 20, "keys →", { size: 11, fill: cssColor("--soft") }),
   );
   return sheet;
 }

@@ -1,0 +1,191 @@
+// The panel beside the view: the largest weights as numbers, facts about the row, and the legend.
+
+import { make, button } from "./dom.js";
+import { formatPercent, createScale, shade } from "./colors.js";
+import { clipText } from "./tokens.js";
+import { rankUnits } from "./focus.js";
+
+const ENTROPY = "entropy in nats: 0 = one key, ln n = uniform over n keys";
+const RECEIVED = "the sum of the weights of all queries on this key";
+const SHORT_LIST = 14;
+const LONG_LIST = 100;
+
+export class WeightList {
+  constructor(store, state) {
+    Object.assign(this, { store, state, most: SHORT_LIST });
+    this.title = make("h2", { class: "ranked-title" });
+    this.body = make("tbody");
+    this.caption = make("caption");
+    this.table = make(
+      "table",
+      { class: "ranked" },
+      this.caption,
+      make("thead", {}, make("tr", {}, ...headings())),
+      this.body,
+    );
+    this.more = button("Show more", { class: "quiet", onclick: () => this.showMore() });
+    this.facts = make("dl", { class: "facts" });
+    this.legend = make("div", { class: "legend", "aria-hidden": "true" });
+    this.note = make("p", { class: "note" });
+    this.element = make(
+      "aside",
+      { class: "panel right", "aria-label": "Numbers" },
+      this.title,
+      this.facts,
+      this.table,
+      this.more,
+      this.legend,
+      this.note,
+    );
+  }
+
+  showMore() {
+    this.most = this.most === SHORT_LIST ? LONG_LIST : SHORT_LIST;
+    this.update(this.focus, this.given);
+  }
+
+  // `legend`: the color scale of a view that draws more than one row.
+  update(focus, legend = null) {
+    this.focus = focus;
+    this.given = legend;
+    const order = rankUnits(focus.units, this.most);
+    const { title, columns } = describeFocus(focus);
+    this.title.replaceChildren(...title);
+    this.caption.textContent = `${columns} in ${focus.name}, largest weight first`;
+    this.table.hidden = !focus.picks.length;
+    const largest = order.length ? focus.units[order[0]] : 0;
+    const scale = createScale(this.state.scale, focus.units, this.state.scale === "rank" ? null : largest);
+    this.body.replaceChildren(...order.map((u, n) => this.row(u, n, focus, scale, largest)));
+    const count = rankUnits(focus.units, LONG_LIST + 1).length;
+    this.more.hidden = count <= SHORT_LIST || !focus.picks.length;
+    this.more.textContent = this.most === SHORT_LIST ? `Show ${Math.min(count, LONG_LIST)}` : "Show fewer";
+    this.facts.replaceChildren(...this.listFacts(focus));
+    this.legend.hidden = !legend && !scale.largest;
+    this.drawLegend(
+      focus,
+      legend ?? {
+        scale,
+        direction: focus.to ? "to" : "from",
+        title: focus.to ? "attention weight on each key" : "attention weight from each query",
+      },
+    );
+    this.note.textContent = describePrecision(focus, this.store, this.state);
+  }
+
+  row(u, n, focus, scale, largest) {
+    const weight = focus.units[u];
+    const bar = make("span", { class: "bar", "aria-hidden": "true" });
+    bar.style.width = `${Math.max(1, (100 * weight) / largest)}%`;
+    bar.style.backgroundColor = shade(focus.to ? "to" : "from", 0.25 + 0.55 * scale.of(weight));
+    const position = focus.targets.start[u];
+    const go = button(clipText(focus.targets.label(u), 22), {
+      class: "link",
+      title: `position ${position}: select it`,
+      onclick: () => this.state.set({
+        chosen: [position],
+        hover: null,
+        direction: focus.layer.self ? this.state.direction : focus.to ? "from" : "to",
+      }),
+    });
+    const name = make("td", {}, make("bdi", {}, go), bar);
+    return make(
+      "tr",
+      {},
+      make("td", { class: "rank" }, String(n + 1)),
+      name,
+      make("td", { class: "position" }, String(position)),
+      make("td", { class: "weight" }, formatPercent(weight)),
+    );
+  }
+
+  listFacts(focus) {
+    const { picks, sinkShare, sinks, learned, coverage, exact, to } = focus;
+    const facts = [fact("head", focus.name)];
+    if (!picks.length) return facts;
+    if (!focus.known) return [...facts, fact("weights", "NaN or infinite")];
+    if (to && sinks.size) {
+      const where = [...sinks].slice(0, 3).map(
+        (j) => `“${clipText(focus.targets.label(focus.targets.of[j]), 12)}”`,
+      ).join(", ");
+      facts.push(
+        fact(
+          this.state.hideSinks ? "hidden in sinks" : "in sinks",
+          `${formatPercent(sinkShare)} · ${where}${sinks.size > 3 ? " …" : ""}`,
+        ),
+      );
+    } else if (to) facts.push(fact("sinks", "none in this head"));
+    if (learned > 0) facts.push(fact("in the learned sink", formatPercent(learned)));
+    if (!exact && to) facts.push(fact("top keys", `${formatPercent(coverage)} of its attention`));
+    if (to && picks.length === 1) {
+      const nats = computeEntropy(focus, this.store, this.state);
+      if (nats !== null) {
+        const keys = `as uniform over ${Math.exp(nats).toFixed(1)} keys`;
+        facts.push(fact("entropy", `${nats.toFixed(2)} nats · ${keys}`, ENTROPY));
+      }
+    }
+    if (!to) facts.push(fact("received", `${focus.total.toFixed(2)} in total`, RECEIVED));
+    return facts;
+  }
+
+  drawLegend(focus, { scale, direction = "to", title }) {
+    const strip = make("div", { class: "strip" });
+    for (let i = 0; i < 48; i++) {
+      const cell = make("span");
+      cell.style.backgroundColor = shade(direction, i / 47);
+      strip.append(cell);
+    }
+    const ticks = make("div", { class: "ticks" });
+    for (const [, text] of scale.ticks) ticks.append(make("span", {}, text));
+    this.legend.replaceChildren(make("div", { class: "legend-title" }, `${title} · ${scale.mode}`), strip, ticks);
+  }
+}
+
+// From all weights if they are available, else the stored statistic of a single head.
+function computeEntropy({ exact, weights, heads, sources, picks }, store, state) {
+  if (exact) return weights.reduce((sum, w) => (w > 0 ? sum - w * Math.log(w) : sum), 0);
+  return heads.length === 1 ? store.entropy(heads[0], sources.start[picks[0]], state.seq) : null;
+}
+
+function headings() {
+  return [
+    make("th", { scope: "col", class: "rank" }, "#"),
+    make("th", { scope: "col" }, "token"),
+    make("th", { scope: "col", class: "position" }, "pos"),
+    make("th", { scope: "col", class: "weight" }, "weight"),
+  ];
+}
+
+function fact(name, value, title = null) {
+  return make("div", { title }, make("dt", {}, name), make("dd", {}, value));
+}
+
+// “hungry” attends to / is attended to by
+export function describeFocus(focus) {
+  const texts = focus.picks.slice(0, 3).map((u) => `“${clipText(focus.sources.label(u), 18)}”`);
+  if (!texts.length) return { title: ["Point at a token"], columns: "nothing selected" };
+  const who = texts.join(" + ") + (focus.picks.length > 3 ? ` + ${focus.picks.length - 3} more` : "");
+  const many = focus.picks.length > 1;
+  const verb = focus.to ? (many ? "attend to" : "attends to") : many ? "are attended to by" : "is attended to by";
+  return { title: [make("bdi", {}, who), " ", make("span", { class: "verb" }, verb)], columns: `${who} ${verb}` };
+}
+
+function describePrecision(focus, store, state) {
+  if (!focus.picks.length) return "Hover to preview, click to select, Shift-click to add. Press ? for all keyboard shortcuts.";
+  const nonfinite = store.countNonfiniteRows(focus.heads, state.seq);
+  if (nonfinite) {
+    const rows = `${nonfinite} of ${focus.layer.Tq * focus.heads.length} rows of ${focus.name}`;
+    return `${rows} have NaN or infinite weights, which are not drawn or counted.`;
+  }
+  if (focus.exact) {
+    const rounded = store.layers[focus.layer.number].entries === "log16" && !store.remote;
+    const which = store.header.notes.length ? "All weights of the part that the model read" : "All weights";
+    return `${which} are here, ${rounded ? "rounded to four digits" : "exact"}.`;
+  }
+  const k = store.topCount(focus.layer.number);
+  if (store.remote) return "The top keys are shown; all weights are loading.";
+  if (!k) return "This record has only pictures and statistics, no single weights.";
+  const stored = focus.to
+    ? `the exact weights of the ${k} top keys of each query`
+    : `only queries with this key among their ${k} top keys`;
+  return `Long text: this file has ${stored}; the map shows pictures of the rest.`;
+}
