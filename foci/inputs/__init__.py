@@ -1,1 +1,12 @@
-"""Raw input into sequences: text, images, sound, and the tables that name them."""
+"""Turns files and text into tensors.
+
+tables: TSV and JSONL rows, text files, plain or compressed
+files: describes a path for error messages
+text: tokenizers: bytes, characters, words, BPE
+image: image files into pixels
+image_augmentation: random changes of image batches
+audio: audio files into samples, samples into log-mel spectrograms
+audio_augmentation: random changes of samples and spectrograms
+sample_cache: keeps decoded files in memory between epochs
+padding: pads sequences into one tensor and groups them by size
+"""

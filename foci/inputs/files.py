@@ -1,14 +1,14 @@
-"""What is found where a file should be."""
+"""Describes a path for error messages."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 
-def found_at(path: Path) -> str:
-    """What is at a path that is no file: the end of "but there is ...".
+def describe_path(path: Path) -> str:
+    """Describes what is at a path that is not a file: the end of "... must be a file, got ...".
 
-    >>> found_at(Path("nowhere.png"))
+    >>> describe_path(Path("nowhere.png"))
     'no such file'
     """
-    return "a folder" if path.is_dir() else "something else" if path.exists() else "no such file"
+    return "a directory" if path.is_dir() else "something else" if path.exists() else "no such file"

@@ -1,4 +1,4 @@
-"""What was read from files, kept for the next epoch as far as memory is set aside for it."""
+"""Keeps tensors decoded from files in memory for the next epoch, up to a size limit."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Callable
 from torch import Tensor
 
 
-class Shelf:
-    """A function from a path to a tensor that reads each file once, until the shelf is full.
+class SampleCache:
+    """A function from a path to a tensor that reads each file once, until the cache is full.
 
     >>> import torch
-    >>> shelf = Shelf(lambda path: torch.zeros(len(path)), limit=16)
-    >>> shelf("abc").shape, shelf.nbytes
+    >>> cache = SampleCache(lambda path: torch.zeros(len(path)), limit=16)
+    >>> cache("abc").shape, cache.nbytes
     (torch.Size([3]), 12)
 
     Args:
         read: reads one file.
-        limit: how many bytes are kept; what is read after that is read anew each time.
+        limit: bytes kept; once they are used up, other files are read every time.
     """
 
     def __init__(self, read: Callable[[str], Tensor], limit: int = 2**31) -> None:
         self.read, self.limit, self.nbytes = read, limit, 0
-        self._kept: dict[str, Tensor] = {}
+        self._cached: dict[str, Tensor] = {}
 
     def __call__(self, path: str) -> Tensor:
-        if path in self._kept:
-            return self._kept[path]
-        found = self.read(path)
-        if self.nbytes + found.nbytes <= self.limit:
-            self._kept[path] = found
-            self.nbytes += found.nbytes
-        return found
+        if path in self._cached:
+            return self._cached[path]
+        tensor = self.read(path)
+        if self.nbytes + tensor.nbytes <= self.limit:
+            self._cached[path] = tensor
+            self.nbytes += tensor.nbytes
+        return tensor

@@ -1,4 +1,4 @@
-"""Tables in files: TSV and JSONL line by line, and texts, plain or compressed (.gz, .xz)."""
+"""Reads TSV and JSONL tables line by line, and text files, plain or compressed (.gz, .xz)."""
 
 from __future__ import annotations
 
@@ -9,130 +9,134 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from foci.inputs.files import found_at
+from foci.inputs.files import describe_path
 
 
-class Row(NamedTuple):
-    """A line of a table: where it stands, and its columns by name; or what is wrong with it."""
+class TableRow(NamedTuple):
+    """One line of a table: its location and its columns by name, or the reason why it cannot be used."""
 
-    place: str  # "pairs.tsv:12"
+    location: str  # "pairs.tsv:12"
     fields: dict[str, str]
     problem: str | None = None  # why it cannot be used; then `fields` is empty
     warning: str | None = None
 
 
-def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    r"""The lines of a .tsv (columns in this order) or a .jsonl (columns by name), good and bad.
+def read_table_rows(path: Path, columns: Sequence[str]) -> Iterator[TableRow]:
+    r"""Yields the lines of a .tsv (columns in this order) or a .jsonl (columns by name), valid or not.
 
-    A first line of a TSV that holds just the names of the columns is a heading. Empty lines are passed over.
+    A first line of a TSV that holds exactly the column names is a header. Empty lines are skipped.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "pairs.tsv")
     ...     written = path.write_text("Hello.\tHallo.\nonly one\n")
-    ...     for row in rows(path, ("source", "target")):
+    ...     for row in read_table_rows(path, ("source", "target")):
     ...         print(row.fields or row.problem)
     {'source': 'Hello.', 'target': 'Hallo.'}
-    expected 2 columns (source, target) between tabs, but got 1
+    a line must have 2 tab-separated columns (source, target), got 1
     """
-    json_lines = kind(path) in {".jsonl", ".ndjson"}
-    for number, line, problem in lines(path):
-        place = f"{path}:{number}"
+    json_lines = data_suffix(path) in {".jsonl", ".ndjson"}
+    for number, line, problem in read_lines(path):
+        location = f"{path}:{number}"
         if problem is not None:
-            yield Row(place, {}, problem)
+            yield TableRow(location, {}, problem)
         elif not line.strip() or (number == 1 and not json_lines and line.split("\t") == list(columns)):
             continue
         elif json_lines:
-            yield from_json(place, line, columns)
+            yield parse_json_row(location, line, columns)
         else:
-            yield from_tabs(place, line, columns)
+            yield parse_tsv_row(location, line, columns)
 
 
-def good_rows(
-    path: Path, columns: Sequence[str], wrong: Callable[[dict[str, str]], str | None] | None = None
-) -> list[Row]:
-    """All lines of a table; the first bad one is raised as a ValueError. `wrong` says what else is, of good fields."""
-    found = []
-    for row in rows(path, columns):
-        problem = row.problem or (None if wrong is None else wrong(row.fields))
+def read_valid_rows(
+    path: Path, columns: Sequence[str], check: Callable[[dict[str, str]], str | None] | None = None
+) -> list[TableRow]:
+    """Reads all lines; raises ValueError for the first invalid one. `check` returns a problem of the fields or None."""
+    valid = []
+    for row in read_table_rows(path, columns):
+        problem = row.problem or (None if check is None else check(row.fields))
         if problem is not None:
-            raise ValueError(f"{row.place}: {problem}")
-        found.append(row)
-    if not found:
-        raise ValueError(f"{path}: expected at least one line, but it has none")
-    return found
+            raise ValueError(f"{row.location}: {problem}")
+        valid.append(row)
+    if not valid:
+        raise ValueError(f"{path} must have at least one line, got none")
+    return valid
 
 
-def from_tabs(place: str, line: str, columns: Sequence[str]) -> Row:
+def parse_tsv_row(location: str, line: str, columns: Sequence[str]) -> TableRow:
     parts = line.split("\t")
-    names = f"expected {len(columns)} column{'s' * (len(columns) > 1)} ({', '.join(columns)})"
+    expected = f"a line must have {len(columns)} tab-separated column{'s' * (len(columns) > 1)} ({', '.join(columns)})"
     if len(parts) < len(columns):
-        return Row(place, {}, f"{names} between tabs, but got {len(parts)}")
-    more = f"{names}, but got {len(parts)}: the others are passed over" if len(parts) > len(columns) else None
-    return Row(place, dict(zip(columns, parts, strict=False)), None, more)
+        return TableRow(location, {}, f"{expected}, got {len(parts)}")
+    extra = f"{expected}, got {len(parts)}: the others are ignored" if len(parts) > len(columns) else None
+    return TableRow(location, dict(zip(columns, parts, strict=False)), None, extra)
 
 
-def from_json(place: str, line: str, columns: Sequence[str]) -> Row:
+def parse_json_row(location: str, line: str, columns: Sequence[str]) -> TableRow:
     try:
         content = json.loads(line)
     except ValueError as error:
-        return Row(place, {}, f"expected a line of JSON, but it cannot be read: {error}")
+        return TableRow(location, {}, f"a line must be valid JSON: {error}")
     if not isinstance(content, dict):
-        return Row(place, {}, f"expected an object with {', '.join(columns)}, but got {line[:60]}")
+        return TableRow(
+            location, {}, f"a line must be a JSON object with the keys {', '.join(columns)}, got {line[:60]}"
+        )
     missing = [name for name in columns if name not in content]
     if missing:
-        return Row(place, {}, f"expected the keys {', '.join(columns)}, but got {', '.join(content) or 'none'}")
+        return TableRow(
+            location, {}, f"a line must have the keys {', '.join(columns)}, got {', '.join(content) or 'none'}"
+        )
     wrong = [name for name in columns if isinstance(content[name], list | dict | type(None))]
     if wrong:
-        return Row(place, {}, f"expected a text for {wrong[0]!r}, but got {json.dumps(content[wrong[0]])[:60]}")
-    return Row(place, {name: str(content[name]) for name in columns})
+        return TableRow(location, {}, f"{wrong[0]!r} must be a string, got {json.dumps(content[wrong[0]])[:60]}")
+    return TableRow(location, {name: str(content[name]) for name in columns})
 
 
-def lines(path: Path) -> Iterator[tuple[int, str, str | None]]:
-    """The number of each line from 1 on, its text, and what is wrong with it where it is no UTF-8."""
-    with opened(path) as file:
+def read_lines(path: Path) -> Iterator[tuple[int, str, str | None]]:
+    """Yields the number of each line from 1, its text, and the problem if it is not UTF-8."""
+    with open_decompressed(path) as file:
         try:
             for number, raw in enumerate(file, start=1):
                 try:
                     text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
-                    found = f"byte {raw[error.start : error.start + 1]!r} at column {error.start + 1}"
-                    yield number, "", f"expected UTF-8, but got {found}"
+                    invalid = f"byte {raw[error.start : error.start + 1]!r} at column {error.start + 1}"
+                    yield number, "", f"a line must be UTF-8, got {invalid}"
                     continue
                 yield number, text.rstrip("\r\n"), None
         except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path} cannot be unpacked: {error}") from error
+            raise ValueError(f"{path} cannot be decompressed: {error}") from error
 
 
-def text_of(path: Path) -> str:
-    """All of a text file."""
-    with opened(path) as file:
+def read_text_file(path: Path) -> str:
+    """Reads a whole text file."""
+    with open_decompressed(path) as file:
         try:
             return file.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: expected UTF-8, but byte {error.start} is none") from error
+            raise ValueError(f"{path} must be UTF-8, got an invalid byte at offset {error.start}") from error
         except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path} cannot be unpacked: {error}") from error
+            raise ValueError(f"{path} cannot be decompressed: {error}") from error
 
 
-def opened(path: Path) -> BinaryIO:
-    """The bytes of a file, unpacked."""
+def open_decompressed(path: Path) -> BinaryIO:
+    """Opens a file for reading bytes, decompressed."""
     if not path.is_file():
-        raise ValueError(f"expected a file at {path}, but there is {found_at(path)}")
+        raise ValueError(f"{path} must be a file, got {describe_path(path)}")
     if path.suffix == ".gz":
         return cast("BinaryIO", gzip.open(path, "rb"))
     return cast("BinaryIO", lzma.open(path, "rb")) if path.suffix == ".xz" else path.open("rb")
 
 
-def kind(path: Path) -> str:
-    """The ending that says what is in a file: .jsonl for train.jsonl.xz."""
+def data_suffix(path: Path) -> str:
+    """Returns the suffix without the compression: .jsonl for train.jsonl.xz."""
     return (path.with_suffix("") if path.suffix in {".gz", ".xz"} else path).suffix.lower()
 
 
-def only(paths: Sequence[Path], what: str) -> Path:
-    """The one path of a task that takes one."""
+def require_one_path(paths: Sequence[Path], what: str) -> Path:
+    """Returns the only path; raises ValueError for none, several, or a missing one."""
     if len(paths) != 1:
-        raise ValueError(f"expected one path, {what}, but got {len(paths)}: {', '.join(map(str, paths))}")
+        raise ValueError(f"the data must be one path, {what}, got {len(paths)}: {', '.join(map(str, paths))}")
     if not paths[0].exists():
-        raise ValueError(f"expected {what} at {paths[0]}, but there is nothing")
+        raise ValueError(f"{paths[0]} must be {what}, but it does not exist")
     return paths[0]

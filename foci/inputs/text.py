@@ -1,6 +1,6 @@
-"""Text into tokens and back: bytes, characters, words, or pieces of words (BPE).
+"""Tokenizers: text to token ids and back, by bytes, characters, words, or byte-pair encoding (BPE).
 
-Every vocabulary begins with four tokens that stand for no text: padding, start, stop, unknown.
+Every vocabulary begins with four special tokens: padding, start, stop, unknown.
 """
 
 from __future__ import annotations
@@ -14,78 +14,82 @@ from typing import Any, ClassVar, Literal
 
 from foci.record.labels import Labels, decode_each_token, number_words_by_spaces
 
-SPECIAL = ("<pad>", "<start>", "<stop>", "<unknown>")
+SPECIAL_TOKENS = ("<pad>", "<start>", "<stop>", "<unknown>")
 PAD, START, STOP, UNKNOWN = range(4)
-# Texts are asked for once an epoch; more than so many are encoded anew.
-REMEMBERED = 2**20
+# Every epoch encodes the same texts; this many are cached, the others are encoded every time.
+MAX_CACHED_TEXTS = 2**20
 
 TokenizerKind = Literal["bpe", "words", "characters", "bytes"]
 
 
 class Tokenizer(ABC):
-    """Text into the numbers of its tokens, and back.
+    """Text to token ids, and back.
 
-    >>> tokens = Characters(["hello"])
-    >>> tokens.encode("hole")
+    >>> tokenizer = CharacterTokenizer(["hello"])
+    >>> tokenizer.encode("hole")
     [5, 7, 6, 4]
-    >>> tokens.decode(tokens.encode("hole"))
+    >>> tokenizer.decode(tokenizer.encode("hole"))
     'hole'
     """
 
     kind: ClassVar[TokenizerKind]
 
     def __init__(self) -> None:
-        self._known: dict[str, list[int]] = {}
+        self._cached: dict[str, list[int]] = {}
 
     @property
     @abstractmethod
     def vocabulary(self) -> int:
-        """How many tokens there are, the four that stand for no text among them."""
+        """Number of tokens, including the four special ones."""
 
     @abstractmethod
-    def _encoded(self, text: str) -> list[int]: ...
+    def _encode(self, text: str) -> list[int]: ...
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; those that stand for no text are left out, but for unknown ones."""
+        """Returns the text of tokens; special tokens other than <unknown> are left out."""
 
     @abstractmethod
     def _texts(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token, with the space before it where it has one."""
+        """Returns the text of each token, including a leading space if it has one."""
 
     @abstractmethod
     def save(self) -> dict[str, Any]:
-        """What `load` needs, as JSON."""
+        """Returns what `tokenizer_from_dict` needs, as JSON values."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, remembered from one epoch to the next."""
-        if text not in self._known:
-            if len(self._known) >= REMEMBERED:
-                return self._encoded(text)
-            self._known[text] = self._encoded(text)
-        return self._known[text]
+        """Returns the tokens of a text, cached between epochs."""
+        if text not in self._cached:
+            if len(self._cached) >= MAX_CACHED_TEXTS:
+                return self._encode(text)
+            self._cached[text] = self._encode(text)
+        return self._cached[text]
 
     def labels(self, tokens: Sequence[int]) -> Labels:
-        """The tokens as views print them, with the words that they belong to; one that is no text is its own word."""
+        """Returns display labels of tokens with the words they belong to; a special token is a word of its own."""
         texts = [
-            SPECIAL[token] if token < len(SPECIAL) else text
+            SPECIAL_TOKENS[token] if token < len(SPECIAL_TOKENS) else text
             for token, text in zip(tokens, self._texts(tokens), strict=True)
         ]
-        apart = [f" {text} " if token < len(SPECIAL) else text for token, text in zip(tokens, texts, strict=True)]
-        return Labels.tokens([texts], [number_words_by_spaces(apart)])
+        spaced = [
+            f" {text} " if token < len(SPECIAL_TOKENS) else text for token, text in zip(tokens, texts, strict=True)
+        ]
+        return Labels.tokens([texts], [number_words_by_spaces(spaced)])
 
 
-class Bytes(Tokenizer):
-    """The bytes of UTF-8: 256 tokens, every text has them, nothing is learned."""
+class ByteTokenizer(Tokenizer):
+    """The bytes of UTF-8: 256 tokens that cover every text; nothing is learned."""
 
     kind = "bytes"
-    vocabulary = len(SPECIAL) + 256
+    vocabulary = len(SPECIAL_TOKENS) + 256
 
-    def _encoded(self, text: str) -> list[int]:
-        return [byte + len(SPECIAL) for byte in text.encode()]
+    def _encode(self, text: str) -> list[int]:
+        return [byte + len(SPECIAL_TOKENS) for byte in text.encode()]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token - len(SPECIAL) for token in tokens if token >= len(SPECIAL)).decode(errors="replace")
+        return bytes(token - len(SPECIAL_TOKENS) for token in tokens if token >= len(SPECIAL_TOKENS)).decode(
+            errors="replace"
+        )
 
     def _texts(self, tokens: Sequence[int]) -> list[str]:
         return decode_each_token(tokens, self.decode)
@@ -94,68 +98,68 @@ class Bytes(Tokenizer):
         return {"kind": self.kind}
 
 
-class Listed(Tokenizer):
-    """Tokens from a list: what is not in it is unknown."""
+class VocabularyTokenizer(Tokenizer):
+    """Tokens from a fixed list; anything else becomes <unknown>."""
 
-    def __init__(self, listed: Iterable[str]) -> None:
+    def __init__(self, tokens: Iterable[str]) -> None:
         super().__init__()
-        self.listed = list(listed)
-        self._numbers = {token: number for number, token in enumerate(self.listed, start=len(SPECIAL))}
+        self.tokens = list(tokens)
+        self._ids = {token: number for number, token in enumerate(self.tokens, start=len(SPECIAL_TOKENS))}
 
     @property
     def vocabulary(self) -> int:
-        return len(SPECIAL) + len(self.listed)
+        return len(SPECIAL_TOKENS) + len(self.tokens)
 
     @abstractmethod
-    def _parts(self, text: str) -> Sequence[str]: ...
+    def _split(self, text: str) -> Sequence[str]: ...
 
-    def _encoded(self, text: str) -> list[int]:
-        return [self._numbers.get(part, UNKNOWN) for part in self._parts(text)]
+    def _encode(self, text: str) -> list[int]:
+        return [self._ids.get(part, UNKNOWN) for part in self._split(text)]
 
-    def _found(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token that stands for one."""
-        first = len(SPECIAL)
-        return ["�" if token == UNKNOWN else self.listed[token - first] for token in tokens if token >= UNKNOWN]
+    def _texts_without_special(self, tokens: Sequence[int]) -> list[str]:
+        """Returns the text of each token that is not special, and � for <unknown>."""
+        first = len(SPECIAL_TOKENS)
+        return ["�" if token == UNKNOWN else self.tokens[token - first] for token in tokens if token >= UNKNOWN]
 
     def _texts(self, tokens: Sequence[int]) -> list[str]:
         return [self.decode([token]) for token in tokens]
 
     def save(self) -> dict[str, Any]:
-        return {"kind": self.kind, "listed": self.listed}
+        return {"kind": self.kind, "listed": self.tokens}
 
 
-class Characters(Listed):
-    """The characters that occur in the texts to learn from."""
+class CharacterTokenizer(VocabularyTokenizer):
+    """The characters of the training texts."""
 
     kind = "characters"
 
-    def __init__(self, listed: Iterable[str]) -> None:
-        super().__init__(sorted(set().union(*listed)))
+    def __init__(self, texts: Iterable[str]) -> None:
+        super().__init__(sorted(set().union(*texts)))
 
-    def _parts(self, text: str) -> Sequence[str]:
+    def _split(self, text: str) -> Sequence[str]:
         return text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(self._found(tokens))
+        return "".join(self._texts_without_special(tokens))
 
 
-class Words(Listed):
-    """Words and punctuation marks, the commonest of the texts to learn from."""
+class WordTokenizer(VocabularyTokenizer):
+    """The most frequent words and punctuation marks of the training texts."""
 
     kind = "words"
 
-    def _parts(self, text: str) -> Sequence[str]:
-        return words(text)
+    def _split(self, text: str) -> Sequence[str]:
+        return tokenize_words(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return joined(self._found(tokens))
+        return join_words(self._texts_without_special(tokens))
 
     def _texts(self, tokens: Sequence[int]) -> list[str]:
-        return [f" {text}" if place else text for place, text in enumerate(super()._texts(tokens))]
+        return [f" {text}" if index else text for index, text in enumerate(super()._texts(tokens))]
 
 
-class Pieces(Tokenizer):
-    """Pieces of words, learned by byte-pair encoding; every text has them, because bytes are among them."""
+class BPETokenizer(Tokenizer):
+    """Subwords learned by byte-pair encoding; they cover every text, because all bytes are among them."""
 
     kind = "bpe"
 
@@ -167,106 +171,108 @@ class Pieces(Tokenizer):
     def vocabulary(self) -> int:
         return int(self.model.get_vocab_size())
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return list(self.model.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.model.decode([token for token in tokens if token >= len(SPECIAL)])).removeprefix(" ")
+        return str(self.model.decode([token for token in tokens if token >= len(SPECIAL_TOKENS)])).removeprefix(" ")
 
     def _texts(self, tokens: Sequence[int]) -> list[str]:
-        return decode_each_token(tokens, lambda some: str(self.model.decode(some, skip_special_tokens=False)))
+        return decode_each_token(tokens, lambda ids: str(self.model.decode(ids, skip_special_tokens=False)))
 
     def save(self) -> dict[str, Any]:
         return {"kind": self.kind, "model": self.model.to_str()}
 
 
-def learned(kind: TokenizerKind, texts: Sequence[str], size: int) -> Tokenizer:
-    """A tokenizer for texts like these, with at most `size` tokens.
+def train_tokenizer(kind: TokenizerKind, texts: Sequence[str], size: int) -> Tokenizer:
+    """Trains a tokenizer on texts, with at most `size` tokens.
 
-    >>> learned("words", ["a man sleeps .", "a dog sleeps ."], size=7).encode("a cat sleeps .")
+    >>> train_tokenizer("words", ["a man sleeps .", "a dog sleeps ."], size=7).encode("a cat sleeps .")
     [5, 3, 6, 4]
     """
     if kind == "bytes":
-        return Bytes()
+        return ByteTokenizer()
     if kind == "characters":
-        return Characters(texts)
+        return CharacterTokenizer(texts)
     if kind == "words":
-        counts = Counter(word for text in texts for word in words(text))
+        counts = Counter(word for text in texts for word in tokenize_words(text))
         common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        return Words(word for word, _ in common[: max(size - len(SPECIAL), 0)])
-    return Pieces(learned_pieces(texts, size))
+        return WordTokenizer(word for word, _ in common[: max(size - len(SPECIAL_TOKENS), 0)])
+    return BPETokenizer(train_bpe(texts, size))
 
 
-def learned_pieces(texts: Sequence[str], size: int) -> Any:
-    """Byte-pair encoding by the package `tokenizers`; a word begins with its space."""
-    package = tokenizers()
-    least = len(SPECIAL) + 256
-    if size < least:
-        raise ValueError(f"a vocabulary of pieces has at least {least} tokens, the bytes among them, but got {size}")
+def train_bpe(texts: Sequence[str], size: int) -> Any:
+    """Trains byte-pair encoding with the package `tokenizers`; a word includes the space before it."""
+    package = import_tokenizers()
+    minimum = len(SPECIAL_TOKENS) + 256
+    if size < minimum:
+        raise ValueError(
+            f"the vocabulary of a bpe tokenizer must be at least {minimum}, which includes all bytes, got {size}"
+        )
     model = package.Tokenizer(package.models.BPE())
     model.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=True)
     model.decoder = package.decoders.ByteLevel()
     trainer = package.trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
-    # A text that spells a special token is a text like any other.
+    # A text that contains the name of a special token is encoded as plain text.
     model.encode_special_tokens = True
     return model
 
 
-def load(content: Any) -> Tokenizer:
-    """The tokenizer that `save` described."""
+def tokenizer_from_dict(content: Any) -> Tokenizer:
+    """Rebuilds the tokenizer that `Tokenizer.save` described."""
     match content:
         case {"kind": "bytes"}:
-            return Bytes()
-        case {"kind": "characters", "listed": list(listed)}:
-            return Characters(listed)
-        case {"kind": "words", "listed": list(listed)}:
-            return Words(listed)
+            return ByteTokenizer()
+        case {"kind": "characters", "listed": list(tokens)}:
+            return CharacterTokenizer(tokens)
+        case {"kind": "words", "listed": list(tokens)}:
+            return WordTokenizer(tokens)
         case {"kind": "bpe", "model": str(model)}:
-            found = tokenizers().Tokenizer.from_str(model)
-            found.encode_special_tokens = True
-            return Pieces(found)
-    raise ValueError(f"expected a tokenizer of the kinds bpe, words, characters or bytes, but got {str(content)[:80]}")
+            loaded = import_tokenizers().Tokenizer.from_str(model)
+            loaded.encode_special_tokens = True
+            return BPETokenizer(loaded)
+    raise ValueError(f"a tokenizer must be of the kind bpe, words, characters or bytes, got {str(content)[:80]}")
 
 
-def to_json(tokenizer: Tokenizer) -> str:
-    """What goes into a model's file."""
+def tokenizer_to_json(tokenizer: Tokenizer) -> str:
+    """Formats a tokenizer as the JSON of a model file."""
     return json.dumps(tokenizer.save(), ensure_ascii=False)
 
 
-def from_json(text: str) -> Tokenizer:
-    """The tokenizer in a model's file."""
-    return load(json.loads(text))
+def tokenizer_from_json(text: str) -> Tokenizer:
+    """Parses the tokenizer of a model file."""
+    return tokenizer_from_dict(json.loads(text))
 
 
-def words(text: str) -> list[str]:
-    """Words and punctuation marks.
+def tokenize_words(text: str) -> list[str]:
+    """Splits a text into words and punctuation marks.
 
-    >>> words("she's hungry.")
+    >>> tokenize_words("she's hungry.")
     ['she', "'s", 'hungry', '.']
     """
     return re.findall(r"\w+|'\w+|[^\w\s]", text)
 
 
-def joined(parts: Sequence[str]) -> str:
-    """Words as a text: no space before a mark that closes.
+def join_words(parts: Sequence[str]) -> str:
+    """Joins words to a text, without a space before closing punctuation.
 
-    >>> joined(["she", "'s", "hungry", "."])
+    >>> join_words(["she", "'s", "hungry", "."])
     "she's hungry."
     """
     return re.sub(r" (?=[.,;:!?)\]}%]|'\w)", "", " ".join(parts))
 
 
-def tokenizers() -> Any:
+def import_tokenizers() -> Any:
     try:
         import tokenizers as package
     except ImportError as error:
         raise ImportError(
-            "pieces of words need tokenizers, which is not installed: pip install 'foci[tasks]'"
+            "the bpe tokenizer needs tokenizers, which is not installed: pip install 'foci[tasks]'"
         ) from error
     return package

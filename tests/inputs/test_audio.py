@@ -54,16 +54,16 @@ def test_channels_are_averaged_and_a_rate_is_kept(tmp_path: Path) -> None:
     assert audio.read_audio(path, 16000)[0].shape == (200,)
 
 
-def test_what_is_no_sound_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_invalid_audio_files_give_clear_errors(tmp_path: Path) -> None:
     path = tmp_path / "text.wav"
     path.write_text("this is no sound")
-    with pytest.raises(ValueError, match=r"text.wav should be a sound file, but soundfile cannot read it: .+"):
+    with pytest.raises(ValueError, match=r"text.wav must be an audio file, but soundfile cannot read it: .+"):
         audio.read_audio(path)
-    with pytest.raises(ValueError, match=r"text.wav should be a wav file with PCM, but it cannot be read: .+soundfile"):
+    with pytest.raises(ValueError, match=r"text.wav must be a PCM wav file, but it cannot be read: .+soundfile"):
         audio.read_pcm(str(path))
-    with pytest.raises(FileNotFoundError, match=r"missing.wav should be a sound file, but there is no such file"):
+    with pytest.raises(FileNotFoundError, match=r"missing.wav must be an audio file, got no such file"):
         audio.read_audio(tmp_path / "missing.wav")
-    with pytest.raises(ValueError, match="holds no samples"):
+    with pytest.raises(ValueError, match="must be an audio file with samples, got none"):
         audio.read_audio(write_wav(tmp_path / "empty.wav", torch.zeros(0), 8000))
 
 
@@ -82,15 +82,15 @@ def test_a_resampled_tone_is_the_same_tone(before: int, after: int) -> None:
     assert (found[inner] - wanted[inner]).abs().max() < 2e-3
 
 
-def test_what_the_new_rate_cannot_carry_is_gone() -> None:
+def test_resampling_does_not_alias() -> None:
     assert audio.resample(tone(3500, 8000), 2.0)[100:-100].abs().max() < 0.01
     assert audio.resample(tone(1000, 8000), 2.0)[100:-100].abs().max() > 0.99
 
 
-def test_long_sounds_are_resampled_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sounds_are_resampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     whole = audio.resample(samples, 1.37)
-    monkeypatch.setattr(audio, "PIECE", 64)
+    monkeypatch.setattr(audio, "RESAMPLE_CHUNK", 64)
     assert torch.allclose(audio.resample(samples, 1.37), whole, atol=1e-6)
 
 
@@ -142,20 +142,20 @@ def test_a_tone_lies_in_its_band_and_silence_at_the_floor() -> None:
     )
 
 
-def test_a_batch_is_as_each_alone() -> None:
+def test_a_batch_equals_single_calls() -> None:
     both = torch.randn(2, 800, generator=torch.Generator().manual_seed(1))
     found = audio.log_mel(both, 8000, bands=16)
     assert torch.allclose(found[1], audio.log_mel(both[1], 8000, bands=16), atol=1e-5)
 
 
-def test_what_cannot_be_a_spectrogram_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"samples must be floats \(N,\) or \(B, N\), but got torch.int64 \(3,\)"):
+def test_invalid_spectrogram_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"samples must be floats \(N,\) or \(B, N\), got torch.int64 \(3,\)"):
         audio.log_mel(torch.tensor([1, 2, 3]), 8000)
-    with pytest.raises(ValueError, match=r"every band must hold a bin .* but 300 bands are too narrow"):
+    with pytest.raises(ValueError, match=r"bands must be few enough .*, got 300"):
         audio.log_mel(torch.zeros(100), 8000, bands=300)
-    with pytest.raises(ValueError, match=r"bands must lie between 0 and 4000.0 Hz, but got 20.0 to 5000"):
+    with pytest.raises(ValueError, match=r"lowest and highest must be between 0 and 4000.0 Hz, got 20.0 and 5000"):
         audio.log_mel(torch.zeros(100), 8000, bands=8, highest=5000)
-    with pytest.raises(ValueError, match=r"a factor between 0.01 and 100, but got 0"):
+    with pytest.raises(ValueError, match=r"factor must be between 0.01 and 100, got 0"):
         audio.resample(torch.zeros(10), 0)
 
 
@@ -168,7 +168,7 @@ def test_deltas_are_slopes() -> None:
     assert torch.allclose(found[5:15, 2], torch.full((10,), 2.0))
 
 
-def test_a_level_is_the_same_for_loud_and_quiet() -> None:
+def test_loudness_is_normalized() -> None:
     sound = tone(300, 8000)
     assert torch.allclose(audio.normalize_loudness(0.01 * sound), audio.normalize_loudness(sound), atol=1e-6)
     assert audio.normalize_loudness(sound).square().mean().sqrt() == pytest.approx(0.1, abs=1e-4)

@@ -35,7 +35,7 @@ def test_bitmaps_are_read_as_pillow_reads_them(channels: int, tmp_path: Path) ->
     assert torch.equal(read_image(tmp_path / "a.png", channels), given)
 
 
-def test_grey_and_colours_are_turned_into_each_other(tmp_path: Path) -> None:
+def test_grey_and_colour_are_converted(tmp_path: Path) -> None:
     grey = write_bitmap(tmp_path / "grey.pgm", pixels(1))
     assert torch.equal(read_image(grey, 3), pixels(1).expand(3, -1, -1))
     red = torch.zeros(3, 2, 2, dtype=torch.uint8)
@@ -44,7 +44,7 @@ def test_grey_and_colours_are_turned_into_each_other(tmp_path: Path) -> None:
     assert read_image(write_bitmap(tmp_path / "red.ppm", red), 1).unique().tolist() == [60]
 
 
-def test_the_middle_square_is_scaled(tmp_path: Path) -> None:
+def test_the_centre_square_is_resized(tmp_path: Path) -> None:
     wide = torch.zeros(1, 4, 12, dtype=torch.uint8)
     wide[:, :, 4:8] = 100
     path = write_bitmap(tmp_path / "wide.pgm", wide)
@@ -53,7 +53,7 @@ def test_the_middle_square_is_scaled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_what_shows_through_is_white(mode: str, tmp_path: Path) -> None:
+def test_transparency_becomes_white(mode: str, tmp_path: Path) -> None:
     from PIL import Image
 
     image = Image.new("RGBA", (3, 2), (10, 200, 30, 0))
@@ -62,7 +62,7 @@ def test_what_shows_through_is_white(mode: str, tmp_path: Path) -> None:
     assert read_image(tmp_path / "a.png", channels=1).tolist() == [[[255, 0, 255], [255, 255, 255]]]
 
 
-def test_a_picture_on_the_other_ground_becomes_its_negative() -> None:
+def test_an_image_on_the_other_background_is_inverted() -> None:
     dark = torch.zeros(1, 5, 5, dtype=torch.uint8)
     dark[:, 1:4, 1:4] = 200
     assert match_background(dark, "dark") is dark
@@ -70,33 +70,33 @@ def test_a_picture_on_the_other_ground_becomes_its_negative() -> None:
     assert torch.equal(match_background(dark, "light"), 255 - dark)
 
 
-def test_few_grey_values_are_spread_over_all(tmp_path: Path) -> None:
+def test_grey_values_are_scaled_to_255(tmp_path: Path) -> None:
     path = tmp_path / "few.pgm"
     path.write_bytes(b"P5 3 1 15\n" + bytes([0, 5, 15]))
     assert read_image(path, 1).tolist() == [[[0, 85, 255]]]
 
 
-def test_what_is_no_image_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_invalid_image_files_give_clear_errors(tmp_path: Path) -> None:
     for name in ("text.png", "text.pgm"):
         (tmp_path / name).write_text("no image")
-    with pytest.raises(ValueError, match=r"text.png should be an image, but Pillow cannot read it: "):
+    with pytest.raises(ValueError, match=r"text.png must be an image file, but Pillow cannot read it: "):
         read_image(tmp_path / "text.png")
-    with pytest.raises(ValueError, match=r"text.pgm should be a binary PGM or PPM image .*, but it is not"):
+    with pytest.raises(ValueError, match=r"text.pgm must be a binary PGM or PPM image"):
         read_image(tmp_path / "text.pgm")
     (tmp_path / "short.pgm").write_bytes(b"P5 3 3 255\n1234")
-    with pytest.raises(ValueError, match=r"short.pgm should hold 9 bytes of 3 x 3 pixels, but it holds 4"):
+    with pytest.raises(ValueError, match=r"short.pgm must hold 9 bytes of 3 x 3 pixels, got 4"):
         read_image(tmp_path / "short.pgm")
-    with pytest.raises(FileNotFoundError, match=r"nothing.png should be an image, but there is no such file"):
+    with pytest.raises(FileNotFoundError, match=r"nothing.png must be an image file, got no such file"):
         read_image(tmp_path / "nothing.png")
-    with pytest.raises(FileNotFoundError, match=r"should be an image, but there is a folder"):
+    with pytest.raises(FileNotFoundError, match=r"must be an image file, got a directory"):
         read_image(tmp_path)
-    with pytest.raises(ValueError, match="1 or 3 channels, but got 2"):
+    with pytest.raises(ValueError, match="channels must be 1 or 3, got 2"):
         read_image(tmp_path / "text.png", 2)
 
 
-def test_without_pillow_the_error_names_what_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     (tmp_path / "a.png").write_bytes(b"")
-    with pytest.raises(ImportError, match=r"needs Pillow to be read: pip install 'foci\[tasks\]'"):
+    with pytest.raises(ImportError, match=r"needs Pillow: pip install 'foci\[tasks\]'"):
         read_image(tmp_path / "a.png")
     assert read_image(write_bitmap(tmp_path / "a.pgm", pixels(1)), 1).shape == (1, 5, 7)

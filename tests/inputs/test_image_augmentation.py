@@ -27,20 +27,20 @@ CHANGES: dict[str, Callable[[torch.Generator], Tensor]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_the_generator_alone_decides(change: Callable[[torch.Generator], Tensor]) -> None:
+def test_results_depend_only_on_the_generator(change: Callable[[torch.Generator], Tensor]) -> None:
     assert change(seeded(3)).shape == IMAGES.shape
     assert torch.equal(change(seeded(3)), change(seeded(3)))
     assert not torch.equal(change(seeded(3)), change(seeded(4)))
 
 
-def test_about_half_are_flipped_and_the_rest_is_as_it_was() -> None:
+def test_about_half_of_the_images_are_flipped() -> None:
     found = changes.random_flip(IMAGES, seeded())
     same, turned = (found == IMAGES).flatten(1).all(1), (found == IMAGES.flip(-1)).flatten(1).all(1)
     assert bool((same ^ turned).all())
     assert 16 < int(turned.sum()) < 48
 
 
-def test_a_crop_is_the_picture_moved() -> None:
+def test_a_shift_moves_the_image() -> None:
     dot = torch.zeros(200, 1, 9, 9)
     dot[:, :, 4, 4] = 1.0
     found = changes.random_shift(dot, 2, seeded())
@@ -49,18 +49,18 @@ def test_a_crop_is_the_picture_moved() -> None:
     assert places == {(row, column) for row in range(2, 7) for column in range(2, 7)}
 
 
-def test_a_turn_of_nothing_changes_nothing() -> None:
+def test_a_rotation_by_zero_changes_nothing() -> None:
     assert torch.allclose(changes.random_rotation(IMAGES, 0.0, 0.0, seeded()), IMAGES, atol=1e-5)
 
 
-def test_boxes_cover_the_share_that_they_should() -> None:
+def test_boxes_cover_the_given_area() -> None:
     areas = torch.full((4000,), 0.25)
     covered = changes.random_boxes(4000, 32, 32, areas, seeded()).flatten(1).float().mean(1)
     assert 0.15 < float(covered.mean()) < 0.25
     assert float(covered.max()) < 0.3
 
 
-def test_erasing_leaves_the_rest() -> None:
+def test_erasing_keeps_the_rest() -> None:
     found = changes.random_erase(IMAGES, 0.5, seeded())
     touched = (found != IMAGES).flatten(1).any(1)
     assert 16 < int(touched.sum()) < 48
@@ -69,7 +69,7 @@ def test_erasing_leaves_the_rest() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_mixture_is_as_much_its_own_as_it_says(seed: int) -> None:
+def test_mixing_returns_the_fraction_of_the_own_image(seed: int) -> None:
     """Pictures of one number each, so that the mean of a mixture tells its parts."""
     plain = torch.arange(64.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
     found, other, own = changes.mixup_or_cutmix(plain, 1.0, seeded(seed))
@@ -78,7 +78,7 @@ def test_a_mixture_is_as_much_its_own_as_it_says(seed: int) -> None:
     assert float(own.min()) < 0.9
 
 
-def test_nothing_is_mixed_where_nothing_should() -> None:
+def test_probability_zero_mixes_nothing() -> None:
     found, _, own = changes.mixup_or_cutmix(IMAGES, 0.0, seeded())
     assert torch.equal(found, IMAGES)
     assert bool((own == 1).all())

@@ -6,7 +6,7 @@ TEXTS = ["a man sleeps.", "ein Mann schläft.", "jane's dog, <stop>!"]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "words", "characters", "bytes"])
-def test_texts_come_back_and_so_do_tokenizers(kind: str) -> None:
+def test_texts_and_tokenizers_round_trip(kind: str) -> None:
     tokenizer = train_tokenizer(kind, TEXTS, 300)  # type: ignore[arg-type]
     again = tokenizer_from_json(tokenizer_to_json(tokenizer))
     for text in TEXTS:
@@ -27,7 +27,7 @@ def test_texts_come_back_and_so_do_tokenizers(kind: str) -> None:
         ("characters", ("<start>", *"a man sleeps.", "<stop>")),
     ],
 )
-def test_labels_read_as_the_text_and_know_its_words(kind: str, pieces: tuple[str, ...]) -> None:
+def test_labels_spell_the_text_and_group_words(kind: str, pieces: tuple[str, ...]) -> None:
     tokenizer = train_tokenizer(kind, TEXTS * 9, 400)  # type: ignore[arg-type]
     labels = tokenizer.labels([START, *tokenizer.encode("a man sleeps."), STOP])
     assert labels.texts[0] == pieces
@@ -37,27 +37,27 @@ def test_labels_read_as_the_text_and_know_its_words(kind: str, pieces: tuple[str
     assert words[-1] != words[-2]
 
 
-def test_a_character_split_over_tokens_stays_whole() -> None:
+def test_a_character_split_over_tokens_has_one_label() -> None:
     for kind in ("bytes", "bpe"):
         tokenizer = train_tokenizer(kind, ["abc"], 300)  # type: ignore[arg-type]
         assert "".join(tokenizer.labels(tokenizer.encode("ä漢")).texts[0]).strip() == "ä漢"
 
 
-def test_unknown_words_and_characters_are_shown_as_such() -> None:
+def test_unknown_tokens_are_shown_as_unknown() -> None:
     for kind in ("words", "characters"):
         tokenizer = train_tokenizer(kind, ["a b"], 300)  # type: ignore[arg-type]
         assert tokenizer.decode(tokenizer.encode("a z")).replace(" ", "") == "a�"
         assert tokenizer.labels(tokenizer.encode("z")).texts[0] == ("<unknown>",)
 
 
-def test_a_vocabulary_of_pieces_has_room_for_the_bytes() -> None:
-    with pytest.raises(ValueError, match="has at least 260 tokens, the bytes among them, but got 100"):
+def test_a_bpe_vocabulary_includes_all_bytes() -> None:
+    with pytest.raises(ValueError, match="must be at least 260, which includes all bytes, got 100"):
         train_tokenizer("bpe", TEXTS, 100)
-    with pytest.raises(ValueError, match="expected a tokenizer of the kinds bpe, words, characters or bytes"):
+    with pytest.raises(ValueError, match="a tokenizer must be of the kind bpe, words, characters or bytes"):
         tokenizer_from_json('{"kind": "runes"}')
 
 
-def test_learning_is_the_same_each_time() -> None:
+def test_training_a_tokenizer_is_deterministic() -> None:
     def made() -> Tokenizer:
         return train_tokenizer("bpe", TEXTS * 50, 290)
 

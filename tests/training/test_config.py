@@ -25,24 +25,24 @@ def test_changes_override_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("train.rate=fast", "train.rate must be a number, but got 'fast'"),
+        ("train.rate=fast", "train.rate must be a number, got 'fast'"),
         (
             "train.speed=1",
             r"train\.speed is not a setting of translation: .*`foci train translation --settings` lists all",
         ),
-        ("task.size=huge", "task.size must be 'tiny' or 'small' or 'base', but got 'huge'"),
+        ("task.size=huge", "task.size must be 'tiny' or 'small' or 'base', got 'huge'"),
         ("rate=1", "the keys of the config must be among data, dev, seed, task, train, got rate"),
         ("train.rate", "a setting must be key=value, such as train.rate=0.001, got 'train.rate'"),
-        ("train.batch_tokens=0", "train.batch_tokens must be at least 1, but got 0"),
+        ("train.batch_tokens=0", "train.batch_tokens must be at least 1, got 0"),
         ("seed=x", "seed must be an integer, got 'x'"),
         ("data=3", "data must be a path or a list of paths, got 3"),
         ("task=3", r"\[task\] in the config must be a table, got 3"),
         ("train={graphs=true,shard=true}", "train.graphs must be false with train.shard, got both"),
         ("task.widht=8", r"task\.widht is not a setting of translation: did you mean task\.width\? `foci train"),
-        ("train.ema=1", "train.ema must be at least 0 and below 1, but got 1"),
-        ("train.variance=1.0", r"train.variance must be at least 0 and below 1, but got 1\.0"),
-        ("task.beam=0", "task.beam must be at least 1, but got 0"),
-        ("train.floor=1.5", r"train.floor must lie between 0 and 1, but got 1\.5"),
+        ("train.ema=1", "train.ema must be at least 0 and below 1, got 1"),
+        ("train.variance=1.0", r"train.variance must be at least 0 and below 1, got 1\.0"),
+        ("task.beam=0", "task.beam must be at least 1, got 0"),
+        ("train.floor=1.5", r"train.floor must be between 0 and 1, got 1\.5"),
     ],
 )
 def test_a_wrong_setting_gives_a_one_line_error(change: str, said: str) -> None:
@@ -59,11 +59,11 @@ def test_a_wrong_setting_gives_a_one_line_error(change: str, said: str) -> None:
         ("sentiment", "forget", "be at least 0 and below 1"),
         ("sentiment", "head_dropout", "be at least 0 and below 1"),
         ("summarization", "forget", "be at least 0 and below 1"),
-        ("summarization", "left_out", "lie between 0 and 1"),
+        ("summarization", "left_out", "be between 0 and 1"),
     ],
 )
 def test_a_fraction_above_one_is_refused(task: str, name: str, most: str) -> None:
-    with pytest.raises(ValueError, match=rf"^task\.{name} must {most}, but got 10"):
+    with pytest.raises(ValueError, match=rf"^task\.{name} must {most}, got 10"):
         read_config(task, None, [f"task.{name}=10"])
 
 
