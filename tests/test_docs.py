@@ -1,36 +1,72 @@
-"""The documents: their code runs and prints what they say, and their pictures are there and small.
+"""The README and the documents: their code runs, prints what they say and imports public names only; images are small.
 
-Blocks marked python run; those marked py need a model or data of the reader's.
+Blocks marked python run; those marked py need a model or data of the reader.
 """
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
+import foci
+
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
-WITH_CODE = [name for name in DOCUMENTS if "```python\n" in (ROOT / "docs" / name).read_text()]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:^```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
-LARGEST = 200_000
+ANY_BLOCK = re.compile(r"^```(?:python|py)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+WITH_CODE = [name for name in DOCUMENTS if BLOCK.search((ROOT / name).read_text())]
+PUBLIC_MODULES = {"foci", "foci.nn", "foci.hf", "foci.decoding", "foci.bertviz", "foci.losses"}
+MAX_IMAGE_BYTES = 200_000
 
 
-def test_there_are_documents_whose_code_says_what_it_prints() -> None:
-    assert "views.md" in WITH_CODE
-    assert any(printed for _, printed in BLOCK.findall((ROOT / "docs" / "views.md").read_text()))
+def private_names(code: str) -> list[str]:
+    """Modules and names of foci in a block of code that are not public."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] == "foci"]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "foci":
+            found += [f"foci.{alias.name}" for alias in node.names] if node.module == "foci" else [node.module or ""]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "foci":
+            found.append(f"foci.{node.attr}")
+    public = PUBLIC_MODULES | {f"foci.{name}" for name in foci.__all__}
+    return [name for name in found if name not in public]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_examples_use_public_names_only(document: str) -> None:
+    blocks = ANY_BLOCK.findall((ROOT / document).read_text())
+    assert [name for code in blocks for name in private_names(code)] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import foci, torch\nfoci.attention(q, k, v)\nfrom foci import causal, nn\nimport foci.hf", []),
+        ("from foci.view import figures", ["foci.view"]),
+        ("from foci import masks\nfoci.record.record.Record", ["foci.masks", "foci.record"]),
+    ],
+)
+def test_private_names_are_found(code: str, found: list[str]) -> None:
+    assert sorted(private_names(code)) == found
+
+
+def test_some_documents_show_the_output_of_their_code() -> None:
+    assert {"README.md", "docs/views.md"} <= set(WITH_CODE)
+    for document in ("README.md", "docs/views.md"):
+        assert any(printed for _, printed in BLOCK.findall((ROOT / document).read_text()))
 
 
 @pytest.mark.parametrize("document", WITH_CODE)
-def test_the_code_runs_and_prints_what_it_says(
+def test_the_code_runs_and_prints_what_the_document_says(
     document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")
     monkeypatch.chdir(tmp_path)
-    blocks = BLOCK.findall((ROOT / "docs" / document).read_text())
-    assert blocks
     names: dict[str, object] = {}
-    for code, printed in blocks:
+    for code, printed in BLOCK.findall((ROOT / document).read_text()):
         exec(compile(code, document, "exec"), names)
         out = capsys.readouterr().out
         assert not printed or out == printed
@@ -38,9 +74,10 @@ def test_the_code_runs_and_prints_what_it_says(
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_pictures_and_links_are_there_and_pictures_are_small(document: str) -> None:
-    text = (ROOT / "docs" / document).read_text()
-    targets = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
-    assert [target for target in targets if not (ROOT / "docs" / target).exists()] == []
-    pictures = [ROOT / "docs" / target for target in targets if target.endswith(".png")]
-    assert {path.name: path.stat().st_size for path in pictures if path.stat().st_size > LARGEST} == {}
+def test_links_exist_and_images_are_small(document: str) -> None:
+    folder = (ROOT / document).parent
+    targets = re.findall(r"\]\(([^)]+)\)", (ROOT / document).read_text())
+    paths = [folder / target.partition("#")[0] for target in targets if "://" not in target and target[0] != "#"]
+    assert [path for path in paths if not path.exists()] == []
+    images = [path for path in paths if path.suffix == ".png"]
+    assert {path.name: path.stat().st_size for path in images if path.stat().st_size > MAX_IMAGE_BYTES} == {}

@@ -1,10 +1,9 @@
-"""The house: imports go one way, files speak only of the project, and the README's code runs."""
+"""The source tree: packages and modules, the direction of imports, CONTRIBUTING's tree, and the public names."""
 
 import ast
 import re
-import subprocess
-import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,197 +11,213 @@ import pytest
 import foci
 
 ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "foci"
+MAX_TOP_MODULES = 12
 
-# From the ground up: nothing reaches what stands behind it here, not even through others. What is not named may stand
-# anywhere, as long as no import leads back to it.
+# A room is a module or a package directly in foci/. A room may reach only rooms of earlier lines, also through others.
 ORDER = (
-    "kernels",
-    "arguments",
-    "backends",
-    "statistics",
-    "weights",
-    "layer",
-    "record",
-    "view",
-    "call",
-    "nn",
-    "capture",
-    "foci",
-    "explain",
-    "cli",
-    "__main__",
+    {"kernels", "runtime", "positions", "cache"},
+    {"scores", "masks"},
+    {"biases"},
+    {"arguments"},
+    {"gpu"},
+    {"backends"},
+    {"statistics"},
+    {"weights"},
+    {"call", "record"},
+    {"nn", "view"},
+    {"decoding", "inputs", "bertviz"},
+    {"tasks"},
+    {"models", "capture", "training"},
+    {"files", "hf"},
+    {"foci"},
+    {"explore"},
+    {"cli"},
+    {"__main__"},
 )
-
-# What a room may not import itself.
-APART = {"nn": {"backends", "kernels", "statistics"}, "view": {"call", "capture", "nn"}}
-
-# `record.show()` and `record.save("page.html")` reach the views: the one way back, by local imports.
-BACK = ("record", "view")
+# Rooms that a room may not import directly, although they come earlier.
+FORBIDDEN = {"nn": {"backends", "gpu", "kernels", "statistics"}, "view": {"call", "capture", "nn"}}
+# `record.show()` and `record.save("page.html")` import the views locally: the one import against the direction.
+ALLOWED_BACK = ("record", "view")
 
 Graph = dict[str, set[str]]
 
-# What belongs to somebody's machine or to how the work is organised, not to the project.
-FOREIGN = {
-    "a path on somebody's machine": r"(?<![\w.~/-])/(?:home|root|work|farm|Users|opt|mnt)/\w",
-    "a package registry": r"index-url|find-links|pypi\.org/simple|pythonhosted",
-    "how the work is organised": r"(?i)\b(?:tickets?|workplace|sub-?agents?|helpers?|this session|issue #?\d+)\b",
-}
-TEXT = {
-    "",
-    ".cfg",
-    ".cff",
-    ".css",
-    ".csv",
-    ".html",
-    ".js",
-    ".json",
-    ".md",
-    ".py",
-    ".sh",
-    ".toml",
-    ".txt",
-    ".typed",
-    ".yaml",
-    ".yml",
-}
+
+def module_name(path: Path) -> str:
+    """foci/backends/sdpa/__init__.py -> foci.backends.sdpa."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def room_of(path: Path) -> str:
-    """foci/backends/sdpa/__init__.py -> backends, foci/masks/kinds.py -> masks, foci/__init__.py -> foci."""
-    first = path.relative_to(ROOT / "foci").parts[0].removesuffix(".py")
-    return "foci" if first == "__init__" else first
+def room_of(module: str) -> str:
+    """foci.backends.sdpa -> backends, foci -> foci."""
+    return module.split(".")[1] if "." in module else module
 
 
-def imported(source: str, rooms: set[str]) -> set[str]:
-    """The rooms of foci that a file imports, local imports included."""
+def walk_without_type_checking(node: ast.AST) -> list[ast.AST]:
+    """All nodes below a node, except those under `if TYPE_CHECKING:`."""
+    nodes = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        nodes += [child, *walk_without_type_checking(child)]
+    return nodes
+
+
+def imported_modules(source: str, modules: set[str]) -> set[str]:
+    """The modules of foci that a file imports, including local imports."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in walk_without_type_checking(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            names = {f"foci.{alias.name}" if alias.name in rooms else "foci" for alias in node.names}
-            found |= names if node.module == "foci" else {node.module or ""}
-    parts = [name.split(".") for name in found]
-    return {part[1] if len(part) > 1 else "foci" for part in parts if part[0] == "foci"}
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else node.module or "" for name in full}
+    return {name for name in found if name.split(".")[0] == "foci"}
 
 
-def house() -> Graph:
-    """Which room imports which."""
-    files = sorted((ROOT / "foci").rglob("*.py"))
-    graph: Graph = {room_of(path): set() for path in files}
-    for path in files:
-        graph[room_of(path)] |= imported(path.read_text(), set(graph)) - {room_of(path)}
-    graph[BACK[0]].discard(BACK[1])
+def module_graph() -> Graph:
+    """Which module imports which; foci itself imports the modules of its public names on first use."""
+    files = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+    graph = {name: imported_modules(path.read_text(), set(files)) - {name} for name, path in files.items()}
+    graph["foci"] |= set(foci.EXPORTS)
+    for name, imports in graph.items():
+        if room_of(name) == ALLOWED_BACK[0]:
+            graph[name] = {other for other in imports if room_of(other) != ALLOWED_BACK[1]}
     return graph
 
 
-def reached(graph: Graph, room: str) -> set[str]:
-    """All that a room imports, and what that imports, and so on."""
+def room_graph(graph: Graph) -> Graph:
+    """Which room imports which."""
+    rooms: Graph = {}
+    for name, imports in graph.items():
+        rooms.setdefault(room_of(name), set()).update({room_of(other) for other in imports} - {room_of(name)})
+    return rooms
+
+
+def reached(graph: Graph, start: str) -> set[str]:
+    """Everything that a node imports, directly or through others."""
     found: set[str] = set()
-    ahead = set(graph.get(room, ()))
+    ahead = set(graph.get(start, ()))
     while ahead:
         found |= ahead
         ahead = set().union(*(graph.get(other, set()) for other in ahead)) - found
     return found
 
 
-def wrong_ways(graph: Graph) -> list[str]:
-    found = [f"{room} reaches itself" for room in graph if room in reached(graph, room)]
-    for place, room in enumerate(ORDER):
-        found += [f"{room} reaches {other}" for other in ORDER[place + 1 :] if other in reached(graph, room)]
-    found += [f"kernels imports {other}" for other in graph.get("kernels", ())]
-    return found + [f"{room} imports {other}" for room in APART for other in graph.get(room, set()) & APART[room]]
+def wrong_directions(rooms: Graph) -> list[str]:
+    """Imports between rooms against ORDER and FORBIDDEN."""
+    level = {room: number for number, line in enumerate(ORDER) for room in line}
+    found = [
+        f"{room} reaches {other}"
+        for room in rooms
+        for other in sorted(reached(rooms, room))
+        if other != room and level[other] >= level[room]
+    ]
+    return found + [
+        f"{room} imports {other}" for room in FORBIDDEN for other in sorted(rooms.get(room, set()) & FORBIDDEN[room])
+    ]
+
+
+def submodules(package: Path) -> list[str]:
+    """The modules and packages directly in a package."""
+    modules = [path.stem for path in package.glob("*.py") if path.stem not in {"__init__", "__main__"}]
+    return sorted(modules + [path.parent.name for path in package.glob("*/__init__.py")])
+
+
+def packages() -> list[Path]:
+    return [path.parent for path in sorted(SOURCE.rglob("__init__.py")) if path.parent != SOURCE]
+
+
+def test_few_modules_are_directly_in_foci() -> None:
+    modules = [path.stem for path in SOURCE.glob("*.py") if path.stem not in {"__init__", "__main__"}]
+    assert len(modules) <= MAX_TOP_MODULES, modules
+
+
+@pytest.mark.parametrize("package", packages(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_every_package_docstring_names_its_modules(package: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    lines = re.findall(r"^ *([\w/, ]+): ", docstring, re.MULTILINE)
+    named = {name.strip(" /") for line in lines for name in line.split(",")}
+    assert [name for name in submodules(package) if name not in named] == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = module_graph()
+    assert {name: graph[name] for name in graph if name in reached(graph, name)} == {}
 
 
 def test_imports_go_one_way() -> None:
-    graph = house()
-    assert {"backends", "weights", "call"} <= reached(graph, "foci")
-    assert wrong_ways(graph) == []
+    rooms = room_graph(module_graph())
+    assert {"backends", "weights", "call"} <= reached(rooms, "foci")
+    assert sorted(rooms) == sorted(set().union(*ORDER))
+    assert wrong_directions(rooms) == []
+    assert rooms["kernels"] == set()
 
 
 @pytest.mark.parametrize(
-    ("graph", "found"),
+    ("rooms", "found"),
     [
         ({"call": {"weights"}, "weights": {"backends"}, "backends": {"arguments"}}, []),
-        ({"backends": {"entries"}, "entries": {"weights"}}, ["backends reaches weights"]),
-        ({"masks": {"spans"}, "spans": {"masks"}}, ["masks reaches itself", "spans reaches itself"]),
-        ({"kernels": {"where"}}, ["kernels imports where"]),
+        (
+            {"backends": {"statistics"}, "statistics": {"weights"}},
+            ["backends reaches statistics", "backends reaches weights", "statistics reaches weights"],
+        ),
         ({"nn": {"backends", "call"}}, ["nn imports backends"]),
     ],
 )
-def test_a_wrong_way_is_found(graph: Graph, found: list[str]) -> None:
-    assert wrong_ways(graph) == found
+def test_a_wrong_direction_is_found(rooms: Graph, found: list[str]) -> None:
+    assert wrong_directions(rooms) == found
 
 
-def test_imports_are_read_wherever_they_stand() -> None:
-    source = (
-        "import torch, foci.scores\ndef f():\n    from foci import masks, attention\n    from foci.nn.scores import x"
-    )
-    assert imported(source, {"masks", "scores", "nn"}) == {"foci", "masks", "scores", "nn"}
-    assert imported("from foci import attention", {"masks"}) == {"foci"}
+def test_imports_are_found_anywhere_in_a_file_but_not_for_types() -> None:
+    source = """
+import torch, foci.scores
+if TYPE_CHECKING:
+    from foci.view import page
+def f():
+    from foci import masks, attention
+    from foci.nn.scores import x
+"""
+    modules = {"foci.masks", "foci.scores", "foci.nn.scores", "foci.view.page"}
+    assert imported_modules(source, modules) == {"foci", "foci.masks", "foci.scores", "foci.nn.scores"}
 
 
-def test_naming_the_call_brings_it_and_no_compiler() -> None:
-    code = "foci.attention; print(*(name for name in sys.modules if name.startswith(('torch._dynamo', 'foci'))))"
-    code = f"import sys, foci; {code}"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    brought = {name.partition(".")[2].partition(".")[0] for name in printed.split() if name.startswith("foci.")}
-    assert "call" in brought
-    assert not {"nn", "record", "capture", "view", "decoding"} & brought
-    assert "torch._dynamo" not in printed.split()
+def documented_tree() -> dict[str, set[str]]:
+    """The tree in CONTRIBUTING: the names in each package; lines are `name/  module (comment), module, ...`."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    block = re.search(r"^```text\nfoci/\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert block, "CONTRIBUTING.md has no tree"
+    texts: dict[str, str] = {}
+    package = ""
+    for line in block[1].splitlines():
+        if start := re.match(r"^  ([\w./]+)  +(?=\S)", line):
+            package, line = start[1].rstrip("/"), line[start.end() :]
+        texts[package] = f"{texts.get(package, '')} {line.strip()}"
+    without_comments = {package: re.sub(r"\([^()]*\)", "", text) for package, text in texts.items()}
+    return {package: {name.strip(" /") for name in text.split(",")} for package, text in without_comments.items()}
 
 
-def test_the_command_line_is_there_before_torch_is() -> None:
-    code = "import sys, foci.cli.main; foci.cli.main.parser(); print(*sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert "torch" not in printed.split()
+def test_the_tree_in_contributing_is_the_real_one() -> None:
+    tree = documented_tree()
+    top = {name.removesuffix(".py") for name in tree if name.endswith(".py")}
+    assert top == {path.stem for path in SOURCE.glob("*.py")}
+    real = {str(package.relative_to(SOURCE)): set(submodules(package)) for package in packages()}
+    documented = {name: names for name, names in tree.items() if not name.endswith(".py")}
+    assert documented == real
 
 
-def test_every_public_name_is_found_and_no_other() -> None:
-    listed = {name for names in foci.PARTS.values() for name in names}
-    assert listed == {*foci.__all__}
-    assert all(getattr(foci, name) is getattr(import_module(foci.PLACES[name]), name) for name in listed)
-    assert foci.masks.kinds is import_module("foci.masks")
+def test_dir_shows_the_public_names_and_namespaces_only() -> None:
+    namespaces = {"bertviz", "decoding", "nn"} | ({"hf"} if find_spec("transformers") else set())
+    assert set(dir(foci)) == {*foci.__all__, *namespaces}
+    assert foci.__all__ == sorted(foci.__all__)
+
+
+def test_every_public_name_is_that_of_its_module() -> None:
+    assert set(foci.MODULE_OF) == set(foci.__all__)
+    for name, module in foci.MODULE_OF.items():
+        # Importing a module must not replace a public function of the same name.
+        assert getattr(foci, name) is getattr(import_module(module), name)
+    assert foci.masks is import_module("foci.masks")
     with pytest.raises(AttributeError, match=r"^module 'foci' has no attribute 'nothing'$"):
         foci.nothing  # noqa: B018
-
-
-@pytest.mark.parametrize("module", ["nn", "record", "capture", "decoding", "tasks", "training", "cli"])
-def test_no_part_brings_a_compiler_or_what_is_optional(module: str) -> None:
-    code = f"import sys, foci.{module}; print(*sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert not {"torch._dynamo", "triton", "transformers", "matplotlib"} & set(printed.split())
-
-
-def text_files() -> list[Path]:
-    folders = ("foci", "tests", "benchmarks", "docs", "examples", ".ci")
-    found = [path for path in ROOT.iterdir() if path.is_file()]
-    found += [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    return sorted(path for path in found if path.suffix in TEXT and path.name != Path(__file__).name)
-
-
-def foreign(text: str) -> list[str]:
-    return [f"{what}: {match.group()}" for what, rule in FOREIGN.items() for match in re.finditer(rule, text)]
-
-
-def test_files_speak_only_of_the_project() -> None:
-    files = text_files()
-    assert len(files) > 20
-    assert {str(path.relative_to(ROOT)): found for path in files if (found := foreign(path.read_text()))} == {}
-
-
-@pytest.mark.parametrize("text", ["see /home/jane/x", "pip --index-url x", "fixes issue #12", "in this session"])
-def test_foreign_words_are_found(text: str) -> None:
-    assert len(foreign(text)) == 1
-
-
-def test_the_code_in_the_readme_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```\n(?:^```text\n(.*?)^```)?", readme, re.DOTALL | re.MULTILINE)
-    assert any(printed for _, printed in blocks)
-    names: dict[str, object] = {}
-    for code, printed in blocks:
-        exec(compile(code, "README.md", "exec"), names)
-        out = capsys.readouterr().out
-        assert not printed or out == printed
