@@ -1,4 +1,4 @@
-"""A part of a call, some of its sequences and heads: what is per head or sequence goes with it, in every backend."""
+"""A part of a call, some of its sequences and heads, keeps their biases and masks in every backend."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def call_of(bias: Bias | None, mask: foci.Mask | Tensor | None = None, device: s
 PARTS = [(slice(0, B), slice(1, H)), (slice(1, B), slice(3, H)), (slice(0, B, 2), slice(1, H, 2))]
 
 
-@pytest.mark.skipif(native.why_unavailable("strip") is not None, reason="nothing is compiled here")
+@pytest.mark.skipif(native.why_unavailable("statistics") is not None, reason="no compiled library")
 @pytest.mark.parametrize("kind", ["none", "alibi", "buckets"])
 @pytest.mark.parametrize("place", PARTS)
-def test_the_compiled_pass(kind: str, place: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_c, "LEAST_QUERIES", 0)
-    monkeypatch.setattr(cpu_c, "LEAST_ENTRIES", 0)
-    part = call_of(per_head(kind), foci.causal).part(*place)
+def test_statistics_in_c(kind: str, place: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_c, "MIN_QUERIES", 0)
+    monkeypatch.setattr(cpu_c, "MIN_ENTRIES", 0)
+    part = call_of(per_head(kind), foci.causal).select(*place)
     assert cpu_c.refuses(part, WANTED) == []
     _, lse = reference.run(part)
     assert lse is not None
@@ -54,24 +54,24 @@ def test_the_compiled_pass(kind: str, place: tuple[slice, slice], monkeypatch: p
 @pytest.mark.parametrize("kind", ["none", "alibi"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("place", PARTS)
-def test_the_pass_of_a_gpu(kind: str, masked: bool, place: tuple[slice, slice]) -> None:
+def test_statistics_by_gpu_kernels(kind: str, masked: bool, place: tuple[slice, slice]) -> None:
     pytest.importorskip("triton")
     from foci.statistics.cuda.plan import launch_statistics
     from tests.kernels.statistics_cases import SMALL
 
-    part = call_of(per_head(kind), seen_per_head() if masked else foci.causal, DEVICE).part(*place)
+    part = call_of(per_head(kind), seen_per_head() if masked else foci.causal, DEVICE).select(*place)
     _, lse = reference.run(part)
     assert lse is not None
-    found = launch_statistics(lse=lse.contiguous(), **cuda.statistics_arguments(part), wanted=WANTED, config=SMALL)
+    found = launch_statistics(lse=lse.contiguous(), **cuda.statistics_arguments(part), request=WANTED, config=SMALL)
     same(found, streaming.compute_statistics(part, lse, WANTED))
 
 
 @pytest.mark.parametrize("kind", ["alibi", "buckets"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("place", PARTS)
-def test_attention_with_a_bias_by_distance(kind: str, masked: bool, place: tuple[slice, slice]) -> None:
+def test_attention_with_a_distance_bias(kind: str, masked: bool, place: tuple[slice, slice]) -> None:
     pytest.importorskip("triton")
-    part = call_of(per_head(kind), seen_per_head() if masked else foci.causal, DEVICE).part(*place)
+    part = call_of(per_head(kind), seen_per_head() if masked else foci.causal, DEVICE).select(*place)
     assert triton.find_launcher(part) is not None
     for found, expected in zip(triton.run(part), reference.run(part), strict=True):
         assert found is not None

@@ -187,8 +187,8 @@ def compute_scores_in_c(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
         tensors["near"] = k.new_empty(*k.shape[:2], panels, dtype=torch.int64)
     struct = fill_struct(tensors, panel_count=panels)
     if "panels" in tensors:
-        run_c_function(library.lay_out, struct)
-    run_c_function(library.score, struct)
+        run_c_function(library.pack_keys, struct)
+    run_c_function(library.compute_scores, struct)
     return tensors["scores"]
 
 
@@ -208,7 +208,7 @@ def compute_gradients_in_c(q: Tensor, k: Tensor, weight: Tensor, slopes: Tensor,
         "d_keys": k.new_zeros(parts, *keys.shape),
         "d_weight": q.new_zeros(parts, *q.shape[:2], queries.shape[3]),
     }
-    run_c_function(library.slope, fill_struct(tensors, parts=parts, exponentials=int(exponentials)))
+    run_c_function(library.compute_gradients, fill_struct(tensors, parts=parts, exponentials=int(exponentials)))
     d_keys = tensors["d_keys"][0] if parts == 1 else tensors["d_keys"].sum(0)
     d_weight = slopes.sum((0, 2, 3)).unsqueeze(-1) - 2.0 * tensors["d_weight"].sum((0, 1))
     return tuple(gradient[..., : q.shape[3]] for gradient in (tensors["d_queries"], d_keys, d_weight))

@@ -1,8 +1,9 @@
-"""Kernels that are launched again and again: what is found out for the first call of some shapes holds for the next.
+"""Launch Triton kernels: the first call of a shape goes through Triton, later calls replay the compiled kernels.
 
-Triton looks at each argument of each launch, and a kernel here has up to 85 of them: for small calls the GPU would wait
-for that. All but the addresses follow from shapes, strides and dtypes, so a later call hands only those to what was
-compiled.
+Triton inspects every argument of every launch. Our kernels have up to 85 arguments, and for small calls that
+inspection takes longer than the kernel. Every argument except the addresses depends only on shapes, strides and
+dtypes. A `LaunchPlan` therefore stores the compiled kernels and their scalar arguments after its first call and passes
+only new addresses afterwards. `get_or_build_plan` caches one plan per kind of call.
 """
 
 from __future__ import annotations
@@ -18,197 +19,221 @@ from torch import Tensor
 
 from foci.runtime.tensor_cache import get_or_make
 
-# Kinds of calls that are remembered. Lengths that never come again push all of them out now and then.
+# A full cache is cleared, so that lengths that never recur do not stay in it.
 MAX_CACHED_PLANS = 1024
 
-# Where a compiled kernel is known to take addresses, and every argument in order.
+# Triton versions whose compiled kernels accept raw addresses and all arguments in order.
 ADDRESS_TRITON_VERSIONS = ((3, 5), (3, 6), (3, 7))
 
+# The dtypes that our attention kernels take.
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# What was compiled, the choice of its tensors from all of them, and the arguments after those.
+# A compiled kernel, a function that picks its addresses from a dict of all addresses, and its remaining arguments.
 CompiledLaunch = tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]
 
-# Makes tensors that only the last launch knows.
+# Allocates the tensors that only the last launch of a plan needs.
 LateAllocator = Callable[[], dict[str, Tensor]]
 
 
 class KernelLaunch(NamedTuple):
-    """One launch: the names of its tensors, which are the kernel's first arguments, and the arguments after them."""
+    """One launch with positional arguments: first the tensors, by name, then the scalars."""
 
     kernel: Any
     grid: tuple[int, ...]
     tensors: tuple[str, ...]
-    numbers: tuple[Any, ...]
+    scalars: tuple[Any, ...]
     options: dict[str, Any]
 
 
 class KeywordLaunch(NamedTuple):
-    """One launch by names: which tensor is which argument, the other arguments, and the options."""
+    """One launch with keyword arguments: the name of the tensor for each tensor argument, scalars and options."""
 
     kernel: Any
     grid: tuple[int, ...]
     tensors: dict[str, str]
-    numbers: dict[str, Any]
+    scalars: dict[str, Any]
     options: dict[str, Any]
 
-    def step(self) -> KernelLaunch:
-        return build_kernel_launch(self.kernel, self.grid, self.numbers, self.tensors, **self.options)
+    def to_kernel_launch(self) -> KernelLaunch:
+        return build_kernel_launch(self.kernel, self.grid, self.scalars, self.tensors, **self.options)
 
-    def traced(self, tensors: dict[str, Tensor]) -> None:
-        """As a compiler sees it, who knows neither addresses nor the order of arguments."""
-        given = {argument: tensors[name] for argument, name in self.tensors.items()}
-        self.kernel[self.grid](**given, **self.numbers, **self.options)
+    def launch_traced(self, tensors: dict[str, Tensor]) -> None:
+        """Launch with keyword arguments, the form that torch.compile can trace; it has no addresses."""
+        arguments = {argument: tensors[name] for argument, name in self.tensors.items()}
+        self.kernel[self.grid](**arguments, **self.scalars, **self.options)
 
 
 class DescriptorArgument(NamedTuple):
-    """A tensor that a kernel is given as the copy engine takes it: its name, and how it is described."""
+    """A kernel argument that is a tensor descriptor for the copy engine (TMA): the tensor's name and how to make it."""
 
     tensor: str
     make: Callable[[Tensor], Any]
 
 
 def build_kernel_launch(
-    kernel: Any, grid: tuple[int, ...], numbers: dict[str, Any], renamed: dict[str, str] | None = None, **options: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    scalars: dict[str, Any],
+    tensor_names: dict[str, str] | None = None,
+    **options: Any,
 ) -> KernelLaunch:
-    """The launch of a kernel: what is no number is a tensor, of the same name unless it is renamed."""
-    first = next(place for place, name in enumerate(kernel.arg_names) if name in numbers)
-    tensors = tuple((renamed or {}).get(name, name) for name in kernel.arg_names[:first])
-    return KernelLaunch(kernel, grid, tensors, tuple(numbers[name] for name in kernel.arg_names[first:]), options)
+    """Build a launch with positional arguments.
+
+    Every argument before the first scalar is a tensor. Its name is that of the argument unless `tensor_names` maps the
+    argument to another one.
+    """
+    first = next(index for index, name in enumerate(kernel.arg_names) if name in scalars)
+    tensors = tuple((tensor_names or {}).get(name, name) for name in kernel.arg_names[:first])
+    return KernelLaunch(kernel, grid, tensors, tuple(scalars[name] for name in kernel.arg_names[first:]), options)
 
 
 class Workspace:
-    """Arrays of floats in one allocation, each from a multiple of 128 bytes on: allocating is the host's time."""
+    """Named arrays in one allocation, each aligned to 128 bytes: one allocation costs less host time than several.
+
+    Args:
+        sizes: the size of each array, counted in float32.
+        dtypes: the dtypes of the arrays that are not float32.
+    """
 
     def __init__(self, sizes: dict[str, int], dtypes: dict[str, torch.dtype]) -> None:
         self.dtypes = {name: dtype for name, dtype in dtypes.items() if name in sizes}
         self.sizes = [-(-size // 32) * 32 for size in sizes.values()]
         self.total = sum(self.sizes)
-        self.starts = dict(zip(sizes, accumulate([0, *self.sizes]), strict=False))
+        self.offsets = dict(zip(sizes, accumulate([0, *self.sizes]), strict=False))
 
-    def allocated(self, device: torch.device) -> Tensor:
+    def allocate(self, device: torch.device) -> Tensor:
         return torch.empty(self.total, dtype=torch.float32, device=device)
 
-    def addresses(self, whole: Tensor) -> dict[str, int]:
-        first = whole.data_ptr()
-        return {name: first + 4 * start for name, start in self.starts.items()}
+    def addresses(self, buffer: Tensor) -> dict[str, int]:
+        first = buffer.data_ptr()
+        return {name: first + 4 * offset for name, offset in self.offsets.items()}
 
-    def tensors(self, whole: Tensor) -> dict[str, Tensor]:
-        found = dict(zip(self.starts, whole.split(self.sizes), strict=True)) if self.starts else {}
-        return found | {name: found[name].view(dtype) for name, dtype in self.dtypes.items()}
+    def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
+        arrays = dict(zip(self.offsets, buffer.split(self.sizes), strict=True)) if self.offsets else {}
+        return arrays | {name: arrays[name].view(dtype) for name, dtype in self.dtypes.items()}
 
 
 class LaunchPlan:
-    """Launches in a row, with the arrays of floats that they share, for one kind of call.
+    """A sequence of launches with a shared workspace, for one kind of call.
 
     Args:
-        sizes: how many floats each array has.
-        device: where it all happens.
-        steps: the launches, in order.
-        dtypes: of arrays that hold other numbers; their sizes are in floats all the same.
-        described: arguments that are descriptions of tensors.
-        lasting: sizes of the arrays that the last launch needs, where the others are given back before it.
+        sizes: the size of each workspace array, counted in float32.
+        device: the device that the kernels run on.
+        launches: the launches, in order.
+        dtypes: the dtypes of the workspace arrays that are not float32.
+        descriptors: the arguments that are tensor descriptors.
+        last_sizes: the sizes of the workspace arrays that the last launch reads. They have an allocation of their own,
+            so that the other arrays can be freed before the last launch.
     """
 
     def __init__(
         self,
         sizes: dict[str, int],
         device: torch.device,
-        steps: Sequence[KernelLaunch],
+        launches: Sequence[KernelLaunch],
         dtypes: dict[str, torch.dtype] | None = None,
-        described: dict[str, DescriptorArgument] | None = None,
-        lasting: dict[str, int] | None = None,
+        descriptors: dict[str, DescriptorArgument] | None = None,
+        last_sizes: dict[str, int] | None = None,
     ) -> None:
-        self.device, self.steps = device, steps
-        self.described = described or {}
-        self.forms: list[tuple[str, str, Any]] = []
-        self.arrays, self.lasting = Workspace(sizes, dtypes or {}), Workspace(lasting or {}, dtypes or {})
-        self.again: list[CompiledLaunch] = []
+        self.device, self.launches = device, launches
+        self.descriptors = descriptors or {}
+        self.workspace, self.last_workspace = Workspace(sizes, dtypes or {}), Workspace(last_sizes or {}, dtypes or {})
+        # Both are filled by the first call that goes through Triton: what `replay` needs.
+        self.compiled_launches: list[CompiledLaunch] = []
+        self.descriptor_templates: list[tuple[str, str, Any]] = []
 
-    def __call__(self, tensors: dict[str, Tensor], late: LateAllocator | None = None) -> None:
-        """Launches them all.
+    def __call__(self, tensors: dict[str, Tensor], allocate_late: LateAllocator | None = None) -> None:
+        """Run all launches.
 
         Args:
-            tensors: what the launches know, by name.
-            late: makes what only the last launch knows, when the arrays that it does not need are given back; it may
-                take out of `tensors` what that launch does not need either, so these are the caller's own.
+            tensors: the tensors of the call, by name. The dict is modified and must belong to the caller alone.
+            allocate_late: allocates what only the last launch needs, after the workspace arrays that the last launch
+                does not read are freed. It may remove entries from `tensors` that the last launch does not need.
         """
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
-            self.launch(tensors, late)
+            self.run(tensors, allocate_late)
         else:
             with torch.cuda.device(self.device):
-                self.launch(tensors, late)
+                self.run(tensors, allocate_late)
 
-    def launch(self, tensors: dict[str, Tensor], late: LateAllocator | None) -> None:
+    def run(self, tensors: dict[str, Tensor], allocate_late: LateAllocator | None) -> None:
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        # What is compiled relies on addresses that are multiples of 16, as they nearly always are.
+        # The compiled kernels rely on addresses that are multiples of 16, which nearly all are.
         aligned = reduce(or_, addresses.values()) % 16 == 0
-        if aligned and self.again:
-            self.launch_again(tensors, addresses, late)
+        if aligned and self.compiled_launches:
+            self.replay(tensors, addresses, allocate_late)
         else:
-            self.launch_by_triton(tensors, late, aligned)
+            self.launch_through_triton(tensors, allocate_late, aligned)
 
-    def launch_again(self, tensors: dict[str, Tensor], addresses: dict[str, Any], late: LateAllocator | None) -> None:
-        whole = self.arrays.allocated(self.device)
-        addresses |= self.arrays.addresses(whole)
-        if self.lasting.starts:
-            rest = self.lasting.allocated(self.device)
-            addresses |= self.lasting.addresses(rest)
-        for name, tensor, form in self.forms:
-            addresses[name] = rebase_descriptor(form, tensors[tensor])
-        for compiled, chosen, numbers in self.again[:-1]:
-            compiled(*chosen(addresses), *numbers)
-        if late is not None:
-            # The GPU may not have come so far, but whatever gets this memory now has to wait in the same queue.
-            del whole
-            addresses |= {name: tensor.data_ptr() for name, tensor in late().items()}
-        compiled, chosen, numbers = self.again[-1]
-        compiled(*chosen(addresses), *numbers)
+    def replay(
+        self, tensors: dict[str, Tensor], addresses: dict[str, Any], allocate_late: LateAllocator | None
+    ) -> None:
+        """Run the compiled kernels with new addresses."""
+        buffer = self.workspace.allocate(self.device)
+        addresses |= self.workspace.addresses(buffer)
+        if self.last_workspace.offsets:
+            last_buffer = self.last_workspace.allocate(self.device)
+            addresses |= self.last_workspace.addresses(last_buffer)
+        for name, tensor, template in self.descriptor_templates:
+            addresses[name] = rebase_descriptor(template, tensors[tensor])
+        for compiled, pick_addresses, scalars in self.compiled_launches[:-1]:
+            compiled(*pick_addresses(addresses), *scalars)
+        if allocate_late is not None:
+            # The kernels may still be running, but later work that gets this memory waits in the same stream.
+            del buffer
+            addresses |= {name: tensor.data_ptr() for name, tensor in allocate_late().items()}
+        compiled, pick_addresses, scalars = self.compiled_launches[-1]
+        compiled(*pick_addresses(addresses), *scalars)
 
-    def launch_by_triton(self, tensors: dict[str, Any], late: LateAllocator | None, aligned: bool) -> None:
-        found: list[CompiledLaunch] = []
-        forms = {name: described.make(tensors[described.tensor]) for name, described in self.described.items()}
-        own = {*forms, *self.arrays.starts, *self.lasting.starts}
-        for arrays in (self.arrays, self.lasting):
-            tensors |= arrays.tensors(arrays.allocated(self.device))
-        tensors |= forms
-        for place, (kernel, grid, names, numbers, options) in enumerate(self.steps):
-            if late is not None and place == len(self.steps) - 1:
-                for name in self.arrays.starts:
+    def launch_through_triton(
+        self, tensors: dict[str, Any], allocate_late: LateAllocator | None, aligned: bool
+    ) -> None:
+        """Launch as Triton does it, and store the compiled kernels for `replay` where that is possible."""
+        compiled_launches: list[CompiledLaunch] = []
+        descriptors = {name: argument.make(tensors[argument.tensor]) for name, argument in self.descriptors.items()}
+        own = {*descriptors, *self.workspace.offsets, *self.last_workspace.offsets}
+        for workspace in (self.workspace, self.last_workspace):
+            tensors |= workspace.tensors(workspace.allocate(self.device))
+        tensors |= descriptors
+        for index, (kernel, grid, names, scalars, options) in enumerate(self.launches):
+            if allocate_late is not None and index == len(self.launches) - 1:
+                for name in self.workspace.offsets:
                     del tensors[name]
-                tensors |= late()
-            compiled = kernel[grid](*(tensors[name] for name in names), *numbers, **options)
-            # The interpreter compiles nothing, and a hook of Triton's may leave out a launch.
+                tensors |= allocate_late()
+            compiled = kernel[grid](*(tensors[name] for name in names), *scalars, **options)
+            # The interpreter compiles nothing, and a Triton hook may skip a launch.
             if compiled is not None and aligned and accepts_addresses():
-                found.append((compiled[(*grid, 1, 1)[:3]], itemgetter(*names), numbers))
-        if len(found) == len(self.steps):
-            self.forms = [
-                (name, self.described[name].tensor, rebase_descriptor(form, None)) for name, form in forms.items()
+                compiled_launches.append((compiled[(*grid, 1, 1)[:3]], itemgetter(*names), scalars))
+        if len(compiled_launches) == len(self.launches):
+            self.descriptor_templates = [
+                (name, self.descriptors[name].tensor, rebase_descriptor(descriptor, None))
+                for name, descriptor in descriptors.items()
             ]
-            self.again = found
-        # Whoever called may keep its tensors, but not these.
+            self.compiled_launches = compiled_launches
+        # The caller may keep its own tensors alive, but not these.
         for name in own & tensors.keys():
             del tensors[name]
 
 
-def rebase_descriptor(form: Any, base: Tensor | None) -> Any:
-    """The description of a tensor as that of another one with the same layout, without checking it again.
+def rebase_descriptor(descriptor: Any, base: Tensor | None) -> Any:
+    """Copy a tensor descriptor for another tensor of the same layout, without validating it again.
 
-    All that a launch reads of it is the address of its base, and plain attributes.
+    A launch reads only the address of its base and plain attributes.
     """
-    found = object.__new__(type(form))
-    found.__dict__.update(form.__dict__)
-    found.base = base
-    return found
+    copy = object.__new__(type(descriptor))
+    copy.__dict__.update(descriptor.__dict__)
+    copy.base = base
+    return copy
 
 
 @cache
 def accepts_addresses() -> bool:
-    """Other versions of Triton are given tensors, and look at them each time."""
+    """Whether compiled kernels of this Triton accept addresses; other versions inspect tensors on every launch."""
     return torch.version.hip is None and triton_version() in ADDRESS_TRITON_VERSIONS
 
 
 def triton_version() -> tuple[int, ...]:
-    """Its first two numbers."""
+    """The major and minor version of Triton."""
     from triton import __version__
 
     return tuple(map(int, __version__.split(".")[:2]))
@@ -216,23 +241,28 @@ def triton_version() -> tuple[int, ...]:
 
 @cache
 def count_multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has; for the interpreter two."""
+    """The number of multiprocessors of a GPU; 2 for the interpreter."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
 CACHED_PLANS: dict[Hashable, LaunchPlan] = {}
 
 
-def get_or_build_plan(key: Hashable, make: Callable[[], LaunchPlan]) -> LaunchPlan:
-    """What was made for this kind of call, or is now."""
-    return get_or_make(CACHED_PLANS, MAX_CACHED_PLANS, key, make)
+def get_or_build_plan(key: Hashable, build: Callable[[], LaunchPlan]) -> LaunchPlan:
+    """The cached plan for a kind of call, built on first use."""
+    return get_or_make(CACHED_PLANS, MAX_CACHED_PLANS, key, build)
 
 
 def layout_key(x: Tensor | None) -> Hashable:
-    """What a kernel's arguments follow from."""
+    """What the scalar arguments of a kernel depend on: shape, strides and dtype."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
 def batch_stride(x: Tensor | None) -> int:
-    """The first stride, as a kernel takes it: 0 where all of a batch share one, or nothing is given."""
+    """The stride of the batch dimension; 0 where the whole batch shares one entry or x is None."""
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+
+def next_power_of_two(n: int, minimum: int = 16) -> int:
+    """The next power of two, which tile sizes must be; matrix products need at least 16."""
+    return max(minimum, 1 << (n - 1).bit_length())

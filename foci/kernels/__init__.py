@@ -1,1 +1,10 @@
-"""Device code: Triton kernels, and nothing of foci above them."""
+"""Device code. It imports nothing else of foci; gpu/, statistics/, weights/ and backends/ launch it.
+
+logits: logits, log-sum-exps and visible keys, shared by the Triton kernels
+dropout: the dropout mask
+additive: additive attention
+distance_bias: attention with a bias that depends on the distance of query and key
+statistics: statistics of the attention weights in one pass
+rdrop: the R-Drop loss
+c: C sources for the CPU, compiled on first use by runtime/native.py
+"""

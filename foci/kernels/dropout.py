@@ -1,4 +1,4 @@
-"""Which entries dropout keeps: a hash of where they stand, bit for bit that of the reference."""
+"""The dropout mask: a hash of batch, head, query and key, bit for bit that of the reference."""
 
 # Device code carries no Python types.
 # mypy: ignore-errors
@@ -16,8 +16,8 @@ def hash32(x):
 
 
 @triton.jit
-def dropout_keeps(drawn, b, h, i, j, threshold):
-    """drawn is the call's random number, an int64; i and j broadcast to the tile."""
-    noise = hash32(hash32(drawn + b) * 5 + h)
+def dropout_keeps(seed, b, h, i, j, threshold):
+    """Which entries dropout keeps. seed is the random int64 of the call; i and j broadcast to the tile."""
+    noise = hash32(hash32(seed + b) * 5 + h)
     noise = hash32(noise * 5 + i.to(tl.int64))
     return hash32(noise * 5 + j.to(tl.int64)) >= threshold

@@ -1,6 +1,6 @@
-"""What every kernel that walks the attention matrix shares: the logit of an entry, and who may see it.
+"""Device functions that all dot-product kernels share: logits, log-sum-exps, and visible keys.
 
-Logits and log-sum-exps are in base 2 here, since the hardware's exponential is: a weight is exp2(logit - lse).
+Logits and log-sum-exps are in base 2, as is the exponential of the hardware: a weight is exp2(logit - lse).
 """
 
 # Device code carries no Python types.
@@ -9,7 +9,7 @@ Logits and log-sum-exps are in base 2 here, since the hardware's exponential is:
 import triton
 import triton.language as tl
 
-# Stands for "not visible". Finite, so that weight * log2(weight) is -0 and not NaN; far below any real logit.
+# The logit of a masked entry. Finite, so that weight * log2(weight) is -0 and not NaN; far below any real logit.
 MASKED_LOGIT = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -17,7 +17,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(y):
-    """Exact to a few units in the last place: near 0, where 1 - 2 / (1 + e^2y) cancels, a polynomial."""
+    """Exact to a few units in the last place; a polynomial near 0, where 1 - 2 / (1 + e^2y) cancels."""
     square = y * y
     near = y * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     far = 1 - 2 / (1 + tl.exp2(y * (2 * LOG2_E)))
@@ -26,7 +26,7 @@ def tanh(y):
 
 @triton.jit
 def dot_logits(dots, i, j, offset, slope, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Base 2: softcap(scale * dots), then the bias for how far query i stands from key j."""
+    """Logits in base 2: softcap(scale * dots), plus the ALiBi bias for the distance of query i and key j."""
     if SOFTCAP:
         z = tanh(dots * (scale / softcap)) * (softcap * LOG2_E)
     else:
@@ -38,18 +38,18 @@ def dot_logits(dots, i, j, offset, slope, scale, softcap, SOFTCAP: tl.constexpr,
 
 @triton.jit
 def load_lse(lse, i, Tq):
-    """Base 2, in the form that is subtracted: rows without weight (lse -inf, or past the end) get exactly 0."""
+    """Load log-sum-exps in base 2. Fully masked rows, and rows past the end, get a value that makes all weights 0."""
     rows = tl.load(lse + i, mask=i < Tq, other=-float("inf"))
     return tl.where(rows == -float("inf"), -MASKED_LOGIT, rows * LOG2_E)
 
 
 @triton.jit
-def key_range(spans, s: tl.constexpr, i, offset, Tq, Tk, CAUSAL: tl.constexpr, SPANS: tl.constexpr):
-    """Queries i see keys from low to high; queries past the end see none."""
+def key_range(key_ranges, s: tl.constexpr, i, offset, Tq, Tk, CAUSAL: tl.constexpr, RANGES: tl.constexpr):
+    """The visible keys of queries i in range s, from low to high; none for queries past the end."""
     inside = i < Tq
-    if SPANS > 0:
-        low = tl.maximum(tl.load(spans + 2 * s * Tq + i, mask=inside, other=0), 0)
-        high = tl.minimum(tl.load(spans + (2 * s + 1) * Tq + i, mask=inside, other=0), Tk)
+    if RANGES > 0:
+        low = tl.maximum(tl.load(key_ranges + 2 * s * Tq + i, mask=inside, other=0), 0)
+        high = tl.minimum(tl.load(key_ranges + (2 * s + 1) * Tq + i, mask=inside, other=0), Tk)
     elif CAUSAL:
         low = tl.zeros_like(i)
         high = tl.where(inside, tl.minimum(tl.maximum(i + offset + 1, 0), Tk), 0)
@@ -63,10 +63,10 @@ def key_range(spans, s: tl.constexpr, i, offset, Tq, Tk, CAUSAL: tl.constexpr, S
 def apply_masks(
     seen, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS: tl.constexpr, DENSE: tl.constexpr
 ):
-    """What is seen of the entries (i, j) when the ids and the dense mask have spoken too."""
+    """Apply document ids and the dense mask to the visibility of the entries (i, j)."""
     if IDS:
         seen &= tl.load(query_ids + i, mask=i < Tq, other=0) == tl.load(key_ids + j, mask=j < Tk, other=0)
     if DENSE:
-        places = i.to(tl.int64) * dense_query + j.to(tl.int64) * dense_key
-        seen &= tl.load(dense + places, mask=seen, other=0) != 0
+        offsets = i.to(tl.int64) * dense_query + j.to(tl.int64) * dense_key
+        seen &= tl.load(dense + offsets, mask=seen, other=0) != 0
     return seen

@@ -1,4 +1,4 @@
-"""Statistics in one pass of compiled C (kernels/c/strip.c): the fastest method on a CPU, where a C compiler is available.
+"""Statistics in one pass of compiled C (kernels/c/statistics.c): the fastest method on a CPU with a C compiler.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, D width.
 """
@@ -17,11 +17,12 @@ from foci.backends.additive_cpu import MAX_EXPONENTIAL_INPUT, PLAIN_TENSOR_TYPES
 from foci.backends.strips import LOG2_E
 from foci.biases import ALiBi, Buckets
 from foci.gpu import mask_inputs
+from foci.gpu.launcher import KERNEL_DTYPES
 from foci.masks.kinds import Causal
 from foci.runtime import native
 from foci.scores import Additive, Dot
 from foci.statistics import picture
-from foci.statistics.request import KERNEL_DTYPES, MAX_TOP_KEYS, Request
+from foci.statistics.request import MAX_TOP_KEYS, Request
 from foci.statistics.streaming import finite_lse
 
 # Smaller calls are not worth a pass that first packs the keys.
@@ -66,7 +67,7 @@ class MaskStruct(ctypes.Structure):
 
 
 class StatisticsStruct(ctypes.Structure):
-    """The struct of kernels/c/strip.c, field by field."""
+    """The struct of kernels/c/statistics.c, field by field."""
 
     _fields_ = (
         ("masks", MaskStruct),
@@ -104,7 +105,7 @@ def refuses(call: Call, request: Request | None = None, averaged: bool = False) 
     if not reasons and isinstance(call.score, Additive) and not has_exact_exponentials(call.q, call.k):
         reasons.append(f"an additive score with inputs beyond ±{MAX_EXPONENTIAL_INPUT:g} is not supported")
     # Checked last: it may compile the library, which takes a second.
-    missing = None if reasons else native.why_unavailable("strip")
+    missing = None if reasons else native.why_unavailable("statistics")
     return reasons if missing is None else [missing]
 
 
@@ -128,7 +129,7 @@ def compute_statistics(call: Call, lse: Tensor, request: Request) -> dict[str, T
 
 def compute_part(call: Call, lse: Tensor, request: Request) -> dict[str, Tensor]:
     """Computes the statistics of some sequences with all of their heads."""
-    library = native.load_library("strip")
+    library = native.load_library("statistics")
     threads, parts = choose_threads_and_parts(call, request)
     dot, inputs = prepare_score(replace(call, q=call.q.float(), k=call.k.float()))
     assert isinstance(dot.score, Dot)
@@ -144,7 +145,7 @@ def compute_part(call: Call, lse: Tensor, request: Request) -> dict[str, Tensor]
         scale=scale,
         softcap=softcap,
     )
-    native.run_in_threads(library.measure, struct, threads)
+    native.run_in_threads(library.compute_statistics, struct, threads)
     if struct.failed:
         raise MemoryError("out of memory for the row buffers of a pass over the attention matrix")
     return finish_outputs(call, request, outputs)
@@ -201,7 +202,7 @@ def bias_by_distance(call: Call, bias: Buckets, beyond: int) -> Tensor:
 
 
 def pack_keys(k: Tensor, panel: int) -> Tensor:
-    """(B, G, Tk, D) -> (B, G, panels, D, keys of a panel), in the order in which a product reads; 0 beyond the last key."""
+    """(B, G, Tk, D) -> (B, G, panels, D, keys of a panel), as a product reads them; 0 beyond the last key."""
     whole = k.shape[2] // panel
     laid = k.new_empty(*k.shape[:2], -(-k.shape[2] // panel), k.shape[3], panel)
     laid[:, :, :whole] = k[:, :, : whole * panel].unflatten(2, (whole, panel)).mT
@@ -211,7 +212,7 @@ def pack_keys(k: Tensor, panel: int) -> Tensor:
 
 
 def base2_scales(score: Dot, width: int) -> tuple[float, float]:
-    """The factor from a product to a logit in base 2, and the softcap in base 2 (0: none), with its 2 / softcap applied."""
+    """The factor of a product for a base-2 logit (with a softcap times 2 / softcap) and the base-2 softcap, or 0."""
     scale = score.factor(width) * LOG2_E
     return (scale, 0.0) if score.softcap is None else (2.0 * scale / score.softcap, score.softcap * LOG2_E)
 

@@ -1,4 +1,4 @@
-"""Attention together with its whole matrix in compiled C: the fastest way on a CPU, where there is a C compiler.
+"""Attention together with its whole matrix in compiled C: the fastest way on a CPU if there is a C compiler.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, Dv value width.
 """
@@ -21,11 +21,11 @@ from foci.scores import Dot
 from foci.statistics import cpu_c
 from foci.statistics.cpu_c import MaskStruct
 
-# Entries of a block of rows: half of the second cache.
+# Entries of a block of rows: half of a typical L2 cache.
 BLOCK_ENTRIES = 2**17
 MAX_BLOCK_ROWS = 64
 
-# Finite logits below this could not be told from hidden ones.
+# Lower finite logits cannot be distinguished from masked ones.
 MIN_FINITE_LOGIT = -1e28
 
 TENSOR_FIELDS = ("queries", "keys", "values", "added", "out", "matrix")
@@ -35,8 +35,8 @@ SIZE_FIELDS = (
 )
 
 
-class MatrixArguments(ctypes.Structure):
-    """What kernels/matrix.c is given, in its order."""
+class DenseAttentionStruct(ctypes.Structure):
+    """The argument struct of kernels/c/dense_attention.c."""
 
     _fields_ = (
         ("masks", MaskStruct),
@@ -48,7 +48,7 @@ class MatrixArguments(ctypes.Structure):
 
 
 def supports_call(call: Call) -> bool:
-    """Whether this computes such a call."""
+    """Whether the C kernel supports the call."""
     plain = type(call.score) is Dot and call.score.softcap is None and call.sink is None and not call.dropout
     if not plain or call.q.device.type != "cpu" or call.q.dtype not in cpu_c.DTYPES or call.is_transformed:
         return False
@@ -57,50 +57,51 @@ def supports_call(call: Call) -> bool:
     if call.bias is not None and not (isinstance(call.bias, DenseBias) and supports_bias(call.bias.entries)):
         return False
     empty = 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape
-    return not empty and not mask_inputs.refuses(call) and native.why_unavailable("matrix") is None
+    return not empty and not mask_inputs.refuses(call) and native.why_unavailable("dense_attention") is None
 
 
 def supports_bias(entries: Tensor) -> bool:
+    """Whether no finite entry is so low that the kernel would mask it."""
     finite_but_low = (entries < MIN_FINITE_LOGIT) & (entries > -torch.inf)
     return type(entries) in cpu_c.PLAIN and not bool(finite_but_low.any())
 
 
 def compute_with_matrix_c(call: Call, average: bool) -> tuple[Tensor, Tensor]:
-    """(B, H, Tq, Dv) and (B, H, Tq, Tk), or (B, Tq, Tk) averaged over the heads, of a call that this serves."""
-    library = native.load_library("matrix")
+    """(B, H, Tq, Dv) and (B, H, Tq, Tk), or (B, Tq, Tk) averaged over the heads, of a supported call."""
+    library = native.load_library("dense_attention")
     batch, heads, queries, keys = *call.q.shape[:3], call.k.shape[2]
-    seen = cpu_c.build_mask_tensors(call)
-    tensors = prepare_inputs(call, library.panel_keys(), library.side_values())
+    masks = cpu_c.build_mask_tensors(call)
+    tensors = prepare_inputs(call, library.panel_keys(), library.value_step())
     lead = (batch,) if average else (batch, heads)
     tensors["out"] = tensors["queries"].new_empty(batch, queries, heads, tensors["values"].shape[-1])
     tensors["matrix"] = tensors["queries"].new_empty(*lead, queries, keys)
-    library.expect_writing(ctypes.c_void_p(tensors["matrix"].data_ptr()), ctypes.c_int64(tensors["matrix"].nbytes))
+    library.request_huge_pages(ctypes.c_void_p(tensors["matrix"].data_ptr()), ctypes.c_int64(tensors["matrix"].nbytes))
     assert isinstance(call.score, Dot)
-    work = MatrixArguments(
-        masks=cpu_c.fill_mask_struct(call, seen),
+    arguments = DenseAttentionStruct(
+        masks=cpu_c.fill_mask_struct(call, masks),
         **cpu_c.data_pointers(tensors),
-        **argument_sizes(call, tensors, average, library.rows_at_once()),
+        **argument_sizes(call, tensors, average, library.rows_per_product()),
         scale=call.score.factor(call.q.shape[-1]) * LOG2_E,
     )
-    native.run_in_threads(library.attend_all, work, count_threads(call))
-    if work.failed:
-        raise MemoryError("there is no memory for the few rows of the attention matrix that are made at once")
-    # In the order in which the heads are joined, so that whoever joins them copies nothing.
+    native.run_in_threads(library.compute_dense_attention, arguments, count_threads(call))
+    if arguments.failed:
+        raise MemoryError("out of memory for a block of rows of the attention matrix")
+    # (B, Tq, H, Dv) in memory, so that concatenating the heads needs no copy.
     out = tensors["out"][..., : call.v.shape[-1]].transpose(1, 2)
     return out.to(call.q.dtype), tensors["matrix"]
 
 
-def prepare_inputs(call: Call, panel: int, side: int) -> dict[str, Tensor]:
-    """What is multiplied, as the kernel reads it."""
-    beyond = -call.v.shape[-1] % side
-    given = {
+def prepare_inputs(call: Call, panel: int, value_step: int) -> dict[str, Tensor]:
+    """Queries, keys, values and bias in the layout of the kernel."""
+    padding = -call.v.shape[-1] % value_step
+    inputs = {
         "queries": call.q.float().contiguous(),
         "keys": cpu_c.pack_keys(call.k.float(), panel),
-        "values": (pad(call.v.float(), (0, beyond)) if beyond else call.v.float()).contiguous(),
+        "values": (pad(call.v.float(), (0, padding)) if padding else call.v.float()).contiguous(),
     }
     if isinstance(call.bias, DenseBias):
-        given["added"] = mask_inputs.select_dense_entries(call.bias.entries, call).float()
-    return given
+        inputs["added"] = mask_inputs.select_dense_entries(call.bias.entries, call).float()
+    return inputs
 
 
 def argument_sizes(call: Call, tensors: dict[str, Tensor], average: bool, step: int) -> dict[str, int]:

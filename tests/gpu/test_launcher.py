@@ -48,7 +48,7 @@ def row_of(kernel: Kernel, sizes: dict[str, int] | None = None) -> LaunchPlan:
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "takes_addresses", lambda: True)
+    monkeypatch.setattr(launcher, "accepts_addresses", lambda: True)
 
 
 def test_the_second_launch_is_given_addresses() -> None:
@@ -82,7 +82,7 @@ def test_an_interpreter_or_a_triton_that_is_not_known_is_given_tensors(
     version_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Kernel("x", "scratch", "out", "n", "BLOCK", compiles=not version_known)
-    monkeypatch.setattr(launcher, "takes_addresses", lambda: version_known)
+    monkeypatch.setattr(launcher, "accepts_addresses", lambda: version_known)
     row = row_of(kernel)
     for _ in range(3):
         row({"x": torch.zeros(8)})
@@ -122,7 +122,7 @@ class Watched:
 def test_what_comes_late_finds_the_memory_of_all_but_what_lasts() -> None:
     first, last = Watched(), Kernel("sums", "result", "n")
     steps = [build_kernel_launch(first, (1,), {"n": 1}), build_kernel_launch(last, (1,), {"n": 1})]
-    row = LaunchPlan({"scratch": 64}, torch.device("cpu"), steps, lasting={"sums": 64})
+    row = LaunchPlan({"scratch": 64}, torch.device("cpu"), steps, last_sizes={"sums": 64})
     result, alive = torch.zeros(4), []
 
     def late() -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ def test_what_comes_late_finds_the_memory_of_all_but_what_lasts() -> None:
 def test_what_comes_late_is_given_by_its_address_too(monkeypatch: pytest.MonkeyPatch) -> None:
     first, last = Kernel("x", "scratch", "sums", "n"), Kernel("sums", "result", "n")
     steps = [build_kernel_launch(first, (1,), {"n": 1}), build_kernel_launch(last, (1,), {"n": 1})]
-    row = LaunchPlan({"scratch": 40}, torch.device("cpu"), steps, lasting={"sums": 64})
+    row = LaunchPlan({"scratch": 40}, torch.device("cpu"), steps, last_sizes={"sums": 64})
     results = [torch.zeros(4) for _ in range(2)]
     wholes: list[weakref.ref[Tensor]] = []
     true = torch.empty
@@ -173,8 +173,8 @@ def test_a_number_that_is_missing_is_an_error() -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "KEPT", {})
-    monkeypatch.setattr(launcher, "MOST", 2)
+    monkeypatch.setattr(launcher, "CACHED_PLANS", {})
+    monkeypatch.setattr(launcher, "MAX_CACHED_PLANS", 2)
     kernel = Kernel("x", "scratch", "out", "n", "BLOCK")
     made = [launcher.get_or_build_plan(key, lambda: row_of(kernel)) for key in (1, 1, 2, 3, 1)]
     assert made[0] is made[1]
@@ -212,8 +212,8 @@ def test_a_description_is_made_once_and_then_has_another_base() -> None:
             self.base, self.block = base, [16, base.shape[-1]]
             made.append(base)
 
-    described = {"x_tiles": launcher.DescriptorArgument("x", Description)}
-    row = LaunchPlan({}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1})], described=described)
+    descriptors = {"x_tiles": launcher.DescriptorArgument("x", Description)}
+    row = LaunchPlan({}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1})], descriptors=descriptors)
     tensors = [torch.zeros(4, 8) for _ in range(3)]
     for x in tensors:
         row({"x": x})
@@ -223,13 +223,13 @@ def test_a_description_is_made_once_and_then_has_another_base() -> None:
         assert form.base is x
         assert (form.block, address, number) == ([16, 8], x.data_ptr(), 1)
     # What is kept holds no tensor of the first call.
-    assert [form.base for _, _, form in row.forms] == [None]
+    assert [form.base for _, _, form in row.descriptor_templates] == [None]
 
 
 def test_descriptions_are_made_anew_where_triton_looks_at_each_launch() -> None:
     kernel = Kernel("x_tiles", "x", "n", compiles=False)
-    described = {"x_tiles": launcher.DescriptorArgument("x", lambda x: ("tiles of", x))}
-    row = LaunchPlan({}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1})], described=described)
+    descriptors = {"x_tiles": launcher.DescriptorArgument("x", lambda x: ("tiles of", x))}
+    row = LaunchPlan({}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1})], descriptors=descriptors)
     for x in (torch.zeros(8), torch.ones(8)):
         row({"x": x})
         assert kernel.launched[-1][1][0] == ("tiles of", x)
@@ -244,7 +244,7 @@ def test_a_launch_by_names_is_the_same_for_a_compiler() -> None:
 
     kernel = Traced("x", "out", "n")
     launching = launcher.KeywordLaunch(kernel, (2,), {"x": "x", "out": "result"}, {"n": 3}, {"num_warps": 4})
-    assert launching.step() == (kernel, (2,), ("x", "result"), (3,), {"num_warps": 4})
+    assert launching.to_kernel_launch() == (kernel, (2,), ("x", "result"), (3,), {"num_warps": 4})
     x, result = torch.zeros(1), torch.ones(1)
-    launching.traced({"x": x, "result": result, "more": x})
+    launching.launch_traced({"x": x, "result": result, "more": x})
     assert given == [((2,), {"x": x, "out": result, "n": 3, "num_warps": 4})]

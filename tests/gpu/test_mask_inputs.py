@@ -32,8 +32,8 @@ def seen_by(masks: mask_inputs.KernelMasks, call: Call) -> Tensor:
     seen = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
     if masks.causal:
         seen = seen & (where.key <= where.query + KEYS - QUERIES)
-    if masks.spans is not None:
-        ends = masks.spans.unsqueeze(-1).unbind(2)
+    if masks.key_ranges is not None:
+        ends = masks.key_ranges.unsqueeze(-1).unbind(2)
         inside = (where.key[0] >= ends[0]) & (where.key[0] < ends[1])
         seen = seen & inside.any(1, keepdim=True)
     if masks.query_ids is not None and masks.key_ids is not None:
@@ -77,7 +77,7 @@ def test_forms_say_what_the_mask_says(name: str) -> None:
 def test_an_offset_that_means_plain_causal_is_plain_causal(offset: int, queries: int, keys: int, plain: bool) -> None:
     """Kernels have a quick way for it: F.scaled_dot_product_attention(..., is_causal=True) is causal.at(0)."""
     masks = mask_inputs.build_kernel_masks(call_of(foci.causal.at(offset), queries=queries, keys=keys))
-    assert (masks.causal, masks.spans is None) == (plain, plain)
+    assert (masks.causal, masks.key_ranges is None) == (plain, plain)
 
 
 @pytest.mark.parametrize("positions", [False, True])
@@ -94,9 +94,9 @@ def test_positions_move_what_is_causal_and_no_offset(positions: bool) -> None:
     ("mask", "reason"),
     [
         (foci.documents(*IDS) & foci.documents(*IDS), "more than one"),
-        (foci.mask_function(lambda b, h, q, k: q > k), "no union of two runs"),
-        ((foci.window(1) | foci.prefix(2)) | foci.window(0, 1), "no union of two runs"),
-        (foci.window(1) | foci.padding(LENGTHS) | foci.prefix(1), "no union of two runs"),
+        (foci.mask_function(lambda b, h, q, k: q > k), "not a union of at most two key ranges"),
+        ((foci.window(1) | foci.prefix(2)) | foci.window(0, 1), "not a union of at most two key ranges"),
+        (foci.window(1) | foci.padding(LENGTHS) | foci.prefix(1), "not a union of at most two key ranges"),
     ],
 )
 def test_what_has_no_form_is_refused(mask: Mask, reason: str) -> None:
@@ -131,7 +131,7 @@ def test_nothing_comes_from_the_host(name: str) -> None:
     with StaysThere():
         assert mask_inputs.refuses(call) == []
         masks = mask_inputs.build_kernel_masks(call)
-        assert masks.spans is None or masks.spans.device.type == "meta"
+        assert masks.key_ranges is None or masks.key_ranges.device.type == "meta"
         if call.mask is not None:
             build_block_lists(call)
 
@@ -185,8 +185,8 @@ def test_masks_of_plain_numbers_are_brought_to_their_form_once(name: str, monkey
         assert mask_inputs.build_kernel_masks(call) is first
     longer = call_of(REPEATED[name](), keys=KEYS + 1)
     found, fresh = mask_inputs.build_kernel_masks(longer), mask_inputs.compute_kernel_masks(longer)
-    assert (found.causal, found.spans is None) == (fresh.causal, fresh.spans is None)
-    assert found.spans is None or fresh.spans is None or torch.equal(found.spans, fresh.spans)
+    assert (found.causal, found.key_ranges is None) == (fresh.causal, fresh.key_ranges is None)
+    assert found.key_ranges is None or fresh.key_ranges is None or torch.equal(found.key_ranges, fresh.key_ranges)
 
 
 def test_numbers_and_kinds_tell_masks_apart() -> None:

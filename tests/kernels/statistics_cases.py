@@ -13,8 +13,8 @@ from foci.statistics.cuda.plan import launch_statistics
 from foci.statistics.cuda.tiling import TileConfig
 from foci.statistics.request import Request
 
-SMALL = TileConfig(queries=16, keys=32, warps=4, stages=1, per_processor=1, fine=16)
-FETCHED = replace(SMALL, fetched=True)
+SMALL = TileConfig(queries=16, keys=32, warps=4, stages=1, programs_per_sm=1, keys_per_sum=16)
+FETCHED = replace(SMALL, use_tma=True)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Weights of the heaviest keys, in half precision: logits of up to 10 that lack 7 of 24 bits.
 KEPT = 1e-5
@@ -79,7 +79,7 @@ class Case:
     def run(self, wanted: Request, config: TileConfig = SMALL) -> dict[str, Tensor]:
         _, lse = self.truth()
         q, k = within_nan(self.q), within_nan(self.k)
-        return launch_statistics(q, k, lse.float(), scale=self.scale, wanted=wanted, config=config, **self.options)
+        return launch_statistics(q, k, lse.float(), scale=self.scale, request=wanted, config=config, **self.options)
 
 
 def no_mask() -> Case:

@@ -171,10 +171,10 @@ def test_every_way_to_sum_is_taken() -> None:
     for size, four, two, far in ((1.0, True, True, False), (6.0, False, True, False), (50.0, False, False, True)):
         x = torch.full((1, 1, 16, 8), size, device=DEVICE)
         found = prepared(x, w)
-        exponents = ((found["q_most"] + found["k_most"]).clamp(min=0) + found["sizes"])[:8]
+        exponents = ((found["q_max"] + found["k_max"]).clamp(min=0) + found["sizes"])[:8]
         assert bool((exponents.view(-1, 4).sum(1) <= 124).all()) == four
         assert bool((exponents.view(-1, 2).sum(1) <= 124).all()) == two
-        assert bool(found["q_reach"][0] > 120) == far
+        assert bool(found["q_magnitude"][0] > 120) == far
 
 
 def test_weights_of_nothing_count_as_nothing() -> None:
@@ -277,7 +277,7 @@ def test_who_asks_for_it_gets_the_same_gradient_every_time() -> None:
     ("change", "reason"),
     [
         ({"bias": foci.ALiBi()}, "an additive score together with a bias"),
-        ({"mask": foci.mask_function(lambda b, h, i, j: i != j)}, "no union of two runs"),
+        ({"mask": foci.mask_function(lambda b, h, i, j: i != j)}, "not a union of at most two key ranges"),
     ],
 )
 def test_what_it_does_not_serve_it_refuses(change: dict[str, Any], reason: str) -> None:
@@ -285,5 +285,5 @@ def test_what_it_does_not_serve_it_refuses(change: dict[str, Any], reason: str) 
     with pytest.raises(ValueError, match=reason):
         foci.attention(x, x, x, score=foci.Additive(x[0, 0, 0]), backend="triton", **change)
     wide = torch.zeros(1, 1, 2, 513, device=DEVICE)
-    with pytest.raises(ValueError, match="a width of 513, where these kernels take up to 512"):
+    with pytest.raises(ValueError, match="a width of 513, above the maximum of 512"):
         foci.attention(wide, wide, wide, score=foci.Additive(wide[0, 0, 0]), backend="triton")

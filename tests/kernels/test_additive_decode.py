@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from foci.gpu.additive import decode, launch
-from foci.gpu.additive.launch import AdditiveOptions
+from foci.gpu.additive import decode, launch, two_pass_backward
+from foci.gpu.additive.arguments import AdditiveOptions
 from tests.checker import answers
 from tests.kernels.test_additive import DEVICE, NO_TERMS, additive_problem, judge, problem_of, randn, sizes
 
@@ -31,7 +31,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.append(d_out)
         return true(d_out, *rest)
 
-    monkeypatch.setattr(decode, "backward", counted)
+    monkeypatch.setattr(decode, "decode_backward", counted)
     return seen
 
 
@@ -83,7 +83,7 @@ def difference(
         found = launch.backward(d_out, None, q, k, v, w, *launch.forward(q, k, v, w, terms), terms)
         tiling = launch.choose_forward_tiling(queries, 4 * group, values, dtype, q.device)
         tiled = launch.forward(q, k, v, w, terms, tiling)
-        expected = launch.backward_in_two_passes(d_out, None, q, k, v, w, *tiled, terms)
+        expected = two_pass_backward.backward_in_two_passes(d_out, None, q, k, v, w, *tiled, terms)
     finally:
         torch.use_deterministic_algorithms(False)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]

@@ -1,4 +1,4 @@
-"""The memory of additive attention: never more besides inputs, outputs and gradients than these take themselves."""
+"""Additive attention allocates at most as much again as its inputs, outputs and gradients take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 import foci
-from foci.gpu.additive import decode, launch, one_pass_backward
+from foci.gpu.additive import arguments, decode, launch, one_pass_backward, two_pass_backward
 from foci.gpu.launcher import LaunchPlan
 from tests.kernels.test_additive import NO_TERMS
 
@@ -40,27 +40,27 @@ def in_float32(x: Tensor) -> int:
     return 4 * x.numel()
 
 
-def arrays_of(launches: LaunchPlan) -> tuple[int, int]:
-    """The bytes of its arrays, before the last launch and in it."""
-    last = 4 * launches.lasting.total
-    return 4 * launches.arrays.total + last, last
+def arrays_of(plan: LaunchPlan) -> tuple[int, int]:
+    """The workspace bytes of a plan, before its last launch and during it."""
+    last = 4 * plan.last_workspace.total
+    return 4 * plan.workspace.total + last, last
 
 
 def taken_together(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> int:
-    """Inputs and gradients, output and its gradient: the output has the size of the queries."""
+    """The bytes of inputs, output and all gradients; the output has the size of the queries."""
     return 2 * (in_bytes(q, k, v, weight) + in_bytes(q))
 
 
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        for module in launch, decode:
-            monkeypatch.setattr(module, "processors", lambda device: PROCESSORS)
+        for module in arguments, launch, decode, two_pass_backward:
+            monkeypatch.setattr(module, "count_multiprocessors", lambda device: PROCESSORS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_pass(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_memory_of_the_one_pass_backward(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     with FakeTensorMode():
         q, k, v, w = inputs(shape, "cuda:0", dtype)
         tiling = one_pass_backward.choose_one_pass_tiling(q.shape[2], q.device)
@@ -72,12 +72,12 @@ def test_one_pass(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_two_passes(shape: tuple[int, ...]) -> None:
+def test_memory_of_the_two_pass_backward(shape: tuple[int, ...]) -> None:
     with FakeTensorMode():
         q, k, v, w = inputs(shape, "cuda:0", torch.bfloat16)
-        tiling = launch.choose_two_pass_tiling(q.shape[2], v.shape[3], q.device)
-        programs = launch.count_programs(q, k, tiling)
-        _, arrays = arrays_of(launch.plan_two_pass_backward(q, k, v, w, NO_TERMS, tiling, programs))
+        tiling = two_pass_backward.choose_two_pass_tiling(q.shape[2], v.shape[3], q.device)
+        programs = two_pass_backward.count_programs(q, k, tiling)
+        _, arrays = arrays_of(two_pass_backward.plan_two_pass_backward(q, k, v, w, NO_TERMS, tiling, programs))
     arrays += programs[0] * in_float32(w)
     rows, turn = arrays + in_float32(q), arrays + in_float32(q) + in_bytes(q)
     columns, end = arrays + in_bytes(q, v) + in_float32(k), in_bytes(q, k, v) + in_float32(k)
@@ -85,26 +85,27 @@ def test_two_passes(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *FEW])
-def test_the_forward(shape: tuple[int, ...]) -> None:
+def test_memory_of_the_forward(shape: tuple[int, ...]) -> None:
     with FakeTensorMode():
         q, k, v, w = inputs(shape, "cuda:0", torch.bfloat16)
-        make = launch.one_by_one if shape in FEW else launch.plan_tiled_forward
+        make = decode.plan_decode_forward if shape in FEW else launch.plan_tiled_forward
         arrays, _ = arrays_of(make(q, k, v, w, NO_TERMS, q, None))
     assert arrays <= taken_together(q, k, v, w)
 
 
-def test_what_is_read_beyond_the_exponentials_of_the_queries_are_those_of_the_keys() -> None:
-    """The last turn of a loop reads a few ahead, and leaves them."""
+def test_key_exponentials_follow_query_exponentials() -> None:
+    """The last loop iteration of the one-pass backward reads a few floats past E and discards them."""
     q, k, _, weight = inputs(SHAPES[0], "meta", torch.bfloat16)
-    sizes = launch.exponentials_workspace(q, k, weight, launch.choose_two_pass_tiling(4096, 64, torch.device("cpu")))
+    tiling = two_pass_backward.choose_two_pass_tiling(4096, 64, torch.device("cpu"))
+    sizes = arguments.exponentials_workspace(q, k, weight, tiling)
     assert list(sizes)[:2] == ["E", "F"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, *FEW])
-def test_all_of_it(shape: tuple[int, ...], deterministic: bool) -> None:
-    """Forward and backward, as they are called: in the first call, which compiles, and in the next."""
+def test_peak_memory_on_a_gpu(shape: tuple[int, ...], deterministic: bool) -> None:
+    """Forward and backward: the first call, which compiles, and later ones."""
     leaves = [torch.randn_like(x).requires_grad_() for x in inputs(shape, "cuda", torch.bfloat16)]
     d_out = torch.randn_like(leaves[0])
     results = in_bytes(*leaves, d_out)

@@ -11,8 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import foci
-from foci.gpu.additive import launch, one_pass_backward
-from foci.gpu.additive.launch import AdditiveOptions, AdditiveTiling
+from foci.gpu.additive import launch, one_pass_backward, two_pass_backward
+from foci.gpu.additive.arguments import AdditiveOptions, AdditiveTiling
 from tests.kernels.test_additive import DEVICE, NO_TERMS, additive_problem, judge, problem_of, randn, sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -31,7 +31,7 @@ def one_pass(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         taken.append(d_out)
         return true(d_out, *rest)
 
-    monkeypatch.setattr(one_pass_backward, "backward", counted)
+    monkeypatch.setattr(one_pass_backward, "backward_in_one_pass", counted)
     return taken
 
 
@@ -93,7 +93,10 @@ def difference(
         d_out, d_lse = randn(*out.shape, seed=8).to(out), randn(*lse.shape, seed=9).to(lse)
         d_lse = d_lse.masked_fill(lse.isneginf(), 0)
         given = (d_out, d_lse, q, k, v, w, out, lse, terms)
-        expected, found = launch.backward_in_two_passes(*given), one_pass_backward.backward_in_one_pass(*given, tiling)
+        expected, found = (
+            two_pass_backward.backward_in_two_passes(*given),
+            one_pass_backward.backward_in_one_pass(*given, tiling),
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     for one, two in zip(found, expected, strict=True):
@@ -119,7 +122,7 @@ def test_it_equals_the_two_passes(
 
 
 def test_queries_that_are_split_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_pass_backward, "processors", lambda device: 8)
+    monkeypatch.setattr(one_pass_backward, "count_multiprocessors", lambda device: 8)
     assert difference(34, 10, 9, 5, 1, NO_TERMS, None, F32) < 1e-5
 
 

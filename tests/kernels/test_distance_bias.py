@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import foci
 from foci.arguments import Call, prepare_call
 from foci.gpu import distance_bias, launcher
-from foci.gpu.distance_bias import launch, row_table, tables
+from foci.gpu.distance_bias import launch, row_table
 from foci.gpu.distance_bias.launch import DistanceBiasTiling
 from foci.gpu.launcher import LaunchPlan
 from foci.scores import Dot
@@ -245,7 +245,7 @@ def inputs(width: int = 8, dtype: torch.dtype = torch.float32, length: int = 5) 
 
 
 REFUSED: dict[str, tuple[Callable[[], Call], str]] = {
-    "none": (lambda: call_of(**inputs()), "no bias by distance"),
+    "none": (lambda: call_of(**inputs()), "the bias is not a distance bias"),
     "float64": (lambda: call_of(**inputs(dtype=torch.float64), bias=foci.ALiBi()), "float64"),
     "width": (lambda: call_of(**inputs(257), bias=foci.ALiBi()), "a width of 257"),
     "empty": (lambda: call_of(**inputs(length=0), bias=foci.ALiBi()), "an empty tensor"),
@@ -254,11 +254,11 @@ REFUSED: dict[str, tuple[Callable[[], Call], str]] = {
     "buckets": (lambda: call_of(**inputs(), bias=foci.Buckets(torch.zeros(8, 2), True, 1025)), "distance of 1025"),
     "positions": (
         lambda: call_of(**inputs(), bias=foci.ALiBi(), positions=(torch.arange(5), None)),
-        "positions of your own",
+        "custom positions",
     ),
     "function": (
         lambda: call_of(**inputs(), bias=foci.ALiBi(), mask=foci.mask_function(lambda b, h, q, k: q > k)),
-        "no union of two runs",
+        "not a union of at most two key ranges",
     ),
     "dropped_values": (
         lambda: call_of(**inputs(), bias=foci.Relative(torch.zeros(3, 8), torch.zeros(3, 8)), dropout=0.1),
@@ -277,33 +277,35 @@ def test_what_the_kernels_do_not_take_is_refused_with_a_reason(name: str) -> Non
     assert any(reason in found for found in distance_bias.refuses(make()))
 
 
-def test_reaches_hold_every_tile_that_sees_something() -> None:
-    spans = torch.tensor([[[[0, 0, 5, 9], [4, 4, 8, 9]]], [[[2, 2, 2, 2], [9, 10, 9, 9]]]], dtype=torch.int32)
-    found = reached(spans, 10, 2, 4)
-    assert found["reach"].tolist() == [[[0, 1], [1, 2], [2, 0]], [[0, 2], [0, 2], [0, 2]]]
-    assert found["inner"].tolist() == [[[0, 4], [9, 8]], [[2, 9], [2, 9]]]
+def test_query_tiles_and_common_keys() -> None:
+    key_ranges = torch.tensor([[[[0, 0, 5, 9], [4, 4, 8, 9]]], [[[2, 2, 2, 2], [9, 10, 9, 9]]]], dtype=torch.int32)
+    found = reached(key_ranges, 10, 2, 4)
+    assert found["query_tiles"].tolist() == [[[0, 1], [1, 2], [2, 0]], [[0, 2], [0, 2], [0, 2]]]
+    assert found["common_keys"].tolist() == [[[0, 4], [9, 8]], [[2, 9], [2, 9]]]
 
 
-def test_reaches_of_two_runs_ask_the_mask_everywhere() -> None:
+def test_two_key_ranges_have_no_common_keys() -> None:
     """Four queries in two tiles; the second run of the first two is empty."""
-    spans = torch.tensor([[[[0, 1, 2, 3], [2, 3, 4, 4]], [[6, 6, 6, 7], [6, 6, 9, 9]]]], dtype=torch.int32)
-    found = reached(spans, 10, 2, 5)
-    assert found["reach"].tolist() == [[[0, 2], [1, 2]]]
-    assert (found["inner"][..., 1] == 0).all()
+    key_ranges = torch.tensor([[[[0, 1, 2, 3], [2, 3, 4, 4]], [[6, 6, 6, 7], [6, 6, 9, 9]]]], dtype=torch.int32)
+    found = reached(key_ranges, 10, 2, 5)
+    assert found["query_tiles"].tolist() == [[[0, 2], [1, 2]]]
+    assert (found["common_keys"][..., 1] == 0).all()
 
 
-def test_reaches_of_more_sequences_than_a_gpu_counts_in_its_second_dimension() -> None:
-    steps, _ = tables.tile_range_launches(torch.empty(1, 1, 2, 7, dtype=torch.int32).expand(70_000, 1, 2, 7), 9, 4, 4)
+def test_large_batches_are_in_the_first_grid_dimension() -> None:
+    steps, _ = row_table.tile_range_launches(
+        torch.empty(1, 1, 2, 7, dtype=torch.int32).expand(70_000, 1, 2, 7), 9, 4, 4
+    )
     assert {step.grid for step in steps} == {(70_000, 2), (70_000, 3)}
 
 
-def reached(spans: Tensor, Tk: int, queries: int, keys: int) -> dict[str, Tensor]:
-    """What the launches before the pass over the keys leave, (Bm, tiles, 2) each."""
-    steps, sizes = tables.tile_range_launches(spans, Tk, queries, keys)
-    room = {name: torch.empty(size, device=DEVICE) for name, size in sizes.items()}
-    given = {"spans": spans.to(DEVICE)}
-    LaunchPlan({}, given["spans"].device, steps)(given | room)
-    return {name: x.view(torch.int32).view(spans.shape[0], -1, 2).cpu() for name, x in room.items()}
+def reached(key_ranges: Tensor, Tk: int, queries: int, keys: int) -> dict[str, Tensor]:
+    """The results of tile_range_launches, (Bm, tiles, 2) each."""
+    steps, sizes = row_table.tile_range_launches(key_ranges, Tk, queries, keys)
+    workspace = {name: torch.empty(size, device=DEVICE) for name, size in sizes.items()}
+    given = {"key_ranges": key_ranges.to(DEVICE)}
+    LaunchPlan({}, given["key_ranges"].device, steps)(given | workspace)
+    return {name: x.view(torch.int32).view(key_ranges.shape[0], -1, 2).cpu() for name, x in workspace.items()}
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from foci.gpu.launcher import LaunchPlan
-from foci.statistics.cuda.steps import build_join_launch
+from foci.statistics.cuda.launches import build_merge_launch
 from tests.kernels.statistics_cases import DEVICE
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 
@@ -15,7 +15,7 @@ PAIRS = 3
 
 
 def joined(given: dict[str, Tensor], columns=None, cells=None, chosen=0, logits=0) -> dict[str, Tensor]:
-    launching = build_join_launch(PAIRS, columns, cells, chosen, logits)
+    launching = build_merge_launch(PAIRS, columns, cells, chosen, logits)
     shapes = {}
     if columns:
         shapes["received"] = (PAIRS, columns[1])

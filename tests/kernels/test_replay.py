@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from foci.statistics.cuda import hopper, steps
+from foci.statistics.cuda import hopper, launches
 from foci.statistics.cuda import plan as triton_statistics
 from foci.statistics.cuda.arguments import KernelTensors
 from foci.statistics.cuda.plan import launch_statistics
@@ -30,7 +30,7 @@ def check(case: Case, wanted: Request, q: Tensor | None = None, k: Tensor | None
     weights, lse = case.truth()
     q, k, half = case.q if q is None else q, case.k if k is None else k, case.q.dtype != torch.float32
     options = {"config": SMALL} | case.options | options
-    got = launch_statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, **options)
+    got = launch_statistics(q, k, lse.float(), scale=case.scale, request=wanted, **options)
     tolerance = 5e-5 if half else 1e-5 if DEVICE == "cuda" else 3e-6
     if wanted.entropy:
         close(got["entropy"], torch.special.entr(weights).sum(-1), tolerance)
@@ -58,7 +58,7 @@ def shifted(x: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("config", [SMALL, FETCHED])
 def test_later_calls_of_a_kind_are_right_too(wanted: Request, config: Any) -> None:
-    dtype = torch.float16 if config.fetched else torch.float32
+    dtype = torch.float16 if config.use_tma else torch.float32
     for seed in range(3):
         check(causal(heads=(2, 1), queries=24, keys=40, dtype=dtype, seed=seed), wanted, config=config)
     assert len(triton_statistics.PASS_CACHE) == 1
@@ -90,7 +90,7 @@ def test_other_kinds_have_passes_of_their_own() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_tensors_that_lie_off_a_multiple_of_16_bytes(dtype: torch.dtype) -> None:
     """Neither the copy engine takes these nor what was compiled for others."""
-    config = replace(SMALL, fetched=True)
+    config = replace(SMALL, use_tma=True)
     for seed in range(4):
         case = causal(width=32, dtype=dtype, seed=seed)
         if seed % 2:
@@ -104,7 +104,7 @@ def test_tensors_that_lie_off_a_multiple_of_16_bytes(dtype: torch.dtype) -> None
 def test_queries_off_a_multiple_of_16_bytes_are_another_kind_than_keys(order: tuple[str, str]) -> None:
     for seed, off in enumerate(order):
         case = causal(width=32, dtype=torch.float16, seed=seed)
-        check(case, ALL, **{off: shifted(getattr(case, off))}, config=replace(SMALL, fetched=True))
+        check(case, ALL, **{off: shifted(getattr(case, off))}, config=replace(SMALL, use_tma=True))
     assert len(triton_statistics.PASS_CACHE) == 2
 
 
@@ -117,18 +117,18 @@ def test_what_is_refused_is_refused_again() -> None:
 
 
 def test_several_launches_are_planned_for_a_small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_statistics, "BUDGET", 1)
+    monkeypatch.setattr(triton_statistics, "MAX_CANDIDATE_BYTES", 1)
     for seed in range(2):
         check(causal(heads=(2, 1), queries=38, keys=40, seed=seed), replace(ALL, picture=(19, 8, "mean")))
     (one,) = triton_statistics.PASS_CACHE.values()
-    assert [launching.kernel.__name__ for launching in one.plan.launchings].count("choose_topk") == 6
+    assert [launching.kernel.__name__ for launching in one.plan.launches].count("choose_topk") == 6
 
 
 def test_a_pass_keeps_no_tensor() -> None:
     case = causal(dtype=torch.float16, width=32)
     tensors = case.q.clone(), case.k.clone(), case.truth()[1].float()
     gone = [weakref.ref(x) for x in tensors]
-    found = launch_statistics(*tensors, scale=case.scale, wanted=ALL, config=FETCHED, **case.options)
+    found = launch_statistics(*tensors, scale=case.scale, request=ALL, config=FETCHED, **case.options)
     gone += [weakref.ref(x) for x in found.values()]
     del tensors, found
     gc.collect()
@@ -144,7 +144,7 @@ def test_calls_without_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     )
     with FakeTensorMode():
         q, k, lse = torch.zeros(1, 2, 24, 16), torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 24)
-        got = launch_statistics(q, k, lse, scale=1.0, causal=True, wanted=ALL, config=SMALL)
+        got = launch_statistics(q, k, lse, scale=1.0, causal=True, request=ALL, config=SMALL)
     assert {name: tuple(x.shape) for name, x in got.items()} == {
         "entropy": (1, 2, 24), "distance": (1, 2, 24), "top_values": (1, 2, 24, 3), "top_keys": (1, 2, 24, 3),
         "largest": (1, 2), "received": (1, 2, 40), "picture": (1, 2, 4, 5),
@@ -168,10 +168,10 @@ def test_on_a_gpu_later_calls_are_handed_addresses(wanted: Request, dtype: torch
             check(case, wanted, config=None)
     passes = list(triton_statistics.PASS_CACHE.values())
     assert len(passes) == 2
-    assert passes[0].launches is not None
-    assert len(passes[0].launches.compiled_launches) == len(passes[0].plan.launchings)
-    assert passes[1].launches is not None
-    assert not passes[1].launches.compiled_launches
+    assert passes[0].launch_plan is not None
+    assert len(passes[0].launch_plan.compiled_launches) == len(passes[0].plan.launches)
+    assert passes[1].launch_plan is not None
+    assert not passes[1].launch_plan.compiled_launches
 
 
 @pytest.mark.gpu
@@ -179,10 +179,10 @@ def test_on_a_gpu_later_calls_are_handed_addresses(wanted: Request, dtype: torch
 def test_a_gpu_that_is_not_the_current_one() -> None:
     case = causal(queries=64, keys=64)
     _, lse = case.truth()
-    expected = launch_statistics(case.q, case.k, lse.float(), scale=case.scale, wanted=ALL, **case.options)
+    expected = launch_statistics(case.q, case.k, lse.float(), scale=case.scale, request=ALL, **case.options)
     for _ in range(2):
         q, k, rows = (x.to("cuda:1") for x in (case.q, case.k, lse.float()))
-        got = launch_statistics(q, k, rows, scale=case.scale, wanted=ALL, **case.options)
+        got = launch_statistics(q, k, rows, scale=case.scale, request=ALL, **case.options)
         for name in expected:
             torch.testing.assert_close(got[name].cpu(), expected[name].cpu())
 
@@ -198,15 +198,16 @@ def test_a_gpu_that_is_not_the_current_one() -> None:
 )
 def test_the_memory_of_a_pass_over_8192_tokens(wanted: Request, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with 132 processors, added up: 16 heads of 128. What joins the rest finds the memory of candidates."""
-    for module in (triton_statistics, steps):
+    for module in (triton_statistics, launches):
         monkeypatch.setattr(module, "count_multiprocessors", lambda device: 132)
     with FakeTensorMode():
         q = torch.empty(1, 16, 8192, 128, dtype=torch.bfloat16, device="cuda:0")
         given = KernelTensors(q, q, torch.empty(1, 16, 8192, device="cuda:0"), *[None] * 6)
         found = triton_statistics.plan_pass(given, 0.1, None, True, wanted, hopper.hopper_config(wanted))
-        launches = found.kept()
+        launch_plan = found.build_launch_plan()
         early, late = (
-            sum(x.numel() * x.element_size() for x in found.results(late=late).values()) for late in (False, True)
+            sum(x.numel() * x.element_size() for x in found.allocate_outputs(late=late).values())
+            for late in (False, True)
         )
-    lasting = early + 4 * launches.last_workspace.total
-    assert max(lasting + 4 * launches.workspace.total, lasting + late) <= most * 2**20
+    lasting = early + 4 * launch_plan.last_workspace.total
+    assert max(lasting + 4 * launch_plan.workspace.total, lasting + late) <= most * 2**20

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
+from foci.statistics.cuda import launches, tiling
 from foci.statistics.cuda import plan as triton_statistics
-from foci.statistics.cuda import steps, tiling
 from foci.statistics.cuda.arguments import common_arguments, describe_key_tiles, has_tma, key_descriptors
 from foci.statistics.cuda.plan import launch_statistics
 from foci.statistics.cuda.tiling import (
@@ -41,11 +41,11 @@ from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 def span_case(runs: list[list[tuple[int, int]]], **kinds) -> Case:
     """runs[query] is the list of its one or two runs."""
     case = Case(queries=len(runs), **kinds)
-    spans = torch.tensor(runs, dtype=torch.int32, device=DEVICE).permute(1, 2, 0)[None].contiguous()
+    key_ranges = torch.tensor(runs, dtype=torch.int32, device=DEVICE).permute(1, 2, 0)[None].contiguous()
     j = torch.arange(case.seen.shape[-1], device=DEVICE)
-    inside = (j >= spans[:, :, 0, :, None]) & (j < spans[:, :, 1, :, None])
+    inside = (j >= key_ranges[:, :, 0, :, None]) & (j < key_ranges[:, :, 1, :, None])
     case.seen &= inside.any(1)[:, None]
-    case.options["spans"] = spans
+    case.options["key_ranges"] = key_ranges
     return case
 
 
@@ -202,7 +202,7 @@ def test_keys_that_the_copy_engine_fetches(make, beyond: int) -> None:
     assert key_descriptors(k, 32, FETCHED)
     picture = (min(4, q.shape[2]), 5, "mean")
     wanted = Request(entropy=True, received=True, largest=True, picture=picture, top=3)
-    got = launch_statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, config=FETCHED, **case.options)
+    got = launch_statistics(q, k, lse.float(), scale=case.scale, request=wanted, config=FETCHED, **case.options)
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
     close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
@@ -261,11 +261,11 @@ def late_documents() -> Case:
 )
 def test_sums_that_are_written_beside_the_next_product(make, picture, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = []
-    plain = steps.can_defer_sums
-    monkeypatch.setattr(steps, "can_wait", lambda common: answers.append(plain(common)) or answers[-1])
+    plain = launches.can_defer_sums
+    monkeypatch.setattr(launches, "can_wait", lambda common: answers.append(plain(common)) or answers[-1])
     case = make()
     weights, _ = case.truth()
-    got = case.run(Request(entropy=True, received=True, picture=picture, top=2), replace(SMALL, late=True))
+    got = case.run(Request(entropy=True, received=True, picture=picture, top=2), replace(SMALL, defer_sums=True))
     assert set(answers) == {True}
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
@@ -287,7 +287,7 @@ def test_sums_that_cannot_wait_are_written_at_once(wanted: Request, weighted: bo
     case = causal(queries=32, keys=64)
     if weighted:
         case.options["query_weights"] = torch.rand(32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    late, at_once = case.run(wanted, replace(SMALL, late=True)), case.run(wanted)
+    late, at_once = case.run(wanted, replace(SMALL, defer_sums=True)), case.run(wanted)
     assert {name: torch.equal(late[name], at_once[name]) for name in at_once} == dict.fromkeys(at_once, True)
 
 
@@ -307,13 +307,13 @@ MEANS = (4, 4, "mean")
     ],
 )
 def test_sums_wait_where_that_was_faster(wanted: Request, late: bool) -> None:
-    assert tiling.default_config(128, torch.bfloat16, wanted, fetched=True).late is late
+    assert tiling.default_config(128, torch.bfloat16, wanted, use_tma=True).defer_sums is late
 
 
 @pytest.mark.parametrize(("fetched", "top", "stages"), [(True, 8, 4), (True, 0, 3), (False, 8, 3), (False, 0, 3)])
 def test_more_keys_wait_where_they_are_fetched(fetched: bool, top: int, stages: int) -> None:
     config = tiling.default_config(128, torch.bfloat16, Request(entropy=True, top=top), fetched)
-    assert (config.fetched, config.stages) == (fetched, stages)
+    assert (config.use_tma, config.stages) == (fetched, stages)
 
 
 def test_keys_are_fetched_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ def test_keys_are_fetched_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> 
         arguments = common_arguments(
             case.q, case.k, case.truth()[1].float(), 1.0, None, None, True, None, None, None, None
         )
-        assert triton_statistics.choose_config(arguments, False, Request(distance=True)).fetched is fetched
+        assert triton_statistics.choose_config(arguments, False, Request(distance=True)).use_tma is fetched
 
 
 @pytest.mark.parametrize("shape", [(24,), (1, 2, 24)])
@@ -353,7 +353,7 @@ def test_default_config_serves_small_inputs() -> None:
     case = causal()
     weights, _ = case.truth()
     _, lse = case.truth()
-    got = launch_statistics(case.q, case.k, lse.float(), scale=case.scale, causal=True, wanted=Request(entropy=True))
+    got = launch_statistics(case.q, case.k, lse.float(), scale=case.scale, causal=True, request=Request(entropy=True))
     close(got["entropy"], torch.special.entr(weights).sum(-1))
 
 
@@ -362,12 +362,12 @@ def test_default_config_serves_small_inputs() -> None:
     [
         ({"lse": torch.zeros(1, 2, 23)}, r"lse of shape \(1, 2, 24\), got \(1, 2, 23\)"),
         ({"lse": torch.zeros(1, 2, 24, dtype=torch.float64)}, "lse of torch.float32, got torch.float64"),
-        ({"spans": torch.zeros(1, 3, 2, 24, dtype=torch.int32)}, r"spans of shape \(1, 1 or 2, 2, 24\)"),
-        ({"causal": True, "spans": torch.zeros(1, 1, 2, 24, dtype=torch.int32)}, "causal or spans, got both"),
+        ({"key_ranges": torch.zeros(1, 3, 2, 24, dtype=torch.int32)}, r"key_ranges of shape \(1, 1 or 2, 2, 24\)"),
+        ({"causal": True, "key_ranges": torch.zeros(1, 1, 2, 24, dtype=torch.int32)}, "causal or key_ranges, got both"),
         ({"query_ids": torch.zeros(1, 24, dtype=torch.int32)}, "query_ids and key_ids together"),
-        ({"wanted": Request(top=65)}, "top from 0 to 64, got 65"),
-        ({"wanted": Request(picture=(25, 3, "mean"))}, "at most 24 x 40 cells, got 25 x 3"),
-        ({"wanted": Request(picture=(2, 3, "sum"))}, "mean or max, got 'sum'"),
+        ({"request": Request(top=65)}, "top from 0 to 64, got 65"),
+        ({"request": Request(picture=(25, 3, "mean"))}, "at most 24 x 40 cells, got 25 x 3"),
+        ({"request": Request(picture=(2, 3, "sum"))}, "mean or max, got 'sum'"),
         ({"k": torch.zeros(1, 3, 40, 24)}, "G a divisor of 2"),
         ({"k": torch.zeros(1, 2, 40, 24, dtype=torch.float16)}, "one dtype"),
         ({"dense": torch.zeros(24, 40, dtype=torch.bool)}, r"dense of shape .*got \(24, 40\)"),
@@ -375,7 +375,7 @@ def test_default_config_serves_small_inputs() -> None:
 )
 def test_what_is_not_taken_is_refused(change: dict[str, object], message: str) -> None:
     arguments = {"q": torch.zeros(1, 2, 24, 24), "k": torch.zeros(1, 2, 40, 24), "lse": torch.zeros(1, 2, 24)}
-    arguments |= {"scale": 1.0, "wanted": Request(entropy=True)} | change
+    arguments |= {"scale": 1.0, "request": Request(entropy=True)} | change
     with pytest.raises((ValueError, TypeError), match=message):
         launch_statistics(**arguments)
 
@@ -409,7 +409,7 @@ def test_segments_are_a_power_of_two_that_the_keys_fill() -> None:
 
 
 def test_candidates_of_long_sequences_take_little_memory() -> None:
-    config = TileConfig(queries=64, keys=64, warps=4, stages=3, per_processor=2)
+    config = TileConfig(queries=64, keys=64, warps=4, stages=3, programs_per_sm=2)
     classes = choose_key_classes(8, 8192, config, 7)
     assert (classes.number, classes.segments, classes.tags, classes.tag_bits) == (64, 2, 128, 7)
     parts = list(split_launches(16, 128, classes.bytes_per_query * 64))

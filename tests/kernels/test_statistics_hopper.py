@@ -16,7 +16,7 @@ from foci.gpu.launcher import KeywordLaunch
 from foci.runtime.device import major_capability
 from foci.scores import Dot
 from foci.statistics import cuda
-from foci.statistics.cuda import hopper, steps
+from foci.statistics.cuda import hopper, launches
 from foci.statistics.cuda import plan as triton_statistics
 from foci.statistics.cuda.arguments import common_arguments
 from foci.statistics.cuda.plan import launch_statistics
@@ -53,7 +53,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[TileConfig]:
 
 def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dtype: torch.dtype = F16, **changes: Any):
     q, k = (torch.zeros(1, 2, n, width, dtype=dtype, device=DEVICE) for n in (tokens, keys or tokens))
-    given = dict.fromkeys(("softcap", "slopes", "spans", "query_ids", "key_ids", "dense")) | {"causal": True} | changes
+    given = (
+        dict.fromkeys(("softcap", "slopes", "key_ranges", "query_ids", "key_ids", "dense")) | {"causal": True} | changes
+    )
     return common_arguments(q, k, torch.zeros(1, 2, tokens, device=DEVICE), 0.1, **given)
 
 
@@ -87,10 +89,10 @@ def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dt
 )
 def test_what_is_wanted_of_it(wanted: Request, taken: bool) -> None:
     assert (hopper.refuses(arguments_of(), False, wanted) == []) is taken
-    assert triton_statistics.choose_config(arguments_of(), False, wanted).in_flight is taken
+    assert triton_statistics.choose_config(arguments_of(), False, wanted).use_hopper is taken
 
 
-SPANS = torch.zeros(1, 1, 2, 256, dtype=torch.int32, device=DEVICE)
+RANGES = torch.zeros(1, 1, 2, 256, dtype=torch.int32, device=DEVICE)
 IDS = torch.zeros(1, 256, dtype=torch.int32, device=DEVICE)
 
 
@@ -107,7 +109,7 @@ IDS = torch.zeros(1, 256, dtype=torch.int32, device=DEVICE)
         ({"dtype": torch.float32}, "the copy engine"),
         ({"softcap": 2.0}, "a softcap"),
         ({"slopes": torch.ones(2, device=DEVICE)}, "ALiBi"),
-        ({"causal": False, "spans": SPANS}, "runs of keys"),
+        ({"causal": False, "key_ranges": RANGES}, "runs of keys"),
         ({"query_ids": IDS, "key_ids": IDS}, "documents"),
         ({"dense": torch.ones(1, 1, 256, 256, dtype=torch.bool, device=DEVICE)}, "a dense mask"),
     ],
@@ -161,7 +163,7 @@ def test_the_plan_says_which_kernel_measures(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cuda, "refuses", lambda *call: [])
     q = torch.zeros(1, 2, 128, 64, dtype=F16, device=DEVICE)
     plan = str(foci.plan(q, q, q, mask=foci.causal, return_weights=True))
-    assert "statistics of the weights: gluon, or triton where it refuses what is wanted, in one pass" in plan
+    assert "statistics of the weights: gluon or triton, depending on the statistic, in one pass" in plan
     assert "triton, in one pass" in str(foci.plan(q, q, q, mask=foci.window(9), return_weights=True))
     call = foci.attention(q, q, q, mask=foci.causal, return_weights=True)[1].call
     assert cuda.describe_kernel(call, replace(ERP, picture=(4, 4, "mean"))) == "gluon, in one pass"
@@ -173,7 +175,7 @@ def test_the_plan_says_which_kernel_measures(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_plan_of_a_call_without_weights(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "refuses", lambda *call: [])
     q = torch.zeros(shape, device=DEVICE)
-    assert "nobody, as there are none" in str(foci.plan(q, q, q, return_weights=True))
+    assert "nothing to compute: empty input" in str(foci.plan(q, q, q, return_weights=True))
 
 
 @pytest.mark.parametrize("width", [0, 1, 256, 257])
@@ -199,13 +201,13 @@ def test_its_twin_serves_in_its_place(top: int, monkeypatch: pytest.MonkeyPatch)
     """Buffers, cells and classes as they are cut for it, filled by the plain kernel."""
     seen = []
 
-    true = steps.build_tile_launch
+    true = launches.build_tile_launch
 
     def twin(numbers: Any, common: Any, tensors: Any, launch: Any, config: TileConfig, q: Tensor) -> KeywordLaunch:
         seen.append(config)
-        return true(numbers, common, tensors | {"k_tiles": "lse"}, launch, replace(config, in_flight=False), q)
+        return true(numbers, common, tensors | {"k_tiles": "lse"}, launch, replace(config, use_hopper=False), q)
 
-    monkeypatch.setattr(steps, "tiles", twin)
+    monkeypatch.setattr(launches, "tiles", twin)
     monkeypatch.setattr(hopper, "descriptions", lambda config: {})
     case = causal(heads=(2, 1), queries=128, keys=128, width=64, dtype=F16)
     check(case, replace(ERP, picture=(2, 4, "mean"), top=top))
@@ -220,7 +222,7 @@ def check(case: Case, wanted: Request, tolerance: float = 5e-5) -> dict[str, Ten
     """Against the dense truth, in memory that is NaN all around."""
     weights, lse = case.truth()
     q, k = within_nan(case.q, 8), within_nan(case.k, 8)
-    got = launch_statistics(q, k, lse.float(), scale=case.scale, wanted=wanted, **case.options)
+    got = launch_statistics(q, k, lse.float(), scale=case.scale, request=wanted, **case.options)
     if wanted.entropy:
         close(got["entropy"], torch.special.entr(weights).sum(-1), tolerance)
     if wanted.received:
@@ -288,9 +290,9 @@ def test_it_gives_what_its_twin_gives_and_what_is_true(
     got = check(case, wanted)
     count = len(launched)
     assert launched == [hopper.hopper_config(wanted)] * max(count, 1)
-    config = replace(hopper.hopper_config(wanted), in_flight=False, stages=3)
+    config = replace(hopper.hopper_config(wanted), use_hopper=False, stages=3)
     twin = launch_statistics(
-        case.q, case.k, case.truth()[1].float(), scale=case.scale, wanted=wanted, config=config, **case.options
+        case.q, case.k, case.truth()[1].float(), scale=case.scale, request=wanted, config=config, **case.options
     )
     assert len(launched) == count
     for name in set(got) - {"top_keys"}:
@@ -301,7 +303,7 @@ def test_it_gives_what_its_twin_gives_and_what_is_true(
 @pytest.mark.gpu
 @ONLY_HOPPER
 def test_several_launches_go_on_adding(launched: list[TileConfig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_statistics, "BUDGET", 200_000)
+    monkeypatch.setattr(triton_statistics, "MAX_CANDIDATE_BYTES", 200_000)
     check(causal(heads=(4, 2), queries=1024, keys=1024, width=128, dtype=BF16), replace(ERP, picture=None, top=8))
     assert len(launched) > 4
 

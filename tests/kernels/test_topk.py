@@ -145,7 +145,7 @@ def test_the_largest_logit_of_keys_that_are_nearly_level(top: int, dtype: torch.
 
 
 def test_tags_of_many_bits_leave_too_little_of_a_logit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", 12)
+    monkeypatch.setattr(triton_statistics, "MIN_TAG_BITS", 12)
     case = causal(heads=(1, 1), queries=7, keys=100, dtype=torch.float16)
     check_top(case.run(Request(top=5)), case, 5)
 
@@ -189,6 +189,6 @@ def test_a_key_that_comes_again_is_named_where_it_comes_first() -> None:
 @pytest.mark.parametrize("bits", [12, 18])
 def test_keys_that_look_level_are_told_apart(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sequences take so many bits for the place that many logits look the same without them."""
-    monkeypatch.setattr(triton_statistics, "LEAST_TAG_BITS", bits)
+    monkeypatch.setattr(triton_statistics, "MIN_TAG_BITS", bits)
     case = causal(heads=(1, 1), queries=7, keys=200, sharp=1.0)
     check_top(case.run(Request(top=8)), case, 8)

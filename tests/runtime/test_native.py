@@ -78,9 +78,9 @@ def test_a_damaged_library_is_a_reason(sources: Path, cache: Path) -> None:
 
 def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert native.why_unavailable("strip") == "no C compiler was found: looked for cc, gcc, clang"
+    assert native.why_unavailable("statistics") == "no C compiler was found: looked for cc, gcc, clang"
     with pytest.raises(native.UnavailableError, match="no C compiler was found"):
-        native.load_library("strip")
+        native.load_library("statistics")
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_named_compiler_is_the_only_one(named: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOCI_CC", named)
-    assert native.why_unavailable("strip") == reason
+    assert native.why_unavailable("statistics") == reason
 
 
 def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho 'strip.c:1: error: this is no C' >&2\nexit 1\n")
+    broken.write_text("#!/bin/sh\necho 'statistics.c:1: error: this is no C' >&2\nexit 1\n")
     broken.chmod(0o700)
     monkeypatch.setenv("FOCI_CC", str(broken))
-    assert native.why_unavailable("strip") == f"{broken} could not compile strip.c: strip.c:1: error: this is no C"
+    assert native.why_unavailable("statistics") == f"{broken} could not compile statistics.c: statistics.c:1: error: this is no C"
     assert list(cache.iterdir()) == []
 
 
@@ -146,7 +146,7 @@ def test_a_library_that_others_can_write_to_is_built_again(sources: Path) -> Non
 @needs_compiler
 def test_the_processors_modes_stay_as_they_are() -> None:
     """Flags like -ffast-math make a library flush small numbers to 0 in the whole process."""
-    code = "import torch; from foci.kernels import native; native.library('strip'); print(torch.tensor(1e-40) * 1 > 0)"
+    code = "import torch; from foci.runtime import native; native.load_library('statistics'); print(torch.tensor(1e-40) * 1 > 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "tensor(True)"
 

@@ -1,4 +1,4 @@
-"""The compiled pass against the dense matrix in float64: odd sizes, ties, hidden entries, many chunks, many threads."""
+"""Statistics in C against the dense matrix in float64: odd sizes, ties, masked entries, many chunks, many threads."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ from tests import matrices
 from tests.allocation import LargestTensor
 from tests.matrices import CASES, Arguments, assert_close, in_dtype, lazy, randn, truth
 
-MISSING = native.why_unavailable("strip")
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"nothing is compiled here: {MISSING}")
+MISSING = native.why_unavailable("statistics")
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no compiled library: {MISSING}")
 
 
 @pytest.fixture(autouse=True)
 def _nan_in_fresh_memory() -> Iterator[None]:
-    """What the pass forgets to write is NaN, not whatever was there before."""
+    """Entries that the kernel does not write are NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -32,8 +32,8 @@ def _nan_in_fresh_memory() -> Iterator[None]:
 
 @pytest.fixture
 def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_c, "LEAST_QUERIES", 0)
-    monkeypatch.setattr(cpu_c, "LEAST_ENTRIES", 0)
+    monkeypatch.setattr(cpu_c, "MIN_QUERIES", 0)
+    monkeypatch.setattr(cpu_c, "MIN_ENTRIES", 0)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def everything(queries: int, keys: int, k: int = 3, rows: int = 5, columns: int 
 
 
 def measured(arguments: Arguments, wanted: Request) -> dict[str, Tensor]:
-    """What the compiled pass finds, in the shape of the weights."""
+    """The statistics by compiled C, in the shape of the weights."""
     weights = lazy(arguments)
     call = weights.tensors.call
     assert cpu_c.refuses(call, wanted) == []
@@ -59,7 +59,7 @@ def measured(arguments: Arguments, wanted: Request) -> dict[str, Tensor]:
 
 
 def check(arguments: Arguments, wanted: Request, dtype: torch.dtype = torch.float32) -> None:
-    """Every statistic against its definition."""
+    """Checks every statistic against its definition."""
     arguments = in_dtype(arguments, dtype)
     found, true = measured(arguments, wanted), truth(arguments)
     assert wanted.picture is not None
@@ -71,7 +71,7 @@ def check(arguments: Arguments, wanted: Request, dtype: torch.dtype = torch.floa
 
 
 def check_top(values: Tensor, keys: Tensor, true: Tensor, k: int, dtype: torch.dtype) -> None:
-    """Weights that differ by less than rounding may change places; their keys must weigh what was found."""
+    """Keys whose weights differ by less than rounding may be swapped; each must have the weight that is returned."""
     best, places = matrices.top(true, k)
     assert_close(values, best, dtype)
     assert torch.equal(keys >= 0, places >= 0)
@@ -82,22 +82,22 @@ def check_top(values: Tensor, keys: Tensor, true: Tensor, k: int, dtype: torch.d
 
 
 REFUSED = {
-    "mask_function": "no union of two runs",
-    "positions, empty rows": "no union of two runs",
+    "mask_function": "union of two",
+    "positions, empty rows": "union of two",
     "relative": "the bias Relative",
     "relative, one table": "the bias Relative",
     "grouped heads, empty rows": "the bias Relative",
-    "bias tensor": "the bias Added",
-    "bias tensor, empty rows": "the bias Added",
-    "sink and bias, empty rows": "the bias Added",
-    "deep": "the bias Added",
+    "bias tensor": "the bias DenseBias",
+    "bias tensor, empty rows": "the bias DenseBias",
+    "sink and bias, empty rows": "the bias DenseBias",
+    "deep": "the bias DenseBias",
 }
 
 
 @pytest.mark.usefixtures("_any_size")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_kind_of_call_is_measured_or_refused_with_a_reason(case: str, dtype: torch.dtype) -> None:
+def test_every_kind_of_call_is_computed_or_refused_with_a_reason(case: str, dtype: torch.dtype) -> None:
     arguments = CASES[case]()
     wanted = everything(arguments["query"].shape[-2], arguments["key"].shape[-2])
     if case in REFUSED:
@@ -155,7 +155,7 @@ SIZES: dict[str, tuple[Arguments, Arguments, tuple[int, int, int]]] = {
 
 @pytest.mark.usefixtures("_any_size")
 @pytest.mark.parametrize("name", SIZES)
-def test_sizes_that_fit_nothing(name: str) -> None:
+def test_sizes_that_are_no_multiples_of_panels_chunks_and_blocks(name: str) -> None:
     arguments, options, (k, rows, columns) = SIZES[name]
     queries, keys = arguments["query"].shape[-2], arguments["key"].shape[-2]
     check(arguments | options, everything(queries, keys, k, rows, columns))
@@ -164,8 +164,8 @@ def test_sizes_that_fit_nothing(name: str) -> None:
 @pytest.mark.usefixtures("_any_size", "_threads")
 @pytest.mark.parametrize("own", [True, False], ids=["our own threads", "the threads of torch"])
 @pytest.mark.parametrize("name", ["square, causal", "two blocks of queries", "shared keys", "documents"])
-def test_threads_change_nothing(name: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_c, "PER_THREAD", 1)
+def test_results_do_not_depend_on_threads(name: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_c, "ENTRIES_PER_THREAD", 1)
     if own:
         monkeypatch.setattr(native, "find_openmp", lambda: None)
     arguments, options, (k, rows, columns) = SIZES[name]
@@ -181,21 +181,21 @@ def test_threads_change_nothing(name: str, own: bool, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("_any_size")
-def test_sequences_may_come_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_may_be_split_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in ("padding, empty rows", "documents, empty rows", "bool tensor, empty rows", "positions"):
         arguments = in_dtype(CASES[case](), torch.float32)
         wanted = everything(arguments["query"].shape[-2], arguments["key"].shape[-2])
         whole = measured(arguments, wanted)
-        monkeypatch.setattr(cpu_c, "AT_ONCE", 1)
+        monkeypatch.setattr(cpu_c, "MAX_PACKED_NUMBERS", 1)
         parts = measured(arguments, wanted)
         monkeypatch.undo()
-        monkeypatch.setattr(cpu_c, "LEAST_QUERIES", 0)
-        monkeypatch.setattr(cpu_c, "LEAST_ENTRIES", 0)
+        monkeypatch.setattr(cpu_c, "MIN_QUERIES", 0)
+        monkeypatch.setattr(cpu_c, "MIN_ENTRIES", 0)
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def line_of(score: Callable[[Tensor], Tensor], keys: int) -> Arguments:
-    """Queries that all give a key the same score, by its place."""
+    """Queries that all give a key the same score, a function of its index."""
     key = torch.zeros(1, 1, keys, 4)
     key[..., 0] = score(torch.arange(keys))
     query = torch.zeros(1, 1, 20, 4)
@@ -238,7 +238,7 @@ def drawn(mask: foci.masks.kinds.Mask, queries: int, keys: int) -> list[list[boo
 
 
 @pytest.mark.usefixtures("_any_size")
-def test_queries_that_see_nothing_or_little() -> None:
+def test_fully_masked_queries_and_queries_of_few_keys() -> None:
     arguments = in_dtype(sized(40, 10, 4), torch.float32) | {"mask": foci.causal}
     found = measured(arguments, everything(40, 10, 8, 40, 10))
     assert all(torch.equal(found[name][..., :30], torch.zeros(1, 2, 30)) for name in ("entropy", "distance"))
@@ -246,13 +246,13 @@ def test_queries_that_see_nothing_or_little() -> None:
     assert bool((found["top_values"][:, :, :30] == 0).all())
     assert torch.equal((found["top_keys"] >= 0).sum(-1)[0, 0, 30:], torch.arange(1, 11).clamp(max=8))
     assert bool((found["picture"][:, :, :30] == 0).all())
-    nobody = measured(arguments | {"mask": foci.causal.at(-50)}, everything(40, 10))
-    assert bool((nobody["largest"] == -torch.inf).all())
-    assert all(bool((nobody[name] == 0).all()) for name in ("entropy", "received", "picture", "top_values"))
+    masked = measured(arguments | {"mask": foci.causal.at(-50)}, everything(40, 10))
+    assert bool((masked["largest"] == -torch.inf).all())
+    assert all(bool((masked[name] == 0).all()) for name in ("entropy", "received", "picture", "top_values"))
 
 
 @pytest.mark.usefixtures("_any_size")
-def test_entropy_is_never_below_zero() -> None:
+def test_entropy_is_never_negative() -> None:
     arguments = in_dtype(sized(300, 300, 8, sharp=9.0), torch.float32) | {"mask": foci.window(0)}
     entropy = measured(arguments, Request(entropy=True))["entropy"]
     assert bool((entropy >= 0).all())
@@ -260,7 +260,7 @@ def test_entropy_is_never_below_zero() -> None:
 
 
 @pytest.mark.usefixtures("_any_size")
-def test_a_query_that_is_not_a_number_spoils_its_own_row_only() -> None:
+def test_nan_in_a_query_affects_only_its_row() -> None:
     arguments = in_dtype(sized(40, 50, 4), torch.float32)
     arguments["query"][0, 0, 7, 2] = torch.nan
     weights = lazy(arguments)
@@ -273,7 +273,7 @@ def test_a_query_that_is_not_a_number_spoils_its_own_row_only() -> None:
 
 
 @pytest.mark.usefixtures("_any_size")
-def test_places_far_from_zero_keep_their_distance() -> None:
+def test_distances_between_large_positions() -> None:
     arguments = in_dtype(sized(30, 30, 4), torch.float32)
     near, far = torch.arange(30), torch.arange(30) + 2**40
     expected = measured(arguments | {"positions": (near, near)}, Request(distance=True))
@@ -282,13 +282,13 @@ def test_places_far_from_zero_keep_their_distance() -> None:
     )
 
 
-def test_weights_are_measured_by_the_compiled_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_uses_compiled_c(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = in_dtype(sized(300, 300, 8), torch.float32) | {"mask": foci.causal}
     weights = lazy(arguments)
     expected = statistics.streaming.compute_statistics(
         weights.tensors.call, weights.tensors.lse, everything(300, 300, 8, 256, 256)
     )
-    monkeypatch.setattr(streaming, "measure", None)
+    monkeypatch.setattr(streaming, "compute_statistics", None)
     summary = weights.summary()
     assert summary.top is not None
     assert summary.picture is not None
@@ -299,56 +299,56 @@ def test_weights_are_measured_by_the_compiled_pass(monkeypatch: pytest.MonkeyPat
 
 PLACED = {"bias": foci.Buckets(randn(8, 2, seed=5), True, 9), "positions": (torch.arange(300), torch.arange(300) * 2)}
 SQUARE = in_dtype(sized(300, 300, 4), torch.float32)
-ASKED: dict[str, tuple[Arguments, Request, bool, str]] = {
+UNSUPPORTED: dict[str, tuple[Arguments, Request, bool, str]] = {
     "float64": (sized(300, 300, 4), Request(), False, "torch.float64"),
-    "the mean": (SQUARE, Request(), True, "a mean over the heads"),
-    "places": (in_dtype(SQUARE | PLACED, torch.float32), Request(), False, "Buckets with positions of your own"),
-    "65 keys": (SQUARE, Request(top=65), False, "more than the 64 heaviest keys"),
+    "the mean": (SQUARE, Request(), True, "the mean over heads is not supported"),
+    "places": (in_dtype(SQUARE | PLACED, torch.float32), Request(), False, "Buckets with given positions"),
+    "65 keys": (SQUARE, Request(top=65), False, "at most 64 top keys are supported"),
     "maxima": (SQUARE, Request(picture=(2, 2, "max")), False, "a picture of maxima"),
     "few queries": (in_dtype(sized(15, 9000, 4), torch.float32), Request(), False, "fewer than 16 queries"),
     "few weights": (in_dtype(sized(100, 100, 4), torch.float32), Request(), False, "or 65,536 weights"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_refusals_have_one_reason(name: str) -> None:
-    arguments, wanted, averaged, reason = ASKED[name]
+    arguments, wanted, averaged, reason = UNSUPPORTED[name]
     reasons = cpu_c.refuses(lazy(arguments).tensors.call, wanted, averaged)
     assert len(reasons) == 1
     assert reason in reasons[0]
 
 
-def test_tensors_without_memory_are_refused() -> None:
+def test_fake_tensors_are_refused() -> None:
     with FakeTensorMode():
         q = torch.empty(1, 2, 300, 8)
         call = prepare_call(q, q, q, foci.Dot(), None, None, None, None, 0.0, True)
-    assert cpu_c.refuses(call) == ["it reads memory, but got FakeTensor and FakeTensor"]
+    assert cpu_c.refuses(call) == ["query and key must be plain tensors, got FakeTensor and FakeTensor"]
 
 
 @pytest.mark.usefixtures("_any_size")
-def test_vectors_of_width_zero_see_all_keys_alike() -> None:
+def test_width_zero_gives_uniform_weights() -> None:
     arguments = in_dtype(sized(30, 50, 0), torch.float32)
     found = measured(arguments, Request(entropy=True, top=2))
     torch.testing.assert_close(found["entropy"], torch.full((1, 2, 30), math.log(50)))
     assert found["top_keys"].unique(dim=-2).tolist() == [[[[0, 1]], [[0, 1]]]]
 
 
-def test_without_a_compiler_strips_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_statistics_are_computed_strip_by_strip(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = lazy(SQUARE)
     expected = weights.entropy()
     monkeypatch.setattr(native, "open_library", lambda name: "no C compiler was found")
-    monkeypatch.setattr(cpu_c, "measure", None)
+    monkeypatch.setattr(cpu_c, "compute_statistics", None)
     assert cpu_c.refuses(weights.tensors.call, Request(entropy=True)) == ["no C compiler was found"]
     torch.testing.assert_close(weights.entropy(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_plan_says_who_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_says_how_statistics_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(1, 2, 300, 8)
     plan = str(foci.plan(q, q, q, mask=foci.causal, return_weights=True))
     assert "statistics of the weights: compiled C, in one pass" in plan
     monkeypatch.setattr(native, "open_library", lambda name: "no C compiler was found")
     plan = str(foci.plan(q, q, q, mask=foci.causal, return_weights=True))
-    assert "blocked, strip by strip" in plan
+    assert "strip by strip (" in plan
     assert "compiled C refuses: no C compiler was found" in plan
 
 
@@ -362,10 +362,10 @@ def test_memory_is_linear_in_the_length() -> None:
 
 
 @pytest.mark.usefixtures("_any_size")
-def test_an_additive_score_of_large_numbers_is_refused_and_measured_all_the_same() -> None:
+def test_an_additive_score_with_large_inputs_is_computed_strip_by_strip() -> None:
     arguments = in_dtype(CASES["additive"](), torch.float32)
     arguments["query"] = arguments["query"] + 50.0
     arguments["key"] = arguments["key"] - 50.0
     weights = lazy(arguments)
-    assert cpu_c.refuses(weights.tensors.call) == ["an additive score of numbers beyond 43"]
+    assert cpu_c.refuses(weights.tensors.call) == ["an additive score with inputs beyond ±43 is not supported"]
     assert_close(weights.entropy(), matrices.entropy(truth(arguments)), torch.float32, 4)

@@ -16,7 +16,7 @@ from foci.weights import dense_attention, dense_attention_c
 from foci.weights.dense_attention import attention_with_matrix, compute_traceable
 from tests.tensors import qkv, randn
 
-MISSING = native.why_unavailable("matrix")
+MISSING = native.why_unavailable("dense_attention")
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"nothing is compiled here: {MISSING}")
 
 # Batch, heads, key heads, queries, keys, width, value width: odd, fewer than a vector, more than a panel or a block.

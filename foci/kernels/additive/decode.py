@@ -1,9 +1,9 @@
-"""Additive attention of very few queries: each against its own run of keys, which many programs share.
+"""Additive attention of very few queries, such as one step of a recurrent decoder; programs share the keys of a query.
 
-This is what a recurrent decoder does at each step. It is bound by reading keys and values once, and by writing their
-gradients once, so every exponential is taken on the way; nothing is prepared.
+The time goes into reading keys and values once and writing their gradients once, so exponentials are computed on the
+fly instead of beforehand.
 
-BN keys at a time, D width, Dv value width. A pair is one head of one sequence.
+BN keys per iteration, D width, Dv value width. A pair is one head of one sequence.
 """
 
 # Device code carries no Python types.
@@ -12,24 +12,24 @@ BN keys at a time, D width, Dv value width. A pair is one head of one sequence.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.backward import load_base2_lse
 from foci.kernels.additive.exponentials import TWO_LOG2_E
 from foci.kernels.additive.forward import reciprocal, visible_in_any_range
+from foci.kernels.additive.two_pass_backward import load_base2_lse
 from foci.kernels.dropout import dropout_keeps
 from foci.kernels.logits import LOG2_E, apply_masks, key_range
 
 
 @triton.jit
 def additive_decode(
-    q, k, v, weight, spans, query_ids, key_ids, dense, seed, out, lse,
+    q, k, v, weight, key_ranges, query_ids, key_ids, dense, seed, out, lse,
     H, group, Tq, Tk, D, Dv, pairs, per_split,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head,
-    spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
-    threshold, grown,
-    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
+    key_ranges_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    threshold, keep_scale,
+    CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, GPU: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One query against the keys of one split: out (splits, B, H, Tq, Dv) and lse in base 2."""
+    """One program per query and split of the keys: out (splits, B, H, Tq, Dv) and lse in base 2."""
     i = tl.program_id(0) % Tq
     pair = tl.program_id(0) // Tq
     split = tl.program_id(1)
@@ -39,7 +39,7 @@ def additive_decode(
     q += b * q_batch + h * q_head + i.to(tl.int64) * q_query
     k += b * k_batch + (h // group) * k_head
     v += b * v_batch + (h // group) * v_head
-    spans += b * spans_batch
+    key_ranges += b * key_ranges_batch
     query_ids += b * query_ids_batch
     key_ids += b * key_ids_batch
     dense += b * dense_batch + h * dense_head
@@ -50,9 +50,9 @@ def additive_decode(
     constant = tl.sum(w, 0)
     peak = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((BN,), tl.float32)
-    mixture = tl.zeros((BN, BV), tl.float32)
-    for run in tl.static_range(SPANS if SPANS > 0 else 1):
-        low, high = key_range(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+    weighted_values = tl.zeros((BN, BV), tl.float32)
+    for run in tl.static_range(RANGES if RANGES > 0 else 1):
+        low, high = key_range(key_ranges, run, i, offset, Tq, Tk, CAUSAL, RANGES)
         low = tl.maximum(low, split * per_split)
         high = tl.minimum(high, (split + 1) * per_split)
         for start in tl.range(low, high, BN, num_stages=STAGES):
@@ -69,21 +69,21 @@ def additive_decode(
             seen = apply_masks(there, i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE)
             z = tl.where(seen, z, -float("inf"))
             higher = tl.maximum(peak, tl.max(z, 0))
-            # Nothing seen so far: -inf minus -inf would not be a number.
+            # No visible key so far: -inf minus -inf would be NaN.
             safe = tl.where(higher == -float("inf"), 0.0, higher)
             p = tl.exp2(z - safe)
-            shrunk = tl.exp2(peak - safe)
-            total = total * shrunk + p
+            rescale = tl.exp2(peak - safe)
+            total = total * rescale + p
             peak = higher
             if DROPOUT:
                 p = tl.where(dropout_keeps(tl.load(seed), b, h, i, j, threshold), p, 0.0)
-            mixture = mixture * shrunk + p[:, None] * values
+            weighted_values = weighted_values * rescale + p[:, None] * values
     sums = tl.sum(total, 0)
     empty = sums == 0.0
     sums = tl.where(empty, 1.0, sums)
     row = (split.to(tl.int64) * pairs + pair) * Tq + i
     tl.store(lse + row, tl.where(empty, -float("inf"), peak + tl.log2(sums)))
-    result = tl.sum(mixture, 0) * (grown / sums)
+    result = tl.sum(weighted_values, 0) * (keep_scale / sums)
     tl.store(out + row * Dv + dv, result.to(out.dtype.element_ty), mask=dv < Dv)
 
 
@@ -92,22 +92,20 @@ def load_query(
     q, weight, d_out, out, d_lse, lse, b, h, i, d, e,
     H, Tq, D, Dv, q_batch, q_head, q_query, weight_head, LSE: tl.constexpr,
 ):  # fmt: skip
-    """What a query brings to the backward: itself, its weight, the gradient of its output, what its logits' gradients
-    lose, and its log-sum-exp.
-    """
+    """Load a query, its weight, the gradient of its output, its delta (Σ d_out out - d_lse), and its log-sum-exp."""
     row = (b * H + h) * Tq + i
     a = tl.load(q + b * q_batch + h * q_head + i * q_query + d, mask=d < D, other=0.0).to(tl.float32)
     w = tl.load(weight + h * weight_head + d, mask=d < D, other=0.0).to(tl.float32)
-    given = tl.load(d_out + row * Dv + e, mask=e < Dv, other=0.0).to(tl.float32)
-    change = tl.sum(given * tl.load(out + row * Dv + e, mask=e < Dv, other=0.0).to(tl.float32), 0)
+    d_row = tl.load(d_out + row * Dv + e, mask=e < Dv, other=0.0).to(tl.float32)
+    row_delta = tl.sum(d_row * tl.load(out + row * Dv + e, mask=e < Dv, other=0.0).to(tl.float32), 0)
     if LSE:
-        change -= tl.load(d_lse + row) * LOG2_E
-    return a, w, given, change, load_base2_lse(lse + (b * H + h) * Tq, i, Tq)
+        row_delta -= tl.load(d_lse + row) * LOG2_E
+    return a, w, d_row, row_delta, load_base2_lse(lse + (b * H + h) * Tq, i, Tq)
 
 
 @triton.jit
 def load_key_block(k, v, k_key, v_key, j, d, e, Tk, D, Dv):
-    """A block of keys and values, and which of their numbers there are."""
+    """Load a block of keys and values; also their rows and which entries exist."""
     rows = j.to(tl.int64)[:, None]
     there = (j < Tk)[:, None] & (d < D)[None, :]
     in_values = (j < Tk)[:, None] & (e < Dv)[None, :]
@@ -118,38 +116,38 @@ def load_key_block(k, v, k_key, v_key, j, d, e, Tk, D, Dv):
 
 @triton.jit
 def logit_gradients(
-    a, w, given, change, row_lse, keys, values, seen, b, h, i, j, seed, threshold, grown,
+    a, w, d_row, row_delta, row_lse, keys, values, seen, b, h, i, j, seed, threshold, keep_scale,
     DROPOUT: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of logits, the 1 / (1 + e^2(q + k)) they came from, and the weights after dropout."""
+    """The gradients of a block of logits, their terms 1 / (1 + e^2(q + k)), and the weights after dropout."""
     shares = reciprocal(1.0 + tl.exp2((a[None, :] + keys) * TWO_LOG2_E), GPU)
     z = (tl.sum(w, 0) - 2.0 * tl.sum(w[None, :] * shares, 1)) * LOG2_E
     p = tl.where(seen, tl.exp2(z - row_lse), 0.0)
-    dp = tl.sum(values * given[None, :], 1)
+    dp = tl.sum(values * d_row[None, :], 1)
     dropped = p
     if DROPOUT:
-        stays = dropout_keeps(tl.load(seed), b, h, i, j, threshold)
-        dp = tl.where(stays, dp * grown, 0.0)
-        dropped = tl.where(stays, p * grown, 0.0)
-    return p * (dp - change), shares, dropped
+        keeps = dropout_keeps(tl.load(seed), b, h, i, j, threshold)
+        dp = tl.where(keeps, dp * keep_scale, 0.0)
+        dropped = tl.where(keeps, p * keep_scale, 0.0)
+    return p * (dp - row_delta), shares, dropped
 
 
 @triton.jit
 def additive_decode_backward(
-    q, k, v, weight, spans, query_ids, key_ids, dense, seed, out, lse, d_out, d_lse, dq, dk, dv, dw,
+    q, k, v, weight, key_ranges, query_ids, key_ids, dense, seed, out, lse, d_out, d_lse, dq, dk, dv, dw,
     H, group, Tq, Tk, D, Dv, per_split,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head,
-    spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
-    threshold, grown,
-    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
+    key_ranges_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    threshold, keep_scale,
+    CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, LSE: tl.constexpr, ONE: tl.constexpr,
     STAGES: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """The keys of one split, BN at a time, against every query of the heads that share them.
+    """One program per key head and split of the keys; it loops over all queries of the heads that share them.
 
     dk (B, G, Tk, D) and dv (B, G, Tk, Dv); dq (splits, B, H, Tq, D) and dw (splits, B, H, D) float32. The formulas are
-    those of additive_backward.py, lse and d_lse those of base 2. ONE: there is one query, which waits in registers
-    while blocks of keys are on their way.
+    those of two_pass_backward.py; lse and d_lse are in base 2. ONE: there is a single query, which keeps in registers
+    while blocks of keys are loaded ahead.
     """
     k_pair = tl.program_id(0).to(tl.int64)
     b = k_pair // (H // group)
@@ -160,7 +158,7 @@ def additive_decode_backward(
     v += b * v_batch + g * v_head
     dk += k_pair * Tk * D
     dv += k_pair * Tk * Dv
-    spans += b * spans_batch
+    key_ranges += b * key_ranges_batch
     query_ids += b * query_ids_batch
     key_ids += b * key_ids_batch
     pairs = tl.num_programs(0).to(tl.int64) * group
@@ -170,7 +168,7 @@ def additive_decode_backward(
     high = tl.minimum(low + per_split, Tk)
     if ONE:
         i = tl.full((), 0, tl.int32)
-        a, w, given, change, row_lse = load_query(
+        a, w, d_row, row_delta, row_lse = load_query(
             q, weight, d_out, out, d_lse, lse, b, g, i, d, e,
             H, Tq, D, Dv, q_batch, q_head, q_query, weight_head, LSE,
         )  # fmt: skip
@@ -180,18 +178,34 @@ def additive_decode_backward(
             j = start + tl.arange(0, BN)
             rows, there, in_values, keys, values = load_key_block(k, v, k_key, v_key, j, d, e, Tk, D, Dv)
             seen = visible_in_any_range(
-                i, j, spans, Tk - Tq, query_ids, key_ids, dense + b * dense_batch + g * dense_head, dense_query,
-                dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
+                i, j, key_ranges, Tk - Tq, query_ids, key_ids, dense + b * dense_batch + g * dense_head, dense_query,
+                dense_key, Tq, Tk, CAUSAL, RANGES, IDS, DENSE,
             )  # fmt: skip
             ds, shares, dropped = logit_gradients(
-                a, w, given, change, row_lse, keys, values, seen, b, g, i, j, seed, threshold, grown, DROPOUT, GPU
+                a,
+                w,
+                d_row,
+                row_delta,
+                row_lse,
+                keys,
+                values,
+                seen,
+                b,
+                g,
+                i,
+                j,
+                seed,
+                threshold,
+                keep_scale,
+                DROPOUT,
+                GPU,
             )
             slopes = ds[:, None] * (shares - shares * shares)
             d_query += tl.sum(slopes, 0)
             d_weight += tl.sum(ds, 0) - 2.0 * tl.sum(ds[:, None] * shares, 0)
             d_keys = (slopes * (4.0 * w)[None, :]).to(dk.dtype.element_ty)
             tl.store(dk + rows * D + d[None, :], d_keys, mask=there)
-            d_values = (dropped[:, None] * given[None, :]).to(dv.dtype.element_ty)
+            d_values = (dropped[:, None] * d_row[None, :]).to(dv.dtype.element_ty)
             tl.store(dv + rows * Dv + e[None, :], d_values, mask=in_values)
         tl.store(dq + k_pair * D + d, 4.0 * w * d_query, mask=d < D)
         tl.store(dw + k_pair * D + d, d_weight, mask=d < D)
@@ -201,30 +215,31 @@ def additive_decode_backward(
             rows, there, in_values, keys, values = load_key_block(k, v, k_key, v_key, j, d, e, Tk, D, Dv)
             d_keys = tl.zeros((BN, BD), tl.float32)
             d_values = tl.zeros((BN, BV), tl.float32)
-            for turn in range(group * Tq):
-                h = g * group + turn // Tq
-                i = turn % Tq
-                a, w, given, change, row_lse = load_query(
+            for iteration in range(group * Tq):
+                h = g * group + iteration // Tq
+                i = iteration % Tq
+                a, w, d_row, row_delta, row_lse = load_query(
                     q, weight, d_out, out, d_lse, lse, b, h, i, d, e,
                     H, Tq, D, Dv, q_batch, q_head, q_query, weight_head, LSE,
                 )  # fmt: skip
                 seen = visible_in_any_range(
-                    i, j, spans, Tk - Tq, query_ids, key_ids, dense + b * dense_batch + h * dense_head, dense_query,
-                    dense_key, Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
+                    i, j, key_ranges, Tk - Tq, query_ids, key_ids, dense + b * dense_batch + h * dense_head,
+                    dense_query, dense_key, Tq, Tk, CAUSAL, RANGES, IDS, DENSE,
                 )  # fmt: skip
                 ds, shares, dropped = logit_gradients(
-                    a, w, given, change, row_lse, keys, values, seen, b, h, i, j, seed, threshold, grown, DROPOUT, GPU
-                )
+                    a, w, d_row, row_delta, row_lse, keys, values, seen, b, h, i, j, seed, threshold, keep_scale,
+                    DROPOUT, GPU,
+                )  # fmt: skip
                 slopes = ds[:, None] * (shares - shares * shares)
                 d_keys += slopes * (4.0 * w)[None, :]
-                d_values += dropped[:, None] * given[None, :]
+                d_values += dropped[:, None] * d_row[None, :]
                 into = dq + ((b * H + h) * Tq + i) * D + d
                 before = tl.load(into, mask=(d < D) & (start > low), other=0.0)
                 tl.store(into, before + 4.0 * w * tl.sum(slopes, 0), mask=d < D)
                 into = dw + (b * H + h) * D + d
                 before = tl.load(into, mask=(d < D) & ((start > low) | (i > 0)), other=0.0)
                 tl.store(into, before + tl.sum(ds, 0) - 2.0 * tl.sum(ds[:, None] * shares, 0), mask=d < D)
-                # The next turn adds to what other threads wrote.
+                # The next iteration adds to what other threads wrote.
                 tl.debug_barrier()
             tl.store(dk + rows * D + d[None, :], d_keys.to(dk.dtype.element_ty), mask=there)
             tl.store(dv + rows * Dv + e[None, :], d_values.to(dv.dtype.element_ty), mask=in_values)

@@ -1,13 +1,13 @@
-"""The gradients of additive attention in one pass: what a term gives to its query, its key and the weight, at once.
+"""The backward of additive attention in one pass: a term adds to the gradients of query, key and weight at once.
 
-The formulas and names are those of additive_backward.py. A program owns a block of keys and walks over the queries. Of
-a tile it takes the logits once, and the reciprocals once more, now with the features as the lanes of a warp: a thread
-has some keys and some features, so that sums over queries and over keys both stay inside it. What a tile gives to its
-queries is added in memory by whoever comes first: two runs differ in the last digits. Its twin in additive_backward.py
-takes two passes and is the same in every run.
+The formulas and names are those of two_pass_backward.py. A program owns a block of keys and loops over the queries. For
+each tile it computes the logits once, and the reciprocals once more with the features as the lanes of a warp. A thread
+has some keys and some features, so sums over queries and over keys both stay in the thread. Query gradients are added
+in memory in any order, so two runs differ in the last digits. two_pass_backward.py is deterministic and takes twice as
+long.
 
-Rows are padded to whole blocks here, features to DW: whole turns of DC. What comes before and after the pass is in
-additive_ends.py.
+Rows are padded to whole blocks, features to DW, a multiple of DC. prologue_epilogue.py has the kernels before and after
+the pass.
 """
 
 # Device code carries no Python types.
@@ -16,7 +16,6 @@ additive_ends.py.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.backward import MAX_PAIR_EXPONENT, load_base2_lse, tile_dot_products, tile_visibility
 from foci.kernels.additive.exponentials import TWO_LOG2_E
 from foci.kernels.additive.forward import (
     MAX_EXPONENT,
@@ -31,67 +30,74 @@ from foci.kernels.additive.forward import (
     tile_to_matrix,
     visible_in_any_range,
 )
+from foci.kernels.additive.two_pass_backward import (
+    MAX_PAIR_EXPONENT,
+    load_base2_lse,
+    tile_dot_products,
+    tile_visibility,
+)
 from foci.kernels.dropout import dropout_keeps
 
 
 @triton.jit
-def allocate_scratch(room, SIZE: tl.constexpr, SHARED: tl.constexpr):
-    """A program's own room for SIZE floats: shared memory, by its address, or a part of `room`.
+def allocate_scratch(scratch, SIZE: tl.constexpr, SHARED: tl.constexpr):
+    """The scratch memory of a program, SIZE floats: the address of shared memory, or a part of `scratch`.
 
-    The compiler offers no shared memory that is written in one layout and read in another, so the room is declared in
-    an instruction; as large and aligned as it is, the compiler's own memory after it stays aligned. A launch has 48 KiB
-    unless more is asked for, and the compiler asks by what it knows of: its own part has to be 32 KiB at most.
+    Triton offers no shared memory that is written in one layout and read in another, so an instruction declares it. Its
+    size and alignment keep the compiler's own shared memory aligned. A launch has 48 KiB unless it requests more, and
+    the compiler requests only what it knows of: its own part must not exceed 32 KiB.
     """
     if SHARED:
-        tl.static_assert(SIZE <= 4096, "the room holds 64 x 64 floats")
+        tl.static_assert(SIZE <= 4096, "scratch memory holds 64 x 64 floats")
         return tl.inline_asm_elementwise(
-            "{ .shared .align 1024 .b8 foci_room[16384]; mov.u32 $0, foci_room; }", "=r,r", [tl.program_id(0)],
+            "{ .shared .align 1024 .b8 foci_scratch[16384]; mov.u32 $0, foci_scratch; }", "=r,r", [tl.program_id(0)],
             tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-    else:  # noqa: RET505 - what is not taken must not be compiled
-        return room + tl.program_id(0).to(tl.int64) * SIZE
+    else:  # noqa: RET505 - the branch that is not taken must not be compiled
+        return scratch + tl.program_id(0).to(tl.int64) * SIZE
 
 
 @triton.jit
-def store_to_scratch(room, place, x, SHARED: tl.constexpr):
+def store_to_scratch(scratch, offset, x, SHARED: tl.constexpr):
     if SHARED:
         tl.inline_asm_elementwise(
-            "st.shared.f32 [$1], $2; mov.b32 $0, 0;", "=r,r,f", [room + 4 * place, x], tl.int32, is_pure=False, pack=1
-        )
+            "st.shared.f32 [$1], $2; mov.b32 $0, 0;", "=r,r,f", [scratch + 4 * offset, x], tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
     else:
-        tl.store(room + place, x)
+        tl.store(scratch + offset, x)
 
 
 @triton.jit
-def load_four_from_scratch(room, place, SHARED: tl.constexpr, GPU: tl.constexpr):
-    """Four floats that lie together in a room, in one load.
+def load_four_from_scratch(scratch, offset, SHARED: tl.constexpr, GPU: tl.constexpr):
+    """Load four adjacent floats of scratch memory at once.
 
-    Written as an instruction, since the compiler lays out the threads for each load that it sees: they must stay where
-    they are, or the sums would go from lane to lane.
+    An instruction, because the compiler chooses a thread layout for each load that it sees. The layout must not change,
+    or the sums would move between lanes.
     """
     if SHARED:
         return tl.inline_asm_elementwise(
-            "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [room + 4 * place],
+            "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [scratch + 4 * offset],
             (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
         )  # fmt: skip
     elif GPU:  # noqa: RET505
         return tl.inline_asm_elementwise(
-            "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", [(room + place).to(tl.int64)],
+            "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", [(scratch + offset).to(tl.int64)],
             (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        at = room + place
+        at = scratch + offset
         return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 @triton.jit
-def load_from_scratch(room, place, SHARED: tl.constexpr, GPU: tl.constexpr):
+def load_from_scratch(scratch, offset, SHARED: tl.constexpr, GPU: tl.constexpr):
     if SHARED:
         return tl.inline_asm_elementwise(
-            "ld.shared.f32 $0, [$1];", "=f,r", [room + 4 * place], tl.float32, is_pure=False, pack=1
+            "ld.shared.f32 $0, [$1];", "=f,r", [scratch + 4 * offset], tl.float32, is_pure=False, pack=1
         )
     else:  # noqa: RET505
-        return load_float(room + place, GPU)
+        return load_float(scratch + offset, GPU)
 
 
 @triton.jit
@@ -106,7 +112,7 @@ def load_float(pointer, GPU: tl.constexpr):
 
 @triton.jit
 def atomic_add_floats(pointer, x, GPU: tl.constexpr):
-    """Adds in memory, and waits for nothing. As an instruction it asks that each entry of x belongs to one thread."""
+    """Add to memory without waiting. The instruction requires that each entry of x belongs to exactly one thread."""
     if GPU:
         tl.inline_asm_elementwise(
             "red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0;", "=r,l,f", [pointer.to(tl.int64), x], tl.int32,
@@ -118,31 +124,31 @@ def atomic_add_floats(pointer, x, GPU: tl.constexpr):
 
 @triton.jit
 def sum_from_exponentials(
-    E, F, table, room, into, d, thread,
+    E, F, table, scratch, into, d, thread,
     BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr,
     JT: tl.constexpr, DT: tl.constexpr, SHARED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Σ_i ds u (1 - u) for each of a thread's keys, and Σ_ij ds u; adds Σ_j ds u (1 - u) to the queries.
+    """Σ_i ds u (1 - u) for each key of a thread, and Σ_ij ds u; adds Σ_j ds u (1 - u) to the queries.
 
-    The sums are a tensor (DR, JT, DT) for each of a thread's keys. E (BM / 4, DP / 4, 4, 4), F (DP / 4, BN, 4), as the
-    logits read them; the room has ds, (BM / 4, BN, 4); into (BM, DW). Two queries share a reciprocal.
+    The sums are one tensor (DR, JT, DT) for each key of a thread. E (BM / 4, DP / 4, 4, 4) and F (DP / 4, BN, 4) are
+    those of the logits; scratch holds ds, (BM / 4, BN, 4); into is (BM, DW). Two queries share a reciprocal.
     """
-    # What comes after the last feature is computed from that one, and thrown away.
+    # Padding features repeat the last one; their results are discarded.
     there = tl.minimum(d, DP - 1) if DP < DW else d
     E += there // 4 * 16 + there % 4 + thread * 0
     F += there // 4 * (4 * BN) + there % 4 + thread * 4
-    # E has the denominator c as a factor, so a key has 1 / c: u = 1 / (1 + (c e^2q) (e^2k / c)).
+    # E has the factor c, so keys are divided by c: u = 1 / (1 + (c e^2q) (e^2k / c)).
     unfold = reciprocal(load_float(table + (there ^ 1) + thread * 0, GPU), GPU)
-    nothing = tl.zeros((DC // DT, JT, DT), tl.float32)
+    zeros = tl.zeros((DC // DT, JT, DT), tl.float32)
     own = ()
     totals = ()
     for r in tl.static_range(BN // JT):
         own += (load_float(F + r * (4 * JT), GPU) * unfold,)
-        totals += (nothing,)
-    shares = nothing
+        totals += (zeros,)
+    shares = zeros
     e0, e1, e2, e3 = load_float(E, GPU), load_float(E + 4, GPU), load_float(E + 8, GPU), load_float(E + 12, GPU)
     for i in range(0, BM, 4):
-        # Those of the next turn; the last one reads what comes after the block, and leaves it.
+        # Load ahead for the next iteration; the last iteration reads past the block and discards that.
         E += 4 * DP
         next0, next1, next2, next3 = (
             load_float(E, GPU),
@@ -150,10 +156,10 @@ def sum_from_exponentials(
             load_float(E + 8, GPU),
             load_float(E + 12, GPU),
         )
-        g0, g1, g2, g3 = nothing, nothing, nothing, nothing
+        g0, g1, g2, g3 = zeros, zeros, zeros, zeros
         found = ()
         for r in tl.static_range(BN // JT):
-            s0, s1, s2, s3 = load_four_from_scratch(room, i * BN + thread * 4 + r * (4 * JT), SHARED, GPU)
+            s0, s1, s2, s3 = load_four_from_scratch(scratch, i * BN + thread * 4 + r * (4 * JT), SHARED, GPU)
             total = totals[r]
             d0 = 1.0 + own[r] * e0
             d1 = 1.0 + own[r] * e1
@@ -178,33 +184,33 @@ def sum_from_exponentials(
 
 @triton.jit
 def accumulate_term(s, u, total, gradient, shares):
-    """What one term gives to its key, to its query and to the weight: three fused operations."""
+    """Add one term to the sums of its key, its query and the weight: three fused operations."""
     slope = u - u * u
     return total + s * slope, gradient + s * slope, shares + s * u
 
 
 @triton.jit
 def sum_from_vectors(
-    k, k_key, j, Tk, q, q_query, first, Tq, there, room, thread, into,
+    k, k_key, j, Tk, q, q_query, first, Tq, there, scratch, thread, into,
     BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
     SHARED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """The same for numbers of any size, from the vectors themselves: their sum first, one query at a time."""
-    nothing = tl.zeros((DC // DT, JT, DT), tl.float32)
+    """As `sum_from_exponentials`, for values of any size: adds q and k first, one query at a time."""
+    zeros = tl.zeros((DC // DT, JT, DT), tl.float32)
     own = ()
     totals = ()
     for r in tl.static_range(BN // JT):
         here = (j + r * JT < Tk) & there
         own += (tl.load(k + (j + r * JT).to(tl.int64) * k_key, mask=here, other=0.0).to(tl.float32),)
-        totals += (nothing,)
-    shares = nothing
+        totals += (zeros,)
+    shares = zeros
     for i in range(BM):
         row = first + i
         a = tl.load(q + tl.cast(row, tl.int64) * q_query, mask=(row < Tq) & there, other=0.0).to(tl.float32)
-        gradient = nothing
+        gradient = zeros
         found = ()
         for r in tl.static_range(BN // JT):
-            s = load_from_scratch(room, (i // 4) * (4 * BN) + i % 4 + thread * 4 + r * (4 * JT), SHARED, GPU)
+            s = load_from_scratch(scratch, (i // 4) * (4 * BN) + i % 4 + thread * 4 + r * (4 * JT), SHARED, GPU)
             u = reciprocal(1.0 + tl.exp2((own[r] + a) * TWO_LOG2_E), GPU)
             total, gradient, shares = accumulate_term(s, u, totals[r], gradient, shares)
             found += (total,)
@@ -215,11 +221,11 @@ def sum_from_vectors(
 
 @triton.jit
 def add_tile_gradients(
-    k, k_key, first_key, Tk, q, q_query, first, Tq, D, E, F, table, room, near, weight, sum_ds, dq, dk, dw,
+    k, k_key, first_key, Tk, q, q_query, first, Tq, D, E, F, table, scratch, near, weight, sum_ds, dq, dk, dw,
     BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr,
     JT: tl.constexpr, DT: tl.constexpr, SHARED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Adds what one tile gives; dq without its factor 4 w, dk without its factor 4.
+    """Add the contribution of one tile; dq without its factor 4 w, dk without its factor 4.
 
     The threads are JT keys by DT features; a thread has BN / JT keys and DC / DT features.
     """
@@ -227,20 +233,20 @@ def add_tile_gradients(
     for start in range(0, DW, DC):
         d = start + tl.arange(0, DC // DT)[:, None, None] * DT + tl.arange(0, DT)[None, None, :]
         into = dq + d + thread * 0
-        # Each way gives its own results away: what a condition returns would go through the threads once more.
+        # Each branch writes its own results: values that a condition returns would change their thread layout.
         if near:
             totals, shares = sum_from_exponentials(
-                E, F, table, room, into, d, thread, BM, BN, DP, DW, DC, JT, DT, SHARED, GPU
+                E, F, table, scratch, into, d, thread, BM, BN, DP, DW, DC, JT, DT, SHARED, GPU
             )
             add_key_and_weight_gradients(
                 totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, GPU
             )
         else:
             totals, shares = sum_from_vectors(
-                k + d, k_key, first_key + thread, Tk, q + d, q_query, first, Tq, d < D, room, thread, into,
+                k + d, k_key, first_key + thread, Tk, q + d, q_query, first, Tq, d < D, scratch, thread, into,
                 BM, BN, DW, DC, JT, DT, SHARED, GPU,
             )  # fmt: skip
-            # Loads that the compiler saw may have laid these out in another way.
+            # The compiler may have chosen another thread layout here, because it saw the loads.
             add_key_and_weight_gradients(
                 totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, False
             )
@@ -251,7 +257,7 @@ def add_key_and_weight_gradients(
     totals, shares, sum_ds, weight, dk, dw, d, D, BN: tl.constexpr, DW: tl.constexpr, JT: tl.constexpr,
     GPU: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the keys, and to the weight."""
+    """Add the sums to the gradients of the keys and of the weight."""
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     for r in tl.static_range(BN // JT):
         atomic_add_floats(dk + r * JT * DW, w * totals[r], GPU)
@@ -265,43 +271,43 @@ def add_value_gradients(
     p, d_out, first, Tq, dv, first_key, Tk, Dv,
     BM: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr, PRECISION: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Adds pᵀ d_out of a tile, VC features at a time: held over all tiles it would take the registers of the slopes."""
+    """Add pᵀ d_out of a tile, VC features per iteration. Keeping the sum over all tiles takes too many registers."""
     i = first + tl.arange(0, BM)
     j = first_key + tl.arange(0, BN)
     for start in tl.static_range(0, BV, VC):
         d = start + tl.arange(0, VC)
         here = (i < Tq)[:, None] & (d < Dv)[None, :]
-        given = tl.load(d_out + i.to(tl.int64)[:, None] * Dv + d[None, :], mask=here, other=0.0)
-        found = dot_add(tl.trans(p), given, tl.zeros((BN, VC), tl.float32), PRECISION, GPU)
+        d_rows = tl.load(d_out + i.to(tl.int64)[:, None] * Dv + d[None, :], mask=here, other=0.0)
+        found = dot_add(tl.trans(p), d_rows, tl.zeros((BN, VC), tl.float32), PRECISION, GPU)
         there = (j < Tk)[:, None] & (d < Dv)[None, :]
         tl.atomic_add(dv + j.to(tl.int64)[:, None] * Dv + d[None, :], found, mask=there, sem="relaxed")
 
 
 @triton.jit
 def additive_one_pass_backward(
-    E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
-    q, k, v, weight, spans, query_ids, key_ids, dense, seed,
-    lse, d_out, delta, dq, dk, dv, dw, room,
+    E, F, table, sizes, constants, q_max, k_max, q_magnitude, k_magnitude,
+    q, k, v, weight, key_ranges, query_ids, key_ids, dense, seed,
+    lse, d_out, delta, dq, dk, dv, dw, scratch,
     H, group, Tq, Tk, D, Dv, pairs, items, programs, splits,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head, headed,
-    spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
-    threshold, grown,
-    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
+    key_ranges_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    threshold, keep_scale,
+    CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr,
     DP: tl.constexpr, BD: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
-    CHUNK: tl.constexpr, MOST: tl.constexpr, SHARED: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, MAX_SHARED: tl.constexpr, SHARED: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys, each against every query of the heads that share it, or one of `splits` parts of those.
+    """Each program takes blocks of keys, and loops over the queries of the heads that share them, or a split of those.
 
-    dq (B H, blocks BM, DW), dk (B G, blocks BN, DW), dv (B, G, Tk, Dv) float32, zeros before; dq lacks its factor 4 w,
-    dk its factor 4. dw (programs, weights, D) float32: each program adds to its own. room is (programs, BM BN) where it
-    is not SHARED memory.
+    dq (B H, blocks BM, DW), dk (B G, blocks BN, DW), dv (B, G, Tk, Dv) float32, initialized to 0; dq lacks its factor
+    4 w, dk its factor 4. dw (programs, weights, D) float32: each program adds to its own. scratch is (programs, BM BN)
+    unless SHARED memory is used.
     """
     blocks = tl.cdiv(Tq, BM)
     k_blocks = tl.cdiv(Tk, BN)
     k_heads = H // group
     offset = Tk - Tq
-    ds_room = allocate_scratch(room, BM * BN, SHARED)
+    ds_scratch = allocate_scratch(scratch, BM * BN, SHARED)
     own_weights = (headed * (H - 1) + 1) * D
     dw += tl.program_id(0).to(tl.int64) * own_weights
     for first_weight in range(0, own_weights, 128):
@@ -314,41 +320,41 @@ def additive_one_pass_backward(
         split = item // (pairs // group) % splits
         b = k_pair // k_heads
         g = k_pair % k_heads
-        k_place = k_pair * k_blocks + t
-        own_most = load_per_feature(k_most, k_place, DP, BD)
-        own_far = tl.load(k_reach + k_place) > MAX_EXPONENT
+        k_block = k_pair * k_blocks + t
+        own_max = load_per_feature(k_max, k_block, DP, BD)
+        own_far = tl.load(k_magnitude + k_block) > MAX_EXPONENT
         j = t * BN + tile_columns(BN, NT)
         start = 0
         if CAUSAL:
             start = tl.minimum(tl.maximum(t * BN - offset, 0) // BM, blocks)
-        turns = group * (blocks - start)
-        for turn in range(turns * split // splits, turns * (split + 1) // splits):
-            h = g * group + turn // (blocks - start)
-            block = start + turn % (blocks - start)
+        iterations = group * (blocks - start)
+        for iteration in range(iterations * split // splits, iterations * (split + 1) // splits):
+            h = g * group + iteration // (blocks - start)
+            block = start + iteration % (blocks - start)
             pair = b * H + h
             flat = block * BM + tl.arange(0, BM)
             some, every = tile_visibility(
-                spans + b * spans_batch, flat, t * BN, offset, Tq, Tk, CAUSAL, SPANS, IDS or DENSE, BN
+                key_ranges + b * key_ranges_batch, flat, t * BN, offset, Tq, Tk, CAUSAL, RANGES, IDS or DENSE, BN
             )
             if some:
-                place = pair * blocks + block
+                q_block = pair * blocks + block
                 i = block * BM + tile_rows(BM, MT)
-                q_block_most = load_per_feature(q_most, place, DP, BD)
-                far = own_far | (tl.load(q_reach + place) > MAX_EXPONENT)
+                q_block_max = load_per_feature(q_max, q_block, DP, BD)
+                far = own_far | (tl.load(q_magnitude + q_block) > MAX_EXPONENT)
                 z = additive_logits(
-                    as_int64_pointer(E + place * (BM * DP)), as_int64_pointer(F + k_place * (BN * DP)),
+                    as_int64_pointer(E + q_block * (BM * DP)), as_int64_pointer(F + k_block * (BN * DP)),
                     as_int64_pointer(table + h * headed * DP),
                     tl.load(constants + h * headed * 2), tl.load(constants + h * headed * 2 + 1),
-                    q_block_most, own_most, load_per_feature(sizes, h * headed, DP, BD), far,
+                    q_block_max, own_max, load_per_feature(sizes, h * headed, DP, BD), far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + g * k_head, k_key, j, Tk,
-                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, 4, GPU,
+                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MAX_SHARED, 4, GPU,
                 )  # fmt: skip
                 p = tl.exp2(z - load_base2_lse(lse + pair * Tq, i, Tq))
                 if every == 0:
                     seen = visible_in_any_range(
-                        i, j, spans + b * spans_batch, offset, query_ids + b * query_ids_batch,
+                        i, j, key_ranges + b * key_ranges_batch, offset, query_ids + b * query_ids_batch,
                         key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key,
-                        Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
+                        Tq, Tk, CAUSAL, RANGES, IDS, DENSE,
                     )  # fmt: skip
                     p = tl.where(seen, p, 0.0)
                 dp = tile_dot_products(
@@ -358,26 +364,25 @@ def additive_one_pass_backward(
                 dp = matrix_to_tile(dp, BM, BN, MT, NT)
                 dropped = p
                 if DROPOUT:
-                    stays = dropout_keeps(tl.load(seed), b, h, i, j, threshold)
-                    dp = tl.where(stays, dp * grown, 0.0)
-                    dropped = tl.where(stays, p * grown, 0.0)
+                    keeps = dropout_keeps(tl.load(seed), b, h, i, j, threshold)
+                    dp = tl.where(keeps, dp * keep_scale, 0.0)
+                    dropped = tl.where(keeps, p * keep_scale, 0.0)
                 ds = p * (dp - tl.load(delta + pair * Tq + i, mask=i < Tq, other=0.0))
                 ii = tile_rows(BM, MT)
-                store_to_scratch(ds_room, (ii // 4) * (4 * BN) + tile_columns(BN, NT) * 4 + ii % 4, ds, SHARED)
+                store_to_scratch(ds_scratch, (ii // 4) * (4 * BN) + tile_columns(BN, NT) * 4 + ii % 4, ds, SHARED)
                 add_value_gradients(
                     tile_to_matrix(dropped.to(d_out.dtype.element_ty), BM, BN), d_out + pair * Tq * Dv, block * BM, Tq,
                     dv + k_pair * Tk * Dv, t * BN, Tk, Dv, BM, BN, BV, VC, PRECISION, GPU,
                 )  # fmt: skip
                 sum_ds = tl.sum(tl.sum(tl.sum(tl.sum(ds, 0), 0), 0), 0)
-                # What other threads wrote must be there.
+                # Wait for what other threads wrote.
                 tl.debug_barrier()
                 add_tile_gradients(
                     k + b * k_batch + g * k_head, k_key, t * BN, Tk, q + b * q_batch + h * q_head, q_query, block * BM,
-                    Tq, D, E + place * (BM * DP), F + k_place * (BN * DP), table + h * headed * DP, ds_room,
-                    (far == 0) & (tl.max(own_most + q_block_most, 0) < MAX_PAIR_EXPONENT), weight + h * weight_head, sum_ds,
-                    dq + place * (BM * DW), dk + k_place * (BN * DW),
-                    dw + h * headed * D,
+                    Tq, D, E + q_block * (BM * DP), F + k_block * (BN * DP), table + h * headed * DP, ds_scratch,
+                    (far == 0) & (tl.max(own_max + q_block_max, 0) < MAX_PAIR_EXPONENT), weight + h * weight_head,
+                    sum_ds, dq + q_block * (BM * DW), dk + k_block * (BN * DW), dw + h * headed * D,
                     BM, BN, DP, DW, DC, JT, DT, SHARED, GPU,
                 )  # fmt: skip
-                # The room is written anew.
+                # The next iteration overwrites the scratch memory.
                 tl.debug_barrier()

@@ -1,14 +1,14 @@
-/* Queries times keys. */
+/* Matrix product of queries and keys. */
 
 #pragma once
 
 #include "vectors.h"
 
-/* Keys of one product, which lie together: (width, PANEL). */
+/* The number of keys of one product; they are packed as (width, PANEL). */
 enum { PANEL = 3 * LANES };
 
-/* ROWS queries, (width, ROWS), times one panel of keys, minus what each row is shifted by; rows of x are `step` apart. On
-   its own, because inside another function the sums leave the registers. */
+/* ROWS queries, (width, ROWS), times one panel of keys, minus the shift of each row; `step` is the row stride of x. Not
+   inlined, because inside another function the sums would leave the registers. */
 static __attribute__((noinline)) void multiply(
     const float *queries, const float *keys, int64_t width, const float *shift, float *x, int64_t step)
 {

@@ -1,6 +1,6 @@
-/* Vectors of floats in plain C (GCC, Clang), as wide as the machine has them.
+/* Vectors of floats with the vector extensions of GCC and Clang, as wide as the machine supports.
 
-   Intrinsics say what C cannot: a maximum, a minimum, and a comparison as bits. */
+   Intrinsics are used for what the extensions lack: maximum, minimum, and comparisons as bits. */
 
 #pragma once
 
@@ -26,7 +26,7 @@ typedef int32_t ints __attribute__((vector_size(LANES * sizeof(float)), aligned(
 
 static inline floats load(const float *from) { return *(const floats *)from; }
 static inline void store(float *to, floats x) { *(floats *)to = x; }
-static inline floats all(float x) { return x - (floats){0}; }
+static inline floats broadcast(float x) { return x - (floats){0}; }
 static inline floats magnitude(floats x) { return (floats)((ints)x & 0x7fffffff); }
 
 static inline floats maximum(floats a, floats b)
@@ -41,7 +41,7 @@ static inline floats maximum(floats a, floats b)
 #endif
 }
 
-/* The second where they cannot be compared: NaN stays NaN. */
+/* The second argument if either is NaN: a NaN in b stays NaN. */
 static inline floats minimum(floats a, floats b)
 {
 #if defined(__AVX512F__)
@@ -54,8 +54,8 @@ static inline floats minimum(floats a, floats b)
 #endif
 }
 
-/* Bit i is set where lane i of x is at least so large. */
-static inline uint64_t reaching(floats x, floats least)
+/* Bit i is set if lane i of x is at least lane i of `least`. */
+static inline uint64_t lanes_at_least(floats x, floats least)
 {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)x, (__m512)least, _CMP_GE_OQ);
@@ -68,17 +68,17 @@ static inline uint64_t reaching(floats x, floats least)
 #endif
 }
 
-static inline float total(floats x)
+static inline float sum_lanes(floats x)
 {
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += x[i];
     return sum;
 }
 
-/* 2^x = scale (1 + rest): the nearest whole number is the exponent of the scale, a polynomial gives the rest. */
+/* 2^x = scale (1 + rest): scale is 2 to the nearest integer, a polynomial gives the rest. */
 static inline void split_power(floats x, floats *scale, floats *rest)
 {
-    const float round = 12582912.0f; /* 1.5 x 2^23: what is added to it loses its fraction */
+    const float round = 12582912.0f; /* 1.5 x 2^23: adding it rounds to an integer */
     floats shifted = x + round;
     floats f = x - (shifted - round);
     floats p = f * 0x1.41fbbcp-13f + 0x1.5f3e54p-10f;
@@ -90,18 +90,18 @@ static inline void split_power(floats x, floats *scale, floats *rest)
     *rest = p * f;
 }
 
-/* 2^x to 1e-7, and 0 below the smallest normal number. */
-static inline floats power(floats x)
+/* 2^x with a relative error of 1e-7; 0 below the smallest normal number. */
+static inline floats exp2_approx(floats x)
 {
     floats scale, rest;
     split_power(x, &scale, &rest);
     return (floats)((ints)((rest + 1.0f) * scale) & ~(x < -126.0f));
 }
 
-/* tanh(x ln 2 / 2) = (2^x - 1) / (2^x + 1): `rest` keeps the digits of a small 2^x - 1. */
+/* tanh(x ln 2 / 2) = (2^x - 1) / (2^x + 1): `rest` keeps the precision of a small 2^x - 1. */
 static inline floats tanh_half(floats x)
 {
-    floats scale, rest, bounded = maximum(all(-60.0f), -maximum(all(-60.0f), -x));
+    floats scale, rest, bounded = maximum(broadcast(-60.0f), -maximum(broadcast(-60.0f), -x));
     split_power(bounded, &scale, &rest);
     floats above = rest * scale + (scale - 1.0f);
     return above / (above + 2.0f);

@@ -1,4 +1,4 @@
-"""What stands around attention with a bias by distance: small tables before it, and sums after it.
+"""Small kernels before and after attention with a distance bias: row tables, visible tiles, and bucket sums.
 
 B batch, H heads, Tq queries, Tk keys, W distances, Bm 1 or the batch size.
 """
@@ -12,29 +12,29 @@ import triton.language as tl
 
 @triton.jit
 def fill_row_table(by_bucket, buckets, table, H, W, bucket_stride, head_stride, BW: tl.constexpr):
-    """Buckets (buckets, H) as a row table (H, W): a program per head and some distances."""
+    """Expand buckets (buckets, H) to a row table (H, W): a program per head and block of distances."""
     h, w = tl.program_id(0), tl.program_id(1) * BW + tl.arange(0, BW)
     bucket = tl.load(buckets + w, mask=w < W, other=0)
-    found = tl.load(by_bucket + bucket * bucket_stride + h * head_stride, mask=w < W, other=0.0)
-    tl.store(table + h * W + w, found, mask=w < W)
+    row = tl.load(by_bucket + bucket * bucket_stride + h * head_stride, mask=w < W, other=0.0)
+    tl.store(table + h * W + w, row, mask=w < W)
 
 
 @triton.jit
 def sum_row_gradients(d_table, sums, H, W, Tq, count, per_part, BR: tl.constexpr, BW: tl.constexpr):
-    """The gradient of the row table (B, H, Tq, W), its B * Tq = count rows in parts: sums (parts, H, W)."""
+    """Sum the gradient of the row table (B, H, Tq, W) over parts of its B * Tq = count rows: sums (parts, H, W)."""
     part, h, w = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BW + tl.arange(0, BW)
     total = tl.zeros((BR, BW), tl.float32)
     for first in range(part * per_part, tl.minimum((part + 1) * per_part, count), BR):
         row = first + tl.arange(0, BR)
         there = (row < tl.minimum((part + 1) * per_part, count))[:, None] & (w < W)[None, :]
-        place = ((row // Tq).to(tl.int64) * H + h) * Tq + row % Tq
-        total += tl.load(d_table + place[:, None] * W + w[None, :], mask=there, other=0.0)
+        index = ((row // Tq).to(tl.int64) * H + h) * Tq + row % Tq
+        total += tl.load(d_table + index[:, None] * W + w[None, :], mask=there, other=0.0)
     tl.store(sums + (part * H + h) * W + w, tl.sum(total, 0), mask=w < W)
 
 
 @triton.jit
 def sum_bucket_gradients(sums, buckets, d_by_bucket, H, W, parts, BW: tl.constexpr):
-    """sums (parts, H, W) by bucket: d_by_bucket (buckets, H). A program each, in an order that is always the same."""
+    """Sum the partial sums (parts, H, W) by bucket, in a fixed order: d_by_bucket (buckets, H), a program each."""
     bucket, h = tl.program_id(0), tl.program_id(1)
     total = tl.zeros((BW,), tl.float64)
     for first in range(0, W, BW):
@@ -46,46 +46,50 @@ def sum_bucket_gradients(sums, buckets, d_by_bucket, H, W, parts, BW: tl.constex
 
 
 @triton.jit
-def as_int32_pointer(room):
-    """Room that was made for floats."""
-    return room.to(tl.pointer_type(tl.int32))
+def as_int32_pointer(pointer):
+    """Int32 in workspace that was allocated as float32."""
+    return pointer.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def find_tile_key_ranges(spans, edges, inner, spans_batch, Tq, Tk, SPANS: tl.constexpr, BM: tl.constexpr):
-    """Of a tile of queries: edges (Bm, tiles, runs, 2), from the first to the last key that one of them sees, and inner
-    (Bm, tiles, 2), the run of keys that all of them see; none where a query has two runs.
+def find_tile_key_ranges(
+    key_ranges, key_bounds, common_keys, key_ranges_batch, Tq, Tk, RANGES: tl.constexpr, BM: tl.constexpr
+):
+    """For each tile of queries, find the keys that some query sees and the keys that all queries see.
+
+    key_bounds (Bm, tiles, ranges, 2): first visible key, and last + 1. common_keys (Bm, tiles, 2): the range that all
+    queries see; empty if queries have two ranges.
     """
     b, tile = tl.program_id(0), tl.program_id(1)
     row = tile * BM + tl.arange(0, BM)
-    place = b.to(tl.int64) * tl.num_programs(1) + tile
-    for s in tl.static_range(SPANS):
-        low = tl.load(spans + b.to(tl.int64) * spans_batch + 2 * s * Tq + row, mask=row < Tq, other=0)
-        high = tl.load(spans + b.to(tl.int64) * spans_batch + (2 * s + 1) * Tq + row, mask=row < Tq, other=0)
-        edge = as_int32_pointer(edges) + (place * SPANS + s) * 2
-        tl.store(edge, tl.min(tl.where(low < high, low, Tk), 0))
-        tl.store(edge + 1, tl.max(tl.where(low < high, high, 0), 0))
+    index = b.to(tl.int64) * tl.num_programs(1) + tile
+    for s in tl.static_range(RANGES):
+        low = tl.load(key_ranges + b.to(tl.int64) * key_ranges_batch + 2 * s * Tq + row, mask=row < Tq, other=0)
+        high = tl.load(key_ranges + b.to(tl.int64) * key_ranges_batch + (2 * s + 1) * Tq + row, mask=row < Tq, other=0)
+        bounds = as_int32_pointer(key_bounds) + (index * RANGES + s) * 2
+        tl.store(bounds, tl.min(tl.where(low < high, low, Tk), 0))
+        tl.store(bounds + 1, tl.max(tl.where(low < high, high, 0), 0))
         if s == 0:
-            tl.store(as_int32_pointer(inner) + 2 * place, tl.max(low, 0))
+            tl.store(as_int32_pointer(common_keys) + 2 * index, tl.max(low, 0))
             shared = tl.min(tl.where(row < Tq, high, Tk), 0)
-            tl.store(as_int32_pointer(inner) + 2 * place + 1, shared if SPANS == 1 else 0)
+            tl.store(as_int32_pointer(common_keys) + 2 * index + 1, shared if RANGES == 1 else 0)
 
 
 @triton.jit
-def find_tile_query_ranges(edges, reach, count, SPANS: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr):
-    """reach (Bm, tiles of keys, 2): from the first to the last of `count` tiles of queries that see one of the keys."""
+def find_tile_query_ranges(key_bounds, query_tiles, count, RANGES: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr):
+    """For each tile of keys, find which of `count` query tiles see some key: query_tiles (Bm, tiles, 2), last + 1."""
     b, tile = tl.program_id(0), tl.program_id(1)
     first, last = count, 0
     for start in range(0, count, BT):
         t = start + tl.arange(0, BT)
         seen = t < 0
-        for s in tl.static_range(SPANS):
-            edge = as_int32_pointer(edges) + ((b.to(tl.int64) * count + t) * SPANS + s) * 2
-            low = tl.load(edge, mask=t < count, other=0)
-            high = tl.load(edge + 1, mask=t < count, other=0)
+        for s in tl.static_range(RANGES):
+            bounds = as_int32_pointer(key_bounds) + ((b.to(tl.int64) * count + t) * RANGES + s) * 2
+            low = tl.load(bounds, mask=t < count, other=0)
+            high = tl.load(bounds + 1, mask=t < count, other=0)
             seen = seen | ((low < (tile + 1) * BN) & (high > tile * BN))
         first = tl.minimum(first, tl.min(tl.where(seen, t, count), 0))
         last = tl.maximum(last, tl.max(tl.where(seen, t + 1, 0), 0))
-    place = 2 * (b.to(tl.int64) * tl.num_programs(1) + tile)
-    tl.store(as_int32_pointer(reach) + place, first)
-    tl.store(as_int32_pointer(reach) + place + 1, last)
+    index = 2 * (b.to(tl.int64) * tl.num_programs(1) + tile)
+    tl.store(as_int32_pointer(query_tiles) + index, first)
+    tl.store(as_int32_pointer(query_tiles) + index + 1, last)

@@ -27,12 +27,12 @@ def cell_at(index, cells, length):
 
 @triton.jit
 def pool_picture(
-    q, k, lse, spans, query_ids, key_ids, dense, slopes, out,
+    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, out,
     H, group, Tq, Tk, D, rows, columns,
-    q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key,
     scale, softcap,
-    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+    CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MAX: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -47,7 +47,7 @@ def pool_picture(
     offset = Tk - Tq
     q += b * q_batch + h.to(tl.int64) * q_head
     k += b * k_batch + (h // group).to(tl.int64) * k_head
-    spans += b * spans_batch
+    key_ranges += b * key_ranges_batch
     query_ids += b * query_ids_batch
     key_ids += b * key_ids_batch
     dense += b * dense_batch + h.to(tl.int64) * dense_head
@@ -67,8 +67,8 @@ def pool_picture(
     most = tl.full((), 0, tl.int32)
     for part in range(HEIGHT // TALL):
         i = top + part * BQ + down % TALL
-        for run in tl.static_range(SPANS if SPANS > 0 else 1):
-            low, high = key_range(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+        for run in tl.static_range(RANGES if RANGES > 0 else 1):
+            low, high = key_range(key_ranges, run, i, offset, Tq, Tk, CAUSAL, RANGES)
             some = (high > low) & (i < bottom)
             least = tl.minimum(least, tl.min(tl.where(some, low, Tk), 0))
             most = tl.maximum(most, tl.max(tl.where(some, high, 0), 0))
@@ -96,8 +96,8 @@ def pool_picture(
             dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (BQ, BK)
             z = dot_logits(dots, i[:, None], j[None, :], offset, slope, scale, softcap, SOFTCAP, ALIBI)
             seen = tl.zeros((BQ, BK), tl.int1)
-            for run in tl.static_range(SPANS if SPANS > 0 else 1):
-                low, high = key_range(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+            for run in tl.static_range(RANGES if RANGES > 0 else 1):
+                low, high = key_range(key_ranges, run, i, offset, Tq, Tk, CAUSAL, RANGES)
                 seen |= (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
             seen &= (i < bottom)[:, None] & (j < right)[None, :]
             seen = apply_masks(

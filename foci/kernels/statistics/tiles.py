@@ -169,7 +169,7 @@ def process_tile(
     query_ids, key_ids, dense, dense_query, dense_key,
     entropy, distance, largest, best, second, third, cells_before, column_before, sums, tile_before,
     offset, Tq, Tk, D, k_key, scale, softcap, picture_scale, picture_rows, picture_columns,
-    MASKED: tl.constexpr, SPANS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASKED: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     IDS: tl.constexpr, DENSE: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
@@ -206,7 +206,7 @@ def process_tile(
     x = z - lse[None, :]
     if MASKED:
         seen = j[:, None] < high[None, :]
-        if SPANS > 0:
+        if RANGES > 0:
             seen &= j[:, None] >= low[None, :]
         seen = apply_masks(
             seen, i[None, :], j[:, None], query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE
@@ -261,15 +261,15 @@ def process_tile(
 
 @triton.jit
 def tile_statistics(
-    q, k, k_tiles, lse, spans, query_ids, key_ids, dense, slopes, query_weights,
+    q, k, k_tiles, lse, key_ranges, query_ids, key_ids, dense, slopes, query_weights,
     entropy, distance, largest, columns, picture, best, second, third,
     H, group, Tq, Tk, D,
-    q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key, weights_batch, weights_head,
     scale, softcap,
     slots, first_pair, first_tile, tiles,
     picture_rows, picture_columns, picture_scale,
-    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+    CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
@@ -291,7 +291,7 @@ def tile_statistics(
     offset = Tk - Tq
     q += b * q_batch + h.to(tl.int64) * q_head
     k += b * k_batch + (h // group).to(tl.int64) * k_head
-    spans += b * spans_batch
+    key_ranges += b * key_ranges_batch
     query_ids += b * query_ids_batch
     key_ids += b * key_ids_batch
     dense += b * dense_batch + h.to(tl.int64) * dense_head
@@ -338,8 +338,8 @@ def tile_statistics(
                 first_best = tl.full((BK // 16, 8, BQ), MASKED_LOGIT, tl.float32)
                 next_best = tl.full((BK // 16, 8, BQ), MASKED_LOGIT, tl.float32)
                 third_best = tl.full((BK // 16, 8, BQ), MASKED_LOGIT, tl.float32)
-                for run in tl.static_range(SPANS if SPANS > 0 else 1):
-                    low, high = key_range(spans, run, i, offset, Tq, Tk, CAUSAL, SPANS)
+                for run in tl.static_range(RANGES if RANGES > 0 else 1):
+                    low, high = key_range(key_ranges, run, i, offset, Tq, Tk, CAUSAL, RANGES)
                     first, last, full, end = tile_bounds(low, high, i < Tq, Tk, BK, ALWAYS)
                     before, count_before = segment_tiles(first, full, s, SEGMENTS)
                     inside, count_inside = segment_tiles(full, end, s, SEGMENTS)
@@ -351,7 +351,7 @@ def tile_statistics(
                         column = -1
                         sums = tl.zeros((BK, BQ // STRIP, 4), tl.float32)
                         tile_before = -1
-                        if SPANS == 2 or ADD:
+                        if RANGES == 2 or ADD:
                             # What another loop wrote to the same columns or cells must be there. Not inside a loop:
                             # a barrier would keep the compiler from fetching keys ahead.
                             tl.debug_barrier()
@@ -372,7 +372,7 @@ def tile_statistics(
                                 sum_entropy, sum_distance, highest, first_best, next_best, third_best,
                                 cells, column, sums, tile_before, offset, Tq, Tk, D, k_key, scale, softcap,
                                 picture_scale, picture_rows, picture_columns,
-                                kind == 0, SPANS, SOFTCAP, ALIBI, IDS, DENSE,
+                                kind == 0, RANGES, SOFTCAP, ALIBI, IDS, DENSE,
                                 ENTROPY, DISTANCE, LARGEST, RECEIVED, WEIGHTED,
                                 PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, TOP, TAG_BITS,
                                 BQ, BK, BD, EVEN, PRECISION, FETCHED, LATE,

@@ -86,8 +86,8 @@ def flag_doubtful_rows(
             bits = tl.sum(tl.where(hidden & (klass // FLAGS_PER_WORD == word), 1 << (klass % FLAGS_PER_WORD), 0), 1)
             if some_level:
                 more = find_tied_classes(
-                    best, second, last[:, None], word * FLAGS_PER_WORD + within, column[:, None], valid[:, None], queries,
-                    LABEL_BITS,
+                    best, second, last[:, None], word * FLAGS_PER_WORD + within, column[:, None], valid[:, None],
+                    queries, LABEL_BITS,
                 )  # fmt: skip
                 bits |= tl.sum(tl.where(more, 1 << within, 0), 1)
             tl.store(flags + row.to(tl.int64) * (CLASSES // FLAGS_PER_WORD) + word, bits, mask=doubtful)
@@ -298,12 +298,12 @@ def propagate_nan(lse, values, keys, valid, there):
 
 @triton.jit
 def refine_topk(
-    q, k, lse, spans, query_ids, key_ids, dense, slopes, flags, listed, counter, values, keys, largest_logits,
+    q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, flags, listed, counter, values, keys, largest_logits,
     H, group, Tq, Tk, D,
-    q_batch, q_head, q_query, k_batch, k_head, k_key, spans_batch, query_ids_batch, key_ids_batch,
+    q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key,
     scale, softcap, segments, tags,
-    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+    CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LARGEST: tl.constexpr,
     TOP: tl.constexpr, SLOTS: tl.constexpr, CLASSES: tl.constexpr, BK: tl.constexpr,
     READ: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
@@ -341,8 +341,8 @@ def refine_topk(
                 tag = start + tl.arange(0, READ)[None, :]
                 j = locate_key(word * FLAGS_PER_WORD + bit, tag, segments, BK)
                 seen = j < 0
-                for run in tl.static_range(SPANS if SPANS > 0 else 1):
-                    low, high = key_range(spans + b * spans_batch, run, one, offset, Tq, Tk, CAUSAL, SPANS)
+                for run in tl.static_range(RANGES if RANGES > 0 else 1):
+                    low, high = key_range(key_ranges + b * key_ranges_batch, run, one, offset, Tq, Tk, CAUSAL, RANGES)
                     seen |= (j >= low[:, None]) & (j < high[:, None])
                 # What is in the list already must not come twice.
                 twice = tl.max((j[:, :, None] == chosen[:, None, :]).to(tl.int32), 2) > 0

@@ -1,14 +1,14 @@
-"""The gradients of additive attention in two passes, without atomics: queries and weight, then keys and values.
+"""The deterministic backward of additive attention: a pass for queries and weight, then one for keys and values.
 
 With u = 1 / (1 + E F) the derivative of tanh is 4 u (1 - u), and ds the gradient of a logit, so
 
     dq_id = 4 w_d Σ_j ds_ij u (1 - u)        dk_jd = 4 w_d Σ_i ds_ij u (1 - u)        dw_d = Σ_ij ds_ij (1 - 2 u).
 
-A pass computes the logits of a tile again, then ds, and leaves it in memory of its own that stays in the cache. Then it
-walks over one side of the tile with the other side and the features as threads: each sum over that side is elementwise.
-Two neighbours of that side share a reciprocal: u0 = D1 / (D0 D1), u1 = D0 / (D0 D1).
+A pass recomputes the logits of a tile, then ds, and stores it in scratch memory that keeps in the cache. Then it loops
+over one side of the tile; the other side and the features are the threads, so that the sums are elementwise. Two
+neighbours of the looped side share a reciprocal: u0 = D1 / (D0 D1), u1 = D0 / (D0 D1).
 
-Shapes and names are those of additive.py; DC features are done at a time. The side that a program owns has BR rows.
+Shapes and names are those of forward.py. A loop iteration takes DC features. The side that a program owns has BR rows.
 """
 
 # Device code carries no Python types.
@@ -37,7 +37,7 @@ from foci.kernels.dropout import dropout_keeps
 from foci.kernels.logits import LOG2_E, MASKED_LOGIT, key_range
 from foci.kernels.statistics.tiles import tile_bounds
 
-# The largest exponent of one denominator, of which two are multiplied.
+# The largest exponent (base 2) of one denominator, of which two are multiplied.
 MAX_PAIR_EXPONENT = tl.constexpr(60.0)
 
 
@@ -48,17 +48,17 @@ def sum_over_other_side(
 ):  # fmt: skip
     """Σ ds u (1 - u) and Σ ds u over the other side: (RR, DR, RT, DT).
 
-    own: exponentials where fast, else the vectors themselves. others (BO / 2, DC, 2) holds the same of the other side,
-    ds (BO / 2, BR, 2) the gradients of the logits.
+    own holds exponentials if fast, else the vectors themselves. others (BO / 2, DC, 2) holds the same for the other
+    side, ds (BO / 2, BR, 2) the gradients of the logits.
     """
     total = tl.zeros((BR // RT, DC // DT, RT, DT), tl.float32)
     first = tl.zeros((BR // RT, DC // DT, RT, DT), tl.float32)
-    places = others + tile_columns(DC, DT)
-    parts = ds + tile_rows(BR, RT)
+    pointers = others + tile_columns(DC, DT)
+    ds_pointers = ds + tile_rows(BR, RT)
     if fast:
         for _ in range(0, BO, 2):
-            s0, s1 = unpack_two_floats(tl.load(parts))
-            f0, f1 = unpack_two_floats(tl.load(places))
+            s0, s1 = unpack_two_floats(tl.load(ds_pointers))
+            f0, f1 = unpack_two_floats(tl.load(pointers))
             d0 = 1.0 + own * f0
             d1 = 1.0 + own * f1
             r = reciprocal(d0 * d1, GPU)
@@ -69,12 +69,12 @@ def sum_over_other_side(
             if WEIGHT:
                 first += s0 * u0
                 first += s1 * u1
-            places += DC
-            parts += BR
+            pointers += DC
+            ds_pointers += BR
     else:
         for _ in range(0, BO, 2):
-            s0, s1 = unpack_two_floats(tl.load(parts))
-            b0, b1 = unpack_two_floats(tl.load(places))
+            s0, s1 = unpack_two_floats(tl.load(ds_pointers))
+            b0, b1 = unpack_two_floats(tl.load(pointers))
             u0 = reciprocal(1.0 + tl.exp2((own + b0) * TWO_LOG2_E), GPU)
             u1 = reciprocal(1.0 + tl.exp2((own + b1) * TWO_LOG2_E), GPU)
             total += s0 * (u0 - u0 * u0)
@@ -82,19 +82,19 @@ def sum_over_other_side(
             if WEIGHT:
                 first += s0 * u0
                 first += s1 * u1
-            places += DC
-            parts += BR
+            pointers += DC
+            ds_pointers += BR
     return total, first
 
 
 @triton.jit
 def store_other_side(x, stride, first, T, D, start, into, fast, BO: tl.constexpr, DC: tl.constexpr, GPU: tl.constexpr):
-    """The other side's features from start on, or their exponentials: (BO / 2, DC, 2)."""
+    """Store the features of the other side from `start` on, or their exponentials: (BO / 2, DC, 2)."""
     r = tl.arange(0, BO)
     d = tl.arange(0, DC)
     there = (first + r < T)[:, None] & (start + d < D)[None, :]
-    places = x + (first + r).to(tl.int64)[:, None] * stride + start + d[None, :]
-    a = tl.load(places, mask=there, other=0.0).to(tl.float32)
+    pointers = x + (first + r).to(tl.int64)[:, None] * stride + start + d[None, :]
+    a = tl.load(pointers, mask=there, other=0.0).to(tl.float32)
     high, low = split_exponent(a, GPU)
     into += (r // 2)[:, None] * (2 * DC) + d[None, :] * 2 + (r % 2)[:, None]
     tl.store(into, tl.where(fast, exp2_split(high, low), a))
@@ -104,7 +104,7 @@ def store_other_side(x, stride, first, T, D, start, into, fast, BO: tl.constexpr
 def load_own_side(
     x, stride, i, T, D, start, fast, DC: tl.constexpr, DT: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """The same of the own side, as (RR, DR, RT, DT)."""
+    """Load the features of the own side, or their exponentials, as (RR, DR, RT, DT)."""
     d = start + tile_columns(DC, DT)
     a = tl.load(x + i.to(tl.int64) * stride + d, mask=(i < T) & (d < D), other=0.0).to(tl.float32)
     high, low = split_exponent(a, GPU)
@@ -114,21 +114,21 @@ def load_own_side(
 @triton.jit
 def add_side_gradients(
     x, stride, i, T, D, others, other_stride, other_first, other_T, weight, gradient, d_weight, sum_ds,
-    others_room, ds_room, fast,
+    others_scratch, ds_scratch, fast,
     BR: tl.constexpr, BO: tl.constexpr, DC: tl.constexpr, RT: tl.constexpr, DT: tl.constexpr,
     WEIGHT: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """Adds what one tile gives to the gradient of the own side, and to that of the weight.
+    """Add the contribution of one tile to the gradient of the own side, and with WEIGHT to that of the weight.
 
-    The rooms are read as 64-bit words: two neighbours of the other side at once.
+    Scratch memory is read as 64-bit words, two neighbours of the other side at once.
     """
     for start in range(0, D, DC):
-        store_other_side(others, other_stride, other_first, other_T, D, start, others_room, fast, BO, DC, GPU)
-        # What other threads wrote, ds too, must be there.
+        store_other_side(others, other_stride, other_first, other_T, D, start, others_scratch, fast, BO, DC, GPU)
+        # Wait for what other threads wrote, including ds.
         tl.debug_barrier()
         own = load_own_side(x, stride, i, T, D, start, fast, DC, DT, GPU)
         total, first = sum_over_other_side(
-            own, as_int64_pointer(others_room), as_int64_pointer(ds_room), BR, BO, DC, RT, DT, fast, WEIGHT, GPU,
+            own, as_int64_pointer(others_scratch), as_int64_pointer(ds_scratch), BR, BO, DC, RT, DT, fast, WEIGHT, GPU,
         )  # fmt: skip
         d = start + tile_columns(DC, DT)
         w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
@@ -141,7 +141,7 @@ def add_side_gradients(
             d = start + tl.arange(0, DC // DT)[:, None] * DT + tl.arange(0, DT)[None, :]
             into = d_weight + d
             tl.store(into, tl.load(into, mask=d < D, other=0.0) + found, mask=d < D)
-        # The rooms are written anew.
+        # The next iteration overwrites the scratch memory.
         tl.debug_barrier()
 
 
@@ -150,7 +150,7 @@ def tile_dot_products(
     x, x_stride, first, T, y, y_stride, other_first, other_T, width,
     BM: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr, PRECISION: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """x yᵀ of a tile, VC features at a time: (BM, BN)."""
+    """x yᵀ of a tile, VC features per iteration: (BM, BN)."""
     r = tl.arange(0, BM)
     s = tl.arange(0, BN)
     total = tl.zeros((BM, BN), tl.float32)
@@ -166,84 +166,83 @@ def tile_dot_products(
 
 @triton.jit
 def load_base2_lse(lse, i, Tq):
-    """In the form that is subtracted: rows that see nothing, or past the end, get weights of exactly 0."""
-    found = tl.load(lse + i, mask=i < Tq, other=-float("inf"))
-    return tl.where(found == -float("inf"), -MASKED_LOGIT, found)
+    """Load log-sum-exps. Fully masked rows, and rows past the end, get a value that makes all weights 0."""
+    rows = tl.load(lse + i, mask=i < Tq, other=-float("inf"))
+    return tl.where(rows == -float("inf"), -MASKED_LOGIT, rows)
 
 
 @triton.jit
 def additive_query_gradients(
-    E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
-    q, k, v, weight, spans, query_ids, key_ids, dense, seed,
-    out, lse, d_out, d_lse, delta, dq, dw, room,
+    E, F, table, sizes, constants, q_max, k_max, q_magnitude, k_magnitude,
+    q, k, v, weight, key_ranges, query_ids, key_ids, dense, seed,
+    out, lse, d_out, d_lse, delta, dq, dw, scratch,
     H, group, Tq, Tk, D, Dv, pairs, items, programs,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head, headed,
-    spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
-    threshold, grown,
-    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
+    key_ranges_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    threshold, keep_scale,
+    CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr,
     DP: tl.constexpr, BD: tl.constexpr, DC: tl.constexpr, RT: tl.constexpr, DT: tl.constexpr, CHUNK: tl.constexpr,
-    MOST: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
+    MAX_SHARED: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of queries, one after the other: dq (B, H, Tq, D) float32, zeros before; delta (B, H, Tq) for `columns`.
+    """Each program takes blocks of queries: dq (B, H, Tq, D) float32, initialized to 0.
 
-    lse and d_lse are those of base 2.
-
-    dw (programs, weights, D) float32, zeros before: each program adds to its own. room is (programs, BM BN + BN DC).
+    delta (B, H, Tq) is written for `additive_key_gradients`. lse and d_lse are in base 2. dw (programs, weights, D)
+    float32, initialized to 0: each program adds to its own. scratch is (programs, BM BN + BN DC).
     """
     E, F, table = as_int64_pointer(E), as_int64_pointer(F), as_int64_pointer(table)
     blocks = tl.cdiv(Tq, BM)
     k_blocks = tl.cdiv(Tk, BN)
     offset = Tk - Tq
     ALWAYS: tl.constexpr = IDS or DENSE
-    ds_room = room + tl.program_id(0).to(tl.int64) * (BM * BN + BN * DC)
-    others_room = ds_room + BM * BN
+    ds_scratch = scratch + tl.program_id(0).to(tl.int64) * (BM * BN + BN * DC)
+    others_scratch = ds_scratch + BM * BN
     for item in range(tl.program_id(0), items, programs):
         pair = item % pairs
         block = blocks - 1 - item // pairs
         b = (pair // H).to(tl.int64)
         h = (pair % H).to(tl.int64)
         k_pair = b * (H // group) + h // group
-        place = pair.to(tl.int64) * blocks + block
+        q_block = pair.to(tl.int64) * blocks + block
         first_row = pair.to(tl.int64) * Tq
-        own_most = load_per_feature(q_most, place, DP, BD)
+        own_max = load_per_feature(q_max, q_block, DP, BD)
         own_sizes = load_per_feature(sizes, h * headed, DP, BD)
-        own_far = tl.load(q_reach + place) > MAX_EXPONENT
+        own_far = tl.load(q_magnitude + q_block) > MAX_EXPONENT
         constant = tl.load(constants + h * headed * 2)
         factor = tl.load(constants + h * headed * 2 + 1)
         i = block * BM + tile_rows(BM, MT)
         flat = block * BM + tl.arange(0, BM)
-        change = tl.zeros((BM,), tl.float32)
+        row_delta = tl.zeros((BM,), tl.float32)
         for start in tl.static_range(0, BV, VC):
             dv = start + tl.arange(0, VC)
-            places = (first_row + flat)[:, None] * Dv + dv[None, :]
+            pointers = (first_row + flat)[:, None] * Dv + dv[None, :]
             there = (flat < Tq)[:, None] & (dv < Dv)[None, :]
-            given = tl.load(d_out + places, mask=there, other=0.0).to(tl.float32)
-            change += tl.sum(given * tl.load(out + places, mask=there, other=0.0).to(tl.float32), 1)
-        change -= tl.load(d_lse + first_row + flat, mask=flat < Tq, other=0.0) * LOG2_E
-        tl.store(delta + first_row + flat, change, mask=flat < Tq)
-        change = tl.reshape(change, (BM // MT, MT))[:, None, :, None]
+            d_rows = tl.load(d_out + pointers, mask=there, other=0.0).to(tl.float32)
+            row_delta += tl.sum(d_rows * tl.load(out + pointers, mask=there, other=0.0).to(tl.float32), 1)
+        row_delta -= tl.load(d_lse + first_row + flat, mask=flat < Tq, other=0.0) * LOG2_E
+        tl.store(delta + first_row + flat, row_delta, mask=flat < Tq)
+        row_delta = tl.reshape(row_delta, (BM // MT, MT))[:, None, :, None]
         row_lse = load_base2_lse(lse + first_row, i, Tq)
-        for run in tl.static_range(SPANS if SPANS > 0 else 1):
-            low, high = key_range(spans + b * spans_batch, run, flat, offset, Tq, Tk, CAUSAL, SPANS)
+        for run in tl.static_range(RANGES if RANGES > 0 else 1):
+            low, high = key_range(key_ranges + b * key_ranges_batch, run, flat, offset, Tq, Tk, CAUSAL, RANGES)
             first, last, full, end = tile_bounds(low, high, flat < Tq, Tk, BN, ALWAYS)
             for t in range(first, last):
                 j = t * BN + tile_columns(BN, NT)
-                k_place = k_pair * k_blocks + t
-                k_block_most = load_per_feature(k_most, k_place, DP, BD)
-                far = own_far | (tl.load(k_reach + k_place) > MAX_EXPONENT)
+                k_block = k_pair * k_blocks + t
+                k_block_max = load_per_feature(k_max, k_block, DP, BD)
+                far = own_far | (tl.load(k_magnitude + k_block) > MAX_EXPONENT)
                 z = additive_logits(
-                    E + place * (BM * DP // 2), F + k_place * (BN * DP // 2), table + h * headed * (DP // 2),
-                    constant, factor, own_most, k_block_most, own_sizes, far,
+                    E + q_block * (BM * DP // 2), F + k_block * (BN * DP // 2), table + h * headed * (DP // 2),
+                    constant, factor, own_max, k_block_max, own_sizes, far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + (h // group) * k_head, k_key, j, Tk,
-                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, BM, GPU,
+                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MAX_SHARED, BM, GPU,
                 )  # fmt: skip
                 p = tl.exp2(z - row_lse)
                 if (t < full) | (t >= end):
                     seen = visible_in_range(
-                        i, j, run, spans + b * spans_batch, offset, query_ids + b * query_ids_batch,
+                        i, j, run, key_ranges + b * key_ranges_batch, offset, query_ids + b * query_ids_batch,
                         key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key,
-                        Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
+                        Tq, Tk, CAUSAL, RANGES, IDS, DENSE,
                     )  # fmt: skip
                     p = tl.where(seen, p, 0.0)
                 dp = tile_dot_products(
@@ -252,53 +251,53 @@ def additive_query_gradients(
                 )  # fmt: skip
                 dp = matrix_to_tile(dp, BM, BN, MT, NT)
                 if DROPOUT:
-                    dp = tl.where(dropout_keeps(tl.load(seed), b, h, i, j, threshold), dp * grown, 0.0)
-                ds = p * (dp - change)
+                    dp = tl.where(dropout_keeps(tl.load(seed), b, h, i, j, threshold), dp * keep_scale, 0.0)
+                ds = p * (dp - row_delta)
                 jj = tile_columns(BN, NT)
-                tl.store(ds_room + (jj // 2) * (2 * BM) + tile_rows(BM, MT) * 2 + jj % 2, ds)
-                fast = (far == 0) & (tl.max(own_most + k_block_most, 0) < MAX_PAIR_EXPONENT)
+                tl.store(ds_scratch + (jj // 2) * (2 * BM) + tile_rows(BM, MT) * 2 + jj % 2, ds)
+                fast = (far == 0) & (tl.max(own_max + k_block_max, 0) < MAX_PAIR_EXPONENT)
                 add_side_gradients(
                     q + b * q_batch + h * q_head, q_query, block * BM + tile_rows(BM, RT), Tq, D,
                     k + b * k_batch + (h // group) * k_head, k_key, t * BN, Tk, weight + h * weight_head,
                     dq + first_row * D, dw + (tl.program_id(0) * (headed * (H - 1) + 1) + h * headed) * D,
-                    tl.sum(tl.sum(tl.sum(tl.sum(ds, 0), 0), 0), 0), others_room, ds_room, fast,
+                    tl.sum(tl.sum(tl.sum(tl.sum(ds, 0), 0), 0), 0), others_scratch, ds_scratch, fast,
                     BM, BN, DC, RT, DT, True, GPU,
                 )  # fmt: skip
 
 
 @triton.jit
 def additive_key_gradients(
-    E, F, table, sizes, constants, q_most, k_most, q_reach, k_reach,
-    q, k, v, weight, spans, query_ids, key_ids, dense, seed,
-    lse, d_out, delta, dk, dv, room,
+    E, F, table, sizes, constants, q_max, k_max, q_magnitude, k_magnitude,
+    q, k, v, weight, key_ranges, query_ids, key_ids, dense, seed,
+    lse, d_out, delta, dk, dv, scratch,
     H, group, Tq, Tk, D, Dv, pairs, items, programs,
     q_batch, q_head, q_query, k_batch, k_head, k_key, v_batch, v_head, v_key, weight_head, headed,
-    spans_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
-    threshold, grown,
-    CAUSAL: tl.constexpr, SPANS: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
+    key_ranges_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    threshold, keep_scale,
+    CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr, VC: tl.constexpr,
     DP: tl.constexpr, BD: tl.constexpr, DC: tl.constexpr, RT: tl.constexpr, DT: tl.constexpr, CHUNK: tl.constexpr,
-    MOST: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
+    MAX_SHARED: tl.constexpr, GPU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys, each against every query of the heads that share it, in order.
+    """Each program takes blocks of keys, and loops over all queries of the heads that share them, in order.
 
-    dk (B, G, Tk, D) float32, zeros before; dv (B, G, Tk, Dv). room is (programs, BM BN + BM DC).
+    dk (B, G, Tk, D) float32, initialized to 0; dv (B, G, Tk, Dv). scratch is (programs, BM BN + BM DC).
     """
     E, F, table = as_int64_pointer(E), as_int64_pointer(F), as_int64_pointer(table)
     blocks = tl.cdiv(Tq, BM)
     k_blocks = tl.cdiv(Tk, BN)
     k_heads = H // group
     offset = Tk - Tq
-    ds_room = room + tl.program_id(0).to(tl.int64) * (BM * BN + BM * DC)
-    others_room = ds_room + BM * BN
+    ds_scratch = scratch + tl.program_id(0).to(tl.int64) * (BM * BN + BM * DC)
+    others_scratch = ds_scratch + BM * BN
     for item in range(tl.program_id(0), items, programs):
         k_pair = (item % (pairs // group)).to(tl.int64)
         t = item // (pairs // group)
         b = k_pair // k_heads
         g = k_pair % k_heads
-        k_place = k_pair * k_blocks + t
-        own_most = load_per_feature(k_most, k_place, DP, BD)
-        own_far = tl.load(k_reach + k_place) > MAX_EXPONENT
+        k_block = k_pair * k_blocks + t
+        own_max = load_per_feature(k_max, k_block, DP, BD)
+        own_far = tl.load(k_magnitude + k_block) > MAX_EXPONENT
         j = t * BN + tile_columns(BN, NT)
         flat_j = t * BN + tl.arange(0, BN)
         d = tl.arange(0, BV)
@@ -306,32 +305,32 @@ def additive_key_gradients(
         start = 0
         if CAUSAL:
             start = tl.minimum(tl.maximum(t * BN - offset, 0) // BM, blocks)
-        for turn in range(group * (blocks - start)):
-            h = g * group + turn // (blocks - start)
-            block = start + turn % (blocks - start)
+        for iteration in range(group * (blocks - start)):
+            h = g * group + iteration // (blocks - start)
+            block = start + iteration % (blocks - start)
             pair = b * H + h
             flat = block * BM + tl.arange(0, BM)
             some, every = tile_visibility(
-                spans + b * spans_batch, flat, t * BN, offset, Tq, Tk, CAUSAL, SPANS, IDS or DENSE, BN
+                key_ranges + b * key_ranges_batch, flat, t * BN, offset, Tq, Tk, CAUSAL, RANGES, IDS or DENSE, BN
             )
             if some:
-                place = pair * blocks + block
+                q_block = pair * blocks + block
                 i = block * BM + tile_rows(BM, MT)
-                q_block_most = load_per_feature(q_most, place, DP, BD)
-                far = own_far | (tl.load(q_reach + place) > MAX_EXPONENT)
+                q_block_max = load_per_feature(q_max, q_block, DP, BD)
+                far = own_far | (tl.load(q_magnitude + q_block) > MAX_EXPONENT)
                 z = additive_logits(
-                    E + place * (BM * DP // 2), F + k_place * (BN * DP // 2), table + h * headed * (DP // 2),
+                    E + q_block * (BM * DP // 2), F + k_block * (BN * DP // 2), table + h * headed * (DP // 2),
                     tl.load(constants + h * headed * 2), tl.load(constants + h * headed * 2 + 1),
-                    q_block_most, own_most, load_per_feature(sizes, h * headed, DP, BD), far,
+                    q_block_max, own_max, load_per_feature(sizes, h * headed, DP, BD), far,
                     q + b * q_batch + h * q_head, q_query, i, Tq, k + b * k_batch + g * k_head, k_key, j, Tk,
-                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MOST, BM, GPU,
+                    weight + h * weight_head, D, BM, BN, MT, NT, DP, BD, CHUNK, MAX_SHARED, BM, GPU,
                 )  # fmt: skip
                 p = tl.exp2(z - load_base2_lse(lse + pair * Tq, i, Tq))
                 if every == 0:
                     seen = visible_in_any_range(
-                        i, j, spans + b * spans_batch, offset, query_ids + b * query_ids_batch,
+                        i, j, key_ranges + b * key_ranges_batch, offset, query_ids + b * query_ids_batch,
                         key_ids + b * key_ids_batch, dense + b * dense_batch + h * dense_head, dense_query, dense_key,
-                        Tq, Tk, CAUSAL, SPANS, IDS, DENSE,
+                        Tq, Tk, CAUSAL, RANGES, IDS, DENSE,
                     )  # fmt: skip
                     p = tl.where(seen, p, 0.0)
                 dp = tile_dot_products(
@@ -341,25 +340,25 @@ def additive_key_gradients(
                 dp = matrix_to_tile(dp, BM, BN, MT, NT)
                 dropped = p
                 if DROPOUT:
-                    stays = dropout_keeps(tl.load(seed), b, h, i, j, threshold)
-                    dp = tl.where(stays, dp * grown, 0.0)
-                    dropped = tl.where(stays, p * grown, 0.0)
-                change = tl.load(delta + pair * Tq + i, mask=i < Tq, other=0.0)
-                ds = p * (dp - change)
+                    keeps = dropout_keeps(tl.load(seed), b, h, i, j, threshold)
+                    dp = tl.where(keeps, dp * keep_scale, 0.0)
+                    dropped = tl.where(keeps, p * keep_scale, 0.0)
+                row_delta = tl.load(delta + pair * Tq + i, mask=i < Tq, other=0.0)
+                ds = p * (dp - row_delta)
                 ii = tile_rows(BM, MT)
-                tl.store(ds_room + (ii // 2) * (2 * BN) + tile_columns(BN, NT) * 2 + ii % 2, ds)
-                given = tl.load(
+                tl.store(ds_scratch + (ii // 2) * (2 * BN) + tile_columns(BN, NT) * 2 + ii % 2, ds)
+                d_rows = tl.load(
                     d_out + (pair * Tq + flat)[:, None] * Dv + d[None, :],
                     mask=(flat < Tq)[:, None] & (d < Dv)[None, :], other=0.0,
                 )  # fmt: skip
                 d_values = dot_add(
-                    tl.trans(tile_to_matrix(dropped.to(given.dtype), BM, BN)), given, d_values, PRECISION, GPU
+                    tl.trans(tile_to_matrix(dropped.to(d_rows.dtype), BM, BN)), d_rows, d_values, PRECISION, GPU
                 )
-                fast = (far == 0) & (tl.max(own_most + q_block_most, 0) < MAX_PAIR_EXPONENT)
+                fast = (far == 0) & (tl.max(own_max + q_block_max, 0) < MAX_PAIR_EXPONENT)
                 add_side_gradients(
                     k + b * k_batch + g * k_head, k_key, t * BN + tile_rows(BN, RT), Tk, D,
                     q + b * q_batch + h * q_head, q_query, block * BM, Tq, weight + h * weight_head,
-                    dk + k_pair * Tk * D, dk, 0.0, others_room, ds_room, fast,
+                    dk + k_pair * Tk * D, dk, 0.0, others_scratch, ds_scratch, fast,
                     BN, BM, DC, RT, DT, False, GPU,
                 )  # fmt: skip
         tl.store(
@@ -370,15 +369,15 @@ def additive_key_gradients(
 
 @triton.jit
 def tile_visibility(
-    spans, i, first, offset, Tq, Tk, CAUSAL: tl.constexpr, SPANS: tl.constexpr, ALWAYS: tl.constexpr,
+    key_ranges, i, first, offset, Tq, Tk, CAUSAL: tl.constexpr, RANGES: tl.constexpr, ALWAYS: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Whether some of these queries see some of the keys from first on, and whether every one sees all of them."""
-    low, high = key_range(spans, 0, i, offset, Tq, Tk, CAUSAL, SPANS)
+    """Whether some of these queries see some of the BN keys from `first` on, and whether all see all of them."""
+    low, high = key_range(key_ranges, 0, i, offset, Tq, Tk, CAUSAL, RANGES)
     some = (low < high) & (low < first + BN) & (high > first)
     every = (low <= first) & (high >= first + BN)
-    if SPANS == 2:
-        low, high = key_range(spans, 1, i, offset, Tq, Tk, CAUSAL, SPANS)
+    if RANGES == 2:
+        low, high = key_range(key_ranges, 1, i, offset, Tq, Tk, CAUSAL, RANGES)
         some |= (low < high) & (low < first + BN) & (high > first)
         every |= (low <= first) & (high >= first + BN)
     all_see = tl.min(every.to(tl.int32), 0)
