@@ -1,1 +1,11 @@
-"""record."""
+"""Record: the recorded attention of a model, with labels; read by head, saved to a file, drawn by views.
+
+from_tensors: builds a record from attention matrices of another library.
+labels: what the positions along an axis are: tokens, patches, frames.
+layer: one attention layer, backed by lazy weights, kept statistics or a dense matrix.
+kept: `Keep`, which statistics to keep in place of weights, and the kept statistics themselves.
+dense: a dense matrix with the methods of `Weights`.
+metrics: head scores, their totals over a data set, and rollout.
+record: Record itself.
+file: saves and loads `.foci` files.
+"""

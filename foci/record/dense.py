@@ -1,4 +1,4 @@
-"""Dense: attention matrices that somebody else built, asked as `Weights` are.
+"""DenseWeights: a dense attention matrix with the methods of `Weights`.
 
 B batch, H heads, Tq queries, Tk keys.
 """
@@ -16,7 +16,7 @@ from foci.weights.weights import is_positive_int
 
 
 class DenseWeights:
-    """A given matrix (..., Tq, Tk) that answers as `Weights` does.
+    """A dense matrix (..., Tq, Tk) with the methods of `Weights`.
 
     >>> matrix = torch.rand(2, 4, 6, 6).softmax(-1)
     >>> Dense(matrix).entropy().shape, Dense(matrix).top(3).keys.shape
@@ -24,7 +24,7 @@ class DenseWeights:
 
     Args:
         matrix: (..., Tq, Tk) of any float dtype.
-        positions: where the queries stand among the keys, (Tq,); None: the last query at the last key.
+        positions: the positions of the queries among the keys, (Tq,); None: the last query at the last key.
     """
 
     def __init__(self, matrix: Tensor, positions: Tensor | None = None) -> None:
@@ -38,75 +38,75 @@ class DenseWeights:
         return tuple(self.matrix.shape)
 
     @property
-    def _wide(self) -> Tensor:
+    def _as_float32(self) -> Tensor:
         return self.matrix.to(torch.promote_types(self.matrix.dtype, torch.float32))
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.matrix[index]
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        return self._wide.to(x.dtype) @ x
+        return self._as_float32.to(x.dtype) @ x
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        vector = x.dim() == 1
-        found = (x.unsqueeze(0) if vector else x) @ self._wide.to(x.dtype)
-        return found.squeeze(-2) if vector else found
+        is_vector = x.dim() == 1
+        product = (x.unsqueeze(0) if is_vector else x) @ self._as_float32.to(x.dtype)
+        return product.squeeze(-2) if is_vector else product
 
     def mean(self, over: str) -> DenseWeights:
         if over != "heads":
-            raise ValueError(f"a matrix can be averaged over 'heads', but got {over!r}")
-        return DenseWeights(self._wide.mean(-3), self.positions)
+            raise ValueError(f"over must be 'heads', got {over!r}")
+        return DenseWeights(self._as_float32.mean(-3), self.positions)
 
     def entropy(self) -> Tensor:
-        nats: Tensor = torch.special.entr(self._wide)
+        nats: Tensor = torch.special.entr(self._as_float32)
         return nats.sum(-1)
 
     def received(self, queries: Any = None, per: str = "query_head") -> Tensor:
         if per != "query_head":
             raise ValueError(
-                f"a given matrix takes per='query_head' (it does not say which heads share keys), but got {per!r}"
+                f"per must be 'query_head' for a dense matrix, which does not say which heads share keys, got {per!r}"
             )
-        return self._wide.sum(-2) if queries is None else self._wide[..., queries, :].sum(-2)
+        return self._as_float32.sum(-2) if queries is None else self._as_float32[..., queries, :].sum(-2)
 
     def distance(self) -> Tensor:
         keys = torch.arange(self.shape[-1], device=self.matrix.device)
-        return (self._wide * (keys - self.positions[:, None]).abs()).sum(-1)
+        return (self._as_float32 * (keys - self.positions[:, None]).abs()).sum(-1)
 
     def top(self, k: int) -> Top:
         if not is_positive_int(k) or k > self.shape[-1]:
-            raise ValueError(f"top takes a whole number from 1 to the {self.shape[-1]} keys, but got {k!r}")
-        # A stable order: exact ties go to the lower key.
-        values, keys = self._wide.sort(dim=-1, descending=True, stable=True)
+            raise ValueError(f"k must be an int from 1 to {self.shape[-1]}, the number of keys, got {k!r}")
+        # A stable sort: of equal weights the lower key comes first.
+        values, keys = self._as_float32.sort(dim=-1, descending=True, stable=True)
         values, keys = values[..., :k], keys[..., :k]
         return Top(values, torch.where(values > 0, keys, -1))
 
     def picture(self, rows: int, columns: int, reduce: str = "mean") -> Tensor:
         if reduce not in {"mean", "max"}:
-            raise ValueError(f"picture takes reduce='mean' or reduce='max', but got {reduce!r}")
+            raise ValueError(f"reduce must be 'mean' or 'max', got {reduce!r}")
         queries, keys = self.shape[-2:]
         if not (is_positive_int(rows) and is_positive_int(columns) and rows <= queries and columns <= keys):
             raise ValueError(
-                f"a picture of {queries} queries and {keys} keys takes 1 to {queries} rows and 1 to {keys} columns,"
-                f" but got {rows!r} x {columns!r}"
+                f"rows and columns must be ints from 1 to {queries} and from 1 to {keys} for this matrix,"
+                f" got {rows!r} x {columns!r}"
             )
-        return pool_rows(pool_rows(self._wide, rows, reduce).mT, columns, reduce).mT
+        return pool_rows(pool_rows(self._as_float32, rows, reduce).mT, columns, reduce).mT
 
     def grouped(self, query_groups: Any, key_groups: Any) -> Tensor:
         queries, keys = self.shape[-2:]
         rows = build_group_membership(*assign_groups(query_groups, queries, "query_groups", self.matrix.device))
         columns = build_group_membership(*assign_groups(key_groups, keys, "key_groups", self.matrix.device))
-        found = self._wide
-        rows, columns = rows.to(found.dtype), columns.to(found.dtype)
-        return (rows / rows.sum(-1, keepdim=True)) @ found @ columns.mT
+        matrix = self._as_float32
+        rows, columns = rows.to(matrix.dtype), columns.to(matrix.dtype)
+        return (rows / rows.sum(-1, keepdim=True)) @ matrix @ columns.mT
 
 
 def pool_rows(matrix: Tensor, count: int, reduce: str) -> Tensor:
-    """(..., T, N) -> (..., count, N): runs of rows with edges floor(r T / count), averaged or their maximum."""
+    """(..., T, N) -> (..., count, N): mean or maximum of runs of rows with edges floor(r T / count)."""
     length = matrix.shape[-2]
     runs = [matrix[..., r * length // count : (r + 1) * length // count, :] for r in range(count)]
     return torch.stack([run.mean(-2) if reduce == "mean" else run.amax(-2) for run in runs], dim=-2)
 
 
 def build_group_membership(ids: Tensor, count: int) -> Tensor:
-    """(groups, T): which token belongs to which group."""
+    """Bool (groups, T): which token belongs to which group."""
     return ids == torch.arange(count, device=ids.device)[:, None]

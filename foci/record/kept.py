@@ -1,4 +1,4 @@
-"""Keep and Kept: statistics of attention that are kept in place of the matrix.
+"""Keep and KeptStatistics: attention statistics that are kept in place of the matrix.
 
 B batch, H heads, Tq queries, Tk keys.
 """
@@ -33,19 +33,19 @@ STATISTIC_AXES = {
 
 @dataclass(frozen=True)
 class Keep:
-    """Which statistics `foci.watch` keeps in place of queries and keys; memory is linear in the length.
+    """Which statistics `foci.watch` keeps in place of queries and keys; their memory is linear in the length.
 
     >>> keep = foci.Keep(top=16, picture=64)
 
-    Entropy, received attention, distance, log-sum-exp and the sinks' mass are always kept.
+    Entropy, received attention, distance, log-sum-exp and sink mass are always kept.
 
     Args:
-        top: how many of the heaviest keys of each query; 0: none.
+        top: the number of heaviest keys of each query; 0: none.
         picture: rows and columns of each head's picture; 0: none.
-        largest_logit: also the largest logit of each head.
-        shares: also what each query gives to the key before it and to the first one. These cost a pass over the
-            diagonal, which shows on a GPU.
-        values: also the norms of the values.
+        largest_logit: whether to keep the largest logit of each head.
+        shares: whether to keep the weight of each query on the previous key and on the first key. This takes a pass
+            over the diagonal, which is noticeable on a GPU.
+        values: whether to keep the norms of the values.
     """
 
     top: int = 8
@@ -58,12 +58,12 @@ class Keep:
         for name in ("top", "picture"):
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise ValueError(f"Keep takes a whole number, 0 or more, for {name}, but got {number!r}")
+                raise ValueError(f"{name} must be an int of at least 0, got {number!r}")
 
     def compute(self, weights: Weights) -> dict[str, Tensor]:
-        """The statistics of some weights (B, H, Tq, Tk), where these are; the sinks' mass where there are sinks."""
+        """The statistics of weights (B, H, Tq, Tk), on their device; the sink mass only if there are sinks."""
         with torch.no_grad():
-            # Keys are half as long on their way to the host; `top` gives them as they were.
+            # Keys as int32 halve the copy to the host; `top` returns int64.
             kept = weights.summary_tensors(self.top, self.picture, self.largest_logit, narrow=True)
             if weights.tensors.call.sink is not None:
                 kept["sink_mass"] = weights.sink_mass()
@@ -72,56 +72,59 @@ class Keep:
         return kept
 
     def nbytes(self, batch: int, heads: int, queries: int, keys: int) -> int:
-        """What is kept of one call, in bytes."""
+        """The bytes kept for one call."""
         rows, columns = min(self.picture, queries), min(self.picture, keys)
         per_query = 4 + 2 * self.shares + 2 * min(self.top, keys)
         return 4 * batch * heads * (queries * per_query + keys + rows * columns + self.largest_logit)
 
 
 def find_first_visible_key(received: Tensor) -> Tensor:
-    """The first key of each sequence that anybody looks at, (B,): with padding on the left that is not key 0."""
+    """The first key of each sequence that is not fully masked, (B,): with left padding that is not key 0."""
     return (received.flatten(1, -2).sum(1) if received.dim() > 2 else received).gt(0).to(torch.int8).argmax(-1)
 
 
 def compute_key_shares(weights: Weights, received: Tensor) -> dict[str, Tensor]:
-    """What each query gives to the first key, and to the key before its own; 0 where there is none."""
+    """The weight of each query on the first key, and on the key before its own; 0 if there is none."""
     queries, keys = weights.shape[-2:]
     firsts = [weights[b : b + 1, ..., int(key)] for b, key in enumerate(find_first_visible_key(received).tolist())]
     first = torch.cat(firsts)  # type: ignore[arg-type]
     previous = torch.zeros_like(first)
-    behind = keys - queries - 1
-    # Blocks along the diagonal: linear in the length, and a few calls only.
-    for start in range(max(0, -behind), queries, 128):
+    offset = keys - queries - 1
+    # Blocks along the diagonal: linear memory, and few calls.
+    for start in range(max(0, -offset), queries, 128):
         stop = min(start + 128, queries)
-        block = weights[..., start:stop, start + behind : stop + behind]
+        block = weights[..., start:stop, start + offset : stop + offset]
         assert isinstance(block, Tensor)
         previous[..., start:stop] = block.diagonal(dim1=-2, dim2=-1)
     return {"first": first, "previous": previous}
 
 
 class KeptStatistics(Mapping[str, Tensor]):
-    """Kept statistics by name, each (B, H, ...); answers what was kept and refuses the rest with a reason.
+    """Kept statistics by name, each (B, H, ...); statistics that were not kept raise an error.
 
     >>> Kept({"entropy": torch.rand(2, 4, 6)}, (2, 4, 6, 6)).entropy().shape
     torch.Size([2, 4, 6])
 
     Args:
-        statistics: by the names in AXES.
+        statistics: by the names in STATISTIC_AXES.
         shape: (B, H, Tq, Tk) of the matrix, (B, Tq, Tk) for one head.
     """
 
     def __init__(self, statistics: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:
-        found = dict(statistics)
-        if "lse" in found and "sink_mass" not in found:
-            # Without sinks their mass is neither computed nor moved.
-            found["sink_mass"] = found["lse"].new_zeros(()).expand_as(found["lse"])
-        self.statistics, self.shape = {name: found[name] for name in STATISTIC_AXES if name in found}, shape
+        complete = dict(statistics)
+        if "lse" in complete and "sink_mass" not in complete:
+            # Without sinks their mass is 0 and is neither computed nor copied.
+            complete["sink_mass"] = complete["lse"].new_zeros(()).expand_as(complete["lse"])
+        self.statistics, self.shape = {name: complete[name] for name in STATISTIC_AXES if name in complete}, shape
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.statistics:
-            kept = ", ".join(self.statistics)
-            raise ValueError(f"{name} was asked, but only {kept} were kept: watch with keep='lazy', or see foci.Keep")
+            raise ValueError(self._describe_missing(name))
         return self.statistics[name]
+
+    def _describe_missing(self, name: str) -> str:
+        available = ", ".join(self.statistics)
+        return f"{name!r} was not recorded; available: {available}. Use keep='lazy' or foci.Keep(...) in foci.watch"
 
     def __contains__(self, name: object) -> bool:
         return name in self.statistics
@@ -132,9 +135,9 @@ class KeptStatistics(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.statistics)
 
-    def head(self, place: int) -> KeptStatistics:
-        """Of one head, without its axis."""
-        return KeptStatistics({name: kept[:, place] for name, kept in self.items()}, (self.shape[0], *self.shape[2:]))
+    def head(self, index: int) -> KeptStatistics:
+        """The statistics of one head, without a head axis."""
+        return KeptStatistics({name: kept[:, index] for name, kept in self.items()}, (self.shape[0], *self.shape[2:]))
 
     @property
     def lse(self) -> Tensor:
@@ -154,36 +157,46 @@ class KeptStatistics(Mapping[str, Tensor]):
 
     def received(self, queries: Any = None, per: str = "query_head") -> Tensor:
         if queries is not None or per != "query_head":
-            raise ValueError("received was kept for all queries and per query head only: watch with keep='lazy'")
+            raise ValueError(
+                "'received' was recorded for all queries and per query head only; use keep='lazy' in foci.watch"
+            )
         return self["received"]
 
     def top(self, k: int) -> Top:
         kept = self.statistics["top_keys"].shape[-1] if "top_keys" in self.statistics else 0
+        if not kept:
+            raise ValueError(self._describe_missing("top"))
         if k > kept:
-            raise ValueError(f"top({k}) was asked, but {kept} were kept: watch with keep=foci.Keep(top={k})")
+            raise ValueError(
+                f"k must be at most {kept}, the recorded number of keys, got {k}: use keep=foci.Keep(top={k})"
+            )
         return Top(self["top_values"][..., :k], self["top_keys"][..., :k].long())
 
     def picture(self, rows: int, columns: int, reduce: str = "mean") -> Tensor:
-        """The kept picture, or a coarser one whose edges are among its edges."""
+        """The kept picture, or a coarser one whose block edges are among its edges."""
         kept = self["picture"]
         if reduce != "mean":
-            raise ValueError(f"a picture of means was kept, but {reduce!r} was asked: watch with keep='lazy'")
-        for kind, asked, has in (("rows", rows, kept.shape[-2]), ("columns", columns, kept.shape[-1])):
-            if asked < 1 or has % asked:
+            raise ValueError(
+                f"reduce must be 'mean' for kept statistics, got {reduce!r}; use keep='lazy' in foci.watch"
+            )
+        for kind, requested, available in (("rows", rows, kept.shape[-2]), ("columns", columns, kept.shape[-1])):
+            if requested < 1 or available % requested:
                 raise ValueError(
-                    f"a picture of {rows} x {columns} was asked, but {kept.shape[-2]} x {kept.shape[-1]} was kept:"
-                    f" ask for {kind} that divide {has}, or watch with keep='lazy'"
+                    f"{kind} must divide {available}, because a picture of {kept.shape[-2]} x {kept.shape[-1]} was"
+                    f" recorded, got {requested}; use keep='lazy' in foci.watch for other sizes"
                 )
         queries, keys = self.shape[-2:]
         return coarsen_picture(coarsen_picture(kept, rows, queries).mT, columns, keys).mT
 
 
 def coarsen_picture(picture: Tensor, rows: int, length: int) -> Tensor:
-    """Fewer rows: blocks of a mean picture joined, each with as much weight as it has entries."""
-    has = picture.shape[-2]
-    if has == rows:
+    """Merges rows of a mean picture; each block counts by its number of entries."""
+    available = picture.shape[-2]
+    if available == rows:
         return picture
-    edges = torch.arange(has + 1, device=picture.device) * length // has
+    edges = torch.arange(available + 1, device=picture.device) * length // available
     sizes = edges.diff()[:, None]
-    weighted, entries = (t.reshape(*t.shape[:-2], rows, has // rows, -1).sum(-2) for t in (picture * sizes, sizes))
+    weighted, entries = (
+        t.reshape(*t.shape[:-2], rows, available // rows, -1).sum(-2) for t in (picture * sizes, sizes)
+    )
     return weighted / entries

@@ -1,4 +1,4 @@
-"""What can be said of heads and across layers: scores of each head, sums over a data set, and rollout.
+"""Head scores, their totals over a data set, and attention rollout.
 
 B batch, H heads, Tq queries, Tk keys.
 """
@@ -15,22 +15,22 @@ from torch import Tensor
 from foci.record.kept import find_first_visible_key
 from foci.record.layer import Layer
 
-# Each is a mean over the queries that look at anything, one number per head.
+# Each score is one number per head: a mean over the queries that are not fully masked.
 HEAD_SCORES = {
-    "entropy": "how many nats of choice a query has: 0 looks at one key, ln n at n keys alike",
-    "distance": "how many positions away from itself a query looks on average",
-    "heaviest": "the weight of the heaviest key of a query",
-    "sink share": "the weight on the first key, and what a learned sink takes",
+    "entropy": "entropy in nats: 0 = one key, ln n = uniform over n keys",
+    "distance": "mean distance between a query and its keys, in positions",
+    "heaviest": "the largest weight of a query",
+    "sink share": "the weight on the first key and on a learned sink",
     "previous token": "the weight on the key right before the query",
     "duplicate token": "the weight on earlier keys that are the same token as the query",
-    "induction": "the weight on keys that stand right after an earlier copy of the query's token",
-    "alignment": "how often the heaviest key of the next query does not go back: 1 for a head that reads along",
+    "induction": "the weight on keys right after an earlier copy of the query's token",
+    "alignment": "how often the heaviest key does not move back from one query to the next: 1 = monotonic",
 }
-# Which of them need to know the tokens of both sides.
+# Scores that need the tokens of both axes.
 TOKEN_SCORES = ("duplicate token", "induction")
-# Which of them compare where the two stand: that says nothing where they are of two sequences.
+# Scores that compare positions, which is meaningless between two sequences.
 POSITION_SCORES = ("distance", "previous token")
-# So many entries of a matrix are looked at at a time.
+# The largest number of matrix entries read at a time.
 MAX_STRIP_ENTRIES = 1 << 22
 
 TokenTexts = Sequence[Sequence[object]]
@@ -38,16 +38,16 @@ TokenTexts = Sequence[Sequence[object]]
 
 @dataclass
 class ScoreTotals:
-    """Sums over queries, by score: (sum, how many), each (H,) in float64. They add up over a data set."""
+    """Sums over queries, by score: (sum, count), each (H,) in float64. Totals of several records can be added."""
 
     sums: dict[str, tuple[Tensor, Tensor]]
 
     def add(self, other: ScoreTotals) -> ScoreTotals:
-        """Both together; what only one of them knows is dropped, so that all means are over the same queries."""
+        """The sum of two totals; scores that only one of them has are dropped, so all means are over both."""
         both = [name for name in self.sums if name in other.sums]
         if both and self.sums[both[0]][0].shape != other.sums[both[0]][0].shape:
             shapes = f"{tuple(self.sums[both[0]][0].shape)} and {tuple(other.sums[both[0]][0].shape)}"
-            raise ValueError(f"records of one model add up, but their layers have {shapes} heads")
+            raise ValueError(f"records can be added only if their layers have the same heads, got {shapes}")
         return ScoreTotals(
             {
                 name: (self.sums[name][0] + other.sums[name][0], self.sums[name][1] + other.sums[name][1])
@@ -56,60 +56,63 @@ class ScoreTotals:
         )
 
     def means(self) -> dict[str, Tensor]:
-        """The mean of each score, NaN where no query counts: (H,)."""
+        """The mean of each score, (H,); NaN if no query counts."""
         return {name: total / count for name, (total, count) in self.sums.items()}
 
 
 @torch.no_grad()
 def compute_score_totals(layer: Layer, tokens: tuple[TokenTexts, TokenTexts] | None = None) -> ScoreTotals:
-    """Every score of a layer that what was kept can tell; `tokens` are those along queries and keys."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    """Every score that the recorded statistics of a layer determine; `tokens` are the texts along queries and keys."""
+    totals: dict[str, tuple[Tensor, Tensor]] = {}
     if layer.kept is not None:
-        found |= sum_kept_statistics(layer)
+        totals |= sum_kept_statistics(layer)
     else:
-        found |= sum_matrix_entries(layer, tokens)
-    if layer.most:
+        totals |= sum_matrix_entries(layer, tokens)
+    if layer.max_top:
         heaviest = layer.top(1)
-        seen = (heaviest.keys[..., 0] >= 0) & heaviest.values[..., 0].isfinite()
-        found["heaviest"] = sum_per_head(heaviest.values[..., 0], seen)
+        is_visible = (heaviest.keys[..., 0] >= 0) & heaviest.values[..., 0].isfinite()
+        totals["heaviest"] = sum_per_head(heaviest.values[..., 0], is_visible)
         onward = heaviest.keys[..., 1:, 0] >= heaviest.keys[..., :-1, 0]
-        found["alignment"] = sum_per_head(onward.double(), seen[..., 1:] & seen[..., :-1])
+        totals["alignment"] = sum_per_head(onward.double(), is_visible[..., 1:] & is_visible[..., :-1])
     skipped = () if layer.queries == layer.keys else POSITION_SCORES
-    return ScoreTotals({name: found[name] for name in HEAD_SCORES if name in found and name not in skipped})
+    return ScoreTotals({name: totals[name] for name in HEAD_SCORES if name in totals and name not in skipped})
 
 
 def sum_kept_statistics(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
     assert layer.kept is not None
-    seen = layer.lse != -torch.inf
-    found = {"entropy": sum_per_head(layer.entropy(), seen), "distance": sum_per_head(layer.distance(), seen)}
+    is_visible = layer.lse != -torch.inf
+    totals = {
+        "entropy": sum_per_head(layer.entropy(), is_visible),
+        "distance": sum_per_head(layer.distance(), is_visible),
+    }
     if "first" in layer.kept:
-        found["sink share"] = sum_per_head(layer.kept["first"] + layer.sink_mass(), seen)
+        totals["sink share"] = sum_per_head(layer.kept["first"] + layer.sink_mass(), is_visible)
     if "previous" in layer.kept:
-        found["previous token"] = sum_per_head(layer.kept["previous"], seen)
-    return found
+        totals["previous token"] = sum_per_head(layer.kept["previous"], is_visible)
+    return totals
 
 
 def sum_matrix_entries(layer: Layer, tokens: tuple[TokenTexts, TokenTexts] | None) -> dict[str, tuple[Tensor, Tensor]]:
-    """Strip by strip of whole rows, so that memory stays linear in the length."""
+    """Totals from exact entries, read in strips of whole rows so that memory stays linear in the length."""
     entropy, distance = layer.entropy(), layer.distance()
-    sink = layer.sink_mass() if "sink_mass" in layer.can else torch.zeros_like(entropy)
-    copies = None if tokens is None else (number_tokens(tokens, layer), layer.places.to(entropy.device))
+    sink = layer.sink_mass() if "sink_mass" in layer.available else torch.zeros_like(entropy)
+    copies = None if tokens is None else (number_tokens(tokens, layer), layer.positions.to(entropy.device))
     leading = find_first_visible_key(layer.received()).to(entropy.device) if layer.shape[3] else None
     values: dict[str, list[Tensor]] = {"sink share": [], "previous token": []}
     values |= {} if copies is None else {name: [] for name in TOKEN_SCORES}
-    seen = []
+    is_visible = []
     for rows, entries in read_strips(layer):
-        seen.append(entries.sum(-1) + sink[..., rows] > 0)
+        is_visible.append(entries.sum(-1) + sink[..., rows] > 0)
         first = entries.sum(-1) if leading is None else weight_on_key(entries, leading)
         values["sink share"].append(first + sink[..., rows])
-        values["previous token"].append(weight_on_previous_key(entries, layer.places[rows]))
+        values["previous token"].append(weight_on_previous_key(entries, layer.positions[rows]))
         if copies is not None:
-            (queries, keys), places = copies
-            for name, share in weight_on_copies(entries, queries[:, rows], keys, places[rows]).items():
+            (queries, keys), positions = copies
+            for name, share in weight_on_copies(entries, queries[:, rows], keys, positions[rows]).items():
                 values[name].append(share)
-    counted = torch.cat(seen, -1)
-    found = {name: sum_per_head(torch.cat(parts, -1), counted) for name, parts in values.items()}
-    return found | {"entropy": sum_per_head(entropy, counted), "distance": sum_per_head(distance, counted)}
+    counted = torch.cat(is_visible, -1)
+    totals = {name: sum_per_head(torch.cat(parts, -1), counted) for name, parts in values.items()}
+    return totals | {"entropy": sum_per_head(entropy, counted), "distance": sum_per_head(distance, counted)}
 
 
 def read_strips(layer: Layer) -> Iterator[tuple[slice, Tensor]]:
@@ -128,17 +131,17 @@ def weight_on_key(entries: Tensor, keys: Tensor) -> Tensor:
     return entries.gather(-1, index).squeeze(-1)
 
 
-def weight_on_previous_key(entries: Tensor, places: Tensor) -> Tensor:
-    """(..., R): the weight on the key right before each query; 0 where there is none."""
-    before = (places - 1).to(entries.device)
+def weight_on_previous_key(entries: Tensor, positions: Tensor) -> Tensor:
+    """(..., R): the weight on the key right before each query; 0 if there is none."""
+    before = (positions - 1).to(entries.device)
     inside = (before >= 0) & (before < entries.shape[-1])
     index = before.clamp(0, entries.shape[-1] - 1)[:, None].expand(*entries.shape[:-1], 1)
     return torch.where(inside, entries.gather(-1, index).squeeze(-1), 0.0)
 
 
-def weight_on_copies(entries: Tensor, queries: Tensor, keys: Tensor, places: Tensor) -> dict[str, Tensor]:
-    """Shares on copies of the query's token and on what stands after them; queries (B, R), keys (B, Tk)."""
-    earlier = torch.arange(keys.shape[1], device=keys.device) < places[:, None]
+def weight_on_copies(entries: Tensor, queries: Tensor, keys: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    """The weight on earlier copies of the query's token, and on the keys after them; queries (B, R), keys (B, Tk)."""
+    earlier = torch.arange(keys.shape[1], device=keys.device) < positions[:, None]
     same = (queries[:, :, None] == keys[:, None]) & earlier  # (B, R, Tk)
     after = torch.zeros_like(same)
     after[..., 1:] = same[..., :-1]
@@ -148,75 +151,77 @@ def weight_on_copies(entries: Tensor, queries: Tensor, keys: Tensor, places: Ten
 
 
 def number_tokens(tokens: tuple[TokenTexts, TokenTexts], layer: Layer) -> tuple[Tensor, Tensor]:
-    """The tokens of both sides as numbers that tell them apart: (B, Tq) and (B, Tk)."""
+    """The tokens of both axes as integers, equal for equal tokens: (B, Tq) and (B, Tk)."""
     numbers: dict[object, int] = {}
-    found = [
+    ids = [
         torch.tensor([[numbers.setdefault(token, len(numbers)) for token in row] for row in side]) for side in tokens
     ]
     batch, _, queries, keys = layer.shape
-    if found[0].shape != (batch, queries) or found[1].shape != (batch, keys):
-        shapes = f"{tuple(found[0].shape)} and {tuple(found[1].shape)}"
-        raise ValueError(f"{layer.label} takes tokens {(batch, queries)} and {(batch, keys)}, but got {shapes}")
+    if ids[0].shape != (batch, queries) or ids[1].shape != (batch, keys):
+        shapes = f"{tuple(ids[0].shape)} and {tuple(ids[1].shape)}"
+        raise ValueError(
+            f"tokens of {layer.label} must have the shapes {(batch, queries)} and {(batch, keys)}, got {shapes}"
+        )
     device = layer.entropy().device
-    return found[0].to(device), found[1].to(device)
+    return ids[0].to(device), ids[1].to(device)
 
 
-def sum_per_head(values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def sum_per_head(values: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and count per head over sequences and queries: (H,) each."""
-    values, seen = (x.unsqueeze(1) if x.dim() == 2 else x for x in (values, seen))
-    total = torch.where(seen, values.double(), 0.0).sum((0, 2))
-    return total.cpu(), seen.sum((0, 2)).double().cpu()
+    values, is_counted = (x.unsqueeze(1) if x.dim() == 2 else x for x in (values, is_counted))
+    total = torch.where(is_counted, values.double(), 0.0).sum((0, 2))
+    return total.cpu(), is_counted.sum((0, 2)).double().cpu()
 
 
 @torch.no_grad()
 def compute_rollout(layers: Sequence[Layer], query: int, batch: int = 0, values: bool = False) -> Tensor:
-    """What of each position of the input reaches one query of the last layer: (T,), products all the way down.
+    """Attention rollout (Abnar and Zuidema): the share of each input position in one query of the last layer, (T,).
 
-    Abnar and Zuidema's rollout: half of what a layer gives on is what it sees, averaged over its heads, half is what
-    was there. values=True weighs what is seen with the lengths of the values.
+    Each layer passes on one half attention, averaged over its heads, and one half residual. values=True weights the
+    attention with the norms of the values. Only matrix-vector products are computed.
     """
     length = layers[-1].shape[3]
     flow = torch.zeros(length, device=layers[-1].entropy().device)
-    flow[int(layers[-1].places[query])] = 1.0
+    flow[int(layers[-1].positions[query])] = 1.0
     for layer in reversed(layers):
         if layer.shape[3] != length:
             raise ValueError(
-                f"rollout takes layers of one length, but {layer.label} has {layer.shape[3]}, not {length}"
+                f"rollout needs layers of one length, but {layer.label} has {layer.shape[3]} keys, not {length}"
             )
         if layer is not layers[-1] and layer.rows is not None:
             raise ValueError(
-                f"rollout takes all queries of the layers before the last, but of {layer.label} {layer.shape[2]} were"
-                " kept: watch with queries='all'"
+                f"rollout needs all queries of the layers before the last, but {layer.label} has only {layer.shape[2]}:"
+                " use queries='all' in foci.watch"
             )
         flow = roll_back_layer(layer, batch, flow, values)
     return flow
 
 
 def roll_back_layer(layer: Layer, batch: int, flow: Tensor, values: bool) -> Tensor:
-    """(Tk,) -> (Tk,): row i of the averaged matrix and of the identity, together scaled to 1."""
-    places, weights = layer.places.to(flow.device), layer[batch]
-    # One head has no head axis of its own.
+    """(Tk,) -> (Tk,): multiplies by the mean of the head-averaged matrix and the identity, with rows scaled to 1."""
+    positions, weights = layer.positions.to(flow.device), layer[batch]
+    # A single head has no head axis.
     averaged: Any = (
         weights if layer.single else weights.mean(0) if isinstance(weights, Tensor) else weights.mean("heads")
     )
-    given = averaged @ torch.ones_like(flow).to(averaged.dtype)
-    share = flow[places] / (1.0 + given.to(flow.dtype))
-    stayed = flow.clone()
-    stayed[places] = share
-    seen = (
+    row_sums = averaged @ torch.ones_like(flow).to(averaged.dtype)
+    share = flow[positions] / (1.0 + row_sums.to(flow.dtype))
+    residual = flow.clone()
+    residual[positions] = share
+    attended = (
         weigh_by_value_norms(layer, batch, weights, share)
         if values
         else (share.to(averaged.dtype) @ averaged).to(flow.dtype)
     )
-    return stayed + seen
+    return residual + attended
 
 
 def weigh_by_value_norms(layer: Layer, batch: int, weights: Any, share: Tensor) -> Tensor:
-    """share @ W with each entry weighed by its value's length, rows as heavy as before, averaged over heads."""
+    """share @ W with each entry weighted by the norm of its value, row sums unchanged, averaged over heads."""
     norms = layer.norms()[batch].to(torch.float32)  # (H, Tk), or (Tk,) of one head
-    lengths = norms.unsqueeze(-1)
-    wide = weights.float() if isinstance(weights, Tensor) else weights
-    mass, weighed = wide @ torch.ones_like(lengths), wide @ lengths
-    scaled = torch.where(weighed > 0, share.unsqueeze(-1) * mass / weighed, 0.0)  # (H, Tq, 1)
-    seen = (scaled.mT @ wide).squeeze(-2) * norms
-    return seen if layer.single else seen.mean(0)
+    column = norms.unsqueeze(-1)
+    matrix = weights.float() if isinstance(weights, Tensor) else weights
+    mass, weighted = matrix @ torch.ones_like(column), matrix @ column
+    scaled = torch.where(weighted > 0, share.unsqueeze(-1) * mass / weighted, 0.0)  # (H, Tq, 1)
+    attended = (scaled.mT @ matrix).squeeze(-2) * norms
+    return attended if layer.single else attended.mean(0)

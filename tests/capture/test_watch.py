@@ -178,7 +178,7 @@ def test_kept_statistics_equal_those_of_the_matrix_and_free_queries_and_keys() -
     assert layer.norms().shape == (1, 4, 6)
     with foci.watch(model, keep=foci.Keep(values=False)) as seen:
         model(IDS)
-    with pytest.raises(ValueError, match="the values of L0 were not kept"):
+    with pytest.raises(ValueError, match="the values of L0 were not recorded"):
         seen["L0"].norms()
 
 
@@ -321,7 +321,7 @@ def test_a_record_cannot_be_read_inside_its_block(tmp_path: Path) -> None:
     model = Stack(1)
     with foci.watch(model) as seen:
         model(IDS)
-        assert repr(seen) == "Record of Stack: to be filled when its block ends"
+        assert repr(seen) == "Record of Stack: filled when its watch block ends"
         for ask in (lambda: seen["L0"], lambda: seen.save(tmp_path / "x.foci"), seen.scores, lambda: seen.add(seen)):
             with pytest.raises(RuntimeError, match="filled when its block ends"):
                 ask()

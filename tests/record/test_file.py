@@ -26,13 +26,13 @@ def record() -> foci.Record:
     seen = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     lazy = [foci.attention(*qkv(), mask=seen, return_weights=True)[1] for _ in range(2)]
     norms = qkv()[2].norm(dim=-1)
-    kept = KeptStatistics(foci.Keep(top=3, picture=4).of(lazy[0]), lazy[0].shape)
+    kept = KeptStatistics(foci.Keep(top=3, picture=4).compute(lazy[0]), lazy[0].shape)
     layers = {
         "a": Layer("a", weights=lazy[0], kv_heads=2, value_norms=norms),
         "b": Layer("b", index=1, weights=lazy[1], kv_heads=2),
         "c": Layer("c", "cross", 0, queries="input", keys="source", kept=kept),
         "d": Layer(
-            "d", index=2, heads=(1, 5), matrix=torch.rand(2, 2, 1, 6), rows=(3,), query_places=torch.tensor([3])
+            "d", index=2, heads=(1, 5), matrix=torch.rand(2, 2, 1, 6), rows=(3,), query_positions=torch.tensor([3])
         ),
     }
     texts = [list("abcdef"), ["🙂", "", " x", "\n", "<b>", "z"]]
@@ -47,7 +47,7 @@ def record() -> foci.Record:
     )
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_record_is_loaded(tmp_path: Path) -> None:
     saved = record()
     saved.save(tmp_path / "r.foci")
     loaded = foci.Record.load(tmp_path / "r.foci")
@@ -62,7 +62,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert patches.images.shape == (2, 4, 4, 3)
     for name, layer in saved.layers.items():
         again = loaded.layers[name]
-        for part in ("name", "stack", "index", "heads", "queries", "keys", "rows", "kv_heads", "shape", "can"):
+        for part in ("name", "stack", "index", "heads", "queries", "keys", "rows", "kv_heads", "shape", "available"):
             assert getattr(again, part) == getattr(layer, part), (name, part)
         assert torch.equal(again.entropy(), layer.entropy())
         assert torch.equal(again.positions, layer.positions)
@@ -82,7 +82,7 @@ def test_added_statistics_are_saved(tmp_path: Path) -> None:
     assert loaded.columns()["queries"][0] == 24
 
 
-def test_what_layers_share_is_saved_once(tmp_path: Path) -> None:
+def test_tensors_shared_by_layers_are_saved_once(tmp_path: Path) -> None:
     record().save(tmp_path / "r.foci")
     with safe_open(tmp_path / "r.foci", framework="pt") as file:
         masks = [name for name in file.keys() if name.endswith("mask.entries")]  # noqa: SIM118
@@ -121,75 +121,81 @@ def plain(**parts: Any) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], N
     return lambda content, _: content.update(parts)
 
 
-def test_a_file_of_before_there_were_notes_opens(tmp_path: Path) -> None:
+def test_a_file_without_notes_opens(tmp_path: Path) -> None:
     path = rewritten(tmp_path / "r.foci", lambda content, _: content.pop("notes"))
     assert foci.Record.load(path).notes == []
 
 
 WRONG = {
-    "no layers": (plain(layers=3), "a list of layers"),
-    "calls": (plain(calls=-1), "whole numbers for calls"),
-    "unseen": (plain(unseen={"tuple": [1]}), "texts for unseen"),
-    "notes": (plain(notes={"tuple": [1]}), "texts for notes"),
-    "prompt": (plain(prompt="x"), "a whole number for prompt"),
-    "answer": (plain(answer=1), "a text for answer"),
-    "model": (plain(model=None), "a text for model"),
+    "no layers": (plain(layers=3), "layers must be a tuple"),
+    "calls": (plain(calls=-1), "calls and sequences must be ints"),
+    "unseen": (plain(unseen={"tuple": [1]}), "unseen must be strings"),
+    "notes": (plain(notes={"tuple": [1]}), "notes must be strings"),
+    "prompt": (plain(prompt="x"), "prompt must be an int"),
+    "answer": (plain(answer=1), "answer must be a string"),
+    "model": (plain(model=None), "model must be a string"),
     "another part": (plain(more=1), "the parts"),
-    "added": (plain(added={"dict": {"L0": {"dict": {"fame": 1}}}}), "sums of"),
-    "name": (layer(0, name=3), "a text for name"),
-    "same name": (layer(1, name="a"), "layers of different names"),
-    "index": (layer(0, index=1.5), "whole numbers for index"),
-    "heads": (layer(3, heads={"tuple": [1]}), "2 heads takes as many numbers"),
-    "rows": (layer(3, rows={"tuple": [1, 2]}), "1 queries takes as many rows"),
-    "nothing behind": (layer(0, weights=None), "exactly one of them"),
+    "added": (plain(added={"dict": {"L0": {"dict": {"fame": 1}}}}), "added totals must be"),
+    "name": (layer(0, name=3), "name must be a string"),
+    "same name": (layer(1, name="a"), "the names of layers must be unique"),
+    "index": (layer(0, index=1.5), "index and kv_heads must be ints"),
+    "heads": (layer(3, heads={"tuple": [1]}), "heads must have 2 numbers"),
+    "rows": (layer(3, rows={"tuple": [1, 2]}), "rows must have 1 numbers"),
+    "nothing behind": (layer(0, weights=None), "exactly one of weights, kept and matrix"),
     "weights": (layer(0, weights={"dict": {}}), "the parts"),
-    "key heads": (layer(0, kv_heads=9), "1 to 4 key heads"),
-    "kept shape": (tensor("layers.2.kept.entropy", torch.zeros(2, 4, 7)), r"entropy \(2, 4, 6\), but got \(2, 4, 7\)"),
+    "key heads": (layer(0, kv_heads=9), "kv_heads must be from 1 to 4"),
+    "kept shape": (
+        tensor("layers.2.kept.entropy", torch.zeros(2, 4, 7)),
+        r"entropy must be \(2, 4, 6\), got \(2, 4, 7\)",
+    ),
     "kept size": (
         lambda content, _: content["layers"]["tuple"][2]["dict"].update(
             kept={"dict": {"shape": {"tuple": [1, 1, 2**60, 2**60]}}}
         ),
-        "entropy and received among what was kept",
+        "kept statistics must be entropy, received and others",
     ),
     "kept dtype": (tensor("layers.2.kept.top_keys", torch.zeros(2, 4, 6, 3)), "top_keys"),
-    "top": (tensor("layers.2.kept.top_keys", torch.full((2, 4, 6, 3), 6)), "top_keys from -1 to 5"),
-    "norms": (tensor("layers.0.value_norms", torch.zeros(2, 3, 6)), r"value_norms \(2, 2, 6\), but got \(2, 3, 6\)"),
-    "places": (tensor("layers.3.query_places", torch.zeros(2)), r"query_places int64 \(1,\)"),
-    "matrix": (tensor("layers.3.matrix", torch.zeros(2, 2, 1, 6, dtype=torch.int64)), "a float matrix"),
-    "texts": (labels("input", texts={"tuple": [{"tuple": [1]}]}), "texts by sequence and position"),
-    "words": (labels("input", words={"tuple": [{"tuple": ["a"]}]}), "words by number"),
+    "top": (tensor("layers.2.kept.top_keys", torch.full((2, 4, 6, 3), 6)), "top_keys must be from -1 to 5"),
+    "norms": (
+        tensor("layers.0.value_norms", torch.zeros(2, 3, 6)),
+        r"value_norms must be \(2, 2, 6\), got \(2, 3, 6\)",
+    ),
+    "places": (tensor("layers.3.query_places", torch.zeros(2)), r"query_places must be int64 \(1,\)"),
+    "matrix": (tensor("layers.3.matrix", torch.zeros(2, 2, 1, 6, dtype=torch.int64)), "matrix must be a float tensor"),
+    "texts": (labels("input", texts={"tuple": [{"tuple": [1]}]}), "texts must be strings by sequence and position"),
+    "words": (labels("input", words={"tuple": [{"tuple": ["a"]}]}), "words must be ints or None"),
     "kind": (labels("input", kind="poems"), "kind must be one of"),
-    "grid": (labels("source", grid={"tuple": [1]}), "a grid of rows and columns"),
-    "seconds": (labels("input", seconds=float("nan")), "seconds above 0, but got nan"),
-    "endless seconds": (labels("input", seconds=float("inf")), "seconds above 0, but got inf"),
-    "negative seconds": (labels("input", seconds=-0.5), "seconds above 0, but got -0.5"),
-    "no seconds": (labels("input", seconds=True), "seconds above 0, but got True"),
+    "grid": (labels("source", grid={"tuple": [1]}), "grid must be a pair of ints"),
+    "seconds": (labels("input", seconds=float("nan")), "seconds must be a finite number above 0, got nan"),
+    "endless seconds": (labels("input", seconds=float("inf")), "seconds must be a finite number above 0, got inf"),
+    "negative seconds": (labels("input", seconds=-0.5), "seconds must be a finite number above 0, got -0.5"),
+    "no seconds": (labels("input", seconds=True), "seconds must be a finite number above 0, got True"),
     "stack that writes lines": (layer(2, stack="a\n\x1b[31mb"), re.escape(r"'a\n\x1b[31mb'")),
-    "stack that turns lines": (layer(2, stack="a\u202eb"), "a stack's name of"),
-    "endless stack": (layer(2, stack="a" * 65), "a stack's name of at most 64 letters"),
+    "stack that turns lines": (layer(2, stack="a\u202eb"), "a stack name must be"),
+    "endless stack": (layer(2, stack="a" * 65), "a stack name must be at most 64 printable characters"),
     "stack of another head": (layer(2, stack="L0H1.b"), "without a space, a dot or #"),
-    "leading": (labels("source", leading=2), "must have 7 positions, but got 6"),
+    "leading": (labels("source", leading=2), "must have 7 positions, got 6"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_file_that_does_not_fit_together_is_refused(case: str, tmp_path: Path) -> None:
+def test_an_inconsistent_file_is_refused(case: str, tmp_path: Path) -> None:
     change, message = WRONG[case]
-    with pytest.raises(ValueError, match=f"r.foci is not a whole foci record: .*{message}"):
+    with pytest.raises(ValueError, match=f"r.foci is not a valid foci record: .*{message}"):
         foci.Record.load(rewritten(tmp_path / "r.foci", change))
     # The same way round without a change is loaded: it is the change that is refused.
     foci.Record.load(rewritten(tmp_path / "r.foci", lambda content, tensors: None))
 
 
-def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+def test_an_invalid_stack_name_is_not_saved(tmp_path: Path) -> None:
     saved = record()
     saved.layers["c"].stack = "a b"
-    with pytest.raises(ValueError, match="without a space, a dot or #, but got 'a b'"):
+    with pytest.raises(ValueError, match="without a space, a dot or #, got 'a b'"):
         saved.save(tmp_path / "r.foci")
     assert not list(tmp_path.iterdir())
 
 
-def test_damage_is_found_wherever_it_is(tmp_path: Path) -> None:
+def test_damage_anywhere_is_detected(tmp_path: Path) -> None:
     record().save(tmp_path / "whole.foci")
     content = (tmp_path / "whole.foci").read_bytes()
     (header,) = struct.unpack("<Q", content[:8])
@@ -199,15 +205,15 @@ def test_damage_is_found_wherever_it_is(tmp_path: Path) -> None:
         place = dice.randrange(8 + header, len(content))
         damaged[place] ^= 1 << dice.randrange(8)
         (tmp_path / "r.foci").write_bytes(damaged)
-        with pytest.raises(ValueError, match="the checksum that was saved with them"):
+        with pytest.raises(ValueError, match="the checksum of the tensors does not match"):
             foci.Record.load(tmp_path / "r.foci")
     for size in range(0, len(content), len(content) // 30):
         (tmp_path / "r.foci").write_bytes(content[:size])
-        with pytest.raises(ValueError, match="is not a whole foci record"):
+        with pytest.raises(ValueError, match="is not a valid foci record"):
             foci.Record.load(tmp_path / "r.foci")
 
 
-def test_a_damaged_header_gives_one_kind_of_error(tmp_path: Path) -> None:
+def test_a_damaged_header_raises_value_error(tmp_path: Path) -> None:
     record().save(tmp_path / "whole.foci")
     content = (tmp_path / "whole.foci").read_bytes()
     (header,) = struct.unpack("<Q", content[:8])
@@ -226,20 +232,20 @@ def loaded_or_none(path: Path) -> foci.Record | None:
     try:
         return foci.Record.load(path)
     except ValueError as error:
-        if "is not a whole foci record" not in str(error):
+        if "is not a valid foci record" not in str(error):
             raise
         return None
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     record()["L0"].weights.save(tmp_path / "w.foci")  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"expected the format 'foci.record/1', but got 'foci.weights/1'"):
+    with pytest.raises(ValueError, match=r"the format must be 'foci.record/1', got 'foci.weights/1'"):
         foci.Record.load(tmp_path / "w.foci")
     record().save(tmp_path / "r.foci")
-    with pytest.raises(ValueError, match=r"expected the format 'foci.weights/1', but got 'foci.record/1'"):
+    with pytest.raises(ValueError, match=r"the format must be 'foci.weights/1', got 'foci.record/1'"):
         foci.Weights.load(tmp_path / "r.foci")
     torch.save({"a": 1}, tmp_path / "pickle.foci")
-    with pytest.raises(ValueError, match="is not a whole foci record"):
+    with pytest.raises(ValueError, match="is not a valid foci record"):
         foci.Record.load(tmp_path / "pickle.foci")
     with pytest.raises(FileNotFoundError):
         foci.Record.load(tmp_path / "none.foci")

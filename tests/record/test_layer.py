@@ -33,7 +33,7 @@ def weights() -> foci.Weights:
 
 def layers() -> dict[str, Layer]:
     lazy, norms = weights(), qkv()[2].norm(dim=-1)
-    kept = KeptStatistics(foci.Keep(top=3, picture=6, largest_logit=True, shares=True).of(lazy), lazy.shape)
+    kept = KeptStatistics(foci.Keep(top=3, picture=6, largest_logit=True, shares=True).compute(lazy), lazy.shape)
     behind: dict[str, Any] = {"weights": lazy, "kept": kept, "matrix": lazy.dense()}
     return {name: Layer("a.b", kv_heads=2, value_norms=norms, **{name: thing}) for name, thing in behind.items()}
 
@@ -44,22 +44,22 @@ def flat(answer: Tensor | Top) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["weights", "kept", "matrix"])
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_every_question_it_can_answer_is_answered_as_by_weights(kind: str, question: str) -> None:
+def test_available_statistics_equal_those_of_weights(kind: str, question: str) -> None:
     layer, lazy = layers()[kind], weights()
     ask = QUESTIONS[question]
-    if question not in layer.can:
+    if question not in layer.available:
         with pytest.raises(ValueError, match=question):
             ask(layer)
         return
     torch.testing.assert_close(flat(ask(layer)), flat(ask(lazy)), atol=1e-6, rtol=1e-6)
     head, single = layer.head(2), lazy[:, 2]
-    assert head.can == layer.can
+    assert head.available == layer.available
     assert head.shape == (2, 1, 6, 6)
     torch.testing.assert_close(flat(ask(head)), flat(ask(single)), atol=1e-6, rtol=1e-6)
 
 
-def test_what_each_kind_can_answer() -> None:
-    can = {kind: layer.can for kind, layer in layers().items()}
+def test_available_statistics_of_each_kind() -> None:
+    can = {kind: layer.available for kind, layer in layers().items()}
     assert can["weights"] > can["matrix"]
     assert can["weights"] > can["kept"]
     assert can["weights"] - can["matrix"] == {"lse", "sink_mass", "largest_logit"}
@@ -72,11 +72,11 @@ def test_names_and_sizes() -> None:
         assert layer.heads == (0, 1, 2, 3)
         assert layer.label == "L0"
         assert layer.head(3).label == "L0H3"
-        assert (layer.finest, layer.most) == ((6, 6), 3 if kind == "kept" else 6)
+        assert (layer.max_picture_size, layer.max_top) == ((6, 6), 3 if kind == "kept" else 6)
         assert layer.nbytes > 0
-        assert layer.places.tolist() == list(range(6))
+        assert layer.positions.tolist() == list(range(6))
         assert layer.head(3).head(3).label == "L0H3"
-        with pytest.raises(KeyError, match="has the heads H0, H1, H2, H3, but got H4"):
+        with pytest.raises(KeyError, match="must be one of H0, H1, H2, H3, got H4"):
             layer.head(4)
     some = Layer("x", "cross", 2, heads=(1, 5), matrix=torch.rand(1, 2, 3, 3))
     assert some.head(5).label == "cross.L2H5"
@@ -91,10 +91,10 @@ def test_rows_and_values() -> None:
         torch.testing.assert_close(layer.row(1, 3, 4, values=True), lazy[1, 3, 4] * norms[1, 1])
         torch.testing.assert_close(layer.head(3).row(1, 4, values=True), lazy[1, 3, 4] * norms[1, 1])
         torch.testing.assert_close(layer.head(2).norms(), norms[:, 1])
-        with pytest.raises(TypeError, match=r"row\(batch, head, query\), but got 2"):
+        with pytest.raises(TypeError, match=r"row\(batch, head, query\), got 2"):
             layer.row(1, 3)
     assert torch.equal(layers()["kept"].norms(), norms.repeat_interleave(2, 1))
-    with pytest.raises(ValueError, match="the values of L0 were not kept"):
+    with pytest.raises(ValueError, match="the values of L0 were not recorded"):
         Layer("x", matrix=lazy).norms()
 
 
@@ -114,7 +114,7 @@ def test_products_from_the_left() -> None:
         torch.testing.assert_close(torch.matmul(x, layers()[kind]), x @ lazy)
         torch.testing.assert_close(layers()[kind].mean("heads") @ x.mT, lazy.mean(1) @ x.mT)
         torch.testing.assert_close(layers()[kind].dense(), lazy)
-    with pytest.raises(TypeError, match="exp takes tensors, but got a layer"):
+    with pytest.raises(TypeError, match="exp must be called with tensors, got a Layer"):
         torch.exp(layers()["weights"])  # type: ignore[call-overload]
 
 
@@ -129,12 +129,12 @@ def test_gradients_reach_through_a_layer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "exactly one of them"),
-        ({"matrix": torch.rand(2, 2)}, r"weights of shape \(B, H, Tq, Tk\), but got \(2, 2\)"),
-        ({"matrix": torch.rand(1, 2, 3, 3), "heads": (1,)}, r"2 heads takes as many numbers, but got \(1,\)"),
-        ({"matrix": torch.rand(1, 2, 3, 3), "rows": (1,)}, "3 queries takes as many rows, but got 1"),
+        ({}, "exactly one of weights, kept and matrix"),
+        ({"matrix": torch.rand(2, 2)}, r"the shape \(B, H, Tq, Tk\), got \(2, 2\)"),
+        ({"matrix": torch.rand(1, 2, 3, 3), "heads": (1,)}, r"heads must have 2 numbers, got \(1,\)"),
+        ({"matrix": torch.rand(1, 2, 3, 3), "rows": (1,)}, "rows must have 3 numbers, got 1"),
     ],
 )
-def test_a_layer_that_does_not_fit_together_is_refused(options: dict[str, Any], message: str) -> None:
+def test_an_inconsistent_layer_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layer("x", **options)

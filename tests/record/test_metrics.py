@@ -46,8 +46,8 @@ def defined(dense: Tensor, tokens: list[list[str]]) -> dict[str, float]:
 
 @pytest.mark.parametrize("entries", [1 << 22, 40])
 @pytest.mark.parametrize("kind", ["weights", "matrix"])
-def test_scores_are_their_definitions(entries: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "ENTRIES", entries)
+def test_scores_equal_their_definitions(entries: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_STRIP_ENTRIES", entries)
     lazy = layer()
     dense = lazy.dense()
     asked = lazy if kind == "weights" else Layer("x", matrix=dense)
@@ -60,20 +60,20 @@ def test_scores_are_their_definitions(entries: int, kind: str, monkeypatch: pyte
         torch.testing.assert_close(value, found[name][1:2])
 
 
-def test_kept_statistics_give_the_scores_that_they_can() -> None:
+def test_scores_from_kept_statistics() -> None:
     lazy = layer()
     assert lazy.weights is not None
     expected = metrics.compute_score_totals(lazy).means()
     assert not {"duplicate token", "induction"} & expected.keys()
     for keep, missing in ((foci.Keep(shares=True), set()), (foci.Keep(), {"previous token", "sink share"})):
-        kept = Layer("x", kept=KeptStatistics(keep.of(lazy.weights), lazy.shape))
+        kept = Layer("x", kept=KeptStatistics(keep.compute(lazy.weights), lazy.shape))
         found = metrics.compute_score_totals(kept).means()
         assert expected.keys() - found.keys() == missing
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6)
 
 
-def test_queries_that_see_nothing_do_not_count() -> None:
+def test_fully_masked_queries_do_not_count() -> None:
     hidden = torch.ones(2, 1, 8, 8, dtype=torch.bool)
     hidden[0, :, 2:5] = False
     lazy = layer(mask=foci.causal & hidden)
@@ -92,11 +92,11 @@ def test_a_learned_sink_counts_as_sink() -> None:
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_sums_add_up() -> None:
+def test_totals_add_up() -> None:
     first, second = (metrics.compute_score_totals(layer(seed=seed)) for seed in (0, 7))
     both = first.add(second).means()["entropy"]
     torch.testing.assert_close(both, (first.means()["entropy"] + second.means()["entropy"]) / 2)
-    with pytest.raises(ValueError, match="records of one model add up"):
+    with pytest.raises(ValueError, match="records can be added only if"):
         first.add(metrics.compute_score_totals(layer().head(0)))
 
 
@@ -140,9 +140,11 @@ def test_rollout_by_values(kind: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [None, foci.Keep(shares=True)])
-def test_positions_of_two_sequences_are_not_compared(keep: foci.Keep | None) -> None:
+def test_cross_attention_has_no_position_scores(keep: foci.Keep | None) -> None:
     weights = foci.attention(*qkv(4, 6), return_weights=True)[1]
-    behind = {"weights": weights} if keep is None else {"kept": KeptStatistics(keep.of(weights), tuple(weights.shape))}
+    behind = (
+        {"weights": weights} if keep is None else {"kept": KeptStatistics(keep.compute(weights), tuple(weights.shape))}
+    )
     alone, across = Layer("x", **behind), Layer("x", queries="target", keys="source", **behind)
     assert metrics.compute_score_totals(alone).sums.keys() - metrics.compute_score_totals(across).sums.keys() == {
         "distance",
@@ -161,16 +163,16 @@ def test_rollout_of_a_few_queries_after_a_cache() -> None:
         whole[:, :, 4:] = each.dense()
         square.append(whole)
     torch.testing.assert_close(metrics.compute_rollout(lazy, -1).double(), rolled(square, 0, -1), atol=1e-6, rtol=1e-5)
-    with pytest.raises(ValueError, match="rollout takes layers of one length, but L0 has 6, not 8"):
+    with pytest.raises(ValueError, match="rollout needs layers of one length, but L0 has 6 keys, not 8"):
         metrics.compute_rollout([*lazy, layer()], 0)
 
 
 def test_tokens_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"takes tokens \(2, 8\) and \(2, 8\)"):
+    with pytest.raises(ValueError, match=r"must have the shapes \(2, 8\) and \(2, 8\)"):
         metrics.compute_score_totals(layer(), (TOKENS, Labels.positions(2, 7).texts))
 
 
-def test_padding_on_the_left_is_no_sink() -> None:
+def test_left_padding_is_not_a_sink() -> None:
     """The first key is the first that anybody sees: the same sequence scores the same, alone and padded."""
     q, k, v = (randn(1, 2, 6, 8, seed=seed) for seed in range(3))
     alone = foci.attention(q, k, v, mask=foci.causal, return_weights=True)[1]
@@ -179,5 +181,5 @@ def test_padding_on_the_left_is_no_sink() -> None:
     padded = foci.attention(*wide, mask=mask, return_weights=True)[1]
     expected, found = (metrics.compute_score_totals(Layer("x", weights=weights)).means() for weights in (alone, padded))
     torch.testing.assert_close(found["sink share"], expected["sink share"])
-    kept = [foci.Keep(shares=True).of(weights)["first"] for weights in (alone, padded)]
+    kept = [foci.Keep(shares=True).compute(weights)["first"] for weights in (alone, padded)]
     torch.testing.assert_close(kept[1][..., 3:], kept[0])

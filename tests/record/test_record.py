@@ -43,7 +43,7 @@ def test_layers_and_heads_by_name() -> None:
     for wrong in ("L2", "L0H3", "cross.L0", "nothing", "L0#2"):
         with pytest.raises(KeyError):
             record[wrong]
-    with pytest.raises(KeyError, match="a layer or head such as L0, L1, but got 'L9H1'"):
+    with pytest.raises(KeyError, match=r"a layer \(L0, L1\) or a head such as L0H0, got 'L9H1'"):
         record["L9H1"]
 
 
@@ -56,14 +56,14 @@ def test_the_stacks_of_an_encoder_decoder() -> None:
     assert (queries.text(0), keys.text(0)) == ("<s>unchatdort", "acatsleeps")
     assert record.labels_of(record["encoder.L0"])[0].text(0) == "acatsleeps"
     assert repr(record) == "Record of Translator: 6 layers, 18 heads, 6 attention calls"
-    with pytest.raises(ValueError, match="rollout takes stack=, one of 'decoder', 'encoder', but got None"):
+    with pytest.raises(ValueError, match="stack must be one of 'decoder', 'encoder', got None"):
         record.rollout(0)
     assert record.rollout(-1, stack="encoder").shape == (3,)
-    with pytest.raises(ValueError, match="but got 'cross'"):
+    with pytest.raises(ValueError, match="got 'cross'"):
         record.rollout(-1, stack="cross")
 
 
-def test_second_calls_have_names_of_their_own() -> None:
+def test_second_calls_are_numbered() -> None:
     one, two = matrices()
     record = foci.Record({"a": Layer("a", matrix=one), "a#2": Layer("a#2", matrix=two)})
     assert record.heads[-1] == "L0H2#2"
@@ -71,7 +71,7 @@ def test_second_calls_have_names_of_their_own() -> None:
     assert torch.equal(record["L0H2"].dense(), one[:, 2])
 
 
-def test_rollout_goes_through_every_layer_of_a_module_that_is_all_of_them() -> None:
+def test_rollout_with_a_module_shared_by_all_layers() -> None:
     one, two = matrices()
     apart = foci.Record({"a": Layer("a", matrix=one), "b": Layer("b", index=1, matrix=two)})
     shared = foci.Record({"a": Layer("a", matrix=one), "a#2": Layer("a#2", index=1, matrix=two)})
@@ -81,16 +81,16 @@ def test_rollout_goes_through_every_layer_of_a_module_that_is_all_of_them() -> N
     assert torch.equal(again.rollout(-1), foci.Record({"a": Layer("a", matrix=one)}).rollout(-1))
 
 
-def test_rollout_of_rows_is_refused_where_it_passes_others() -> None:
+def test_rollout_needs_all_rows_before_the_last_layer() -> None:
     last = [matrix[:, :, -1:] for matrix in matrices()]
     rows = (matrices()[0].shape[2] - 1,)
     layers = {name: Layer(name, index=int(name), matrix=m, rows=rows) for name, m in zip("01", last, strict=True)}
-    with pytest.raises(ValueError, match="rollout takes all queries of the layers before the last, but of L0 1 were"):
+    with pytest.raises(ValueError, match="rollout needs all queries of the layers before the last, but L0 has only 1"):
         foci.Record(layers).rollout(-1)
     assert foci.Record({"0": layers["0"]}).rollout(-1).shape == (last[0].shape[3],)
 
 
-def test_labels_only_where_they_fit() -> None:
+def test_labels_that_do_not_fit_are_replaced_by_positions() -> None:
     record = foci.Record.from_tensors(matrices(), tokens=list("abcde"))
     layer = Layer("x", matrix=matrices(1, 2, 5)[0], rows=(0, 3))
     assert record.labels_of(layer)[0].texts == (("a", "d"),)
@@ -101,14 +101,14 @@ def test_labels_only_where_they_fit() -> None:
     assert record.labels["input"].texts == (tuple("abcde"),)
     record.label(Labels.positions(1, 5), name="other")
     assert record.labels["other"].kind == "positions"
-    with pytest.raises(TypeError, match="numbers together with decode="):
+    with pytest.raises(TypeError, match="token ids together with decode="):
         record.label([[1, 2]])
 
 
 def test_labels_set_afterwards_that_fit_no_layer_are_refused() -> None:
     record = foci.Record.from_tensors(matrices(), tokens=list("abcde"))
     for wrong in ([["a"]], [list("abcde")] * 2):
-        with pytest.raises(ValueError, match=r"input takes labels for 1 sequences of 5 positions, as in layers.0, but"):
+        with pytest.raises(ValueError, match=r"'input' must have 1 sequences of 5 positions, as layers.0 has, got"):
             record.label(wrong)
     assert record.labels["input"].texts == (tuple("abcde"),)
     record.layers["longer"] = Layer("longer", index=2, matrix=matrices(1, 7, 7)[0])
@@ -142,23 +142,23 @@ def test_the_steps_of_generate_become_one_matrix() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], "at least one layer, but got none"),
-        ([None], "a layer must be a tensor, but got None"),
+        ([], "at least one layer, got none"),
+        ([None], "a layer must be a tensor, got None"),
         (
             [torch.ones(2, 2, dtype=torch.int64)],
-            r"a float matrix \(batch, head, query, key\), but got torch.int64 \(2, 2\)",
+            r"a float tensor \(batch, head, query, key\), got torch.int64 \(2, 2\)",
         ),
-        (((torch.rand(1, 1, 2, 2),), (torch.rand(1, 1, 1, 5),)), r"step 1 must have shape \(1, 1, 1, 3\) to go on"),
-        (((torch.rand(1, 1, 2, 2),), ()), "every step must have the same layers"),
+        (((torch.rand(1, 1, 2, 2),), (torch.rand(1, 1, 1, 5),)), r"step 1 must have shape \(1, 1, 1, 3\) to continue"),
+        (((torch.rand(1, 1, 2, 2),), ()), "every step must have the same number of layers"),
     ],
 )
-def test_other_tensors_are_refused(given: Any, message: str) -> None:
+def test_invalid_tensors_are_refused(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         foci.Record.from_tensors(given)
 
 
 def test_labels_that_do_not_fit_the_tensors_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"labels for 1 sequences of 5 positions, as in layers.0, but got 1 of 3"):
+    with pytest.raises(ValueError, match=r"must have 1 sequences of 5 positions, as layers.0 has, got 1 of 3"):
         foci.Record.from_tensors(matrices(), tokens=list("abc"))
 
 
@@ -166,26 +166,26 @@ def test_labels_that_do_not_fit_the_tensors_are_refused() -> None:
     ("given", "got"),
     [
         (randn(1, 2, 5, 5), "a weight of -"),
-        (torch.full((1, 2, 5, 5), 0.5), "a row of 2.5 in all"),
-        (torch.full((1, 2, 5, 5), torch.inf), "a row of inf in all"),
+        (torch.full((1, 2, 5, 5), 0.5), "a row sum of 2.5"),
+        (torch.full((1, 2, 5, 5), torch.inf), "a row sum of inf"),
     ],
 )
-def test_scores_are_no_weights(given: Tensor, got: str) -> None:
+def test_scores_are_refused_as_weights(given: Tensor, got: str) -> None:
     with pytest.raises(
-        ValueError, match=r"layers.0 takes attention weights, none below 0 and a row at most 1 in all, bu"
+        ValueError, match=r"layers.0 must have attention weights of at least 0 with row sums of at most 1, g"
     ):
         foci.Record.from_tensors([given])
     with pytest.raises(ValueError, match=got):
         foci.Record.from_tensors([given])
 
 
-def test_rows_may_have_less_than_one_and_the_rounding_of_half_precision() -> None:
+def test_row_sums_below_one_and_half_precision_rounding_are_accepted() -> None:
     whole = matrices(1)[0]
     for given in (whole / 2, whole * 0, whole.bfloat16(), whole.half(), torch.full((1, 1, 2, 2), torch.nan)):
         assert foci.Record.from_tensors([given])["L0"].dense() is not None
 
 
-def test_rows_that_are_no_numbers_are_in_no_score() -> None:
+def test_nan_rows_are_ignored_by_scores() -> None:
     whole = matrices(1)[0]
     broken = whole.clone()
     broken[:, :, 4] = torch.nan
@@ -238,14 +238,14 @@ def test_statistics_add_up_over_a_data_set() -> None:
     assert torch.equal(first["L1"].dense(), whole[:1])
     twice = foci.Record.from_tensors(matrices(), tokens=list("abcab")).add(first)
     assert twice.columns()["queries"][0] == 20
-    with pytest.raises(ValueError, match="only one of them has"):
+    with pytest.raises(ValueError, match="only one of the two has"):
         first.add(translation())
 
 
-def test_what_a_record_is_saved_as(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a record is saved as .foci, .html"):
+def test_unknown_suffixes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"path must end with one of .foci, .html"):
         translation().save(tmp_path / "x.txt")
-    with pytest.raises(TypeError, match="takes no options, but got title"):
+    with pytest.raises(TypeError, match=r"options must be empty for a .foci file, got title"):
         translation().save(tmp_path / "x.foci", title="x")
 
 
