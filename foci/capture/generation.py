@@ -245,7 +245,7 @@ def join_dense_biases(steps: Sequence[GenerationStep], k: Tensor) -> Bias:
     return DenseBias(torch.cat([F.pad(r, (0, keys - r.shape[3])).expand(batch, heads, -1, -1) for r in rows], 2))
 
 
-def select_heads(weights: Weights, heads: Sequence[int]) -> Weights:
+def take_heads(weights: Weights, heads: Sequence[int]) -> Weights:
     """The weights (B, H, Tq, Tk) of some heads."""
     call, lse = weights.call, weights.tensors.lse
     index = torch.tensor(list(heads), device=call.q.device)

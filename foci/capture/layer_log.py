@@ -119,7 +119,7 @@ class LayerLog:
         self.query_positions.append(shift_numbers(rows, keys - queries))
         norms = self._new_value_norms(values, queries)
         if self.rows is not None:
-            self._store(norms, matrix=read_rows(weights, rows))
+            self._store(norms, matrix=read_weight_rows(weights, rows))
         elif self.keep is None:
             self._add_step(weights, values)
             self._store(norms)
@@ -239,7 +239,7 @@ def are_last_positions(parts: Sequence[Sequence[int]], end: int) -> bool:
     return True
 
 
-def read_rows(weights: Weights, rows: Sequence[int]) -> Tensor:
+def read_weight_rows(weights: Weights, rows: Sequence[int]) -> Tensor:
     """The exact rows of some queries."""
     with torch.no_grad():
         entries = weights[..., list(rows), :]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foci.capture.generation import CaptureError, count_step_bytes, select_heads, with_four_axes
+from foci.capture.generation import CaptureError, count_step_bytes, take_heads, with_four_axes
 from foci.capture.host_copy import HostCopier
 from foci.capture.layer_log import LayerLog
 from foci.capture.naming import LayerName, LayerNames, is_inside
@@ -225,7 +225,7 @@ class Recorder:
             if any(head >= weights.shape[1] for head in heads):
                 raise CaptureError(f"heads must be below {weights.shape[1]} for {layer_name.short}, got H{heads[-1]}")
             group = weights.shape[1] // values.shape[1]
-            weights, values = select_heads(weights, heads), values[:, [head // group for head in heads]]
+            weights, values = take_heads(weights, heads), values[:, [head // group for head in heads]]
         log = self._find_or_open_log(name, layer_name, weights, k, tuple(heads))
         before = log.nbytes
         self._check_limit(log, weights, values)

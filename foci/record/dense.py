@@ -89,7 +89,7 @@ class DenseWeights:
                 f"rows and columns must be ints from 1 to {queries} and from 1 to {keys} for this matrix,"
                 f" got {rows!r} x {columns!r}"
             )
-        return pool_rows(pool_rows(self._as_float32, rows, reduce).mT, columns, reduce).mT
+        return pool_matrix_rows(pool_matrix_rows(self._as_float32, rows, reduce).mT, columns, reduce).mT
 
     def grouped(self, query_groups: Any, key_groups: Any) -> Tensor:
         queries, keys = self.shape[-2:]
@@ -100,7 +100,7 @@ class DenseWeights:
         return (rows / rows.sum(-1, keepdim=True)) @ matrix @ columns.mT
 
 
-def pool_rows(matrix: Tensor, count: int, reduce: str) -> Tensor:
+def pool_matrix_rows(matrix: Tensor, count: int, reduce: str) -> Tensor:
     """(..., T, N) -> (..., count, N): mean or maximum of runs of rows with edges floor(r T / count)."""
     length = matrix.shape[-2]
     runs = [matrix[..., r * length // count : (r + 1) * length // count, :] for r in range(count)]

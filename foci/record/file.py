@@ -35,13 +35,13 @@ def save_record(
 ) -> None:
     """Writes a record; lazy weights with their queries and keys. `plain` holds the fields in PLAIN_FIELDS."""
     fields: dict[str, Any] = {name: plain[name] for name in PLAIN_FIELDS}
-    fields["layers"] = [describe_layer(layer) for layer in layers.values()]
-    fields["labels"] = {name: describe_labels(each) for name, each in labels.items()}
+    fields["layers"] = [encode_layer(layer) for layer in layers.values()]
+    fields["labels"] = {name: encode_labels(each) for name, each in labels.items()}
     fields["added"] = {name: dict(total.sums) for name, total in added.items()}
     safetensors_file.save_parts(path, fields, RECORD_FORMAT)
 
 
-def describe_layer(layer: Layer) -> dict[str, Any]:
+def encode_layer(layer: Layer) -> dict[str, Any]:
     check_stack_name(layer.stack)
     fields = {name: getattr(layer, name) for name in LAYER_FIELDS}
     return fields | {
@@ -53,7 +53,7 @@ def describe_layer(layer: Layer) -> dict[str, Any]:
     }
 
 
-def describe_labels(labels: Labels) -> dict[str, Any]:
+def encode_labels(labels: Labels) -> dict[str, Any]:
     return {name: getattr(labels, name) for name in LABELS_FIELDS}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from foci.call import DEFAULT_SCORE, attention
-from foci.capture.huggingface.masks import DeferredMask, build_attention_mask, is_watched
+from foci.capture.huggingface.masks import DeferredMask, build_attention_mask, is_watch_active
 from foci.capture.huggingface.switch import implementation_before_watch
 from foci.masks.base import Mask, as_mask
 from foci.masks.kinds import causal, window
@@ -55,7 +55,7 @@ def attention_forward(
     `foci.attention`.
     """
     arguments = module, query, key, value, attention_mask
-    if has_torch_function_variadic(query, key, value) and is_watched():
+    if has_torch_function_variadic(query, key, value) and is_watch_active():
         result: tuple[Tensor, Tensor | None] = handle_torch_function(
             attention_forward, (query, key, value), *arguments, **options
         )
@@ -89,14 +89,16 @@ def translate_call(
         attention_mask, position_bias, is_causal_call, sliding_window, query.shape[2], key.shape[2]
     )
     options: dict[str, Any] = {
-        "score": build_score(scaling, None if softcap is None or ignores_softcap(module) else softcap, query.shape[3]),
+        "score": build_dot_score(
+            scaling, None if softcap is None or ignores_softcap(module) else softcap, query.shape[3]
+        ),
         "mask": visible.mask if indices is None else restrict_to_indices(indices, visible),
         "bias": visible.bias,
         "sink": None if s_aux is None else s_aux.reshape(-1),
         "dropout": dropout if module.training else 0.0,
     }
     used_keys, used_values = take_first_keys(visible.keys, key), take_first_keys(visible.keys, value)
-    if is_causal_call and is_watched() and is_in_static_cache(key):
+    if is_causal_call and is_watch_active() and is_in_static_cache(key):
         used_keys, used_values = used_keys.clone(), used_values.clone()
     inputs = query, used_keys, used_values
     if not needs_weights(others):
@@ -144,7 +146,7 @@ def restrict_to_indices(indices: Tensor, visible: VisibleKeys) -> Mask:
     return as_mask(chosen) if visible.mask is None else as_mask(visible.mask) & chosen
 
 
-def build_score(scaling: float | None, softcap: float | None, width: int) -> Dot:
+def build_dot_score(scaling: float | None, softcap: float | None, width: int) -> Dot:
     """The score; a plain dot product is `DOT` itself, which the fast path of the call recognizes by identity."""
     return DEFAULT_SCORE if softcap is None and scaling in {None, width**-0.5} else Dot(scaling, softcap)
 

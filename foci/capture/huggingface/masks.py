@@ -28,7 +28,7 @@ from foci.masks.tile import CallSizes, Tile
 from foci.runtime.tracing import is_traced
 
 MaskConjuncts = list[Mask]
-MaskFunction = Callable[..., Any]
+IndexMaskFunction = Callable[..., Any]
 
 # On a CPU a dense mask of up to this many entries is cheaper than a rule, and runs the same kernel as SDPA.
 MAX_SMALL_MASK_ENTRIES = 2**20
@@ -118,7 +118,7 @@ def to_inverted_mask(deferred: DeferredMask) -> Tensor:
     return ~build_deferred_mask(deferred)
 
 
-def is_watched() -> bool:
+def is_watch_active() -> bool:
     """Whether a `foci.watch` block of this thread is open; its module is imported only once one was."""
     recorder = sys.modules.get("foci.capture.recorder")
     return recorder is not None and bool(recorder.active_recorders())
@@ -126,7 +126,7 @@ def is_watched() -> bool:
 
 def warn_eager_attention() -> None:
     # The record of a watched model lists unseen modules already.
-    if not is_watched():
+    if not is_watch_active():
         warnings.warn(
             "attn_implementation='foci' is not used by a module of this model, which applies the mask to its own"
             " scores: its output is correct, but not computed by foci",
@@ -140,7 +140,7 @@ def build_attention_mask(
     kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: MaskFunction | None = None,
+    mask_function: IndexMaskFunction | None = None,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
@@ -167,7 +167,7 @@ def build_attention_mask(
     if torch.compiler.is_compiling() or is_traced(torch.as_tensor(q_offset)):
         return eager_mask(**arguments, allow_is_bidirectional_skip=allow_is_bidirectional_skip)  # type: ignore[no-any-return]
     # The end of a static cache is known only on its device: a single query uses a dense row, without synchronizing.
-    is_end_unknown = isinstance(q_offset, Tensor) and q_length == 1 and not is_watched()
+    is_end_unknown = isinstance(q_offset, Tensor) and q_length == 1 and not is_watch_active()
     start = kv_offset + kv_length - 1 if is_end_unknown else int(q_offset)
     positions = MaskPositions(batch_size, q_length, kv_length, start, kv_offset, torch.device(device))
     positions, conjuncts = (positions, None) if is_end_unknown else read_conjuncts(function, attention_mask, positions)
@@ -195,7 +195,7 @@ def is_small_mask(positions: MaskPositions) -> bool:
 
 
 def read_conjuncts(
-    function: MaskFunction, attention_mask: Tensor | None, positions: MaskPositions
+    function: IndexMaskFunction, attention_mask: Tensor | None, positions: MaskPositions
 ) -> tuple[MaskPositions, MaskConjuncts | None]:
     """The conjuncts of a mask, and its positions without fully masked keys; None for an unknown mask."""
     conjuncts = read_mask_function(function, positions)
@@ -207,7 +207,7 @@ def read_conjuncts(
     return positions, conjuncts + read_padding_mask(attention_mask, positions)
 
 
-def read_mask_function(function: MaskFunction, positions: MaskPositions) -> MaskConjuncts | None:
+def read_mask_function(function: IndexMaskFunction, positions: MaskPositions) -> MaskConjuncts | None:
     """The masks that must all hold: [] if everything is visible, None if one of them is not known."""
     reader = (
         MASK_FUNCTION_READERS.get(function.__qualname__)
@@ -221,12 +221,12 @@ def read_mask_function(function: MaskFunction, positions: MaskPositions) -> Mask
     return reader(positions, **variables)
 
 
-def read_and(positions: MaskPositions, mask_functions: tuple[MaskFunction, ...]) -> MaskConjuncts | None:
+def read_and(positions: MaskPositions, mask_functions: tuple[IndexMaskFunction, ...]) -> MaskConjuncts | None:
     parts = [read_mask_function(function, positions) for function in mask_functions]
     return None if None in parts else [mask for conjuncts in parts for mask in conjuncts or ()]
 
 
-def read_or(positions: MaskPositions, mask_functions: tuple[MaskFunction, ...]) -> MaskConjuncts | None:
+def read_or(positions: MaskPositions, mask_functions: tuple[IndexMaskFunction, ...]) -> MaskConjuncts | None:
     parts = [read_mask_function(function, positions) for function in mask_functions]
     if None in parts:
         return None
