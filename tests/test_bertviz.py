@@ -26,14 +26,14 @@ def state(page: Any) -> str:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, view: Any = foci.bertviz.head_view, **given: Any) -> Any:
-    """The record that a view draws."""
+    """The record of a view."""
     found = []
     monkeypatch.setattr(bertviz.document, "render_html", lambda record, title, state: found.append(record) or "<html>")
     view(**given, html_action="return")
     return found[0]
 
 
-def test_a_page_is_returned_and_opens_at_the_heads_that_were_asked_for() -> None:
+def test_a_returned_page_opens_at_the_given_heads() -> None:
     page = foci.bertviz.head_view(attention(), TOKENS, layer=1, heads=[0, 2], html_action="return")
     assert page is not None
     assert page.data.startswith("<!doctype html>")
@@ -42,12 +42,12 @@ def test_a_page_is_returned_and_opens_at_the_heads_that_were_asked_for() -> None
 
 
 @pytest.mark.parametrize(("mode", "found"), [("dark", "v=heads&e=dark"), ("light", "v=heads&e=light")])
-def test_model_view_opens_at_all_heads(mode: str, found: str) -> None:
+def test_model_view_opens_the_heads_view(mode: str, found: str) -> None:
     page = foci.bertviz.model_view(attention(), TOKENS, display_mode=mode, html_action="return")
     assert state(page) == found
 
 
-def test_the_numbers_are_those_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     given = attention()
     record = recorded(monkeypatch, attention=given, tokens=TOKENS)
     assert torch.equal(record["L1H2"].dense()[0], given[1][0, 2])
@@ -91,7 +91,7 @@ def test_one_stack_of_an_encoder_decoder_is_enough() -> None:
     assert record.heads[0] == "cross.L0H0"
 
 
-def test_two_sentences_are_there_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_sentences_add_four_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     given = attention(layers=1)
     record = recorded(monkeypatch, attention=given, tokens=TOKENS, sentence_b_start=4)
     assert [record.name_of(layer) for layer in record.layers.values()] == ["L0", "A→A.L0", "A→B.L0", "B→A.L0", "B→B.L0"]
@@ -99,7 +99,7 @@ def test_two_sentences_are_there_part_by_part(monkeypatch: pytest.MonkeyPatch) -
     assert [len(labels) for labels in record.labels_of(record["A→B.L0"])] == [4, 2]
 
 
-def test_tokens_as_they_read_or_as_they_are() -> None:
+def test_tokens_are_prettified_or_unchanged() -> None:
     assert restore_spaces(["low</w>", "er"]) == ["low ", "er"]
     assert build_token_labels(["Ġa", "##b"], "tokens", False).texts == (("Ġa", "##b"),)
 
@@ -130,12 +130,12 @@ def test_tokens_as_they_read_or_as_they_are() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         foci.bertviz.head_view(**given)
 
 
-def test_a_mode_that_is_not_there() -> None:
+def test_an_unknown_display_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"display_mode must be 'dark' or 'light', got 'blue'"):
         foci.bertviz.model_view(attention(), TOKENS, display_mode="blue")
 
@@ -152,7 +152,7 @@ def test_outside_a_notebook_the_page_opens_in_a_browser(
     assert capsys.readouterr().err == f"page written to {written}\n"
 
 
-def test_a_notebook_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_displays_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
     notebook = SimpleNamespace(get_ipython=object, display=SimpleNamespace(display=shown.append))
     monkeypatch.setitem(sys.modules, "IPython", notebook)

@@ -107,7 +107,7 @@ def test_the_command_prints_the_text_and_its_progress(
         "BertModel",
         "   2 layers of 2 heads, 4 tokens",
         "",
-        "Where “hungry” looks in L1H1",
+        "Attention of “hungry” in L1H1",
         "   Jane is »hungry« </s>",
     ]
 
@@ -118,7 +118,7 @@ def test_layer_and_head_as_numbers_and_single_tokens(folders: Path, capsys: pyte
         main.main(["look", TEXT, "--model", model, "--layer", "1", "--head", "0", "--tokens", "--word", "Jane#2"]) == 0
     )
     out = capsys.readouterr().out
-    assert "Where “Jane” looks in L1H0" in out
+    assert "Attention of “Jane” in L1H0" in out
     assert "answer: “" in out
 
 
@@ -268,4 +268,4 @@ def test_a_word_of_the_text_that_the_answer_does_not_have(
     found = re.search(said, err)
     assert found is not None
     name = found[1] if found.groups() else "encoder.L1H0"
-    assert (f"Where “hungry.” looks in {name}" in out) is (status == 0)
+    assert (f"Attention of “hungry.” in {name}" in out) is (status == 0)

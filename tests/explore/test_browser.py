@@ -1,4 +1,4 @@
-"""The explorer in a real browser: a text typed, a file dropped, exact weights that are loaded on demand."""
+"""The explorer in Chromium: texts, files, and exact weights that are loaded on demand."""
 
 import re
 import subprocess
@@ -21,8 +21,8 @@ pytest.importorskip("uvicorn", reason="browser: uvicorn is not installed")
 pytestmark = pytest.mark.browser
 
 
-def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """A server of its own, and its address."""
+def start_server(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """Start a server; return its process and address."""
     command = [sys.executable, "-m", "foci", *arguments, "--no-browser"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -31,7 +31,7 @@ def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
     return process, found.group()
 
 
-def stopped(process: subprocess.Popen[str]) -> None:
+def stop_server(process: subprocess.Popen[str]) -> None:
     process.terminate()
     process.wait(10)
     assert process.stdout is not None
@@ -48,12 +48,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    process, found = started("explore")
+    process, found = start_server("explore")
     yield found
-    stopped(process)
+    stop_server(process)
 
 
-def test_type_a_text_and_look(browser: Any, address: str) -> None:
+def test_a_text_is_typed_and_run(browser: Any, address: str) -> None:
     with opened(browser, address, offline=False) as tab:
         tab.get_by_label("Text").fill("Jane <b>is</b> hungry")
         tab.get_by_label("Model").fill("untrained vectors")
@@ -67,7 +67,7 @@ def test_type_a_text_and_look(browser: Any, address: str) -> None:
         assert tab.get_by_label("Text").input_value() == "Jane <b>is</b> hungry"
 
 
-def test_what_ships_is_offered_and_translates(browser: Any, address: str) -> None:
+def test_shipped_models_are_offered_and_translate(browser: Any, address: str) -> None:
     with opened(browser, address, offline=False) as tab:
         assert tab.locator(".modelchip").all_inner_texts()[:4] == ["untrained vectors", *list_shipped_models()[:3]]
         assert tab.get_by_label("Model").input_value() == "translation"
@@ -77,14 +77,14 @@ def test_what_ships_is_offered_and_translates(browser: Any, address: str) -> Non
         assert "Wo ist der Bahnhof?" in tab.locator(".app").inner_text()
 
 
-def test_a_sound_is_heard(browser: Any, address: str, tmp_path: Path) -> None:
+def test_a_sound_is_recorded(browser: Any, address: str, tmp_path: Path) -> None:
     with wave.open(str(tmp_path / "x.wav"), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(8000)
         file.writeframes(bytes(range(256)) * 32)
     with opened(browser, address, offline=False) as tab:
-        # Of what ships another one takes sounds: it takes this one's place.
+        # The selected model takes texts: a shipped model for sounds replaces it.
         tab.get_by_label("Model").fill("translation")
         tab.get_by_label("Open a file").set_input_files(tmp_path / "x.wav")
         tab.wait_for_selector(".app")
@@ -96,7 +96,7 @@ def test_a_sound_is_heard(browser: Any, address: str, tmp_path: Path) -> None:
         assert "./nowhere: no such path" in tab.get_by_role("alert").inner_text()
 
 
-def test_a_model_that_is_not_there(browser: Any, address: str) -> None:
+def test_an_unknown_model_shows_an_error(browser: Any, address: str) -> None:
     with opened(browser, address, offline=False) as tab:
         tab.get_by_label("Model").fill("./nowhere")
         tab.get_by_role("button", name="Run", exact=True).click()
@@ -117,10 +117,10 @@ def test_open_a_file(browser: Any, address: str, tmp_path: Path) -> None:
         assert tab.locator(".token").first.inner_text() == "[CLS]"
 
 
-def test_a_file_given_on_the_command_line_shows_exact_entries(browser: Any, tmp_path: Path) -> None:
+def test_a_file_on_the_command_line_shows_exact_weights(browser: Any, tmp_path: Path) -> None:
     record = lazy(2000, layers=1, heads=2)
     record.save(tmp_path / "long.foci")
-    process, address = started("view", str(tmp_path / "long.foci"))
+    process, address = start_server("view", str(tmp_path / "long.foci"))
     try:
         with opened(browser, f"{address}#h=L0H1&t=1500", offline=False) as tab:
             tab.locator(".right .note", has_text="All weights are here, exact.").wait_for()
@@ -142,10 +142,10 @@ def test_a_file_given_on_the_command_line_shows_exact_entries(browser: Any, tmp_
             first = tab.locator(".rolllist li .value").first.inner_text()
             assert float(first.rstrip("%")) / 100 == pytest.approx(float(flow.max()), rel=0.051)
     finally:
-        stopped(process)
+        stop_server(process)
 
 
-def test_the_weighted_sum_of_a_model_that_was_watched(browser: Any, address: str, tmp_path: Path) -> None:
+def test_weighted_sum_of_a_recorded_model(browser: Any, address: str, tmp_path: Path) -> None:
     record = record_small_model()
     record.save(tmp_path / "x.foci")
     with opened(browser, address, offline=False) as tab:

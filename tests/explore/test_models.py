@@ -1,4 +1,4 @@
-"""Which models may be named, and what is said of those that cannot be had."""
+"""Model names that are accepted, and errors for those that are not."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ huggingface_hub = pytest.importorskip("huggingface_hub")
 
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of images, untrained."""
+    """An untrained image model."""
     folder = tmp_path_factory.mktemp("vision")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=16, **sizes)).save_pretrained(folder)
@@ -40,19 +40,19 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("nul\0", "Repo id must use"),
     ],
 )
-def test_a_name_that_is_none(name: str, said: str) -> None:
+def test_an_invalid_model_name_is_refused(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=r"^model must be the folder ") as refused:
         ModelRunner().record_text(name, "x", Job())
     assert said in str(refused.value)
 
 
-def test_home_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_directories_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert model_loading.locate_model("~/model") == str(tmp_path / "model")
 
 
-def test_a_name_that_nobody_knows_is_told_after_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name_is_refused_after_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def model_info(_self: object, name: str, timeout: float) -> None:
@@ -69,7 +69,7 @@ def test_a_name_that_nobody_knows_is_told_after_one_question(monkeypatch: pytest
     assert asked == [("no/such", model_loading.HUB_TIMEOUT)] * 2
 
 
-def test_the_code_of_a_stranger_is_not_run(vision: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_is_not_run(vision: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "strange"
     shutil.copytree(vision, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -86,19 +86,19 @@ def test_the_code_of_a_stranger_is_not_run(vision: Path, tmp_path: Path, monkeyp
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_model_of_images_reads_no_text(vision: Path) -> None:
+def test_an_image_model_does_not_take_texts(vision: Path) -> None:
     with pytest.raises(ValueError, match=r"^model must be a model that reads text, got "):
         ModelRunner().record_text(str(vision), "x", Job())
 
 
-def test_a_damaged_model_is_said_in_one_sentence(vision: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_gives_a_one_line_error(vision: Path, tmp_path: Path) -> None:
     shutil.copytree(vision, tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ValueError, match=r"^model must be a model that takes images, got [^\n]+$"):
         models.load_image_model(str(tmp_path), "cpu")
 
 
-def test_a_model_is_given_what_it_takes(tmp_path: Path) -> None:
+def test_a_model_with_another_input_kind_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("PIL").Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
     runner, image = ModelRunner(), (tmp_path / "x.png").read_bytes()
     with pytest.raises(
@@ -117,12 +117,12 @@ def test_a_model_is_given_what_it_takes(tmp_path: Path) -> None:
         runner.record_sound(models.UNTRAINED, b"", Job())
 
 
-def test_what_is_no_image() -> None:
+def test_an_invalid_image_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^image must be a file that Pillow can read, got another file$"):
         decode_image(b"nonsense")
 
 
-def test_what_ships_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_models_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("vision", "generation"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
@@ -132,13 +132,13 @@ def test_what_ships_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert model_loading.locate_model("vision") == str(tmp_path / "vision")
 
 
-def test_a_model_that_is_not_there_is_not_offered() -> None:
+def test_an_unknown_model_is_not_served() -> None:
     with pytest.raises(ValueError, match=r"got \./none: no such path"):
         serve(["./none"], browse=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gpu: there is one here")
-def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["look", "x", "--model", "y", "--device", "cuda"]) == 2
     assert main.main(["explore", "--device", "cuda", "--no-browser"]) == 2
     said = "device must be 'cpu' or 'auto' where PyTorch finds no GPU, got 'cuda'"
@@ -152,7 +152,7 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         ("nowhere/x.html", "--out must be in an existing directory, got nowhere/x.html: nowhere does not exist"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_said_before_a_model_runs(
+def test_an_unwritable_file_is_refused_before_the_model_runs(
     out: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_written_is_said_before_a_model_runs(
 @pytest.mark.skipif(
     "translation" not in model_loading.list_shipped_models(), reason="the translation model does not ship"
 )
-def test_a_text_that_is_longer_than_the_model_reads_is_noted() -> None:
+def test_a_truncated_text_is_noted() -> None:
     note = ["the text is longer than the model reads: only a part of it is shown"]
     long = "The cat sat on the mat. " * 30
     assert ModelRunner().record_text("translation", long, Job()).notes == note

@@ -37,7 +37,7 @@ def explorer() -> Iterator[Explorer]:
 
 
 class Client:
-    """Asks the application as a browser would, without a network."""
+    """Sends requests to the application without a network."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -59,7 +59,7 @@ def client(explorer: Explorer) -> Client:
 
 
 def finished(client: Any, started: Any) -> dict[str, Any]:
-    """The state of a job once it has ended."""
+    """Wait until a job has ended and return its state."""
     assert started.status_code == 200, started.text
     for _ in range(400):
         state: dict[str, Any] = client.get(f"/{SECRET}/api/jobs/{started.json()['job']}").json()
@@ -98,7 +98,7 @@ def floats(response: Any) -> Tensor:
         (f"/{SECRET}/nothing", {}, 404),
     ],
 )
-def test_who_may_ask(client: Any, path: str, headers: dict[str, str], status: int) -> None:
+def test_access_is_restricted(client: Any, path: str, headers: dict[str, str], status: int) -> None:
     response = client.get(path, headers=headers)
     assert response.status_code == status
     for name, value in SECURITY_HEADERS.items():
@@ -120,7 +120,7 @@ def test_uploads_are_bounded(client: Any) -> None:
     too_large = {"error": "the request must have at most 0 MiB"}
     announced = client.post(f"/{SECRET}/api/file", content=b"x" * (2**16 + 1))
     assert (announced.status_code, announced.json()) == (413, too_large)
-    # Sent in pieces, without saying how much it will be.
+    # Sent in chunks, without a content length.
     unannounced = client.post(f"/{SECRET}/api/file", content=pieces())
     assert (unannounced.status_code, unannounced.json()) == (413, too_large)
     lied = client.post(f"/{SECRET}/api/file", content=b"x", headers={"content-length": "nonsense"})
@@ -130,16 +130,16 @@ def test_uploads_are_bounded(client: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["..%2f..%2fblob.py", "..%2f__init__.py", "%2e%2e/page.py", "page.py", "nothing.js", ""]
 )
-def test_only_the_page_s_own_files(client: Any, name: str) -> None:
+def test_other_files_are_not_served(client: Any, name: str) -> None:
     assert client.get(f"/{SECRET}/assets/{name}").status_code == 404
 
 
-def test_files_have_their_types(client: Any) -> None:
+def test_assets_have_content_types(client: Any) -> None:
     assert client.get(f"/{SECRET}/assets/app.js").headers["content-type"].startswith("text/javascript")
     assert client.get(f"/{SECRET}/assets/page.css").headers["content-type"].startswith("text/css")
 
 
-def test_models_on_offer(client: Any) -> None:
+def test_models_are_listed(client: Any) -> None:
     found = client.get(f"/{SECRET}/api/models").json()
     assert found["models"][:2] == [models.UNTRAINED, "./offered"]
     assert (found["takes"]["vision"], found["takes"][models.UNTRAINED]) == ("images", "texts")
@@ -164,7 +164,7 @@ def test_a_text_becomes_a_record(client: Any, explorer: Explorer) -> None:
         ({"text": "  ", "model": models.UNTRAINED}, "text must have at least one word"),
     ],
 )
-def test_what_goes_wrong_is_said_in_a_sentence(client: Any, given: dict[str, str], error: str) -> None:
+def test_errors_of_jobs_are_reported(client: Any, given: dict[str, str], error: str) -> None:
     state = finished(client, client.post(f"/{SECRET}/api/text", json=given))
     assert error in state["error"]
     assert state["record"] is None
@@ -185,16 +185,14 @@ def test_a_file_is_opened(client: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [b"", b"nonsense", b"PK\x03\x04", b"\x80" * 100])
-def test_a_broken_file_says_so(client: Any, file: bytes) -> None:
+def test_a_broken_file_is_refused(client: Any, file: bytes) -> None:
     state = finished(client, client.post(f"/{SECRET}/api/file", content=file))
     assert state["error"].startswith("file must be a .foci file: ")
     assert "upload" not in state["error"]
     assert "/" not in state["error"].split(":")[0]
 
 
-def test_a_file_that_asks_for_endless_work_is_refused(
-    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_with_too_many_entries_is_refused(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_COMPUTED_ENTRIES", 2 * 4 * 50 * 50 - 1)
     lazy(50).save(tmp_path / "x.foci")
     state = finished(client, client.post(f"/{SECRET}/api/file", content=(tmp_path / "x.foci").read_bytes()))
@@ -204,12 +202,12 @@ def test_a_file_that_asks_for_endless_work_is_refused(
     assert state["error"] is None
 
 
-def test_a_broken_image_says_so(client: Any) -> None:
+def test_a_broken_image_is_refused(client: Any) -> None:
     state = finished(client, client.post(f"/{SECRET}/api/image?model=./x", content=b"no image"))
     assert state["error"].startswith("image must be a file that Pillow can read")
 
 
-def test_an_image_is_looked_at(client: Any, tmp_path: Path) -> None:
+def test_an_image_is_recorded(client: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     image = pytest.importorskip("PIL.Image")
     config = transformers.ViTConfig(
@@ -226,7 +224,7 @@ def test_an_image_is_looked_at(client: Any, tmp_path: Path) -> None:
     assert header["layers"][0]["Tk"] == 17
 
 
-def test_exact_numbers_on_demand(client: Any, explorer: Explorer) -> None:
+def test_exact_weights_on_demand(client: Any, explorer: Explorer) -> None:
     record = lazy(50, heads=4, kv_heads=2)
     base = keep(explorer, record)
     dense = record["L1"].dense()[0]
@@ -290,7 +288,7 @@ def test_bad_questions(client: Any, explorer: Explorer, question: str, error: st
     assert (response.status_code, response.json()) == (400, {"error": error})
 
 
-def test_what_was_not_kept(client: Any, explorer: Explorer) -> None:
+def test_a_record_without_entries_has_no_rows(client: Any, explorer: Explorer) -> None:
     response = client.get(f"{keep(explorer, records.kept())}/row?layer=0&head=0&query=0&seq=0")
     assert (response.status_code, response.json()["error"]) == (
         400,
@@ -298,7 +296,7 @@ def test_what_was_not_kept(client: Any, explorer: Explorer) -> None:
     )
 
 
-def test_the_oldest_records_make_room(explorer: Explorer, client: Any) -> None:
+def test_the_oldest_records_are_dropped(explorer: Explorer, client: Any) -> None:
     first = keep(explorer, records.jane())
     for _ in range(jobs.MAX_RECORDS):
         keep(explorer, records.jane())
@@ -306,13 +304,13 @@ def test_the_oldest_records_make_room(explorer: Explorer, client: Any) -> None:
     assert len(explorer.jobs.records) == jobs.MAX_RECORDS
 
 
-def test_a_page_of_a_record_that_is_gone_is_the_front_door(client: Any) -> None:
+def test_an_unknown_record_opens_the_start_page(client: Any) -> None:
     page = client.get(f"/{SECRET}/records/%22%3E%3Cscript%3E")
     assert page.status_code == 200
     assert 'data-record=""' in page.text
 
 
-def test_the_bar_never_goes_back() -> None:
+def test_progress_never_decreases() -> None:
     job = jobs.Job()
     job.report("running", 0.5)
     job.report("encoding", 0.2)
@@ -332,7 +330,7 @@ def test_progress_counts_modules() -> None:
 
 
 @pytest.mark.parametrize("port", [None, 70_000])
-def test_a_port_that_cannot_be_had(port: int | None) -> None:
+def test_a_port_in_use_is_refused(port: int | None) -> None:
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen()
@@ -341,7 +339,7 @@ def test_a_port_that_cannot_be_had(port: int | None) -> None:
             serve([], port=taken, browse=False)
 
 
-def test_the_address_is_open_once_it_is_said() -> None:
+def test_the_printed_address_accepts_connections() -> None:
     command = [sys.executable, "-m", "foci", "explore", "--no-browser"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -352,7 +350,7 @@ def test_the_address_is_open_once_it_is_said() -> None:
     process.communicate(timeout=20)
 
 
-def test_ctrl_c_ends_it_quietly() -> None:
+def test_ctrl_c_stops_the_server_without_output() -> None:
     command = [sys.executable, "-m", "foci", "explore", "--no-browser"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -363,7 +361,7 @@ def test_ctrl_c_ends_it_quietly() -> None:
     assert process.returncode == 0
 
 
-def test_long_records_are_packed_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_records_have_no_entries_in_the_payload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload, "MAX_EXACT_ENTRIES", 0)
     header, _ = decode_payload(payload.encode_payload(lazy(150, layers=1)))
     assert not header["layers"][0]["exact"]

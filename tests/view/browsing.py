@@ -1,4 +1,4 @@
-"""A Chromium for the tests of pages: without a network, and with everything that goes wrong written down."""
+"""Chromium for the tests of pages, offline, with errors collected."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ def browsing(path: str) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # What a step asks for is drawn some frames later: nobody reads faster than that.
+        # Slow motion: the page draws some frames after each step.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], slow_mo=50)
         yield browser
         browser.close()
@@ -20,7 +20,7 @@ def browsing(path: str) -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, address: str, *, offline: bool = True, **options: Any) -> Iterator[Any]:
-    """A page that is ready; on the way out it must have had no error and asked nobody for anything."""
+    """Open a page and wait until it is ready; at the end, check that there was no error and no network request."""
     context = browser.new_context(viewport=SIZE, offline=offline, **options)
     tab = context.new_page()
     wrong: list[str] = []
@@ -38,19 +38,19 @@ def opened(browser: Any, address: str, *, offline: bool = True, **options: Any) 
 
 
 def settle(tab: Any) -> None:
-    """A moment and two frames later everything that was asked for is drawn."""
+    """Wait until everything is drawn."""
     tab.evaluate(
         "() => new Promise((done) => setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(done)), 50))"
     )
 
 
 def until(tab: Any, selector: str, count: int) -> None:
-    """Waits until so many are there, and fails where they never are: under load a change takes many frames."""
+    """Wait until a selector matches this many elements: under load a change takes many frames."""
     tab.wait_for_function("([what, n]) => document.querySelectorAll(what).length === n", arg=[selector, count])
 
 
 def listed(tab: Any) -> list[tuple[str, int, str]]:
-    """The list beside the text: token, position, weight."""
+    """The rows of the weight list: token, position, weight."""
     settle(tab)
     rows = tab.eval_on_selector_all(
         ".ranked tbody tr",
@@ -60,12 +60,12 @@ def listed(tab: Any) -> list[tuple[str, int, str]]:
 
 
 def shares(tab: Any) -> dict[int, float]:
-    """By position, the listed weights as numbers."""
+    """The listed weights by position."""
     return {position: float(weight.strip("<%")) / 100 for _, position, weight in listed(tab)}
 
 
 def summed(tab: Any) -> list[float]:
-    """The output that "How it is computed" shows, number by number."""
+    """The output vector of the "How it is computed" view."""
     tab.locator(".result .vector span").first.wait_for()
     titles = tab.locator(".result .vector span").evaluate_all("cells => cells.map((cell) => cell.title)")
     return [float(title.split("= ")[1]) for title in titles]

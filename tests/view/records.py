@@ -1,4 +1,4 @@
-"""Small records with known numbers, for the tests of views."""
+"""Small records with known weights, for the tests of views."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from foci.record.record import Record
 JANE = ("[CLS]", "Jane", " is", " hun", "gry", ".", "[SEP]")
 JANE_WORDS = (None, 0, 1, 2, 2, 3, None)
 
-# Who looks at whom, in percent: “hungry” (two tokens) looks at Jane.
+# Weights in percent: “hungry” (two tokens) attends to Jane.
 HUNGRY = (
     (40, 10, 10, 10, 10, 10, 10),
     (50, 20, 10, 5, 5, 5, 5),
@@ -29,14 +29,14 @@ def percent(rows: tuple[tuple[int, ...], ...]) -> Tensor:
 
 
 def jane() -> Record:
-    """A sentence of seven tokens, five of them words; L0H0 looks at itself, L0H1 is HUNGRY."""
+    """A sentence of seven tokens, five of them words; L0H0 is the identity, L0H1 is HUNGRY."""
     matrix = torch.stack([torch.eye(7), percent(HUNGRY)])[None]
     labels = Labels.tokens([JANE], words=[JANE_WORDS])
     return Record({"layers.0": Layer("layers.0", matrix=matrix)}, {"input": labels}, model="BertModel", calls=1)
 
 
 def of_texts(*texts: str, seed: int = 0, layers: int = 1, heads: int = 1) -> Record:
-    """A record of these tokens with attention by chance."""
+    """A record of these tokens with random weights."""
     generator = torch.Generator().manual_seed(seed)
     shape = (1, heads, len(texts), len(texts))
     matrices = [torch.randn(shape, generator=generator).mul(2).softmax(-1) for _ in range(layers)]
@@ -45,7 +45,7 @@ def of_texts(*texts: str, seed: int = 0, layers: int = 1, heads: int = 1) -> Rec
 
 
 def kept() -> Record:
-    """Statistics only: the two heaviest keys of each query and a picture of 3 x 3."""
+    """A record of statistics only: the two top keys of each query and a picture of 3 x 3."""
     q = torch.arange(24.0).sin().view(1, 1, 6, 4) * 4
     _, weights = foci.attention(q, q, q, return_weights=True)
     statistics = Keep(top=2, picture=3).compute(weights)
@@ -54,7 +54,7 @@ def kept() -> Record:
 
 
 def translation() -> Record:
-    """An encoder-decoder of one layer and two heads: each written word looks at its own, in cross.L0H1 clearly."""
+    """An encoder-decoder of one layer and two heads; cross.L0H1 has the clearer alignment."""
     clear = percent(((80, 10, 10), (10, 80, 10), (0, 10, 90), (0, 0, 100)))
     vague = percent(((40, 30, 30), (30, 40, 30), (30, 30, 40), (20, 20, 60)))
     layers = [
@@ -69,13 +69,13 @@ def translation() -> Record:
     return Record({layer.name: layer for layer in layers}, labels, model="EncoderDecoder", calls=3)
 
 
-def translation_that_rests() -> Record:
-    """The heads of cross.L0 and cross.L2 rest on the end, sharply; those of cross.L1 look at the words."""
-    resting = torch.tensor([0.0, 0.0, 0.0, 1.0]).expand(1, 2, 4, 4)
-    looking = percent(((70, 10, 10, 10), (10, 70, 10, 10), (10, 10, 70, 10), (0, 0, 0, 100))).expand(1, 2, 4, 4)
+def translation_with_sinks() -> Record:
+    """The heads of cross.L0 and cross.L2 attend to the last token only; those of cross.L1 align the words."""
+    on_the_end = torch.tensor([0.0, 0.0, 0.0, 1.0]).expand(1, 2, 4, 4)
+    aligned = percent(((70, 10, 10, 10), (10, 70, 10, 10), (10, 10, 70, 10), (0, 0, 0, 100))).expand(1, 2, 4, 4)
     layers = [
         Layer(f"cross.{i}", "cross", i, matrix=matrix, queries="target", keys="source")
-        for i, matrix in enumerate((resting, looking, resting))
+        for i, matrix in enumerate((on_the_end, aligned, on_the_end))
     ]
     labels = {
         "source": Labels.tokens([("A", " man", " sleeps", "<stop>")]),
@@ -85,7 +85,7 @@ def translation_that_rests() -> Record:
 
 
 def image(grid: tuple[int, int] = (2, 3), pictures: bool = True) -> Record:
-    """Patches after a class token, which looks at the last patch most."""
+    """Patches after a class token, whose largest weight is on the last patch."""
     count = grid[0] * grid[1]
     rows = torch.eye(count + 1) * 0.5 + 0.5 / (count + 1)
     rows[0] = torch.cat([torch.tensor([0.1]), 0.9 * torch.arange(1.0, count + 1) / (count * (count + 1) / 2)])
@@ -97,7 +97,7 @@ def image(grid: tuple[int, int] = (2, 3), pictures: bool = True) -> Record:
 
 
 def plain_image(grid: tuple[int, int]) -> Record:
-    """Black patches without a class token, each of which looks at itself most."""
+    """Black patches without a class token; the largest weight of each is on itself."""
     count = grid[0] * grid[1]
     texts = tuple(f"{i // grid[1]},{i % grid[1]}" for i in range(count))
     labels = Labels("patches", (texts,), grid=grid, images=torch.zeros(1, *grid, 3, dtype=torch.uint8))

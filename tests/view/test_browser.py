@@ -1,4 +1,4 @@
-"""The page in a real browser, from disk and without a network."""
+"""The page in Chromium, from disk and offline."""
 
 import csv
 import io
@@ -49,7 +49,7 @@ def look(browser: Any, tmp_path: Path) -> Look:
 
 
 def near(found: dict[int, float], expected: Tensor) -> None:
-    """Listed shares are those of the record, to the digits that are shown."""
+    """Check that the listed weights equal the expected ones to the displayed digits."""
     for position, share in found.items():
         assert share == pytest.approx(float(expected[position]), rel=0.051, abs=1e-4)
 
@@ -87,7 +87,7 @@ def test_hover_click_and_add(look: Look) -> None:
         near(shares(tab), row[2])
 
 
-def test_who_looks_at_it(look: Look) -> None:
+def test_queries_that_attend_to_a_key(look: Look) -> None:
     column = (torch.tensor(records.HUNGRY) / 100)[:, 1]
     with look(records.jane(), "#h=L0H1&w=0&t=1") as tab:
         tab.get_by_role("button", name="attended by").click()
@@ -120,14 +120,14 @@ def test_mean_of_several_heads(look: Look) -> None:
         near(shares(tab), record["L0"].dense()[0, 2:, 9].mean(0))
 
 
-def test_a_long_text_says_what_it_has(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_shows_top_keys(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload, "MAX_EXACT_ENTRIES", 0)
     record = lazy(400, layers=1)
     with look(record, "#h=L0H1&t=399") as tab:
         assert "the exact weights of the 16 top keys of each query" in tab.locator(".right .note").inner_text()
         near(shares(tab), record["L0H1"].row(0, 399))
         assert tab.locator(".minimap").is_visible()
-        # The line of the chosen token is in sight, though the text is longer than the window.
+        # The line of the selected token is visible, although the text is longer than the window.
         assert token(tab, 399).is_visible()
         assert tab.locator(".token").count() < 400
         tab.locator(".textpane").evaluate("pane => pane.scrollTop = 0")
@@ -139,7 +139,7 @@ def test_a_long_text_says_what_it_has(look: Look, monkeypatch: pytest.MonkeyPatc
         assert set(shares(tab)) <= expected
 
 
-def test_search_goes_through_the_text(look: Look) -> None:
+def test_search_finds_all_matches(look: Look) -> None:
     with look(lazy(120, layers=1)) as tab:
         tab.keyboard.press("/")
         tab.keyboard.type("OLD CAS")
@@ -155,7 +155,7 @@ def test_search_goes_through_the_text(look: Look) -> None:
         assert tab.locator(".tools .count").inner_text() == "not found"
 
 
-def test_sinks_are_hidden_and_their_share_is_said(look: Look) -> None:
+def test_hidden_sinks_show_their_share(look: Look) -> None:
     matrix = torch.full((1, 1, 60, 60), 0.4 / 59)
     matrix[..., 0] = 0.6
     texts = [f" w{i}" for i in range(60)]
@@ -172,7 +172,7 @@ def test_sinks_are_hidden_and_their_share_is_said(look: Look) -> None:
         assert tab.locator(".sinkshare").inner_text() == "60.0% of this head’s attention is hidden in sinks"
 
 
-def test_a_learned_sink_has_its_share(look: Look) -> None:
+def test_a_learned_sink_shows_its_weight(look: Look) -> None:
     record = lazy(10, layers=1, sink=torch.tensor([4.0, 0.0, 0.0, 0.0]))
     with look(record, "#h=L0H0&t=6") as tab:
         mass = float(record["L0H0"].sink_mass()[0, 6])
@@ -180,7 +180,7 @@ def test_a_learned_sink_has_its_share(look: Look) -> None:
         assert float(said) / 100 == pytest.approx(mass, rel=0.051)
 
 
-def test_colours_change_and_the_legend_with_them(look: Look) -> None:
+def test_color_scale_changes_the_legend(look: Look) -> None:
     with look(records.jane(), "#h=L0H1&t=2&w=0") as tab:
         linear = background(tab, 5)
         assert tab.locator(".legend .ticks span").all_inner_texts() == ["0", "20.0%", "40.0%"]
@@ -217,7 +217,7 @@ def wait_for_address(tab: Any) -> str:
     return str(tab.url)
 
 
-def test_the_map_zooms_and_tells_entries(look: Look) -> None:
+def test_the_map_zooms_and_shows_entries(look: Look) -> None:
     record = lazy(60, layers=1)
     with look(record, "#v=map&h=L0H2") as tab:
         assert tab.locator(".tools .count").inner_text() == "Entries: every cell is one weight"
@@ -260,7 +260,7 @@ def test_lines_between_two_columns(look: Look) -> None:
         until(tab, ".linesframe path", 2)
 
 
-def test_alignment_marks_the_strongest_link(look: Look) -> None:
+def test_alignment_marks_the_largest_weight(look: Look) -> None:
     with look(records.translation(), "#v=align&h=cross.L0H1") as tab:
         titles = tab.locator(".alignframe title").all_text_contents()
         assert "Mann attends to man: 80.0%" in titles
@@ -278,7 +278,7 @@ def test_two_texts_side_by_side(look: Look) -> None:
         near(shares(tab), torch.tensor([0.1, 0.8, 0.1, 0.0]))
 
 
-def test_patches_are_lit(look: Look) -> None:
+def test_patches_are_brightened_by_weight(look: Look) -> None:
     record = records.image((2, 3))
     with look(record, "#v=image&t=") as tab:
         tab.locator(".chip").hover()
@@ -287,13 +287,13 @@ def test_patches_are_lit(look: Look) -> None:
         tab.mouse.click(box["x"] + box["width"] * 5 / 6, box["y"] + box["height"] * 3 / 4)
         tab.mouse.move(2, 2)
         near(shares(tab), record["L0H0"].row(0, 6))
-        # The patch that looks at itself most is bright, another one dark.
+        # The patch with the largest weight is bright, another one dark.
         lit, dark = (pixel(tab, x, y) for x, y in ((5 / 6, 0.8), (1 / 6, 0.2)))
         assert lit[:3] == pytest.approx([150, 160, 170], abs=12)
         assert max(dark[:3]) < 60
 
 
-def test_an_image_is_opened_as_one_and_its_class_token_looks_first(look: Look) -> None:
+def test_an_image_opens_in_the_image_view_with_its_class_token(look: Look) -> None:
     record = records.image((2, 3))
     with look(record) as tab:
         assert tab.get_by_role("tab", selected=True).inner_text() == "Image"
@@ -302,7 +302,7 @@ def test_an_image_is_opened_as_one_and_its_class_token_looks_first(look: Look) -
         assert tab.get_by_role("tab", selected=True).inner_text() == "Text"
 
 
-def test_without_a_class_token_the_middle_looks_and_black_patches_are_lit(look: Look) -> None:
+def test_without_a_class_token_the_middle_patch_is_selected_and_black_patches_brighten(look: Look) -> None:
     record = records.plain_image((3, 3))
     with look(record) as tab:
         near(shares(tab), record["L0H0"].row(0, 4))
@@ -311,7 +311,7 @@ def test_without_a_class_token_the_middle_looks_and_black_patches_are_lit(look: 
         assert max(lit[:3]) > max(dark[:3]) + 50
 
 
-def test_nothing_hangs_out_of_a_narrow_window(look: Look) -> None:
+def test_a_narrow_window_has_no_horizontal_overflow(look: Look) -> None:
     for record in (records.translation(), records.plain_image((3, 3))):
         with look(record) as tab:
             tab.set_viewport_size({"width": 400, "height": 700})
@@ -330,7 +330,7 @@ def test_generation_step_by_step(look: Look) -> None:
     record = lazy(10, layers=1)
     record.prompt = 4
     with look(record, "#v=steps&h=L0H1&n=2") as tab:
-        # The third word after the prompt stands at position 6; the query before it wrote it.
+        # The third token after the prompt is at position 6; the query before it generated it.
         assert "Step 3 of 6: generated and" in tab.locator(".status").inner_text()
         near(shares(tab), record["L0H1"].row(0, 5))
         tab.get_by_role("button", name="›").click()
@@ -341,7 +341,7 @@ def test_generation_step_by_step(look: Look) -> None:
         assert "Step 6 of 6" in tab.locator(".status").inner_text()
 
 
-def test_what_is_not_written_yet_has_no_tint(look: Look) -> None:
+def test_tokens_not_generated_yet_have_no_color(look: Look) -> None:
     record = records.of_texts("a", " comm", "and", "ed")
     record.labels["input"] = Labels.tokens([record.labels["input"].texts[0]], [[0, 1, 1, 1]])
     record.prompt = 1
@@ -359,7 +359,7 @@ def test_many_steps_have_thin_bars_that_all_fit(look: Look) -> None:
         assert wide == room
 
 
-def test_letters_that_are_tokens_read_as_a_text_that_breaks_at_its_spaces(look: Look) -> None:
+def test_character_tokens_break_lines_at_spaces(look: Look) -> None:
     text = "so we are here " * 20
     with look(records.of_texts("<start>", *text), "#t=") as tab:
         assert token(tab, 3).inner_text() == "\u00a0"
@@ -371,7 +371,7 @@ def test_letters_that_are_tokens_read_as_a_text_that_breaks_at_its_spaces(look: 
         assert token(tab, 1).inner_text() == "␣"
 
 
-def test_of_letters_a_word_is_chosen_first(look: Look) -> None:
+def test_a_word_of_character_tokens_is_selected_first(look: Look) -> None:
     text = "who are you "
     record = records.of_texts(*text)
     record.labels["input"] = Labels.tokens([tuple(text)], [[0, 0, 0, 1, 2, 2, 2, 3, 4, 4, 4, 5]])
@@ -379,7 +379,7 @@ def test_of_letters_a_word_is_chosen_first(look: Look) -> None:
         assert tab.locator(".ranked-title").inner_text() == "“you” attends to"
 
 
-def test_the_end_stands_apart_though_it_has_a_word_of_its_own(look: Look) -> None:
+def test_a_special_token_has_a_gap_before_it(look: Look) -> None:
     record = records.of_texts("Ein", " Mann", ".", "<stop>")
     record.labels["input"] = Labels.tokens([record.labels["input"].texts[0]], [[0, 1, 1, 2]])
     with look(record, "#t=") as tab:
@@ -397,13 +397,13 @@ def test_an_alignment_of_a_usual_sentence_fits(look: Look) -> None:
         assert tab.locator(".alignrow text", has_text="84").count() == 4
 
 
-def test_an_alignment_begins_with_the_clearest_layer(look: Look) -> None:
-    record = records.translation_that_rests()
+def test_an_alignment_opens_with_the_clearest_layer(look: Look) -> None:
+    record = records.translation_with_sinks()
     with look(record, "#v=align") as tab:
         assert "cross.L1, mean of 2 heads" in tab.locator(".right").inner_text()
 
 
-def test_the_arithmetic_is_the_record_s(look: Look) -> None:
+def test_arithmetic_equals_the_record(look: Look) -> None:
     record = lazy(9, heads=4, kv_heads=2)
     layer = record["L1"]
     assert layer.weights is not None
@@ -423,7 +423,7 @@ def test_the_arithmetic_is_the_record_s(look: Look) -> None:
         assert summed(tab) == pytest.approx(out.tolist(), abs=1e-4)
 
 
-def test_the_arithmetic_says_what_was_not_kept_and_invents_nothing(look: Look) -> None:
+def test_arithmetic_names_what_was_not_recorded(look: Look) -> None:
     with look(records.jane(), "#v=compute&h=L0H1&t=3") as tab:
         cards = tab.locator(".card")
         assert "They were not recorded: record with keep='lazy'" in cards.nth(0).inner_text()
@@ -432,7 +432,7 @@ def test_the_arithmetic_says_what_was_not_kept_and_invents_nothing(look: Look) -
         assert cards.nth(2).locator("tbody tr").first.inner_text().endswith("70.0%")
         assert "They were not recorded" in cards.nth(3).inner_text()
     with look(records.kept(), "#v=compute&t=5") as tab:
-        # Scores follow from the weights and the log-sum-exp; the products behind them do not.
+        # Scores follow from the weights and the log-sum-exp; products do not.
         assert tab.locator(".card").nth(1).locator("th").all_inner_texts() == ["key", "score"]
         assert "No mask" not in tab.locator(".card").nth(1).inner_text()
 
@@ -450,14 +450,14 @@ def test_a_file_too_large_for_vectors_says_so(
             assert "This file is too large to include them" in cards.nth(place).inner_text()
 
 
-def test_the_weighted_sum_of_a_model_that_was_watched(look: Look) -> None:
+def test_weighted_sum_of_a_recorded_model(look: Look) -> None:
     record = record_small_model()
     with look(record, "#v=compute&h=L1H1&t=9") as tab:
         assert tab.locator(".card").count() == 4
         assert summed(tab) == pytest.approx(output_of(record, "L1H1", 9), abs=1e-3)
 
 
-def test_rollout_is_the_record_s(look: Look) -> None:
+def test_rollout_equals_the_record(look: Look) -> None:
     record = lazy(12, layers=3)
     with look(record, "#v=rollout&t=10") as tab:
         assert "Read with care" in tab.locator(".caveat").inner_text()
@@ -467,7 +467,7 @@ def test_rollout_is_the_record_s(look: Look) -> None:
         assert found == pytest.approx(flow.sort(descending=True).values[: len(found)].tolist(), rel=0.051)
 
 
-def test_the_whole_state_is_in_the_address(look: Look, browser: Any) -> None:
+def test_the_state_is_in_the_url(look: Look, browser: Any) -> None:
     with look(lazy(20), "#h=L1H2&t=5") as tab:
         tab.keyboard.press("c")
         tab.keyboard.press("s")
@@ -481,7 +481,7 @@ def test_the_whole_state_is_in_the_address(look: Look, browser: Any) -> None:
 
 
 @pytest.mark.parametrize("address", ["#h=L99H1&t=999.-1.x&b=7&v=nowhere&z=NaN", "#%%%", "#t=&h=<img>"])
-def test_a_bad_address_opens_all_the_same(look: Look, address: str) -> None:
+def test_an_invalid_url_state_still_opens(look: Look, address: str) -> None:
     with look(records.jane(), address) as tab:
         assert tab.locator(".token").count() == 7
 
@@ -529,7 +529,7 @@ def test_the_list_is_a_table_with_a_caption(look: Look) -> None:
 def test_copies(look: Look, view: str) -> None:
     record = lazy(8)
     with look(record, f"#v={view}&h=L0H1&t=5") as tab:
-        # Without leave to write into the clipboard the page saves a file.
+        # Without permission to write to the clipboard, the page saves a file.
         tab.evaluate(
             "() => { for (const name of ['write', 'writeText'])"
             " navigator.clipboard[name] = () => Promise.reject(new Error('no')) }"
@@ -549,7 +549,7 @@ def test_copies(look: Look, view: str) -> None:
             assert float(rows[1][3]) == pytest.approx(float(record["L0H1"].row(0, 5).max()), rel=1e-4)
 
 
-def test_copies_go_to_the_clipboard_where_that_is_allowed(look: Look) -> None:
+def test_copies_go_to_the_clipboard_if_allowed(look: Look) -> None:
     with look(records.jane(), "#h=L0H1&t=1&w=0", permissions=["clipboard-read", "clipboard-write"]) as tab:
         tab.locator("summary").click()
         tab.locator('[data-copy="csv"]').click()
@@ -637,13 +637,13 @@ def test_several_sequences(look: Look) -> None:
         near(shares(tab), matrix[1, 0, 1])
 
 
-def test_the_package_is_named(look: Look) -> None:
+def test_the_title_names_model_and_package(look: Look) -> None:
     with look(records.jane()) as tab:
         assert tab.title() == "BertModel · foci"
         assert foci.__version__
 
 
-def test_rows_that_are_no_numbers_are_said_and_nothing_is_made_of_them(look: Look) -> None:
+def test_nonfinite_rows_are_noted_and_not_drawn(look: Look) -> None:
     record = records.jane()
     matrix = record["L0"].matrix
     assert matrix is not None
@@ -664,7 +664,7 @@ def test_rows_that_are_no_numbers_are_said_and_nothing_is_made_of_them(look: Loo
         assert "Rollout is undefined" in tab.locator(".status").inner_text()
 
 
-def test_a_text_that_was_cut_and_small_weights_are_told(look: Look) -> None:
+def test_notes_and_small_weights_are_shown(look: Look) -> None:
     record = records.of_texts("a", " b", " c")
     matrix = record["L0"].matrix
     assert matrix is not None
@@ -679,11 +679,11 @@ def test_a_text_that_was_cut_and_small_weights_are_told(look: Look) -> None:
         )
         assert [weight for *_, weight in listed(tab)] == ["60.0%", "40.0%", "<0.01%"]
         cells = tab.locator(".ranked td.weight").evaluate_all("cells => cells.map((cell) => cell.offsetHeight)")
-        # One line each: rows differ by the rounding of a pixel.
+        # One line each; heights differ by rounding.
         assert max(cells) - min(cells) <= 1
 
 
-def test_every_view_names_what_is_chosen_alike(look: Look) -> None:
+def test_every_view_names_the_selection_alike(look: Look) -> None:
     with look(records.jane(), "#h=L0H1&t=4") as tab:
         assert tab.locator(".ranked-title").inner_text() == "“hungry” attends to"
         tab.get_by_role("tab", name="How it is computed").click()
@@ -694,7 +694,7 @@ def test_every_view_names_what_is_chosen_alike(look: Look) -> None:
         )
 
 
-def test_a_word_that_is_written_has_one_name_in_all_views(look: Look) -> None:
+def test_a_generated_word_has_the_same_name_in_all_views(look: Look) -> None:
     record = records.translation()
     cross = record.layers["cross.0"]
     record.layers["cross.0"] = replace(cross, queries="answer")
@@ -708,7 +708,7 @@ def test_a_word_that_is_written_has_one_name_in_all_views(look: Look) -> None:
         )
 
 
-def test_heads_that_measure_alike_look_alike(look: Look) -> None:
+def test_heads_with_equal_metrics_have_equal_colors(look: Look) -> None:
     record = records.of_texts(*"abcd", layers=1, heads=2)
     record.layers["layers.0"] = Layer("layers.0", matrix=(torch.rand(1, 2, 4, 4) * 0.001).softmax(-1))
     with look(record) as tab:
@@ -719,8 +719,8 @@ def test_heads_that_measure_alike_look_alike(look: Look) -> None:
 
 
 @pytest.mark.parametrize(("queries", "keys", "x", "y"), [(3, 500, 0.5, 42), (500, 3, 42, 0.5)])
-def test_the_map_of_a_long_matrix_is_no_thin_line(queries: int, keys: int, x: float, y: float, look: Look) -> None:
-    """Cells along the short side are 28 pixels large: the second one is there where it should be."""
+def test_the_map_of_a_long_matrix_has_stretched_cells(queries: int, keys: int, x: float, y: float, look: Look) -> None:
+    """Cells along the short axis are 28 pixels large."""
     record = Record.from_tensors([torch.full((1, 1, queries, keys), 1 / keys)])
     with look(record, "#v=map&h=L0H0") as tab:
         box = tab.locator(".map").bounding_box()
@@ -731,7 +731,7 @@ def test_the_map_of_a_long_matrix_is_no_thin_line(queries: int, keys: int, x: fl
         assert f"query {query}, key {key}" in tab.locator(".tip").inner_text()
 
 
-def test_the_map_of_a_sound_has_times(look: Look) -> None:
+def test_the_map_of_audio_frames_shows_seconds(look: Look) -> None:
     record = records.translation()
     times = Labels("frames", (tuple(f"{i * 0.04:.2f}" for i in range(300)),), seconds=0.04)
     matrix = torch.full((1, 1, 4, 300), 1 / 300)

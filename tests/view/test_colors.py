@@ -36,7 +36,7 @@ def test_depth(environment: dict[str, str], bits: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("said", "light"), [("0;15", True), ("0;default;7", True), ("15;0", False), ("", False)])
-def test_the_ground_is_dark_unless_the_terminal_says_otherwise(
+def test_the_background_is_dark_unless_the_terminal_reports_a_light_one(
     said: str, light: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLORFGBG", said)
@@ -44,14 +44,14 @@ def test_the_ground_is_dark_unless_the_terminal_says_otherwise(
 
 
 @pytest.mark.parametrize("ramp", [LIGHT_RAMP, tuple(reversed(DARK_RAMP))])
-def test_more_is_further_from_the_ground_to_every_eye(ramp: tuple[tuple[int, int, int], ...]) -> None:
+def test_lightness_of_ramps_is_monotonic(ramp: tuple[tuple[int, int, int], ...]) -> None:
     steps = [compute_lightness(interpolate_color(ramp, i / 64)) for i in range(65)]
     assert all(before > after for before, after in itertools.pairwise(steps))
     assert steps[0] - steps[-1] > 0.8
 
 
 @pytest.mark.parametrize("ramp", [LIGHT_RAMP, DARK_RAMP])
-def test_letters_read_on_every_step(ramp: tuple[tuple[int, int, int], ...]) -> None:
+def test_text_color_contrasts_with_every_step(ramp: tuple[tuple[int, int, int], ...]) -> None:
     grounds = [interpolate_color(ramp, i / 64) for i in range(65)]
     assert (
         min(abs(compute_lightness(ground) - compute_lightness(contrasting_text_color(ground))) for ground in grounds)
@@ -59,7 +59,7 @@ def test_letters_read_on_every_step(ramp: tuple[tuple[int, int, int], ...]) -> N
     )
 
 
-def test_codes() -> None:
+def test_ansi_color_codes() -> None:
     assert ansi_color_codes((1, 2, 3), 24, background=True) == "48;2;1;2;3"
     assert ansi_color_codes((255, 0, 0), 8, background=False) == "38;5;196"
     assert [nearest_palette_index((g, g, g)) for g in (0, 8, 128, 255)] == [16, 232, 244, 231]

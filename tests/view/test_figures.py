@@ -30,7 +30,7 @@ def texts(labels: list[mpl.text.Text]) -> list[str]:
     return [label.get_text() for label in labels]
 
 
-def test_a_matrix_has_the_numbers_the_words_and_what_the_axes_mean() -> None:
+def test_a_matrix_has_numbers_words_and_axis_labels() -> None:
     ax = plots.plot_matrix(jane(), "L0H1")
     assert texts(ax.get_yticklabels()) == texts(ax.get_xticklabels()) == ["[CLS]", "Jane", "is", "hungry", ".", "[SEP]"]
     assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_title(loc="left")) == ("query", "key", "L0H1")
@@ -45,14 +45,14 @@ def test_a_matrix_by_token_and_without_numbers() -> None:
     assert ax.get_title(loc="left") == "L0, mean of heads"
 
 
-def test_axes_that_are_given_are_drawn_into() -> None:
+def test_given_axes_are_used() -> None:
     figure, axes = theme.import_pyplot().subplots(1, 2)
     assert plots.plot_matrix(jane(), "L0H0", ax=axes[1]) is axes[1]
     assert plots.plot_entropy(jane(), axes[0]) is axes[0]
     assert axes[1].get_figure() is figure
 
 
-def test_an_alignment_has_what_was_read_in_its_columns() -> None:
+def test_an_alignment_has_source_words_in_columns() -> None:
     ax = plots.plot_alignment(translation(), "cross.L0H1")
     assert texts(ax.get_xticklabels()) == ["A", "man", "sleeps"]
     assert texts(ax.get_yticklabels()) == ["Ein", "Mann", "schläft", "</s>"]
@@ -66,11 +66,11 @@ def test_the_head_grid_has_a_picture_for_each_head() -> None:
     assert shown(ax).shape == (3 * 7, 4 * 7)
     assert texts(ax.get_yticklabels()) == ["L0", "L1", "L2"]
     assert texts(ax.get_xticklabels()) == ["H0", "H1", "H2", "H3"]
-    # Each picture to its own largest.
+    # Each picture is relative to its largest weight.
     assert [float(shown(ax)[:6, i * 7 : i * 7 + 6].max()) for i in range(4)] == [1.0] * 4
 
 
-def test_the_overlay_lights_the_patches() -> None:
+def test_the_overlay_colors_the_patches() -> None:
     ax = plots.plot_overlay(image())
     assert ax.get_title(loc="left") == "Attention of the class token in L0H0"
     assert len(ax.images) == 2
@@ -97,7 +97,7 @@ def test_a_long_text_is_drawn_in_blocks() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("queries", "keys"), [(17, 129), (129, 17), (5, 100), (30, 300), (2, 1500), (2, 40), (1, 1)])
-def test_a_matrix_of_any_shape_has_room_for_its_picture_and_whole_numbers(queries: int, keys: int) -> None:
+def test_a_matrix_of_any_shape_has_room_and_integer_ticks(queries: int, keys: int) -> None:
     ax = plots.plot_matrix(across(queries, keys), "cross.L0H0")
     figure = ax.get_figure(root=True)
     assert figure is not None
@@ -109,18 +109,18 @@ def test_a_matrix_of_any_shape_has_room_for_its_picture_and_whole_numbers(querie
     assert box.height / figure.dpi > 1.4
     for axis in (ax.xaxis, ax.yaxis):
         names = [label for label in axis.get_ticklabels() if label.get_text()]
-        # Outside of the picture there is a tick below 0, which is not drawn.
+        # There is a tick below 0 outside of the axes, which is not drawn.
         assert all(label.get_text().lstrip("\u2212").isdecimal() for label in names)
         assert axis.axis_name == "x" or apart(names)
 
 
 def apart(labels: list[mpl.text.Text]) -> bool:
-    """Whether no name is written over the one below it."""
+    """Whether no label overlaps the one below it."""
     boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.y0)
     return all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes))
 
 
-def test_words_are_named_along_the_side_that_has_few_of_them() -> None:
+def test_words_are_written_along_the_short_axis() -> None:
     record = across(3, 100)
     record.labels["target"] = Labels.tokens([["ver", "rückt", "."]], [[0, 0, 1]])
     ax = plots.plot_matrix(record, "cross.L0H0")
@@ -129,7 +129,7 @@ def test_words_are_named_along_the_side_that_has_few_of_them() -> None:
     assert legend(ax) == "attention weight\ncolor by its square root"
 
 
-def test_a_long_sound_is_counted_in_seconds() -> None:
+def test_audio_frames_are_labelled_in_seconds() -> None:
     record = across(2, 200)
     record.labels["source"] = Labels("frames", (tuple(f"{i * 0.04:.2f}" for i in range(200)),), seconds=0.04)
     ax = plots.plot_matrix(record, "cross.L0H0")
@@ -137,7 +137,7 @@ def test_a_long_sound_is_counted_in_seconds() -> None:
 
 
 def across(queries: int, keys: int) -> Record:
-    """Attention by chance between two sequences of bare positions."""
+    """Random cross-attention between two sequences without texts."""
     matrix = torch.randn(1, 1, queries, keys, generator=torch.Generator().manual_seed(0)).softmax(-1)
     return Record({"cross": Layer("cross", "cross", matrix=matrix, queries="target", keys="source")})
 
@@ -165,20 +165,20 @@ def test_every_figure_is_saved_and_closed(record: Record, what: str, tmp_path: P
     assert not theme.import_pyplot().get_fignums()
 
 
-def test_the_figure_that_suits_a_record_is_chosen(tmp_path: Path) -> None:
+def test_the_default_figure_depends_on_the_record(tmp_path: Path) -> None:
     for record, word in ((jane(), "hungry"), (translation(), "schläft"), (image(), "Attention of the class token")):
         record.save(tmp_path / "x.svg")
         assert word in (tmp_path / "x.svg").read_text()
 
 
-def test_the_same_record_gives_the_same_file(tmp_path: Path) -> None:
+def test_equal_records_give_equal_files(tmp_path: Path) -> None:
     for ending in ("svg", "pdf"):
         for name in ("a", "b"):
             jane().save(tmp_path / f"{name}.{ending}", what="entropy")
         assert (tmp_path / f"a.{ending}").read_bytes() == (tmp_path / f"b.{ending}").read_bytes()
 
 
-def test_text_stays_text_and_fonts_are_inside(tmp_path: Path) -> None:
+def test_text_stays_text_and_fonts_are_embedded(tmp_path: Path) -> None:
     jane().save(tmp_path / "x.svg", head="L0H1")
     svg = (tmp_path / "x.svg").read_text()
     assert ">hungry</text>" in svg
@@ -189,7 +189,7 @@ def test_text_stays_text_and_fonts_are_inside(tmp_path: Path) -> None:
     assert b"/Type3" not in pdf
 
 
-def test_hostile_tokens_are_only_text(tmp_path: Path) -> None:
+def test_hostile_tokens_are_plain_text(tmp_path: Path) -> None:
     record = of_texts("$x^2$", "\\frac{", "</text><script>", "\x1b[2J", "a" * 10_000, "%", "_", "\n")
     record.save(tmp_path / "x.svg")
     svg = (tmp_path / "x.svg").read_text()
@@ -200,13 +200,13 @@ def test_hostile_tokens_are_only_text(tmp_path: Path) -> None:
     assert len(svg) < 100_000
 
 
-def test_characters_without_a_font_are_named_and_drawn_as_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_without_a_font_become_boxes_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theme, "list_drawable_characters", lambda: frozenset(map(ord, "abc")))
     with pytest.warns(UserWarning, match=r"no installed font has 漢x: drawn as □; install one such as Noto Sans CJK"):
         assert theme.format_labels(["a漢", "xb"]) == ["a□", "□b"]
 
 
-def test_latin_greek_and_cyrillic_need_no_other_font() -> None:
+def test_latin_greek_and_cyrillic_need_no_extra_font() -> None:
     assert theme.format_labels(["naïve", "ελληνικά", "русский", "⟨202E⟩↵⇥∅…□�"]) == [
         "naïve",
         "ελληνικά",
@@ -215,14 +215,14 @@ def test_latin_greek_and_cyrillic_need_no_other_font() -> None:
     ]
 
 
-def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_unknown_figures_and_missing_grids_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"what must be one of matrix, heads, alignment, overlay, entropy, got"):
         jane().save(tmp_path / "x.png", what="cake")
     with pytest.raises(ValueError, match=r"labels must be those of an image with a grid of patches, got"):
         plots.plot_overlay(jane())
 
 
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(
         ImportError, match=r"figures need matplotlib, which is not installed: pip install 'foci\[view\]'"
@@ -230,19 +230,19 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
         plots.plot_matrix(jane())
 
 
-def test_settings_of_the_user_are_left_alone() -> None:
+def test_user_settings_are_not_changed() -> None:
     before = dict(mpl.rcParams)
     plots.plot_matrix(jane())
     assert dict(mpl.rcParams) == before
 
 
-def test_words_are_those_of_the_labels_where_sequences_differ() -> None:
+def test_words_come_from_the_labels() -> None:
     record = of_texts("a", "b")
     record.labels["input"] = Labels.tokens([["left", " right"]])
     assert texts(plots.plot_matrix(record, "L0H0").get_xticklabels()) == ["left", "right"]
 
 
-def test_an_even_look_leaves_the_picture_to_be_seen() -> None:
+def test_uniform_attention_leaves_the_image_visible() -> None:
     count = 36
     record = plain_image((6, 6))
     record.layers["blocks.0"] = Layer(
@@ -253,11 +253,11 @@ def test_an_even_look_leaves_the_picture_to_be_seen() -> None:
     assert float(over.get_alpha().max()) < 0.5
     assert over.get_clim()[1] == pytest.approx(3 / count)
     assert ax.get_title(loc="left") == "Attention of the middle patch in L0H0"
-    # Black stays darker than any grey that would be taken for a part of the picture.
+    # Black stays dark.
     assert float(ax.images[0].get_array().max()) < 0.2
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(70, 1), (9, 3), (3, 9)])
-def test_a_text_may_look_at_another_length_of_itself(queries: int, keys: int) -> None:
+def test_query_and_key_lengths_may_differ(queries: int, keys: int) -> None:
     ax = plots.plot_matrix(Record.from_tensors([torch.full((1, 1, queries, keys), 1 / keys)]))
     assert ax.images[0].get_array().shape == (queries, keys)

@@ -39,7 +39,7 @@ HOSTILE = (
     [("f4", 0), ("f2", 5e-4), ("log16", 1 / 4096), ("log8", 1 / 31)],
     ids=["f4", "f2", "log16", "log8"],
 )
-def test_numbers_come_back_within_the_error_of_their_kind(kind: str, error: float) -> None:
+def test_numbers_are_decoded_within_the_error_of_their_kind(kind: str, error: float) -> None:
     weights = torch.tensor([[1.0, 0.5, 0.123456, 1e-3, 3e-5], [0.25, 0.2, 0.0, 1e-4, 7e-3]])
     packed = PackedArrays()
     packed.add("w", weights, kind)
@@ -56,7 +56,7 @@ def test_a_short_record_has_every_entry() -> None:
     assert torch.equal(entries, record["L1"].dense().float())
 
 
-def test_many_short_heads_keep_four_digits() -> None:
+def test_many_heads_are_stored_with_four_digits() -> None:
     record = lazy(128, layers=2, heads=40)
     header, arrays = read_payload(document.render_html(record))
     assert header["layers"][0]["entries"] == "log16"
@@ -65,7 +65,7 @@ def test_many_short_heads_keep_four_digits() -> None:
     )
 
 
-def test_a_long_record_has_the_heaviest_keys_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_record_has_top_keys_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload, "MAX_EXACT_ENTRIES", 0)
     record = lazy(150, layers=1)
     header, arrays = read_payload(document.render_html(record))
@@ -90,7 +90,7 @@ def test_a_long_record_has_the_heaviest_keys_and_pictures(monkeypatch: pytest.Mo
     )
 
 
-def test_kept_statistics_are_written_as_they_are() -> None:
+def test_kept_statistics_are_written_unchanged() -> None:
     record = records.kept()
     header, arrays = read_payload(document.render_html(record))
     assert decode_array(header, arrays, "0.keys").shape == (1, 1, 6, 2)
@@ -101,7 +101,7 @@ def test_kept_statistics_are_written_as_they_are() -> None:
     assert header["layers"][0]["score"] is None
 
 
-def test_what_the_arithmetic_needs() -> None:
+def test_vectors_and_score_of_the_arithmetic() -> None:
     weight = torch.randn(8)
     record = lazy(6, score=foci.Additive(weight), sink=None)
     header, arrays = read_payload(document.render_html(record))
@@ -121,7 +121,7 @@ def test_what_the_arithmetic_needs() -> None:
     assert decode_array(plain, arrays, "0.k").shape == (1, 2, 6, 8)
 
 
-def test_scores_and_names() -> None:
+def test_metrics_and_names() -> None:
     record = records.translation()
     header, _ = read_payload(document.render_html(record, title="Ein Titel"))
     assert header["title"] == "Ein Titel"
@@ -135,7 +135,7 @@ def test_scores_and_names() -> None:
     assert induction[0]["values"][2] == [None, None]
 
 
-def test_what_a_tokenizer_says_is_nowhere_in_the_markup() -> None:
+def test_tokens_are_not_in_the_markup() -> None:
     record = records.of_texts(*HOSTILE)
     record.model = '</title><img src=x onerror="alert(1)">'
     record.answer = HOSTILE[0]
@@ -148,12 +148,12 @@ def test_what_a_tokenizer_says_is_nowhere_in_the_markup() -> None:
     assert header["labels"][0]["texts"][0] == [token.replace("\ud800", "\ufffd") for token in HOSTILE]
 
 
-def test_megabytes_in_a_token_are_cut_and_say_so() -> None:
+def test_long_tokens_are_cut_with_their_length() -> None:
     header, _ = read_payload(document.render_html(records.of_texts("x" * 3_000_000, "y")))
     assert header["labels"][0]["texts"][0][0] == "x" * 1000 + "… (3,000,000 characters)"
 
 
-def test_the_policy_lets_one_script_and_one_style_run() -> None:
+def test_the_policy_allows_one_script_and_one_style() -> None:
     text = document.render_html(records.jane())
     policy = html.unescape(re.search(r'Security-Policy" content="([^"]*)"', text)[1])  # type: ignore[index]
     script = re.search(r"<script>(.*)</script>", text, re.DOTALL)[1]  # type: ignore[index]
@@ -168,13 +168,13 @@ def hashed(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def test_nothing_outside_is_named() -> None:
+def test_the_page_has_no_external_references() -> None:
     text = document.render_html(records.jane())
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", text)
     assert not re.search(r"\b(?:fetch|XMLHttpRequest|WebSocket|import)\s*\(", text)
 
 
-def test_the_same_record_gives_the_same_page() -> None:
+def test_equal_records_give_equal_pages() -> None:
     assert document.render_html(lazy(10)) == document.render_html(lazy(10))
 
 
@@ -185,7 +185,7 @@ def test_a_frame_holds_the_whole_page() -> None:
     assert record._repr_mimebundle_()["text/html"] == frame
 
 
-def test_sequences_beyond_the_first_are_counted() -> None:
+def test_further_sequences_are_counted() -> None:
     layer = Layer("l", matrix=torch.rand(20, 1, 3, 3).softmax(-1))
     record = Record({"l": layer}, {"input": Labels.positions(20, 3)}, model="M")
     header, arrays = read_payload(document.render_html(record))
@@ -198,12 +198,12 @@ def test_save_writes_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "x.html").read_text("utf-8") == document.render_html(records.jane())
 
 
-def test_a_record_of_nothing_is_refused() -> None:
+def test_an_empty_record_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one layer"):
         document.render_html(Record())
 
 
-def test_modules_are_joined_in_order() -> None:
+def test_modules_are_bundled_in_order() -> None:
     names = bundle.order_modules("main")
     assert names.index("dom") < names.index("text") < names.index("app") < names.index("main")
     assert not re.search(r"^(import|export)\b", bundle.bundle_script(), re.MULTILINE)
@@ -218,13 +218,15 @@ def test_modules_are_joined_in_order() -> None:
         ({"a": 'import x from "./b.js";\n'}, "import x from"),
     ],
 )
-def test_modules_that_cannot_be_joined(sources: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_modules_are_refused(
+    sources: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bundle, "read_module", sources.__getitem__)
     with pytest.raises(ValueError, match=message):
         bundle.bundle_script("a")
 
 
-def test_colours_are_even_in_lightness() -> None:
+def test_lightness_of_page_ramps_is_monotonic() -> None:
     ramps = re.findall(r"\b(?:to|from): (\[.*?\])", bundle.read_module("colors"))
     assert len(ramps) == 4
     for ramp in ramps:
@@ -232,7 +234,7 @@ def test_colours_are_even_in_lightness() -> None:
             sum(w * int(color[i : i + 2], 16) for w, i in ((0.299, 1), (0.587, 3), (0.114, 5))) for color in eval(ramp)
         ]
         steps = [after - before for before, after in pairwise(light)]
-        # Always darker or always lighter, so that the order reads without colour vision.
+        # Monotonic lightness is readable without color vision.
         assert all(step < -12 for step in steps) or all(step > 12 for step in steps)
 
 
@@ -243,7 +245,7 @@ def test_gzip_has_no_time_stamp() -> None:
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, "x" * 1_000_000])
-def test_a_model_may_have_any_name(name: str) -> None:
+def test_any_model_name_is_accepted(name: str) -> None:
     record = records.jane()
     record.model = name
     made = document.render_html(record)
@@ -256,7 +258,7 @@ def test_a_model_may_have_any_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
-def test_what_json_cannot_say_is_left_out(seconds: float) -> None:
+def test_nonfinite_numbers_are_null_in_json(seconds: float) -> None:
     record = records.jane()
     record.labels["input"] = replace(record.labels["input"], seconds=seconds)
     record.layers["layers.0"] = replace(record.layers["layers.0"], matrix=torch.full((1, 2, 7, 7), float("inf")))
@@ -265,14 +267,14 @@ def test_what_json_cannot_say_is_left_out(seconds: float) -> None:
     assert "Infinity" not in str(header["metrics"])
 
 
-def test_attention_to_nothing_is_no_page() -> None:
+def test_a_layer_without_keys_is_refused() -> None:
     record = Record({"l": Layer("l", matrix=torch.zeros(1, 1, 4, 0))}, {}, model="M")
-    with pytest.raises(ValueError, match=r"L0 must have at least one query and one key, got shape \(1, 1, 4, 0\)"):
+    with pytest.raises(ValueError, match=r"L0 must have queries and keys must be 1 or more, got shape \(1, 1, 4, 0\)"):
         document.render_html(record)
 
 
 @pytest.mark.parametrize("make", [records.jane, records.translation, records.image, lambda: lazy(12)])
-def test_a_page_begins_where_the_terminal_and_the_figure_do(make: Callable[[], Record]) -> None:
+def test_page_and_terminal_have_the_same_initial_selection(make: Callable[[], Record]) -> None:
     record = make()
     first = read_payload(document.render_html(record))[0]["initial"]
     selected = selection.select_default_head(record)
@@ -287,8 +289,8 @@ def test_a_page_begins_where_the_terminal_and_the_figure_do(make: Callable[[], R
         assert first["query"] == 0
 
 
-def test_rows_that_are_no_numbers_are_counted_and_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    # So few that logarithms, which have no NaN, would be written.
+def test_nonfinite_rows_are_counted_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without NaN, entries would be stored as logarithms.
     monkeypatch.setattr(payload, "MAX_FLOAT_ENTRIES", 1)
     record = records.jane()
     matrix = record["L0"].matrix

@@ -17,7 +17,7 @@ from foci.view.terminal import record, text
 from foci.view.terminal.record import render_record, show_record
 from foci.view.terminal.styled_text import TerminalPage
 from foci.view.units import TextUnit, find_unit, list_layer_units, list_units
-from tests.view.records import image, jane, kept, of_texts, translation, translation_that_rests
+from tests.view.records import image, jane, kept, of_texts, translation, translation_with_sinks
 
 
 def lines(record: Record, width: int = 72, **options: object) -> list[str]:
@@ -57,11 +57,11 @@ All of L0H1
    [SEP]   ███ 90      0      0      0      0 ▒▒▒ 10"""
 
 
-def test_a_sentence_without_colour() -> None:
+def test_a_sentence_without_color() -> None:
     assert str(render_record(jane(), page=TerminalPage(72))) == JANE
 
 
-def test_show_writes_what_render_gives_and_pipes_get_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_prints_the_rendered_page_without_color_to_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLORTERM", "truecolor")
     out = io.StringIO()
     jane().show(width=72, file=out)
@@ -84,7 +84,7 @@ def painted(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
     return out.getvalue()
 
 
-def test_the_text_in_true_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_in_true_color(monkeypatch: pytest.MonkeyPatch) -> None:
     assert painted(monkeypatch, COLORTERM="truecolor").splitlines()[4] == (
         "   \x1b[48;2;113;30;128;38;2;238;236;232m[CLS]\x1b[0m"
         " \x1b[48;2;249;139;104;38;2;16;14;24mJane\x1b[0m"
@@ -95,29 +95,29 @@ def test_the_text_in_true_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_text_in_256_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_in_256_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     line = painted(monkeypatch).splitlines()[4]
     assert re.findall(r"48;5;(\d+)", line) == ["54", "209", "54", "90", "53", "53"]
     assert "48;2;" not in line
 
 
-def test_a_light_ground_has_light_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_light_background_has_light_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     line = painted(monkeypatch, COLORTERM="24bit", COLORFGBG="0;15").splitlines()[4]
     assert line.startswith("   \x1b[48;2;250;159;114;38;2;16;14;24m[CLS]")
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_no_colour_where_it_is_not_welcome(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_if_disabled(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b" not in painted(monkeypatch, **environment)
 
 
-def test_colour_changes_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_color_does_not_change_words(monkeypatch: pytest.MonkeyPatch) -> None:
     coloured = ANSI_STYLE.sub("", painted(monkeypatch, COLORTERM="truecolor"))
     assert "Attention of “hungry” in L0H1\n   [CLS] Jane is hungry. [SEP]\n\n   Jane     60.0%  ██████" in coloured
     assert "   hungry     10     60      8     15      3      5 " in coloured
 
 
-def test_a_narrow_terminal_shades_and_writes_downwards() -> None:
+def test_a_narrow_terminal_has_shades_and_vertical_words() -> None:
     assert lines(jane(), 24, head="L0H1")[4:] == [
         "Attention of “hungry”",
         "in L0H1",
@@ -151,7 +151,7 @@ def test_a_narrow_terminal_shades_and_writes_downwards() -> None:
     ]
 
 
-def test_the_alignment_has_written_words_in_rows_and_read_ones_in_columns() -> None:
+def test_the_alignment_has_target_words_in_rows() -> None:
     found = lines(translation(), 60)
     assert found[-7:] == [
         "All of cross.L0, the mean of its heads",
@@ -185,20 +185,20 @@ def test_patches_of_an_image() -> None:
 
 
 @pytest.mark.parametrize(("grid", "place"), [((7, 7), 24), ((4, 6), 15), ((1, 1), 0), ((3, 2), 3)])
-def test_without_a_class_token_the_middle_patch_looks(grid: tuple[int, int], place: int) -> None:
+def test_without_a_class_token_the_middle_patch_is_selected(grid: tuple[int, int], place: int) -> None:
     names = tuple(f"{row},{column}" for row in range(grid[0]) for column in range(grid[1]))
     labels = Labels("patches", (names,), grid=grid)
     assert select_patch(labels, None) == (place, "the middle patch")
     assert names[place] == f"{grid[0] // 2},{grid[1] // 2}"
 
 
-def test_patches_in_half_blocks_where_they_are_many() -> None:
+def test_many_patches_are_half_blocks() -> None:
     found = render_record(image((31, 40)), head="L0", page=TerminalPage(60, True, bits=24)).lines[4:-2]
     assert [text_width(line) for line in found] == [41] * 16
     assert found[0].count("▀") == 40
 
 
-def test_the_image_stands_beside_its_patches() -> None:
+def test_the_image_is_beside_its_patches() -> None:
     first = render_record(image(), head="L0", page=TerminalPage(60, True, bits=24)).lines[4]
     assert first.startswith(" \x1b[38;2;0;10;20;48;2;0;10;20m▀\x1b[0m")
     assert ANSI_STYLE.sub("", first) == " ▀▀▀▀▀▀         "
@@ -206,12 +206,12 @@ def test_the_image_stands_beside_its_patches() -> None:
 
 
 @pytest.mark.parametrize("place", ["2,0", "0,3", "99", "first"])
-def test_a_patch_that_is_not_there(place: str) -> None:
+def test_an_unknown_patch_is_refused(place: str) -> None:
     with pytest.raises(ValueError, match=r"^patch must be row,column below 2,3 or a position, got"):
         render_record(image(), place)
 
 
-def test_kept_statistics_show_what_they_know() -> None:
+def test_kept_statistics_show_top_keys() -> None:
     found = lines(kept(), 60)
     assert " 4 others   <0.1%" in found
     assert not any("sink" in line for line in found)
@@ -225,7 +225,7 @@ def test_a_learned_sink_is_named() -> None:
     assert " a sink   50.0%" in found
 
 
-def test_long_texts_fold_and_end_in_a_map() -> None:
+def test_long_texts_skip_lines_and_end_with_a_map() -> None:
     record = of_texts(*(f" w{i}" for i in range(400)), seed=3)
     found = lines(record, 60)
     folded = [line for line in found if line.startswith(" ⋮")]
@@ -248,7 +248,7 @@ HOSTILE = (
 )
 
 
-def test_hostile_tokens_are_text_and_nothing_else() -> None:
+def test_hostile_tokens_are_plain_text() -> None:
     text = str(render_record(of_texts(*HOSTILE), page=TerminalPage(60)))
     assert not set(text) & {chr(c) for c in (*range(10), *range(11, 32), 0x7F, *range(0x80, 0xA0), 0x202E)}
     assert "␛[2J␛]0;title␇" in text
@@ -257,7 +257,7 @@ def test_hostile_tokens_are_text_and_nothing_else() -> None:
     assert len(text) < 5000
 
 
-def test_right_to_left_words_keep_to_their_place() -> None:
+def test_right_to_left_words_stay_in_their_column() -> None:
     record = of_texts("שלום", " עולם", " hello")
     rows = lines(record, 60, head="L0H0")[-3:]
     assert {line.split()[0] for line in rows} == {"\u2068שלום\u2069", "\u2068עולם\u2069", "hello"}
@@ -330,27 +330,27 @@ def test_units_are_words_or_tokens_with_their_spaces() -> None:
     assert [unit.text for unit in list_units(labels) if unit.is_word] == ["Jane", "is", "hungry"]
 
 
-def test_padding_is_no_word_and_a_split_character_is_one() -> None:
+def test_padding_is_dropped_and_a_split_character_is_one_unit() -> None:
     padded = Labels.tokens([["a", "b", "c"], ["🙂", "", "d"], ["e"]])
     assert [[unit.text for unit in list_units(padded, i)] for i in range(3)] == [["a", "b", "c"], ["🙂", "d"], ["e"]]
     assert list_units(padded, 1)[0].stop == 2
 
 
-def test_lines_break_where_the_text_does() -> None:
+def test_lines_break_at_newlines() -> None:
     texts = ["One", "\nTwo", " three", "\n", "four"]
     found = text.wrap_words(text.tint_words(list_units(Labels.tokens([texts])), [0.0] * 5, None, plain=True), 40)
     assert [[word.text for word in line] for line in found] == [["One"], ["Two", "three", "↵", "four"]]
 
 
-def test_the_head_to_begin_with_looks_far_and_clearly() -> None:
+def test_the_default_head_attends_to_distant_words() -> None:
     assert select_default_head(jane()).name == "L0H1"
     assert select_default_head(translation()).name == "cross.L0"
-    assert select_default_head(translation_that_rests()).name == "cross.L1"
+    assert select_default_head(translation_with_sinks()).name == "cross.L1"
     assert select_default_head(image()).name == "L0H0"
 
 
-def looking(links: list[dict[int, int]], numbers: list[int]) -> Record:
-    """A record whose queries look at one key each, in every head at others; where none is named, at themselves."""
+def record_of_links(links: list[dict[int, int]], numbers: list[int]) -> Record:
+    """A record in which each query attends to one key: that of `links[head]`, else itself."""
     texts = ["Jane", " is", " ve", "ry", " hun", "gry", " in", " Rome", "."]
     places = [[head.get(i, i) for i in range(len(texts))] for head in links]
     entries = torch.eye(len(texts))[torch.tensor(places)].unsqueeze(0)
@@ -358,15 +358,15 @@ def looking(links: list[dict[int, int]], numbers: list[int]) -> Record:
     return Record({"layers.0": Layer("layers.0", matrix=entries)}, {"input": labels}, model="Example")
 
 
-def test_neither_a_mark_inside_of_a_word_nor_the_word_beside_is_looked_at_from_far() -> None:
+def test_punctuation_and_neighbor_words_are_not_distant() -> None:
     whole = [0, 1, 2, 2, 3, 3, 4, 5, 5]
     to_the_dot, to_the_word_before, to_jane = {0: 8, 1: 8}, {5: 2}, {7: 0}
-    record = looking([to_the_dot, to_the_word_before, to_jane], whole)
+    record = record_of_links([to_the_dot, to_the_word_before, to_jane], whole)
     assert select_default_head(record).name == "L0H2"
     assert "Attention of “Rome.” in L0H2" in render_record(record).lines
 
 
-def test_the_space_between_letters_makes_no_word_far() -> None:
+def test_a_space_token_does_not_make_a_word_distant() -> None:
     text, numbers = "so we go on", [0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
     to_the_word_before, to_the_first = {8: 4, 10: 6}, {10: 0}
     places = [[head.get(i, i) for i in range(len(text))] for head in (to_the_word_before, to_the_first)]
@@ -376,7 +376,7 @@ def test_the_space_between_letters_makes_no_word_far() -> None:
     assert select_default_head(record).name == "L0H1"
 
 
-def test_a_head_that_is_clear_about_few_words_comes_before_one_that_prefers_many_a_little() -> None:
+def test_a_head_with_few_large_weights_is_preferred_to_many_small_ones() -> None:
     entries = torch.zeros(1, 2, 8, 8)
     entries[0, 0] = torch.eye(8) * 0.7
     for i in range(8):
@@ -388,7 +388,7 @@ def test_a_head_that_is_clear_about_few_words_comes_before_one_that_prefers_many
     assert select_default_head(record).name == "L0H1"
 
 
-def test_a_word_is_found_by_text_number_and_place() -> None:
+def test_a_word_is_found_by_text_occurrence_and_index() -> None:
     shown = [TextUnit(text, i, i + 1) for i, text in enumerate(["the", "cat", "The", "7", "C#"])]
     assert [find_unit(shown, word) for word in ("the", "THE#2", "the#2", 3, "7", "2", "C#")] == [0, 2, 2, 3, 3, 2, 4]
     marked = [TextUnit(text, i, i + 1) for i, text in enumerate(["(Wo", "ist", "?", "Bahnhof?", "<stop>", "Wo"])]
@@ -407,25 +407,25 @@ def test_a_word_is_found_by_text_number_and_place() -> None:
         (1, None, "layer must be an int where head is 1, got None; a name has both: L0H0 to L0H1"),
     ],
 )
-def test_a_head_that_is_not_there(head: str | int, layer: int | None, message: str) -> None:
+def test_an_unknown_head_is_refused(head: str | int, layer: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         render_record(jane(), head=head, layer=layer)
 
 
-def test_a_sequence_that_is_not_there_and_an_empty_record() -> None:
+def test_an_unknown_sequence_and_an_empty_record_are_refused() -> None:
     with pytest.raises(ValueError, match=r"batch must be from 0 to 0, got 3"):
         render_record(jane(), batch=3)
     with pytest.raises(ValueError, match=r"record must hold at least one attention layer, got an empty record"):
         render_record(Record({}, {}))
 
 
-def test_what_could_not_be_seen_is_said() -> None:
+def test_modules_that_were_not_recorded_are_listed() -> None:
     record = jane()
     record.unseen = ["layers.7: it calls its own kernel"]
     assert "   not recorded: layers.7: it calls its own kernel" in lines(record)
 
 
-def test_the_width_is_that_of_the_terminal_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_width_is_that_of_the_terminal_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for given_, used in (("10", 24), ("40", 40), ("500", 120)):
         monkeypatch.setitem(os.environ, "COLUMNS", given_)
         assert TerminalPage.for_stream(io.StringIO()).width == used
@@ -438,27 +438,27 @@ def lazy(length: int, heads: int = 1) -> Record:
     return Record({"l": Layer("l", weights=weights)}, {"input": labels}, model="Lazy", calls=1)
 
 
-def test_a_very_long_text_is_not_gone_through_for_an_overview() -> None:
+def test_a_very_long_text_has_no_head_metrics() -> None:
     found = lines(lazy(2100, heads=2))
     assert "   Head metrics are slow for a text of this length: call record.scores()" in found
     assert "Attention of “w2099” in L0, the mean of its heads" in found
     assert len(found) < 60
 
 
-def test_a_map_that_would_take_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_of_too_many_entries_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "MAX_MAP_ENTRIES", 199 * 199)
     assert lines(lazy(199), 80, head="L0")[-1].startswith(" " * 3)
     assert lines(lazy(200), 80, head="L0")[-1] == "   No map of 200 positions: record with keep=foci.Keep() for one."
 
 
-def test_lazy_weights_and_their_dense_matrix_look_the_same() -> None:
+def test_lazy_weights_and_their_dense_matrix_print_the_same() -> None:
     record = lazy(30)
     matrix = record.layers["l"].dense()
     dense = Record({"l": Layer("l", matrix=matrix)}, record.labels, model="Lazy", calls=1)
     assert lines(record) == lines(dense)
 
 
-def test_a_stack_or_a_sequence_named_by_a_stranger_prints_nothing_harmful() -> None:
+def test_untrusted_names_are_printed_safely() -> None:
     harm = "\x1b[2J\u202e\x00"
     layer = Layer("l", harm, matrix=torch.eye(3).expand(1, 2, 3, 3), queries=harm, keys=harm)
     labels = {name: Labels.tokens([("a", "b", "c")]) for name in (harm, "input")}
@@ -474,7 +474,7 @@ def test_a_stack_or_a_sequence_named_by_a_stranger_prints_nothing_harmful() -> N
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("length", [5, 200])
-def test_weights_that_are_no_numbers_are_said(wrong: float, length: int) -> None:
+def test_nonfinite_weights_are_noted(wrong: float, length: int) -> None:
     matrix = torch.eye(length).expand(1, 2, length, length).clone()
     matrix[:, :, 1] = wrong
     record = Record({"l": Layer("l", matrix=matrix)}, {"input": Labels.tokens([["w"] * length])}, model="M")
@@ -486,7 +486,7 @@ def test_weights_that_are_no_numbers_are_said(wrong: float, length: int) -> None
     assert lines(record)
 
 
-def test_of_a_row_with_one_nan_nothing_is_shown() -> None:
+def test_a_row_with_one_nan_is_not_shown() -> None:
     matrix = torch.full((1, 1, 5, 5), 0.2)
     matrix[0, 0, 2, 3] = torch.nan
     record = Record({"l": Layer("l", matrix=matrix)}, {"input": Labels.tokens([["a", "b", "c", "d", "e"]])})
@@ -495,7 +495,7 @@ def test_of_a_row_with_one_nan_nothing_is_shown() -> None:
     assert ["b", *["▓20"] * 5] in rows
 
 
-def test_a_matrix_without_any_number_has_no_statistics() -> None:
+def test_a_matrix_of_nan_has_no_statistics() -> None:
     record = Record(
         {"l": Layer("l", matrix=torch.full((1, 2, 3, 3), torch.nan))}, {"input": Labels.tokens([["a"] * 3])}
     )
@@ -506,12 +506,12 @@ def test_a_matrix_without_any_number_has_no_statistics() -> None:
     assert "? ? ?" in text
 
 
-def test_one_other_is_one() -> None:
+def test_a_single_other_key_is_singular() -> None:
     record = of_texts(*(f" w{i}" for i in range(text.MAX_LISTED_KEYS + 1)))
     assert any(line.strip().startswith("1 other ") for line in lines(record, word=0, head="L0H0"))
 
 
-def test_the_layers_of_a_stack_stand_together() -> None:
+def test_layers_are_grouped_by_stack() -> None:
     layers = [
         Layer(f"{stack}.{i}", stack, i, matrix=torch.full((1, 2, 3, 3), 1 / 3 if (stack, i) == ("cross", 0) else 0.0))
         for i in range(2)
@@ -526,7 +526,7 @@ def test_the_layers_of_a_stack_stand_together() -> None:
 
 
 def sound() -> Record:
-    """Two words that look at three frames of sound, one of them hardly."""
+    """Two words that attend to three audio frames, with one small weight."""
     labels = {
         "heard": Labels.tokens([["one", " two"]]),
         "source": Labels("frames", (("0.00", "0.04s", "0.08"),), seconds=0.04),
@@ -536,14 +536,14 @@ def sound() -> Record:
     return Record({"cross": layer}, labels, model="M")
 
 
-def test_the_times_of_a_sound_have_their_unit() -> None:
+def test_audio_frames_have_their_unit() -> None:
     found = "\n".join(lines(sound(), word="one", head="cross.L0H0"))
     assert "0.00 s 0.04 s 0.08 s" in found
     assert " <0.1%" in found
     assert find_unit(list_units(sound().labels["source"]), "0.04") == 1
 
 
-def test_what_must_be_known_of_a_record_is_said() -> None:
+def test_notes_are_printed() -> None:
     record = jane()
     record.notes.append("the text is longer than the model reads: only a part of it is shown")
     assert "note: the text is longer than the model reads" in "\n".join(lines(record))
