@@ -1,4 +1,4 @@
-"""Text classification: an Encoder reads the words, and a token of its own gathers what decides.
+"""A text classifier: an Encoder with n-gram embeddings, pooled by a class token, by the mean or by both.
 
 B texts, T tokens, C classes.
 """
@@ -19,51 +19,48 @@ from foci.nn.model import Model
 from foci.nn.stack import Output
 from foci.nn.transformer import Encoder
 
-# Numbers without small common factors, one for each place in a sequence of tokens.
+# The constants of the n-gram hash: a factor without small divisors for each earlier token, the modulus 2**31 - 1, and
+# the multiplier that separates neighbouring values.
 NGRAM_HASH_FACTORS = (1_000_003, 754_974_721, 167_772_161)
-PRIME, SPREAD = 2_147_483_647, 1_597_334_677
+NGRAM_HASH_MODULUS, NGRAM_HASH_MULTIPLIER = 2_147_483_647, 1_597_334_677
 
 
 @dataclass(frozen=True)
 class ClassifierConfig(BlockConfig):
-    """What `TextClassifier` is made of."""
+    """The config of `TextClassifier`."""
 
-    vocabulary: int = 30_000  # how many tokens there are; 0 is padding
-    classes: int = 2  # how many classes the logits tell apart
-    layers: int = 6  # how many blocks
-    positions: Literal["learned", "sinusoidal"] | None = "learned"  # the table added to the tokens
-    max_length: int = 512  # how many tokens a text may have
-    grams: int = 1  # up to so many tokens in a row have a vector of their own, which is added to each token's; 1: none
-    buckets: int = 2**18  # how many vectors there are for tokens in a row: some share one, by chance
-    pool: Literal["class", "mean", "both"] = "class"  # the state that stands for the text: a token's own, or the mean
-    head_dropout: float = 0.0  # the share of that state that is dropped, while training
-    evidence: bool = False  # whether each token also speaks for itself: a number per class, summed over the text
-
-    clues: int = 0  # how many clues there are, numbers that say what else is in a text; 0: none are read
+    vocabulary: int = 30_000  # the vocabulary size; token 0 is padding
+    classes: int = 2  # the number of classes
+    layers: int = 6  # the number of blocks
+    positions: Literal["learned", "sinusoidal"] | None = "learned"  # the position table added to the tokens
+    max_length: int = 512  # the maximum number of tokens per text
+    grams: int = 1  # n-grams of up to this many tokens have embeddings, added to those of the tokens; 1: none
+    buckets: int = 2**18  # the number of n-gram embeddings; n-grams whose hashes collide share one
+    pool: Literal["class", "mean", "both"] = "class"  # the state used for classification: a class token's, or the mean
+    head_dropout: float = 0.0  # dropout rate of that state
+    evidence: bool = False  # whether each token adds class logits of its own, summed over the text
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "vocabulary", "classes", "max_length", "grams", "buckets")
-        self.at_least(0, "layers", "clues")
-        self.shares("head_dropout", whole=False)
+        self.check_at_least(1, "vocabulary", "classes", "max_length", "grams", "buckets")
+        self.check_at_least(0, "layers")
+        self.check_fractions("head_dropout", include_one=False)
         if self.grams > 1 + len(NGRAM_HASH_FACTORS):
-            raise ValueError(
-                f"ClassifierConfig.grams must be at most {1 + len(NGRAM_HASH_FACTORS)}, but got {self.grams}"
-            )
+            raise ValueError(f"ClassifierConfig.grams must be at most {1 + len(NGRAM_HASH_FACTORS)}, got {self.grams}")
 
     def encoder(self) -> TransformerConfig:
-        """The stack that reads; the token that gathers stands before the text."""
+        """The config of the encoder; the class token comes before the text."""
         block = {field.name: getattr(self, field.name) for field in fields(BlockConfig)}
         length = self.max_length + 1
         return TransformerConfig(**block, layers=self.layers, positions=self.positions, max_length=length)
 
 
 class TextClassifier(Model):
-    """Texts into the logits of their classes.
+    """Classify texts.
 
     >>> model = foci.nn.TextClassifier.from_name("tiny", vocabulary=100, classes=2)
     >>> out = model(torch.randint(100, (2, 10)), padding=torch.tensor([10, 7]), return_weights=True)
-    >>> out.logits.shape, out.weights["L0"].shape                     # the first token gathers
+    >>> out.logits.shape, out.weights["L0"].shape                     # the class token comes first
     (torch.Size([2, 2]), (2, 4, 11, 11))
     """
 
@@ -84,36 +81,23 @@ class TextClassifier(Model):
         self.encoder = Encoder(config.encoder())
         self.head = nn.Linear(config.width, config.classes)
         self.evidence = Evidence(config.vocabulary, config.classes) if config.evidence else None
-        self.clues: Tensor | None
-        # What they say is known before training, and not trained: see foci.tasks.clues.
-        self.register_buffer("clues", torch.zeros(config.clues, config.classes) if config.clues else None)
         nn.init.normal_(self.tokens.weight, std=0.1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         if self.grams is not None:
             nn.init.zeros_(self.grams.weight)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        padding: Tensor | None = None,
-        clues: Tensor | None = None,
-        return_weights: bool = False,
-    ) -> Output:
-        """Tokens (B, T): states (B, 1 + T, width), the gathering token's first, and logits (B, C).
+    def forward(self, tokens: Tensor, *, padding: Tensor | None = None, return_weights: bool = False) -> Output:
+        """(B, T) -> states (B, 1 + T, width), the class token's first, and logits (B, C).
 
         Args:
-            padding: how many tokens are real, (B,).
-            clues: the clues of each text, (B, N); 0 says nothing. The logits are the mean of what they say and of what
-                the encoder says; while training they do not count.
-            return_weights: also give every layer's weights, by name.
+            tokens: (B, T).
+            padding: the number of real tokens, (B,).
+            return_weights: also return every layer's weights, by name.
         """
         if tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] > self.config.max_length:
-            given = f"{tokens.dtype} {tuple(tokens.shape)}"
-            raise ValueError(
-                f"tokens must be whole numbers (B, T), T at most {self.config.max_length}, but got {given}"
-            )
+            got = f"{tokens.dtype} {tuple(tokens.shape)}"
+            raise ValueError(f"tokens must be integers (B, T), T at most {self.config.max_length}, got {got}")
         check_tokens(tokens, self.tokens.num_embeddings)
         x: Tensor = self.tokens(tokens)
         if self.grams is not None:
@@ -122,17 +106,14 @@ class TextClassifier(Model):
         x = torch.cat([self.extra.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
         lengths = None if padding is None else padding + 1
         out: Output = self.encoder(x, padding=lengths, return_weights=return_weights)
-        gathered = F.dropout(self.pooled(out.states, lengths), self.config.head_dropout, self.training)
-        logits: Tensor = self.head(gathered)
+        pooled = F.dropout(self.pool_states(out.states, lengths), self.config.head_dropout, self.training)
+        logits: Tensor = self.head(pooled)
         if self.evidence is not None:
             logits = logits + self.evidence(tokens, padding)
-        # Fitted to the texts that are trained on, they know their classes: a model would lean on them there.
-        if self.clues is not None and clues is not None and not self.training:
-            logits = (logits + self.clues[clues].sum(1)) / 2
         return Output(out.states, logits, out.weights)
 
-    def pooled(self, states: Tensor, lengths: Tensor | None) -> Tensor:
-        """What stands for the whole text: (B, width)."""
+    def pool_states(self, states: Tensor, lengths: Tensor | None) -> Tensor:
+        """The state of the whole text: (B, width)."""
         if self.config.pool == "class":
             return states[:, 0]
         if lengths is None:
@@ -143,12 +124,12 @@ class TextClassifier(Model):
         return mean if self.config.pool == "mean" else mean + states[:, 0]
 
     def attentions(self) -> dict[str, Attention]:
-        """Every attention module by the name that its weights have."""
+        """Every attention module, under the name of its weights."""
         return self.encoder.attentions()
 
 
 class Evidence(nn.Module):
-    """What each token says by itself: (vocabulary, classes), zero until somebody fills it, such as with naive Bayes."""
+    """Class logits per token, summed over the text; the table starts at zero and may be set, such as by naive Bayes."""
 
     def __init__(self, vocabulary: int, classes: int) -> None:
         super().__init__()
@@ -157,20 +138,20 @@ class Evidence(nn.Module):
 
     def forward(self, tokens: Tensor, lengths: Tensor | None) -> Tensor:
         """Tokens (B, T) -> logits (B, C)."""
-        said = self.table[tokens]
+        logits = self.table[tokens]  # (B, T, C)
         if lengths is not None:
             real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-            said = torch.where(real[..., None], said, 0.0)
-        return said.sum(1) * self.scale
+            logits = torch.where(real[..., None], logits, 0.0)
+        return logits.sum(1) * self.scale
 
 
 def hash_ngrams(tokens: Tensor, count: int, buckets: int) -> Tensor:
-    """A number from 0 to `buckets` - 1 for each token and those before it, `count` in all: (B, T)."""
-    mixed = tokens.long() + 1
+    """Hash each token with the `count` - 1 tokens before it to a bucket from 0 to `buckets` - 1: (B, T)."""
+    hashed = tokens.long() + 1
     for back in range(1, count):
-        # What stands before the first token is padding.
+        # The tokens before the first one count as padding.
         before = F.pad(tokens, (back, 0))[:, : tokens.shape[1]] if back <= tokens.shape[1] else torch.zeros_like(tokens)
-        mixed = (mixed * NGRAM_HASH_FACTORS[back - 1] + before + 1) % PRIME
-    # Neighbours are torn apart, because a factor may be nearly a multiple of the number of buckets.
-    mixed = mixed * SPREAD % PRIME
-    return (mixed ^ mixed >> 15) * SPREAD % PRIME % buckets
+        hashed = (hashed * NGRAM_HASH_FACTORS[back - 1] + before + 1) % NGRAM_HASH_MODULUS
+    # Separate neighbouring values, because a factor may be nearly a multiple of the number of buckets.
+    hashed = hashed * NGRAM_HASH_MULTIPLIER % NGRAM_HASH_MODULUS
+    return (hashed ^ hashed >> 15) * NGRAM_HASH_MULTIPLIER % NGRAM_HASH_MODULUS % buckets
