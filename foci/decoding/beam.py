@@ -1,6 +1,6 @@
-"""Beam search: several answers grow side by side, and the likeliest are kept.
+"""Beam search: extends several hypotheses per prompt and keeps the likeliest.
 
-B prompts, K hypotheses of each, V tokens of the vocabulary, N steps.
+B prompts, K hypotheses per prompt, V vocabulary size, N steps.
 """
 
 from __future__ import annotations
@@ -16,128 +16,130 @@ from foci.decoding.stopping import Answer, StopConditions
 
 @dataclass(frozen=True)
 class Beam:
-    """Keeps the `width` likeliest beginnings of an answer. One that ends gives up its place, so a width of 1 is greedy.
+    """Settings for beam search with `width` hypotheses; one that ends keeps its place, so a width of 1 is greedy.
 
     >>> foci.decoding.Beam(4, best=2)
     Beam(width=4, length_penalty=1.0, best=2, early=False)
     """
 
-    width: int = 4  # how many hypotheses grow side by side
+    width: int = 4  # the number of hypotheses per prompt
     length_penalty: float = 1.0  # answers are ranked by log-probability / length ** penalty: 0 prefers short ones
-    best: int = 1  # how many answers to give: the others are in `Answer.others`
-    early: bool = False  # stop when `best` answers have ended; False: when none that grows could still outrank them
+    best: int = 1  # the number of answers to return; all but the first are in `Answer.others`
+    early: bool = False  # True: stop when `best` answers have ended; False: when no hypothesis can still outrank them
 
     def __post_init__(self) -> None:
         if not 1 <= self.best <= self.width:
-            raise ValueError(f"Beam takes 1 <= best <= width, but got best={self.best!r} and width={self.width!r}")
+            raise ValueError(f"Beam.best must be from 1 to width={self.width!r}, got {self.best!r}")
         if not self.length_penalty >= 0:
-            raise ValueError(f"Beam.length_penalty must be at least 0, but got {self.length_penalty!r}")
+            raise ValueError(f"Beam.length_penalty must be at least 0, got {self.length_penalty!r}")
 
 
 @dataclass
 class Hypotheses:
-    """What grows and what has ended; a place that is empty has the log-probability -inf."""
+    """The active and the finished hypotheses; an empty place has log-probability -inf."""
 
     method: Beam
     limit: int
-    scores: Tensor  # (B, K): log-probabilities of those that grow
-    ranked: Tensor  # (B, best): the best that have ended, by rank
-    count: Tensor  # (B, 1): how many have ended
-    # Of each step: token, the place it continues, log-probability, and whether it ended there; (B, K) each.
-    steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    scores: Tensor  # (B, K): log-probabilities of the active hypotheses
+    best_ranks: Tensor  # (B, best): the highest ranks of finished hypotheses
+    finished: Tensor  # (B, 1): how many hypotheses have finished
+    # For each step: token, place of the hypothesis it extends, log-probability, whether it ends there; (B, K) each.
+    history: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def none_yet(cls, method: Beam, limit: int, logits: Tensor) -> Hypotheses:
-        """Before the first step there is one beginning of each prompt."""
+    def start(cls, method: Beam, limit: int, logits: Tensor) -> Hypotheses:
+        """Start with one empty hypothesis per prompt."""
         batch, device = len(logits), logits.device
-        ranked = torch.full((batch, method.best), -torch.inf, device=device)
-        count = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        return cls(method, limit, torch.zeros(batch, 1, device=device), ranked, count)
+        best_ranks = torch.full((batch, method.best), -torch.inf, device=device)
+        finished = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        return cls(method, limit, torch.zeros(batch, 1, device=device), best_ranks, finished)
 
-    def grow(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The likeliest continuations: tokens, the places they continue and log-probabilities, (B, K) each."""
+    def extend(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The likeliest continuations: tokens, places of their parent hypotheses, log-probabilities; (B, K) each."""
         batch, width, vocabulary = len(self.scores), self.method.width, logits.shape[-1]
         logs = logits.float().log_softmax(-1).view(batch, -1, vocabulary)
         scores, index = (self.scores.unsqueeze(-1) + logs).flatten(1).topk(width, dim=-1)
-        free = torch.arange(width, device=scores.device) < width - self.count
+        free = torch.arange(width, device=scores.device) < width - self.finished
         return index % vocabulary, index // vocabulary, torch.where(free, scores, -torch.inf)
 
-    def settle(self, tokens: Tensor, places: Tensor, scores: Tensor, ends: Tensor) -> None:
-        """Takes a step: those that end are ranked and leave, the others grow on."""
+    def record_step(self, tokens: Tensor, parents: Tensor, scores: Tensor, ends: Tensor) -> None:
+        """Record a step: rank and remove the hypotheses that end, keep the others active."""
         ends = ends & (scores > -torch.inf)
-        self.steps.append((tokens, places, scores, ends))
-        length, penalty = len(self.steps), self.method.length_penalty
+        self.history.append((tokens, parents, scores, ends))
+        length, penalty = len(self.history), self.method.length_penalty
         ranks = torch.where(ends, scores / length**penalty, -torch.inf)
-        self.ranked = torch.cat([self.ranked, ranks], dim=-1).topk(self.method.best, dim=-1).values
-        self.count = self.count + ends.sum(-1, keepdim=True)
-        growing = torch.where(ends, -torch.inf, scores)
-        worst = self.ranked[:, -1:]
-        # A log-probability only falls and a length only grows, so no answer can get beyond this rank.
-        reach = growing.amax(-1, keepdim=True) / self.limit**penalty
-        over = worst > -torch.inf if self.method.early else worst >= reach
-        self.scores = torch.where(over, -torch.inf, growing)
+        self.best_ranks = torch.cat([self.best_ranks, ranks], dim=-1).topk(self.method.best, dim=-1).values
+        self.finished = self.finished + ends.sum(-1, keepdim=True)
+        active = torch.where(ends, -torch.inf, scores)
+        worst = self.best_ranks[:, -1:]
+        # A log-probability only falls and a length only grows, so this bounds the rank of every active hypothesis.
+        bound = active.amax(-1, keepdim=True) / self.limit**penalty
+        done = worst > -torch.inf if self.method.early else worst >= bound
+        self.scores = torch.where(done, -torch.inf, active)
 
-    def answers(self, endings: StopConditions) -> list[Answer]:
-        """The best of each prompt, with the others behind it."""
-        tokens, places, scores, ends = (torch.stack(each).tolist() for each in zip(*self.steps, strict=True))
-        last, growing = len(tokens) - 1, self.scores.tolist()
-        found = []
-        for row in range(len(growing)):
-            spots = [(n, k) for n in range(last + 1) for k in range(self.method.width)]
-            kept = [(n, k) for n, k in spots if ends[n][row][k] or (n == last and growing[row][k] > -torch.inf)]
-            kept.sort(key=lambda at: scores[at[0]][row][at[1]] / (at[0] + 1) ** self.method.length_penalty)
+    def answers(self, conditions: StopConditions) -> list[Answer]:
+        """The best answer to each prompt, with the next best ones in `others`."""
+        tokens, parents, scores, ends = (torch.stack(each).tolist() for each in zip(*self.history, strict=True))
+        last, active = len(tokens) - 1, self.scores.tolist()
+        answers = []
+        for row in range(len(active)):
+            every = [(n, k) for n in range(last + 1) for k in range(self.method.width)]
+            complete = [(n, k) for n, k in every if ends[n][row][k] or (n == last and active[row][k] > -torch.inf)]
+            complete.sort(key=lambda at: scores[at[0]][row][at[1]] / (at[0] + 1) ** self.method.length_penalty)
             best = [
-                endings.answer(trace_tokens(tokens, places, row, n, k), scores[n][row][k], ends[n][row][k])
-                for n, k in reversed(kept[-self.method.best :])
+                conditions.build_answer(trace_tokens(tokens, parents, row, n, k), scores[n][row][k], ends[n][row][k])
+                for n, k in reversed(complete[-self.method.best :])
             ]
-            found.append(best[0].with_others(best[1:]))
-        return found
+            answers.append(best[0].with_others(best[1:]))
+        return answers
 
 
 def trace_tokens(
-    tokens: list[list[list[int]]], places: list[list[list[int]]], row: int, step: int, place: int
+    tokens: list[list[list[int]]], parents: list[list[list[int]]], row: int, step: int, place: int
 ) -> list[int]:
-    """The tokens of a hypothesis, read from its end."""
-    found = []
+    """The tokens of a hypothesis, followed from its last step back to the first."""
+    traced = []
     for n in range(step, -1, -1):
-        found.append(tokens[n][row][place])
-        place = places[n][row][place]
-    return found[::-1]
+        traced.append(tokens[n][row][place])
+        place = parents[n][row][place]
+    return traced[::-1]
 
 
-def search_beam(steps: CachedSteps, method: Beam, endings: StopConditions, limit: int, every: int) -> list[Answer]:
-    """The best answers to each prompt; looks only `every` few steps whether all have ended."""
-    logits = steps.first()
+def search_beam(
+    steps: CachedSteps, method: Beam, conditions: StopConditions, limit: int, check_every: int
+) -> list[Answer]:
+    """Find the best answers to each prompt; checks only every `check_every` steps whether all have ended."""
+    logits = steps.prefill()
     if method.width > logits.shape[-1]:
-        raise ValueError(f"Beam.width must be at most the {logits.shape[-1]} tokens there are, but got {method.width}")
-    grown = Hypotheses.none_yet(method, limit, logits)
-    rows = torch.arange(len(logits), device=logits.device).unsqueeze(-1) * method.width
-    written = StopDetector(endings, rows.numel() * method.width)
-    steps.spread(method.width)
+        raise ValueError(f"Beam.width must be at most the vocabulary size {logits.shape[-1]}, got {method.width}")
+    hypotheses = Hypotheses.start(method, limit, logits)
+    first_rows = torch.arange(len(logits), device=logits.device).unsqueeze(-1) * method.width
+    detector = StopDetector(conditions, first_rows.numel() * method.width)
+    steps.repeat_rows(method.width)
     while True:
-        tokens, places, scores = grown.grow(logits)
-        index = (rows + places).flatten()
-        grown.settle(tokens, places, scores, written.ends(tokens, index))
-        done = len(grown.steps)
-        if done == limit or (done % every == 0 and not bool((grown.scores > -torch.inf).any())):
-            return grown.answers(endings)
+        tokens, parents, scores = hypotheses.extend(logits)
+        index = (first_rows + parents).flatten()
+        hypotheses.record_step(tokens, parents, scores, detector.find_ends(tokens, index))
+        count = len(hypotheses.history)
+        if count == limit or (count % check_every == 0 and not bool((hypotheses.scores > -torch.inf).any())):
+            return hypotheses.answers(conditions)
         steps.reorder(index)
-        logits = steps.next(tokens.flatten())
+        logits = steps.advance(tokens.flatten())
 
 
 class StopDetector:
-    """Says which hypotheses end, by their last token or by their text."""
+    """Finds the hypotheses that end, by their last token or by a stop string in their text."""
 
-    def __init__(self, endings: StopConditions, count: int) -> None:
-        self.endings = endings
-        self.texts: list[list[int]] = [[] for _ in range(count)]
+    def __init__(self, conditions: StopConditions, count: int) -> None:
+        self.conditions = conditions
+        self.sequences: list[list[int]] = [[] for _ in range(count)]
 
-    def ends(self, tokens: Tensor, index: Tensor) -> Tensor:
-        """Tokens (B, K) that continue the hypotheses index (B K) -> bool (B, K)."""
-        found = torch.isin(tokens, self.endings.tokens.to(tokens.device))
-        if not self.endings.words:
-            return found
+    def find_ends(self, tokens: Tensor, index: Tensor) -> Tensor:
+        """Tokens (B, K) that extend the hypotheses index (B K) -> bool (B, K)."""
+        ends = torch.isin(tokens, self.conditions.tokens.to(tokens.device))
+        if not self.conditions.strings:
+            return ends
         added = zip(index.tolist(), tokens.flatten().tolist(), strict=True)
-        self.texts = [[*self.texts[place], token] for place, token in added]
-        cut = [self.endings.cut(text) is not None for text in self.texts]
-        return found | torch.tensor(cut, device=found.device).view_as(found)
+        self.sequences = [[*self.sequences[parent], token] for parent, token in added]
+        cut = [self.conditions.text_before_stop(sequence) is not None for sequence in self.sequences]
+        return ends | torch.tensor(cut, device=ends.device).view_as(ends)

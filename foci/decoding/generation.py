@@ -1,4 +1,7 @@
-"""Generation: a model writes token by token."""
+"""Generation of tokens with any model of `foci.nn`: the public functions `generate` and `stream`.
+
+B sequences, V vocabulary size.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from foci.decoding import beam
-from foci.decoding.beam import Beam
+from foci.decoding.beam import Beam, search_beam
 from foci.decoding.sampling import Sampler, Sampling
 from foci.decoding.static_cache import StaticSteps
 from foci.decoding.steps import CachedSteps, PreparedPrompt, Prompt, UncachedSteps, prepare_prompt
 from foci.decoding.stopping import Answer, AnswerBatch, DecodeFunction, StopConditions
 
 GREEDY = Sampling(temperature=0.0)
-# How many steps a GPU takes before the host looks whether all answers have ended: looking waits for the GPU.
+# Steps between two checks on a GPU whether all answers have ended: each check waits for the GPU.
 GPU_STOP_CHECK_INTERVAL = 16
 
 
@@ -35,7 +37,7 @@ def generate(
     capture: bool | None = None,
     compiled: bool = False,
 ) -> list[Answer]:
-    """What a model writes to each prompt: the likeliest tokens, tokens drawn by chance, or the best of a beam.
+    """Generate one answer per prompt by greedy decoding, sampling or beam search.
 
     >>> model = foci.nn.Decoder.from_name("tiny", vocabulary=100)
     >>> answers = foci.generate(model, [[5, 3, 8], [7]], new_tokens=4)            # prompts of any length
@@ -47,42 +49,43 @@ def generate(
     >>> len(best[0].others)
     1
 
-    A model that reads (`EncoderDecoder`, `Seq2SeqRNN`, `SpeechEncoder`) takes the prompt as its source and writes after
+    A model with an encoder (`EncoderDecoder`, `Seq2SeqRNN`, `SpeechEncoder`) encodes the prompt and generates after
     `start`:
 
     >>> model = foci.nn.EncoderDecoder.from_name("tiny", vocabulary=100)
     >>> answer = foci.generate(model, [[5, 3, 8], [7, 4]], start=1, stop=2, new_tokens=4)[0]
 
-    Where the model looked while it wrote: run it once more over prompt and answer with `return_weights=True`.
+    For the attention weights of an answer, run the model once over prompt and answer with `return_weights=True`.
 
     Args:
+        model: a model with logits.
         prompt: tokens (T,) or (B, T), a list of them of unequal length, or frames (F, features) of speech likewise.
-        new_tokens: how many tokens an answer has at most.
-        method: `Sampling(temperature=0.0)`, the likeliest token each time; `Sampling(...)`; or `Beam(...)`.
-        start: the token or tokens that answers begin with, for a model that reads the prompt.
-        stop: tokens and texts that end an answer. Texts need `decode`.
-        decode: a function from tokens to a text, such as a tokenizer's.
-        cache: False computes every step from the beginning: slow, for comparison.
-        capture: None replays each step on a GPU as one captured CUDA graph; True insists on it, False never does.
-            The last batch's buffers and graphs stay with the model, for the next batch of the same shape.
-        compiled: also pass the step to torch.compile: takes a minute for every new shape, and is faster from then on.
+        new_tokens: the maximum number of tokens per answer.
+        method: `Sampling(temperature=0.0)` for greedy decoding, `Sampling(...)` or `Beam(...)`.
+        start: the token or tokens that answers begin with; required for a model with an encoder.
+        stop: tokens and strings that end an answer. Strings need `decode`.
+        decode: a function from tokens to text, such as a tokenizer's.
+        cache: False recomputes all tokens in every step: slow, for comparison.
+        capture: None replays each step on a GPU as a captured CUDA graph; True requires it, False disables it.
+            The buffers and graphs of the last batch are kept with the model for the next batch of the same shape.
+        compiled: also compile the step with torch.compile: takes a minute for every new shape, then runs faster.
     """
-    endings = StopConditions(stop, decode)
+    conditions = StopConditions(stop, decode)
     with torch.no_grad(), eval_mode(model):
-        given = check_length(model, prepare_prompt(model, prompt, start), new_tokens)
-        steps = choose_steps(model, given, new_tokens, cache, capture, compiled)
-        every = GPU_STOP_CHECK_INTERVAL if given.tokens.is_cuda and not endings.words else 1
+        prepared = prepare_prompt(model, prompt, start)
+        check_length(model, prepared, new_tokens)
+        steps = choose_steps(model, prepared, new_tokens, cache, capture, compiled)
+        check_every = GPU_STOP_CHECK_INTERVAL if prepared.tokens.is_cuda and not conditions.strings else 1
         if isinstance(method, Beam):
-            return beam.search_beam(steps, method, endings, new_tokens, every)
-        rows = AnswerBatch(len(given.tokens), endings)
-        for tokens, scores in move_groups_to_host(
-            sample_steps(steps, Sampler(method, given.tokens, given.real), new_tokens), every
-        ):
+            return search_beam(steps, method, conditions, new_tokens, check_every)
+        batch = AnswerBatch(len(prepared.tokens), conditions)
+        sampled = sample_steps(steps, Sampler(method, prepared.tokens, prepared.real), new_tokens)
+        for tokens, scores in move_groups_to_host(sampled, check_every):
             for column in zip(tokens, scores, strict=True):
-                rows.add(*column)
-            if all(rows.stopped):
+                batch.add(*column)
+            if all(batch.stopped):
                 break
-        return rows.answers()
+        return batch.answers()
 
 
 def stream(
@@ -97,19 +100,19 @@ def stream(
     capture: bool | None = None,
     compiled: bool = False,
 ) -> Iterator[list[int | None]]:
-    """The tokens as they are written: of each step one per prompt, None for answers that have ended.
+    """Yield the tokens of each step as they are generated: one per prompt, None for answers that have ended.
 
     >>> model = foci.nn.Decoder.from_name("tiny", vocabulary=100)
     >>> for token, in foci.decoding.stream(model, [5, 3, 8], new_tokens=3):
     ...     assert 0 <= token < 100
 
-    The arguments are those of `generate`. The model is in eval mode until the last token or until the iterator is
+    The arguments are those of `generate`. The model stays in eval mode until the last token, or until the iterator is
     closed.
     """
     if isinstance(method, Beam):
-        raise TypeError(f"stream takes a Sampling, because a beam decides at its end, but got {method!r}")
-    endings = StopConditions(stop, decode)
-    return stream_tokens(model, prompt, new_tokens, method, start, endings, capture, compiled)
+        raise TypeError(f"method must be a Sampling, because a beam decides only at its end, got {method!r}")
+    conditions = StopConditions(stop, decode)
+    return stream_tokens(model, prompt, new_tokens, method, start, conditions, capture, compiled)
 
 
 @torch.no_grad()
@@ -119,42 +122,43 @@ def stream_tokens(
     new_tokens: int,
     method: Sampling,
     start: int | Sequence[int] | None,
-    endings: StopConditions,
+    conditions: StopConditions,
     capture: bool | None,
     compiled: bool,
 ) -> Iterator[list[int | None]]:
+    """Generate for `stream`, whose arguments are checked before the first token is requested."""
     with eval_mode(model):
-        given = check_length(model, prepare_prompt(model, prompt, start), new_tokens)
-        steps = choose_steps(model, given, new_tokens, True, capture, compiled)
-        rows = AnswerBatch(len(given.tokens), endings)
-        for tokens, scores in move_groups_to_host(
-            sample_steps(steps, Sampler(method, given.tokens, given.real), new_tokens), 1
-        ):
-            found = rows.add(tokens[0], scores[0])
-            if any(token is not None for token in found):
-                yield found
-            if all(rows.stopped):
+        prepared = prepare_prompt(model, prompt, start)
+        check_length(model, prepared, new_tokens)
+        steps = choose_steps(model, prepared, new_tokens, True, capture, compiled)
+        batch = AnswerBatch(len(prepared.tokens), conditions)
+        sampled = sample_steps(steps, Sampler(method, prepared.tokens, prepared.real), new_tokens)
+        for tokens, scores in move_groups_to_host(sampled, 1):
+            added = batch.add(tokens[0], scores[0])
+            if any(token is not None for token in added):
+                yield added
+            if all(batch.stopped):
                 return
 
 
-def sample_steps(steps: CachedSteps, picker: Sampler, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Step after step: tokens (B,) and their log-probabilities (B,), on the model's device."""
-    logits = steps.first()
+def sample_steps(steps: CachedSteps, sampler: Sampler, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tokens (B,) of each step and their log-probabilities (B,), on the model's device."""
+    logits = steps.prefill()
     for number in range(limit):
-        tokens, scores = picker(logits)
+        tokens, scores = sampler(logits)
         yield tokens, scores
         if number + 1 < limit:
-            logits = steps.next(tokens)
+            logits = steps.advance(tokens)
 
 
 def move_groups_to_host(
-    walked: Iterator[tuple[Tensor, Tensor]], every: int
+    sampled: Iterator[tuple[Tensor, Tensor]], group_size: int
 ) -> Iterator[tuple[list[list[int]], list[list[float]]]]:
-    """The steps on the host, so many at a time: one wait for the device per group."""
+    """Copy the steps to the host in groups, so that the host waits for the device once per group."""
     group: list[tuple[Tensor, Tensor]] = []
-    for step in walked:
+    for step in sampled:
         group.append(step)
-        if len(group) == every:
+        if len(group) == group_size:
             yield move_group_to_host(group)
             group = []
     if group:
@@ -167,48 +171,49 @@ def move_group_to_host(group: list[tuple[Tensor, Tensor]]) -> tuple[list[list[in
 
 
 def choose_steps(
-    model: nn.Module, given: PreparedPrompt, new_tokens: int, cache: bool, capture: bool | None, compiled: bool
+    model: nn.Module, prepared: PreparedPrompt, new_tokens: int, cache: bool, capture: bool | None, compiled: bool
 ) -> CachedSteps:
-    """How the steps are taken: anew each time, with caches that grow, or with fixed ones that a graph finds again."""
-    on_gpu = given.tokens.is_cuda
+    """Choose steps without a cache, with growing caches, or with static ones for a CUDA graph or torch.compile."""
+    on_gpu = prepared.tokens.is_cuda
     if capture and not on_gpu:
-        raise ValueError(f"capture=True needs a model on a CUDA device, but it is on {given.tokens.device}")
+        device = prepared.tokens.device
+        raise ValueError(f"capture must be None or False for a model that is not on CUDA, got True on {device}")
     if not cache:
         if capture or compiled:
-            raise ValueError("a captured or compiled step needs the cache, but got cache=False")
-        return UncachedSteps(model, given)
+            raise ValueError("cache must be True for a captured or compiled step, got False")
+        return UncachedSteps(model, prepared)
     if capture and is_watched():
-        raise ValueError("a captured step shows nothing to foci.watch, but got capture=True inside of a block")
+        raise ValueError("capture must be None or False inside foci.watch, which cannot record a CUDA graph, got True")
     captured = on_gpu and not is_watched() if capture is None else capture
-    return (
-        StaticSteps(model, given, new_tokens, captured, compiled) if captured or compiled else CachedSteps(model, given)
-    )
+    if captured or compiled:
+        return StaticSteps(model, prepared, new_tokens, captured, compiled)
+    return CachedSteps(model, prepared)
 
 
 def is_watched() -> bool:
-    """Whether somebody on this thread wants to see every call that the model makes."""
+    """Whether a recorder on this thread needs to see every call that the model makes."""
     return any(getattr(mode, "sees_every_call", False) for mode in _get_current_function_mode_stack())
 
 
-def check_length(model: nn.Module, given: PreparedPrompt, new_tokens: int) -> PreparedPrompt:
-    """Refuses more tokens than the model has positions for."""
+def check_length(model: nn.Module, prepared: PreparedPrompt, new_tokens: int) -> None:
+    """Refuse more tokens than the model has positions for."""
     if new_tokens < 1:
-        raise ValueError(f"new_tokens must be at least 1, but got {new_tokens}")
+        raise ValueError(f"new_tokens must be at least 1, got {new_tokens}")
     config: Any = getattr(model, "config", None)
     config = getattr(getattr(model, "decoder", None), "config", config)
-    # The last token is not read again, so it needs no position.
-    needed = given.tokens.shape[1] + new_tokens - 1
-    if getattr(config, "positions", None) is not None and needed > config.max_length:
+    # The last token is never an input, so it needs no position.
+    length = prepared.tokens.shape[1]
+    available = None if getattr(config, "positions", None) is None else config.max_length - length + 1
+    if available is not None and new_tokens > available:
         raise ValueError(
-            f"the model has {config.max_length} positions, but a prompt of {given.tokens.shape[1]} tokens and"
-            f" new_tokens={new_tokens} take {needed}"
+            f"new_tokens must be at most {available} after a prompt of {length} tokens, because the model has"
+            f" {config.max_length} positions, got {new_tokens}"
         )
-    return given
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and afterwards as it was."""
+    """Switch the model to eval mode, and restore the mode of every module afterwards."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:

@@ -1,4 +1,4 @@
-"""What a decoder keeps while it generates, for all of its layers.
+"""The key/value caches of all layers of a decoder, used during generation.
 
 B batch, T new tokens.
 """
@@ -15,7 +15,7 @@ from foci.nn.layout import Layout
 
 
 class Caches:
-    """Of each layer two caches: the keys and values of its own tokens, and those of the memory it looks at.
+    """Two caches per layer: the keys and values of the decoder's own tokens, and those of the memory.
 
     >>> model = foci.nn.Decoder.from_name("tiny", vocabulary=100).eval()
     >>> caches = model.caches()
@@ -25,60 +25,64 @@ class Caches:
     >>> caches.length
     4
 
-    Prompts of unequal length are padded on the left, and the padding is told with them, once.
+    Prompts of unequal length are padded on the left; pass `padding` once, together with the prompts.
+
+    Args:
+        layers: the number of layers.
+        capacity: the number of tokens to reserve memory for; None: the caches grow.
     """
 
     def __init__(self, layers: int, capacity: int | None = None) -> None:
         self.layers = [(Cache(capacity=capacity), Cache()) for _ in range(layers)]
-        self.skipped: Tensor | None = None  # (B,): how many tokens on the left of each sequence are padding
+        self.left_padding: Tensor | None = None  # (B,): the number of padding tokens on the left of each sequence
 
     @property
     def length(self) -> int:
-        """The tokens seen so far, padding included."""
+        """The number of tokens so far, including padding."""
         return max((own.length for own, _ in self.layers), default=0)
 
-    def begin(self, layout: Layout) -> None:
-        """Takes note of the padding of the first tokens."""
+    def set_padding(self, layout: Layout) -> None:
+        """Store the padding of the first tokens."""
         if layout.documents is not None:
-            raise ValueError("caches take padded batches, but documents were given: generate for one sequence per row")
+            raise ValueError("documents must be None with caches, got a tensor: generate for one sequence per row")
         if layout.padding is None:
             return
-        if self.length or layout.by_lengths or not is_left_padded(layout.padding):
+        if self.length or layout.has_lengths or not is_left_padded(layout.padding):
             raise ValueError(
-                "with caches, padding is bool (B, T), on the left, and given once with the first tokens, but got"
+                "padding must be bool (B, T), on the left, given once with the first tokens when caches are used, got"
                 f" {layout.padding.dtype} {tuple(layout.padding.shape)} after {self.length} tokens"
             )
-        self.skipped = (~layout.padding).sum(-1)
+        self.left_padding = (~layout.padding).sum(-1)
 
     def mask(self, count: int) -> Mask:
-        """What the next `count` tokens may look at."""
-        if self.skipped is None:
+        """The mask of the next `count` tokens."""
+        if self.left_padding is None:
             return causal
-        real = padding(self.length + count - self.skipped, side="left")
-        # A single token stands at the end: it may look at everything before it, and a plain padding mask is faster.
+        real = padding(self.length + count - self.left_padding, side="left")
+        # A single token is the last one, so all keys are before it, and a padding mask alone is faster.
         return real if count == 1 else causal & real
 
     def positions(self, count: int) -> Tensor | None:
-        """Where the next `count` tokens stand, (B, T); None where no sequence has padding: in order."""
-        if self.skipped is None:
+        """The positions of the next `count` tokens, (B, T); None if no sequence has padding: in order."""
+        if self.left_padding is None:
             return None
-        places = torch.arange(self.length, self.length + count, device=self.skipped.device)
-        return (places - self.skipped[:, None]).clamp(min=0)
+        columns = torch.arange(self.length, self.length + count, device=self.left_padding.device)
+        return (columns - self.left_padding[:, None]).clamp(min=0)
 
     def crop(self, length: int) -> None:
-        """Drops the newest tokens until `length` are left."""
+        """Drop the newest tokens until `length` are left."""
         for own, _ in self.layers:
             own.crop(length)
 
     def reorder(self, index: Tensor) -> None:
-        """Makes row i of the batch what row index[i] was (beam search)."""
+        """Replace row i of the batch by row index[i] (beam search)."""
         for own, memory in self.layers:
             own.reorder(index)
             memory.reorder(index)
-        if self.skipped is not None:
-            self.skipped = self.skipped[index]
+        if self.left_padding is not None:
+            self.left_padding = self.left_padding[index]
 
 
 def is_left_padded(real: Tensor) -> bool:
-    """Whether no padding follows a real token; on a GPU that is taken on trust, so as not to wait for it."""
+    """Whether no padding follows a real token; not checked on a GPU, where it would force a sync."""
     return real.device.type != "cpu" or bool((real[:, 1:] >= real[:, :-1]).all())

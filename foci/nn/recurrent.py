@@ -1,15 +1,15 @@
-"""Where attention began: a recurrent network that reads, and one that writes and looks back at what was read.
+"""Recurrent sequence-to-sequence models with attention: an RNN encoder, and an RNN decoder that attends to its states.
 
-Two ways to look, named by `RecurrentConfig.attend`:
+`RecurrentConfig.attend` chooses between two orders:
 
-    "after"   (Luong)     state = RNN(word, state);  context = attention(state);  word = f(state, context)
-    "before"  (Bahdanau)  context = attention(state);  state = RNN([word, context], state);  word = f(state, context)
+    "after"   (Luong)     state = RNN(token, state);  context = attention(state);  token = f(state, context)
+    "before"  (Bahdanau)  context = attention(state);  state = RNN([token, context], state);  token = f(state, context)
 
-"after" needs no context to move the state on, so a known target passes through the RNN in one fused call, and all of
-its states look at the source in one attention call. "before" takes a step for every word, also while training.
-The input feeding of Luong is left out: it would make a loop of the first kind too.
+With "after" the next state does not depend on the context, so a known target takes one fused RNN call and one attention
+call. "before" needs one step per token, also in training. Luong's input feeding is not implemented: it would need a
+loop over the tokens for "after" as well.
 
-B batch, S words of the source, T words of the target, L layers, C width of the source's states.
+B batch, S tokens of the source, T tokens of the target, L layers, C width of the source states.
 """
 
 from __future__ import annotations
@@ -36,88 +36,89 @@ from foci.nn.stack import Output
 from foci.scores import Dot, General, Score
 from foci.weights.weights import Weights
 
-Parameters = ParamSpec("Given")
-Result = TypeVar("Found")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 def skip_compile(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """What an RNN does is one call of a library, in which a compiler finds nothing to do: it runs as it is written.
+    """Exclude a function from torch.compile: an RNN is one library call, which a compiler cannot improve.
 
-    torch.compiler.disable would import the whole compiler here, PyTorch's own decorator with the first call: that takes
-    seconds, so it is asked only where something is compiled.
+    torch.compiler.disable imports the whole compiler at decoration, `_disable_dynamo` at the first call. That takes
+    seconds, so the excluded version is called only while something is being compiled.
     """
-    hidden: Callable[Parameters, Result] = _disable_dynamo(function)
+    excluded: Callable[Parameters, Result] = _disable_dynamo(function)
 
     @wraps(function)
-    def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        return hidden(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+    def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        return excluded(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
 
-    return called
+    return wrapper
 
 
 @dataclass(frozen=True)
 class RecurrentConfig(Config):
-    """What `Seq2SeqRNN` is made of."""
+    """The config of `Seq2SeqRNN`."""
 
-    vocabulary: int = 32000  # how many words the target has
-    source_vocabulary: int | None = None  # how many words the source has; None: as many as the target
-    width: int = 256  # of the embeddings and of the states, in each direction
-    layers: int = 1  # how many RNNs stand on each other, in the encoder and in the decoder
-    cell: Literal["gru", "lstm"] = "gru"  # what the RNNs are made of
-    both_directions: bool = True  # whether the encoder also reads from the end
-    score: Literal["additive", "dot", "general"] = "additive"  # how a state is compared with the source's
-    attend: Literal["after", "before"] = "after"  # look after the step (Luong, fast) or before it (Bahdanau)
-    shared: bool = False  # whether source and target have the same embeddings
-    tied: bool = False  # whether the logits are made by the target's embeddings
-    dropout: float = 0.0  # the share dropped of embeddings, between layers and before the logits, while training
+    vocabulary: int = 32000  # the vocabulary size of the target
+    source_vocabulary: int | None = None  # the vocabulary size of the source; None: that of the target
+    width: int = 256  # the width of the embeddings, and of the states in each direction
+    layers: int = 1  # the number of RNN layers, in the encoder and in the decoder
+    cell: Literal["gru", "lstm"] = "gru"  # the kind of RNN
+    both_directions: bool = True  # whether the encoder is bidirectional
+    score: Literal["additive", "dot", "general"] = "additive"  # the score between decoder and source states
+    attend: Literal["after", "before"] = "after"  # attend after the RNN step (Luong, fast) or before it (Bahdanau)
+    shared: bool = False  # whether source and target share one embedding
+    tied: bool = False  # whether the head shares the weights of the target embedding
+    dropout: float = 0.0  # dropout rate of the embeddings, between layers and before the head
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "vocabulary", "source_vocabulary", "width", "layers")
-        self.shares("dropout", whole=False)
+        self.check_at_least(1, "vocabulary", "source_vocabulary", "width", "layers")
+        self.check_fractions("dropout", include_one=False)
         if self.shared and self.source_vocabulary not in {None, self.vocabulary}:
             raise ValueError(
-                f"shared embeddings need one vocabulary, but got {self.source_vocabulary} and {self.vocabulary}"
+                f"source_vocabulary must be None or equal to vocabulary={self.vocabulary} with shared=True,"
+                f" got {self.source_vocabulary}"
             )
 
 
 class EncodedSource(NamedTuple):
-    """The source as it was read: states (B, S, C), which of them are real, and the decoder's first state."""
+    """The encoded source and the decoder's first state."""
 
-    states: Tensor
+    states: Tensor  # (B, S, C)
     layout: Layout
-    hidden: tuple[Tensor, ...]  # (L, B, width), for an LSTM two of them
+    hidden: tuple[Tensor, ...]  # (L, B, width); two tensors for an LSTM
 
-    def at(self, index: Tensor) -> EncodedSource:
-        """What was read of some rows of the batch."""
+    def select_rows(self, index: Tensor) -> EncodedSource:
+        """The encoded source of the rows `index` of the batch."""
         padding = None if self.layout.padding is None else self.layout.padding[index]
         return EncodedSource(self.states[index], Layout(padding), tuple(part[:, index] for part in self.hidden))
 
 
 class RecurrentState:
-    """What the decoder keeps while it generates: its state, and the keys of the source.
+    """The decoder's state and the keys of the source, kept during generation.
 
-    Both are written in place once they are there, so that a captured step finds them where they were.
+    Once allocated, both are written in place, so that their addresses stay valid in a captured CUDA graph.
     """
 
     def __init__(self) -> None:
         self.hidden: tuple[Tensor, ...] = ()
         self.keys: Tensor | None = None
 
-    def keep(self, hidden: tuple[Tensor, ...]) -> None:
-        """Takes the state after some more words."""
+    def update(self, hidden: tuple[Tensor, ...]) -> None:
+        """Replace the decoder's state."""
         self._write(hidden, self.keys)
 
     def reorder(self, index: Tensor) -> None:
-        """Makes row i of the batch what row index[i] was (beam search)."""
+        """Replace row i of the batch by row index[i] (beam search)."""
         self._write(tuple(part[:, index] for part in self.hidden), None if self.keys is None else self.keys[index])
 
-    def take(self, other: RecurrentState) -> None:
-        """Starts anew with what another state holds."""
-        self._write(other.hidden, other.keys)
+    def copy_from(self, source: RecurrentState) -> None:
+        """Copy the contents of another state."""
+        self._write(source.hidden, source.keys)
 
-    def changing(self) -> list[Tensor]:
-        """What a step changes and the next one relies on."""
+    def step_state(self) -> list[Tensor]:
+        """Tensors that a step changes and the next step depends on."""
         return list(self.hidden)
 
     def _write(self, hidden: tuple[Tensor, ...], keys: Tensor | None) -> None:
@@ -131,17 +132,17 @@ class RecurrentState:
 
 
 class Seq2SeqRNN(Model):
-    """Reads a source in both directions and writes a target, looking back at the source for every word.
+    """A recurrent encoder-decoder that attends to the source for every target token.
 
     >>> model = foci.nn.Seq2SeqRNN.from_name("tiny", vocabulary=100, score="additive")
     >>> source, target = torch.randint(100, (2, 12)), torch.randint(100, (2, 10))
     >>> out = model(source, target[:, :-1], source_padding=torch.tensor([12, 8]), return_weights=True)
     >>> out.logits.shape                                               # teacher forcing: predict target[:, 1:]
     torch.Size([2, 9, 100])
-    >>> out.weights["cross.L0"].shape                                  # the alignment: where each word looked
+    >>> out.weights["cross.L0"].shape                                  # the alignment of target and source
     (2, 1, 9, 12)
 
-    The RNNs are PyTorch's fused ones (cuDNN on a GPU), which torch.compile calls as they are: compile without
+    The RNNs are PyTorch's fused ones (cuDNN on a GPU). torch.compile calls them as they are, so compile without
     fullgraph.
     """
 
@@ -161,7 +162,7 @@ class Seq2SeqRNN(Model):
         self.target_words = nn.Embedding(config.vocabulary, width)
         self.source_words = self.target_words if config.shared else nn.Embedding(words, width)
         self.reader = build_rnn(config, width, both=config.both_directions)
-        # The last states of both directions become the decoder's first state, of an LSTM its memory cells too.
+        # The last states of both directions become the decoder's first state; for an LSTM, its memory cells too.
         self.bridges = nn.ModuleList(nn.Linear(context, width) for _ in range(2 if config.cell == "lstm" else 1))
         self.alignment = Alignment(config.score, width, context)
         self.writer = build_rnn(config, width + (context if config.attend == "before" else 0), both=False)
@@ -178,24 +179,26 @@ class Seq2SeqRNN(Model):
         source_padding: Tensor | None = None,
         return_weights: bool = False,
     ) -> Output:
-        """Source (B, S) and target (B, T): what comes after each word of the target.
+        """Logits (B, T, vocabulary) of the next token after each target token.
 
-        Padding on the right of the target needs no mask: no word looks ahead.
+        Padding on the right of the target needs no mask: the decoder is causal.
 
         Args:
-            source_padding: lengths (B,), or bool (B, S), True where a word is real, on the left of the padding.
-            return_weights: also give the alignment, as `weights["cross.L0"]`.
+            source: tokens (B, S).
+            target: tokens (B, T).
+            source_padding: lengths (B,), or bool (B, S), True for real tokens; padding is on the right.
+            return_weights: also return the alignment, as `weights["cross.L0"]`.
         """
         return self.decode(target, self.encode(source, padding=source_padding), return_weights=return_weights)
 
     def encode(self, source: Tensor, *, padding: Tensor | None = None) -> EncodedSource:
-        """The source, read once: what `decode` looks at."""
+        """Encode the source once; `decode` attends to the result."""
         if source.dim() != 2 or source.is_floating_point():
-            raise ValueError(f"source must be whole numbers (B, S), but got {source.dtype} {tuple(source.shape)}")
+            raise ValueError(f"source must be integers (B, S), got {source.dtype} {tuple(source.shape)}")
         check_tokens(source, self.source_words.num_embeddings, "source")
         layout = build_length_layout(padding)
         x = F.dropout(self.source_words(source), self.config.dropout, self.training)
-        states, last = self._read(x, layout.padding)
+        states, last = self._run_encoder(x, layout.padding)
         hidden = tuple(
             torch.tanh(bridge(concat_directions(part, self.config.both_directions)))
             for bridge, part in zip(self.bridges, last, strict=True)
@@ -210,16 +213,16 @@ class Seq2SeqRNN(Model):
         caches: RecurrentState | None = None,
         return_weights: bool = False,
     ) -> Output:
-        """What comes after each word of the target (B, T); `caches` holds the state while generating."""
+        """Logits of the next token after each target token (B, T); `caches` keeps the state during generation."""
         check_tokens(target, self.target_words.num_embeddings, "target")
         x = F.dropout(self.target_words(target), self.config.dropout, self.training)
         hidden = memory.hidden if caches is None or not caches.hidden else caches.hidden
-        keys = self._keys(memory, caches)
-        mask = memory.layout.seen_by(Layout())
-        steps = self._after if self.config.attend == "after" else self._before
-        states, contexts, queries, hidden = steps(x, hidden, keys, memory.states, mask)
+        keys = self._get_keys(memory, caches)
+        mask = memory.layout.build_mask(Layout())
+        decode = self._attend_after if self.config.attend == "after" else self._attend_before
+        states, contexts, queries, hidden = decode(x, hidden, keys, memory.states, mask)
         if caches is not None:
-            caches.keep(hidden)
+            caches.update(hidden)
         weights: dict[str, Weights] = {}
         if return_weights:
             weights["cross.L0"] = self.alignment(queries, keys, memory.states, mask, return_weights=True)[1]
@@ -228,25 +231,25 @@ class Seq2SeqRNN(Model):
         return Output(out, F.linear(out, self.target_words.weight) if self.head is None else self.head(out), weights)
 
     def caches(self, capacity: int | None = None) -> RecurrentState:
-        """An empty state for generation; it is of one size, whatever the capacity."""
+        """An empty state for generation; its size does not depend on `capacity`."""
         return RecurrentState()
 
     def attentions(self) -> dict[str, nn.Module]:
-        """The alignment by the name that its weights have."""
+        """The alignment module, under the name of its weights."""
         return {"cross.L0": self.alignment}
 
-    def _keys(self, memory: EncodedSource, caches: RecurrentState | None) -> Tensor:
-        """What queries are compared with; while generating they are made once."""
+    def _get_keys(self, memory: EncodedSource, caches: RecurrentState | None) -> Tensor:
+        """The keys of the source; computed once during generation."""
         if caches is None:
-            return self.alignment.keys_of(memory.states)
+            return self.alignment.project_keys(memory.states)
         if caches.keys is None:
-            # A copy, because it is written in place, and `general` compares with the states themselves.
-            caches.keys = self.alignment.keys_of(memory.states).clone()
+            # A copy, because it is written in place, and the keys of `general` are the states themselves.
+            caches.keys = self.alignment.project_keys(memory.states).clone()
         return caches.keys
 
     @skip_compile
-    def _read(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """States (B, S, C) and the last state of each layer and direction; padding is skipped, in both directions."""
+    def _run_encoder(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """States (B, S, C) and the last state of each layer and direction; both directions skip padding."""
         if lengths is None:
             states, last = self.reader(x)
             return states, as_state_tuple(last)
@@ -254,37 +257,37 @@ class Seq2SeqRNN(Model):
         states, last = self.reader(packed)
         return pad_packed_sequence(states, batch_first=True, total_length=x.shape[1])[0], as_state_tuple(last)
 
-    def _after(
+    def _attend_after(
         self, x: Tensor, hidden: tuple[Tensor, ...], keys: Tensor, values: Tensor, mask: Mask | None
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """All words in one call of the RNN, then all states in one call of attention."""
-        states, hidden = self._step(x, hidden)
-        queries = self.alignment.queries_of(states)
+        """All tokens in one RNN call, then all states in one attention call."""
+        states, hidden = self._run_decoder(x, hidden)
+        queries = self.alignment.project_queries(states)
         return states, self.alignment(queries, keys, values, mask), queries, hidden
 
-    def _before(
+    def _attend_before(
         self, x: Tensor, hidden: tuple[Tensor, ...], keys: Tensor, values: Tensor, mask: Mask | None
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """Word by word: the last state looks, and what it saw moves it on."""
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for word in x.split(1, dim=1):
-            query = self.alignment.queries_of(hidden[0][-1].unsqueeze(1))
+        """Token by token: the last state attends, and the context is an input of the next RNN step."""
+        steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        for token in x.split(1, dim=1):
+            query = self.alignment.project_queries(hidden[0][-1].unsqueeze(1))
             context = self.alignment(query, keys, values, mask)
-            state, hidden = self._step(torch.cat([word, context.to(word.dtype)], dim=-1), hidden)
-            found.append((state, context, query))
-        states, contexts, queries = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+            state, hidden = self._run_decoder(torch.cat([token, context.to(token.dtype)], dim=-1), hidden)
+            steps.append((state, context, query))
+        states, contexts, queries = (torch.cat(each, dim=1) for each in zip(*steps, strict=True))
         return states, contexts, queries, hidden
 
     @skip_compile
-    def _step(self, x: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The decoder's RNN over (B, T, ·), from a state to a state."""
+    def _run_decoder(self, x: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run the decoder's RNN over (B, T, ·); returns all its states and the last one."""
         hidden = tuple(part.to(x.dtype).contiguous() for part in hidden)
         states, last = self.writer(x, hidden if len(hidden) == 2 else hidden[0])
         return states, as_state_tuple(last)
 
 
 class Alignment(nn.Module):
-    """Attention of the decoder's states over the source's, with one head: additive, dot or general."""
+    """Attention of the decoder's states to the source's, with one head and an additive, dot or general score."""
 
     def __init__(self, score: Literal["additive", "dot", "general"], width: int, context: int) -> None:
         super().__init__()
@@ -299,11 +302,11 @@ class Alignment(nn.Module):
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None, return_weights: bool = False
     ) -> Any:
-        """(B, T, ·), (B, S, ·) and (B, S, C) -> (B, T, C), and the weights (B, 1, T, S) where they are asked for."""
-        given = [part.unsqueeze(1) for part in (queries, keys, values)]
+        """(B, T, ·), (B, S, ·) and (B, S, C) -> (B, T, C), with return_weights also the weights (B, 1, T, S)."""
+        q, k, v = (part.unsqueeze(1) for part in (queries, keys, values))
         if not return_weights:
-            return attention(*given, score=self.score(), mask=mask).squeeze(1)
-        out, weights = attention(*given, score=self.score(), mask=mask, return_weights=True)
+            return attention(q, k, v, score=self.score(), mask=mask).squeeze(1)
+        out, weights = attention(q, k, v, score=self.score(), mask=mask, return_weights=True)
         return out.squeeze(1), weights
 
     def score(self) -> Score:
@@ -312,10 +315,10 @@ class Alignment(nn.Module):
             return score
         return Dot() if self.matrix is None else General(self.matrix)
 
-    def queries_of(self, states: Tensor) -> Tensor:
+    def project_queries(self, states: Tensor) -> Tensor:
         return states if self.query is None else self.query(states)
 
-    def keys_of(self, states: Tensor) -> Tensor:
+    def project_keys(self, states: Tensor) -> Tensor:
         return states if self.key is None else self.key(states)
 
 
@@ -326,7 +329,7 @@ def build_rnn(config: RecurrentConfig, inputs: int, *, both: bool) -> nn.GRU | n
 
 
 def as_state_tuple(last: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A GRU gives one tensor, an LSTM two."""
+    """The state as a tuple: a GRU returns one tensor, an LSTM two."""
     return (last,) if isinstance(last, Tensor) else tuple(last)
 
 
@@ -336,10 +339,10 @@ def concat_directions(last: Tensor, both: bool) -> Tensor:
 
 
 def build_length_layout(padding: Tensor | None) -> Layout:
-    """Padding on the right, as lengths: what is read from the end must begin at the last real word."""
+    """A layout with right padding as lengths: the backward RNN must start at the last real token."""
     layout = Layout(padding)
-    if padding is None or layout.by_lengths:
+    if padding is None or layout.has_lengths:
         return layout
     if padding.device.type == "cpu" and not bool((padding[:, 1:] <= padding[:, :-1]).all()):
-        raise ValueError("an RNN takes padding on the right, but got a bool tensor with padding before a real word")
+        raise ValueError("padding must be on the right for an RNN, got a bool tensor with padding before a real token")
     return Layout(padding.sum(-1))

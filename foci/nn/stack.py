@@ -1,4 +1,4 @@
-"""A stack of blocks with its two ends: what Encoder and Decoder share.
+"""The stack of blocks with embedding and head that Encoder and Decoder share, and their outputs.
 
 B batch, T tokens, S tokens of the memory.
 """
@@ -23,32 +23,32 @@ from foci.nn.model import Model
 from foci.nn.positions import BucketTable
 from foci.weights.weights import Weights
 
-Item = TypeVar("Named")
+Item = TypeVar("Item")
 
 
 class Output(NamedTuple):
-    """What a model gives; with return_weights, `weights` has every layer's by name: L0, encoder.L0, cross.L0."""
+    """The output of a model; with return_weights, `weights` holds every layer's by name: L0, encoder.L0, cross.L0."""
 
     states: Tensor  # (B, T, width), after the last norm
-    logits: Tensor | None  # (B, T, vocabulary), where the model has a head; T is 1 where only the last was asked for
-    weights: dict[str, Weights]
+    logits: Tensor | None  # (B, T, vocabulary), if the model has a head; T is 1 with only_last
+    weights: dict[str, Weights]  # empty without return_weights
 
 
 class Memory(NamedTuple):
-    """What a decoder looks at: states (B, S, width), which of them are real, and how they were made."""
+    """The encoded source, which a decoder attends to."""
 
-    states: Tensor
-    layout: Layout
-    weights: dict[str, Weights]
+    states: Tensor  # (B, S, width)
+    layout: Layout  # which states are real
+    weights: dict[str, Weights]  # of the encoder; empty without return_weights
 
-    def at(self, index: Tensor) -> Memory:
-        """The memory of some rows of the batch, as `Caches.reorder` takes them."""
+    def select_rows(self, index: Tensor) -> Memory:
+        """The memory of the rows `index` of the batch, as in `Caches.reorder`."""
         padding = None if self.layout.padding is None else self.layout.padding[index]
         return Memory(self.states[index], Layout(padding, self.layout.documents), self.weights)
 
 
 class Stack(Model):
-    """Embedding, blocks, a last norm and a head: what Encoder and Decoder share."""
+    """Embedding, blocks, final norm and head: the base class of Encoder and Decoder."""
 
     config_type = TransformerConfig
     config: TransformerConfig
@@ -67,16 +67,16 @@ class Stack(Model):
         initialize_stack(self)
 
     def attentions(self) -> dict[str, Attention]:
-        """Every attention module by the name that its weights have."""
-        found: dict[str, Attention] = {}
+        """Every attention module, under the name of its weights."""
+        attentions: dict[str, Attention] = {}
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block)
-            found[f"L{i}"] = block.attention
+            attentions[f"L{i}"] = block.attention
             if block.cross is not None:
-                found[f"cross.L{i}"] = block.cross
-        return found
+                attentions[f"cross.L{i}"] = block.cross
+        return attentions
 
-    def _finished(
+    def _run_blocks(
         self,
         x: Tensor,
         memory: Tensor | None,
@@ -86,10 +86,10 @@ class Stack(Model):
         return_weights: bool,
         only_last: bool = False,
     ) -> Output:
-        """Through all blocks, the last norm and the head, which may be asked about the last token alone."""
+        """Run all blocks, the final norm and the head; with only_last, the head of the last token only."""
         weights: dict[str, Weights] = {}
-        # Weights hold the tensors that checkpointing would free, so whoever asks for them pays with memory.
-        again = self.config.checkpoint and torch.is_grad_enabled() and not return_weights
+        # Weights hold the tensors that checkpointing would free, so return_weights turns checkpointing off.
+        recompute = self.config.checkpoint and torch.is_grad_enabled() and not return_weights
         for i, block in enumerate(self.blocks):
             run = partial(
                 block,
@@ -99,27 +99,27 @@ class Stack(Model):
                 caches=(None, None) if caches is None else caches.layers[i],
                 return_weights=return_weights,
             )
-            found = checkpoint(run, x, memory, use_reentrant=False) if again else run(x, memory)
-            x, of_block = found if return_weights else (found, {})
-            weights |= {f"L{i}" if kind == "own" else f"cross.L{i}": each for kind, each in of_block.items()}
+            result = checkpoint(run, x, memory, use_reentrant=False) if recompute else run(x, memory)
+            x, block_weights = result if return_weights else (result, {})
+            weights |= {f"L{i}" if kind == "own" else f"cross.L{i}": each for kind, each in block_weights.items()}
         if self.norm is not None:
             x = self.norm(x)
-        return Output(x, self._logits(x[:, -1:] if only_last else x), weights)
+        return Output(x, self._compute_logits(x[:, -1:] if only_last else x), weights)
 
-    def _logits(self, states: Tensor) -> Tensor | None:
+    def _compute_logits(self, states: Tensor) -> Tensor | None:
         if self.head is None or self.embedding.tokens is None:
             return None
         return self.head(states, self.embedding.tokens.weight)  # type: ignore[no-any-return]
 
 
-def prefix_layer_names(named: dict[str, Item], kind: str) -> dict[str, Item]:
-    """L0 becomes encoder.L0 or decoder.L0; cross.L0 stays."""
-    return {name if name.startswith("cross.") else f"{kind}.{name}": each for name, each in named.items()}
+def prefix_layer_names(items: dict[str, Item], prefix: str) -> dict[str, Item]:
+    """Rename L0 to encoder.L0 or decoder.L0; cross.L0 stays."""
+    return {name if name.startswith("cross.") else f"{prefix}.{name}": each for name, each in items.items()}
 
 
 @torch.no_grad()
 def initialize_stack(stack: Stack) -> None:
-    """Small weights, and smaller ones where a part is added to the residual: the deeper, the smaller."""
+    """Initialize all weights; those of the last layer before a residual are scaled down with the depth of the stack."""
     config, std = stack.config, (2 / (5 * stack.config.width)) ** 0.5
     for module in stack.modules():
         if isinstance(module, nn.Linear):
@@ -130,12 +130,12 @@ def initialize_stack(stack: Stack) -> None:
             nn.init.normal_(module.weight, std=config.width**-0.5 if config.scale_embedding else 0.02)
     for block in stack.blocks:
         assert isinstance(block, Block)
-        added = [
+        residual_layers = [
             block.attention.output,
             block.feed_forward.outer,
             *([] if block.cross is None else [block.cross.output]),
         ]
-        for part in added:
-            part.weight.mul_((len(added) * config.layers) ** -0.5)
+        for layer in residual_layers:
+            layer.weight.mul_((len(residual_layers) * config.layers) ** -0.5)
     if stack.head is not None and stack.head.kind == "linear":
         nn.init.normal_(stack.head.weight, std=std)

@@ -1,4 +1,4 @@
-"""Encoder, Decoder and EncoderDecoder.
+"""Transformers: `Encoder`, `Decoder` and `EncoderDecoder`.
 
 B batch, T tokens, S tokens of the source.
 """
@@ -20,7 +20,7 @@ from foci.nn.stack import Memory, Output, Stack, prefix_layer_names
 
 
 class Encoder(Stack):
-    """Every token looks at every token.
+    """A stack of blocks in which every token attends to every token.
 
     >>> encoder = foci.nn.Encoder.from_name("tiny", vocabulary=100)
     >>> out = encoder(torch.randint(100, (2, 10)), padding=torch.tensor([10, 7]), return_weights=True)
@@ -46,22 +46,23 @@ class Encoder(Stack):
         segments: Tensor | None = None,
         return_weights: bool = False,
     ) -> Output:
-        """Tokens (B, T), or vectors (B, T, width) where the config has no vocabulary.
+        """(B, T) -> states (B, T, width), and logits if the config has a head.
 
         Args:
-            padding: lengths (B,), or bool (B, T), True where a token is real. What stands at padding is of no meaning.
-            documents: (T,) or (B, T), the number of each token's document, where several are packed into a row.
-            segments: (B, T), the segment of each token, where the config has segments.
-            return_weights: also give every layer's weights, by name.
+            tokens: (B, T), or vectors (B, T, width) if the config has no vocabulary.
+            padding: lengths (B,), or bool (B, T), True for real tokens. States at padding are undefined.
+            documents: (T,) or (B, T), the document number of each token if several documents are packed into a row.
+            segments: (B, T), the segment of each token if the config has segments.
+            return_weights: also return every layer's weights, by name.
         """
         layout = Layout(padding, documents)
         positions = layout.positions()
         x = self.embedding(tokens, segments, positions)
-        return self._finished(x, None, (layout.seen_by(layout), None), positions, None, return_weights)
+        return self._run_blocks(x, None, (layout.build_mask(layout), None), positions, None, return_weights)
 
 
 class Decoder(Stack):
-    """Every token looks at those before it, and with `cross` at a memory.
+    """A stack of blocks with causal attention and, with `cross`, cross-attention to a memory.
 
     >>> decoder = foci.nn.Decoder.from_name("tiny", vocabulary=100)
     >>> tokens = torch.randint(100, (2, 10))
@@ -70,13 +71,13 @@ class Decoder(Stack):
     torch.Size([2, 9, 100])
     """
 
-    sizes: ClassVar[dict[str, Config]] = {name: size.changed(head="tied") for name, size in Encoder.sizes.items()}
+    sizes: ClassVar[dict[str, Config]] = {name: size.replace(head="tied") for name, size in Encoder.sizes.items()}
 
     def __init__(self, config: TransformerConfig, *, cross: bool = False) -> None:
         super().__init__(config, causal=True, cross=cross)
 
     def caches(self, capacity: int | None = None) -> Caches:
-        """Empty caches for generation; `capacity` sets memory aside for so many tokens at once."""
+        """Empty caches for generation; `capacity` reserves memory for that many tokens."""
         return Caches(len(self.blocks), capacity)
 
     def forward(
@@ -90,38 +91,39 @@ class Decoder(Stack):
         only_last: bool = False,
         return_weights: bool = False,
     ) -> Output:
-        """Tokens (B, T), or vectors (B, T, width) where the config has no vocabulary.
+        """(B, T) -> states (B, T, width), and logits if the config has a head.
 
         Args:
-            memory: what `cross` looks at.
-            padding: lengths (B,), or bool (B, T), True where a token is real. What stands at padding is of no meaning.
-            documents: (T,) or (B, T), the number of each token's document, where several are packed into a row.
-            caches: what was kept of the tokens before these, while generating.
-            only_last: logits (B, 1, vocabulary) of the last token alone: all that generation needs of a long prompt.
-            return_weights: also give every layer's weights, by name.
+            tokens: (B, T), or vectors (B, T, width) if the config has no vocabulary.
+            memory: the encoded source for cross-attention.
+            padding: lengths (B,), or bool (B, T), True for real tokens. States at padding are undefined.
+            documents: (T,) or (B, T), the document number of each token if several documents are packed into a row.
+            caches: the keys and values of earlier tokens during generation.
+            only_last: compute logits (B, 1, vocabulary) of the last token only, as generation needs for a prompt.
+            return_weights: also return every layer's weights, by name.
         """
         layout, count = Layout(padding, documents), tokens.shape[1]
-        across = None if memory is None else memory.layout.seen_by(layout)
+        memory_mask = None if memory is None else memory.layout.build_mask(layout)
         if caches is None:
-            own, positions, start = self._own_mask(layout, return_weights), layout.positions(), 0
+            mask, positions, start = self._build_self_mask(layout, return_weights), layout.positions(), 0
         else:
-            caches.begin(layout)
-            own, positions, start = caches.mask(count), caches.positions(count), caches.length
+            caches.set_padding(layout)
+            mask, positions, start = caches.mask(count), caches.positions(count), caches.length
         x = self.embedding(tokens, None, positions, start)
         states = None if memory is None else memory.states
-        return self._finished(x, states, (own, across), positions, caches, return_weights, only_last)
+        return self._run_blocks(x, states, (mask, memory_mask), positions, caches, return_weights, only_last)
 
     @staticmethod
-    def _own_mask(layout: Layout, return_weights: bool) -> Mask:
-        hidden = layout.seen_by(layout)
-        # Padding on the right comes after every real token, so `causal` alone hides it from them, and is faster.
-        if hidden is None or (layout.by_lengths and not return_weights):
+    def _build_self_mask(layout: Layout, return_weights: bool) -> Mask:
+        mask = layout.build_mask(layout)
+        # Right padding comes after every real token, so `causal` alone masks it for them, and is faster.
+        if mask is None or (layout.has_lengths and not return_weights):
             return causal
-        return causal & hidden
+        return causal & mask
 
 
 def build_vaswani_config(width: int, layers: int, heads: int) -> EncoderDecoderConfig:
-    """The Transformer of Vaswani et al., with the norms first."""
+    """The config of the Transformer of Vaswani et al., but with pre-norm."""
     encoder = TransformerConfig(
         width=width,
         layers=layers,
@@ -131,11 +133,11 @@ def build_vaswani_config(width: int, layers: int, heads: int) -> EncoderDecoderC
         scale_embedding=True,
         dropout=0.1,
     )
-    return EncoderDecoderConfig(encoder, encoder.changed(head="tied"))
+    return EncoderDecoderConfig(encoder, encoder.replace(head="tied"))
 
 
 class EncoderDecoder(Model):
-    """Reads a source and writes a target.
+    """A Transformer that encodes a source and decodes a target with cross-attention to it.
 
     >>> model = foci.nn.EncoderDecoder.from_name("tiny", vocabulary=100)
     >>> source, target = torch.randint(100, (2, 12)), torch.randint(100, (2, 10))
@@ -173,7 +175,15 @@ class EncoderDecoder(Model):
         target_documents: Tensor | None = None,
         return_weights: bool = False,
     ) -> Output:
-        """Source (B, S) and target (B, T); padding and documents of each as in Encoder and Decoder."""
+        """Logits (B, T, vocabulary) of the next token after each target token.
+
+        Args:
+            source: tokens (B, S).
+            target: tokens (B, T).
+            source_padding, source_documents: padding and documents of the source, as in `Encoder`.
+            target_padding, target_documents: padding and documents of the target, as in `Decoder`.
+            return_weights: also return every layer's weights, by name.
+        """
         memory = self.encode(source, padding=source_padding, documents=source_documents, return_weights=return_weights)
         return self.decode(
             target, memory, padding=target_padding, documents=target_documents, return_weights=return_weights
@@ -187,7 +197,7 @@ class EncoderDecoder(Model):
         documents: Tensor | None = None,
         return_weights: bool = False,
     ) -> Memory:
-        """The source, read once: what `decode` looks at."""
+        """Encode the source once; `decode` attends to the result."""
         out = self.encoder(source, padding=padding, documents=documents, return_weights=return_weights)
         return Memory(out.states, Layout(padding, documents), prefix_layer_names(out.weights, "encoder"))
 
@@ -201,7 +211,7 @@ class EncoderDecoder(Model):
         caches: Caches | None = None,
         return_weights: bool = False,
     ) -> Output:
-        """What comes after each token of the target."""
+        """Logits of the next token after each target token."""
         out = self.decoder(
             target, memory, padding=padding, documents=documents, caches=caches, return_weights=return_weights
         )
@@ -212,7 +222,7 @@ class EncoderDecoder(Model):
         return self.decoder.caches(capacity)
 
     def attentions(self) -> dict[str, Attention]:
-        """Every attention module by the name that its weights have."""
+        """Every attention module, under the name of its weights."""
         return prefix_layer_names(self.encoder.attentions(), "encoder") | prefix_layer_names(
             self.decoder.attentions(), "decoder"
         )

@@ -1,6 +1,6 @@
-"""foci.generate: every way of writing gives the same answer, and the answer that its definition says.
+"""Generation: cached, uncached, static and padded decoding agree, and beam search and sampling match their definitions.
 
-V tokens of the vocabulary.
+V vocabulary size.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ METHODS: dict[str, Sampling | Beam] = {"greedy": GREEDY, "beam": Beam(3, best=2)
 PAIRS = list(itertools.product(KINDS, METHODS))
 
 
-def made(kind: str) -> nn.Module:
+def build_model(kind: str) -> nn.Module:
     torch.manual_seed(0)
     size: dict[str, Any] = {"vocabulary": V, "width": 16}
     if kind in CHANGES:
         model: nn.Module = foci.nn.Decoder.from_name("tiny", **size, heads=4, **CHANGES[kind])
     elif kind == "encoder-decoder":
-        config = foci.nn.EncoderDecoder.sizes["tiny"].changed(**size, heads=4)
-        # A tied head that has learned nothing says the token that was there last.
-        model = foci.nn.EncoderDecoder(config.changed(decoder=config.decoder.changed(head="linear")))
+        config = foci.nn.EncoderDecoder.sizes["tiny"].replace(**size, heads=4)
+        # An untrained tied head repeats the last token.
+        model = foci.nn.EncoderDecoder(config.replace(decoder=config.decoder.replace(head="linear")))
     else:
         options = {"score": "general", "attend": "before"} if kind == "lstm" else {}
         model = foci.nn.Seq2SeqRNN.from_name("tiny", **size, cell=kind, **options)
     for parameter in model.parameters():
-        # Larger weights, so that a model that has learned nothing does not write one token all the time.
+        # Larger weights, so that an untrained model does not repeat one token.
         parameter.data.mul_(3.0 if parameter.dim() > 1 else 1.0)
     return model
 
 
-def starting(kind: str) -> dict[str, Any]:
+def build_options(kind: str) -> dict[str, Any]:
     return {"stop": STOP} if kind in CHANGES else {"stop": STOP, "start": START}
 
 
-def plain(answers: list[Answer]) -> list[list[tuple[list[int], bool]]]:
+def summarize(answers: list[Answer]) -> list[list[tuple[list[int], bool]]]:
     return [[(each.tokens, each.stopped) for each in (answer, *answer.others)] for answer in answers]
 
 
 @pytest.fixture
-def in_fixed_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The steps that a GPU captures, taken here one by one; after 8 tokens they look at twice as many slots."""
-    monkeypatch.setattr(static_cache, "FEWEST", 8)
+def use_static_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the steps that a GPU captures without a graph; after 8 tokens they attend to twice as many slots."""
+    monkeypatch.setattr(static_cache, "MIN_VISIBLE_SLOTS", 8)
     monkeypatch.setattr(
-        generation, "steps_of", lambda model, given, count, *_: StaticSteps(model, given, count, False, False)
+        generation, "choose_steps", lambda model, prepared, count, *_: StaticSteps(model, prepared, count, False, False)
     )
     static_cache.STEP_BUFFERS.clear()
     yield
@@ -74,35 +74,35 @@ def in_fixed_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("kind", "method"), PAIRS)
-def test_cached_equals_uncached_and_padded_equals_alone(kind: str, method: str) -> None:
-    model, options = made(kind), {"new_tokens": 10, "method": METHODS[method], **starting(kind)}
+def test_cached_equals_uncached_and_padded_equals_unpadded(kind: str, method: str) -> None:
+    model, options = build_model(kind), {"new_tokens": 10, "method": METHODS[method], **build_options(kind)}
     answers = foci.generate(model, PROMPTS, **options)
-    assert plain(foci.generate(model, PROMPTS, cache=False, **options)) == plain(answers)
-    assert [plain(foci.generate(model, prompt, **options))[0] for prompt in PROMPTS] == plain(answers)
-    # Answers that are all alike would prove little.
+    assert summarize(foci.generate(model, PROMPTS, cache=False, **options)) == summarize(answers)
+    assert [summarize(foci.generate(model, prompt, **options))[0] for prompt in PROMPTS] == summarize(answers)
+    # Identical answers would prove little.
     assert len({tuple(answer.tokens) for answer in answers}) == len(PROMPTS)
 
 
-@pytest.mark.usefixtures("in_fixed_buffers")
+@pytest.mark.usefixtures("use_static_steps")
 @pytest.mark.parametrize(("kind", "method"), PAIRS)
-def test_fixed_buffers_give_the_same(kind: str, method: str) -> None:
-    model, options = made(kind), {"new_tokens": 10, "method": METHODS[method], **starting(kind)}
+def test_static_steps_equal_uncached_steps(kind: str, method: str) -> None:
+    model, options = build_model(kind), {"new_tokens": 10, "method": METHODS[method], **build_options(kind)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "steps_of", lambda model, given, *_: UncachedSteps(model, given))
-        expected = plain(foci.generate(model, PROMPTS, **options))
-    assert plain(foci.generate(model, PROMPTS, **options)) == expected
-    kept = static_cache.STEP_BUFFERS[model]
-    # Another batch of the same shape finds the buffers of the one before.
-    assert plain(foci.generate(model, PROMPTS[::-1], **options)) == expected[::-1]
-    assert static_cache.STEP_BUFFERS[model] is kept
+        patch.setattr(generation, "choose_steps", lambda model, prepared, *_: UncachedSteps(model, prepared))
+        expected = summarize(foci.generate(model, PROMPTS, **options))
+    assert summarize(foci.generate(model, PROMPTS, **options)) == expected
+    buffers = static_cache.STEP_BUFFERS[model]
+    # Another batch of the same shape reuses the buffers.
+    assert summarize(foci.generate(model, PROMPTS[::-1], **options)) == expected[::-1]
+    assert static_cache.STEP_BUFFERS[model] is buffers
     model.double()
     foci.generate(model, PROMPTS, **options)
-    assert static_cache.STEP_BUFFERS[model] is not kept
+    assert static_cache.STEP_BUFFERS[model] is not buffers
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
-def test_a_compiled_step_is_one_graph_for_all_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_compiled_steps_share_one_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Any] = []
 
     def backend(graph: Any, example: Any) -> Any:
@@ -112,32 +112,32 @@ def test_a_compiled_step_is_one_graph_for_all_steps(kind: str, monkeypatch: pyte
     torch._dynamo.reset()
     monkeypatch.setattr(
         static_cache,
-        "compiled_step",
+        "compile_step",
         lambda whole: torch.compile(static_cache.run_step, backend=backend, fullgraph=whole, dynamic=False),
     )
-    model, options = made(kind), {"new_tokens": 6, **starting(kind)}
-    expected = plain(foci.generate(model, PROMPTS, **options))
+    model, options = build_model(kind), {"new_tokens": 6, **build_options(kind)}
+    expected = summarize(foci.generate(model, PROMPTS, **options))
     for _ in range(2):
-        assert plain(foci.generate(model, PROMPTS, compiled=True, **options)) == expected
+        assert summarize(foci.generate(model, PROMPTS, compiled=True, **options)) == expected
     assert len(graphs) == 1
     static_cache.STEP_BUFFERS.clear()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_beam_of_one_is_greedy(kind: str) -> None:
-    model, options = made(kind), {"new_tokens": 10, **starting(kind)}
+    model, options = build_model(kind), {"new_tokens": 10, **build_options(kind)}
     greedy, beam = (foci.generate(model, PROMPTS, method=method, **options) for method in (GREEDY, Beam(1)))
-    assert plain(beam) == plain(greedy)
+    assert summarize(beam) == summarize(greedy)
     for one, other in zip(greedy, beam, strict=True):
         assert math.isclose(one.score, other.score, rel_tol=1e-4)
 
 
 class Chain(nn.Module):
-    """A model that is a table: what comes next depends on the last token, and on its place where there are several."""
+    """A Markov chain as a model: the next token depends on the last token and, with several tables, on its position."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
-        self.table = nn.Parameter(table if table.dim() == 3 else table[None])  # (places or 1, V, V)
+        self.table = nn.Parameter(table if table.dim() == 3 else table[None])  # (positions or 1, V, V)
 
     def forward(self, tokens: Tensor, padding: Tensor | None = None, caches: Any = None) -> foci.nn.Output:
         table = self.table.expand(max(tokens.shape[1], len(self.table)), -1, -1)
@@ -145,8 +145,10 @@ class Chain(nn.Module):
         return foci.nn.Output(logits, logits, {})
 
 
-def searched(table: Tensor, first: int, stop: int, limit: int, method: Beam) -> list[tuple[tuple[int, ...], float]]:
-    """Beam search as one would write it down: the best answers by rank, with their log-probabilities."""
+def search_by_definition(
+    table: Tensor, first: int, stop: int, limit: int, method: Beam
+) -> list[tuple[tuple[int, ...], float]]:
+    """Beam search in plain Python: the best answers by rank, with their log-probabilities."""
     logs: list[list[list[float]]] = table.log_softmax(-1).tolist()
     growing: list[tuple[tuple[int, ...], float]] = [((first,), 0.0)]
     ended: list[tuple[tuple[int, ...], float]] = []
@@ -167,11 +169,11 @@ def searched(table: Tensor, first: int, stop: int, limit: int, method: Beam) -> 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.7, 1.0, 2.0])
 @pytest.mark.parametrize("early", [False, True])
-def test_beam_search_is_what_its_definition_says(penalty: float, early: bool) -> None:
+def test_beam_search_equals_its_definition(penalty: float, early: bool) -> None:
     for seed, width in itertools.product(range(6), (1, 2, 4)):
         table = torch.randn(6, 5, 5, generator=torch.Generator().manual_seed(seed)) * 2
         method = Beam(width, penalty, best=min(width, 2), early=early)
-        expected = [searched(table, first, 3, 6, method) for first in (0, 1, 2)]
+        expected = [search_by_definition(table, first, 3, 6, method) for first in (0, 1, 2)]
         answers = foci.generate(Chain(table), [[0], [1], [2]], method=method, stop=3, new_tokens=6, cache=False)
         for answer, wanted in zip(answers, expected, strict=True):
             found = [answer, *answer.others]
@@ -181,7 +183,7 @@ def test_beam_search_is_what_its_definition_says(penalty: float, early: bool) ->
 
 
 def test_beam_search_by_hand() -> None:
-    """0.6 · 0.4 for the token that looks best at first, 0.4 · 0.9 for the other: greedy takes the first way."""
+    """0.6 · 0.4 through the likeliest first token, 0.4 · 0.9 through the other: greedy takes the first."""
     shares = torch.full((4, 4), 1e-9)
     shares[0, 1], shares[0, 2] = 0.6, 0.4
     shares[1, 3], shares[1, 0], shares[1, 1] = 0.4, 0.3, 0.3
@@ -215,10 +217,10 @@ def test_length_penalty_and_early_stopping() -> None:
 
 @pytest.mark.parametrize("method", [Sampling(0.9, seed=3), Sampling(1.5, 8, 0.8, 0.1, 1.3, seed=5)])
 def test_a_seed_gives_the_same_tokens(method: Sampling) -> None:
-    model = made("decoder")
+    model = build_model("decoder")
 
     def drawn(method: Sampling, **options: Any) -> list[list[tuple[list[int], bool]]]:
-        return plain(foci.generate(model, PROMPTS, method=method, new_tokens=8, **options))
+        return summarize(foci.generate(model, PROMPTS, method=method, new_tokens=8, **options))
 
     first = drawn(method)
     torch.rand(3)
@@ -227,10 +229,10 @@ def test_a_seed_gives_the_same_tokens(method: Sampling) -> None:
     assert drawn(Sampling(0.9)) != drawn(Sampling(0.9))
 
 
-def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
+def test_sampling_frequencies_match_probabilities() -> None:
     shares = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    picker = Sampler(Sampling(seed=0), torch.zeros(20000, 1, dtype=torch.long), None)
-    tokens, scores = picker(shares.log().expand(20000, -1))
+    sampler = Sampler(Sampling(seed=0), torch.zeros(20000, 1, dtype=torch.long), None)
+    tokens, scores = sampler(shares.log().expand(20000, -1))
     counts = tokens.bincount(minlength=4) / 20000
     assert float((counts - shares).abs().max()) < 0.02
     assert float((scores - shares.log()[tokens]).abs().max()) < 1e-5
@@ -250,31 +252,31 @@ def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
         (Sampling(top_k=2, min_p=0.7), [True, False, False, False]),
     ],
 )
-def test_what_top_k_top_p_and_min_p_leave(method: Sampling, kept: list[bool]) -> None:
+def test_top_k_top_p_and_min_p_keep_the_right_tokens(method: Sampling, kept: list[bool]) -> None:
     order = [2, 0, 3, 1]
     logits = torch.tensor([0.5, 0.3, 0.16, 0.04]).log()[order]
     assert filter_logits(logits[None], method)[0].isfinite().tolist() == [kept[place] for place in order]
 
 
 def test_repetition_makes_seen_tokens_less_likely() -> None:
-    """Positive logits are divided, negative ones multiplied; padding has not been seen, what was drawn has."""
+    """Positive logits are divided, negative ones multiplied; padding does not count as seen, sampled tokens do."""
     tokens, real = torch.tensor([[0, 1], [2, 1]]), torch.tensor([[False, True], [True, True]])
-    picker = Sampler(Sampling(0.0, repetition=2.0), tokens, real)
+    sampler = Sampler(Sampling(0.0, repetition=2.0), tokens, real)
     logits = torch.tensor([[1.0, 1.5, -1.0], [1.0, 1.5, 1.75]])
-    assert picker._weighed(logits).tolist() == [[1.0, 0.75, -1.0], [1.0, 0.75, 0.875]]
-    assert picker(logits)[0].tolist() == [0, 0]
-    assert picker._weighed(-logits).tolist() == [[-2.0, -3.0, 1.0], [-2.0, -3.0, -3.5]]
+    assert sampler._penalize_repetition(logits).tolist() == [[1.0, 0.75, -1.0], [1.0, 0.75, 0.875]]
+    assert sampler(logits)[0].tolist() == [0, 0]
+    assert sampler._penalize_repetition(-logits).tolist() == [[-2.0, -3.0, 1.0], [-2.0, -3.0, -3.5]]
 
 
 def test_temperature_zero_and_top_k_one_are_greedy() -> None:
-    model = made("rotary")
-    expected = plain(foci.generate(model, PROMPTS, new_tokens=8))
+    model = build_model("rotary")
+    expected = summarize(foci.generate(model, PROMPTS, new_tokens=8))
     for method in (Sampling(0.0), Sampling(1.0, top_k=1), Sampling(3.0, top_p=0.0)):
-        assert plain(foci.generate(model, PROMPTS, method=method, new_tokens=8)) == expected
+        assert summarize(foci.generate(model, PROMPTS, method=method, new_tokens=8)) == expected
 
 
 def test_the_score_is_the_log_probability_of_the_answer() -> None:
-    model = made("decoder").eval()
+    model = build_model("decoder").eval()
     answer = foci.generate(model, [5, 3], new_tokens=6)[0]
     tokens = torch.tensor([[5, 3, *answer.tokens]])
     logs = model(tokens[:, :-1]).logits.log_softmax(-1)[0, 1:]
@@ -283,7 +285,7 @@ def test_the_score_is_the_log_probability_of_the_answer() -> None:
 
 
 def test_stop_tokens_end_an_answer_and_are_not_part_of_it() -> None:
-    model = made("decoder")
+    model = build_model("decoder")
     whole = foci.generate(model, PROMPTS, new_tokens=10)
     stop = whole[0].tokens[4]
     assert stop not in whole[0].tokens[:4]
@@ -295,29 +297,29 @@ def test_stop_tokens_end_an_answer_and_are_not_part_of_it() -> None:
         assert one.stopped == (stop in other.tokens)
 
 
-def spelled(tokens: list[int]) -> str:
+def decode_tokens(tokens: list[int]) -> str:
     return " ".join(f"<{token}>" for token in tokens)
 
 
 @pytest.mark.parametrize("method", [GREEDY, Beam(1)], ids=["greedy", "beam"])
 def test_stop_strings_end_an_answer(method: Sampling | Beam) -> None:
-    model = made("decoder")
-    options: dict[str, Any] = {"new_tokens": 10, "method": method, "decode": spelled}
+    model = build_model("decoder")
+    options: dict[str, Any] = {"new_tokens": 10, "method": method, "decode": decode_tokens}
     whole = foci.generate(model, PROMPTS[:1], **options)[0]
-    assert whole.text == spelled(whole.tokens)
+    assert whole.text == decode_tokens(whole.tokens)
     # A string across two tokens, beginning within the first.
     word = f"{whole.tokens[3]}> <{whole.tokens[4]}"
-    place = spelled(whole.tokens).index(word)
+    place = decode_tokens(whole.tokens).index(word)
     answer = foci.generate(model, PROMPTS[:1], stop=[word, "nowhere"], **options)[0]
     assert answer.stopped
-    assert answer.text == spelled(whole.tokens)[:place]
-    assert answer.tokens == whole.tokens[: spelled(whole.tokens)[: place + len(word)].count("<")]
-    with pytest.raises(ValueError, match="stop strings need decode="):
+    assert answer.text == decode_tokens(whole.tokens)[:place]
+    assert answer.tokens == whole.tokens[: decode_tokens(whole.tokens)[: place + len(word)].count("<")]
+    with pytest.raises(ValueError, match="decode must be a function from tokens to text"):
         foci.generate(model, PROMPTS, stop="x")
 
 
-def test_a_stream_gives_the_tokens_one_by_one() -> None:
-    model = made("decoder").train()
+def test_stream_yields_the_tokens_of_generate() -> None:
+    model = build_model("decoder").train()
     whole = foci.generate(model, PROMPTS, new_tokens=10)
     stop = whole[0].tokens[4]
     expected = foci.generate(model, PROMPTS, new_tokens=10, stop=stop)
@@ -330,27 +332,27 @@ def test_a_stream_gives_the_tokens_one_by_one() -> None:
     started.close()  # type: ignore[attr-defined]
     assert model.training
     assert torch.is_grad_enabled()
-    with pytest.raises(TypeError, match="a beam decides at its end"):
+    with pytest.raises(TypeError, match="method must be a Sampling"):
         stream(model, PROMPTS, method=Beam())  # type: ignore[arg-type]
 
 
-def test_dropout_is_off_and_the_model_stays_as_it_was() -> None:
-    model = made("encoder-decoder").train()
+def test_dropout_is_off_and_training_mode_is_restored() -> None:
+    model = build_model("encoder-decoder").train()
     model.encoder.eval()  # type: ignore[union-attr]
     modes = [module.training for module in model.modules()]
-    first = plain(foci.generate(model, PROMPTS, start=START, new_tokens=8))
-    assert plain(foci.generate(model, PROMPTS, start=START, new_tokens=8)) == first
+    first = summarize(foci.generate(model, PROMPTS, start=START, new_tokens=8))
+    assert summarize(foci.generate(model, PROMPTS, start=START, new_tokens=8)) == first
     assert [module.training for module in model.modules()] == modes
 
 
-def test_prompts_of_every_form() -> None:
-    model = made("decoder")
-    expected = plain(foci.generate(model, [[5, 3, 8], [7, 4, 1]], new_tokens=3))
+def test_all_prompt_types_are_equivalent() -> None:
+    model = build_model("decoder")
+    expected = summarize(foci.generate(model, [[5, 3, 8], [7, 4, 1]], new_tokens=3))
     tensor = torch.tensor([[5, 3, 8], [7, 4, 1]])
     for prompt in (tensor, list(tensor), tensor.int(), ((5, 3, 8), (7, 4, 1))):
-        assert plain(foci.generate(model, prompt, new_tokens=3)) == expected
+        assert summarize(foci.generate(model, prompt, new_tokens=3)) == expected
     for prompt in (tensor[0], [5, 3, 8], [[5, 3, 8]], tensor[:1]):
-        assert plain(foci.generate(model, prompt, new_tokens=3)) == expected[:1]
+        assert summarize(foci.generate(model, prompt, new_tokens=3)) == expected[:1]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -361,13 +363,13 @@ def test_speech_of_unequal_length(method: str) -> None:
         parameter.data.mul_(3.0 if parameter.dim() > 1 else 1.0)
     frames = [torch.randn(length, 4) for length in (30, 11, 21)]
     options: dict[str, Any] = {"start": START, "new_tokens": 8, "method": METHODS[method]}
-    answers = plain(foci.generate(model, frames, **options))
-    assert [plain(foci.generate(model, one, **options))[0] for one in frames] == answers
-    assert plain(foci.generate(model, frames, cache=False, **options)) == answers
+    answers = summarize(foci.generate(model, frames, **options))
+    assert [summarize(foci.generate(model, one, **options))[0] for one in frames] == answers
+    assert summarize(foci.generate(model, frames, cache=False, **options)) == answers
 
 
 def test_a_start_of_several_tokens() -> None:
-    model = made("encoder-decoder")
+    model = build_model("encoder-decoder")
     first = foci.generate(model, PROMPTS, start=START, new_tokens=6)
     start = [START, *first[0].tokens[:2]]
     assert foci.generate(model, PROMPTS, start=start, new_tokens=4)[0].tokens == first[0].tokens[2:]
@@ -378,50 +380,55 @@ def test_a_start_of_several_tokens() -> None:
     [
         ({"prompt": []}, "at least one token"),
         ({"prompt": [[1], []]}, "at least one token"),
-        ({"prompt": torch.zeros(2, 2, 2, dtype=torch.long)}, r"prompts are whole numbers \(T,\) or frames"),
-        ({"new_tokens": 0}, "new_tokens must be at least 1, but got 0"),
-        ({"new_tokens": 1024}, r"the model has 1024 positions, but a prompt of 2 tokens and new_tokens=1024 take 1025"),
-        ({"start": 1}, "Decoder continues the prompt itself, but start=1 was given"),
-        ({"capture": True}, "capture=True needs a model on a CUDA device, but it is on cpu"),
-        ({"cache": False, "compiled": True}, "needs the cache, but got cache=False"),
-        ({"method": Beam(V + 1)}, f"at most the {V} tokens there are, but got {V + 1}"),
+        ({"prompt": torch.zeros(2, 2, 2, dtype=torch.long)}, r"prompt must be integers \(T,\) or frames"),
+        ({"new_tokens": 0}, "new_tokens must be at least 1, got 0"),
+        (
+            {"new_tokens": 1024},
+            "new_tokens must be at most 1023 after a prompt of 2 tokens, .* 1024 positions, got 1024",
+        ),
+        ({"start": 1}, "start must be None for Decoder, which continues the prompt itself, got 1"),
+        ({"capture": True}, "capture must be None or False for a model that is not on CUDA, got True on cpu"),
+        ({"cache": False, "compiled": True}, "cache must be True for a captured or compiled step, got False"),
+        ({"method": Beam(V + 1)}, f"Beam.width must be at most the vocabulary size {V}, got {V + 1}"),
     ],
 )
-def test_what_cannot_be_done_is_refused(arguments: dict[str, Any], text: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        foci.generate(made("decoder"), **{"prompt": [1, 2], **arguments})
+        foci.generate(build_model("decoder"), **{"prompt": [1, 2], **arguments})
 
 
 def test_wrong_methods_and_models_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Sampling.temperature must lie between 0.0 and inf, but got -1"):
+    with pytest.raises(ValueError, match=r"Sampling.temperature must be between 0.0 and inf, got -1"):
         Sampling(-1)
-    with pytest.raises(ValueError, match=r"Sampling.top_p must lie between 0.0 and 1.0, but got 1.5"):
+    with pytest.raises(ValueError, match=r"Sampling.top_p must be between 0.0 and 1.0, got 1.5"):
         Sampling(top_p=1.5)
     with pytest.raises(ValueError, match=r"Sampling.repetition must be above 0"):
         Sampling(repetition=0.0)
-    with pytest.raises(ValueError, match="1 <= best <= width, but got best=5 and width=4"):
+    with pytest.raises(ValueError, match=r"Beam.best must be from 1 to width=4, got 5"):
         Beam(4, best=5)
-    with pytest.raises(TypeError, match="stop takes tokens"):
-        foci.generate(made("decoder"), [1], stop=[1.5])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="has no head"):
+    with pytest.raises(TypeError, match="stop must be tokens"):
+        foci.generate(build_model("decoder"), [1], stop=[1.5])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="model must have logits, got a Decoder without a head"):
         foci.generate(foci.nn.Decoder.from_name("tiny", vocabulary=V, head=None), [1])
-    with pytest.raises(ValueError, match="EncoderDecoder writes after start="):
-        foci.generate(made("encoder-decoder"), [1])
+    with pytest.raises(
+        ValueError, match="start must be the token or tokens that the answers of EncoderDecoder begin with"
+    ):
+        foci.generate(build_model("encoder-decoder"), [1])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "method"), PAIRS)
 def test_captured_equals_uncaptured(kind: str, method: str) -> None:
-    model, options = made(kind).cuda(), {"new_tokens": 20, "method": METHODS[method], **starting(kind)}
-    expected = plain(foci.generate(model, PROMPTS, capture=False, **options))
+    model, options = build_model(kind).cuda(), {"new_tokens": 20, "method": METHODS[method], **build_options(kind)}
+    expected = summarize(foci.generate(model, PROMPTS, capture=False, **options))
     for prompts, answers in ((PROMPTS, expected), (PROMPTS[::-1], expected[::-1])):
-        assert plain(foci.generate(model, prompts, capture=True, **options)) == answers
+        assert summarize(foci.generate(model, prompts, capture=True, **options)) == answers
     assert static_cache.STEP_BUFFERS[model].graphs
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_compiled_and_captured_equals_neither() -> None:
-    model, options = made("decoder").cuda(), {"new_tokens": 20, "stop": STOP}
-    expected = plain(foci.generate(model, PROMPTS, capture=False, **options))
-    assert plain(foci.generate(model, PROMPTS, compiled=True, **options)) == expected
+def test_compiled_and_captured_equals_uncaptured() -> None:
+    model, options = build_model("decoder").cuda(), {"new_tokens": 20, "stop": STOP}
+    expected = summarize(foci.generate(model, PROMPTS, capture=False, **options))
+    assert summarize(foci.generate(model, PROMPTS, compiled=True, **options)) == expected
