@@ -1,4 +1,21 @@
-"""Modules built on `foci.attention`: attention layers, blocks, whole Transformers, and models of other libraries."""
+"""Modules built on `foci.attention`: attention layers, blocks, whole models, and conversion from other libraries.
+
+config: the configs of blocks and models, which check their fields.
+layout: padding and packed documents of a batch, as masks and positions.
+positions: position tables, rotary embeddings and learned relative biases.
+learned_scores: scores with parameters.
+embedding: the embedding of tokens, and the head that computes logits.
+layer_caches: the key/value caches of all layers during generation.
+attention: multi-head attention.
+multihead, multihead_checks: a drop-in replacement for torch.nn.MultiheadAttention, and its argument checks.
+block: attention and a feed-forward network with norms and residual connections.
+model: the base class of models, which saves and loads them.
+stack: the stack of blocks that encoder and decoder share.
+transformer: Encoder, Decoder and EncoderDecoder.
+pointer_generator, recurrent, speech, vision, classifier: models for particular tasks.
+token_loss: the cross-entropy of a head in little memory.
+from_torch, from_huggingface: conversion of models of torch.nn and of transformers.
+"""
 
 from foci.nn.attention import Attention
 from foci.nn.block import Block, FeedForward
@@ -63,3 +80,7 @@ __all__ = [
     "read_ctc",
     "token_loss",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

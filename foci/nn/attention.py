@@ -1,6 +1,6 @@
 """Multi-head attention as a module: project, attend, project.
 
-B batch, T tokens, S tokens of the context, H heads, G key heads, D width of a head.
+B batch, T tokens, S tokens of the context, H heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ SCORE_MODULES: dict[str, type[nn.Module]] = {"additive": AdditiveScore, "general
 
 
 class Attention(nn.Module):
-    """Multi-head attention, to the tokens themselves or to a context; grouped heads, any score and bias, a cache.
+    """Multi-head self- or cross-attention, with grouped heads, any score and bias, and a cache.
 
     >>> import foci, torch
     >>> layer = foci.nn.Attention(width=64, heads=4, kv_heads=2, rotary=foci.nn.Rotary())
     >>> x = torch.randn(2, 10, 64)
-    >>> layer(x, mask=foci.causal).shape                              # to itself
+    >>> layer(x, mask=foci.causal).shape                                       # self-attention
     torch.Size([2, 10, 64])
-    >>> out, weights = layer(x, torch.randn(2, 7, 64), return_weights=True)   # to a context of 7 tokens
+    >>> out, weights = layer(x, torch.randn(2, 7, 64), return_weights=True)    # cross-attention to 7 tokens
     >>> weights.shape
     (2, 4, 10, 7)
 
     Args:
-        width: of the tokens, in and out.
-        heads: how many queries each token asks.
-        kv_heads: how many keys and values each token has, shared by groups of heads; None: as many as heads.
-        head_width: of each head; None: width / heads.
+        width: the width of the input and output tokens.
+        heads: the number of heads.
+        kv_heads: the number of key/value heads, shared by groups of heads; None: as many as heads.
+        head_width: the width of each head; None: width / heads.
         score: "dot", "additive", "general" or "cosine"; a foci score without tensors, such as foci.Dot(softcap=50.0);
-            or a module that gives a score when it is called.
-        bias: None, "alibi", "buckets" or "relative"; a foci bias without tensors; or a module that gives a bias.
-            It says where tokens of one sequence stand to each other, so attention to a context goes without.
-        rotary: turns queries and keys by where they stand; also only within one sequence.
-        dropout: the share of the weights that is dropped while training.
+            or a module whose forward returns a score.
+        bias: None, "alibi", "buckets" or "relative"; a foci bias without tensors; or a module whose forward returns a
+            bias. It depends on relative positions within one sequence, so cross-attention does not use it.
+        rotary: rotary position embedding of queries and keys; not used for cross-attention either.
+        dropout: the dropout rate of the attention weights during training.
         biases: whether the projections have biases.
     """
 
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         self.width, self.rotary, self.dropout = width, rotary, dropout
         self.score = build_score(score, heads, self.head_width)
         self.bias = build_bias(bias, heads, self.head_width)
-        # Queries, keys and values of one token come from one product.
+        # One matrix product computes queries, keys and values.
         self.project = nn.Linear(width, (heads + 2 * self.kv_heads) * self.head_width, bias=biases)
         self.output = nn.Linear(heads * self.head_width, width, bias=biases)
 
@@ -83,88 +83,94 @@ class Attention(nn.Module):
         cache: Cache | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Weights]:
-        """(B, T, width) -> (B, T, width), and the weights where they are asked for.
+        """(B, T, width) -> (B, T, width), with return_weights also the attention weights.
 
         Args:
-            context: (B, S, width), what to look at; None: the tokens themselves.
-            mask: who may look at whom, such as foci.causal.
-            positions: where the tokens stand, for `rotary`: (T,) or (B, T); None: in order, after those in the cache.
-            cache: keys and values kept while generating. A context is projected once, when its cache is empty.
-            return_weights: also return the attention matrix, as a lazy operator.
+            x: the tokens (B, T, width).
+            context: (B, S, width), the tokens to attend to; None: x itself.
+            mask: which keys each query may attend to, such as foci.causal.
+            positions: the tokens' positions for `rotary`, (T,) or (B, T); None: in order, after those in the cache.
+            cache: keys and values of earlier tokens during generation. A context is projected once, when its cache is
+                empty.
+            return_weights: also return the attention weights (B, H, T, S), as a lazy operator.
         """
         check_input_shape(x, self.width, "x")
         if context is None:
-            q, k, v = self._own(x, positions, cache)
-            places = None if cache is None else cache.positions(x.shape[1])
+            q, k, v = self._project_self(x, positions, cache)
+            key_positions = None if cache is None else cache.positions(x.shape[1])
         else:
-            q, k, v = self._across(x, context, cache)
-            places = None
+            q, k, v = self._project_context(x, context, cache)
+            key_positions = None
         options: dict[str, Any] = {
             "score": call_if_module(self.score),
             "mask": mask,
             "bias": call_if_module(self.bias) if context is None else None,
-            "positions": places,
+            "positions": key_positions,
             "dropout": self.dropout if self.training else 0.0,
         }
         if not return_weights:
-            return self._joined(attention(q, k, v, **options))
+            return self._project_output(attention(q, k, v, **options))
         out, weights = attention(q, k, v, **options, return_weights=True)
-        return self._joined(out), weights
+        return self._project_output(out), weights
 
-    def _joined(self, out: Tensor) -> Tensor:
+    def _project_output(self, out: Tensor) -> Tensor:
         """(B, H, T, D) -> (B, T, width)."""
         return self.output(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def _own(self, x: Tensor, positions: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the tokens, the keys and values in the cache before them."""
-        heads = self._split(self.project(x))  # (B, H + 2 G, T, D)
-        turning, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+    def _project_self(self, x: Tensor, positions: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the tokens; cached keys and values come first."""
+        heads = self._split_heads(self.project(x))  # (B, H + 2 G, T, D)
+        q_and_k, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.rotary is not None:
             if positions is None and cache is not None:
                 positions = cache.upcoming(x.shape[1], device=x.device)
-            turning = self.rotary(turning, positions)
-        q, k = turning.split([self.heads, self.kv_heads], dim=1)
+            q_and_k = self.rotary(q_and_k, positions)
+        q, k = q_and_k.split([self.heads, self.kv_heads], dim=1)
         if cache is not None:
             k, v = cache.append(k, v)
         return q, k, v
 
-    def _across(self, x: Tensor, context: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the tokens, keys and values of the context."""
+    def _project_context(self, x: Tensor, context: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the tokens; keys and values of the context."""
         check_input_shape(context, self.width, "context")
-        cut = [self.heads * self.head_width, 2 * self.kv_heads * self.head_width]
-        weights = self.project.weight.split(cut)
-        biases = (None, None) if self.project.bias is None else self.project.bias.split(cut)
-        q = self._split(F.linear(x, weights[0], biases[0]))
+        sizes = [self.heads * self.head_width, 2 * self.kv_heads * self.head_width]
+        weights = self.project.weight.split(sizes)
+        biases = (None, None) if self.project.bias is None else self.project.bias.split(sizes)
+        q = self._split_heads(F.linear(x, weights[0], biases[0]))
         if cache is not None and cache.keys is not None and cache.values is not None:
             return q, cache.keys, cache.values
-        k, v = self._split(F.linear(context, weights[1], biases[1])).chunk(2, dim=1)
+        k, v = self._split_heads(F.linear(context, weights[1], biases[1])).chunk(2, dim=1)
         return (q, k, v) if cache is None else (q, *cache.append(k, v))
 
-    def _split(self, projected: Tensor) -> Tensor:
+    def _split_heads(self, projected: Tensor) -> Tensor:
         """(B, T, heads D) -> (B, heads, T, D)."""
         heads = projected.shape[2] // self.head_width
         return projected.view(*projected.shape[:2], heads, self.head_width).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """What `print` shows beside the parts."""
+        """The sizes, as `print` shows them."""
         return f"width={self.width}, heads={self.heads}, kv_heads={self.kv_heads}, head_width={self.head_width}"
 
 
 def resolve_head_width(width: int, heads: int, kv_heads: int, head_width: int | None) -> int:
-    if min(width, heads, kv_heads) < 1 or heads % kv_heads:
+    """The width of each head; refuses sizes that do not fit together."""
+    if min(width, heads, kv_heads) < 1:
         raise ValueError(
-            f"Attention takes a width of at least 1 and heads that are a multiple of kv_heads, but got width={width},"
-            f" heads={heads}, kv_heads={kv_heads}"
+            f"width, heads and kv_heads must be at least 1, got width={width}, heads={heads}, kv_heads={kv_heads}"
         )
+    if heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of kv_heads, got heads={heads}, kv_heads={kv_heads}")
     if head_width is None and width % heads:
-        raise ValueError(f"without a head_width the width must be a multiple of heads, but got {width} and {heads}")
+        raise ValueError(
+            f"width must be a multiple of heads unless head_width is given, got width={width}, heads={heads}"
+        )
     return width // heads if head_width is None else head_width
 
 
 def build_score(score: ScoreName | Score | nn.Module, heads: int, head_width: int) -> Score | nn.Module:
     if isinstance(score, str):
         if score != "dot" and score not in SCORE_MODULES:
-            raise ValueError(f"score must be 'dot', {', '.join(map(repr, SCORE_MODULES))}, but got {score!r}")
+            raise ValueError(f"score must be 'dot', {', '.join(map(repr, SCORE_MODULES))}, got {score!r}")
         return Dot() if score == "dot" else SCORE_MODULES[score](heads, head_width)
     check_no_tensors(score, Score, "score")
     return score
@@ -175,26 +181,26 @@ def build_bias(bias: BiasName | Bias | nn.Module | None, heads: int, head_width:
         return None
     if isinstance(bias, str):
         if bias not in {"alibi", "buckets", "relative"}:
-            raise ValueError(f"bias must be 'alibi', 'buckets', 'relative' or None, but got {bias!r}")
+            raise ValueError(f"bias must be 'alibi', 'buckets', 'relative' or None, got {bias!r}")
         return ALiBi() if bias == "alibi" else BucketTable(heads) if bias == "buckets" else RelativeTable(head_width)
     check_no_tensors(bias, Bias, "bias")
     return bias
 
 
-def check_no_tensors(thing: Any, kind: type[Score] | type[Bias], name: str) -> None:
-    """Refuses scores and biases with tensors: those would neither move nor be saved with the module."""
-    if not isinstance(thing, nn.Module) and not (isinstance(thing, kind) and not thing.tensors()):
+def check_no_tensors(value: Any, kind: type[Score] | type[Bias], name: str) -> None:
+    """Refuse scores and biases with tensors: these would neither move nor be saved with the module."""
+    if not isinstance(value, nn.Module) and not (isinstance(value, kind) and not value.tensors()):
         raise TypeError(
-            f"{name} must be a name, a foci {name} without tensors, or a module that gives one, but got {thing!r}"
+            f"{name} must be a name, a foci {name} without tensors, or a module that returns one, got {value!r}"
         )
 
 
-def call_if_module(thing: Any) -> Any:
-    """The score or bias of this call: a module gives it from its parameters."""
-    return thing() if isinstance(thing, nn.Module) else thing
+def call_if_module(value: Any) -> Any:
+    """The score or bias for this call: a module builds it from its parameters."""
+    return value() if isinstance(value, nn.Module) else value
 
 
 def check_input_shape(x: Tensor, width: int, name: str) -> None:
     if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[-1] != width:
         got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(f"{name} must have shape (B, T, {width}), but got {got}")
+        raise ValueError(f"{name} must have shape (B, T, {width}), got {got}")

@@ -1,4 +1,4 @@
-"""A block: attention and a feed-forward network, each with a norm and a residual.
+"""A Transformer block: attention and a feed-forward network, each with a norm and a residual connection.
 
 B batch, T tokens, S tokens of the memory.
 """
@@ -27,7 +27,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Block(nn.Module):
-    """Attention, attention to a memory where `cross`, and a feed-forward network.
+    """Self-attention, optional cross-attention to a memory, and a feed-forward network.
 
     >>> import foci, torch
     >>> block = foci.nn.Block(foci.nn.BlockConfig(width=64, heads=4, activation="swiglu", norm="rms"))
@@ -35,10 +35,10 @@ class Block(nn.Module):
     torch.Size([2, 10, 64])
 
     Args:
-        config: what it is made of.
-        cross: whether it also looks at a memory.
-        bias: a module that gives the bias, where blocks share one; None: the config's own.
-        depth_dropout: how often each part of this block is skipped; None: the config's.
+        config: the sizes and variants of its parts.
+        cross: whether the block has cross-attention to a memory.
+        bias: a bias module shared by several blocks; None: the block's own, from the config.
+        depth_dropout: the rate at which each part is skipped during training (stochastic depth); None: the config's.
     """
 
     def __init__(
@@ -74,49 +74,57 @@ class Block(nn.Module):
         """(B, T, width) -> (B, T, width); with return_weights also {"own": Weights, "cross": Weights}.
 
         Args:
-            memory: (B, S, width), what `cross` looks at.
-            mask, memory_mask: who may look at whom among the tokens, and from the tokens at the memory.
-            positions: where the tokens stand, for rotary.
-            caches: of the tokens and of the memory, while generating.
+            x: the tokens (B, T, width).
+            memory: (B, S, width), the keys and values of cross-attention.
+            mask, memory_mask: the masks of self-attention and of cross-attention.
+            positions: the tokens' positions, for rotary.
+            caches: the caches of the tokens and of the memory, during generation.
+            return_weights: also return the attention weights.
         """
         weights: dict[str, Weights] = {}
 
-        def own(y: Tensor) -> Tensor:
-            found = self.attention(y, mask=mask, positions=positions, cache=caches[0], return_weights=return_weights)
-            return collect_weights(found, weights, "own")
+        def attend_self(y: Tensor) -> Tensor:
+            result = self.attention(y, mask=mask, positions=positions, cache=caches[0], return_weights=return_weights)
+            return collect_weights(result, weights, "own")
 
-        def across(y: Tensor) -> Tensor:
+        def attend_memory(y: Tensor) -> Tensor:
             assert self.cross is not None
-            found = self.cross(y, memory, mask=memory_mask, cache=caches[1], return_weights=return_weights)
-            return collect_weights(found, weights, "cross")
+            result = self.cross(y, memory, mask=memory_mask, cache=caches[1], return_weights=return_weights)
+            return collect_weights(result, weights, "cross")
 
-        if (memory is None) != (self.cross is None):
-            has = "looks at a memory" if self.cross is not None else "has no attention to a memory"
-            raise ValueError(f"this block {has}, but it {'got none' if memory is None else 'was given one'}")
-        x = self._added(x, self.attention_norm, own)
+        if memory is None and self.cross is not None:
+            raise ValueError(f"memory must be (B, S, {self.attention.width}) for a block with cross=True, got None")
+        if memory is not None and self.cross is None:
+            raise ValueError(f"memory must be None for a block with cross=False, got {tuple(memory.shape)}")
+        x = self._add_residual(x, self.attention_norm, attend_self)
         if self.cross_norm is not None:
-            x = self._added(x, self.cross_norm, across)
-        x = self._added(x, self.feed_forward_norm, self.feed_forward)
+            x = self._add_residual(x, self.cross_norm, attend_memory)
+        x = self._add_residual(x, self.feed_forward_norm, self.feed_forward)
         return (x, weights) if return_weights else x
 
-    def _added(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], Tensor]) -> Tensor:
-        """The residual: x + part(norm(x)), or norm(x + part(x))."""
-        found = F.dropout(part(norm(x) if self.norm_first else x), self.dropout, self.training)
+    def _add_residual(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """x + part(norm(x)) with norm_first, else norm(x + part(x))."""
+        update = F.dropout(part(norm(x) if self.norm_first else x), self.dropout, self.training)
         if self.training and self.depth_dropout:
-            found = apply_stochastic_depth(found, self.depth_dropout)
-        return x + found if self.norm_first else norm(x + found)
+            update = apply_stochastic_depth(update, self.depth_dropout)
+        return x + update if self.norm_first else norm(x + update)
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with an activation between them; swiglu multiplies one half by silu of the other."""
+    """Two linear layers with an activation between them; swiglu multiplies one half by silu of the other.
+
+    >>> feed_forward = foci.nn.FeedForward(foci.nn.BlockConfig(width=64, heads=4, activation="swiglu"))
+    >>> feed_forward(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    """
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.gated = config.activation == "swiglu"
         self.activation = ACTIVATION_FUNCTIONS["silu" if self.gated else config.activation]
         self.dropout = config.dropout
-        self.inner = nn.Linear(config.width, config.inner * (2 if self.gated else 1), bias=config.biases)
-        self.outer = nn.Linear(config.inner, config.width, bias=config.biases)
+        self.inner = nn.Linear(config.width, config.hidden_width * (2 if self.gated else 1), bias=config.biases)
+        self.outer = nn.Linear(config.hidden_width, config.width, bias=config.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x)
@@ -148,14 +156,14 @@ def build_attention(config: BlockConfig, *, bias: object, rotary: Rotary | None)
     )
 
 
-def collect_weights(found: Tensor | tuple[Tensor, Weights], weights: dict[str, Weights], name: str) -> Tensor:
-    """The output alone; the weights are put aside."""
-    if isinstance(found, tuple):
-        found, weights[name] = found
-    return found
+def collect_weights(result: Tensor | tuple[Tensor, Weights], weights: dict[str, Weights], name: str) -> Tensor:
+    """Return the output of attention, and store its weights under `name` if there are any."""
+    if isinstance(result, tuple):
+        result, weights[name] = result
+    return result
 
 
 def apply_stochastic_depth(x: Tensor, rate: float) -> Tensor:
-    """Stochastic depth: for some sequences nothing is added, for the others more, so that the mean stays."""
+    """Stochastic depth: zero x for a random share of the sequences, and scale the others so that the mean stays."""
     keep = torch.rand(x.shape[0], 1, 1, device=x.device) >= rate
     return torch.where(keep, x / (1.0 - rate), 0.0)

@@ -1,6 +1,6 @@
-"""Models of `transformers` as models of foci: the same weights, the same logits.
+"""Converts models of `transformers` to models of foci with the same weights and the same logits.
 
-A model is a config, and where each of its tensors goes. Every tensor must find its place.
+Each converter builds a foci config and maps every tensor of the source to a tensor of the foci model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from foci.nn.from_torch import TensorMapping
 from foci.nn.positions import LearnedPositions
 from foci.nn.transformer import Decoder, Encoder, EncoderDecoder
 
-# Their names of activations, and ours.
+# Activation names of transformers -> names of foci.
 HUGGINGFACE_ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -25,24 +25,24 @@ HUGGINGFACE_ACTIVATIONS: dict[str, Activation] = {
 
 
 def from_huggingface(model: Any) -> Encoder | Decoder | EncoderDecoder:
-    """A loaded BERT, GPT-2, Llama or Marian of `transformers` as a model of foci with the same logits.
+    """Convert a loaded BERT, GPT-2, Llama or Marian model of `transformers` to a foci model with the same logits.
 
         model = transformers.AutoModelForCausalLM.from_pretrained("gpt2")
         foci.nn.from_huggingface(model)(tokens, return_weights=True).weights["L5"]
 
-    Taken are BertModel, BertForMaskedLM, GPT2Model, GPT2LMHeadModel, LlamaModel, LlamaForCausalLM and MarianMTModel;
-    the first of each pair gives states without logits.
+    Supported are BertModel, BertForMaskedLM, GPT2Model, GPT2LMHeadModel, LlamaModel, LlamaForCausalLM and
+    MarianMTModel; the first of each pair returns states without logits.
     """
     name = type(model).__name__
     if name not in CONVERTERS:
-        raise TypeError(f"from_huggingface takes one of {', '.join(CONVERTERS)}, but got {name}")
-    made: Encoder | Decoder | EncoderDecoder = CONVERTERS[name](model, model.config)
-    return made.train(model.training)
+        raise TypeError(f"model must be one of {', '.join(CONVERTERS)}, got {name}")
+    converted: Encoder | Decoder | EncoderDecoder = CONVERTERS[name](model, model.config)
+    return converted.train(model.training)
 
 
 def convert_bert(model: Any, config: Any) -> Encoder:
     check_options(config, is_decoder=False, add_cross_attention=False)
-    headed = hasattr(model, "cls")
+    has_head = hasattr(model, "cls")
     encoder = Encoder(
         TransformerConfig(
             vocabulary=config.vocab_size,
@@ -57,30 +57,30 @@ def convert_bert(model: Any, config: Any) -> Encoder:
             segments=config.type_vocab_size,
             embedding_norm=True,
             final_norm=False,
-            head="masked" if headed else None,
+            head="masked" if has_head else None,
             dropout=config.hidden_dropout_prob,
             attention_dropout=config.attention_probs_dropout_prob,
         )
     )
-    moving = TensorMapping(model.state_dict(), "bert.")
-    moving.take("embedding.tokens", "embeddings.word_embeddings")
-    moving.take("embedding.segments", "embeddings.token_type_embeddings")
-    moving.take("embedding.norm", "embeddings.LayerNorm")
-    moving.take_one("embedding.positions.table", "embeddings.position_embeddings.weight")
+    mapping = TensorMapping(model.state_dict(), "bert.")
+    mapping.map_part("embedding.tokens", "embeddings.word_embeddings")
+    mapping.map_part("embedding.segments", "embeddings.token_type_embeddings")
+    mapping.map_part("embedding.norm", "embeddings.LayerNorm")
+    mapping.map_tensor("embedding.positions.table", "embeddings.position_embeddings.weight")
     for i in range(config.num_hidden_layers):
         old, new = f"encoder.layer.{i}", f"blocks.{i}"
-        moving.take(f"{new}.attention.project", *(f"{old}.attention.self.{x}" for x in ("query", "key", "value")))
-        moving.take(f"{new}.attention.output", f"{old}.attention.output.dense")
-        moving.take(f"{new}.attention_norm", f"{old}.attention.output.LayerNorm")
-        moving.take(f"{new}.feed_forward.inner", f"{old}.intermediate.dense")
-        moving.take(f"{new}.feed_forward.outer", f"{old}.output.dense")
-        moving.take(f"{new}.feed_forward_norm", f"{old}.output.LayerNorm")
-    if headed:
-        moving.take("head.transform", "cls.predictions.transform.dense")
-        moving.take("head.norm", "cls.predictions.transform.LayerNorm")
-        moving.take_one("head.bias", "cls.predictions.bias")
-    moving.leave("pooler.", "cls.predictions.decoder.", "embeddings.position_ids", "embeddings.token_type_ids")
-    return moving.into(encoder)
+        mapping.map_part(f"{new}.attention.project", *(f"{old}.attention.self.{x}" for x in ("query", "key", "value")))
+        mapping.map_part(f"{new}.attention.output", f"{old}.attention.output.dense")
+        mapping.map_part(f"{new}.attention_norm", f"{old}.attention.output.LayerNorm")
+        mapping.map_part(f"{new}.feed_forward.inner", f"{old}.intermediate.dense")
+        mapping.map_part(f"{new}.feed_forward.outer", f"{old}.output.dense")
+        mapping.map_part(f"{new}.feed_forward_norm", f"{old}.output.LayerNorm")
+    if has_head:
+        mapping.map_part("head.transform", "cls.predictions.transform.dense")
+        mapping.map_part("head.norm", "cls.predictions.transform.LayerNorm")
+        mapping.map_tensor("head.bias", "cls.predictions.bias")
+    mapping.ignore("pooler.", "cls.predictions.decoder.", "embeddings.position_ids", "embeddings.token_type_ids")
+    return mapping.load_into(encoder)
 
 
 def convert_gpt2(model: Any, config: Any) -> Decoder:
@@ -101,27 +101,27 @@ def convert_gpt2(model: Any, config: Any) -> Decoder:
             attention_dropout=config.attn_pdrop,
         )
     )
-    moving = TensorMapping(model.state_dict(), "transformer.")
-    moving.take("embedding.tokens", "wte")
-    moving.take_one("embedding.positions.table", "wpe.weight")
+    mapping = TensorMapping(model.state_dict(), "transformer.")
+    mapping.map_part("embedding.tokens", "wte")
+    mapping.map_tensor("embedding.positions.table", "wpe.weight")
     for i in range(config.n_layer):
         old, new = f"h.{i}", f"blocks.{i}"
-        moving.take(f"{new}.attention_norm", f"{old}.ln_1")
-        moving.take(f"{new}.attention.project", f"{old}.attn.c_attn", turned=True)
-        moving.take(f"{new}.attention.output", f"{old}.attn.c_proj", turned=True)
-        moving.take(f"{new}.feed_forward_norm", f"{old}.ln_2")
-        moving.take(f"{new}.feed_forward.inner", f"{old}.mlp.c_fc", turned=True)
-        moving.take(f"{new}.feed_forward.outer", f"{old}.mlp.c_proj", turned=True)
-    moving.take("norm", "ln_f")
-    map_head(moving, head)
-    return moving.into(decoder)
+        mapping.map_part(f"{new}.attention_norm", f"{old}.ln_1")
+        mapping.map_part(f"{new}.attention.project", f"{old}.attn.c_attn", transpose=True)
+        mapping.map_part(f"{new}.attention.output", f"{old}.attn.c_proj", transpose=True)
+        mapping.map_part(f"{new}.feed_forward_norm", f"{old}.ln_2")
+        mapping.map_part(f"{new}.feed_forward.inner", f"{old}.mlp.c_fc", transpose=True)
+        mapping.map_part(f"{new}.feed_forward.outer", f"{old}.mlp.c_proj", transpose=True)
+    mapping.map_part("norm", "ln_f")
+    map_head(mapping, head)
+    return mapping.load_into(decoder)
 
 
 def convert_llama(model: Any, config: Any) -> Decoder:
     check_options(config, hidden_act="silu")
     rope = config.rope_parameters
     if rope.get("rope_type") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rotary positions must be the default ones, over the whole head, but got {rope}")
+        raise ValueError(f"rope_parameters must be the default ones, over the whole head width, got {rope}")
     head = choose_head(model, config)
     decoder = Decoder(
         TransformerConfig(
@@ -142,19 +142,19 @@ def convert_llama(model: Any, config: Any) -> Decoder:
             attention_dropout=config.attention_dropout,
         )
     )
-    moving = TensorMapping(model.state_dict(), "model.")
-    moving.take("embedding.tokens", "embed_tokens")
+    mapping = TensorMapping(model.state_dict(), "model.")
+    mapping.map_part("embedding.tokens", "embed_tokens")
     for i in range(config.num_hidden_layers):
         old, new = f"layers.{i}", f"blocks.{i}"
-        moving.take(f"{new}.attention_norm", f"{old}.input_layernorm")
-        moving.take(f"{new}.attention.project", *(f"{old}.self_attn.{x}_proj" for x in "qkv"))
-        moving.take(f"{new}.attention.output", f"{old}.self_attn.o_proj")
-        moving.take(f"{new}.feed_forward_norm", f"{old}.post_attention_layernorm")
-        moving.take(f"{new}.feed_forward.inner", f"{old}.mlp.gate_proj", f"{old}.mlp.up_proj")
-        moving.take(f"{new}.feed_forward.outer", f"{old}.mlp.down_proj")
-    moving.take("norm", "norm")
-    map_head(moving, head)
-    return moving.into(decoder)
+        mapping.map_part(f"{new}.attention_norm", f"{old}.input_layernorm")
+        mapping.map_part(f"{new}.attention.project", *(f"{old}.self_attn.{x}_proj" for x in "qkv"))
+        mapping.map_part(f"{new}.attention.output", f"{old}.self_attn.o_proj")
+        mapping.map_part(f"{new}.feed_forward_norm", f"{old}.post_attention_layernorm")
+        mapping.map_part(f"{new}.feed_forward.inner", f"{old}.mlp.gate_proj", f"{old}.mlp.up_proj")
+        mapping.map_part(f"{new}.feed_forward.outer", f"{old}.mlp.down_proj")
+    mapping.map_part("norm", "norm")
+    map_head(mapping, head)
+    return mapping.load_into(decoder)
 
 
 def convert_marian(model: Any, config: Any) -> EncoderDecoder:
@@ -162,21 +162,23 @@ def convert_marian(model: Any, config: Any) -> EncoderDecoder:
     shared, head = config.share_encoder_decoder_embeddings, choose_head(model, config)
     encoder = build_marian_config(config, "encoder", config.vocab_size)
     decoder = build_marian_config(config, "decoder", config.vocab_size if shared else config.decoder_vocab_size)
-    both = EncoderDecoder(EncoderDecoderConfig(encoder, decoder.changed(head=head, head_bias=True), shared))
-    moving = TensorMapping(model.state_dict(), "model.")
+    converted = EncoderDecoder(EncoderDecoderConfig(encoder, decoder.replace(head=head, head_bias=True), shared))
+    mapping = TensorMapping(model.state_dict(), "model.")
     for stack in ("encoder", "decoder"):
-        map_marian_stack(moving, stack, len(getattr(both, stack).blocks), shared and stack == "decoder")
-    moving.take_one("decoder.head.bias", "final_logits_bias")
-    moving.found["decoder.head.bias"] = moving.found["decoder.head.bias"].flatten()  # theirs is (1, vocabulary)
+        map_marian_stack(mapping, stack, len(getattr(converted, stack).blocks), shared and stack == "decoder")
+    mapping.map_tensor("decoder.head.bias", "final_logits_bias")
+    mapping.mapped["decoder.head.bias"] = mapping.mapped[
+        "decoder.head.bias"
+    ].flatten()  # Marian stores it as (1, vocabulary)
     if head == "linear":
-        moving.take("decoder.head", "lm_head")
-    moving.leave("shared.", "decoder.embed_tokens.", "lm_head.")
-    both = moving.into(both)
-    for part in (both.encoder, both.decoder):
-        # They are sines and cosines, in an order of their own, and were never learned.
+        mapping.map_part("decoder.head", "lm_head")
+    mapping.ignore("shared.", "decoder.embed_tokens.", "lm_head.")
+    converted = mapping.load_into(converted)
+    for part in (converted.encoder, converted.decoder):
+        # Marian's position tables are fixed sines and cosines, in an order that differs from SinusoidalPositions.
         assert isinstance(part.embedding.positions, LearnedPositions)
         part.embedding.positions.table.requires_grad_(False)
-    return both
+    return converted
 
 
 def build_marian_config(config: Any, stack: str, vocabulary: int) -> TransformerConfig:
@@ -196,46 +198,46 @@ def build_marian_config(config: Any, stack: str, vocabulary: int) -> Transformer
     )
 
 
-def map_marian_stack(moving: TensorMapping, stack: str, layers: int, shared: bool) -> None:
+def map_marian_stack(mapping: TensorMapping, stack: str, layers: int, shared: bool) -> None:
     if not shared:
-        moving.take(f"{stack}.embedding.tokens", f"{stack}.embed_tokens")
-    moving.take_one(f"{stack}.embedding.positions.table", f"{stack}.embed_positions.weight")
+        mapping.map_part(f"{stack}.embedding.tokens", f"{stack}.embed_tokens")
+    mapping.map_tensor(f"{stack}.embedding.positions.table", f"{stack}.embed_positions.weight")
     for i in range(layers):
         old, new = f"{stack}.layers.{i}", f"{stack}.blocks.{i}"
         kinds = {"self_attn": "attention"} | ({"encoder_attn": "cross"} if stack == "decoder" else {})
-        for theirs, ours in kinds.items():
-            moving.take(f"{new}.{ours}.project", *(f"{old}.{theirs}.{x}_proj" for x in "qkv"))
-            moving.take(f"{new}.{ours}.output", f"{old}.{theirs}.out_proj")
-            moving.take(f"{new}.{ours}_norm", f"{old}.{theirs}_layer_norm")
-        moving.take(f"{new}.feed_forward.inner", f"{old}.fc1")
-        moving.take(f"{new}.feed_forward.outer", f"{old}.fc2")
-        moving.take(f"{new}.feed_forward_norm", f"{old}.final_layer_norm")
+        for source, target in kinds.items():
+            mapping.map_part(f"{new}.{target}.project", *(f"{old}.{source}.{x}_proj" for x in "qkv"))
+            mapping.map_part(f"{new}.{target}.output", f"{old}.{source}.out_proj")
+            mapping.map_part(f"{new}.{target}_norm", f"{old}.{source}_layer_norm")
+        mapping.map_part(f"{new}.feed_forward.inner", f"{old}.fc1")
+        mapping.map_part(f"{new}.feed_forward.outer", f"{old}.fc2")
+        mapping.map_part(f"{new}.feed_forward_norm", f"{old}.final_layer_norm")
 
 
 def convert_activation(name: str) -> Activation:
     if name not in HUGGINGFACE_ACTIVATIONS:
-        raise ValueError(f"the activation must be one of {', '.join(HUGGINGFACE_ACTIVATIONS)}, but got {name!r}")
+        raise ValueError(f"activation must be one of {', '.join(HUGGINGFACE_ACTIVATIONS)}, got {name!r}")
     return HUGGINGFACE_ACTIVATIONS[name]
 
 
 def choose_head(model: Any, config: Any) -> Any:
-    """The head of the config: none for a bare model, tied where the output layer is the embedding."""
+    """The value of `TransformerConfig.head`: None for a bare model, tied if the output layer is the embedding."""
     if not hasattr(model, "lm_head"):
         return None
     return "tied" if config.tie_word_embeddings else "linear"
 
 
-def map_head(moving: TensorMapping, head: str | None) -> None:
+def map_head(mapping: TensorMapping, head: str | None) -> None:
     if head == "linear":
-        moving.take("head", "lm_head")
-    moving.leave("lm_head.")
+        mapping.map_part("head", "lm_head")
+    mapping.ignore("lm_head.")
 
 
 def check_options(config: Any, **expected: Any) -> None:
-    """Refuses options that would change what the model computes."""
+    """Refuse options that change what the model computes and that foci does not support."""
     for name, value in expected.items():
         if getattr(config, name, value) != value:
-            raise ValueError(f"{name} must be {value!r} for foci's model, but got {getattr(config, name)!r}")
+            raise ValueError(f"{name} must be {value!r} to convert the model, got {getattr(config, name)!r}")
 
 
 CONVERTERS: dict[str, Callable[[Any, Any], Encoder | Decoder | EncoderDecoder]] = {

@@ -1,6 +1,6 @@
-"""Models of PyTorch as models of foci: the same weights, the same outputs.
+"""Converts Transformers of `torch.nn` to models of foci with the same weights and the same outputs.
 
-A model is a config, and where each of its tensors goes. Every tensor must find its place.
+A conversion builds a foci config and maps every tensor of the source to a tensor of the foci model.
 """
 
 from __future__ import annotations
@@ -16,43 +16,44 @@ from foci.nn.config import Activation, BlockConfig, EncoderDecoderConfig, Transf
 from foci.nn.model import iter_unique_tensors, load_tensors
 from foci.nn.transformer import Encoder, EncoderDecoder
 
-ModuleType = TypeVar("Made", bound=nn.Module)
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
 class TensorMapping:
-    """Tensors on their way from one model to another: `take` says where each goes, `into` that all have arrived."""
+    """Maps the tensors of a state dict to the names of another model; `load_into` checks that none is left."""
 
     def __init__(self, state: dict[str, Tensor], prefix: str = "") -> None:
         self.state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-        self.found: dict[str, Tensor] = {}
-        self.left = set(self.state)
+        self.mapped: dict[str, Tensor] = {}
+        self.unmapped = set(self.state)
 
-    def take(self, new: str, *old: str, turned: bool = False) -> None:
-        """The weights, and biases where there are, of one part; several are joined, `turned` ones transposed."""
+    def map_part(self, new: str, *old: str, transpose: bool = False) -> None:
+        """Map the weight and, if present, the bias of one or several modules, concatenated, to one module."""
         for kind in ("weight", "bias"):
             names = [f"{name}.{kind}" for name in old]
             if all(name in self.state for name in names):
-                parts = [self.state[name].mT if turned and kind == "weight" else self.state[name] for name in names]
-                self.found[f"{new}.{kind}"] = parts[0] if len(parts) == 1 else torch.cat(parts)
-                self.left -= set(names)
+                parts = [self.state[name].mT if transpose and kind == "weight" else self.state[name] for name in names]
+                self.mapped[f"{new}.{kind}"] = parts[0] if len(parts) == 1 else torch.cat(parts)
+                self.unmapped -= set(names)
 
-    def take_one(self, new: str, old: str) -> None:
-        """A single tensor."""
-        self.found[new] = self.state[old]
-        self.left.discard(old)
+    def map_tensor(self, new: str, old: str) -> None:
+        """Map a single tensor."""
+        self.mapped[new] = self.state[old]
+        self.unmapped.discard(old)
 
-    def leave(self, *names: str) -> None:
-        """What is known not to be needed: copies of shared tensors, and heads that foci's model does not have."""
-        self.left = {each for each in self.left if not each.startswith(names)}
+    def ignore(self, *prefixes: str) -> None:
+        """Drop tensors that are not needed: copies of shared tensors, and heads that the foci model does not have."""
+        self.unmapped = {each for each in self.unmapped if not each.startswith(prefixes)}
 
-    def into(self, model: ModuleType) -> ModuleType:
-        """The model, filled; biases that the source does not have are zeros."""
-        if self.left:
-            raise ValueError(f"these tensors have no place in {type(model).__name__}: {sorted(self.left)[:6]}")
+    def load_into(self, model: ModuleType) -> ModuleType:
+        """Load the mapped tensors into a model; biases that the source does not have become zeros."""
+        if self.unmapped:
+            unmapped = sorted(self.unmapped)[:6]
+            raise ValueError(f"every tensor must have a counterpart in {type(model).__name__}, got {unmapped}")
         for name, tensor in iter_unique_tensors(model):
-            if name.endswith(".bias") and name not in self.found:
-                self.found[name] = torch.zeros_like(tensor)
-        load_tensors(model, self.found)
+            if name.endswith(".bias") and name not in self.mapped:
+                self.mapped[name] = torch.zeros_like(tensor)
+        load_tensors(model, self.mapped)
         return model
 
 
@@ -61,44 +62,52 @@ def load_torch_transformer(source: nn.Transformer) -> EncoderDecoder: ...
 @overload
 def load_torch_transformer(source: nn.TransformerEncoder) -> Encoder: ...
 def load_torch_transformer(source: nn.Module) -> EncoderDecoder | Encoder:
-    """`torch.nn.Transformer` or `torch.nn.TransformerEncoder` as a model of foci with the same outputs.
+    """Convert a `torch.nn.Transformer` or `torch.nn.TransformerEncoder` to a foci model with the same outputs.
 
-    >>> theirs = torch.nn.Transformer(32, 4, 1, 1, 64, dropout=0.0, batch_first=True)
-    >>> ours = foci.nn.load_torch_transformer(theirs)
-    >>> source, target = torch.randn(2, 5, 32), torch.randn(2, 3, 32)
+    >>> source = torch.nn.Transformer(32, 4, 1, 1, 64, dropout=0.0, batch_first=True)
+    >>> model = foci.nn.load_torch_transformer(source)
+    >>> x, y = torch.randn(2, 5, 32), torch.randn(2, 3, 32)
     >>> causal = torch.nn.Transformer.generate_square_subsequent_mask(3)
-    >>> torch.allclose(ours(source, target).states, theirs(source, target, tgt_mask=causal), atol=1e-5)
+    >>> torch.allclose(model(x, y).states, source(x, y, tgt_mask=causal), atol=1e-5)
     True
 
-    It takes vectors (B, T, width), whatever `batch_first` was, and its decoder always looks back only.
+    The result takes vectors (B, T, width), whatever `batch_first` was, and its decoder is always causal.
     """
     if isinstance(source, nn.TransformerEncoder):
-        moving = TensorMapping(source.state_dict())
-        map_torch_stack(moving, source, "", "")
-        return moving.into(Encoder(build_stack_config(source))).train(source.training)
+        mapping = TensorMapping(source.state_dict())
+        map_torch_stack(mapping, source, "", "")
+        return mapping.load_into(Encoder(build_stack_config(source))).train(source.training)
     if not isinstance(source, nn.Transformer) or not isinstance(source.decoder, nn.TransformerDecoder):
         kinds = "torch.nn.Transformer or torch.nn.TransformerEncoder"
-        raise TypeError(f"load_torch_transformer takes {kinds}, but got {type(source).__name__}")
+        raise TypeError(f"source must be a {kinds}, got {type(source).__name__}")
     model = EncoderDecoder(EncoderDecoderConfig(build_stack_config(source.encoder), build_stack_config(source.decoder)))
-    moving = TensorMapping(source.state_dict())
-    map_torch_stack(moving, source.encoder, "encoder.", "encoder.")
-    map_torch_stack(moving, source.decoder, "decoder.", "decoder.")
-    return moving.into(model).train(source.training)
+    mapping = TensorMapping(source.state_dict())
+    map_torch_stack(mapping, source.encoder, "encoder.", "encoder.")
+    map_torch_stack(mapping, source.decoder, "decoder.", "decoder.")
+    return mapping.load_into(model).train(source.training)
 
 
 def load_torch_layer(source: nn.Module) -> Block:
-    """`torch.nn.TransformerEncoderLayer` or `torch.nn.TransformerDecoderLayer` as a block; it takes (B, T, width)."""
+    """Convert a `torch.nn.TransformerEncoderLayer` or `torch.nn.TransformerDecoderLayer` to a `Block`.
+
+    >>> layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    >>> block, x = foci.nn.load_torch_layer(layer), torch.randn(2, 5, 32)
+    >>> torch.allclose(block(x), layer(x), atol=1e-5)
+    True
+
+    The block takes vectors (B, T, width), whatever `batch_first` was.
+    """
     if not isinstance(source, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         kinds = "torch.nn.TransformerEncoderLayer or torch.nn.TransformerDecoderLayer"
-        raise TypeError(f"load_torch_layer takes {kinds}, but got {type(source).__name__}")
+        raise TypeError(f"source must be a {kinds}, got {type(source).__name__}")
     block = Block(BlockConfig(**read_layer_fields(source)), cross=isinstance(source, nn.TransformerDecoderLayer))
-    moving = TensorMapping(source.state_dict())
-    map_torch_layer(moving, source, "", "")
-    return moving.into(block).train(source.training)
+    mapping = TensorMapping(source.state_dict())
+    map_torch_layer(mapping, source, "", "")
+    return mapping.load_into(block).train(source.training)
 
 
 def read_layer_fields(layer: Any) -> dict[str, Any]:
-    """What a layer of PyTorch's says of itself, as fields of a config."""
+    """Read the options of a PyTorch layer as fields of a config."""
     return {
         "width": layer.linear1.in_features,
         "heads": layer.self_attn.num_heads,
@@ -119,7 +128,7 @@ def name_activation(function: Any) -> Activation:
     for each in (function, type(function)):
         if each in known:
             return known[each]
-    raise ValueError(f"the activation must be relu, gelu or silu, but got {function!r}")
+    raise ValueError(f"activation must be relu, gelu or silu, got {function!r}")
 
 
 def build_stack_config(stack: Any) -> TransformerConfig:
@@ -127,24 +136,24 @@ def build_stack_config(stack: Any) -> TransformerConfig:
     return TransformerConfig(**fields, layers=len(stack.layers), positions=None, final_norm=stack.norm is not None)
 
 
-def map_torch_stack(moving: TensorMapping, stack: Any, old: str, new: str) -> None:
+def map_torch_stack(mapping: TensorMapping, stack: Any, old: str, new: str) -> None:
     for i, layer in enumerate(stack.layers):
-        map_torch_layer(moving, layer, f"{old}layers.{i}.", f"{new}blocks.{i}.")
-    moving.take(f"{new}norm", f"{old}norm")
+        map_torch_layer(mapping, layer, f"{old}layers.{i}.", f"{new}blocks.{i}.")
+    mapping.map_part(f"{new}norm", f"{old}norm")
 
 
-def map_torch_layer(moving: TensorMapping, layer: Any, old: str, new: str) -> None:
+def map_torch_layer(mapping: TensorMapping, layer: Any, old: str, new: str) -> None:
     norms = ["attention_norm", "feed_forward_norm"]
     attentions = {"self_attn": "attention"}
     if isinstance(layer, nn.TransformerDecoderLayer):
         norms.insert(1, "cross_norm")
         attentions["multihead_attn"] = "cross"
-    for theirs, ours in attentions.items():
-        moving.take(f"{new}{ours}.output", f"{old}{theirs}.out_proj")
+    for source, target in attentions.items():
+        mapping.map_part(f"{new}{target}.output", f"{old}{source}.out_proj")
         for kind in ("weight", "bias"):
-            if f"{old}{theirs}.in_proj_{kind}" in moving.state:
-                moving.take_one(f"{new}{ours}.project.{kind}", f"{old}{theirs}.in_proj_{kind}")
-    for place, norm in enumerate(norms, start=1):
-        moving.take(f"{new}{norm}", f"{old}norm{place}")
-    moving.take(f"{new}feed_forward.inner", f"{old}linear1")
-    moving.take(f"{new}feed_forward.outer", f"{old}linear2")
+            if f"{old}{source}.in_proj_{kind}" in mapping.state:
+                mapping.map_tensor(f"{new}{target}.project.{kind}", f"{old}{source}.in_proj_{kind}")
+    for number, norm in enumerate(norms, start=1):
+        mapping.map_part(f"{new}{norm}", f"{old}norm{number}")
+    mapping.map_part(f"{new}feed_forward.inner", f"{old}linear1")
+    mapping.map_part(f"{new}feed_forward.outer", f"{old}linear2")

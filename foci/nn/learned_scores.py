@@ -1,7 +1,4 @@
-"""Scores that learn: modules that own the parameters and, called, give the score.
-
-H heads, D width of a head.
-"""
+"""Learned scores: modules that own the parameters of a score and return it from `forward`."""
 
 from __future__ import annotations
 
@@ -12,7 +9,12 @@ from foci.scores import Additive, Cosine, General
 
 
 class AdditiveScore(nn.Module):
-    """wᵀ tanh(q + k) with a learned w per head (Bahdanau)."""
+    """The additive score wᵀ tanh(q + k) with a learned w per head (Bahdanau).
+
+    >>> q, k = torch.randn(2, 4, 10, 16), torch.randn(2, 4, 7, 16)
+    >>> foci.attention(q, k, k, score=foci.nn.AdditiveScore(heads=4, head_width=16)()).shape
+    torch.Size([2, 4, 10, 16])
+    """
 
     def __init__(self, heads: int, head_width: int) -> None:
         super().__init__()
@@ -24,7 +26,11 @@ class AdditiveScore(nn.Module):
 
 
 class GeneralScore(nn.Module):
-    """q W k with a learned matrix per head (Luong); it starts as the scaled dot product."""
+    """The score q W k with a learned matrix W per head (Luong); it starts as the scaled dot product.
+
+    >>> foci.nn.GeneralScore(heads=4, head_width=16).matrix.shape
+    torch.Size([4, 16, 16])
+    """
 
     def __init__(self, heads: int, head_width: int) -> None:
         super().__init__()
@@ -36,11 +42,16 @@ class GeneralScore(nn.Module):
 
 
 class CosineScore(nn.Module):
-    """scale · cos(q, k) with a learned scale per head."""
+    """The score scale · cos(q, k) with a learned scale per head.
+
+    >>> foci.nn.CosineScore(heads=4, head_width=16).scale
+    Parameter containing:
+    tensor([4., 4., 4., 4.], requires_grad=True)
+    """
 
     def __init__(self, heads: int, head_width: int) -> None:
         super().__init__()
-        # At √d the scores of random vectors spread as those of the scaled dot product do.
+        # With √d the scores of random vectors have the variance of the scaled dot product.
         self.scale = nn.Parameter(torch.full((heads,), head_width**0.5))
 
     def forward(self) -> Cosine:

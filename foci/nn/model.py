@@ -1,7 +1,7 @@
-"""A model as one file, and by the name of its size.
+"""The base class of models: built from a config or a named size, saved to and loaded from one file.
 
-A file is a safetensors file: every tensor once, and in its header JSON that says which model it is and its config.
-Nothing in a file is ever executed.
+The file is a safetensors file: every tensor once, and in its header the class name and the config as JSON. Loading
+never executes anything from the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODEL_FORMAT = "foci.model/1"
 
 
 class Model(nn.Module):
-    """A module made from a config: by size, or from a file.
+    """A module built from a config, by named size or from a file.
 
     >>> import tempfile
     >>> model = foci.nn.Decoder.from_name("tiny", vocabulary=1000)
@@ -31,7 +31,7 @@ class Model(nn.Module):
     >>> again.config == model.config
     True
 
-    A subclass names its config and its sizes, and is then saved and loaded like every other.
+    A subclass sets `config_type` and `sizes`; `save` and `load` then work for it too.
     """
 
     config_type: ClassVar[type[Config]]
@@ -40,22 +40,23 @@ class Model(nn.Module):
 
     @classmethod
     def from_name(cls, name: str, **changes: Any) -> Self:
-        """A new model of a named size, with some fields of its config changed."""
+        """Build a new model of a named size, with some fields of its config changed."""
         if name not in cls.sizes:
-            raise ValueError(f"{cls.__name__} has the sizes {', '.join(cls.sizes)}, but got {name!r}")
-        return cls(cls.sizes[name].changed(**changes))
+            raise ValueError(f"name must be a size of {cls.__name__} ({', '.join(cls.sizes)}), got {name!r}")
+        return cls(cls.sizes[name].replace(**changes))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one safetensors file with the config inside: to the side first, so that it is whole or not there."""
+        """Write one safetensors file with the config inside, atomically: through a temporary file."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in iter_unique_tensors(self)}
-        kind = {"format": MODEL_FORMAT, "kind": type(self).__name__, "config": asdict(self.config)}
-        write_with_header(path, tensors, kind)
+        header = {"format": MODEL_FORMAT, "kind": type(self).__name__, "config": asdict(self.config)}
+        write_with_header(path, tensors, header)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """The model in a file that `save` wrote, in eval mode and in the dtype it was saved in.
+        """Load a model from a file written by `save`, in eval mode and in the dtype it was saved in.
 
-        `Model.load` takes every kind of model, `Encoder.load` only an Encoder. A damaged or foreign file is refused.
+        `Model.load` loads every class of model, `Encoder.load` only an Encoder. Raises ValueError for a damaged file,
+        or one that is not a foci model.
         """
         header, tensors = read_model_file(path)
         try:
@@ -68,7 +69,7 @@ class Model(nn.Module):
 
 
 def read_model_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a model file."""
+    """Read the header and the tensors of a model file."""
     try:
         with open_safetensors(path, "tasks") as file:
             header = json.loads((file.metadata() or {}).get("foci", "null"))
@@ -76,33 +77,33 @@ def read_model_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[
     except (OSError, ImportError):
         raise
     except Exception as error:
-        raise ValueError(f"{os.fspath(path)} is not a whole safetensors file: {error}") from error
+        raise ValueError(f"{os.fspath(path)} is not a complete safetensors file: {error}") from error
     if not isinstance(header, dict) or header.get("format") != MODEL_FORMAT:
-        found = header.get("format") if isinstance(header, dict) else "no header of foci"
-        raise ValueError(
-            f"{os.fspath(path)} is not a foci model: expected format {MODEL_FORMAT!r}, but found {found!r}"
-        )
+        found = header.get("format") if isinstance(header, dict) else "no foci header"
+        raise ValueError(f"{os.fspath(path)} must be a foci model of format {MODEL_FORMAT!r}, got {found!r}")
     if header.get("checksum") != checksum_tensors(tensors):
-        raise ValueError(f"{os.fspath(path)} is damaged: its tensors do not have the checksum that was saved with them")
+        raise ValueError(f"{os.fspath(path)} is damaged: its tensors do not match the saved checksum")
     return header, tensors
 
 
 def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Gives a model its tensors; names and shapes must be exactly those that it has."""
+    """Copy tensors into a model; names and shapes must match exactly."""
     own = dict(iter_unique_tensors(model))
-    missing, foreign = own.keys() - tensors.keys(), tensors.keys() - own.keys()
-    if missing or foreign:
-        raise ValueError(f"the tensors {sorted(missing)[:4]} are missing and {sorted(foreign)[:4]} belong to no part")
+    missing, unknown = own.keys() - tensors.keys(), tensors.keys() - own.keys()
+    if missing or unknown:
+        raise ValueError(
+            f"tensor names must match the model, got missing {sorted(missing)[:4]} and unknown {sorted(unknown)[:4]}"
+        )
     for name, tensor in own.items():
         if tensor.shape != tensors[name].shape:
-            shapes = f"{tuple(tensor.shape)}, but got {tuple(tensors[name].shape)}"
-            raise ValueError(f"the tensor {name} must have shape {shapes}")
-        # A copy: what safetensors hands out is a view of the file, and the file may change.
+            shapes = f"{tuple(tensor.shape)}, got {tuple(tensors[name].shape)}"
+            raise ValueError(f"tensor {name} must have shape {shapes}")
+        # A copy, because safetensors returns a view of the file, and the file may change.
         tensor.data = tensors[name].clone()
 
 
 def iter_unique_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and saved buffer; what several parts share comes once, under its first name."""
+    """Yield every parameter and saved buffer; a shared tensor is yielded once, under its first name."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -111,10 +112,10 @@ def iter_unique_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def find_model_class(base: type[Model], name: Any) -> type[Any]:
-    """The class that is `base` or stands under it and has this name."""
+    """Find `base` or a subclass of it by class name."""
     kinds = [base]
     for kind in kinds:
         if kind.__name__ == name:
             return kind
         kinds += kind.__subclasses__()
-    raise ValueError(f"expected {base.__name__}, but the file holds {name!r}")
+    raise ValueError(f"the model in the file must be of class {base.__name__}, got {name!r}")

@@ -1,4 +1,4 @@
-"""What `torch.nn.MultiheadAttention` refuses, in its own words: code and tests written for it read these messages.
+"""The argument checks of `torch.nn.MultiheadAttention`, with its messages: code and tests written for it match them.
 
 N batch, L queries, S keys, E width, H heads.
 """
@@ -68,7 +68,7 @@ def check_causal_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
 
 
 def check_sizes(query: Tensor, key: Tensor, value: Tensor, width: int, same_width: bool) -> None:
-    """All (L, N, E): PyTorch's messages show the shapes in this order, whatever the caller's."""
+    """Check shapes (L, N, E): PyTorch's messages use this layout, whatever the caller's."""
     if query.shape[2] != width:
         raise AssertionError(f"was expecting embedding dimension of {width}, but got {query.shape[2]}")
     if same_width and key.shape != value.shape:
@@ -82,7 +82,7 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor, width: int, same_widt
 def check_mask_sizes(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, full: tuple[int, int, int, int], extra: int
 ) -> None:
-    """`full` is (N, H, L, S); `extra` keys that the module adds itself count in one of the messages."""
+    """Check the shapes of the masks against `full` (N, H, L, S); one message includes the `extra` appended keys."""
     batch, heads, queries, keys = full
     if attn_mask is not None:
         expected = (queries, keys) if attn_mask.dim() == 2 else (batch * heads, queries, keys)
@@ -92,9 +92,9 @@ def check_mask_sizes(
             )
     if key_padding_mask is None:
         return
-    for place, expected_size, added in ((0, batch, 0), (1, keys, extra)):
-        if key_padding_mask.shape[place] != expected_size:
+    for dim, expected_size, added in ((0, batch, 0), (1, keys, extra)):
+        if key_padding_mask.shape[dim] != expected_size:
             raise AssertionError(
-                f"Expected key_padded_mask.shape[{place}] to be {expected_size + added},"
-                f" but got {key_padding_mask.shape[place] + added}"
+                f"Expected key_padded_mask.shape[{dim}] to be {expected_size + added},"
+                f" but got {key_padding_mask.shape[dim] + added}"
             )

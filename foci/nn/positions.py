@@ -1,6 +1,6 @@
-"""Tokens into vectors, and where they stand: tables that are added, rotations, and relative tables for the scores.
+"""Position modules: tables added to the tokens, rotary embeddings, and learned tables of relative biases.
 
-B batch, T tokens, H heads, D width of a head.
+B batch, T tokens, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from foci.positions import rotary, sinusoidal
 class LearnedPositions(nn.Module):
     """Adds a learned vector per position: (B, T, width) -> (B, T, width).
 
-    >>> LearnedPositions(512, 64)(torch.zeros(2, 10, 64)).shape
+    >>> foci.nn.LearnedPositions(512, 64)(torch.zeros(2, 10, 64)).shape
     torch.Size([2, 10, 64])
 
     Args:
-        length: how many positions there are; a longer sequence is refused.
+        length: the number of positions; longer sequences are refused.
         width: the width of the vectors.
     """
 
@@ -31,15 +31,18 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.table, std=0.02)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
-        """Where the tokens stand: `positions` (T,) or (B, T), or without them from `start` on."""
+        """Add the vectors of `positions` (T,) or (B, T); None: in order from `start`."""
         return x + select_position_rows(self.table, x.shape[-2], positions, start).to(x.dtype)
 
 
 class SinusoidalPositions(nn.Module):
-    """Adds the sines and cosines of Vaswani et al.: (B, T, width) -> (B, T, width); nothing is learned.
+    """Adds the fixed sines and cosines of Vaswani et al.: (B, T, width) -> (B, T, width).
+
+    >>> foci.nn.SinusoidalPositions(512, 64)(torch.zeros(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
 
     Args:
-        length: how many positions are computed in advance; `positions` must lie below it.
+        length: the number of positions computed in advance; `positions` must be below it.
         width: the width of the vectors.
     """
 
@@ -49,22 +52,26 @@ class SinusoidalPositions(nn.Module):
         self.register_buffer("table", sinusoidal(length, width), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
-        """Where the tokens stand: `positions` (T,) or (B, T), or without them from `start` on."""
+        """Add the vectors of `positions` (T,) or (B, T); None: in order from `start`."""
         return x + select_position_rows(self.table, x.shape[-2], positions, start).to(x.dtype)
 
 
 def select_position_rows(table: Tensor, count: int, positions: Tensor | None, start: int) -> Tensor:
-    """The rows of a table of positions: (T, width) or (B, T, width)."""
+    """The rows of a position table for `count` tokens: (T, width) or (B, T, width)."""
     if positions is not None:
         return table[positions]
     if start + count > table.shape[0]:
-        raise ValueError(f"the table has {table.shape[0]} positions, but the sequence takes {start + count}")
+        raise ValueError(f"the sequence must have at most {table.shape[0]} positions, got {start + count}")
     return table[start : start + count]
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Turns queries and keys by where they stand (RoPE): what `Attention(rotary=...)` takes; see `foci.rotary`."""
+    """Rotary position embedding (RoPE) of queries and keys, for `Attention(rotary=...)`; see `foci.rotary`.
+
+    >>> foci.nn.Rotary(base=10000.0)(torch.randn(2, 4, 10, 16)).shape
+    torch.Size([2, 4, 10, 16])
+    """
 
     base: float = 10000.0
     width: int | None = None
@@ -75,9 +82,19 @@ class Rotary:
 
 
 class BucketTable(nn.Module):
-    """T5's learned bias per bucket of distances and head; called, it gives a `foci.Buckets`.
+    """T5's learned bias per head and distance bucket; `forward` returns a `foci.Buckets`.
 
-    One table given to several `Attention` modules is shared by them, as T5 does.
+    >>> layer = foci.nn.Attention(64, 4, bias=foci.nn.BucketTable(heads=4))
+    >>> layer(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+
+    Pass one table to several `Attention` modules to share it, as T5 does.
+
+    Args:
+        heads: the number of heads.
+        buckets: the number of buckets.
+        max_distance: larger distances share the last bucket.
+        bidirectional: whether keys before and after the query have separate buckets.
     """
 
     def __init__(self, heads: int, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> None:
@@ -90,12 +107,16 @@ class BucketTable(nn.Module):
 
 
 class RelativeTable(nn.Module):
-    """Shaw's learned vectors per clipped distance, shared by the heads; called, it gives a `foci.Relative`.
+    """Shaw's learned vectors per clipped distance, shared by the heads; `forward` returns a `foci.Relative`.
+
+    >>> layer = foci.nn.Attention(64, 4, bias=foci.nn.RelativeTable(head_width=16))
+    >>> layer(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
 
     Args:
         head_width: the width of a head.
-        clip: distances beyond it share the last vector.
-        values: whether distances also add to the output.
+        clip: larger distances share the last vector.
+        values: whether distance vectors are also added to the values.
     """
 
     def __init__(self, head_width: int, clip: int = 16, values: bool = True) -> None:

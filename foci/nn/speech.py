@@ -1,7 +1,7 @@
-"""Speech: frames of a spectrogram, made fewer by convolutions, read by an Encoder, and written down in two ways.
+"""A speech recognizer: downsamples the frames of a spectrogram, encodes them, and transcribes by CTC or attention.
 
-The CTC head says a token or a blank for every state; the attention decoder writes token by token and looks at the
-states. A model may have either or both.
+The CTC head predicts a token or a blank for every state. The attention decoder generates token by token and attends to
+the states. A model may have either or both.
 
 B batch, F frames, S states (a few frames each), T tokens of the target.
 """
@@ -28,28 +28,28 @@ from foci.weights.weights import Weights
 
 @dataclass(frozen=True)
 class SpeechConfig(BlockConfig):
-    """What `SpeechEncoder` is made of."""
+    """The config of `SpeechEncoder`."""
 
-    features: int = 80  # numbers per frame, such as 80 mel bands
-    halvings: int = 2  # convolutions that each make two frames one: 2 gives a state for every 4 frames
-    local: int = 0  # how many blocks of convolution read before attention does
-    reach: int = 15  # how many states each of these looks at, an odd number
-    layers: int = 6  # how many blocks read
-    decoder_layers: int = 0  # how many blocks write, where there is a vocabulary; 0: no attention decoder
-    vocabulary: int | None = None  # how many tokens there are; None: states only
-    ctc: bool = True  # whether there is a CTC head, where there is a vocabulary
-    max_length: int = 4096  # how many states, and how many tokens, a sequence may have
-    checkpoint: bool = False  # gradient checkpointing: recompute each block in the backward, for less memory
+    features: int = 80  # the number of features per frame, such as 80 mel bands
+    halvings: int = 2  # the number of convolutions with stride 2: 2 gives one state per 4 frames
+    local: int = 0  # the number of convolution blocks before the encoder
+    reach: int = 15  # the kernel size of these blocks in states, an odd number
+    layers: int = 6  # the number of encoder blocks
+    decoder_layers: int = 0  # the number of decoder blocks, if there is a vocabulary; 0: no attention decoder
+    vocabulary: int | None = None  # the vocabulary size; None: states only
+    ctc: bool = True  # whether there is a CTC head, if there is a vocabulary
+    max_length: int = 4096  # the maximum number of states, and of tokens, per sequence
+    checkpoint: bool = False  # gradient checkpointing: recompute each block in the backward to save memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "features", "layers", "vocabulary", "max_length", "reach")
-        self.at_least(0, "halvings", "local", "decoder_layers")
+        self.check_at_least(1, "features", "layers", "vocabulary", "max_length", "reach")
+        self.check_at_least(0, "halvings", "local", "decoder_layers")
         if self.reach % 2 == 0:
-            raise ValueError(f"SpeechConfig.reach must be odd, as many states on either side, but got {self.reach}")
+            raise ValueError(f"SpeechConfig.reach must be odd, to be symmetric around each state, got {self.reach}")
 
     def stack(self, layers: int, vocabulary: int | None) -> TransformerConfig:
-        """The stack that reads (without a vocabulary) or writes."""
+        """The config of the encoder (without a vocabulary) or of the decoder."""
         block = {field.name: getattr(self, field.name) for field in fields(BlockConfig)}
         return TransformerConfig(
             **block,
@@ -64,24 +64,24 @@ class SpeechConfig(BlockConfig):
 
 
 class SpeechOutput(NamedTuple):
-    """What a speech model gives."""
+    """The output of `SpeechEncoder`."""
 
     states: Tensor  # (B, S, width)
-    lengths: Tensor | None  # (B,), how many states are real; None: all
-    ctc: Tensor | None  # (B, S, vocabulary), where the model has a CTC head
-    logits: Tensor | None  # (B, T, vocabulary), where a target was given
+    lengths: Tensor | None  # (B,), the number of real states; None: all
+    ctc: Tensor | None  # (B, S, vocabulary), if the model has a CTC head
+    logits: Tensor | None  # (B, T, vocabulary), if a target was given
     weights: dict[str, Weights]
 
 
 class SpeechEncoder(Model):
-    """Spectrograms into states, and into text by CTC, by an attention decoder, or by both.
+    """Encode spectrograms, and transcribe them by CTC, by an attention decoder, or by both.
 
     >>> model = foci.nn.SpeechEncoder.from_name("tiny", vocabulary=30)
     >>> frames, target = torch.randn(2, 100, 80), torch.randint(30, (2, 12))
     >>> out = model(frames, target[:, :-1], padding=torch.tensor([100, 60]))
     >>> out.ctc.shape, out.logits.shape, out.lengths
     (torch.Size([2, 25, 30]), torch.Size([2, 11, 30]), tensor([25, 15]))
-    >>> texts = foci.nn.read_ctc(out.ctc, out.lengths)                        # the likeliest tokens, blanks left out
+    >>> transcripts = foci.nn.read_ctc(out.ctc, out.lengths)                  # greedy CTC decoding
     """
 
     config_type = SpeechConfig
@@ -102,10 +102,11 @@ class SpeechEncoder(Model):
         )
         self.near = nn.ModuleList(ConvolutionBlock(config) for _ in range(config.local))
         self.encoder = Encoder(config.stack(config.layers, None))
-        made = config.ctc and config.vocabulary is not None
-        self.ctc = nn.Linear(config.width, config.vocabulary or 0) if made else None
-        writes = config.decoder_layers > 0 and config.vocabulary is not None
-        self.decoder = Decoder(config.stack(config.decoder_layers, config.vocabulary), cross=True) if writes else None
+        has_ctc = config.ctc and config.vocabulary is not None
+        self.ctc = nn.Linear(config.width, config.vocabulary or 0) if has_ctc else None
+        decoder = config.stack(config.decoder_layers, config.vocabulary)
+        has_decoder = config.decoder_layers > 0 and config.vocabulary is not None
+        self.decoder = Decoder(decoder, cross=True) if has_decoder else None
 
     def forward(
         self,
@@ -115,11 +116,13 @@ class SpeechEncoder(Model):
         padding: Tensor | None = None,
         return_weights: bool = False,
     ) -> SpeechOutput:
-        """Frames (B, F, features), and the target (B, T) for the attention decoder.
+        """Encode the frames, and decode the target if there is one.
 
         Args:
-            padding: how many frames are real, (B,).
-            return_weights: also give every layer's weights, by name: encoder.L0, decoder.L0, cross.L0.
+            frames: (B, F, features).
+            target: tokens (B, T) for the attention decoder; None: only the encoder and the CTC head run.
+            padding: the number of real frames, (B,).
+            return_weights: also return every layer's weights, by name: encoder.L0, decoder.L0, cross.L0.
         """
         memory = self.encode(frames, padding=padding, return_weights=return_weights)
         ctc = None if self.ctc is None else self.ctc(memory.states)
@@ -130,42 +133,42 @@ class SpeechEncoder(Model):
         return SpeechOutput(memory.states, memory.layout.padding, ctc, logits, weights)
 
     def encode(self, frames: Tensor, *, padding: Tensor | None = None, return_weights: bool = False) -> Memory:
-        """The frames, read once: what `decode` looks at."""
-        x, lengths = self._fewer(frames, padding)
+        """Encode the frames once; `decode` attends to the result."""
+        x, lengths = self._downsample(frames, padding)
         out = self.encoder(x, padding=lengths, return_weights=return_weights)
         return Memory(out.states, Layout(lengths), prefix_layer_names(out.weights, "encoder"))
 
     def decode(
         self, target: Tensor, memory: Memory, *, caches: Caches | None = None, return_weights: bool = False
     ) -> Output:
-        """What comes after each token of the target; padding on its right needs no mask: no token looks ahead."""
-        out = self._writer()(target, memory, caches=caches, return_weights=return_weights)
+        """Logits of the next token after each target token; right padding needs no mask: the decoder is causal."""
+        out = self._require_decoder()(target, memory, caches=caches, return_weights=return_weights)
         return Output(out.states, out.logits, memory.weights | prefix_layer_names(out.weights, "decoder"))
 
     def caches(self, capacity: int | None = None) -> Caches:
         """Empty caches for generation."""
-        return self._writer().caches(capacity)
+        return self._require_decoder().caches(capacity)
 
     def attentions(self) -> dict[str, Attention]:
-        """Every attention module by the name that its weights have."""
-        written = {} if self.decoder is None else prefix_layer_names(self.decoder.attentions(), "decoder")
-        return prefix_layer_names(self.encoder.attentions(), "encoder") | written
+        """Every attention module, under the name of its weights."""
+        decoder = {} if self.decoder is None else prefix_layer_names(self.decoder.attentions(), "decoder")
+        return prefix_layer_names(self.encoder.attentions(), "encoder") | decoder
 
-    def _writer(self) -> Decoder:
+    def _require_decoder(self) -> Decoder:
         if self.decoder is None:
             raise ValueError(
-                "an attention decoder takes decoder_layers and a vocabulary, but this model's config says"
-                f" {self.config.decoder_layers} and {self.config.vocabulary}"
+                "the config must have decoder_layers of at least 1 and a vocabulary for the attention decoder, got"
+                f" decoder_layers={self.config.decoder_layers}, vocabulary={self.config.vocabulary}"
             )
         return self.decoder
 
-    def _fewer(self, frames: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(B, F, features) -> (B, S, width). What stands at padding is silenced before each convolution."""
+    def _downsample(self, frames: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(B, F, features) -> (B, S, width). Padding is set to zero before each convolution."""
         if frames.dim() != 3 or frames.shape[-1] != self.config.features:
-            raise ValueError(f"frames must have shape (B, F, {self.config.features}), but got {tuple(frames.shape)}")
+            raise ValueError(f"frames must have shape (B, F, {self.config.features}), got {tuple(frames.shape)}")
         if lengths is not None and (lengths.dim() != 1 or lengths.dtype == torch.bool):
             got = f"{lengths.dtype} {tuple(lengths.shape)}"
-            raise ValueError(f"padding must be how many frames are real, (B,), but got {got}")
+            raise ValueError(f"padding must be the number of real frames, (B,), got {got}")
         x = frames.mT  # (B, features, F)
         for convolution in self.convolutions:
             assert isinstance(convolution, nn.Conv1d)
@@ -181,9 +184,9 @@ class SpeechEncoder(Model):
 
 
 class ConvolutionBlock(nn.Module):
-    """What the states nearby say: the Conformer's gate and convolution, feature by feature, with a residual.
+    """The Conformer's convolution module: a gate and a depthwise convolution, with a residual connection.
 
-    Attention has to learn what is near from much data; here it is given.
+    Locality is built in here; attention would have to learn it from much data.
     """
 
     def __init__(self, config: SpeechConfig) -> None:
@@ -194,7 +197,7 @@ class ConvolutionBlock(nn.Module):
         self.middle, self.outer = nn.LayerNorm(width), nn.Linear(width, width)
 
     def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
-        """(B, S, width); real is (B, S, 1), True where a state is no padding."""
+        """(B, S, width) -> (B, S, width); real is (B, S, 1), False at padding."""
         y = F.glu(self.inner(self.norm(x)))
         if real is not None:
             y = torch.where(real, y, 0.0)
@@ -203,7 +206,7 @@ class ConvolutionBlock(nn.Module):
 
 
 def read_ctc(logits: Tensor, lengths: Tensor | None = None, blank: int = 0) -> list[list[int]]:
-    """The likeliest token of every state, repetitions joined and blanks left out.
+    """Greedy CTC decoding: the likeliest token of every state, with repetitions merged and blanks removed.
 
     >>> logits = torch.nn.functional.one_hot(torch.tensor([[1, 1, 0, 1, 2]]), 3).float()
     >>> foci.nn.read_ctc(logits)
@@ -211,10 +214,10 @@ def read_ctc(logits: Tensor, lengths: Tensor | None = None, blank: int = 0) -> l
 
     Args:
         logits: (B, S, vocabulary).
-        lengths: how many states are real, (B,).
-        blank: the token that says nothing.
+        lengths: the number of real states, (B,); None: all.
+        blank: the blank token.
     """
     best = logits.argmax(-1)
     counts = [best.shape[1]] * len(best) if lengths is None else lengths.tolist()
-    joined = [row[:count].unique_consecutive().tolist() for row, count in zip(best.cpu(), counts, strict=True)]
-    return [[token for token in row if token != blank] for row in joined]
+    merged = [row[:count].unique_consecutive().tolist() for row, count in zip(best.cpu(), counts, strict=True)]
+    return [[token for token in row if token != blank] for row in merged]

@@ -1,9 +1,9 @@
-"""The loss of a head without its logits: computed piece by piece, with the gradient, and forgotten.
+"""Cross-entropy of a language model's head without storing all logits: computed in chunks, with the gradient.
 
-The logits of a language model are its largest tensor: 32 x 1,024 tokens and 50,304 words take 6 GiB in float32, and as
-much again for their gradient. Here only one piece of them exists at a time.
+The logits of a language model are its largest tensor: for 32 x 1,024 tokens and a vocabulary of 50,304 they take 6 GiB
+in float32, and as much again for their gradient. Here only one chunk of them exists at a time.
 
-N tokens, D width, V words.
+N tokens, D width, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def token_loss(
     smoothing: float = 0.0,
     chunk: int = 4096,
 ) -> Tensor:
-    """The mean cross-entropy of `states @ weight.T` with the targets, as `F.cross_entropy` gives it.
+    """Compute the mean cross-entropy of the logits `states @ weight.T`, equal to `F.cross_entropy`, in little memory.
 
     >>> states, weight = torch.randn(2, 5, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
     >>> targets = torch.randint(100, (2, 5))
@@ -32,18 +32,20 @@ def token_loss(
     True
 
     Args:
-        states: (..., D), what a model gives before its head.
-        weight: (V, D), of the head; of a tied head the embedding.
-        targets: (...), the words that should come next.
-        ignore: targets that do not count. Where none counts, the loss is 0.
-        smoothing: the share of each target that is spread over all words.
-        chunk: how many tokens have logits at a time.
+        states: (..., D), the input of the head.
+        weight: (V, D), the weight of the head; for a tied head, the embedding.
+        targets: (...), the tokens to predict.
+        ignore: the target value that is excluded. If all targets are excluded, the loss is 0.
+        smoothing: label smoothing, the share of each target that is spread over the vocabulary.
+        chunk: the number of tokens whose logits exist at a time.
     """
     if states.shape[:-1] != targets.shape or weight.shape[1:] != states.shape[-1:]:
         shapes = f"{tuple(states.shape)}, {tuple(weight.shape)}, {tuple(targets.shape)}"
-        raise ValueError(f"token_loss takes states (..., D), weight (V, D) and targets (...), but got {shapes}")
-    if not 0.0 <= smoothing < 1.0 or chunk < 1:
-        raise ValueError(f"token_loss takes 0 <= smoothing < 1 and chunk >= 1, but got {smoothing!r} and {chunk!r}")
+        raise ValueError(f"states, weight and targets must have shapes (..., D), (V, D) and (...), got {shapes}")
+    if not 0.0 <= smoothing < 1.0:
+        raise ValueError(f"smoothing must be at least 0 and below 1, got {smoothing!r}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk!r}")
     if torch.is_autocast_enabled(states.device.type):
         dtype = torch.get_autocast_dtype(states.device.type)
         states, weight = states.to(dtype), weight.to(dtype)
@@ -55,7 +57,7 @@ def token_loss(
 
 
 class TokenLossFunction(torch.autograd.Function):
-    """The loss, and in the same pass its gradients: the backward only multiplies them."""
+    """Computes the loss and its gradients in one pass; the backward only scales the gradients."""
 
     @staticmethod
     def forward(
@@ -70,20 +72,23 @@ class TokenLossFunction(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(states.dtype, torch.float32)
         real = targets != ignore
-        words = torch.where(real, targets, 0)
+        tokens = torch.where(real, targets, 0)
         loss = torch.zeros((), dtype=wide, device=states.device)
         d_weight = torch.zeros_like(weight, dtype=wide) if gradients else None
         d_states = []
-        for some, word, counts in zip(states.split(chunk), words.split(chunk), real.split(chunk), strict=True):
-            part, slope = compute_chunk_loss((some @ weight.mT).to(wide), word, counts, smoothing)
-            loss = loss + part
+        chunks = zip(states.split(chunk), tokens.split(chunk), real.split(chunk), strict=True)
+        for chunk_states, chunk_tokens, chunk_real in chunks:
+            logits = (chunk_states @ weight.mT).to(wide)
+            chunk_loss, d_logits = compute_chunk_loss(logits, chunk_tokens, chunk_real, smoothing)
+            loss = loss + chunk_loss
             if d_weight is not None:
-                slope = slope.to(states.dtype)
-                d_states.append(slope @ weight)
-                d_weight = d_weight + slope.mT @ some
+                d_logits = d_logits.to(states.dtype)
+                d_states.append(d_logits @ weight)
+                d_weight = d_weight + d_logits.mT @ chunk_states
         count = real.sum().clamp(min=1).to(wide)
         if d_weight is not None:
-            # Not divided yet: in float16 a single token's share would vanish before the loss's own scale comes.
+            # Divided by count only in the backward: in float16 a single token's share would underflow before the
+            # incoming gradient, with its loss scale, is known.
             ctx.save_for_backward(torch.cat(d_states), d_weight, count)
         ctx.dtype = weight.dtype
         return loss / count
@@ -96,12 +101,12 @@ class TokenLossFunction(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-def compute_chunk_loss(logits: Tensor, words: Tensor, counts: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """The summed loss of the tokens that count, and the gradient of their logits (n, V)."""
+def compute_chunk_loss(logits: Tensor, tokens: Tensor, real: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """The summed loss of the tokens that are not ignored, and the gradient of their logits (n, V)."""
     lse = logits.logsumexp(-1)
-    right = logits.gather(1, words[:, None]).squeeze(1)
-    losses = lse - (1.0 - smoothing) * right - smoothing * logits.mean(-1)
-    spread = smoothing / logits.shape[-1]
-    hit = torch.arange(logits.shape[-1], device=logits.device) == words[:, None]
-    slope = torch.exp(logits - lse[:, None]) - spread - torch.where(hit, 1.0 - smoothing, 0.0)
-    return torch.where(counts, losses, 0.0).sum(), torch.where(counts[:, None], slope, 0.0)
+    target_logits = logits.gather(1, tokens[:, None]).squeeze(1)
+    losses = lse - (1.0 - smoothing) * target_logits - smoothing * logits.mean(-1)
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == tokens[:, None]
+    uniform = smoothing / logits.shape[-1]
+    d_logits = torch.exp(logits - lse[:, None]) - uniform - torch.where(is_target, 1.0 - smoothing, 0.0)
+    return torch.where(real, losses, 0.0).sum(), torch.where(real[:, None], d_logits, 0.0)

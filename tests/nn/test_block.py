@@ -23,7 +23,7 @@ FUNCTIONS = {
 }
 
 
-def made(cross: bool = False, **changes: Any) -> Block:
+def build_block(cross: bool = False, **changes: Any) -> Block:
     torch.manual_seed(0)
     block = Block(BlockConfig(width=16, heads=4, hidden=12, **changes), cross=cross)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def feed_forward_by_hand(block: Block, x: Tensor, activation: str) -> Tensor:
     list(itertools.product(("layer", "rms"), (True, False), (*FUNCTIONS, "swiglu"))),
 )
 def test_equals_its_formula(norm: str, norm_first: bool, activation: str) -> None:
-    block = made(cross=True, norm=norm, norm_first=norm_first, activation=activation)
+    block = build_block(cross=True, norm=norm, norm_first=norm_first, activation=activation)
     x, memory = randn(2, 6, 16), randn(2, 5, 16, seed=1)
     expected = x
     parts = [
@@ -60,31 +60,31 @@ def test_equals_its_formula(norm: str, norm_first: bool, activation: str) -> Non
 
 
 def test_the_norms_are_pytorchs() -> None:
-    block = made(norm="rms", eps=0.25)
+    block = build_block(norm="rms", eps=0.25)
     assert isinstance(block.attention_norm, nn.RMSNorm)
     assert block.attention_norm.eps == 0.25
-    plain = made(biases=False)
+    plain = build_block(biases=False)
     assert isinstance(plain.feed_forward_norm, nn.LayerNorm)
     assert not [name for name, _ in plain.named_parameters() if name.endswith("bias")]
 
 
 def test_weights_of_both_attentions() -> None:
-    block, x, memory = made(cross=True), randn(2, 6, 16), randn(2, 5, 16, seed=1)
+    block, x, memory = build_block(cross=True), randn(2, 6, 16), randn(2, 5, 16, seed=1)
     out, weights = block(x, memory, return_weights=True)
     assert_same(out, block(x, memory))
     assert {name: each.shape for name, each in weights.items()} == {"own": (2, 4, 6, 6), "cross": (2, 4, 6, 5)}
 
 
-def test_a_memory_must_be_given_where_it_is_looked_at_and_only_there() -> None:
+def test_memory_is_required_with_cross_attention_and_refused_without() -> None:
     x = randn(2, 6, 16)
-    with pytest.raises(ValueError, match="this block looks at a memory, but it got none"):
-        made(cross=True)(x)
-    with pytest.raises(ValueError, match="this block has no attention to a memory, but it was given one"):
-        made()(x, x)
+    with pytest.raises(ValueError, match=r"memory must be .* for a block with cross=True, got None"):
+        build_block(cross=True)(x)
+    with pytest.raises(ValueError, match="memory must be None for a block with cross=False, got"):
+        build_block()(x, x)
 
 
-def test_dropout_acts_while_training_only() -> None:
-    block, x = made(dropout=0.5), randn(2, 6, 16)
+def test_dropout_is_active_only_in_training() -> None:
+    block, x = build_block(dropout=0.5), randn(2, 6, 16)
     assert not torch.equal(block(x), block(x))
     assert torch.equal(block.eval()(x), block(x))
 

@@ -1,4 +1,4 @@
-"""Layers and models of PyTorch as ours: the same outputs and the same gradients, within float32 rounding."""
+"""Layers and models of torch.nn converted to foci: equal outputs and gradients, within float32 rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foci.nn.from_torch import TensorMapping, map_torch_layer, map_torch_stack
 from tests.nn.same import assert_same, assert_same_gradients
 from tests.tensors import randn
 
-# PyTorch says this of every Transformer that does not take its nested fast path.
+# PyTorch warns for every Transformer that does not take its nested fast path.
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 
 WIDTH, HEADS, HIDDEN = 16, 4, 24
@@ -31,57 +31,57 @@ LAYERS = [
 ]
 
 
-def scattered(module: nn.Module) -> Any:
-    """Weights that are all different from 0 and 1, norms included."""
+def randomize(module: nn.Module) -> Any:
+    """Set all weights, including the norms, to values other than 0 and 1."""
     with torch.no_grad():
         for seed, parameter in enumerate(module.parameters()):
             parameter.copy_(randn(*parameter.shape, seed=seed) * 0.4 + (0.5 if parameter.dim() == 1 else 0.0))
     return module
 
 
-def by_our_names(layer: nn.Module) -> Any:
-    def turned(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        moving = TensorMapping(grads)
+def map_gradients(layer: nn.Module) -> Any:
+    def rename(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        mapping = TensorMapping(grads)
         if isinstance(layer, nn.Transformer):
-            map_torch_stack(moving, layer.encoder, "encoder.", "encoder.")
-            map_torch_stack(moving, layer.decoder, "decoder.", "decoder.")
+            map_torch_stack(mapping, layer.encoder, "encoder.", "encoder.")
+            map_torch_stack(mapping, layer.decoder, "decoder.", "decoder.")
         else:
-            map_torch_layer(moving, layer, "", "")
-        assert not moving.left
-        return moving.found
+            map_torch_layer(mapping, layer, "", "")
+        assert not mapping.unmapped
+        return mapping.mapped
 
-    return turned
+    return rename
 
 
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_an_encoder_layer(options: dict[str, Any], padded: bool) -> None:
-    theirs = scattered(nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, 0.0, batch_first=True, **options))
+    theirs = randomize(nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, 0.0, batch_first=True, **options))
     ours = foci.nn.load_torch_layer(theirs)
     x = randn(2, 6, WIDTH)
     expected = theirs(x, src_key_padding_mask=HIDDEN_KEYS if padded else None)
     found = ours(x, mask=foci.padding(LENGTHS) if padded else None)
     assert_same(found, expected, slack=64)
-    assert_same_gradients(found, expected, ours, theirs, by_our_names(theirs), slack=64)
+    assert_same_gradients(found, expected, ours, theirs, map_gradients(theirs), slack=64)
 
 
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_a_decoder_layer(options: dict[str, Any], padded: bool) -> None:
-    theirs = scattered(nn.TransformerDecoderLayer(WIDTH, HEADS, HIDDEN, 0.0, batch_first=True, **options))
+    theirs = randomize(nn.TransformerDecoderLayer(WIDTH, HEADS, HIDDEN, 0.0, batch_first=True, **options))
     ours = foci.nn.load_torch_layer(theirs)
     x, memory = randn(2, 5, WIDTH), randn(2, 6, WIDTH, seed=1)
     hidden = {"memory_key_padding_mask": HIDDEN_KEYS} if padded else {}
     expected = theirs(x, memory, tgt_mask=CAUSAL, tgt_is_causal=True, **hidden)
     found = ours(x, memory, mask=foci.causal, memory_mask=foci.padding(LENGTHS) if padded else None)
     assert_same(found, expected, slack=64)
-    assert_same_gradients(found, expected, ours, theirs, by_our_names(theirs), slack=64)
+    assert_same_gradients(found, expected, ours, theirs, map_gradients(theirs), slack=64)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 def test_a_transformer(options: dict[str, Any], batch_first: bool) -> None:
-    theirs = scattered(nn.Transformer(WIDTH, HEADS, 2, 3, HIDDEN, 0.0, batch_first=batch_first, **options))
+    theirs = randomize(nn.Transformer(WIDTH, HEADS, 2, 3, HIDDEN, 0.0, batch_first=batch_first, **options))
     ours = foci.nn.load_torch_transformer(theirs)
     source, target = randn(2, 6, WIDTH), randn(2, 5, WIDTH, seed=1)
     given = (source, target) if batch_first else (source.transpose(0, 1), target.transpose(0, 1))
@@ -95,12 +95,12 @@ def test_a_transformer(options: dict[str, Any], batch_first: bool) -> None:
     expected = expected if batch_first else expected.transpose(0, 1)
     found = ours(source, target, source_padding=LENGTHS).states
     assert_same(found, expected, slack=64)
-    assert_same_gradients(found, expected, ours, theirs, by_our_names(theirs), slack=64)
+    assert_same_gradients(found, expected, ours, theirs, map_gradients(theirs), slack=64)
 
 
 def test_an_encoder_without_a_last_norm() -> None:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, batch_first=True)
-    theirs = scattered(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval()
+    theirs = randomize(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval()
     ours = foci.nn.load_torch_transformer(theirs)
     assert ours.norm is None
     assert not ours.training
@@ -108,7 +108,7 @@ def test_an_encoder_without_a_last_norm() -> None:
     assert_same(ours(x).states, theirs(x), slack=64)
 
 
-def test_what_is_taken_over() -> None:
+def test_options_dtype_and_weights_are_copied() -> None:
     theirs = nn.Transformer(WIDTH, HEADS, 1, 1, HIDDEN, dropout=0.25, layer_norm_eps=1e-3, dtype=torch.float64)
     ours = foci.nn.load_torch_transformer(theirs)
     stack = ours.config.decoder
@@ -127,21 +127,21 @@ def test_what_is_taken_over() -> None:
     [(nn.GELU(), "gelu"), (nn.GELU("tanh"), "gelu_tanh"), (nn.ReLU(), "relu"), (F.silu, "silu"), (nn.SiLU(), "silu")],
 )
 def test_activations(module: Any, name: str) -> None:
-    theirs = scattered(nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, 0.0, activation=module, batch_first=True))
+    theirs = randomize(nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, 0.0, activation=module, batch_first=True))
     ours = foci.nn.load_torch_layer(theirs)
     x = randn(2, 6, WIDTH)
     assert_same(ours(x), theirs(x), slack=64)
     assert ours.feed_forward.activation is ACTIVATION_FUNCTIONS[name]
 
 
-def test_what_cannot_be_taken_is_refused() -> None:
-    with pytest.raises(ValueError, match="the activation must be relu, gelu or silu, but got"):
+def test_unsupported_sources_are_refused() -> None:
+    with pytest.raises(ValueError, match="activation must be relu, gelu or silu, got"):
         foci.nn.load_torch_layer(nn.TransformerEncoderLayer(WIDTH, HEADS, activation=torch.tanh))
-    with pytest.raises(TypeError, match=r"takes torch\.nn\.Transformer or .*, but got Linear"):
+    with pytest.raises(TypeError, match=r"source must be a torch\.nn\.Transformer or .*, got Linear"):
         foci.nn.load_torch_transformer(nn.Linear(2, 2))  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="TransformerDecoderLayer, but got Linear"):
+    with pytest.raises(TypeError, match="TransformerDecoderLayer, got Linear"):
         foci.nn.load_torch_layer(nn.Linear(2, 2))
-    moving = TensorMapping({"a.weight": torch.zeros(2, 2), "rest": torch.zeros(1)})
-    moving.take("weight", "a")
-    with pytest.raises(ValueError, match=r"these tensors have no place in Linear: \['rest'\]"):
-        moving.into(nn.Linear(2, 2))
+    mapping = TensorMapping({"a.weight": torch.zeros(2, 2), "rest": torch.zeros(1)})
+    mapping.map_part("weight", "a")
+    with pytest.raises(ValueError, match=r"every tensor must have a counterpart in Linear, got \['rest'\]"):
+        mapping.load_into(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""Models as files: what was saved comes back, and what is damaged or foreign is refused."""
+"""Model files: round trips, and refusal of damaged and foreign files."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def parts(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """The same file with another header."""
+    """Rewrite the file with another header."""
     header, tensors = parts(path)
     safetensors.torch.save_file(tensors, path, metadata={"foci": json.dumps(header | changes)})
 
 
 @pytest.mark.parametrize("head", ["tied", "linear", None])
 @pytest.mark.parametrize("bias", [None, "buckets", "relative"])
-def test_a_saved_model_comes_back(path: Path, head: str | None, bias: str | None) -> None:
+def test_a_saved_model_round_trips(path: Path, head: str | None, bias: str | None) -> None:
     model = small(head=head, bias=bias, score="cosine")
     model.save(path)
     again = Decoder.load(path)
@@ -50,7 +50,7 @@ def test_a_saved_model_comes_back(path: Path, head: str | None, bias: str | None
 
 
 def test_shared_tensors_are_saved_once_and_stay_shared(path: Path) -> None:
-    config = EncoderDecoder.sizes["tiny"].changed(vocabulary=20, shared=True, bias="buckets")
+    config = EncoderDecoder.sizes["tiny"].replace(vocabulary=20, shared=True, bias="buckets")
     model = EncoderDecoder(config).eval()
     model.save(path)
     _, tensors = parts(path)
@@ -61,15 +61,15 @@ def test_shared_tensors_are_saved_once_and_stay_shared(path: Path) -> None:
     assert torch.equal(again(TOKENS, TOKENS).logits, model(TOKENS, TOKENS).logits)
 
 
-def test_the_dtype_stays(path: Path) -> None:
+def test_the_dtype_is_kept(path: Path) -> None:
     small().bfloat16().save(path)
     assert {parameter.dtype for parameter in Decoder.load(path).parameters()} == {torch.bfloat16}
 
 
-def test_any_kind_is_loaded_by_the_base_and_only_its_own_by_a_kind(path: Path) -> None:
+def test_the_base_class_loads_any_model_and_a_subclass_only_its_own(path: Path) -> None:
     small().save(path)
     assert isinstance(Model.load(path), Decoder)
-    with pytest.raises(ValueError, match="expected Encoder, but the file holds 'Decoder'"):
+    with pytest.raises(ValueError, match="must be of class Encoder, got 'Decoder'"):
         Encoder.load(path)
 
 
@@ -81,7 +81,7 @@ def test_a_loaded_model_does_not_depend_on_its_file(path: Path) -> None:
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
 
 
-def test_saving_replaces_a_file_only_when_all_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_is_atomic(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small().save(path)
     before = path.read_bytes()
 
@@ -101,7 +101,7 @@ def test_a_truncated_file_is_refused(path: Path, kept: float) -> None:
     small().save(path)
     content = path.read_bytes()
     path.write_bytes(content[: kept if isinstance(kept, int) else int(len(content) * kept)])
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         Decoder.load(path)
 
 
@@ -110,25 +110,25 @@ def test_a_damaged_tensor_is_refused(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 16
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged: its tensors do not have the checksum"):
+    with pytest.raises(ValueError, match="is damaged: its tensors do not match the saved checksum"):
         Decoder.load(path)
 
 
 def test_foreign_files_are_refused(path: Path) -> None:
     path.write_text("a text")
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         Model.load(path)
     torch.save({"x": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         Model.load(path)
     safetensors.torch.save_file({"x": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match=r"expected format 'foci\.model/1', but found 'no header of foci'"):
+    with pytest.raises(ValueError, match=r"must be a foci model of format 'foci\.model/1', got 'no foci header'"):
         Model.load(path)
     safetensors.torch.save_file({"x": torch.zeros(2)}, path, metadata={"foci": '{"format": "foci.weights/1"}'})
-    with pytest.raises(ValueError, match=r"but found 'foci\.weights/1'"):
+    with pytest.raises(ValueError, match=r"got 'foci\.weights/1'"):
         Model.load(path)
     safetensors.torch.save_file({"x": torch.zeros(2)}, path, metadata={"foci": "{"})
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         Model.load(path)
     with pytest.raises(FileNotFoundError):
         Model.load(path.parent / "missing")
@@ -137,15 +137,15 @@ def test_foreign_files_are_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "Module"}, "expected Model, but the file holds 'Module'"),
-        ({"kind": None}, "expected Model, but the file holds None"),
-        ({"config": {"width": 16}}, "tensors .* are missing"),
-        ({"config": {"size": 16}}, "TransformerConfig has the fields"),
-        ({"config": {"width": "big"}}, "TransformerConfig.width must be a whole number, but got 'big'"),
-        ({"config": 3}, "is made from a table of fields, but got 3"),
+        ({"kind": "Module"}, "must be of class Model, got 'Module'"),
+        ({"kind": None}, "must be of class Model, got None"),
+        ({"config": {"width": 16}}, "tensor names must match the model, got missing"),
+        ({"config": {"size": 16}}, "fields of TransformerConfig must be among"),
+        ({"config": {"width": "big"}}, "TransformerConfig.width must be an integer, got 'big'"),
+        ({"config": 3}, "TransformerConfig must be a table of fields, got 3"),
     ],
 )
-def test_headers_that_do_not_fit_are_refused(path: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_headers_are_refused(path: Path, changes: dict[str, Any], message: str) -> None:
     small().save(path)
     rewrite(path, **changes)
     with pytest.raises(ValueError, match=f"cannot be loaded: .*{message}"):
@@ -166,21 +166,21 @@ def test_a_tensor_of_another_shape_is_refused(path: Path) -> None:
     model.save(path)
     header, _ = parts(path)
     rewrite(path, config=header["config"] | {"vocabulary": 21})
-    with pytest.raises(ValueError, match=r"embedding.tokens.weight must have shape \(21, 16\), but got \(20, 16\)"):
+    with pytest.raises(ValueError, match=r"embedding.tokens.weight must have shape \(21, 16\), got \(20, 16\)"):
         Model.load(path)
 
 
-def test_sizes_by_name() -> None:
-    with pytest.raises(ValueError, match="Decoder has the sizes tiny, small, base, but got 'huge'"):
+def test_named_sizes() -> None:
+    with pytest.raises(ValueError, match=r"name must be a size of Decoder .tiny, small, base., got 'huge'"):
         Decoder.from_name("huge")
-    with pytest.raises(ValueError, match="but got colour"):
+    with pytest.raises(ValueError, match="got colour"):
         Encoder.from_name("tiny", colour=3)
     for kind in (Encoder, Decoder, EncoderDecoder):
         assert list(kind.sizes) == ["tiny", "small", "base"]
         assert kind.from_name("tiny").config == kind.sizes["tiny"]
 
 
-def test_the_sizes_that_are_compared_with_others() -> None:
+def test_parameter_counts_of_published_models() -> None:
     with torch.device("meta"):
         gpt = Decoder.from_name("base", vocabulary=50257)
         both = EncoderDecoder.from_name("base", vocabulary=37000, shared=True)

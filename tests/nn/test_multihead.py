@@ -1,4 +1,4 @@
-"""`foci.nn.MultiheadAttention` in the place of PyTorch's: every option, every error, outputs and gradients."""
+"""`foci.nn.MultiheadAttention` equals PyTorch's: every option and error, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def pair(**options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
-    """Ours and theirs, with the same weights, which are all different from 0."""
+    """foci's module and PyTorch's with the same weights, which all differ from 0."""
     ours, theirs = foci.nn.MultiheadAttention(WIDTH, HEADS, **options), nn.MultiheadAttention(WIDTH, HEADS, **options)
     with torch.no_grad():
         for seed, parameter in enumerate(theirs.parameters()):
@@ -50,7 +50,7 @@ def inputs(options: dict[str, Any], batched: bool) -> list[Tensor]:
 
 
 def attn_mask(kind: str, batched: bool) -> Tensor | None:
-    """No row hides everything: there PyTorch gives NaN."""
+    """No row is fully masked: there PyTorch gives NaN."""
     if kind == "none":
         return None
     lead = () if kind.endswith("2-D") else (BATCH * HEADS if batched else HEADS,)
@@ -68,7 +68,7 @@ def key_padding(kind: str, batched: bool) -> Tensor | None:
 
 
 def call_both(ours: nn.Module, theirs: nn.Module, given: list[Tensor], options: dict[str, Any]) -> None:
-    """Outputs, weights and the gradients of inputs and parameters are the same, through outputs and weights."""
+    """Assert equal outputs and weights, and equal gradients of inputs and parameters through both."""
     found, weights = ours(*given, **options)
     expected, expected_weights = theirs(*given, **options)
     assert_same(found, expected)
@@ -95,7 +95,7 @@ def test_every_combination_of_options_equals_pytorch(made: dict[str, Any], batch
 
 
 @pytest.mark.parametrize("made", MADE, ids=lambda made: ",".join(f"{k}={v}" for k, v in made.items()))
-def test_the_causal_hint_is_taken_where_pytorch_takes_it(made: dict[str, Any]) -> None:
+def test_the_causal_hint_is_followed_where_pytorch_follows_it(made: dict[str, Any]) -> None:
     ours, theirs = pair(**made)
     given = inputs(made, batched=True)
     mask = torch.ones(QUERIES, KEYS, dtype=torch.bool).triu(1)
@@ -119,7 +119,7 @@ def test_the_same_tensor_as_query_key_and_value(same: str, mode: str) -> None:
             assert_same(found, expected)
 
 
-def test_self_attention_is_projected_by_one_product() -> None:
+def test_self_attention_is_projected_by_one_matrix_product() -> None:
     ours, _ = pair(batch_first=True)
     x = randn(BATCH, KEYS, WIDTH)
     with mock.patch("torch.nn.functional.linear", wraps=torch.nn.functional.linear) as linear:
@@ -140,7 +140,7 @@ def test_pytorchs_own_forward_is_never_called() -> None:
             ours.eval()(x, x, x, **returned)
 
 
-def test_state_dicts_are_exchanged() -> None:
+def test_state_dicts_are_compatible() -> None:
     for made in MADE:
         ours = foci.nn.MultiheadAttention(WIDTH, HEADS, **made)
         theirs = nn.MultiheadAttention(WIDTH, HEADS, **made)
@@ -166,8 +166,8 @@ WRONG: dict[str, tuple[dict[str, Any], list[tuple[int, ...]], dict[str, Any]]] =
     "padding of another batch": ({}, [(4, 2, 8)] * 3, {"key_padding_mask": torch.zeros(3, 4)}),
     "padding of another length": ({}, [(4, 2, 8)] * 3, {"key_padding_mask": torch.zeros(2, 5)}),
     "padding, one more key": ({"add_bias_kv": True}, [(4, 2, 8)] * 3, {"key_padding_mask": torch.zeros(2, 5)}),
-    "whole numbers as mask": ({}, [(4, 2, 8)] * 3, {"attn_mask": torch.zeros(4, 4, dtype=torch.int64)}),
-    "whole numbers as padding": ({}, [(4, 2, 8)] * 3, {"key_padding_mask": torch.zeros(2, 4, dtype=torch.int64)}),
+    "an integer mask": ({}, [(4, 2, 8)] * 3, {"attn_mask": torch.zeros(4, 4, dtype=torch.int64)}),
+    "integer padding": ({}, [(4, 2, 8)] * 3, {"key_padding_mask": torch.zeros(2, 4, dtype=torch.int64)}),
     "a hint without a mask": ({}, [(4, 2, 8)] * 3, {"is_causal": True}),
 }
 
@@ -179,7 +179,7 @@ def refusal(module: nn.Module, given: list[Tensor], options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_shapes_are_refused_in_pytorchs_words(case: str) -> None:
+def test_wrong_shapes_are_refused_with_pytorchs_messages(case: str) -> None:
     made, shapes, options = WRONG[case]
     ours, theirs = pair(**made)
     given = [torch.zeros(shape) for shape in shapes]
@@ -201,7 +201,7 @@ def test_other_refusals() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_a_query_that_may_look_at_nothing_gives_zeros_and_finite_gradients(kind: str) -> None:
+def test_fully_masked_rows_give_zeros_and_finite_gradients(kind: str) -> None:
     ours, _ = pair(bias=False, batch_first=True)
     x = randn(BATCH, KEYS, WIDTH).requires_grad_()
     hidden = torch.zeros(KEYS, KEYS, dtype=torch.bool)
@@ -217,7 +217,7 @@ def test_a_query_that_may_look_at_nothing_gives_zeros_and_finite_gradients(kind:
             assert bool(grad.isfinite().all())
 
 
-def test_pytorchs_layers_run_with_ours_inside() -> None:
+def test_pytorchs_layers_run_with_foci_attention_inside() -> None:
     layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True)
     x, memory = randn(BATCH, QUERIES, WIDTH), randn(BATCH, KEYS, WIDTH, seed=1)
     mask = nn.Transformer.generate_square_subsequent_mask(QUERIES)
@@ -229,7 +229,7 @@ def test_pytorchs_layers_run_with_ours_inside() -> None:
     assert_same(layer(x, memory, tgt_mask=mask, tgt_is_causal=True), expected)
 
 
-# PyTorch warns of its own doing where it traces an autograd function.
+# PyTorch itself causes this warning when it traces an autograd function.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("options", RETURNED, ids=["no weights", "averaged", "per head"])
 def test_compiles_as_one_graph(options: dict[str, Any]) -> None:
@@ -263,7 +263,7 @@ def test_trains_in_bfloat16_and_under_autocast(options: dict[str, Any]) -> None:
         results[0].float().sum().backward()
 
 
-def test_dropout_keeps_the_mean_and_leaves_the_weights_whole() -> None:
+def test_dropout_keeps_the_mean_and_does_not_change_the_weights() -> None:
     torch.manual_seed(0)
     ours, theirs = pair(batch_first=True, dropout=0.5)
     x = randn(1, KEYS, WIDTH).expand(4096, -1, -1)

@@ -1,4 +1,4 @@
-"""A model that copies: its logits are probabilities, its caches change nothing, and it copies words it never saw."""
+"""The pointer-generator: logits are log-probabilities, caching changes nothing, and unseen tokens are copied."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def small(vocabulary: int = 20) -> CopyingTransformer:
     ).eval()
 
 
-def test_words_are_taken_wherever_they_stand() -> None:
-    looked = torch.tensor([[[0.5, 0.2, 0.3]]])
+def test_weights_are_summed_over_all_occurrences_of_a_token() -> None:
+    weights = torch.tensor([[[0.5, 0.2, 0.3]]])
     assert_same(
-        sum_weights_by_token(looked, torch.tensor([[4, 1, 4]]), 6), torch.tensor([[[0.0, 0.2, 0.0, 0.0, 0.8, 0.0]]])
+        sum_weights_by_token(weights, torch.tensor([[4, 1, 4]]), 6), torch.tensor([[[0.0, 0.2, 0.0, 0.0, 0.8, 0.0]]])
     )
 
 
-def test_logits_are_logarithms_of_probabilities_and_padding_changes_nothing() -> None:
+def test_logits_are_log_probabilities_and_ignore_padding() -> None:
     model = small()
     source, target = torch.randint(1, 20, (2, 7)), torch.randint(1, 20, (2, 5))
     real = torch.arange(7) < torch.tensor([7, 4])[:, None]
@@ -34,17 +34,17 @@ def test_logits_are_logarithms_of_probabilities_and_padding_changes_nothing() ->
     assert_same(out[1:], model(source[1:, :4], target[1:]).logits)
 
 
-def test_a_beam_with_caches_writes_what_one_without_writes() -> None:
+def test_cached_beam_search_equals_uncached() -> None:
     model = small()
     sources = [[5, 3, 8, 9], [7, 4]]
     options = {"start": 1, "stop": 2, "new_tokens": 6, "method": foci.decoding.Beam(3)}
-    kept = foci.generate(model, sources, **options)  # type: ignore[arg-type]
-    afresh = foci.generate(model, sources, cache=False, **options)  # type: ignore[arg-type]
-    assert [answer.tokens for answer in kept] == [answer.tokens for answer in afresh]
+    cached = foci.generate(model, sources, **options)  # type: ignore[arg-type]
+    uncached = foci.generate(model, sources, cache=False, **options)  # type: ignore[arg-type]
+    assert [answer.tokens for answer in cached] == [answer.tokens for answer in uncached]
 
 
-def test_it_copies_words_that_no_training_had() -> None:
-    """The first word is to be written; words 12 to 19 are in no training example."""
+def test_copies_tokens_unseen_in_training() -> None:
+    """The target is the first source token; tokens 12 to 19 occur in no training example."""
     model = small().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     generator = torch.Generator().manual_seed(1)
@@ -61,11 +61,11 @@ def test_it_copies_words_that_no_training_had() -> None:
     assert (found == unseen[:, 0]).float().mean() > 0.5
 
 
-def test_what_it_cannot_take_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     model = small()
-    with pytest.raises(ValueError, match="takes padded sources, but got documents"):
+    with pytest.raises(ValueError, match="documents must be None for CopyingTransformer"):
         model.encode(torch.ones(1, 3, dtype=torch.long), documents=torch.zeros(1, 3, dtype=torch.long))
     plain = foci.nn.EncoderDecoder(model.config)
     memory = plain.encode(torch.ones(1, 3, dtype=torch.long))
-    with pytest.raises(TypeError, match="takes what this model's encode gave, but got Memory"):
+    with pytest.raises(TypeError, match="memory must be the result of this model's encode, got Memory"):
         model.decode(torch.ones(1, 1, dtype=torch.long), memory)

@@ -1,4 +1,4 @@
-"""The RNN that looks back: what it computes, padding, steps, training, files."""
+"""The recurrent encoder-decoder: formulas, padding, step-by-step decoding, training, files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import foci.nn
 from foci.nn.recurrent import RecurrentConfig, Seq2SeqRNN
-from tests.nn.reversal import LENGTH, VOCABULARY, pairs, solved, trained
+from tests.nn.reversal import LENGTH, VOCABULARY, measure_accuracy, sample_pairs, train
 from tests.nn.same import assert_same
 
 KINDS = [
@@ -31,12 +31,12 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randint(20, (3, 7)), torch.randint(20, (3, 5)), torch.tensor([7, 4, 5])
 
 
-def by_name(kind: dict[str, str]) -> str:
+def name_options(kind: dict[str, str]) -> str:
     return "-".join(kind.values())
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=by_name)
-def test_padded_equals_alone(kind: dict[str, str]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=name_options)
+def test_padded_equals_unpadded(kind: dict[str, str]) -> None:
     model, (source, target, lengths) = small(**kind), batch()
     out = model(source, target, source_padding=lengths, return_weights=True)
     assert out.logits.shape == (3, 5, 20)
@@ -47,7 +47,7 @@ def test_padded_equals_alone(kind: dict[str, str]) -> None:
         assert bool((out.weights["cross.L0"][row, 0, :, length:] == 0).all())
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+@pytest.mark.parametrize("kind", KINDS, ids=name_options)
 def test_step_by_step_equals_all_at_once(kind: dict[str, str]) -> None:
     model, (source, target, lengths) = small(**kind), batch()
     with torch.no_grad():
@@ -56,14 +56,14 @@ def test_step_by_step_equals_all_at_once(kind: dict[str, str]) -> None:
         assert_same(torch.cat(steps, dim=1), model.decode(target, memory).logits)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=by_name)
+@pytest.mark.parametrize("kind", KINDS, ids=name_options)
 def test_gradients_reach_every_parameter(kind: dict[str, str]) -> None:
     model, (source, target, lengths) = small(**kind).train(), batch()
     model(source, target, source_padding=lengths).logits.square().mean().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not bool(p.grad.any())] == []
 
 
-def test_bahdanau_is_what_the_paper_says() -> None:
+def test_attend_before_equals_bahdanaus_formula() -> None:
     """α = softmax(vᵀ tanh(W s + U h)) from the state before, c = Σ α h, s' = GRU([y, c], s)."""
     model, (source, target, _) = small(score="additive", attend="before", layers=1), batch()
     out = model(source, target, return_weights=True)
@@ -80,7 +80,7 @@ def test_bahdanau_is_what_the_paper_says() -> None:
     assert_same(out.states, torch.stack(states, dim=1))
 
 
-def test_luong_looks_with_the_state_after_the_step() -> None:
+def test_attend_after_equals_luongs_formula() -> None:
     """α = softmax(s W h) from the state itself, and the whole target passes through the RNN in one call."""
     model, (source, target, _) = small(score="general", attend="after"), batch()
     calls: list[torch.Size] = []
@@ -97,27 +97,27 @@ def test_luong_looks_with_the_state_after_the_step() -> None:
 @pytest.mark.parametrize(
     "kind",
     [{"score": "additive", "attend": "before"}, {"score": "dot", "cell": "lstm"}, {"score": "general"}],
-    ids=by_name,
+    ids=name_options,
 )
-def test_learns_to_write_backwards(kind: dict[str, Any]) -> None:
+def test_learns_to_reverse_the_source(kind: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Seq2SeqRNN.from_name("tiny", vocabulary=VOCABULARY, width=48, **kind)
-    assert solved(model) < 0.1
-    trained(model, steps=80, rate=1e-2)
-    assert solved(model) > 0.8
+    assert measure_accuracy(model) < 0.1
+    train(model, steps=80, rate=1e-2)
+    assert measure_accuracy(model) > 0.8
 
 
-def test_the_alignment_of_a_trained_model_runs_backwards() -> None:
+def test_the_alignment_of_a_trained_model_is_reversed() -> None:
     torch.manual_seed(0)
     model = Seq2SeqRNN.from_name("tiny", vocabulary=VOCABULARY, width=48, score="dot")
-    trained(model, steps=80, rate=1e-2)
-    source, target = pairs(32, seed=10**6)
+    train(model, steps=80, rate=1e-2)
+    source, target = sample_pairs(32, seed=10**6)
     weights = model.eval()(source, target[:, :-1], return_weights=True).weights["cross.L0"]
-    where = (weights @ torch.arange(LENGTH, dtype=torch.float32)[:, None]).mean(0).flatten()[:LENGTH]
-    assert bool((where.diff() < 0).all()), where
+    expected_position = (weights @ torch.arange(LENGTH, dtype=torch.float32)[:, None]).mean(0).flatten()[:LENGTH]
+    assert bool((expected_position.diff() < 0).all()), expected_position
 
 
-def test_options_that_change_the_shape_of_the_model() -> None:
+def test_structural_options() -> None:
     source, target, lengths = batch()
     for options in ({"both_directions": False}, {"tied": True}, {"shared": True}, {"source_vocabulary": 30}):
         model = small(**options)
@@ -126,14 +126,14 @@ def test_options_that_change_the_shape_of_the_model() -> None:
         assert (model.source_words is model.target_words) == bool(options.get("shared"))
 
 
-def test_dropout_only_while_training() -> None:
+def test_dropout_is_active_only_in_training() -> None:
     model, (source, target, _) = small(dropout=0.5), batch()
     assert bool((model(source, target).logits == model(source, target).logits).all())
     model.train()
     assert not bool((model(source, target).logits == model(source, target).logits).all())
 
 
-def test_bool_padding_is_the_same_as_lengths() -> None:
+def test_bool_padding_equals_lengths() -> None:
     model, (source, target, lengths) = small(), batch()
     real = torch.arange(7) < lengths[:, None]
     expected = model(source, target, source_padding=lengths).logits
@@ -142,7 +142,7 @@ def test_bool_padding_is_the_same_as_lengths() -> None:
         model(source, target, source_padding=real.flip(1))
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[-1]], ids=by_name)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[-1]], ids=name_options)
 def test_trains_in_bfloat16(kind: dict[str, str]) -> None:
     model, (source, target, lengths) = small(**kind), batch()
     expected = model(source, target, source_padding=lengths).logits.detach()
@@ -156,7 +156,7 @@ def test_trains_in_bfloat16(kind: dict[str, str]) -> None:
     assert float((cast.detach() - expected).abs().max()) < 0.05 * float(expected.abs().max()) + 0.02
 
 
-# The compiler asks for the gradient of a tensor that has none where it goes on after an RNN.
+# After the graph break at an RNN, the compiler reads .grad of a tensor that is not a leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("attend", ["after", "before"])
 def test_compiles(attend: str) -> None:
@@ -187,17 +187,19 @@ def test_saves_and_loads(tmp_path: Path) -> None:
 
 
 def test_wrong_options_and_inputs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"score must be 'additive' or 'dot' or 'general', but got 'cosine'"):
+    with pytest.raises(ValueError, match="score must be 'additive' or 'dot' or 'general', got 'cosine'"):
         RecurrentConfig(score="cosine")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="shared embeddings need one vocabulary, but got 5 and 20"):
+    with pytest.raises(
+        ValueError, match="source_vocabulary must be None or equal to vocabulary=20 with shared=True, got 5"
+    ):
         RecurrentConfig(vocabulary=20, source_vocabulary=5, shared=True)
-    with pytest.raises(ValueError, match=r"source must be whole numbers \(B, S\), but got torch.float32 \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"source must be integers \(B, S\), got torch.float32 \(2, 3\)"):
         small().encode(torch.randn(2, 3))
 
 
-def test_words_outside_the_vocabulary_are_refused() -> None:
+def test_tokens_outside_the_vocabulary_are_refused() -> None:
     model, (source, target, _) = small(), batch()
-    with pytest.raises(ValueError, match="source must be numbers from 0 to 19, as the vocabulary has 20, but got"):
+    with pytest.raises(ValueError, match="source must be numbers from 0 to 19, as the vocabulary has 20, got"):
         model(source + 20, target)
-    with pytest.raises(ValueError, match="target must be numbers from 0 to 19, as the vocabulary has 20, but got -1"):
+    with pytest.raises(ValueError, match="target must be numbers from 0 to 19, as the vocabulary has 20, got -1"):
         model(source, target - target.min() - 1)

@@ -1,4 +1,4 @@
-"""Speech: fewer frames, CTC, the attention decoder, padding, training, files."""
+"""The speech model: downsampling, CTC, the attention decoder, padding, training, files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("local", [0, 2])
 @pytest.mark.parametrize(("halvings", "states"), [(0, [21, 10, 17]), (1, [11, 5, 9]), (2, [6, 3, 5]), (3, [3, 2, 3])])
-def test_padded_equals_alone(halvings: int, states: list[int], local: int) -> None:
+def test_padded_equals_unpadded(halvings: int, states: list[int], local: int) -> None:
     model, (frames, target, lengths) = small(halvings=halvings, local=local, reach=5), batch()
     out = model(frames, target, padding=lengths, return_weights=True)
     assert out.lengths.tolist() == states
@@ -60,8 +60,8 @@ def test_read_ctc() -> None:
     assert read_ctc(logits, blank=3) == [[0, 4], [0, 5, 0, 2]]
 
 
-def spoken(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three sounds of eight frames each: a token is a band of the spectrogram that is loud."""
+def sample_speech(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three sounds of eight frames each: each token is one loud band of the spectrogram."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.stack([torch.randperm(4, generator=generator)[:3] + 3 for _ in range(count)])
     frames = F.one_hot(tokens - 1, FEATURES).float().repeat_interleave(8, dim=1)
@@ -72,7 +72,7 @@ def test_learns_by_ctc_and_by_attention() -> None:
     model = small(width=32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(140):
-        frames, tokens = spoken(32, seed=step)
+        frames, tokens = sample_speech(32, seed=step)
         target = F.pad(F.pad(tokens, (1, 0), value=1), (0, 1), value=2)
         out = model(frames, target[:, :-1])
         logs = out.ctc.log_softmax(-1).transpose(0, 1)
@@ -81,7 +81,7 @@ def test_learns_by_ctc_and_by_attention() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    frames, tokens = spoken(64, seed=10**6)
+    frames, tokens = sample_speech(64, seed=10**6)
     expected = tokens.tolist()
     heard = read_ctc(model.eval()(frames).ctc)
     written = [answer.tokens for answer in foci.generate(model, frames, start=1, stop=2, new_tokens=6)]
@@ -120,18 +120,18 @@ def test_a_model_may_have_no_head_and_no_decoder() -> None:
     frames, target, _ = batch()
     assert small(vocabulary=None)(frames).ctc is None
     assert small(ctc=False)(frames).ctc is None
-    with pytest.raises(ValueError, match="this model's config says 0 and 7"):
+    with pytest.raises(ValueError, match="got decoder_layers=0, vocabulary=7"):
         small(decoder_layers=0)(frames, target)
 
 
 def test_an_even_reach_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"SpeechConfig\.reach must be odd, as many states on either side, but got 4"):
+    with pytest.raises(ValueError, match=r"SpeechConfig\.reach must be odd, to be symmetric around each state, got 4"):
         small(local=1, reach=4)
 
 
 def test_wrong_inputs_are_refused() -> None:
     frames, _, lengths = batch()
-    with pytest.raises(ValueError, match=r"frames must have shape \(B, F, 6\), but got \(3, 6, 21\)"):
+    with pytest.raises(ValueError, match=r"frames must have shape \(B, F, 6\), got \(3, 6, 21\)"):
         small()(frames.mT)
-    with pytest.raises(ValueError, match=r"padding must be how many frames are real, \(B,\), but got torch.bool"):
+    with pytest.raises(ValueError, match=r"padding must be the number of real frames, \(B,\), got torch.bool"):
         small()(frames, padding=lengths[:, None] > torch.arange(21))

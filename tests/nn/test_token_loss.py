@@ -1,4 +1,4 @@
-"""The loss without logits: PyTorch's value and gradients, piece by piece."""
+"""The chunked token loss equals PyTorch's cross-entropy, in value and gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foci.nn.token_loss import token_loss
 from tests.nn.same import assert_same
 
 
-def given(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def build_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     targets = torch.randint(11, (3, 7))
     targets[0, :3] = targets[2, 5:] = -100
@@ -25,7 +25,7 @@ def given(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("chunk", [1, 4, 21, 100])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_equals_pytorch(chunk: int, smoothing: float) -> None:
-    states, weight, targets = given()
+    states, weight, targets = build_inputs()
     expected = F.cross_entropy((states @ weight.mT).mT, targets, label_smoothing=smoothing)
     found = token_loss(states, weight, targets, smoothing=smoothing, chunk=chunk)
     assert_same(found, expected)
@@ -34,13 +34,13 @@ def test_equals_pytorch(chunk: int, smoothing: float) -> None:
         assert_same(one, other)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    states, weight, targets = given(torch.float64)
+def test_gradients_equal_finite_differences() -> None:
+    states, weight, targets = build_inputs(torch.float64)
     torch.autograd.gradcheck(lambda s, w: token_loss(s, w, targets, smoothing=0.2, chunk=5), (states, weight))
 
 
-def test_targets_that_do_not_count() -> None:
-    states, weight, targets = given()
+def test_ignored_targets() -> None:
+    states, weight, targets = build_inputs()
     loss = token_loss(states, weight, torch.full_like(targets, 5), ignore=5)
     loss.backward()
     assert float(loss.detach()) == 0.0
@@ -51,15 +51,15 @@ def test_targets_that_do_not_count() -> None:
     assert_same(token_loss(changed, weight.detach(), targets), token_loss(states, weight, targets).detach())
 
 
-def test_without_gradients_none_is_computed() -> None:
-    states, weight, targets = given()
+def test_no_gradient_is_computed_when_none_is_needed() -> None:
+    states, weight, targets = build_inputs()
     with torch.no_grad():
         assert not token_loss(states, weight, targets).requires_grad
     assert_same(token_loss(states.detach(), weight.detach(), targets), token_loss(states, weight, targets).detach())
 
 
 def test_in_bfloat16_and_under_autocast() -> None:
-    states, weight, targets = given()
+    states, weight, targets = build_inputs()
     expected = token_loss(states, weight, targets)
     half = token_loss(states.to(torch.bfloat16), weight.to(torch.bfloat16), targets)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -75,7 +75,7 @@ def test_in_bfloat16_and_under_autocast() -> None:
 
 
 def test_a_token_among_many_keeps_its_gradient_in_float16() -> None:
-    """Shares of 1/4096 and probabilities of 1/1000 lie below float16, until a scaled loss is sent back."""
+    """Shares of 1/4096 and probabilities of 1/1000 underflow in float16 unless the loss is scaled."""
     torch.manual_seed(0)
     states = (0.1 * torch.randn(4096, 8)).half().requires_grad_()
     weight, targets = (0.1 * torch.randn(1000, 8)).half().requires_grad_(), torch.randint(1000, (4096,))
@@ -89,7 +89,7 @@ def test_a_token_among_many_keeps_its_gradient_in_float16() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_compiles_into_one_graph() -> None:
-    states, weight, targets = given()
+    states, weight, targets = build_inputs()
     torch._dynamo.reset()
     fast = torch.compile(token_loss, backend="aot_eager", fullgraph=True)
     expected, found = token_loss(states, weight, targets, chunk=8), fast(states, weight, targets, chunk=8)
@@ -98,8 +98,8 @@ def test_compiles_into_one_graph() -> None:
 
 
 def test_wrong_shapes_are_refused() -> None:
-    states, weight, targets = given()
-    with pytest.raises(ValueError, match=r"but got \(3, 7, 8\), \(11, 8\), \(7,\)"):
+    states, weight, targets = build_inputs()
+    with pytest.raises(ValueError, match=r"got \(3, 7, 8\), \(11, 8\), \(7,\)"):
         token_loss(states, weight, targets[0])
-    with pytest.raises(ValueError, match=r"0 <= smoothing < 1 and chunk >= 1, but got 1.0"):
+    with pytest.raises(ValueError, match=r"smoothing must be at least 0 and below 1, got 1.0"):
         token_loss(states, weight, targets, smoothing=1.0)

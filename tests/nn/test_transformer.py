@@ -1,4 +1,4 @@
-"""Encoder, Decoder and both: padded and packed equal alone, cached equals all at once; compiled, in bfloat16."""
+"""Encoder, Decoder and EncoderDecoder: padding, packing, caches, compilation, bfloat16, checkpointing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foci.nn import Attention, Decoder, Encoder, EncoderDecoder, EncoderDecoderC
 from tests.nn.same import assert_same
 from tests.tensors import randn
 
-# PyTorch warns of its own doing where it traces an autograd function.
+# PyTorch itself causes this warning when it traces an autograd function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 
 VOCABULARY = 30
@@ -47,31 +47,31 @@ def config(kind: str, **changes: Any) -> TransformerConfig:
     return TransformerConfig(**(sizes | {"head": "tied"} | KINDS[kind] | changes))
 
 
-def scattered(model: Any) -> Any:
-    """Weights large enough for attention to look somewhere."""
+def randomize(model: Any) -> Any:
+    """Weights large enough for attention not to be uniform."""
     with torch.no_grad():
         for seed, parameter in enumerate(model.parameters()):
             parameter.copy_(randn(*parameter.shape, seed=seed) * 0.5 + (0.5 if parameter.dim() == 1 else 0.0))
     return model.eval()
 
 
-def stack(name: str, kind: str, **changes: Any) -> Any:
-    return scattered({"encoder": Encoder, "decoder": Decoder}[name](config(kind, **changes)))
+def build_stack(name: str, kind: str, **changes: Any) -> Any:
+    return randomize({"encoder": Encoder, "decoder": Decoder}[name](config(kind, **changes)))
 
 
-def both(kind: str, **changes: Any) -> EncoderDecoder:
+def build_encoder_decoder(kind: str, **changes: Any) -> EncoderDecoder:
     each = config(kind, **changes)
-    return scattered(EncoderDecoder(EncoderDecoderConfig(each, each.changed(layers=1), shared=True)))
+    return randomize(EncoderDecoder(EncoderDecoderConfig(each, each.replace(layers=1), shared=True)))
 
 
-STACKS = pytest.mark.parametrize("name", ["encoder", "decoder"])
-EVERY = pytest.mark.parametrize("kind", KINDS)
+ALL_STACKS = pytest.mark.parametrize("name", ["encoder", "decoder"])
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
-@STACKS
-@EVERY
-def test_padded_equals_alone(name: str, kind: str) -> None:
-    model = stack(name, kind)
+@ALL_STACKS
+@ALL_KINDS
+def test_padded_equals_unpadded(name: str, kind: str) -> None:
+    model = build_stack(name, kind)
     alone = [model(each.unsqueeze(0)).logits[0] for each in SEQUENCES]
     left = torch.stack([PADDED[0], PADDED[1].roll(3)])
     for tokens, padding, real in (
@@ -85,19 +85,19 @@ def test_padded_equals_alone(name: str, kind: str) -> None:
         assert bool(found.isfinite().all())
 
 
-@STACKS
-@EVERY
-def test_packed_equals_alone(name: str, kind: str) -> None:
-    model = stack(name, kind)
+@ALL_STACKS
+@ALL_KINDS
+def test_packed_equals_unpacked(name: str, kind: str) -> None:
+    model = build_stack(name, kind)
     for documents in (DOCUMENTS, DOCUMENTS.unsqueeze(0)):
         found = model(PACKED, documents=documents).logits[0]
         for part, each in zip(found.split([7, 4]), SEQUENCES, strict=True):
             assert_same(part, model(each.unsqueeze(0)).logits[0], slack=256)
 
 
-@EVERY
-def test_padded_and_packed_pairs_equal_pairs_alone(kind: str) -> None:
-    model = both(kind)
+@ALL_KINDS
+def test_padded_and_packed_pairs_equal_single_pairs(kind: str) -> None:
+    model = build_encoder_decoder(kind)
     targets = [SEQUENCES[1], SEQUENCES[0][:5]]
     alone = [model(s.unsqueeze(0), t.unsqueeze(0)).logits[0] for s, t in zip(SEQUENCES, targets, strict=True)]
     target = torch.stack([torch.cat([targets[0], torch.zeros(1, dtype=torch.int64)]), targets[1]])
@@ -114,9 +114,9 @@ def test_padded_and_packed_pairs_equal_pairs_alone(kind: str) -> None:
     assert_same(packed, torch.cat(alone), slack=256)
 
 
-@EVERY
-def test_cached_equals_all_at_once(kind: str) -> None:
-    model = stack("decoder", kind)
+@ALL_KINDS
+def test_cached_equals_uncached(kind: str) -> None:
+    model = build_stack("decoder", kind)
     caches = model.caches(capacity=7)
     with torch.no_grad():
         expected = model(PADDED).logits
@@ -125,8 +125,8 @@ def test_cached_equals_all_at_once(kind: str) -> None:
     assert_same(torch.cat(steps, dim=1), expected, slack=256)
 
 
-def test_a_prompt_may_be_asked_about_its_last_token_alone() -> None:
-    model = stack("decoder", "learned")
+def test_only_last_computes_the_logits_of_the_last_token() -> None:
+    model = build_stack("decoder", "learned")
     with torch.no_grad():
         expected, found = model(PADDED), model(PADDED, caches=model.caches(), only_last=True)
     assert found.logits.shape == (2, 1, VOCABULARY)
@@ -139,21 +139,21 @@ def test_a_prompt_may_be_asked_about_its_last_token_alone() -> None:
 def test_tokens_outside_the_vocabulary_are_refused(name: str, token: int) -> None:
     tokens = PADDED.clone()
     tokens[1, 2] = token
-    least, most = min(token, 0), max(token, int(PADDED.max()))
-    expected = f"tokens must be numbers from 0 to 29, as the vocabulary has 30, but got {least} to {most}"
+    lowest, highest = min(token, 0), max(token, int(PADDED.max()))
+    expected = f"tokens must be numbers from 0 to 29, as the vocabulary has 30, got {lowest} to {highest}"
     with pytest.raises(ValueError, match=expected):
-        stack(name, "learned")(tokens)
+        build_stack(name, "learned")(tokens)
 
 
 def test_segments_outside_the_table_are_refused() -> None:
     with pytest.raises(ValueError, match="segments must be numbers from 0 to 1, as the config has 2"):
-        stack("encoder", "learned", segments=2)(PADDED, segments=PADDED)
+        build_stack("encoder", "learned", segments=2)(PADDED, segments=PADDED)
 
 
 @pytest.mark.parametrize("kind", ["learned", "additive", "relative"])
-def test_weights_leave_a_compiled_graph(kind: str) -> None:
+def test_a_compiled_graph_returns_weights(kind: str) -> None:
     torch.compiler.reset()
-    model = scattered(EncoderDecoder(EncoderDecoderConfig(config(kind, head=None), config(kind))))
+    model = randomize(EncoderDecoder(EncoderDecoderConfig(config(kind, head=None), config(kind))))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     options: dict[str, Any] = {"source_padding": LENGTHS, "return_weights": True}
     found, expected = (m(PADDED, PADDED[:, :5], **options).weights for m in (compiled, model))
@@ -163,9 +163,9 @@ def test_weights_leave_a_compiled_graph(kind: str) -> None:
         torch.testing.assert_close(weights.entropy(), expected[name].entropy())
 
 
-@EVERY
-def test_cached_prompts_of_unequal_length_equal_each_alone(kind: str) -> None:
-    model = stack("decoder", kind)
+@ALL_KINDS
+def test_cached_prompts_of_unequal_length_equal_single_prompts(kind: str) -> None:
+    model = build_stack("decoder", kind)
     prompts = PADDED[:, :5].clone()
     prompts[1] = torch.cat([torch.zeros(3, dtype=torch.int64), PADDED[1, :2]])
     real = torch.arange(5) >= torch.tensor([[0], [3]])
@@ -180,9 +180,9 @@ def test_cached_prompts_of_unequal_length_equal_each_alone(kind: str) -> None:
         assert_same(found[1, 3:], model(PADDED[1:, :4]).logits[0], slack=256)
 
 
-@EVERY
-def test_a_cached_pair_equals_the_pair_at_once(kind: str) -> None:
-    model = both(kind)
+@ALL_KINDS
+def test_cached_encoder_decoder_equals_uncached(kind: str) -> None:
+    model = build_encoder_decoder(kind)
     with torch.no_grad():
         expected = model(PADDED, PADDED, source_padding=LENGTHS).logits
         memory, caches = model.encode(PADDED, padding=LENGTHS), model.caches()
@@ -191,20 +191,20 @@ def test_a_cached_pair_equals_the_pair_at_once(kind: str) -> None:
 
 
 def test_caches_are_cropped_and_reordered() -> None:
-    model = both("rotary, grouped, swiglu")
+    model = build_encoder_decoder("rotary, grouped, swiglu")
     with torch.no_grad():
         memory, caches = model.encode(PADDED, padding=LENGTHS), model.caches()
         model.decode(PADDED[:, :4], memory, caches=caches)
         caches.crop(2)
         index = torch.tensor([1, 1, 0])
         caches.reorder(index)
-        found = model.decode(PADDED[index, 2:5], memory.at(index), caches=caches).logits
+        found = model.decode(PADDED[index, 2:5], memory.select_rows(index), caches=caches).logits
         expected = model(PADDED[index], PADDED[index, :5], source_padding=LENGTHS[index]).logits[:, 2:]
     assert_same(found, expected, slack=256)
 
 
-def test_caches_remember_the_padding_of_reordered_rows() -> None:
-    model = stack("decoder", "learned")
+def test_reordering_caches_reorders_the_padding() -> None:
+    model = build_stack("decoder", "learned")
     real = torch.arange(7) >= torch.tensor([[0], [3]])
     index = torch.tensor([1, 0, 1])
     with torch.no_grad():
@@ -217,14 +217,14 @@ def test_caches_remember_the_padding_of_reordered_rows() -> None:
         assert_same(found, model(PADDED[index, :1], caches=other).logits)
 
 
-def test_what_caches_refuse() -> None:
-    model = stack("decoder", "learned")
+def test_invalid_padding_is_refused_with_caches() -> None:
+    model = build_stack("decoder", "learned")
     with torch.no_grad():
-        with pytest.raises(ValueError, match=r"padding is bool \(B, T\), on the left, .* but got torch.int64 \(2,\)"):
+        with pytest.raises(ValueError, match=r"padding must be bool \(B, T\), on the left, .* got torch.int64 \(2,\)"):
             model(PADDED, padding=LENGTHS, caches=model.caches())
-        with pytest.raises(ValueError, match=r"on the left, and given once .* after 0 tokens"):
+        with pytest.raises(ValueError, match=r"on the left, given once .* after 0 tokens"):
             model(PADDED, padding=RIGHT, caches=model.caches())
-        with pytest.raises(ValueError, match="documents were given"):
+        with pytest.raises(ValueError, match="documents must be None with caches"):
             model(PACKED, documents=DOCUMENTS, caches=model.caches())
         caches = model.caches()
         model(PADDED, padding=RIGHT.flip(1), caches=caches)
@@ -232,9 +232,9 @@ def test_what_caches_refuse() -> None:
             model(PADDED[:, :1], padding=RIGHT[:, :1], caches=caches)
 
 
-@EVERY
+@ALL_KINDS
 def test_weights_of_every_layer_by_name(kind: str) -> None:
-    model = both(kind)
+    model = build_encoder_decoder(kind)
     out = model(PADDED, PADDED[:, :5], source_padding=LENGTHS, return_weights=True)
     assert_same(out.logits, model(PADDED, PADDED[:, :5], source_padding=LENGTHS).logits, slack=64)
     expected = {"encoder.L0": (7, 7), "encoder.L1": (7, 7), "decoder.L0": (5, 5), "cross.L0": (5, 7)}
@@ -246,19 +246,19 @@ def test_weights_of_every_layer_by_name(kind: str) -> None:
     assert not out.weights["decoder.L0"].dense().triu(1).any()
 
 
-def test_names_point_to_the_modules_that_made_the_weights() -> None:
-    model, seen = stack("decoder", "learned"), {}
+def test_attentions_names_match_weights_names() -> None:
+    model, seen = build_stack("decoder", "learned"), {}
     for name, module in model.attentions().items():
         assert isinstance(module, Attention)
         module.register_forward_hook(lambda _, __, found, name=name: seen.update({name: found[1]}))
     out = model(PADDED, padding=LENGTHS, return_weights=True)
     assert list(out.weights) == ["L0", "L1"]
     assert seen == out.weights
-    # Asked for, the weights hide padding also where the fast path leaves it to causal.
+    # With return_weights, padding is masked even where the fast path relies on causal alone.
     assert not out.weights["L1"].dense()[1, :, :, 4:].any()
 
 
-@EVERY
+@ALL_KINDS
 def test_trains_in_bfloat16(kind: str) -> None:
     torch.manual_seed(0)
     each = config(kind, dropout=0.1, attention_dropout=0.1, depth_dropout=0.2)
@@ -285,7 +285,7 @@ COMPILED = [
 @pytest.mark.parametrize("kind", COMPILED)
 def test_compiles_as_one_graph(kind: str) -> None:
     torch.compiler.reset()
-    model = both(kind, layers=1, dropout=0.1).train()
+    model = build_encoder_decoder(kind, layers=1, dropout=0.1).train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.manual_seed(0)
     found = compiled(PADDED, PADDED[:, :5], source_padding=LENGTHS, target_padding=LENGTHS - 2).logits
@@ -300,7 +300,7 @@ def test_compiles_as_one_graph(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu_training_compiles_as_one_graph(kind: str) -> None:
     torch.compiler.reset()
-    model = both(kind, layers=1).train().to("cuda", torch.bfloat16)
+    model = build_encoder_decoder(kind, layers=1).train().to("cuda", torch.bfloat16)
     tokens = PADDED.cuda()
     found = torch.compile(model, fullgraph=True)(tokens, tokens[:, :5]).logits
     expected = model(tokens, tokens[:, :5]).logits
@@ -312,7 +312,7 @@ def test_on_a_gpu_training_compiles_as_one_graph(kind: str) -> None:
 @pytest.mark.parametrize(("name", "kind"), [("encoder", "alibi"), ("decoder", "rotary, grouped, swiglu")])
 def test_padded_and_packed_stacks_compile_as_one_graph(name: str, kind: str) -> None:
     torch.compiler.reset()
-    model = stack(name, kind, layers=1)
+    model = build_stack(name, kind, layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         for tokens, options in ((PADDED, {"padding": RIGHT.flip(1)}), (PACKED, {"documents": DOCUMENTS})):
@@ -320,10 +320,10 @@ def test_padded_and_packed_stacks_compile_as_one_graph(name: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["learned", "rotary, grouped, swiglu", "buckets"])
-def test_checkpointing_changes_nothing_but_the_memory(kind: str) -> None:
+def test_checkpointing_does_not_change_the_results(kind: str) -> None:
     found = []
     for checkpoint in (False, True):
-        model = both(kind, checkpoint=checkpoint).train()
+        model = build_encoder_decoder(kind, checkpoint=checkpoint).train()
         calls = []
         model.decoder.blocks[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         logits = model(PADDED, PADDED[:, :5], source_padding=LENGTHS).logits
@@ -334,11 +334,13 @@ def test_checkpointing_changes_nothing_but_the_memory(kind: str) -> None:
 
 
 def test_checkpointing_repeats_the_same_dropout() -> None:
-    model = both("learned", checkpoint=True, dropout=0.5, attention_dropout=0.5, depth_dropout=0.5).train()
+    model = build_encoder_decoder(
+        "learned", checkpoint=True, dropout=0.5, attention_dropout=0.5, depth_dropout=0.5
+    ).train()
     torch.manual_seed(0)
     x = model.encoder(PADDED).states
     grads = torch.autograd.grad(x.sum(), model.encoder.blocks[0].attention.project.weight)
-    plain = both("learned", dropout=0.5, attention_dropout=0.5, depth_dropout=0.5).train()
+    plain = build_encoder_decoder("learned", dropout=0.5, attention_dropout=0.5, depth_dropout=0.5).train()
     torch.manual_seed(0)
     y = plain.encoder(PADDED).states
     assert torch.equal(x, y)
@@ -346,49 +348,49 @@ def test_checkpointing_repeats_the_same_dropout() -> None:
 
 
 def test_embeddings_are_tied_and_shared() -> None:
-    model = both("learned")
+    model = build_encoder_decoder("learned")
     assert model.decoder.embedding.tokens is model.encoder.embedding.tokens
     names = [name for name, _ in model.named_parameters()]
     assert [name for name in names if "tokens" in name or "head" in name] == ["encoder.embedding.tokens.weight"]
     out = model(PADDED, PADDED)
     torch.testing.assert_close(out.logits, out.states @ model.encoder.embedding.tokens.weight.mT)
-    apart = stack("decoder", "learned", head="linear", head_bias=True)
+    apart = build_stack("decoder", "learned", head="linear", head_bias=True)
     logits = apart(PADDED).states @ apart.head.weight.mT + apart.head.bias
     torch.testing.assert_close(apart(PADDED).logits, logits)
 
 
-def test_without_a_vocabulary_vectors_go_in_and_out() -> None:
-    model = stack("encoder", "learned", vocabulary=None)
+def test_without_a_vocabulary_inputs_and_outputs_are_vectors() -> None:
+    model = build_stack("encoder", "learned", vocabulary=None)
     x = randn(2, 7, 16)
     out = model(x, padding=LENGTHS)
     assert out.logits is None
     assert out.states.shape == x.shape
-    with pytest.raises(ValueError, match=r"takes vectors \(B, T, 16\), but got torch.int64 \(2, 7\)"):
+    with pytest.raises(ValueError, match=r"tokens must be vectors \(B, T, 16\) .*, got torch.int64 \(2, 7\)"):
         model(PADDED)
-    with pytest.raises(ValueError, match=r"tokens must be whole numbers \(B, T\), but got torch.float32 \(2, 7, 16\)"):
-        stack("encoder", "learned")(x)
+    with pytest.raises(ValueError, match=r"tokens must be integers \(B, T\), got torch.float32 \(2, 7, 16\)"):
+        build_stack("encoder", "learned")(x)
 
 
 def test_segments() -> None:
-    model = stack("encoder", "learned", segments=2)
+    model = build_stack("encoder", "learned", segments=2)
     assert_same(model(PADDED).states, model(PADDED, segments=torch.zeros_like(PADDED)).states)
     assert not torch.equal(model(PADDED).states, model(PADDED, segments=torch.ones_like(PADDED)).states)
-    with pytest.raises(ValueError, match="this model has no segments"):
-        stack("encoder", "learned")(PADDED, segments=PADDED)
+    with pytest.raises(ValueError, match="segments must be None for a config with segments=0"):
+        build_stack("encoder", "learned")(PADDED, segments=PADDED)
 
 
 def test_a_longer_sequence_than_the_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="the table has 16 positions, but the sequence takes 17"):
-        stack("decoder", "learned")(torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(ValueError, match="the sequence must have at most 16 positions, got 17"):
+        build_stack("decoder", "learned")(torch.zeros(1, 17, dtype=torch.int64))
 
 
-def test_deeper_blocks_are_skipped_more_often() -> None:
+def test_stochastic_depth_grows_with_the_layer() -> None:
     model = Encoder(config("learned", layers=3, depth_dropout=0.4))
     assert [round(block.depth_dropout, 6) for block in model.blocks] == [0.0, 0.2, 0.4]
 
 
 def test_a_new_model_is_close_to_uniform() -> None:
-    """The first loss of a language model should be that of not knowing: ln(vocabulary)."""
+    """The first loss of a language model should be that of a uniform guess: ln(vocabulary)."""
     torch.manual_seed(0)
     for kind in KINDS:
         logits = Decoder(config(kind, vocabulary=500, width=64, layers=4, hidden=None))(PADDED).logits
@@ -397,16 +399,16 @@ def test_a_new_model_is_close_to_uniform() -> None:
         assert abs(float(loss.detach()) - 6.21) < 1.0, kind
 
 
-def test_the_decoder_looks_back_only() -> None:
+def test_the_decoder_is_causal() -> None:
     for kind in KINDS:
-        model = stack("decoder", kind)
+        model = build_stack("decoder", kind)
         changed = PADDED.clone()
         changed[:, 4:] = 3
         assert torch.equal(model(PADDED).logits[:, :4], model(changed).logits[:, :4]), kind
 
 
-def test_a_penalty_on_the_weights_trains_what_made_them() -> None:
-    model = stack("encoder", "learned").train()
+def test_a_loss_on_the_weights_has_gradients() -> None:
+    model = build_stack("encoder", "learned").train()
     entropy: Tensor = model(PADDED, return_weights=True).weights["L1"].entropy().mean()
     entropy.backward()
     assert bool(model.blocks[0].attention.project.weight.grad.any())

@@ -1,4 +1,4 @@
-"""Images as patches: shapes, where patches stand, padding, training, files."""
+"""The Vision Transformer: patches, positions, padding, stem, training, files."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def images(count: int, height: int = 8, width: int = 8, seed: int = 1) -> torch.
     return torch.randn(count, 1, height, width, generator=torch.Generator().manual_seed(seed))
 
 
-def by_name(options: dict[str, Any]) -> str:
+def name_options(options: dict[str, Any]) -> str:
     return "-".join(map(str, options.values()))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=by_name)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_options)
 def test_shapes_and_gradients(options: dict[str, Any]) -> None:
     model = small(**options).train()
     out = model(images(3), return_weights=True)
@@ -54,11 +54,11 @@ def test_patches_are_cut_row_by_row() -> None:
     assert split_patches(both, 2)[0, 1].tolist() == [2, 3, 6, 7, -2, -3, -6, -7]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=by_name)
-def test_a_padded_image_equals_the_image_alone(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=name_options)
+def test_a_padded_image_equals_the_unpadded_image(options: dict[str, Any]) -> None:
     model = small(**options)
     if options["positions"] == "learned":
-        # A table that is stretched for a smaller image would be another one: here it is the corner of the large one.
+        # A smaller image would get an interpolated table; the comparison needs the corner of the full one.
         model.places.data[:] = foci.sinusoidal(4, 16)[:, None] + foci.sinusoidal(4, 16)
     picture = images(1, 4, 6)
     large = torch.randn(2, 1, 8, 8)
@@ -68,14 +68,14 @@ def test_a_padded_image_equals_the_image_alone(options: dict[str, Any]) -> None:
     alone = small(**options)
     alone.load_state_dict(model.state_dict())
     if options["positions"] == "learned":
-        alone._places = lambda rows, columns: model.places[:rows, :columns]  # type: ignore[method-assign]
+        alone._get_positions = lambda rows, columns: model.places[:rows, :columns]  # type: ignore[method-assign]
     assert_same(model(large, padding=real).logits[0], alone(picture).logits[0])
     assert_same(model(large, padding=real).logits[1], model(large[1:]).logits[0])
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
-def test_where_a_patch_stands_is_known(positions: str) -> None:
-    """A class token alone could not tell an image from the same patches in another order."""
+def test_the_position_of_a_patch_matters(positions: str) -> None:
+    """Without positions, the class token could not distinguish an image from a permutation of its patches."""
     model = small(positions=positions)
     if positions == "learned":
         model.places.data.normal_()
@@ -90,14 +90,14 @@ def test_images_of_another_size() -> None:
         assert model(images(2, 12, 16)).states.shape == (2, 1 + 48, 16)
     flat = small()
     flat.places.data[:] = 3.0
-    assert_same(flat._places(6, 8), torch.full((6, 8, 16), 3.0))
+    assert_same(flat._get_positions(6, 8), torch.full((6, 8, 16), 3.0))
 
 
-def test_learns_where_the_light_is() -> None:
+def test_learns_the_row_of_a_bright_patch() -> None:
     """One bright patch in noise: which of the four rows is it in?"""
     torch.manual_seed(0)
     model = small(width=32, layers=2, registers=1)
-    # Places that differ more than they do at first: a hundred steps are then enough.
+    # Larger position vectors than at initialization: a hundred steps are then enough.
     model.places.data.normal_(std=0.2)
 
     def lit(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,23 +150,23 @@ def test_saves_and_loads(tmp_path: Path) -> None:
 def test_named_sizes() -> None:
     with torch.device("meta"):
         base = VisionTransformer.from_name("base", classes=1000)
-    # ViT-B/16 without the place of its class token, which is learned with the token here.
+    # ViT-B/16 without the position of its class token, which is part of the learned token here.
     assert sum(p.numel() for p in base.parameters()) == 86_567_656 - 768
     assert small(classes=None)(images(1)).logits is None
 
 
 def test_wrong_options_and_inputs_are_refused() -> None:
-    with pytest.raises(ValueError, match="an image must be a multiple of the patch, but got 9 and 2"):
+    with pytest.raises(ValueError, match="image must be a multiple of patch=2, got 9"):
         small(image=9)
-    with pytest.raises(ValueError, match="a width that is a multiple of 4, but got 18"):
+    with pytest.raises(ValueError, match="width must be a multiple of 4 for sinusoidal positions in 2-D, got 18"):
         small(positions="sinusoidal", width=18)
-    with pytest.raises(ValueError, match=r"\(B, 1, height, width\), both sizes multiples of 2, but got \(1, 3, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"\(B, 1, height, width\), both sizes multiples of 2, got \(1, 3, 8, 8\)"):
         small()(torch.randn(1, 3, 8, 8))
     with pytest.raises(ValueError, match=r"padding must be bool \(B, 4, 4\)"):
         small()(images(1), padding=torch.ones(1, 16, dtype=torch.bool))
 
 
-def test_a_stem_sees_beyond_a_patch_and_takes_no_padding() -> None:
+def test_a_stem_crosses_patch_borders_and_refuses_padding() -> None:
     model = small(stem=2, stem_width=8)
     image = images(1)
     changed = image.clone()
@@ -178,7 +178,7 @@ def test_a_stem_sees_beyond_a_patch_and_takes_no_padding() -> None:
     assert plain.stem is None
     assert torch.equal(inputs[0][0, 1], inputs[1][0, 1])
     assert not torch.equal(split_patches(model.stem(image), 2)[0, 1], split_patches(model.stem(changed), 2)[0, 1])
-    with pytest.raises(ValueError, match="takes images of one size, but got padding"):
+    with pytest.raises(ValueError, match="padding must be None with a stem"):
         model(image, padding=torch.ones(1, 4, 4, dtype=torch.bool))
 
 
@@ -186,9 +186,7 @@ def test_a_stem_sees_beyond_a_patch_and_takes_no_padding() -> None:
     ("stem", "pool", "widths", "pools"),
     [(2, 1, [4, 4], [1]), (2, 2, [4, 8], [0, 1]), (4, 2, [4, 4, 8, 8], [1, 3]), (3, 2, [4, 4, 8], [1, 2])],
 )
-def test_a_stem_that_halves_leaves_the_patches_where_they_were(
-    stem: int, pool: int, widths: list[int], pools: list[int]
-) -> None:
+def test_a_stem_with_pooling_keeps_the_grid(stem: int, pool: int, widths: list[int], pools: list[int]) -> None:
     model = small(stem=stem, stem_width=4, stem_pool=pool, patch=4, pool="mean")
     assert model.stem is not None
     kinds = [type(part).__name__ for part in model.stem if not isinstance(part, torch.nn.GroupNorm | torch.nn.GELU)]
@@ -201,8 +199,8 @@ def test_a_stem_that_halves_leaves_the_patches_where_they_were(
     assert out.weights["L1"].shape == (3, 2, 6, 6)
 
 
-def test_a_light_is_seen_by_the_patch_that_it_is_in() -> None:
-    """Halvings must not move what a patch sees."""
+def test_a_stem_does_not_shift_the_image() -> None:
+    """Pooling must not shift the patches."""
     model = small(image=48, patch=4, stem=4, stem_width=8, stem_pool=2)
     assert model.stem is not None
     dark = model.stem(torch.zeros(1, 1, 48, 48))
@@ -215,7 +213,7 @@ def test_a_light_is_seen_by_the_patch_that_it_is_in() -> None:
         assert abs(float((felt.sum(0) * places).sum() / felt.sum()) - column) < 0.6
 
 
-def test_the_filters_of_a_stem_have_mean_0_and_spread_1() -> None:
+def test_stem_filters_are_standardized() -> None:
     layer = StandardConv2d(3, 5, 3, padding=1, bias=False)
     x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
     filters = (layer.weight - layer.weight.mean((1, 2, 3), keepdim=True)).detach()
@@ -223,8 +221,8 @@ def test_the_filters_of_a_stem_have_mean_0_and_spread_1() -> None:
     assert_same(layer(x), F.conv2d(x, filters, padding=1))
 
 
-def test_halvings_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="a convolution halves once at most, but got 2 halvings by 1"):
+def test_invalid_stem_pooling_is_refused() -> None:
+    with pytest.raises(ValueError, match="stem_pool must be at most stem=1, got 2"):
         small(stem=1, stem_pool=2, patch=4)
-    with pytest.raises(ValueError, match="a patch must be a multiple of 4 pixels, which 2 halvings make one"):
+    with pytest.raises(ValueError, match="patch must be a multiple of 4 pixels with stem_pool=2, got 2"):
         small(stem=2, stem_pool=2, patch=2)
