@@ -21,7 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from table import Table, options
-from timing import Contestant, Measured, clock_of, compare, one_line, release, say
+from timing import Contestant, Measured, compare, format_error, free_memory, log, make_clock
 
 from foci.statistics.cuda import hopper
 from foci.statistics.cuda import plan as launcher
@@ -43,7 +43,7 @@ LEAST_CELL, MOST_CELLS = 32, 256
 
 @dataclass(frozen=True)
 class Case:
-    """Heads, heads of the keys, tokens, width."""
+    """Query heads, key/value heads, tokens, width."""
 
     heads: int = 16
     groups: int = 16
@@ -86,7 +86,7 @@ SHAPES += [Case(tokens=tokens) for tokens in (2048, 16384, 32768)]
 
 
 def make(kind: str, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """random: unit normal. peaked: queries times 8. ascending: logits that grow with the key's place."""
+    """random: unit normal. peaked: queries times 8. ascending: logits that grow with the position of the key."""
     q = torch.randn(1, case.heads, case.tokens, case.width, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, case.groups, case.tokens, case.width, device="cuda", dtype=q.dtype) for _ in range(2))
     if kind == "peaked":
@@ -98,14 +98,14 @@ def make(kind: str, case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """cuDNN's output and log-sum-exp; it takes a key for each query head."""
+    """cuDNN's output and log-sum-exp; it needs one key head per query head."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) if x.shape[1] < q.shape[1] else x for x in (k, v))
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
     return out[0], out[1].reshape(q.shape[:3])
 
 
 def configs(q: Tensor, k: Tensor, lse: Tensor, case: Case, wanted: Request) -> dict[str, tuple[TileConfig, bool]]:
-    """Each kernel that can measure it, and whether foci would choose it."""
+    """Each kernel that supports the request, and whether foci chooses it."""
     arguments = common_arguments(q, k, lse, 1.0, None, None, case.causal, None, None, None, None)
     chosen = launcher.choose_config(arguments, False, wanted)
     found = {"triton": default_config(case.width, q.dtype, wanted, is_tma_compatible(k))}
@@ -118,11 +118,11 @@ def measuring(
     q: Tensor, k: Tensor, lse: Tensor, case: Case, wanted: Request, config: TileConfig
 ) -> Callable[[], dict[str, Tensor]]:
     scale = case.width**-0.5
-    return lambda: launcher.launch_statistics(q, k, lse, scale=scale, causal=case.causal, wanted=wanted, config=config)
+    return lambda: launcher.launch_statistics(q, k, lse, scale=scale, causal=case.causal, request=wanted, config=config)
 
 
 def truth(q: Tensor, k: Tensor, lse: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    """Logits and weights of the first two heads, in float32; its log-sum-exps replace those of lse."""
+    """Logits and weights of the first two heads in float32; writes their log-sum-exp to `lse`."""
     group = case.heads // case.groups
     s = q[0, :2].float() @ k[0, [0, 1 // group]].float().mT * case.width**-0.5
     if case.causal:
@@ -132,7 +132,7 @@ def truth(q: Tensor, k: Tensor, lse: Tensor, case: Case) -> tuple[Tensor, Tensor
 
 
 def errors(got: dict[str, Tensor], s: Tensor, w: Tensor) -> dict[str, float]:
-    """The largest error of each statistic over its bound, where that is above 1."""
+    """The largest error of each statistic divided by its bound, if above 1."""
     got = {name: x[0, :2] for name, x in got.items()}
     found = {}
     if "entropy" in got:
@@ -162,7 +162,7 @@ def errors(got: dict[str, Tensor], s: Tensor, w: Tensor) -> dict[str, float]:
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """A graph's replay: what the device takes, without the time that Python needs to launch."""
+    """Replay of a CUDA graph: device time without the launches from Python."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -176,7 +176,7 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def parts(run: Callable[[], object], calls: int = 8) -> dict[str, float]:
-    """The milliseconds of the kernels apart, by the profiler."""
+    """The milliseconds of each kernel, from the profiler."""
     names = {"statistics": "tiles_ms", "choose": "choose_ms", "refine": "again_ms"}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
@@ -191,20 +191,20 @@ def parts(run: Callable[[], object], calls: int = 8) -> dict[str, float]:
 
 
 def gated(run: Callable[[], dict[str, Tensor]], s: Tensor, w: Tensor) -> str:
-    """What is wrong with it; empty where nothing is."""
-    # Fresh memory is NaN meanwhile: what a kernel forgets to write shows.
+    """Why the result is wrong; empty if it is right."""
+    # New memory is filled with NaN, so that entries that a kernel does not write are found.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         wrong = errors(run(), s, w)
-    except Exception as error:  # noqa: BLE001 - whatever stops a contestant is its result
-        return one_line(error)
+    except Exception as error:  # noqa: BLE001 - an error is the result of a contestant
+        return format_error(error)
     finally:
         torch.use_deterministic_algorithms(False)
     return "GATE: " + ", ".join(f"{name} {error:.1f} times its bound" for name, error in wrong.items()) if wrong else ""
 
 
 def run_case(case: Case, kind: str, labels: list[str], table: Table, seconds: float) -> None:
-    """One case: right first, then all of it in turns."""
+    """Check one case, then time all contestants in turns."""
     q, k, v = make(kind, case)
     _, lse = forward(q, k, v, case.causal)
     s, w = truth(q, k, lse, case)
@@ -219,7 +219,7 @@ def run_case(case: Case, kind: str, labels: list[str], table: Table, seconds: fl
             if not rows[key]["note"]:
                 runs[key] = run
     del s, w
-    clock = clock_of(q.device)
+    clock = make_clock(q.device)
     found = compare([Contestant(key, captured(run)) for key, run in runs.items()], clock, seconds)
     base = found[FORWARD]
     for key, row in rows.items():
@@ -239,7 +239,7 @@ def labels_of(case: Case, kind: str) -> list[str]:
 
 
 def build(number: int, label: str) -> None:
-    """Compiles what measures one thing; the result lies in Triton's cache."""
+    """Compile the kernels of one request; the result stays in Triton's cache."""
     case = [MAIN, *SHAPES][number]
     q, k, _ = make("random", case)
     lse = torch.zeros(q.shape[:3], device="cuda")
@@ -250,7 +250,7 @@ def build(number: int, label: str) -> None:
 
 
 def build_all(cases: list[Case], limit: float = 120.0) -> None:
-    """All at once, which takes as long as the slowest."""
+    """Compile everything in parallel, which takes as long as the slowest."""
     jobs = [(n, label) for n, case in enumerate(cases) for label in labels_of(case, "random")]
     command = [sys.executable, __file__, "--build"]
     running = [subprocess.Popen([*command, str(number), label]) for number, label in jobs]
@@ -259,11 +259,11 @@ def build_all(cases: list[Case], limit: float = 120.0) -> None:
             process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             process.kill()
-            say(f"building took more than {limit:.0f} s: {label}")
+            log(f"building took more than {limit:.0f} s: {label}")
 
 
 def main() -> int:
-    """Runs what the command line asks for; 1 where a result was wrong."""
+    """Run the benchmark; the exit status is 1 if a result was wrong."""
     torch.manual_seed(0)
     if "--build" in sys.argv:
         build(int(sys.argv[2]), sys.argv[3])
@@ -273,22 +273,22 @@ def main() -> int:
     asked = options("statistics_kernel", __doc__ or "", (torch.float32,))
     if asked.device.type != "cuda":
         sys.exit(f"expected a CUDA device, got {asked.device.type}")
-    # Not the name of this file: statistics.py would stand before Python's own module.
+    # Not named statistics.py, which would hide Python's module.
     path = asked.path and asked.path.with_name(asked.path.name.replace("statistics_kernel-", "statistics-"))
     table = Table(asked.device, COLUMNS, path)
     cases = [MAIN, *(SHAPES if shapes else [])]
     build_all(cases)
-    say("built")
+    log("built")
     torch.backends.cuda.matmul.allow_tf32 = False
     for case in cases:
         for kind in KINDS if case == MAIN else KINDS[:1]:
             run_case(case, kind, labels_of(case, kind), table, 0.2 if asked.quick else asked.seconds)
-            say(f"{case.name}, {kind}")
-            release()
-    table.show("ms", ("case", "scores", "wanted"), "ms", {})
-    table.complaints()
-    table.close()
-    return int(table.wrong())
+            log(f"{case.name}, {kind}")
+            free_memory()
+    table.print_table("ms", ("case", "scores", "wanted"), "ms", {})
+    table.print_failures()
+    table.print_footer()
+    return int(table.has_failed_gate())
 
 
 if __name__ == "__main__":

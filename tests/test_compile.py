@@ -17,12 +17,12 @@ import foci
 from foci.backends import blocked
 from tests.tensors import qkv, randn
 
-# PyTorch warns of its own doing where it traces an autograd function.
+# PyTorch warns about its own code where it traces an autograd function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 
 Build = Callable[..., dict[str, Any]]
 
-# The tensors besides query, key and value, and how the arguments are made of them inside the compiled function.
+# Tensors besides query, key and value, and the arguments that the compiled function builds from them.
 CASES: dict[str, tuple[list[Tensor], Build]] = {
     "plain": ([], dict),
     "causal": ([], lambda: {"mask": foci.causal}),
@@ -61,7 +61,7 @@ def leaf(tensor: Tensor) -> Tensor:
 
 
 def results(function: Callable[..., tuple[Tensor, ...]], leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """What the function gives, and the gradients of all its results."""
+    """The results of the function and their gradients."""
     found = function(*leaves)
     slopes = [randn(*tensor.shape, seed=9) for tensor in found]
     return (*found, *torch.autograd.grad(found, [leaf for leaf in leaves if leaf.requires_grad], slopes))
@@ -94,7 +94,7 @@ def test_a_call_with_weights_compiles_as_one_graph(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", CASES)
-def test_a_call_compiles_to_machine_code(case: str) -> None:
+def test_a_call_compiles_with_inductor(case: str) -> None:
     check_compiled(case, weights=case in WITH_WEIGHTS, backend="inductor")
 
 
@@ -103,7 +103,7 @@ def test_a_call_compiles_to_machine_code(case: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu_a_call_compiles_as_one_graph(case: str, dtype: torch.dtype) -> None:
-    """Other kernels serve it there, and other questions are asked to choose them."""
+    """Other kernels run it there, and the choice reads other device properties."""
     tensors, build = CASES[case]
     given = [tensor.cuda() for tensor in (*qkv(), *tensors)]
     leaves = [leaf(tensor.to(dtype) if tensor.is_floating_point() else tensor) for tensor in given]
@@ -119,7 +119,7 @@ def test_on_a_gpu_a_call_compiles_as_one_graph(case: str, dtype: torch.dtype) ->
     torch.testing.assert_close(*gradients, **{name: 4 * limit for name, limit in close.items()})
 
 
-def test_weights_that_leave_a_compiled_graph_answer_questions() -> None:
+def test_weights_returned_by_a_compiled_graph_are_usable() -> None:
     q, k, v = qkv()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, foci.Weights]:
@@ -144,7 +144,7 @@ def test_statistics_compile_as_one_graph() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_two_questions_to_additive_weights_compile_together() -> None:
+def test_two_statistics_of_additive_weights_compile_together() -> None:
     weight = randn(8, seed=4)
 
     def asked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def test_two_questions_to_additive_weights_compile_together() -> None:
         torch.testing.assert_close(compiled.grad, eager.grad)
 
 
-def test_compiled_dropout_drops_the_same_in_the_backward() -> None:
+def test_compiled_backward_drops_the_same_weights() -> None:
     q, k, v = (leaf(tensor) for tensor in qkv())
     compiled = torch.compile(lambda q, k, v: foci.attention(q, k, v, dropout=0.5), fullgraph=True, backend="aot_eager")
     out = compiled(q, k, v)
@@ -171,7 +171,7 @@ def test_compiled_dropout_drops_the_same_in_the_backward() -> None:
 
 
 @pytest.mark.parametrize("mask", [foci.causal, foci.window(2)], ids=["causal", "window"])
-def test_other_lengths_compile_anew(mask: foci.Mask) -> None:
+def test_other_lengths_recompile(mask: foci.Mask) -> None:
     compiled = torch.compile(lambda q, k, v: foci.attention(q, k, v, mask=mask), fullgraph=True, backend="eager")
     for length in (6, 9, 14):
         tensors = qkv(length, length)
@@ -190,7 +190,7 @@ def test_autocast_inside_a_compiled_graph() -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "causal", "window", "padding", "documents", "additive", "alibi", "sink"])
-def test_fake_tensors_give_the_shapes(case: str) -> None:
+def test_fake_tensors_have_the_right_shapes(case: str) -> None:
     tensors, build = CASES[case]
     real, _ = foci.attention(*qkv(), return_weights=True, **build(*tensors))
     with FakeTensorMode() as mode:
@@ -202,7 +202,7 @@ def test_fake_tensors_give_the_shapes(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["additive", "alibi", "buckets"])
-def test_fake_tensors_give_the_shapes_of_our_kernels(case: str) -> None:
+def test_fake_tensors_have_the_right_shapes_of_our_kernels(case: str) -> None:
     pytest.importorskip("triton")
     tensors, build = CASES[case]
     with FakeTensorMode() as mode:
@@ -213,7 +213,7 @@ def test_fake_tensors_give_the_shapes_of_our_kernels(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["window", "additive", "alibi"])
-def test_a_tracer_below_autograd_takes_the_call(case: str) -> None:
+def test_aot_function_traces_the_call(case: str) -> None:
     tensors, build = CASES[case]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
@@ -291,12 +291,12 @@ def test_gradients_of_torch_func(case: str) -> None:
     torch.testing.assert_close(torch.func.jacrev(total)(q), expected)
 
 
-def test_a_matrix_that_torch_func_keeps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be computed again there; where the matrix is small nobody minds."""
+def test_a_large_matrix_kept_by_torch_func_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.func does not recompute in the backward; a small matrix is kept without a warning."""
     q, k, v = qkv()
     gradient = torch.func.grad(lambda x: foci.attention(x, k, v, bias=foci.ALiBi()).sum())
     gradient(q)
     monkeypatch.setattr(blocked, "MIN_WARNED_MATRIX_BYTES", 2 * 4 * 6 * 6 * 4)
-    with pytest.warns(UserWarning, match="torch.func the backward of this call keeps its matrix") as told:
+    with pytest.warns(UserWarning, match="the backward of this call keeps its attention matrix") as warned:
         gradient(q)
-    assert told[0].filename == __file__
+    assert warned[0].filename == __file__

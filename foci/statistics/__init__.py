@@ -91,7 +91,7 @@ def compute_transposed_product(call: Call, x: Tensor, averaged: bool) -> Tensor:
 
 @disable_autocast
 def compute_group_mass(call: Call, rows: tuple[Tensor, int], columns: tuple[Tensor, int], averaged: bool) -> Tensor:
-    """Mean weight that queries of one group put on keys of another, differentiable: (B, H, query groups, key groups)."""
+    """Mean weight of the keys of one group for queries of another, differentiable: (B, H, query groups, key groups)."""
     (row_ids, row_count), (_, column_count) = rows, columns
     if is_empty_call(call):
         return zeros_per_head(call, averaged, row_count, column_count)

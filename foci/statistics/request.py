@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-# The dtypes and the number of top keys that the C and GPU kernels support.
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# As many top keys as the C and GPU kernels support.
 MAX_TOP_KEYS = 64
 
 

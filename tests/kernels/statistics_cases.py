@@ -1,4 +1,4 @@
-"""Small attention matrices and their statistics by definition, in float64: what the pass over the tiles must give."""
+"""Small attention matrices and their statistics by definition, in float64: the expected results of the tile pass."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,14 +22,14 @@ KEPT = 1e-5
 
 @pytest.fixture(autouse=True)
 def nan_in_fresh_memory() -> Iterator[None]:
-    """What a kernel forgets to write is NaN, not whatever was there before."""
+    """Fill uninitialized memory with NaN, so that entries a kernel does not write are noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def within_nan(x: Tensor, beyond: int = 5) -> Tensor:
-    """The same values as a view into memory that is NaN all around: what is read past the end is noticed."""
+    """The same values as a view into memory filled with NaN, so that reads past the end are noticed."""
     b, h, t, d = x.shape
     around = torch.full((b, t + 3, h, d + beyond), torch.nan, dtype=x.dtype, device=x.device)
     around[:, 1 : t + 1, :, :d] = x.transpose(1, 2)
@@ -38,12 +38,12 @@ def within_nan(x: Tensor, beyond: int = 5) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test plans its own passes: some change what a plan follows from."""
+    """Start each test with an empty cache: some tests change what a plan depends on."""
     monkeypatch.setattr("foci.statistics.cuda.plan.PASS_CACHE", {})
 
 
 class Case:
-    """Inputs, what each query sees, and the dense truth."""
+    """Inputs, visible keys of each query, and the dense reference."""
 
     def __init__(self, heads=(2, 2), queries=24, keys=40, width=24, dtype=torch.float32, batch=1, seed=0, sharp=1.0):
         make = torch.Generator().manual_seed(seed)
@@ -95,7 +95,7 @@ def causal(**kinds) -> Case:
 
 
 def pooled(weights: Tensor, rows: int, columns: int, reduce: str) -> Tensor:
-    """By definition: a cell at a time, edges at floor(r T / rows)."""
+    """By definition, cell by cell, with edges at floor(r T / rows)."""
     queries, keys = weights.shape[-2:]
     out = weights.new_zeros(*weights.shape[:-2], rows, columns)
     for r in range(rows):
@@ -111,7 +111,7 @@ def close(got: Tensor, truth: Tensor, tolerance: float = 3e-6) -> None:
 
 
 def check_top(got: dict[str, Tensor], case: Case, top: int, tolerance: float = 3e-6) -> None:
-    """The values are the largest weights, each key has its value, none comes twice, and none that is not visible."""
+    """Check that values are the largest weights, that keys match their values, are unique and visible."""
     weights, _ = case.truth()
     values, keys = got["top_values"], got["top_keys"].long()
     expected = weights.sort(-1, descending=True).values[..., :top]

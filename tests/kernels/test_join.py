@@ -1,4 +1,4 @@
-"""What programs wrote apart, joined."""
+"""Merging the partial results of programs."""
 
 import pytest
 import torch
@@ -38,15 +38,15 @@ def numbers(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("slots", [2, 8, 13])
 @pytest.mark.parametrize("keys", [5, 512, 1030])
-def test_columns_are_summed(slots: int, keys: int) -> None:
+def test_received_weights_are_summed(slots: int, keys: int) -> None:
     columns = numbers(PAIRS, slots, keys)
     torch.testing.assert_close(joined({"columns": columns}, (slots, keys))["received"], columns.sum(1))
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 @pytest.mark.parametrize(("down", "across"), [(1, 2), (3, 1), (9, 4)])
-def test_cells_make_a_picture(down: int, across: int, reduce: str) -> None:
-    """The scale of a mean is in the cells already: they are added up."""
+def test_picture_cells_are_merged(down: int, across: int, reduce: str) -> None:
+    """Cells of a mean are already scaled, so they are summed."""
     rows, columns = 7, 30
     cells = numbers(PAIRS, rows * down, columns * across)
     blocks = cells.view(PAIRS, rows, down, columns, across)
@@ -56,7 +56,7 @@ def test_cells_make_a_picture(down: int, across: int, reduce: str) -> None:
 
 
 @pytest.mark.parametrize("each", [1, 17, 512, 5000])
-def test_the_largest_of_each_pair(each: int) -> None:
+def test_largest_logit_of_each_pair(each: int) -> None:
     logits = numbers(PAIRS, each)
     logits[1, each // 2] = torch.nan
     logits[2] = -torch.inf
@@ -65,12 +65,12 @@ def test_the_largest_of_each_pair(each: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 512, 1030])
-def test_keys_get_the_width_of_an_index(size: int) -> None:
+def test_top_keys_become_int64(size: int) -> None:
     chosen = torch.arange(-1, size - 1, dtype=torch.int32, device=DEVICE)
     assert torch.equal(joined({"chosen": chosen}, chosen=size)["top_keys"], chosen.long())
 
 
-def test_all_in_one_launch() -> None:
+def test_all_results_in_one_launch() -> None:
     columns, cells, logits = numbers(PAIRS, 5, 600), numbers(PAIRS, 20, 64), numbers(PAIRS, 70)
     chosen = torch.arange(777, dtype=torch.int32, device=DEVICE)
     given = {"columns": columns, "cells": cells, "chosen": chosen, "logits": logits}
@@ -81,7 +81,7 @@ def test_all_in_one_launch() -> None:
     torch.testing.assert_close(got["largest"], logits.amax(1))
 
 
-def test_a_picture_keeps_what_is_no_number() -> None:
+def test_nan_propagates_to_the_picture() -> None:
     cells = numbers(PAIRS, 4, 8)
     cells[0, 1, 3] = torch.nan
     for reduce in ("mean", "max"):

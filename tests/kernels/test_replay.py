@@ -1,4 +1,4 @@
-"""Passes that are planned for the first call of a kind and run again for others: other data, other kinds between."""
+"""Passes are planned for the first call of a kind and replayed for later ones, with other data, in any order."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ PICTURE_MAX = Request(picture=(5, 4, "max"), received=True, largest=True)
 
 
 def check(case: Case, wanted: Request, q: Tensor | None = None, k: Tensor | None = None, **options: Any) -> None:
-    """Against the dense truth; q and k may be the same values in another place."""
+    """Check against the dense reference; q and k may be the same values at other addresses."""
     weights, lse = case.truth()
     q, k, half = case.q if q is None else q, case.k if k is None else k, case.q.dtype != torch.float32
     options = {"config": SMALL} | case.options | options
@@ -48,7 +48,7 @@ def check(case: Case, wanted: Request, q: Tensor | None = None, k: Tensor | None
 
 
 def shifted(x: Tensor) -> Tensor:
-    """The same values with the same strides, two bytes or four off a multiple of 16."""
+    """The same values with the same strides, at an address that is no multiple of 16."""
     room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
     return room.copy_(x)
 
@@ -57,15 +57,15 @@ def shifted(x: Tensor) -> Tensor:
     "wanted", [ALL, PICTURE_MAX, replace(ALL, top=0), replace(ALL, narrow=True), Request(top=3, narrow=True)]
 )
 @pytest.mark.parametrize("config", [SMALL, FETCHED])
-def test_later_calls_of_a_kind_are_right_too(wanted: Request, config: Any) -> None:
+def test_later_calls_of_the_same_kind(wanted: Request, config: Any) -> None:
     dtype = torch.float16 if config.use_tma else torch.float32
     for seed in range(3):
         check(causal(heads=(2, 1), queries=24, keys=40, dtype=dtype, seed=seed), wanted, config=config)
     assert len(triton_statistics.PASS_CACHE) == 1
 
 
-def test_other_kinds_have_passes_of_their_own() -> None:
-    """Dtype, strides, mask, what is wanted, slopes: each is planned by itself, in any order."""
+def test_each_kind_of_call_has_its_own_pass() -> None:
+    """Dtype, strides, mask, request and slopes each have their own plan, in any order."""
     for _ in range(2):
         one, half = causal(seed=1), causal(seed=2, dtype=torch.float16)
         check(one, ALL)
@@ -88,8 +88,8 @@ def test_other_kinds_have_passes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_tensors_that_lie_off_a_multiple_of_16_bytes(dtype: torch.dtype) -> None:
-    """Neither the copy engine takes these nor what was compiled for others."""
+def test_unaligned_tensors(dtype: torch.dtype) -> None:
+    """Neither TMA nor kernels compiled for aligned tensors accept these."""
     config = replace(SMALL, use_tma=True)
     for seed in range(4):
         case = causal(width=32, dtype=dtype, seed=seed)
@@ -101,14 +101,14 @@ def test_tensors_that_lie_off_a_multiple_of_16_bytes(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("order", [("q", "k"), ("k", "q")])
-def test_queries_off_a_multiple_of_16_bytes_are_another_kind_than_keys(order: tuple[str, str]) -> None:
+def test_unaligned_queries_and_keys_are_different_kinds(order: tuple[str, str]) -> None:
     for seed, off in enumerate(order):
         case = causal(width=32, dtype=torch.float16, seed=seed)
         check(case, ALL, **{off: shifted(getattr(case, off))}, config=replace(SMALL, use_tma=True))
     assert len(triton_statistics.PASS_CACHE) == 2
 
 
-def test_what_is_refused_is_refused_again() -> None:
+def test_invalid_calls_are_refused_every_time() -> None:
     case = causal()
     for _ in range(2):
         with pytest.raises(ValueError, match="expected top from 0 to 64, got 65"):
@@ -116,7 +116,7 @@ def test_what_is_refused_is_refused_again() -> None:
     assert not triton_statistics.PASS_CACHE
 
 
-def test_several_launches_are_planned_for_a_small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_memory_budget_plans_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_statistics, "MAX_CANDIDATE_BYTES", 1)
     for seed in range(2):
         check(causal(heads=(2, 1), queries=38, keys=40, seed=seed), replace(ALL, picture=(19, 8, "mean")))
@@ -124,7 +124,7 @@ def test_several_launches_are_planned_for_a_small_budget(monkeypatch: pytest.Mon
     assert [launching.kernel.__name__ for launching in one.plan.launches].count("choose_topk") == 6
 
 
-def test_a_pass_keeps_no_tensor() -> None:
+def test_passes_hold_no_tensors() -> None:
     case = causal(dtype=torch.float16, width=32)
     tensors = case.q.clone(), case.k.clone(), case.truth()[1].float()
     gone = [weakref.ref(x) for x in tensors]
@@ -136,8 +136,8 @@ def test_a_pass_keeps_no_tensor() -> None:
     assert [x() for x in gone] == [None] * len(gone)
 
 
-def test_calls_without_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler traces the launches by names, and no address is asked for."""
+def test_traced_calls_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile traces keyword launches, without addresses."""
     seen: list[str] = []
     monkeypatch.setattr(
         "foci.gpu.launcher.KeywordLaunch.launch_traced", lambda self, tensors: seen.append(self.kernel.__name__)
@@ -156,8 +156,8 @@ def test_calls_without_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("wanted", [ALL, PICTURE_MAX, replace(ALL, distance=False, picture=(8, 16, "mean"), top=8)])
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 48)])
-def test_on_a_gpu_later_calls_are_handed_addresses(wanted: Request, dtype: torch.dtype, width: int) -> None:
-    """With tensors off a multiple of 16 bytes between them, and memory that others use meanwhile."""
+def test_later_calls_pass_addresses_on_a_gpu(wanted: Request, dtype: torch.dtype, width: int) -> None:
+    """With unaligned tensors in between, and memory that is reused meanwhile."""
     kept = []
     for seed in range(5):
         case = causal(heads=(4, 2), queries=256, keys=256, width=width, dtype=dtype, seed=seed)
@@ -176,7 +176,7 @@ def test_on_a_gpu_later_calls_are_handed_addresses(wanted: Request, dtype: torch
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_a_gpu_that_is_not_the_current_one() -> None:
+def test_another_gpu_than_the_current_one() -> None:
     case = causal(queries=64, keys=64)
     _, lse = case.truth()
     expected = launch_statistics(case.q, case.k, lse.float(), scale=case.scale, request=ALL, **case.options)
@@ -196,8 +196,8 @@ def test_a_gpu_that_is_not_the_current_one() -> None:
         (Request(True, True, (256, 256, "mean"), 8, True, True, narrow=True), 62),
     ],
 )
-def test_the_memory_of_a_pass_over_8192_tokens(wanted: Request, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU with 132 processors, added up: 16 heads of 128. What joins the rest finds the memory of candidates."""
+def test_memory_of_a_pass_over_8192_tokens(wanted: Request, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with 132 multiprocessors, 16 heads of 128. The merge reuses the memory of the candidates."""
     for module in (triton_statistics, launches):
         monkeypatch.setattr(module, "count_multiprocessors", lambda device: 132)
     with FakeTensorMode():

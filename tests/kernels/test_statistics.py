@@ -1,4 +1,4 @@
-"""The pass over the tiles against the dense matrix in float64, by definition. Runs in Triton's interpreter on a CPU."""
+"""The tile pass against statistics of the dense matrix in float64. Runs in Triton's interpreter on a CPU."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 
 
 def span_case(runs: list[list[tuple[int, int]]], **kinds) -> Case:
-    """runs[query] is the list of its one or two runs."""
+    """runs[query] is the list of its one or two key ranges."""
     case = Case(queries=len(runs), **kinds)
     key_ranges = torch.tensor(runs, dtype=torch.int32, device=DEVICE).permute(1, 2, 0)[None].contiguous()
     j = torch.arange(case.seen.shape[-1], device=DEVICE)
@@ -152,7 +152,7 @@ def test_pictures_of_every_size(queries: int, keys: int, rows: int, columns: int
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max"])
-def test_a_cell_that_two_runs_share_is_added_up(reduce: str) -> None:
+def test_cells_shared_by_two_key_ranges(reduce: str) -> None:
     case = span_case([[(0, 9), (20, 33 + i)] for i in range(32)], keys=64)
     weights, _ = case.truth()
     close(case.run(Request(picture=(2, 2, reduce)))["picture"], pooled(weights, 2, 2, reduce))
@@ -162,7 +162,7 @@ BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multipli
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=BF16)])
-def test_half_precision_inputs_lose_nothing_more(dtype: torch.dtype) -> None:
+def test_half_precision_inputs(dtype: torch.dtype) -> None:
     case = causal(dtype=dtype, width=32)
     weights, _ = case.truth()
     got = case.run(Request(entropy=True, received=True, picture=(3, 5, "mean"), top=4))
@@ -195,7 +195,7 @@ def fetched_documents() -> Case:
 @pytest.mark.skipif(DEVICE == "cuda" and not has_tma(torch.device("cuda", 0)), reason="a GPU before Hopper")
 @pytest.mark.parametrize("beyond", [0, 8])
 @pytest.mark.parametrize("make", [fetched_one_head, fetched_odd_and_grouped, fetched_two_runs, fetched_documents])
-def test_keys_that_the_copy_engine_fetches(make, beyond: int) -> None:
+def test_keys_loaded_by_tma(make, beyond: int) -> None:
     case = make()
     weights, lse = case.truth()
     q, k = within_nan(case.q), within_nan(case.k, beyond)
@@ -210,7 +210,7 @@ def test_keys_that_the_copy_engine_fetches(make, beyond: int) -> None:
     check_top(got, case, 3, KEPT)
 
 
-def test_what_the_copy_engine_cannot_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_without_tma_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foci.statistics.cuda.arguments.has_tma", lambda device: True)
     k = torch.zeros(2, 3, 40, 32, dtype=torch.float16)
     for whole in (k, k.transpose(1, 2), k[:, :, 1:], k[..., 8:24], k[:, :, ::2]):
@@ -226,16 +226,14 @@ def test_what_the_copy_engine_cannot_fetch(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("hip", "hopper", "has"), [(None, True, True), (None, False, False), ("6.4", True, False)])
-def test_which_devices_have_a_copy_engine(
-    hip: str | None, hopper: bool, has: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_with_tma(hip: str | None, hopper: bool, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foci.statistics.cuda.arguments.is_hopper_or_later", lambda index: hopper)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert has_tma(torch.device("cuda", 0)) is has
 
 
 def late_spans() -> Case:
-    """Some tiles are met twice, and some queries see nothing."""
+    """Some tiles are visited twice, and some queries are fully masked."""
     runs = [[(0, 9), (20, 33 + i)] if i % 7 else [(3, 3), (64, 64)] for i in range(32)]
     return span_case(runs, keys=64)
 
@@ -259,7 +257,7 @@ def late_documents() -> Case:
         (late_spans, (4, 1, "mean")),
     ],
 )
-def test_sums_that_are_written_beside_the_next_product(make, picture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_sums(make, picture, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = []
     plain = launches.can_defer_sums
     monkeypatch.setattr(launches, "can_wait", lambda common: answers.append(plain(common)) or answers[-1])
@@ -283,7 +281,7 @@ def test_sums_that_are_written_beside_the_next_product(make, picture, monkeypatc
         (Request(entropy=True), False),
     ],
 )
-def test_sums_that_cannot_wait_are_written_at_once(wanted: Request, weighted: bool) -> None:
+def test_sums_that_cannot_be_deferred(wanted: Request, weighted: bool) -> None:
     case = causal(queries=32, keys=64)
     if weighted:
         case.options["query_weights"] = torch.rand(32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -306,17 +304,17 @@ MEANS = (4, 4, "mean")
         (Request(entropy=True, received=True, picture=MEANS, top=8, distance=True, largest=True), False),
     ],
 )
-def test_sums_wait_where_that_was_faster(wanted: Request, late: bool) -> None:
+def test_sums_are_deferred_where_that_is_faster(wanted: Request, late: bool) -> None:
     assert tiling.default_config(128, torch.bfloat16, wanted, use_tma=True).defer_sums is late
 
 
 @pytest.mark.parametrize(("fetched", "top", "stages"), [(True, 8, 4), (True, 0, 3), (False, 8, 3), (False, 0, 3)])
-def test_more_keys_wait_where_they_are_fetched(fetched: bool, top: int, stages: int) -> None:
+def test_stages_with_and_without_tma(fetched: bool, top: int, stages: int) -> None:
     config = tiling.default_config(128, torch.bfloat16, Request(entropy=True, top=top), fetched)
     assert (config.use_tma, config.stages) == (fetched, stages)
 
 
-def test_keys_are_fetched_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tma_is_used_where_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foci.statistics.cuda.arguments.has_tma", lambda device: True)
     for dtype, fetched in ((torch.float16, True), (torch.float32, False)):
         case = causal(dtype=dtype, width=32)
@@ -327,7 +325,7 @@ def test_keys_are_fetched_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("shape", [(24,), (1, 2, 24)])
-def test_queries_count_by_their_weight(shape: tuple[int, ...]) -> None:
+def test_query_weights(shape: tuple[int, ...]) -> None:
     case = causal()
     weights, _ = case.truth()
     counts = torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -336,7 +334,7 @@ def test_queries_count_by_their_weight(shape: tuple[int, ...]) -> None:
     close(got["received"], (weights * counts.double().unsqueeze(-1)).sum(-2), 1e-5)
 
 
-def test_small_launches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_launches_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     case = causal(queries=38, keys=38, heads=(3, 3))
     wanted = Request(entropy=True, received=True, top=5, picture=(19, 19, "mean"), largest=True)
     whole = case.run(wanted)
@@ -345,11 +343,11 @@ def test_small_launches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: torch.allclose(parts[name], whole[name]) for name in whole} == dict.fromkeys(whole, True)
 
 
-def test_nothing_wanted_nothing_given() -> None:
+def test_empty_request_returns_nothing() -> None:
     assert Case().run(Request()) == {}
 
 
-def test_default_config_serves_small_inputs() -> None:
+def test_default_config_with_small_inputs() -> None:
     case = causal()
     weights, _ = case.truth()
     _, lse = case.truth()
@@ -373,7 +371,7 @@ def test_default_config_serves_small_inputs() -> None:
         ({"dense": torch.zeros(24, 40, dtype=torch.bool)}, r"dense of shape .*got \(24, 40\)"),
     ],
 )
-def test_what_is_not_taken_is_refused(change: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_refused(change: dict[str, object], message: str) -> None:
     arguments = {"q": torch.zeros(1, 2, 24, 24), "k": torch.zeros(1, 2, 40, 24), "lse": torch.zeros(1, 2, 24)}
     arguments |= {"scale": 1.0, "request": Request(entropy=True)} | change
     with pytest.raises((ValueError, TypeError), match=message):
@@ -383,7 +381,7 @@ def test_what_is_not_taken_is_refused(change: dict[str, object], message: str) -
 @pytest.mark.parametrize("pairs", [1, 3, 40])
 @pytest.mark.parametrize("tiles", [1, 7, 64])
 @pytest.mark.parametrize("budget", [1, 1000, 10**9])
-def test_launches_serve_every_tile_once(pairs: int, tiles: int, budget: int) -> None:
+def test_launches_cover_every_tile_once(pairs: int, tiles: int, budget: int) -> None:
     served = [
         (pair, tile)
         for launch in split_launches(pairs, tiles, 100, budget)
@@ -397,13 +395,13 @@ def test_launches_serve_every_tile_once(pairs: int, tiles: int, budget: int) -> 
     assert fits
 
 
-def test_slots_fill_the_processors() -> None:
+def test_slots_fill_the_multiprocessors() -> None:
     assert programs_per_pair(pairs=16, tiles=64, programs=264) == 16
     assert programs_per_pair(pairs=1, tiles=64, programs=264) == 64
     assert programs_per_pair(pairs=512, tiles=4, programs=264) == 1
 
 
-def test_segments_are_a_power_of_two_that_the_keys_fill() -> None:
+def test_segments_are_a_power_of_two() -> None:
     assert [choose_segments(top, 128, 32) for top in (0, 1, 8, 64)] == [1, 1, 2, 16]
     assert choose_segments(64, 3, 32) == 2
 
@@ -417,7 +415,7 @@ def test_candidates_of_long_sequences_take_little_memory() -> None:
     assert parts[0].pairs * parts[0].tiles * 64 * classes.bytes_per_query == 33 * 2**20
 
 
-def test_cells_that_fit_no_tile() -> None:
+def test_cells_that_do_not_align_with_tiles() -> None:
     assert fit_picture_cells((256, 256, "mean"), 8192, 8192, SMALL) is not None
     assert fit_picture_cells((256, 256, "mean"), 8000, 8192, SMALL) is None
     assert fit_picture_cells((3, 4, "mean"), 36, 64, SMALL) is None

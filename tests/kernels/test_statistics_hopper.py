@@ -1,4 +1,4 @@
-"""The kernel for Hopper: where it is taken, and on such a GPU that it gives what its twin in plain Triton gives."""
+"""The Hopper kernel: when it is used, and on such a GPU that its results equal those of the plain Triton kernel."""
 
 from dataclasses import replace
 from typing import Any
@@ -39,7 +39,7 @@ def hopper_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[TileConfig]:
-    """Gets an entry for each launch of the kernel that is planned."""
+    """Receives an entry for each planned launch of the kernel."""
     found: list[TileConfig] = []
     true = hopper.build_hopper_launch
 
@@ -87,7 +87,7 @@ def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dt
         (Request(largest=True, top=8), False),
     ],
 )
-def test_what_is_wanted_of_it(wanted: Request, taken: bool) -> None:
+def test_supported_requests(wanted: Request, taken: bool) -> None:
     assert (hopper.refuses(arguments_of(), False, wanted) == []) is taken
     assert triton_statistics.choose_config(arguments_of(), False, wanted).use_hopper is taken
 
@@ -114,13 +114,13 @@ IDS = torch.zeros(1, 256, dtype=torch.int32, device=DEVICE)
         ({"dense": torch.ones(1, 1, 256, 256, dtype=torch.bool, device=DEVICE)}, "a dense mask"),
     ],
 )
-def test_which_calls_it_takes(changes: dict[str, Any], reason: str | None) -> None:
+def test_supported_calls(changes: dict[str, Any], reason: str | None) -> None:
     found = hopper.refuses(arguments_of(**changes), False, Request(entropy=True))
     assert found == [] if reason is None else (len(found) == 1 and reason in found[0])
 
 
 @pytest.mark.usefixtures("hopper_here")
-def test_the_largest_logit_is_not_that_of_the_largest_product_where_the_scale_is_negative() -> None:
+def test_largest_logit_with_negative_scale_is_refused() -> None:
     arguments = arguments_of() | {"scale": -0.5}
     wanted = replace(ERP, largest=True)
     assert hopper.refuses(arguments, False, wanted) == ["the largest logit of products times -0.5"]
@@ -128,7 +128,7 @@ def test_the_largest_logit_is_not_that_of_the_largest_product_where_the_scale_is
 
 
 @pytest.mark.usefixtures("hopper_here")
-def test_neither_weighted_queries_nor_those_that_lie_apart() -> None:
+def test_query_weights_and_non_contiguous_queries_are_refused() -> None:
     arguments = arguments_of()
     assert hopper.refuses(arguments, True, Request(received=True)) == ["queries that count by their weight"]
     arguments["q"] = torch.zeros(1, 2, 256, 68, dtype=F16, device=DEVICE)[..., :64]
@@ -147,7 +147,7 @@ def test_neither_weighted_queries_nor_those_that_lie_apart() -> None:
         ("cpu", 9, None, "3.6.0", "the queries are on cpu, not on CUDA"),
     ],
 )
-def test_which_machines_have_it(
+def test_supported_devices(
     kind: str, capability: int, hip: str | None, triton: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "major_capability", lambda index: capability)
@@ -159,7 +159,7 @@ def test_which_machines_have_it(
 
 
 @pytest.mark.usefixtures("hopper_here")
-def test_the_plan_says_which_kernel_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "refuses", lambda *call: [])
     q = torch.zeros(1, 2, 128, 64, dtype=F16, device=DEVICE)
     plan = str(foci.plan(q, q, q, mask=foci.causal, return_weights=True))
@@ -172,21 +172,21 @@ def test_the_plan_says_which_kernel_measures(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("hopper_here")
 @pytest.mark.parametrize("shape", [(1, 0, 4, 8), (1, 2, 0, 8), (0, 2, 4, 8)])
-def test_the_plan_of_a_call_without_weights(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_of_an_empty_call(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "refuses", lambda *call: [])
     q = torch.zeros(shape, device=DEVICE)
     assert "nothing to compute: empty input" in str(foci.plan(q, q, q, return_weights=True))
 
 
 @pytest.mark.parametrize("width", [0, 1, 256, 257])
-def test_widths_that_no_kernel_takes(width: int) -> None:
+def test_unsupported_widths(width: int) -> None:
     with FakeTensorMode():
         q = torch.zeros(1, 2, 4, width, device="cuda")
         reasons = cuda.refuses(prepare_call(q, q, q, Dot(), None, None, None, None, 0.0, True))
     assert reasons == ([] if 0 < width <= 256 else ["widths that are 0 or above 256"])
 
 
-def test_the_kernel_is_there() -> None:
+def test_kernel_can_be_imported() -> None:
     from foci.kernels.statistics.tiles_hopper import BK, tile_statistics_hopper
 
     assert 2 * BK.value == hopper.KEYS_PER_FETCH
@@ -197,8 +197,8 @@ def test_the_kernel_is_there() -> None:
 @pytest.mark.usefixtures("hopper_here")
 @pytest.mark.skipif(DEVICE == "cuda", reason="for Triton's interpreter")
 @pytest.mark.parametrize("top", [0, 5])
-def test_its_twin_serves_in_its_place(top: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers, cells and classes as they are cut for it, filled by the plain kernel."""
+def test_plain_kernel_with_the_hopper_tiling(top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain kernel with the buffers, cells and classes of the Hopper kernel."""
     seen = []
 
     true = launches.build_tile_launch
@@ -219,7 +219,7 @@ def full(**kinds: Any) -> Case:
 
 
 def check(case: Case, wanted: Request, tolerance: float = 5e-5) -> dict[str, Tensor]:
-    """Against the dense truth, in memory that is NaN all around."""
+    """Check against the dense reference, in memory surrounded by NaN."""
     weights, lse = case.truth()
     q, k = within_nan(case.q, 8), within_nan(case.k, 8)
     got = launch_statistics(q, k, lse.float(), scale=case.scale, request=wanted, **case.options)
@@ -282,7 +282,7 @@ CASES = [
 @pytest.mark.gpu
 @ONLY_HOPPER
 @pytest.mark.parametrize(("heads", "tokens", "width", "dtype", "make", "wanted", "picture"), CASES)
-def test_it_gives_what_its_twin_gives_and_what_is_true(
+def test_results_equal_the_plain_kernel_and_the_reference(
     heads, tokens: int, width: int, dtype: torch.dtype, make, wanted: Request, picture, launched: list[TileConfig]
 ) -> None:
     wanted = replace(wanted, picture=(*picture, "mean") if picture else None)
@@ -302,7 +302,7 @@ def test_it_gives_what_its_twin_gives_and_what_is_true(
 
 @pytest.mark.gpu
 @ONLY_HOPPER
-def test_several_launches_go_on_adding(launched: list[TileConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_launches_continue_the_sums(launched: list[TileConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_statistics, "MAX_CANDIDATE_BYTES", 200_000)
     check(causal(heads=(4, 2), queries=1024, keys=1024, width=128, dtype=BF16), replace(ERP, picture=None, top=8))
     assert len(launched) > 4
@@ -311,7 +311,7 @@ def test_several_launches_go_on_adding(launched: list[TileConfig], monkeypatch: 
 @pytest.mark.gpu
 @ONLY_HOPPER
 @pytest.mark.parametrize(("wanted", "cells"), [(ERP, 32), (ERP, 4), (EVERY, 32), (EVERY, 4)])
-def test_it_gives_the_same_every_time(wanted: Request, cells: int) -> None:
+def test_results_are_deterministic(wanted: Request, cells: int) -> None:
     case = causal(heads=(4, 4), queries=1024, keys=1024, width=128, dtype=BF16)
     first, again = (check(case, replace(wanted, picture=(cells, cells, "mean"))) for _ in range(2))
     assert {name: torch.equal(first[name], again[name]) for name in first} == dict.fromkeys(first, True)
@@ -320,7 +320,7 @@ def test_it_gives_the_same_every_time(wanted: Request, cells: int) -> None:
 @pytest.mark.gpu
 @ONLY_HOPPER
 @pytest.mark.parametrize(("make", "mask"), [(causal, foci.causal), (full, None)])
-def test_the_weights_of_a_call_are_measured_by_it(make, mask, launched: list[TileConfig]) -> None:
+def test_weights_of_a_call_use_the_hopper_kernel(make, mask, launched: list[TileConfig]) -> None:
     case = make(heads=(4, 2), queries=512, keys=512, width=128, dtype=BF16)
     assert "gluon" in str(foci.plan(case.q, case.k, case.k, mask=mask, return_weights=True))
     _, weights = foci.attention(case.q, case.k, case.k, mask=mask, return_weights=True)

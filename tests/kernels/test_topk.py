@@ -1,4 +1,4 @@
-"""The heaviest keys: which are chosen, ties, and queries that are in doubt. In Triton's interpreter on a CPU."""
+"""Top keys: selection, ties, and doubtful queries. Runs in Triton's interpreter on a CPU."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 @pytest.mark.parametrize(
     ("top", "sharp"), [(1, 0.0), (1, 1.0), (1, 20.0), (5, 1.0), (8, 0.0), (8, 1.0), (8, 20.0), (33, 1.0)]
 )
-def test_as_many_keys_as_wanted(top: int, sharp: float) -> None:
+def test_all_values_of_k(top: int, sharp: float) -> None:
     case = causal(heads=(1, 1), queries=5 if sharp else 2, keys=130, sharp=sharp)
     # Logits of 100 carry a rounding error of 1e-5 themselves.
     check_top(case.run(Request(top=top)), case, top, 4e-5 if sharp > 1 else 3e-6)
@@ -27,7 +27,7 @@ def test_as_many_keys_as_wanted(top: int, sharp: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("top", "keys", "classes"), [(33, 20, 16), (12, 300, 128)])
-def test_fewer_classes_than_wanted_and_more_than_are_taken_at_a_time(
+def test_fewer_classes_than_k_and_more_than_one_iteration(
     top: int, keys: int, classes: int, dtype: torch.dtype
 ) -> None:
     assert choose_key_classes(top, keys, SMALL, 7).number == classes
@@ -51,7 +51,7 @@ def test_ascending_scores() -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 8, 16, 32, 64, 128])
-def test_heavy_keys_that_share_a_class_are_all_found(stride: int) -> None:
+def test_large_keys_of_one_class_are_all_found(stride: int) -> None:
     case = causal(heads=(1, 1), queries=8, keys=900 if stride > 64 else 320, width=16)
     heavy = torch.arange(5, 290 if stride < 128 else 890, stride, device=DEVICE)[:7]
     case.k[:, :, heavy] = case.q.mean(2, keepdim=True)[:, : case.k.shape[1]] + 1.0
@@ -60,7 +60,7 @@ def test_heavy_keys_that_share_a_class_are_all_found(stride: int) -> None:
 
 
 class Recorded:
-    """Stands for the kernel that reads classes again: remembers how many it was asked for, per query."""
+    """Wraps the refine kernel and records the number of flagged classes of each query."""
 
     def __init__(self, arg_names: list[str]) -> None:
         self.arg_names, self.flagged = arg_names, torch.empty(0)
@@ -78,7 +78,7 @@ class Recorded:
 
 
 @pytest.mark.parametrize(("together", "flagged"), [(1, 0), (2, 0), (3, 1), (5, 1)])
-def test_a_class_is_read_again_where_three_of_its_keys_count(
+def test_classes_with_three_top_keys_are_read_again(
     together: int, flagged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = causal(heads=(1, 1), queries=8, keys=320, width=16)
@@ -100,7 +100,7 @@ def test_exact_ties_go_to_the_lower_key() -> None:
 
 
 @pytest.mark.parametrize("top", [1, 3, 8])
-def test_half_precision_finds_ties_and_what_a_class_hides(top: int) -> None:
+def test_half_precision_ties_and_hidden_keys(top: int) -> None:
     case = causal(heads=(2, 1), queries=4, keys=150, dtype=torch.float16)
     case.q[:, 1] = 0
     case.k[:, :, 80:130] = case.k[:, :, :50]
@@ -113,7 +113,7 @@ def test_half_precision_finds_ties_and_what_a_class_hides(top: int) -> None:
 
 
 def nearly_level(keys: int, dtype: torch.dtype, heavier: int) -> Case:
-    """Logits of 0, and one that is heavier by less than what is kept of a logit can tell."""
+    """Logits of 0, and one that is larger by less than the precision of a candidate."""
     case = Case(heads=(1, 1), queries=8, keys=keys, width=16, dtype=dtype)
     case.q.zero_()
     case.k.zero_()
@@ -125,8 +125,8 @@ def nearly_level(keys: int, dtype: torch.dtype, heavier: int) -> Case:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("top", [3, 4])
-def test_the_last_one_is_the_heavier_of_two_that_are_nearly_level(top: int, dtype: torch.dtype) -> None:
-    """Key 64 is of the first class: what is level with it, and a lower key, may not take its place unread."""
+def test_last_key_is_the_larger_of_two_near_ties(top: int, dtype: torch.dtype) -> None:
+    """Key 64 is in the first class: an apparent tie with a lower key must not replace it without being read again."""
     case = nearly_level(96, dtype, heavier=64)
     heavy = [6, 5, 7][: top - 1]
     case.k[0, 0, heavy, 0] = torch.tensor([4.0, 3.0, 2.0][: top - 1], dtype=dtype, device=DEVICE)
@@ -137,14 +137,14 @@ def test_the_last_one_is_the_heavier_of_two_that_are_nearly_level(top: int, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("top", [1, 2])
-def test_the_largest_logit_of_keys_that_are_nearly_level(top: int, dtype: torch.dtype) -> None:
+def test_largest_logit_of_near_ties(top: int, dtype: torch.dtype) -> None:
     case = nearly_level(80, dtype, heavier=50)
     got = case.run(Request(top=top, largest=True))
     assert got["top_keys"][0, 0, :, 0].tolist() == [50] * 8
     close(got["largest"], case.logits().amax((-1, -2)), 6e-7)
 
 
-def test_tags_of_many_bits_leave_too_little_of_a_logit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tag_bits_recompute_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_statistics, "MIN_TAG_BITS", 12)
     case = causal(heads=(1, 1), queries=7, keys=100, dtype=torch.float16)
     check_top(case.run(Request(top=5)), case, 5)
@@ -152,7 +152,7 @@ def test_tags_of_many_bits_leave_too_little_of_a_logit(monkeypatch: pytest.Monke
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_weights_of_a_query_that_is_no_number_are_none(dtype: torch.dtype) -> None:
+def test_nan_queries_have_nan_weights(dtype: torch.dtype) -> None:
     case = causal(heads=(2, 1), queries=9, keys=40, dtype=dtype)
     case.q[0, 1, 3] = torch.nan
     values, keys = (case.run(Request(top=3))[name] for name in ("top_values", "top_keys"))
@@ -162,7 +162,7 @@ def test_the_weights_of_a_query_that_is_no_number_are_none(dtype: torch.dtype) -
     assert (keys == -1).sum() == 3
 
 
-def test_doubtful_queries_of_every_head_and_launch_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doubtful_queries_of_all_heads_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     case = causal(heads=(2, 1), queries=17, keys=40, batch=2, width=16)
     # Level keys leave a doubt in every query of one head; the other has none to speak of.
     case.q[:, 1] = 0
@@ -173,7 +173,7 @@ def test_doubtful_queries_of_every_head_and_launch_are_read_again(monkeypatch: p
     assert torch.equal(got["top_keys"][:, 1], expected)
 
 
-def test_a_key_that_comes_again_is_named_where_it_comes_first() -> None:
+def test_repeated_keys_are_reported_at_their_first_index() -> None:
     case = causal(heads=(1, 1), queries=8, keys=150)
     case.k[:, :, 80:130] = case.k[:, :, :50]
     got = case.run(Request(top=6))
@@ -187,8 +187,8 @@ def test_a_key_that_comes_again_is_named_where_it_comes_first() -> None:
 
 
 @pytest.mark.parametrize("bits", [12, 18])
-def test_keys_that_look_level_are_told_apart(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long sequences take so many bits for the place that many logits look the same without them."""
+def test_apparent_ties_are_resolved(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In long sequences the position takes so many bits that many logits appear equal without them."""
     monkeypatch.setattr(triton_statistics, "MIN_TAG_BITS", bits)
     case = causal(heads=(1, 1), queries=7, keys=200, sharp=1.0)
     check_top(case.run(Request(top=8)), case, 8)

@@ -1,4 +1,4 @@
-"""Statistics of the lazy matrix have the gradients of their definitions, and need no memory of its size for them."""
+"""Gradients of statistics equal those of their definitions and need no memory of the size of the matrix."""
 
 from collections.abc import Callable, Iterator
 
@@ -31,7 +31,7 @@ QUESTIONS: dict[str, Question] = {
 
 
 def leaves_of(arguments: Arguments) -> list[Tensor]:
-    """The float tensors that make the matrix; an entry of -inf has no derivative by differences."""
+    """The float tensors from which the matrix is computed; without -inf, which has no numerical derivative."""
     made_of = {name: part for name, part in arguments.items() if name != "value"}
     if isinstance(made_of.get("bias"), foci.Relative):
         made_of["bias"] = foci.Relative(made_of["bias"].keys)
@@ -55,7 +55,7 @@ def checked(case: str, question: Question) -> None:
 
 
 def everything(weights: foci.Weights) -> Tensor:
-    """All answers side by side: one check serves them all."""
+    """All statistics concatenated, to be checked at once."""
     return torch.cat([question(weights).flatten() for question in QUESTIONS.values()])
 
 
@@ -84,7 +84,7 @@ def test_gradients_of_a_part_and_of_the_log_sum_exp(case: str) -> None:
 
 
 def test_every_entry_of_every_gradient_once() -> None:
-    """Without the shortcut of random directions, on a matrix of a few entries."""
+    """gradcheck without fast_mode, on a matrix of a few entries."""
     q, k = (matrices.randn(1, 2, n, 2, seed=n).requires_grad_() for n in (2, 3))
     sink, slopes = matrices.randn(2, seed=9).requires_grad_(), matrices.randn(2, seed=8).abs().requires_grad_()
 
@@ -97,14 +97,14 @@ def test_every_entry_of_every_gradient_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", [name for name in CASES if name.endswith("empty rows")])
-def test_gradients_of_rows_that_see_nothing_are_finite(case: str, dtype: torch.dtype) -> None:
+def test_gradients_of_fully_masked_rows_are_finite(case: str, dtype: torch.dtype) -> None:
     arguments = matrices.in_dtype(CASES[case](), dtype)
     leaves = [leaf.requires_grad_() for leaf in leaves_of(arguments)]
     grads = torch.autograd.grad(everything(lazy(arguments)).square().sum(), leaves)
     assert all(bool(grad.isfinite().all()) for grad in grads)
 
 
-def test_nothing_is_recorded_without_gradients() -> None:
+def test_no_grad_records_no_graph() -> None:
     arguments = matrices.qkv()
     arguments["query"].requires_grad_()
     weights = lazy(arguments)
@@ -131,7 +131,7 @@ def test_memory_is_linear_forward_and_backward(question: str, monkeypatch: pytes
     assert all(bool(grad.any()) for grad in grads)
     matrix = 2 * n * n
     assert seen.largest <= matrix // 4
-    # Kept for the backward, the strips would be several matrices of four bytes an entry.
+    # If strips were kept for the backward, they would take several matrices of four bytes an entry.
     assert seen.peak <= 4 * matrix
 
 
@@ -148,8 +148,8 @@ def test_memory_of_an_additive_score_is_linear(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("only", ["query", "key"])
-def test_a_matrix_that_nobody_sees_has_gradients_of_zero(question: str, only: str) -> None:
-    """As a batch of padding alone has it: a loss on its entropy must not break the training."""
+def test_a_fully_masked_matrix_has_zero_gradients(question: str, only: str) -> None:
+    """For example a batch of padding only: a loss on its entropy must not break training."""
     arguments = matrices.qkv() | {"mask": foci.padding([0, 0])}
     leaf = arguments[only].requires_grad_()
     asked = QUESTIONS[question](lazy(arguments))

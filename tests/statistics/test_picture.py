@@ -1,4 +1,4 @@
-"""The matrix in blocks with edges floor(r T / rows), however it comes in strips and pieces."""
+"""The picture of a matrix: blocks that begin at floor(r T / rows), pooled from any strips and pieces."""
 
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ def test_every_index_lies_in_the_block_between_its_edges(blocks: int, length: in
 
 
 def cuts(length: int, seed: int) -> list[slice]:
-    """The whole length in a few runs."""
+    """Splits the length into a few slices."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.randint(0, length + 1, (3,), generator=generator).tolist()
     return [slice(start, stop) for start, stop in pairwise(sorted({0, length, *places})) if stop > start]
@@ -37,18 +37,20 @@ def cuts(length: int, seed: int) -> list[slice]:
     reduce=st.sampled_from(["mean", "max"]),
     seed=st.integers(0, 1000),
 )
-def test_strips_and_pieces_add_up(queries: int, keys: int, share: tuple[float, float], reduce: str, seed: int) -> None:
+def test_strips_and_pieces_give_the_whole_picture(
+    queries: int, keys: int, share: tuple[float, float], reduce: str, seed: int
+) -> None:
     rows, columns = max(int(queries * share[0]), 1), max(int(keys * share[1]), 1)
     w = matrices.randn(2, queries, keys, seed=seed).abs()
-    picture = torch.zeros(2, rows, columns, dtype=torch.float64)
+    pooled_matrix = torch.zeros(2, rows, columns, dtype=torch.float64)
     for strip in cuts(queries, seed):
         for piece in cuts(keys, seed + 1):
-            first_row, joined = picture.pool_rows(w[:, strip, piece], strip.start, rows, queries, reduce)
-            first, pooled = picture.pool_columns(joined, piece.start, columns, keys, reduce)
+            first_row, pooled_rows = picture.pool_rows(w[:, strip, piece], strip.start, rows, queries, reduce)
+            first, pooled = picture.pool_columns(pooled_rows, piece.start, columns, keys, reduce)
             picture.add(picture, pooled, first_row, first, reduce)
     if reduce == "mean":
-        picture /= picture.areas(rows, columns, queries, keys, CPU)
-    torch.testing.assert_close(picture, matrices.picture(w, rows, columns, reduce), atol=1e-12, rtol=1e-12)
+        pooled_matrix /= picture.areas(rows, columns, queries, keys, CPU)
+    torch.testing.assert_close(pooled_matrix, matrices.picture(w, rows, columns, reduce), atol=1e-12, rtol=1e-12)
 
 
 def test_areas_are_the_entries_of_the_blocks() -> None:

@@ -1,4 +1,4 @@
-"""Statistics strip by strip: the same for any size of the strips, and never with a matrix in memory."""
+"""Statistics strip by strip: the same for any strip size, and without a matrix in memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ SIZES = {"a row at a time": 1, "a few rows": 300, "a few heads": 2000}
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_size_of_the_strips_does_not_matter(case: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_do_not_depend_on_the_strip_size(case: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small_strips(monkeypatch, SIZES[size])
     weights, true = lazy(CASES[case]()), truth(CASES[case]())
     queries, keys = true.shape[-2:]
@@ -39,7 +39,9 @@ def test_the_size_of_the_strips_does_not_matter(case: str, size: str, monkeypatc
 
 @pytest.mark.parametrize("case", ["grouped heads, empty rows", "sink and bias, empty rows", "positions", "additive"])
 @pytest.mark.parametrize("size", SIZES)
-def test_the_mean_over_heads_does_not_depend_on_strips(case: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mean_over_heads_does_not_depend_on_the_strip_size(
+    case: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_strips(monkeypatch, SIZES[size])
     weights, true = lazy(CASES[case]()).mean("heads"), truth(CASES[case]()).mean(1)
     assert_close(weights.entropy(), matrices.entropy(true), torch.float64, 4)
@@ -49,8 +51,8 @@ def test_the_mean_over_heads_does_not_depend_on_strips(case: str, size: str, mon
     assert torch.equal(weights.top(4).keys, matrices.top(true, 4)[1])
 
 
-def test_small_strips_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above rest on: a small budget gives many parts and many strips."""
+def test_small_strips_give_many_parts_and_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above rely on this: a small budget gives many parts and many strips."""
     call = lazy(CASES["causal"]()).call
     whole = [(place, len(list(strips.split_into_strips(part)))) for place, part in strips.split_into_parts(call)]
     assert len(whole) == 1
@@ -84,7 +86,7 @@ LONG: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-# In float64 it is always the strips that measure.
+# Statistics in float64 are always computed strip by strip.
 @pytest.mark.parametrize(("call", "dtype"), [*((call, torch.float64) for call in LONG), ("causal", torch.float32)])
 def test_no_statistic_allocates_a_matrix(call: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     small_strips(monkeypatch, 2**12)
@@ -100,7 +102,7 @@ def test_no_statistic_allocates_a_matrix(call: str, dtype: torch.dtype, monkeypa
     assert {name: entries for name, entries in seen.items() if entries > one_head // 4} == {}
 
 
-def test_a_dense_matrix_would_be_seen() -> None:
+def test_the_allocation_check_detects_a_dense_matrix() -> None:
     x = torch.randn(1, 4, N, 8)
     weights = lazy({"query": x, "key": x, "value": x})
     with LargestTensor() as seen:
@@ -109,7 +111,7 @@ def test_a_dense_matrix_would_be_seen() -> None:
 
 
 @pytest.mark.parametrize("keys", [1000, 40_000])
-def test_near_distances_far_from_the_start_keep_their_digits(keys: int) -> None:
+def test_distances_far_from_the_first_key_are_exact(keys: int) -> None:
     arguments = {
         "query": torch.zeros(1, 2, 8, 4),
         "key": torch.zeros(1, 2, keys, 4),

@@ -1,4 +1,4 @@
-"""The k heaviest of each row, exact ties to the lower column."""
+"""The k largest entries of each row, exact ties to the lower column."""
 
 import hypothesis.strategies as st
 import pytest
@@ -44,7 +44,7 @@ def test_any_width_and_any_ties(width: int, k: int, kinds: int, wide: bool, seed
 
 @pytest.mark.parametrize("k", [1, 7, 64, 257])
 @pytest.mark.parametrize("order", ["ascending", "descending", "equal", "peak at the end", "two signs of zero"])
-def test_rows_that_hurt(k: int, order: str) -> None:
+def test_sorted_equal_and_signed_zero_rows(k: int, order: str) -> None:
     x = torch.arange(257.0).expand(4, 257).clone()
     if order == "descending":
         x = x.flip(-1)
@@ -57,14 +57,14 @@ def test_rows_that_hurt(k: int, order: str) -> None:
     check(x, k)
 
 
-def test_more_than_there_are_gives_what_there_is() -> None:
+def test_k_above_the_number_of_columns_returns_all() -> None:
     values, columns = stable_topk(torch.tensor([[1.0, 3.0, 2.0]]), 5, HIDDEN)
     assert values.tolist() == [[3.0, 2.0, 1.0]]
     assert columns.tolist() == [[1, 2, 0]]
 
 
 def test_a_tie_between_a_chosen_group_and_one_left_out() -> None:
-    """The k-th best maximum stands in two groups: the lower column wins, wherever the groups lie."""
+    """The k-th best maximum occurs in two groups: the lower column wins, wherever the groups are."""
     x = torch.full((1, 1024), -5.0)
     x[0, [1000, 900, 30, 29]] = 1.0
     x[0, 500] = 2.0

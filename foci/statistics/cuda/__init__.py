@@ -19,10 +19,11 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.biases import ALiBi
 from foci.gpu import mask_inputs
+from foci.gpu.launcher import KERNEL_DTYPES
 from foci.runtime.device import has_triton
 from foci.scores import Additive, Dot
 from foci.statistics.cuda.arguments import MAX_WIDTH, common_arguments
-from foci.statistics.request import KERNEL_DTYPES, MAX_TOP_KEYS, Request
+from foci.statistics.request import MAX_TOP_KEYS, Request
 
 
 def refuses(call: Call, request: Request | None = None, averaged: bool = False) -> list[str]:

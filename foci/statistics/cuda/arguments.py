@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from foci.arguments import HALF_DTYPES
-from foci.gpu.launcher import DescriptorArgument, batch_stride
+from foci.gpu.launcher import KERNEL_DTYPES, DescriptorArgument, batch_stride
 from foci.runtime.device import is_hopper_or_later
 from foci.runtime.tracing import is_traced
 from foci.statistics.cuda.tiling import PictureCells, TileConfig
-from foci.statistics.request import KERNEL_DTYPES, MAX_TOP_KEYS, Request
+from foci.statistics.request import MAX_TOP_KEYS, Request
 
 MAX_WIDTH = 256
 
@@ -75,7 +75,7 @@ def check_arguments(tensors: KernelTensors, causal: bool, request: Request) -> N
     if min(q.numel(), k.numel()) == 0:
         raise ValueError(f"q and k must not be empty, got {tuple(q.shape)} and {tuple(k.shape)}")
     if causal and key_ranges is not None:
-        raise ValueError("expected causal or key_ranges, got both: the key_ranges say all there is to say")
+        raise ValueError("causal and key_ranges must not be given together: the key ranges replace causal")
     if (query_ids is None) != (key_ids is None):
         raise ValueError("query_ids and key_ids must be given together, got one of them")
     keys = k.shape[2]
@@ -150,7 +150,8 @@ def scalar_arguments(tensors: KernelTensors, scale: float, softcap: float | None
         "dense_batch": strides[0], "dense_head": strides[1], "dense_query": strides[2], "dense_key": strides[3],
         "scale": float(scale), "softcap": float(softcap or 0.0),
         "CAUSAL": causal, "RANGES": 0 if key_ranges is None else key_ranges.shape[1],
-        "IDS": tensors.query_ids is not None, "DENSE": dense is not None, "SOFTCAP": softcap is not None, "ALIBI": tensors.slopes is not None,
+        "IDS": tensors.query_ids is not None, "DENSE": dense is not None,
+        "SOFTCAP": softcap is not None, "ALIBI": tensors.slopes is not None,
         "BD": max(16, 2 ** math.ceil(math.log2(q.shape[3]))),
     }  # fmt: skip
 
@@ -194,20 +195,20 @@ def query_weight_arguments(query_weights: Tensor | None) -> dict[str, Any]:
     return {"weights_batch": batch, "weights_head": head, "WEIGHTED": True}
 
 
-def picture_arguments(request: Request, fit: PictureCells | None, keys: int, twice: bool) -> dict[str, Any]:
+def picture_arguments(request: Request, cells: PictureCells | None, keys: int, twice: bool) -> dict[str, Any]:
     """Sizes of the picture; `twice`: a tile may be visited more than once, so that its cells are added to."""
-    if not request.picture or fit is None:
+    if not request.picture or cells is None:
         nothing = {"PICTURE": 0, "CELL_QUERIES": 1, "CELL_KEYS": 1, "COLUMN_KEYS": 1, "ADD": False}
         return nothing | {"picture_rows": 0, "picture_columns": 0, "picture_scale": 1.0}
     rows, columns, reduce = request.picture
-    tall = fit.rows * fit.cell_queries // rows
+    tall = cells.rows * cells.cell_queries // rows
     return {
-        "picture_rows": fit.rows,
-        "picture_columns": fit.columns,
+        "picture_rows": cells.rows,
+        "picture_columns": cells.columns,
         "picture_scale": 1.0 / (tall * (keys // columns)),
         "PICTURE": 1 if reduce == "mean" else 2,
-        "CELL_QUERIES": fit.cell_queries,
-        "CELL_KEYS": fit.cell_keys,
-        "COLUMN_KEYS": fit.keys_per_column,
-        "ADD": twice or fit.keys_per_column > fit.cell_keys,
+        "CELL_QUERIES": cells.cell_queries,
+        "CELL_KEYS": cells.cell_keys,
+        "COLUMN_KEYS": cells.keys_per_column,
+        "ADD": twice or cells.keys_per_column > cells.cell_keys,
     }

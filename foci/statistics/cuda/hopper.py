@@ -1,4 +1,4 @@
-"""The launcher of the kernel for Hopper, and what that kernel takes; the rest is left to the one in plain Triton."""
+"""The kernel for Hopper, written in Gluon: which calls it supports, and its launch; the Triton kernel runs the rest."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from foci.statistics.cuda.arguments import is_tma_compatible
 from foci.statistics.cuda.tiling import LaunchRange, PictureCells, TileConfig, choose_segments, fit_picture_cells
 from foci.statistics.request import Request
 
-# Gluon is an experiment of Triton's, and its names change: these are the versions that the kernel was built with.
+# Gluon is an experimental part of Triton whose API changes: the kernel was written for these versions.
 SUPPORTED_TRITON_VERSIONS = ((3, 6), (3, 7))
 SUPPORTED_WIDTHS = (64, 128)
-# The keys that are fetched at a time, two tiles.
+# Keys that are fetched at a time: two tiles.
 KEYS_PER_FETCH = 128
-# As in kernels/statistics/tiles_hopper.py: one for even tiles and one for odd ones.
+# As in kernels/statistics/tiles_hopper.py: one segment for even tiles and one for odd ones.
 HOPPER_SEGMENTS = 2
 MIN_CELL_QUERIES = 32
 CELL_KEYS = 16
 
 
 def refuses(arguments: dict[str, Any], weighted: bool, request: Request | None = None) -> list[str]:
-    """Why the kernel does not serve these arguments of `inputs`; empty where it does, or may: without request."""
+    """Why the kernel does not support these `common_arguments`; without a request, whether it supports any."""
     if is_traced(arguments["q"]):
-        return ["a call that is traced"]
+        return ["a traced call is not supported"]
     reasons = device_refusals(arguments["q"].device) + mask_refusals(arguments) + shape_refusals(arguments)
     if weighted:
-        reasons.append("queries that count by their weight")
+        reasons.append("query weights are not supported")
     if request is not None:
         reasons += request_refusals(request, arguments)
     return reasons
@@ -42,96 +42,103 @@ def device_refusals(device: torch.device) -> list[str]:
     if device.type != "cuda" or torch.version.hip is not None:
         return [f"the queries are on {device.type if torch.version.hip is None else 'ROCm'}, not on CUDA"]
     if major_capability(device.index) != 9:
-        return [f"a GPU of compute capability {major_capability(device.index)}, not 9"]
+        return [f"the GPU has compute capability {major_capability(device.index)}, not 9"]
     return list(triton_version_refusals())
 
 
 @cache
 def triton_version_refusals() -> tuple[str, ...]:
     version = triton_version()
-    return () if version in SUPPORTED_TRITON_VERSIONS else (f"the Gluon of Triton {'.'.join(map(str, version))}",)
+    return (
+        ()
+        if version in SUPPORTED_TRITON_VERSIONS
+        else (f"Gluon of Triton {'.'.join(map(str, version))} is not supported",)
+    )
 
 
 def mask_refusals(arguments: dict[str, Any]) -> list[str]:
     kinds = {
-        "RANGES": "runs of keys",
-        "IDS": "documents",
+        "RANGES": "a mask of key ranges",
+        "IDS": "a documents mask",
         "DENSE": "a dense mask",
-        "SOFTCAP": "a softcap",
+        "SOFTCAP": "softcap",
         "ALIBI": "ALiBi",
     }
-    return [what for name, what in kinds.items() if arguments[name]]
+    return [f"{kind} is not supported" for name, kind in kinds.items() if arguments[name]]
 
 
 def shape_refusals(arguments: dict[str, Any]) -> list[str]:
     reasons = []
     if arguments["Tq"] != arguments["Tk"] or arguments["Tk"] % KEYS_PER_FETCH:
         reasons.append(
-            f"{arguments['Tq']} queries and {arguments['Tk']} keys, not equal and a multiple of {KEYS_PER_FETCH}"
+            f"queries and keys must be equal and a multiple of {KEYS_PER_FETCH},"
+            f" got {arguments['Tq']} and {arguments['Tk']}"
         )
     if arguments["D"] not in SUPPORTED_WIDTHS:
-        reasons.append(f"width {arguments['D']}, not 64 or 128")
+        reasons.append(f"the width must be 64 or 128, got {arguments['D']}")
     if not (is_tma_compatible(arguments["q"]) and is_tma_compatible(arguments["k"])):
-        reasons.append("queries or keys that the copy engine does not take")
+        reasons.append("TMA does not support the layout or dtype of queries or keys")
     return reasons
 
 
 def request_refusals(request: Request, arguments: dict[str, Any]) -> list[str]:
-    """The largest logit is that of the heaviest keys, where these are request, else that of the largest product.
+    """The largest logit follows from the top keys if these are requested, else from the largest product.
 
-    For the heaviest keys or the largest logit without the entropy plain Triton has room for tiles of twice the size,
-    and is as fast.
+    For top keys or the largest logit without the entropy, the Triton kernel has room for tiles of twice the size and
+    is as fast.
     """
     reasons = []
     tokens = arguments["Tk"]
     if request.largest and not request.top and arguments["scale"] <= 0:
-        reasons.append(f"the largest logit of products times {arguments['scale']}")
+        reasons.append(f"the largest logit needs a positive scale, got {arguments['scale']}")
     if request.top and not request.entropy:
-        reasons.append("the heaviest keys without the entropy")
+        reasons.append("top keys without the entropy are not supported")
     elif request.largest and not request.entropy:
-        reasons.append("the largest logit without the entropy")
+        reasons.append("the largest logit without the entropy is not supported")
     if request.top and choose_segments(request.top, tokens // 64, 32) != HOPPER_SEGMENTS:
-        reasons.append(f"the {request.top} heaviest keys, not 5 to 8")
+        reasons.append(f"5 to 8 top keys are supported, got {request.top}")
     if request.picture is not None and not supports_picture_cells(
         request.picture[2], fit_picture_cells(request.picture, tokens, tokens, hopper_config(request))
     ):
-        reasons.append(f"a picture of {request.picture[0]} x {request.picture[1]} by {request.picture[2]}")
+        reasons.append(
+            f"a picture of {request.picture[0]} x {request.picture[1]} by {request.picture[2]} is not supported"
+        )
     return reasons
 
 
-def supports_picture_cells(reduce: str, fit: PictureCells | None) -> bool:
-    """Whether the kernel writes such cells. Those that fit no tile take a pass of their own beside either kernel."""
-    if fit is None:
+def supports_picture_cells(reduce: str, cells: PictureCells | None) -> bool:
+    """Whether the kernel writes such cells; cells that fit no tile take a separate pass with either kernel."""
+    if cells is None:
         return True
-    return reduce == "mean" and fit.cell_keys == CELL_KEYS and fit.cell_queries >= MIN_CELL_QUERIES
+    return reduce == "mean" and cells.cell_keys == CELL_KEYS and cells.cell_queries >= MIN_CELL_QUERIES
 
 
 def hopper_config(request: Request) -> TileConfig:
-    """Candidates for the heaviest keys take half the registers; the largest product has no room beside 128 queries."""
+    """64 queries per tile where candidates for top keys or the largest product need the registers, else 128."""
     queries = 64 if request.top or request.largest else 128
-    return TileConfig(queries, keys=64, warps=4, stages=2, per_processor=2, in_flight=True)
+    return TileConfig(queries, keys=64, warps=4, stages=2, programs_per_sm=2, use_hopper=True)
 
 
 def build_hopper_launch(
-    numbers: dict[str, Any], tensors: dict[str, str], launch: LaunchRange, config: TileConfig
+    scalars: dict[str, Any], bindings: dict[str, str], part: LaunchRange, config: TileConfig
 ) -> KeywordLaunch:
-    """One launch of the pass over the tiles; numbers and tensors are those of statistics.py."""
+    """The pass over the tiles, or a part of it, as in launches.py."""
     from foci.kernels.statistics.tiles_hopper import tile_statistics_hopper as kernel
 
     names = ("lse", "entropy", "distance", "largest", "columns", "picture", "best", "second", "third")
     same = ("H", "group", "slots", "scale", "picture_columns", "picture_scale", "CAUSAL", "ENTROPY", "DISTANCE")
-    own = {name: numbers[name] for name in (*same, "LARGEST", "RECEIVED", "TOP", "TAG_BITS")}
-    own |= {"first_pair": launch.first_pair, "first_tile": launch.first_tile, "tiles": launch.tiles}
-    own |= {"T": numbers["Tq"], "BQ": config.queries, "PICTURE": numbers["PICTURE"] > 0}
-    own |= {"STRIP": numbers["CELL_QUERIES"] if numbers["PICTURE"] else config.queries}
-    own |= {"WIDE": max(1, numbers["COLUMN_KEYS"] // CELL_KEYS)}
-    given = {"q": "q_tiles", "k": "k_tiles"} | {name: tensors[name] for name in names}
-    grid = (launch.pairs * numbers["slots"],)
-    return KeywordLaunch(kernel, grid, given, own, {"num_warps": config.warps, "maxnreg": 255})
+    own_scalars = {name: scalars[name] for name in (*same, "LARGEST", "RECEIVED", "TOP", "TAG_BITS")}
+    own_scalars |= {"first_pair": part.first_pair, "first_tile": part.first_tile, "tiles": part.tiles}
+    own_scalars |= {"T": scalars["Tq"], "BQ": config.queries, "PICTURE": scalars["PICTURE"] > 0}
+    own_scalars |= {"STRIP": scalars["CELL_QUERIES"] if scalars["PICTURE"] else config.queries}
+    own_scalars |= {"WIDE": max(1, scalars["COLUMN_KEYS"] // CELL_KEYS)}
+    own_bindings = {"q": "q_tiles", "k": "k_tiles"} | {name: bindings[name] for name in names}
+    grid = (part.pairs * scalars["slots"],)
+    return KeywordLaunch(kernel, grid, own_bindings, own_scalars, {"num_warps": config.warps, "maxnreg": 255})
 
 
 def hopper_descriptors(config: TileConfig) -> dict[str, DescriptorArgument]:
-    """Queries and keys as the kernel takes them."""
+    """Descriptors by which the kernel fetches queries and keys."""
     return {
         "q_tiles": DescriptorArgument("q", partial(make_tma_descriptor, rows=config.queries)),
         "k_tiles": DescriptorArgument("k", partial(make_tma_descriptor, rows=KEYS_PER_FETCH)),
@@ -139,7 +146,7 @@ def hopper_descriptors(config: TileConfig) -> dict[str, DescriptorArgument]:
 
 
 def make_tma_descriptor(x: Tensor, rows: int) -> Any:
-    """x (B, H, T, D) as the copy engine fetches it, so many rows at a time."""
+    """Descriptor by which TMA fetches `rows` rows of x (B, H, T, D) at a time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

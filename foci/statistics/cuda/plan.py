@@ -17,7 +17,7 @@ from torch import Tensor
 from foci.gpu.launcher import MAX_CACHED_PLANS, DescriptorArgument, KeywordLaunch, count_multiprocessors, layout_key
 from foci.runtime.tensor_cache import get_or_make
 from foci.runtime.tracing import is_traced
-from foci.statistics.cuda import hopper, steps
+from foci.statistics.cuda import hopper, launches
 from foci.statistics.cuda.arguments import (
     KernelTensors,
     check_arguments,
@@ -27,7 +27,7 @@ from foci.statistics.cuda.arguments import (
     query_weight_arguments,
     scalar_arguments,
 )
-from foci.statistics.cuda.replay import OutputSpec, PassPlan, StatisticsPass
+from foci.statistics.cuda.passes import OutputSpec, PassPlan, StatisticsPass
 from foci.statistics.cuda.tiling import (
     CLASSES_PER_BOUND,
     MAX_CANDIDATE_BYTES,
@@ -70,32 +70,32 @@ def launch_statistics(
 ) -> dict[str, Tensor]:
     """Computes statistics of W = exp(softcap(scale q kᵀ) + bias - lse) over the visible keys in one pass.
 
-    q (B, H, Tq, D), k (B, G, Tk, D), lse (B, H, Tq) float32, -inf where a query sees nothing.
+    q (B, H, Tq, D), k (B, G, Tk, D), lse (B, H, Tq) float32, -inf for fully masked queries.
     slopes (H,): ALiBi, -slope |i + Tk - Tq - j| is added to the logits.
     causal: query i sees keys up to i + Tk - Tq. key_ranges (1 or B, 1 or 2, 2, Tq) int32: it sees the keys from low to
-    high of each run; runs are disjoint. query_ids (1 or B, Tq), key_ids (1 or B, Tk): it sees keys of its own id.
-    dense: bool, broadcast to (B, H, Tq, Tk). What all that are tensors allow is seen.
+    high of each range; ranges are disjoint. query_ids (1 or B, Tq), key_ids (1 or B, Tk): it sees keys of its own id.
+    dense: bool, broadcast to (B, H, Tq, Tk). A key is visible where all given masks allow it.
     query_weights (B, H, Tq) or (Tq,): how much each query counts in `received`.
 
-    Returns what is request: "entropy" (B, H, Tq), "received" (B, H, Tk), "picture" (B, H, rows, columns),
+    Returns by name: "entropy" (B, H, Tq), "received" (B, H, Tk), "picture" (B, H, rows, columns),
     "top_values" and "top_keys" (B, H, Tq, k), "largest" (B, H), "distance" (B, H, Tq).
     """
     tensors = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, query_weights)
     options = float(scale), None if softcap is None else float(softcap), causal, request, config
     if is_traced(q):
-        return plan_pass(tensors, *options).traced(tensors.to_kernel_layout())
-    return get_or_make(PASS_CACHE, MAX_CACHED_PLANS, pass_key(tensors, *options), lambda: plan_pass(tensors, *options))(
-        tensors.to_kernel_layout()
-    )
+        return plan_pass(tensors, *options).run_traced(tensors.to_kernel_layout())
+    key = pass_key(tensors, *options)
+    statistics_pass = get_or_make(PASS_CACHE, MAX_CACHED_PLANS, key, lambda: plan_pass(tensors, *options))
+    return statistics_pass(tensors.to_kernel_layout())
 
 
 def pass_key(tensors: KernelTensors, *options: Any) -> Hashable:
     """Key of the cached passes: everything but the addresses, and of those whether TMA can use them."""
     q, k = tensors.q, tensors.k
-    tensors = [None if x is None else (layout_key(x), x.device) for x in tensors]
+    layouts = [None if x is None else (layout_key(x), x.device) for x in tensors]
     return (
-        *terms,
-        *tensors,
+        *options,
+        *layouts,
         q.data_ptr() % 16 == 0,
         k.data_ptr() % 16 == 0,
         count_multiprocessors(q.device),
@@ -114,19 +114,19 @@ def plan_pass(
     """Checks the call and plans the pass for calls of its kind."""
     check_arguments(tensors, causal, request)
     weighted, tensors = tensors.query_weights is not None, tensors.to_kernel_layout()
-    numbers = scalar_arguments(tensors, scale, softcap, causal)
-    config = config or choose_config(tensors.by_name() | numbers, weighted, request)
-    fit = (
+    scalars = scalar_arguments(tensors, scale, softcap, causal)
+    config = config or choose_config(tensors.by_name() | scalars, weighted, request)
+    cells = (
         fit_picture_cells(request.picture, tensors.q.shape[2], tensors.k.shape[2], config) if request.picture else None
     )
     plan = PassPlan([], {}, {}, [], {})
-    if any((request.entropy, request.received, fit, request.top, request.largest, request.distance)):
-        plan = plan_tile_pass(tensors, numbers, request, config, fit)
-    if request.picture and fit is None:
+    if any((request.entropy, request.received, cells, request.top, request.largest, request.distance)):
+        plan = plan_tile_pass(tensors, scalars, request, config, cells)
+    if request.picture and cells is None:
         shape = (*tensors.q.shape[:2], *request.picture[:2])
-        plan.results.append(OutputSpec("picture", shape, zeros=True))
+        plan.outputs.append(OutputSpec("picture", shape, zeros=True))
         # Before the launch that joins partial results, which must be the last.
-        plan.launchings.insert(0, steps.build_picture_launch(numbers, request.picture, tensors.q))
+        plan.launches.insert(0, launches.build_picture_launch(scalars, request.picture, tensors.q))
     return StatisticsPass(plan, tensors.q.device)
 
 
@@ -138,7 +138,7 @@ def choose_config(arguments: dict[str, Any], weighted: bool, request: Request) -
 
 
 def plan_tile_pass(
-    tensors: KernelTensors, numbers: dict[str, Any], request: Request, config: TileConfig, fit: PictureCells | None
+    tensors: KernelTensors, scalars: dict[str, Any], request: Request, config: TileConfig, cells: PictureCells | None
 ) -> PassPlan:
     """Plans the pass over the tiles, in as many launches as the candidates for the top keys need."""
     q, keys = tensors.q, tensors.k.shape[2]
@@ -152,25 +152,27 @@ def plan_tile_pass(
     per_pair = programs_per_pair(
         parts[0].pairs, max(part.tiles for part in parts), count_multiprocessors(q.device) * config.programs_per_sm
     )
-    lasting = plan_partial_results(q, keys, request, fit, per_pair, tiles)
+    partials = plan_partial_results(q, keys, request, cells, per_pair, tiles)
     arrays = plan_candidates(q, parts, config.queries, classes) if request.top else {}
-    described = tensor_descriptors(tensors.k, numbers["BD"], config)
+    descriptors = tensor_descriptors(tensors.k, scalars["BD"], config)
     common = query_weight_arguments(tensors.query_weights)
-    common |= picture_arguments(request, fit, keys, twice=numbers["RANGES"] == 2)
+    common |= picture_arguments(request, cells, keys, twice=scalars["RANGES"] == 2)
     common |= {"ENTROPY": request.entropy, "DISTANCE": request.distance, "LARGEST": request.largest and not request.top}
     common |= {"RECEIVED": request.received, "TOP": request.top > 0, "slots": per_pair}
     common |= {"SEGMENTS": classes.segments, "TAG_BITS": classes.tag_bits}
-    tensors = bind_tile_outputs(request, fit, lasting) | {"k_tiles": "k_tiles" if "k_tiles" in described else "lse"}
-    found = PassPlan(plan_results(q, keys, request, fit, lasting), arrays, lasting, [], described)
+    bindings = bind_tile_outputs(request, cells, partials) | {
+        "k_tiles": "k_tiles" if "k_tiles" in descriptors else "lse"
+    }
+    plan = PassPlan(plan_outputs(q, keys, request, cells, partials), arrays, partials, [], descriptors)
     for part in parts:
-        found.launchings.append(steps.build_tile_launch(numbers, common, tensors, part, config, q))
+        plan.launches.append(launches.build_tile_launch(scalars, common, bindings, part, config, q))
         if request.top:
-            found.launchings.append(steps.build_topk_launch(numbers, request, part, classes, config, q))
+            plan.launches.append(launches.build_topk_launch(scalars, request, part, classes, config, q))
     if request.top:
-        found.launchings.append(steps.build_refine_launch(numbers, request, classes, config, q))
-        found.results.append(OutputSpec("counter", (1,), torch.int32, zeros=True, given=False))
-    found.launchings.extend(plan_join(pairs, keys, per_pair, request, fit, lasting))
-    return found
+        plan.launches.append(launches.build_refine_launch(scalars, request, classes, config, q))
+        plan.outputs.append(OutputSpec("counter", (1,), torch.int32, zeros=True, returned=False))
+    plan.launches.extend(plan_merge(pairs, keys, per_pair, request, cells, partials))
+    return plan
 
 
 def tensor_descriptors(k: Tensor, width: int, config: TileConfig) -> dict[str, DescriptorArgument]:
@@ -178,56 +180,56 @@ def tensor_descriptors(k: Tensor, width: int, config: TileConfig) -> dict[str, D
     return hopper.hopper_descriptors(config) if config.use_hopper else key_descriptors(k, width, config)
 
 
-def plan_results(
-    q: Tensor, keys: int, request: Request, fit: PictureCells | None, lasting: dict[str, Any]
+def plan_outputs(
+    q: Tensor, keys: int, request: Request, cells: PictureCells | None, partials: dict[str, Any]
 ) -> list[OutputSpec]:
     """The outputs of the pass over the tiles; joined ones are written by the last launch."""
-    lead, queries, found = (q.shape[0], q.shape[1]), q.shape[2], []
+    lead, queries, outputs = (q.shape[0], q.shape[1]), q.shape[2], []
     if request.entropy:
-        found.append(OutputSpec("entropy", (*lead, queries)))
+        outputs.append(OutputSpec("entropy", (*lead, queries)))
     if request.distance:
-        found.append(OutputSpec("distance", (*lead, queries)))
+        outputs.append(OutputSpec("distance", (*lead, queries)))
     if request.top:
-        found.append(OutputSpec("top_values", (*lead, queries, request.top)))
+        outputs.append(OutputSpec("top_values", (*lead, queries, request.top)))
         dtype = torch.int32 if request.narrow else torch.int64
-        found.append(OutputSpec("top_keys", (*lead, queries, request.top), dtype, late=not request.narrow))
+        outputs.append(OutputSpec("top_keys", (*lead, queries, request.top), dtype, late=not request.narrow))
     if request.largest:
-        found.append(OutputSpec("largest", lead, late=True))
+        outputs.append(OutputSpec("largest", lead, late=True))
     if request.received:
-        found.append(OutputSpec("received", (*lead, keys), late="columns" in lasting))
-    if fit and request.picture:
-        found.append(OutputSpec("picture", (*lead, *request.picture[:2]), late="cells" in lasting))
-    return found
+        outputs.append(OutputSpec("received", (*lead, keys), late="columns" in partials))
+    if cells and request.picture:
+        outputs.append(OutputSpec("picture", (*lead, *request.picture[:2]), late="cells" in partials))
+    return outputs
 
 
 def plan_partial_results(
-    q: Tensor, keys: int, request: Request, fit: PictureCells | None, slots: int, tiles: int
+    q: Tensor, keys: int, request: Request, cells: PictureCells | None, programs: int, tiles: int
 ) -> dict[str, tuple[int, torch.dtype]]:
     """Sizes of the partial results that programs write separately and that the last launch joins."""
-    pairs, found = q.shape[0] * q.shape[1], {}
+    pairs, sizes = q.shape[0] * q.shape[1], {}
     if request.top and not request.narrow:
-        found["chosen"] = pairs * q.shape[2] * request.top
+        sizes["chosen"] = pairs * q.shape[2] * request.top
     if request.largest:
         # One per query where its top key is known, else one per tile.
-        found["logits"] = pairs * (q.shape[2] if request.top else tiles)
-    if request.received and slots > 1:
-        found["columns"] = pairs * slots * keys
-    if fit and request.picture and (fit.rows, fit.columns) != request.picture[:2]:
-        found["cells"] = pairs * fit.rows * fit.columns
-    return {name: (size, torch.int32 if name == "chosen" else torch.float32) for name, size in found.items()}
+        sizes["logits"] = pairs * (q.shape[2] if request.top else tiles)
+    if request.received and programs > 1:
+        sizes["columns"] = pairs * programs * keys
+    if cells and request.picture and (cells.rows, cells.columns) != request.picture[:2]:
+        sizes["cells"] = pairs * cells.rows * cells.columns
+    return {name: (size, torch.int32 if name == "chosen" else torch.float32) for name, size in sizes.items()}
 
 
-def bind_tile_outputs(request: Request, fit: PictureCells | None, arrays: dict[str, Any]) -> dict[str, str]:
+def bind_tile_outputs(request: Request, cells: PictureCells | None, arrays: dict[str, Any]) -> dict[str, str]:
     """Which tensor is bound to each argument of the tile kernel; lse for arguments that it does not use."""
-    there = {
+    bindings = {
         "query_weights": "query_weights",
         "entropy": "entropy" if request.entropy else "lse",
         "distance": "distance" if request.distance else "lse",
         "largest": "logits" if request.largest and not request.top else "lse",
         "columns": ("columns" if "columns" in arrays else "received") if request.received else "lse",
-        "picture": ("cells" if "cells" in arrays else "picture") if fit else "lse",
+        "picture": ("cells" if "cells" in arrays else "picture") if cells else "lse",
     }
-    return there | {name: name if request.top else "lse" for name in ("best", "second", "third")}
+    return bindings | {name: name if request.top else "lse" for name in ("best", "second", "third")}
 
 
 def plan_candidates(
@@ -246,17 +248,17 @@ def plan_candidates(
     }
 
 
-def plan_join(
-    pairs: int, keys: int, slots: int, request: Request, fit: PictureCells | None, arrays: dict[str, Any]
+def plan_merge(
+    pairs: int, keys: int, programs: int, request: Request, cells: PictureCells | None, arrays: dict[str, Any]
 ) -> list[KeywordLaunch]:
-    """The launch that joins partial results, if there are any."""
+    """The launch that merges partial results, if there are any."""
     if not arrays:
         return []
     picture = None
-    if "cells" in arrays and fit and request.picture:
+    if "cells" in arrays and cells and request.picture:
         rows, columns, reduce = request.picture
-        picture = rows, columns, fit.rows // rows, fit.columns // columns, reduce
-    columns_apart = (slots, keys) if "columns" in arrays else None
+        picture = rows, columns, cells.rows // rows, cells.columns // columns, reduce
+    partial_columns = (programs, keys) if "columns" in arrays else None
     each = arrays["logits"][0] // pairs if "logits" in arrays else 0
     chosen = arrays["chosen"][0] if "chosen" in arrays else 0
-    return [steps.build_join_launch(pairs, columns_apart, picture, chosen, each)]
+    return [launches.build_merge_launch(pairs, partial_columns, picture, chosen, each)]

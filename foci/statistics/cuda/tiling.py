@@ -117,7 +117,7 @@ class LaunchRange(NamedTuple):
 def split_launches(
     pairs: int, tiles: int, bytes_per_tile: int, budget: int = MAX_CANDIDATE_BYTES
 ) -> Iterator[LaunchRange]:
-    """Yields launches over a range of tiles of every pair, as many as fit the budget: their programs then do equal work."""
+    """Yields ranges of tiles of every pair, as many as fit the budget: the programs of a launch then do equal work."""
     fitting = tiles * pairs if bytes_per_tile == 0 else max(1, budget // bytes_per_tile)
     step = max(1, min(pairs, fitting))
     for first in range(0, pairs, step):

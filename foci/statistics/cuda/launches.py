@@ -1,0 +1,179 @@
+"""The kernel launches of a pass, one function each: tiles, top keys, merging of partial results, pictures.
+
+`scalars` are the scalar arguments of a kernel by name, `bindings` says which tensor is passed as which argument.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foci.gpu.launcher import KeywordLaunch, count_multiprocessors
+from foci.statistics.cuda import hopper
+from foci.statistics.cuda.arguments import COMMON_TENSORS
+from foci.statistics.cuda.tiling import KeyClasses, LaunchRange, TileConfig
+from foci.statistics.request import Request
+
+# The common scalars that the top-k kernel takes.
+TOPK_SCALARS = (
+    *("H", "group", "Tq", "Tk", "D", "q_batch", "q_head", "q_query", "k_batch", "k_head", "k_key"),
+    *("scale", "softcap", "SOFTCAP", "ALIBI", "BD"),
+)
+# The tag replaces the last bits of a candidate's logit. With more bits than this the logit is too inexact and is
+# computed again: in sequences of over 8,192 tokens for up to 4 top keys, of over 16,384 for up to 8, and so on: more
+# top keys have more classes, and a class then has fewer tags.
+MAX_TAG_BITS = 8
+# Queries of a program of the top-k kernel, one per thread.
+TOPK_QUERIES = 32
+# Refinement of doubtful queries: keys that are read at a time, warps per program, programs per multiprocessor.
+REFINE_KEYS, REFINE_WARPS, REFINE_PROGRAMS = 32, 2, 8
+# Numbers that a program merges.
+MERGE_BLOCK = 512
+
+COMMON_BINDINGS = {name: name for name in COMMON_TENSORS}
+
+
+def build_tile_launch(
+    scalars: dict[str, Any],
+    common: dict[str, Any],
+    bindings: dict[str, str],
+    part: LaunchRange,
+    config: TileConfig,
+    q: Tensor,
+) -> KeywordLaunch:
+    """The pass over the tiles, or a part of it."""
+    if config.use_hopper:
+        return hopper.build_hopper_launch(scalars | common, COMMON_BINDINGS | bindings, part, config)
+    from foci.kernels.statistics.tiles import tile_statistics as kernel
+
+    own: dict[str, Any] = {"first_pair": part.first_pair, "first_tile": part.first_tile, "tiles": part.tiles}
+    own |= {"BQ": config.queries, "BK": config.keys, "EVEN": fills_padded_width(scalars), "PRECISION": dot_precision(q)}
+    own |= {"TMA": bindings["k_tiles"] == "k_tiles", "DEFER": config.defer_sums and can_defer_sums(common)}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return KeywordLaunch(
+        kernel, (part.pairs * common["slots"],), COMMON_BINDINGS | bindings, scalars | common | own, options
+    )
+
+
+def can_defer_sums(common: dict[str, Any]) -> bool:
+    """Whether the sums of a tile can be deferred: `received` and the picture must use the same sums, in four parts."""
+    means = common["PICTURE"] == 1 and not (common["RECEIVED"] and common["WEIGHTED"])
+    return bool(means and common["CELL_QUERIES"] % 8 == 0 and common["CELL_KEYS"] % 16 == 0)
+
+
+def fills_padded_width(scalars: dict[str, Any]) -> bool:
+    return bool(scalars["D"] == scalars["BD"])
+
+
+def build_topk_launch(
+    scalars: dict[str, Any], request: Request, part: LaunchRange, classes: KeyClasses, config: TileConfig, q: Tensor
+) -> KeywordLaunch:
+    """Chooses the top keys of the queries of one launch and lists the doubtful queries."""
+    from foci.kernels.statistics.topk import choose_topk as kernel
+
+    queries, top = part.tiles * config.queries, request.top
+    log = (top - 1).bit_length()
+    own = {
+        "LARGEST": request.largest, "first_pair": part.first_pair, "first_query": part.first_tile * config.queries,
+        "queries": queries, "segments": classes.segments, "EXACT": needs_exact_weights(q.dtype, classes), "TOP": top,
+        "CLASSES": classes.number, "LOG_N": max(log, min(6, (classes.number - 1).bit_length())), "LOG": log,
+        "BK": config.keys, "TAG_BITS": classes.tag_bits,
+        "LABEL_BITS": max(classes.tag_bits, (max(2 * classes.number, 2 << log) - 1).bit_length()),
+        "R": TOPK_QUERIES, "STEP": min(scalars["BD"], 32), "EVEN": fills_padded_width(scalars),
+    }  # fmt: skip
+    names = ("q", "k", "lse", "slopes", "best", "second", "third", "flags", "listed", "counter")
+    return KeywordLaunch(
+        kernel,
+        (-(-queries // TOPK_QUERIES), part.pairs),
+        {name: name for name in names} | topk_outputs(request),
+        {name: scalars[name] for name in TOPK_SCALARS} | own,
+        {"num_warps": 1},
+    )
+
+
+def topk_outputs(request: Request) -> dict[str, str]:
+    """Where the top keys are written: as int32, directly to the output if that is int32."""
+    keys = "top_keys" if request.narrow else "chosen"
+    return {"values": "top_values", "keys": keys, "largest_logits": "logits" if request.largest else "lse"}
+
+
+def needs_exact_weights(dtype: torch.dtype, classes: KeyClasses) -> bool:
+    """Whether weights of top keys are computed again, because candidates lack the bits of the tag."""
+    return dtype == torch.float32 or classes.tag_bits > MAX_TAG_BITS
+
+
+def build_refine_launch(
+    scalars: dict[str, Any], request: Request, classes: KeyClasses, config: TileConfig, q: Tensor
+) -> KeywordLaunch:
+    """Chooses the top keys of the doubtful queries of all launches: classes that may hide one are read again."""
+    from foci.kernels.statistics.topk import refine_topk as kernel
+
+    top = request.top
+    own = {
+        "LARGEST": request.largest, "segments": classes.segments, "tags": classes.tags, "TOP": top,
+        "SLOTS": 1 << (top - 1).bit_length(), "CLASSES": classes.number, "BK": config.keys, "READ": REFINE_KEYS,
+        "STEP": min(scalars["BD"], max(16, 2048 * REFINE_WARPS // REFINE_KEYS)), "EVEN": fills_padded_width(scalars),
+    }  # fmt: skip
+    programs = min(REFINE_PROGRAMS * count_multiprocessors(q.device), q.shape[0] * q.shape[1] * q.shape[2])
+    bindings = COMMON_BINDINGS | {name: name for name in ("flags", "listed", "counter")} | topk_outputs(request)
+    return KeywordLaunch(kernel, (programs,), bindings, scalars | own, {"num_warps": REFINE_WARPS})
+
+
+def build_merge_launch(
+    pairs: int,
+    columns: tuple[int, int] | None,
+    cells: tuple[int, int, int, int, str] | None,
+    chosen: int,
+    logits: int,
+) -> KeywordLaunch:
+    """Merges the partial results of the programs.
+
+    Args:
+        columns: programs per pair and keys of the sums for `received`; None where present is nothing to add.
+        cells: rows and columns of the picture, how many cells down and across make a block of it, and how.
+        chosen: number of top keys in all, to be widened to int64; 0: none.
+        logits: number of logits of each pair, of which the largest is taken; 0: none.
+    """
+    from foci.kernels.statistics.merge import merge_statistics as kernel
+
+    slots, keys = columns or (1, 1)
+    rows, across_all, down, across, reduce = cells or (1, 1, 1, 1, "")
+    size = pairs * rows * across_all
+    programs = pairs * -(-keys // MERGE_BLOCK) if columns else 0
+    programs += -(-size // MERGE_BLOCK) if cells else 0
+    programs += -(-chosen // MERGE_BLOCK) + (pairs if logits else 0)
+    written = {"columns": "received", "cells": "picture", "chosen": "top_keys", "logits": "largest"}
+    present = {"columns": columns, "cells": cells, "chosen": chosen, "logits": logits}
+    bindings = {name: name if present[name] else "lse" for name in written}
+    bindings |= {into: into if present[name] else "lse" for name, into in written.items()}
+    scalars = {
+        "pairs": pairs, "slots": slots, "keys": keys, "picture_size": size, "picture_columns": across_all,
+        "down": down, "across": across, "chosen_size": chosen, "logits_each": logits, "RECEIVED": columns is not None,
+        "PICTURE": ("", "mean", "max").index(reduce), "TOP": chosen > 0, "LARGEST": logits > 0, "BN": MERGE_BLOCK,
+    }  # fmt: skip
+    return KeywordLaunch(kernel, (programs,), bindings, scalars, {"num_warps": 4})
+
+
+def build_picture_launch(scalars: dict[str, Any], picture: tuple[int, int, str], q: Tensor) -> KeywordLaunch:
+    """A separate pass for a picture whose cells do not fit the tiles."""
+    from foci.kernels.statistics.picture import pool_picture as kernel
+
+    rows, columns, reduce = picture
+    height = 2 ** math.ceil(math.log2(-(-scalars["Tq"] // rows)))
+    width = 2 ** math.ceil(math.log2(-(-scalars["Tk"] // columns)))
+    block = 64 if q.device.type == "cuda" else 16
+    own = {"rows": rows, "columns": columns, "MAX": reduce == "max", "HEIGHT": height, "WIDTH": width}
+    own |= {"BQ": block, "BK": block, "PRECISION": dot_precision(q)}
+    # Pairs come first: the second grid dimension is limited to 65,535.
+    grid = (q.shape[0] * q.shape[1], -(-rows // (block // min(height, block))))
+    return KeywordLaunch(
+        kernel, grid, COMMON_BINDINGS | {"out": "picture"}, scalars | own, {"num_warps": 4, "num_stages": 2}
+    )
+
+
+def dot_precision(q: Tensor) -> str:
+    """tf32x3 is as exact as float32 to its last bits; plain tf32 is not."""
+    return "tf32x3" if q.dtype == torch.float32 else "tf32"
