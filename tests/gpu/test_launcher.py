@@ -1,4 +1,4 @@
-"""Kernels that are launched again: the first launch is Triton's own, later ones hand addresses to what was compiled."""
+"""Launch plans: the first call goes through Triton, later calls pass addresses to the compiled kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foci.gpu.launcher import LaunchPlan, build_kernel_launch
 
 
 class Kernel:
-    """Stands for a kernel, and for what is compiled of it: keeps how each was launched."""
+    """A fake kernel that records its launches through Triton, and those of its compiled form in `again`."""
 
     def __init__(self, *names: str, compiles: bool = True) -> None:
         self.arg_names = list(names)
@@ -40,69 +40,69 @@ class Compiled:
         return lambda *arguments: self.kernel.again.append((grid, arguments))
 
 
-def row_of(kernel: Kernel, sizes: dict[str, int] | None = None) -> LaunchPlan:
-    numbers = {"n": 5, "BLOCK": 16, "unused": 7}
-    steps = [build_kernel_launch(kernel, (3, 2), numbers, {"out": "parts"}, num_warps=4)]
-    return LaunchPlan({"scratch": 33, "parts": 4} if sizes is None else sizes, torch.device("cpu"), steps)
+def build_plan(kernel: Kernel, sizes: dict[str, int] | None = None) -> LaunchPlan:
+    scalars = {"n": 5, "BLOCK": 16, "unused": 7}
+    launches = [build_kernel_launch(kernel, (3, 2), scalars, {"out": "parts"}, num_warps=4)]
+    return LaunchPlan({"scratch": 33, "parts": 4} if sizes is None else sizes, torch.device("cpu"), launches)
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
+def accept_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "accepts_addresses", lambda: True)
 
 
-def test_the_second_launch_is_given_addresses() -> None:
+def test_second_launch_passes_addresses() -> None:
     kernel = Kernel("x", "scratch", "out", "n", "BLOCK")
-    row = row_of(kernel)
+    plan = build_plan(kernel)
     first, second = torch.zeros(8), torch.zeros(8)
-    row({"x": first})
+    plan({"x": first})
     ((grid, arguments, options),) = kernel.launched
     assert (grid, arguments[3:], options) == ((3, 2), (5, 16), {"num_warps": 4})
     assert arguments[0] is first
     assert [x.numel() for x in arguments[1:3]] == [64, 32]
-    row({"x": second})
+    plan({"x": second})
     ((grid, arguments),) = kernel.again
     assert (grid, arguments[0], arguments[3:]) == ((3, 2, 1), second.data_ptr(), (5, 16))
-    # In one allocation, each from a multiple of 128 bytes on.
+    # In one allocation, aligned to 128 bytes.
     assert arguments[2] - arguments[1] == 256
     assert len(kernel.launched) == 1
 
 
-def test_addresses_that_are_no_multiples_of_16_are_looked_at_by_triton() -> None:
+def test_unaligned_addresses_go_through_triton() -> None:
     kernel = Kernel("x", "scratch", "out", "n", "BLOCK")
-    row, apart = row_of(kernel), torch.zeros(9)[1:]
+    plan, apart = build_plan(kernel), torch.zeros(9)[1:]
     for x in (apart, apart, torch.zeros(8), apart, torch.zeros(8)):
-        row({"x": x})
+        plan({"x": x})
     assert len(kernel.launched) == 4
     assert len(kernel.again) == 1
 
 
-@pytest.mark.parametrize("version_known", [True, False])
-def test_an_interpreter_or_a_triton_that_is_not_known_is_given_tensors(
-    version_known: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("known_version", [True, False])
+def test_interpreter_and_unknown_triton_versions_get_tensors(
+    known_version: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = Kernel("x", "scratch", "out", "n", "BLOCK", compiles=not version_known)
-    monkeypatch.setattr(launcher, "accepts_addresses", lambda: version_known)
-    row = row_of(kernel)
+    kernel = Kernel("x", "scratch", "out", "n", "BLOCK", compiles=not known_version)
+    monkeypatch.setattr(launcher, "accepts_addresses", lambda: known_version)
+    plan = build_plan(kernel)
     for _ in range(3):
-        row({"x": torch.zeros(8)})
+        plan({"x": torch.zeros(8)})
     assert len(kernel.launched) == 3
     assert all(isinstance(x, Tensor) for _, arguments, _ in kernel.launched for x in arguments[:3])
 
 
-def test_launches_are_handed_addresses_all_together_or_not_at_all() -> None:
-    """A hook of Triton's may keep one kernel from being compiled: the others do not go on without it."""
+def test_plan_is_replayed_only_if_all_kernels_are_compiled() -> None:
+    """A Triton hook may keep one kernel from being compiled: then no kernel is replayed."""
     kernels = Kernel("x", "out", "n"), Kernel("x", "out", "n", compiles=False)
-    row = LaunchPlan(
+    plan = LaunchPlan(
         {"out": 4}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1}) for kernel in kernels]
     )
     for _ in range(2):
-        row({"x": torch.zeros(8)})
+        plan({"x": torch.zeros(8)})
     assert [len(kernel.launched) for kernel in kernels] == [2, 2]
 
 
 class Watched:
-    """Stands for a kernel that keeps nothing, and tells which of the arrays it was given are still there."""
+    """A fake kernel that holds only weak references, and reports which of its arrays are still alive."""
 
     arg_names: ClassVar = ["x", "scratch", "sums", "n"]
 
@@ -119,30 +119,30 @@ class Watched:
         return [name for name, found in self.given.items() if found() is not None]
 
 
-def test_what_comes_late_finds_the_memory_of_all_but_what_lasts() -> None:
+def test_workspace_is_freed_before_late_allocation() -> None:
     first, last = Watched(), Kernel("sums", "result", "n")
-    steps = [build_kernel_launch(first, (1,), {"n": 1}), build_kernel_launch(last, (1,), {"n": 1})]
-    row = LaunchPlan({"scratch": 64}, torch.device("cpu"), steps, last_sizes={"sums": 64})
+    launches = [build_kernel_launch(first, (1,), {"n": 1}), build_kernel_launch(last, (1,), {"n": 1})]
+    plan = LaunchPlan({"scratch": 64}, torch.device("cpu"), launches, last_sizes={"sums": 64})
     result, alive = torch.zeros(4), []
 
-    def late() -> dict[str, Tensor]:
+    def allocate_late() -> dict[str, Tensor]:
         alive.extend(first.alive())
         return {"result": result}
 
     given = {"x": torch.zeros(8)}
-    row(given, late)
+    plan(given, allocate_late)
     assert alive == ["sums"]
     assert last.launched[0][1][1] is result
-    # And nothing lasts where the caller keeps what was its own.
+    # The plan keeps nothing alive.
     last.launched.clear()
     assert first.alive() == []
     assert set(given) == {"x", "result"}
 
 
-def test_what_comes_late_is_given_by_its_address_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_tensors_are_replayed_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     first, last = Kernel("x", "scratch", "sums", "n"), Kernel("sums", "result", "n")
-    steps = [build_kernel_launch(first, (1,), {"n": 1}), build_kernel_launch(last, (1,), {"n": 1})]
-    row = LaunchPlan({"scratch": 40}, torch.device("cpu"), steps, last_sizes={"sums": 64})
+    launches = [build_kernel_launch(first, (1,), {"n": 1}), build_kernel_launch(last, (1,), {"n": 1})]
+    plan = LaunchPlan({"scratch": 40}, torch.device("cpu"), launches, last_sizes={"sums": 64})
     results = [torch.zeros(4) for _ in range(2)]
     wholes: list[weakref.ref[Tensor]] = []
     true = torch.empty
@@ -156,55 +156,55 @@ def test_what_comes_late_is_given_by_its_address_too(monkeypatch: pytest.MonkeyP
     alive: list[bool] = []
     for result in results:
 
-        def late(result: Tensor = result) -> dict[str, Tensor]:
+        def allocate_late(result: Tensor = result) -> dict[str, Tensor]:
             alive.extend(whole() is not None for whole in wholes[-2:])
             return {"result": result}
 
-        row({"x": torch.zeros(8)}, late)
+        plan({"x": torch.zeros(8)}, allocate_late)
     assert len(last.again) == 1
     assert last.again[0][1][1] == results[1].data_ptr()
     assert last.again[0][1][0] == first.again[0][1][2]
     assert alive[2:] == [False, True]
 
 
-def test_a_number_that_is_missing_is_an_error() -> None:
+def test_missing_scalar_raises_key_error() -> None:
     with pytest.raises(KeyError, match="m"):
         build_kernel_launch(Kernel("x", "n", "m"), (1,), {"n": 1})
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "CACHED_PLANS", {})
     monkeypatch.setattr(launcher, "MAX_CACHED_PLANS", 2)
     kernel = Kernel("x", "scratch", "out", "n", "BLOCK")
-    made = [launcher.get_or_build_plan(key, lambda: row_of(kernel)) for key in (1, 1, 2, 3, 1)]
+    made = [launcher.get_or_build_plan(key, lambda: build_plan(kernel)) for key in (1, 1, 2, 3, 1)]
     assert made[0] is made[1]
     assert made[0] is not made[4]
     assert len(launcher.CACHED_PLANS) == 2
 
 
-def test_layouts_tell_apart_what_kernels_are_compiled_for() -> None:
+def test_layout_key_depends_on_shape_strides_and_dtype() -> None:
     x = torch.zeros(2, 3)
     assert launcher.layout_key(x) == launcher.layout_key(torch.ones(2, 3))
     others = x.mT, x[:1], x.half(), torch.zeros(2, 4)[:, :3], None
     assert len({launcher.layout_key(y) for y in (x, *others)}) == 6
 
 
-def test_arrays_of_other_numbers_are_views_of_the_same_memory() -> None:
+def test_workspace_arrays_of_other_dtypes_share_the_buffer() -> None:
     kernel = Kernel("x", "flags", "halves", "n")
-    row = LaunchPlan(
+    plan = LaunchPlan(
         {"flags": 4, "halves": 3},
         torch.device("cpu"),
         [build_kernel_launch(kernel, (1,), {"n": 1})],
         {"flags": torch.int32, "halves": torch.float16},
     )
-    row({"x": torch.zeros(8)})
+    plan({"x": torch.zeros(8)})
     _, (_, flags, halves, _), _ = kernel.launched[0]
     assert (flags.dtype, halves.dtype, halves.numel()) == (torch.int32, torch.float16, 64)
     assert halves.data_ptr() - flags.data_ptr() == 128
 
 
-def test_a_description_is_made_once_and_then_has_another_base() -> None:
-    """As of triton.tools.tensor_descriptor: a plain object that is checked where it is made."""
+def test_descriptor_is_made_once_and_rebased() -> None:
+    """Like triton.tools.tensor_descriptor: a plain object that is validated in its constructor."""
     kernel, made = Kernel("x_tiles", "x", "n"), []
 
     class Description:
@@ -213,29 +213,29 @@ def test_a_description_is_made_once_and_then_has_another_base() -> None:
             made.append(base)
 
     descriptors = {"x_tiles": launcher.DescriptorArgument("x", Description)}
-    row = LaunchPlan({}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1})], descriptors=descriptors)
+    plan = LaunchPlan({}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1})], descriptors=descriptors)
     tensors = [torch.zeros(4, 8) for _ in range(3)]
     for x in tensors:
-        row({"x": x})
+        plan({"x": x})
     assert len(made) == len(kernel.launched) == 1
     for x, (_, (form, address, number)) in zip(tensors[1:], kernel.again, strict=True):
         assert type(form) is Description
         assert form.base is x
         assert (form.block, address, number) == ([16, 8], x.data_ptr(), 1)
-    # What is kept holds no tensor of the first call.
-    assert [form.base for _, _, form in row.descriptor_templates] == [None]
+    # The templates hold no tensor of the first call.
+    assert [form.base for _, _, form in plan.descriptor_templates] == [None]
 
 
-def test_descriptions_are_made_anew_where_triton_looks_at_each_launch() -> None:
+def test_descriptors_are_made_for_each_launch_through_triton() -> None:
     kernel = Kernel("x_tiles", "x", "n", compiles=False)
     descriptors = {"x_tiles": launcher.DescriptorArgument("x", lambda x: ("tiles of", x))}
-    row = LaunchPlan({}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1})], descriptors=descriptors)
+    plan = LaunchPlan({}, torch.device("cpu"), [build_kernel_launch(kernel, (1,), {"n": 1})], descriptors=descriptors)
     for x in (torch.zeros(8), torch.ones(8)):
-        row({"x": x})
+        plan({"x": x})
         assert kernel.launched[-1][1][0] == ("tiles of", x)
 
 
-def test_a_launch_by_names_is_the_same_for_a_compiler() -> None:
+def test_keyword_launch_equals_its_positional_form() -> None:
     given: list[Any] = []
 
     class Traced(Kernel):
@@ -243,8 +243,8 @@ def test_a_launch_by_names_is_the_same_for_a_compiler() -> None:
             return lambda **named: given.append((grid, named))
 
     kernel = Traced("x", "out", "n")
-    launching = launcher.KeywordLaunch(kernel, (2,), {"x": "x", "out": "result"}, {"n": 3}, {"num_warps": 4})
-    assert launching.to_kernel_launch() == (kernel, (2,), ("x", "result"), (3,), {"num_warps": 4})
+    launch_by_keyword = launcher.KeywordLaunch(kernel, (2,), {"x": "x", "out": "result"}, {"n": 3}, {"num_warps": 4})
+    assert launch_by_keyword.to_kernel_launch() == (kernel, (2,), ("x", "result"), (3,), {"num_warps": 4})
     x, result = torch.zeros(1), torch.ones(1)
-    launching.launch_traced({"x": x, "result": result, "more": x})
+    launch_by_keyword.launch_traced({"x": x, "result": result, "more": x})
     assert given == [((2,), {"x": x, "out": result, "n": 3, "num_warps": 4})]

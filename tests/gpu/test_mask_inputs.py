@@ -1,4 +1,4 @@
-"""Masks in the forms of kernels: what they say, and that nothing waits for a device on the way."""
+"""Masks as kernel inputs: they equal the mask, and the conversion never synchronizes with the device."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -27,7 +27,7 @@ def call_of(mask: Mask | None, queries: int = QUERIES, keys: int = KEYS) -> Call
 
 
 def seen_by(masks: mask_inputs.KernelMasks, call: Call) -> Tensor:
-    """What a kernel makes of them: (B, 1, Tq, Tk)."""
+    """The visible entries as a kernel computes them: (B, 1, Tq, Tk)."""
     where = call.full_tile()
     seen = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
     if masks.causal:
@@ -61,7 +61,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_forms_say_what_the_mask_says(name: str) -> None:
+def test_kernel_masks_equal_the_mask(name: str) -> None:
     call = call_of(MASKS[name])
     assert mask_inputs.refuses(call) == []
     expected = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
@@ -74,14 +74,14 @@ def test_forms_say_what_the_mask_says(name: str) -> None:
     ("offset", "queries", "keys", "plain"),
     [(0, 9, 9, True), (2, 7, 9, True), (-2, 9, 7, True), (0, 7, 9, False), (1, 9, 9, False)],
 )
-def test_an_offset_that_means_plain_causal_is_plain_causal(offset: int, queries: int, keys: int, plain: bool) -> None:
-    """Kernels have a quick way for it: F.scaled_dot_product_attention(..., is_causal=True) is causal.at(0)."""
+def test_bottom_right_offset_is_plain_causal(offset: int, queries: int, keys: int, plain: bool) -> None:
+    """Kernels have a fast path for it: F.scaled_dot_product_attention(..., is_causal=True) is causal.at(0)."""
     masks = mask_inputs.build_kernel_masks(call_of(foci.causal.at(offset), queries=queries, keys=keys))
     assert (masks.causal, masks.key_ranges is None) == (plain, plain)
 
 
 @pytest.mark.parametrize("positions", [False, True])
-def test_positions_move_what_is_causal_and_no_offset(positions: bool) -> None:
+def test_positions_shift_causal_but_not_a_fixed_offset(positions: bool) -> None:
     call = call_of(foci.causal)
     if positions:
         call.positions = torch.arange(QUERIES)[None], torch.arange(KEYS)[None]
@@ -99,13 +99,13 @@ def test_positions_move_what_is_causal_and_no_offset(positions: bool) -> None:
         (foci.window(1) | foci.padding(LENGTHS) | foci.prefix(1), "not a union of at most two key ranges"),
     ],
 )
-def test_what_has_no_form_is_refused(mask: Mask, reason: str) -> None:
+def test_unsupported_masks_are_refused(mask: Mask, reason: str) -> None:
     (said,) = mask_inputs.refuses(call_of(mask))
     assert reason in said
 
 
 class StaysThere(TorchDispatchMode):
-    """Refuses operations that take something from the host to the device: a GPU finishes all its work before one."""
+    """Reject operations that copy from the host to the device: they synchronize with the GPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -119,14 +119,14 @@ class StaysThere(TorchDispatchMode):
 
 
 def there(call: Call, name: str = "meta") -> Call:
-    """The call with all of its tensors on a device, first one that nothing can be read of."""
+    """The call with all of its tensors on a device that cannot be read from."""
     device = torch.device(name)
     q, k, mask = map_tensors((call.q, call.k, call.mask), lambda tensor: tensor.to(device))
     return replace(call, q=q, k=k, v=k, mask=mask, sizes=call.sizes._replace(device=device))
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_nothing_comes_from_the_host(name: str) -> None:
+def test_no_copies_from_host_to_device(name: str) -> None:
     call = there(call_of(MASKS[name]))
     with StaysThere():
         assert mask_inputs.refuses(call) == []
@@ -136,7 +136,7 @@ def test_nothing_comes_from_the_host(name: str) -> None:
             build_block_lists(call)
 
 
-def test_what_comes_from_the_host_is_found() -> None:
+def test_copies_from_host_to_device_are_detected() -> None:
     with pytest.raises(AssertionError, match="from the host"), StaysThere():
         torch.arange(3).to("meta")
     with pytest.raises(AssertionError, match="from the host"), StaysThere():
@@ -145,7 +145,7 @@ def test_what_comes_from_the_host_is_found() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MASKS)
-def test_on_a_gpu_nothing_waits_for_it(name: str) -> None:
+def test_no_synchronization_on_a_gpu(name: str) -> None:
     call = there(call_of(MASKS[name]), "cuda:0")
     expected = seen_by(mask_inputs.build_kernel_masks(call_of(MASKS[name])), call_of(MASKS[name]))
     torch.cuda.synchronize()
@@ -171,7 +171,7 @@ REPEATED: dict[str, Callable[[], Mask | None]] = {
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_masks_of_plain_numbers_are_brought_to_their_form_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_without_tensors_are_converted_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked() -> mask_inputs.KernelMasks:
         call = call_of(REPEATED[name]())
         assert not mask_inputs.refuses(call)
@@ -189,7 +189,7 @@ def test_masks_of_plain_numbers_are_brought_to_their_form_once(name: str, monkey
     assert found.key_ranges is None or fresh.key_ranges is None or torch.equal(found.key_ranges, fresh.key_ranges)
 
 
-def test_numbers_and_kinds_tell_masks_apart() -> None:
+def test_mask_cache_key_depends_on_kind_and_numbers() -> None:
     masks = (
         foci.causal, foci.causal.at(1), foci.window(3), foci.window(3, 2), foci.prefix(3), ~foci.window(3),
         foci.causal & foci.window(3), foci.causal | foci.window(3), foci.window(3) & foci.causal,
@@ -199,7 +199,7 @@ def test_numbers_and_kinds_tell_masks_apart() -> None:
     assert len(set(keys)) == len(masks)
 
 
-def test_masks_with_tensors_are_looked_at_each_time() -> None:
+def test_masks_with_tensors_are_not_cached() -> None:
     for mask in (
         foci.padding([3, 4]),
         foci.documents(torch.arange(QUERIES)),

@@ -1,4 +1,4 @@
-"""Kernels are tested in Triton's interpreter; where there is a CUDA device, by the same tests on it."""
+"""Kernels are tested in Triton's interpreter, or by the same tests on a CUDA device if there is one."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ ELSEWHERE = "test_native.py"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before the markers are looked at: on a device these are tests for a GPU."""
+    """With a CUDA device, mark the tests of this folder as GPU tests, before markers are evaluated."""
     if torch.cuda.is_available():
         for item in items:
             if item.path.parent == Path(__file__).parent and item.path.name != ELSEWHERE:

@@ -1,4 +1,4 @@
-"""Additive attention in our own kernels against the reference in float64; without a GPU in Triton's interpreter."""
+"""Additive attention kernels against the reference in float64; in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ NO_TERMS = AdditiveOptions(None, None, None, None, None, False, 0.0)
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Memory that is handed out holds NaN, so that an answer that nobody wrote shows."""
+    """Fill uninitialized memory with NaN, so that entries a kernel does not write are noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def judge(problem: Problem, lse: bool = True) -> Tensors:
-    """The one tolerance, with a floor of a few eps times Σ|w|: that much of a logit is lost where a tanh cancels."""
+    """The common tolerance, with a floor of a few eps times Σ|w|: the rounding error of a logit whose terms cancel."""
     true = truth(problem, lse=lse)
     lost = 2 * torch.finfo(torch.float32).eps * float(problem.tensors["weight"].abs().sum())
     eager = eager_errors(problem, true)
@@ -97,11 +97,13 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )
-def test_it_equals_the_reference(shape: Sizes, mask: str, dtype: torch.dtype, headed: bool, sink: bool) -> None:
+def test_forward_and_backward_equal_the_reference(
+    shape: Sizes, mask: str, dtype: torch.dtype, headed: bool, sink: bool
+) -> None:
     judge(problem_of(shape, mask, dtype, headed, sink))
 
 
-def test_wide_values_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_values_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(additive, "MAX_ADDITIVE_WIDTH", 8)
     judge(problem_of(sizes(7, 15, value_width=21), "causal", F32, False, True))
 
@@ -116,7 +118,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("queries", [2, 6])
 @pytest.mark.parametrize("part", WEIGHTS)
-def test_weights_of_heads_that_lie_apart(part: str, queries: int) -> None:
+def test_non_contiguous_weights(part: str, queries: int) -> None:
     problem = problem_of(sizes(queries, 9, heads=4, key_heads=2))
     tensors = problem.tensors | {"weight": randn(8, 10, seed=7)}
 
@@ -127,7 +129,7 @@ def test_weights_of_heads_that_lie_apart(part: str, queries: int) -> None:
 
 
 @pytest.mark.parametrize("queries", [2, 6])
-def test_a_gradient_of_a_gradient_is_refused(queries: int) -> None:
+def test_double_backward_is_refused(queries: int) -> None:
     x = randn(1, 1, queries, 7).float().to(DEVICE).requires_grad_()
     out = foci.attention(x, x, x, score=foci.Additive(x[0, 0, 0].detach()), backend="triton")
     (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
@@ -149,13 +151,13 @@ def additive_problem(query: Tensor, key: Tensor, weight: Tensor, mask: Any = Non
     ("spread", "query", "key"),
     [(0.1, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 5.0, 5.0), (0.3, 17.0, -17.0), (0.5, 50.0, -49.5), (0.5, 200.0, -199.5)],
 )
-def test_numbers_of_every_size(spread: float, query: float, key: float) -> None:
+def test_inputs_of_all_magnitudes(spread: float, query: float, key: float) -> None:
     q, k = spread * randn(1, 1, 18, 17) + query, spread * randn(1, 1, 19, 17, seed=2) + key
     judge(additive_problem(q, k, randn(17, seed=3)))
 
 
 def prepared(x: Tensor, w: Tensor) -> dict[str, Tensor]:
-    """What is taken once per query and key, where both are the same."""
+    """The results of `prepare_exponentials`, where queries and keys are the same."""
     tiling = arguments.INTERPRETER_TILING
     sizes = arguments.exponentials_workspace(x, x, w, tiling)
     found = {name: torch.empty(size, device=x.device) for name, size in sizes.items()}
@@ -165,8 +167,8 @@ def prepared(x: Tensor, w: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def test_every_way_to_sum_is_taken() -> None:
-    """By four, by two, and the sum first: each where the sizes ask for it."""
+def test_each_summation_method_is_used() -> None:
+    """Reciprocals shared by four, by two, or the direct sum, depending on the magnitude of the inputs."""
     w = torch.ones(8, device=DEVICE)
     for size, four, two, far in ((1.0, True, True, False), (6.0, False, True, False), (50.0, False, False, True)):
         x = torch.full((1, 1, 16, 8), size, device=DEVICE)
@@ -177,7 +179,7 @@ def test_every_way_to_sum_is_taken() -> None:
         assert bool(found["q_magnitude"][0] > 120) == far
 
 
-def test_weights_of_nothing_count_as_nothing() -> None:
+def test_zero_weights() -> None:
     weight = torch.zeros(12, dtype=torch.float64)
     judge(additive_problem(randn(1, 1, 6, 12), randn(1, 1, 7, 12, seed=1), weight))
     weight[5], weight[7] = 2.0, 1e-14
@@ -185,7 +187,7 @@ def test_weights_of_nothing_count_as_nothing() -> None:
 
 
 @pytest.mark.parametrize("most", [4, 2])
-def test_tiles_of_every_shape_agree(most: int) -> None:
+def test_all_tilings_agree(most: int) -> None:
     made = (randn(1, 2, 33, 20), randn(1, 1, 33, 20, seed=1), randn(1, 1, 33, 6), randn(2, 20))
     q, k, v, w = (x.to(DEVICE, torch.float32) for x in made)
     expected = reference.run(prepare_call(q, k, v, foci.Additive(w), None, None, None, None, 0.0, True))
@@ -213,7 +215,7 @@ def test_tiles_of_every_shape_agree(most: int) -> None:
         (128, 64, 512, torch.bfloat16, AdditiveTiling(queries=32, warps=8, query_threads=16)),
     ],
 )
-def test_tiles_fit_the_values_and_the_processors(
+def test_forward_tiling(
     queries: int,
     pairs: int,
     value_width: int,
@@ -227,8 +229,8 @@ def test_tiles_fit_the_values_and_the_processors(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("queries", [70, 2])
-def test_later_calls_of_a_shape_are_right_too(queries: int) -> None:
-    """The first call of a shape goes through Triton, later ones hand over addresses."""
+def test_replayed_calls_equal_the_reference(queries: int) -> None:
+    """The first call of a shape goes through Triton, later ones pass addresses."""
     for seed in range(4):
         q, k = randn(2, 2, queries, 48, seed=seed), randn(2, 1, 90, 48, seed=10 + seed)
         judge(additive_problem(q, k, randn(48, seed=20 + seed), foci.causal))
@@ -245,7 +247,7 @@ def seeded(dropout: float, requires_grad: bool, queries: int) -> Call:
 
 
 @pytest.mark.parametrize("queries", [17, 2])
-def test_dropout_keeps_what_the_reference_keeps(queries: int) -> None:
+def test_dropout_equals_the_reference(queries: int) -> None:
     found = []
     for run in (reference.run, additive.run):
         call = seeded(0.4, True, queries)
@@ -258,7 +260,7 @@ def test_dropout_keeps_what_the_reference_keeps(queries: int) -> None:
         torch.testing.assert_close(received, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_keys_that_are_split_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_keys_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (arguments, launch):
         monkeypatch.setattr(module, "count_multiprocessors", lambda device: 64)
     for queries in (1, 7):
@@ -266,7 +268,7 @@ def test_keys_that_are_split_join_again(monkeypatch: pytest.MonkeyPatch) -> None
         judge(additive_problem(q, k, randn(16, seed=2), foci.causal & foci.window(60)))
 
 
-def test_who_asks_for_it_gets_the_same_gradient_every_time() -> None:
+def test_deterministic_gradients_are_equal() -> None:
     torch.use_deterministic_algorithms(True)
     problem = problem_of(sizes(9, 20, heads=2), "causal")
     one, other = (answers(problem, "triton", device=DEVICE) for _ in range(2))
@@ -280,7 +282,7 @@ def test_who_asks_for_it_gets_the_same_gradient_every_time() -> None:
         ({"mask": foci.mask_function(lambda b, h, i, j: i != j)}, "not a union of at most two key ranges"),
     ],
 )
-def test_what_it_does_not_serve_it_refuses(change: dict[str, Any], reason: str) -> None:
+def test_unsupported_calls_are_refused(change: dict[str, Any], reason: str) -> None:
     x = torch.zeros(1, 2, 4, 8, device=DEVICE)
     with pytest.raises(ValueError, match=reason):
         foci.attention(x, x, x, score=foci.Additive(x[0, 0, 0]), backend="triton", **change)

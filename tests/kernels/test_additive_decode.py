@@ -1,4 +1,4 @@
-"""The backward of additive attention for very few queries, as a recurrent decoder has it."""
+"""The backward of additive attention for very few queries, such as those of a recurrent decoder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED = torch.tensor(20_260_101, device=DEVICE)
 
 @pytest.fixture(autouse=True)
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Gets an entry for each backward that is done this way."""
+    """Receives an entry for each call of the decode backward."""
     seen: list[Tensor] = []
     true = decode.decode_backward
 
@@ -49,7 +49,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )
-def test_it_equals_the_reference(
+def test_forward_and_backward_equal_the_reference(
     shape: Any, mask: str, dtype: torch.dtype, headed: bool, sink: bool, taken: list[Tensor]
 ) -> None:
     judge(problem_of(shape, mask, dtype, headed, sink))
@@ -57,12 +57,12 @@ def test_it_equals_the_reference(
 
 
 @pytest.mark.parametrize(("query", "key"), [(17.0, -17.0), (200.0, -199.5)])
-def test_numbers_of_every_size(query: float, key: float) -> None:
+def test_inputs_of_all_magnitudes(query: float, key: float) -> None:
     q, k = 0.5 * randn(1, 1, 2, 17) + query, 0.5 * randn(1, 1, 19, 17, seed=2) + key
     judge(additive_problem(q, k, randn(17, seed=3)))
 
 
-def test_the_gradient_is_the_same_every_time() -> None:
+def test_gradients_are_deterministic() -> None:
     problem = problem_of(sizes(3, 40, heads=2), "causal")
     one, other = (answers(problem, "triton", device=DEVICE) for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -93,7 +93,7 @@ def difference(
 
 
 @pytest.mark.parametrize("terms", [NO_TERMS, NO_TERMS._replace(seed=SEED, dropout=0.3)])
-def test_it_equals_the_two_passes(terms: AdditiveOptions) -> None:
+def test_backward_equals_the_two_pass_backward(terms: AdditiveOptions) -> None:
     assert difference(2, 37, 9, 5, 2, terms, F32) < 1e-5
 
 
@@ -103,7 +103,7 @@ def test_it_equals_the_two_passes(terms: AdditiveOptions) -> None:
     ("queries", "keys", "width", "values", "group"),
     [(1, 4096, 256, 256, 1), (4, 1000, 64, 64, 2), (3, 777, 512, 40, 1), (2, 300, 20, 512, 3)],
 )
-def test_large_ones_equal_the_two_passes(
+def test_large_inputs_equal_the_two_pass_backward(
     queries: int, keys: int, width: int, values: int, group: int, dtype: torch.dtype
 ) -> None:
     # In float32 what a logit loses counts, up to eps Σ|w|: 5e-5 at a width of 512.

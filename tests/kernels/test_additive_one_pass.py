@@ -1,4 +1,4 @@
-"""The backward of additive attention in one pass: as exact as in two, and taken where the order of sums is free."""
+"""The one-pass backward of additive attention: as exact as two passes, and used unless deterministic mode is on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED = torch.tensor(20_260_101, device=DEVICE)
 
 @pytest.fixture
 def one_pass(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Gets an entry for each backward that goes in one pass."""
+    """Receives an entry for each call of the one-pass backward."""
     taken: list[Tensor] = []
     true = one_pass_backward.backward_in_one_pass
 
@@ -50,7 +50,7 @@ def one_pass(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )
-def test_it_equals_the_reference(
+def test_backward_equals_the_reference(
     shape: Any, mask: str, dtype: torch.dtype, headed: bool, sink: bool, one_pass: list[Tensor]
 ) -> None:
     judge(problem_of(shape, mask, dtype, headed, sink))
@@ -61,12 +61,12 @@ def test_it_equals_the_reference(
     ("spread", "query", "key"), [(1.0, 5.0, 5.0), (0.3, 17.0, -17.0), (0.5, 50.0, -49.5), (0.5, 200.0, -199.5)]
 )
 @pytest.mark.usefixtures("one_pass")
-def test_numbers_of_every_size(spread: float, query: float, key: float) -> None:
+def test_inputs_of_all_magnitudes(spread: float, query: float, key: float) -> None:
     q, k = spread * randn(1, 1, 18, 17) + query, spread * randn(1, 1, 19, 17, seed=2) + key
     judge(additive_problem(q, k, randn(17, seed=3)))
 
 
-def test_weights_of_nothing_get_their_gradients(one_pass: list[Tensor]) -> None:
+def test_zero_weights_have_gradients(one_pass: list[Tensor]) -> None:
     weight = torch.zeros(12, dtype=torch.float64)
     weight[5], weight[7] = 2.0, 1e-14
     judge(additive_problem(randn(1, 1, 6, 12), randn(1, 1, 7, 12, seed=1), weight))
@@ -83,7 +83,7 @@ def difference(
     tiling: AdditiveTiling | None,
     dtype: torch.dtype,
 ) -> float:
-    """One pass against two, on memory that holds NaN before it is written."""
+    """One pass against two, on memory filled with NaN."""
     n = 2 if DEVICE == "cuda" else 1
     shapes = [(n, n * group, queries, width), (n, n, keys, width), (n, n, keys, values), (n * group, width)]
     q, k, v, w = (randn(*shape, seed=seed).to(DEVICE, dtype) for seed, shape in enumerate(shapes))
@@ -115,18 +115,18 @@ def difference(
         (18, 20, 16, 70, 1, NO_TERMS._replace(seed=SEED, dropout=0.3)),
     ],
 )
-def test_it_equals_the_two_passes(
+def test_backward_equals_the_two_pass_backward(
     queries: int, keys: int, width: int, values: int, group: int, terms: AdditiveOptions
 ) -> None:
     assert difference(queries, keys, width, values, group, terms, None, F32) < 1e-5
 
 
-def test_queries_that_are_split_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_pass_backward, "count_multiprocessors", lambda device: 8)
     assert difference(34, 10, 9, 5, 1, NO_TERMS, None, F32) < 1e-5
 
 
-def test_features_are_padded_as_little_as_their_turns_allow() -> None:
+def test_feature_padding_is_minimal() -> None:
     found = {
         width: one_pass_backward.feature_loop_arguments(width, 64, AdditiveTiling())
         for width in (7, 16, 20, 40, 64, 80, 100, 512)
@@ -137,7 +137,7 @@ def test_features_are_padded_as_little_as_their_turns_allow() -> None:
     assert all(sizes["JT"] * sizes["DT"] == 128 for sizes in found.values())
 
 
-def test_who_asks_for_the_same_result_in_every_run_gets_two_passes(one_pass: list[Tensor]) -> None:
+def test_deterministic_mode_uses_two_passes(one_pass: list[Tensor]) -> None:
     x = torch.randn(1, 1, 17, 8, device=DEVICE, requires_grad=True)
     for wanted in (False, True):
         torch.use_deterministic_algorithms(wanted)
@@ -160,7 +160,7 @@ def test_who_asks_for_the_same_result_in_every_run_gets_two_passes(one_pass: lis
         (300, 190, 64, 64, 1, NO_TERMS, AdditiveTiling(chunk=4, registers=168, programs=3)),
     ],
 )
-def test_large_ones_equal_the_two_passes(
+def test_large_inputs_equal_the_two_pass_backward(
     queries: int,
     keys: int,
     width: int,
@@ -176,14 +176,14 @@ def test_large_ones_equal_the_two_passes(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["none", "causal", "documents"])
-def test_large_ones_equal_the_reference(mask: str, one_pass: list[Tensor]) -> None:
+def test_large_inputs_equal_the_reference(mask: str, one_pass: list[Tensor]) -> None:
     judge(problem_of(sizes(200, 200, 64, 2), mask, BF16, headed=True))
     assert one_pass
 
 
 @pytest.mark.parametrize("values", [16, 32])
-def test_a_dense_mask_in_float32(values: int) -> None:
-    """Where the compiler takes the most shared memory."""
+def test_dense_mask_in_float32(values: int) -> None:
+    """The case in which the compiler uses most shared memory."""
     n = 200 if DEVICE == "cuda" else 20
     shapes = [(1, 2, n, 24), (1, 2, n, 24), (1, 2, n, values), (24,)]
     leaves = [randn(*shape, seed=seed).to(DEVICE, F32).requires_grad_() for seed, shape in enumerate(shapes)]

@@ -1,4 +1,4 @@
-"""Attention with a bias by distance in our own kernels, against the reference in float64.
+"""Distance bias kernels against the reference in float64.
 
 Here they run in Triton's interpreter, at sizes of a few tiles; with -m gpu on the device, in every dtype and width.
 """
@@ -33,14 +33,14 @@ Make = Callable[[Tensors], Any]
 
 @pytest.fixture(autouse=True)
 def _nan_in_fresh_memory() -> Iterator[None]:
-    """What a kernel forgets to write is NaN, not whatever was there before."""
+    """Fill uninitialized memory with NaN, so that entries a kernel does not write are noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def some(*shape: int) -> Tensor:
-    """Half of the entries, and a first row that sees nothing."""
+    """Half of the entries, and a fully masked first row."""
     entries = torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.5
     entries[..., 0, :] = False
     return entries
@@ -100,7 +100,7 @@ def problem_of(bias: str, mask: str, dtype: torch.dtype = torch.float32, **sizes
 
 
 def within_nan(x: Tensor) -> Tensor:
-    """The same values, with strides of their own and NaN all around: what is read past the end is noticed."""
+    """The same values with other strides, surrounded by NaN, so that reads past the end are noticed."""
     around = torch.nn.functional.pad(x.transpose(1, 2), (0, 5, 0, 1, 1, 2), value=torch.nan)
     return around[:, 1 : x.shape[2] + 1, : x.shape[1], : x.shape[3]].transpose(1, 2)
 
@@ -117,7 +117,7 @@ def test_output_lse_and_every_gradient_equal_the_reference(bias: str, mask: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bias", "mask"), [pair for pair in EVERY if pair not in CHOSEN])
-def test_the_other_masks_with_the_other_biases(bias: str, mask: str) -> None:
+def test_remaining_masks_and_biases(bias: str, mask: str) -> None:
     check_problem(problem_of(bias, mask))
 
 
@@ -130,16 +130,14 @@ def test_float16(bias: str) -> None:
     "tiles", [DistanceBiasTiling(32, 16, 4, 1), DistanceBiasTiling(16, 32, 4, 1)], ids=["tall", "wide"]
 )
 @pytest.mark.parametrize(("bias", "mask"), [("values", "full"), ("buckets", "window"), ("buckets", "two_runs")])
-def test_tiles_that_are_not_square(
-    bias: str, mask: str, tiles: DistanceBiasTiling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_non_square_tiles(bias: str, mask: str, tiles: DistanceBiasTiling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "choose_tiling", lambda name, part: tiles)
     check_problem(problem_of(bias, mask))
 
 
 @pytest.mark.parametrize(("bias", "mask"), [("buckets", "padding"), ("headed", "grouped"), ("values", "padding")])
-def test_parts_are_the_same_as_the_whole(bias: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget for one head at a time."""
+def test_split_call_equals_the_whole_call(bias: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With memory for one head at a time."""
     monkeypatch.setattr(row_table, "MAX_ROW_TABLE_BYTES", 1)
     launched = []
     whole = launch.backward_part
@@ -151,7 +149,7 @@ def test_parts_are_the_same_as_the_whole(bias: str, mask: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("bias", ["alibi", "buckets"])
-def test_dropout_drops_what_the_reference_drops(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_equals_the_reference(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_table, "MAX_ROW_TABLE_BYTES", 1)
     problem = problem_of(bias, "causal", batch=2, queries=20, keys=20)
     leaves = problem.leaves(torch.float32, DEVICE)
@@ -164,7 +162,7 @@ def test_dropout_drops_what_the_reference_drops(bias: str, monkeypatch: pytest.M
     torch.testing.assert_close(found("triton"), found("reference"), rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_that_sees_nothing_gives_zeros() -> None:
+def test_fully_masked_rows_give_zeros() -> None:
     found = answers(problem_of("values", "more_queries"), "triton", device=DEVICE)
     empty = found["lse"].isneginf()
     assert empty[..., :18].all()
@@ -174,7 +172,7 @@ def test_a_row_that_sees_nothing_gives_zeros() -> None:
     assert all(bool(tensor.isfinite().all()) for name, tensor in found.items() if name != "lse")
 
 
-def test_a_gradient_of_a_gradient_is_refused() -> None:
+def test_double_backward_is_refused() -> None:
     x = torch.randn(1, 2, 5, 12, device=DEVICE).requires_grad_()
     out = foci.attention(x, x, x, bias=foci.ALiBi(), backend="triton")
     (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
@@ -189,8 +187,8 @@ SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("part", SLOPES)
-def test_slopes_and_ids_that_lie_apart(part: str) -> None:
-    """They give what copies of them in one piece give, bit for bit."""
+def test_non_contiguous_slopes_and_ids(part: str) -> None:
+    """The results equal those of contiguous copies bit for bit."""
     drawn = torch.Generator().manual_seed(0)
     x, table = torch.randn(1, 2, 21, 12, generator=drawn), torch.rand(2, 3, generator=drawn)
     ids = torch.stack([torch.arange(21) // 8, torch.full((21,), 9)], dim=1).to(DEVICE)[:, 0]
@@ -203,7 +201,7 @@ def test_slopes_and_ids_that_lie_apart(part: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_table_of_minus_infinity_masks() -> None:
+def test_table_entries_of_minus_infinity_mask() -> None:
     q = torch.randn(1, 2, 20, 8, device=DEVICE)
     table = torch.zeros(6, 2, device=DEVICE)
     table[3:] = -torch.inf
@@ -214,7 +212,7 @@ def test_a_table_of_minus_infinity_masks() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiler_takes_the_call_whole() -> None:
+def test_torch_compile_without_graph_breaks() -> None:
     problem = problem_of("buckets", "window", queries=18, keys=20)
     leaves = problem.leaves(torch.float32, DEVICE)
 
@@ -227,7 +225,7 @@ def test_a_compiler_takes_the_call_whole() -> None:
     torch.testing.assert_close(slopes[1], slopes[0])
 
 
-def test_the_operators_are_registered_as_pytorch_wants_them() -> None:
+def test_operators_pass_opcheck() -> None:
     problem = problem_of("headed", "padding", queries=17)
     call = call_of(**problem.arguments(problem.leaves(torch.float32, DEVICE)))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -272,7 +270,7 @@ REFUSED: dict[str, tuple[Callable[[], Call], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_kernels_do_not_take_is_refused_with_a_reason(name: str) -> None:
+def test_unsupported_calls_are_refused(name: str) -> None:
     make, reason = REFUSED[name]
     assert any(reason in found for found in distance_bias.refuses(make()))
 
@@ -285,7 +283,7 @@ def test_query_tiles_and_common_keys() -> None:
 
 
 def test_two_key_ranges_have_no_common_keys() -> None:
-    """Four queries in two tiles; the second run of the first two is empty."""
+    """Four queries in two tiles; the second key range of the first two is empty."""
     key_ranges = torch.tensor([[[[0, 1, 2, 3], [2, 3, 4, 4]], [[6, 6, 6, 7], [6, 6, 9, 9]]]], dtype=torch.int32)
     found = reached(key_ranges, 10, 2, 5)
     assert found["query_tiles"].tolist() == [[[0, 2], [1, 2]]]
@@ -310,12 +308,12 @@ def reached(key_ranges: Tensor, Tk: int, queries: int, keys: int) -> dict[str, T
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("bias", "mask"), CHOSEN)
-def test_on_a_gpu_every_mask(bias: str, mask: str) -> None:
+def test_all_masks_on_a_gpu(bias: str, mask: str) -> None:
     check_problem(problem_of(bias, mask, torch.bfloat16))
 
 
 @pytest.mark.parametrize("bias", ["values", "buckets"])
-def test_a_backward_inside_of_autocast_is_the_same(bias: str) -> None:
+def test_backward_under_autocast_is_unchanged(bias: str) -> None:
     problem = problem_of(bias, "causal")
     leaves = problem.leaves(torch.float32, DEVICE)
     found = []
@@ -326,8 +324,8 @@ def test_a_backward_inside_of_autocast_is_the_same(bias: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_rows_that_overlap_in_memory() -> None:
-    """Windows of a series: room that is laid out as they are would have its features apart."""
+def test_overlapping_rows() -> None:
+    """Windows of a series: an output of the same layout would have non-contiguous features."""
     series = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     found = []
     for laid in (Tensor.contiguous, lambda given: given):
@@ -339,8 +337,8 @@ def test_rows_that_overlap_in_memory() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("bias", "mask"), [("buckets", "causal"), ("alibi", "window"), ("headed", "padding")])
-def test_on_a_gpu_later_calls_of_a_shape_are_right_too(bias: str, mask: str) -> None:
-    """The first call of a shape goes through Triton, later ones hand over addresses."""
+def test_replayed_calls_equal_the_reference(bias: str, mask: str) -> None:
+    """The first call of a shape goes through Triton, later ones pass addresses."""
     for scale in (1.0, 0.5, 2.0):
         problem = problem_of(bias, mask, torch.bfloat16)
         for x in problem.tensors.values():
@@ -349,8 +347,8 @@ def test_on_a_gpu_later_calls_of_a_shape_are_right_too(bias: str, mask: str) -> 
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_part_is_launched_by_what_was_kept_of_the_first(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls alike share the launches, forward and backward; another mask has its own."""
+def test_equal_calls_share_launch_plans(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two equal calls share the plans of forward and backward; another mask has its own."""
     monkeypatch.setattr(launcher, "CACHED_PLANS", {})
     for mask in [foci.causal, foci.causal, None][: count + 1]:
         x, table = torch.randn(1, 2, 18, 12, device=DEVICE).requires_grad_(), torch.randn(6, 2, device=DEVICE)

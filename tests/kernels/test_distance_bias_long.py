@@ -1,4 +1,4 @@
-"""Attention with a bias by distance on a GPU, over many tiles: right, the same every time, and in little memory."""
+"""Distance bias kernels on a GPU with many tiles: correct, deterministic, and with little memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GPU_SHAPES = [
 
 
 def long_problem(kind: str, width: int, value_width: int, dtype: torch.dtype, queries: int, keys: int) -> Problem:
-    """Several tiles of the sizes that a GPU uses, with far, near, cut and full ones."""
+    """Several tiles of the sizes used on a GPU: far from and near the diagonal, partly and fully visible."""
     shapes = {"query": (2, 4, queries, width), "key": (2, 2, keys, width), "value": (2, 2, keys, value_width)}
     if kind == "buckets":
         shapes["table"] = (32, 4)
@@ -59,14 +59,14 @@ def test_many_tiles(kind: str, width: int | tuple[int, int], dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("kind", ["alibi", "buckets", "values"])
-def test_two_runs_are_equal_bit_by_bit(kind: str) -> None:
+def test_results_are_deterministic(kind: str) -> None:
     problem = long_problem(kind, 64, 64, torch.bfloat16, 2048, 2048)
     one, two = (answers(problem, "triton", device="cuda") for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.parametrize("kind", ["alibi", "buckets", "values"])
-def test_memory_grows_with_the_length_and_not_with_its_square(kind: str) -> None:
+def test_memory_is_linear_in_the_length(kind: str) -> None:
     def beyond(length: int) -> int:
         leaves = long_problem(kind, 64, 64, torch.bfloat16, length, length).leaves(torch.bfloat16, "cuda")
         arguments = long_problem(kind, 64, 64, torch.bfloat16, length, length).arguments(leaves)
@@ -84,6 +84,6 @@ def test_memory_grows_with_the_length_and_not_with_its_square(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["alibi", "buckets", "values"])
-def test_they_are_chosen(kind: str) -> None:
+def test_triton_backend_is_chosen(kind: str) -> None:
     problem = long_problem(kind, 64, 64, torch.bfloat16, 300, 300)
     assert foci.plan(**problem.arguments(problem.leaves(torch.bfloat16, "cuda"))).chosen == "triton"

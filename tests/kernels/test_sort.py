@@ -16,7 +16,7 @@ ROWS = 8
 
 @triton.jit
 def chosen(given, found, rest, ties, R: tl.constexpr, LOG_N: tl.constexpr, LOG: tl.constexpr):
-    """The largest of each row, the largest of what is left, and whether two of those that were found are the same."""
+    """The largest values of each row, the maximum of the rest, and whether two of the selected values are equal."""
     row = tl.arange(0, R)
     x = tl.load(given + row[:, None] * (1 << LOG_N) + tl.arange(0, 1 << LOG_N)[None, :])
     x, left = select_largest(x, LOG_N, LOG)
@@ -27,8 +27,8 @@ def chosen(given, found, rest, ties, R: tl.constexpr, LOG_N: tl.constexpr, LOG: 
 
 @pytest.mark.parametrize(("log_n", "log"), [(0, 0), (1, 0), (1, 1), (4, 0), (4, 2), (4, 3), (4, 4), (6, 3), (6, 5)])
 @pytest.mark.parametrize("levels", [3, 1000])
-def test_the_largest_in_order_and_the_largest_of_the_rest(log_n: int, log: int, levels: int) -> None:
-    """With few levels most numbers come several times."""
+def test_largest_values_in_order_and_maximum_of_the_rest(log_n: int, log: int, levels: int) -> None:
+    """With few levels most values occur several times."""
     make = torch.Generator().manual_seed(log_n + 10 * log)
     x = -torch.randint(levels, (ROWS, 1 << log_n), generator=make).float()
     found, rest = torch.full((ROWS, 1 << log), torch.nan, device=DEVICE), torch.full((ROWS,), torch.nan, device=DEVICE)
