@@ -17,14 +17,14 @@ from foci.record.layer import Layer
 
 # Each score is one number per head: a mean over the queries that are not fully masked.
 HEAD_SCORES = {
-    "entropy": "entropy in nats: 0 = one key, ln n = uniform over n keys",
-    "distance": "mean distance between a query and its keys, in positions",
-    "heaviest": "the largest weight of a query",
-    "sink share": "the weight on the first key and on a learned sink",
-    "previous token": "the weight on the key right before the query",
-    "duplicate token": "the weight on earlier keys that are the same token as the query",
-    "induction": "the weight on keys right after an earlier copy of the query's token",
-    "alignment": "how often the heaviest key does not move back from one query to the next: 1 = monotonic",
+    "entropy": "in nats: 0 = one key, ln n = uniform over n keys",
+    "distance": "the mean distance between a query and its keys, in positions",
+    "heaviest": "the weight of the heaviest key",
+    "sink share": "the weight on the first key, plus the mass of a learned sink",
+    "previous token": "the weight on the key directly before the query",
+    "duplicate token": "the weight on earlier keys with the same token as the query",
+    "induction": "the weight on keys directly after an earlier copy of the query's token",
+    "alignment": "how often the heaviest key does not move backwards from one query to the next: 1 if monotonic",
 }
 # Scores that need the tokens of both axes.
 TOKEN_SCORES = ("duplicate token", "induction")

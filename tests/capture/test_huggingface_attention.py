@@ -1,4 +1,4 @@
-"""transformers' attention interface is seen as a whole, whoever else looks on, and attention beside it is seen too."""
+"""Calls of the attention interface of transformers are intercepted once, also under other torch function modes."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +14,7 @@ from foci.capture.torch_functions import AttentionMode
 
 transformers = pytest.importorskip("transformers")
 
+import foci.hf  # noqa: E402
 from foci.capture.huggingface.attention import attention_forward  # noqa: E402
 
 IDS = torch.arange(12).view(1, 12)

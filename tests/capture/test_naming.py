@@ -86,9 +86,9 @@ def test_pytorchs_own_transformer() -> None:
 
 def test_layer_names_of_foci_models() -> None:
     model = foci.nn.EncoderDecoder.from_name("tiny", vocabulary=9)
-    names = {id(module): name for name, module in model.named_modules()}
+    module_names = {id(module): name for name, module in model.named_modules()}
     names = LayerNames(modules(model))
-    assert {names.of(names[id(each)]).short: name for name, each in model.attentions().items()} == {
+    assert {names.of(module_names[id(each)]).short: name for name, each in model.attentions().items()} == {
         name: name for name in model.attentions()
     }
 
