@@ -1,6 +1,6 @@
-"""What the contract suite puts together: scores, masks, biases, sinks, dtypes and shapes, each under a name.
+"""The choices of the contract suite by name: scores, masks, biases, sinks, dtypes and shapes.
 
-A cell is one choice of each. `problem_of` makes the call that it stands for.
+A cell is one choice of each. `problem_of` builds its call.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
 """
@@ -62,12 +62,12 @@ SHAPES = {
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 
-# What a call is made of besides query, key and value: names and shapes of its tensors, and what is built of them.
+# A score or bias: names and shapes of its tensors, and the function that builds it from them.
 Parts = tuple[dict[str, tuple[int, ...]], Callable[[Tensors], Any]]
 
 
 def per_head(sizes: Sizes) -> int:
-    assert sizes.heads is not None, "cells without heads take nothing that is per head"
+    assert sizes.heads is not None, "cells without heads must not choose anything per head"
     return sizes.heads
 
 
@@ -95,14 +95,14 @@ def lengths_of(sizes: Sizes) -> Tensor:
 
 
 def some(shape: tuple[int, ...]) -> Tensor:
-    """Two of three entries, and a first row that sees nothing."""
+    """Two thirds of the entries; the first row is fully masked."""
     entries = torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.66
     entries[..., 0, :] = False
     return entries
 
 
 def packed(sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """The documents of queries and keys; the queries' last document has no keys."""
+    """Document ids of queries and keys; the last document of the queries has no keys."""
     keys = torch.arange(sizes.keys) * 3 // sizes.keys
     return (torch.arange(sizes.queries) * 4 // sizes.queries), keys
 
@@ -164,7 +164,7 @@ BIASES: dict[str, Callable[[Sizes], Parts]] = {
     ),
 }
 
-# Tensors that take no gradient, by the bias that they belong to.
+# Tensors without a gradient, by bias.
 FIXED = {"fixed": frozenset({"entries"}), "hiding": frozenset({"entries"})}
 
 CHOICES: dict[str, list[str]] = {
@@ -177,7 +177,7 @@ CHOICES: dict[str, list[str]] = {
     "lse": ["out", "lse"],
 }
 
-# What is per head has no place in a call without heads.
+# Choices that need heads.
 PER_HEAD = {
     "score": {"additive_headed", "general_headed", "cosine_headed"},
     "bias": {"alibi", "learned_alibi", "buckets", "causal_buckets", "relative_values"},
@@ -186,7 +186,7 @@ PER_HEAD = {
 
 
 def possible(one: tuple[str, str], other: tuple[str, str]) -> bool:
-    """Whether two choices can be made in one call at all."""
+    """Whether two choices can occur in one call."""
     choices = dict((one, other))
     shape = choices.pop("shape", None)
     if shape is None or SHAPES[shape].heads is not None:
@@ -199,7 +199,7 @@ def name_of(cell: Cell) -> str:
 
 
 def problem_of(cell: Cell) -> Problem:
-    """The call that a cell stands for."""
+    """Builds the call of a cell."""
     sizes = SHAPES[cell["shape"]]
     score_shapes, score = SCORES[cell["score"]](sizes)
     bias_shapes, bias = BIASES[cell["bias"]](sizes)
@@ -220,7 +220,7 @@ def problem_of(cell: Cell) -> Problem:
 
 
 def input_shapes(sizes: Sizes, key_width: int) -> dict[str, tuple[int, ...]]:
-    """Query, key and value as they lie in memory."""
+    """Shapes of query, key and value in memory, before `laid_out`."""
     shapes = {
         "query": (*sizes.lead(sizes.heads), sizes.queries, sizes.width),
         "key": (*sizes.lead(sizes.key_heads), sizes.keys, key_width),
@@ -234,7 +234,7 @@ def input_shapes(sizes: Sizes, key_width: int) -> dict[str, tuple[int, ...]]:
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The view that the call is given: (..., H, T, D), with strides of its own."""
+    """The view that is passed to the call: (..., H, T, D), with the strides of the layout."""
     if layout == "transposed":
         return tensor.transpose(1, 2)
     return tensor[..., ::2] if layout == "every_other" else tensor

@@ -1,4 +1,4 @@
-"""Memory that is handed out holds NaN, so that an answer that nobody wrote shows."""
+"""New memory is filled with NaN, so that results that a backend does not write are noticed."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-# A compiler keeps what it finds in torch when it is first imported, and that must not be what is put there below.
+# Imported first: Dynamo keeps references to functions of torch, which must not be the patched ones below.
 import torch._dynamo
 from torch import Tensor
 
 
 @pytest.fixture(autouse=True)
 def poisoned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On a CPU PyTorch fills memory itself; its switch also changes which CUDA kernels run, so there only ours is."""
+    """Fills new memory with NaN; on a CPU by PyTorch's own switch, which on CUDA would change the kernels."""
     for holder, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")):
         monkeypatch.setattr(holder, name, filling(getattr(holder, name)))
     if "cuda" in request.node.name:
@@ -26,7 +26,7 @@ def poisoned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(autouse=True)
 def not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU our kernels are held to the reference in tests/kernels, one by one: the interpreter is slow."""
+    """tests/kernels checks our kernels in the interpreter, which is too slow for this suite."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 

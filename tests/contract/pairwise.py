@@ -1,4 +1,4 @@
-"""Few rows that hold every allowed pair of values: most mistakes need two choices to meet, hardly any needs five."""
+"""Pairwise testing: few rows that cover every allowed pair of values, as most bugs depend on one or two choices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Compatible = Callable[[Place, Place], bool]
 
 
 def pairwise(choices: Choices, compatible: Compatible) -> list[Row]:
-    """Rows with one value per name; every pair of values that may meet meets in a row. The same rows every time."""
+    """Rows with one value per name that cover every compatible pair of values; deterministic."""
     missing = dict.fromkeys(pair for pair in pairs(choices) if compatible(*pair))
     rows = []
     while missing:
         pair = next(iter(missing))
         row = completed(dict(pair), choices, compatible, missing)
         if row is None:
-            # Nothing that goes with both goes together.
+            # No complete row is compatible with both values.
             del missing[pair]
             continue
         for covered in pairs_of(row, choices):
@@ -30,7 +30,7 @@ def pairwise(choices: Choices, compatible: Compatible) -> list[Row]:
 
 
 def completed(row: Row, choices: Choices, compatible: Compatible, missing: dict[Pair, None]) -> Row | None:
-    """The row with a value for every name, each the one that covers the most missing pairs; None where none fits."""
+    """Completes the row by the values that cover the most missing pairs; None where no value is compatible."""
     name = next((name for name in choices if name not in row), None)
     if name is None:
         return row

@@ -1,6 +1,6 @@
-"""served.csv: what a backend refuses. It must serve everything else, so a line too many fails like a line too few.
+"""served.csv: what each backend refuses. It must support everything else, so that missing and superfluous lines fail.
 
-A line names values of at most two choices, separated by spaces; an empty field stands for all of them.
+A line names values of at most two choices, separated by spaces; an empty field means all values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Line = dict[str, frozenset[str]]
 
 @cache
 def refused_lines(device: str, backend: str) -> list[Line]:
-    """The lines of a backend: the values that each of them names, by choice."""
+    """The lines of a backend: the named values by choice."""
     with (Path(__file__).parent / "served.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if (row["device"], row["backend"]) == (device, backend)]
     return [{name: frozenset(row[name].split()) for name in NAMED if row[name]} for row in rows]
@@ -34,13 +34,13 @@ def matches(line: Line, cell: Cell) -> bool:
 
 @cache
 def all_cells() -> tuple[Cell, ...]:
-    """Every pair of choices that can be made in one call."""
+    """Cells that cover every pair of choices that can occur in one call."""
     return tuple(pairwise(CHOICES, possible))
 
 
 @cache
-def served_cells(device: str, backend: str) -> tuple[Row, ...]:
-    """Every pair of choices that the backend must serve."""
+def supported_cells(device: str, backend: str) -> tuple[Row, ...]:
+    """Cells that cover every pair of choices that the backend must support."""
     lines = refused_lines(device, backend)
 
     def compatible(one: Place, other: Place) -> bool:

@@ -19,7 +19,7 @@ from foci.backends import BACKEND_NAMES, BACKENDS, blocked, strips
 from tests.checker import Problem, Tensors, answers, check, eager_errors, taken_off, truth
 from tests.contract.cells import CHOICES, SHAPES, Cell, name_of, possible, problem_of
 from tests.contract.pairwise import pairs_of
-from tests.contract.table import NAMED, all_cells, matches, must_refuse, refused_lines, served_cells
+from tests.contract.table import NAMED, all_cells, matches, must_refuse, refused_lines, supported_cells
 
 MODULES = dict(zip(BACKEND_NAMES, BACKENDS, strict=True))
 FREE = ("dtype", "sink", "lse")
@@ -28,7 +28,7 @@ EMPTY_ROWS = ("causal", "padding", "left_padding", "documents", "entries", "outs
 
 @cache
 def expected(name: str, device: str = "cpu") -> tuple[Tensors, Tensors]:
-    """The truth of a cell, and how far eager code on the device is from it."""
+    """The exact results of a cell, and the errors of eager code on the device."""
     cell = dict(zip(CHOICES, name.split("-"), strict=True))
     problem = problem_of(cell)
     true = truth(problem, lse=cell["lse"] == "lse")
@@ -36,7 +36,7 @@ def expected(name: str, device: str = "cpu") -> tuple[Tensors, Tensors]:
 
 
 def run_and_check(cell: Cell, backend: str, device: str = "cpu", cancels: bool = False) -> None:
-    """Cancels: some of what the cell has may leave nothing of a gradient but rounding."""
+    """Runs a cell on a backend and checks it; `cancels`: gradients may cancel to rounding errors."""
     problem = problem_of(cell)
     module = MODULES[backend]
     with mock.patch.object(module, "run", wraps=module.run) as run:
@@ -55,7 +55,7 @@ def cells_of(*names: str) -> list[object]:
     return [
         pytest.param(backend, cell, id=f"{backend}-{name_of(cell)}")
         for backend in names
-        for cell in served_cells("cpu", backend)
+        for cell in supported_cells("cpu", backend)
     ]
 
 
@@ -67,35 +67,35 @@ def test_a_backend_equals_the_reference(backend: str, cell: Cell) -> None:
 
 @pytest.mark.parametrize("cell", all_cells(), ids=name_of)
 def test_the_default_choice_equals_the_reference(cell: Cell) -> None:
-    """The call as everybody makes it, without a backend's name; the shortest way for plain calls is taken here only."""
+    """Calls without backend=; only these take the shortcut for plain calls."""
     found = answers(problem_of(cell), None, lse=cell["lse"] == "lse")
     check(found, *expected(name_of(cell)), problem_of(cell).dtype)
 
 
 @pytest.mark.parametrize(("backend", "cell"), cells_of("blocked"))
-def test_strips_of_a_few_entries_equal_the_reference(backend: str, cell: Cell) -> None:
+def test_small_strips_equal_the_reference(backend: str, cell: Cell) -> None:
     with mock.patch.object(strips, "MAX_CPU_STRIP_ENTRIES", 48 // torch.get_num_threads()):
         run_and_check(cell, backend)
 
 
-def test_strips_of_a_few_entries_are_many() -> None:
+def test_small_strips_give_many_strips() -> None:
     q = torch.zeros(2, 4, 13, 8)
     with (
         mock.patch.object(strips, "MAX_CPU_STRIP_ENTRIES", 48 // torch.get_num_threads()),
-        mock.patch.object(blocked, "attend", wraps=blocked.attend_strip) as attend,
+        mock.patch.object(blocked, "attend_strip", wraps=blocked.attend_strip) as attend,
     ):
         foci.attention(q, q, q, mask=foci.window(3), backend="blocked")
     assert attend.call_count > 16
 
 
 @pytest.mark.parametrize("cell", all_cells(), ids=name_of)
-def test_the_table_says_who_serves_what(cell: Cell) -> None:
+def test_the_table_lists_every_refusal(cell: Cell) -> None:
     problem = problem_of(cell)
     plan = plan_of(problem, cell)
     assert set(plan.refusals) == {name for name in BACKEND_NAMES if must_refuse("cpu", name, cell)}
     assert all(reason for reasons in plan.refusals.values() for reason in reasons)
-    serving = [name for name in BACKEND_NAMES if name not in plan.refusals and name != "reference"]
-    assert plan.chosen == serving[0]
+    supporting = [name for name in BACKEND_NAMES if name not in plan.refusals and name != "reference"]
+    assert plan.chosen == supporting[0]
     for name, reasons in plan.refusals.items():
         with pytest.raises(ValueError, match=f"backend '{name}' refuses this call") as caught:
             answers(problem, name)
@@ -103,7 +103,7 @@ def test_the_table_says_who_serves_what(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
-def test_every_line_of_the_table_decides_something(backend: str) -> None:
+def test_every_line_of_the_table_is_needed(backend: str) -> None:
     lines = refused_lines("cpu", backend)
     cells = [dict(zip(NAMED, values, strict=True)) for values in product(*(CHOICES[name] for name in NAMED))]
     deciding = [[matches(line, cell) for line in lines] for cell in cells]
@@ -113,16 +113,16 @@ def test_every_line_of_the_table_decides_something(backend: str) -> None:
         assert any(row[index] and sum(row) == 1 for row in deciding), f"line {index} of {backend} is not needed"
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKEND_NAMES if served_cells("cpu", name)])
-def test_the_default_run_holds_every_pair(backend: str) -> None:
-    met = {pair for cell in served_cells("cpu", backend) for pair in pairs_of(cell, CHOICES)}
+@pytest.mark.parametrize("backend", [name for name in BACKEND_NAMES if supported_cells("cpu", name)])
+def test_the_default_run_covers_every_pair(backend: str) -> None:
+    met = {pair for cell in supported_cells("cpu", backend) for pair in pairs_of(cell, CHOICES)}
     for shape, mask in product(CHOICES["shape"], CHOICES["mask"]):
         cell = dict.fromkeys(CHOICES, "none") | {"shape": shape, "mask": mask, "score": "dot"}
         assert ((("shape", shape), ("mask", mask)) in met) != must_refuse("cpu", backend, cell)
 
 
 def empty_row_cells() -> list[object]:
-    """Calls with rows that see nothing, for every backend that serves them."""
+    """Calls with fully masked rows, for every backend that supports them."""
     plain = dict.fromkeys(CHOICES, "none") | {"dtype": "f32", "lse": "lse"}
     choices = product(["dot", "additive"], ["more_queries", "square"], EMPTY_ROWS)
     cells = [plain | {"score": score, "shape": shape, "mask": mask} for score, shape, mask in choices]
@@ -134,7 +134,7 @@ def empty_row_cells() -> list[object]:
 
 
 @pytest.mark.parametrize(("backend", "cell"), empty_row_cells())
-def test_a_row_that_sees_nothing_gives_zeros(backend: str, cell: Cell) -> None:
+def test_fully_masked_rows_give_zeros(backend: str, cell: Cell) -> None:
     found = answers(problem_of(cell), backend)
     empty = truth(problem_of(cell))["lse"].isneginf()
     assert bool(empty.any())
@@ -152,7 +152,7 @@ def test_on_a_gpu_a_backend_equals_the_reference_or_refuses(device: str, backend
     problem = problem_of(cell)
     reasons = plan_of(problem, cell, device).refusals.get(backend)
     if reasons is None:
-        # The backward of FlexAttention is PyTorch's: where a gradient cancels it rounds a little more.
+        # PyTorch's backward of FlexAttention rounds a little more where a gradient cancels.
         run_and_check(cell, backend, device, cancels=backend == "flex")
         return
     assert all(reasons)
@@ -165,17 +165,17 @@ def test_on_a_gpu_a_backend_equals_the_reference_or_refuses(device: str, backend
 @pytest.mark.parametrize("shape", CHOICES["shape"])
 def test_kernels_equal_the_reference_in_the_interpreter(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    # The interpreter has no products of bfloat16, and warns where an unused lane overflows.
+    # The interpreter has no bfloat16 products, and warns where an unused lane overflows.
     cells = [cell for cell in all_cells() if cell["shape"] == shape and cell["dtype"] in {"f16", "f32"}]
-    served = [cell for cell in cells if "triton" not in plan_of(problem_of(cell), cell).refusals]
-    if not served:
+    supported = [cell for cell in cells if "triton" not in plan_of(problem_of(cell), cell).refusals]
+    if not supported:
         pytest.skip(f"no cell of the shape {shape} is for these kernels")
-    for cell in served:
+    for cell in supported:
         run_and_check(cell, "triton")
 
 
 def every_cell(shape: str, mask: str) -> list[Cell]:
-    """Every bias and score; dtype, sink and log-sum-exp take turns, so that all of their combinations occur."""
+    """Every bias and score; dtype, sink and log-sum-exp alternate, so that all of their combinations occur."""
     turns = cycle(product(*(CHOICES[name] for name in FREE)))
     combinations = list(product(CHOICES["bias"], CHOICES["score"]))
     cells = []
@@ -200,11 +200,11 @@ def test_every_combination_equals_the_reference_or_is_refused(shape: str, mask: 
                 run_and_check(cell, backend, cancels=True)
 
 
-def test_the_choices_of_the_table_are_those_of_the_cells() -> None:
+def test_the_table_and_the_cells_have_the_same_choices() -> None:
     assert set(NAMED) | set(FREE) == set(CHOICES)
 
 
-def test_memory_that_nobody_wrote_shows() -> None:
+def test_new_memory_is_filled_with_nan() -> None:
     assert bool(torch.empty(3).isnan().all())
     assert bool(torch.zeros(3).new_empty(2).isnan().all())
     assert bool(torch.empty_like(torch.zeros(2)).isnan().all())

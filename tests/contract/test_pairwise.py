@@ -1,4 +1,4 @@
-"""The generator of pairs: complete, legal, short, and the same every time."""
+"""The pairwise generator: complete, compatible, short and deterministic."""
 
 import pytest
 

@@ -82,8 +82,8 @@ def check_top(values: Tensor, keys: Tensor, true: Tensor, k: int, dtype: torch.d
 
 
 REFUSED = {
-    "mask_function": "union of two",
-    "positions, empty rows": "union of two",
+    "mask_function": "not a union of at most two key ranges",
+    "positions, empty rows": "not a union of at most two key ranges",
     "relative": "the bias Relative",
     "relative, one table": "the bias Relative",
     "grouped heads, empty rows": "the bias Relative",

@@ -47,9 +47,9 @@ def test_strips_and_pieces_give_the_whole_picture(
         for piece in cuts(keys, seed + 1):
             first_row, pooled_rows = picture.pool_rows(w[:, strip, piece], strip.start, rows, queries, reduce)
             first, pooled = picture.pool_columns(pooled_rows, piece.start, columns, keys, reduce)
-            picture.add(picture, pooled, first_row, first, reduce)
+            picture.add_to_picture(pooled_matrix, pooled, first_row, first, reduce)
     if reduce == "mean":
-        pooled_matrix /= picture.areas(rows, columns, queries, keys, CPU)
+        pooled_matrix /= picture.block_areas(rows, columns, queries, keys, CPU)
     torch.testing.assert_close(pooled_matrix, matrices.picture(w, rows, columns, reduce), atol=1e-12, rtol=1e-12)
 
 

@@ -183,7 +183,7 @@ def tensor_descriptors(k: Tensor, width: int, config: TileConfig) -> dict[str, D
 def plan_outputs(
     q: Tensor, keys: int, request: Request, cells: PictureCells | None, partials: dict[str, Any]
 ) -> list[OutputSpec]:
-    """The outputs of the pass over the tiles; joined ones are written by the last launch."""
+    """The outputs of the pass over the tiles; merged ones are written by the last launch."""
     lead, queries, outputs = (q.shape[0], q.shape[1]), q.shape[2], []
     if request.entropy:
         outputs.append(OutputSpec("entropy", (*lead, queries)))
