@@ -48,7 +48,7 @@ INPUT_FIELDS = (
     "by_distance",
 )
 OUTPUT_FIELDS = ("entropy", "distance", "received", "picture", "largest", "top_values", "top_keys")
-SIZE_FIELDS = (
+STATISTICS_SIZE_FIELDS = (
     *("pairs", "heads", "group", "query_count", "key_count"),
     *("padded", "width", "parts", "top", "picture_rows", "picture_columns", "distances"),
 )
@@ -72,7 +72,7 @@ class StatisticsStruct(ctypes.Structure):
     _fields_ = (
         ("masks", MaskStruct),
         *((name, ctypes.c_void_p) for name in (*INPUT_FIELDS, *OUTPUT_FIELDS)),
-        *((name, ctypes.c_int64) for name in (*SIZE_FIELDS, *POSITION_STRIDE_FIELDS)),
+        *((name, ctypes.c_int64) for name in (*STATISTICS_SIZE_FIELDS, *POSITION_STRIDE_FIELDS)),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
         ("next", ctypes.c_int64),
@@ -166,25 +166,23 @@ def choose_threads_and_parts(call: Call, request: Request) -> tuple[int, int]:
     """Number of threads, and of parts of each pair's rows: a few per thread, because causal parts differ in work."""
     pairs, queries = call.q.shape[:2].numel(), call.q.shape[2]
     threads = min(torch.get_num_threads(), max(pairs * queries * call.k.shape[2] // ENTRIES_PER_THREAD, 1))
-    most = (
-        -(-queries // ROWS_PER_PART)
-        if request.picture is None
-        else min(-(-queries // ROWS_PER_PART), request.picture[0])
-    )
-    return threads, 1 if threads == 1 else min(-(-4 * threads // pairs), most)
+    max_parts = -(-queries // ROWS_PER_PART)
+    if request.picture is not None:
+        max_parts = min(max_parts, request.picture[0])
+    return threads, 1 if threads == 1 else min(-(-4 * threads // pairs), max_parts)
 
 
 def build_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, Tensor]:
     """The tensors from which the kernel computes the entries of the matrix."""
-    where = call.full_tile()
+    tile = call.full_tile()
     # Relative to the first key: far from 0, float32 cannot represent neighboring positions.
-    origin = where.key_position.amin()
+    origin = tile.key_position.amin()
     inputs = {
         "queries": call.q.contiguous(),
         "keys": pack_keys(call.k, panel),
         "shift": (finite_lse(lse) * LOG2_E).float().contiguous(),
-        "query_places": (where.query_position - origin).float().flatten(1).contiguous(),
-        "key_places": pad((where.key_position - origin).float().flatten(1), (0, -call.k.shape[2] % chunk)),
+        "query_places": (tile.query_position - origin).float().flatten(1).contiguous(),
+        "key_places": pad((tile.key_position - origin).float().flatten(1), (0, -call.k.shape[2] % chunk)),
     }
     if isinstance(call.bias, ALiBi):
         assert call.bias.slopes is not None
@@ -219,14 +217,14 @@ def base2_scales(score: Dot, width: int) -> tuple[float, float]:
 
 def build_mask_tensors(call: Call) -> dict[str, Tensor]:
     masks = mask_inputs.build_kernel_masks(call)
-    runs = Causal().key_ranges(call.sizes, False).to_tensor(call.q.device) if masks.causal else masks.key_ranges
-    inputs = {} if runs is None else {"runs": runs.contiguous()}
+    ranges = Causal().key_ranges(call.sizes, False).to_tensor(call.q.device) if masks.causal else masks.key_ranges
+    tensors = {} if ranges is None else {"runs": ranges.contiguous()}
     if masks.query_ids is not None and masks.key_ids is not None:
-        inputs |= {"query_ids": masks.query_ids.long().contiguous(), "key_ids": masks.key_ids.long().contiguous()}
+        tensors |= {"query_ids": masks.query_ids.long().contiguous(), "key_ids": masks.key_ids.long().contiguous()}
     if masks.dense is not None:
-        along = masks.dense.shape[-1] > 1 and masks.dense.stride(-1) != 1
-        inputs["seen"] = masks.dense.contiguous() if along else masks.dense
-    return inputs
+        is_strided = masks.dense.shape[-1] > 1 and masks.dense.stride(-1) != 1
+        tensors["seen"] = masks.dense.contiguous() if is_strided else masks.dense
+    return tensors
 
 
 def allocate_outputs(call: Call, request: Request, parts: int) -> dict[str, Tensor]:
@@ -273,18 +271,18 @@ def struct_sizes(call: Call, request: Request, parts: int, inputs: dict[str, Ten
     }
 
 
-def fill_mask_struct(call: Call, inputs: dict[str, Tensor]) -> MaskStruct:
-    outputs = data_pointers(inputs) | {"query_count": call.q.shape[2], "key_count": call.k.shape[2]}
-    if "runs" in inputs:
-        outputs["run_count"] = inputs["runs"].shape[1]
-    outputs |= {
-        f"{name}_step": sequence_stride(inputs[f"{name}s"])
+def fill_mask_struct(call: Call, tensors: dict[str, Tensor]) -> MaskStruct:
+    fields = data_pointers(tensors) | {"query_count": call.q.shape[2], "key_count": call.k.shape[2]}
+    if "runs" in tensors:
+        fields["run_count"] = tensors["runs"].shape[1]
+    fields |= {
+        f"{name}_step": sequence_stride(tensors[f"{name}s"])
         for name in ("run", "query_id", "key_id")
-        if f"{name}s" in inputs
+        if f"{name}s" in tensors
     }
-    if "seen" in inputs:
-        outputs |= dict(zip(DENSE_STRIDE_FIELDS, broadcast_strides(inputs["seen"]), strict=True))
-    return MaskStruct(**outputs)
+    if "seen" in tensors:
+        fields |= dict(zip(DENSE_STRIDE_FIELDS, broadcast_strides(tensors["seen"]), strict=True))
+    return MaskStruct(**fields)
 
 
 def sequence_stride(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from foci.backends.flex.block_masks import (
     BlockTables,
     build_block_lists,
     build_tables,
-    count_blocks,
+    count_mask_blocks,
     list_blocks,
 )
 from foci.masks.base import Mask
@@ -36,10 +36,10 @@ def true_tables(call: Call) -> BlockTables:
     assert call.mask is not None
     queries, keys = call.q.shape[2], call.k.shape[2]
     visible = call.mask.visible(call.full_tile()).broadcast_to(call.q.shape[0], HEADS, queries, keys)
-    some = torch.zeros(*visible.shape[:2], count_blocks(queries), count_blocks(keys), dtype=torch.bool)
+    some = torch.zeros(*visible.shape[:2], count_mask_blocks(queries), count_mask_blocks(keys), dtype=torch.bool)
     every = some.clone()
-    for i in range(count_blocks(queries)):
-        for j in range(count_blocks(keys)):
+    for i in range(count_mask_blocks(queries)):
+        for j in range(count_mask_blocks(keys)):
             block = visible[:, :, i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE, j * BLOCK_SIZE : (j + 1) * BLOCK_SIZE].flatten(
                 2
             )
@@ -108,7 +108,7 @@ def test_entries_are_evaluated_a_few_rows_at_a_time() -> None:
         mock.patch.object(block_masks, "tables_of_rows", wraps=block_masks.tables_of_rows) as strips,
     ):
         parts = build_tables(call.mask, call)
-    assert strips.call_count == count_blocks(513)
+    assert strips.call_count == count_mask_blocks(513)
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
 
 

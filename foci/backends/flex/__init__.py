@@ -216,7 +216,7 @@ def get_block_lists(call: Call) -> tuple[Mask | None, BlockLists | None]:
         return call.mask, build_block_lists(call)
     # A captured CUDA graph is replayed with other lengths or ids in the same tensors.
     captured = is_capturing_cuda_graph(call.q)
-    mask_key = None if captured and not call.mask.is_static else mask_cache_key(call.mask)
+    mask_key = None if captured and not call.mask.is_static else block_lists_key(call.mask)
     if mask_key is None or call.positions is not None or call.batch_ids is not None:
         return numbers_to_tensors(call.mask, call.q.device), build_block_lists(call)
     key = (mask_key, call.q.shape[2], call.k.shape[2], call.q.device, call.needs_grad)
@@ -234,7 +234,7 @@ def get_block_lists(call: Call) -> tuple[Mask | None, BlockLists | None]:
     return cached
 
 
-def mask_cache_key(mask: Mask) -> Hashable | None:
+def block_lists_key(mask: Mask) -> Hashable | None:
     """Key by which equal masks share block lists: types, numbers, and memory and version of the tensors.
 
     A cached mask holds its tensors, so that their memory is not reused. None where equal keys could mean different
@@ -247,7 +247,7 @@ def mask_cache_key(mask: Mask) -> Hashable | None:
     for part in (getattr(mask, name) for name in names):
         known: Hashable | None = (part,)
         if isinstance(part, Mask | Tensor):
-            known = mask_cache_key(part) if isinstance(part, Mask) else tensor_cache_key(part)
+            known = block_lists_key(part) if isinstance(part, Mask) else tensor_cache_key(part)
         if known is None:
             return None
         parts.append(known)

@@ -55,7 +55,7 @@ def build_block_lists(call: Call) -> BlockLists:
     assert call.mask is not None
     queries, keys = call.q.shape[2], call.k.shape[2]
     some, every = build_tables(call.mask, call)
-    rows, columns = (torch.arange(count_blocks(length), device=call.q.device) for length in (queries, keys))
+    rows, columns = (torch.arange(count_mask_blocks(length), device=call.q.device) for length in (queries, keys))
     # A block that extends over the edge is never full, so that the mask is evaluated there.
     full = every & (rows < queries // BLOCK_SIZE).unsqueeze(-1) & (columns < keys // BLOCK_SIZE)
     partial, full = torch.broadcast_tensors(some & ~full, full)
@@ -63,7 +63,7 @@ def build_block_lists(call: Call) -> BlockLists:
     return BlockLists(list_blocks(partial), list_blocks(full), transposed)
 
 
-def count_blocks(length: int) -> int:
+def count_mask_blocks(length: int) -> int:
     return -(-length // BLOCK_SIZE)
 
 
@@ -103,7 +103,7 @@ def tables_from_ranges(ranges: KeyRanges, call: Call) -> BlockTables:
     low, high = (split_into_blocks(ends) for ends in torch.broadcast_tensors(*ranges.ranges[0]))  # (Bm, nq, 128)
     seen = low < high
     start, stop = torch.where(seen, low, keys).amin(-1), torch.where(seen, high, 0).amax(-1)
-    first = torch.arange(count_blocks(keys), device=device) * BLOCK_SIZE
+    first = torch.arange(count_mask_blocks(keys), device=device) * BLOCK_SIZE
     last = (first + BLOCK_SIZE).clamp(max=keys)
     some = (start.unsqueeze(-1) < last) & (stop.unsqueeze(-1) > first)
     every = (low.amax(-1, keepdim=True) <= first) & (high.amin(-1, keepdim=True) >= last)
@@ -126,7 +126,7 @@ def select_sequences(ids: Tensor, call: Call) -> Tensor:
 def split_into_blocks(values: Tensor) -> Tensor:
     """(Bm, T) -> (Bm, n, 128); the last value fills the last block, which changes no minimum and no maximum."""
     length = values.shape[-1]
-    index = torch.arange(count_blocks(length) * BLOCK_SIZE, device=values.device).clamp(max=length - 1)
+    index = torch.arange(count_mask_blocks(length) * BLOCK_SIZE, device=values.device).clamp(max=length - 1)
     return values[:, index].view(values.shape[0], -1, BLOCK_SIZE)
 
 
@@ -145,7 +145,7 @@ def tables_of_rows(mask: Mask, call: Call, rows: slice) -> BlockTables:
     keys, height = call.k.shape[2], rows.stop - rows.start
     visible = mask.visible(call.tile(rows, slice(0, keys)))
     visible = visible.broadcast_to(torch.broadcast_shapes(visible.shape, (1, 1, height, keys)))
-    shape = (*visible.shape[:2], count_blocks(height), BLOCK_SIZE, count_blocks(keys), BLOCK_SIZE)
+    shape = (*visible.shape[:2], count_mask_blocks(height), BLOCK_SIZE, count_mask_blocks(keys), BLOCK_SIZE)
     edges = (0, -keys % BLOCK_SIZE, 0, -height % BLOCK_SIZE)
     some = F.pad(visible, edges, value=False).view(shape).any(dim=5).any(dim=3)
     every = F.pad(visible, edges, value=True).view(shape).all(dim=5).all(dim=3)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.backends.sdpa.padding import append_lse_column, needs_backward, pad_width
+from foci.backends.sdpa.padding import append_lse_column, needs_backward, pad_to_width
 
 cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -26,13 +26,13 @@ def run(call: Call, scale: float, kind: str, mask: Tensor | None) -> tuple[Tenso
         out = F.scaled_dot_product_attention(q, k, v, is_causal=kind == "equal", scale=scale, enable_gqa=grouped)
         return out, None
     width = max(q.shape[-1], v.shape[-1])
-    q, k, v = (pad_width(t, width) for t in (q, k, v))
+    q, k, v = (pad_to_width(t, width) for t in (q, k, v))
     compute = CpuFlashAttention.apply if needs_backward(q, k, v) else flash_forward
-    out, lse = compute(q, k, v, mask, split_keys(kind, q, k), scale)
+    out, lse = compute(q, k, v, mask, split_causal_keys(kind, q, k), scale)
     return out if width == call.v.shape[-1] else out[..., : call.v.shape[-1]], lse
 
 
-def split_keys(kind: str, q: Tensor, k: Tensor) -> tuple[KeySlice, ...]:
+def split_causal_keys(kind: str, q: Tensor, k: Tensor) -> tuple[KeySlice, ...]:
     """Splits the keys into slices on which the kernel's causal flag is right."""
     keys = k.shape[2]
     if kind != "last":

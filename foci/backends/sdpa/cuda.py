@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from foci.arguments import HALF_DTYPES, Call
-from foci.backends.sdpa.padding import append_lse_column, needs_backward, pad_width
+from foci.backends.sdpa.padding import append_lse_column, needs_backward, pad_to_width
 from foci.runtime.device import has_cudnn, is_hopper_or_later
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def run(call: Call, scale: float, causal: str, mask: Tensor | None) -> tuple[Ten
     name = choose_kernel(call, causal, mask is not None)
     assert name is not None
     width = -(-max(call.q.shape[-1], call.v.shape[-1]) // 8) * 8
-    q, k, v = (pad_width(t, width) for t in (call.q, call.k, call.v))
+    q, k, v = (pad_to_width(t, width) for t in (call.q, call.k, call.v))
     if name == "efficient":
         k, v = (repeat_key_heads(t, call.group) for t in (k, v))
         mask = None if mask is None else expand_mask(mask, call)

@@ -11,7 +11,7 @@ def needs_backward(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def pad_width(x: Tensor, width: int) -> Tensor:
+def pad_to_width(x: Tensor, width: int) -> Tensor:
     """Pads the last dimension with zeros, which add nothing to a dot product, and makes rows contiguous."""
     x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
     return x if x.stride(-1) == 1 else x.contiguous()
