@@ -11,7 +11,7 @@ import torch
 
 from foci.nn.model import Model
 from foci.record.record import Record
-from foci.tasks.model_file import load
+from foci.tasks.model_file import load_trained_model
 from foci.tasks.task import Task
 
 # One folder per model, next to this file.
@@ -39,7 +39,7 @@ class Pretrained:
         """Answers one input, a text or the path of an image or audio file, or a list of them as one batch."""
         several = inputs if isinstance(inputs, list | tuple) else [inputs]
         with torch.no_grad():
-            answers = self.task.write(self.model, [self._parse(each) for each in several])
+            answers = self.task.answer(self.model, [self._parse(each) for each in several])
         return answers if several is inputs else answers[0]
 
     def show(self, text: str | os.PathLike[str]) -> Record:
@@ -53,7 +53,7 @@ class Pretrained:
             raise TypeError(
                 f"the input must be a text, the path of an image or audio file, or a list of these, got a {kind}"
             )
-        return self.task.given(os.fspath(text))
+        return self.task.parse_input(os.fspath(text))
 
 
 def list_pretrained() -> list[str]:
@@ -70,5 +70,5 @@ def pretrained(name: str) -> Pretrained:
     if name not in list_pretrained():
         names = ", ".join(list_pretrained()) or "none"
         raise ValueError(f"name must be one of the models that ship ({names}), got {name!r}")
-    found = load(MODELS_DIRECTORY / name)
+    found = load_trained_model(MODELS_DIRECTORY / name)
     return Pretrained(found.task, found.model, found.about)

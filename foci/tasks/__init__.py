@@ -1,4 +1,20 @@
-"""What attention is used for: each task is one file with the same few methods (`foci.tasks.task.Task`)."""
+"""Tasks that attention models are trained for, each one file with the methods of `Task`.
+
+task: the `Task` interface: read data, make batches, loss, decode, score, record attention
+parallel_text: pairs of sentences, read from tables or parallel files, and checked
+translation: sentence to sentence, by a Transformer or an RNN with attention
+generation: language modelling and text continuation
+summarization: document to summary, with copying
+minimum_bayes_risk: picks the answer that agrees most with the other candidates
+sentiment: text classification
+vision: image classification
+class_prediction: the answer of a classifier, and accuracy
+speech_features: recordings to features, with augmentation
+speech: speech recognition by CTC and an attention decoder
+rdrop: the R-Drop loss of two passes with different dropout
+task_record: the weights of a model as a labelled Record
+model_file: a trained model with its task in safetensors files
+"""
 
 from __future__ import annotations
 
@@ -7,9 +23,9 @@ from typing import Any
 
 from foci.tasks.task import Problem, Task
 
-__all__ = ["TASKS", "Problem", "Task", "find"]
+__all__ = ["TASKS", "Problem", "Task", "find_task"]
 
-# Where each task is; a task is imported when it is named, because each needs other packages.
+# module:class of each task; imported on first use, because each needs other packages.
 TASKS = {
     "translation": "foci.tasks.translation:Translation",
     "generation": "foci.tasks.generation:Generation",
@@ -21,14 +37,14 @@ TASKS = {
 
 
 def find_task(name: str) -> type[Task[Any, Any]]:
-    """The task with this name.
+    """Returns the class of a task by name.
 
     >>> import foci.tasks
     >>> foci.tasks.find_task("translation").metric
     'bleu'
     """
     if name not in TASKS:
-        raise ValueError(f"expected one of the tasks {', '.join(TASKS)}, but got {name!r}")
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
     module, kind = TASKS[name].split(":")
-    found: type[Task[Any, Any]] = getattr(import_module(module), kind)
-    return found
+    task: type[Task[Any, Any]] = getattr(import_module(module), kind)
+    return task

@@ -1,4 +1,4 @@
-"""Guess: what a task that sorts things into classes answers, and how often such answers are right."""
+"""The answer of a classification task, and its accuracy."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Guess:
-    """The likeliest class, and how likely it is."""
+class ClassPrediction:
+    """The most likely class and its probability."""
 
     label: str
-    share: float
+    probability: float
 
     def __str__(self) -> str:
-        return f"{self.label} ({self.share:.0%})"
+        return f"{self.label} ({self.probability:.0%})"
 
 
-class Labelled(Protocol):
-    """An example whose class may be known."""
+class HasLabel(Protocol):
+    """An example with a label, which may be unknown."""
 
     @property
     def label(self) -> str | None:
-        """The name of the class."""
+        """The name of the class, or None."""
 
 
-def accuracy(guesses: Sequence[Guess], examples: Sequence[Labelled]) -> dict[str, float | str]:
-    """The share of right guesses, in percent.
+def accuracy(predictions: Sequence[ClassPrediction], examples: Sequence[HasLabel]) -> dict[str, float | str]:
+    """Computes the percentage of correct predictions.
 
-    >>> accuracy([Guess("good", 0.9), Guess("bad", 0.6)], [Guess("good", 1.0), Guess("good", 1.0)])
+    >>> good, bad = ClassPrediction("good", 0.9), ClassPrediction("bad", 0.6)
+    >>> accuracy([good, bad], [good, good])
     {'accuracy': 50.0}
     """
-    right = [guess.label == each.label for guess, each in zip(guesses, examples, strict=True)]
-    return {"accuracy": 100.0 * sum(right) / max(len(right), 1)}
+    correct = [prediction.label == each.label for prediction, each in zip(predictions, examples, strict=True)]
+    return {"accuracy": 100.0 * sum(correct) / max(len(correct), 1)}

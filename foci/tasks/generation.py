@@ -1,6 +1,6 @@
-"""Generation: a language model, which says how likely every next token is and writes on.
+"""Text generation: a language model that scores texts and continues them.
 
-B windows, T tokens.
+B windows, T tokens, N tokens of all passages.
 """
 
 from __future__ import annotations
@@ -15,80 +15,88 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Sampling, generate
-from foci.inputs.padding import padded
-from foci.inputs.tables import good_rows, kind, only, rows, text_of
-from foci.inputs.text import PAD, START, Tokenizer, TokenizerKind, from_json, learned, to_json
+from foci.inputs.padding import pad_sequences
+from foci.inputs.tables import data_suffix, read_table_rows, read_text_file, read_valid_rows, require_one_path
+from foci.inputs.text import (
+    PAD,
+    START,
+    Tokenizer,
+    TokenizerKind,
+    tokenizer_from_json,
+    tokenizer_to_json,
+    train_tokenizer,
+)
 from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.nn.transformer import Decoder
 from foci.record.record import Record
-from foci.tasks.task import Done, Problem, Task, unheard
-from foci.tasks.task_record import record_of
+from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
+from foci.tasks.task_record import build_task_record
 
-NOT_COUNTED = -100
-# How many tokens are looked at in one call while a text is measured.
-MEASURED = 16384
+IGNORED_TARGET = -100
+# Tokens per forward call while a text is scored.
+SCORING_TOKENS = 16384
 
 
 @dataclass(frozen=True)
 class GenerationSettings(Config):
-    """What a language model is made of: [task] in a run's TOML."""
+    """Settings of the language model: the [task] section of a run's TOML."""
 
     section = "task"
 
-    size: Literal["tiny", "small", "base"] = "small"  # of the model; what follows changes single numbers of it
-    width: int | None = None  # of the tokens
-    layers: int | None = None  # how many blocks
-    heads: int | None = None  # of each attention
-    dropout: float | None = None  # the share dropped while training
-    attention_dropout: float | None = None  # the share of attention weights dropped while training
-    biases: bool = True  # whether linear layers and norms have biases
-    positions: Literal["learned", "rotary"] = "learned"  # how tokens know where they stand
-    tokenizer: TokenizerKind = "characters"  # what is written: characters, bytes, words or pieces of words (bpe)
-    vocabulary: int = 8000  # how many tokens there are at most, for bpe and words
-    context: int = 256  # how many tokens the model looks back
-    stride: int | None = None  # how far windows move on while a text is measured; None: by the context, no overlap
-    new_tokens: int = 200  # how much `foci run` writes
-    temperature: float = 0.8  # how daring it is: 0 writes the likeliest
-    top_k: int | None = None  # only the k likeliest tokens are drawn
-    seed: int = 1  # what `foci run` draws with
+    size: Literal["tiny", "small", "base"] = "small"  # of the model; the next settings override single values
+    width: int | None = None  # model width
+    layers: int | None = None  # number of blocks
+    heads: int | None = None  # attention heads
+    dropout: float | None = None  # dropout rate
+    attention_dropout: float | None = None  # dropout rate of the attention weights
+    biases: bool = True  # biases in linear layers and norms
+    positions: Literal["learned", "rotary"] = "learned"  # position encoding
+    tokenizer: TokenizerKind = "characters"  # characters, bytes, words or byte-pair encoding (bpe)
+    vocabulary: int = 8000  # maximum vocabulary size, for bpe and words
+    context: int = 256  # context length in tokens
+    stride: int | None = None  # step between windows while a text is scored; None: the context, without overlap
+    new_tokens: int = 200  # tokens that `foci run` generates
+    temperature: float = 0.8  # sampling temperature; 0: greedy
+    top_k: int | None = None  # sample only from the k most likely tokens
+    seed: int = 1  # random seed of `foci run`
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "width", "layers", "heads", "vocabulary", "context", "stride", "new_tokens", "top_k")
-        self.at_least(0, "temperature")
-        self.shares("dropout", "attention_dropout", whole=False)
+        self.check_at_least(1, "width", "layers", "heads", "vocabulary", "context", "stride", "new_tokens", "top_k")
+        self.check_at_least(0, "temperature")
+        self.check_fractions("dropout", "attention_dropout", include_one=False)
         if self.stride is not None and self.stride > self.context:
-            raise ValueError(f"stride must be at most the context, {self.context}, but got {self.stride}")
+            raise ValueError(f"task.stride must be at most task.context ({self.context}), got {self.stride}")
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A text to learn from, to be measured, or to be continued."""
+    """A text to train on, to score or to continue."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Window:
-    """A piece of all tokens: the model reads all but the last, and `fresh` tokens at its end count."""
+class TokenWindow:
+    """A piece of the tokens: the model reads all but the last, and the last `counted` tokens enter the loss."""
 
     tokens: Tensor  # (T + 1,)
-    fresh: int
+    counted: int
 
 
-class Measured(tuple[float, int]):
-    """How many nats a passage takes, and how many characters it has."""
+class PassageLikelihood(tuple[float, int]):
+    """The negative log-likelihood of a passage in nats, and its number of characters."""
 
     def __str__(self) -> str:
         return f"{self[0] / max(self[1], 1):.4f} nats per character"
 
 
-class Generation(Task[Passage | Window, Measured]):
-    """A text, or JSONL with the key `text`; nats per character.
+class Generation(Task[Passage | TokenWindow, PassageLikelihood]):
+    """Language modelling on a text file, or JSONL with the key `text`; metric: nats per character.
 
-    >>> task = Generation.start(GenerationSettings(size="tiny", context=4), [Passage("to be or not")])
-    >>> windows = task.epoch([Passage("to be or not")], training=False, generator=torch.Generator())
+    >>> task = Generation.from_examples(GenerationSettings(size="tiny", context=4), [Passage("to be or not")])
+    >>> windows = task.epoch_examples([Passage("to be or not")], training=False, generator=torch.Generator())
     >>> [task.tokenizer.decode(window.tokens.tolist()) for window in windows]
     ['to b', 'be or', 'r not']
     """
@@ -101,51 +109,51 @@ class Generation(Task[Passage | Window, Measured]):
 
     def __init__(self, settings: GenerationSettings, tokenizer: Tokenizer) -> None:
         self.settings, self.tokenizer = settings, tokenizer
-        # The examples of the last epoch and their tokens: a long text is put together once.
-        self._last: tuple[Sequence[Passage | Window], Tensor] | None = None
+        # The examples of the last epoch and their tokens: a long text is tokenized once.
+        self._last: tuple[Sequence[Passage | TokenWindow], Tensor] | None = None
 
     @classmethod
-    def read(cls, paths: Sequence[Path], settings: GenerationSettings) -> list[Passage | Window]:
-        """A text file is one passage; JSONL has one a line."""
-        path = only(paths, "a text or a JSONL file")
-        if kind(path) in {".jsonl", ".ndjson"}:
-            return [Passage(row.fields["text"]) for row in good_rows(path, ("text",))]
-        text = text_of(path)
+    def read(cls, paths: Sequence[Path], settings: GenerationSettings) -> list[Passage | TokenWindow]:
+        """Reads a text file as one passage, or JSONL with one passage per line."""
+        path = require_one_path(paths, "a text or JSONL file")
+        if data_suffix(path) in {".jsonl", ".ndjson"}:
+            return [Passage(row.fields["text"]) for row in read_valid_rows(path, ("text",))]
+        text = read_text_file(path)
         if not text:
-            raise ValueError(f"{path}: expected a text, but it is empty")
+            raise ValueError(f"{path} must hold text, got an empty file")
         return [Passage(text)]
 
     @classmethod
     def check(cls, paths: Sequence[Path], settings: GenerationSettings) -> Iterator[Problem]:
-        """Lines that cannot be read, and passages without text."""
-        path = only(paths, "a text or a JSONL file")
-        if kind(path) not in {".jsonl", ".ndjson"}:
+        """Yields lines that cannot be read, and empty passages."""
+        path = require_one_path(paths, "a text or JSONL file")
+        if data_suffix(path) not in {".jsonl", ".ndjson"}:
             try:
                 cls.read(paths, settings)
             except ValueError as error:
-                yield Problem(str(path), str(error).removeprefix(f"{path}: "))
+                yield Problem(str(path), "the file " + str(error).removeprefix(f"{path} "))
             return
-        for row in rows(path, ("text",)):
+        for row in read_table_rows(path, ("text",)):
             if row.problem is not None:
-                yield Problem(row.place, row.problem)
+                yield Problem(row.location, row.problem)
             elif not row.fields["text"].strip():
-                yield Problem(row.place, "expected a text, but it is empty", "warning")
+                yield Problem(row.location, "text must not be empty", "warning")
 
     @classmethod
-    def start(cls, settings: GenerationSettings, train: Sequence[Passage | Window]) -> Self:
-        """Learns the vocabulary."""
+    def from_examples(cls, settings: GenerationSettings, train: Sequence[Passage | TokenWindow]) -> Self:
+        """Trains the tokenizer."""
         texts = [passage.text for passage in train if isinstance(passage, Passage)]
-        return cls(settings, learned(settings.tokenizer, texts, settings.vocabulary))
+        return cls(settings, train_tokenizer(settings.tokenizer, texts, settings.vocabulary))
 
     def files(self) -> dict[str, str]:
-        return {"tokenizer.json": to_json(self.tokenizer)}
+        return {"tokenizer.json": tokenizer_to_json(self.tokenizer)}
 
     @classmethod
     def from_files(cls, settings: GenerationSettings, files: dict[str, str]) -> Self:
-        return cls(settings, from_json(files["tokenizer.json"]))
+        return cls(settings, tokenizer_from_json(files["tokenizer.json"]))
 
     def model(self) -> Model:
-        """A decoder, its embeddings shared with the logits."""
+        """Builds a decoder with tied embeddings."""
         settings = self.settings
         names = ("width", "layers", "heads", "dropout", "attention_dropout", "biases")
         changes: dict[str, Any] = {name: getattr(settings, name) for name in names}
@@ -160,60 +168,64 @@ class Generation(Task[Passage | Window, Measured]):
 
     @classmethod
     def split(
-        cls, examples: Sequence[Passage | Window], share: float, generator: torch.Generator
-    ) -> tuple[Sequence[Passage | Window], Sequence[Passage | Window]]:
-        """Of one text its end is the dev part; of several passages some."""
+        cls, examples: Sequence[Passage | TokenWindow], share: float, generator: torch.Generator
+    ) -> tuple[Sequence[Passage | TokenWindow], Sequence[Passage | TokenWindow]]:
+        """Holds out the end of a single text, or some of several passages."""
         if len(examples) > 1 or not isinstance(examples[0], Passage):
             return super().split(examples, share, generator)
         text = examples[0].text
         cut = int(len(text) * (1 - share))
         return [Passage(text[:cut])], [Passage(text[cut:])]
 
-    def epoch(
-        self, examples: Sequence[Passage | Window], training: bool, generator: torch.Generator
-    ) -> Sequence[Passage | Window]:
-        """Windows of the context's length; while training they begin elsewhere in each epoch."""
+    def epoch_examples(
+        self, examples: Sequence[Passage | TokenWindow], training: bool, generator: torch.Generator
+    ) -> Sequence[Passage | TokenWindow]:
+        """Cuts the tokens into windows of the context length; in training they start at a random offset."""
         if self._last is None or self._last[0] is not examples:
-            self._last = examples, self._joined([each for each in examples if isinstance(each, Passage)])
+            self._last = examples, self._concatenate([each for each in examples if isinstance(each, Passage)])
         tokens = self._last[1]
         context = self.settings.context
         if training:
-            room = max(len(tokens) - 1 - context, 0)
-            first = int(torch.randint(min(room + 1, context), (), generator=generator))
+            last_start = max(len(tokens) - 1 - context, 0)
+            first = int(torch.randint(min(last_start + 1, context), (), generator=generator))
             starts = range(first, max(len(tokens) - context, first + 1), context)
-            return [Window(tokens[at : at + context + 1], context) for at in starts]
-        return windows(tokens, context, self.settings.stride or context)
+            return [TokenWindow(tokens[at : at + context + 1], context) for at in starts]
+        return cut_windows(tokens, context, self.settings.stride or context)
 
-    def size(self, example: Passage | Window) -> int:
-        return len(example.tokens) - 1 if isinstance(example, Window) else len(example.text)
+    def size(self, example: Passage | TokenWindow) -> int:
+        return len(example.tokens) - 1 if isinstance(example, TokenWindow) else len(example.text)
 
     def batch(
-        self, examples: Sequence[Passage | Window], training: bool, generator: torch.Generator
+        self, examples: Sequence[Passage | TokenWindow], training: bool, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        found = [example for example in examples if isinstance(example, Window)]
+        windows = [example for example in examples if isinstance(example, TokenWindow)]
         targets = []
-        for window in found:
+        for window in windows:
             target = window.tokens[1:].clone()
-            target[: max(len(target) - window.fresh, 0)] = NOT_COUNTED
+            target[: max(len(target) - window.counted, 0)] = IGNORED_TARGET
             targets.append(target)
         return {
-            "inputs": padded([window.tokens[:-1] for window in found], PAD)[0],
-            "targets": padded(targets, NOT_COUNTED)[0],
+            "inputs": pad_sequences([window.tokens[:-1] for window in windows], PAD)[0],
+            "targets": pad_sequences(targets, IGNORED_TARGET)[0],
         }
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         logits = model(batch["inputs"]).logits
         targets = batch["targets"]
         loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_COUNTED, reduction="sum"
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
         )
-        return loss, (targets != NOT_COUNTED).sum()
+        return loss, (targets != IGNORED_TARGET).sum()
 
-    def decode(self, model: nn.Module, examples: Sequence[Passage | Window], done: Done = unheard) -> list[Measured]:
-        """How likely the model finds each passage, all of it, its first token included."""
-        return [self._measured(model, example, done) for example in examples if isinstance(example, Passage)]
+    def decode(
+        self, model: nn.Module, examples: Sequence[Passage | TokenWindow], done: ProgressCallback = ignore_progress
+    ) -> list[PassageLikelihood]:
+        """Scores each passage: the likelihood of all its tokens, the first included."""
+        return [self._score_passage(model, example, done) for example in examples if isinstance(example, Passage)]
 
-    def score(self, answers: Sequence[Measured], examples: Sequence[Passage | Window]) -> dict[str, float | str]:
+    def score(
+        self, answers: Sequence[PassageLikelihood], examples: Sequence[Passage | TokenWindow]
+    ) -> dict[str, float | str]:
         nats, characters = sum(answer[0] for answer in answers), sum(answer[1] for answer in answers)
         stride = self.settings.stride or self.settings.context
         return {
@@ -222,70 +234,74 @@ class Generation(Task[Passage | Window, Measured]):
             "signature": f"context:{self.settings.context}|stride:{stride}|tokens:{self.settings.tokenizer}",
         }
 
-    def given(self, text: str) -> Passage:
+    def parse_input(self, text: str) -> Passage:
         return Passage(text)
 
     @property
-    def _room(self) -> int:
-        """How many tokens of a prompt are read: a long one leaves a quarter of the context to write in."""
+    def _prompt_limit(self) -> int:
+        """Maximum prompt tokens: a long prompt leaves a quarter of the context for the continuation."""
         settings = self.settings
         return settings.context - max(min(settings.new_tokens, settings.context // 4), 1)
 
-    def is_cut(self, example: Passage | Window) -> bool:
-        """Of a longer prompt the end is read."""
-        return isinstance(example, Passage) and len(self.tokenizer.encode(example.text)) + 1 > self._room
+    def is_truncated(self, example: Passage | TokenWindow) -> bool:
+        """A longer prompt is truncated to its end."""
+        return isinstance(example, Passage) and len(self.tokenizer.encode(example.text)) + 1 > self._prompt_limit
 
-    def write(self, model: nn.Module, examples: Sequence[Passage | Window]) -> list[str]:
-        """Each passage, continued."""
+    def answer(self, model: nn.Module, examples: Sequence[Passage | TokenWindow]) -> list[str]:
+        """Continues each passage."""
         return [
-            example.text + self.tokenizer.decode(self._answer(model, example.text)[1])
+            example.text + self.tokenizer.decode(self._continue(model, example.text)[1])
             for example in examples
             if isinstance(example, Passage)
         ]
 
-    def show(self, model: nn.Module, example: Passage | Window) -> Record:
-        """The passage and what comes after it, as the model read them."""
+    def show(self, model: nn.Module, example: Passage | TokenWindow) -> Record:
+        """Records the attention over the prompt and its continuation."""
         assert isinstance(example, Passage)
-        prompt, answer = self._answer(model, example.text)
+        prompt, answer = self._continue(model, example.text)
         tokens = [*prompt, *answer]
         with torch.no_grad():
             row = torch.tensor([tokens], device=next(model.parameters()).device)
             weights = model(row, return_weights=True).weights
-        record = record_of(model, weights, {"input": self.tokenizer.labels(tokens)}, self.tokenizer.decode(tokens))
+        record = build_task_record(
+            model, weights, {"input": self.tokenizer.labels(tokens)}, self.tokenizer.decode(tokens)
+        )
         record.prompt = len(prompt)
         return record
 
-    def _joined(self, passages: Sequence[Passage]) -> Tensor:
-        """All passages as one row of tokens (N,), each after a start."""
+    def _concatenate(self, passages: Sequence[Passage]) -> Tensor:
+        """Concatenates the tokens of all passages (N,), each after a start token."""
         return torch.tensor([token for passage in passages for token in (START, *self.tokenizer.encode(passage.text))])
 
     @torch.no_grad()
-    def _measured(self, model: nn.Module, passage: Passage, done: Done) -> Measured:
+    def _score_passage(self, model: nn.Module, passage: Passage, done: ProgressCallback) -> PassageLikelihood:
         device = next(model.parameters()).device
-        pieces = windows(self._joined([passage]), self.settings.context, self.settings.stride or self.settings.context)
-        nats, count = torch.zeros((), dtype=torch.float64), max(MEASURED // self.settings.context, 1)
-        for first in range(0, len(pieces), count):
-            batch = self.batch(pieces[first : first + count], False, torch.Generator())
+        windows = cut_windows(
+            self._concatenate([passage]), self.settings.context, self.settings.stride or self.settings.context
+        )
+        nats, count = torch.zeros((), dtype=torch.float64), max(SCORING_TOKENS // self.settings.context, 1)
+        for first in range(0, len(windows), count):
+            batch = self.batch(windows[first : first + count], False, torch.Generator())
             loss, _ = self.loss(model, {name: tensor.to(device) for name, tensor in batch.items()})
             nats += loss.double().cpu()
-            done(min(count, len(pieces) - first) / len(pieces))
-        return Measured((float(nats), len(passage.text)))
+            done(min(count, len(windows) - first) / len(windows))
+        return PassageLikelihood((float(nats), len(passage.text)))
 
-    def _answer(self, model: nn.Module, text: str) -> tuple[list[int], list[int]]:
-        """The end of a text as tokens, as much as there is room for, and the tokens that come after it."""
+    def _continue(self, model: nn.Module, text: str) -> tuple[list[int], list[int]]:
+        """Generates after the end of a text; returns the tokens of the prompt and of the continuation."""
         settings = self.settings
-        prompt = [START, *self.tokenizer.encode(text)][-self._room :]
+        prompt = [START, *self.tokenizer.encode(text)][-self._prompt_limit :]
         new = min(settings.new_tokens, settings.context - len(prompt))
         method = Sampling(settings.temperature, top_k=settings.top_k, seed=settings.seed)
         return prompt, generate(model, [prompt], new_tokens=new, method=method, stop=START)[0].tokens
 
 
-def windows(tokens: Tensor, context: int, stride: int) -> list[Passage | Window]:
-    """Windows that together predict every token once, each with as much before it as there is room for."""
-    found: list[Passage | Window] = []
+def cut_windows(tokens: Tensor, context: int, stride: int) -> list[Passage | TokenWindow]:
+    """Cuts windows that together predict every token once, each with as much context as fits."""
+    windows: list[Passage | TokenWindow] = []
     predicted = 0
     while predicted < len(tokens) - 1:
         end = min(max(predicted + stride, min(context, len(tokens) - 1)), len(tokens) - 1)
-        found.append(Window(tokens[max(end - context, 0) : end + 1], end - predicted))
+        windows.append(TokenWindow(tokens[max(end - context, 0) : end + 1], end - predicted))
         predicted = end
-    return found
+    return windows

@@ -1,6 +1,6 @@
-"""Of several answers the one that is most like all of them: what is expected to score best, whichever of them is right.
+"""Minimum Bayes risk: selects the candidate with the highest expected ROUGE-L F-measure against all candidates.
 
-The likeliest answer is often a short one that few others support: minimum Bayes risk, with the F-measure of ROUGE-L.
+The most likely candidate is often a short one that few others resemble.
 """
 
 from __future__ import annotations
@@ -10,31 +10,35 @@ import re
 from collections.abc import Sequence
 
 
-def most_alike(texts: Sequence[str], logs: Sequence[float]) -> int:
-    """The place of the text that is most like the others, each of which counts as exp(log); of equals the first.
+def select_minimum_bayes_risk(texts: Sequence[str], log_weights: Sequence[float]) -> int:
+    """Returns the index of the text most similar to all texts, weighted by exp(log_weights); ties go to the first.
 
-    >>> most_alike(["sale", "meeting on monday", "the meeting on monday", "meeting"], [0.0, -0.5, -0.6, -0.7])
+    >>> texts = ["sale", "meeting on monday", "the meeting on monday", "meeting"]
+    >>> select_minimum_bayes_risk(texts, [0.0, -0.5, -0.6, -0.7])
     1
     """
-    said = [words(text) for text in texts]
-    counts = [math.exp(log - max(logs)) for log in logs]
-    shares = [sum(count * alike(one, other) for count, other in zip(counts, said, strict=True)) for one in said]
-    return max(range(len(texts)), key=shares.__getitem__)
+    candidates = [rouge_words(text) for text in texts]
+    weights = [math.exp(log_weight - max(log_weights)) for log_weight in log_weights]
+    expected = [
+        sum(weight * rouge_l(one, other) for weight, other in zip(weights, candidates, strict=True))
+        for one in candidates
+    ]
+    return max(range(len(texts)), key=expected.__getitem__)
 
 
-def words(text: str) -> list[str]:
+def rouge_words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-def alike(one: Sequence[str], other: Sequence[str]) -> float:
-    """Twice the words that both have in the same order, for all words that they have: 0 to 1.
+def rouge_l(one: Sequence[str], other: Sequence[str]) -> float:
+    """Computes the F-measure of ROUGE-L, from the longest common subsequence: 0 to 1.
 
-    >>> alike(["a", "b", "c"], ["a", "c"])
+    >>> rouge_l(["a", "b", "c"], ["a", "c"])
     0.8
     """
     row = [0] * (len(other) + 1)
     for word in one:
         before = 0
-        for place, second in enumerate(other):
-            before, row[place + 1] = row[place + 1], before + 1 if word == second else max(row[place + 1], row[place])
+        for i, second in enumerate(other):
+            before, row[i + 1] = row[i + 1], before + 1 if word == second else max(row[i + 1], row[i])
     return 2 * row[-1] / max(len(one) + len(other), 1)

@@ -1,4 +1,4 @@
-"""Pairs of texts, as translation has them: read from a table or from parallel files, and checked."""
+"""Reads and checks pairs of texts for translation, from a table or from parallel files."""
 
 from __future__ import annotations
 
@@ -8,94 +8,96 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from foci.inputs.tables import Row, lines, rows
+from foci.inputs.tables import TableRow, read_lines, read_table_rows
 from foci.tasks.task import Problem
 
 COLUMNS = ("source", "target")
-# One side that is so many times longer than the other is rarely its translation.
-UNEQUAL = 5
+# If one side is this many times longer than the other, it is rarely a translation.
+MAX_LENGTH_RATIO = 5
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A text and what should be written to it."""
+    """A source text and its target text."""
 
     source: str
     target: str
 
 
 def read_pairs(paths: Sequence[Path]) -> list[Pair]:
-    """The pairs of a table or of two parallel files; the first error is raised."""
-    found = []
-    for row in pair_rows(paths):
-        problem = row.problem or missing(row)
+    """Reads the pairs of a table or of two parallel files; raises ValueError for the first invalid line."""
+    pairs = []
+    for row in read_pair_rows(paths):
+        problem = row.problem or find_empty_side(row)
         if problem is not None:
-            raise ValueError(f"{row.place}: {problem}")
-        found.append(Pair(row.fields["source"].strip(), row.fields["target"].strip()))
-    if not found:
-        raise ValueError(f"{paths[0]}: expected at least one pair, but it has none")
-    return found
+            raise ValueError(f"{row.location}: {problem}")
+        pairs.append(Pair(row.fields["source"].strip(), row.fields["target"].strip()))
+    if not pairs:
+        raise ValueError(f"{paths[0]} must hold at least one pair, got none")
+    return pairs
 
 
-def pair_rows(paths: Sequence[Path]) -> Iterator[Row]:
-    """The lines of one TSV or JSONL with source and target, or of two files, line i of one with line i of the other."""
+def read_pair_rows(paths: Sequence[Path]) -> Iterator[TableRow]:
+    """Yields the rows of a TSV or JSONL with source and target, or of two files matched line by line."""
     if len(paths) == 1:
-        yield from rows(paths[0], COLUMNS)
+        yield from read_table_rows(paths[0], COLUMNS)
     elif len(paths) == 2:
-        yield from parallel(paths[0], paths[1])
+        yield from zip_parallel_files(paths[0], paths[1])
     else:
         raise ValueError(
-            f"expected one table or two parallel files, but got {len(paths)}: {', '.join(map(str, paths))}"
+            f"the data must be one table or two parallel files, got {len(paths)}: {', '.join(map(str, paths))}"
         )
 
 
-def parallel(first: Path, second: Path) -> Iterator[Row]:
-    for left, right in zip_longest(lines(first), lines(second)):
+def zip_parallel_files(first: Path, second: Path) -> Iterator[TableRow]:
+    for left, right in zip_longest(read_lines(first), read_lines(second)):
         if left is None or right is None:
             longer, shorter = (second, first) if left is None else (first, second)
             number = (left or right)[0]
-            yield Row(f"{longer}:{number}", {}, f"expected as many lines as {shorter} has, {number - 1}, but got more")
+            yield TableRow(
+                f"{longer}:{number}", {}, f"the file must have as many lines as {shorter} ({number - 1}), got more"
+            )
             return
-        place = f"{first}:{left[0]}"
-        wrong = left[2] or right[2]
-        yield Row(place, {} if wrong else {"source": left[1], "target": right[1]}, wrong)
+        location = f"{first}:{left[0]}"
+        problem = left[2] or right[2]
+        yield TableRow(location, {} if problem else {"source": left[1], "target": right[1]}, problem)
 
 
-def missing(row: Row) -> str | None:
+def find_empty_side(row: TableRow) -> str | None:
     empty = [name for name, text in row.fields.items() if not text.strip()]
-    return f"expected a text as {empty[0]}, but it is empty" if empty else None
+    return f"{empty[0]} must not be empty" if empty else None
 
 
-def pair_problems(paths: Sequence[Path]) -> Iterator[Problem]:
-    """Everything that is wrong with pairs, line by line."""
+def check_pairs(paths: Sequence[Path]) -> Iterator[Problem]:
+    """Yields all errors and warnings, line by line."""
     seen: dict[tuple[str, str], str] = {}
     count = 0
-    for row in pair_rows(paths):
-        problem = row.problem or missing(row)
+    for row in read_pair_rows(paths):
+        problem = row.problem or find_empty_side(row)
         if problem is not None:
-            yield Problem(row.place, problem)
+            yield Problem(row.location, problem)
             continue
         count += 1
         pair = row.fields["source"].strip(), row.fields["target"].strip()
-        for warning in filter(None, [row.warning, *doubts(*pair)]):
-            yield Problem(row.place, warning, "warning")
-        first = seen.setdefault(pair, row.place)
-        if first != row.place:
-            yield Problem(row.place, f"expected every pair once, but it is the same as {first}", "warning")
+        for warning in filter(None, [row.warning, *find_pair_warnings(*pair)]):
+            yield Problem(row.location, warning, "warning")
+        first = seen.setdefault(pair, row.location)
+        if first != row.location:
+            yield Problem(row.location, f"duplicate of {first}", "warning")
     if not count:
-        yield Problem(str(paths[0]), "expected at least one pair, but it has none")
+        yield Problem(str(paths[0]), "the file must hold at least one pair, got none")
 
 
-def doubts(source: str, target: str) -> list[str]:
-    """What makes a pair look wrong."""
-    found = []
+def find_pair_warnings(source: str, target: str) -> list[str]:
+    """Returns the reasons why a pair looks wrong."""
+    warnings = []
     if source == target and len(source.split()) > 2:
-        found.append("expected a translation, but both sides are the same")
+        warnings.append("source and target are the same")
     sides = sorted([len(source), len(target)])
-    if sides[1] > UNEQUAL * sides[0] and sides[1] > 40:
-        found.append(f"expected sides of similar length, but they have {len(source)} and {len(target)} characters")
+    if sides[1] > MAX_LENGTH_RATIO * sides[0] and sides[1] > 40:
+        warnings.append(f"source and target differ much in length: {len(source)} and {len(target)} characters")
     for side, text in (("source", source), ("target", target)):
         odd = next((letter for letter in text if letter == "�" or unicodedata.category(letter) == "Cc"), None)
         if odd is not None:
-            found.append(f"expected readable text as {side}, but it has the character {odd!r}")
-    return found
+            warnings.append(f"{side} contains the unreadable character {odd!r}")
+    return warnings

@@ -1,9 +1,9 @@
-"""The loss of two passes with different dropout that should agree (R-Drop).
+"""The R-Drop loss: two passes with different dropout should agree.
 
-Written in plain operations it goes over all logits some forty times, which takes as long as a small model itself; on a
-GPU one kernel reads them once.
+In plain operations it passes over all logits about forty times, which takes as long as a small model itself; on a GPU
+one kernel reads them once.
 
-B sequences, T tokens, V words.
+B sequences, T tokens, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# More words than this do not fit into the registers of one program.
-MOST_WORDS = 2**15
-WARPS = 16
+# A larger vocabulary does not fit into the registers of one program.
+MAX_KERNEL_VOCABULARY = 2**15
+RDROP_WARPS = 16
 
 
-def agreeing_loss(logits: Tensor, targets: Tensor, *, ignore: int, smoothing: float, agreement: float) -> Tensor:
-    """Summed over all targets: the cross-entropy, the mean of both passes, and how far the passes are from each other.
+def compute_rdrop_loss(logits: Tensor, targets: Tensor, *, ignore: int, smoothing: float, agreement: float) -> Tensor:
+    """Sums over all targets the mean cross-entropy of both passes and the weighted divergence between them.
 
     Args:
         logits: (2 B, T, V), the first pass over all sequences, then the second.
-        targets: (B, T), the words that should come.
-        ignore: targets that do not count.
-        smoothing: the share of each target that is spread over all words.
-        agreement: what the mean of the divergence one way and the other counts, beside the cross-entropy.
+        targets: (B, T), the target tokens.
+        ignore: target value that is ignored.
+        smoothing: label smoothing.
+        agreement: weight of the mean of both KL divergences.
     """
-    if logits.is_cuda and logits.shape[-1] <= MOST_WORDS and find_spec("triton") is not None:
-        return TwoPasses.apply(logits, targets, ignore, smoothing, agreement / 4)  # type: ignore[no-any-return, no-untyped-call]
+    if logits.is_cuda and logits.shape[-1] <= MAX_KERNEL_VOCABULARY and find_spec("triton") is not None:
+        return RDropFunction.apply(logits, targets, ignore, smoothing, agreement / 4)  # type: ignore[no-any-return, no-untyped-call]
     logits = logits.float()
-    surprise = F.cross_entropy(
+    cross_entropy = F.cross_entropy(
         logits.flatten(0, 1),
         torch.cat([targets, targets]).flatten(),
         ignore_index=ignore,
@@ -41,18 +41,18 @@ def agreeing_loss(logits: Tensor, targets: Tensor, *, ignore: int, smoothing: fl
         label_smoothing=smoothing,
     )
     first, second = logits.chunk(2)
-    return surprise / 2 + agreement / 4 * disagreement(first, second, targets != ignore)
+    return cross_entropy / 2 + agreement / 4 * symmetric_kl(first, second, targets != ignore)
 
 
-def disagreement(first: Tensor, second: Tensor, counts: Tensor) -> Tensor:
-    """The Kullback-Leibler divergence both ways of two sets of logits (..., V), summed over what counts (...)."""
+def symmetric_kl(first: Tensor, second: Tensor, counts: Tensor) -> Tensor:
+    """Sums KL(p, q) + KL(q, p) of two sets of logits (..., V) over the positions where `counts` (...) is True."""
     p, q = first.log_softmax(-1), second.log_softmax(-1)
-    apart = ((p.exp() - q.exp()) * (p - q)).sum(-1)
-    return torch.where(counts, apart, 0.0).sum()
+    divergence = ((p.exp() - q.exp()) * (p - q)).sum(-1)
+    return torch.where(counts, divergence, 0.0).sum()
 
 
-class TwoPasses(torch.autograd.Function):
-    """The loss, and in the same pass its slopes: the backward only multiplies them."""
+class RDropFunction(torch.autograd.Function):
+    """Computes the loss and its gradient in one kernel; the backward only scales the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore: int, smoothing: float, agreement: float) -> Tensor:
@@ -63,15 +63,15 @@ class TwoPasses(torch.autograd.Function):
         logits, targets = logits.contiguous(), targets.contiguous()
         count, words = targets.numel(), logits.shape[-1]
         losses = torch.empty(count, dtype=torch.float32, device=logits.device)
-        slopes = torch.empty_like(logits)
+        gradient = torch.empty_like(logits)
         rdrop_loss[(count,)](
-            logits, targets, losses, slopes, count, words, ignore, smoothing, agreement,
-            WORDS=triton.next_power_of_2(words), num_warps=WARPS,
+            logits, targets, losses, gradient, count, words, ignore, smoothing, agreement,
+            WORDS=triton.next_power_of_2(words), num_warps=RDROP_WARPS,
         )  # fmt: skip
-        ctx.save_for_backward(slopes)
+        ctx.save_for_backward(gradient)
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        (slopes,) = ctx.saved_tensors
-        return slopes * d_loss, None, None, None, None
+        (gradient,) = ctx.saved_tensors
+        return gradient * d_loss, None, None, None, None

@@ -1,4 +1,4 @@
-"""Sentiment, or any other class of a text: a text in, its label out.
+"""Text classification, such as sentiment: a text in, its label out.
 
 B texts, T tokens.
 """
@@ -16,23 +16,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.inputs.padding import longest_first, padded
-from foci.inputs.tables import good_rows, only, rows
-from foci.inputs.text import PAD, SPECIAL, UNKNOWN, Tokenizer, TokenizerKind, from_json, learned, to_json
+from foci.inputs.padding import group_by_size, pad_sequences
+from foci.inputs.tables import read_table_rows, read_valid_rows, require_one_path
+from foci.inputs.text import (
+    PAD,
+    SPECIAL_TOKENS,
+    UNKNOWN,
+    Tokenizer,
+    TokenizerKind,
+    tokenizer_from_json,
+    tokenizer_to_json,
+    train_tokenizer,
+)
 from foci.nn.classifier import TextClassifier
 from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.record.labels import Labels
 from foci.record.record import Record
-from foci.tasks.class_prediction import Guess, accuracy
-from foci.tasks.rdrop import disagreement
-from foci.tasks.task import Done, Problem, Task, unheard
-from foci.tasks.task_record import record_of
+from foci.tasks.class_prediction import ClassPrediction, accuracy
+from foci.tasks.rdrop import symmetric_kl
+from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
+from foci.tasks.task_record import build_task_record
 
 COLUMNS = ("text", "label")
-# How many tokens are answered at a time.
-TOGETHER = 32_768
-CHANGES = (
+# Tokens decoded at a time.
+DECODE_TOKENS = 32_768
+MODEL_FIELDS = (
     "width",
     "layers",
     "heads",
@@ -48,8 +57,8 @@ CHANGES = (
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """A text and the name of its class, where it is known."""
+class LabelledText:
+    """A text, and its label if known."""
 
     text: str
     label: str | None = None
@@ -57,43 +66,44 @@ class Labelled:
 
 @dataclass(frozen=True)
 class SentimentSettings(Config):
-    """What texts become and what reads them: [task] in a run's TOML."""
+    """Settings of text classification: the [task] section of a run's TOML."""
 
     section = "task"
 
-    size: Literal["tiny", "small", "base"] = "tiny"  # of the model; what follows changes single numbers of it
-    width: int | None = None  # of the tokens
-    layers: int | None = None  # how many blocks
-    heads: int | None = None  # of each attention
-    hidden: int | None = None  # the width inside the feed-forward
-    dropout: float | None = None  # the share dropped while training
-    attention_dropout: float | None = None  # the share of attention weights dropped while training
-    head_dropout: float | None = None  # the share of what stands for the text that is dropped while training
-    pool: Literal["class", "mean", "both"] = "both"  # what stands for the text: a token of its own, the mean, both
-    grams: int = 2  # up to so many tokens in a row have a vector of their own; 1: none have
-    buckets: int = 2**17  # how many such vectors there are
-    tokenizer: TokenizerKind = "words"  # words, pieces of words (bpe), characters or bytes
-    vocabulary: int = 30_000  # how many tokens there are at most
-    lower: bool = True  # whether large letters are read as small ones
-    max_length: int = 512  # how many tokens of a text are read: of a longer one its beginning and its end
-    prior: bool = False  # whether to start from naive Bayes: what each token says of the classes in the train part
-    prior_scale: float = 0.4  # how much of it: tokens are not as independent as it takes them to be
-    forget: float = 0.1  # the share of tokens that are made unknown, while training
-    smoothing: float = 0.1  # the share of each target that is spread over all classes, while training
-    agreement: float = 0.0  # how much two passes with different dropout must agree while training (R-Drop); 0: one pass
+    size: Literal["tiny", "small", "base"] = "tiny"  # of the model; the next settings override single values
+    width: int | None = None  # model width
+    layers: int | None = None  # number of blocks
+    heads: int | None = None  # attention heads
+    hidden: int | None = None  # width inside the feed-forward
+    dropout: float | None = None  # dropout rate
+    attention_dropout: float | None = None  # dropout rate of the attention weights
+    head_dropout: float | None = None  # dropout rate of the pooled text representation
+    pool: Literal["class", "mean", "both"] = "both"  # text representation: class token, mean, or both
+    grams: int = 2  # n-grams of up to this many tokens have embeddings of their own; 1: none
+    buckets: int = 2**17  # number of hashed n-gram embeddings
+    tokenizer: TokenizerKind = "words"  # words, byte-pair encoding (bpe), characters or bytes
+    vocabulary: int = 30_000  # maximum vocabulary size
+    lower: bool = True  # lower-case all texts
+    max_length: int = 512  # maximum tokens of a text; a longer one is cut in the middle
+    prior: bool = False  # add a linear term per token, initialized by naive Bayes on the training data
+    prior_scale: float = 0.4  # initial scale of that term; below 1, because tokens are not independent
+    forget: float = 0.1  # fraction of tokens replaced by <unknown>, in training
+    smoothing: float = 0.1  # label smoothing, in training
+    agreement: float = 0.0  # weight of the R-Drop loss between two passes with different dropout; 0: one pass
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "width", "layers", "heads", "hidden", "grams", "buckets", "vocabulary")
-        self.at_least(2, "max_length")
-        self.at_least(0, "agreement", "prior_scale")
-        self.shares("dropout", "attention_dropout", "head_dropout", "forget", "smoothing", whole=False)
+        self.check_at_least(1, "width", "layers", "heads", "hidden", "grams", "buckets", "vocabulary")
+        self.check_at_least(2, "max_length")
+        self.check_at_least(0, "agreement", "prior_scale")
+        self.check_fractions("dropout", "attention_dropout", "head_dropout", "forget", "smoothing", include_one=False)
 
 
-class Sentiment(Task[Labelled, Guess]):
-    """Texts with labels (TSV or JSONL: text, label); accuracy.
+class Sentiment(Task[LabelledText, ClassPrediction]):
+    """Classification of texts (TSV or JSONL: text, label); metric: accuracy.
 
-    >>> task = Sentiment.start(SentimentSettings(), [Labelled("a joy", "good"), Labelled("a bore", "bad")])
+    >>> train = [LabelledText("a joy", "good"), LabelledText("a bore", "bad")]
+    >>> task = Sentiment.from_examples(SentimentSettings(), train)
     >>> task.labels
     ['bad', 'good']
     """
@@ -112,57 +122,62 @@ class Sentiment(Task[Labelled, Guess]):
         prior: Sequence[Sequence[float]] | None = None,
     ) -> None:
         self.settings, self.tokenizer, self.labels, self.prior = settings, tokenizer, list(labels), prior
-        self._numbers = {label: number for number, label in enumerate(self.labels)}
+        self._class_indices = {label: number for number, label in enumerate(self.labels)}
 
     @classmethod
-    def read(cls, paths: Sequence[Path], settings: SentimentSettings) -> list[Labelled]:
-        found = good_rows(only(paths, "a table of texts and labels"), COLUMNS, missing)
-        return [Labelled(row.fields["text"].strip(), row.fields["label"].strip()) for row in found]
+    def read(cls, paths: Sequence[Path], settings: SentimentSettings) -> list[LabelledText]:
+        table = read_valid_rows(require_one_path(paths, "a table of texts and labels"), COLUMNS, find_empty_field)
+        return [LabelledText(row.fields["text"].strip(), row.fields["label"].strip()) for row in table]
 
     @classmethod
     def check(cls, paths: Sequence[Path], settings: SentimentSettings) -> Iterator[Problem]:
-        table = only(paths, "a table of texts and labels")
+        table = require_one_path(paths, "a table of texts and labels")
         seen: dict[str, tuple[str, str]] = {}
         counts: Counter[str] = Counter()
-        for row in rows(table, COLUMNS):
-            problem = row.problem or missing(row.fields)
+        for row in read_table_rows(table, COLUMNS):
+            problem = row.problem or find_empty_field(row.fields)
             if problem is not None:
-                yield Problem(row.place, problem)
+                yield Problem(row.location, problem)
                 continue
             if row.warning is not None:
-                yield Problem(row.place, row.warning, "warning")
+                yield Problem(row.location, row.warning, "warning")
             text, label = row.fields["text"].strip(), row.fields["label"].strip()
             counts[label] += 1
-            place, before = seen.setdefault(text, (row.place, label))
-            if before != label:
-                yield Problem(row.place, f"expected one label for a text, but {place} says {before!r}", "warning")
+            location, other = seen.setdefault(text, (row.location, label))
+            if other != label:
+                yield Problem(row.location, f"the same text has another label at {location}: {other!r}", "warning")
         if len(counts) < 2:
-            yield Problem(str(table), f"expected texts of at least 2 classes, but got {len(counts)}")
+            yield Problem(str(table), f"the data must have at least 2 classes, got {len(counts)}")
 
     @classmethod
-    def start(cls, settings: SentimentSettings, train: Sequence[Labelled]) -> Self:
-        """Learns the vocabulary and the labels."""
+    def from_examples(cls, settings: SentimentSettings, train: Sequence[LabelledText]) -> Self:
+        """Trains the tokenizer and collects the labels."""
         labels = sorted({each.label for each in train if each.label is not None})
         if len(labels) < 2:
-            raise ValueError(f"expected texts of at least 2 classes to learn from, but got {labels}")
+            raise ValueError(f"the training data must have at least 2 classes, got {labels}")
         texts = [each.text.lower() if settings.lower else each.text for each in train]
-        task = cls(settings, learned(settings.tokenizer, texts, settings.vocabulary), labels)
+        task = cls(settings, train_tokenizer(settings.tokenizer, texts, settings.vocabulary), labels)
         if settings.prior:
-            task.prior = naive_bayes([(task.tokens(each), task.number(each)) for each in train], task.tokenizer, labels)
+            task.prior = fit_naive_bayes(
+                [(task.tokens(each), task.class_index(each)) for each in train], task.tokenizer, labels
+            )
         return task
 
     def files(self) -> dict[str, str]:
-        found = {"tokenizer.json": to_json(self.tokenizer), "labels.json": json.dumps(self.labels, ensure_ascii=False)}
-        return found if self.prior is None else found | {"prior.json": json.dumps(self.prior)}
+        files = {
+            "tokenizer.json": tokenizer_to_json(self.tokenizer),
+            "labels.json": json.dumps(self.labels, ensure_ascii=False),
+        }
+        return files if self.prior is None else files | {"prior.json": json.dumps(self.prior)}
 
     @classmethod
     def from_files(cls, settings: SentimentSettings, files: dict[str, str]) -> Self:
         prior = json.loads(files["prior.json"]) if "prior.json" in files else None
-        return cls(settings, from_json(files["tokenizer.json"]), json.loads(files["labels.json"]), prior)
+        return cls(settings, tokenizer_from_json(files["tokenizer.json"]), json.loads(files["labels.json"]), prior)
 
     def model(self) -> Model:
         own = self.settings
-        changes = {name: getattr(own, name) for name in CHANGES if getattr(own, name) is not None}
+        changes = {name: getattr(own, name) for name in MODEL_FIELDS if getattr(own, name) is not None}
         changes |= {"vocabulary": self.tokenizer.vocabulary, "classes": len(self.labels)}
         model = TextClassifier.from_name(own.size, evidence=self.prior is not None, **changes)
         if self.prior is not None and model.evidence is not None:
@@ -171,107 +186,111 @@ class Sentiment(Task[Labelled, Guess]):
                 model.evidence.scale.fill_(own.prior_scale)
         return model
 
-    def is_cut(self, example: Labelled) -> bool:
-        return len(self.encoded(example)) > self.settings.max_length
+    def is_truncated(self, example: LabelledText) -> bool:
+        return len(self.encode(example)) > self.settings.max_length
 
-    def encoded(self, example: Labelled) -> list[int]:
+    def encode(self, example: LabelledText) -> list[int]:
         return self.tokenizer.encode(example.text.lower() if self.settings.lower else example.text) or [UNKNOWN]
 
-    def tokens(self, example: Labelled) -> list[int]:
-        """What the model reads; what is in the middle of a text that is too long says least about it."""
-        found = self.encoded(example)
+    def tokens(self, example: LabelledText) -> list[int]:
+        """Returns the tokens that the model reads; a long text is cut in the middle, its least informative part."""
+        tokens = self.encode(example)
         half = self.settings.max_length // 2
-        return found if len(found) <= self.settings.max_length else found[:half] + found[-half:]
+        return tokens if len(tokens) <= self.settings.max_length else tokens[:half] + tokens[-half:]
 
-    def size(self, example: Labelled) -> int:
+    def size(self, example: LabelledText) -> int:
         return len(self.tokens(example)) + 1
 
-    def batch(self, examples: Sequence[Labelled], training: bool, generator: torch.Generator) -> dict[str, Tensor]:
-        tokens, lengths = padded([self.tokens(each) for each in examples], PAD)
+    def batch(self, examples: Sequence[LabelledText], training: bool, generator: torch.Generator) -> dict[str, Tensor]:
+        tokens, lengths = pad_sequences([self.tokens(each) for each in examples], PAD)
         tokens = tokens[:, : self.settings.max_length]
         if training and self.settings.forget:
-            forgotten = torch.rand(tokens.shape, generator=generator) < self.settings.forget
-            tokens = torch.where(forgotten & (tokens != PAD), UNKNOWN, tokens)
+            hidden = torch.rand(tokens.shape, generator=generator) < self.settings.forget
+            tokens = torch.where(hidden & (tokens != PAD), UNKNOWN, tokens)
         return {
             "tokens": tokens,
             "lengths": lengths,
-            "labels": torch.tensor([self.number(each) for each in examples]),
+            "labels": torch.tensor([self.class_index(each) for each in examples]),
         }
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Cross-entropy; with `agreement` of two passes, and how far their answers are from each other."""
+        """Computes the cross-entropy, or the R-Drop loss of two passes if `agreement` is set."""
         count = torch.full((), len(batch["labels"]), device=batch["labels"].device)
         if not model.training or not self.settings.agreement:
-            return self._surprise(model, batch)[0], count
-        loss, logits = self._surprise(model, {name: torch.cat([each, each]) for name, each in batch.items()})
+            return self._cross_entropy(model, batch)[0], count
+        loss, logits = self._cross_entropy(model, {name: torch.cat([each, each]) for name, each in batch.items()})
         first, second = logits.chunk(2)
-        apart = disagreement(first, second, torch.ones_like(batch["labels"], dtype=torch.bool))
-        return loss / 2 + self.settings.agreement / 4 * apart, count
+        divergence = symmetric_kl(first, second, torch.ones_like(batch["labels"], dtype=torch.bool))
+        return loss / 2 + self.settings.agreement / 4 * divergence, count
 
-    def _surprise(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy, and the logits (B, classes)."""
+    def _cross_entropy(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the summed cross-entropy and the logits (B, classes)."""
         logits = model(batch["tokens"], padding=batch["lengths"]).logits.float()
         smoothing = self.settings.smoothing if model.training else 0.0
         return F.cross_entropy(logits, batch["labels"], reduction="sum", label_smoothing=smoothing), logits
 
-    def decode(self, model: nn.Module, examples: Sequence[Labelled], done: Done = unheard) -> list[Guess]:
+    def decode(
+        self, model: nn.Module, examples: Sequence[LabelledText], done: ProgressCallback = ignore_progress
+    ) -> list[ClassPrediction]:
         device = next(model.parameters()).device
-        found = [Guess("", 0.0)] * len(examples)
-        for group in longest_first([self.size(each) for each in examples], TOGETHER):
-            tokens, lengths = padded([self.tokens(examples[place]) for place in group], PAD, multiple=1)
+        predictions = [ClassPrediction("", 0.0)] * len(examples)
+        for group in group_by_size([self.size(each) for each in examples], DECODE_TOKENS):
+            tokens, lengths = pad_sequences([self.tokens(examples[index]) for index in group], PAD, multiple=1)
             out = model(tokens.to(device), padding=lengths.to(device))
-            shares, numbers = out.logits.float().softmax(-1).max(-1)
-            for place, number, share in zip(group, numbers.tolist(), shares.tolist(), strict=True):
-                found[place] = Guess(self.labels[number], share)
+            probabilities, classes = out.logits.float().softmax(-1).max(-1)
+            for index, number, probability in zip(group, classes.tolist(), probabilities.tolist(), strict=True):
+                predictions[index] = ClassPrediction(self.labels[number], probability)
             done(len(group))
-        return found
+        return predictions
 
-    def score(self, answers: Sequence[Guess], examples: Sequence[Labelled]) -> dict[str, float | str]:
+    def score(self, answers: Sequence[ClassPrediction], examples: Sequence[LabelledText]) -> dict[str, float | str]:
         return accuracy(answers, examples)
 
-    def given(self, text: str) -> Labelled:
+    def parse_input(self, text: str) -> LabelledText:
         if not text.strip():
-            raise ValueError("expected a text, but got none")
-        return Labelled(text.strip())
+            raise ValueError("the input must be a text, got an empty one")
+        return LabelledText(text.strip())
 
-    def write(self, model: nn.Module, examples: Sequence[Labelled]) -> list[str]:
-        return [str(verdict) for verdict in self.decode(model, examples)]
+    def answer(self, model: nn.Module, examples: Sequence[LabelledText]) -> list[str]:
+        return [str(prediction) for prediction in self.decode(model, examples)]
 
-    def show(self, model: nn.Module, example: Labelled) -> Record:
-        """The tokens, before them the one that gathers what decides, and where they look."""
+    def show(self, model: nn.Module, example: LabelledText) -> Record:
+        """Records the attention over the class token and the tokens of the text."""
         tokens = self.tokens(example)
         with torch.no_grad():
             device = next(model.parameters()).device
             out = cast("TextClassifier", model)(torch.tensor([tokens], device=device), return_weights=True)
         read = self.tokenizer.labels(tokens)
         labels = Labels.tokens([["<class>", *read.texts[0]]], read.words and [[None, *read.words[0]]])
-        share, number = out.logits[0].float().softmax(-1).max(-1)
-        return record_of(model, out.weights, {"input": labels}, str(Guess(self.labels[int(number)], float(share))))
+        probability, number = out.logits[0].float().softmax(-1).max(-1)
+        return build_task_record(
+            model, out.weights, {"input": labels}, str(ClassPrediction(self.labels[int(number)], float(probability)))
+        )
 
-    def number(self, example: Labelled) -> int:
-        if example.label is None or example.label not in self._numbers:
+    def class_index(self, example: LabelledText) -> int:
+        if example.label is None or example.label not in self._class_indices:
             known = ", ".join(self.labels[:10]) + (", ..." if len(self.labels) > 10 else "")
             text = example.text[:60]
-            raise ValueError(f"expected one of the labels {known}, but got {example.label!r} for {text!r}")
-        return self._numbers[example.label]
+            raise ValueError(f"the label of {text!r} must be one of {known}, got {example.label!r}")
+        return self._class_indices[example.label]
 
 
-def naive_bayes(
-    read: Sequence[tuple[list[int], int]], tokenizer: Tokenizer, labels: Sequence[str]
+def fit_naive_bayes(
+    examples: Sequence[tuple[list[int], int]], tokenizer: Tokenizer, labels: Sequence[str]
 ) -> list[list[float]]:
-    """For each token the logarithm of how much likelier each class makes it than the classes do on average.
+    """Computes for each token its log-probability in each class, relative to the mean over the classes.
 
-    Whether a token is in a text counts, not how often; each is taken to have been in one text more of every class.
+    Counts texts that contain a token, not occurrences, with add-one smoothing.
     """
     counts = torch.ones(len(labels), tokenizer.vocabulary, dtype=torch.float64)
-    for tokens, label in read:
+    for tokens, label in examples:
         counts[label, torch.tensor(sorted(set(tokens)))] += 1
-    found = (counts / counts.sum(1, keepdim=True)).log()
-    found = found - found.mean(0)
-    found[:, : len(SPECIAL)] = 0.0
-    return [[round(value, 4) for value in row] for row in found.T.tolist()]
+    weights = (counts / counts.sum(1, keepdim=True)).log()
+    weights = weights - weights.mean(0)
+    weights[:, : len(SPECIAL_TOKENS)] = 0.0
+    return [[round(value, 4) for value in row] for row in weights.T.tolist()]
 
 
-def missing(fields: dict[str, str]) -> str | None:
+def find_empty_field(fields: dict[str, str]) -> str | None:
     empty = [name for name in COLUMNS if not fields[name].strip()]
-    return f"expected a {empty[0]}, but it is empty" if empty else None
+    return f"{empty[0]} must not be empty" if empty else None

@@ -1,6 +1,6 @@
-"""Speech recognition: a recording in, what is said out; by CTC, by an attention decoder, or by both.
+"""Speech recognition: a recording in, its text out; by CTC, by an attention decoder, or by both.
 
-B recordings, F frames, S states, T tokens.
+B recordings, F frames, M features per frame, S states, T tokens.
 """
 
 from __future__ import annotations
@@ -18,24 +18,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Beam, generate
-from foci.inputs.padding import longest_first, padded
-from foci.inputs.sample_cache import Shelf
-from foci.inputs.tables import good_rows, only, rows
-from foci.inputs.text import PAD, START, STOP, Tokenizer, from_json, learned, to_json
+from foci.inputs.padding import group_by_size, pad_sequences
+from foci.inputs.sample_cache import SampleCache
+from foci.inputs.tables import read_table_rows, read_valid_rows, require_one_path
+from foci.inputs.text import PAD, START, STOP, Tokenizer, tokenizer_from_json, tokenizer_to_json, train_tokenizer
 from foci.nn.model import Model
 from foci.nn.speech import SpeechConfig, SpeechEncoder, read_ctc
 from foci.record.labels import Labels
 from foci.record.record import Record
-from foci.tasks.speech_features import SpeechSettings, frames_of, heard, joined, spread, varied_frames
-from foci.tasks.task import Done, Problem, Task, unheard
-from foci.tasks.task_record import record_of
+from foci.tasks.speech_features import (
+    SpeechSettings,
+    augment_features,
+    compute_features,
+    join_recordings,
+    load_recording,
+    measure_feature_std,
+)
+from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
+from foci.tasks.task_record import build_task_record
 
 COLUMNS = ("sound", "text")
-# The CTC head's blank: no text has the padding in it.
+# The blank of CTC is the padding token, which occurs in no text.
 BLANK = PAD
-# How many recordings the spread of the frames is measured on, and how many frames are answered at a time.
-MEASURED, TOGETHER = 500, 20_000
-CHANGES = (
+# Recordings used to measure the standard deviation of the features; frames decoded at a time.
+STATISTICS_RECORDINGS, DECODE_FRAMES = 500, 20_000
+MODEL_FIELDS = (
     "width",
     "layers",
     "decoder_layers",
@@ -52,16 +59,16 @@ CHANGES = (
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording's file, and what is said in it, where that is known."""
+    """The path of a recording, and its text if known."""
 
     path: str
     text: str = ""
 
 
 class Speech(Task[Recording, str]):
-    """Recordings named by a table of paths and texts; word and character error rates, and whole answers right.
+    """Recognition of recordings (a table of paths and texts); metrics: word and character error rate, exact matches.
 
-    A path that ends in .npy holds frames that were made elsewhere.
+    A .npy file holds precomputed frames.
     """
 
     name = "speech"
@@ -72,54 +79,59 @@ class Speech(Task[Recording, str]):
 
     def __init__(self, settings: SpeechSettings, tokenizer: Tokenizer, std: Sequence[float]) -> None:
         self.settings, self.tokenizer, self.std = settings, tokenizer, torch.tensor(std)
-        self._sounds = Shelf(partial(heard, rate=settings.rate))
+        self._recordings = SampleCache(partial(load_recording, rate=settings.rate))
 
     @classmethod
     def read(cls, paths: Sequence[Path], settings: SpeechSettings) -> list[Recording]:
-        table = only(paths, "a table of paths and texts")
-        found = []
-        for row in good_rows(table, COLUMNS):
-            each = recording(table, row.fields)
+        table = require_one_path(paths, "a table of paths and texts")
+        recordings = []
+        for row in read_valid_rows(table, COLUMNS):
+            each = recording_from_row(table, row.fields)
             if not each.text:
-                raise ValueError(f"{row.place}: expected what is said as text, but it is empty")
+                raise ValueError(f"{row.location}: text must not be empty")
             if not Path(each.path).is_file():
-                raise ValueError(f"{row.place}: expected a sound file at {each.path}, but there is none")
-            found.append(each)
-        return found
+                raise ValueError(f"{row.location}: {each.path} must be an audio file, but it does not exist")
+            recordings.append(each)
+        return recordings
 
     @classmethod
     def check(cls, paths: Sequence[Path], settings: SpeechSettings) -> Iterator[Problem]:
-        table = only(paths, "a table of paths and texts")
+        table = require_one_path(paths, "a table of paths and texts")
         count = 0
-        for row in rows(table, COLUMNS):
+        for row in read_table_rows(table, COLUMNS):
             count += 1
             if row.problem is not None:
-                yield Problem(row.place, row.problem)
+                yield Problem(row.location, row.problem)
                 continue
             if row.warning is not None:
-                yield Problem(row.place, row.warning, "warning")
-            yield from problems(row.place, recording(table, row.fields), settings)
+                yield Problem(row.location, row.warning, "warning")
+            yield from check_recording(row.location, recording_from_row(table, row.fields), settings)
         if not count:
-            yield Problem(str(table), "expected at least one line, but it has none")
+            yield Problem(str(table), "the table must have at least one line, got none")
 
     @classmethod
-    def start(cls, settings: SpeechSettings, train: Sequence[Recording]) -> Self:
-        """Learns the vocabulary, and how far the numbers of a frame spread."""
-        tokenizer = learned(settings.tokenizer, [each.text for each in train], settings.vocabulary)
-        some = train[:: len(train) // MEASURED + 1]
-        measured = spread([frames_of(heard(each.path, settings.rate), settings) for each in some])
-        return cls(settings, tokenizer, measured.tolist())
+    def from_examples(cls, settings: SpeechSettings, train: Sequence[Recording]) -> Self:
+        """Trains the tokenizer, and measures the standard deviation of the features."""
+        tokenizer = train_tokenizer(settings.tokenizer, [each.text for each in train], settings.vocabulary)
+        sample = train[:: len(train) // STATISTICS_RECORDINGS + 1]
+        std = measure_feature_std(
+            [compute_features(load_recording(each.path, settings.rate), settings) for each in sample]
+        )
+        return cls(settings, tokenizer, std.tolist())
 
     def files(self) -> dict[str, str]:
-        return {"tokenizer.json": to_json(self.tokenizer), "frames.json": json.dumps({"std": self.std.tolist()})}
+        return {
+            "tokenizer.json": tokenizer_to_json(self.tokenizer),
+            "frames.json": json.dumps({"std": self.std.tolist()}),
+        }
 
     @classmethod
     def from_files(cls, settings: SpeechSettings, files: dict[str, str]) -> Self:
-        return cls(settings, from_json(files["tokenizer.json"]), json.loads(files["frames.json"])["std"])
+        return cls(settings, tokenizer_from_json(files["tokenizer.json"]), json.loads(files["frames.json"])["std"])
 
     def model(self) -> Model:
         own = self.settings
-        changes = {name: getattr(own, name) for name in CHANGES if getattr(own, name) is not None}
+        changes = {name: getattr(own, name) for name in MODEL_FIELDS if getattr(own, name) is not None}
         if own.ctc == 1.0:
             changes["decoder_layers"] = 0
         return SpeechEncoder.from_name(
@@ -127,77 +139,87 @@ class Speech(Task[Recording, str]):
         )
 
     @property
-    def longest(self) -> int:
-        """As many frames as become the states that a model has positions for: minutes."""
+    def max_size(self) -> int:
+        """Maximum frames: the number of positions of the model, before the frame rate is halved."""
         config = cast("SpeechConfig", SpeechEncoder.sizes[self.settings.size])
         halvings = config.halvings if self.settings.halvings is None else self.settings.halvings
         return config.max_length << halvings
 
-    def is_cut(self, example: Recording) -> bool:
-        """Of a longer recording the beginning is heard."""
-        return self.size(example) > self.longest
+    def is_truncated(self, example: Recording) -> bool:
+        """A longer recording is truncated to its beginning."""
+        return self.size(example) > self.max_size
 
     def size(self, example: Recording) -> int:
-        """How many frames it has."""
-        given = self._sounds(example.path)
-        return len(given) if given.dim() == 2 else 1 + len(given) // round(self.settings.hop * self.settings.rate)
+        """Returns the number of frames."""
+        recording = self._recordings(example.path)
+        return (
+            len(recording)
+            if recording.dim() == 2
+            else 1 + len(recording) // round(self.settings.hop * self.settings.rate)
+        )
 
     def batch(self, examples: Sequence[Recording], training: bool, generator: torch.Generator) -> dict[str, Tensor]:
-        heard_so = [self.frames(each, generator if training else None) for each in examples]
+        features = [self.frames(each, generator if training else None) for each in examples]
         texts = [self.tokenizer.encode(each.text) for each in examples]
         if training and self.settings.join:
-            heard_so, texts = joined(heard_so, texts, self.settings.join, generator)
-        frames, lengths = padded([each[: self.longest] for each in heard_so])
-        targets, counts = padded([[*row, STOP] for row in texts], PAD)
+            features, texts = join_recordings(features, texts, self.settings.join, generator)
+        frames, lengths = pad_sequences([each[: self.max_size] for each in features])
+        targets, counts = pad_sequences([[*row, STOP] for row in texts], PAD)
         return {
             "frames": frames,
             "lengths": lengths,
-            "inputs": padded([[START, *row] for row in texts], PAD)[0],
+            "inputs": pad_sequences([[START, *row] for row in texts], PAD)[0],
             "targets": targets,
             "counts": counts - 1,
         }
 
     def frames(self, example: Recording, generator: torch.Generator | None = None) -> Tensor:
-        """What the model hears: (F, M); with a generator varied by chance."""
-        given = self._sounds(example.path)
-        made = frames_of(given, self.settings) if generator is None else varied_frames(given, self.settings, generator)
-        if made.shape[1] != len(self.std):
-            wanted = f"{len(self.std)} numbers per frame, as the first recordings have"
-            raise ValueError(f"{example.path}: expected {wanted}, but got {made.shape[1]}")
-        return made[: self.longest] / self.std
+        """Computes the features of a recording: (F, M); with a generator, randomly augmented."""
+        recording = self._recordings(example.path)
+        if generator is None:
+            features = compute_features(recording, self.settings)
+        else:
+            features = augment_features(recording, self.settings, generator)
+        if features.shape[1] != len(self.std):
+            expected = f"{len(self.std)} features per frame, as the training data"
+            raise ValueError(f"{example.path} must have {expected}, got {features.shape[1]}")
+        return features[: self.max_size] / self.std
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         share = self.settings.ctc
-        writes = cast("SpeechEncoder", model).decoder is not None
-        out = model(batch["frames"], batch["inputs"] if writes else None, padding=batch["lengths"])
+        has_decoder = cast("SpeechEncoder", model).decoder is not None
+        out = model(batch["frames"], batch["inputs"] if has_decoder else None, padding=batch["lengths"])
         targets = batch["targets"]
         loss = torch.zeros((), device=targets.device)
         if out.ctc is not None:
             scores = out.ctc.float().log_softmax(-1).transpose(0, 1)
             args = scores, targets, out.lengths, batch["counts"], BLANK
-            # A text that does not fit into its states has no loss, instead of an infinite one.
-            loss = loss + (share if writes else 1.0) * F.ctc_loss(*args, reduction="sum", zero_infinity=True)
-        if writes:
+            # A text with more tokens than states has loss zero instead of infinity.
+            loss = loss + (share if has_decoder else 1.0) * F.ctc_loss(*args, reduction="sum", zero_infinity=True)
+        if has_decoder:
             smoothing = self.settings.smoothing if model.training else 0.0
             logits = out.logits.float().flatten(0, 1)
-            wanted = targets.flatten()
-            told = F.cross_entropy(logits, wanted, ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
-            loss = loss + (1.0 - share) * told
+            flat = targets.flatten()
+            cross_entropy = F.cross_entropy(logits, flat, ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
+            loss = loss + (1.0 - share) * cross_entropy
         return loss, (targets != PAD).sum()
 
-    def decode(self, model: nn.Module, examples: Sequence[Recording], done: Done = unheard) -> list[str]:
+    def decode(
+        self, model: nn.Module, examples: Sequence[Recording], done: ProgressCallback = ignore_progress
+    ) -> list[str]:
         answers = [""] * len(examples)
-        for group in longest_first([self.size(each) for each in examples], TOGETHER):
-            tokens = self.written(cast("SpeechEncoder", model), [self.frames(examples[place]) for place in group])
-            for place, row in zip(group, tokens, strict=True):
-                answers[place] = self.tokenizer.decode(row)
+        for group in group_by_size([self.size(each) for each in examples], DECODE_FRAMES):
+            frames = [self.frames(examples[index]) for index in group]
+            tokens = self.transcribe(cast("SpeechEncoder", model), frames)
+            for index, row in zip(group, tokens, strict=True):
+                answers[index] = self.tokenizer.decode(row)
             done(len(group))
         return answers
 
-    def written(self, model: SpeechEncoder, frames: list[Tensor]) -> list[list[int]]:
-        """The tokens of each recording: the likeliest of what CTC and the decoder propose, by both."""
+    def transcribe(self, model: SpeechEncoder, frames: list[Tensor]) -> list[list[int]]:
+        """Returns the tokens of each recording: the best candidate of CTC and the decoder, scored by both."""
         device = next(model.parameters()).device
-        batch, lengths = padded(frames, multiple=1)
+        batch, lengths = pad_sequences(frames, multiple=1)
         out = model(batch.to(device), padding=lengths.to(device))
         by_ctc = None if out.ctc is None else read_ctc(out.ctc.float(), out.lengths, BLANK)
         if model.decoder is None:
@@ -206,123 +228,122 @@ class Speech(Task[Recording, str]):
         width = min(self.settings.beam, self.tokenizer.vocabulary)
         limit = min(self.settings.max_tokens, model.config.max_length)
         method = Beam(width, best=width)
-        # A list of frames, so that each is read by its own length.
-        found = generate(
+        # A list of frames, so that each recording keeps its own length.
+        answers = generate(
             model, [each.to(device) for each in frames], new_tokens=limit, method=method, start=START, stop=STOP
         )
-        all_proposed = [[each.tokens for each in (answer, *answer.others)] for answer in found]
+        beams = [[each.tokens for each in (answer, *answer.others)] for answer in answers]
         if by_ctc is None or out.ctc is None:
-            return [self.long_enough(proposed)[0] for proposed in all_proposed]
-        likely = out.ctc.float().log_softmax(-1)
+            return [self.drop_short(candidates)[0] for candidates in beams]
+        log_probabilities = out.ctc.float().log_softmax(-1)
         chosen = []
-        for i, by_decoder in enumerate(all_proposed):
-            proposed = self.long_enough([*by_decoder, by_ctc[i][:limit]])
-            scores = self.judged(model, frames[i].to(device), likely[i, : int(out.lengths[i])], proposed)
-            chosen.append(proposed[int(scores.argmax())])
+        for i, by_decoder in enumerate(beams):
+            candidates = self.drop_short([*by_decoder, by_ctc[i][:limit]])
+            own = log_probabilities[i, : int(out.lengths[i])]
+            scores = self.rescore(model, frames[i].to(device), own, candidates)
+            chosen.append(candidates[int(scores.argmax())])
         return chosen
 
-    def long_enough(self, proposed: list[list[int]]) -> list[list[int]]:
-        """Those of `min_tokens`, where there are any: CTC that hears nothing is too sure of it to be outvoted."""
-        return [each for each in proposed if len(each) >= self.settings.min_tokens] or proposed
+    def drop_short(self, candidates: list[list[int]]) -> list[list[int]]:
+        """Drops candidates below `min_tokens` if others remain: CTC is often overconfident that nothing is said."""
+        return [each for each in candidates if len(each) >= self.settings.min_tokens] or candidates
 
-    def judged(self, model: SpeechEncoder, frames: Tensor, likely: Tensor, proposed: list[list[int]]) -> Tensor:
-        """How likely each answer is by CTC and by the decoder together, in nats."""
+    def rescore(self, model: SpeechEncoder, frames: Tensor, ctc: Tensor, candidates: list[list[int]]) -> Tensor:
+        """Computes the weighted log-likelihood of each candidate by CTC (S, V) and the decoder, in nats."""
         device = frames.device
-        inputs, _ = padded([[START, *row] for row in proposed], PAD)
-        targets, counts = padded([[*row, STOP] for row in proposed], PAD)
+        inputs, _ = pad_sequences([[START, *row] for row in candidates], PAD)
+        targets, counts = pad_sequences([[*row, STOP] for row in candidates], PAD)
         inputs, targets, counts = inputs.to(device), targets.to(device), counts.to(device)
-        memory = model.encode(frames[None]).at(torch.zeros(len(proposed), dtype=torch.long, device=device))
+        memory = model.encode(frames[None]).select_rows(torch.zeros(len(candidates), dtype=torch.long, device=device))
         logits = model.decode(inputs, memory).logits
         assert logits is not None
-        told = F.cross_entropy(logits.float().mT, targets, ignore_index=PAD, reduction="none").sum(1)
-        several = likely[:, None].expand(-1, len(proposed), -1)
-        states = torch.full((len(proposed),), len(likely), device=device)
-        heard_so = F.ctc_loss(several, targets, states, counts - 1, BLANK, reduction="none")
-        return -(self.settings.ctc * heard_so + (1.0 - self.settings.ctc) * told)
+        decoder_loss = F.cross_entropy(logits.float().mT, targets, ignore_index=PAD, reduction="none").sum(1)
+        repeated = ctc[:, None].expand(-1, len(candidates), -1)
+        states = torch.full((len(candidates),), len(ctc), device=device)
+        ctc_loss = F.ctc_loss(repeated, targets, states, counts - 1, BLANK, reduction="none")
+        return -(self.settings.ctc * ctc_loss + (1.0 - self.settings.ctc) * decoder_loss)
 
     def score(self, answers: Sequence[str], examples: Sequence[Recording]) -> dict[str, float | str]:
-        """Word and character error rates, and how many answers are wholly right; in percent."""
-        texts, said = [each.text for each in examples], list(answers)
-        right = sum(answer == text for answer, text in zip(said, texts, strict=True))
-        words, characters, signature = error_rates(texts, said)
+        """Computes word and character error rate, and exact matches, in percent."""
+        texts = [each.text for each in examples]
+        correct = sum(answer == text for answer, text in zip(answers, texts, strict=True))
+        words, characters, signature = error_rates(texts, answers)
         return {
             "wer": 100.0 * words,
             "cer": 100.0 * characters,
-            "accuracy": 100.0 * right / max(len(texts), 1),
+            "accuracy": 100.0 * correct / max(len(texts), 1),
             "signature": signature,
         }
 
-    def given(self, text: str) -> Recording:
+    def parse_input(self, text: str) -> Recording:
         return Recording(text)
 
     def show(self, model: nn.Module, example: Recording) -> Record:
-        """The states of the recording with their seconds, what was written, and where each word was heard."""
-        listener = cast("SpeechEncoder", model)
+        """Records the attention, with seconds along the recording and the answer along the text."""
+        encoder = cast("SpeechEncoder", model)
         device = next(model.parameters()).device
         frames = self.frames(example).to(device)
         with torch.no_grad():
-            tokens = self.written(listener, [frames.cpu()])[0]
-            target = torch.tensor([[START, *tokens]], device=device) if listener.decoder is not None else None
-            out = listener(frames[None], target, return_weights=True)
-        seconds = self.settings.hop * 2**listener.config.halvings
+            tokens = self.transcribe(encoder, [frames.cpu()])[0]
+            target = torch.tensor([[START, *tokens]], device=device) if encoder.decoder is not None else None
+            out = encoder(frames[None], target, return_weights=True)
+        seconds = self.settings.hop * 2**encoder.config.halvings
         times = tuple(f"{state * seconds:.2f}" for state in range(out.states.shape[1]))
         labels = {
             "source": Labels("frames", (times,), seconds=seconds),
             "target": self.tokenizer.labels([START, *tokens]),
             "heard": self.tokenizer.labels([*tokens, STOP]),
         }
-        # What looks at the sound is named by the word that was being written.
-        return record_of(model, out.weights, labels, self.tokenizer.decode(tokens), across="heard")
+        # The queries of cross-attention are labelled with the token that is generated there.
+        return build_task_record(model, out.weights, labels, self.tokenizer.decode(tokens), cross_queries="heard")
 
 
-def recording(table: Path, fields: dict[str, str]) -> Recording:
-    """A row of a table; its path is meant from where the table is."""
+def recording_from_row(table: Path, fields: dict[str, str]) -> Recording:
+    """Converts a row of a table; its path is relative to the table."""
     return Recording(str(table.parent / fields["sound"]), fields["text"].strip())
 
 
-def problems(place: str, each: Recording, settings: SpeechSettings) -> Iterator[Problem]:
-    """A recording that cannot be heard, or says nothing; and one that is strangely long or silent."""
+def check_recording(location: str, each: Recording, settings: SpeechSettings) -> Iterator[Problem]:
+    """Yields the problems of a recording: unreadable, no text, very long, or silent."""
     if not each.text:
-        yield Problem(place, "expected what is said as text, but it is empty")
+        yield Problem(location, "text must not be empty")
     try:
-        sound = heard(each.path, settings.rate)
+        recording = load_recording(each.path, settings.rate)
     except (OSError, ValueError) as error:
-        yield Problem(place, str(error))
+        yield Problem(location, str(error))
         return
-    seconds = len(sound) / settings.rate if sound.dim() == 1 else len(sound) * settings.hop
+    seconds = len(recording) / settings.rate if recording.dim() == 1 else len(recording) * settings.hop
     if seconds > 60 or not math.isfinite(seconds):
-        yield Problem(
-            place, f"expected at most a minute of sound, but {each.path} has {seconds:.0f} seconds", "warning"
-        )
-    if not bool(sound.any()):
-        yield Problem(place, f"expected a sound in {each.path}, but there is silence", "warning")
+        yield Problem(location, f"{each.path} is longer than a minute: {seconds:.0f} seconds", "warning")
+    if not bool(recording.any()):
+        yield Problem(location, f"{each.path} is silent", "warning")
 
 
-def error_rates(texts: Sequence[str], said: Sequence[str]) -> tuple[float, float, str]:
-    """The shares of words and of characters that are wrong, and who counted: jiwer where it is installed."""
+def error_rates(texts: Sequence[str], answers: Sequence[str]) -> tuple[float, float, str]:
+    """Computes word and character error rate, and names the counter: jiwer if installed, else our own."""
     try:
         import jiwer
     except ImportError:
-        words = share_of_edits([text.split() for text in texts], [text.split() for text in said])
-        return words, share_of_edits([text.strip() for text in texts], [text.strip() for text in said]), "edits"
-    return float(jiwer.wer(list(texts), list(said))), float(jiwer.cer(list(texts), list(said))), "jiwer"
+        words = edit_rate([text.split() for text in texts], [text.split() for text in answers])
+        return words, edit_rate([text.strip() for text in texts], [text.strip() for text in answers]), "edits"
+    return float(jiwer.wer(list(texts), list(answers))), float(jiwer.cer(list(texts), list(answers))), "jiwer"
 
 
-def share_of_edits(texts: Sequence[Sequence[str]], said: Sequence[Sequence[str]]) -> float:
-    """How many parts must be put in, left out or exchanged in all, for each part of the texts.
+def edit_rate(texts: Sequence[Sequence[str]], answers: Sequence[Sequence[str]]) -> float:
+    """Computes the edit distance of all answers divided by the length of all texts.
 
-    >>> share_of_edits(["kitten", "sun"], ["sitting", "sun"])
+    >>> edit_rate(["kitten", "sun"], ["sitting", "sun"])
     0.3333333333333333
     """
-    wrong = sum(edits(text, answer) for text, answer in zip(texts, said, strict=True))
-    return wrong / max(sum(map(len, texts)), 1)
+    edits = sum(edit_distance(text, answer) for text, answer in zip(texts, answers, strict=True))
+    return edits / max(sum(map(len, texts)), 1)
 
 
-def edits(text: Sequence[str], answer: Sequence[str]) -> int:
-    """The fewest changes that turn one into the other (Levenshtein), row by row of the table."""
+def edit_distance(text: Sequence[str], answer: Sequence[str]) -> int:
+    """Computes the Levenshtein distance, row by row."""
     row = list(range(len(answer) + 1))
     for count, part in enumerate(text, start=1):
         before, row[0] = row[0], count
-        for place, other in enumerate(answer, start=1):
-            before, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, before + (part != other))
+        for i, other in enumerate(answer, start=1):
+            before, row[i] = row[i], min(row[i] + 1, row[i - 1] + 1, before + (part != other))
     return row[-1]

@@ -1,4 +1,4 @@
-"""Recordings into frames: what a speech model hears, and how it is varied while training.
+"""Turns recordings into the feature frames of a speech model, with augmentation in training.
 
 F frames, M numbers per frame.
 """
@@ -14,105 +14,114 @@ import torch
 from torch import Tensor
 
 from foci.inputs import audio_augmentation
-from foci.inputs.audio import levelled, log_mel, read_sound, with_deltas
-from foci.inputs.files import found_at
+from foci.inputs.audio import add_deltas, log_mel, normalize_loudness, read_audio
+from foci.inputs.files import describe_path
 from foci.inputs.text import TokenizerKind
 from foci.nn.config import Config
 
 
 @dataclass(frozen=True)
 class SpeechSettings(Config):
-    """What recordings become, how they are varied, and what writes them down: [task] in a run's TOML."""
+    """Settings of speech recognition: the [task] section of a run's TOML."""
 
     section = "task"
 
-    size: Literal["tiny", "small", "base"] = "small"  # of the model; what follows changes single numbers of it
-    width: int | None = None  # of the states
-    layers: int | None = None  # how many blocks listen
-    decoder_layers: int | None = None  # how many blocks write; 0: CTC alone
-    heads: int | None = None  # of each attention
-    hidden: int | None = None  # the width inside the feed-forward
-    halvings: int | None = None  # how often two frames become one before attention
-    local: int | None = None  # how many blocks of convolution read before attention does
-    reach: int | None = None  # how many states each of these looks at, an odd number
-    dropout: float | None = None  # the share dropped while training
-    attention_dropout: float | None = None  # the share of attention weights dropped while training
-    depth_dropout: float | None = None  # how often the last layer is skipped while training
-    tokenizer: TokenizerKind = "characters"  # what is written: characters, words or pieces of words (bpe)
-    vocabulary: int = 500  # how many tokens there are at most, for bpe and words
-    rate: int = 16_000  # samples per second that recordings are brought to
-    bands: int = 80  # mel bands of a frame
+    size: Literal["tiny", "small", "base"] = "small"  # of the model; the next settings override single values
+    width: int | None = None  # model width
+    layers: int | None = None  # encoder blocks
+    decoder_layers: int | None = None  # decoder blocks; 0: CTC only
+    heads: int | None = None  # attention heads
+    hidden: int | None = None  # width inside the feed-forward
+    halvings: int | None = None  # how often the frame rate is halved before attention
+    local: int | None = None  # convolution blocks before attention
+    reach: int | None = None  # kernel size of these blocks, an odd number
+    dropout: float | None = None  # dropout rate
+    attention_dropout: float | None = None  # dropout rate of the attention weights
+    depth_dropout: float | None = None  # stochastic depth: how often the last layer is skipped in training
+    tokenizer: TokenizerKind = "characters"  # characters, words or byte-pair encoding (bpe)
+    vocabulary: int = 500  # maximum vocabulary size, for bpe and words
+    rate: int = 16_000  # sample rate that recordings are converted to
+    bands: int = 80  # mel bands per frame
     hop: float = 0.010  # seconds from one frame to the next
-    colour: bool = False  # whether a recording keeps its mean spectrum: of one short word that is most of what is said
-    deltas: bool = False  # whether a frame also says how it changes
-    ctc: float = 0.3  # the share of CTC in the loss and in the choice between answers; the rest is the decoder's
-    smoothing: float = 0.1  # the share of each target that is spread over all tokens, while training
-    beam: int = 4  # how many answers grow side by side
-    min_tokens: int = 1  # shorter answers are taken only where no other is proposed: no text to learn from is empty
-    max_tokens: int = 200  # the longest answer
-    speed: float = 0.1  # recordings are played faster or slower by up to this share, while training
-    noise: float = 0.3  # how often noise is added, while training
-    quietest: float = 40.0  # decibels that noise is below the sound at most
-    loudest: float = 10.0  # decibels that noise is below the sound at least
-    shift: float = 0.0  # seconds of silence that are added or cut at either end at most, while training
-    voice: float = 0.0  # bands are moved by up to this share of their place, as another throat does, while training
-    tilt: float = 0.0  # bands are louder or quieter by up to so many nats, as another microphone does, while training
-    stretch: float = 0.0  # frames are stretched in time by up to this share at the same pitch, while training
-    join: float = 0.0  # how often another recording of the batch follows, while training: no sentence is known by heart
-    time_masks: int = 2  # how many stretches of time are covered, while training
-    longest_mask: int = 40  # how many frames each of them has at most
-    band_masks: int = 2  # how many groups of bands are covered, while training
-    widest_mask: int = 15  # how many bands each of them has at most
+    colour: bool = False  # keep the mean spectrum of a recording, which carries much of a single short word
+    deltas: bool = False  # append first and second derivatives over time
+    ctc: float = 0.3  # weight of CTC in the loss and in rescoring; the decoder has the rest
+    smoothing: float = 0.1  # label smoothing, in training
+    beam: int = 4  # beam width
+    min_tokens: int = 1  # shorter answers are used only if there is no other candidate
+    max_tokens: int = 200  # maximum tokens of an answer
+    speed: float = 0.1  # maximum relative change of speed, in training
+    noise: float = 0.3  # probability that noise is added, in training
+    quietest: float = 40.0  # maximum decibels of noise below the sound
+    loudest: float = 10.0  # minimum decibels of noise below the sound
+    shift: float = 0.0  # maximum seconds of silence added or cut at either end, in training
+    voice: float = 0.0  # maximum relative warp of the bands, as by another vocal tract, in training
+    tilt: float = 0.0  # maximum change of band energy in nats, as by another microphone, in training
+    stretch: float = 0.0  # maximum relative change of duration at the same pitch, in training
+    join: float = (
+        0.0  # probability that another recording of the batch is appended, in training; prevents memorizing sentences
+    )
+    time_masks: int = 2  # masked time spans (SpecAugment), in training
+    longest_mask: int = 40  # maximum frames of a time span
+    band_masks: int = 2  # masked band ranges (SpecAugment), in training
+    widest_mask: int = 15  # maximum bands of a range
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "rate", "bands", "beam", "max_tokens")
-        self.at_least(0, "decoder_layers", "halvings", "local", "min_tokens", "shift", "tilt")
-        self.at_least(0, "time_masks", "longest_mask", "band_masks", "widest_mask")
-        self.shares("ctc", "noise", "join")
-        self.shares("dropout", "attention_dropout", "depth_dropout", "smoothing", whole=False)
-        self.shares("speed", "voice", "stretch", whole=False)
+        self.check_at_least(
+            1, "width", "layers", "heads", "hidden", "vocabulary", "rate", "bands", "beam", "max_tokens"
+        )
+        self.check_at_least(0, "decoder_layers", "halvings", "local", "min_tokens", "shift", "tilt")
+        self.check_at_least(0, "time_masks", "longest_mask", "band_masks", "widest_mask")
+        self.check_fractions("ctc", "noise", "join")
+        self.check_fractions("dropout", "attention_dropout", "depth_dropout", "smoothing", include_one=False)
+        self.check_fractions("speed", "voice", "stretch", include_one=False)
 
 
-def heard(path: str, rate: int) -> Tensor:
-    """Samples (N,) of a sound file, or frames (F, M) that were made elsewhere and saved as .npy."""
+def load_recording(path: str, rate: int) -> Tensor:
+    """Loads the samples (N,) of an audio file, or precomputed frames (F, M) from a .npy file."""
     if not path.endswith(".npy"):
-        return levelled(read_sound(path, rate)[0])
+        return normalize_loudness(read_audio(path, rate)[0])
     try:
         import numpy
     except ImportError as error:
-        raise ImportError(f"{path} needs numpy to be read: pip install numpy") from error
+        raise ImportError(f"reading {path} needs numpy: pip install numpy") from error
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} should hold frames, but there is {found_at(Path(path))}")
+        raise FileNotFoundError(f"{path} must be a file of frames, got {describe_path(Path(path))}")
     try:
         frames = torch.from_numpy(numpy.load(path, allow_pickle=False)).float()
     except (ValueError, TypeError, EOFError) as error:
-        raise ValueError(f"{path} should hold frames as floats (F, M), but it cannot be read: {error}") from error
+        raise ValueError(f"{path} must hold frames as floats (F, M), but it cannot be read: {error}") from error
     if frames.dim() != 2 or frames.numel() == 0 or not bool(frames.isfinite().all()):
-        raise ValueError(f"{path} should hold finite frames (F, M), but it holds {tuple(frames.shape)}")
+        raise ValueError(
+            f"{path} must hold finite frames (F, M), got the shape {tuple(frames.shape)} or NaN or infinity"
+        )
     return frames
 
 
-def frames_of(given: Tensor, settings: SpeechSettings) -> Tensor:
-    """Samples (N,) or ready-made frames as frames (F, M) of mean 0: of each band, where no microphone has a colour."""
-    frames = log_mel(given, settings.rate, bands=settings.bands, hop=settings.hop) if given.dim() == 1 else given
+def compute_features(recording: Tensor, settings: SpeechSettings) -> Tensor:
+    """Computes zero-mean frames (F, M) from samples (N,) or frames; per band, unless `colour` keeps the spectrum."""
+    frames = recording
+    if recording.dim() == 1:
+        frames = log_mel(recording, settings.rate, bands=settings.bands, hop=settings.hop)
     frames = frames - (frames.mean() if settings.colour else frames.mean(0))
-    return with_deltas(frames) if settings.deltas else frames
+    return add_deltas(frames) if settings.deltas else frames
 
 
-def varied_frames(given: Tensor, settings: SpeechSettings, generator: torch.Generator) -> Tensor:
-    """The same, said by somebody else somewhere else: (F, M)."""
-    if given.dim() == 1:
-        given = varied_sound(given, settings, generator)
-        given = log_mel(given, settings.rate, bands=settings.bands, hop=settings.hop)
+def augment_features(recording: Tensor, settings: SpeechSettings, generator: torch.Generator) -> Tensor:
+    """Computes frames (F, M) with random changes of speaker, room and microphone."""
+    frames = recording
+    if recording.dim() == 1:
+        samples = augment_samples(recording, settings, generator)
+        frames = log_mel(samples, settings.rate, bands=settings.bands, hop=settings.hop)
     if settings.stretch:
-        given = audio_augmentation.slower(given, settings.stretch, generator)
+        frames = audio_augmentation.stretch_time(frames, settings.stretch, generator)
     if settings.voice:
-        given = audio_augmentation.another_voice(given, settings.voice, generator)
+        frames = audio_augmentation.warp_bands(frames, settings.voice, generator)
     if settings.tilt:
-        given = audio_augmentation.tilted(given, settings.tilt, generator)
-    return audio_augmentation.masked(
-        frames_of(given, settings),
+        frames = audio_augmentation.tilt_spectrum(frames, settings.tilt, generator)
+    return audio_augmentation.spec_augment(
+        compute_features(frames, settings),
         times=settings.time_masks,
         longest=settings.longest_mask,
         bands=settings.band_masks,
@@ -121,29 +130,29 @@ def varied_frames(given: Tensor, settings: SpeechSettings, generator: torch.Gene
     )
 
 
-def varied_sound(samples: Tensor, settings: SpeechSettings, generator: torch.Generator) -> Tensor:
-    """Another speed, noise, and silence around: (N,) -> (N',)."""
-    samples = audio_augmentation.faster(samples, settings.speed, generator)
-    if audio_augmentation.chance(settings.noise, generator):
-        samples = audio_augmentation.noisy(samples, (settings.loudest, settings.quietest), generator)
+def augment_samples(samples: Tensor, settings: SpeechSettings, generator: torch.Generator) -> Tensor:
+    """Changes speed, adds noise, and adds or cuts silence: (N,) -> (N',)."""
+    samples = audio_augmentation.change_speed(samples, settings.speed, generator)
+    if audio_augmentation.sample_bool(settings.noise, generator):
+        samples = audio_augmentation.add_noise(samples, (settings.loudest, settings.quietest), generator)
     if settings.shift:
-        samples = audio_augmentation.shifted(samples, round(settings.shift * settings.rate), generator)
-    return levelled(samples)
+        samples = audio_augmentation.pad_or_trim(samples, round(settings.shift * settings.rate), generator)
+    return normalize_loudness(samples)
 
 
-def spread(all_frames: Sequence[Tensor]) -> Tensor:
-    """How far each number of a frame is from its mean, over all frames: (M,)."""
+def measure_feature_std(all_frames: Sequence[Tensor]) -> Tensor:
+    """Computes the standard deviation of each feature over all frames: (M,)."""
     return torch.cat(list(all_frames)).std(0).clamp(min=1e-3)
 
 
-def joined(
+def join_recordings(
     frames: Sequence[Tensor], texts: Sequence[list[int]], share: float, generator: torch.Generator
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """So many of the recordings are followed by another one, and their texts by its text."""
+    """Appends another recording and its text to a random fraction of the recordings."""
     others = torch.randperm(len(frames), generator=generator).tolist()
     chosen = (torch.rand(len(frames), generator=generator) < share).tolist()
-    follows = [[other] if yes else [] for other, yes in zip(others, chosen, strict=True)]
-    longer = [torch.cat([own, *(frames[i] for i in more)]) for own, more in zip(frames, follows, strict=True)]
+    appended = [[other] if yes else [] for other, yes in zip(others, chosen, strict=True)]
+    longer = [torch.cat([own, *(frames[i] for i in more)]) for own, more in zip(frames, appended, strict=True)]
     return longer, [
-        [*own, *(token for i in more for token in texts[i])] for own, more in zip(texts, follows, strict=True)
+        [*own, *(token for i in more for token in texts[i])] for own, more in zip(texts, appended, strict=True)
     ]

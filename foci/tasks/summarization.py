@@ -1,4 +1,4 @@
-"""Summarization: a document in, a few words that say it out; words may be copied from the document.
+"""Summarization of documents; a pointer-generator may copy words from the document.
 
 B documents, S tokens of a document, T tokens of its summary.
 """
@@ -16,76 +16,89 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.decoding import Answer, Beam, generate
-from foci.inputs.padding import longest_first, padded, real
-from foci.inputs.tables import good_rows, only, rows
-from foci.inputs.text import PAD, START, STOP, UNKNOWN, Tokenizer, TokenizerKind, from_json, learned, to_json
+from foci.inputs.padding import group_by_size, pad_sequences, valid_positions
+from foci.inputs.tables import read_table_rows, read_valid_rows, require_one_path
+from foci.inputs.text import (
+    PAD,
+    START,
+    STOP,
+    UNKNOWN,
+    Tokenizer,
+    TokenizerKind,
+    tokenizer_from_json,
+    tokenizer_to_json,
+    train_tokenizer,
+)
 from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.nn.pointer_generator import CopyingTransformer
 from foci.nn.transformer import EncoderDecoder
 from foci.record.record import Record
-from foci.tasks.minimum_bayes_risk import most_alike
-from foci.tasks.rdrop import agreeing_loss
-from foci.tasks.task import Done, Problem, Task, unheard
-from foci.tasks.task_record import record_of
+from foci.tasks.minimum_bayes_risk import select_minimum_bayes_risk
+from foci.tasks.rdrop import compute_rdrop_loss
+from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
+from foci.tasks.task_record import build_task_record
 
 COLUMNS = ("document", "summary")
-# How many tokens of documents are summarised at a time, by device.
-TOGETHER = {"cpu": 16_384, "cuda": 131_072}
-# A shorter document says too little about a sentence that it lacks.
-FEWEST_SENTENCES = 3
-CHANGES = ("width", "layers", "heads", "hidden", "dropout", "attention_dropout", "norm_first")
+# Document tokens decoded at a time, over all hypotheses, by device.
+DECODE_TOKENS = {"cpu": 16_384, "cuda": 131_072}
+# A shorter document does not determine a sentence that is left out of it.
+MIN_SENTENCES = 3
+MODEL_FIELDS = ("width", "layers", "heads", "hidden", "dropout", "attention_dropout", "norm_first")
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and a summary of it, where one is known."""
+    """A text, and its summary if known."""
 
     text: str
     summary: str = ""
-    left_out: int | None = None  # the number of a sentence that is not read but is to be written; None: the summary is
+    left_out: int | None = (
+        None  # index of a sentence that is removed from the text and is the target; None: the summary is the target
+    )
 
 
 @dataclass(frozen=True)
 class SummarizationSettings(Config):
-    """What documents become and what reads and writes: [task] in a run's TOML."""
+    """Settings of summarization: the [task] section of a run's TOML."""
 
     section = "task"
 
-    size: Literal["tiny", "small", "base"] = "small"  # of the model; what follows changes single numbers of it
-    width: int | None = None  # of the tokens
-    layers: int | None = None  # of each stack
-    heads: int | None = None  # of each attention
-    hidden: int | None = None  # the width inside the feed-forward
-    dropout: float | None = None  # the share dropped while training
-    attention_dropout: float | None = None  # the share of attention weights dropped while training
-    norm_first: bool = True  # the norm before each part, or after its residual
-    copy: bool = True  # whether words may be copied from the document
+    size: Literal["tiny", "small", "base"] = "small"  # of the model; the next settings override single values
+    width: int | None = None  # model width
+    layers: int | None = None  # blocks of each stack
+    heads: int | None = None  # attention heads
+    hidden: int | None = None  # width inside the feed-forward
+    dropout: float | None = None  # dropout rate
+    attention_dropout: float | None = None  # dropout rate of the attention weights
+    norm_first: bool = True  # pre-norm or post-norm
+    copy: bool = True  # copy words from the document (pointer-generator)
     tokenizer: TokenizerKind = "bpe"  # document and summary share one vocabulary
-    vocabulary: int = 8000  # how many tokens it has at most
-    lower: bool = False  # whether large letters are read and written as small ones
-    max_length: int = 512  # how many tokens of a document are read: its beginning
-    max_summary: int = 48  # how many tokens a summary has at most
-    left_out: float = 0.0  # how often a document also serves to guess a sentence that it lacks, in each epoch
-    forget: float = 0.0  # the share of the document's tokens that are dropped, while training
-    smoothing: float = 0.1  # the share of each target that is spread over all tokens, while training
-    agreement: float = 0.0  # how much two passes with different dropout must agree while training (R-Drop); 0: one pass
-    beam: int = 4  # how many hypotheses grow side by side
-    length_penalty: float = 1.0  # 0 prefers short answers
-    consensus: float = 0.0  # above 0: of the beam the answer most like the others, 2 or 3 being usual; 0: the likeliest
+    vocabulary: int = 8000  # maximum vocabulary size
+    lower: bool = False  # lower-case all texts
+    max_length: int = 512  # maximum tokens of a document; a longer one is cut at the end
+    max_summary: int = 48  # maximum tokens of a summary
+    left_out: float = 0.0  # fraction of documents that, in each epoch, also train predicting a left-out sentence
+    forget: float = 0.0  # fraction of document tokens dropped, in training
+    smoothing: float = 0.1  # label smoothing, in training
+    agreement: float = 0.0  # weight of the R-Drop loss between two passes with different dropout; 0: one pass
+    beam: int = 4  # beam width
+    length_penalty: float = 1.0  # of beam search; 0 prefers short answers
+    consensus: float = 0.0  # temperature of minimum Bayes risk over the beam, usually 2 or 3; 0: the most likely answer
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "max_length", "max_summary", "beam")
-        self.at_least(0, "agreement", "length_penalty", "consensus")
-        self.shares("left_out")
-        self.shares("dropout", "attention_dropout", "forget", "smoothing", whole=False)
+        self.check_at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "max_length", "max_summary", "beam")
+        self.check_at_least(0, "agreement", "length_penalty", "consensus")
+        self.check_fractions("left_out")
+        self.check_fractions("dropout", "attention_dropout", "forget", "smoothing", include_one=False)
 
 
 class Summarization(Task[Document, str]):
-    """Documents with summaries (TSV or JSONL: document, summary); ROUGE.
+    """Summarization of documents (TSV or JSONL: document, summary); metric: ROUGE.
 
-    >>> task = Summarization.start(SummarizationSettings(tokenizer="words"), [Document("Lunch at noon?", "Lunch")])
+    >>> settings = SummarizationSettings(tokenizer="words")
+    >>> task = Summarization.from_examples(settings, [Document("Lunch at noon?", "Lunch")])
     >>> task.size(Document("Lunch at noon?", "Lunch"))
     7
     """
@@ -101,76 +114,80 @@ class Summarization(Task[Document, str]):
 
     @classmethod
     def read(cls, paths: Sequence[Path], settings: SummarizationSettings) -> list[Document]:
-        found = good_rows(only(paths, "a table of documents and summaries"), COLUMNS, missing)
+        found = read_valid_rows(
+            require_one_path(paths, "a table of documents and summaries"), COLUMNS, find_wordless_field
+        )
         return [Document(row.fields["document"].strip(), row.fields["summary"].strip()) for row in found]
 
     @classmethod
     def check(cls, paths: Sequence[Path], settings: SummarizationSettings) -> Iterator[Problem]:
-        table, count = only(paths, "a table of documents and summaries"), 0
-        for row in rows(table, COLUMNS):
+        table, count = require_one_path(paths, "a table of documents and summaries"), 0
+        for row in read_table_rows(table, COLUMNS):
             count += 1
-            problem = row.problem or missing(row.fields)
+            problem = row.problem or find_wordless_field(row.fields)
             if problem is not None:
-                yield Problem(row.place, problem)
+                yield Problem(row.location, problem)
                 continue
             if row.warning is not None:
-                yield Problem(row.place, row.warning, "warning")
+                yield Problem(row.location, row.warning, "warning")
             sides = len(row.fields["document"]), len(row.fields["summary"])
             if sides[0] <= sides[1]:
-                what = f"expected a summary shorter than its document, but got {sides[1]} and {sides[0]} characters"
-                yield Problem(row.place, what, "warning")
+                message = f"the summary is not shorter than the document: {sides[1]} and {sides[0]} characters"
+                yield Problem(row.location, message, "warning")
         if not count:
-            yield Problem(str(table), "expected at least one line, but it has none")
+            yield Problem(str(table), "the table must have at least one line, got none")
 
     @classmethod
-    def start(cls, settings: SummarizationSettings, train: Sequence[Document]) -> Self:
-        """Learns one vocabulary for documents and summaries."""
+    def from_examples(cls, settings: SummarizationSettings, train: Sequence[Document]) -> Self:
+        """Trains one tokenizer for documents and summaries."""
         texts = [text for each in train for text in (each.text, each.summary)]
         texts = [text.lower() for text in texts] if settings.lower else texts
-        return cls(settings, learned(settings.tokenizer, texts, settings.vocabulary))
+        return cls(settings, train_tokenizer(settings.tokenizer, texts, settings.vocabulary))
 
     def files(self) -> dict[str, str]:
-        return {"tokenizer.json": to_json(self.tokenizer)}
+        return {"tokenizer.json": tokenizer_to_json(self.tokenizer)}
 
     @classmethod
     def from_files(cls, settings: SummarizationSettings, files: dict[str, str]) -> Self:
-        return cls(settings, from_json(files["tokenizer.json"]))
+        return cls(settings, tokenizer_from_json(files["tokenizer.json"]))
 
     def model(self) -> Model:
         own = self.settings
-        changes = {name: getattr(own, name) for name in CHANGES if getattr(own, name) is not None}
+        changes = {name: getattr(own, name) for name in MODEL_FIELDS if getattr(own, name) is not None}
         kind = CopyingTransformer if own.copy else EncoderDecoder
         length = max(own.max_length, own.max_summary) + 1
         return kind.from_name(own.size, vocabulary=self.tokenizer.vocabulary, max_length=length, shared=True, **changes)
 
-    def epoch(self, examples: Sequence[Document], training: bool, generator: torch.Generator) -> Sequence[Document]:
-        """The documents; some also without a sentence, which is to be written: much to learn from few summaries."""
+    def epoch_examples(
+        self, examples: Sequence[Document], training: bool, generator: torch.Generator
+    ) -> Sequence[Document]:
+        """Adds documents with a left-out sentence as target, which is extra training data where summaries are few."""
         if not training or not self.settings.left_out:
             return examples
         chosen = torch.rand(len(examples), 2, generator=generator).tolist()
-        made = []
-        for example, (chance, place) in zip(examples, chosen, strict=True):
-            count = len(sentences(example.text))
-            if count >= FEWEST_SENTENCES and chance < self.settings.left_out:
-                made.append(Document(example.text, example.summary, int(place * count)))
-        return [*examples, *made]
+        extra = []
+        for example, (chance, position) in zip(examples, chosen, strict=True):
+            count = len(split_sentences(example.text))
+            if count >= MIN_SENTENCES and chance < self.settings.left_out:
+                extra.append(Document(example.text, example.summary, int(position * count)))
+        return [*examples, *extra]
 
-    def is_cut(self, example: Document) -> bool:
-        return len(self.encoded(example.text)) > self.settings.max_length
+    def is_truncated(self, example: Document) -> bool:
+        return len(self.encode(example.text)) > self.settings.max_length
 
     def source(self, example: Document) -> list[int]:
-        """What the model reads: the beginning of the document, and the token that ends it."""
+        """Returns the input tokens: the beginning of the document, and the stop token."""
         if example.left_out is None:
-            return [*self.encoded(example.text)[: self.settings.max_length], STOP]
-        # Sentence by sentence, because the tokenizer remembers what it has seen.
-        parts = [self.encoded(each) for i, each in enumerate(sentences(example.text)) if i != example.left_out]
+            return [*self.encode(example.text)[: self.settings.max_length], STOP]
+        # Sentence by sentence, because the tokenizer caches each text it encodes.
+        parts = [self.encode(each) for i, each in enumerate(split_sentences(example.text)) if i != example.left_out]
         return [*[token for part in parts for token in part][: self.settings.max_length], STOP]
 
     def target(self, example: Document) -> list[int]:
-        wanted = example.summary if example.left_out is None else sentences(example.text)[example.left_out]
-        return self.encoded(wanted)[: self.settings.max_summary]
+        text = example.summary if example.left_out is None else split_sentences(example.text)[example.left_out]
+        return self.encode(text)[: self.settings.max_summary]
 
-    def encoded(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text.lower() if self.settings.lower else text)
 
     def size(self, example: Document) -> int:
@@ -179,23 +196,25 @@ class Summarization(Task[Document, str]):
     def batch(self, examples: Sequence[Document], training: bool, generator: torch.Generator) -> dict[str, Tensor]:
         sources = [self.source(each) for each in examples]
         if training and self.settings.forget:
-            sources = [thinned(row, self.settings.forget, generator) for row in sources]
-        source, lengths = padded(sources, PAD)
+            sources = [drop_random_tokens(row, self.settings.forget, generator) for row in sources]
+        source, lengths = pad_sequences(sources, PAD)
         targets = [self.target(each) for each in examples]
         return {
             "source": source,
-            "real": real(lengths, source.shape[1]),
-            "inputs": padded([[begin(each), *row] for each, row in zip(examples, targets, strict=True)], PAD)[0],
-            "targets": padded([[*row, STOP] for row in targets], PAD)[0],
+            "real": valid_positions(lengths, source.shape[1]),
+            "inputs": pad_sequences(
+                [[first_input_token(each), *row] for each, row in zip(examples, targets, strict=True)], PAD
+            )[0],
+            "targets": pad_sequences([[*row, STOP] for row in targets], PAD)[0],
         }
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Cross-entropy; with `agreement` of two passes, and how far their answers are from each other."""
+        """Computes the cross-entropy, or the R-Drop loss of two passes if `agreement` is set."""
         counts = batch["targets"] != PAD
         settings = self.settings
         if model.training and settings.agreement:
             logits = self._logits(model, {name: torch.cat([each, each]) for name, each in batch.items()})
-            loss = agreeing_loss(
+            loss = compute_rdrop_loss(
                 logits, batch["targets"], ignore=PAD, smoothing=settings.smoothing, agreement=settings.agreement
             )
             return loss, counts.sum()
@@ -208,86 +227,91 @@ class Summarization(Task[Document, str]):
         logits: Tensor = model(batch["source"], batch["inputs"], source_padding=batch["real"]).logits
         return logits
 
-    def decode(self, model: nn.Module, examples: Sequence[Document], done: Done = unheard) -> list[str]:
-        """Beam search, documents of similar length together."""
+    def decode(
+        self, model: nn.Module, examples: Sequence[Document], done: ProgressCallback = ignore_progress
+    ) -> list[str]:
+        """Runs beam search in batches of documents of similar length."""
         sources = [self.source(each) for each in examples]
         answers = [""] * len(sources)
-        together = TOGETHER.get(next(model.parameters()).device.type, TOGETHER["cpu"])
-        for group in longest_first([len(row) for row in sources], together // self.settings.beam):
-            for place, row in zip(group, self.written(model, [sources[place] for place in group]), strict=True):
-                answers[place] = self.tokenizer.decode(row)
+        budget = DECODE_TOKENS.get(next(model.parameters()).device.type, DECODE_TOKENS["cpu"])
+        for group in group_by_size([len(row) for row in sources], budget // self.settings.beam):
+            for index, row in zip(group, self.summarize(model, [sources[index] for index in group]), strict=True):
+                answers[index] = self.tokenizer.decode(row)
             done(len(group))
         return answers
 
-    def written(self, model: nn.Module, sources: list[list[int]]) -> list[list[int]]:
+    def summarize(self, model: nn.Module, sources: list[list[int]]) -> list[list[int]]:
+        """Generates the summary tokens of each source."""
         width = min(self.settings.beam, self.tokenizer.vocabulary)
         method = Beam(width, self.settings.length_penalty, best=width if self.settings.consensus else 1)
         options: dict[str, Any] = {"new_tokens": self.settings.max_summary, "method": method}
-        # A captured step would not see the words of the next batch, which are copied from.
+        # A captured decoding step would keep copying from the words of the batch it was captured with.
         capture = False if self.settings.copy else None
         answers = generate(model, sources, start=START, stop=STOP, capture=capture, **options)
-        return [self.agreed(answer).tokens if self.settings.consensus else answer.tokens for answer in answers]
+        return [
+            self.select_by_consensus(answer).tokens if self.settings.consensus else answer.tokens for answer in answers
+        ]
 
-    def agreed(self, answer: Answer) -> Answer:
-        """Of all that a beam found the one that is most like the others; the likelier, the more each of them counts."""
-        proposed = [answer, *answer.others]
-        logs = [each.score / self.settings.consensus for each in proposed]
-        return proposed[most_alike([self.tokenizer.decode(each.tokens) for each in proposed], logs)]
+    def select_by_consensus(self, answer: Answer) -> Answer:
+        """Selects from the beam by minimum Bayes risk; more likely candidates have more weight."""
+        candidates = [answer, *answer.others]
+        log_weights = [each.score / self.settings.consensus for each in candidates]
+        texts = [self.tokenizer.decode(each.tokens) for each in candidates]
+        return candidates[select_minimum_bayes_risk(texts, log_weights)]
 
     def score(self, answers: Sequence[str], examples: Sequence[Document]) -> dict[str, float | str]:
-        """The F-measures of ROUGE by rouge-score, with stemming, in percent."""
+        """Computes ROUGE F-measures with rouge-score, with stemming, in percent."""
         kinds = ["rouge1", "rouge2", "rougeL"]
-        scorer = metrics().RougeScorer(kinds, use_stemmer=True)
+        scorer = import_rouge().RougeScorer(kinds, use_stemmer=True)
         pairs = zip(examples, answers, strict=True)
         found = [scorer.score(each.summary, answer) for each, answer in pairs]
         means = {kind: 100.0 * sum(each[kind].fmeasure for each in found) / max(len(found), 1) for kind in kinds}
         return {"rougeL": means["rougeL"], "rouge1": means["rouge1"], "rouge2": means["rouge2"]}
 
-    def given(self, text: str) -> Document:
+    def parse_input(self, text: str) -> Document:
         if not text.strip():
-            raise ValueError("expected a text to summarise, but got none")
+            raise ValueError("the input must be a text to summarize, got an empty text")
         return Document(text.strip())
 
     def show(self, model: nn.Module, example: Document) -> Record:
-        """The document, the summary, and the attention of both and between them."""
+        """Records the attention; the queries of cross-attention are labelled with the token that is generated there."""
         source = self.source(example)
         device = next(model.parameters()).device
         with torch.no_grad():
-            written = self.written(model, [source])[0]
-            target = torch.tensor([[START, *written]], device=device)
+            summary = self.summarize(model, [source])[0]
+            target = torch.tensor([[START, *summary]], device=device)
             out = model(torch.tensor([source], device=device), target, return_weights=True)
-        names = {"source": source, "target": [START, *written], "summary": [*written, STOP]}
+        names = {"source": source, "target": [START, *summary], "summary": [*summary, STOP]}
         labels = {name: self.tokenizer.labels(row) for name, row in names.items()}
-        # What looks at the document is named by the word that was being written.
-        return record_of(model, out.weights, labels, self.tokenizer.decode(written), across="summary")
+        return build_task_record(model, out.weights, labels, self.tokenizer.decode(summary), cross_queries="summary")
 
 
-def begin(example: Document) -> int:
-    """What is to be written is told by the token that it begins with: a summary, or what was left out."""
+def first_input_token(example: Document) -> int:
+    """Returns the first input token, which selects the target: a summary, or a left-out sentence."""
     return START if example.left_out is None else UNKNOWN
 
 
-def sentences(text: str) -> list[str]:
-    """The sentences of a text, with the marks that end them.
+def split_sentences(text: str) -> list[str]:
+    """Splits a text into sentences, with their final punctuation.
 
-    >>> sentences("Lunch at noon? Bring cake.")
+    >>> split_sentences("Lunch at noon? Bring cake.")
     ['Lunch at noon?', 'Bring cake.']
     """
     return re.split(r"(?<=[.!?])\s+", text)
 
 
-def thinned(tokens: list[int], share: float, generator: torch.Generator) -> list[int]:
-    """A document without some of its tokens; the last one, which ends it, stays."""
+def drop_random_tokens(tokens: list[int], share: float, generator: torch.Generator) -> list[int]:
+    """Drops each token with probability `share`; the last one, the stop token, stays."""
     kept = (torch.rand(len(tokens), generator=generator) >= share).tolist()
     return [token for token, stays in zip(tokens[:-1], kept, strict=False) if stays] + tokens[-1:]
 
 
-def missing(fields: dict[str, str]) -> str | None:
+def find_wordless_field(fields: dict[str, str]) -> str | None:
     empty = [name for name in COLUMNS if not re.search(r"\w", fields[name])]
-    return f"expected words as {empty[0]}, but it has none" if empty else None
+    return f"{empty[0]} must contain words" if empty else None
 
 
-def metrics() -> Any:
+def import_rouge() -> Any:
     try:
         from rouge_score import rouge_scorer
     except ImportError as error:

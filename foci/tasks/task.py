@@ -1,4 +1,4 @@
-"""The few methods that every task has."""
+"""The interface of a task: how its data is read, batched, trained on, decoded, scored and shown."""
 
 from __future__ import annotations
 
@@ -14,129 +14,133 @@ from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.record.record import Record
 
-Example = TypeVar("Example")
-Answer = TypeVar("Answer")
+ExampleT = TypeVar("ExampleT")
+AnswerT = TypeVar("AnswerT")
+
+# Called with the number of examples that were decoded since the last call; a long example also counts in parts.
+ProgressCallback = Callable[[float], None]
 
 
-Done = Callable[[float], None]
-
-
-def unheard(_count: float) -> None:
-    """Where nobody waits."""
+def ignore_progress(_count: float) -> None:
+    """The default callback: does nothing."""
 
 
 class Problem(NamedTuple):
-    """Something wrong with a dataset: an error stops a training, a warning does not."""
+    """A problem in a dataset: an error stops a training, a warning does not."""
 
-    place: str  # the file, and its line where it has lines: "pairs.tsv:12"
-    what: str  # one sentence: what was expected and what is there
+    location: str  # file, and line if it has lines: "pairs.tsv:12"
+    message: str  # what is wrong, in one sentence
     severity: Literal["error", "warning"] = "error"
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.severity}: {self.what}"
+        return f"{self.location}: {self.severity}: {self.message}"
 
 
-class Task(ABC, Generic[Example, Answer]):
-    """One use of attention: what its data looks like, what is learned, and how good the answers are.
+class Task(ABC, Generic[ExampleT, AnswerT]):
+    """One use of attention: its data format, its model, its loss and its metric.
 
-    A subclass names `name`, `metric`, `better` and `settings_type`, and has the methods below. An example is a small
-    frozen dataclass of the task; what has no dev part of its own is split by the training.
+    A subclass sets `name`, `metric`, `better` and `settings_type`, and implements the methods below. An example is a
+    small frozen dataclass of the task.
     """
 
     name: ClassVar[str]
-    metric: ClassVar[str]  # the first entry of `score`, on which a training is selected and stopped
-    better: ClassVar[Literal["higher", "lower"]]  # which end of the metric is the good one
-    settings_type: ClassVar[type[Config]]  # the task's own settings: [task] in a run's TOML
+    metric: ClassVar[str]  # the first entry of `score`, which selects the best model and stops training
+    better: ClassVar[Literal["higher", "lower"]]  # whether a higher or lower metric is better
+    settings_type: ClassVar[type[Config]]  # the [task] section of a run's TOML
     settings: Any  # an instance of settings_type
 
     @classmethod
     @abstractmethod
-    def read(cls, paths: Sequence[Path], settings: Any) -> list[Example]:
-        """The examples in some files or a folder; the first error is raised as a ValueError with file and line."""
+    def read(cls, paths: Sequence[Path], settings: Any) -> list[ExampleT]:
+        """Reads the examples of files or a directory; raises ValueError with file and line for the first error."""
 
     @classmethod
     @abstractmethod
     def check(cls, paths: Sequence[Path], settings: Any) -> Iterator[Problem]:
-        """Everything that is wrong with a dataset, line by line."""
+        """Yields all problems of a dataset, line by line."""
 
     @classmethod
     @abstractmethod
-    def start(cls, settings: Any, train: Sequence[Example]) -> Self:
-        """A task ready to train: vocabulary, labels, statistics of features are learned from the train part."""
+    def from_examples(cls, settings: Any, train: Sequence[ExampleT]) -> Self:
+        """Prepares a task for training: learns vocabulary, labels or feature statistics from the training examples."""
 
     @abstractmethod
     def files(self) -> dict[str, str]:
-        """What `start` learned, as texts (JSON) by name; they are saved inside the model's file."""
+        """Returns what `from_examples` learned, as JSON texts by name, which the model file stores."""
 
     @classmethod
     @abstractmethod
     def from_files(cls, settings: Any, files: dict[str, str]) -> Self:
-        """The task that `files` described."""
+        """Rebuilds the task from the result of `files`."""
 
     @abstractmethod
     def model(self) -> Model:
-        """A model that has learned nothing."""
+        """Builds an untrained model."""
 
     @property
-    def longest(self) -> int | None:
-        """Examples of a greater `size` are left out of a training, with a message; None: there is no limit."""
+    def max_size(self) -> int | None:
+        """Maximum `size` of a training example; longer ones are dropped with a message. None: no limit."""
         return None
 
     @classmethod
     def split(
-        cls, examples: Sequence[Example], share: float, generator: torch.Generator
-    ) -> tuple[Sequence[Example], Sequence[Example]]:
-        """Train and dev part, where no dev part was given: by chance, unless the order of the examples matters."""
+        cls, examples: Sequence[ExampleT], share: float, generator: torch.Generator
+    ) -> tuple[Sequence[ExampleT], Sequence[ExampleT]]:
+        """Splits off a dev set if none was given: at random, unless the order of the examples matters."""
         order = torch.randperm(len(examples), generator=generator).tolist()
         count = max(round(share * len(examples)), 1)
         return [examples[i] for i in sorted(order[count:])], [examples[i] for i in sorted(order[:count])]
 
-    def epoch(self, examples: Sequence[Example], training: bool, generator: torch.Generator) -> Sequence[Example]:
-        """What one pass goes through: the examples themselves, unless a task cuts, balances or repeats them."""
+    def epoch_examples(
+        self, examples: Sequence[ExampleT], training: bool, generator: torch.Generator
+    ) -> Sequence[ExampleT]:
+        """Returns the examples of one epoch: all of them, unless the task cuts, balances or repeats them."""
         return examples
 
-    def is_cut(self, example: Example) -> bool:
-        """Whether it is too long to be read whole, so that it is answered by a part of it."""
+    def is_truncated(self, example: ExampleT) -> bool:
+        """Whether the example is too long, so that the model reads only a part of it."""
         return False
 
     @abstractmethod
-    def size(self, example: Example) -> int:
-        """How long it is: batches are sorted by it and hold `batch_tokens` of it, padding counted."""
+    def size(self, example: ExampleT) -> int:
+        """Length of the example: batches are sorted by it and hold `batch_tokens` of it, padding included."""
 
     @abstractmethod
-    def batch(self, examples: Sequence[Example], training: bool, generator: torch.Generator) -> dict[str, Tensor]:
-        """The examples as tensors on the CPU; the generator (on the CPU) is the only source of chance."""
+    def batch(self, examples: Sequence[ExampleT], training: bool, generator: torch.Generator) -> dict[str, Tensor]:
+        """Converts examples to tensors on the CPU; the generator (on the CPU) is the only source of randomness."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss summed over the targets of a batch, and how many targets these are.
+        """Returns the loss summed over the targets of a batch, and the number of targets.
 
-        Gradients are divided by the number of targets of all micro-batches and processes. Label smoothing and the like
-        belong to training only: ask `model.training`. Nothing here may wait for the device (`.item()`).
+        The learner divides gradients by the number of targets of all micro-batches and processes. Label smoothing and
+        similar apply only if `model.training`. The method must not wait for the device (`.item()`).
         """
 
     @abstractmethod
-    def decode(self, model: nn.Module, examples: Sequence[Example], done: Done = unheard) -> list[Answer]:
-        """The model's answers, in the order of the examples; the model is in eval mode, gradients are off.
+    def decode(
+        self, model: nn.Module, examples: Sequence[ExampleT], done: ProgressCallback = ignore_progress
+    ) -> list[AnswerT]:
+        """Returns the model's answers, in the order of the examples; the model is in eval mode, gradients are off.
 
-        `done` is told again and again how many more examples are answered, of a long one also parts.
+        `done` is called with the number of examples decoded since the last call; a long example may count in parts.
         """
 
     @abstractmethod
-    def score(self, answers: Sequence[Answer], examples: Sequence[Example]) -> dict[str, float | str]:
-        """How good the answers are; `metric` comes first, "signature" says how it was computed where that matters.
+    def score(self, answers: Sequence[AnswerT], examples: Sequence[ExampleT]) -> dict[str, float | str]:
+        """Scores the answers; `metric` comes first, "signature" says how it was computed if that matters.
 
-        Where the package that computes it is missing: ImportError with the extra that brings it.
+        Raises ImportError, naming the extra to install, if a package is missing.
         """
 
     @abstractmethod
-    def given(self, text: str) -> Example:
-        """The example that somebody typed for `foci run`: a sentence, or the path of a picture or of a sound."""
+    def parse_input(self, text: str) -> ExampleT:
+        """Converts user input of `foci run` to an example: a sentence, or the path of an image or audio file."""
 
-    def write(self, model: nn.Module, examples: Sequence[Example]) -> list[str]:
-        """What `foci run` prints for each example, a line each."""
+    def answer(self, model: nn.Module, examples: Sequence[ExampleT]) -> list[str]:
+        """Returns the text that `foci run` prints for each example."""
         return [str(answer) for answer in self.decode(model, examples)]
 
     @abstractmethod
-    def show(self, model: nn.Module, example: Example) -> Record:
-        """The attention worth looking at while the example is answered, with labels (`foci.tasks.task_record`)."""
+    def show(self, model: nn.Module, example: ExampleT) -> Record:
+        """Records the attention while the example is answered, with labels (`foci.tasks.task_record`)."""

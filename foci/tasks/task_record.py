@@ -1,4 +1,4 @@
-"""The weights that a model gave, with labels: a Record for `foci run --show`."""
+"""Builds a Record for `foci run --show` from the weights that a model returned."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from foci.record.layer import Layer
 from foci.record.record import Record
 from foci.weights.weights import Weights
 
-# What stands along the queries and the keys of each stack; of others that look from one to the other as of cross.
-ALONG = {"": ("input", "input"), "encoder": ("source", "source"), "decoder": ("target", "target")}
+# Names of the labels along queries and keys, by stack; any other stack is cross-attention to the source.
+STACK_LABELS = {"": ("input", "input"), "encoder": ("source", "source"), "decoder": ("target", "target")}
 
 
-def record_of(
+def build_task_record(
     model: nn.Module,
     weights: Mapping[str, Weights],
     labels: Mapping[str, Labels],
     answer: str | None = None,
     *,
-    across: str = "target",
+    cross_queries: str = "target",
 ) -> Record:
-    """A record of the weights by their names: L0, encoder.L0, decoder.L0, cross.L0.
+    """Builds a record of weights named L0, encoder.L0, decoder.L0 or cross.L0.
 
     >>> import torch
     >>> import foci
@@ -31,20 +31,20 @@ def record_of(
     >>> with torch.no_grad():
     ...     out = model(torch.tensor([[5, 3, 8]]), torch.tensor([[1, 4]]), return_weights=True)
     >>> labels = {"source": Labels.tokens([["a", "b", "c"]]), "target": Labels.tokens([["<start>", "d"]])}
-    >>> record_of(model, out.weights, labels)["cross.L0H2"].shape
+    >>> build_task_record(model, out.weights, labels)["cross.L0H2"].shape
     (1, 1, 2, 3)
 
     Args:
-        model: whose weights they are, for the title.
-        weights: as models give them with `return_weights=True`.
-        labels: "input" for a model of one stack; "source" and "target" for one that reads and writes.
-        answer: what the model said.
-        across: which labels stand along the queries of what looks from one to the other.
+        model: names the record.
+        weights: as models return them with `return_weights=True`.
+        labels: "input" for a model of one stack; "source" and "target" for an encoder-decoder.
+        answer: the text that the model answered.
+        cross_queries: name of the labels along the queries of cross-attention.
     """
     layers = {}
     for name, each in weights.items():
         stack, _, number = name.rpartition("L")
         stack = stack.removesuffix(".")
-        queries, keys = ALONG.get(stack, (across, "source"))
+        queries, keys = STACK_LABELS.get(stack, (cross_queries, "source"))
         layers[name] = Layer(name, stack, int(number), queries=queries, keys=keys, weights=each)
     return Record(layers, dict(labels), model=type(model).__name__, calls=len(layers), answer=answer)

@@ -1,6 +1,6 @@
-"""Image classification: a picture in, the name of its class out.
+"""Image classification: an image in, the name of its class out.
 
-B pictures, C channels.
+B images, C channels.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.inputs.image import negative, read_image
-from foci.inputs.image_augmentation import cropped, erased, flipped, mixed, turned
-from foci.inputs.sample_cache import Shelf
-from foci.inputs.tables import good_rows, only, rows
+from foci.inputs.image import match_background, read_image
+from foci.inputs.image_augmentation import mixup_or_cutmix, random_erase, random_flip, random_rotation, random_shift
+from foci.inputs.sample_cache import SampleCache
+from foci.inputs.tables import read_table_rows, read_valid_rows, require_one_path
 from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.nn.vision import VisionTransformer
 from foci.record.labels import Labels
 from foci.record.record import Record
-from foci.tasks.class_prediction import Guess, accuracy
-from foci.tasks.task import Done, Problem, Task, unheard
-from foci.tasks.task_record import record_of
+from foci.tasks.class_prediction import ClassPrediction, accuracy
+from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
+from foci.tasks.task_record import build_task_record
 
 COLUMNS = ("image", "label")
-ENDINGS = {".png", ".jpg", ".jpeg", ".pgm", ".ppm", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
-# How many pictures the mean and the spread of the pixels are measured on, and how many are answered at a time.
-MEASURED, TOGETHER = 2000, 250
-CHANGES = (
+INPUT_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".pgm", ".ppm", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+# Images used to measure mean and standard deviation of the pixels; images decoded at a time.
+STATISTICS_IMAGES, DECODE_IMAGES = 2000, 250
+MODEL_FIELDS = (
     "image",
     "channels",
     "patch",
@@ -54,8 +54,8 @@ CHANGES = (
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture's file, and the name of its class, where it is known."""
+class LabelledImage:
+    """The path of an image, and its label if known."""
 
     path: str
     label: str | None = None
@@ -63,50 +63,52 @@ class Picture:
 
 @dataclass(frozen=True)
 class VisionSettings(Config):
-    """What pictures become, how they are varied, and what reads them: [task] in a run's TOML."""
+    """Settings of image classification: the [task] section of a run's TOML."""
 
     section = "task"
 
-    image: int = 32  # the height and width that pictures are brought to, in pixels
-    channels: int = 3  # 3 for colours, 1 for grey
-    patch: int = 4  # the height and width of a patch
-    size: Literal["tiny", "small", "base"] = "tiny"  # of the model; what follows changes single numbers of it
-    width: int | None = None  # of the patches' states
-    layers: int | None = None  # how many blocks
-    heads: int | None = None  # of each attention
-    hidden: int | None = None  # the width inside the feed-forward
-    dropout: float | None = None  # the share dropped while training
-    attention_dropout: float | None = None  # the share of attention weights dropped while training
-    depth_dropout: float | None = None  # how often the last layer is skipped while training
-    ground: Literal["dark", "light"] | None = None  # pictures on the other ground become their negatives; None: none
-    pool: Literal["class", "mean"] = "class"  # what stands for the picture: a token of its own, or the patches' mean
-    registers: int = 0  # tokens without a patch, which give attention a place to rest
-    stem: int = 0  # 3 x 3 convolutions over the pixels before they are cut
-    stem_width: int | None = None  # numbers per pixel after each of them, twice as many after a halving
-    stem_pool: int = 0  # how often they halve the height and width; patches are still counted in pixels of the picture
-    crop: int = 2  # how many pixels a picture is moved by at most, while training
-    flip: bool = True  # whether left and right may be exchanged, while training
-    turn: float = 0.0  # how many degrees a picture is turned by at most, while training
-    larger: float = 0.0  # by what share a picture is made larger or smaller at most, while training
-    erase: float = 0.0  # how often a box in a picture is filled with noise, while training
-    mix: float = 0.0  # how often a batch of pictures is mixed with itself (mixup, cutmix), while training
-    smoothing: float = 0.1  # the share of each target that is spread over all classes, while training
-    mirror: bool = False  # whether an answer is the mean of those to the picture and its mirror image
+    image: int = 32  # height and width that images are resized to, in pixels
+    channels: int = 3  # 3: colour, 1: grey
+    patch: int = 4  # height and width of a patch, in pixels
+    size: Literal["tiny", "small", "base"] = "tiny"  # of the model; the next settings override single values
+    width: int | None = None  # model width
+    layers: int | None = None  # number of blocks
+    heads: int | None = None  # attention heads
+    hidden: int | None = None  # width inside the feed-forward
+    dropout: float | None = None  # dropout rate
+    attention_dropout: float | None = None  # dropout rate of the attention weights
+    depth_dropout: float | None = None  # stochastic depth: how often the last layer is skipped in training
+    ground: Literal["dark", "light"] | None = None  # background; images with the other one are inverted; None: keep
+    pool: Literal["class", "mean"] = "class"  # image representation: a class token, or the mean of the patches
+    registers: int = 0  # register tokens, which belong to no patch
+    stem: int = 0  # 3 x 3 convolutions before the image is cut into patches
+    stem_width: int | None = None  # channels of these convolutions, doubled at each pooling
+    stem_pool: int = 0  # how often the stem halves height and width; `patch` still counts pixels of the image
+    crop: int = 2  # maximum shift in pixels, in training
+    flip: bool = True  # mirror images at random, in training
+    turn: float = 0.0  # maximum rotation in degrees, in training
+    larger: float = 0.0  # maximum relative change of size, in training
+    erase: float = 0.0  # probability that a box is filled with noise (random erasing), in training
+    mix: float = 0.0  # probability that a batch is mixed by mixup or CutMix, in training
+    smoothing: float = 0.1  # label smoothing, in training
+    mirror: bool = False  # average the predictions for the image and its mirror image
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "image", "patch", "width", "layers", "heads", "hidden", "stem_width")
-        self.at_least(0, "crop", "turn", "registers", "stem", "stem_pool")
-        self.shares("erase", "mix")
-        self.shares("larger", "smoothing", "dropout", "attention_dropout", "depth_dropout", whole=False)
+        self.check_at_least(1, "image", "patch", "width", "layers", "heads", "hidden", "stem_width")
+        self.check_at_least(0, "crop", "turn", "registers", "stem", "stem_pool")
+        self.check_fractions("erase", "mix")
+        self.check_fractions("larger", "smoothing", "dropout", "attention_dropout", "depth_dropout", include_one=False)
         if self.channels not in {1, 3}:
-            raise ValueError(f"task.channels must be 1 or 3, but got {self.channels}")
+            raise ValueError(f"task.channels must be 1 or 3, got {self.channels}")
         if self.mirror and not self.flip:
-            raise ValueError("task.mirror needs task.flip, which teaches mirror images, but got task.flip=false")
+            raise ValueError(
+                "task.flip must be true with task.mirror, got false: the model must be trained on mirrored images"
+            )
 
 
-class Vision(Task[Picture, Guess]):
-    """Pictures in a folder with one sub-folder for each class, or named by a table of paths and labels."""
+class Vision(Task[LabelledImage, ClassPrediction]):
+    """Classification of images, from a folder with one subfolder per class, or a table of paths and labels."""
 
     name = "vision"
     metric = "accuracy"
@@ -116,46 +118,46 @@ class Vision(Task[Picture, Guess]):
 
     def __init__(self, settings: VisionSettings, labels: Sequence[str], mean: Sequence[float], std: Sequence[float]):
         self.settings, self.labels, self.mean, self.std = settings, list(labels), list(mean), list(std)
-        self._numbers = {label: number for number, label in enumerate(self.labels)}
-        self._pixels = reader(settings)
+        self._class_indices = {label: number for number, label in enumerate(self.labels)}
+        self._pixels = make_image_cache(settings)
 
     @classmethod
-    def read(cls, paths: Sequence[Path], settings: Any) -> list[Picture]:
-        path = only(paths, "a folder with a sub-folder for each class, or a table of paths and labels")
+    def read(cls, paths: Sequence[Path], settings: Any) -> list[LabelledImage]:
+        path = require_one_path(paths, "a folder with one subfolder per class, or a table of paths and labels")
         if path.is_dir():
-            return in_folders(path)
-        return [picture(path, row.fields) for row in good_rows(path, COLUMNS)]
+            return list_class_folders(path)
+        return [image_from_row(path, row.fields) for row in read_valid_rows(path, COLUMNS)]
 
     @classmethod
     def check(cls, paths: Sequence[Path], settings: VisionSettings) -> Iterator[Problem]:
-        path = only(paths, "a folder with a sub-folder for each class, or a table of paths and labels")
-        found: list[Picture] = []
+        path = require_one_path(paths, "a folder with one subfolder per class, or a table of paths and labels")
+        images: list[LabelledImage] = []
         if path.is_dir():
-            found = in_folders(path)
-            yield from problems([(each.path, each) for each in found], settings)
+            images = list_class_folders(path)
+            yield from check_images([(each.path, each) for each in images], settings)
         else:
-            placed = []
-            for row in rows(path, COLUMNS):
+            located = []
+            for row in read_table_rows(path, COLUMNS):
                 if row.problem is not None:
-                    yield Problem(row.place, row.problem)
+                    yield Problem(row.location, row.problem)
                     continue
                 if row.warning is not None:
-                    yield Problem(row.place, row.warning, "warning")
-                placed.append((row.place, picture(path, row.fields)))
-            found = [each for _, each in placed]
-            yield from problems(placed, settings)
-        counts = Counter(each.label for each in found)
+                    yield Problem(row.location, row.warning, "warning")
+                located.append((row.location, image_from_row(path, row.fields)))
+            images = [each for _, each in located]
+            yield from check_images(located, settings)
+        counts = Counter(each.label for each in images)
         if len(counts) < 2:
-            yield Problem(str(path), f"expected pictures of at least 2 classes, but got {len(counts)}")
+            yield Problem(str(path), f"the data must have at least 2 classes, got {len(counts)}")
 
     @classmethod
-    def start(cls, settings: VisionSettings, train: Sequence[Picture]) -> Self:
+    def from_examples(cls, settings: VisionSettings, train: Sequence[LabelledImage]) -> Self:
         labels = sorted({each.label for each in train if each.label is not None})
         if len(labels) < 2:
-            raise ValueError(f"expected pictures of at least 2 classes to learn from, but got {labels}")
-        pixels = reader(settings)
-        some = torch.stack([pixels(each.path) for each in train[:: len(train) // MEASURED + 1]]).float() / 255
-        return cls(settings, labels, some.mean((0, 2, 3)).tolist(), some.std((0, 2, 3)).clamp(min=0.01).tolist())
+            raise ValueError(f"the training data must have at least 2 classes, got {labels}")
+        load = make_image_cache(settings)
+        sample = torch.stack([load(each.path) for each in train[:: len(train) // STATISTICS_IMAGES + 1]]).float() / 255
+        return cls(settings, labels, sample.mean((0, 2, 3)).tolist(), sample.std((0, 2, 3)).clamp(min=0.01).tolist())
 
     def files(self) -> dict[str, str]:
         return {"classes.json": json.dumps({"labels": self.labels, "mean": self.mean, "std": self.std})}
@@ -166,130 +168,134 @@ class Vision(Task[Picture, Guess]):
 
     def model(self) -> Model:
         own = self.settings
-        changes = {name: getattr(own, name) for name in CHANGES if getattr(own, name) is not None}
+        changes = {name: getattr(own, name) for name in MODEL_FIELDS if getattr(own, name) is not None}
         return VisionTransformer.from_name(own.size, classes=len(self.labels), **changes)
 
-    def size(self, example: Picture) -> int:
+    def size(self, example: LabelledImage) -> int:
         return (self.settings.image // self.settings.patch) ** 2
 
-    def batch(self, examples: Sequence[Picture], training: bool, generator: torch.Generator) -> dict[str, Tensor]:
-        images = self.images(examples)
-        labels = torch.tensor([self.number(each) for each in examples])
+    def batch(self, examples: Sequence[LabelledImage], training: bool, generator: torch.Generator) -> dict[str, Tensor]:
+        images = self.load_images(examples)
+        labels = torch.tensor([self.class_index(each) for each in examples])
         if not training:
             return {"images": images, "labels": labels}
-        images, other, own = mixed(self.varied(images, generator), self.settings.mix, generator)
+        images, other, own = mixup_or_cutmix(self.augment(images, generator), self.settings.mix, generator)
         return {"images": images, "labels": labels, "others": labels[other], "own": own}
 
-    def images(self, examples: Sequence[Picture]) -> Tensor:
-        """The pixels with mean 0 and spread 1: (B, C, height, width)."""
+    def load_images(self, examples: Sequence[LabelledImage]) -> Tensor:
+        """Loads images, normalized to mean 0 and standard deviation 1: (B, C, height, width)."""
         pixels = torch.stack([self._pixels(each.path) for each in examples]).float() / 255
         return (pixels - torch.tensor(self.mean).view(-1, 1, 1)) / torch.tensor(self.std).view(-1, 1, 1)
 
-    def varied(self, images: Tensor, generator: torch.Generator) -> Tensor:
+    def augment(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Applies the random changes of the settings to a batch of normalized images."""
         own = self.settings
-        # What comes in from outside is the darkest that there is.
+        # The augmentations fill uncovered pixels with zeros, so black is moved to zero and back.
         darkest = -(torch.tensor(self.mean) / torch.tensor(self.std)).view(-1, 1, 1)
         images = images - darkest
         if own.turn or own.larger:
-            images = turned(images, own.turn, own.larger, generator)
+            images = random_rotation(images, own.turn, own.larger, generator)
         if own.crop:
-            images = cropped(images, own.crop, generator)
+            images = random_shift(images, own.crop, generator)
         images = images + darkest
         if own.flip:
-            images = flipped(images, generator)
-        return erased(images, own.erase, generator) if own.erase else images
+            images = random_flip(images, generator)
+        return random_erase(images, own.erase, generator) if own.erase else images
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         logits = model(batch["images"]).logits.float()
         smoothing = self.settings.smoothing if model.training else 0.0
         losses = partial(F.cross_entropy, logits, reduction="none", label_smoothing=smoothing)
-        found = losses(batch["labels"])
+        loss = losses(batch["labels"])
         if "own" in batch:
-            found = batch["own"] * found + (1 - batch["own"]) * losses(batch["others"])
-        return found.sum(), torch.full((), len(found), device=found.device)
+            loss = batch["own"] * loss + (1 - batch["own"]) * losses(batch["others"])
+        return loss.sum(), torch.full((), len(loss), device=loss.device)
 
-    def decode(self, model: nn.Module, examples: Sequence[Picture], done: Done = unheard) -> list[Guess]:
+    def decode(
+        self, model: nn.Module, examples: Sequence[LabelledImage], done: ProgressCallback = ignore_progress
+    ) -> list[ClassPrediction]:
         device = next(model.parameters()).device
-        found: list[Guess] = []
-        for first in range(0, len(examples), TOGETHER):
-            images = self.images(examples[first : first + TOGETHER]).to(device)
-            shares, numbers = self.shares(model, images).max(-1)
-            pairs = zip(numbers.tolist(), shares.tolist(), strict=True)
-            found += [Guess(self.labels[number], share) for number, share in pairs]
+        predictions: list[ClassPrediction] = []
+        for first in range(0, len(examples), DECODE_IMAGES):
+            images = self.load_images(examples[first : first + DECODE_IMAGES]).to(device)
+            probabilities, classes = self.class_probabilities(model, images).max(-1)
+            pairs = zip(classes.tolist(), probabilities.tolist(), strict=True)
+            predictions += [ClassPrediction(self.labels[number], probability) for number, probability in pairs]
             done(len(images))
-        return found
+        return predictions
 
-    def shares(self, model: nn.Module, images: Tensor) -> Tensor:
-        """How likely each class is: (B, classes)."""
-        asked = [images, images.flip(-1)] if self.settings.mirror else [images]
-        return torch.stack([model(each).logits.float().softmax(-1) for each in asked]).mean(0)
+    def class_probabilities(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Computes the probability of each class: (B, classes)."""
+        views = [images, images.flip(-1)] if self.settings.mirror else [images]
+        return torch.stack([model(each).logits.float().softmax(-1) for each in views]).mean(0)
 
-    def score(self, answers: Sequence[Guess], examples: Sequence[Picture]) -> dict[str, float | str]:
+    def score(self, answers: Sequence[ClassPrediction], examples: Sequence[LabelledImage]) -> dict[str, float | str]:
         return accuracy(answers, examples)
 
-    def given(self, text: str) -> Picture:
-        return Picture(text)
+    def parse_input(self, text: str) -> LabelledImage:
+        return LabelledImage(text)
 
-    def write(self, model: nn.Module, examples: Sequence[Picture]) -> list[str]:
-        return [str(guess) for guess in self.decode(model, examples)]
+    def answer(self, model: nn.Module, examples: Sequence[LabelledImage]) -> list[str]:
+        return [str(prediction) for prediction in self.decode(model, examples)]
 
-    def show(self, model: nn.Module, example: Picture) -> Record:
-        """The picture, and where its patches and the token that stands for it look."""
-        viewer = cast("VisionTransformer", model)
+    def show(self, model: nn.Module, example: LabelledImage) -> Record:
+        """Records the attention over the patches and the class token, with the image."""
+        transformer = cast("VisionTransformer", model)
         with torch.no_grad():
-            answer = self.write(model, [example])[0]
-            out = viewer(self.images([example]).to(next(model.parameters()).device), return_weights=True)
-        grid = viewer.grid(self.settings.image, self.settings.image)
-        leading = [f"<{i}>" for i in range(viewer.leading)]
+            answer = self.answer(model, [example])[0]
+            out = transformer(self.load_images([example]).to(next(model.parameters()).device), return_weights=True)
+        grid = transformer.grid(self.settings.image, self.settings.image)
+        leading = [f"<{i}>" for i in range(transformer.leading)]
         if self.settings.pool == "class":
             leading[0] = "<class>"
-        places = [f"{row},{column}" for row in range(grid[0]) for column in range(grid[1])]
+        patches = [f"{row},{column}" for row in range(grid[0]) for column in range(grid[1])]
         pixels = self._pixels(example.path).expand(3, -1, -1).permute(1, 2, 0).contiguous()[None]
-        labels = Labels("patches", ((*leading, *places),), grid=grid, leading=viewer.leading, images=pixels)
-        return record_of(model, out.weights, {"input": labels}, answer)
+        labels = Labels("patches", ((*leading, *patches),), grid=grid, leading=transformer.leading, images=pixels)
+        return build_task_record(model, out.weights, {"input": labels}, answer)
 
-    def number(self, example: Picture) -> int:
-        if example.label is None or example.label not in self._numbers:
+    def class_index(self, example: LabelledImage) -> int:
+        if example.label is None or example.label not in self._class_indices:
             known = ", ".join(self.labels[:10]) + (", ..." if len(self.labels) > 10 else "")
-            raise ValueError(f"{example.path}: expected one of the classes {known}, but got {example.label!r}")
-        return self._numbers[example.label]
+            raise ValueError(f"the label of {example.path} must be one of {known}, got {example.label!r}")
+        return self._class_indices[example.label]
 
 
-def reader(settings: VisionSettings) -> Shelf:
-    return Shelf(partial(seen, settings=settings))
+def make_image_cache(settings: VisionSettings) -> SampleCache:
+    """Returns a cached function from a path to its pixels."""
+    return SampleCache(partial(load_pixels, settings=settings))
 
 
-def seen(path: str, settings: VisionSettings) -> Tensor:
-    """The pixels of a picture as the model is given them: uint8 (C, height, width)."""
+def load_pixels(path: str, settings: VisionSettings) -> Tensor:
+    """Reads an image as the settings describe it: uint8 (C, height, width)."""
     pixels = read_image(path, channels=settings.channels, size=settings.image)
-    return pixels if settings.ground is None else negative(pixels, settings.ground)
+    return pixels if settings.ground is None else match_background(pixels, settings.ground)
 
 
-def in_folders(folder: Path) -> list[Picture]:
-    """The pictures of a folder: each class is a sub-folder that has its name."""
-    found = [
-        Picture(str(path), each.name)
+def list_class_folders(folder: Path) -> list[LabelledImage]:
+    """Lists the images of a folder with one subfolder per class."""
+    images = [
+        LabelledImage(str(path), each.name)
         for each in sorted(folder.iterdir())
         if each.is_dir()
         for path in sorted(each.iterdir())
-        if path.suffix.lower() in ENDINGS
+        if path.suffix.lower() in INPUT_IMAGE_SUFFIXES
     ]
-    if not found:
-        raise ValueError(f"{folder}: expected a sub-folder with pictures for each class, but found none")
-    return found
+    if not images:
+        raise ValueError(f"{folder} must have one subfolder with images per class, got none")
+    return images
 
 
-def picture(table: Path, fields: dict[str, str]) -> Picture:
-    """A row of a table; its path is meant from where the table is."""
-    return Picture(str(table.parent / fields["image"]), fields["label"].strip())
+def image_from_row(table: Path, fields: dict[str, str]) -> LabelledImage:
+    """Converts a row of a table; its path is relative to the table."""
+    return LabelledImage(str(table.parent / fields["image"]), fields["label"].strip())
 
 
-def problems(placed: Sequence[tuple[str, Picture]], settings: VisionSettings) -> Iterator[Problem]:
-    """Pictures that cannot be read, or have no class."""
-    for place, each in placed:
+def check_images(located: Sequence[tuple[str, LabelledImage]], settings: VisionSettings) -> Iterator[Problem]:
+    """Yields images that cannot be read or have no label."""
+    for location, each in located:
         if not each.label:
-            yield Problem(place, "expected a label, but it is empty")
+            yield Problem(location, "label must not be empty")
         try:
             read_image(each.path, settings.channels)
         except (OSError, ValueError) as error:
-            yield Problem(place, str(error))
+            yield Problem(location, str(error))

@@ -7,7 +7,7 @@ import torch
 
 from foci.models import pretrained as models
 from foci.models.pretrained import MODELS_DIRECTORY, list_pretrained, pretrained
-from foci.tasks.model_file import save
+from foci.tasks.model_file import save_trained_model
 from foci.tasks.parallel_text import Pair
 from foci.tasks.translation import Translation, TranslationSettings
 
@@ -18,14 +18,14 @@ def test_a_model_in_the_directory_answers_and_shows(tmp_path: Path, monkeypatch:
     (tmp_path / "translation").mkdir()
     torch.manual_seed(0)
     settings = TranslationSettings(size="tiny", width=32, heads=2, tokenizer="words", beam=1)
-    task = Translation.start(settings, [Pair("a dog sleeps", "ein Hund schläft")])
-    save(
+    task = Translation.from_examples(settings, [Pair("a dog sleeps", "ein Hund schläft")])
+    save_trained_model(
         tmp_path / "translation" / "model.safetensors",
         task,
         task.model(),
         {"licence": "x"},
         storage="int8",
-        largest=9000,
+        max_bytes=9000,
     )
     model = pretrained("translation")
     one, other = model(["a dog", "sleeps"])

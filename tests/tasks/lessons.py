@@ -1,4 +1,4 @@
-"""A task, trained on files that a test made, as a user would: by the loop, from a table or a folder."""
+"""Trains a task on files that a test wrote, as a user would."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foci.tasks.model_file import Trained, load
+from foci.tasks.model_file import TrainedModel, load_trained_model
 from foci.training import read_config, train
 
 QUICK = ("train.device=cpu", "train.warmup=10", "train.decoded=0", "train.evaluate_every=1000", "train.patience=0")
 
 
 class Lesson(NamedTuple):
-    """What was learned, and what was known before."""
+    """A trained model, and its metric before and after training."""
 
-    trained: Trained
+    trained: TrainedModel
     dev: list[Any]
-    before: float  # the metric of a model that has learned nothing
+    before: float  # metric of the untrained model
     after: float
 
 
 def lesson(name: str, folder: Path, data: Path, dev: Path, *changes: str) -> Lesson:
-    """Trains a task on some files and measures it on others."""
+    """Trains a task on one path and evaluates it on another."""
     config = read_config(name, None, [*QUICK, *changes], data=[str(data)], dev=[str(dev)])
     train(config, folder / "run", quiet=True)
-    trained = load(folder / "run")
+    trained = load_trained_model(folder / "run")
     examples = type(trained.task).read([dev], config.settings)
     torch.manual_seed(1)
     fresh = trained.task.model().eval()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foci.tasks.generation import Generation, GenerationSettings, Passage, windows
-from foci.tasks.model_file import load
+from foci.tasks.generation import Generation, GenerationSettings, Passage, cut_windows
+from foci.tasks.model_file import load_trained_model
 from foci.training import read_config, train
 
 SENTENCES = ("the cat sat. ", "a dog ran far. ", "she sings well. ")
@@ -17,7 +17,7 @@ TINY = ("task.size=tiny", "task.width=32", "task.heads=2", "task.layers=1", "tas
 QUICK = ("train.device=cpu", "train.batch_tokens=512", "train.rate=0.006", "train.warmup=10", "train.steps=160")
 
 
-def test_it_learns_the_sentences_of_a_small_world(tmp_path: Path) -> None:
+def test_a_small_model_learns_the_sentences(tmp_path: Path) -> None:
     chance = random.Random(1)
     data = tmp_path / "text.txt"
     data.write_text("".join(chance.choice(SENTENCES) for _ in range(2000)))
@@ -26,12 +26,12 @@ def test_it_learns_the_sentences_of_a_small_world(tmp_path: Path) -> None:
     # Nobody can know which sentence comes next: ln 3 nats for each, of about 14 characters.
     floor = math.log(3) / 14
     assert floor < float(found["nats_per_character"]) < 3 * floor
-    task, model, _ = load(tmp_path / "run")
+    task, model, _ = load_trained_model(tmp_path / "run")
     assert float(task.score(task.decode(task.model().eval(), [Passage("the cat sat. ")]), [])["nats_per_character"]) > 2
-    calm = type(task).from_files(task.settings.changed(temperature=0.0, new_tokens=12), task.files())
-    written = calm.write(model, [calm.given("a dog ran")])[0]
+    calm = type(task).from_files(task.settings.replace(temperature=0.0, new_tokens=12), task.files())
+    written = calm.answer(model, [calm.parse_input("a dog ran")])[0]
     assert written.startswith("a dog ran far. ")
-    record = calm.show(model, calm.given("a dog ran"))
+    record = calm.show(model, calm.parse_input("a dog ran"))
     assert record.prompt == len("a dog ran") + 1
     assert record["L0H1"].shape[3] == len(record.labels["input"])
 
@@ -39,42 +39,44 @@ def test_it_learns_the_sentences_of_a_small_world(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("length", "context", "stride"), [(1, 4, 4), (4, 4, 4), (5, 4, 4), (23, 4, 4), (23, 8, 3)])
 def test_every_token_is_predicted_once(length: int, context: int, stride: int) -> None:
     tokens = torch.arange(length + 1)
-    found = windows(tokens, context, stride)
-    fresh = [token for window in found for token in window.tokens[-window.fresh :].tolist()]
+    found = cut_windows(tokens, context, stride)
+    fresh = [token for window in found for token in window.tokens[-window.counted :].tolist()]
     assert fresh == list(range(1, length + 1))
     assert all(len(window.tokens) <= context + 1 for window in found)
 
 
 @torch.no_grad()
-def test_measuring_agrees_with_the_model_token_by_token() -> None:
+def test_scoring_agrees_with_the_model_token_by_token() -> None:
     settings = GenerationSettings(size="tiny", context=8, stride=3)
     text = "to be or not to be"
-    task = Generation.start(settings, [Passage(text)])
+    task = Generation.from_examples(settings, [Passage(text)])
     model = task.model().eval()
     tokens = [1, *task.tokenizer.encode(text)]
     expected = 0.0
-    for window in windows(torch.tensor(tokens), 8, 3):
+    for window in cut_windows(torch.tensor(tokens), 8, 3):
         logits = model(window.tokens[None, :-1]).logits[0].log_softmax(-1)
         chosen = logits.gather(1, window.tokens[1:, None]).squeeze(1)
-        expected -= float(chosen[-window.fresh :].sum())
+        expected -= float(chosen[-window.counted :].sum())
     nats, characters = task.decode(model, [Passage(text)])[0]
     assert nats == pytest.approx(expected, rel=1e-5)
     assert characters == len(text)
 
 
-def test_an_epoch_begins_elsewhere_each_time_and_is_the_same_for_one_seed() -> None:
-    task = Generation.start(GenerationSettings(size="tiny", context=4), [Passage("abcdefghijklmnop")])
+def test_epoch_windows_start_at_an_offset_that_depends_only_on_the_seed() -> None:
+    task = Generation.from_examples(GenerationSettings(size="tiny", context=4), [Passage("abcdefghijklmnop")])
     text = [Passage("abcdefghijklmnop")]
 
     def cut(seed: int) -> list[list[int]]:
-        return [window.tokens.tolist() for window in task.epoch(text, True, torch.Generator().manual_seed(seed))]
+        return [
+            window.tokens.tolist() for window in task.epoch_examples(text, True, torch.Generator().manual_seed(seed))
+        ]
 
     assert cut(1) == cut(1)
     assert len({str(cut(seed)) for seed in range(8)}) > 1
     assert all(len(row) == 5 for seed in range(8) for row in cut(seed))
 
 
-def test_of_one_text_the_end_is_held_out_and_of_passages_some(tmp_path: Path) -> None:
+def test_the_end_of_a_text_or_some_passages_are_held_out(tmp_path: Path) -> None:
     train_part, dev = Generation.split([Passage("0123456789")], 0.2, torch.Generator())
     assert (train_part, dev) == ([Passage("01234567")], [Passage("89")])
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": str(n)}) + "\n" for n in range(10)))
@@ -84,21 +86,21 @@ def test_of_one_text_the_end_is_held_out_and_of_passages_some(tmp_path: Path) ->
     assert {*train_part, *dev} == {Passage(str(n)) for n in range(10)}
 
 
-def test_an_empty_text_is_one_sentence(tmp_path: Path) -> None:
+def test_an_empty_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ValueError, match=r"a\.txt: expected a text, but it is empty"):
+    with pytest.raises(ValueError, match=r"a\.txt must hold text, got an empty file"):
         Generation.read([tmp_path / "a.txt"], GenerationSettings())
     assert [str(problem) for problem in Generation.check([tmp_path / "a.txt"], GenerationSettings())] == [
-        f"{tmp_path}/a.txt: error: expected a text, but it is empty"
+        f"{tmp_path}/a.txt: error: the file must hold text, got an empty file"
     ]
 
 
-def test_a_long_prompt_leaves_less_to_write_before_it_is_cut() -> None:
+def test_a_long_prompt_shortens_the_continuation_before_it_is_truncated() -> None:
     torch.manual_seed(0)
-    task = Generation.start(GenerationSettings(size="tiny", context=16, new_tokens=12), [Passage("abcdef" * 9)])
+    task = Generation.from_examples(GenerationSettings(size="tiny", context=16, new_tokens=12), [Passage("abcdef" * 9)])
     model = task.model().eval()
     for length, read, most in ((3, 4, 12), (9, 10, 6), (11, 12, 4), (30, 12, 4)):
-        prompt, new = task._answer(model, ("abcdef" * 9)[:length])
+        prompt, new = task._continue(model, ("abcdef" * 9)[:length])
         assert len(prompt) == read
         assert 0 < len(new) <= most
-        assert task.is_cut(Passage(("abcdef" * 9)[:length])) == (length == 30)
+        assert task.is_truncated(Passage(("abcdef" * 9)[:length])) == (length == 30)

@@ -35,4 +35,4 @@ def test_the_last_tenth_of_shakespeare_is_held_out(data: Path) -> None:
     text = Generation.read([data / "tinyshakespeare" / "input.txt"], GenerationSettings())
     train, dev = Generation.split(text, 0.1, torch.Generator())
     assert [len(part[0].text) for part in (train, dev) if isinstance(part[0], Passage)] == [1_003_854, 111_540]
-    assert Generation.start(GenerationSettings(), train).tokenizer.vocabulary == 4 + 65
+    assert Generation.from_examples(GenerationSettings(), train).tokenizer.vocabulary == 4 + 65

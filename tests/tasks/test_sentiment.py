@@ -46,29 +46,29 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Lesson:
     return lesson("sentiment", folder, data, dev, *SMALL)
 
 
-def test_verdicts_are_read_with_what_turns_them(learned: Lesson) -> None:
+def test_negated_texts_are_classified(learned: Lesson) -> None:
     """Without "not" a half would be right."""
     assert learned.before < 65.0
     assert learned.after > 90.0
 
 
-def test_an_answer_names_the_label_and_how_likely_it_is(learned: Lesson) -> None:
+def test_an_answer_has_label_and_probability(learned: Lesson) -> None:
     task, model, _ = learned.trained
     texts = ["The film is BRILLIANT", "the film is not brilliant"]
-    said = task.write(model, [task.given(text) for text in texts])
+    said = task.answer(model, [task.parse_input(text) for text in texts])
     assert [each.split(" (")[0] for each in said] == ["good", "bad"]
 
 
-def test_what_is_seen_has_the_words_after_the_one_that_gathers(learned: Lesson) -> None:
+def test_the_record_has_the_class_token_before_the_words(learned: Lesson) -> None:
     task, model, _ = learned.trained
-    record = task.show(model, task.given("a dull story"))
+    record = task.show(model, task.parse_input("a dull story"))
     labels = record.labels["input"]
     assert [text.strip() for text in labels.texts[0]] == ["<class>", "a", "dull", "story"]
     assert record["L0H1"].shape == (1, 1, 4, 4)
     assert (record.answer or "").startswith("bad (")
 
 
-def test_answers_stand_in_the_order_of_the_texts(learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_keep_the_order_of_the_texts(learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
     task, model, _ = learned.trained
     with torch.no_grad():
         together = task.decode(model, learned.dev[:20])
@@ -77,50 +77,56 @@ def test_answers_stand_in_the_order_of_the_texts(learned: Lesson, monkeypatch: p
     assert [each.label for each in together] == [each.label for each in alone]
 
 
-def test_of_a_long_text_the_beginning_and_the_end_are_read() -> None:
+def test_a_long_text_is_cut_in_the_middle() -> None:
     settings = SentimentSettings(max_length=4)
-    task = Sentiment.start(settings, [LabelledText("a b c d e f", "x"), LabelledText("a", "y")])
+    task = Sentiment.from_examples(settings, [LabelledText("a b c d e f", "x"), LabelledText("a", "y")])
     assert task.tokenizer.decode(task.tokens(LabelledText("a b c d e f"))) == "a b e f"
     batch = task.batch([LabelledText("a b c d e f", "x")], False, torch.Generator())
     assert batch["tokens"].shape == (1, 4)
 
 
-def test_some_tokens_are_forgotten_while_training_and_none_after() -> None:
+def test_tokens_are_hidden_only_in_training() -> None:
     settings = SentimentSettings(forget=0.5)
     texts = [LabelledText("a b c d e f g h", "x"), LabelledText("h g f e d c b a", "y")]
-    task = Sentiment.start(settings, texts)
+    task = Sentiment.from_examples(settings, texts)
     read = task.batch(texts, False, torch.Generator())["tokens"]
     thinned = task.batch(texts, True, torch.Generator().manual_seed(1))["tokens"]
     assert 0 < int((read != thinned).sum()) < read.numel()
     assert bool((thinned[read != thinned] == 3).all())
 
 
-def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
+def test_all_problems_are_reported_line_by_line(tmp_path: Path) -> None:
     table = tmp_path / "table.tsv"
     table.write_text("fine\tgood\nno label\n\tbad\nfine\tbad\n")
     found = [str(each) for each in Sentiment.check([table], SentimentSettings())]
     assert len(found) == 3
-    assert "table.tsv:2: error: expected 2 columns (text, label)" in found[0]
-    assert "table.tsv:3: error: expected a text, but it is empty" in found[1]
-    assert "table.tsv:4: warning: expected one label for a text, but" in found[2]
-    with pytest.raises(ValueError, match=r"table.tsv:2: expected 2 columns"):
+    assert "table.tsv:2: error: a line must have 2 tab-separated columns (text, label)" in found[0]
+    assert "table.tsv:3: error: text must not be empty" in found[1]
+    assert "table.tsv:4: warning: the same text has another label at" in found[2]
+    with pytest.raises(ValueError, match=r"table.tsv:2: a line must have 2 tab-separated columns"):
         Sentiment.read([table], SentimentSettings())
     table.write_text("fine\tgood\n")
     assert ["at least 2 classes" in str(each) for each in Sentiment.check([table], SentimentSettings())] == [True]
 
 
-def test_a_label_that_was_not_learned_is_refused(learned: Lesson) -> None:
-    with pytest.raises(ValueError, match="expected one of the labels bad, good, but got 'odd' for 'a dog'"):
+def test_an_unknown_label_is_refused(learned: Lesson) -> None:
+    with pytest.raises(ValueError, match="the label of 'a dog' must be one of bad, good, got 'odd'"):
         learned.trained.task.batch([LabelledText("a dog", "odd")], False, torch.Generator())
 
 
-def test_naive_bayes_is_known_before_anything_is_learned(tmp_path: Path) -> None:
+def test_an_untrained_model_starts_from_naive_bayes(tmp_path: Path) -> None:
     settings = SentimentSettings(prior=True, grams=1)
-    train = [LabelledText("good film", "plus"), LabelledText("good good story", "plus"), LabelledText("bad film", "minus")]
-    task = Sentiment.start(settings, train)
+    train = [
+        LabelledText("good film", "plus"),
+        LabelledText("good good story", "plus"),
+        LabelledText("bad film", "minus"),
+    ]
+    task = Sentiment.from_examples(settings, train)
     again = Sentiment.from_files(settings, task.files())
     with torch.no_grad():
-        said = again.decode(again.model().eval(), [LabelledText("a good story"), LabelledText("bad"), LabelledText("film")])
+        said = again.decode(
+            again.model().eval(), [LabelledText("a good story"), LabelledText("bad"), LabelledText("film")]
+        )
     assert [each.label for each in said] == ["plus", "minus", "minus"]
     # In plus 2 texts have "good" among 4 different words, in minus none among 2; and each of 8 tokens once more.
     row = torch.tensor(task.prior)[task.tokenizer.encode("good")[0]]
@@ -128,12 +134,12 @@ def test_naive_bayes_is_known_before_anything_is_learned(tmp_path: Path) -> None
     assert torch.allclose(row, counts - counts.mean(), atol=1e-3)
 
 
-def test_two_passes_that_disagree_cost_more() -> None:
+def test_disagreeing_passes_have_a_higher_loss() -> None:
     examples = [LabelledText("a b c d", "x"), LabelledText("d c b a", "y")]
     losses = []
     for agreement in (1e-9, 50.0):
         settings = SentimentSettings(dropout=0.5, agreement=agreement, forget=0.0)
-        task = Sentiment.start(settings, examples)
+        task = Sentiment.from_examples(settings, examples)
         torch.manual_seed(1)
         model = task.model().train()
         torch.nn.init.normal_(model.get_parameter("head.weight"))

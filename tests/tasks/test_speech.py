@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foci.nn.speech import SpeechEncoder
 from foci.tasks.speech import Recording, Speech, error_rates
-from foci.tasks.speech_features import SpeechSettings, compute_features, load_recording, join_recordings
+from foci.tasks.speech_features import SpeechSettings, compute_features, join_recordings, load_recording
 from tests.inputs.test_audio import write_wav
 from tests.tasks.lessons import Lesson, lesson
 
@@ -56,12 +56,12 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Lesson:
     return lesson("speech", folder, recorded(folder / "a", 150, 1), recorded(folder / "b", 50, 2), *SMALL)
 
 
-def test_tones_are_written_down(learned: Lesson) -> None:
+def test_tones_are_transcribed(learned: Lesson) -> None:
     assert learned.before > 70.0
     assert learned.after < 10.0
 
 
-def test_each_way_of_writing_has_learned(learned: Lesson) -> None:
+def test_ctc_and_decoder_both_learn(learned: Lesson) -> None:
     """The choice between them can hide that one has learned nothing."""
     task, model, _ = learned.trained
     assert isinstance(task, Speech)
@@ -84,7 +84,7 @@ def proposals(task: Speech, model: SpeechEncoder, example: Recording, alone: str
     return task.tokenizer.decode(found)
 
 
-def test_answers_stand_in_the_order_of_the_recordings(learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_keep_the_order_of_the_recordings(learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
     task, model, _ = learned.trained
     with torch.no_grad():
         together = task.decode(model, learned.dev[:12])
@@ -94,7 +94,7 @@ def test_answers_stand_in_the_order_of_the_recordings(learned: Lesson, monkeypat
 
 
 @pytest.mark.parametrize("least", [0, 1, 3])
-def test_an_answer_is_no_shorter_than_is_said(least: int, learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_has_at_least_min_tokens(least: int, learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
     """CTC hears nothing, and the shortest answer would win; where none is long enough, it does."""
     task, model, _ = learned.trained
     assert isinstance(task, Speech)
@@ -107,7 +107,7 @@ def test_an_answer_is_no_shorter_than_is_said(least: int, learned: Lesson, monke
     assert counts == [0] * len(short) if least == 0 else min(counts) >= 1 if least == 1 else 0 in counts
 
 
-def test_a_recording_may_keep_its_colour(tmp_path: Path) -> None:
+def test_a_recording_can_keep_its_mean_spectrum(tmp_path: Path) -> None:
     """A steady tone is nothing but its mean spectrum."""
     low, high = (torch.sin(2 * math.pi * pitch * torch.arange(4000) / RATE) for pitch in (300.0, 1500.0))
     for colour in (False, True):
@@ -116,7 +116,7 @@ def test_a_recording_may_keep_its_colour(tmp_path: Path) -> None:
         assert (float(apart) > 1.0) == colour
 
 
-def test_another_recording_may_follow() -> None:
+def test_recordings_are_joined() -> None:
     frames = [torch.full((length, 2), float(length)) for length in (1, 2, 3)]
     texts = [[1], [2, 2], [3]]
     longer, said = join_recordings(frames, texts, 1.0, torch.Generator().manual_seed(1))
@@ -130,7 +130,7 @@ def test_another_recording_may_follow() -> None:
     assert kept == texts
 
 
-def test_what_is_heard_has_seconds_and_words(learned: Lesson) -> None:
+def test_the_record_has_seconds_and_words(learned: Lesson) -> None:
     task, model, _ = learned.trained
     example = next(each for each in learned.dev if len(each.text.split()) == 2)
     record = task.show(model, example)
@@ -142,25 +142,25 @@ def test_what_is_heard_has_seconds_and_words(learned: Lesson) -> None:
     assert record.labels_of(record["cross.L0"])[0].texts[0][-1].strip() == "<stop>"
 
 
-def test_frames_that_were_made_elsewhere_are_taken(tmp_path: Path) -> None:
+def test_precomputed_frames_are_used(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     given = torch.randn(20, 5, generator=torch.Generator().manual_seed(1))
     numpy.save(tmp_path / "a.npy", given.numpy())
     (tmp_path / "table.tsv").write_text("a.npy\tyes\n")
     settings = SpeechSettings(deltas=True)
     examples = Speech.read([tmp_path / "table.tsv"], settings)
-    task = Speech.start(settings, examples)
+    task = Speech.from_examples(settings, examples)
     assert torch.equal(load_recording(examples[0].path, 16_000), given)
     assert task.size(examples[0]) == 20
     batch = task.batch(examples, False, torch.Generator())
     assert batch["frames"].shape == (1, 24, 15)
     assert torch.allclose(batch["frames"][0, :20, :5], (given - given.mean(0)) / given.std(0), atol=1e-5)
     numpy.save(tmp_path / "b.npy", numpy.zeros((4, 3), dtype="float32"))
-    with pytest.raises(ValueError, match="expected 15 numbers per frame, as the first recordings have, but got 9"):
+    with pytest.raises(ValueError, match="must have 15 features per frame, as the training data, got 9"):
         task.frames(Recording(str(tmp_path / "b.npy")))
 
 
-def test_training_varies_what_is_heard_and_measuring_does_not(learned: Lesson) -> None:
+def test_features_are_augmented_only_in_training(learned: Lesson) -> None:
     task = learned.trained.task
     plain, again = (task.batch(learned.dev[:2], False, torch.Generator())["frames"] for _ in range(2))
     assert torch.equal(plain, again)
@@ -171,7 +171,7 @@ def test_training_varies_what_is_heard_and_measuring_does_not(learned: Lesson) -
     assert one.shape != other.shape or not torch.equal(one, other)
 
 
-def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
+def test_all_problems_are_reported_line_by_line(tmp_path: Path) -> None:
     write_wav(tmp_path / "fine.wav", torch.ones(800), RATE)
     write_wav(tmp_path / "silent.wav", torch.zeros(800), RATE)
     (tmp_path / "text.wav").write_text("no sound")
@@ -179,37 +179,37 @@ def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
     table.write_text("fine.wav\tyes\nmissing.wav\tyes\ntext.wav\tyes\nfine.wav\t\nsilent.wav\tno\nalone\n")
     found = [str(each) for each in Speech.check([table], SpeechSettings(rate=RATE))]
     wanted = {
-        2: "there is no such file",
-        3: "text.wav should be a sound file, but",
-        4: "expected what is said as text, but it is empty",
-        5: "but there is silence",
-        6: "expected 2 columns (sound, text)",
+        2: "got no such file",
+        3: "text.wav must be an audio file, but",
+        4: "text must not be empty",
+        5: "silent.wav is silent",
+        6: "a line must have 2 tab-separated columns (sound, text)",
     }
     assert len(found) == len(wanted)
     for told, (line, what) in zip(found, wanted.items(), strict=True):
         assert f"table.tsv:{line}: " in told
         assert what in told
     table.write_text("fine.wav\tyes\nmissing.wav\tyes\n")
-    with pytest.raises(ValueError, match=r"table.tsv:2: expected a sound file at .*missing.wav, but there is none"):
+    with pytest.raises(ValueError, match=r"table.tsv:2: .*missing.wav must be an audio file, but it does not exist"):
         Speech.read([table], SpeechSettings())
 
 
 @pytest.mark.parametrize("name", ["ctc", "noise", "join"])
-def test_a_share_beyond_one_is_refused(name: str) -> None:
+def test_a_fraction_above_one_is_refused(name: str) -> None:
     SpeechSettings().replace(**{name: 1.0})
-    with pytest.raises(ValueError, match=rf"task.{name} must lie between 0 and 1, but got 1.5"):
+    with pytest.raises(ValueError, match=rf"task.{name} must be between 0 and 1, got 1.5"):
         SpeechSettings().replace(**{name: 1.5})
 
 
 @pytest.mark.parametrize("name", ["speed", "voice", "stretch", "dropout", "smoothing"])
-def test_the_whole_is_refused_where_nothing_would_be_left(name: str) -> None:
+def test_a_fraction_of_one_is_refused_where_nothing_would_remain(name: str) -> None:
     for value in (1.0, -0.1):
-        with pytest.raises(ValueError, match=rf"task.{name} must be at least 0 and below 1, but got {value}"):
+        with pytest.raises(ValueError, match=rf"task.{name} must be at least 0 and below 1, got {value}"):
             SpeechSettings().replace(**{name: value})
 
 
 @pytest.mark.parametrize(("share", "heads"), [(0.0, (False, True)), (1.0, (True, False)), (0.5, (True, True))])
-def test_the_share_of_ctc_says_what_the_model_has(share: float, heads: tuple[bool, bool], learned: Lesson) -> None:
+def test_the_ctc_weight_decides_which_heads_exist(share: float, heads: tuple[bool, bool], learned: Lesson) -> None:
     task = Speech(learned.trained.task.settings.replace(ctc=share), learned.trained.task.tokenizer, [1.0] * 16)
     model = task.model()
     assert isinstance(model, SpeechEncoder)
@@ -219,7 +219,7 @@ def test_the_share_of_ctc_says_what_the_model_has(share: float, heads: tuple[boo
     assert int(count) == sum(len(each.text.split()) + 1 for each in learned.dev[:3])
 
 
-def test_errors_are_counted_as_jiwer_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_rates_equal_those_of_jiwer(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jiwer")
     chance = random.Random(1)
     pairs = [[[chance.choice(list(TONES)) for _ in range(chance.randint(1, 8))] for _ in range(2)] for _ in range(50)]
@@ -233,7 +233,7 @@ def test_errors_are_counted_as_jiwer_counts_them(monkeypatch: pytest.MonkeyPatch
     assert 0.3 < alone[0] < 1.0
 
 
-def test_of_a_recording_that_is_too_long_the_beginning_is_heard(tmp_path: Path) -> None:
+def test_a_long_recording_is_truncated_to_its_beginning(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     settings = SpeechSettings(size="tiny", halvings=0, width=16, heads=2, layers=1, ctc=1.0)
     paths = [tmp_path / name for name in ("long.npy", "beginning.npy", "short.npy")]
@@ -241,8 +241,8 @@ def test_of_a_recording_that_is_too_long_the_beginning_is_heard(tmp_path: Path) 
     for path, count in zip(paths, (4100, 4096, 10), strict=True):
         numpy.save(path, frames[:count])
     examples = [Recording(str(path), "a") for path in paths]
-    task = Speech.start(settings, examples[2:])
-    assert [task.is_cut(each) for each in examples] == [True, False, False]
+    task = Speech.from_examples(settings, examples[2:])
+    assert [task.is_truncated(each) for each in examples] == [True, False, False]
     assert [len(task.frames(each)) for each in examples] == [4096, 4096, 10]
     with torch.no_grad():
         assert len(task.decode(task.model().eval(), examples[::2])) == 2

@@ -48,7 +48,7 @@ def test_letters_are_summarised(learned: Lesson) -> None:
     assert learned.after > 85.0
 
 
-def test_what_is_seen_has_the_letter_the_summary_and_what_was_copied(learned: Lesson) -> None:
+def test_the_record_has_document_summary_and_copy_weights(learned: Lesson) -> None:
     task, model, _ = learned.trained
     example = learned.dev[0]
     record = task.show(model, example)
@@ -60,7 +60,7 @@ def test_what_is_seen_has_the_letter_the_summary_and_what_was_copied(learned: Le
     assert record["cross.L0H0"].shape == (1, 1, len(written), len(source))
 
 
-def test_answers_stand_in_the_order_of_the_documents(learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_keep_the_order_of_the_documents(learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
     task, model, _ = learned.trained
     with torch.no_grad():
         together = task.decode(model, learned.dev[:10])
@@ -68,8 +68,10 @@ def test_answers_stand_in_the_order_of_the_documents(learned: Lesson, monkeypatc
         assert task.decode(model, learned.dev[:10]) == together
 
 
-def test_of_a_beam_the_answer_that_most_agree_on_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Summarization.start(SummarizationSettings(tokenizer="words"), [Document("sale meeting on monday", "sale")])
+def test_consensus_selects_by_minimum_bayes_risk(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Summarization.from_examples(
+        SummarizationSettings(tokenizer="words"), [Document("sale meeting on monday", "sale")]
+    )
     proposed = [(["sale"], -1.0), (["meeting", "on"], -1.5), (["meeting", "on", "monday"], -1.6), (["meeting"], -1.7)]
     first, *others = (Answer(task.tokenizer.encode(" ".join(said)), score, True) for said, score in proposed)
     asked: list[Beam] = []
@@ -79,14 +81,14 @@ def test_of_a_beam_the_answer_that_most_agree_on_may_be_given(monkeypatch: pytes
         return [first.with_others(others)]
 
     monkeypatch.setattr("foci.tasks.summarization.generate", found)
-    assert task.tokenizer.decode(task.written(torch.nn.Identity(), [[5]])[0]) == "sale"
+    assert task.tokenizer.decode(task.summarize(torch.nn.Identity(), [[5]])[0]) == "sale"
     task.settings = task.settings.replace(consensus=2.0)
-    assert task.tokenizer.decode(task.written(torch.nn.Identity(), [[5]])[0]) == "meeting on"
+    assert task.tokenizer.decode(task.summarize(torch.nn.Identity(), [[5]])[0]) == "meeting on"
     assert [method.best for method in asked] == [1, 4]
 
 
 def test_rouge_has_known_values() -> None:
-    task = Summarization.start(SummarizationSettings(tokenizer="words"), [Document("a b c d", "a b")])
+    task = Summarization.from_examples(SummarizationSettings(tokenizer="words"), [Document("a b c d", "a b")])
     examples = [Document("x", "the cats sat"), Document("x", "one two three four")]
     found = task.score(["the cat sat", "four three"], examples)
     # "cats" and "cat" have one stem; of two words in the wrong order one makes the longest common row.
@@ -95,19 +97,19 @@ def test_rouge_has_known_values() -> None:
     assert next(iter(found)) == "rougeL"
 
 
-def test_a_model_may_do_without_copies_and_a_document_is_cut() -> None:
+def test_copying_can_be_off_and_a_document_is_truncated() -> None:
     settings = SummarizationSettings(tokenizer="words", size="tiny", copy=False, max_length=3, max_summary=2)
     example = Document("a b c d", "a b c")
-    task = Summarization.start(settings, [example])
+    task = Summarization.from_examples(settings, [example])
     assert not isinstance(task.model(), CopyingTransformer)
     batch = task.batch([example], True, torch.Generator())
     assert batch["real"].sum() == 4
     assert int((batch["targets"] != 0).sum()) == 3
 
 
-def test_some_tokens_are_dropped_while_training_but_not_the_last() -> None:
+def test_tokens_are_dropped_in_training_but_not_the_last() -> None:
     text = " ".join(map(str, range(50)))
-    task = Summarization.start(SummarizationSettings(tokenizer="words", forget=0.5), [Document(text, "1")])
+    task = Summarization.from_examples(SummarizationSettings(tokenizer="words", forget=0.5), [Document(text, "1")])
     whole = task.batch([Document(text, "1")], False, torch.Generator())
     some = task.batch([Document(text, "1")], True, torch.Generator().manual_seed(1))
     counts = [int(each["real"].sum()) for each in (whole, some)]
@@ -116,27 +118,27 @@ def test_some_tokens_are_dropped_while_training_but_not_the_last() -> None:
     assert int(some["source"][0, counts[1] - 1]) == 2
 
 
-def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
+def test_all_problems_are_reported_line_by_line(tmp_path: Path) -> None:
     table = tmp_path / "letters.jsonl"
     rows = [{"document": "long text", "summary": "text"}, {"document": "x"}, {"document": "...", "summary": "x"}]
     rows.append({"document": "ab", "summary": "longer than it"})
     table.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
     found = [str(each) for each in Summarization.check([table], SummarizationSettings())]
-    wanted = ["2: error: expected the keys document, summary", "3: error: expected words as document"]
-    wanted += ["4: warning: expected a summary shorter than its document", "5: error: expected a line of JSON"]
+    wanted = ["2: error: a line must have the keys document, summary", "3: error: document must contain words"]
+    wanted += ["4: warning: the summary is not shorter than the document", "5: error: a line must be valid JSON"]
     assert len(found) == 4
     assert all(each in told for each, told in zip(wanted, found, strict=True))
-    with pytest.raises(ValueError, match=r"letters.jsonl:2: expected the keys"):
+    with pytest.raises(ValueError, match=r"letters.jsonl:2: a line must have the keys"):
         Summarization.read([table], SummarizationSettings())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_two_passes_agree_only_without_dropout(dropout: float) -> None:
+def test_rdrop_is_zero_only_without_dropout(dropout: float) -> None:
     example = Document("a b c d", "a b")
     settings = SummarizationSettings(tokenizer="words", size="tiny", dropout=dropout, smoothing=0.0)
     losses = []
     for agreement in (0.0, 1e-9, 50.0):
-        task = Summarization.start(settings.replace(agreement=agreement), [example])
+        task = Summarization.from_examples(settings.replace(agreement=agreement), [example])
         torch.manual_seed(1)
         model = task.model().train()
         torch.manual_seed(2)
@@ -147,12 +149,12 @@ def test_two_passes_agree_only_without_dropout(dropout: float) -> None:
         assert losses[1:] == pytest.approx(losses[:2], rel=1e-5)
 
 
-def test_a_sentence_that_was_left_out_is_to_be_written() -> None:
+def test_a_left_out_sentence_becomes_the_target() -> None:
     example = Document("One is red. Two are blue. Three sleep!", "colours")
     settings = SummarizationSettings(tokenizer="words", left_out=1.0)
-    task = Summarization.start(settings, [example, Document("Short.", "x")])
+    task = Summarization.from_examples(settings, [example, Document("Short.", "x")])
     generator = torch.Generator().manual_seed(1)
-    seen = [task.epoch([example, Document("Short.", "x")], True, generator) for _ in range(8)]
+    seen = [task.epoch_examples([example, Document("Short.", "x")], True, generator) for _ in range(8)]
     assert {len(each) for each in seen} == {3}
     made = {each[2].left_out: each[2] for each in seen}
     assert set(made) == {0, 1, 2}
@@ -160,4 +162,4 @@ def test_a_sentence_that_was_left_out_is_to_be_written() -> None:
     assert task.tokenizer.decode(task.target(made[1])) == "Two are blue."
     inputs = task.batch([example, made[1]], True, torch.Generator())["inputs"]
     assert inputs[:, 0].tolist() == [1, 3]
-    assert task.epoch([example], False, torch.Generator()) == [example]
+    assert task.epoch_examples([example], False, torch.Generator()) == [example]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foci.tasks.model_file import Trained, load
+from foci.tasks.model_file import TrainedModel, load_trained_model
 from foci.tasks.parallel_text import Pair
 from foci.tasks.translation import Translation, TranslationSettings
 from foci.training import read_config, train
@@ -20,14 +20,14 @@ TINY = ("task.size=tiny", "task.width=64", "task.layers=1", "task.dropout=0", "t
 TRANSFORMER = ("task.heads=4", "task.hidden=128", "train.rate=0.006", "train.warmup=20")
 
 
-def trained(data: Path, *changes: str) -> tuple[Trained, float]:
+def trained(data: Path, *changes: str) -> tuple[TrainedModel, float]:
     """A model, and its BLEU on pairs that it has not seen."""
     config = read_config("translation", None, [*QUICK, *TINY, *changes], data=[str(data)])
     found = train(config, data.parent / "run", quiet=True)
-    return load(data.parent / "run"), float(found["bleu"])
+    return load_trained_model(data.parent / "run"), float(found["bleu"])
 
 
-def untrained_bleu(like: Trained, data: Path) -> float:
+def untrained_bleu(like: TrainedModel, data: Path) -> float:
     torch.manual_seed(0)
     pairs = Translation.read([data], like.task.settings)[:40]
     model = like.task.model().eval()
@@ -43,29 +43,29 @@ def dates(path: Path) -> Path:
     return path
 
 
-def test_words_backwards_by_a_transformer_of_pieces(tmp_path: Path) -> None:
+def test_a_transformer_learns_to_reverse_words(tmp_path: Path) -> None:
     data = written(tmp_path / "pairs.tsv", 1500)
     found, bleu = trained(data, *TRANSFORMER, "task.vocabulary=272", "train.steps=160")
     assert bleu > 60 > 20 > untrained_bleu(found, data)
-    record = found.task.show(found.model, found.task.given("ab cd ef"))
-    assert record.answer == found.task.write(found.model, [found.task.given("ab cd ef")])[0]
+    record = found.task.show(found.model, found.task.parse_input("ab cd ef"))
+    assert record.answer == found.task.answer(found.model, [found.task.parse_input("ab cd ef")])[0]
     assert set(record.labels) == {"source", "target", "translation"}
     assert record["cross.L0H0"].shape[3] == len(record.labels["source"])
     assert record.labels["source"].texts[0][-1] == "<stop>"
 
 
-def test_words_backwards_by_an_rnn_that_looks_where_it_should(tmp_path: Path) -> None:
+def test_an_rnn_reverses_words_and_attends_to_the_right_ones(tmp_path: Path) -> None:
     data = written(tmp_path / "pairs.tsv", 1500)
     changes = ("task.model=rnn", "task.tokenizer=words", "train.rate=0.006", "train.warmup=20", "train.steps=110")
     found, bleu = trained(data, *changes)
     assert bleu > 90 > 20 > untrained_bleu(found, data)
-    record = found.task.show(found.model, found.task.given("ab cd ef gh"))
+    record = found.task.show(found.model, found.task.parse_input("ab cd ef gh"))
     looked = record["cross.L0H0"].dense()[0].argmax(-1)
     assert record.labels["translation"].texts[0] == ("gh", " ef", " cd", " ab", "<stop>")
     assert looked[:4].tolist() == [3, 2, 1, 0]
 
 
-def test_dates_from_jsonl(tmp_path: Path) -> None:
+def test_dates_are_learned_from_jsonl(tmp_path: Path) -> None:
     data = dates(tmp_path / "dates.jsonl")
     found, bleu = trained(data, *TRANSFORMER, "task.tokenizer=words", "train.steps=120")
     assert bleu > 60 > 20 > untrained_bleu(found, data)
@@ -85,41 +85,41 @@ def test_three_formats_are_read_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.tsv", "one\n", "a.tsv:1: expected 2 columns (source, target) between tabs, but got 1"),
-        ("a.tsv", "x\ty\n \tz\n", "a.tsv:2: expected a text as source, but it is empty"),
-        ("a.tsv", "", "a.tsv: expected at least one pair, but it has none"),
-        ("a.jsonl", '{"source": "x"\n', "a.jsonl:1: expected a line of JSON, but it cannot be read"),
-        ("a.jsonl", '{"source": "x"}\n', "a.jsonl:1: expected the keys source, target, but got source"),
-        ("a.jsonl", '{"source": "x", "target": null}\n', "a.jsonl:1: expected a text for 'target', but got null"),
+        ("a.tsv", "one\n", "a.tsv:1: a line must have 2 tab-separated columns (source, target), got 1"),
+        ("a.tsv", "x\ty\n \tz\n", "a.tsv:2: source must not be empty"),
+        ("a.tsv", "", "a.tsv must hold at least one pair, got none"),
+        ("a.jsonl", '{"source": "x"\n', "a.jsonl:1: a line must be valid JSON"),
+        ("a.jsonl", '{"source": "x"}\n', "a.jsonl:1: a line must have the keys source, target, got source"),
+        ("a.jsonl", '{"source": "x", "target": null}\n', "a.jsonl:1: 'target' must be a string, got null"),
     ],
 )
-def test_malformed_data_is_one_sentence(name: str, text: str, said: str, tmp_path: Path) -> None:
+def test_malformed_data_gives_a_one_line_error(name: str, text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match="expected") as error:
+    with pytest.raises(ValueError, match="must") as error:
         Translation.read([tmp_path / name], TranslationSettings())
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_parallel_files_of_unequal_length(tmp_path: Path) -> None:
+def test_parallel_files_of_unequal_length_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.en").write_text("x\ny\nz\n")
     (tmp_path / "a.de").write_text("x\ny\n")
-    with pytest.raises(ValueError, match=r"a\.en:3: expected as many lines as .*a\.de has, 2, but got more"):
+    with pytest.raises(ValueError, match=r"a\.en:3: the file must have as many lines as .*a\.de \(2\), got more"):
         Translation.read([tmp_path / "a.en", tmp_path / "a.de"], TranslationSettings())
 
 
-def test_doubts_about_pairs_are_warnings(tmp_path: Path) -> None:
+def test_suspicious_pairs_give_warnings(tmp_path: Path) -> None:
     long = "word " * 30
     rows = ["the same old text\tthe same old text", f"short\t{long}", "a\tb\x07", "a\tb", "a\tb"]
     (tmp_path / "a.tsv").write_text("".join(f"{row}\n" for row in rows))
     found = list(Translation.check([tmp_path / "a.tsv"], TranslationSettings()))
-    assert [(problem.place.rpartition(":")[2], problem.severity) for problem in found] == [
+    assert [(problem.location.rpartition(":")[2], problem.severity) for problem in found] == [
         *(("1", "warning"), ("2", "warning"), ("3", "warning"), ("5", "warning"))
     ]
 
 
-def test_targets_follow_inputs_by_one() -> None:
-    task = Translation.start(TranslationSettings(size="tiny", tokenizer="words"), [Pair("a b", "c d")])
+def test_targets_are_inputs_shifted_by_one() -> None:
+    task = Translation.from_examples(TranslationSettings(size="tiny", tokenizer="words"), [Pair("a b", "c d")])
     batch = task.batch([Pair("a b", "c d"), Pair("a", "c")], True, torch.Generator())
     a, b, c, d = (task.tokenizer.encode(word)[0] for word in "abcd")
     assert batch["source"][:, :3].tolist() == [[a, b, 2], [a, 2, 0]]
@@ -131,24 +131,24 @@ def test_targets_follow_inputs_by_one() -> None:
     assert loss > 0
 
 
-def test_of_a_sentence_that_is_too_long_the_beginning_is_read() -> None:
+def test_a_long_sentence_is_truncated_to_its_beginning() -> None:
     settings = TranslationSettings(size="tiny", tokenizer="words", max_length=4)
-    task = Translation.start(settings, [Pair("a b", "c d")])
-    long, short = task.given("a b a b a b"), task.given("a b a b")
-    assert [task.is_cut(each) for each in (long, short)] == [True, False]
+    task = Translation.from_examples(settings, [Pair("a b", "c d")])
+    long, short = task.parse_input("a b a b a b"), task.parse_input("a b a b")
+    assert [task.is_truncated(each) for each in (long, short)] == [True, False]
     model = task.model().eval()
     assert task.decode(model, [long, short]) == task.decode(model, [short]) * 2
     assert task.show(model, long).labels["source"].text(0) == "a b a b<stop>"
 
 
-def test_two_passes_that_agree_cost_no_more_than_one() -> None:
+def test_agreeing_passes_have_the_loss_of_one() -> None:
     """Without dropout both passes are the same, so agreement adds nothing; with dropout it does."""
     pair = [Pair("a b", "c d")]
     losses = {}
     for dropout in (0.0, 0.5):
         for agreement in (0.0, 1e-9, 40.0):
             settings = TranslationSettings(size="tiny", tokenizer="words", dropout=dropout, agreement=agreement)
-            task = Translation.start(settings, pair)
+            task = Translation.from_examples(settings, pair)
             torch.manual_seed(0)
             model = task.model().train()
             losses[dropout, agreement] = float(task.loss(model, task.batch(pair, True, torch.Generator()))[0].detach())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.tasks.vision import Picture, Vision, VisionSettings
+from foci.tasks.vision import LabelledImage, Vision, VisionSettings
 from tests.tasks.lessons import Lesson, lesson
 
 SMALL = (
@@ -44,20 +44,20 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Lesson:
     return lesson("vision", folder, drawn(folder / "train", 80, 1), drawn(folder / "dev", 30, 2), *SMALL)
 
 
-def test_shapes_are_told_apart(learned: Lesson) -> None:
+def test_shapes_are_classified(learned: Lesson) -> None:
     assert learned.before < 60.0
     assert learned.after > 90.0
 
 
-def test_an_answer_names_the_class_and_how_likely_it_is(learned: Lesson) -> None:
+def test_an_answer_has_class_and_probability(learned: Lesson) -> None:
     task, model, _ = learned.trained
     example = next(each for each in learned.dev if each.label == "standing")
-    said = task.write(model, [task.given(example.path)])
+    said = task.answer(model, [task.parse_input(example.path)])
     assert said[0].endswith("%)")
     assert said[0].split(" (")[0] in {"standing", "lying", "square"}
 
 
-def test_what_is_seen_has_the_picture_and_its_patches(learned: Lesson) -> None:
+def test_the_record_has_the_image_and_its_patches(learned: Lesson) -> None:
     task, model, _ = learned.trained
     record = task.show(model, learned.dev[0])
     labels = record.labels["input"]
@@ -65,10 +65,10 @@ def test_what_is_seen_has_the_picture_and_its_patches(learned: Lesson) -> None:
     assert labels.images is not None
     assert labels.images.shape == (1, 12, 12, 3)
     assert record["L1H0"].shape == (1, 1, 17, 17)
-    assert record.answer == task.write(model, learned.dev[:1])[0]
+    assert record.answer == task.answer(model, learned.dev[:1])[0]
 
 
-def test_a_table_is_as_good_as_folders(tmp_path: Path) -> None:
+def test_a_table_and_folders_read_alike(tmp_path: Path) -> None:
     drawn(tmp_path / "pictures", 2, 1)
     table = tmp_path / "table.tsv"
     table.write_text("image\tlabel\npictures/square/0.pgm\tsquare\npictures/lying/1.pgm\tlying\n")
@@ -78,7 +78,7 @@ def test_a_table_is_as_good_as_folders(tmp_path: Path) -> None:
     assert [str(each) for each in Vision.check([table], settings)] == []
 
 
-def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
+def test_all_problems_are_reported_line_by_line(tmp_path: Path) -> None:
     drawn(tmp_path / "pictures", 1, 1)
     (tmp_path / "broken.pgm").write_text("no picture")
     table = tmp_path / "table.tsv"
@@ -88,27 +88,29 @@ def test_everything_wrong_is_told_line_by_line(tmp_path: Path) -> None:
     found = [str(each) for each in Vision.check([table], VisionSettings(channels=1))]
     assert [each.split(": ")[0].rsplit(":", 1)[1] for each in found[:4]] == ["4", "2", "3", "5"]
     for each, wanted in zip(
-        found, ("but got 1", "it is not", "there is no such file", "expected a label, but it is empty"), strict=False
+        found,
+        ("got 1", "must be a binary PGM or PPM image", "got no such file", "label must not be empty"),
+        strict=False,
     ):
         assert wanted in each
-    with pytest.raises(ValueError, match=r"table.tsv:4: expected 2 columns"):
+    with pytest.raises(ValueError, match=r"table.tsv:4: a line must have 2 tab-separated columns"):
         Vision.read([table], VisionSettings())
 
 
-def test_a_folder_without_pictures_and_a_single_class_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a sub-folder with pictures for each class, but found none"):
+def test_an_empty_folder_and_a_single_class_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must have one subfolder with images per class, got none"):
         Vision.read([tmp_path], VisionSettings())
-    with pytest.raises(ValueError, match=r"at least 2 classes to learn from, but got \['one'\]"):
-        Vision.start(VisionSettings(), [Picture("a.png", "one")])
+    with pytest.raises(ValueError, match=r"the training data must have at least 2 classes, got \['one'\]"):
+        Vision.from_examples(VisionSettings(), [LabelledImage("a.png", "one")])
 
 
-def test_a_label_that_was_not_learned_is_refused_with_the_known_ones(learned: Lesson) -> None:
-    wrong = Picture(learned.dev[0].path, "circle")
-    with pytest.raises(ValueError, match="expected one of the classes lying, square, standing, but got 'circle'"):
+def test_an_unknown_label_is_refused_with_the_known_ones(learned: Lesson) -> None:
+    wrong = LabelledImage(learned.dev[0].path, "circle")
+    with pytest.raises(ValueError, match="must be one of lying, square, standing, got 'circle'"):
         learned.trained.task.batch([wrong], False, torch.Generator())
 
 
-def test_a_mixture_has_the_loss_of_its_parts(learned: Lesson) -> None:
+def test_a_mixed_image_has_the_weighted_loss_of_both(learned: Lesson) -> None:
     task, model, _ = learned.trained
     examples = [learned.dev[0], learned.dev[-1]]
     batch = task.batch(examples, False, torch.Generator())
@@ -119,22 +121,26 @@ def test_a_mixture_has_the_loss_of_its_parts(learned: Lesson) -> None:
     assert torch.allclose(task.loss(model, both)[0], 0.25 * alone + 0.75 * swapped)
 
 
-def test_an_answer_to_both_mirror_images_is_the_mean(learned: Lesson) -> None:
+def test_mirror_averages_both_predictions(learned: Lesson) -> None:
     task, model, _ = learned.trained
     assert isinstance(task, Vision)
-    both = Vision(task.settings.changed(mirror=True), task.labels, task.mean, task.std)
-    images = task.images(learned.dev[:3])
+    both = Vision(task.settings.replace(mirror=True), task.labels, task.mean, task.std)
+    images = task.load_images(learned.dev[:3])
     with torch.no_grad():
         apart = [model(each).logits.softmax(-1) for each in (images, images.flip(-1))]
         assert not torch.allclose(*apart, atol=1e-4)
-        assert torch.allclose(both.shares(model, images), (apart[0] + apart[1]) / 2, atol=1e-6)
-        assert torch.allclose(both.shares(model, images.flip(-1)), both.shares(model, images), atol=1e-6)
-        assert both.decode(model, learned.dev[:1])[0].share == pytest.approx(float(both.shares(model, images)[0].max()))
-    with pytest.raises(ValueError, match=r"^task\.mirror needs task\.flip, .* but got task\.flip=false$"):
+        assert torch.allclose(both.class_probabilities(model, images), (apart[0] + apart[1]) / 2, atol=1e-6)
+        assert torch.allclose(
+            both.class_probabilities(model, images.flip(-1)), both.class_probabilities(model, images), atol=1e-6
+        )
+        assert both.decode(model, learned.dev[:1])[0].probability == pytest.approx(
+            float(both.class_probabilities(model, images)[0].max())
+        )
+    with pytest.raises(ValueError, match=r"^task\.flip must be true with task\.mirror, got false: "):
         VisionSettings(flip=False, mirror=True)
 
 
-def test_a_picture_has_as_many_patches_with_a_stem_that_halves(learned: Lesson) -> None:
+def test_a_pooling_stem_keeps_the_number_of_patches(learned: Lesson) -> None:
     settings = VisionSettings(image=12, channels=1, patch=4, stem=2, stem_width=8, stem_pool=2, width=16, heads=2)
     task = Vision(settings, ["lying", "square", "standing"], [0.2], [0.2])
     torch.manual_seed(0)

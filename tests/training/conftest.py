@@ -1,4 +1,4 @@
-"""Tiny models run fastest on one thread, and several tests may share a machine."""
+"""Runs on one thread, which is fastest for tiny models and several test processes."""
 
 from collections.abc import Iterator
 
