@@ -75,9 +75,9 @@ def answer_column(question: Question) -> bytes:
     """Return the attention weights on one key: (Tq,)."""
     layer = question.layer
     batch, head = question.number("seq", 0, layer.shape[0] - 1), question.number("head", 0, layer.shape[1] - 1)
-    found = layer[batch, head, :, question.number("key", 0, layer.shape[3] - 1)]
-    assert isinstance(found, Tensor)
-    return float32_bytes(found)
+    entries = layer[batch, head, :, question.number("key", 0, layer.shape[3] - 1)]
+    assert isinstance(entries, Tensor)
+    return float32_bytes(entries)
 
 
 def answer_tile(question: Question) -> bytes:
@@ -102,12 +102,12 @@ def pool_head_tile(
     """Pool a part of a head's matrix strip by strip; blocks at the edge are smaller."""
     (y, tall), (x, wide) = rows, columns
     strip = max(1, STRIP_ENTRIES // (wide * step)) * step
-    found = []
+    strips = []
     for start in range(y, y + tall, strip):
         entries = layer[batch, head, start : min(start + strip, y + tall), x : x + wide]
         assert isinstance(entries, Tensor)
-        found.append(pool_in_blocks(entries.float().cpu(), step, reduce))
-    return torch.cat(found)
+        strips.append(pool_in_blocks(entries.float().cpu(), step, reduce))
+    return torch.cat(strips)
 
 
 def pool_in_blocks(entries: Tensor, step: int, reduce: str) -> Tensor:
@@ -122,9 +122,9 @@ def answer_arithmetic(question: Question) -> dict[str, Any] | None:
     layer = question.layer
     batch, head = question.number("seq", 0, layer.shape[0] - 1), question.number("head", 0, layer.shape[1] - 1)
     keys = question.numbers("keys", layer.shape[3], MAX_ARITHMETIC_KEYS)
-    found = compute_row_arithmetic(layer, batch, head, question.number("query", 0, layer.shape[2] - 1), keys)
+    arithmetic = compute_row_arithmetic(layer, batch, head, question.number("query", 0, layer.shape[2] - 1), keys)
     # JSON has no infinity: the log-sum-exp of a fully masked row is sent as null.
-    return found if found is None or math.isfinite(found["lse"]) else {**found, "lse": None}
+    return arithmetic if arithmetic is None or math.isfinite(arithmetic["lse"]) else {**arithmetic, "lse": None}
 
 
 def answer_rollout(question: Question) -> bytes:

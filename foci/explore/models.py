@@ -57,10 +57,9 @@ class ModelRunner:
         model = locate_model(model)
         if is_foci_model(Path(model)):
             return self._record_with_task(model, "texts", text, job)
-        reader = self._load("text", model, job)
-        with report_progress(reader.model, job):
-            found: Record = record_text(reader, text)
-        return found
+        text_model = self._load("text", model, job)
+        with report_progress(text_model.model, job):
+            return record_text(text_model, text)
 
     def record_image(self, model: str, image: bytes, job: Job) -> Record:
         """Run a model on an image."""

@@ -80,8 +80,8 @@ class Explorer:
 
     async def record_text(self, request: Any) -> Any:
         try:
-            given = json.loads(await request.body())
-            text, model = given["text"], given["model"]
+            content = json.loads(await request.body())
+            text, model = content["text"], content["model"]
         except (ValueError, KeyError, TypeError, RecursionError):
             return error_response(400, "the request must have a text and a model")
         if not isinstance(text, str) or not isinstance(model, str):

@@ -269,7 +269,7 @@ def test_nonfinite_numbers_are_null_in_json(seconds: float) -> None:
 
 def test_a_layer_without_keys_is_refused() -> None:
     record = Record({"l": Layer("l", matrix=torch.zeros(1, 1, 4, 0))}, {}, model="M")
-    with pytest.raises(ValueError, match=r"L0 must have queries and keys must be 1 or more, got shape \(1, 1, 4, 0\)"):
+    with pytest.raises(ValueError, match=r"L0 must have at least one query and one key, got shape \(1, 1, 4, 0\)"):
         document.render_html(record)
 
 

@@ -55,7 +55,7 @@ NUMBERED_CELL_SIDE, PLAIN_CELL_SIDE, LONG_AXIS_SIDE = 0.26, 0.17, 4.0
 # The axes have room for the label of the color bar and for the title.
 MIN_AXES_HEIGHT, MIN_AXES_WIDTH = 1.7, 1.2
 NAN_COLOR = "#b9b6bd"
-# Colours of several lines, told apart with every kind of colour vision (Okabe and Ito).
+# Colors of lines that are distinct with every kind of color vision (Okabe and Ito).
 STACK_COLORS = ("#7d2482", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
 
 
@@ -112,10 +112,10 @@ def list_drawable_characters() -> frozenset[int]:
     """List the characters that an installed font of FONT_FAMILIES has."""
     from matplotlib import font_manager, ft2font
 
-    found: set[int] = set()
+    characters: set[int] = set()
     for family in list_installed_fonts():
-        found |= set(ft2font.FT2Font(font_manager.findfont(family)).get_charmap())
-    return frozenset(found)
+        characters |= set(ft2font.FT2Font(font_manager.findfont(family)).get_charmap())
+    return frozenset(characters)
 
 
 def format_labels(labels: Iterable[str]) -> list[str]:
@@ -156,9 +156,9 @@ def set_word_ticks(ax: Axes, along: Sequence[str], down: Sequence[str]) -> None:
 
 def set_axis_words(axis: Any, names: Sequence[str]) -> None:
     """Write a word at each position of an axis."""
-    shown = format_labels(names)
-    turned = axis.axis_name == "x" and (max(map(len, shown), default=0) > 3 or len(shown) > 24)
-    axis.set_ticks(range(len(shown)), shown, **({"rotation": 60, "ha": "left"} if turned else {}))
+    words = format_labels(names)
+    turned = axis.axis_name == "x" and (max(map(len, words), default=0) > 3 or len(words) > 24)
+    axis.set_ticks(range(len(words)), words, **({"rotation": 60, "ha": "left"} if turned else {}))
     for text in axis.get_ticklabels():
         disable_math_text(text)
         if turned:
@@ -191,8 +191,8 @@ def create_colormap(ramp: Sequence[Color] = LIGHT_RAMP) -> Colormap:
     """Create a colormap from white (weight 0) to dark, the ramp of light terminals; NaN is grey."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    found: Colormap = LinearSegmentedColormap.from_list("foci", [tuple(c / 255 for c in color) for color in ramp])
-    return found.with_extremes(bad=NAN_COLOR)
+    colormap: Colormap = LinearSegmentedColormap.from_list("foci", [tuple(c / 255 for c in color) for color in ramp])
+    return colormap.with_extremes(bad=NAN_COLOR)
 
 
 def find_largest_finite(values: Tensor) -> float:
@@ -204,8 +204,8 @@ def get_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     """Return the given axes, or those of a new figure of this size in inches."""
     if ax is not None:
         return ax
-    found: Axes = import_pyplot().subplots(figsize=size, layout="constrained")[1]
-    return found
+    new: Axes = import_pyplot().subplots(figsize=size, layout="constrained")[1]
+    return new
 
 
 def set_title(ax: Axes, text: str) -> None:
@@ -218,9 +218,9 @@ def add_colorbar(ax: Axes, image: Any, label: str) -> None:
     """Add a color bar as high as the axes."""
     inch = ax.figure.dpi / ax.get_window_extent().width
     place = ax.inset_axes((1 + 0.1 * inch, 0, 0.12 * inch, 1))
-    found = ax.figure.colorbar(image, cax=place, format=lambda share, _: f"{100 * share:g}%")
-    found.set_label(label)
-    found.outline.set_visible(False)
+    bar = ax.figure.colorbar(image, cax=place, format=lambda weight, _: f"{100 * weight:g}%")
+    bar.set_label(label)
+    bar.outline.set_visible(False)
 
 
 def create_sqrt_norm(most: float) -> Any:

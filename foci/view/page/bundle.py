@@ -21,18 +21,18 @@ def read_module(name: str) -> str:
 
 def order_modules(start: str) -> list[str]:
     """Order the modules that `start` needs, each after its own imports."""
-    found: list[str] = []
+    ordered: list[str] = []
 
     def visit(name: str, above: tuple[str, ...]) -> None:
         if name in above:
             raise ValueError(f"modules must not import each other in a cycle, got {' -> '.join((*above, name))}")
         for _, other in IMPORT_LINE.findall(read_module(name)):
-            if other not in found:
+            if other not in ordered:
                 visit(other, (*above, name))
-        found.append(name)
+        ordered.append(name)
 
     visit(start, ())
-    return found
+    return ordered
 
 
 def bundle_script(start: str = "main") -> str:

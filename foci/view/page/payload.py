@@ -30,7 +30,7 @@ from foci.view.units import display_texts
 MAX_EXACT_LENGTH = 128
 # Longer records are exact too if they have at most this many entries in total.
 MAX_EXACT_ENTRIES = 2**21
-MAX_TOP_KEYS = 16
+PAYLOAD_TOP_KEYS = 16
 PICTURE_SIDES = (512, 256, 128, 64)
 MAX_SEQUENCES = 8
 SURROGATES = re.compile("[\ud800-\udfff]")
@@ -69,16 +69,16 @@ def build_header(record: Record, title: str | None, arrays: PackedArrays) -> dic
         if 0 in layer.shape:
             raise ValueError(f"{layer.label} must have at least one query and one key, got shape {layer.shape}")
     total = max(layer.shape[0] for layer in layers)
-    shown = min(total, MAX_SEQUENCES if is_exact_throughout(layers) else 1)
-    plan = plan_payload(layers, shown)
+    max_sequences = min(total, MAX_SEQUENCES if is_exact_throughout(layers) else 1)
+    plan = plan_payload(layers, max_sequences)
     table: list[Labels] = []
-    written = [add_layer(arrays, f"{number}", layer, shown, plan) for number, layer in enumerate(layers)]
+    written = [add_layer(arrays, f"{number}", layer, max_sequences, plan) for number, layer in enumerate(layers)]
     initial = select_default_head(record)
     return {
         "format": 1,
         "title": truncate_with_length(title or record.model),
         "model": truncate_with_length(record.model),
-        "sequences": shown,
+        "sequences": max_sequences,
         "total": total,
         "prompt": record.prompt,
         "answer": record.answer,
@@ -87,7 +87,7 @@ def build_header(record: Record, title: str | None, arrays: PackedArrays) -> dic
         "layers": [
             describe_layer(record, layer, plan, table) | how for layer, how in zip(layers, written, strict=True)
         ],
-        "labels": [describe_labels(arrays, f"image.{i}", labels, shown) for i, labels in enumerate(table)],
+        "labels": [describe_labels(arrays, f"image.{i}", labels, max_sequences) for i, labels in enumerate(table)],
         "metrics": list_head_metrics(record, layers),
         "initial": {
             "head": record.name_of(initial.layer, initial.head),
@@ -100,27 +100,27 @@ def is_exact_throughout(layers: list[Layer]) -> bool:
     return all(max(layer.shape[2:]) <= MAX_EXACT_LENGTH for layer in layers)
 
 
-def plan_payload(layers: list[Layer], shown: int) -> dict[str, Any]:
+def plan_payload(layers: list[Layer], max_sequences: int) -> dict[str, Any]:
     """Choose what is written in which precision, to bound the size of the file."""
-    small = sum(count_entries(layer) for layer in layers) * shown <= MAX_EXACT_ENTRIES
+    small = sum(count_entries(layer) for layer in layers) * max_sequences <= MAX_EXACT_ENTRIES
     exact = [
         layer
         for layer in layers
         if "entries" in layer.available and (small or max(layer.shape[2:]) <= MAX_EXACT_LENGTH)
     ]
-    entries = sum(count_entries(layer) for layer in exact) * shown
+    entries = sum(count_entries(layer) for layer in exact) * max_sequences
     long = [layer for layer in layers if layer not in exact]
-    queries = sum(layer.shape[1] * layer.shape[2] for layer in long) * shown
-    heads = sum(layer.shape[1] for layer in long) * shown
+    queries = sum(layer.shape[1] * layer.shape[2] for layer in long) * max_sequences
+    heads = sum(layer.shape[1] for layer in long) * max_sequences
     return {
         "exact": {layer.name for layer in exact},
         "entries": "f4" if entries <= MAX_FLOAT_ENTRIES else "log16",
-        "top": next((k for k in (MAX_TOP_KEYS, 8, 4, 2) if queries * k <= MAX_TOP_NUMBERS), 1),
+        "top": next((k for k in (PAYLOAD_TOP_KEYS, 8, 4, 2) if queries * k <= MAX_TOP_NUMBERS), 1),
         "side": next(
             (side for side in PICTURE_SIDES if 2 * heads * side * side <= MAX_PICTURE_BLOCKS), PICTURE_SIDES[-1]
         ),
-        "lse": sum(layer.shape[1] * layer.shape[2] for layer in layers) * shown <= MAX_LSE_NUMBERS,
-        "vectors": choose_vector_kind(sum(count_vector_numbers(layer, shown) for layer in layers)),
+        "lse": sum(layer.shape[1] * layer.shape[2] for layer in layers) * max_sequences <= MAX_LSE_NUMBERS,
+        "vectors": choose_vector_kind(sum(count_vector_numbers(layer, max_sequences) for layer in layers)),
     }
 
 
@@ -156,12 +156,14 @@ def describe_layer(record: Record, layer: Layer, plan: dict[str, Any], table: li
     }
 
 
-def add_layer(arrays: PackedArrays, name: str, layer: Layer, shown: int, plan: dict[str, Any]) -> dict[str, Any]:
+def add_layer(
+    arrays: PackedArrays, name: str, layer: Layer, max_sequences: int, plan: dict[str, Any]
+) -> dict[str, Any]:
     """Add the arrays of a layer, each (sequences, H, ...).
 
     Returns the kind of its entries, and the number of rows with NaN or infinite weights per sequence and head.
     """
-    sequences, kind = min(shown, layer.shape[0]), plan["entries"]
+    sequences, kind = min(max_sequences, layer.shape[0]), plan["entries"]
     if layer.name in plan["exact"]:
         whole = read_entries(layer, sequences)
         missing = ~whole.isfinite().all(-1)
@@ -169,7 +171,7 @@ def add_layer(arrays: PackedArrays, name: str, layer: Layer, shown: int, plan: d
         kind = "f4" if missing.any() else kind
         arrays.add(f"{name}.entries", whole, kind)
     else:
-        whole_batch = compute_statistics(layer, plan["top"], plan["side"])
+        whole_batch = summarize_long_layer(layer, plan["top"], plan["side"])
         statistics = {part: tensor[:sequences].cpu() for part, tensor in whole_batch.items()}
         add_statistics(arrays, name, layer, statistics)
         missing = (
@@ -186,7 +188,7 @@ def read_entries(layer: Layer, sequences: int) -> Tensor:
     return entries.float()
 
 
-def compute_statistics(layer: Layer, top: int, side: int) -> dict[str, Tensor]:
+def summarize_long_layer(layer: Layer, top: int, side: int) -> dict[str, Tensor]:
     """Compute what replaces the entries of a long layer: top keys, pictures, entropy and received weights."""
     if layer.weights is not None:
         # One pass computes everything but the maxima.
@@ -245,16 +247,17 @@ def add_labels_once(labels: Labels, table: list[Labels]) -> int:
     return len(table) - 1
 
 
-def describe_labels(arrays: PackedArrays, name: str, labels: Labels, shown: int) -> dict[str, Any]:
+def describe_labels(arrays: PackedArrays, name: str, labels: Labels, max_sequences: int) -> dict[str, Any]:
     """Describe the labels of a sequence; long texts are cut."""
     if labels.images is not None:
-        arrays.add(name, labels.images[:shown], "u1")
+        arrays.add(name, labels.images[:max_sequences], "u1")
     return {
         "kind": labels.kind,
         "texts": [
-            [truncate_with_length(text) for text in display_texts(labels, i)] for i in range(min(shown, labels.batch))
+            [truncate_with_length(text) for text in display_texts(labels, i)]
+            for i in range(min(max_sequences, labels.batch))
         ],
-        "words": None if labels.words is None else [list(words) for words in labels.words[:shown]],
+        "words": None if labels.words is None else [list(words) for words in labels.words[:max_sequences]],
         "grid": labels.grid,
         "leading": labels.leading,
         "seconds": labels.seconds if labels.seconds is not None and math.isfinite(labels.seconds) else None,

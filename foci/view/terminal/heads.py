@@ -82,7 +82,7 @@ def describe_extreme_head(record: Record, title: str, values: Sequence[Sequence[
     return f"{'min' if smallest else 'max'} {name} {number}"
 
 
-def write_heads(page: TerminalPage, record: Record) -> None:
+def write_head_metrics(page: TerminalPage, record: Record) -> None:
     """Write the panels side by side, as many as fit in a row; a record of a single head has no table."""
     if len(record.heads) == 1:
         return

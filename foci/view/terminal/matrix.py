@@ -33,7 +33,7 @@ def fit_label_width(page: TerminalPage, queries: Sequence[TextUnit], columns: in
     return min(wanted, max(page.room - cell * columns, MIN_LABEL_WIDTH))
 
 
-def write_cells(
+def write_matrix_cells(
     page: TerminalPage,
     queries: Sequence[TextUnit],
     keys: Sequence[TextUnit],

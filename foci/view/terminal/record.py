@@ -74,7 +74,7 @@ def render_record(
     selection = select_head(record, head, layer) if is_named else select_default_head(record, batch)
     write_title(page, record)
     if not is_named:
-        heads.write_heads(page, record)
+        heads.write_head_metrics(page, record)
         source = select_source_head(record, selection, batch)
         if source is not None:
             write_attention(page, record, source, None, batch, by_token)
@@ -139,7 +139,7 @@ def write_attention(
     text.write_tinted_text(page, keys, row, query if is_self else None)
     page.line()
     if weights.isfinite().all():
-        text.write_top_keys(page, keys, row, selection.has_entries)
+        text.write_listed_keys(page, keys, row, selection.has_entries)
     else:
         page.note(f"The weights of {quote_unit(queries[query])} are NaN or infinite.")
     write_matrix_or_map(page, selection, batch, queries, keys, query)
@@ -156,7 +156,9 @@ def write_matrix_or_map(
     """Write all weights: as cells if they fit, else as a map."""
     if matrix.fits_as_cells(page, queries, keys):
         page.heading(f"All of {describe_selection(selection)}")
-        matrix.write_cells(page, queries, keys, compute_unit_weights(selection, batch, queries, keys).tolist(), query)
+        matrix.write_matrix_cells(
+            page, queries, keys, compute_unit_weights(selection, batch, queries, keys).tolist(), query
+        )
     elif selection.layer.kept is None and prod(selection.layer.shape[1:]) > MAX_MAP_ENTRIES:
         page.note(f"No map of {selection.layer.shape[3]:,} positions: record with keep=foci.Keep() for one.")
     elif "picture" in selection.layer.available:

@@ -70,7 +70,7 @@ def write_tinted_text(
     for i, line in enumerate(lines):
         if i in selected:
             write_skipped_count(page, skipped)
-            write_words(page, line)
+            write_tinted_line(page, line)
         skipped = 0 if i in selected else skipped + 1
     write_skipped_count(page, skipped)
 
@@ -88,7 +88,7 @@ def write_skipped_count(page: TerminalPage, lines: int) -> None:
         page.line(page.faint(f"⋮ {lines:,} more line{'s' if lines > 1 else ''}"))
 
 
-def write_words(page: TerminalPage, line: list[TintedWord]) -> None:
+def write_tinted_line(page: TerminalPage, line: list[TintedWord]) -> None:
     """Write a line of words; without color a line of shades follows."""
     if page.color:
         page.line("".join(" " * word.space_before + paint_word(page, word) for word in line))
@@ -103,7 +103,9 @@ def paint_word(page: TerminalPage, word: TintedWord) -> str:
     return page.tint(page.paint(word.text, "1;4") if word.is_query else word.text, word.weight)
 
 
-def write_top_keys(page: TerminalPage, units: Sequence[TextUnit], weights: Sequence[float], has_entries: bool) -> None:
+def write_listed_keys(
+    page: TerminalPage, units: Sequence[TextUnit], weights: Sequence[float], has_entries: bool
+) -> None:
     """Write the keys with the largest weights, the sum of the others, and the weight of a learned sink."""
     order = sorted(range(len(weights)), key=lambda j: -weights[j])
     top = [j for j in order[:MAX_LISTED_KEYS] if weights[j] > 0]

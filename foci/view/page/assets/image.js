@@ -187,7 +187,7 @@ export class ImageView {
   paintPatches(pen, width, height, { grid: [rows, columns], leading }, lit, any) {
     if (!lit || !any) return;
     const patches = lit.units.subarray(leading);
-    // An even look at everything lights nothing up: it says little.
+    // Uniform attention does not brighten any patch.
     const most = Math.max(FULL_BRIGHTNESS_FACTOR / patches.length, ...patches);
     const scale = createScale(this.state.scale, patches, this.state.scale === "rank" ? null : most);
     const direction = this.focus.to ? "to" : "from";

@@ -91,7 +91,7 @@ export class LinesView {
       }
     });
     found.sort((a, b) => b[2] - a[2]);
-    return { found: found.slice(0, MAX_LINES), outside };
+    return { links: found.slice(0, MAX_LINES), outside };
   }
 
   sheet(focus, heads, rows, columns) {
@@ -99,12 +99,12 @@ export class LinesView {
     const [lastRow, lastColumn] = [Math.min(start + WINDOW, rows.count), Math.min(start + WINDOW, columns.count)];
     const tall = (Math.max(lastRow, lastColumn) - start) * ROW + 56;
     const sheet = svgSheet(this.width, tall);
-    const { found, outside } = this.links(focus, heads, rows, columns);
+    const { links, outside } = this.links(focus, heads, rows, columns);
     const shows = outside > 0.005 && focus.picks.length;
     const beyond = shows ? ` · ${formatPercent(outside / heads.length)} on tokens outside` : "";
     this.note.textContent = `Tokens ${start} to ${start + WINDOW - 1}${beyond}`;
     sheet.append(heading(this.left, "queries", "end"), heading(this.right, "keys", "start"));
-    for (const [i, j, weight, h] of found.reverse()) {
+    for (const [i, j, weight, h] of links.reverse()) {
       sheet.append(this.curve(i - start, j - start, weight, heads, h, focus, rows.label(i), columns.label(j)));
     }
     for (let u = start; u < lastRow; u++) sheet.append(this.word(focus, rows, u, u - start, "to"));
@@ -200,10 +200,10 @@ export class LinesView {
       getUnits(this.store, this.state, focus.layer, "queries"),
       getUnits(this.store, this.state, focus.layer, "keys"),
     ];
-    const { found } = this.links(focus, heads, rows, columns);
+    const { links } = this.links(focus, heads, rows, columns);
     return [
       ["query", "key", "weight", "head"],
-      ...found.map(([i, j, weight, h]) => [rows.text(i), columns.text(j), weight, heads[h].name]),
+      ...links.map(([i, j, weight, h]) => [rows.text(i), columns.text(j), weight, heads[h].name]),
     ];
   }
 }

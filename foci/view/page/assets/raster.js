@@ -6,15 +6,15 @@ import { ramp, createScale } from "./colors.js";
 // The grey of NaN and infinite weights.
 const NAN_GREY = 140;
 
-// Columns for which hidden(column) is true are drawn as 0. `given` is a color scale shared with other pictures.
-export function drawRaster({ rows, columns, values }, mode, direction = "to", hidden = null, given = null) {
+// Columns for which hidden(column) is true are drawn as 0. `sharedScale` is the color scale of several pictures.
+export function drawRaster({ rows, columns, values }, mode, direction = "to", hidden = null, sharedScale = null) {
   const canvas = document.createElement("canvas");
   canvas.width = columns;
   canvas.height = rows;
   const pen = canvas.getContext("2d");
   const image = pen.createImageData(columns, rows);
   const seen = hidden ? values.map((w, i) => (hidden(i % columns) ? 0 : w)) : values;
-  const scale = given ?? createScale(mode, seen);
+  const scale = sharedScale ?? createScale(mode, seen);
   const table = ramp(direction);
   const pixels = image.data;
   for (let i = 0; i < seen.length; i++) {

@@ -5,8 +5,8 @@ import { formatPercent, createScale, shade } from "./colors.js";
 import { clipText } from "./tokens.js";
 import { rankUnits } from "./focus.js";
 
-const ENTROPY = "entropy in nats: 0 = one key, ln n = uniform over n keys";
-const RECEIVED = "the sum of the weights of all queries on this key";
+const ENTROPY = "Entropy in nats: 0 = one key, ln n = uniform over n keys";
+const RECEIVED = "The sum of the weights of all queries on this key";
 const SHORT_LIST = 14;
 const LONG_LIST = 100;
 
@@ -41,13 +41,13 @@ export class WeightList {
 
   showMore() {
     this.most = this.most === SHORT_LIST ? LONG_LIST : SHORT_LIST;
-    this.update(this.focus, this.given);
+    this.update(this.focus, this.viewLegend);
   }
 
   // `legend`: the color scale of a view that draws more than one row.
   update(focus, legend = null) {
     this.focus = focus;
-    this.given = legend;
+    this.viewLegend = legend;
     const order = rankUnits(focus.units, this.most);
     const { title, columns } = describeFocus(focus);
     this.title.replaceChildren(...title);
@@ -119,8 +119,7 @@ export class WeightList {
     if (to && picks.length === 1) {
       const nats = computeEntropy(focus, this.store, this.state);
       if (nats !== null) {
-        const keys = `as uniform over ${Math.exp(nats).toFixed(1)} keys`;
-        facts.push(fact("entropy", `${nats.toFixed(2)} nats · ${keys}`, ENTROPY));
+        facts.push(fact("entropy", `${nats.toFixed(2)} nats ≈ ${Math.exp(nats).toFixed(1)} keys`, ENTROPY));
       }
     }
     if (!to) facts.push(fact("received", `${focus.total.toFixed(2)} in total`, RECEIVED));
