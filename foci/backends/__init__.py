@@ -63,6 +63,7 @@ def default_refusals(backend: ModuleType, call: Call) -> list[str]:
 
 
 def get_backend(call: Call, name: str) -> ModuleType:
+    """Returns the named backend; raises with its reasons where it refuses the call."""
     for backend in BACKENDS:
         if name == backend.NAME:
             reasons = backend.refuses(call)
@@ -77,6 +78,7 @@ def unknown_backend_error(name: str) -> ValueError:
 
 
 def make_plan(call: Call, name: str | None = None) -> Plan:
+    """Collects the reasons of every backend; `name`: the backend that the caller names."""
     if name is not None and name not in BACKEND_NAMES:
         raise unknown_backend_error(name)
     refusals = {backend.NAME: backend.refuses(call) for backend in BACKENDS}

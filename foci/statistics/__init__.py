@@ -42,6 +42,7 @@ def compute_statistics(call: Call, lse: Tensor, request: Request, averaged: bool
 
 
 def run_fastest(call: Call, lse: Tensor, request: Request, averaged: bool) -> dict[str, Tensor]:
+    """The first of GPU kernels, compiled C and strips that supports the request."""
     if is_empty_call(call):
         return streaming.empty_statistics(call, request, 1 if averaged else call.q.shape[1])
     if not cuda.refuses(call, request, averaged):

@@ -143,11 +143,11 @@ def finite_lse(lse: Tensor) -> Tensor:
 
 def sum_distances(call: Call, rows: slice, columns: slice, weights: Tensor) -> Tensor:
     """Σ w |key position - query position|; below the diagonal the sign is known and a vector product suffices."""
-    where = call.tile(rows, columns)
+    tile = call.tile(rows, columns)
     if call.positions is None and columns.stop - 1 <= rows.start + call.k.shape[2] - call.q.shape[2]:
         # Relative to the first query: counted from 0 both sums would be large and their difference inexact.
-        origin = where.query_position[0, 0, 0, 0]
-        queries, keys = where.query_position - origin, where.key_position - origin
+        origin = tile.query_position[0, 0, 0, 0]
+        queries, keys = tile.query_position - origin, tile.key_position - origin
         return queries.squeeze(-1) * weights.sum(-1) - weights @ keys.flatten().to(weights.dtype)
     if call.positions is None:
         edge = min(max(rows.start + call.k.shape[2] - call.q.shape[2] - columns.start, 0), weights.shape[-1])
@@ -155,7 +155,7 @@ def sum_distances(call: Call, rows: slice, columns: slice, weights: Tensor) -> T
             near = slice(columns.start + edge, columns.stop)
             far = sum_distances(call, rows, slice(columns.start, columns.start + edge), weights[..., :edge])
             return far + sum_distances(call, rows, near, weights[..., edge:])
-    return (weights * (where.key_position - where.query_position).abs().to(weights.dtype)).sum(-1)
+    return (weights * (tile.key_position - tile.query_position).abs().to(weights.dtype)).sum(-1)
 
 
 def write_top_keys(x: Tensor, strip: Strip, k: int, results: dict[str, Tensor]) -> Tensor:
