@@ -1,4 +1,4 @@
-"""One call, checked and brought to one shape: what every backend is given.
+"""`Call`: the checked arguments of one attention call in one shape, which every backend receives.
 
 B batch (all leading dimensions as one), H query heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
 """
@@ -24,7 +24,7 @@ FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 
 @dataclass(slots=True)
 class Call:
-    """A checked call. `batch_ids` and `head_ids` say which sequences and heads of the original call these are."""
+    """A checked call; `batch_ids` and `head_ids` are the sequences and heads of the original call it covers."""
 
     q: Tensor  # (B, H, Tq, D)
     k: Tensor  # (B, G, Tk, Dk)
@@ -43,12 +43,12 @@ class Call:
 
     @property
     def group(self) -> int:
-        """How many query heads share a key head."""
+        """The number of query heads per key head."""
         return self.q.shape[1] // max(self.k.shape[1], 1)
 
     @property
     def softmax_dtype(self) -> torch.dtype:
-        """The dtype in which logits and softmax are taken."""
+        """The dtype in which logits and softmax are computed."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
     @property
@@ -66,45 +66,54 @@ class Call:
 
     @property
     def is_transformed(self) -> bool:
-        """Whether torch.func is at work (grad, jacrev, vmap), which knows less than autograd alone."""
+        """Whether a torch.func transform is active (grad, jacrev, vmap), which supports less than autograd."""
         return not torch.compiler.is_compiling() and is_inside_torch_func()
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that a gradient may reach."""
-        found = [self.q, self.k, self.v, *self.score.tensors().values()]
+        tensors = [self.q, self.k, self.v, *self.score.tensors().values()]
         if self.bias is not None:
-            found += self.bias.tensors().values()
-        return found if self.sink is None else [*found, self.sink]
+            tensors += self.bias.tensors().values()
+        return tensors if self.sink is None else [*tensors, self.sink]
 
     def tile(self, rows: slice, columns: slice) -> Tile:
-        """Where a tile of the matrix stands."""
+        """The indices and positions of a tile of the matrix."""
         device = self.q.device
         query = torch.arange(rows.start, rows.stop, device=device).view(1, 1, -1, 1)
         key = torch.arange(columns.start, columns.stop, device=device).view(1, 1, 1, -1)
         query_position, key_position = query + (self.k.shape[2] - self.q.shape[2]), key
         if self.positions is not None:
-            queries, keys = (self._of_batch(p) for p in self.positions)
+            queries, keys = (self._select_batch(p) for p in self.positions)
             query_position, key_position = queries[:, None, rows, None], keys[:, None, None, columns]
         return Tile(self.batch_index, self.head_index, query, key, query_position, key_position, rows, columns)
 
     @property
     def batch_index(self) -> Tensor:
+        """The original number of each sequence: (B, 1, 1, 1)."""
+        """The original number of each sequence: (B, 1, 1, 1)."""
+        """The original number of each sequence: (B, 1, 1, 1)."""
         ids = torch.arange(self.q.shape[0], device=self.q.device) if self.batch_ids is None else self.batch_ids
         return ids.view(-1, 1, 1, 1)
 
     @property
     def head_index(self) -> Tensor:
+        """The original number of each head: (1, H, 1, 1)."""
+        """The original number of each head: (1, H, 1, 1)."""
+        """The original number of each head: (1, H, 1, 1)."""
         ids = torch.arange(self.q.shape[1], device=self.q.device) if self.head_ids is None else self.head_ids
         return ids.view(1, -1, 1, 1)
 
-    def _of_batch(self, positions: Tensor) -> Tensor:
+    def _select_batch(self, positions: Tensor) -> Tensor:
         return positions if positions.shape[0] == 1 or self.batch_ids is None else positions[self.batch_ids]
 
     def full_tile(self) -> Tile:
+        """The whole matrix as one tile."""
+        """The whole matrix as one tile."""
+        """The whole matrix as one tile."""
         return self.tile(slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
 
     def select(self, batches: slice | Tensor, heads: slice) -> Call:
-        """The same call for some of its sequences and heads; whole groups of heads that share keys stay views."""
+        """The same call for some of its sequences and heads; if whole groups are selected, the keys stay views."""
         chosen = range(self.q.shape[1])[heads]
         shared = [h // self.group for h in chosen]
         aligned = (
@@ -127,17 +136,17 @@ class Call:
         )
 
     def with_dot(self) -> Call | None:
-        """The same call with a plain dot-product score, where the score is one in other clothes."""
+        """The same call with a dot-product score; None if the score is not equivalent to a dot product."""
         if isinstance(self.score, Dot):
             return self
-        same = self.score.as_dot(self.q, self.k)
-        if same is None:
+        equivalent = self.score.as_dot(self.q, self.k)
+        if equivalent is None:
             return None
-        q, k, score = same
+        q, k, score = equivalent
         return replace(self, q=q, k=k, score=score)
 
     def restore_shape(self, out: Tensor) -> Tensor:
-        """(B, H, T, D) back to the shape the caller used."""
+        """(B, H, T, D) with the leading dimensions of the caller's query."""
         heads = () if self.sizes.heads is None else (self.sizes.heads,)
         return out.reshape(*self.sizes.batch, *heads, *out.shape[2:])
 
@@ -154,7 +163,7 @@ def prepare_call(
     dropout: float,
     needs_lse: bool,
 ) -> Call:
-    """Checks everything that a caller can get wrong and brings it to (B, H, T, D)."""
+    """Checks the arguments of a call and brings them to (B, H, T, D)."""
     check_tensors(query, key, value)
     device_type = query.device.type
     if is_autocast_enabled(device_type):
@@ -181,8 +190,10 @@ def prepare_call(
 
 
 def replace_score_by_dot(call: Call) -> Call:
-    """General and Cosine as a dot product already here: a kernel that rounds the turned queries gives a log-sum-exp
-    that fits only these, and the weights are computed from it.
+    """Computes the dot-product form of General and Cosine before the kernel.
+
+    A kernel that rounds the transformed queries returns a log-sum-exp that matches only these rounded queries, and the
+    weights are computed from both.
     """
     return call if isinstance(call.bias, Relative) else call.with_dot() or call
 
@@ -193,7 +204,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def are_compatible(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """The quick look that every good call passes; `refuse_tensors` says what is wrong with the others."""
+    """Whether query, key and value fit each other: a quick check; `refuse_tensors` finds the reason if not."""
     try:
         return (
             query.dim() == key.dim() == value.dim() >= 2
@@ -209,26 +220,26 @@ def are_compatible(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def refuse_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}")
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.dim() != query.dim() or tensor.dim() < 2:
             raise ValueError(
                 "query, key and value must have the same number of dimensions, at least (T, D),"
-                f" but got {format_shapes(query, key, value)}"
+                f" got {format_shapes(query, key, value)}"
             )
         if tensor.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, but got {tensor.dtype}")
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
         if tensor.device != query.device:
             raise ValueError(
-                f"query, key and value must be on one device, but got {query.device}, {key.device}, {value.device}"
+                f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}"
             )
     if key.shape[-2] != value.shape[-2]:
-        raise ValueError(f"key and value must have the same length, but got {key.shape[-2]} and {value.shape[-2]}")
+        raise ValueError(f"key and value must have the same length, got {key.shape[-2]} and {value.shape[-2]}")
     if not (query.dtype == key.dtype == value.dtype) and not is_autocast_enabled(query.device.type):
         refuse_dtypes(query, key, value)
 
 
 def refuse_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    raise TypeError(f"query, key and value must have one dtype, but got {query.dtype}, {key.dtype}, {value.dtype}")
+    raise TypeError(f"query, key and value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
 
 
 def cast_for_autocast(tensor: Tensor, device_type: str) -> Tensor:
@@ -236,9 +247,9 @@ def cast_for_autocast(tensor: Tensor, device_type: str) -> Tensor:
 
 
 def fold_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, CallSizes]:
-    """Any number of dimensions to four: missing heads become one head, leading dimensions become one batch."""
+    """Folds the inputs to four dimensions: missing heads become one head, leading dimensions one batch."""
     if query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
-        # Nearly every call is so already, and the way below takes longer than all other checks together.
+        # Nearly every call has this shape already, and the general path takes longer than all other checks together.
         shape = query.shape
         return query, key, value, CallSizes((shape[0],), shape[1], shape[2], key.shape[2], query.device)
     headed = query.dim() >= 4
@@ -247,48 +258,51 @@ def fold_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
         batch = torch.broadcast_shapes(*(t.shape[:-leading] for t in (query, key, value)))
     except RuntimeError:
         raise ValueError(
-            f"the batch dimensions of query, key and value must broadcast, but got {format_shapes(query, key, value)}"
+            f"the batch dimensions of query, key and value must broadcast, got {format_shapes(query, key, value)}"
         ) from None
     size = 1
     for n in batch:
         size *= n
-    four = []
+    folded = []
     for tensor in (query, key, value):
         rest = tensor.shape[-leading:]
         tensor = tensor.expand(*batch, *rest).reshape(size, *rest)
-        four.append(tensor if headed else tensor.unsqueeze(1))
-    q, k, v = four
+        folded.append(tensor if headed else tensor.unsqueeze(1))
+    q, k, v = folded
     return q, k, v, CallSizes(tuple(batch), q.shape[1] if headed else None, q.shape[2], k.shape[2], q.device)
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads != v.shape[1]:
-        raise ValueError(f"key and value must have the same number of heads, but got {kv_heads} and {v.shape[1]}")
+        raise ValueError(f"key and value must have the same number of heads, got {kv_heads} and {v.shape[1]}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"the query's heads must be a multiple of the key's, but got {heads} and {kv_heads}")
+        raise ValueError(
+            f"the number of query heads must be a multiple of the number of key heads, got {heads} and {kv_heads}"
+        )
 
 
 def check_score(score: Any) -> None:
     if not isinstance(score, Score):
-        raise TypeError(f"score must be a foci score such as foci.Dot() or foci.Additive(w), but got {score!r}")
+        raise TypeError(f"score must be a Score such as foci.Dot() or foci.Additive(w), got {score!r}")
 
 
 def normalize_sink(sink: Tensor, sizes: CallSizes) -> Tensor:
     if sizes.heads is None:
         raise ValueError(
-            f"sink is per head, but these inputs have no heads: expected (..., H, T, D), got {len(sizes.batch) + 2}-D"
+            "query must be (..., H, T, D) for a sink, which is per head,"
+            f" got {len(sizes.batch) + 2}-D inputs without heads"
         )
     if not isinstance(sink, Tensor) or not sink.is_floating_point() or tuple(sink.shape) != (sizes.heads,):
         got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else type(sink).__name__
-        raise ValueError(f"sink must be a float tensor of shape ({sizes.heads},), one logit per head, but got {got}")
+        raise ValueError(f"sink must be a float tensor of shape ({sizes.heads},), one logit per head, got {got}")
     return to_call_device(sink, sizes, "sink")
 
 
 def normalize_positions(positions: Any, sizes: CallSizes) -> tuple[Tensor, Tensor]:
     if not isinstance(positions, tuple | list) or len(positions) != 2:
-        got = f"{len(positions)} of them" if isinstance(positions, tuple | list) else type(positions).__name__
-        raise TypeError(f"positions must be a pair (query positions, key positions), but got {got}")
+        got = f"{len(positions)} items" if isinstance(positions, tuple | list) else type(positions).__name__
+        raise TypeError(f"positions must be a pair (query positions, key positions), got {got}")
     default = torch.arange(sizes.keys, device=sizes.device)
     queries, keys = positions
     if queries is None:
@@ -302,18 +316,18 @@ def normalize_positions(positions: Any, sizes: CallSizes) -> tuple[Tensor, Tenso
 def normalize_position_tensor(positions: Tensor, sizes: CallSizes, length: int, name: str) -> Tensor:
     if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
-        raise TypeError(f"{name} must be an int tensor, but got {got}")
+        raise TypeError(f"{name} must be an int tensor, got {got}")
     if tuple(positions.shape) not in {(length,), (*sizes.batch, length), (1, length)}:
         raise ValueError(
-            f"{name} must have shape {(length,)} or {(*sizes.batch, length)}, but got {tuple(positions.shape)}"
+            f"{name} must have shape {(length,)} or {(*sizes.batch, length)}, got {tuple(positions.shape)}"
         )
-    given = to_call_device(positions, sizes, name).to(torch.int64)
-    return given.unsqueeze(0) if given.dim() == 1 else given.flatten(0, -2)
+    positions = to_call_device(positions, sizes, name).to(torch.int64)
+    return positions.unsqueeze(0) if positions.dim() == 1 else positions.flatten(0, -2)
 
 
 def check_dropout(dropout: float) -> float:
     if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be a number from 0 up to but not 1, but got {dropout!r}")
+        raise ValueError(f"dropout must be a number >= 0 and < 1, got {dropout!r}")
     return float(dropout)
 
 

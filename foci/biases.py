@@ -1,8 +1,8 @@
-"""What is added to a score for where the query and the key stand.
+"""Biases: terms that depend on the positions of query and key and are added to the logits.
 
     ALiBi     -slope · |distance|                      one slope per head
-    Buckets   table[bucket(distance), head]            T5: near distances one by one, far ones in growing buckets
-    Relative  q · keys[clip(distance)], and values     Shaw: vectors, inside the scaled part of the score
+    Buckets   table[bucket(distance), head]            T5: one bucket per near distance, growing buckets for far ones
+    Relative  q · keys[clip(distance)], and values     Shaw: vectors, added before the scale
     a float tensor that broadcasts to the matrix; -inf masks
 
 H heads, R queries, C keys, D width; distance is the key's position minus the query's.
@@ -23,10 +23,10 @@ from foci.scores import check_parameter, describe_value
 
 
 class Bias:
-    """Adds to the logits, as a number per entry (`term`) or inside the scaled part (`raw_term`) and to the output."""
+    """Adds to the logits after (`term`) or before (`raw_term`) the scale, and to the output (`value_term`)."""
 
     def term(self, tile: Tile) -> Tensor | None:
-        """Added to the finished score; broadcasts to (B, H, R, C)."""
+        """Added to the scaled score; broadcasts to (B, H, R, C)."""
         return None
 
     def raw_term(self, q: Tensor, tile: Tile) -> Tensor | None:
@@ -38,7 +38,7 @@ class Bias:
         return None
 
     def fit(self, sizes: CallSizes, q: Tensor, v: Tensor) -> Bias:
-        """The same bias, checked against a call and with its tensors in normal form."""
+        """The same bias, checked against the sizes of a call and with its tensors in normal form."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
@@ -49,6 +49,10 @@ class Bias:
 @dataclass(frozen=True, slots=True)
 class ALiBi(Bias):
     """-slope · |distance| (Press et al.); slopes (H,), by default 2^(-8/H), 2^(-16/H), ...
+
+    >>> q = torch.randn(1, 8, 4, 16)
+    >>> foci.attention(q, q, q, mask=foci.causal, bias=foci.ALiBi()).shape
+    torch.Size([1, 8, 4, 16])
 
     For 8 heads the first slope is 1/2, so its row for the last of four queries is
 
@@ -67,7 +71,7 @@ class ALiBi(Bias):
         if self.slopes is None:
             key = (default_slopes, heads, torch.promote_types(q.dtype, torch.float32))
             return ALiBi(cache_permanently(key, q, lambda: default_slopes(heads, q)))
-        check_parameter(self.slopes, q, "ALiBi slopes", [(heads,)], [])
+        check_parameter(self.slopes, q, "slopes", [(heads,)], [])
         return ALiBi(to_logit_dtype(self.slopes, q))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -76,7 +80,17 @@ class ALiBi(Bias):
 
 @dataclass(frozen=True, slots=True)
 class Buckets(Bias):
-    """T5's learned table (buckets, H): near distances have a bucket each, farther ones share logarithmic buckets."""
+    """T5's learned table (buckets, H): one bucket per near distance, logarithmic buckets for farther ones.
+
+    >>> q = torch.randn(1, 2, 6, 8)
+    >>> foci.attention(q, q, q, bias=foci.Buckets(torch.randn(32, 2), bidirectional=True, max_distance=128)).shape
+    torch.Size([1, 2, 6, 8])
+
+    Args:
+        table: (buckets, H).
+        bidirectional: half of the buckets are for keys after the query; otherwise these share the bucket of distance 0.
+        max_distance: distances from here on share the last bucket.
+    """
 
     table: Tensor
     bidirectional: bool
@@ -84,15 +98,15 @@ class Buckets(Bias):
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor) or self.table.dim() != 2:
-            raise ValueError(f"Buckets takes a table (buckets, H), but got {describe_value(self.table)}")
+            raise ValueError(f"table must be a tensor (buckets, H), got {describe_value(self.table)}")
         exact = self.table.shape[0] // (4 if self.bidirectional else 2)
         if exact < 1:
             least = 4 if self.bidirectional else 2
-            raise ValueError(f"Buckets needs a table of at least {least} buckets, but got {describe_value(self.table)}")
+            raise ValueError(f"table must have at least {least} buckets, got {describe_value(self.table)}")
         if not isinstance(self.max_distance, int) or self.max_distance <= exact:
             raise ValueError(
-                f"Buckets needs a whole max_distance above {exact}, the distances that have a bucket each"
-                f" ({self.table.shape[0]} buckets), but got {self.max_distance!r}"
+                f"max_distance must be an int above {exact}, the number of distances with their own bucket"
+                f" ({self.table.shape[0]} buckets), got {self.max_distance!r}"
             )
 
     def term(self, tile: Tile) -> Tensor:
@@ -100,6 +114,9 @@ class Buckets(Bias):
         return self.table[bucket, tile.head]
 
     def bucket(self, distance: Tensor) -> Tensor:
+        """The bucket of each distance, as T5 computes it."""
+        """The bucket of each distance, as T5 computes it."""
+        """The bucket of each distance, as T5 computes it."""
         buckets = self.table.shape[0]
         start = torch.zeros_like(distance)
         if self.bidirectional:
@@ -115,7 +132,7 @@ class Buckets(Bias):
 
     def fit(self, sizes: CallSizes, q: Tensor, v: Tensor) -> Bias:
         heads = require_heads(self, sizes)
-        check_parameter(self.table, q, "Buckets table", [(self.table.shape[0], heads)], [])
+        check_parameter(self.table, q, "table", [(self.table.shape[0], heads)], [])
         return replace(self, table=to_logit_dtype(self.table, q))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -124,8 +141,16 @@ class Buckets(Bias):
 
 @dataclass(frozen=True, slots=True)
 class Relative(Bias):
-    """Shaw's vectors per distance: q · keys[clip(distance) + clip] joins the dot product before the scale,
-    and Σ w values[...] joins the output. Tables (2 clip + 1, D) or (H, 2 clip + 1, D).
+    """Vectors per distance (Shaw et al.): q · keys[clip(distance) + clip] is added before the scale,
+    and Σ w values[clip(distance) + clip] to the output.
+
+    >>> q = torch.randn(1, 2, 6, 8)
+    >>> foci.attention(q, q, q, bias=foci.Relative(torch.randn(9, 8))).shape       # distances -4 to 4
+    torch.Size([1, 2, 6, 8])
+
+    Args:
+        keys: (2 clip + 1, D) or (H, 2 clip + 1, D).
+        values: (2 clip + 1, Dv) or (H, 2 clip + 1, Dv); None adds nothing to the output.
     """
 
     keys: Tensor
@@ -155,13 +180,13 @@ class Relative(Bias):
     def fit(self, sizes: CallSizes, q: Tensor, v: Tensor) -> Bias:
         rows = self.keys.shape[-2] if isinstance(self.keys, Tensor) and self.keys.dim() > 1 else 0
         if rows % 2 == 0:
-            raise ValueError(f"Relative keys must be a table of 2 clip + 1 rows, but got {describe_value(self.keys)}")
+            raise ValueError(f"keys must be a table of 2 clip + 1 rows, got {describe_value(self.keys)}")
         headed = [(sizes.heads, rows, q.shape[-1])] if sizes.heads else []
-        check_parameter(self.keys, q, "Relative keys", [(rows, q.shape[-1])], list(headed))
+        check_parameter(self.keys, q, "keys", [(rows, q.shape[-1])], list(headed))
         if self.values is None:
             return Relative(to_logit_dtype(self.keys, q))
         headed = [(sizes.heads, rows, v.shape[-1])] if sizes.heads else []
-        check_parameter(self.values, q, "Relative values", [(rows, v.shape[-1])], list(headed))
+        check_parameter(self.values, q, "values", [(rows, v.shape[-1])], list(headed))
         return Relative(to_logit_dtype(self.keys, q), to_logit_dtype(self.values, q))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -170,7 +195,7 @@ class Relative(Bias):
 
 @dataclass(frozen=True, slots=True)
 class DenseBias(Bias):
-    """A float tensor that broadcasts to the attention matrix, read as it is; -inf masks."""
+    """A float tensor that broadcasts to the attention matrix; -inf masks."""
 
     entries: Tensor
 
@@ -185,33 +210,39 @@ class DenseBias(Bias):
 
 
 def as_bias(bias: Bias | Tensor) -> Bias:
+    """A bias or a float tensor as a `Bias`; raises TypeError for anything else."""
+    """A bias or a float tensor as a `Bias`; raises TypeError for anything else."""
+    """A bias or a float tensor as a `Bias`; raises TypeError for anything else."""
     if isinstance(bias, Bias):
         return bias
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         got = f"a {bias.dtype} tensor" if isinstance(bias, Tensor) else type(bias).__name__
         hint = " (a bool tensor goes to mask=)" if isinstance(bias, Tensor) and bias.dtype == torch.bool else ""
-        raise TypeError(f"bias must be a foci bias or a float tensor, but got {got}{hint}")
+        raise TypeError(f"bias must be a Bias or a float tensor, got {got}{hint}")
     return DenseBias(bias)
 
 
 def default_slopes(heads: int, q: Tensor) -> Tensor:
-    """The slopes of Press et al.: for a power of two 2^(-8/n)^i, and between two powers every other of the next."""
+    """The slopes of Press et al.: 2^(-8i/n) for a power of two n; other counts add every other slope of 2n."""
     below = 1 << max(heads.bit_length() - 1, 0)
-    # Made on the device: a copy to it would be refused while a graph is captured.
+    # Made on the device: a copy from the host is not allowed while a CUDA graph is captured.
     step = torch.arange(below, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     whole, between = (step + 1) * (-8.0 / below), (2 * step[: heads - below] + 1) * (-4.0 / below)
     return torch.exp2(torch.cat((whole, between)))[:heads]
 
 
 def require_heads(bias: Bias, sizes: CallSizes) -> int:
+    """The number of heads; raises if the inputs have no head dimension."""
+    """The number of heads; raises if the inputs have no head dimension."""
+    """The number of heads; raises if the inputs have no head dimension."""
     if sizes.heads is None:
         raise ValueError(
-            f"{type(bias).__name__} is per head, but these inputs have no heads: expected (..., H, T, D),"
-            f" got {len(sizes.batch) + 2}-D"
+            f"query must be (..., H, T, D) for {type(bias).__name__}, which is per head,"
+            f" got {len(sizes.batch) + 2}-D inputs without heads"
         )
     return sizes.heads
 
 
 def to_logit_dtype(parameter: Tensor, q: Tensor) -> Tensor:
-    """Float32 at least, like the logits that it joins."""
+    """The parameter in float32 at least, like the logits it is added to."""
     return parameter.to(torch.promote_types(q.dtype, torch.float32))

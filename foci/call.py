@@ -1,4 +1,4 @@
-"""The call: check -> choose a backend -> run -> out, or out and Weights."""
+"""The public functions: `attention` checks its arguments, chooses a backend and runs it; `plan` and `merge`."""
 
 from __future__ import annotations
 
@@ -68,23 +68,23 @@ def attention(
     backend: str | None = None,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Weights]:
-    """Every way of attending: softmax(Q Kᵀ / √d) V, with other scores, masks, biases and sinks.
+    """Computes attention, softmax(Q Kᵀ / √d) V, with any score, mask, bias and sink.
 
     >>> import torch, foci
     >>> q, k, v = (torch.randn(2, 8, 128, 64) for _ in range(3))     # (batch, heads, tokens, width)
     >>> foci.attention(q, k, v, mask=foci.causal).shape
     torch.Size([2, 8, 128, 64])
     >>> out, weights = foci.attention(q, k, v, mask=foci.causal & foci.window(16), return_weights=True)
-    >>> weights[0, 3, 5, :6].shape                                   # sequence 0, head 3: where token 5 looks
+    >>> weights[0, 3, 5, :6].shape                                   # sequence 0, head 3: the weights of token 5
     torch.Size([6])
 
-    What is computed: softmax(where(mask, softcap(scale · raw) + bias, -inf), with the sink as one more column) V.
+    The result is softmax(where(mask, softcap(scale · raw) + bias, -inf), with the sink as one more column) V.
 
     Shapes are (..., H, T, D); 2-D (T, D) and 3-D (B, T, D) inputs have no heads. Key and value may have fewer heads
-    than query: head h reads key head h // group. Query i stands at i + Tk - Tq, key j at j:
+    than query: head h reads key head h // group. Query i has the position i + Tk - Tq, key j the position j:
 
         causal, 2 queries and 5 keys          causal, 5 queries and 2 keys
-        ■ ■ ■ ■ ·                             · ·   rows that see nothing:
+        ■ ■ ■ ■ ·                             · ·   fully masked rows:
         ■ ■ ■ ■ ■                             · ·   output 0, weights 0,
                                               · ·   log-sum-exp -inf,
                                               ■ ·   finite gradients
@@ -92,20 +92,20 @@ def attention(
 
     Args:
         score: how a query is compared with a key: Dot, Additive, General, Cosine.
-        mask: who may look at whom: a mask such as foci.causal, or a bool tensor (True = may look).
-        bias: added to the score for where the two stand: ALiBi, Buckets, Relative, or a float tensor (-inf masks).
-        sink: a logit per head (H,) that takes attention and gives no value.
-        positions: (query positions, key positions) where they are not the default; int tensors (T,) or (B, T).
-        dropout: the share of weights that is dropped.
-        backend: None for the fastest that serves the call; or a name, which is then used or refused with reasons.
+        mask: which keys each query can attend to: a mask such as foci.causal, or a bool tensor (True = visible).
+        bias: added to the score by position: ALiBi, Buckets, Relative, or a float tensor (-inf masks).
+        sink: a logit per head (H,) that takes attention and has no value vector.
+        positions: (query positions, key positions) that replace the default; int tensors (T,) or (B, T).
+        dropout: the probability that a weight is dropped.
+        backend: None for the fastest one that supports the call; a name is used, or refused with reasons.
         return_weights: also return the attention matrix, as a lazy operator.
     """
     if has_torch_function_variadic(query, key, value):
-        # Overridable as PyTorch's own functions are: a function mode (foci.watch is one) sees the call as it was made.
+        # Overridable like PyTorch's own functions: a function mode (foci.watch is one) gets the original call.
         options: dict[str, Any] = {"score": score, "mask": mask, "bias": bias, "sink": sink, "positions": positions}
         options |= {"dropout": dropout, "backend": backend, "return_weights": return_weights}
-        seen: Any = handle_torch_function(attention, (query, key, value), query, key, value, **options)  # type: ignore[arg-type]
-        return seen  # type: ignore[no-any-return]
+        overridden: Any = handle_torch_function(attention, (query, key, value), query, key, value, **options)  # type: ignore[arg-type]
+        return overridden  # type: ignore[no-any-return]
     if (
         score is DEFAULT_SCORE
         and bias is None
@@ -115,9 +115,9 @@ def attention(
         and dropout == 0
         and not return_weights
     ):
-        everyday = backends.run_plain_call(query, key, value, mask)
-        if everyday is not None:
-            return everyday
+        plain = backends.run_plain_call(query, key, value, mask)
+        if plain is not None:
+            return plain
     call = prepare_call(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
     out, lse = backends.run(call, backend)
     if sink is not None:
@@ -131,14 +131,14 @@ def attention(
 
 
 def apply_sink(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """One more column that takes attention and gives no value: out · sigmoid(lse - s)."""
+    """Adds the sink, a column that takes attention and has no value: out · sigmoid(lse - s), and the new lse."""
     assert call.sink is not None
     logit = call.sink.to(lse.dtype).view(1, -1, 1)
-    # Where nothing is seen, lse is -inf and the sink takes everything; the gradient of sigmoid stays finite.
+    # In a fully masked row lse is -inf and the sink takes everything; the gradient of sigmoid stays finite.
     empty = lse == -torch.inf
-    kept = torch.where(empty, 0.0, torch.sigmoid(torch.where(empty, 0.0, lse) - logit))
+    remaining = torch.where(empty, 0.0, torch.sigmoid(torch.where(empty, 0.0, lse) - logit))
     total = torch.where(empty, logit, torch.logaddexp(torch.where(empty, 0.0, lse), logit))
-    return (out * kept.unsqueeze(-1)).to(out.dtype), total
+    return (out * remaining.unsqueeze(-1)).to(out.dtype), total
 
 
 def plan(
@@ -155,7 +155,7 @@ def plan(
     backend: str | None = None,
     return_weights: bool = False,
 ) -> backends.Plan:
-    """Which backend would serve the same call to `attention`, and why each other one would not; prints as a table.
+    """Returns which backend runs the same call to `attention`, and why each other one refuses; prints as a table.
 
     >>> import torch, foci
     >>> q = torch.randn(1, 2, 16, 8)
@@ -163,14 +163,14 @@ def plan(
     'sdpa'
     """
     call = prepare_call(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
-    found = backends.make_plan(call, backend)
+    plan = backends.make_plan(call, backend)
     if return_weights:
-        found.notes["statistics"] = f"statistics of the weights: {statistics.describe_method(call)}"
-    return found
+        plan.notes["statistics"] = f"statistics of the weights: {statistics.describe_method(call)}"
+    return plan
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Joins attention over parts of the keys into attention over all of them, exactly.
+    """Merges attention over parts of the keys into attention over all of them, exactly.
 
     >>> import torch, foci
     >>> q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
@@ -180,18 +180,18 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     True
 
     Args:
-        parts: (out, lse) pairs, out (..., T, D) and lse (..., T). Returns the joined pair.
+        parts: (out, lse) pairs, out (..., T, D) and lse (..., T). Returns the merged pair.
     """
     if not isinstance(parts, list | tuple) or not parts or any(len(part) != 2 for part in parts):
-        raise ValueError(f"merge expects a list of (out, lse) pairs, at least one, but got {type(parts).__name__}")
+        raise ValueError(f"parts must be a list of one or more (out, lse) pairs, got {type(parts).__name__}")
     for out, lse in parts:
         if not isinstance(out, Tensor) or not isinstance(lse, Tensor):
             got = f"{type(out).__name__} and {type(lse).__name__}"
-            raise TypeError(f"merge expects pairs of tensors, (out, lse), but got {got}")
+            raise TypeError(f"parts must be pairs of tensors (out, lse), got {got}")
         if out.shape[:-1] != lse.shape or out.shape != parts[0][0].shape:
             raise ValueError(
-                f"merge expects out (..., T, D) with lse (..., T), all of one shape, but got {tuple(out.shape)}"
-                f" with {tuple(lse.shape)} beside {tuple(parts[0][0].shape)}"
+                f"parts must be out (..., T, D) with lse (..., T), all of one shape, got {tuple(out.shape)}"
+                f" with {tuple(lse.shape)} after {tuple(parts[0][0].shape)}"
             )
     lses = torch.stack([lse for _, lse in parts])
     peak = lses.detach().amax(0)

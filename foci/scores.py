@@ -1,4 +1,4 @@
-"""How a query is compared with a key.
+"""Scores: how a query is compared with a key.
 
     Dot       scale · q·k          (scale None: 1/√d, 1.0: the plain dot product)
     General   q W k                (Luong)
@@ -19,22 +19,22 @@ from torch import Tensor
 
 
 class Score:
-    """Compares queries with keys: `finish(raw(q, k))` is the logit before bias and mask."""
+    """Compares queries with keys: `finish(raw(q, k), width)` is the logit before bias and mask."""
 
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
         """(B, H, R, D) and (B, G, C, D) -> (B, H, R, C), before the scale; head h reads key head h // group."""
         raise NotImplementedError
 
     def finish(self, raw: Tensor, width: int) -> Tensor:
-        """The scale, and what follows it."""
+        """Applies the scale and the softcap."""
         return raw
 
     def as_dot(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Dot] | None:
-        """The same logits as a dot product of other vectors, where there are such."""
+        """Queries, keys and a Dot score with the same logits; None if the score is not equivalent to a dot product."""
         return None
 
     def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
-        """Refuses queries, keys and parameters that do not fit each other."""
+        """Raises if queries, keys and parameters do not fit each other."""
         check_same_width(self, q, k)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -42,21 +42,29 @@ class Score:
         return {}
 
     def select_heads(self, heads: slice) -> Score:
-        """The same score for some of the heads."""
-        chosen = {name: tensor[heads] for name, tensor in self.tensors().items() if tensor.dim() == self._headed_dim()}
-        return replace(self, **chosen) if chosen else self  # type: ignore[type-var]
+        """The same score with the parameters of some of the heads."""
+        selected = {
+            name: tensor[heads] for name, tensor in self.tensors().items() if tensor.dim() == self._headed_dim()
+        }
+        return replace(self, **selected) if selected else self  # type: ignore[type-var]
 
     @staticmethod
     def _headed_dim() -> int:
-        """How many dimensions a parameter has when its first one is the heads."""
+        """The number of dimensions of a parameter whose first dimension is the heads."""
         return -1
 
 
 @dataclass(frozen=True, slots=True)
 class Dot(Score):
-    """scale · q·k, then softcap · tanh(· / softcap) where a softcap is given.
+    """scale · q·k, then softcap · tanh(· / softcap) if there is a softcap.
 
-    scale None is 1/√d, 1.0 the plain dot product, 1/d the other convention.
+    >>> q = torch.randn(1, 2, 6, 8)
+    >>> foci.attention(q, q, q, score=foci.Dot(softcap=30.0)).shape
+    torch.Size([1, 2, 6, 8])
+
+    Args:
+        scale: None is 1/√d, 1.0 the plain dot product, 1/d the other convention.
+        softcap: limits the logits to -softcap ... softcap.
     """
 
     scale: float | None = None
@@ -64,14 +72,17 @@ class Dot(Score):
 
     def __post_init__(self) -> None:
         if self.scale is not None and not (isinstance(self.scale, int | float) and math.isfinite(self.scale)):
-            raise ValueError(f"Dot takes a finite scale or None, but got {self.scale!r}")
+            raise ValueError(f"scale must be a finite number or None, got {self.scale!r}")
         if self.softcap is not None and not (isinstance(self.softcap, int | float) and 0 < self.softcap < math.inf):
-            raise ValueError(f"Dot takes a softcap above 0 or None, but got {self.softcap!r}")
+            raise ValueError(f"softcap must be a finite number above 0 or None, got {self.softcap!r}")
 
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
         return dot_products(q, k)
 
     def factor(self, width: int) -> float:
+        """The scale as a number."""
+        """The scale as a number."""
+        """The scale as a number."""
         return 1.0 / math.sqrt(max(width, 1)) if self.scale is None else float(self.scale)
 
     def finish(self, raw: Tensor, width: int) -> Tensor:
@@ -84,7 +95,12 @@ class Dot(Score):
 
 @dataclass(frozen=True, slots=True)
 class Additive(Score):
-    """wᵀ tanh(q + k), the score of the first attention (Bahdanau); weight (D,) or (H, D)."""
+    """wᵀ tanh(q + k), the score of Bahdanau et al.; weight (D,) or (H, D).
+
+    >>> q = torch.randn(1, 2, 6, 8)
+    >>> foci.attention(q, q, q, score=foci.Additive(torch.randn(8))).shape
+    torch.Size([1, 2, 6, 8])
+    """
 
     weight: Tensor
 
@@ -96,7 +112,7 @@ class Additive(Score):
 
     def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
         check_same_width(self, q, k)
-        check_parameter(self.weight, q, "Additive weight", [(q.shape[-1],)], [(heads, q.shape[-1])] if heads else [])
+        check_parameter(self.weight, q, "weight", [(q.shape[-1],)], [(heads, q.shape[-1])] if heads else [])
 
     def tensors(self) -> dict[str, Tensor]:
         return {"weight": self.weight}
@@ -108,7 +124,12 @@ class Additive(Score):
 
 @dataclass(frozen=True, slots=True)
 class General(Score):
-    """q W k (Luong); matrix (Dq, Dk) or (H, Dq, Dk)."""
+    """q W k, the general score of Luong et al.; matrix (Dq, Dk) or (H, Dq, Dk).
+
+    >>> q, k = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 4)
+    >>> foci.attention(q, k, k, score=foci.General(torch.randn(8, 4))).shape
+    torch.Size([1, 2, 6, 4])
+    """
 
     matrix: Tensor
 
@@ -120,7 +141,7 @@ class General(Score):
 
     def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
         widths = (q.shape[-1], k.shape[-1])
-        check_parameter(self.matrix, q, "General matrix", [widths], [(heads, *widths)] if heads else [])
+        check_parameter(self.matrix, q, "matrix", [widths], [(heads, *widths)] if heads else [])
 
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}
@@ -132,14 +153,19 @@ class General(Score):
 
 @dataclass(frozen=True, slots=True)
 class Cosine(Score):
-    """scale · cos(q, k); scale is a number or a learned tensor (H,). A vector of zeros has cosine 0 with everything."""
+    """scale · cos(q, k); scale is a number or a learned tensor (H,). A zero vector has cosine 0 with every vector.
+
+    >>> q = torch.randn(1, 2, 6, 8)
+    >>> foci.attention(q, q, q, score=foci.Cosine(10.0)).shape
+    torch.Size([1, 2, 6, 8])
+    """
 
     scale: float | Tensor
 
     def __post_init__(self) -> None:
         if isinstance(self.scale, Tensor) or (isinstance(self.scale, int | float) and math.isfinite(self.scale)):
             return
-        raise ValueError(f"Cosine takes a finite scale or a tensor of one per head, but got {self.scale!r}")
+        raise ValueError(f"scale must be a finite number or a tensor (H,), got {self.scale!r}")
 
     def raw(self, q: Tensor, k: Tensor) -> Tensor:
         return dot_products(normalize(q), normalize(k))
@@ -156,7 +182,7 @@ class Cosine(Score):
     def check(self, q: Tensor, k: Tensor, heads: int | None) -> None:
         check_same_width(self, q, k)
         if isinstance(self.scale, Tensor):
-            check_parameter(self.scale, q, "Cosine scale", [()], [(heads,)] if heads else [(1,)])
+            check_parameter(self.scale, q, "scale", [()], [(heads,)] if heads else [(1,)])
 
     def tensors(self) -> dict[str, Tensor]:
         return {"scale": self.scale} if isinstance(self.scale, Tensor) else {}
@@ -167,12 +193,12 @@ class Cosine(Score):
 
 
 def split_rows(q: Tensor) -> Sequence[Tensor]:
-    """The queries one by one; a compiler that computes something again refuses what gives many tensors at once."""
+    """The queries one by one; a compiler that recomputes refuses operators with several outputs, such as unbind."""
     return [q[..., i, :] for i in range(q.shape[-2])] if torch.compiler.is_compiling() else q.unbind(-2)
 
 
 def dot_products(q: Tensor, k: Tensor) -> Tensor:
-    """q kᵀ; heads that share keys are folded into the rows, so that no key is copied."""
+    """q kᵀ; query heads that share a key head are folded into the rows, so that no key is copied."""
     if q.shape[1] == k.shape[1]:
         return q @ k.mT
     rows = q.shape[1] // k.shape[1] * q.shape[2]
@@ -181,7 +207,7 @@ def dot_products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def normalize(x: Tensor) -> Tensor:
-    """Length 1, taken in float32 at least; zeros stay zeros, and their gradient is that of x itself."""
+    """x / |x|, computed in float32 at least; a zero vector stays zero and passes its gradient through unchanged."""
     wide = x if x.dtype == torch.float64 else x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     return (wide / torch.where(length == 0, 1.0, length)).to(x.dtype)
@@ -191,7 +217,7 @@ def check_same_width(score: Score, q: Tensor, k: Tensor) -> None:
     if q.shape[-1] != k.shape[-1]:
         name = type(score).__name__
         raise ValueError(
-            f"{name} compares vectors of one width, but query has {q.shape[-1]} and key has {k.shape[-1]}"
+            f"query and key must have one width for {name}, got {q.shape[-1]} and {k.shape[-1]}"
             " (General(matrix) takes two widths)"
         )
 
@@ -199,14 +225,15 @@ def check_same_width(score: Score, q: Tensor, k: Tensor) -> None:
 def check_parameter(
     tensor: Tensor, q: Tensor, name: str, plain: list[tuple[int, ...]], headed: list[tuple[int | None, ...]]
 ) -> None:
+    """Raises unless a parameter is a float tensor of one of these shapes on the device of the query."""
     expected = [*plain, *headed]
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tuple(tensor.shape) not in expected:
         shapes = " or ".join(map(str, expected))
-        raise ValueError(f"{name} must be a float tensor of shape {shapes}, but got {describe_value(tensor)}")
+        raise ValueError(f"{name} must be a float tensor of shape {shapes}, got {describe_value(tensor)}")
     if tensor.device != q.device:
-        raise ValueError(f"{name} must be on {q.device} like the queries, but it is on {tensor.device}")
+        raise ValueError(f"{name} must be on {q.device} like the query, got {tensor.device}")
 
 
 def describe_value(thing: object) -> str:
-    """What was received, for an error."""
+    """Dtype and shape of a tensor, or the type of anything else, for error messages."""
     return f"{thing.dtype} {tuple(thing.shape)}" if isinstance(thing, Tensor) else type(thing).__name__

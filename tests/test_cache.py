@@ -106,7 +106,7 @@ def test_every_query_sees_what_a_list_says(
                 cache.crop(length)
                 plain.rows = [row[:length] for row in plain.rows]
             else:
-                with pytest.raises(ValueError, match=f"but got {length}"):
+                with pytest.raises(ValueError, match=f"got {length}"):
                     cache.crop(length)
         elif cache.keys is not None:
             assert isinstance(amount, list)
@@ -198,7 +198,7 @@ def test_cropped_slots_of_a_full_ring_stay_ahead_of_every_query() -> None:
     queries, places = cache.positions(1)
     assert (queries.tolist(), places.tolist()) == ([5], [4, 5, 6, 3])
     assert keys[0, 0, :, 0].tolist() == [4, 50, 6, 3]
-    with pytest.raises(ValueError, match="length >= 4, because older tokens were overwritten"):
+    with pytest.raises(ValueError, match="length must be >= 4, because older tokens of the window were overwritten"):
         cache.crop(3)
 
 
@@ -291,7 +291,7 @@ def test_gradients_are_refused_and_no_grad_is_not() -> None:
     keys, values = counted(0, 9)
     keys.requires_grad_()
     cache = Cache(window=4)
-    with pytest.raises(RuntimeError, match=r"without gradients.*torch.no_grad"):
+    with pytest.raises(RuntimeError, match=r"must not require grad.*torch.no_grad"):
         cache.append(keys, values)
     with torch.no_grad():
         got, _ = cache.append(keys, values)
@@ -302,44 +302,44 @@ def test_gradients_are_refused_and_no_grad_is_not() -> None:
 def test_other_shapes_dtypes_and_devices_are_refused() -> None:
     cache = Cache()
     keys, values = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 4, 5)
-    with pytest.raises(ValueError, match=r"expected values \(2, 3, 4, any width\).* but got \(2, 3, 1, 5\)"):
+    with pytest.raises(ValueError, match=r"values must be \(2, 3, 4, any width\).*, got \(2, 3, 1, 5\)"):
         cache.append(keys, values[:, :, :1])
-    with pytest.raises(ValueError, match=r"of torch.float32 on cpu, as the keys, but got .* of torch.float64 on cpu"):
+    with pytest.raises(ValueError, match=r"of torch.float32 on cpu like the keys, got .* of torch.float64 on cpu"):
         cache.append(keys, values.double())
-    with pytest.raises(ValueError, match=r"keys \(..., T, D\) and values \(..., T, E\), but got \(8,\) and \(5,\)"):
+    with pytest.raises(ValueError, match=r"keys \(..., T, D\) and values \(..., T, E\), got \(8,\) and \(5,\)"):
         cache.append(keys[0, 0, 0], values[0, 0, 0])
     cache.append(keys, values)
-    with pytest.raises(ValueError, match=r"keys \(2, 3, \*, 8\) .* as in the first append, but got \(1, 3, 4, 8\)"):
+    with pytest.raises(ValueError, match=r"keys \(2, 3, \*, 8\) .* as in the first append, got \(1, 3, 4, 8\)"):
         cache.append(keys[:1], values[:1])
-    with pytest.raises(ValueError, match=r"values \(2, 3, \*, 5\) .* but got \(2, 3, 4, 8\)"):
+    with pytest.raises(ValueError, match=r"values \(2, 3, \*, 5\) .*, got \(2, 3, 4, 8\)"):
         cache.append(keys, keys)
-    with pytest.raises(ValueError, match=r"torch.float32 on cpu, as in the first append, but got .* torch.float64"):
+    with pytest.raises(ValueError, match=r"torch.float32 on cpu, as in the first append, got .* torch.float64"):
         cache.append(keys.double(), values.double())
-    with pytest.raises(ValueError, match=r"on cpu, as in the first append, but got .* on meta"):
+    with pytest.raises(ValueError, match=r"on cpu, as in the first append, got .* on meta"):
         cache.append(keys.to("meta"), values.to("meta"))
     assert (cache.length, cache.keys.shape) == (4, (2, 3, 4, 8))
 
 
 def test_wrong_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="capacity >= 1 or None, but got 0"):
+    with pytest.raises(ValueError, match="capacity must be >= 1 or None, got 0"):
         Cache(capacity=0)
-    with pytest.raises(ValueError, match="capacity >= window = 8, but got 4"):
+    with pytest.raises(ValueError, match="capacity must be >= window = 8, got 4"):
         Cache(capacity=4, window=8)
     cache = Cache(capacity=4)
     cache.append(*counted(0, 3))
-    with pytest.raises(ValueError, match="at most capacity = 4 tokens, but got 2 after 3"):
+    with pytest.raises(ValueError, match="at most capacity = 4 tokens, got 2 after 3"):
         cache.append(*counted(3, 2))
-    with pytest.raises(ValueError, match="length from 0 to 3, but got 4"):
+    with pytest.raises(ValueError, match="length from 0 to 3, got 4"):
         cache.crop(4)
-    with pytest.raises(ValueError, match="count from 0 to 3, but got 4"):
+    with pytest.raises(ValueError, match="count from 0 to 3, got 4"):
         cache.positions(4)
-    with pytest.raises(IndexError, match=r"rows from 0 to 0, but got \[1\]"):
+    with pytest.raises(IndexError, match=r"rows from 0 to 0, got \[1\]"):
         cache.reorder(torch.tensor([1]))
-    with pytest.raises(ValueError, match=r"int32 or int64 index .* but got \(1,\) of torch.float32"):
+    with pytest.raises(ValueError, match=r"int32 or int64 index .*, got \(1,\) of torch.float32"):
         cache.reorder(torch.tensor([0.0]))
     flat = Cache()
     flat.append(torch.ones(2, 7), torch.ones(2, 1))
-    with pytest.raises(ValueError, match=r"keys with a batch .* but got \(\*, 7\)"):
+    with pytest.raises(ValueError, match=r"keys with a batch .*, got \(\*, 7\)"):
         flat.reorder(torch.tensor([0]))
 
 

@@ -59,11 +59,11 @@ def test_sinusoidal_follows_dtype_and_device() -> None:
 
 
 def test_sinusoidal_refuses_what_is_no_table() -> None:
-    with pytest.raises(ValueError, match="width >= 1, but got length 3 and width 0"):
+    with pytest.raises(ValueError, match="width >= 1, got length 3 and width 0"):
         sinusoidal(3, 0)
-    with pytest.raises(TypeError, match=r"floating point dtype, but got torch.int64"):
+    with pytest.raises(TypeError, match=r"floating point dtype, got torch.int64"):
         sinusoidal(3, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="base > 0, but got 0"):
+    with pytest.raises(ValueError, match="base must be > 0, got 0"):
         sinusoidal(3, 4, base=0)
 
 
@@ -155,17 +155,17 @@ def test_nothing_is_read_from_the_device() -> None:
 
 def test_rotary_refuses_what_it_cannot_turn() -> None:
     x = torch.randn(2, 3, 5, 8)
-    with pytest.raises(ValueError, match="even width from 2 to D = 7, but got 7"):
+    with pytest.raises(ValueError, match="width must be even and from 2 to D = 7, got 7"):
         rotary(x[..., :7])
-    with pytest.raises(ValueError, match="even width from 2 to D = 8, but got 10"):
+    with pytest.raises(ValueError, match="width must be even and from 2 to D = 8, got 10"):
         rotary(x, width=10)
-    with pytest.raises(ValueError, match=r"shape \(5,\) or \(2, 5\) for x \(2, 3, 5, 8\), but got \(4,\)"):
+    with pytest.raises(ValueError, match=r"shape \(5,\) or \(2, 5\) for x \(2, 3, 5, 8\), got \(4,\)"):
         rotary(x, torch.arange(4))
-    with pytest.raises(ValueError, match=r"shape \(5,\) for x \(5, 8\), but got \(1, 5\)"):
+    with pytest.raises(ValueError, match=r"shape \(5,\) for x \(5, 8\), got \(1, 5\)"):
         rotary(x[0, 0], torch.arange(5)[None])
-    with pytest.raises(TypeError, match=r"int tensor, but got torch.float32"):
+    with pytest.raises(TypeError, match=r"int tensor, got torch.float32"):
         rotary(x, torch.arange(5.0))
-    with pytest.raises(ValueError, match="positions on cpu, where x is, but got them on meta"):
+    with pytest.raises(ValueError, match="positions on cpu, where x is, got them on meta"):
         rotary(x, torch.arange(5, device="meta"))
-    with pytest.raises(ValueError, match=r"floating point x \(..., T, D\), but got \(5, 8\) of torch.int64"):
+    with pytest.raises(ValueError, match=r"floating point x \(..., T, D\), got \(5, 8\) of torch.int64"):
         rotary(torch.ones(5, 8, dtype=torch.int64))

@@ -1,6 +1,6 @@
-"""Mask: one question, `visible(tile)`, the algebra `&`, `|`, `~`, and a drawing. The kinds are in kinds.py.
+"""`Mask`: which keys each query can attend to, the operators `&`, `|`, `~`, and the drawing. The kinds are in kinds.py.
 
-B batch, H heads, R queries and C keys of a tile. True always means "may look".
+B batch, H heads, R queries and C keys of a tile. True means that the query can attend to the key.
 """
 
 from __future__ import annotations
@@ -20,27 +20,39 @@ CPU = torch.device("cpu")
 
 
 class Mask:
-    """Says which keys a query may look at; joined by `&`, `|`, `~` with masks and with bool tensors."""
+    """Which keys each query can attend to.
+
+    >>> print(foci.causal & foci.window(1))
+    causal & window(1), 6 queries and 6 keys
+    ■ · · · · ·
+    ■ ■ · · · ·
+    · ■ ■ · · ·
+    · · ■ ■ · ·
+    · · · ■ ■ ·
+    · · · · ■ ■
+
+    Masks combine with each other and with bool tensors (True = visible) by `&`, `|` and `~`.
+    """
 
     def visible(self, tile: Tile) -> Tensor:
-        """True where the query may look at the key; broadcasts to (B, H, R, C)."""
+        """True where the key is visible to the query; broadcasts to (B, H, R, C)."""
         raise NotImplementedError
 
     def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
-        """The keys that each query sees, as runs of key indices; `positioned`: positions were given by the caller.
+        """The visible keys of each query as ranges of key indices; `has_positions`: the caller passed positions.
 
-        What plain numbers say is made on the device that the sizes names: for whoever reads it that is the CPU, for a
-        kernel its own, as a copy from the host would wait for all that the device has to do.
+        Ranges that follow from plain numbers are made on the device of `sizes`: the CPU if their values are read, the
+        device of a kernel that reads them, because a copy from the host would wait for all queued work.
         """
         return KeyRanges.all_keys(sizes)
 
     def fit(self, sizes: CallSizes) -> Mask:
-        """The same mask, checked against a call and with its tensors in normal form."""
+        """The same mask, checked against the sizes of a call and with its tensors in normal form."""
         return self
 
     @property
     def is_static(self) -> bool:
-        """Whether the mask is made of plain numbers only, so that its spans cost no read of a device."""
+        """Whether the mask consists of plain numbers, so that its key ranges need no read from a device."""
         return True
 
     def __and__(self, other: Mask | Tensor) -> Mask:
@@ -57,11 +69,11 @@ class Mask:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"a mask has no truth value: expected masks joined by &, | and ~, but {self!r} met and, or, not"
+            f"a mask has no truth value: combine masks by &, | and ~ instead of and, or, not (mask: {self!r})"
         )
 
     def draw(self, queries: int = 6, keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
-        """A small drawing: a row per query, a column per key, ■ where the query may look.
+        """Draws the mask: a row per query, a column per key, ■ where the key is visible.
 
         >>> print(foci.causal.draw(2, 5))
         ■ ■ ■ ■ ·
@@ -69,12 +81,12 @@ class Mask:
         """
         keys = queries if keys is None else keys
         if queries < 1 or keys < 1:
-            raise ValueError(f"a drawing needs at least one query and one key, but got {queries} and {keys}")
+            raise ValueError(f"queries and keys must be 1 or more, got {queries} and {keys}")
         size = self._drawing_size()
         sequences = math.prod(size.batch)
         if not 0 <= batch < max(sequences, 1) or head < 0:
             raise ValueError(
-                f"a drawing of {sequences} sequences takes one of them, but got batch={batch}, head={head}"
+                f"batch must be below {max(sequences, 1)} and head 0 or more, got batch={batch}, head={head}"
             )
         return draw_mask(self, size._replace(queries=queries, keys=keys, heads=max(size.heads, head + 1)), batch, head)
 
@@ -83,14 +95,14 @@ class Mask:
         return f"{self!r}, {size.queries} queries and {size.keys} keys\n{draw_mask(self, size, 0, 0)}"
 
     def _drawing_size(self) -> DrawingSize:
-        """What a drawing of it needs."""
+        """The sizes that a drawing of the mask needs."""
         return DrawingSize()
 
 
 class DrawingSize(NamedTuple):
-    """The sizes of a drawing, and how firm they are: 0 where any would do, 2 where tensors decide."""
+    """The sizes of a drawing, and their priority: 0 if any size will do, 2 if tensors fix it."""
 
-    firm: int = 0
+    priority: int = 0
     queries: int = 6
     keys: int = 6
     batch: tuple[int, ...] = (1,)
@@ -99,22 +111,24 @@ class DrawingSize(NamedTuple):
 
 
 def as_mask(mask: Mask | Tensor) -> Mask:
+    """A mask or a bool tensor as a `Mask`; raises TypeError for anything else."""
     if isinstance(mask, Mask):
         return mask
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = f"a {mask.dtype} tensor" if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask must be a foci mask or a bool tensor (True = may look), but got {got}")
+        raise TypeError(f"mask must be a Mask or a bool tensor (True = visible), got {got}")
     return DenseMask(mask)
 
 
 def draw_mask(mask: Mask, size: DrawingSize, batch: int, head: int) -> str:
+    """The drawing of one sequence and head."""
     queries, keys, device = size.queries, size.keys, size.device
     mask = mask.fit(CallSizes(size.batch, size.heads, queries, keys, device))
     query, key = torch.arange(queries, device=device).view(-1, 1), torch.arange(keys, device=device).view(1, -1)
-    sequence, own = torch.tensor(batch, device=device), torch.tensor(head, device=device)
-    tile = Tile(sequence, own, query, key, query + keys - queries, key)
-    seen = mask.visible(tile).cpu().broadcast_to(queries, keys).tolist()
-    return "\n".join(" ".join("■" if entry else "·" for entry in row) for row in seen)
+    batch_index, head_index = torch.tensor(batch, device=device), torch.tensor(head, device=device)
+    tile = Tile(batch_index, head_index, query, key, query + keys - queries, key)
+    visible = mask.visible(tile).cpu().broadcast_to(queries, keys).tolist()
+    return "\n".join(" ".join("■" if entry else "·" for entry in row) for row in visible)
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -140,7 +154,7 @@ class DenseMask(Mask):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Intersection(Mask):
-    """Visible where both masks allow it."""
+    """Visible where both masks are: `left & right`."""
 
     left: Mask
     right: Mask
@@ -167,7 +181,7 @@ class Intersection(Mask):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Union(Mask):
-    """Visible where at least one of the masks allows it."""
+    """Visible where at least one of the masks is: `left | right`."""
 
     left: Mask
     right: Mask
@@ -194,7 +208,7 @@ class Union(Mask):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Complement(Mask):
-    """Visible where the mask does not allow it."""
+    """Visible where the mask is not: `~mask`."""
 
     mask: Mask
 
@@ -219,7 +233,7 @@ class Complement(Mask):
 
 
 def join_drawing_sizes(left: Mask, right: Mask) -> DrawingSize:
-    """The sizes of a drawing that shows both masks; one with tensors decides."""
+    """The sizes of a drawing that shows both masks; tensors take priority."""
     drawings = left._drawing_size(), right._drawing_size()
     return max(drawings, key=lambda size: size[:3])._replace(
         batch=max((size.batch for size in drawings), key=lambda batch: (math.prod(batch), len(batch))),

@@ -1,4 +1,4 @@
-"""Who may look at whom: the kinds of masks, joined by `&`, `|`, `~` with each other and with bool tensors.
+"""The kinds of masks: which keys each query can attend to. They combine by `&`, `|`, `~`, also with bool tensors.
 
     >>> print((causal & window(1)).draw(4))
     ■ · · ·
@@ -6,7 +6,7 @@
     · ■ ■ ·
     · · ■ ■
 
-B batch, Tq queries, Tk keys. True always means "may look".
+B batch, Tq queries, Tk keys. True means that the query can attend to the key.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from foci.runtime.tracing import is_traced
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# Distances beyond it are this one, so that a position and a distance are still a number of 64 bits.
+# Larger distances are clamped to this one, so that a position plus a distance fits in 64 bits.
 MAX_DISTANCE = 2**62
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Causal(Mask):
-    """A query sees its own position and everything before it; with an offset, keys up to i + offset.
+    """Each query attends to its own position and all earlier ones; with an offset, to keys up to i + offset.
 
-    The last query stands at the last key, so a cache just works; two queries, five keys:
+    The last query has the position of the last key, as in decoding with a cache. Two queries, five keys:
 
         ■ ■ ■ ■ ·
         ■ ■ ■ ■ ■
 
-    and five queries, two keys: the first three stand before every key and see nothing.
+    Five queries, two keys: the first three come before every key, so their rows are fully masked.
 
         · ·
         · ·
@@ -50,14 +50,14 @@ class Causal(Mask):
     offset: int | None = None
 
     def at(self, offset: int) -> Causal:
-        """Query i, counted from 0, sees the keys up to i + offset, whatever the positions are.
+        """Query i, counted from 0, attends to keys up to i + offset, independent of positions.
 
         >>> print(causal.at(0).draw(2, 5))
         ■ · · · ·
         ■ ■ · · ·
         """
         if not is_int(offset):
-            raise TypeError(f"causal.at takes a whole number, but got {offset!r}")
+            raise TypeError(f"offset must be an int, got {offset!r}")
         return Causal(max(-MAX_DISTANCE, min(offset, MAX_DISTANCE)))
 
     def visible(self, tile: Tile) -> Tensor:
@@ -78,7 +78,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Window(Mask):
-    """Keys from p - left to p + right, both inclusive; None is unlimited.
+    """Keys from p - left to p + right around the query's position p, both inclusive; None is unlimited.
 
     >>> print(window(1).draw(4))
     ■ · · ·
@@ -94,18 +94,18 @@ class Window(Mask):
         for name in ("left", "right"):
             side = getattr(self, name)
             if side is not None and (not is_int(side) or side < 0):
-                raise ValueError(f"window takes sizes >= 0 or None, but got left={self.left!r}, right={self.right!r}")
+                raise ValueError(f"{name} must be an int >= 0 or None, got {side!r}")
             if side is not None and side > MAX_DISTANCE:
                 object.__setattr__(self, name, MAX_DISTANCE)
 
     def visible(self, tile: Tile) -> Tensor:
-        step = tile.key_position - tile.query_position
-        seen = torch.ones_like(step, dtype=torch.bool)
+        distance = tile.key_position - tile.query_position
+        visible = torch.ones_like(distance, dtype=torch.bool)
         if self.left is not None:
-            seen = step >= -self.left
+            visible = distance >= -self.left
         if self.right is not None:
-            seen = seen & (step <= self.right)
-        return seen
+            visible = visible & (distance <= self.right)
+        return visible
 
     def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
         if has_positions:
@@ -121,7 +121,7 @@ class Window(Mask):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Padding(Mask):
-    """Only the first `lengths[b]` keys are real (side "right"), or only the last ones (side "left")."""
+    """Only the first `lengths[b]` keys of sequence b are visible (side "right"), or the last ones (side "left")."""
 
     lengths: Tensor
     side: str = "right"
@@ -132,14 +132,14 @@ class Padding(Mask):
         return tile.key < length if self.side == "right" else tile.key >= self.keys - length
 
     def fit(self, sizes: CallSizes) -> Mask:
-        lengths = to_call_device(self.lengths, sizes, "padding lengths")
+        lengths = to_call_device(self.lengths, sizes, "lengths")
         if lengths.shape not in {sizes.batch, (sizes.flat_batch,)} and not (not sizes.batch and lengths.numel() == 1):
             raise ValueError(
-                f"padding expects one length per sequence, shape {tuple(sizes.batch)}, but got {tuple(lengths.shape)}"
+                f"lengths must have one entry per sequence, shape {tuple(sizes.batch)}, got {tuple(lengths.shape)}"
             )
         check_values(
             (lengths >= 0) & (lengths <= sizes.keys),
-            lambda: f"padding lengths must lie between 0 and the {sizes.keys} keys, but got {lengths.tolist()}",
+            lambda: f"lengths must be from 0 to the {sizes.keys} keys, got {lengths.tolist()}",
         )
         return Padding(lengths.reshape(-1), self.side, sizes.keys)
 
@@ -163,7 +163,7 @@ class Padding(Mask):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Documents(Mask):
-    """A query sees only the keys of its own document: several sequences packed into one."""
+    """Each query attends only to keys of its own document: several sequences packed into one."""
 
     query_ids: Tensor
     key_ids: Tensor | None = None
@@ -178,16 +178,14 @@ class Documents(Mask):
 
     def fit(self, sizes: CallSizes) -> Mask:
         queries = self._fitted(self.query_ids, sizes, sizes.queries, "query_ids")
-        keys = self._fitted(self._key_ids(), sizes, sizes.keys, "key_ids" if self.key_ids is not None else "ids")
+        keys = self._fitted(self._key_ids(), sizes, sizes.keys, "key_ids" if self.key_ids is not None else "query_ids")
         return Documents(queries, keys)
 
     @staticmethod
     def _fitted(ids: Tensor, sizes: CallSizes, length: int, name: str) -> Tensor:
-        ids = to_call_device(ids, sizes, f"documents {name}")
+        ids = to_call_device(ids, sizes, name)
         if ids.shape not in {(length,), (1, length), (*sizes.batch, length), (sizes.flat_batch, length)}:
-            raise ValueError(
-                f"documents {name} must have shape {(length,)} or {(*sizes.batch, length)}, but got {tuple(ids.shape)}"
-            )
+            raise ValueError(f"{name} must have shape {(length,)} or {(*sizes.batch, length)}, got {tuple(ids.shape)}")
         return ids.unsqueeze(0) if ids.dim() == 1 else ids.flatten(0, -2)
 
     @property
@@ -202,10 +200,10 @@ class Documents(Mask):
         queries = queries.expand(rows, -1).contiguous()
         first = torch.searchsorted(order.values, queries)
         last = torch.searchsorted(order.values, queries, right=True) - 1
-        found = last >= first
+        has_keys = last >= first
         low = order.indices.gather(1, first.clamp(max=sizes.keys - 1)) if sizes.keys else first
         high = order.indices.gather(1, last.clamp(min=0)) + 1 if sizes.keys else first
-        return KeyRanges.single(low * found, high * found, sizes, exact=False)
+        return KeyRanges.single(low * has_keys, high * has_keys, sizes, exact=False)
 
     def _drawing_size(self) -> DrawingSize:
         queries, keys = self.query_ids, self._key_ids()
@@ -218,7 +216,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Prefix(Mask):
-    """The keys that stand before `length`; joined to causal it gives a prefix language model.
+    """Keys at positions before `length`; `causal | prefix(n)` is the mask of a prefix language model.
 
     >>> print((causal | prefix(2)).draw(4))
     ■ ■ · ·
@@ -231,7 +229,7 @@ class Prefix(Mask):
 
     def __post_init__(self) -> None:
         if not is_int(self.length) or self.length < 0:
-            raise ValueError(f"prefix takes a whole number >= 0, but got {self.length!r}")
+            raise ValueError(f"length must be an int >= 0, got {self.length!r}")
         if self.length > MAX_DISTANCE:
             object.__setattr__(self, "length", MAX_DISTANCE)
 
@@ -250,19 +248,21 @@ class Prefix(Mask):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class MaskFunction(Mask):
-    """Any rule of your own: f(batch, head, query_position, key_position) -> bool, on index tensors."""
+    """A mask given by a function: f(batch, head, query_position, key_position) -> bool, on index tensors."""
 
     function: Predicate
 
     def visible(self, tile: Tile) -> Tensor:
-        seen = self.function(tile.batch, tile.head, tile.query_position, tile.key_position)
-        if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-            got = f"a {seen.dtype} tensor" if isinstance(seen, Tensor) else type(seen).__name__
-            raise TypeError(f"a mask_function mask must return a bool tensor, but {self!r} returned {got}")
-        tile = torch.broadcast_shapes(tile.batch.shape, tile.head.shape, tile.query.shape, tile.key.shape)
-        if not is_broadcastable(seen.shape, tile):
-            raise ValueError(f"{self!r} must return what broadcasts to {tuple(tile)}, but got {tuple(seen.shape)}")
-        return seen
+        visible = self.function(tile.batch, tile.head, tile.query_position, tile.key_position)
+        if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
+            got = f"a {visible.dtype} tensor" if isinstance(visible, Tensor) else type(visible).__name__
+            raise TypeError(f"{self!r} must return a bool tensor, got {got}")
+        shape = torch.broadcast_shapes(tile.batch.shape, tile.head.shape, tile.query.shape, tile.key.shape)
+        if not is_broadcastable(visible.shape, shape):
+            raise ValueError(
+                f"{self!r} must return a tensor that broadcasts to {tuple(shape)}, got {tuple(visible.shape)}"
+            )
+        return visible
 
     def __repr__(self) -> str:
         return f"mask_function({getattr(self.function, '__name__', 'f')})"
@@ -272,19 +272,32 @@ causal = Causal()
 
 
 def window(left: int | None, right: int | None = 0) -> Mask:
-    """Keys from p - left to p + right, both inclusive, around the query's position p; None is unlimited."""
+    """Keys from p - left to p + right around the query's position p, both inclusive; None is unlimited.
+
+    >>> print(foci.window(1, 1).draw(4))
+    ■ ■ · ·
+    ■ ■ ■ ·
+    · ■ ■ ■
+    · · ■ ■
+    """
     return Window(left, right)
 
 
 def padding(lengths: Tensor | list[int], side: str = "right") -> Mask:
-    """Only the first `lengths[b]` keys of sequence b are real, or the last ones with side="left"."""
+    """Only the first `lengths[b]` keys of sequence b are visible, or the last ones with side="left"; lengths (B,).
+
+    >>> print(foci.padding([2]).draw(3))
+    ■ ■ ·
+    ■ ■ ·
+    ■ ■ ·
+    """
     if side not in {"right", "left"}:
-        raise ValueError(f"padding takes side='right' or side='left', but got {side!r}")
-    return Padding(to_int_tensor(lengths, "padding lengths"), side)
+        raise ValueError(f"side must be 'right' or 'left', got {side!r}")
+    return Padding(to_int_tensor(lengths, "lengths"), side)
 
 
 def documents(query_ids: Tensor | list[int], key_ids: Tensor | list[int] | None = None) -> Mask:
-    """A query sees only keys with the same document id; ids are (T,) or (B, T).
+    """Each query attends only to keys with the same document id; ids are (T,) or (B, T).
 
     >>> print(documents([0, 0, 1, 1, 1]).draw(5))
     ■ ■ · · ·
@@ -293,17 +306,24 @@ def documents(query_ids: Tensor | list[int], key_ids: Tensor | list[int] | None 
     · · ■ ■ ■
     · · ■ ■ ■
     """
-    keys = None if key_ids is None else to_int_tensor(key_ids, "documents key_ids")
-    return Documents(to_int_tensor(query_ids, "documents query_ids"), keys)
+    keys = None if key_ids is None else to_int_tensor(key_ids, "key_ids")
+    return Documents(to_int_tensor(query_ids, "query_ids"), keys)
 
 
 def prefix(length: int) -> Mask:
-    """The keys that stand before `length`; join it: `causal | prefix(n)`."""
+    """Keys at positions before `length`; combine it: `causal | prefix(n)`.
+
+    >>> print((foci.causal | foci.prefix(2)).draw(4))
+    ■ ■ · ·
+    ■ ■ · ·
+    ■ ■ ■ ·
+    ■ ■ ■ ■
+    """
     return Prefix(length)
 
 
 def mask_function(function: Predicate) -> Mask:
-    """Any rule f(batch, head, query_position, key_position) -> bool, written on index tensors that broadcast.
+    """A mask from a function f(batch, head, query_position, key_position) -> bool of index tensors that broadcast.
 
     >>> print(mask_function(lambda b, h, q, k: (q - k) % 2 == 0).draw(3))
     ■ · ■
@@ -311,7 +331,7 @@ def mask_function(function: Predicate) -> Mask:
     ■ · ■
     """
     if not callable(function):
-        raise TypeError(f"mask_function takes a function of four index tensors, but got {type(function).__name__}")
+        raise TypeError(f"function must be a function of four index tensors, got {type(function).__name__}")
     return MaskFunction(function)
 
 
@@ -320,7 +340,7 @@ def is_int(number: object) -> bool:
 
 
 def format_tensor(tensor: Tensor) -> str:
-    # Reading values would wait for a GPU and stop a compiler, and every backend names the mask that it refuses.
+    # Reading values would wait for a GPU and break a compiled graph, and every refusal prints its mask.
     if tensor.numel() <= 12 and tensor.device.type == "cpu" and not is_traced(tensor):
         return repr(tensor.tolist())
     return f"{tensor.dtype} tensor {tuple(tensor.shape)}"

@@ -1,8 +1,8 @@
-"""What each query sees, as runs of keys: how a structured mask lets kernels skip what nobody sees.
+"""The visible keys of each query as key ranges, so that kernels skip fully masked keys.
 
-Most masks that people use (causal, window, padding, documents, a prefix, and what `&` and `|` make of them) let a
-query see one or two runs of neighbouring keys. A kernel that reads the two ends of a run needs no mask at all
-inside it and skips everything outside.
+Under most masks (causal, window, padding, documents, a prefix, and their combinations by `&` and `|`) a query attends
+to one or two contiguous ranges of keys. A kernel that reads the two ends of a range needs no mask inside it and skips
+everything outside.
 
 Bm is 1 or the batch size, Tq the number of queries.
 """
@@ -19,7 +19,7 @@ from foci.masks.tile import CallSizes
 
 
 class Segment(NamedTuple):
-    """Keys from start to stop; every query of the strip sees all keys from full_start to full_stop."""
+    """Keys from start to stop; those from full_start to full_stop are visible to every query of the strip."""
 
     start: int
     stop: int
@@ -29,9 +29,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeyRanges:
-    """Runs of keys, each a (low, high) pair of (Bm, Tq) tensors; low >= high is an empty run.
+    """Ranges of keys, each a (low, high) pair of (Bm, Tq) tensors; low >= high is an empty range.
 
-    Two runs are disjoint and in order. Where not `exact`, a query sees nothing outside but maybe not all inside.
+    Two ranges are disjoint and in order. Every visible key lies in a range; if `exact`, each key in a range is visible.
     """
 
     ranges: tuple[tuple[Tensor, Tensor], ...]
@@ -49,13 +49,13 @@ class KeyRanges:
         return cls(((low, high),), sizes.keys, exact)
 
     def __and__(self, other: KeyRanges) -> KeyRanges:
-        runs = [
+        ranges = [
             (torch.maximum(*to_same_device(a, c)), torch.minimum(*to_same_device(b, d)))
             for a, b in self.ranges
             for c, d in other.ranges
         ]
-        spans = KeyRanges(tuple(runs), self.keys, self.exact and other.exact)
-        return spans if len(runs) <= 2 else spans.hull()
+        joined = KeyRanges(tuple(ranges), self.keys, self.exact and other.exact)
+        return joined if len(ranges) <= 2 else joined.hull()
 
     def __or__(self, other: KeyRanges) -> KeyRanges:
         if len(self.ranges) + len(other.ranges) > 2:
@@ -63,7 +63,7 @@ class KeyRanges:
         (a, b), (c, d) = self.ranges[0], other.ranges[0]
         (a, c), (b, d) = to_same_device(a, c), to_same_device(b, d)
         a, b, c, d = torch.broadcast_tensors(a, b, c, d)
-        # An empty run is moved onto the other one, so that it neither separates nor widens.
+        # An empty range is moved onto the other one, so that it neither separates nor widens.
         a, b = torch.where(a < b, a, c), torch.where(a < b, b, c)
         c, d = torch.where(c < d, c, a), torch.where(c < d, d, a)
         apart = (b < c) | (d < a)
@@ -81,15 +81,15 @@ class KeyRanges:
         return KeyRanges(((torch.zeros_like(low), low), (high, torch.full_like(low, self.keys))), self.keys, exact=True)
 
     def select_batches(self, batches: Tensor) -> KeyRanges:
-        """The spans of some of the sequences."""
+        """The ranges of some of the sequences."""
 
-        def chosen(ends: Tensor) -> Tensor:
+        def select(ends: Tensor) -> Tensor:
             return ends if ends.shape[0] == 1 else ends[batches.to(ends.device)]
 
-        return KeyRanges(tuple((chosen(low), chosen(high)) for low, high in self.ranges), self.keys, self.exact)
+        return KeyRanges(tuple((select(low), select(high)) for low, high in self.ranges), self.keys, self.exact)
 
     def hull(self) -> KeyRanges:
-        """One run per query that holds all of its runs."""
+        """One range per query that encloses all of its ranges."""
         lows = [torch.where(a < b, a, self.keys) for a, b in self.ranges]
         highs = [torch.where(a < b, b, 0) for a, b in self.ranges]
         low, high = lows[0], highs[0]
@@ -98,12 +98,12 @@ class KeyRanges:
         return KeyRanges(((low, high),), self.keys, exact=False)
 
     def to_tensor(self, device: torch.device) -> Tensor:
-        """(Bm, runs, 2, Tq) int32: the form that kernels read."""
-        runs = [torch.stack(torch.broadcast_tensors(*to_same_device(low, high)), dim=1) for low, high in self.ranges]
-        return torch.stack(torch.broadcast_tensors(*runs), dim=1).to(device=device, dtype=torch.int32).contiguous()
+        """(Bm, ranges, 2, Tq) int32, the layout that kernels read."""
+        ranges = [torch.stack(torch.broadcast_tensors(*to_same_device(low, high)), dim=1) for low, high in self.ranges]
+        return torch.stack(torch.broadcast_tensors(*ranges), dim=1).to(device=device, dtype=torch.int32).contiguous()
 
     def segments(self, rows: int) -> list[list[Segment]]:
-        """For each strip of `rows` queries, the runs of keys to visit."""
+        """For each strip of `rows` queries, the key ranges to visit."""
         strips = zip(*(self._strips(low, high, rows) for low, high in self.ranges), strict=True)
         return [
             merge_segments(sorted(segment for segment in strip if segment.start < segment.stop)) for strip in strips
@@ -111,9 +111,9 @@ class KeyRanges:
 
     def _strips(self, low: Tensor, high: Tensor, rows: int) -> list[Segment]:
         low, high = torch.broadcast_tensors(*to_same_device(low, high))
-        seen = low < high
-        start = strip_min(torch.where(seen, low, self.keys), rows, self.keys)
-        stop = -strip_min(torch.where(seen, -high, 0), rows, 0)
+        visible = low < high
+        start = strip_min(torch.where(visible, low, self.keys), rows, self.keys)
+        stop = -strip_min(torch.where(visible, -high, 0), rows, 0)
         if not self.exact:
             return [Segment(a, b, b, b) for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
         inner = (-strip_min(-low, rows, 0)).maximum(start).minimum(stop)
@@ -122,24 +122,25 @@ class KeyRanges:
 
 
 def strip_min(values: Tensor, rows: int, fill: int) -> Tensor:
+    """The minimum over each strip of `rows` queries and over the batch: (strips,)."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % rows), value=fill)
     return padded.view(values.shape[0], -1, rows).amin(dim=(0, 2))
 
 
 def to_same_device(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the ends shall be read, those of plain numbers are on the CPU until they meet those of a tensor."""
+    """Moves the ends made of plain numbers, which are on the CPU, to the device of those made from a tensor."""
     if a.device == b.device:
         return a, b
     return (a.to(b.device), b) if a.device.type == "cpu" else (a, b.to(a.device))
 
 
 def merge_segments(segments: list[Segment]) -> list[Segment]:
-    """Overlapping runs joined into one, all of which then needs the mask."""
-    joined: list[Segment] = []
+    """Merges overlapping segments; every key of a merged segment needs the mask."""
+    merged: list[Segment] = []
     for segment in segments:
-        if joined and segment.start < joined[-1].stop:
-            stop = max(joined[-1].stop, segment.stop)
-            joined[-1] = Segment(joined[-1].start, stop, stop, stop)
+        if merged and segment.start < merged[-1].stop:
+            stop = max(merged[-1].stop, segment.stop)
+            merged[-1] = Segment(merged[-1].start, stop, stop, stop)
         else:
-            joined.append(segment)
-    return joined
+            merged.append(segment)
+    return merged

@@ -1,4 +1,4 @@
-"""Where the entries of a tile stand: the one thing that masks and biases are asked with.
+"""The sizes of a call and the positions of a tile: the arguments of masks and biases.
 
 B batch, H heads, R rows (queries) of the tile, C columns (keys) of the tile.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class CallSizes(NamedTuple):
-    """The sizes of one call: what a mask or a bias has to fit."""
+    """The sizes and the device of one call, which masks and biases are checked against."""
 
     batch: tuple[int, ...]
     heads: int | None
@@ -29,18 +29,19 @@ class CallSizes(NamedTuple):
         return size
 
     @property
-    def full(self) -> tuple[int, ...]:
-        """The shape of the attention matrix as the caller sees it."""
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape of the attention matrix with the caller's own leading dimensions."""
         heads = () if self.heads is None else (self.heads,)
         return (*self.batch, *heads, self.queries, self.keys)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Index tensors that broadcast to (B, H, R, C); single numbers inside FlexAttention.
+    """Some rows and columns of the attention matrix, as index tensors that broadcast to (B, H, R, C).
 
-    `query` and `key` count from 0 along the tensors; the positions are where those tokens stand.
-    `rows` and `columns` are the same as slices, None where the tile is not contiguous.
+    `query` and `key` are indices along the tensors, counted from 0; the positions are those of the same tokens in
+    their text. `rows` and `columns` are the indices as slices, None if the tile is not contiguous. Inside
+    FlexAttention every index is a scalar.
     """
 
     batch: Tensor
@@ -53,7 +54,7 @@ class Tile:
     columns: slice | None = None
 
     def pick(self, dense: Tensor) -> Tensor:
-        """The entries of a (B or 1, H or 1, Tq or 1, Tk or 1) tensor that stand in this tile."""
+        """The entries of a (B or 1, H or 1, Tq or 1, Tk or 1) tensor in this tile."""
         if self.rows is None or self.columns is None:
             index = (self.batch, self.head, self.query, self.key)
             return dense[tuple(torch.zeros_like(i) if n == 1 else i for i, n in zip(index, dense.shape, strict=True))]
@@ -68,7 +69,7 @@ class Tile:
 
 
 def index_by_batch(ids: Tensor, batch: Tensor, index: Tensor) -> Tensor:
-    """ids[batch, index], where ids may hold one row for the whole batch, or none of the batch dimension."""
+    """ids[batch, index]; ids is (B, T), (1, T) for the whole batch, or (T,)."""
     if ids.dim() == 1:
         return ids[index]
     return ids[torch.zeros_like(batch) if ids.shape[0] == 1 else batch, index]

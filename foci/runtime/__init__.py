@@ -1,1 +1,14 @@
-"""runtime."""
+"""What the library needs from PyTorch, the compiler, the file system and the terminal.
+
+tracing: compilers, torch.func transforms, CUDA graph capture and autocast around a call.
+checks: checks of tensors against the sizes of a call.
+tensor_cache: tensors that follow from plain numbers, made once.
+device: properties of the GPU.
+compile_switch: switches torch.compile off while a model is watched.
+cuda_graphs: captures work as a CUDA graph.
+double_backward: gradients that are differentiated again.
+native: compiles and loads the C sources of `foci/kernels/c`.
+safetensors_file: objects made of tensors as one safetensors file.
+console: text for a terminal: widths, colours, pages.
+printable: any text in a form that is safe to print.
+"""

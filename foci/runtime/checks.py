@@ -12,24 +12,30 @@ from foci.runtime.tracing import is_traced
 
 
 def to_int_tensor(values: Tensor | list[int], name: str) -> Tensor:
+    """Integers as a tensor; raises TypeError for anything else."""
+    """Integers as a tensor; raises TypeError for anything else."""
+    """Integers as a tensor; raises TypeError for anything else."""
     try:
-        # A tensor stays where it is, whatever the default device.
+        # as_tensor would move a tensor to the default device.
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
     except (RuntimeError, TypeError, ValueError):
-        raise TypeError(f"{name} must be whole numbers, but got {values!r}") from None
+        raise TypeError(f"{name} must be integers, got {values!r}") from None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} must be whole numbers, but got {tensor.dtype}")
+        raise TypeError(f"{name} must be integers, got {tensor.dtype}")
     return tensor
 
 
 def to_call_device(tensor: Tensor, sizes: CallSizes, name: str) -> Tensor:
+    """The tensor on the device of the call; only tensors on the CPU are moved."""
+    """The tensor on the device of the call; only tensors on the CPU are moved."""
+    """The tensor on the device of the call; only tensors on the CPU are moved."""
     if tensor.device != sizes.device and tensor.device.type != "cpu":
-        raise ValueError(f"{name} must be on {sizes.device} like the queries, but it is on {tensor.device}")
+        raise ValueError(f"{name} must be on {sizes.device} like the query, got {tensor.device}")
     return tensor.to(sizes.device)
 
 
 def check_values(condition: Tensor, message: Callable[[], str]) -> None:
-    """Raises on a CPU; asserts without a sync on a GPU and while compiling."""
+    """Raises ValueError on a CPU unless all are True; asserts without a sync on a GPU and while compiling."""
     if is_traced(condition):
         torch._assert_async(condition.all(), "a value of this call is out of range")
     elif condition.device.type == "cpu":
@@ -40,15 +46,18 @@ def check_values(condition: Tensor, message: Callable[[], str]) -> None:
 
 
 def is_broadcastable(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape broadcasts to `full`."""
+    """Whether a tensor of this shape broadcasts to `full`."""
+    """Whether a tensor of this shape broadcasts to `full`."""
     pairs = zip(reversed(shape), reversed(full), strict=False)
     return len(shape) <= len(full) and all(n in {1, m} for n, m in pairs)
 
 
 def to_four_dimensions(tensor: Tensor, sizes: CallSizes, name: str) -> Tensor:
     """A tensor that broadcasts to the attention matrix, as (B or 1, H or 1, Tq or 1, Tk or 1)."""
-    full = sizes.full
+    full = sizes.matrix_shape
     if not is_broadcastable(tensor.shape, full):
-        raise ValueError(f"{name} must broadcast to {full}, but got shape {tuple(tensor.shape)}")
+        raise ValueError(f"{name} must broadcast to {full}, got shape {tuple(tensor.shape)}")
     tensor = tensor.reshape((1,) * (len(full) - tensor.dim()) + tuple(tensor.shape))
     if sizes.heads is None:
         tensor = tensor.unsqueeze(-3)

@@ -1,8 +1,7 @@
-"""Whether PyTorch compiles: one setting for all threads, which blocks of `foci.watch` switch off.
+"""Switches torch.compile off inside `foci.watch`: one setting for all threads.
 
-A compiled model shows nothing of its calls, so inside of a block it runs as it was written. The programs that foci
-compiles itself are no model's, and without a compiler they would build the matrix: they switch it on again for as long
-as they are called.
+The attention calls inside a compiled model are hidden, so a watched model runs eagerly. The functions that foci itself
+compiles would build the whole matrix without a compiler: they switch it on again while they run.
 """
 
 from __future__ import annotations
@@ -19,22 +18,23 @@ SWITCH_LOCK = Lock()
 
 
 class CompileSwitch:
-    """Off while there are blocks that want it off and no program that is being called."""
+    """Off while there are blocks that disable it and no compiled call of foci is running."""
 
     def __init__(self) -> None:
-        self.blocks = self.programs = 0
-        # The setting that was changed; leaving it puts back what the caller had.
-        self.off: Any = None
+        self.blocks = self.compiled_calls = 0
+        # The stance that was set; leaving it restores the previous one.
+        self.stance: Any = None
 
-    def count(self, blocks: int = 0, programs: int = 0) -> None:
+    def update(self, blocks: int = 0, compiled_calls: int = 0) -> None:
+        """Adds to the two counters and sets the compiler stance."""
         with SWITCH_LOCK:
-            self.blocks, self.programs = self.blocks + blocks, self.programs + programs
-            off = self.blocks > 0 and self.programs == 0
-            if off and self.off is None:
-                self.off = torch.compiler.set_stance("force_eager")
-            elif not off and self.off is not None:
-                self.off.__exit__(None, None, None)
-                self.off = None
+            self.blocks, self.compiled_calls = self.blocks + blocks, self.compiled_calls + compiled_calls
+            off = self.blocks > 0 and self.compiled_calls == 0
+            if off and self.stance is None:
+                self.stance = torch.compiler.set_stance("force_eager")
+            elif not off and self.stance is not None:
+                self.stance.__exit__(None, None, None)
+                self.stance = None
 
 
 COMPILE_SWITCH = CompileSwitch()
@@ -42,22 +42,22 @@ COMPILE_SWITCH = CompileSwitch()
 
 @contextmanager
 def disable_compile() -> Iterator[None]:
-    """Compiled functions run as they were written, on all threads, where anything was compiled before."""
+    """Compiled functions run eagerly inside the block, on all threads; does nothing if torch._dynamo is not loaded."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
     try:
-        COMPILE_SWITCH.count(blocks=1)
+        COMPILE_SWITCH.update(blocks=1)
         yield
     finally:
-        COMPILE_SWITCH.count(blocks=-1)
+        COMPILE_SWITCH.update(blocks=-1)
 
 
 @contextmanager
 def enable_compile() -> Iterator[None]:
-    """What is called here is compiled, whatever blocks are open; a caller who switched it off by hand has it off."""
+    """Functions called inside the block are compiled even inside `disable_compile`; a stance set by the user stays."""
     try:
-        COMPILE_SWITCH.count(programs=1)
+        COMPILE_SWITCH.update(compiled_calls=1)
         yield
     finally:
-        COMPILE_SWITCH.count(programs=-1)
+        COMPILE_SWITCH.update(compiled_calls=-1)

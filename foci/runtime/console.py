@@ -1,4 +1,4 @@
-"""Text for a terminal: how wide things are, which colours it takes, and a page that is written line by line."""
+"""Text for a terminal: widths in columns, colour support, and a page that is written line by line."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from typing import TextIO
 
 MIN_COLUMNS, MAX_COLUMNS = 60, 120
 
-# From dark to bright, as numbers of the 256-colour palette; dark text on the bright half.
+# From dark to bright, in the 256-colour palette; text is dark on the bright levels.
 COLOR_RAMP = (234, 17, 54, 91, 132, 168, 209, 215, 228)
 FIRST_BRIGHT_LEVEL = 5
 
@@ -18,7 +18,7 @@ ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def format_count(number: int, noun: str) -> str:
-    """A number and what it counts.
+    """A number with its noun in singular or plural.
 
     >>> count(1, "error"), count(2000, "update")
     ('1 error', '2,000 updates')
@@ -27,24 +27,24 @@ def format_count(number: int, noun: str) -> str:
 
 
 def terminal_columns() -> int:
-    """The width to write for: the terminal's (or COLUMNS), kept between 60 and 120."""
+    """The width of the terminal (or COLUMNS), limited to 60 to 120."""
     return min(max(shutil.get_terminal_size().columns, MIN_COLUMNS), MAX_COLUMNS)
 
 
 def supports_color(stream: TextIO) -> bool:
-    """Colour goes to a terminal, unless NO_COLOR is set (https://no-color.org) or the terminal is dumb."""
+    """Whether to write colour: to a terminal that is not dumb, unless NO_COLOR is set (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def character_width(character: str) -> int:
-    """Columns that a character takes: 0 for a mark on the one before, 2 for a wide one (漢), 1 for the others."""
+    """Columns of a character: 0 for a combining mark, 2 for a wide character (漢), 1 for the others."""
     if unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def text_width(text: str) -> int:
-    """Columns that a text takes; colours take none.
+    """Columns of a text; colour codes take none.
 
     >>> text_width("Jane"), text_width("漢字")
     (4, 4)
@@ -53,21 +53,21 @@ def text_width(text: str) -> int:
 
 
 def cut_to_width(text: str, width: int) -> str:
-    """As much of the beginning of a text as `width` columns hold.
+    """The beginning of a text that fits in `width` columns.
 
     >>> start("craving", 4)
     'crav'
     """
-    taken = 0
+    used = 0
     for end, character in enumerate(text):
-        taken += character_width(character)
-        if taken > width:
+        used += character_width(character)
+        if used > width:
             return text[:end]
     return text
 
 
 def clip_text(text: str, width: int) -> str:
-    """The text in at most `width` columns; what does not fit is cut off and marked with `…`.
+    """The text in at most `width` columns; a text that is cut ends in `…`.
 
     >>> clip("craving", 5)
     'crav…'
@@ -76,7 +76,7 @@ def clip_text(text: str, width: int) -> str:
 
 
 def pad_text(text: str, width: int, *, right: bool = False) -> str:
-    """The text in exactly `width` columns, to the left or to the right of them."""
+    """The text in exactly `width` columns, aligned left or right."""
     text = clip_text(text, width)
     space = " " * (width - text_width(text))
     return space + text if right else text + space
@@ -92,16 +92,16 @@ class TextPage:
 
     @property
     def margin(self) -> int:
-        """Spaces before each line: few where the terminal is narrow."""
+        """Spaces before each line: fewer in a narrow terminal."""
         return 1 if self.width < 72 else 3
 
     @property
     def room(self) -> int:
-        """Columns that a line has beside its margin."""
+        """Columns of a line without its margin."""
         return self.width - self.margin
 
     def paint(self, text: str, codes: str) -> str:
-        """The text in an ANSI style, where the page has colour."""
+        """The text in an ANSI style, if the page has colour."""
         return f"\x1b[{codes}m{text}\x1b[0m" if self.color else text
 
     def bold(self, text: str) -> str:
@@ -109,7 +109,7 @@ class TextPage:
         return self.paint(text, "1")
 
     def faint(self, text: str) -> str:
-        """The text in a quiet colour."""
+        """The text in a faint colour."""
         return self.paint(text, "2")
 
     def accent(self, text: str) -> str:
@@ -117,23 +117,20 @@ class TextPage:
         return self.paint(text, "1;33")
 
     def line(self, text: str = "") -> None:
-        """One line, as it is."""
+        """Adds one line without wrapping."""
         self.lines.append((" " * self.margin + text).rstrip())
 
     def heading(self, title: str) -> None:
-        """A blank line and a title."""
+        """Adds a blank line and a title."""
         self.line()
         self.lines.append(self.paint(title, "1;36"))
 
     def prose(self, text: str) -> None:
-        """A paragraph, wrapped to the page."""
+        """Adds a paragraph, wrapped to the page."""
         self.wrapped(text.split(), width=96)
 
     def wrapped(self, parts: Iterable[str], between: str = " ", width: int = MAX_COLUMNS, hang: int = 0) -> None:
-        """Parts that belong on one line, on as many as they need, all but the first moved in by `hang`.
-
-        No part is broken.
-        """
+        """Adds parts on as many lines as they need, all but the first line indented by `hang`; no part is split."""
         first, *others = parts
         line, width = first, min(self.room, width)
         for part in others:
@@ -145,17 +142,17 @@ class TextPage:
         self.line(line)
 
     def bar(self, fraction: float, width: int) -> str:
-        """A horizontal bar, exact to an eighth of a column."""
+        """A horizontal bar with a resolution of an eighth of a column."""
         eighths = round(min(max(fraction, 0.0), 1.0) * width * 8)
         return self.paint("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip(), "38;5;209")
 
     def cell(self, text: str, width: int) -> str:
-        """The beginning of a text in a cell of `width` columns, above or below the numbers of shaded cells."""
+        """The beginning of a text in a cell of `width` columns, aligned with the numbers of shaded cells."""
         beginning = pad_text(cut_to_width(text, width - 1), width - 1, right=True)
         return beginning + " " if self.color else " " + beginning
 
     def shaded(self, fraction: float, width: int) -> str:
-        """A cell of `width` columns that holds a percentage: on a colour of the ramp, or behind a shade of grey."""
+        """A percentage in a cell of `width` columns, on a colour of the ramp or after a shade of grey."""
         percent = round(100 * fraction)
         if self.color:
             level = round(min(max(fraction, 0.0), 1.0) ** 0.5 * (len(COLOR_RAMP) - 1))

@@ -1,4 +1,4 @@
-"""Work captured as a CUDA graph, which a GPU replays in one launch."""
+"""Captures work as a CUDA graph, which a GPU replays in one launch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ GraphResult = TypeVar("Made")
 
 
 def capture_cuda_graph(work: Callable[[], GraphResult], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, GraphResult]:
-    """The graph of what `work` launches, and what it gave: tensors that every replay writes anew.
+    """The CUDA graph of what `work` launches, and its result: tensors that every replay overwrites.
 
-    All captures run on one stream, and cuBLAS keeps one workspace per stream. Were it left from an earlier capture, it
-    would lie in memory that goes with that one's graph, and replays of this one would reach for it.
+    All captures run on one stream, and cuBLAS keeps one workspace per stream. A workspace of an earlier capture is
+    freed with its graph, and replays of this graph would still use it: so each capture gets its own.
     """
     graph = torch.cuda.CUDAGraph()
     clear_cublas_workspaces()
     try:
         with torch.cuda.graph(graph, pool=pool):
-            made = work()
+            result = work()
     finally:
         clear_cublas_workspaces()
-    return graph, made
+    return graph, result
 
 
 def clear_cublas_workspaces() -> None:
-    """Lets cuBLAS take new workspaces; those in a graph's own memory stay reserved for its replays."""
+    """Makes cuBLAS allocate new workspaces; those in the memory of a graph stay reserved for its replays."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()

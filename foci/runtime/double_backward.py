@@ -1,4 +1,4 @@
-"""What a backward needs that somebody differentiates in turn (create_graph=True), or that runs its forward again."""
+"""Double backward: for a backward that is differentiated again (create_graph=True) or recomputes its forward."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ T = TypeVar("T", Tensor, Tensor | None)
 
 
 def make_distinct_views(*tensors: T) -> list[T]:
-    """Each under another name, with its graph: what it gets is its own, also where two of them are the same tensor,
-    or one was made from the other.
+    """A view of each tensor, with its graph, so that each gets its own gradient.
+
+    Two of the tensors may be the same one, or one may be computed from the other.
     """
     with torch.enable_grad():
         return [x if x is None or not x.requires_grad else x.view_as(x) for x in tensors]
 
 
-def forbid_double_backward(gradients: Sequence[Tensor | None], *made_from: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of a kernel that has no second ones: whoever asks for those is refused, not given zeros."""
+def forbid_double_backward(gradients: Sequence[Tensor | None], *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of a kernel without double backward: differentiating them raises instead of giving zeros."""
     if not torch.is_grad_enabled():
         return tuple(gradients)
-    return ForbidDoubleBackward.apply(len(gradients), *gradients, *made_from)  # type: ignore[no-any-return, no-untyped-call]
+    return ForbidDoubleBackward.apply(len(gradients), *gradients, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ForbidDoubleBackward(torch.autograd.Function):
-    """Stands between gradients and what they were made from. PyTorch's once_differentiable is not connected with that:
-    torch.autograd.grad never meets its error.
+    """Connects gradients with the tensors they were computed from, and raises in its backward.
+
+    PyTorch's once_differentiable has no such connection: torch.autograd.grad never reaches its error.
     """
 
     @staticmethod
@@ -36,8 +38,7 @@ class ForbidDoubleBackward(torch.autograd.Function):
         return tensors[:count]
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
-            "expected a backend whose gradients have gradients, backend='blocked' or backend='reference',"
-            " but got backend='triton'"
+            "backend must be 'blocked' or 'reference' for gradients of gradients (create_graph=True), got 'triton'"
         )

@@ -1,4 +1,4 @@
-"""Things made of tensors as one safetensors file: the tensors, and as JSON how they belong together. No code is run."""
+"""Objects made of tensors as one safetensors file: the tensors, and their structure as JSON. No code is executed."""
 
 from __future__ import annotations
 
@@ -30,97 +30,100 @@ SAVED_CLASSES = {
 }
 
 
-def save_parts(path: str | os.PathLike[str], described: dict[str, Any], kind: str = WEIGHTS_FORMAT) -> None:
-    """Writes one safetensors file with everything that is described."""
+def save_parts(path: str | os.PathLike[str], parts: dict[str, Any], kind: str = WEIGHTS_FORMAT) -> None:
+    """Writes a dict of tensors, numbers, masks, scores and biases to one safetensors file."""
     tensors: dict[str, Tensor] = {}
-    content = encode_part(described, tensors, "", {})
+    content = encode_part(parts, tensors, "", {})
     write_with_header(path, tensors, {"format": kind, "content": content})
 
 
 def write_with_header(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """One safetensors file with a header as JSON."""
+    """Writes one safetensors file with a JSON header and a checksum."""
     target = Path(path)
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"the folder of {target} must be there to save into it, but {target.parent} is not")
+        raise FileNotFoundError(f"{target.parent} must be an existing directory to save {target.name}, got none")
     write_tensors(target, tensors, {"foci": json.dumps(header | {"checksum": checksum_tensors(tensors)})})
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file, written to the side and renamed: it is whole or not there, and may be read as any other."""
+    """Writes a safetensors file under a temporary name and renames it, so that it is never partial."""
     package = import_safetensors(str(path))
     from safetensors import SafetensorError
 
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        # What is new has the rights that the user gives to all files; the package lets nobody else read what it writes.
-        beside.touch()
-        rights = stat.S_IMODE(beside.stat().st_mode)
-        package.save_file(tensors, beside, metadata=metadata)
-        beside.chmod(rights)
-        beside.replace(path)
+        # New files get the default mode of the user; the package would make them readable by the owner only.
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
+        package.save_file(tensors, temporary, metadata=metadata)
+        temporary.chmod(mode)
+        temporary.replace(path)
     except OSError as error:
         if error.filename is not None:
             error.filename = str(path)
         raise
     except SafetensorError as error:
-        # What goes wrong with the disk is an OSError, as with every other file.
-        why = str(error).partition("I/O error: ")[2].partition(" (os error")[0] or str(error)
-        raise OSError(errno.EIO, why, str(path)) from error
+        # Errors of the disk are OSErrors, as with every other file.
+        reason = str(error).partition("I/O error: ")[2].partition(" (os error")[0] or str(error)
+        raise OSError(errno.EIO, reason, str(path)) from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def load_parts(path: str | os.PathLike[str], kind: str = WEIGHTS_FORMAT) -> dict[str, Any]:
-    """What `save` was given; raises ValueError where the file does not say that."""
+    """The parts that `save_parts` wrote; raises ValueError if the file holds something else."""
     with open_safetensors(path) as file:
-        written = (file.metadata() or {}).get("foci")
-        if written is None:
-            raise ValueError("expected a safetensors file with an entry 'foci' in its metadata, but it has none")
-        content = json.loads(written)
+        header = (file.metadata() or {}).get("foci")
+        if header is None:
+            raise ValueError("the metadata must have an entry 'foci', got none")
+        content = json.loads(header)
         if not isinstance(content, dict) or content.get("format") != kind:
             got = content.get("format") if isinstance(content, dict) else content
-            raise ValueError(f"expected the format {kind!r}, but got {got!r}")
-        # A copy, so that nothing depends on the file from here on.
+            raise ValueError(f"the format must be {kind!r}, got {got!r}")
+        # Copies, so that the tensors do not depend on the file.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    described = decode_part(content.get("content"), tensors)
-    if not isinstance(described, dict):
-        raise ValueError(f"expected a table of parts, but got {type(described).__name__}")
+    parts = decode_part(content.get("content"), tensors)
+    if not isinstance(parts, dict):
+        raise ValueError(f"the content must be a dict of parts, got {type(parts).__name__}")
     if content.get("checksum") != checksum_tensors(tensors):
-        raise ValueError("expected tensors with the checksum that was saved with them, but they were changed since")
-    return described
+        raise ValueError("the checksum of the tensors does not match: the file was changed or damaged")
+    return parts
 
 
 def open_safetensors(path: str | os.PathLike[str], extra: str = "view") -> Any:
-    """A safetensors file to read from; the package says of one that may not be read that it is not there."""
+    """Opens a safetensors file for reading."""
+    # The package reports a file without read permission as missing; open() raises the right OSError.
     Path(path).open("rb").close()
     return import_safetensors(os.fspath(path), extra).safe_open(os.fspath(path), framework="pt")
 
 
-def encode_part(thing: Any, tensors: dict[str, Tensor], name: str, seen: dict[Any, str]) -> Any:
-    """The thing as JSON, its tensors put aside under their path: one of several layers only once."""
+def encode_part(thing: Any, tensors: dict[str, Tensor], name: str, saved: dict[Any, str]) -> Any:
+    """The object as JSON; its tensors are added to `tensors` under their path, a shared tensor only once."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
     if isinstance(thing, Tensor):
-        place = (thing.device, thing.data_ptr(), thing.shape, thing.stride(), thing.dtype)
-        first = seen.setdefault(place, name) if thing.numel() else name
+        memory = (thing.device, thing.data_ptr(), thing.shape, thing.stride(), thing.dtype)
+        first = saved.setdefault(memory, name) if thing.numel() else name
         if first == name:
             tensors[name] = thing.detach().cpu().contiguous().clone()
         return {"tensor": first}
     if isinstance(thing, dict):
-        return {"dict": {key: encode_part(item, tensors, f"{name}.{key}".lstrip("."), seen) for key, item in thing.items()}}
+        return {
+            "dict": {key: encode_part(item, tensors, f"{name}.{key}".lstrip("."), saved) for key, item in thing.items()}
+        }
     if isinstance(thing, tuple | list):
-        return {"tuple": [encode_part(item, tensors, f"{name}.{i}", seen) for i, item in enumerate(thing)]}
+        return {"tuple": [encode_part(item, tensors, f"{name}.{i}", saved) for i, item in enumerate(thing)]}
     if is_dataclass(thing) and SAVED_CLASSES.get(type(thing).__name__) is type(thing):
-        parts = {f.name: encode_part(getattr(thing, f.name), tensors, f"{name}.{f.name}", seen) for f in fields(thing)}
+        parts = {f.name: encode_part(getattr(thing, f.name), tensors, f"{name}.{f.name}", saved) for f in fields(thing)}
         return {"kind": type(thing).__name__, "fields": parts}
     raise TypeError(
-        f"weights with {thing!r} cannot be saved: a file holds no code, expected masks, scores and biases of foci's own"
-        " kinds (a bool tensor serves as any mask)"
+        f"weights with {thing!r} cannot be saved, because a file holds no code: use foci's own masks, scores and biases"
+        " (a bool tensor can replace any mask)"
     )
 
 
 def decode_part(content: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `packed` was given."""
+    """The object that `encode_part` encoded."""
     if content is None or isinstance(content, bool | int | float | str):
         return content
     match content:
@@ -132,25 +135,25 @@ def decode_part(content: Any, tensors: dict[str, Tensor]) -> Any:
             return tuple(decode_part(item, tensors) for item in items)
         case {"kind": str(kind), "fields": dict(items)}:
             return rebuild_object(kind, {key: decode_part(item, tensors) for key, item in items.items()})
-    raise ValueError(f"expected a number, a tensor of the file, a table or a known kind, but got {str(content)[:80]}")
+    raise ValueError(f"a part must be a number, a tensor of the file, a dict or a known kind, got {str(content)[:80]}")
 
 
 def rebuild_object(name: str, parts: dict[str, Any]) -> Any:
-    """A score, a mask or a bias of its parts, each of the type that its kind declares."""
+    """A score, mask or bias from its fields, whose types are checked against the class."""
     if name not in SAVED_CLASSES:
-        raise ValueError(f"expected one of the kinds {', '.join(SAVED_CLASSES)}, but got {name!r}")
+        raise ValueError(f"kind must be one of {', '.join(SAVED_CLASSES)}, got {name!r}")
     kind = SAVED_CLASSES[name]
     declared = get_type_hints(kind)
     if parts.keys() != {field.name for field in fields(kind)}:
-        raise ValueError(f"expected {name} with {[field.name for field in fields(kind)]}, but got {list(parts)}")
+        raise ValueError(f"{name} must have the fields {[field.name for field in fields(kind)]}, got {list(parts)}")
     for part, thing in parts.items():
         if not isinstance(thing, declared[part]) and not (isinstance(thing, int) and isinstance(0.0, declared[part])):
-            raise ValueError(f"expected {name}.{part} to be {declared[part]}, but got {type(thing).__name__}")
+            raise ValueError(f"{name}.{part} must be {declared[part]}, got {type(thing).__name__}")
     return kind(**parts)
 
 
 def map_tensors(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same thing with every tensor in it changed."""
+    """A copy of the object with `change` applied to every tensor in it."""
     if isinstance(thing, Tensor):
         return change(thing)
     if isinstance(thing, dict):
@@ -163,7 +166,7 @@ def map_tensors(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def checksum_tensors(tensors: dict[str, Tensor]) -> int:
-    """Tells damaged tensors; safetensors itself sees only a damaged header or a missing end."""
+    """A checksum that detects damaged tensors; safetensors itself detects only a damaged header or a missing end."""
     total = 0
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
@@ -172,8 +175,8 @@ def checksum_tensors(tensors: dict[str, Tensor]) -> int:
     return total
 
 
-def import_safetensors(what: str = "a file of weights", extra: str = "view") -> Any:
-    """The package; where it is missing, what needs it and the extra that brings it."""
+def import_safetensors(what: str = "a weights file", extra: str = "view") -> Any:
+    """The safetensors package; the ImportError names what needs it and the extra that installs it."""
     try:
         import safetensors.torch as package
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Tensors that follow from plain numbers and are the same in every call: made once."""
+"""Caches of tensors that follow from plain numbers and are the same in every call."""
 
 from __future__ import annotations
 
@@ -12,62 +12,61 @@ from foci.runtime.tracing import is_capturing_cuda_graph, is_inside_torch_func, 
 
 T = TypeVar("T")
 
-# How many kinds of calls are remembered. Lengths that never come again push all of them out now and then.
+# A full cache is cleared, so that lengths that never repeat do not accumulate.
 MAX_CACHED_TENSORS = 64
 STREAM_CACHE: dict[Hashable, Any] = {}
 PERMANENT_CACHE: dict[Hashable, Any] = {}
 
 
-def cache_per_stream(key: Hashable, beside: Tensor, make: Callable[[], T]) -> T:
-    """What was made for this key on the device of a tensor, or is now; for the stream in use, as no other one would
-    wait until it is there. A CUDA graph, which may outlive it, makes its own.
+def cache_per_stream(key: Hashable, like: Tensor, make: Callable[[], T]) -> T:
+    """The cached result of `make` for this key, on the device of `like` and its current stream.
+
+    Another stream would not wait until the result is computed. While a CUDA graph is captured, nothing is cached,
+    because the graph may outlive the cache.
     """
-    if bypasses_cache(beside) or is_capturing_cuda_graph(beside):
+    if bypasses_cache(like) or is_capturing_cuda_graph(like):
         return make()
-    device = beside.device
-    whole = key, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    found: T = get_or_make(STREAM_CACHE, MAX_CACHED_TENSORS, whole, lambda: make_outside_inference_mode(make))
-    return found
+    device = like.device
+    full_key = key, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    value: T = get_or_make(STREAM_CACHE, MAX_CACHED_TENSORS, full_key, lambda: make_outside_inference_mode(make))
+    return value
 
 
-def get_or_make(shelf: dict[Hashable, T], most: int, key: Hashable, make: Callable[[], T]) -> T:
-    """What is on the shelf, or is put there now; a full one is cleared before."""
-    found = shelf.get(key)
-    if found is None:
-        if len(shelf) >= most:
-            shelf.clear()
-        found = shelf[key] = make()
-    return found
+def get_or_make(cache: dict[Hashable, T], limit: int, key: Hashable, make: Callable[[], T]) -> T:
+    """The cached value of a key, made if missing; a cache with `limit` entries is cleared first."""
+    value = cache.get(key)
+    if value is None:
+        if len(cache) >= limit:
+            cache.clear()
+        value = cache[key] = make()
+    return value
 
 
-def cache_permanently(key: Hashable, beside: Tensor, make: Callable[[], T]) -> T:
-    """The same for the few small things that may stay for good, and that every stream and graph may read."""
-    if bypasses_cache(beside):
+def cache_permanently(key: Hashable, like: Tensor, make: Callable[[], T]) -> T:
+    """The cached result of `make`, never dropped, for all streams and CUDA graphs: for few and small tensors."""
+    if bypasses_cache(like):
         return make()
-    whole = key, beside.device
-    found: T | None = PERMANENT_CACHE.get(whole)
-    if found is None:
-        if is_capturing_cuda_graph(beside):
+    full_key = key, like.device
+    value: T | None = PERMANENT_CACHE.get(full_key)
+    if value is None:
+        if is_capturing_cuda_graph(like):
             return make()
-        found = make_outside_inference_mode(make)
-        if beside.is_cuda:
-            torch.cuda.current_stream(beside.device).synchronize()
-        PERMANENT_CACHE[whole] = found
-    return found
+        value = make_outside_inference_mode(make)
+        if like.is_cuda:
+            torch.cuda.current_stream(like.device).synchronize()
+        PERMANENT_CACHE[full_key] = value
+    return value
 
 
-def bypasses_cache(beside: Tensor) -> bool:
-    """Whether somebody looks on who must see how it is made: a compiler, a transform of torch.func, or a mode, whose
-    tensors may be of its own kind, or which counts on the same operations when a forward runs again.
+def bypasses_cache(like: Tensor) -> bool:
+    """Whether the tensors must be made in every call: inside a compiler, a torch.func transform or a dispatch mode.
+
+    A mode may use tensors of its own class, or rely on the same operations when a forward is recomputed.
     """
-    return (
-        is_traced(beside)
-        or is_inside_torch_func()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+    return is_traced(like) or is_inside_torch_func() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def make_outside_inference_mode(make: Callable[[], T]) -> T:
-    """A tensor that is made in inference mode could not be used in a later training step."""
+    """Calls `make` outside inference mode, whose tensors cannot be used in a later training step."""
     with torch.inference_mode(False):
         return make()

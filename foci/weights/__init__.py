@@ -1,1 +1,13 @@
-"""weights."""
+"""The attention matrix as a lazy operator.
+
+weights: `Weights`, which computes entries, products and statistics when they are requested.
+tensors: the tensors behind `Weights`, and the detection of in-place changes.
+indexing: parses an index of the matrix.
+slices: computes exact entries.
+products: products with the matrix and its transpose.
+grouping: parses groups of tokens.
+summary: `Top` and `Summary`, the results of several statistics.
+file: checks and rebuilds weights from a file.
+dense_attention: attention together with its whole matrix, for callers that need both at once.
+dense_attention_c: the same in compiled C, on a CPU.
+"""

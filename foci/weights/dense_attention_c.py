@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foci.arguments import Call
+from foci.backends.additive_cpu import PLAIN_TENSOR_TYPES
 from foci.backends.strips import LOG2_E
 from foci.biases import DenseBias
 from foci.gpu import mask_inputs
+from foci.gpu.launcher import KERNEL_DTYPES
 from foci.runtime import native
 from foci.runtime.tracing import is_traced
 from foci.scores import Dot
@@ -50,9 +52,9 @@ class DenseAttentionStruct(ctypes.Structure):
 def supports_call(call: Call) -> bool:
     """Whether the C kernel supports the call."""
     plain = type(call.score) is Dot and call.score.softcap is None and call.sink is None and not call.dropout
-    if not plain or call.q.device.type != "cpu" or call.q.dtype not in cpu_c.DTYPES or call.is_transformed:
+    if not plain or call.q.device.type != "cpu" or call.q.dtype not in KERNEL_DTYPES or call.is_transformed:
         return False
-    if is_traced(call.q) or any(type(tensor) not in cpu_c.PLAIN for tensor in (call.q, call.k, call.v)):
+    if is_traced(call.q) or any(type(tensor) not in PLAIN_TENSOR_TYPES for tensor in (call.q, call.k, call.v)):
         return False
     if call.bias is not None and not (isinstance(call.bias, DenseBias) and supports_bias(call.bias.entries)):
         return False
@@ -63,7 +65,7 @@ def supports_call(call: Call) -> bool:
 def supports_bias(entries: Tensor) -> bool:
     """Whether no finite entry is so low that the kernel would mask it."""
     finite_but_low = (entries < MIN_FINITE_LOGIT) & (entries > -torch.inf)
-    return type(entries) in cpu_c.PLAIN and not bool(finite_but_low.any())
+    return type(entries) in PLAIN_TENSOR_TYPES and not bool(finite_but_low.any())
 
 
 def compute_with_matrix_c(call: Call, average: bool) -> tuple[Tensor, Tensor]:

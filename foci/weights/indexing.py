@@ -1,4 +1,4 @@
-"""What an index of the lazy matrix names: sequences and heads, which leave it lazy, or queries and keys."""
+"""Parses an index of the lazy matrix: sequences and heads, which leave it lazy, and queries and keys."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AxisIndex:
-    """Chosen places along one axis; `dropped` where a single number was asked for, `listed` where a list was."""
+    """Indices along one axis; `dropped` for a single number, whose axis is removed; `is_list` for a list."""
 
     index: Tensor
     dropped: bool = False
-    listed: bool = False
+    is_list: bool = False
 
 
 def split_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What the index says of the leading axes, and of queries and keys: nothing where it does not name them.
+    """Splits an index into that of the leading axes and that of queries and keys, () if it does not name them.
 
     >>> split_index((0, slice(2)), (2, 4, 10, 10))
     ((0, slice(None, 2, None)), ())
@@ -28,31 +28,31 @@ def split_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], tu
     ((slice(None, None, None), slice(None, None, None)), (3, slice(None, None, None)))
     """
     index = index if isinstance(index, tuple) else (index,)
-    dots = [place for place, item in enumerate(index) if item is Ellipsis]
-    if len(dots) > 1 or len(index) - len(dots) > len(shape):
-        raise IndexError(f"weights {shape} take up to {len(shape)} indices and one ..., but got {index!r}")
-    place = dots[0] if dots else len(index)
-    before, after = index[:place], index[place + 1 :]
+    ellipses = [position for position, item in enumerate(index) if item is Ellipsis]
+    if len(ellipses) > 1 or len(index) - len(ellipses) > len(shape):
+        raise IndexError(f"index must be up to {len(shape)} indices and one ... for weights {shape}, got {index!r}")
+    split = ellipses[0] if ellipses else len(index)
+    before, after = index[:split], index[split + 1 :]
     leading = len(shape) - 2
-    whole = (*before, *(slice(None),) * (len(shape) - len(before) - len(after)), *after)
+    full = (*before, *(slice(None),) * (len(shape) - len(before) - len(after)), *after)
     named = len(before) > leading or len(after) > 0
-    return whole[:leading], whole[leading:] if named else ()
+    return full[:leading], full[leading:] if named else ()
 
 
 def parse_leading_index(item: Any, size: int) -> int | slice:
-    """An index of a batch or head axis, from 0 on."""
+    """An index of a batch or head axis; negative numbers count from the end."""
     item = to_int(item)
     if isinstance(item, slice):
         return check_slice(item)
     if isinstance(item, bool) or not isinstance(item, int):
-        raise TypeError(f"batch and head axes take whole numbers and slices, but got {item!r}")
+        raise TypeError(f"an index of a batch or head axis must be an integer or a slice, got {item!r}")
     if not -size <= item < size:
-        raise IndexError(f"a batch or head axis of size {size} takes {-size} to {size - 1}, but got {item}")
+        raise IndexError(f"an index of a batch or head axis must be from {-size} to {size - 1}, got {item}")
     return item % size
 
 
 def parse_axis_index(item: Any, size: int, name: str, device: torch.device) -> AxisIndex:
-    """An index of the query or key axis: a whole number, a slice, or a list of whole numbers."""
+    """An index of the query or key axis: an integer, a slice, or a list of integers."""
     item = to_int(item)
     if isinstance(item, slice):
         return AxisIndex(torch.arange(size, device=device)[check_slice(item)])
@@ -65,17 +65,17 @@ def parse_axis_index(item: Any, size: int, name: str, device: torch.device) -> A
     if index.dtype == torch.bool or index.is_floating_point() or index.is_complex() or index.dim() > 1:
         raise TypeError(axis_error(name, item))
     if not bool(((index >= -size) & (index < size)).all()):
-        raise IndexError(f"{name} indices go from {-size} to {size - 1}, but got {item!r}")
-    places = index.to(torch.int64).remainder(max(size, 1)).reshape(-1)
-    return AxisIndex(places, dropped=index.dim() == 0, listed=index.dim() == 1)
+        raise IndexError(f"{name} indices must be from {-size} to {size - 1}, got {item!r}")
+    indices = index.to(torch.int64).remainder(max(size, 1)).reshape(-1)
+    return AxisIndex(indices, dropped=index.dim() == 0, is_list=index.dim() == 1)
 
 
 def axis_error(name: str, item: Any) -> str:
-    return f"a {name} axis takes a whole number, a slice or a list of whole numbers, but got {item!r}"
+    return f"a {name} index must be an integer, a slice or a list of integers, got {item!r}"
 
 
 def to_int(item: Any) -> Any:
-    """Whole numbers of other libraries, and tensors of one, as Python's; anything else as it is."""
+    """Integers of other libraries and tensors with one integer as int; anything else unchanged."""
     if isinstance(item, bool) or (isinstance(item, Tensor) and (item.dim() > 0 or item.dtype == torch.bool)):
         return item
     try:
@@ -86,12 +86,12 @@ def to_int(item: Any) -> Any:
 
 def check_slice(item: slice) -> slice:
     if item.step is not None and item.step < 1:
-        raise ValueError(f"weights take slices with a step of 1 or more, but got {item!r}")
+        raise ValueError(f"a slice must have a step of 1 or more, got {item!r}")
     return item
 
 
 def to_slice(index: Tensor) -> slice | Tensor:
-    """The indices as a slice where they are evenly spaced, so that what they choose stays a view."""
+    """The indices as a slice if they are evenly spaced, so that the selection stays a view."""
     places = index.flatten().tolist()
     if not places:
         return slice(0, 0)

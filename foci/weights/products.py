@@ -1,6 +1,6 @@
-"""Products with the lazy matrix: W x is attention with other values, Wᵀ x adds up by key.
+"""Products with the lazy matrix: W x is attention with other values, Wᵀ x sums over the queries of each key.
 
-A product comes back in the dtype of x, and is computed in that of the softmax where x and the queries differ.
+A product has the dtype of x; it is computed in the dtype of the softmax if those of x and the query differ.
 
 B batch, H heads, G key heads, Tq queries, Tk keys, E width of x.
 """
@@ -46,7 +46,7 @@ def multiply_transposed(call: Call, lead: tuple[int, ...], x: Tensor, averaged: 
 
 
 def count_operand_heads(call: Call, x: Tensor, averaged: bool) -> int:
-    """How many heads x has: those of the keys, like the values, where heads that share a key head share it too."""
+    """The number of heads of x: like values, x may have one per key head, which its query heads share."""
     if averaged:
         return 1
     heads, kv_heads = call.q.shape[1], call.k.shape[1]
@@ -54,29 +54,29 @@ def count_operand_heads(call: Call, x: Tensor, averaged: bool) -> int:
 
 
 def expand_operand(x: Tensor, lead: tuple[int, ...], folded: tuple[int, int], name: str) -> Tensor:
-    """x expanded to the leading axes, and these folded to two: (B, heads, T, E)."""
+    """x expanded to the leading axes, which are folded to two: (B, heads, T, E)."""
     matrix = x.unsqueeze(-1) if x.dim() == 1 else x
     try:
         return matrix.expand(*lead, *matrix.shape[-2:]).reshape(*folded, *matrix.shape[-2:])
     except RuntimeError:
-        raise ValueError(f"{name} takes x whose leading axes expand to {lead}, but got {tuple(x.shape)}") from None
+        raise ValueError(f"x must have leading axes that expand to {lead} in {name}, got {tuple(x.shape)}") from None
 
 
 def check_operand(call: Call, x: Tensor, length: int, name: str) -> None:
-    """`name` tells on which side x stands, so where its length is; it comes here transposed."""
+    """Raises unless x fits; in a product that starts with x (`name`), x was transposed by the caller."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = f"a {x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} takes a float tensor, but got {got}")
+        raise TypeError(f"x must be a float tensor in {name}, got {got}")
     if x.device != call.q.device:
-        raise ValueError(f"{name} takes x on {call.q.device}, where the weights are, but got it on {x.device}")
+        raise ValueError(f"x must be on {call.q.device} like the weights in {name}, got {x.device}")
     if x.dim() == 0 or x.shape[-2 if x.dim() > 1 else -1] != length:
         left = name.startswith("x")
         expected = f"({length},) or (..., {f'E, {length}' if left else f'{length}, E'})"
         got = str(tuple(x.mT.shape if left and x.dim() > 1 else x.shape))
-        raise ValueError(f"{name} takes x of shape {expected}, but got {got}")
+        raise ValueError(f"x must have shape {expected} in {name}, got {got}")
 
 
 def reshape_product(out: Tensor, lead: tuple[int, ...], x: Tensor) -> Tensor:
-    """The product with the leading axes of the weights, as a vector where x is one, in its dtype."""
+    """The product with the leading axes of the weights and the dtype of x; a vector if x is one."""
     out = out.reshape(*lead, *out.shape[-2:]).to(x.dtype)
     return out.squeeze(-1) if x.dim() == 1 else out

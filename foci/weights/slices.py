@@ -1,4 +1,4 @@
-"""Exact entries of the attention matrix: some queries against some keys.
+"""Computes exact entries of the attention matrix, for some queries and some keys.
 
 B batch, H heads, R chosen queries, C chosen keys.
 """
@@ -16,16 +16,16 @@ from foci.masks.tile import Tile
 from foci.runtime.tracing import disable_autocast
 from foci.statistics.streaming import finite_lse
 
-# How many strips' worth of entries are computed at a time where nothing is kept of them but the result.
+# Without gradients only the result is kept, so that this many strips are computed at a time.
 STRIPS_PER_STEP = 16
 
-# A log-sum-exp beyond this has too few digits left to tell the weights of a row apart.
+# A larger log-sum-exp has too few digits left for the differences between the logits of a row.
 MAX_PRECISE_LSE = 1e4
 
 
 @disable_autocast
 def compute_entries(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
-    """(B, H, R, C): recomputed from q, k and the log-sum-exp; with gradients where they are on."""
+    """(B, H, R, C), recomputed from q, k and the log-sum-exp; differentiable if gradients are enabled."""
     shape = (call.q.shape[0], 1 if averaged else call.q.shape[1], rows.numel(), columns.numel())
     if 0 in shape:
         return call.q.new_zeros(shape, dtype=call.softmax_dtype)
@@ -34,12 +34,12 @@ def compute_entries(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, aver
         return torch.cat(
             [recompute_in_backward(call, entries_from_full_rows, call, part, columns, averaged) for part in some], dim=2
         )
-    found = call.q.new_empty(shape, dtype=call.softmax_dtype)
+    entries = call.q.new_empty(shape, dtype=call.softmax_dtype)
     start = 0
     for part in rows.split(count_rows_per_step(call, columns.numel(), STRIPS_PER_STEP)):
-        found[:, :, start : start + part.numel()] = entries_from_lse(call, lse, part, columns, averaged)
+        entries[:, :, start : start + part.numel()] = entries_from_lse(call, lse, part, columns, averaged)
         start += part.numel()
-    return found
+    return entries
 
 
 def count_rows_per_step(call: Call, width: int, strips: int) -> int:
@@ -49,7 +49,7 @@ def count_rows_per_step(call: Call, width: int, strips: int) -> int:
 def entries_from_lse(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
     lse = finite_lse(lse[:, :, rows])
     if isinstance(call.bias, DenseBias) and bool((lse.abs() > MAX_PRECISE_LSE).any()):
-        # Somebody masks with -1e9: whole rows still know what the log-sum-exp does not.
+        # A bias such as -1e9 was used as a mask: normalising the full row is exact where the log-sum-exp is not.
         return entries_from_full_rows(call, rows, columns, averaged)
     logits = reference.compute_logits(call, call.q[:, :, rows], call.k[:, :, columns], tile_at(call, rows, columns))
     weights = logits.sub_(lse.unsqueeze(-1)).exp_()
@@ -57,9 +57,9 @@ def entries_from_lse(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, ave
 
 
 def entries_from_full_rows(call: Call, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
-    """Normalised by themselves, so in the graph: a log-sum-exp from outside it would give wrong gradients."""
-    everything = torch.arange(call.k.shape[2], device=call.k.device)
-    logits = reference.compute_logits(call, call.q[:, :, rows], call.k, tile_at(call, rows, everything))
+    """Entries normalised by their own rows, inside the graph: a detached log-sum-exp would give wrong gradients."""
+    all_keys = torch.arange(call.k.shape[2], device=call.k.device)
+    logits = reference.compute_logits(call, call.q[:, :, rows], call.k, tile_at(call, rows, all_keys))
     weights, row_lse = reference.softmax_with_lse(logits)
     if call.sink is not None:
         weights = weights * torch.sigmoid(finite_lse(row_lse) - call.sink.to(row_lse.dtype).view(1, -1, 1)).unsqueeze(
@@ -70,13 +70,13 @@ def entries_from_full_rows(call: Call, rows: Tensor, columns: Tensor, averaged: 
 
 
 def tile_at(call: Call, rows: Tensor, columns: Tensor) -> Tile:
-    """Where chosen entries stand, contiguous or not."""
-    whole = call.full_tile()
+    """The tile of some rows and columns, which need not be contiguous."""
+    full = call.full_tile()
     return Tile(
-        whole.batch,
-        whole.head,
-        whole.query[:, :, rows],
-        whole.key[..., columns],
-        whole.query_position[:, :, rows],
-        whole.key_position[..., columns],
+        full.batch,
+        full.head,
+        full.query[:, :, rows],
+        full.key[..., columns],
+        full.query_position[:, :, rows],
+        full.key_position[..., columns],
     )

@@ -1,4 +1,4 @@
-"""What is said of an attention matrix at once: the heaviest keys, and all of its statistics."""
+"""Results of several tensors: `Top`, the heaviest keys, and `Summary`, all statistics of a matrix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Top(NamedTuple):
-    """The heaviest keys of each query, heaviest first; 0 and -1 where fewer are visible."""
+    """The heaviest keys of each query, heaviest first; value 0 and key -1 if fewer are visible."""
 
     values: Tensor
     keys: Tensor
@@ -17,7 +17,7 @@ class Top(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The statistics of an attention matrix, each as the method of `Weights` of the same name gives it."""
+    """The statistics of an attention matrix, each like the method of `Weights` with the same name."""
 
     entropy: Tensor
     received: Tensor

@@ -1,4 +1,4 @@
-"""What a lazy matrix holds: references, not copies, watched for changes."""
+"""The tensors behind `Weights`: references, not copies, and the detection of in-place changes."""
 
 from __future__ import annotations
 
@@ -17,51 +17,50 @@ from foci.runtime.safetensors_file import map_tensors
 from foci.runtime.tracing import is_traced
 from foci.scores import Dot
 
-# What makes the matrix, by its name in the call. The values are no part of it, nor are dropout and Shaw's value term.
+# The fields of a call that determine its matrix: not the values, dropout or Shaw's value term.
 MATRIX_FIELDS = ("q", "k", "score", "mask", "bias", "sink", "positions", "batch_ids", "head_ids")
 
-# What has no tensors inside: most scores and masks, and most of what the others are made of.
+# Types without tensors: most scores and masks, and most of their fields.
 TENSORLESS_TYPES = {type(None), bool, int, float, str, Dot, Causal, Window}
 
 
 class TrackedTensors:
-    """The tensors behind a `Weights`: says what they weigh, and refuses to go on when one of them was changed."""
+    """The tensors behind a `Weights`: counts their bytes and raises if one of them was changed since the call."""
 
     def __init__(self, call: Call, lse: Tensor) -> None:
         self.call, self.lse = call, lse
-        # A compiler keeps its own account of changes; fake tensors and those inside torch.func have no memory to watch.
-        watched = [] if is_traced(lse) or call.is_transformed else name_tensors(call, lse)
-        self._marks = [(name, tensor, fingerprint(tensor)) for name, tensor in watched]
+        # A compiler tracks changes itself; fake tensors and those inside torch.func have no memory to check.
+        tracked = [] if is_traced(lse) or call.is_transformed else name_tensors(call, lse)
+        self._fingerprints = [(name, tensor, fingerprint(tensor)) for name, tensor in tracked]
 
     def __getstate__(self) -> tuple[Call, Tensor]:
-        """Copies, pickled ones too, have tensors of their own, without a graph, and are watched from then on; what
-        cannot be computed any more is not copied.
-        """
+        """Copied and pickled weights get their own tensors without a graph; raises if a tensor was changed."""
         self.check()
-        own = map_tensors(select_matrix_fields(self.call), lambda tensor: tensor.detach().clone())
-        return replace(self.call, **own, v=own["k"]), self.lse.detach().clone()
+        copies = map_tensors(select_matrix_fields(self.call), lambda tensor: tensor.detach().clone())
+        return replace(self.call, **copies, v=copies["k"]), self.lse.detach().clone()
 
     def __setstate__(self, state: tuple[Call, Tensor]) -> None:
         TrackedTensors.__init__(self, *state)
 
     def check(self) -> None:
-        for name, tensor, was in self._marks:
-            if fingerprint(tensor) != was:
-                # What is freed lies nowhere, so that its address is another one, too.
+        """Raises RuntimeError if a tensor was changed, moved or freed since the call."""
+        for name, tensor, original in self._fingerprints:
+            if fingerprint(tensor) != original:
+                # A freed tensor has no address, so its fingerprint differs, too.
                 if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
-                    raise RuntimeError(f"the weights cannot be computed any more: {name} was freed since the call")
+                    raise RuntimeError(f"the weights can no longer be computed: {name} was freed since the call")
                 raise RuntimeError(
-                    f"the weights cannot be computed any more: {name} was changed or moved in place since the call"
-                    " (pass a clone to the call, or ask before changing it)"
+                    f"the weights can no longer be computed: {name} was changed in place or moved since the call"
+                    " (pass a clone to the call, or read the weights before changing it)"
                 )
 
     def fingerprint_of(self, tensor: Tensor) -> tuple[Any, ...]:
-        """The mark of one of the tensors when the weights were made."""
-        return next(was for _, held, was in self._marks if held is tensor)
+        """The fingerprint of one of the tensors when the weights were made."""
+        return next(original for _, tracked, original in self._fingerprints if tracked is tensor)
 
     @property
     def nbytes(self) -> int:
-        """Tensors that begin at one place in memory are counted once."""
+        """Bytes of the tensors; tensors that start at the same address are counted once."""
         bytes_by_address: dict[int, int] = {}
         for _, tensor in name_tensors(self.call, self.lse):
             bytes_by_address[memory_address(tensor)] = max(
@@ -71,12 +70,12 @@ class TrackedTensors:
 
 
 def drop_values(call: Call) -> Call:
-    """The part of a call that makes its matrix, so that the values are not kept alive.
+    """The call without its values, so that these are not kept alive.
 
-    Tensors of inference mode have no version, so a later change to them could not be seen: they are copied.
+    Inference tensors have no version counter, so that changes to them cannot be detected: they are copied.
     """
     bias = Relative(call.bias.keys) if isinstance(call.bias, Relative) else call.bias
-    # What `dataclasses.replace` does, without looking at each field.
+    # Faster than `dataclasses.replace`, which inspects each field.
     call = Call(
         call.q, call.k, call.k, call.sizes, call.score, call.mask, bias, call.sink, call.positions,
         needs_lse=call.needs_lse, batch_ids=call.batch_ids, head_ids=call.head_ids,
@@ -85,30 +84,30 @@ def drop_values(call: Call) -> Call:
         tensor.is_inference() for tensor in find_tensors(select_matrix_fields(call))
     ):
         return call
-    own = map_tensors(
+    copies = map_tensors(
         select_matrix_fields(call), lambda tensor: tensor.clone() if is_inference_tensor(tensor) else tensor
     )
-    return replace(call, **own, v=own["k"])
+    return replace(call, **copies, v=copies["k"])
 
 
 def select_matrix_fields(call: Call) -> dict[str, Any]:
-    """What makes the matrix, by name."""
+    """The fields of a call that determine its matrix, by name."""
     return {name: getattr(call, name) for name in MATRIX_FIELDS}
 
 
 def fingerprint(tensor: Tensor) -> tuple[Any, ...]:
-    """Changes when the tensor's content, place or shape does."""
+    """Version, address, shape and strides: changes when the content, address or shape of the tensor changes."""
     version = -1 if is_inference_tensor(tensor) else tensor._version
     return version, memory_address(tensor), tensor.shape, tensor.stride()
 
 
 def is_inference_tensor(tensor: Tensor) -> bool:
-    """Whether changes to it leave no trace."""
+    """Whether it is an inference tensor, whose changes cannot be detected."""
     return not torch.compiler.is_compiling() and tensor.is_inference()
 
 
 def memory_address(tensor: Tensor) -> int:
-    """Where it lies; what lies nowhere (a fake tensor, one inside torch.func) has a number of its own."""
+    """The address of the tensor; its id if it has no memory (a fake tensor, or one inside torch.func)."""
     if isinstance(tensor, FakeTensor):
         return id(tensor)
     try:
@@ -118,7 +117,7 @@ def memory_address(tensor: Tensor) -> int:
 
 
 def count_bytes(tensor: Tensor) -> int:
-    """The bytes that it reads; an expanded axis repeats the same ones."""
+    """Bytes of memory that the tensor covers; an expanded axis covers none."""
     size = tensor.element_size()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         size *= length if stride or not length else 1
@@ -126,16 +125,17 @@ def count_bytes(tensor: Tensor) -> int:
 
 
 def name_tensors(call: Call, lse: Tensor) -> list[tuple[str, Tensor]]:
-    found = [("the query", call.q), ("the key", call.k), ("the log-sum-exp", lse)]
+    """The tensors that determine the matrix, with their names for error messages."""
+    named = [("the query", call.q), ("the key", call.k), ("the log-sum-exp", lse)]
     parts = {"score": call.score, "mask": call.mask, "bias": call.bias, "positions": call.positions}
     for name, part in parts.items():
         if type(part) not in TENSORLESS_TYPES:
-            found += [(f"a tensor of the {name}", tensor) for tensor in find_tensors(part)]
-    return found if call.sink is None else [*found, ("the sink", call.sink)]
+            named += [(f"a tensor of the {name}", tensor) for tensor in find_tensors(part)]
+    return named if call.sink is None else [*named, ("the sink", call.sink)]
 
 
 def find_tensors(thing: Any) -> list[Tensor]:
-    """The tensors inside a score, a mask or a bias."""
+    """The tensors inside a score, mask or bias."""
     if type(thing) in TENSORLESS_TYPES:
         return []
     if isinstance(thing, Tensor):
@@ -145,6 +145,6 @@ def find_tensors(thing: Any) -> list[Tensor]:
     elif isinstance(thing, dict):
         parts = thing.values()
     else:
-        # What `dataclasses.fields` reads, without its checks: every call with weights asks several times.
+        # The attribute behind `dataclasses.fields`, without its checks: every call with weights reads it several times.
         parts = [getattr(thing, name) for name in getattr(thing, "__dataclass_fields__", ())]
     return [tensor for part in parts if type(part) not in TENSORLESS_TYPES for tensor in find_tensors(part)]

@@ -280,12 +280,12 @@ def test_the_same_mask_serves_calls_of_any_size() -> None:
 
 def test_a_mask_has_no_truth_value() -> None:
     """`causal and window(2)` would silently be the window alone."""
-    with pytest.raises(TypeError, match="joined by &"):
+    with pytest.raises(TypeError, match="combine masks by &"):
         _ = foci.causal and foci.window(2)
 
 
 def test_a_drawing_needs_something_to_draw() -> None:
-    with pytest.raises(ValueError, match="at least one query and one key, but got -1 and -1"):
+    with pytest.raises(ValueError, match="queries and keys must be 1 or more, got -1 and -1"):
         foci.causal.draw(-1)
 
 
@@ -331,5 +331,5 @@ def test_given_lengths_stay_on_their_device() -> None:
 
 
 def test_a_drawing_is_of_one_of_the_sequences() -> None:
-    with pytest.raises(ValueError, match="a drawing of 2 sequences takes one of them, but got batch=2"):
+    with pytest.raises(ValueError, match="batch must be below 2 and head 0 or more, got batch=2"):
         foci.padding([1, 2]).draw(3, batch=2)

@@ -121,7 +121,7 @@ def test_the_form_that_kernels_read() -> None:
     assert (tensor.shape, tensor.dtype) == ((2, 2, 2, 3), torch.int32)
     assert tensor.is_contiguous()
     assert tensor[1].tolist() == [[[0, 1, 2], [4, 4, 4]], [[6, 6, 6], [8, 9, 10]]]
-    assert two.of(torch.tensor([1])).tensor(CPU).tolist() == tensor[1:].tolist()
+    assert two.select_batches(torch.tensor([1])).to_tensor(CPU).tolist() == tensor[1:].tolist()
 
 
 MASKS: list[Mask] = [

@@ -51,7 +51,12 @@ def test_a_program_that_fails_leaves_it_as_it_was() -> None:
         assert stance() == "force_eager"
     with pytest.raises(ZeroDivisionError), disable_compile():
         _ = 1 // 0
-    assert (stance(), COMPILE_SWITCH.blocks, COMPILE_SWITCH.programs, COMPILE_SWITCH.off) == ("default", 0, 0, None)
+    assert (stance(), COMPILE_SWITCH.blocks, COMPILE_SWITCH.compiled_calls, COMPILE_SWITCH.stance) == (
+        "default",
+        0,
+        0,
+        None,
+    )
 
 
 def test_a_block_that_closes_while_a_program_runs_on_another_thread() -> None:
@@ -62,7 +67,7 @@ def test_a_block_that_closes_while_a_program_runs_on_another_thread() -> None:
         thread.start()
         thread.join()
         assert stance() == "default"
-    assert (stance(), COMPILE_SWITCH.off) == ("default", None)
+    assert (stance(), COMPILE_SWITCH.stance) == ("default", None)
 
 
 def test_what_a_caller_switched_off_stays_off(was_compiled: Callable[[], bool]) -> None:
@@ -86,4 +91,4 @@ def test_a_block_inside_of_a_compiled_function_counts_for_nothing() -> None:
 
     with pytest.raises(Exception, match=r"set_stance|uncompiled"):
         run(torch.ones(2))
-    assert (stance(), COMPILE_SWITCH.blocks, COMPILE_SWITCH.off) == ("default", 0, None)
+    assert (stance(), COMPILE_SWITCH.blocks, COMPILE_SWITCH.stance) == ("default", 0, None)

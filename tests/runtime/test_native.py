@@ -85,7 +85,7 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("named", "reason"),
-    [("none", "FOCI_CC=none asks for no compiler"), ("nocc", "no C compiler was found: looked for nocc")],
+    [("none", "FOCI_CC=none disables the C compiler"), ("nocc", "no C compiler was found: looked for nocc")],
 )
 def test_a_named_compiler_is_the_only_one(named: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOCI_CC", named)
@@ -97,7 +97,10 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, cache: Path, monkeypa
     broken.write_text("#!/bin/sh\necho 'statistics.c:1: error: this is no C' >&2\nexit 1\n")
     broken.chmod(0o700)
     monkeypatch.setenv("FOCI_CC", str(broken))
-    assert native.why_unavailable("statistics") == f"{broken} could not compile statistics.c: statistics.c:1: error: this is no C"
+    assert (
+        native.why_unavailable("statistics")
+        == f"{broken} could not compile statistics.c: statistics.c:1: error: this is no C"
+    )
     assert list(cache.iterdir()) == []
 
 
@@ -146,7 +149,10 @@ def test_a_library_that_others_can_write_to_is_built_again(sources: Path) -> Non
 @needs_compiler
 def test_the_processors_modes_stay_as_they_are() -> None:
     """Flags like -ffast-math make a library flush small numbers to 0 in the whole process."""
-    code = "import torch; from foci.runtime import native; native.load_library('statistics'); print(torch.tensor(1e-40) * 1 > 0)"
+    code = (
+        "import torch; from foci.runtime import native; native.load_library('statistics');"
+        " print(torch.tensor(1e-40) * 1 > 0)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "tensor(True)"
 

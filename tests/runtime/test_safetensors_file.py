@@ -84,7 +84,7 @@ def test_gradients_are_not_saved(tmp_path: Path) -> None:
 def test_code_is_not_saved(mask: Mask, tmp_path: Path) -> None:
     weights = lazy(matrices.qkv() | {"mask": mask})
     with pytest.raises(
-        TypeError, match=r"mask_function\(odd\) cannot be saved: a file holds no code, expected .* foci's own"
+        TypeError, match=r"mask_function\(odd\) cannot be saved, because a file holds no code: use foci's own"
     ):
         weights.save(tmp_path / "w")
     assert list(tmp_path.iterdir()) == []
@@ -122,7 +122,7 @@ def test_a_file_that_may_not_be_read_is_not_called_missing(tmp_path: Path) -> No
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"the folder of .*w must be there to save into it, but .*none is not"):
+    with pytest.raises(FileNotFoundError, match=r"none must be an existing directory to save w"):
         lazy(CASES["causal"]()).save(tmp_path / "none" / "w")
 
 
@@ -138,27 +138,30 @@ def test_packed_and_unpacked() -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "an unknown kind": ({"kind": "FromFunction", "fields": {}}, "one of the kinds Dot, .* but got 'FromFunction'"),
-    "a kind of another module": ({"kind": "os.system", "fields": {}}, "but got 'os.system'"),
-    "a missing tensor": ({"tensor": "gone"}, "a tensor of the file, .* but got {'tensor': 'gone'}"),
-    "a list": ([1, 2], r"a known kind, but got \[1, 2\]"),
-    "an unknown form": ({"code": "print(1)"}, "a known kind, but got {'code'"),
+    "an unknown kind": ({"kind": "MaskFunction", "fields": {}}, "kind must be one of Dot, .*, got 'MaskFunction'"),
+    "a kind of another module": ({"kind": "os.system", "fields": {}}, "got 'os.system'"),
+    "a missing tensor": ({"tensor": "gone"}, "a tensor of the file, .*, got {'tensor': 'gone'}"),
+    "a list": ([1, 2], r"a known kind, got \[1, 2\]"),
+    "an unknown form": ({"code": "print(1)"}, "a known kind, got {'code'"),
     "a missing field": (
         {"kind": "Window", "fields": {"left": 1}},
-        r"Window with \['left', 'right'\], but got \['left'\]",
+        r"Window must have the fields \['left', 'right'\], got \['left'\]",
     ),
-    "a foreign field": ({"kind": "Prefix", "fields": {"length": 1, "x": 1}}, r"Prefix with \['length'\], but got"),
-    "a word for a number": ({"kind": "Prefix", "fields": {"length": "9"}}, "Prefix.length to be .*int.*, but got str"),
+    "a foreign field": (
+        {"kind": "Prefix", "fields": {"length": 1, "x": 1}},
+        r"Prefix must have the fields \['length'\], got",
+    ),
+    "a word for a number": ({"kind": "Prefix", "fields": {"length": "9"}}, "Prefix.length must be .*int.*, got str"),
     "a number for a tensor": (
         {"kind": "DenseMask", "fields": {"entries": 1}},
-        "Entries.entries to be .*Tensor.*, but got int",
+        "DenseMask.entries must be .*Tensor.*, got int",
     ),
-    "a number out of range": ({"kind": "Prefix", "fields": {"length": -1}}, "prefix takes a whole number >= 0"),
+    "a number out of range": ({"kind": "Prefix", "fields": {"length": -1}}, "length must be an int >= 0"),
     "a bias for a mask": (
         {"kind": "Complement", "fields": {"mask": {"kind": "ALiBi", "fields": {"slopes": None}}}},
-        "Opposite.mask to be .*Mask.*, but got ALiBi",
+        "Complement.mask must be .*Mask.*, got ALiBi",
     ),
-    "an infinite scale": ({"kind": "Dot", "fields": {"scale": float("inf"), "softcap": None}}, "finite scale or None"),
+    "an infinite scale": ({"kind": "Dot", "fields": {"scale": float("inf"), "softcap": None}}, "finite number or None"),
 }
 
 
@@ -172,6 +175,6 @@ def test_what_is_no_known_thing_is_refused(case: str) -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(
-        ImportError, match=r"^a file of weights needs safetensors, which is not installed: pip install 'foci\[view\]'$"
+        ImportError, match=r"^a weights file needs safetensors, which is not installed: pip install 'foci\[view\]'$"
     ):
         safetensors_file.import_safetensors()

@@ -104,5 +104,5 @@ def test_no_keys_and_no_queries() -> None:
 
 
 def test_inputs_without_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"takes \(B, H, T, D\), but got a query \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"query must be \(B, H, T, D\), got \(3, 4\)"):
         attention_with_matrix(*[torch.zeros(3, 4)] * 3)

@@ -48,110 +48,122 @@ CAUSAL = {"kind": "Causal", "fields": {"offset": None}}
 SINK, PADDED, PLACED, SHAW = "sink and bias, empty rows", "padding, empty rows", "positions", "relative"
 WRONG: dict[str, tuple[str, Change, str]] = {
     "nothing changed by the test": ("plain", lambda parts, tensors: None, ""),
-    "a part is missing": ("plain", lambda parts, tensors: parts.pop("score"), r"the parts \[.*'score'.*\], but got"),
-    "a part too many": ("plain", set_part("code", "import os"), r"but got \[.*'code'"),
-    "no queries": ("plain", set_part("q", None), "tensors q and k, but got NoneType, Tensor"),
-    "queries of a word": ("plain", set_part("q", "abc"), "tensors q and k, but got str, Tensor"),
-    "whole queries": ("plain", set_tensor("q", Tensor.long), "one float dtype, but got torch.int64 and torch.float64"),
-    "two dtypes": ("plain", set_tensor("k", Tensor.float), "one float dtype, but got torch.float64 and torch.float32"),
-    "three axes": ("plain", set_tensor("q", lambda q: q[0]), r"q \(B, H, Tq, D\) and k .* but got \(4, 11, 6\)"),
-    "another batch": ("plain", set_tensor("k", lambda k: k[:1]), r"but got \(2, 4, 11, 6\) and \(1, 4, 17, 6\)"),
-    "another width": ("plain", set_tensor("k", lambda k: k[..., :5]), "query has 6 and key has 5"),
-    "heads that do not divide": ("plain", set_tensor("k", lambda k: k[:, :3]), "but got 4 and 3"),
-    "fewer queries": ("plain", set_tensor("q", lambda q: q[:, :, :9]), r"9 queries and 17 keys, but got \(11, 17\)"),
-    "an sizes of words": ("plain", set_part("sizes", {"tuple": ["a", 1, 2, 3]}), "whole numbers for batch and heads"),
-    "an sizes of three": ("plain", set_part("sizes", {"tuple": [1, 2, 3]}), r"four sizes, but got \(1, 2, 3\)"),
-    "an infinite sizes": ("plain", set_part("sizes", {"tuple": [{"tuple": [2.0]}, 4, 11, 17]}), "whole numbers"),
+    "a part is missing": (
+        "plain",
+        lambda parts, tensors: parts.pop("score"),
+        r"the parts must be \[.*'score'.*\], got",
+    ),
+    "a part too many": ("plain", set_part("code", "import os"), r"got \[.*'code'"),
+    "no queries": ("plain", set_part("q", None), "q and k must be tensors, got NoneType and Tensor"),
+    "queries of a word": ("plain", set_part("q", "abc"), "q and k must be tensors, got str and Tensor"),
+    "whole queries": ("plain", set_tensor("q", Tensor.long), "one float dtype, got torch.int64 and torch.float64"),
+    "two dtypes": ("plain", set_tensor("k", Tensor.float), "one float dtype, got torch.float64 and torch.float32"),
+    "three axes": ("plain", set_tensor("q", lambda q: q[0]), r"must be \(B, H, Tq, D\) and .*, got \(4, 11, 6\)"),
+    "another batch": ("plain", set_tensor("k", lambda k: k[:1]), r"got \(2, 4, 11, 6\) and \(1, 4, 17, 6\)"),
+    "another width": ("plain", set_tensor("k", lambda k: k[..., :5]), "one width for Dot, got 6 and 5"),
+    "heads that do not divide": ("plain", set_tensor("k", lambda k: k[:, :3]), "got 4 and 3"),
+    "fewer queries": (
+        "plain",
+        set_tensor("q", lambda q: q[:, :, :9]),
+        r"queries and keys must be \(9, 17\), got \(11, 17\)",
+    ),
+    "sizes of words": ("plain", set_part("sizes", {"tuple": ["a", 1, 2, 3]}), "batch and heads must be integers"),
+    "three sizes": ("plain", set_part("sizes", {"tuple": [1, 2, 3]}), r"sizes must be a tuple of 4, got \(1, 2, 3\)"),
+    "a float size": ("plain", set_part("sizes", {"tuple": [{"tuple": [2.0]}, 4, 11, 17]}), "must be integers"),
     "more sequences than there are": (
         "plain",
         set_part("sizes", {"tuple": [{"tuple": [3]}, 4, 11, 17]}),
-        "3 of them without batch_ids, but got 2",
+        "the count without batch_ids must be 3, got 2",
     ),
-    "no log-sum-exp": ("plain", set_part("lse", None), r"lse \(2, 4, 11\), but got NoneType"),
+    "no log-sum-exp": ("plain", set_part("lse", None), r"lse must be \(2, 4, 11\), got NoneType"),
     "a short log-sum-exp": (
         "plain",
         set_tensor("lse", lambda lse: lse[..., 1:]),
-        r"lse \(2, 4, 11\), but got \(2, 4, 10\)",
+        r"lse must be \(2, 4, 11\), got \(2, 4, 10\)",
     ),
-    "a narrow log-sum-exp": ("plain", set_tensor("lse", Tensor.float), "lse in torch.float64, but got torch.float32"),
+    "a narrow log-sum-exp": ("plain", set_tensor("lse", Tensor.float), "lse must be torch.float64, got torch.float32"),
     "batch axes of another size": (
         "plain",
         set_part("batch", {"tuple": [3]}),
-        r"batch axes of 2 sequences, but got \(3,\)",
+        r"batch must be axes of 2 sequences, got \(3,\)",
     ),
-    "negative batch axes": ("plain", set_part("batch", {"tuple": [-1, -2]}), r"but got \(-1, -2\)"),
-    "headed by a number": ("plain", set_part("headed", 1), r"true or false, but got \(1, False\)"),
+    "negative batch axes": ("plain", set_part("batch", {"tuple": [-1, -2]}), r"got \(-1, -2\)"),
+    "headed by a number": ("plain", set_part("headed", 1), r"must be bools, got \(1, False\)"),
     "no head axis for four heads": (
         "plain",
         set_part("headed", False),
-        "one head where there is no head axis, but got 4",
+        "the number of heads without a head axis must be 1, got 4",
     ),
-    "an average with heads": ("plain", set_part("averaged", True), "an average without heads"),
-    "no group": ("plain", set_part("group", 0), "a group of 1 or more heads, but got 0"),
-    "a score that is a number": ("plain", set_part("score", 3), "a score, but got 3"),
-    "a mask for a score": ("plain", set_part("score", CAUSAL), "a score, but got causal"),
+    "an average with heads": ("plain", set_part("averaged", True), "averaged weights must be without a head axis"),
+    "no group": ("plain", set_part("group", 0), "group must be 1 or more heads, got 0"),
+    "a score that is a number": ("plain", set_part("score", 3), "score must be a Score, got 3"),
+    "a mask for a score": ("plain", set_part("score", CAUSAL), "score must be a Score, got causal"),
     "an unknown score": (
         "plain",
         set_part("score", {"kind": "Evil", "fields": {}}),
-        "one of the kinds .* but got 'Evil'",
+        "kind must be one of .*, got 'Evil'",
     ),
     "a short score": (
         "additive",
         set_tensor("score.weight", lambda w: w[:, :5]),
-        r"Additive weight .* but got .* \(4, 5\)",
+        r"weight must be .*, got .* \(4, 5\)",
     ),
     "whole numbers in a score": (
         "general",
         set_tensor("score.matrix", Tensor.long),
-        "General matrix must be a float tensor",
+        "matrix must be a float tensor",
     ),
     "a score for a mask": (
         "plain",
         set_part("mask", {"kind": "Dot", "fields": {"scale": 1.0, "softcap": None}}),
-        "a mask or",
+        "a Mask or",
     ),
-    "a mask of numbers": ("bool row", set_tensor("mask.entries", Tensor.float), "a bool mask, but got torch.float32"),
+    "a mask of numbers": (
+        "bool row",
+        set_tensor("mask.entries", Tensor.float),
+        "a dense mask must be bool, got torch.float32",
+    ),
     "a mask of another size": ("bool row", set_tensor("mask.entries", lambda m: m[..., :9]), "mask must broadcast to"),
     "lengths beyond the keys": (
         PADDED,
         set_tensor("mask.lengths", lambda n: n + 9),
-        "between 0 and the 17 keys, but got",
+        "must be from 0 to the 17 keys, got",
     ),
     "fractions of lengths": (
         PADDED,
         set_tensor("mask.lengths", Tensor.double),
-        "whole numbers in a mask, but got torch.float64",
+        "the tensors of a mask must be integers, got torch.float64",
     ),
-    "one length for two": (PADDED, set_tensor("mask.lengths", lambda n: n[:1]), "one length per sequence"),
-    "the middle side": (PADDED, set_field("mask", "side", "middle"), "side 'left' or 'right', but got 'middle'"),
+    "one length for two": (PADDED, set_tensor("mask.lengths", lambda n: n[:1]), "one entry per sequence"),
+    "the middle side": (PADDED, set_field("mask", "side", "middle"), "side must be 'left' or 'right', got 'middle'"),
     "documents of another length": (
         "documents, empty rows",
         set_tensor("mask.query_ids", lambda ids: ids[:, :5]),
-        "documents query_ids must have shape",
+        "query_ids must have shape",
     ),
-    "a mask for a bias": ("plain", set_part("bias", CAUSAL), "a bias or None, but got causal"),
+    "a mask for a bias": ("plain", set_part("bias", CAUSAL), "bias must be a Bias or None, got causal"),
     "a bias of another size": (SINK, set_tensor("bias.entries", lambda b: b[:, :3]), "bias must broadcast to"),
     "a bias of whole numbers": (
         SINK,
         set_tensor("bias.entries", Tensor.bool),
-        "a bias of float tensors, but got torch.bool",
+        "the tensors of a bias must be floats, got torch.bool",
     ),
-    "an even table": (SHAW, set_tensor("bias.keys", lambda t: t[:, 1:]), r"2 clip \+ 1 rows, but got .*\(4, 6, 6\)"),
+    "an even table": (SHAW, set_tensor("bias.keys", lambda t: t[:, 1:]), r"2 clip \+ 1 rows, got .*\(4, 6, 6\)"),
     "slopes of other heads": (
         "one key head",
         set_tensor("bias.slopes", lambda s: s[:3]),
-        r"ALiBi slopes must be .* \(4,\), but got",
+        r"slopes must be .* \(4,\), got",
     ),
     "a sink of other heads": (
         SINK,
         set_tensor("sink", lambda s: s[:3]),
-        r"shape \(4,\), one logit per head, but got .* \(3,\)",
+        r"shape \(4,\), one logit per head, got .* \(3,\)",
     ),
-    "a sink of words": (SINK, set_part("sink", "sink"), r"one logit per head, but got str"),
+    "a sink of words": (SINK, set_part("sink", "sink"), r"one logit per head, got str"),
     "a sink without heads": (
         "no heads",
         set_part("sink", {"tensor": "lse"}),
-        "sink is per head, but these inputs have no",
+        "for a sink, which is per head, got",
     ),
     "one position": (PLACED, set_part("positions", {"tuple": [{"tensor": "positions.0"}]}), "positions must be a pair"),
     "fractions of positions": (
@@ -170,7 +182,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
             parts.__setitem__("batch_ids", {"tensor": "ids"}),
             tensors.__setitem__("ids", torch.tensor([0, 7])),
         ),
-        r"batch_ids from 0 to 1, but got \[0, 7\]",
+        r"batch_ids must be from 0 to 1, got \[0, 7\]",
     ),
     "heads that are fractions": (
         "plain",
@@ -178,7 +190,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
             parts.__setitem__("head_ids", {"tensor": "ids"}),
             tensors.__setitem__("ids", torch.ones(4)),
         ),
-        r"head_ids int64 \(4,\), but got torch.float32",
+        r"head_ids must be int64 \(4,\), got torch.float32",
     ),
 }
 
@@ -190,7 +202,7 @@ def test_a_file_whose_parts_do_not_fit_is_refused(case: str, tmp_path: Path) -> 
     if not message:
         assert foci.Weights.load(path).shape == (2, 4, 11, 17)
         return
-    with pytest.raises(ValueError, match=f"w is not a whole file of foci weights: .*{message}"):
+    with pytest.raises(ValueError, match=f"w is not a valid weights file: .*{message}"):
         foci.Weights.load(path)
 
 
@@ -200,12 +212,12 @@ def written(path: Path, content: Any, tensors: dict[str, Tensor] | None = None) 
 
 
 FOREIGN: dict[str, tuple[dict[str, str] | None, str]] = {
-    "no metadata": (None, "an entry 'foci' in its metadata, but it has none"),
-    "other metadata": ({"format": "pt"}, "an entry 'foci' in its metadata"),
+    "no metadata": (None, "the metadata must have an entry 'foci', got none"),
+    "other metadata": ({"format": "pt"}, "the metadata must have an entry 'foci'"),
     "no JSON": ({"foci": "not json"}, "Expecting value"),
-    "JSON of a number": ({"foci": "3"}, "the format 'foci.weights/1', but got 3"),
-    "another format": ({"foci": '{"format": "foci.weights/9"}'}, "'foci.weights/1', but got 'foci.weights/9'"),
-    "no content": ({"foci": '{"format": "foci.weights/1"}'}, "a table of parts, but got NoneType"),
+    "JSON of a number": ({"foci": "3"}, "the format must be 'foci.weights/1', got 3"),
+    "another format": ({"foci": '{"format": "foci.weights/9"}'}, "'foci.weights/1', got 'foci.weights/9'"),
+    "no content": ({"foci": '{"format": "foci.weights/1"}'}, "a dict of parts, got NoneType"),
     "content without end": ({"foci": "[" * 100_000}, "recursion"),
 }
 
@@ -213,7 +225,7 @@ FOREIGN: dict[str, tuple[dict[str, str] | None, str]] = {
 @pytest.mark.parametrize("case", FOREIGN)
 def test_a_file_of_something_else_is_refused(case: str, tmp_path: Path) -> None:
     metadata, message = FOREIGN[case]
-    with pytest.raises(ValueError, match=f"w is not a whole file of foci weights: .*{message}"):
+    with pytest.raises(ValueError, match=f"w is not a valid weights file: .*{message}"):
         foci.Weights.load(written(tmp_path / "w", metadata))
 
 
@@ -224,7 +236,7 @@ def test_a_file_of_something_else_is_refused(case: str, tmp_path: Path) -> None:
 )
 def test_bytes_that_are_no_safetensors_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(content)
-    with pytest.raises(ValueError, match="w is not a whole file of foci weights"):
+    with pytest.raises(ValueError, match="w is not a valid weights file"):
         foci.Weights.load(tmp_path / "w")
 
 
@@ -233,7 +245,7 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
     content = (tmp_path / "whole").read_bytes()
     for size in {*range(0, len(content), len(content) // 40), len(content) - 1}:
         (tmp_path / "w").write_bytes(content[:size])
-        with pytest.raises(ValueError, match="is not a whole file of foci weights"):
+        with pytest.raises(ValueError, match="is not a valid weights file"):
             foci.Weights.load(tmp_path / "w")
 
 
@@ -256,7 +268,7 @@ def loaded_or_none(path: Path) -> foci.Weights | None:
     try:
         return foci.Weights.load(path)
     except ValueError as error:
-        if "is not a whole file of foci weights" not in str(error):
+        if "is not a valid weights file" not in str(error):
             raise
         return None
 
@@ -283,6 +295,6 @@ def test_a_mask_in_a_mask_without_end_is_refused(tmp_path: Path) -> None:
 def test_the_file_may_not_name_more_than_it_holds(tmp_path: Path) -> None:
     """A small file cannot make its reader allocate a large matrix."""
     path = rewritten(tmp_path / "w", "plain", set_part("sizes", {"tuple": [{"tuple": [2**40]}, 4, 11, 17]}))
-    with pytest.raises(ValueError, match="without batch_ids, but got 2"):
+    with pytest.raises(ValueError, match=r"the count without batch_ids must be .*, got 2"):
         foci.Weights.load(path)
     assert path.stat().st_size < 100_000

@@ -38,7 +38,7 @@ def test_an_index_means_what_it_means_to_a_tensor(case: str, before: list[Any], 
     weights, true = MATRICES[case]
     index = (*before, ..., *after) if dots else tuple(before)
     if len(index) - dots > true.dim():
-        with pytest.raises(IndexError, match="take up to"):
+        with pytest.raises(IndexError, match="must be up to"):
             weights[index]
         return
     found = weights[index]
@@ -103,24 +103,28 @@ def test_lists_of_queries_or_keys(places: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "a sequence too far": (2, IndexError, "size 2 takes -2 to 1, but got 2"),
-    "a head too far back": ((0, -5), IndexError, "size 4 takes -4 to 3, but got -5"),
-    "a query too far": ((..., 11, slice(None)), IndexError, "query indices go from -11 to 10, but got 11"),
-    "a key too far": ((..., [3, 17]), IndexError, r"key indices go from -17 to 16, but got \[3, 17\]"),
-    "an axis too many": ((0, 0, 0, 0, 0), IndexError, r"weights \(2, 4, 11, 17\) take up to 4 indices"),
-    "dots twice": ((..., 0, ...), IndexError, "and one ..., but got"),
-    "a list of heads": ((slice(None), [0, 1]), TypeError, r"take whole numbers and slices, but got \[0, 1\]"),
-    "a tensor of sequences": (torch.tensor([0, 1]), TypeError, "whole numbers and slices, but got tensor"),
-    "nothing": (None, TypeError, "whole numbers and slices, but got None"),
-    "true": (True, TypeError, "whole numbers and slices, but got True"),
-    "a new axis": ((..., None), TypeError, "a key axis takes a whole number, a slice or a list"),
-    "a word": ((..., "three"), TypeError, "a key axis takes .* but got 'three'"),
-    "a fraction": ((..., 1.5, 0), TypeError, "a query axis takes .* but got 1.5"),
-    "a mask": ((..., [True, False]), TypeError, "a key axis takes .* but got"),
-    "a table": ((..., [[0, 1]]), TypeError, "a key axis takes .* but got"),
-    "backwards": ((..., slice(None, None, -1)), ValueError, "a step of 1 or more, but got"),
-    "heads backwards": ((0, slice(None, None, -1)), ValueError, "a step of 1 or more, but got"),
-    "two lists": ((..., [0, 1], [2, 3]), IndexError, r"a list on one axis, .* but got \[0, 1\] and \[2, 3\]"),
+    "a sequence too far": (2, IndexError, "head axis must be from -2 to 1, got 2"),
+    "a head too far back": ((0, -5), IndexError, "head axis must be from -4 to 3, got -5"),
+    "a query too far": ((..., 11, slice(None)), IndexError, "query indices must be from -11 to 10, got 11"),
+    "a key too far": ((..., [3, 17]), IndexError, r"key indices must be from -17 to 16, got \[3, 17\]"),
+    "an axis too many": ((0, 0, 0, 0, 0), IndexError, r"index must be up to 4 indices .* weights \(2, 4, 11, 17\)"),
+    "dots twice": ((..., 0, ...), IndexError, "and one ... for weights .*, got"),
+    "a list of heads": ((slice(None), [0, 1]), TypeError, r"an integer or a slice, got \[0, 1\]"),
+    "a tensor of sequences": (torch.tensor([0, 1]), TypeError, "an integer or a slice, got tensor"),
+    "nothing": (None, TypeError, "an integer or a slice, got None"),
+    "true": (True, TypeError, "an integer or a slice, got True"),
+    "a new axis": ((..., None), TypeError, "a key index must be an integer, a slice or a list"),
+    "a word": ((..., "three"), TypeError, "a key index must be .*, got 'three'"),
+    "a fraction": ((..., 1.5, 0), TypeError, "a query index must be .*, got 1.5"),
+    "a mask": ((..., [True, False]), TypeError, "a key index must be .*, got"),
+    "a table": ((..., [[0, 1]]), TypeError, "a key index must be .*, got"),
+    "backwards": ((..., slice(None, None, -1)), ValueError, "a step of 1 or more, got"),
+    "heads backwards": ((0, slice(None, None, -1)), ValueError, "a step of 1 or more, got"),
+    "two lists": (
+        (..., [0, 1], [2, 3]),
+        IndexError,
+        r"only one of the query and key indices must be a list, got \[0, 1\] and \[2, 3\]",
+    ),
 }
 
 

@@ -100,41 +100,49 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "too few rows": (
         lambda w: w @ torch.ones(16, 2),
         ValueError,
-        r"W @ x takes x of shape \(17,\) or \(..., 17, E\), but",
+        r"x must have shape \(17,\) or \(..., 17, E\) in W @ x, got",
     ),
-    "a short vector": (lambda w: w @ torch.ones(16), ValueError, r"\(17,\) or \(..., 17, E\), but got \(16,\)"),
-    "a number": (lambda w: w @ torch.tensor(1.0), ValueError, r"\(17,\) or \(..., 17, E\), but got \(\)"),
+    "a short vector": (lambda w: w @ torch.ones(16), ValueError, r"\(17,\) or \(..., 17, E\) in W @ x, got \(16,\)"),
+    "a number": (lambda w: w @ torch.tensor(1.0), ValueError, r"\(17,\) or \(..., 17, E\) in W @ x, got \(\)"),
     "keys for queries": (
         lambda w: w.T @ torch.ones(17, 2),
         ValueError,
-        r"W.T @ x takes x .*, 11, E\), but got \(17, 2\)",
+        r"x must have .*, 11, E\) in W.T @ x, got \(17, 2\)",
     ),
-    "from the left": (lambda w: torch.ones(2, 17) @ w, ValueError, r"x @ W takes x .* E, 11\), but got \(2, 17\)"),
+    "from the left": (lambda w: torch.ones(2, 17) @ w, ValueError, r"x must have .* E, 11\) in x @ W, got \(2, 17\)"),
     "left of the other": (
         lambda w: torch.ones(2, 11) @ w.T,
         ValueError,
-        r"x @ W.T takes x .* E, 17\), but got \(2, 11\)",
+        r"x must have .* E, 17\) in x @ W.T, got \(2, 11\)",
     ),
     "other heads": (
         lambda w: w @ torch.ones(3, 17, 2),
         ValueError,
-        r"leading axes expand to \(2, 4\), but got \(3, 17, 2\)",
+        r"leading axes that expand to \(2, 4\) in W @ x, got \(3, 17, 2\)",
     ),
     "more axes": (
         lambda w: w @ torch.ones(5, 1, 1, 17, 2),
         ValueError,
-        r"expand to \(2, 4\), but got \(5, 1, 1, 17, 2\)",
+        r"expand to \(2, 4\) in W @ x, got \(5, 1, 1, 17, 2\)",
     ),
     "whole numbers": (
         lambda w: w @ torch.ones(17, dtype=torch.int64),
         TypeError,
-        "takes a float tensor, but got a torch.int64",
+        "x must be a float tensor in W @ x, got a torch.int64",
     ),
-    "an array": (lambda w: w @ np.ones(17), TypeError, "takes a float tensor, but got ndarray"),
-    "itself": (lambda w: w @ w.T, TypeError, "takes a float tensor, but got Transposed"),
-    "elsewhere": (lambda w: w @ torch.ones(17, device="meta"), ValueError, "takes x on cpu, .* but got it on meta"),
-    "mm": (lambda w: torch.mm(w, torch.ones(17, 2)), TypeError, "mm takes tensors, but got lazy weights"),
-    "an out": (lambda w: torch.matmul(w, torch.ones(17), out=torch.ones(1)), TypeError, "matmul takes tensors"),
+    "an array": (lambda w: w @ np.ones(17), TypeError, "x must be a float tensor in W @ x, got ndarray"),
+    "itself": (lambda w: w @ w.T, TypeError, "x must be a float tensor in W @ x, got Transposed"),
+    "elsewhere": (
+        lambda w: w @ torch.ones(17, device="meta"),
+        ValueError,
+        "x must be on cpu like the weights .*, got meta",
+    ),
+    "mm": (lambda w: torch.mm(w, torch.ones(17, 2)), TypeError, "arguments of mm must be tensors, got lazy Weights"),
+    "an out": (
+        lambda w: torch.matmul(w, torch.ones(17), out=torch.ones(1)),
+        TypeError,
+        "arguments of matmul must be tensors",
+    ),
 }
 
 

@@ -171,7 +171,7 @@ def test_the_mean_over_heads_answers_every_question(case: str) -> None:
 @pytest.mark.parametrize("name", ["lse", "largest_logit", "sink_mass", "summary"])
 def test_what_belongs_to_single_heads_is_refused_on_their_mean(name: str) -> None:
     mean = both("plain")[0].mean("heads")
-    with pytest.raises(ValueError, match=rf"{name} belongs to single heads: ask it before mean\('heads'\)"):
+    with pytest.raises(ValueError, match=rf"{name} is per head: compute it before mean\('heads'\)"):
         getattr(mean, name)()
 
 
@@ -299,37 +299,45 @@ def test_dense_says_its_size_above_the_limit() -> None:
     x = torch.zeros(1, 8, 2**14, 1)
     big = foci.attention(x[:, :, :2], x, x, return_weights=True)[1]
     long = foci.Weights(replace(big.call, q=x), big.tensors.lse, (1,), True)
-    with pytest.raises(ValueError, match=r"takes 8\.00 GiB, above the limit of 1\.00 GiB: ask for slices"):
+    with pytest.raises(ValueError, match=r"takes 8\.00 GiB, above the limit of 1\.00 GiB: use slices"):
         long.dense()
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "no keys at all": (lambda w: w.top(0), ValueError, "top takes a whole number from 1 to the 17 keys, but got 0"),
-    "more than the keys": (lambda w: w.top(18), ValueError, "from 1 to the 17 keys, but got 18"),
-    "not a number": (lambda w: w.top(2.0), ValueError, "but got 2.0"),
-    "true": (lambda w: w.top(True), ValueError, "but got True"),
+    "no keys at all": (lambda w: w.top(0), ValueError, "k must be an int from 1 to the 17 keys, got 0"),
+    "more than the keys": (lambda w: w.top(18), ValueError, "from 1 to the 17 keys, got 18"),
+    "not a number": (lambda w: w.top(2.0), ValueError, "got 2.0"),
+    "true": (lambda w: w.top(True), ValueError, "got True"),
     "a picture without rows": (
         lambda w: w.picture(0, 1),
         ValueError,
-        "1 to 11 rows and 1 to 17 columns, but got 0 x 1",
+        "from 1 to the 11 queries and columns from 1 to the 17 keys, got 0 x 1",
     ),
-    "a picture of more rows": (lambda w: w.picture(12, 1), ValueError, "but got 12 x 1"),
-    "a picture of more columns": (lambda w: w.picture(1, 18), ValueError, "but got 1 x 18"),
-    "another reduction": (lambda w: w.picture(1, 1, "sum"), ValueError, "reduce='mean' or reduce='max', but got 'sum'"),
-    "another per": (lambda w: w.received(per="head"), ValueError, "per='query_head' or per='kv_head', but got 'head'"),
+    "a picture of more rows": (lambda w: w.picture(12, 1), ValueError, "got 12 x 1"),
+    "a picture of more columns": (lambda w: w.picture(1, 18), ValueError, "got 1 x 18"),
+    "another reduction": (lambda w: w.picture(1, 1, "sum"), ValueError, "reduce must be 'mean' or 'max', got 'sum'"),
+    "another per": (lambda w: w.received(per="head"), ValueError, "per must be 'query_head' or 'kv_head', got 'head'"),
     "no heads to add": (
         lambda w: w[0, 0].received(per="kv_head"),
         ValueError,
-        r"\(..., H, Tq, Tk\), but these are \(11",
+        r"\(..., H, Tq, Tk\), for per='kv_head', got \(11",
     ),
-    "a query out of range": (lambda w: w.received(queries=[11]), IndexError, r"from -11 to 10, but got \[11\]"),
-    "another mean": (lambda w: w.mean("queries"), ValueError, "averaged over 'heads', but got 'queries'"),
-    "no heads": (lambda w: w[:, 0].mean("heads"), ValueError, r"\(..., H, Tq, Tk\), but these are \(2, 11, 17\)"),
-    "less than nothing": (lambda w: w.summary(top=-1), ValueError, "0 or more, for top, but got -1"),
-    "half a picture": (lambda w: w.summary(picture=1.5), ValueError, "0 or more, for picture, but got 1.5"),
-    "no groups": (lambda w: w.grouped([], [(0, 1)]), ValueError, "query_groups must name at least one group"),
-    "overlap": (lambda w: w.grouped([(0, 1)], [(0, 3), (2, 4)]), ValueError, r"key_groups .* group 1, \(2, 4\), does"),
-    "another function": (lambda w: torch.softmax(w, -1), TypeError, "softmax takes tensors, but got lazy weights"),
+    "a query out of range": (lambda w: w.received(queries=[11]), IndexError, r"from -11 to 10, got \[11\]"),
+    "another mean": (lambda w: w.mean("queries"), ValueError, "over must be 'heads', got 'queries'"),
+    "no heads": (lambda w: w[:, 0].mean("heads"), ValueError, r"\(..., H, Tq, Tk\), for .*, got \(2, 11, 17\)"),
+    "less than nothing": (lambda w: w.summary(top=-1), ValueError, "top must be an int >= 0, got -1"),
+    "half a picture": (lambda w: w.summary(picture=1.5), ValueError, "picture must be an int >= 0, got 1.5"),
+    "no groups": (lambda w: w.grouped([], [(0, 1)]), ValueError, "query_groups must have at least one group"),
+    "overlap": (
+        lambda w: w.grouped([(0, 1)], [(0, 3), (2, 4)]),
+        ValueError,
+        r"key_groups must not overlap, got \(2, 4\)",
+    ),
+    "another function": (
+        lambda w: torch.softmax(w, -1),
+        TypeError,
+        "arguments of softmax must be tensors, got lazy Weights",
+    ),
 }
 
 
