@@ -57,7 +57,7 @@ def compute_refusals(call: Call) -> list[str]:
     small = call.mask is None or call.mask.is_static
     _, documents, dense, key_ranges = classify_masks(call, SMALLEST_SIZES if small else call.sizes)
     if len(documents) > 1 or len(dense) > 1:
-        return ["more than one tensor mask or documents mask in a call"]
+        return ["more than one tensor mask or documents mask is not supported"]
     if key_ranges is not None and not key_ranges.exact:
         return [f"the mask {call.mask!r} is not a union of at most two key ranges per query"]
     return []

@@ -287,5 +287,5 @@ def test_unsupported_calls_are_refused(change: dict[str, Any], reason: str) -> N
     with pytest.raises(ValueError, match=reason):
         foci.attention(x, x, x, score=foci.Additive(x[0, 0, 0]), backend="triton", **change)
     wide = torch.zeros(1, 1, 2, 513, device=DEVICE)
-    with pytest.raises(ValueError, match="a width of 513, above the maximum of 512"):
+    with pytest.raises(ValueError, match="the kernels support widths up to 512, got 513"):
         foci.attention(wide, wide, wide, score=foci.Additive(wide[0, 0, 0]), backend="triton")

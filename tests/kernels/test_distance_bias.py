@@ -245,14 +245,17 @@ def inputs(width: int = 8, dtype: torch.dtype = torch.float32, length: int = 5) 
 REFUSED: dict[str, tuple[Callable[[], Call], str]] = {
     "none": (lambda: call_of(**inputs()), "the bias is not a distance bias"),
     "float64": (lambda: call_of(**inputs(dtype=torch.float64), bias=foci.ALiBi()), "float64"),
-    "width": (lambda: call_of(**inputs(257), bias=foci.ALiBi()), "a width of 257"),
-    "empty": (lambda: call_of(**inputs(length=0), bias=foci.ALiBi()), "an empty tensor"),
-    "clip": (lambda: call_of(**inputs(), bias=foci.Relative(torch.zeros(1027, 8))), "a clip of 513"),
-    "one_vector": (lambda: call_of(**inputs(), bias=foci.Relative(torch.zeros(1, 8))), "a clip of 0"),
-    "buckets": (lambda: call_of(**inputs(), bias=foci.Buckets(torch.zeros(8, 2), True, 1025)), "distance of 1025"),
+    "width": (lambda: call_of(**inputs(257), bias=foci.ALiBi()), "widths up to 256, got 257"),
+    "empty": (lambda: call_of(**inputs(length=0), bias=foci.ALiBi()), "query, key or value is empty"),
+    "clip": (lambda: call_of(**inputs(), bias=foci.Relative(torch.zeros(1027, 8))), "a clip of 1 to 512, got 513"),
+    "one_vector": (lambda: call_of(**inputs(), bias=foci.Relative(torch.zeros(1, 8))), "a clip of 1 to 512, got 0"),
+    "buckets": (
+        lambda: call_of(**inputs(), bias=foci.Buckets(torch.zeros(8, 2), True, 1025)),
+        "a distance of 1024, got 1025",
+    ),
     "positions": (
         lambda: call_of(**inputs(), bias=foci.ALiBi(), positions=(torch.arange(5), None)),
-        "custom positions",
+        "given positions are not supported",
     ),
     "function": (
         lambda: call_of(**inputs(), bias=foci.ALiBi(), mask=foci.mask_function(lambda b, h, q, k: q > k)),

@@ -111,7 +111,7 @@ def test_unaligned_queries_and_keys_are_different_kinds(order: tuple[str, str]) 
 def test_invalid_calls_are_refused_every_time() -> None:
     case = causal()
     for _ in range(2):
-        with pytest.raises(ValueError, match="expected top from 0 to 64, got 65"):
+        with pytest.raises(ValueError, match="top must be from 0 to 64, got 65"):
             check(case, Request(top=65))
     assert not triton_statistics.PASS_CACHE
 

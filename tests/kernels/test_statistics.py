@@ -260,7 +260,7 @@ def late_documents() -> Case:
 def test_deferred_sums(make, picture, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = []
     plain = launches.can_defer_sums
-    monkeypatch.setattr(launches, "can_wait", lambda common: answers.append(plain(common)) or answers[-1])
+    monkeypatch.setattr(launches, "can_defer_sums", lambda common: answers.append(plain(common)) or answers[-1])
     case = make()
     weights, _ = case.truth()
     got = case.run(Request(entropy=True, received=True, picture=picture, top=2), replace(SMALL, defer_sums=True))
@@ -358,17 +358,23 @@ def test_default_config_with_small_inputs() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lse": torch.zeros(1, 2, 23)}, r"lse of shape \(1, 2, 24\), got \(1, 2, 23\)"),
-        ({"lse": torch.zeros(1, 2, 24, dtype=torch.float64)}, "lse of torch.float32, got torch.float64"),
-        ({"key_ranges": torch.zeros(1, 3, 2, 24, dtype=torch.int32)}, r"key_ranges of shape \(1, 1 or 2, 2, 24\)"),
-        ({"causal": True, "key_ranges": torch.zeros(1, 1, 2, 24, dtype=torch.int32)}, "causal or key_ranges, got both"),
-        ({"query_ids": torch.zeros(1, 24, dtype=torch.int32)}, "query_ids and key_ids together"),
-        ({"request": Request(top=65)}, "top from 0 to 64, got 65"),
+        ({"lse": torch.zeros(1, 2, 23)}, r"lse must have shape \(1, 2, 24\), got \(1, 2, 23\)"),
+        ({"lse": torch.zeros(1, 2, 24, dtype=torch.float64)}, "lse must be torch.float32, got torch.float64"),
+        (
+            {"key_ranges": torch.zeros(1, 3, 2, 24, dtype=torch.int32)},
+            r"key_ranges must have shape \(1, 1 or 2, 2, 24\)",
+        ),
+        (
+            {"causal": True, "key_ranges": torch.zeros(1, 1, 2, 24, dtype=torch.int32)},
+            "causal and key_ranges must not be given together",
+        ),
+        ({"query_ids": torch.zeros(1, 24, dtype=torch.int32)}, "query_ids and key_ids must be given together"),
+        ({"request": Request(top=65)}, "top must be from 0 to 64, got 65"),
         ({"request": Request(picture=(25, 3, "mean"))}, "at most 24 x 40 cells, got 25 x 3"),
-        ({"request": Request(picture=(2, 3, "sum"))}, "mean or max, got 'sum'"),
+        ({"request": Request(picture=(2, 3, "sum"))}, "'mean' or 'max', got 'sum'"),
         ({"k": torch.zeros(1, 3, 40, 24)}, "G a divisor of 2"),
-        ({"k": torch.zeros(1, 2, 40, 24, dtype=torch.float16)}, "one dtype"),
-        ({"dense": torch.zeros(24, 40, dtype=torch.bool)}, r"dense of shape .*got \(24, 40\)"),
+        ({"k": torch.zeros(1, 2, 40, 24, dtype=torch.float16)}, "q and k must be both float16, bfloat16 or float32"),
+        ({"dense": torch.zeros(24, 40, dtype=torch.bool)}, r"dense must have shape .*got \(24, 40\)"),
     ],
 )
 def test_invalid_arguments_are_refused(change: dict[str, object], message: str) -> None:

@@ -33,7 +33,7 @@ ERP = Request(entropy=True, received=True, picture=MEANS)
 
 @pytest.fixture
 def hopper_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "machine_refuses", lambda device: [])
+    monkeypatch.setattr(hopper, "device_refusals", lambda device: [])
     monkeypatch.setattr("foci.statistics.cuda.arguments.has_tma", lambda device: True)
 
 
@@ -47,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[TileConfig]:
         found.append(config)
         return true(numbers, tensors, launch, config)
 
-    monkeypatch.setattr(hopper, "launching", counted)
+    monkeypatch.setattr(hopper, "build_hopper_launch", counted)
     return found
 
 
@@ -103,14 +103,14 @@ IDS = torch.zeros(1, 256, dtype=torch.int32, device=DEVICE)
         ({}, None),
         ({"causal": False}, None),
         ({"width": 128, "dtype": BF16, "tokens": 128}, None),
-        ({"tokens": 264}, "264 queries and 264 keys"),
-        ({"tokens": 128, "keys": 256}, "128 queries and 256 keys"),
-        ({"width": 32}, "width 32, not 64 or 128"),
-        ({"dtype": torch.float32}, "the copy engine"),
-        ({"softcap": 2.0}, "a softcap"),
+        ({"tokens": 264}, "got 264 and 264"),
+        ({"tokens": 128, "keys": 256}, "got 128 and 256"),
+        ({"width": 32}, "the width must be 64 or 128, got 32"),
+        ({"dtype": torch.float32}, "TMA does not support"),
+        ({"softcap": 2.0}, "softcap is not supported"),
         ({"slopes": torch.ones(2, device=DEVICE)}, "ALiBi"),
-        ({"causal": False, "key_ranges": RANGES}, "runs of keys"),
-        ({"query_ids": IDS, "key_ids": IDS}, "documents"),
+        ({"causal": False, "key_ranges": RANGES}, "a mask of key ranges"),
+        ({"query_ids": IDS, "key_ids": IDS}, "a documents mask"),
         ({"dense": torch.ones(1, 1, 256, 256, dtype=torch.bool, device=DEVICE)}, "a dense mask"),
     ],
 )
@@ -123,16 +123,16 @@ def test_supported_calls(changes: dict[str, Any], reason: str | None) -> None:
 def test_largest_logit_with_negative_scale_is_refused() -> None:
     arguments = arguments_of() | {"scale": -0.5}
     wanted = replace(ERP, largest=True)
-    assert hopper.refuses(arguments, False, wanted) == ["the largest logit of products times -0.5"]
+    assert hopper.refuses(arguments, False, wanted) == ["the largest logit needs a positive scale, got -0.5"]
     assert hopper.refuses(arguments, False, replace(wanted, top=8)) == []
 
 
 @pytest.mark.usefixtures("hopper_here")
 def test_query_weights_and_non_contiguous_queries_are_refused() -> None:
     arguments = arguments_of()
-    assert hopper.refuses(arguments, True, Request(received=True)) == ["queries that count by their weight"]
+    assert hopper.refuses(arguments, True, Request(received=True)) == ["query weights are not supported"]
     arguments["q"] = torch.zeros(1, 2, 256, 68, dtype=F16, device=DEVICE)[..., :64]
-    assert "the copy engine" in hopper.refuses(arguments, False, ERP)[0]
+    assert "TMA does not support" in hopper.refuses(arguments, False, ERP)[0]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_query_weights_and_non_contiguous_queries_are_refused() -> None:
     [
         ("cuda", 9, None, "3.6.0", None),
         ("cuda", 9, None, "3.7.1", None),
-        ("cuda", 9, None, "3.9.0", "the Gluon of Triton 3.9"),
-        ("cuda", 8, None, "3.6.0", "a GPU of compute capability 8, not 9"),
-        ("cuda", 10, None, "3.6.0", "a GPU of compute capability 10, not 9"),
+        ("cuda", 9, None, "3.9.0", "Gluon of Triton 3.9 is not supported"),
+        ("cuda", 8, None, "3.6.0", "the GPU has compute capability 8, not 9"),
+        ("cuda", 10, None, "3.6.0", "the GPU has compute capability 10, not 9"),
         ("cuda", 9, "6.4", "3.6.0", "the queries are on ROCm, not on CUDA"),
         ("cpu", 9, None, "3.6.0", "the queries are on cpu, not on CUDA"),
     ],
@@ -183,7 +183,7 @@ def test_unsupported_widths(width: int) -> None:
     with FakeTensorMode():
         q = torch.zeros(1, 2, 4, width, device="cuda")
         reasons = cuda.refuses(prepare_call(q, q, q, Dot(), None, None, None, None, 0.0, True))
-    assert reasons == ([] if 0 < width <= 256 else ["widths that are 0 or above 256"])
+    assert reasons == ([] if 0 < width <= 256 else ["widths from 1 to 256 are supported"])
 
 
 def test_kernel_can_be_imported() -> None:
@@ -207,8 +207,8 @@ def test_plain_kernel_with_the_hopper_tiling(top: int, monkeypatch: pytest.Monke
         seen.append(config)
         return true(numbers, common, tensors | {"k_tiles": "lse"}, launch, replace(config, use_hopper=False), q)
 
-    monkeypatch.setattr(launches, "tiles", twin)
-    monkeypatch.setattr(hopper, "descriptions", lambda config: {})
+    monkeypatch.setattr(launches, "build_tile_launch", twin)
+    monkeypatch.setattr(hopper, "hopper_descriptors", lambda config: {})
     case = causal(heads=(2, 1), queries=128, keys=128, width=64, dtype=F16)
     check(case, replace(ERP, picture=(2, 4, "mean"), top=top))
     assert [config.queries for config in seen] == [64 if top else 128]

@@ -44,15 +44,15 @@ def refuses(call: Call) -> list[str]:
         return ["the score is not additive"]
     reasons = []
     if call.bias is not None:
-        reasons.append("an additive score together with a bias")
+        reasons.append("an additive score together with a bias is not supported")
     if call.q.dtype not in KERNEL_DTYPES:
-        reasons.append(f"{call.q.dtype}".removeprefix("torch."))
+        reasons.append(f"{call.q.dtype} is not supported".removeprefix("torch."))
     if call.q.shape[-1] > MAX_ADDITIVE_WIDTH:
-        reasons.append(f"a width of {call.q.shape[-1]}, above the maximum of {MAX_ADDITIVE_WIDTH}")
+        reasons.append(f"the kernels support widths up to {MAX_ADDITIVE_WIDTH}, got {call.q.shape[-1]}")
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
-        reasons.append("an empty tensor")
+        reasons.append("query, key or value is empty")
     if call.dropout and (call.batch_ids is not None or call.head_ids is not None):
-        reasons.append("dropout in a part of a call")
+        reasons.append("dropout in a part of a call is not supported")
     return [*reasons, *mask_inputs.refuses(call)]
 
 

@@ -60,33 +60,35 @@ def distance_bias_refusals(call: Call) -> list[str]:
     if isinstance(bias, Relative):
         clip = bias.keys.shape[-2] // 2
         if not 0 < clip <= MAX_RELATIVE_CLIP:
-            reasons.append(f"Relative with a clip of {clip}, outside of 1 to {MAX_RELATIVE_CLIP}")
+            reasons.append(f"the kernels support Relative with a clip of 1 to {MAX_RELATIVE_CLIP}, got {clip}")
         if bias.values is not None and call.dropout:
-            reasons.append("dropout together with Relative values")
+            reasons.append("dropout together with Relative values is not supported")
         if not isinstance(call.score, Dot):
-            reasons.append(f"Relative together with the score {type(call.score).__name__}")
+            reasons.append(f"Relative together with the score {type(call.score).__name__} is not supported")
     elif isinstance(bias, Buckets) and bias.max_distance > MAX_BUCKET_DISTANCE:
-        reasons.append(f"Buckets up to a distance of {bias.max_distance}, above the maximum of {MAX_BUCKET_DISTANCE}")
+        reasons.append(
+            f"the kernels support Buckets up to a distance of {MAX_BUCKET_DISTANCE}, got {bias.max_distance}"
+        )
     if call.positions is not None:
-        reasons.append("custom positions")
+        reasons.append("given positions are not supported")
     return reasons
 
 
 def tensor_refusals(call: Call) -> list[str]:
     reasons = []
     if isinstance(call.score, Additive):
-        reasons.append("an additive score together with a bias")
+        reasons.append("an additive score together with a bias is not supported")
     if call.q.dtype not in KERNEL_DTYPES:
-        reasons.append(f"{call.q.dtype}".removeprefix("torch."))
+        reasons.append(f"{call.q.dtype} is not supported".removeprefix("torch."))
     if call.q.dtype == torch.bfloat16 and call.q.device.type == "cpu":
-        reasons.append("bfloat16 in Triton's interpreter")
+        reasons.append("Triton's interpreter does not support bfloat16")
     width = max(call.q.shape[-1], call.k.shape[-1], call.v.shape[-1])
     if width > MAX_DISTANCE_BIAS_WIDTH:
-        reasons.append(f"a width of {width}, above the maximum of {MAX_DISTANCE_BIAS_WIDTH}")
+        reasons.append(f"the kernels support widths up to {MAX_DISTANCE_BIAS_WIDTH}, got {width}")
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
-        reasons.append("an empty tensor")
+        reasons.append("query, key or value is empty")
     if call.dropout and (call.batch_ids is not None or call.head_ids is not None):
-        reasons.append("dropout in a part of a call")
+        reasons.append("dropout in a part of a call is not supported")
     return reasons
 
 

@@ -1,5 +1,6 @@
-"""What programs of the pass over the tiles wrote apart, joined: sums of columns, cells of a picture, largest logits.
-The heaviest keys get the width of an index here, when the memory of all that came before is free again.
+"""Merge the partial results of the programs of the tile pass: received weights, picture cells, largest logits.
+
+Top keys are widened to int64 here, after the memory of the earlier kernels is freed.
 """
 
 # Device code carries no Python types.
@@ -8,13 +9,13 @@ The heaviest keys get the width of an index here, when the memory of all that ca
 import triton
 import triton.language as tl
 
-# Numbers that are asked for before the first is added: a loop would wait for each.
+# Loads that are issued before the first value is used: a plain loop would wait for each.
 LOADS_AHEAD = tl.constexpr(8)
 
 
 @triton.jit
 def combine(a, b, MAX: tl.constexpr):
-    """What is no number stays none."""
+    """Maximum or sum of two values; NaN propagates."""
     if MAX:
         return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     return a + b
@@ -22,7 +23,7 @@ def combine(a, b, MAX: tl.constexpr):
 
 @triton.jit
 def reduce_strided(total, at, there, count, step, MAX: tl.constexpr):
-    """The total and `count` numbers that lie `step` apart, in order."""
+    """Combine the total with `count` values of stride `step`, in order."""
     for first in range(0, count, LOADS_AHEAD):
         for n in tl.static_range(LOADS_AHEAD):
             place = tl.cast(first + n, tl.int64)
@@ -37,10 +38,11 @@ def merge_statistics(
     pairs, slots, keys, picture_size, picture_columns, down, across, chosen_size, logits_each,
     RECEIVED: tl.constexpr, PICTURE: tl.constexpr, TOP: tl.constexpr, LARGEST: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Programs for all of these, in a row.
+    """Each program takes one block of one of these tasks.
 
-    columns (pairs, slots, keys) -> received (pairs, keys). cells -> picture: `down` x `across` each; PICTURE is 0 none,
-    1 sum, 2 max. chosen (chosen_size,) int32 -> top_keys int64. logits (pairs, logits_each) -> largest (pairs,).
+    columns (pairs, slots, keys) -> received (pairs, keys). cells -> picture: a cell of the picture is `down` x `across`
+    cells; PICTURE is 0 for none, 1 for the sum, 2 for the maximum. chosen (chosen_size,) int32 -> top_keys int64.
+    logits (pairs, logits_each) -> largest (pairs,).
     """
     program = tl.program_id(0)
     n = tl.arange(0, BN)
@@ -73,14 +75,14 @@ def merge_statistics(
             there = place < chosen_size
             tl.store(top_keys + place, tl.load(chosen + place, mask=there, other=0).to(tl.int64), mask=there)
         program -= blocks
-    if LARGEST:  # noqa: SIM102 (what is constant is asked by itself)
+    if LARGEST:  # noqa: SIM102 (a condition on a constant must stand alone)
         if program >= 0:
             at = logits + program.to(tl.int64) * logits_each
-            most = tl.full((BN,), -float("inf"), tl.float32)
+            maximum = tl.full((BN,), -float("inf"), tl.float32)
             lines = tl.cdiv(logits_each, BN)
             for first in range(0, lines, LOADS_AHEAD):
                 for line in tl.static_range(LOADS_AHEAD):
                     i = (first + line) * BN + n
-                    most = combine(most, tl.load(at + i, mask=i < logits_each, other=-float("inf")), True)
-            none = tl.max((most != most).to(tl.int32), 0) > 0
-            tl.store(largest + program, tl.where(none, float("nan"), tl.max(most, 0)))
+                    maximum = combine(maximum, tl.load(at + i, mask=i < logits_each, other=-float("inf")), True)
+            has_nan = tl.max((maximum != maximum).to(tl.int32), 0) > 0
+            tl.store(largest + program, tl.where(has_nan, float("nan"), tl.max(maximum, 0)))

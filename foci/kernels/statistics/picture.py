@@ -1,7 +1,7 @@
-"""A picture of W whose cells fit no tile: edges at floor(r T / rows), any number of rows and columns.
+"""A picture of the weights W whose cells do not align with tiles: edges at floor(r T / rows), any rows and columns.
 
-A cell is padded to a power of two in each direction and read at its own place, so that a tile is made of whole cells
-(or a cell of whole tiles) and pooling is a reshape. Dearer than the pass over plain tiles, by what the padding adds.
+Each cell is padded to a power of two in both directions, so that a tile consists of whole cells, or a cell of whole
+tiles, and pooling is a reshape. The padding makes it slower than the pass over plain tiles.
 """
 
 # Device code carries no Python types.
@@ -15,13 +15,13 @@ from foci.kernels.logits import apply_masks, dot_logits, key_range, load_lse
 
 @triton.jit
 def cell_start(cell, cells, length):
-    """Where a cell begins."""
+    """The first index of a cell."""
     return ((cell.to(tl.int64) * length) // cells).to(tl.int32)
 
 
 @triton.jit
 def cell_at(index, cells, length):
-    """The cell that holds an index: the last one that does not begin after it."""
+    """The cell of an index: the last one that does not start after it."""
     return (((index.to(tl.int64) + 1) * cells - 1) // length).to(tl.int32)
 
 
@@ -37,8 +37,8 @@ def pool_picture(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (pair, a tile's worth of rows of cells). A cell is at most HEIGHT x WIDTH; out is zeros."""
-    # Triton 3.5 knows no min() of constants.
+    """One program per pair and per tile of cell rows. A cell is at most HEIGHT x WIDTH; out is initialized to 0."""
+    # Triton 3.5 has no min() of constants.
     TALL: tl.constexpr = HEIGHT if HEIGHT < BQ else BQ  # noqa: FURB136
     WIDE: tl.constexpr = WIDTH if WIDTH < BK else BK  # noqa: FURB136
     pair = tl.program_id(0)
@@ -63,19 +63,19 @@ def pool_picture(
     top = cell_start(row, rows, Tq)
     bottom = tl.where(row < rows, cell_start(row + 1, rows, Tq), 0)
 
-    least = tl.full((), Tk, tl.int32)
-    most = tl.full((), 0, tl.int32)
+    lowest_key = tl.full((), Tk, tl.int32)
+    highest_key = tl.full((), 0, tl.int32)
     for part in range(HEIGHT // TALL):
         i = top + part * BQ + down % TALL
         for run in tl.static_range(RANGES if RANGES > 0 else 1):
             low, high = key_range(key_ranges, run, i, offset, Tq, Tk, CAUSAL, RANGES)
             some = (high > low) & (i < bottom)
-            least = tl.minimum(least, tl.min(tl.where(some, low, Tk), 0))
-            most = tl.maximum(most, tl.max(tl.where(some, high, 0), 0))
-    begin = cell_at(least, columns, Tk) // (BK // WIDE) * (BK // WIDE)
-    finish = tl.where(most > least, cell_at(most - 1, columns, Tk) + 1, begin)
+            lowest_key = tl.minimum(lowest_key, tl.min(tl.where(some, low, Tk), 0))
+            highest_key = tl.maximum(highest_key, tl.max(tl.where(some, high, 0), 0))
+    first_column = cell_at(lowest_key, columns, Tk) // (BK // WIDE) * (BK // WIDE)
+    last_column = tl.where(highest_key > lowest_key, cell_at(highest_key - 1, columns, Tk) + 1, first_column)
 
-    for start in range(begin, finish, BK // WIDE):
+    for start in range(first_column, last_column, BK // WIDE):
         column = start + across // WIDE
         left = cell_start(column, columns, Tk)
         right = tl.where(column < columns, cell_start(column + 1, columns, Tk), 0)

@@ -1,7 +1,8 @@
-"""The largest numbers of each row, in order: a bitonic network over tensors (R, N), whose moves stay inside of a thread
-where it holds a whole row. Numbers of a row are all different, or it does not matter which comes first.
+"""The largest values of each row in descending order: a bitonic network over tensors (R, N).
 
-L is a length of lists, several of which lie in a row. L and N are powers of two.
+Exchanges stay within a thread if it holds a whole row. The order of equal values is not defined.
+
+L is the length of the lists that a row consists of. L and N are powers of two.
 """
 
 # Device code carries no Python types.
@@ -13,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def compare_exchange(x, L: tl.constexpr, D: tl.constexpr):
-    """Puts numbers D apart in order: in lists of L that go down and up in turns, the first one down."""
+    """Compare and exchange values at distance D, in lists of L that alternate between descending and ascending."""
     R: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     if N == L:
@@ -31,7 +32,7 @@ def compare_exchange(x, L: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def sort_lists(x, LOG: tl.constexpr):
-    """Lists of 2 ** LOG that go down and up in turns, from numbers in any order."""
+    """Sort lists of 2 ** LOG values; they alternate between descending and ascending order."""
     for m in tl.static_range(LOG):
         for n in tl.static_range(m + 1):
             x = compare_exchange(x, 2 << m, (1 << m) >> n)
@@ -40,7 +41,7 @@ def sort_lists(x, LOG: tl.constexpr):
 
 @triton.jit
 def reverse_list(x, LOG: tl.constexpr):
-    """The last of 2 ** LOG first."""
+    """Reverse lists of 2 ** LOG values."""
     R: tl.constexpr = x.shape[0]
     for n in tl.static_range(LOG):
         a, b = tl.split(tl.permute(tl.reshape(x, (R, 1 << n, 2, (1 << LOG) >> (n + 1))), (0, 1, 3, 2)))
@@ -50,7 +51,7 @@ def reverse_list(x, LOG: tl.constexpr):
 
 @triton.jit
 def merge_larger_halves(a, b, LOG: tl.constexpr):
-    """Of lists that go down and lists that go up, the larger halves, in order; and the largest of what is left."""
+    """Merge descending with ascending lists: their larger halves in order, and the maximum of the rest."""
     left = tl.minimum(a, b)
     x = tl.maximum(a, b)
     for n in tl.static_range(LOG):
@@ -60,7 +61,7 @@ def merge_larger_halves(a, b, LOG: tl.constexpr):
 
 @triton.jit
 def select_largest(x, LOG_N: tl.constexpr, LOG: tl.constexpr):
-    """The 2 ** LOG largest of 2 ** LOG_N, the largest first, and the largest of the rest; -inf where there is none."""
+    """The 2 ** LOG largest of 2 ** LOG_N values in descending order, and the maximum of the rest; -inf if none."""
     L: tl.constexpr = 1 << LOG
     R: tl.constexpr = x.shape[0]
     x = sort_lists(x, LOG)
@@ -77,7 +78,7 @@ def select_largest(x, LOG_N: tl.constexpr, LOG: tl.constexpr):
 
 @triton.jit
 def right_neighbours(x):
-    """Each number's neighbour on the right; NaN for the last."""
+    """The right neighbour of each value; NaN for the last."""
     R: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     if N == 1:
@@ -90,5 +91,5 @@ def right_neighbours(x):
 
 @triton.jit
 def has_ties(x):
-    """Whether two neighbours in a row are the same number: (R, N) -> (R,)."""
+    """Whether two neighbours in a row are equal: (R, N) -> (R,)."""
     return tl.max((x == right_neighbours(x)).to(tl.int32), 1) > 0

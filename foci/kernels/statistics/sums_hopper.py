@@ -1,8 +1,9 @@
-"""What a tile of the kernel for Hopper adds up over its queries, for its keys and for the picture, and where that goes.
+"""Sums over the queries of a tile in the Hopper kernel: received weights of keys, and picture cells.
 
-The tensor core's layout gives keys r and r + 8 of each 16 to a thread, and of every 8 queries two: four lanes have all
-of them. So a thread adds up its own, two exchanges between lanes do the rest, and whoever holds a sum writes it: no
-shared memory, no barrier. The same lanes add to the same places each time, so the order of all sums is the same.
+The tensor core layout gives a thread keys r and r + 8 of each 16, and two of every 8 queries: four lanes hold all
+queries of a key. A thread adds its own values, two exchanges between lanes add the rest, and the lane that holds a sum
+writes it: no shared memory, no barrier. The same lanes always add to the same addresses, so the results are
+deterministic.
 """
 
 # Device code carries no Python types.
@@ -11,41 +12,41 @@ shared memory, no barrier. The same lanes add to the same places each time, so t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Keys of a tile.
+# The number of keys of a tile.
 BK = gl.constexpr(64)
 
 
 @gluon.jit
 def split_row_halves(tile):
-    """Rows r and r + 8 of each 16, which the tensor core's layout keeps in one thread: two (BK // 16, 8, BQ)."""
+    """Split rows r and r + 8 of each 16, which the tensor core layout keeps in one thread: two (BK // 16, 8, BQ)."""
     return tile.reshape((BK // 16, 2, 8, tile.shape[1])).permute((0, 2, 3, 1)).split()
 
 
 @gluon.jit
 def shuffle_lanes(a, DISTANCE: gl.constexpr):
-    """What the lane at this distance holds."""
+    """The value of the lane whose index differs by XOR with DISTANCE."""
     ASM: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, " + DISTANCE + ", 0x1f, 0xffffffff;"
     return gl.inline_asm_elementwise(ASM, "=f,f", [a], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def fold_lanes(low, high, bit, DISTANCE: gl.constexpr):
-    """Lanes whose bit is 0 get the sum of low over two lanes, the others that of high: two sums for one exchange."""
-    kept = gl.where(bit, high, low)
-    return kept + shuffle_lanes(gl.where(bit, low, high), DISTANCE)
+    """Lanes whose bit is 0 get the sum of low over two lanes, the others that of high: two sums in one exchange."""
+    own = gl.where(bit, high, low)
+    return own + shuffle_lanes(gl.where(bit, low, high), DISTANCE)
 
 
 @gluon.jit
 def sum_per_thread(x):
-    """The sum of what a thread holds of (BK // 16, 8, BQ): one number for each."""
+    """Sum the values of each thread: (BK // 16, 8, BQ) -> (BK // 16, 8, 4)."""
     return gl.sum(gl.sum(x.reshape((BK // 16, 8, x.shape[2] // 8, 4, 2)), 4), 2)
 
 
 @gluon.jit
 def strip_sums(p, STRIP: gl.constexpr):
-    """Over strips of queries, for keys r and r + 8 of 16: one number per thread each, (BK // 16, 8, 4).
+    """Sum over strips of queries, for keys r and r + 8 of 16: one value per thread each, (BK // 16, 8, 4).
 
-    Gives the sums of both keys for each strip, of which there are 1, 2 or 4, and over all strips for r and for r + 8.
+    Returns the sums of both keys for each of the 1, 2 or 4 strips, and the sums over all strips for r and for r + 8.
     """
     DOWN: gl.constexpr = p.shape[1] // STRIP
     sums = gl.sum(gl.sum(p.reshape((BK, DOWN, STRIP // 8, 4, 2)), 4), 2)
@@ -65,18 +66,18 @@ def strip_sums(p, STRIP: gl.constexpr):
 
 @gluon.jit
 def thread_coordinates(x):
-    """Where a thread's number of x (BK // 16, 8, 4) belongs: its warp, which of 8 keys, which of the 4 lanes of one."""
+    """The coordinates of the value that a thread holds of x (BK // 16, 8, 4): warp, key of 8, lane of 4."""
     L: gl.constexpr = x.type.layout
     warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    nothing = warp * 0 + r * 0 + lane * 0
-    return warp + nothing, r + nothing, lane + nothing
+    zeros = warp * 0 + r * 0 + lane * 0
+    return warp + zeros, r + zeros, lane + zeros
 
 
 @gluon.jit
 def add_received(t, first, second, columns):
-    """Of four lanes two add, for key r and for r + 8. Always the same ones, so the order of the sums is the same."""
+    """Two of four lanes add, for key r and for r + 8: always the same ones, so the order of the sums is fixed."""
     warp, r, lane = thread_coordinates(first)
     received = fold_lanes(first, second, lane % 2 == 1, "1")
     received += shuffle_lanes(received, "2")
@@ -85,9 +86,9 @@ def add_received(t, first, second, columns):
 
 @gluon.jit
 def write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN: gl.constexpr, WIDE: gl.constexpr):
-    """Cells of 16 keys: each warp has a column of them, and of its first four lanes each writes another strip.
+    """Write cells of 16 keys: each warp has one column, and each of its first four lanes writes another strip.
 
-    Cells as wide as several tiles are added to, by the same lanes each time: each warp has a part to itself.
+    Cells that span several tiles are added to, always by the same lanes: each warp has its own part.
     """
     warp, r, lane = thread_coordinates(strips[0])
     odd = lane % 2 == 1
@@ -120,7 +121,7 @@ def write_earlier_tile(
     t, sums, columns, cells_at, picture_columns, picture_scale,
     RECEIVED: gl.constexpr, PICTURE: gl.constexpr, DOWN: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """What tile t adds to its keys and to the picture."""
+    """Add the sums of tile t to the received weights and to the picture."""
     strips, first, second = sums
     if RECEIVED:
         add_received(t, first, second, columns)

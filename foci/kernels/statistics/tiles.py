@@ -1,15 +1,15 @@
-"""One pass over the tiles of W = exp2(logit - lse): every statistic that somebody asked for.
+"""All requested statistics in one pass over the tiles of the weights W = exp2(logit - lse).
 
-A tile is computed transposed, keys x queries. The tensor core's layout gives a thread a few keys and many queries,
-so a sum over queries (what keys receive, the rows of a picture) stays inside a thread. A program keeps its queries
-and walks over the keys, so a sum over keys (entropy, distance) is an elementwise accumulator, reduced at the end.
-No reduction across lanes or warps is left in the inner loop, except for the few sums that are written.
+A tile is computed transposed, keys x queries. The tensor core layout gives a thread a few keys and many queries, so
+sums over queries (received weights, picture rows) stay in a thread. A program owns a block of queries and loops over
+the keys, so sums over keys (entropy, distance) are elementwise accumulators that are reduced at the end. The inner loop
+reduces across lanes or warps only for the few sums that it writes.
 
-For the heaviest keys, keys are put in classes: those in the same place of their tile, where r and r + 8 of 16 rows
-count as one place, since a thread holds both. Neighbours are in different classes. Where a tile has too few places,
-every SEGMENTS-th tile shares its classes, so that short rows use them all too. Per query and class the two largest
-logits are kept, each with where it came from in its lowest bits, and of the third that it is no larger than so much:
-one such number for 8 classes. That is enough to choose from: see top.py.
+For the top keys, keys are grouped into classes: those at the same index of their tile, where r and r + 8 of 16 rows
+share an index, since a thread holds both. Neighbouring keys are in different classes. If a tile has too few classes,
+tiles are split into SEGMENTS segments, every SEGMENTS-th tile, with classes of their own. For each query and class, the
+pass keeps the two largest logits, each with its position in its lowest bits, and an upper bound of the third largest:
+one bound for 8 classes. topk.py selects from these.
 
 B batch, H heads, Tq queries, Tk keys, D width. A pair is one head of one batch element.
 """
@@ -25,13 +25,13 @@ from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, dot_logits, key
 
 @triton.jit
 def split_row_halves(tile, BK: tl.constexpr, BQ: tl.constexpr):
-    """Rows r and r + 8 of each 16, which the tensor core's layout keeps in one thread: two (BK // 16, 8, BQ)."""
+    """Split rows r and r + 8 of each 16, which the tensor core layout keeps in one thread: two (BK // 16, 8, BQ)."""
     return tl.split(tl.permute(tl.reshape(tile, (BK // 16, 2, 8, BQ)), (0, 2, 3, 1)))
 
 
 @triton.jit
 def add_keys(total, tile, BK: tl.constexpr, BQ: tl.constexpr):
-    """Adds a tile to an accumulator of half its keys, without leaving the thread: two fused additions."""
+    """Add a tile to an accumulator of half its keys, within a thread: two fused additions."""
     a, b = split_row_halves(tile, BK, BQ)
     return (total + a) + b
 
@@ -44,22 +44,22 @@ def max_keys(largest, tile, BK: tl.constexpr, BQ: tl.constexpr):
 
 @triton.jit
 def tag_logits(x, tag, TAG_BITS: tl.constexpr):
-    """x with a tag in its lowest bits. Of equal logits, which are negative, the lower tag is then the larger one."""
+    """Replace the lowest bits of x by a tag. Of equal logits, which are negative, the lower tag is the larger value."""
     return ((x.to(tl.int32, bitcast=True) & (-(1 << TAG_BITS))) | tag).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def round_up_to_half(x, TAG_BITS: tl.constexpr):
-    """A 16-bit number that is no less than a marked logit, and hardly more; -inf where there is none."""
+    """A float16 upper bound of a tagged logit; -inf if masked."""
     bare = (x.to(tl.int32, bitcast=True) & (-(1 << TAG_BITS))).to(tl.float32, bitcast=True)
-    # Rounding to 16 bits loses at most a half of 2**-10 of the number, or of 2**-24 where it is tiny.
+    # Rounding to float16 loses at most half of 2**-10 of the value, or of 2**-24 for tiny values.
     above = tl.maximum(bare + tl.abs(bare) * 0.0009765625 + 6e-8, -65504.0)
     return tl.where(x > MASKED_LOGIT / 2, above, -float("inf")).to(tl.float16)
 
 
 @triton.jit
 def tile_bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
-    """Tiles of keys from first to last are seen by somebody, those from full to end by every query entirely."""
+    """The key tiles that some query sees, first to last, and those that all queries see completely, full to end."""
     some = high > low
     least = tl.min(tl.where(some, low, Tk), 0)
     most = tl.max(tl.where(some, high, 0), 0)
@@ -75,14 +75,14 @@ def tile_bounds(low, high, inside, Tk, BK: tl.constexpr, ALWAYS: tl.constexpr):
 
 @triton.jit
 def segment_tiles(start, stop, s, SEGMENTS: tl.constexpr):
-    """The tiles of segment s from start to stop, every SEGMENTS-th: the first, and how many."""
+    """The tiles of segment s from start to stop, every SEGMENTS-th: the first one, and their number."""
     first = start + (s + SEGMENTS - start % SEGMENTS) % SEGMENTS
     return first, tl.maximum(tl.cdiv(stop - first, SEGMENTS), 0)
 
 
 @triton.jit
 def zero_sums(into, size):
-    """Zeros, for sums that are kept in memory. By the program that adds to them: one pass over memory less."""
+    """Set sums in memory to zero, in the program that adds to them: this saves a pass over memory."""
     for start in range(0, size, 1024):
         n = start + tl.arange(0, 1024)
         tl.store(into + n, tl.zeros((1024,), tl.float32), mask=n < size)
@@ -92,19 +92,19 @@ def zero_sums(into, size):
 def write_cells(
     t, cells, picture, picture_row, cells_before, column_before, picture_rows, picture_columns,
     PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr, COLUMN_KEYS: tl.constexpr,
-    ADD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr,
+    ADD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, DEFER: tl.constexpr,
 ):  # fmt: skip
-    """The cells of tile t of the keys, (BK // CELL_KEYS, BQ // CELL_QUERIES). LATE: there is none where t is -1."""
+    """Write the cells of key tile t, (BK // CELL_KEYS, BQ // CELL_QUERIES). With DEFER, t = -1 writes nothing."""
     first = (t * BK) // COLUMN_KEYS
     row = picture_row + tl.arange(0, BQ // CELL_QUERIES)[None, :]
     column = first + tl.arange(0, BK // CELL_KEYS)[:, None]
     there = (row < picture_rows) & (column < picture_columns)
-    if LATE:
+    if DEFER:
         first = tl.where(t < 0, -1, first)
         there &= t >= 0
     into = picture + row.to(tl.int64) * picture_columns + column
     if ADD:
-        # What an earlier loop left is read when a cell is entered; then the sum is carried and written over.
+        # On entering a cell, read what an earlier loop wrote; then carry the sum and overwrite it.
         entered = first != column_before
         column_before = first
         old = tl.load(into, mask=there & entered, other=0.0)
@@ -117,19 +117,19 @@ def write_cells(
 
 @triton.jit
 def strip_sums(p, STRIP: tl.constexpr, BK: tl.constexpr, BQ: tl.constexpr):
-    """Sums over strips of queries, in the four parts that lie in four lanes: (BK, BQ // STRIP, 4)."""
+    """Sum over strips of queries, one partial sum for each of four lanes: (BK, BQ // STRIP, 4)."""
     return tl.sum(tl.sum(tl.reshape(p, (BK, BQ // STRIP, STRIP // 8, 4, 2)), 4), 2)
 
 
 @triton.jit
 def sum_lanes(parts, M: tl.constexpr, N: tl.constexpr):
-    """(M, N, 4) -> (M, N). One step for all, then the next: for one after the other, lanes would wait each time."""
+    """Sum over lanes: (M, N, 4) -> (M, N). All sums take each step together, so that lanes wait less."""
     return tl.sum(tl.sum(tl.reshape(parts, (M, N, 2, 2)), 3), 2)
 
 
 @triton.jit
 def sum_keys(parts, BK: tl.constexpr, N: tl.constexpr):
-    """(BK, N, 4) -> (BK // 16, N, 4): rows r and r + 8 inside of a thread, then over lanes, step by step."""
+    """Sum over keys: (BK, N, 4) -> (BK // 16, N, 4). Rows r and r + 8 within a thread, then across lanes."""
     sums = tl.sum(tl.reshape(parts, (BK // 16, 2, 8, N, 4)), 1)
     sums = tl.sum(tl.reshape(sums, (BK // 16, 2, 4, N, 4)), 1)
     sums = tl.sum(tl.reshape(sums, (BK // 16, 2, 2, N, 4)), 1)
@@ -143,7 +143,7 @@ def write_earlier_tile(
     RECEIVED: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr, COLUMN_KEYS: tl.constexpr,
     ADD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the sums over strips of an earlier tile, t, to what the keys receive and to a picture of means."""
+    """Add the strip sums of an earlier tile t to the received weights and to a picture of means."""
     DOWN: tl.constexpr = BQ // CELL_QUERIES
     j = t * BK + tl.arange(0, BK)
     if RECEIVED:
@@ -175,14 +175,14 @@ def process_tile(
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    FETCHED: tl.constexpr, LATE: tl.constexpr,
+    TMA: tl.constexpr, DEFER: tl.constexpr,
 ):  # fmt: skip
-    """One tile: keys t * BK and on, for all queries of the program."""
+    """Process one tile: keys from t * BK on, and all queries of the program."""
     j = t * BK + tl.arange(0, BK)
     d = tl.arange(0, BD)
     places = k + tl.cast(t * BK, tl.int64) * k_key + tl.arange(0, BK)[:, None] * k_key + d[None, :]
-    if FETCHED:
-        # The copy engine leaves the threads alone, and puts zeros where there is no key.
+    if TMA:
+        # The copy engine (TMA) needs no threads, and fills in zeros past the last key.
         keys = tl.reshape(k_tiles.load([batch, key_head, t * BK, 0]), (BK, BD))
     elif MASKED:
         keys = tl.load(places, mask=(j[:, None] < Tk) & (d[None, :] < D), other=0.0)
@@ -190,12 +190,12 @@ def process_tile(
         keys = tl.load(places)
     else:
         keys = tl.load(places, mask=d[None, :] < D, other=0.0)
-    if RECEIVED and not LATE:
-        # Asked for before the product, so that it has arrived by the time it is added to.
+    if RECEIVED and not DEFER:
+        # Loaded before the product, so that it has arrived when it is needed.
         before = tl.load(columns + j, mask=j < Tk, other=0.0)
     dots = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # (BK, BQ)
-    if LATE:
-        # While the tensor core works on this tile, and lanes wait for their exponentials.
+    if DEFER:
+        # This overlaps with the product of this tile.
         cells_before, column_before = write_earlier_tile(
             tile_before, sums, columns, picture, picture_row, cells_before, column_before,
             Tk, picture_scale, picture_rows, picture_columns,
@@ -231,10 +231,10 @@ def process_tile(
         if ENTROPY:
             entropy = add_keys(entropy, p * x, BK, BQ)
         if DISTANCE:
-            # Turned into floats before they are spread over the tile: per entry that would take as long as exp2.
+            # Convert to float before broadcasting: a conversion per entry would take as long as exp2.
             far = tl.abs((i + offset).to(tl.float32)[None, :] - j.to(tl.float32)[:, None])
             distance = add_keys(distance, p * far, BK, BQ)
-        if LATE:
+        if DEFER:
             sums = strip_sums(p, CELL_QUERIES, BK, BQ)
         elif PICTURE > 0:
             cells = tl.reshape(p, (BK, BQ // CELL_QUERIES, CELL_QUERIES))
@@ -248,7 +248,7 @@ def process_tile(
                 t, cells, picture, picture_row, cells_before, column_before, picture_rows, picture_columns,
                 PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK, False,
             )  # fmt: skip
-        if RECEIVED and not LATE:
+        if RECEIVED and not DEFER:
             if WEIGHTED:
                 received = tl.sum(p * weights[None, :], 1)
             elif PICTURE == 1:
@@ -276,13 +276,14 @@ def tile_statistics(
     COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    FETCHED: tl.constexpr, LATE: tl.constexpr,
+    TMA: tl.constexpr, DEFER: tl.constexpr,
 ):  # fmt: skip
-    """Program (pair, slot) serves every `slots`-th tile of queries, back and forth, the longest causal rows first.
+    """Program (pair, slot) takes every `slots`-th tile of queries, in alternating direction, the longest rows first.
 
-    FETCHED: k_tiles is the keys as the copy engine takes them. columns is (pairs, slots, Tk): each program adds to its
-    own. picture is (pairs, picture_rows, picture_columns); PICTURE is 0 none, 1 mean, 2 max. best and second
-    are (pairs, SEGMENTS, BK // 2, queries), third is (pairs, SEGMENTS, BK // 16, queries).
+    TMA: k_tiles is a tensor descriptor of the keys. DEFER: the sums of a tile are written during the next one. columns
+    is (pairs, slots, Tk): each program adds to its own. picture is (pairs, picture_rows, picture_columns); PICTURE is 0
+    for none, 1 for the mean, 2 for the maximum. best and second are (pairs, SEGMENTS, BK // 2, queries), third is
+    (pairs, SEGMENTS, BK // 16, queries).
     """
     pair = first_pair + tl.program_id(0) // slots
     slot = tl.program_id(0) % slots
@@ -305,14 +306,14 @@ def tile_statistics(
     if ALIBI:
         slope = tl.load(slopes + h)
     ALWAYS: tl.constexpr = IDS or DENSE
-    STRIP: tl.constexpr = CELL_QUERIES if LATE else BQ
+    STRIP: tl.constexpr = CELL_QUERIES if DEFER else BQ
     d = tl.arange(0, BD)
-    # Later launches for the same pairs go on adding.
+    # Later launches for the same pairs continue the sums.
     if RECEIVED and first_tile == 0:
         zero_sums(columns, Tk)
         tl.debug_barrier()
-    for turn in range(tl.cdiv(tiles, slots)):
-        place = turn * slots + tl.where(turn % 2 == 0, slot, slots - 1 - slot)
+    for iteration in range(tl.cdiv(tiles, slots)):
+        place = iteration * slots + tl.where(iteration % 2 == 0, slot, slots - 1 - slot)
         if place < tiles:
             tile = first_tile + tiles - 1 - place
             i = tile * BQ + tl.arange(0, BQ)
@@ -324,7 +325,7 @@ def tile_statistics(
             rows = load_lse(lse, i, Tq)
             picture_row = (tile * BQ) // CELL_QUERIES
             if PICTURE > 0:
-                # Not all of its cells may be visited.
+                # Some cells may not be visited.
                 lines = tl.minimum(picture_rows - picture_row, BQ // CELL_QUERIES)
                 zero_sums(picture + picture_row.to(tl.int64) * picture_columns, lines * picture_columns)
                 tl.debug_barrier()
@@ -344,7 +345,7 @@ def tile_statistics(
                     before, count_before = segment_tiles(first, full, s, SEGMENTS)
                     inside, count_inside = segment_tiles(full, end, s, SEGMENTS)
                     behind, count_behind = segment_tiles(end, last, s, SEGMENTS)
-                    # First the tiles on an edge, with their mask, then those that everybody sees entirely.
+                    # First the tiles that need a mask, then those that are fully visible.
                     for kind in tl.static_range(1 if ALWAYS else 2):
                         count = count_before + count_behind if kind == 0 else count_inside
                         cells = tl.zeros((BK // CELL_KEYS, BQ // CELL_QUERIES), tl.float32)
@@ -352,13 +353,13 @@ def tile_statistics(
                         sums = tl.zeros((BK, BQ // STRIP, 4), tl.float32)
                         tile_before = -1
                         if RANGES == 2 or ADD:
-                            # What another loop wrote to the same columns or cells must be there. Not inside a loop:
-                            # a barrier would keep the compiler from fetching keys ahead.
+                            # Wait for what another loop wrote to the same columns or cells. Not inside a loop: a
+                            # barrier would keep the compiler from loading keys ahead.
                             tl.debug_barrier()
-                        # No number of stages for the long loop: with one, the compiler would also fetch sums ahead
-                        # that an earlier turn has yet to add to. Without, it only does so for what the product takes.
+                        # No num_stages for the long loop: with it, the compiler would also load sums ahead that an
+                        # earlier iteration has yet to add to. Without it, only the operands of the product are.
                         for n in tl.range(0, count, num_stages=1 if kind == 0 else None):
-                            # Tiles by their number in the segment, which is what a tag says.
+                            # The index of the tile in its segment, which is the tag.
                             u = inside // SEGMENTS + n
                             if kind == 0:
                                 u = tl.where(n < count_before, before, behind - count_before * SEGMENTS) // SEGMENTS + n
@@ -375,17 +376,17 @@ def tile_statistics(
                                 kind == 0, RANGES, SOFTCAP, ALIBI, IDS, DENSE,
                                 ENTROPY, DISTANCE, LARGEST, RECEIVED, WEIGHTED,
                                 PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, TOP, TAG_BITS,
-                                BQ, BK, BD, EVEN, PRECISION, FETCHED, LATE,
+                                BQ, BK, BD, EVEN, PRECISION, TMA, DEFER,
                             )  # fmt: skip
-                        if LATE:
-                            # No next tile follows the last one.
+                        if DEFER:
+                            # The last tile has no next tile.
                             write_earlier_tile(
                                 tile_before, sums, columns, picture, picture_row, cells, column,
                                 Tk, picture_scale, picture_rows, picture_columns,
                                 RECEIVED, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
                             )  # fmt: skip
                 if TOP:
-                    # Queries lie side by side, so that choosing takes one thread per query or two.
+                    # Queries are contiguous, so that the selection takes one or two threads per query.
                     into = ((pair - first_pair).to(tl.int64) * SEGMENTS + s) * (BK // 16)
                     groups = tl.arange(0, BK // 16)
                     here = (tile - first_tile) * BQ + tl.arange(0, BQ)
@@ -402,5 +403,5 @@ def tile_statistics(
             if LARGEST:
                 per_query = tl.where(i < Tq, tl.max(tl.max(highest, 0), 0), -float("inf"))
                 tl.store(largest + pair.to(tl.int64) * tl.cdiv(Tq, BQ) + tile, tl.max(per_query, 0) * LN_2)
-            # The next tile of queries adds to the same columns, with other threads.
+            # The next tile of queries adds to the same columns with other threads.
             tl.debug_barrier()

@@ -1,16 +1,16 @@
-"""The pass of statistics.py for Hopper: while a tile is summed up, the product of the next one is on its way.
+"""The pass of tiles.py for Hopper: the product of the next tile runs while a tile is reduced.
 
-Plain Triton waits for each product; this is written in Gluon, where products and copies are started and awaited by
-hand. It takes what is common: half precision, dot products, causal or no mask, as many queries as keys, a multiple of
-128. Its sums are those of statistics.py, which has the rest and is what it is tested against.
+Plain Triton waits for each product. This kernel is written in Gluon, where products and copies are started and awaited
+explicitly. It covers the common case: half precision, dot products, causal or no mask, as many queries as keys, a
+multiple of 128. Its sums are those of tiles.py, which covers everything and is what it is tested against.
 
-A turn of the loop takes a pair of tiles: the even one is segment 0 of the candidates for the heaviest keys, the odd one
-segment 1. Their keys come in one copy. What a tile adds to its keys and to the picture is written during the next tile,
-by the threads that hold it (statistics_hopper_sums.py).
+An iteration takes a pair of tiles: the even one is segment 0 of the candidates for the top keys, the odd one segment 1.
+One copy loads the keys of both. The sums of a tile are written during the next tile, by the threads that hold them
+(sums_hopper.py).
 
-Two rules that the compiler does not say aloud. No product may be under way where the loop turns back: it would lose
-track and wait after every instruction of the tensor core. And arithmetic has to be held in place, see `finished`: else
-it is put off until the product that it should overlap with is done.
+Two constraints of the compiler: no product may be in flight at the back edge of the loop, or it waits after every
+tensor core instruction. And arithmetic must be pinned (`force_computed`), or it is delayed until the product that it
+should overlap with is done.
 
 B batch, H heads, T queries and keys, D width. A pair is also one head of one batch element.
 """
@@ -31,13 +31,13 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @gluon.jit
 def tag_logits(x, tag, TAG_BITS: gl.constexpr):
-    """As in statistics.py: x with a tag in its lowest bits."""
+    """As in tiles.py: replace the lowest bits of x by a tag."""
     return ((x.to(gl.int32, bitcast=True) & (-(1 << TAG_BITS))) | tag).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def round_up_to_half(x, TAG_BITS: gl.constexpr):
-    """As in statistics.py: a 16-bit number that is no less than a marked logit, and hardly more."""
+    """As in tiles.py: a float16 upper bound of a tagged logit."""
     bare = (x.to(gl.int32, bitcast=True) & (-(1 << TAG_BITS))).to(gl.float32, bitcast=True)
     above = gl.maximum(bare + gl.abs(bare) * 0.0009765625 + 6e-8, -65504.0)
     return gl.where(x > MASKED_LOGIT / 2, above, -float("inf")).to(gl.float16)
@@ -45,11 +45,11 @@ def round_up_to_half(x, TAG_BITS: gl.constexpr):
 
 @gluon.jit
 def force_computed(x):
-    """Where this stands, x is computed, and with it all that it is the sum of.
+    """Force the computation of x, and of everything that it is a sum of, at this point.
 
-    The assembler would put that off until a later wait is over, when nothing is left to overlap with. It moves nothing
-    past a sleep that hangs on x being above 1e30, which no sum of ours is. A branch or a trap in its place would make
-    it wait for each product.
+    The assembler would delay it past a later wait, where nothing is left to overlap with. It moves nothing past a sleep
+    that depends on x > 1e30, which never holds for our sums. With a branch or a trap instead, it would wait for each
+    product.
     """
     ASM: gl.constexpr = "{ .reg .pred p; setp.gt.f32 p, $1, 0f7149F2CA; @p nanosleep.u32 1; mov.b32 $0, $1; }"
     return gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
@@ -57,7 +57,7 @@ def force_computed(x):
 
 @gluon.jit
 def update_candidates(x, tag, best, second, third, TAG_BITS: gl.constexpr):
-    """As in statistics.py: the two largest of each class, and what the third is no larger than."""
+    """As in tiles.py: update the two largest logits of each class, and the third."""
     upper, lower = split_row_halves(x)
     upper = tag_logits(upper, 2 * tag, TAG_BITS)
     lower = tag_logits(lower, 2 * tag + 1, TAG_BITS)
@@ -71,15 +71,15 @@ def update_candidates(x, tag, best, second, third, TAG_BITS: gl.constexpr):
 
 @gluon.jit
 def group_by_thread(x):
-    """(BK // 16, 8, BQ) by what the tensor core's layout gives to each thread: (BK // 16, 8, BQ // 8, 4, 2)."""
+    """Group (BK // 16, 8, BQ) by thread in the tensor core layout: (BK // 16, 8, BQ // 8, 4, 2)."""
     return x.reshape((BK // 16, 8, x.shape[2] // 8, 4, 2))
 
 
 @gluon.jit
 def add_distances(distance, p, t, row, CAUSAL: gl.constexpr):
-    """Adds p (BK, BQ) times how far each key is from each query, to distance, which is in the form of `threads`.
+    """Add p (BK, BQ) times the distance of each key from each query to `distance`, shaped as by `group_by_thread`.
 
-    A thread has one difference of places to work out. All others are a constant away from it, and few.
+    A thread computes one difference of positions. All others differ from it by a few constants.
     """
     upper, lower = split_row_halves(p)
     upper, lower = group_by_thread(upper), group_by_thread(lower)
@@ -101,7 +101,7 @@ def add_distances(distance, p, t, row, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def max_per_thread(x):
-    """The largest of what a thread holds of (BK, BQ): one number for each, (BK // 16, 8, 4)."""
+    """The maximum of the values of each thread: (BK, BQ) -> (BK // 16, 8, 4)."""
     upper, lower = split_row_halves(x)
     return gl.max(gl.max(group_by_thread(gl.maximum(upper, lower)), 4), 2)
 
@@ -112,7 +112,7 @@ def process_tile(
     CAUSAL: gl.constexpr, MASK: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, LARGEST: gl.constexpr,
     SUMS: gl.constexpr, TOP: gl.constexpr, TAG_BITS: gl.constexpr, STRIP: gl.constexpr,
 ):  # fmt: skip
-    """Tile t of the keys against the queries from row on; rows are their log-sum-exps."""
+    """Process key tile t and the queries from `row` on; rows are their log-sum-exps."""
     MMA: gl.constexpr = dots.type.layout
     if TOP:
         rows = rows.load(gl.SliceLayout(0, MMA))
@@ -146,24 +146,24 @@ def process_tile(
 
 @gluon.jit
 def start_product(k_buffers, at, queries, acc, WHICH: gl.constexpr):
-    """Of the first or the second tile of a pair, on its way."""
+    """Start the product of the first or the second tile of a pair."""
     keys = k_buffers.index(at).reshape((2 * BK, k_buffers.shape[4])).slice(WHICH * BK, BK, 0)
     return warpgroup_mma(keys, queries, acc, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def pair_index(n, pairs):
-    """The pair on the edge comes first, then the others in order."""
+    """The pair on the diagonal comes first, then the others in order."""
     return gl.where(n == 0, pairs, n) - 1
 
 
 @gluon.jit
 def fetch_key_pair(k, k_buffers, k_full, b, g, n, counted, pairs):
-    """The n-th pair of this turn, if there is one, to its place."""
+    """Load the n-th pair of key tiles into its buffer, if there is one."""
     there = n < pairs
     at = (counted + n) & 1
     mbarrier.expect(k_full.index(at), k.block_type.nbytes, pred=there)
-    # All have read what was there before. Triton 3.6 and 3.7 put a barrier here themselves, so it costs nothing.
+    # All threads have read the buffer. Triton 3.6 and 3.7 insert a barrier here anyway, so it costs nothing.
     barrier()
     tma.async_copy_global_to_shared(
         k, [b, g, pair_index(n, pairs) * (2 * BK), 0], k_full.index(at), k_buffers.index(at), pred=there
@@ -172,16 +172,16 @@ def fetch_key_pair(k, k_buffers, k_full, b, g, n, counted, pairs):
 
 @gluon.jit
 def start_first_product(k_buffers, k_full, queries, acc, n, counted, pairs):
-    """The first product of the n-th pair; where there is none, one for nothing."""
+    """Start the first product of the n-th pair; if there is none, the result is not used."""
     at = (counted + n) & 1
     mbarrier.wait(k_full.index(at), ((counted + n) >> 1) & 1, pred=n < pairs)
     return start_product(k_buffers, at, queries, acc, 0)
 
 
 @gluon.jit
-def tile_index(turn, slot, slots, first_tile, tiles):
-    """Back and forth, the longest rows first; -1 where there is none."""
-    place = turn * slots + gl.where(turn % 2 == 0, slot, slots - 1 - slot)
+def tile_index(iteration, slot, slots, first_tile, tiles):
+    """The query tile of an iteration, in alternating direction, the longest rows first; -1 if there is none."""
+    place = iteration * slots + gl.where(iteration % 2 == 0, slot, slots - 1 - slot)
     return gl.where(place < tiles, first_tile + tiles - 1 - place, -1)
 
 
@@ -189,7 +189,7 @@ def tile_index(turn, slot, slots, first_tile, tiles):
 def fetch_first_tiles(
     q, q_buffer, q_full, k, k_buffers, k_full, b, h, g, tile, counted, T, CAUSAL: gl.constexpr, BQ: gl.constexpr
 ):
-    """Fetches the queries of a tile and the first keys; gives the pairs of tiles of keys that it needs."""
+    """Load the queries of a tile and its first keys; return the number of pairs of key tiles."""
     there = tile >= 0
     pairs = T // (2 * BK)
     if CAUSAL:
@@ -205,7 +205,7 @@ def fetch_first_tiles(
 
 @gluon.jit
 def zero_sums(into, first, size):
-    """Zeros from first on, for sums that are kept in memory."""
+    """Set sums in memory to zero, from `first` on."""
     LINE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     for start_at in range(first, size, 512):
         at = start_at + gl.arange(0, 512, LINE)
@@ -213,9 +213,9 @@ def zero_sums(into, first, size):
 
 
 @gluon.jit
-def write_candidates(best, second, third, kept, into, queries, TAG_BITS: gl.constexpr):
-    """Writes the candidates of a segment, as statistics.py does."""
-    to_best, to_second, to_third = kept
+def write_candidates(best, second, third, candidates, into, queries, TAG_BITS: gl.constexpr):
+    """Write the candidates of a segment, as tiles.py does."""
+    to_best, to_second, to_third = candidates
     L: gl.constexpr = best.type.layout
     a = gl.arange(0, BK // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
@@ -238,15 +238,15 @@ def tile_statistics_hopper(
     RECEIVED: gl.constexpr, PICTURE: gl.constexpr, TOP: gl.constexpr, TAG_BITS: gl.constexpr,
     BQ: gl.constexpr, STRIP: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Program (pair, slot) serves every `slots`-th tile of queries; what it writes is as in statistics.py.
+    """Program (pair, slot) takes every `slots`-th tile of queries; its results are those of tiles.py.
 
-    q and k are described for the copy engine, (B, H, T, D) by BQ and 2 * BK rows. STRIP: queries of a cell. WIDE: tiles
-    that a cell is wide, at least 1. LARGEST: for a positive scale, and not with TOP, which knows it. With TOP
-    registers are short: log-sum-exps stay in shared memory, and the next queries are fetched when all is written, not
-    before.
+    q and k are tensor descriptors (B, H, T, D) with blocks of BQ and 2 * BK rows. STRIP: queries of a cell. WIDE: the
+    width of a cell in tiles, at least 1. LARGEST requires a positive scale, and is not combined with TOP, which finds
+    it, too. With TOP registers are scarce: log-sum-exps stay in shared memory, and the next queries are loaded only
+    after all results are written.
     """
     AHEAD: gl.constexpr = not TOP
-    # One bound for both segments: a query in doubt has more to be read again, but is not in doubt more often.
+    # One bound for both segments: a doubtful query reads more keys again, but queries are not doubtful more often.
     SHARED: gl.constexpr = TOP and DISTANCE
     SUMS: gl.constexpr = RECEIVED or PICTURE
     DOWN: gl.constexpr = BQ // STRIP
@@ -273,26 +273,26 @@ def tile_statistics_hopper(
         mbarrier.init(k_full.index(m), count=1)
     rows_buffer = gl.allocate_shared_memory(gl.float32, [BQ], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = q_buffer.reshape((BQ, D)).permute((1, 0))
-    # Later launches for the same pairs go on adding.
+    # Later launches for the same pairs continue the sums.
     if RECEIVED and first_tile == 0:
         zero_sums(columns, 0, T)
     barrier()
     counted = 0
     done = 0
-    nothing = gl.zeros((BK, BQ), gl.float32, MMA)
-    zeros, _ = split_row_halves(nothing)
-    none = gl.full_like(zeros, MASKED_LOGIT)
+    zero_tile = gl.zeros((BK, BQ), gl.float32, MMA)
+    zeros, _ = split_row_halves(zero_tile)
+    masked = gl.full_like(zeros, MASKED_LOGIT)
     lowest = gl.full_like(sum_per_thread(zeros), -float("inf"))
-    no_sums = strip_sums(nothing, STRIP)
+    no_sums = strip_sums(zero_tile, STRIP)
     tile = tile_index(0, slot, slots, first_tile, tiles)
     pairs = 0
     if AHEAD:
         pairs = fetch_first_tiles(
             q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ
         )
-    for turn in range(gl.cdiv(tiles, slots)):
+    for iteration in range(gl.cdiv(tiles, slots)):
         if not AHEAD:
-            tile = tile_index(turn, slot, slots, first_tile, tiles)
+            tile = tile_index(iteration, slot, slots, first_tile, tiles)
         if tile >= 0:
             if not AHEAD:
                 pairs = fetch_first_tiles(
@@ -306,24 +306,24 @@ def tile_statistics_hopper(
                 rows = rows_buffer
             cells_at = picture + (row // STRIP).to(gl.int64) * picture_columns
             if PICTURE:
-                # Cells that no tile visits, or that all tiles add to.
+                # Cells that no tile visits, or that several tiles add to.
                 for line in gl.static_range(DOWN):
                     visited = pairs * (2 * BK // 16) if WIDE == 1 else 0
                     zero_sums(cells_at + line * picture_columns, visited, picture_columns)
                 if WIDE > 1:
                     barrier()
             mbarrier.wait(q_full, done & 1)
-            even = start_first_product(k_buffers, k_full, queries, nothing, 0, counted, pairs)
+            even = start_first_product(k_buffers, k_full, queries, zero_tile, 0, counted, pairs)
             sums, before = no_sums, -1
             sum_entropy, sum_distance, highest = zeros, group_by_thread(zeros), lowest
-            best0, second0, third0 = none, none, none
-            best1, second1, third1 = none, none, none
+            best0, second0, third0 = masked, masked, masked
+            best1, second1, third1 = masked, masked, masked
             dots = warpgroup_mma_wait(0, [even])
             for edge in gl.static_range(2):
                 for n in range(0 if edge == 0 else 1, 1 if edge == 0 else pairs):
-                    # One product is on its way at any time, none at the end.
+                    # One product is in flight at any time, none at the end of an iteration.
                     u = pair_index(n, pairs)
-                    odd = start_product(k_buffers, (counted + n) & 1, queries, nothing, 1)
+                    odd = start_product(k_buffers, (counted + n) & 1, queries, zero_tile, 1)
                     if edge == 1:
                         write_earlier_tile(
                             before, sums, columns, cells_at, picture_columns, picture_scale,
@@ -335,7 +335,7 @@ def tile_statistics_hopper(
                         STRIP,
                     )  # fmt: skip
                     other, sum_entropy = warpgroup_mma_wait(0, [odd, sum_entropy])
-                    even = start_first_product(k_buffers, k_full, queries, nothing, n + 1, counted, pairs)
+                    even = start_first_product(k_buffers, k_full, queries, zero_tile, n + 1, counted, pairs)
                     fetch_key_pair(k, k_buffers, k_full, b, h // group, n + 2, counted, pairs)
                     write_earlier_tile(
                         2 * u, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN, WIDE
@@ -354,8 +354,8 @@ def tile_statistics_hopper(
             counted += pairs
             done += 1
             if AHEAD:
-                # The next queries and keys are on their way while the rest is written.
-                tile = tile_index(turn + 1, slot, slots, first_tile, tiles)
+                # Load the next queries and keys while the rest is written.
+                tile = tile_index(iteration + 1, slot, slots, first_tile, tiles)
                 pairs = fetch_first_tiles(
                     q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ
                 )
@@ -365,11 +365,11 @@ def tile_statistics_hopper(
             if TOP:
                 into = (wide - first_pair) * 2 * (BK // 16)
                 at = row - first_tile * BQ
-                kept = (best + at, second + at, third + at)
+                candidates = (best + at, second + at, third + at)
                 if SHARED:
                     third1 = third0
-                write_candidates(best0, second0, third0, kept, into, tiles * BQ, TAG_BITS)
-                write_candidates(best1, second1, third1, kept, into + BK // 16, tiles * BQ, TAG_BITS)
+                write_candidates(best0, second0, third0, candidates, into, tiles * BQ, TAG_BITS)
+                write_candidates(best1, second1, third1, candidates, into + BK // 16, tiles * BQ, TAG_BITS)
             if ENTROPY:
                 total = gl.sum(gl.sum(sum_entropy, 1), 0)
                 i = row + gl.arange(0, BQ, total.type.layout)
@@ -381,5 +381,5 @@ def tile_statistics_hopper(
             if LARGEST:
                 gl.store(largest + row // BQ, gl.max(gl.max(gl.max(highest, 2), 1), 0) * (scale * LN_2))
             if not AHEAD:
-                # All have read the queries.
+                # All threads have read the queries.
                 barrier()

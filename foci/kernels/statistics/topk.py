@@ -1,13 +1,13 @@
-"""The k heaviest keys of each query, chosen from what the pass over the tiles has kept (statistics.py).
+"""The top k keys of each query, selected from the candidates of the tile pass (tiles.py).
 
-It kept, per query and class of keys, the two largest logits and where they were, and a number that the third does not
-exceed. The k largest of these are chosen (choose). A key that was not kept can count only where both of its class were
-chosen and the third may reach the last one chosen. And the logits that were kept lack their lowest bits, which say
-where, so that keys level with the last one chosen are open too. Queries with such classes, few, are put on a list, and
-those classes are read again, key by key (refine).
+The tile pass keeps, per query and class of keys, the two largest logits with their positions, and an upper bound of the
+third. `choose_topk` selects the k largest of these. A key that was not kept can be among them only if both candidates
+of its class were selected and the bound reaches the last selected logit. Candidates also lack their lowest bits, which
+hold the position, so keys that tie with the last selected one are undecided, too. Queries with such classes are few;
+they are put on a list, and `refine_topk` reads the keys of those classes again.
 
-Weights of inputs in half precision are those of the logits that were kept: what they lack is far below what the inputs
-do. For float32 they are computed anew.
+For half-precision inputs, the weights are those of the candidates' logits: their missing bits are far below the
+precision of the inputs. For float32 the logits are computed again.
 """
 
 # Device code carries no Python types.
@@ -19,23 +19,23 @@ import triton.language as tl
 from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, dot_logits, key_range, load_lse
 from foci.kernels.statistics.sort import has_ties, merge_larger_halves, reverse_list, select_largest, sort_lists
 
-# Stands for no key where the lowest key is sought.
+# Larger than any key, for minima over keys.
 NO_KEY = tl.constexpr(2147483647)
-# Flags per word.
+# Class flags that are stored in one int32.
 FLAGS_PER_WORD = tl.constexpr(16)
 
 
 @triton.jit
 def locate_key(klass, tag, segments, BK: tl.constexpr):
-    """The key with this tag in its class: its tile among those of the segment, times 2, plus which of the two rows."""
-    place = klass % (BK // 2)
+    """The key of a class and tag. A tag is the tile index in its segment times 2, plus the row half."""
+    index = klass % (BK // 2)
     tile = (tag >> 1) * segments + klass // (BK // 2)
-    return tile * BK + (place // 8) * 16 + place % 8 + (tag & 1) * 8
+    return tile * BK + (index // 8) * 16 + index % 8 + (tag & 1) * 8
 
 
 @triton.jit
 def load_with_label(pointers, label, there, LABEL_BITS: tl.constexpr):
-    """Logits with a label of their own in the place of the tag, so that no two of a query are the same number."""
+    """Load logits and replace their tags by unique labels, so that no two logits of a query are equal."""
     bits = tl.load(pointers, mask=there, other=MASKED_LOGIT).to(tl.int32, bitcast=True)
     return ((bits & (-(1 << LABEL_BITS))) | label).to(tl.float32, bitcast=True)
 
@@ -47,14 +47,14 @@ def clear_label(x, LABEL_BITS: tl.constexpr):
 
 @triton.jit
 def append_rows(listed, counter, row, flagged):
-    """Puts the rows that are flagged on the list, in any order: each is read again by itself."""
+    """Append the flagged rows to the list, in any order; they are processed independently."""
     base = tl.atomic_add(counter, tl.sum(flagged.to(tl.int32), 0))
     tl.store(listed + base + tl.cumsum(flagged.to(tl.int32), 0) - 1, row, mask=flagged)
 
 
 @triton.jit
 def find_tied_classes(best, second, last, klass, column, valid, queries, LABEL_BITS: tl.constexpr):
-    """Where classes (1, N) have a candidate that was left out and is level with the last one chosen: (R, N)."""
+    """Which classes (1, N) have an unselected candidate that ties with the last selected one: (R, N)."""
     x = load_with_label(best + klass * queries + column, 2 * klass, valid, LABEL_BITS)
     y = load_with_label(second + klass * queries + column, 2 * klass + 1, valid, LABEL_BITS)
     left = tl.where(x < last, x, tl.where(y < last, y, MASKED_LOGIT))
@@ -66,25 +66,25 @@ def flag_doubtful_rows(
     x, left, best, second, third, flags, listed, counter, column, valid, row, queries,
     TOP: tl.constexpr, CLASSES: tl.constexpr, LABEL_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Puts queries whose last one chosen is in doubt on the list, with a flag for each class that may hide another."""
+    """Put queries whose last selected key is undecided on the list, and flag each class that may hold a better key."""
     slot = tl.arange(0, x.shape[1])[None, :]
     last = tl.min(tl.where(slot < TOP, x, float("inf")), 1)
     if x.shape[1] > TOP:
         left = tl.maximum(left, clear_label(tl.max(tl.where(slot < TOP, MASKED_LOGIT, x), 1), LABEL_BITS))
-    # What was kept lacks its lowest bits: a key that is level with the last one chosen may be the heavier one.
-    level = (left >= clear_label(last, LABEL_BITS)) & (last > MASKED_LOGIT / 2) & valid
+    # Candidates lack their lowest bits: a key that ties with the last selected one may have the larger logit.
+    tied = (left >= clear_label(last, LABEL_BITS)) & (last > MASKED_LOGIT / 2) & valid
     label = x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)
     klass = (label >> 1) % CLASSES
     both = (label % 2 == 1) & (x > MASKED_LOGIT / 2) & (slot < TOP) & valid[:, None]
     rest = tl.load(third + (klass // 8) * queries + column[:, None], mask=both, other=-float("inf"))
     hidden = both & (rest.to(tl.float32) >= clear_label(last, LABEL_BITS)[:, None])
-    doubtful = level | (tl.max(hidden.to(tl.int32), 1) > 0)
+    doubtful = tied | (tl.max(hidden.to(tl.int32), 1) > 0)
     if tl.max(doubtful.to(tl.int32), 0) > 0:
-        some_level = tl.max(level.to(tl.int32), 0) > 0
+        some_tied = tl.max(tied.to(tl.int32), 0) > 0
         within = tl.arange(0, FLAGS_PER_WORD)[None, :]
         for word in range(CLASSES // FLAGS_PER_WORD):
             bits = tl.sum(tl.where(hidden & (klass // FLAGS_PER_WORD == word), 1 << (klass % FLAGS_PER_WORD), 0), 1)
-            if some_level:
+            if some_tied:
                 more = find_tied_classes(
                     best, second, last[:, None], word * FLAGS_PER_WORD + within, column[:, None], valid[:, None],
                     queries, LABEL_BITS,
@@ -99,9 +99,9 @@ def pick_candidates(
     best, second, column, valid, queries,
     CLASSES: tl.constexpr, LABEL_BITS: tl.constexpr, LOG_N: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """The 2 ** LOG largest candidates of each query, by their labels, in order: (R, 2 ** LOG); and the largest left.
+    """The 2 ** LOG largest candidates of each query in order, labelled, (R, 2 ** LOG); and the maximum of the rest.
 
-    best and second (CLASSES, queries). 2 ** LOG_N classes are taken at a time.
+    best and second (CLASSES, queries). An iteration takes 2 ** LOG_N classes.
     """
     klass = tl.arange(0, 1 << LOG_N)[None, :]
     there = valid[:, None] & (klass < CLASSES)
@@ -113,7 +113,7 @@ def pick_candidates(
         left = tl.maximum(left, rest)
         x, rest = merge_larger_halves(x, reverse_list(more, LOG), LOG)
         left = tl.maximum(left, rest)
-    # The second of a class counts only where the first was taken.
+    # The second candidate of a class counts only if the first one was selected.
     label = x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)
     there = valid[:, None] & ((label >> 1) < CLASSES)
     y = load_with_label(second + (label >> 1) * queries + column[:, None], label | 1, there, LABEL_BITS)
@@ -123,7 +123,7 @@ def pick_candidates(
 
 @triton.jit
 def reload_candidates(best, second, x, column, queries, CLASSES: tl.constexpr, LABEL_BITS: tl.constexpr):
-    """The bits that were kept of the candidates behind labels (R, 2 ** LOG), read once more."""
+    """Load the candidates of the labels (R, 2 ** LOG) again, with their tags."""
     label = x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)
     places = ((label >> 1) % CLASSES) * queries + column[:, None]
     real = x > MASKED_LOGIT / 2
@@ -142,18 +142,18 @@ def choose_topk(
     TAG_BITS: tl.constexpr, LABEL_BITS: tl.constexpr,
     R: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """R queries of one pair: the keys of the largest candidates and their weights, in order.
+    """Select the top keys of R queries of one pair, and their weights, in order.
 
-    A thread takes a query: it holds all of its candidates, and reads them as its neighbours read theirs. best and
-    second are (pairs, CLASSES, queries), third (pairs, CLASSES // 8, queries), flags (rows, CLASSES // WORD), a row
-    being one query of any pair. EXACT: logits are computed anew, else they are what was kept of them.
+    A thread takes one query and holds all of its candidates; neighbouring threads read neighbouring addresses. best and
+    second are (pairs, CLASSES, queries), third (pairs, CLASSES // 8, queries), flags (rows, CLASSES // FLAGS_PER_WORD),
+    where a row is one query of any pair. EXACT computes the logits again instead of using those of the candidates.
     """
     local = tl.program_id(1).to(tl.int64)
     best += local * CLASSES * queries
     second += local * CLASSES * queries
     third += local * (CLASSES // 8) * queries
     pair = first_pair + tl.program_id(1)
-    # Not said to begin at a multiple: else a thread would read four queries at a time, and hold a part of their keys.
+    # Hide the alignment: with it, a thread would read four queries at a time, and hold only a part of their keys.
     column = tl.multiple_of(tl.program_id(0) * R + tl.arange(0, R), [1])
     i = first_query + column
     valid = (column < queries) & (i < Tq)
@@ -164,7 +164,7 @@ def choose_topk(
     )
     bits = reload_candidates(best, second, x, column, queries, CLASSES, LABEL_BITS)
     slot = tl.arange(0, 1 << LOG)[None, :]
-    # Only what was chosen is put in order: `doubts` flagged the classes of all others that are level with it.
+    # Only selected keys are sorted: `flag_doubtful_rows` flagged the classes of all others that tie with them.
     real = (x > MASKED_LOGIT / 2) & (slot < TOP)
     klass = ((x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)) >> 1) % CLASSES
     found = tl.where(real, locate_key(klass, bits & ((1 << TAG_BITS) - 1), segments, BK), -1)  # (R, slots)
@@ -177,7 +177,7 @@ def choose_topk(
             slope = tl.load(slopes + h)
         q += b * q_batch + h.to(tl.int64) * q_head
         k += b * k_batch + (h // group).to(tl.int64) * k_head
-        # They wait where the weights are to stand: whoever reads keys side by side holds no query for itself.
+        # Products go through the memory of the weights, because threads that read a key together share a query.
         for n in range(TOP):
             one = value_at_slot(found, n)[:, None]
             dots = key_dot_products(q, k, i, one, valid, one >= 0, D, q_query, k_key, BD, STEP, EVEN)
@@ -189,7 +189,7 @@ def choose_topk(
         y = tl.where(found >= 0, y - load_lse(lse + pair.to(tl.int64) * Tq, i, Tq)[:, None], MASKED_LOGIT)
         store_topk(y, found, rank_slots(y, found), values + into, keys + into, valid[:, None], TOP)
     else:
-        # In the middle of what the lost bits may have been.
+        # Replace the lost bits by their middle value.
         y = ((bits & (-(1 << TAG_BITS))) | (1 << (TAG_BITS - 1))).to(tl.float32, bitcast=True)
         y = tl.where(real, y, MASKED_LOGIT)
         if tl.max(has_ties(tl.where(real, clear_label(x, LABEL_BITS), x)).to(tl.int32), 0) > 0:
@@ -198,47 +198,47 @@ def choose_topk(
             store_topk(y, found, slot, values + into, keys + into, valid[:, None], TOP)
     propagate_nan(lse + row, values + into + slot, keys + into + slot, valid, slot < TOP)
     if LARGEST:
-        heaviest = tl.max(y, 1)
-        z = heaviest + load_lse(lse + pair.to(tl.int64) * Tq, i, Tq)
-        tl.store(largest_logits + row, tl.where(heaviest > MASKED_LOGIT / 2, z * LN_2, -float("inf")), mask=valid)
+        top_value = tl.max(y, 1)
+        z = top_value + load_lse(lse + pair.to(tl.int64) * Tq, i, Tq)
+        tl.store(largest_logits + row, tl.where(top_value > MASKED_LOGIT / 2, z * LN_2, -float("inf")), mask=valid)
 
 
 @triton.jit
 def key_dot_products(
     q, k, i, j, valid, there, D, q_query, k_key, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """The dot product of query i with each key j, where it is valid and there: i (R,), j (R, N) -> (R, N)."""
+    """The dot product of query i with each key j, if both exist: i (R,), j (R, N) -> (R, N)."""
     shape: tl.constexpr = (j.shape[0], j.shape[1], STEP)
     total = tl.zeros(shape, tl.float32)
     row = q + i.to(tl.int64)[:, None, None] * q_query
     keys = k + j.to(tl.int64)[:, :, None] * k_key
     valid = valid[:, None, None]
     there = there[:, :, None]
-    # Not unrolled: all rows of keys at once would take more registers than there are.
+    # Not unrolled: all rows of keys at once would not fit the registers.
     for start in range(0, BD, STEP):
         d = (start + tl.arange(0, STEP))[None, None, :]
         a = tl.load(row + d, mask=valid if EVEN else valid & (d < D), other=0.0)
         b = tl.load(keys + d, mask=there if EVEN else there & (d < D), other=0.0)
-        # Added up at the end: a sum across lanes at every step would keep the next keys waiting.
+        # Reduced at the end: a sum across lanes in every iteration would delay the next keys.
         total += a.to(tl.float32) * b.to(tl.float32)
     return tl.sum(total, 2)
 
 
 @triton.jit
 def insert_sorted(x, keys, more, j, SLOTS: tl.constexpr):
-    """Puts each of `more` (1, N) that beats the worst of the list (1, SLOTS) in its place."""
+    """Insert each of `more` (1, N) that beats the worst of the list (1, SLOTS) in its place."""
     slot = tl.arange(0, SLOTS)[None, :]
-    # Most of the keys that are read again beat nobody: no turn is taken for them.
+    # Most keys that are read again beat none of the list: the loop skips them.
     more = tl.where(more >= tl.min(x, 1)[:, None], more, MASKED_LOGIT)
     while tl.max(tl.max(more, 1), 0) > MASKED_LOGIT / 2:
-        heaviest = tl.max(more, 1)
-        key = tl.min(tl.where(more == heaviest[:, None], j, NO_KEY), 1)
+        top_value = tl.max(more, 1)
+        key = tl.min(tl.where(more == top_value[:, None], j, NO_KEY), 1)
         worst = tl.min(x, 1)
         worst_key = tl.max(tl.where(x == worst[:, None], keys, -1), 1)
-        better = (heaviest > worst) | ((heaviest == worst) & (key < worst_key))
+        better = (top_value > worst) | ((top_value == worst) & (key < worst_key))
         is_worst = (x == worst[:, None]) & (keys == worst_key[:, None])
         here = better[:, None] & (slot == tl.min(tl.where(is_worst, slot, SLOTS), 1)[:, None])
-        x = tl.where(here, heaviest[:, None], x)
+        x = tl.where(here, top_value[:, None], x)
         keys = tl.where(here, key[:, None], keys)
         more = tl.where(better[:, None] & (j != key[:, None]), more, MASKED_LOGIT)
     return x, keys
@@ -246,26 +246,26 @@ def insert_sorted(x, keys, more, j, SLOTS: tl.constexpr):
 
 @triton.jit
 def value_at_slot(x, n):
-    """x (R, slots) of whole numbers, none below -1 -> (R,)."""
+    """The value of slot n: x (R, slots), integers of at least -1 -> (R,)."""
     return tl.max(tl.where(tl.arange(0, x.shape[1])[None, :] == n, x, -1), 1)
 
 
 @triton.jit
 def rank_slots(x, found):
-    """The place of each slot: how many come before it, by weight, then by key. Empty ones are alike: as they lie."""
+    """The rank of each slot: the number of slots before it, by weight, then by key. Empty slots keep their order."""
     slot = tl.arange(0, x.shape[1])[None, :]
-    place = tl.zeros(x.shape, tl.int32)
+    rank = tl.zeros(x.shape, tl.int32)
     for n in range(x.shape[1]):
         key = value_at_slot(found, n)[:, None]
         other = tl.max(tl.where(slot == n, x, -float("inf")), 1)[:, None]
         first = (key < found) | ((key == found) & (n < slot))
-        place += ((other > x) | ((other == x) & first)).to(tl.int32)
-    return place
+        rank += ((other > x) | ((other == x) & first)).to(tl.int32)
+    return rank
 
 
 @triton.jit
 def rank_slots_at_once(x, found):
-    """As places, of one query that all threads share: no loop, in which they would wait for each other every time."""
+    """As `rank_slots`, for one query that all threads share; in a loop they would wait for each other."""
     slot = tl.arange(0, x.shape[1])
     other, key = x[:, None, :], found[:, None, :]
     alike = (key == found[:, :, None]) & (slot[None, None, :] < slot[None, :, None])
@@ -274,26 +274,26 @@ def rank_slots_at_once(x, found):
 
 
 @triton.jit
-def store_topk(x, found, place, values, keys, valid, TOP: tl.constexpr):
-    """x, found, place (R, slots); values, keys (R, 1) pointers."""
+def store_topk(x, found, rank, values, keys, valid, TOP: tl.constexpr):
+    """Store weights and keys by rank: x, found, rank (R, slots); values, keys (R, 1) pointers."""
     real = x > MASKED_LOGIT / 2
-    there = valid & (place < TOP)
-    tl.store(values + place, tl.where(real, tl.exp2(x), 0.0), mask=there)
-    tl.store(keys + place, tl.where(real, found, -1), mask=there)
+    there = valid & (rank < TOP)
+    tl.store(values + rank, tl.where(real, tl.exp2(x), 0.0), mask=there)
+    tl.store(keys + rank, tl.where(real, found, -1), mask=there)
 
 
 @triton.jit
 def propagate_nan(lse, values, keys, valid, there):
-    """Queries whose log-sum-exp is no number have weights that are none, of no key: not those of one that sees nothing.
+    """Set the weights of queries whose log-sum-exp is NaN to NaN and their keys to -1, unlike fully masked queries.
 
     lse (R,), values and keys (R, slots) pointers.
     """
     rows = tl.load(lse, mask=valid, other=0.0)
-    spoilt = (rows != rows)[:, None] & there
+    is_nan = (rows != rows)[:, None] & there
     if tl.max((rows != rows).to(tl.int32), 0) > 0:
         tl.debug_barrier()
-        tl.store(values, tl.full(values.shape, float("nan"), tl.float32), mask=spoilt)
-        tl.store(keys, tl.full(keys.shape, -1, tl.int32), mask=spoilt)
+        tl.store(values, tl.full(values.shape, float("nan"), tl.float32), mask=is_nan)
+        tl.store(keys, tl.full(keys.shape, -1, tl.int32), mask=is_nan)
 
 
 @triton.jit
@@ -308,7 +308,7 @@ def refine_topk(
     TOP: tl.constexpr, SLOTS: tl.constexpr, CLASSES: tl.constexpr, BK: tl.constexpr,
     READ: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The queries on the list, one after the other, shared among the programs. READ keys of a class at a time."""
+    """Programs share the queries of the list. An iteration reads READ keys of a class."""
     words = tl.arange(0, CLASSES // FLAGS_PER_WORD)[None, :]
     slot = tl.arange(0, SLOTS)[None, :]
     offset = Tk - Tq
@@ -344,7 +344,7 @@ def refine_topk(
                 for run in tl.static_range(RANGES if RANGES > 0 else 1):
                     low, high = key_range(key_ranges + b * key_ranges_batch, run, one, offset, Tq, Tk, CAUSAL, RANGES)
                     seen |= (j >= low[:, None]) & (j < high[:, None])
-                # What is in the list already must not come twice.
+                # Keys that were already selected must not be inserted twice.
                 twice = tl.max((j[:, :, None] == chosen[:, None, :]).to(tl.int32), 2) > 0
                 seen = apply_masks(
                     seen & (tag < tags) & (j < Tk) & ~twice, one[:, None], j,
@@ -355,7 +355,7 @@ def refine_topk(
                     z = key_dot_products(query, others, one, j, one < Tq, seen, D, q_query, k_key, BD, STEP, EVEN)
                     z = dot_logits(z, one[:, None], j, offset, slope, scale, softcap, SOFTCAP, ALIBI) - row
                     y, chosen = insert_sorted(y, chosen, tl.where(seen, z, MASKED_LOGIT), j, SLOTS)
-        # What is written lies where the chosen were read, by other threads.
+        # The results overwrite the selected keys, which other threads read.
         tl.debug_barrier()
         store_topk(y, chosen, rank_slots_at_once(y, chosen), values + line, keys + line, True, TOP)
         if LARGEST:
