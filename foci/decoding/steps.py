@@ -103,9 +103,7 @@ def prepare_prompt(model: Any, prompt: Prompt, start: int | Sequence[int] | None
     rows, name = split_prompts(prompt, device), type(model).__name__
     if not hasattr(model, "encode"):
         if start is not None:
-            raise ValueError(
-                f"start must be None for {type(model).__name__}, which continues the prompt, got {start!r}"
-            )
+            raise ValueError(f"start must be None for {name}, which continues the prompt itself, got {start!r}")
         tokens, lengths = pad_prompts(rows, left=True)
         columns = torch.arange(tokens.shape[1], device=device)
         real = None if lengths is None else columns >= tokens.shape[1] - lengths[:, None]
