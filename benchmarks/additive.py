@@ -1,4 +1,4 @@
-"""Additive attention, wᵀ tanh(q + k): foci beside eager code and torch.compile, forward alone and with its backward.
+"""Additive attention, wᵀ tanh(q + k): foci, eager code and torch.compile; forward, and forward with backward.
 
     python benchmarks/additive.py                       everybody, every shape
     python benchmarks/additive.py --variants            foci's own kernels under other tilings, for tuning
@@ -22,9 +22,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gates import FLOOR, GateError, error_of, stretches
-from table import Options, Table, options, short
-from timing import Clock, Contestant, Measured, clock_of, compare, one_line, release, say
+from gates import FLOOR, GateError, error_of, sample_rows
+from table import Options, Table, dtype_name, parse_options
+from timing import Clock, Contestant, Measured, compare, format_error, free_memory, log, make_clock
 from torch import Tensor
 
 import foci
@@ -41,13 +41,13 @@ Tensors = dict[str, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 NAMES = ("q", "k", "v", "weight")
 NO_TERMS = AdditiveOptions(None, None, None, None, None, False, 0.0)
-# Eager code keeps several tensors of B H Tq Tk D.
+# Eager code holds several tensors of size B H Tq Tk D.
 MOST_EAGER = 2**34
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape, as many keys as queries where they are not said."""
+    """One shape; the number of keys defaults to the number of queries."""
 
     batch: int
     heads: int
@@ -103,37 +103,37 @@ def cases(quick: bool, gpu: bool) -> list[Case]:
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """The formula as anybody would write it."""
+    """The formula in eager code."""
     scores = torch.tanh(q.unsqueeze(3) + k.unsqueeze(2)) @ weight
     return scores.softmax(-1) @ v
 
 
-def of_foci(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """The default path."""
+def foci_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    """foci's default backend."""
     return foci.attention(q, k, v, score=foci.Additive(weight))
 
 
-def in_torch(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """The same as on a machine without a C compiler, the backward of it too."""
+def foci_without_compiler(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    """foci without a C compiler, forward and backward."""
     return Uncompiled.apply(q, k, v, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Uncompiled(torch.autograd.Function):
-    """foci where nothing is compiled: the switch must be off in the backward as well, which runs on its own."""
+    """foci without compiled code; the switch must also be off in the backward, which runs later."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         with torch.enable_grad(), without_compiler():
             leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-            out = of_foci(*leaves)
+            out = foci_attention(*leaves)
         ctx.graph = (leaves, out)
         return out.detach()
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, out_gradient: Tensor) -> tuple[Tensor, ...]:
         leaves, out = ctx.graph
         with without_compiler():
-            return torch.autograd.grad(out, leaves, slope)
+            return torch.autograd.grad(out, leaves, out_gradient)
 
 
 def without_compiler() -> Any:
@@ -141,13 +141,13 @@ def without_compiler() -> Any:
 
 
 def exponential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """The same formula with the exponentials taken out of it: what a compiler makes of our way."""
+    """The formula with precomputed exponentials, as our kernels compute it, for torch.compile."""
     shares = 1 / (1 + torch.exp(2 * q).unsqueeze(3) * torch.exp(2 * k).unsqueeze(2))
     return (weight.sum() - 2 * (shares * weight).sum(-1)).softmax(-1) @ v
 
 
 class Tiled(torch.autograd.Function):
-    """foci's kernels under a tiling that is named; either may be None: the default one."""
+    """foci's kernels with given tilings; None is the default."""
 
     @staticmethod
     def forward(
@@ -197,7 +197,7 @@ BACKWARD = {
 
 
 def contestants(case: Case, direction: str, variants: bool, gpu: bool) -> Iterator[tuple[str, Attend]]:
-    yield "foci", of_foci
+    yield "foci", foci_attention
     if variants:
         chosen = FORWARD if direction == "forward" else BACKWARD
         for name, tiling in chosen.items():
@@ -208,7 +208,7 @@ def contestants(case: Case, direction: str, variants: bool, gpu: bool) -> Iterat
         yield "eager", eager
     yield "compiled", compiled
     if not gpu:
-        yield "foci, no compiler", in_torch
+        yield "foci, no compiler", foci_without_compiler
         yield "compiled, exponential", compiled_exponential
 
 
@@ -232,40 +232,42 @@ COMPILED_EXPONENTIAL = torch.compile(exponential, dynamic=False)
 
 @dataclass
 class Gate:
-    """The truth for some queries: the gradient reaches only these, so that of all keys follows from them."""
+    """The truth for some queries: the output gradient is zero elsewhere, so these determine all gradients."""
 
     inputs: Tensors
     rows: Tensor
-    slope: Tensor
+    out_gradient: Tensor
     truth: Tensors
     allowed: dict[str, float]
 
     @classmethod
     def of(cls, inputs: Tensors) -> Gate:
         q = inputs["q"]
-        # The float64 formula keeps a row's B H Tk D numbers several times.
+        # The float64 formula holds several tensors of size B H Tk D per row.
         most = max(1, 2**26 // (inputs["k"].numel()))
-        rows = stretches(q.shape[2], q.device)[: min(64, most)]
-        slope = torch.zeros(*q.shape[:3], inputs["v"].shape[-1], device=q.device, dtype=q.dtype)
-        slope[:, :, rows] = torch.randn_like(slope[:, :, rows])
+        rows = sample_rows(q.shape[2], q.device)[: min(64, most)]
+        out_gradient = torch.zeros(*q.shape[:3], inputs["v"].shape[-1], device=q.device, dtype=q.dtype)
+        out_gradient[:, :, rows] = torch.randn_like(out_gradient[:, :, rows])
         few = inputs | {"q": q[:, :, rows]}
-        truth = solved(reference, {name: x.double() for name, x in few.items()}, slope[:, :, rows].double())
-        plain = solved(eager, few, slope[:, :, rows])
+        truth = output_and_gradients(
+            reference, {name: x.double() for name, x in few.items()}, out_gradient[:, :, rows].double()
+        )
+        plain = output_and_gradients(eager, few, out_gradient[:, :, rows])
         allowed = {name: 2 * error(name, plain[name], truth[name]) + FLOOR[q.dtype] for name in truth}
         truth["q"] = torch.zeros_like(q, dtype=torch.float64).index_copy(2, rows, truth["q"])
-        return cls(inputs, rows, slope, truth, allowed)
+        return cls(inputs, rows, out_gradient, truth, allowed)
 
     def check(self, attend: Attend, direction: str) -> tuple[float, float]:
-        """The error that comes nearest to what is allowed, and that; raises where it is larger."""
+        """The error closest to its limit, and that limit; raises if an error is above its limit."""
         if direction == "forward":
             with torch.no_grad():
                 found = {"out": attend(*self.inputs.values())}
         else:
-            found = solved(attend, self.inputs, self.slope)
+            found = output_and_gradients(attend, self.inputs, self.out_gradient)
         found["out"] = found["out"][:, :, self.rows]
         errors = {name: error(name, tensor, self.truth[name]) for name, tensor in found.items()}
         for name, value in errors.items():
-            # Asked this way round, NaN fails.
+            # Written this way, NaN fails.
             if not value <= self.allowed[name]:
                 raise GateError(f"{name} is off by {value:.2e}, allowed {self.allowed[name]:.2e}")
         worst = max(errors, key=lambda name: errors[name] / self.allowed[name])
@@ -282,16 +284,16 @@ def reference(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
     return foci.attention(q, k, v, score=foci.Additive(weight), backend="reference")
 
 
-def solved(attend: Attend, inputs: Tensors, slope: Tensor) -> Tensors:
-    """The output and the gradients of everything."""
+def output_and_gradients(attend: Attend, inputs: Tensors, out_gradient: Tensor) -> Tensors:
+    """The output and the gradients of all inputs."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     out = attend(*leaves.values())
-    gradients = torch.autograd.grad(out, list(leaves.values()), slope)
+    gradients = torch.autograd.grad(out, list(leaves.values()), out_gradient)
     return {"out": out.detach()} | dict(zip(leaves, gradients, strict=True))
 
 
-def work(attend: Attend, inputs: Tensors, slope: Tensor, direction: str) -> Callable[[], Any]:
-    """What is timed."""
+def timed_function(attend: Attend, inputs: Tensors, out_gradient: Tensor, direction: str) -> Callable[[], Any]:
+    """The function that is timed."""
     leaves = [x.detach().requires_grad_() for x in inputs.values()]
 
     def forward() -> Tensor:
@@ -299,36 +301,36 @@ def work(attend: Attend, inputs: Tensors, slope: Tensor, direction: str) -> Call
             return attend(*inputs.values())
 
     def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(*leaves), leaves, slope)
+        return torch.autograd.grad(attend(*leaves), leaves, out_gradient)
 
     return forward if direction == "forward" else both
 
 
-def run_case(case: Case, dtype: torch.dtype, asked: Options, variants: bool, table: Table, clock: Clock) -> None:
-    say(case.name)
-    if asked.device.type == "cpu":
-        # Every shape is compiled anew; after eight of them Dynamo would give up.
+def run_case(case: Case, dtype: torch.dtype, options: Options, variants: bool, table: Table, clock: Clock) -> None:
+    log(case.name)
+    if options.device.type == "cpu":
+        # Every shape is compiled separately; Dynamo stops after eight.
         torch.compiler.reset()
-    inputs = case.inputs(asked.device, dtype)
+    inputs = case.inputs(options.device, dtype)
     chosen = foci.plan(*list(inputs.values())[:3], score=foci.Additive(inputs["weight"])).chosen
-    if asked.device.type == "cuda" and chosen != "triton":
-        raise RuntimeError(f"expected the default path to be triton, but it is {chosen}")
+    if options.device.type == "cuda" and chosen != "triton":
+        raise RuntimeError(f"the default backend must be triton, got {chosen}")
     gate = Gate.of(inputs)
-    slope = torch.randn_like(gate.slope)
+    out_gradient = torch.randn_like(gate.out_gradient)
     for direction in ("forward", "forward + backward"):
         passed: list[Contestant] = []
         found: dict[str, Measured | str] = {}
         errors: dict[str, tuple[float, float]] = {}
-        for name, attend in contestants(case, direction, variants, asked.device.type == "cuda"):
+        for name, attend in contestants(case, direction, variants, options.device.type == "cuda"):
             try:
                 errors[name] = gate.check(attend, direction)
-            except Exception as failure:  # noqa: BLE001 - whatever stops a contestant is its result
-                found[name] = f"{'GATE FAILED: ' if isinstance(failure, GateError) else ''}{one_line(failure)}"
-                say(f"  {direction}, {name}: {found[name]}")
-                release()
+            except Exception as failure:  # noqa: BLE001 - an error is the result of a contestant
+                found[name] = f"{'GATE FAILED: ' if isinstance(failure, GateError) else ''}{format_error(failure)}"
+                log(f"  {direction}, {name}: {found[name]}")
+                free_memory()
                 continue
-            passed.append(Contestant(name, work(attend, inputs, slope, direction)))
-        found |= compare(passed, clock, asked.seconds)
+            passed.append(Contestant(name, timed_function(attend, inputs, out_gradient, direction)))
+        found |= compare(passed, clock, options.seconds)
         add_rows(table, case, dtype, direction, found, errors)
 
 
@@ -341,7 +343,7 @@ def add_rows(
     errors: dict[str, tuple[float, float]],
 ) -> None:
     peers = {name: found[name].ms for name in ("compiled", "eager") if isinstance(found.get(name), Measured)}  # type: ignore[union-attr]
-    about = {"case": case.name, "dtype": short(dtype), "direction": direction}
+    about = {"case": case.name, "dtype": dtype_name(dtype), "direction": direction}
     read = 2 * case.batch * case.heads * case.tk * case.width * dtype.itemsize
     for name, measured in found.items():
         if isinstance(measured, str):
@@ -365,14 +367,14 @@ def add_rows(
 
 
 def compile_one(case: Case, direction: str, name: str, variants: bool) -> None:
-    """Compiles one contestant in a process of its own: the result stays in the compilers' caches."""
+    """Compile one contestant in a separate process; the result stays in the caches of the compilers."""
     attend = dict(contestants(case, direction, variants, gpu=True))[name]
     inputs = case.inputs(torch.device("cuda"), torch.bfloat16)
-    work(attend, inputs, torch.randn_like(inputs["q"]), direction)()
+    timed_function(attend, inputs, torch.randn_like(inputs["q"]), direction)()
 
 
 def compile_all(chosen: list[Case], variants: bool) -> None:
-    """All compilations at once, a process each, before the clock starts."""
+    """Compile everything before the timing, one process each."""
     jobs = {
         (case, direction, name)
         for case in chosen
@@ -382,49 +384,51 @@ def compile_all(chosen: list[Case], variants: bool) -> None:
     }
     with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
         done = [pool.submit(compile_one, *job, variants) for job in sorted(jobs, key=str)]
-    failed = [one_line(failure) for job in done if (failure := job.exception())]
-    say(f"compiled {len(done)}, {len(failed)} failed {failed[:1]}")
+    failed = [format_error(failure) for job in done if (failure := job.exception())]
+    log(f"compiled {len(done)}, {len(failed)} failed {failed[:1]}")
 
 
 def main() -> int:
-    """Runs what the command line asks for; 1 where foci failed a gate."""
+    """Run the benchmark; the exit status is 1 if foci failed a gate."""
     variants = "--variants" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--variants"]
-    asked = options("additive", __doc__ or "", (torch.float32,))
-    table = Table(asked.device, COLUMNS, asked.path)
-    gpu = asked.device.type == "cuda"
-    chosen = [case for case in cases(asked.quick, gpu) if asked.wants(case.name)]
+    options = parse_options("additive", __doc__ or "", (torch.float32,))
+    table = Table(options.device, COLUMNS, options.path)
+    gpu = options.device.type == "cuda"
+    chosen = [case for case in cases(options.quick, gpu) if options.wants(case.name)]
     if gpu:
         compile_all([case for case in chosen if case.queries > 1] if variants else chosen, variants)
-    clock = clock_of(asked.device)
-    for dtype in asked.dtypes:
+    clock = make_clock(options.device)
+    for dtype in options.dtypes:
         for case in chosen:
             if variants and case.queries == 1:
                 continue
-            if asked.over:
-                table.add(case=case.name, dtype=short(dtype), contestant="foci", ms=None, note="not run: time was over")
+            if options.out_of_time:
+                table.add(
+                    case=case.name, dtype=dtype_name(dtype), contestant="foci", ms=None, note="not run: out of time"
+                )
                 continue
-            run_case(case, dtype, asked, variants, table, clock)
-            release()
+            run_case(case, dtype, options, variants, table, clock)
+            free_memory()
     finish(table, variants)
-    return int(table.wrong())
+    return int(table.has_failed_gate())
 
 
 def finish(table: Table, variants: bool) -> None:
     down = ("case", "direction")
-    table.show("milliseconds, median", down, "ms", {})
+    table.print_table("milliseconds, median", down, "ms", {})
     gpu = table.device.type == "cuda"
-    table.show("terms/s, 1e12" if gpu else "terms/s, 1e9", down, "terms_e12" if gpu else "terms_e9", {})
+    table.print_table("terms/s, 1e12" if gpu else "terms/s, 1e9", down, "terms_e12" if gpu else "terms_e9", {})
     if not variants:
         own = {"over compiled": "over_compiled", "over eager": "over_eager", "GB/s": "gb_s", "error": "error"}
-        table.show(
+        table.print_table(
             "peak MiB beyond the inputs, and foci's figures",
             down,
             "mib",
             {title: ("foci", name) for title, name in own.items()},
         )
-    table.complaints()
-    table.close()
+    table.print_failures()
+    table.print_footer()
 
 
 if __name__ == "__main__":

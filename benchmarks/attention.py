@@ -1,4 +1,4 @@
-"""foci beside every attention that PyTorch has, forward and backward: times, TFLOP/s and memory."""
+"""foci and every attention function of PyTorch, forward and backward: time, TFLOP/s and memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from gates import Gate, GateError
 from peers import Attend, Case, Peer, cases, contestants
-from table import Options, Table, options, short
+from table import Options, Table, dtype_name, parse_options
 from timing import (
     Clock,
     Contestant,
     Measured,
-    clock_of,
     compare,
-    import_seconds,
-    microseconds,
-    one_line,
-    release,
-    say,
+    format_error,
+    free_memory,
+    log,
+    make_clock,
+    measure_call_overhead,
+    measure_imports,
 )
 from torch import Tensor
 
@@ -31,45 +31,45 @@ import foci
 
 COLUMNS = ("case", "dtype", "direction", "contestant", "ms", "spread", "rounds", "tflops", "mib", "speed", "us", "note")
 
-# Two products of matrices forward, five backward (one of them the scores again), each a multiplication and an addition.
+# Two matrix products forward, five backward (one recomputes the scores), each a multiplication and an addition.
 OPERATIONS = {"forward": 4, "backward": 10}
 
 
 def main() -> int:
-    """Runs what the command line asks for; 1 where foci failed a gate."""
-    asked = options("attention", __doc__ or "", (torch.float32, torch.bfloat16))
-    table = Table(asked.device, COLUMNS, asked.path)
+    """Run the benchmark; the exit status is 1 if foci failed a gate."""
+    options = parse_options("attention", __doc__ or "", (torch.float32, torch.bfloat16))
+    table = Table(options.device, COLUMNS, options.path)
     for name, cost in (("call", call_cost), ("import", import_cost)):
         try:
-            cost(asked, table)
-        except Exception as error:  # noqa: BLE001 - the rest can still be measured
-            table.add(case=name, contestant="foci", us=None, note=one_line(error))
-    clock = clock_of(asked.device)
-    for dtype in asked.dtypes:
-        for case in cases(asked.device, asked.quick):
-            if not asked.wants(case.name):
+            cost(options, table)
+        except Exception as error:  # noqa: BLE001 - continue with the rest
+            table.add(case=name, contestant="foci", us=None, note=format_error(error))
+    clock = make_clock(options.device)
+    for dtype in options.dtypes:
+        for case in cases(options.device, options.quick):
+            if not options.wants(case.name):
                 continue
-            if asked.over:
+            if options.out_of_time:
                 table.add(
-                    case=case.name, dtype=short(dtype), contestant="foci", ms=None, note="not run: the time was over"
+                    case=case.name, dtype=dtype_name(dtype), contestant="foci", ms=None, note="not run: out of time"
                 )
                 continue
             try:
-                run_case(case, dtype, asked, table, clock)
-            except Exception as error:  # noqa: BLE001 - the other cases can still be measured
-                table.add(case=case.name, dtype=short(dtype), contestant="foci", ms=None, note=one_line(error))
-            release()
+                run_case(case, dtype, options, table, clock)
+            except Exception as error:  # noqa: BLE001 - continue with the other cases
+                table.add(case=case.name, dtype=dtype_name(dtype), contestant="foci", ms=None, note=format_error(error))
+            free_memory()
     finish(table)
-    return int(table.wrong())
+    return int(table.has_failed_gate())
 
 
-def run_case(case: Case, dtype: torch.dtype, asked: Options, table: Table, clock: Clock) -> None:
-    """Both directions of one case: the gate, then the clock."""
-    say(f"{case.name} {short(dtype)}")
-    q, k, v = case.inputs(asked.device, dtype)
+def run_case(case: Case, dtype: torch.dtype, options: Options, table: Table, clock: Clock) -> None:
+    """Check and time both directions of one case."""
+    log(f"{case.name} {dtype_name(dtype)}")
+    q, k, v = case.inputs(options.device, dtype)
     gate = Gate.of(case, q, k, v)
-    pairs = case.pairs(asked.device)
-    peers = list(contestants(case, asked.device))
+    pairs = case.pairs(options.device)
+    peers = list(contestants(case, options.device))
     for direction, check, prepared in (
         ("forward", gate.check_forward, partial(forward, q, k, v)),
         ("backward", gate.check_backward, partial(backward, q, k, v)),
@@ -81,23 +81,25 @@ def run_case(case: Case, dtype: torch.dtype, asked: Options, table: Table, clock
             if failure is None:
                 passed.append(prepared(peer))
             else:
-                say(f"  {'!! ' if 'GATE' in failure else ''}{direction}, {peer.name}: {failure}")
+                log(f"  {'!! ' if 'GATE' in failure else ''}{direction}, {peer.name}: {failure}")
                 found[peer.name] = failure
-        found |= compare(passed, clock, asked.seconds)
+        found |= compare(passed, clock, options.seconds)
         operations = OPERATIONS[direction] * pairs * case.width
-        add_rows(table, {"case": case.name, "dtype": short(dtype), "direction": direction}, peers, found, operations)
+        add_rows(
+            table, {"case": case.name, "dtype": dtype_name(dtype), "direction": direction}, peers, found, operations
+        )
 
 
 def failure_of(peer: Peer, check: Callable[[Attend], None]) -> str | None:
-    """Why the contestant gets no figure."""
+    """Why a contestant is not timed; None if it passes."""
     try:
         with peer.context():
             check(peer.attend)
     except GateError as error:
         return f"GATE FAILED: {error}"
-    except Exception as error:  # noqa: BLE001 - whatever stops a contestant is its result
-        release()
-        return one_line(error)
+    except Exception as error:  # noqa: BLE001 - an error is the result of a contestant
+        free_memory()
+        return format_error(error)
     return None
 
 
@@ -110,12 +112,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, peer: Peer) -> Contestant:
 
 
 def backward(q: Tensor, k: Tensor, v: Tensor, peer: Peer) -> Contestant:
-    """The forward is done anew each time, before the clock starts; its memory counts."""
+    """The backward; its forward runs before the timing, and its memory counts."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    slope = torch.randn(*q.shape[:3], v.shape[-1], device=q.device, dtype=q.dtype)
+    out_gradient = torch.randn(*q.shape[:3], v.shape[-1], device=q.device, dtype=q.dtype)
 
     def run(out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, leaves, slope)
+        return torch.autograd.grad(out, leaves, out_gradient)
 
     return Contestant(peer.name, run, before=lambda: peer.attend(*leaves), context=peer.context)
 
@@ -123,7 +125,7 @@ def backward(q: Tensor, k: Tensor, v: Tensor, peer: Peer) -> Contestant:
 def add_rows(
     table: Table, about: dict[str, Any], peers: list[Peer], found: dict[str, Measured | str], operations: int
 ) -> None:
-    """A row per contestant; `speed` is the fastest peer's time over this one's."""
+    """One row per contestant; `speed` is the time of the fastest peer divided by that of the contestant."""
     others = [m.ms for name, m in found.items() if isinstance(m, Measured) and name != "foci"]
     for peer in peers:
         measured = found[peer.name]
@@ -142,13 +144,13 @@ def add_rows(
         )
 
 
-def call_cost(asked: Options, table: Table) -> None:
-    """What the call itself costs, at a shape where there is nothing else to do."""
+def call_cost(options: Options, table: Table) -> None:
+    """The overhead of a call, at a tiny shape."""
     name = "call b1 h2 d64 n8"
-    if not asked.wants(name):
+    if not options.wants(name):
         return
-    say(name)
-    q = torch.randn(1, 2, 8, 64, device=asked.device, dtype=asked.dtypes[0])
+    log(name)
+    q = torch.randn(1, 2, 8, 64, device=options.device, dtype=options.dtypes[0])
     sdpa = F.scaled_dot_product_attention
     calls: dict[str, dict[str, Callable[[], Any]]] = {
         "full": {"sdpa": lambda: sdpa(q, q, q), "foci": lambda: foci.attention(q, q, q)},
@@ -160,34 +162,34 @@ def call_cost(asked: Options, table: Table) -> None:
     }
     with torch.no_grad():
         for kind, competing in calls.items():
-            costs = microseconds(competing, asked.device, asked.quick)
+            costs = measure_call_overhead(competing, options.device, options.quick)
             for contestant, cost in costs.items():
-                table.add(case=f"{name} {kind}", dtype=short(asked.dtypes[0]), contestant=contestant, us=cost)
-                say(f"  {kind}, {contestant}: {cost:.1f} us, {cost - costs['sdpa']:+.1f} us over sdpa")
+                table.add(case=f"{name} {kind}", dtype=dtype_name(options.dtypes[0]), contestant=contestant, us=cost)
+                log(f"  {kind}, {contestant}: {cost:.1f} us, {cost - costs['sdpa']:+.1f} us over sdpa")
 
 
-def import_cost(asked: Options, table: Table) -> None:
+def import_cost(options: Options, table: Table) -> None:
     """`import foci` after `import torch`."""
-    if not asked.wants("import"):
+    if not options.wants("import"):
         return
-    seconds = import_seconds(1 if asked.quick else 5, Path(foci.__file__).resolve().parent.parent)
+    seconds = measure_imports(1 if options.quick else 5, Path(foci.__file__).resolve().parent.parent)
     for package, taken in seconds.items():
         table.add(case=f"import {package}", contestant=package, us=taken * 1e6)
-        say(f"import {package}: {taken:.3f} s{' beyond torch' if package == 'foci' else ''}")
+        log(f"import {package}: {taken:.3f} s{' in addition to torch' if package == 'foci' else ''}")
 
 
 def finish(table: Table) -> None:
-    """The short tables and what has no figure."""
-    table.show("microseconds of a call, and of an import (foci: beyond torch)", ("case",), "us", {})
+    """Print the short tables and the failures."""
+    table.print_table("microseconds of a call, and of an import (foci: in addition to torch)", ("case",), "us", {})
     own = {"foci TFLOP/s": ("foci", "tflops"), "foci MiB": ("foci", "mib"), "speed": ("foci", "speed")}
-    table.show(
-        "milliseconds, median (speed: the fastest peer's time over foci's; MiB: peak beyond the inputs)",
+    table.print_table(
+        "milliseconds, median (speed: time of the fastest peer / time of foci; MiB: peak in addition to the inputs)",
         ("case", "dtype", "direction"),
         "ms",
         own,
     )
-    table.complaints()
-    table.close()
+    table.print_failures()
+    table.print_footer()
 
 
 if __name__ == "__main__":

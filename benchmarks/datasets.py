@@ -1,4 +1,4 @@
-"""Published datasets in their own formats -> the plain ones that `foci train` reads: TSV, JSONL, folders, tables.
+"""Convert published datasets to the formats that `foci train` reads: TSV, JSONL, folders, tables.
 
     python benchmarks/datasets.py fsdd --data DATA --out plain/fsdd
 
@@ -29,7 +29,7 @@ CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SPEAKERS = ("george", "jackson", "lucas", "nicolas", "theo", "yweweler")
 FEELINGS = {"0": "negative", "1": "positive"}
-# Bands that 13 cepstra are spread over again: as smooth as they are, so none is lost.
+# Mel bands to which the 13 cepstra are expanded again; they are smooth, so nothing is lost.
 BANDS = 40
 
 
@@ -45,7 +45,7 @@ def idx(path: Path) -> Tensor:
     """The tensor of an IDX file of bytes: two zeros, the type 8, how many axes, their lengths, then the numbers."""
     content = gzip.decompress(path.read_bytes())
     if content[:3] != b"\0\0\x08":
-        raise ValueError(f"{path} should be an IDX file of bytes, but it begins with {content[:4]!r}")
+        raise ValueError(f"{path} must be an IDX file of bytes, got one that starts with {content[:4]!r}")
     axes = content[3]
     shape = struct.unpack(f">{axes}I", content[4 : 4 + 4 * axes])
     flat = torch.frombuffer(bytearray(content[4 + 4 * axes :]), dtype=torch.uint8)
@@ -89,7 +89,7 @@ def parts(names: Iterable[str]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def moved(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Paths as they are from a folder further down."""
+    """Paths relative to a subfolder."""
     return [(f"../{row[0]}", *row[1:]) for row in rows]
 
 
@@ -111,22 +111,22 @@ def an4_mfcc(data: Path, out: Path) -> None:
 
 
 def mfcc(content: bytes, name: str) -> Tensor:
-    """A big-endian count and as many big-endian floats, 13 a frame: (F, 13)."""
+    """Read a big-endian count and that many big-endian floats, 13 per frame: (F, 13)."""
     (count,) = struct.unpack(">i", content[:4])
     if 4 * count != len(content) - 4 or count % 13:
-        raise ValueError(f"{name} should hold {count} floats, 13 a frame, but it holds {len(content) - 4} bytes")
+        raise ValueError(f"{name} must hold {count} floats, 13 per frame, got {len(content) - 4} bytes")
     return torch.tensor(struct.unpack(f">{count}f", content[4:])).view(-1, 13)
 
 
 def uncosined(cepstra: Tensor) -> Tensor:
-    """(F, 13) -> (F, BANDS): the smooth log-mel bands whose cosine transform they are."""
+    """(F, 13) -> (F, BANDS): the smooth log-mel bands with this cosine transform."""
     places = (torch.arange(BANDS) + 0.5) / BANDS
     waves = torch.cos(math.pi * torch.arange(cepstra.shape[1])[:, None] * places)
     return cepstra @ torch.where(torch.arange(cepstra.shape[1])[:, None] == 0, waves, 2.0 * waves)
 
 
 def npy(frames: Tensor) -> bytes:
-    """A file of NumPy, written without it: a header that says dtype and shape, then the numbers."""
+    """Write a .npy file without NumPy: a header with dtype and shape, then the numbers."""
     shape = f"({frames.shape[0]}, {frames.shape[1]})"
     header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
     header += " " * (-(len(header) + 11) % 64) + "\n"
@@ -139,7 +139,7 @@ def transcripts(content: str) -> Iterator[tuple[str, str]]:
     for line in content.splitlines():
         found = re.fullmatch(r"\s*(.*?)\s*\((\S+)\)\s*", re.sub(r"</?s>", "", line))
         if found is None:
-            raise ValueError(f"a transcript should end with its file in brackets, but got {line!r}")
+            raise ValueError(f"a transcript must end with its file in brackets, got {line!r}")
         yield found[1].lower(), found[2]
 
 
@@ -182,7 +182,7 @@ def aeslc(data: Path, out: Path) -> None:
 
 
 def scitldr(data: Path, out: Path) -> None:
-    """JSONL with sentences and several targets -> JSONL with document and summary; every target trains."""
+    """JSONL with sentences and several targets -> JSONL with document and summary; train has one row per target."""
     for split in ("train", "dev", "test"):
         rows = []
         with gzip.open(data / f"{split}.jsonl.gz", "rt", encoding="utf-8") as file:
@@ -194,7 +194,7 @@ def scitldr(data: Path, out: Path) -> None:
 
 
 def tinyshakespeare(data: Path, out: Path) -> None:
-    """The first 90% of the text train, the last 10% are dev."""
+    """The first 90% of the text are train, the last 10% dev."""
     text = (data / "input.txt").read_text(encoding="utf-8")
     cut = int(0.9 * len(text))
     for split, part in (("train", text[:cut]), ("dev", text[cut:])):
@@ -202,7 +202,7 @@ def tinyshakespeare(data: Path, out: Path) -> None:
 
 
 def members(archive: tarfile.TarFile, ending: str) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """The files of an archive that end so, by name; nothing is written by it."""
+    """The files of an archive with a suffix, by name; nothing is extracted to disk."""
     for member in sorted(archive.getmembers(), key=lambda each: each.name):
         file = archive.extractfile(member) if member.isfile() and member.name.endswith(ending) else None
         if file is not None:
@@ -231,11 +231,11 @@ DATASETS: dict[str, Callable[[Path, Path], None]] = {
 
 
 def main() -> None:
-    """Turns one dataset into plain files."""
+    """Convert one dataset."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=DATASETS)
     parser.add_argument("--data", type=Path, required=True, help="the folder with one folder per dataset")
-    parser.add_argument("--out", type=Path, required=True, help="where the plain files go")
+    parser.add_argument("--out", type=Path, required=True, help="the output folder")
     options = parser.parse_args()
     DATASETS[options.name](options.data / options.name, options.out)
 

@@ -1,4 +1,4 @@
-"""The statistics of a matrix that is built: the eager contestant, and in float64, block by block, the truth.
+"""Statistics from a dense matrix: the eager contestant, and the truth in float64, block by block.
 
 B batch, H heads, R some of the queries, Tq queries, Tk keys, D width.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 TOP = 8
 PICTURE = 256
 
-# A statistic may be off by this part of itself and of the mean of its kind: float32 arithmetic with room for its order.
+# Allowed error relative to the value and to the mean of its kind: float32 arithmetic in any order.
 SHARE = 2e-4
 MEAN_SHARE = 1e-4
 OUT = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -22,32 +22,32 @@ Found = dict[str, Tensor]
 
 
 def matrix(q: Tensor, k: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The scores and the weights, all of them."""
-    scores = q @ shared(k, q.shape[1]).mT * q.shape[-1] ** -0.5
+    """All scores and weights."""
+    scores = q @ repeat_heads(k, q.shape[1]).mT * q.shape[-1] ** -0.5
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     return scores, scores.softmax(-1)
 
 
-def shared(x: Tensor, heads: int) -> Tensor:
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Keys or values for every query head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def pooled(weights: Tensor, rows: int, columns: int) -> Tensor:
-    """The matrix in blocks, for lengths that they divide."""
+def average_blocks(weights: Tensor, rows: int, columns: int) -> Tensor:
+    """The matrix averaged in blocks; the lengths must be multiples of the numbers of blocks."""
     blocks: Tensor = weights.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
     return blocks.mean((-1, -3))
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, top: bool) -> Found:
-    """Output, entropy, column sums, picture and heaviest keys as anybody would write them, softmax in float32."""
+    """Output, entropy, column sums, picture and heaviest keys in eager code, with the softmax in float32."""
     _, weights = matrix(q.float(), k.float(), visible)
     found = {
-        "out": weights.to(v.dtype) @ shared(v, q.shape[1]),
+        "out": weights.to(v.dtype) @ repeat_heads(v, q.shape[1]),
         "entropy": torch.special.entr(weights).sum(-1),
         "received": weights.sum(-2),
-        "picture": pooled(weights, *picture_size(q, k)),
+        "picture": average_blocks(weights, *picture_size(q, k)),
     }
     if top:
         found["top_values"], found["top_keys"] = weights.topk(TOP, dim=-1)
@@ -64,9 +64,9 @@ class Truth:
     def __init__(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> None:
         rows, columns = picture_size(q, k)
         if q.shape[2] % rows or k.shape[2] % columns:
-            raise ValueError(f"expected lengths that {rows} x {columns} blocks divide, received {case.name}")
+            raise ValueError(f"lengths must be multiples of {rows} x {columns} blocks, got {case.name}")
         self.case, self.q, self.k = case, q, k
-        wide = shared(k, q.shape[1]).double(), shared(v, q.shape[1]).double()
+        wide = repeat_heads(k, q.shape[1]).double(), repeat_heads(v, q.shape[1]).double()
         height = q.shape[2] // rows
         parts = [self.part(*wide, block, height, columns) for block in self.blocks(height)]
         self.found = {name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
@@ -74,14 +74,14 @@ class Truth:
         self.found["largest"] = self.found["largest"].amax(2)
 
     def blocks(self, height: int) -> tuple[Tensor, ...]:
-        """The queries in runs of whole rows of the picture, each with a matrix that fits."""
+        """The queries in groups of whole picture rows, each small enough for its matrix to fit in memory."""
         entries = 2**27 if self.q.device.type == "cuda" else 2**22
         across = self.q.shape[0] * self.q.shape[1] * self.k.shape[2] * height
         queries = torch.arange(self.q.shape[2], device=self.q.device)
         return torch.split(queries, height * max(entries // across, 1))
 
     def part(self, k: Tensor, v: Tensor, rows: Tensor, height: int, columns: int) -> Found:
-        """The statistics of some queries; what is per key or head has an axis to join the parts along."""
+        """The statistics of some queries; those per key or head have an axis along which parts are concatenated."""
         scores, weights = matrix(self.q[:, :, rows].double(), k, self.case.visible(rows))
         keys = torch.arange(self.case.tk, device=rows.device)
         away = (keys - rows.unsqueeze(-1) - (self.case.tk - self.case.queries)).abs().double()
@@ -92,25 +92,25 @@ class Truth:
             "received": weights.sum(-2, keepdim=True),
             "distance": (weights * away).sum(-1),
             "largest": scores.amax((-2, -1)).unsqueeze(-1),
-            "picture": pooled(weights, len(rows) // height, columns),
-            # float64 would take the GPU's selection many more passes, for digits that nobody compares.
+            "picture": average_blocks(weights, len(rows) // height, columns),
+            # top-k in float64 takes many more passes on a GPU, for digits that are not compared.
             "top_values": weights.float().topk(TOP, dim=-1).values,
         }
 
     def check(self, found: Found) -> None:
-        """Raises where a statistic is another one."""
+        """Raise if a statistic is wrong."""
         for name, tensor in found.items():
             if name == "top_keys":
                 self.check_keys(tensor, found["top_values"])
             elif name == "out":
-                within(name, row_error(tensor, self.found[name]), OUT[self.q.dtype])
+                check_within(name, row_error(tensor, self.found[name]), OUT[self.q.dtype])
             else:
                 truth = self.found[name].double()
                 allowed = SHARE * truth.abs() + MEAN_SHARE * truth.abs().mean()
-                within(name, float(((tensor.double() - truth).abs() / allowed).max()), 1.0)
+                check_within(name, float(((tensor.double() - truth).abs() / allowed).max()), 1.0)
 
     def check_keys(self, keys: Tensor, values: Tensor) -> None:
-        """Each key once and visible, and with the weight that was given for it."""
+        """Check that each key occurs once, is visible and has the returned weight."""
         counted = values > 0
         ordered = torch.where(counted, keys, -1 - torch.arange(TOP, device=keys.device)).sort(-1).values
         if bool((ordered.diff(dim=-1) == 0).any()):
@@ -119,7 +119,7 @@ class Truth:
             some = keys[:, :, rows].clamp(min=0)
             weights = self.weights_at(rows, some)
             error = (weights - values[:, :, rows].double()).abs() / (weights.abs() * SHARE + 1e-9)
-            within("the weight of a top key", float(torch.where(counted[:, :, rows], error, 0.0).max()), 1.0)
+            check_within("the weight of a top key", float(torch.where(counted[:, :, rows], error, 0.0).max()), 1.0)
 
     def weights_at(self, rows: Tensor, keys: Tensor) -> Tensor:
         """The weights of single entries: keys (B, H, R, TOP)."""
@@ -128,11 +128,15 @@ class Truth:
         chosen = self.k[batch, head // (self.q.shape[1] // self.k.shape[1]), keys].double()  # (B, H, R, TOP, D)
         scores = (self.q[:, :, rows, None].double() * chosen).sum(-1) * self.q.shape[-1] ** -0.5
         weights = (scores - self.found["lse"][:, :, rows, None]).exp()
-        sees = self.case.sees(keys.device)
-        return weights if sees is None else torch.where(sees(batch, head, rows.view(1, 1, -1, 1), keys), weights, 0.0)
+        visibility = self.case.visibility(keys.device)
+        return (
+            weights
+            if visibility is None
+            else torch.where(visibility(batch, head, rows.view(1, 1, -1, 1), keys), weights, 0.0)
+        )
 
 
-def within(name: str, error: float, allowed: float) -> None:
-    # Asked this way round, NaN fails.
+def check_within(name: str, error: float, allowed: float) -> None:
+    # Written this way, NaN fails.
     if not error <= allowed:
         raise GateError(f"{name} is off by {error / allowed:.2g} times what is allowed")

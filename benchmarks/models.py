@@ -1,4 +1,4 @@
-"""Whole models beside PyTorch's and Hugging Face's: training an encoder-decoder and a GPT, generating with the GPT."""
+"""Whole models compared with PyTorch and Hugging Face: training an encoder-decoder and a GPT, generating."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gates import GateError
-from table import Options, Table, options
-from timing import Clock, Contestant, Measured, clock_of, compare, one_line, release, say
+from table import Options, Table, parse_options
+from timing import Clock, Contestant, Measured, compare, format_error, free_memory, log, make_clock
 from torch import Tensor, nn
 
 import foci
@@ -23,13 +23,13 @@ from foci.runtime.cuda_graphs import capture_cuda_graph
 COLUMNS = ("case", "contestant", "ms", "spread", "rounds", "tokens_per_s", "mib", "speed", "note")
 Loss = Callable[[nn.Module], Tensor]
 
-# The first losses must be equal in float32; after some steps in bfloat16 they have drifted apart by rounding alone.
+# The first losses must be equal in float32; after some steps in bfloat16 they differ by rounding only.
 SAME_LOSS, SAME_TRAINED, STEPS = 1e-4, 0.02, 10
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained and generated."""
+    """The sizes of the models and the data."""
 
     batch: int  # of sentence pairs
     length: int  # of source and target
@@ -60,7 +60,7 @@ QUICK = Size(
 
 @dataclass(frozen=True)
 class Trained:
-    """A model, the loss that it is trained with, and the same loss for the gate where that one is not comparable."""
+    """A model, its training loss, and the same loss for the gate if the training loss is not comparable."""
 
     model: nn.Module
     loss: Loss
@@ -68,7 +68,7 @@ class Trained:
 
 
 class Translator(nn.Module):
-    """Embeddings with sines, a body that takes vectors, and a head tied to the embeddings: the same around both."""
+    """Embeddings with sinusoidal positions, a body that takes vectors, and a tied head: the same for both bodies."""
 
     def __init__(self, size: Size, body: nn.Module, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Translator(nn.Module):
 
 
 def translation(size: Size, device: torch.device) -> dict[str, Trained]:
-    """nn.Transformer and the same weights in foci; what each computes its loss from."""
+    """nn.Transformer, and foci with the same weights."""
     theirs = nn.Transformer(
         *(size.width, size.heads, size.layers, size.layers, 4 * size.width), dropout=0.0, batch_first=True
     )
@@ -102,11 +102,11 @@ def translation(size: Size, device: torch.device) -> dict[str, Trained]:
 
 
 def language(size: Size, device: torch.device) -> dict[str, Trained]:
-    """Hugging Face's GPT-2 and the same weights in foci, whose vocabulary is rounded up with words of zeros."""
+    """Hugging Face's GPT-2, and foci with the same weights and a vocabulary rounded up with zero rows."""
     theirs = gpt2(size)
     ours = foci.nn.from_huggingface(theirs)
     assert isinstance(ours, foci.nn.Decoder)
-    wide = foci.nn.Decoder(ours.config.changed(vocabulary=size.padded))
+    wide = foci.nn.Decoder(ours.config.replace(vocabulary=size.padded))
     state = ours.state_dict()
     words = state["embedding.tokens.weight"]
     state["embedding.tokens.weight"] = F.pad(words, (0, 0, 0, size.padded - len(words)))
@@ -145,7 +145,7 @@ class Training:
         self.loss = torch.compile(partial(loss, model), backend=backend, dynamic=False)
 
     def step(self) -> Tensor:
-        """Forward, backward and the new weights."""
+        """One forward, backward and optimizer step."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
         loss.backward()
@@ -166,33 +166,33 @@ class Training:
 
 
 def train(case: str, made: dict[str, Trained], tokens: int, run: Run) -> None:
-    """The gates, then the steps of both, compiled and as a graph."""
+    """Check, then time the steps of both, compiled and as a graph."""
     gate(case, "the first loss", losses(made), SAME_LOSS)
-    backend = "aot_eager" if run.asked.quick and not run.cuda else "inductor"
+    backend = "aot_eager" if run.options.quick and not run.cuda else "inductor"
     trainings: dict[str, Training] = {}
     found: dict[str, Measured | str] = {}
     for name, each in made.items():
-        say(f"  compiling {name}")
+        log(f"  compiling {name}")
         try:
             training = Training(each.model, each.loss, backend)
             for _ in range(STEPS):
                 training.step()
             trainings[name] = training
-        except Exception as error:  # noqa: BLE001 - whatever stops a contestant is its result
-            found[f"{name} compiled"] = one_line(error)
-            release()
+        except Exception as error:  # noqa: BLE001 - an error is the result of a contestant
+            found[f"{name} compiled"] = format_error(error)
+            free_memory()
     gate(case, f"the loss after {STEPS} steps", losses({name: made[name] for name in trainings}), SAME_TRAINED)
     contestants = [Contestant(f"{name} compiled", training.step) for name, training in trainings.items()]
     for name, training in trainings.items() if run.cuda else ():
         try:
             contestants.append(Contestant(f"{name} compiled, graph", training.captured()))
-        except Exception as error:  # noqa: BLE001 - whatever stops a contestant is its result
-            found[f"{name} compiled, graph"] = one_line(error)
-    run.add(case, compare(contestants, run.clock, 4 * run.asked.seconds) | found, tokens)
+        except Exception as error:  # noqa: BLE001 - an error is the result of a contestant
+            found[f"{name} compiled, graph"] = format_error(error)
+    run.add(case, compare(contestants, run.clock, 4 * run.options.seconds) | found, tokens)
 
 
 def generation(size: Size, device: torch.device, run: Run) -> None:
-    """The same prompts, greedy, as many new tokens for everyone."""
+    """The same prompts, greedy, with the same number of new tokens."""
     theirs = gpt2(size).to(device).eval()
     ours = foci.nn.from_huggingface(theirs).eval()
     prompt = torch.randint(size.gpt["vocab_size"], (size.prompts, size.prompt), device=device)
@@ -226,15 +226,15 @@ def generation(size: Size, device: torch.device, run: Run) -> None:
     if run.cuda:
         contestants.append(Contestant("foci, no graph", partial(own, capture=False)))
     else:
-        # Without a GPU nothing is captured, and compiling takes longer than all the rest.
+        # Without a GPU there are no graphs, and compiling takes longer than everything else.
         contestants = [contestants[0], contestants[2]]
-    run.add("generate", compare(contestants, run.clock, 4 * run.asked.seconds), size.prompts * size.new)
+    run.add("generate", compare(contestants, run.clock, 4 * run.options.seconds), size.prompts * size.new)
 
 
 def same_model(
     theirs: Any, ours: nn.Module, prompt: Tensor, own: Callable[..., Any], their: Callable[..., Any]
 ) -> None:
-    """In float32 the logits are equal, and so are the first tokens that both write."""
+    """Raise unless the logits in float32 and the first generated tokens are equal."""
     with torch.no_grad():
         expected, found = theirs(prompt).logits, ours(prompt).logits
     error = float((found - expected).abs().max() / expected.abs().max())
@@ -243,7 +243,7 @@ def same_model(
     wanted, written = their()[:, prompt.shape[1] :].tolist(), own()
     early = [row[:16] for row in wanted]
     if [row[:16] for row in written] != early:
-        raise GateError("the first 16 tokens of the answers are others")
+        raise GateError("the first 16 tokens of the answers differ")
 
 
 @torch.no_grad()
@@ -252,8 +252,8 @@ def losses(made: dict[str, Trained]) -> dict[str, float]:
 
 
 def gate(case: str, what: str, found: dict[str, float], allowed: float) -> None:
-    """Raises where the losses are not the same."""
-    say(f"  {case}, {what}: " + ", ".join(f"{name} {loss:.5f}" for name, loss in found.items()))
+    """Raise if the losses differ."""
+    log(f"  {case}, {what}: " + ", ".join(f"{name} {loss:.5f}" for name, loss in found.items()))
     values = list(found.values())
     if not max(values) - min(values) <= allowed * abs(max(values)):
         raise GateError(f"{what} differs by more than {allowed:.0e} of itself: {found}")
@@ -261,18 +261,18 @@ def gate(case: str, what: str, found: dict[str, float], allowed: float) -> None:
 
 @dataclass
 class Run:
-    """One run: what was asked, the clock and the rows."""
+    """The options, the clock and the table of a run."""
 
-    asked: Options
+    options: Options
     clock: Clock
     table: Table
 
     @property
     def cuda(self) -> bool:
-        return self.asked.device.type == "cuda"
+        return self.options.device.type == "cuda"
 
     def add(self, case: str, found: dict[str, Measured | str], tokens: int) -> None:
-        """A row per contestant; `speed` is the fastest peer's time over this one's."""
+        """One row per contestant; `speed` is the time of the fastest peer divided by that of the contestant."""
         peers = [m.ms for name, m in found.items() if isinstance(m, Measured) and not name.startswith("foci")]
         for name, measured in found.items():
             if isinstance(measured, str):
@@ -289,43 +289,43 @@ class Run:
                 mib=measured.mib,
                 speed=min(peers) / measured.ms if peers else None,
             )
-            say(f"  {name}: {rate:,.0f} tokens/s, {measured.ms:.1f} ms, {measured.mib:,.0f} MiB")
+            log(f"  {name}: {rate:,.0f} tokens/s, {measured.ms:.1f} ms, {measured.mib:,.0f} MiB")
 
 
 def main() -> int:
-    """Runs what the command line asks for; 1 where foci failed a gate."""
-    asked = options("models", __doc__ or "", (torch.float32,))
-    size = QUICK if asked.quick else BASE
-    clock = clock_of(asked.device)
-    # Some of these take seconds: a few rounds tell them apart.
-    clock.least = 3
-    run = Run(asked, clock, Table(asked.device, COLUMNS, asked.path))
+    """Run the benchmark; the exit status is 1 if foci failed a gate."""
+    options = parse_options("models", __doc__ or "", (torch.float32,))
+    size = QUICK if options.quick else BASE
+    clock = make_clock(options.device)
+    # Some of these take seconds: a few rounds are enough.
+    clock.min_rounds = 3
+    run = Run(options, clock, Table(options.device, COLUMNS, options.path))
     pairs, tokens = 2 * size.batch * size.length, size.gpt_batch * size.gpt_length
     cases: dict[str, Callable[[], None]] = {
-        "train gpt": lambda: train("train gpt", language(size, asked.device), tokens, run),
-        "generate": lambda: generation(size, asked.device, run),
-        "train translation": lambda: train("train translation", translation(size, asked.device), pairs, run),
+        "train gpt": lambda: train("train gpt", language(size, options.device), tokens, run),
+        "generate": lambda: generation(size, options.device, run),
+        "train translation": lambda: train("train translation", translation(size, options.device), pairs, run),
     }
     torch.set_float32_matmul_precision("highest")
     for name, case in cases.items():
-        if not asked.wants(name):
+        if not options.wants(name):
             continue
-        say(name)
+        log(name)
         torch.manual_seed(0)
         try:
-            if asked.over:
-                raise TimeoutError("not run: the time was over")
+            if options.out_of_time:
+                raise TimeoutError("not run: out of time")
             case()
-        except Exception as error:  # noqa: BLE001 - the other cases can still be measured
+        except Exception as error:  # noqa: BLE001 - continue with the other cases
             failed = "GATE FAILED: " if isinstance(error, GateError) else ""
-            run.table.add(case=name, contestant="foci", ms=None, note=failed + one_line(error))
+            run.table.add(case=name, contestant="foci", ms=None, note=failed + format_error(error))
         torch._dynamo.reset()
-        release()
-    for title, column in (("tokens/s", "tokens_per_s"), ("MiB beyond weights and inputs", "mib")):
-        run.table.show(title, ("case",), column, {})
-    run.table.complaints()
-    run.table.close()
-    return int(run.table.wrong())
+        free_memory()
+    for title, column in (("tokens/s", "tokens_per_s"), ("MiB in addition to weights and inputs", "mib")):
+        run.table.print_table(title, ("case",), column, {})
+    run.table.print_failures()
+    run.table.print_footer()
+    return int(run.table.has_failed_gate())
 
 
 if __name__ == "__main__":

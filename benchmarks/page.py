@@ -1,7 +1,7 @@
-"""The page of a record in a browser: how large its file is, how soon it opens, how smoothly its map moves.
+"""The page of a record in a browser: file size, time to open, and frame times of its map.
 
-Headless Chromium from disk, without a network. Beside it the size of the same matrices as the text that BertViz puts
-into its page, every entry in decimals: counted from one head, since all of them would not fit.
+Headless Chromium opens the file from disk, without a network. For comparison the size of the same matrices in BertViz's
+page, which has every entry as a decimal number: extrapolated from one head, because all of them would not fit.
 
     python benchmarks/page.py
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from table import Table, machine_of
-from timing import say
+from table import Table, machine_name
+from timing import log
 
 import foci
 from foci.record.kept import KeptStatistics
@@ -31,7 +31,7 @@ from foci.record.record import Record
 
 COLUMNS = ("case", "contestant", "mb", "opens_ms", "frames", "median_ms", "most_ms_of_95")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
-# Ten seconds of frames, each with how long it took.
+# The duration of each frame over ten seconds.
 FRAMES = """() => { window.frames_ = new Promise((done) => {
     const times = []; let last = performance.now(); const end = last + 10000;
     const step = (now) => {
@@ -40,30 +40,30 @@ FRAMES = """() => { window.frames_ = new Promise((done) => {
 
 
 def main() -> int:
-    """Measures every record."""
+    """Measure every record."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     device = torch.device("cpu")
-    table = Table(device, COLUMNS, Path(__file__).parent / "results" / f"page-{machine_of(device)}.csv")
-    with browser() as chromium:
+    table = Table(device, COLUMNS, Path(__file__).parent / "results" / f"page-{machine_name(device)}.csv")
+    with open_browser() as chromium:
         for case, record in records():
-            say(case)
-            table.add(case=case, contestant="foci", **measured(chromium, record))
+            log(case)
+            table.add(case=case, contestant="foci", **measure_page(chromium, record))
             if all(layer.weights is not None for layer in record.layers.values()):
-                table.add(case=case, contestant="BertViz's format", mb=as_text(record))
+                table.add(case=case, contestant="BertViz's format", mb=bertviz_megabytes(record))
     more = {"opens, ms": ("foci", "opens_ms"), "95% of frames within, ms": ("foci", "most_ms_of_95")}
-    table.show("MB", ("case",), "mb", more)
-    table.close()
+    table.print_table("MB", ("case",), "mb", more)
+    table.print_footer()
     return 0
 
 
 def records() -> Iterator[tuple[str, Record]]:
-    yield "512 tokens, 12 x 12 heads, causal", whole(512, foci.causal)
-    yield "512 tokens, 12 x 12 heads, no mask", whole(512, None)
-    yield "100,000 tokens, 8 heads", very_long()
+    yield "512 tokens, 12 x 12 heads, causal", full_record(512, foci.causal)
+    yield "512 tokens, 12 x 12 heads, no mask", full_record(512, None)
+    yield "100,000 tokens, 8 heads", long_record()
 
 
-def whole(length: int, mask: foci.Mask | None, layers: int = 12, heads: int = 12) -> Record:
-    """Queries, keys and values by chance."""
+def full_record(length: int, mask: foci.Mask | None, layers: int = 12, heads: int = 12) -> Record:
+    """A record of random queries, keys and values."""
     generator = torch.Generator().manual_seed(0)
     made = {}
     for index in range(layers):
@@ -74,8 +74,8 @@ def whole(length: int, mask: foci.Mask | None, layers: int = 12, heads: int = 12
     return Record(made, {"input": Labels.tokens([texts])}, model="Whole", calls=layers)
 
 
-def very_long(length: int = 100_000, heads: int = 8, top: int = 16) -> Record:
-    """Kept statistics by chance; computing real ones of this length would take minutes."""
+def long_record(length: int = 100_000, heads: int = 8, top: int = 16) -> Record:
+    """A record of random kept statistics; computing them at this length would take minutes."""
     generator = torch.Generator().manual_seed(0)
     places = torch.arange(length).view(1, 1, length, 1)
     keys = (torch.rand(1, heads, length, top, generator=generator) * (places + 1)).long().sort(-1).values
@@ -91,7 +91,7 @@ def very_long(length: int = 100_000, heads: int = 8, top: int = 16) -> Record:
     return Record({"layers.0": layer}, {"input": Labels.tokens([texts])}, model="Long", calls=1)
 
 
-def as_text(record: Record) -> float:
+def bertviz_megabytes(record: Record) -> float:
     """MB of all entries as JSON."""
     layers = list(record.layers.values())
     one = json.dumps(layers[0][0, 0].dense().tolist())
@@ -99,21 +99,21 @@ def as_text(record: Record) -> float:
 
 
 @contextmanager
-def browser() -> Iterator[Any]:
-    """A Chromium of this machine."""
+def open_browser() -> Iterator[Any]:
+    """The installed Chromium."""
     from playwright.sync_api import sync_playwright
 
     path = next((found for name in CHROMIUM if (found := shutil.which(name))), None)
     if path is None:
-        raise SystemExit(f"expected a Chromium on the PATH, one of {', '.join(CHROMIUM)}, but there is none")
+        raise SystemExit(f"Chromium must be on the PATH, as one of {', '.join(CHROMIUM)}, got none")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
         chromium.close()
 
 
-def measured(chromium: Any, record: Record) -> dict[str, float]:
-    """Its file's size, when it is ready, and the frames of ten seconds of panning and zooming in the map."""
+def measure_page(chromium: Any, record: Record) -> dict[str, float]:
+    """File size, time until ready, and frame times over ten seconds of panning and zooming in the map."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "page.html")
         record.save(file)
@@ -123,7 +123,7 @@ def measured(chromium: Any, record: Record) -> dict[str, float]:
         tab.wait_for_selector("html[data-ready]")
         loaded = tab.evaluate("() => performance.timing.loadEventEnd - performance.timing.navigationStart")
         ready = tab.evaluate("() => Number(document.documentElement.dataset.ready)")
-        times = sorted(frames(tab))
+        times = sorted(frame_times(tab))
         context.close()
         return {
             "mb": file.stat().st_size / 1e6,
@@ -134,8 +134,8 @@ def measured(chromium: Any, record: Record) -> dict[str, float]:
         }
 
 
-def frames(tab: Any) -> list[float]:
-    """How long each frame took while the map was dragged and zoomed."""
+def frame_times(tab: Any) -> list[float]:
+    """The duration of each frame while the map is dragged and zoomed."""
     tab.get_by_role("tab", name="Map").click()
     box = tab.locator(".map").bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2

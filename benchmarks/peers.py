@@ -1,6 +1,6 @@
-"""The cases of the attention benchmark, and everybody who can serve them through a public function.
+"""The cases of the attention benchmark, and every public function that can compute them.
 
-Dense masks, block masks and lengths are built once and before the clock starts, for every contestant.
+Dense masks, block masks and lengths are built once, before the timing, for every contestant.
 
 B batch, H heads, R some of the queries, Tq queries, Tk keys, D width.
 """
@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import foci
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Sees = Callable[[Any, Any, Any, Any], Tensor]
+MaskPredicate = Callable[[Any, Any, Any, Any], Tensor]
 
 PACKED = 8
 
@@ -42,7 +42,7 @@ class Case:
     keys: int | None = None  # as many as queries
     kv_heads: int | None = None  # as many as heads
     window: int = 1024
-    compiled: bool = False  # whether FlexAttention is compiled for it: that takes longer than everything else
+    compiled: bool = False  # whether FlexAttention is compiled for it, which takes longer than everything else
 
     @property
     def name(self) -> str:
@@ -56,13 +56,13 @@ class Case:
         return self.keys or self.queries
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Fresh random queries, keys and values."""
+        """New random queries, keys and values."""
         q = torch.randn(self.batch, self.heads, self.queries, self.width, device=device, dtype=dtype)
         shape = (self.batch, self.kv_heads or self.heads, self.tk, self.width)
         return q, torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype)
 
     def starts(self) -> Tensor:
-        """Where the packed documents begin and end, of uneven lengths: (PACKED + 1,)."""
+        """The boundaries of packed documents of uneven lengths: (PACKED + 1,)."""
         shares = torch.linspace(0.4, 1.6, PACKED).cumsum(0) / PACKED
         return torch.cat([torch.zeros(1), shares]).mul(self.queries).round().int()
 
@@ -75,8 +75,8 @@ class Case:
         """The tokens of each padded sequence, from a quarter to all."""
         return torch.linspace(self.tk / 4, self.tk, self.batch).round().long().to(device)
 
-    def sees(self, device: torch.device) -> Sees | None:
-        """Who may look at whom, as FlexAttention asks it: by batch, head, query and key index."""
+    def visibility(self, device: torch.device) -> MaskPredicate | None:
+        """The mask as a function of batch, head, query and key index, as FlexAttention takes it."""
         if self.kind == "full":
             return None
         offset = self.tk - self.queries
@@ -92,15 +92,15 @@ class Case:
 
     def visible(self, rows: Tensor) -> Tensor | None:
         """The mask of some queries, broadcastable to (B, H, R, Tk)."""
-        sees = self.sees(rows.device)
-        if sees is None:
+        visibility = self.visibility(rows.device)
+        if visibility is None:
             return None
         batch = torch.arange(self.batch, device=rows.device).view(-1, 1, 1, 1)
         keys = torch.arange(self.tk, device=rows.device).view(1, 1, 1, -1)
-        return sees(batch, 0, rows.view(1, 1, -1, 1), keys)
+        return visibility(batch, 0, rows.view(1, 1, -1, 1), keys)
 
     def pairs(self, device: torch.device) -> int:
-        """How many (query, key) pairs are computed, heads and batch included."""
+        """The number of visible (query, key) pairs over all heads and sequences."""
         total = 0
         for rows in torch.arange(self.queries, device=device).split(1024):
             mask = self.visible(rows)
@@ -112,7 +112,7 @@ class Case:
         return (self.batch // mask.shape[0]) * (rows // mask.shape[2])
 
     def mask(self, device: torch.device) -> foci.Mask | None:
-        """The same mask as foci takes it."""
+        """The same mask as a foci mask."""
         if self.kind == "full":
             return None
         if self.kind == "causal":
@@ -126,7 +126,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody who attends."""
+    """An attention function."""
 
     name: str
     attend: Attend
@@ -134,20 +134,20 @@ class Peer:
 
 
 def contestants(case: Case, device: torch.device) -> Iterator[Peer]:
-    """foci, then every peer that takes the case."""
-    yield Peer("foci", of_foci(case, device))
+    """foci, then every peer that supports the case."""
+    yield Peer("foci", foci_attention(case, device))
     yield from sdpa(case, device)
     yield from flex(case, device)
     if device.type == "cuda" and case.batch == 1 and case.kind in {"window", "documents"}:
         yield Peer("varlen", varlen(case, device))
 
 
-def of_foci(case: Case, device: torch.device) -> Attend:
+def foci_attention(case: Case, device: torch.device) -> Attend:
     return cast(Attend, partial(foci.attention, mask=case.mask(device)))
 
 
 def sdpa(case: Case, device: torch.device) -> Iterator[Peer]:
-    """The default path, and each backend by name; flash takes no dense mask."""
+    """The default path, and each backend by name; flash does not support a dense mask."""
     arguments: dict[str, Any] = {"enable_gqa": case.kv_heads is not None}
     flagged = case.kind == "full" or (case.kind == "causal" and case.tk == case.queries)
     if flagged:
@@ -169,16 +169,20 @@ def sdpa(case: Case, device: torch.device) -> Iterator[Peer]:
 
 
 def flex(case: Case, device: torch.device) -> Iterator[Peer]:
-    """FlexAttention, compiled for this one shape, and as it is where the matrix it builds is small."""
+    """FlexAttention compiled for this shape, and uncompiled if its matrix is small."""
     small = is_small(case, device)
     if not (case.compiled or small):
         return
-    sees = case.sees(device)
+    visibility = case.visibility(device)
     batch = case.batch if case.kind == "padding" else None
-    blocks = None if sees is None else create_block_mask(sees, batch, None, case.queries, case.tk, device=str(device))
+    blocks = (
+        None
+        if visibility is None
+        else create_block_mask(visibility, batch, None, case.queries, case.tk, device=str(device))
+    )
     arguments = {"block_mask": blocks, "enable_gqa": case.kv_heads is not None}
     if case.compiled:
-        # After eight shapes Dynamo would send the call to unfused code: every case begins anew.
+        # After eight shapes Dynamo falls back to unfused code, so it is reset for every case.
         torch._dynamo.reset()
         yield Peer("flex compiled", cast(Attend, partial(torch.compile(flex_attention, dynamic=False), **arguments)))
     if small:

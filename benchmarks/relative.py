@@ -1,4 +1,4 @@
-"""Biases by distance (T5's buckets, Shaw's vectors, ALiBi): foci beside SDPA with a dense bias, and FlexAttention.
+"""Distance biases (T5's buckets, Shaw's vectors, ALiBi): foci, SDPA with a dense bias, and FlexAttention.
 
     python benchmarks/relative.py                       everybody, every case
     python benchmarks/relative.py --variants            foci's own kernels under other tiles, for tuning
@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gates import FLOOR, GateError, error_of, stretches
-from table import Options, Table, options, short
-from timing import Clock, Contestant, Measured, clock_of, compare, one_line, release, say
+from gates import FLOOR, GateError, error_of, sample_rows
+from table import Options, Table, dtype_name, parse_options
+from timing import Clock, Contestant, Measured, compare, format_error, free_memory, log, make_clock
 from torch import Tensor
 
 import foci
@@ -42,9 +42,9 @@ Tensors = dict[str, Tensor]
 Attend = Callable[[Tensors], Tensor]
 DIRECTIONS = ("forward", "backward")
 
-# Two products of matrices forward, five backward, each a multiplication and an addition; what passes repeat is extra.
+# Two matrix products forward, five backward, each a multiplication and an addition; recomputation is not counted.
 OPERATIONS = {"forward": 4, "backward": 10}
-# Eager code keeps the matrix several times.
+# Eager code holds the matrix several times.
 MOST_EAGER = 2**28
 
 
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def entries(self) -> int:
-        """Of the matrix, those that are seen."""
+        """The number of visible entries of the matrix."""
         square = self.length * (self.length + 1) // 2 if self.causal else self.length**2
         return self.batch * self.heads * square
 
@@ -81,12 +81,12 @@ class Case:
         names = ("near", "far") if self.kind == "values" else ("near",)
         return made | {n: torch.randn(2 * self.reach + 1, self.width, device=device, dtype=dtype) for n in names}
 
-    def bias(self, given: Tensors) -> foci.ALiBi | foci.Buckets | foci.Relative:
+    def bias(self, tensors: Tensors) -> foci.ALiBi | foci.Buckets | foci.Relative:
         if self.kind == "alibi":
             return foci.ALiBi()
         if self.kind == "buckets":
-            return foci.Buckets(given["table"], not self.causal, self.reach)
-        return foci.Relative(given["near"], given.get("far"))
+            return foci.Buckets(tensors["table"], not self.causal, self.reach)
+        return foci.Relative(tensors["near"], tensors.get("far"))
 
     @property
     def mask(self) -> foci.Mask | None:
@@ -110,28 +110,28 @@ def cases(quick: bool, gpu: bool) -> list[Case]:
     ]
 
 
-def of_foci(case: Case, given: Tensors) -> Tensor:
-    """The default path; without a GPU, in Triton's interpreter."""
-    backend = None if given["q"].is_cuda else "triton"
-    q, k, v = (given[name] for name in "qkv")
-    return foci.attention(q, k, v, bias=case.bias(given), mask=case.mask, backend=backend)
+def foci_attention(case: Case, tensors: Tensors) -> Tensor:
+    """foci's default backend; without a GPU, Triton's interpreter."""
+    backend = None if tensors["q"].is_cuda else "triton"
+    q, k, v = (tensors[name] for name in "qkv")
+    return foci.attention(q, k, v, bias=case.bias(tensors), mask=case.mask, backend=backend)
 
 
 def distances(rows: Tensor, length: int) -> Tensor:
     return torch.arange(length, device=rows.device) - rows.unsqueeze(-1)
 
 
-def dense_bias(case: Case, given: Tensors, rows: Tensor) -> Tensor:
-    """What is added to scale * q k, as a dense tensor: (1 or B, H, R, T)."""
+def dense_bias(case: Case, tensors: Tensors, rows: Tensor) -> Tensor:
+    """The bias as a dense tensor: (1 or B, H, R, T)."""
     distance = distances(rows, case.length)
     if case.kind == "alibi":
         slopes = 2.0 ** (-8.0 * torch.arange(1, case.heads + 1, device=rows.device) / case.heads)
-        added = -(slopes.view(-1, 1, 1) * distance.abs()).unsqueeze(0).to(given["q"].dtype)
+        added = -(slopes.view(-1, 1, 1) * distance.abs()).unsqueeze(0).to(tensors["q"].dtype)
     elif case.kind == "buckets":
-        added = given["table"][bucket(case, distance)].permute(2, 0, 1).unsqueeze(0)
+        added = tensors["table"][bucket(case, distance)].permute(2, 0, 1).unsqueeze(0)
     else:
         index = distance.clamp(-case.reach, case.reach) + case.reach
-        per_row = given["q"] @ given["near"].mT * case.width**-0.5
+        per_row = tensors["q"] @ tensors["near"].mT * case.width**-0.5
         added = per_row.gather(-1, index.expand(*per_row.shape[:2], -1, -1))
     return added.masked_fill(distance > 0, -torch.inf) if case.causal else added
 
@@ -140,23 +140,23 @@ def bucket(case: Case, distance: Tensor) -> Tensor:
     return foci.Buckets(torch.zeros(32, 1, device=distance.device), not case.causal, case.reach).bucket(distance)
 
 
-def eager(case: Case, given: Tensors, rows: Tensor | None = None) -> Tensor:
-    """The formula as anybody would write it, for all queries or for those whose rows are given."""
-    rows = torch.arange(case.length, device=given["q"].device) if rows is None else rows
-    scores = given["q"] @ given["k"].mT * case.width**-0.5 + dense_bias(case, given, rows)
+def eager(case: Case, tensors: Tensors, rows: Tensor | None = None) -> Tensor:
+    """The formula in eager code, for all queries or for some rows."""
+    rows = torch.arange(case.length, device=tensors["q"].device) if rows is None else rows
+    scores = tensors["q"] @ tensors["k"].mT * case.width**-0.5 + dense_bias(case, tensors, rows)
     weights = scores.softmax(-1)
-    out = weights @ given["v"]
-    if "far" not in given:
+    out = weights @ tensors["v"]
+    if "far" not in tensors:
         return out
     index = (distances(rows, case.length).clamp(-case.reach, case.reach) + case.reach).expand_as(weights)
     by_distance = weights.new_zeros(*weights.shape[:-1], 2 * case.reach + 1).scatter_add(-1, index, weights)
-    return out + by_distance @ given["far"]
+    return out + by_distance @ tensors["far"]
 
 
-def dense(case: Case, given: Tensors) -> Tensor:
-    rows = torch.arange(case.length, device=given["q"].device)
-    bias = dense_bias(case, given, rows)
-    return F.scaled_dot_product_attention(given["q"], given["k"], given["v"], attn_mask=bias)
+def dense(case: Case, tensors: Tensors) -> Tensor:
+    rows = torch.arange(case.length, device=tensors["q"].device)
+    bias = dense_bias(case, tensors, rows)
+    return F.scaled_dot_product_attention(tensors["q"], tensors["k"], tensors["v"], attn_mask=bias)
 
 
 @cache
@@ -171,31 +171,32 @@ def flex_alibi(case: Case) -> Attend:
     def score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score - slopes[h] * (i - j).abs()
 
-    return lambda given: compiled(given["q"], given["k"], given["v"], score_mod=score, block_mask=blocks)
+    return lambda tensors: compiled(tensors["q"], tensors["k"], tensors["v"], score_mod=score, block_mask=blocks)
 
 
-# Tiles to try, by pass and width; the first of each is what foci takes.
+Tiles = DistanceBiasTiling
+# Tiles to try, by pass and width; foci uses the first of each.
 VARIANTS: dict[str, dict[int, list[DistanceBiasTiling]]] = {
     "forward": {
         64: [
-            DistanceBiasTiling(128, 64, 8, 3, 128), DistanceBiasTiling(128, 64, 4, 3), DistanceBiasTiling(128, 64, 8, 2, 128), DistanceBiasTiling(64, 64, 4, 3, 168),
-            DistanceBiasTiling(128, 128, 8, 2), DistanceBiasTiling(128, 128, 8, 3), DistanceBiasTiling(128, 32, 4, 4, 168),
+            Tiles(128, 64, 8, 3, 128), Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2, 128), Tiles(64, 64, 4, 3, 168),
+            Tiles(128, 128, 8, 2), Tiles(128, 128, 8, 3), Tiles(128, 32, 4, 4, 168),
         ],
-        128: [DistanceBiasTiling(128, 64, 8, 2), DistanceBiasTiling(128, 64, 8, 3), DistanceBiasTiling(64, 64, 4, 2), DistanceBiasTiling(128, 128, 8, 2)],
+        128: [Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(128, 128, 8, 2)],
     },
     "queries": {
         64: [
-            DistanceBiasTiling(64, 64, 4, 2, 168), DistanceBiasTiling(64, 64, 4, 3, 168), DistanceBiasTiling(64, 64, 4, 2), DistanceBiasTiling(128, 64, 8, 2),
-            DistanceBiasTiling(128, 64, 8, 3), DistanceBiasTiling(128, 32, 8, 3, 128), DistanceBiasTiling(64, 32, 4, 3, 128), DistanceBiasTiling(64, 128, 4, 2),
+            Tiles(64, 64, 4, 2, 168), Tiles(64, 64, 4, 3, 168), Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 2),
+            Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3, 128), Tiles(64, 32, 4, 3, 128), Tiles(64, 128, 4, 2),
         ],
-        128: [DistanceBiasTiling(128, 64, 8, 2), DistanceBiasTiling(64, 64, 4, 2), DistanceBiasTiling(64, 32, 4, 3), DistanceBiasTiling(128, 32, 8, 3)],
+        128: [Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3), Tiles(128, 32, 8, 3)],
     },
     "keys": {
         64: [
-            DistanceBiasTiling(32, 64, 4, 3), DistanceBiasTiling(32, 64, 4, 2), DistanceBiasTiling(64, 64, 4, 2), DistanceBiasTiling(64, 128, 8, 2), DistanceBiasTiling(64, 128, 8, 3),
-            DistanceBiasTiling(32, 128, 8, 3), DistanceBiasTiling(32, 128, 8, 3, 128), DistanceBiasTiling(32, 64, 4, 4, 168), DistanceBiasTiling(64, 64, 4, 3),
+            Tiles(32, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 3),
+            Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3, 128), Tiles(32, 64, 4, 4, 168), Tiles(64, 64, 4, 3),
         ],
-        128: [DistanceBiasTiling(32, 128, 8, 2), DistanceBiasTiling(32, 128, 8, 3), DistanceBiasTiling(32, 64, 4, 2), DistanceBiasTiling(64, 64, 4, 2)],
+        128: [Tiles(32, 128, 8, 2), Tiles(32, 128, 8, 3), Tiles(32, 64, 4, 2), Tiles(64, 64, 4, 2)],
     },
 }  # fmt: skip
 TUNED = (Case("buckets", 4, 16, 2048), Case("values", 4, 16, 2048, reach=16), Case("buckets", 4, 16, 2048, width=128))
@@ -213,14 +214,14 @@ def tiled(name: str, width: int, tiles: DistanceBiasTiling) -> Iterator[None]:
 
 
 def contestants(case: Case, direction: str, variants: bool) -> Iterator[Contestant]:
-    """Whoever takes the case; `run` is given the tensors."""
-    yield Contestant("foci", partial(of_foci, case))
+    """The contestants that support the case; `run` takes the tensors."""
+    yield Contestant("foci", partial(foci_attention, case))
     if variants:
         for name in ("forward",) if direction == "forward" else ("queries", "keys"):
             for tiles in VARIANTS[name][case.width]:
                 label = f"{name} {tiles.queries}x{tiles.keys} w{tiles.warps} s{tiles.stages} r{tiles.registers or ''}"
                 context = partial(tiled, name, case.width, tiles)
-                yield Contestant(label, partial(of_foci, case), context=context)
+                yield Contestant(label, partial(foci_attention, case), context=context)
         return
     if case.kind != "values" and case.entries <= 8 * MOST_EAGER:
         yield Contestant("sdpa, dense bias", partial(dense, case))
@@ -232,41 +233,41 @@ def contestants(case: Case, direction: str, variants: bool) -> Iterator[Contesta
 
 @dataclass
 class Gate:
-    """The truth for some queries: the gradient reaches only these, so that of keys and tables follows from them."""
+    """The truth for some queries: the output gradient is zero elsewhere, so these determine all gradients."""
 
     inputs: Tensors
     rows: Tensor
-    slope: Tensor
+    out_gradient: Tensor
     truth: Tensors
     allowed: dict[str, float]
 
     @classmethod
     def of(cls, case: Case, inputs: Tensors) -> Gate:
         q = inputs["q"]
-        rows = stretches(q.shape[2], q.device)
-        slope = torch.zeros_like(q)
-        slope[:, :, rows] = torch.randn_like(slope[:, :, rows])
+        rows = sample_rows(q.shape[2], q.device)
+        out_gradient = torch.zeros_like(q)
+        out_gradient[:, :, rows] = torch.randn_like(out_gradient[:, :, rows])
         few = inputs | {"q": q[:, :, rows]}
-        truth = solved(
-            partial(reference, case, rows), {n: x.double() for n, x in few.items()}, slope[:, :, rows].double()
+        truth = output_and_gradients(
+            partial(reference, case, rows), {n: x.double() for n, x in few.items()}, out_gradient[:, :, rows].double()
         )
-        plain = solved(partial(eager, case, rows=rows), few, slope[:, :, rows])
+        plain = output_and_gradients(partial(eager, case, rows=rows), few, out_gradient[:, :, rows])
         allowed = {name: 2 * error(name, plain[name], truth[name]) + FLOOR[q.dtype] for name in truth}
         truth["q"] = torch.zeros_like(q, dtype=torch.float64).index_copy(2, rows, truth["q"])
-        return cls(inputs, rows, slope, truth, allowed)
+        return cls(inputs, rows, out_gradient, truth, allowed)
 
     def check(self, contestant: Contestant, direction: str) -> tuple[float, float]:
-        """The error that comes nearest to what is allowed, and that; raises where it is larger."""
+        """The error closest to its limit, and that limit; raises if an error is above its limit."""
         with contestant.context():
             if direction == "forward":
                 with torch.no_grad():
                     found = {"out": contestant.run(self.inputs)}
             else:
-                found = solved(contestant.run, self.inputs, self.slope)
+                found = output_and_gradients(contestant.run, self.inputs, self.out_gradient)
         found["out"] = found["out"][:, :, self.rows]
         errors = {name: error(name, tensor, self.truth[name]) for name, tensor in found.items()}
         for name, value in errors.items():
-            # Asked this way round, NaN fails.
+            # Written this way, NaN fails.
             if not value <= self.allowed[name]:
                 raise GateError(f"{name} is off by {value:.2e}, allowed {self.allowed[name]:.2e}")
         worst = max(errors, key=lambda name: errors[name] / self.allowed[name])
@@ -279,23 +280,23 @@ def error(name: str, found: Tensor, truth: Tensor) -> float:
     return error_of(name, found, truth)
 
 
-def reference(case: Case, rows: Tensor, given: Tensors) -> Tensor:
-    """Of some queries, which stand where their rows are."""
-    q, k, v = (given[name] for name in "qkv")
-    arguments: dict[str, Any] = {"bias": case.bias(given), "mask": case.mask, "positions": (rows, None)}
+def reference(case: Case, rows: Tensor, tensors: Tensors) -> Tensor:
+    """The reference for some queries, at the positions of their rows."""
+    q, k, v = (tensors[name] for name in "qkv")
+    arguments: dict[str, Any] = {"bias": case.bias(tensors), "mask": case.mask, "positions": (rows, None)}
     return foci.attention(q, k, v, **arguments, backend="reference")
 
 
-def solved(attend: Attend, inputs: Tensors, slope: Tensor) -> Tensors:
-    """The output and the gradients of everything."""
+def output_and_gradients(attend: Attend, inputs: Tensors, out_gradient: Tensor) -> Tensors:
+    """The output and the gradients of all inputs."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     out = attend(leaves)
-    gradients = torch.autograd.grad(out, list(leaves.values()), slope)
+    gradients = torch.autograd.grad(out, list(leaves.values()), out_gradient)
     return {"out": out.detach()} | dict(zip(leaves, gradients, strict=True))
 
 
-def work(contestant: Contestant, inputs: Tensors, slope: Tensor, direction: str) -> Contestant:
-    """What is timed: the forward without a graph, or the backward alone."""
+def timed_function(contestant: Contestant, inputs: Tensors, out_gradient: Tensor, direction: str) -> Contestant:
+    """The function that is timed: the forward without gradients, or the backward alone."""
     attend, leaves = contestant.run, {name: x.detach().requires_grad_() for name, x in inputs.items()}
 
     def forward() -> Tensor:
@@ -303,21 +304,21 @@ def work(contestant: Contestant, inputs: Tensors, slope: Tensor, direction: str)
             return attend(inputs)
 
     def backward(out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, list(leaves.values()), slope)
+        return torch.autograd.grad(out, list(leaves.values()), out_gradient)
 
     if direction == "forward":
         return Contestant(contestant.name, forward, context=contestant.context)
     return Contestant(contestant.name, backward, partial(attend, leaves), contestant.context)
 
 
-def run_case(case: Case, dtype: torch.dtype, asked: Options, variants: bool, table: Table, clock: Clock) -> None:
-    say(case.name)
-    inputs = case.inputs(asked.device, dtype)
+def run_case(case: Case, dtype: torch.dtype, options: Options, variants: bool, table: Table, clock: Clock) -> None:
+    log(case.name)
+    inputs = case.inputs(options.device, dtype)
     chosen = foci.plan(*(inputs[name] for name in "qkv"), bias=case.bias(inputs), mask=case.mask).chosen
-    if asked.device.type == "cuda" and chosen != "triton":
-        raise RuntimeError(f"expected the default path to be triton, but it is {chosen}")
+    if options.device.type == "cuda" and chosen != "triton":
+        raise RuntimeError(f"the default backend must be triton, got {chosen}")
     gate = Gate.of(case, inputs)
-    slope = torch.randn_like(gate.slope)
+    out_gradient = torch.randn_like(gate.out_gradient)
     for direction in DIRECTIONS:
         passed: list[Contestant] = []
         found: dict[str, Measured | str] = {}
@@ -325,14 +326,14 @@ def run_case(case: Case, dtype: torch.dtype, asked: Options, variants: bool, tab
         for contestant in contestants(case, direction, variants):
             try:
                 errors[contestant.name] = gate.check(contestant, direction)
-            except Exception as failure:  # noqa: BLE001 - whatever stops a contestant is its result
-                text = f"{'GATE FAILED: ' if isinstance(failure, GateError) else ''}{one_line(failure)}"
+            except Exception as failure:  # noqa: BLE001 - an error is the result of a contestant
+                text = f"{'GATE FAILED: ' if isinstance(failure, GateError) else ''}{format_error(failure)}"
                 found[contestant.name] = text
-                say(f"  {direction}, {contestant.name}: {text}")
-                release()
+                log(f"  {direction}, {contestant.name}: {text}")
+                free_memory()
                 continue
-            passed.append(work(contestant, inputs, slope, direction))
-        found |= compare(passed, clock, asked.seconds)
+            passed.append(timed_function(contestant, inputs, out_gradient, direction))
+        found |= compare(passed, clock, options.seconds)
         add_rows(table, case, dtype, direction, found, errors)
 
 
@@ -344,7 +345,7 @@ def add_rows(
     found: dict[str, Measured | str],
     errors: dict[str, tuple[float, float]],
 ) -> None:
-    about = {"case": case.name, "dtype": short(dtype), "direction": direction}
+    about = {"case": case.name, "dtype": dtype_name(dtype), "direction": direction}
     peer = found.get("sdpa, dense bias", found.get("eager"))
     for name, measured in found.items():
         if isinstance(measured, str):
@@ -365,14 +366,14 @@ def add_rows(
 
 
 def compile_one(case: Case, direction: str, name: str, variants: bool) -> None:
-    """Compiles one contestant in a process of its own: the result stays in the compilers' caches."""
+    """Compile one contestant in a separate process; the result stays in the caches of the compilers."""
     inputs = case.inputs(torch.device("cuda"), torch.bfloat16)
     contestant = next(c for c in contestants(case, direction, variants) if c.name == name)
-    work(contestant, inputs, torch.randn_like(inputs["q"]), direction).go()
+    timed_function(contestant, inputs, torch.randn_like(inputs["q"]), direction).run_once()
 
 
 def compile_all(chosen: list[Case], variants: bool) -> None:
-    """All compilations at once, a process each, before the clock starts."""
+    """Compile everything before the timing, one process each."""
     jobs = [
         (case, direction, contestant.name)
         for case in chosen
@@ -383,13 +384,15 @@ def compile_all(chosen: list[Case], variants: bool) -> None:
     with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
         done = [pool.submit(compile_one, *job, variants) for job in jobs]
     failed = [
-        f"{job[2]}: {one_line(failure)}" for job, run in zip(jobs, done, strict=True) if (failure := run.exception())
+        f"{job[2]}: {format_error(failure)}"
+        for job, run in zip(jobs, done, strict=True)
+        if (failure := run.exception())
     ]
-    say(f"compiled {len(done)}, {len(failed)} failed {failed[:3]}")
+    log(f"compiled {len(done)}, {len(failed)} failed {failed[:3]}")
 
 
 def show_totals(table: Table) -> None:
-    """Forward and backward together, and how many times the dense bias takes of foci's time."""
+    """Print the time of forward and backward together, and as a multiple of foci's time."""
     times: dict[tuple[str, str], dict[str, float]] = {}
     for row in table.rows:
         if row.get("ms"):
@@ -402,15 +405,15 @@ def show_totals(table: Table) -> None:
 
 
 def profile(case: Case, dtype: torch.dtype, device: torch.device) -> None:
-    """Every kernel of a forward and a backward, the longest first."""
+    """Print every kernel of a forward and a backward, longest first."""
     leaves = {name: x.requires_grad_() for name, x in case.inputs(device, dtype).items()}
-    slope = torch.randn_like(leaves["q"])
+    out_gradient = torch.randn_like(leaves["q"])
     for _ in range(3):
-        torch.autograd.grad(of_foci(case, leaves), list(leaves.values()), slope)
+        torch.autograd.grad(foci_attention(case, leaves), list(leaves.values()), out_gradient)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(5):
-            torch.autograd.grad(of_foci(case, leaves), list(leaves.values()), slope)
+            torch.autograd.grad(foci_attention(case, leaves), list(leaves.values()), out_gradient)
         torch.cuda.synchronize()
     print(f"\n{case.name}: microseconds of a forward and a backward")
     for event in sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)[:14]:
@@ -418,41 +421,43 @@ def profile(case: Case, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def show_variants(table: Table) -> None:
-    """The fastest first."""
+    """Print the variants, fastest first."""
     for row in sorted(table.rows, key=lambda row: (row["case"], row["direction"], row.get("ms") or 1e9)):
         ms = f"{row['ms']:8.3f}" if row.get("ms") else "  failed"
         print(f"{row['case']:<32} {row['direction']:<9} {row['contestant']:<28} {ms}")
 
 
 def main() -> int:
-    """Runs what the command line asks for; 1 where foci failed a gate."""
+    """Run the benchmark; the exit status is 1 if foci failed a gate."""
     variants, profiled = "--variants" in sys.argv, "--profile" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument not in {"--variants", "--profile"}]
-    asked = options("relative", __doc__ or "", (torch.float32,))
-    table, clock = Table(asked.device, COLUMNS, asked.path), clock_of(asked.device)
-    gpu = asked.device.type == "cuda"
-    chosen = [c for c in (TUNED if variants and gpu else cases(asked.quick, gpu)) if asked.wants(c.name)]
+    options = parse_options("relative", __doc__ or "", (torch.float32,))
+    table, clock = Table(options.device, COLUMNS, options.path), make_clock(options.device)
+    gpu = options.device.type == "cuda"
+    chosen = [c for c in (TUNED if variants and gpu else cases(options.quick, gpu)) if options.wants(c.name)]
     if gpu:
         compile_all(chosen, variants)
     if profiled:
         for case in chosen:
-            profile(case, asked.dtypes[0], asked.device)
+            profile(case, options.dtypes[0], options.device)
         return 0
     for case in chosen:
-        for dtype in asked.dtypes:
-            if asked.over:
-                say(f"out of time before {case.name}")
+        for dtype in options.dtypes:
+            if options.out_of_time:
+                log(f"out of time before {case.name}")
                 break
-            run_case(case, dtype, asked, variants, table, clock)
-            release()
+            run_case(case, dtype, options, variants, table, clock)
+            free_memory()
     if variants:
         show_variants(table)
     else:
-        table.show("ms", ("case", "direction"), "ms", {"foci TFLOP/s": ("foci", "tflops"), "foci MiB": ("foci", "mib")})
+        table.print_table(
+            "ms", ("case", "direction"), "ms", {"foci TFLOP/s": ("foci", "tflops"), "foci MiB": ("foci", "mib")}
+        )
         show_totals(table)
-    table.complaints()
-    table.close()
-    return int(table.wrong())
+    table.print_failures()
+    table.print_footer()
+    return int(table.has_failed_gate())
 
 
 if __name__ == "__main__":

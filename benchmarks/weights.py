@@ -1,4 +1,4 @@
-"""What the weights cost: output and statistics, beside a fused forward alone and code that builds the matrix."""
+"""The cost of weights: output and statistics, compared with a fused forward alone and with eager code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from dense import PICTURE, TOP, Found, Truth, eager
 from gates import GateError
-from peers import Case, Peer, of_foci, sdpa, varlen
-from table import Options, Table, options, short
-from timing import Clock, Contestant, Measured, clock_of, compare, one_line, release, say
+from peers import Case, Peer, foci_attention, sdpa, varlen
+from table import Options, Table, dtype_name, parse_options
+from timing import Clock, Contestant, Measured, compare, format_error, free_memory, log, make_clock
 from torch import Tensor
 
 import foci
@@ -40,7 +40,7 @@ Statistics = Callable[[foci.Weights], Found]
 
 @dataclass(frozen=True)
 class Run:
-    """A case, what its scores look like, and who takes part."""
+    """A case, the distribution of its scores, and which contestants run."""
 
     case: Case
     scores: str = "random"
@@ -51,12 +51,12 @@ class Run:
         return f"{self.case.name} {self.scores}{' long' if self.long else ''}"
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values that make such scores."""
+        """Queries, keys and values with such scores."""
         q, k, v = self.case.inputs(device, dtype)
         if self.scores == "peaked":
             return q * 6, k, v
         if self.scores == "ascending":
-            # Every key outdoes those before it: the worst order for whoever keeps the heaviest so far.
+            # Every key has a larger score than those before it: the worst order for a running top-k.
             along = torch.nn.functional.normalize(torch.randn(q.shape[-1], device=device), dim=0)
             climb = torch.linspace(0, 8, k.shape[2], device=device).unsqueeze(-1)
             return (0.02 * q + along * q.shape[-1] ** 0.5).to(dtype), (0.02 * k + along * climb).to(dtype), v
@@ -64,32 +64,32 @@ class Run:
 
 
 def main() -> int:
-    """Runs what the command line asks for; 1 where foci failed a gate."""
-    asked = options("weights", __doc__ or "", (torch.float32,))
-    table = Table(asked.device, COLUMNS, asked.path)
-    clock = clock_of(asked.device)
-    for dtype in asked.dtypes:
-        for run in runs(asked.device, asked.quick):
-            if not asked.wants(run.name):
+    """Run the benchmark; the exit status is 1 if foci failed a gate."""
+    options = parse_options("weights", __doc__ or "", (torch.float32,))
+    table = Table(options.device, COLUMNS, options.path)
+    clock = make_clock(options.device)
+    for dtype in options.dtypes:
+        for run in runs(options.device, options.quick):
+            if not options.wants(run.name):
                 continue
-            if asked.over:
-                table.add(**about(run, dtype), contestant="foci summary", times=None, note="not run: the time was over")
+            if options.out_of_time:
+                table.add(**about(run, dtype), contestant="foci summary", times=None, note="not run: out of time")
                 continue
             try:
-                measure(run, dtype, asked, table, clock)
-            except Exception as error:  # noqa: BLE001 - the other cases can still be measured
-                table.add(**about(run, dtype), contestant="foci summary", times=None, note=one_line(error))
-            release()
+                measure(run, dtype, options, table, clock)
+            except Exception as error:  # noqa: BLE001 - continue with the other cases
+                table.add(**about(run, dtype), contestant="foci summary", times=None, note=format_error(error))
+            free_memory()
     finish(table)
-    return int(table.wrong())
+    return int(table.has_failed_gate())
 
 
-def measure(run: Run, dtype: torch.dtype, asked: Options, table: Table, clock: Clock) -> None:
-    """One case: the gate, then the clock."""
-    say(f"{run.name} {short(dtype)}")
-    q, k, v = run.inputs(asked.device, dtype)
+def measure(run: Run, dtype: torch.dtype, options: Options, table: Table, clock: Clock) -> None:
+    """Check one case, then time it."""
+    log(f"{run.name} {dtype_name(dtype)}")
+    q, k, v = run.inputs(options.device, dtype)
     truth = Truth(run.case, q, k, v)
-    say("  the truth is there")
+    log("  truth computed")
     passed: list[Contestant] = []
     found: dict[str, Measured | str] = {}
     for contestant in contestants(run, q, k, v):
@@ -97,63 +97,63 @@ def measure(run: Run, dtype: torch.dtype, asked: Options, table: Table, clock: C
         if failure is None:
             passed.append(contestant)
         else:
-            say(f"  {'!! ' if 'GATE' in failure else ''}{contestant.name}: {failure}")
+            log(f"  {'!! ' if 'GATE' in failure else ''}{contestant.name}: {failure}")
             found[contestant.name] = failure
     del truth
-    release()
-    found |= compare(passed, clock, asked.seconds)
+    free_memory()
+    found |= compare(passed, clock, options.seconds)
     add_rows(table, about(run, dtype), found)
 
 
 def about(run: Run, dtype: torch.dtype) -> dict[str, Any]:
     scores = "long" if run.long else run.scores
-    return {"case": run.case.name, "scores": scores, "keys": run.case.tk, "dtype": short(dtype)}
+    return {"case": run.case.name, "scores": scores, "keys": run.case.tk, "dtype": dtype_name(dtype)}
 
 
 def failure_of(contestant: Contestant, truth: Truth) -> str | None:
-    """Why the contestant gets no figure."""
+    """Why a contestant is not timed; None if it passes."""
     try:
-        truth.check(contestant.go())
+        truth.check(contestant.run_once())
     except GateError as error:
         return f"GATE FAILED: {error}"
-    except Exception as error:  # noqa: BLE001 - whatever stops a contestant is its result
-        release()
-        return one_line(error)
+    except Exception as error:  # noqa: BLE001 - an error is the result of a contestant
+        free_memory()
+        return format_error(error)
     return None
 
 
 def contestants(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Contestant]:
-    """Fused forwards, foci with this and that asked of the weights, and code that builds the matrix."""
+    """Fused forwards, foci with various statistics, and eager code."""
     case = run.case
     for peer in forwards(case, q.device):
         yield Contestant(peer.name, without_gradients(partial(attended, peer, q, k, v)), context=peer.context)
     mask = case.mask(q.device)
     for name, statistics in STATISTICS.items():
         if not run.long or name == "foci summary":
-            yield Contestant(name, without_gradients(partial(asked_of_foci, statistics, q, k, v, mask)))
+            yield Contestant(name, without_gradients(partial(foci_with_statistics, statistics, q, k, v, mask)))
     if not run.long:
-        yield from builders(case, q, k, v)
+        yield from eager_contestants(case, q, k, v)
 
 
 def forwards(case: Case, device: torch.device) -> Iterator[Peer]:
-    """Who gives the output alone."""
+    """Contestants that compute only the output."""
     yield from (peer for peer in sdpa(case, device) if peer.name in {"sdpa", "cudnn"})
     if device.type == "cuda" and case.kind == "window":
         yield Peer("varlen", varlen(case, device))
-    yield Peer("foci out", of_foci(case, device), nullcontext)
+    yield Peer("foci out", foci_attention(case, device), nullcontext)
 
 
 def attended(peer: Peer, q: Tensor, k: Tensor, v: Tensor) -> Found:
     return {"out": peer.attend(q, k, v)}
 
 
-def asked_of_foci(statistics: Statistics, q: Tensor, k: Tensor, v: Tensor, mask: foci.Mask | None) -> Found:
+def foci_with_statistics(statistics: Statistics, q: Tensor, k: Tensor, v: Tensor, mask: foci.Mask | None) -> Found:
     out, weights = foci.attention(q, k, v, mask=mask, return_weights=True)
     return {"out": out, **statistics(weights)}
 
 
 def summary(weights: foci.Weights, top: int, every: bool = True) -> Found:
-    """What `summary` gives: where it is every statistic also distance and largest logit, which nobody else computes."""
+    """The statistics of `summary`; `every` adds distance and largest logit, which no peer computes."""
     whole = weights.summary(top=top, picture=PICTURE, largest_logit=every, distance=every)
     names = ("entropy", "received", "distance", "lse", "picture")
     found = {name: getattr(whole, name) for name in names} | {"largest": whole.largest_logit}
@@ -168,7 +168,7 @@ def picture(weights: foci.Weights) -> Found:
     return {"picture": weights.picture(min(PICTURE, queries), min(PICTURE, keys))}
 
 
-# What is asked of the weights, each with a forward of its own.
+# The statistics of each contestant, each with a forward of its own.
 STATISTICS: dict[str, Statistics] = {
     "foci lazy": lambda weights: {},
     "foci three": partial(summary, top=0, every=False),
@@ -184,7 +184,7 @@ STATISTICS: dict[str, Statistics] = {
 }
 
 
-def builders(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Contestant]:
+def eager_contestants(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Contestant]:
     """Eager code with the same statistics, and torch.compile of it."""
     # Scores, masked scores, weights and one more of their size.
     needed, there = 4 * 4 * case.batch * case.heads * case.queries * case.tk, memory_of(q.device)
@@ -255,7 +255,7 @@ def runs(device: torch.device, quick: bool) -> list[Run]:
 
 
 def gpu_runs() -> list[Run]:
-    """16 heads; the long ones 8."""
+    """16 heads; 8 for the long ones."""
     main_case = Case("causal", 1, 16, 8192, 128, compiled=True)
     kinds = [Run(main_case), *(Run(replace(main_case, compiled=False), s) for s in ("peaked", "ascending"))]
     long = [Run(Case("causal", 1, 8, length, 128), long=True) for length in (8192, 16384, 32768, 65536, 131072)]
@@ -270,16 +270,18 @@ def gpu_runs() -> list[Run]:
 
 
 def finish(table: Table) -> None:
-    """The short tables and what has no figure."""
+    """Print the short tables and the failures."""
     down = ("case", "scores", "dtype")
     own = {"sdpa ms": ("sdpa", "ms"), "summary ms": ("foci summary", "ms")}
-    table.show("times the fastest fused forward alone (every contestant gives the output too)", down, "times", own)
-    table.show("MiB beyond that forward, at the peak", down, "extra_mib", {})
-    print("\nthree: entropy, received and picture in one pass; four: and the top keys.")
-    print("summary: entropy, received, picture, distance, largest logit, and the top keys; summary-0: no top keys.")
-    print("eager: entropy, received, picture and the top keys; eager-0: no top keys.")
-    table.complaints()
-    table.close()
+    table.print_table(
+        "multiples of the fastest fused forward (every contestant also computes the output)", down, "times", own
+    )
+    table.print_table("peak MiB in addition to that forward", down, "extra_mib", {})
+    print("\nthree: entropy, received and picture in one pass; four: plus the top keys.")
+    print("summary: entropy, received, picture, distance, largest logit, top keys; summary-0: without the top keys.")
+    print("eager: entropy, received, picture and the top keys; eager-0: without the top keys.")
+    table.print_failures()
+    table.print_footer()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_idx_becomes_folders(datasets: ModuleType, tmp_path: Path) -> None:
     # Picture 6 begins with byte 36: 6, 7, 8 and 9, 0, 1.
     assert Path(shirt.path).read_bytes() == b"P5 3 2 255\n" + bytes([6, 7, 8, 9, 0, 1])
     (tmp_path / "x.gz").write_bytes(gzip.compress(b"abcd"))
-    with pytest.raises(ValueError, match="should be an IDX file of bytes"):
+    with pytest.raises(ValueError, match="must be an IDX file of bytes"):
         datasets.idx(tmp_path / "x.gz")
 
 
@@ -104,7 +104,7 @@ def test_cepstra_become_bands_whose_cosine_transform_they_are(datasets: ModuleTy
     places = (torch.arange(40) + 0.5) / 40
     waves = torch.cos(torch.pi * torch.arange(13)[:, None] * places)
     assert torch.allclose(bands @ waves.T / 40, cepstra, atol=1e-5)
-    with pytest.raises(ValueError, match="should hold 52 floats, 13 a frame, but it holds 10 bytes"):
+    with pytest.raises(ValueError, match="must hold 52 floats, 13 per frame, got 10 bytes"):
         datasets.mfcc(content[:14], "x.mfc")
 
 

@@ -23,8 +23,8 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_512_tokens_and_144_heads(mask: foci.Mask | None) -> None:
     from benchmarks import page
 
-    with page.browser() as chromium:
-        found = page.measured(chromium, page.whole(512, mask))
+    with page.open_browser() as chromium:
+        found = page.measure_page(chromium, page.full_record(512, mask))
     assert found["mb"] < 12
     assert found["opens_ms"] < 2000
 
@@ -32,7 +32,7 @@ def test_512_tokens_and_144_heads(mask: foci.Mask | None) -> None:
 def test_100_000_tokens() -> None:
     from benchmarks import page
 
-    with page.browser() as chromium:
-        found = page.measured(chromium, page.very_long())
+    with page.open_browser() as chromium:
+        found = page.measure_page(chromium, page.long_record())
     assert found["mb"] < 60
     assert found["most_ms_of_95"] < 50
