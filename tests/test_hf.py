@@ -27,7 +27,7 @@ from tests.capture.architectures import (  # noqa: E402
     run,
 )
 
-# Two of the models were written when PyTorch still had this.
+# Two of the models use a deprecated function of PyTorch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 TEXT = [name for name, architecture in ARCHITECTURES.items() if architecture.pads]
@@ -45,7 +45,7 @@ def assert_equal_runs(model: Any, inputs: dict[str, Any], rows: Tensor | None = 
     found, gradients = run(model, "foci", inputs, rows)
     assert_same(found, expected, slack=128)
     assert gradients.keys() == expected_gradients.keys()
-    # A gradient that is 0 but for rounding (that of a key's bias) is measured by the others.
+    # A gradient that is 0 up to rounding (that of a key bias) is compared on the scale of the others.
     largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     for name, gradient in expected_gradients.items():
         assert_same(gradients[name] / largest, gradient / largest, f"gradient of {name}", slack=64)
@@ -69,7 +69,7 @@ def test_logits_and_gradients_equal_those_of_eager_attention(name: str) -> None:
 def test_padded_sequences(name: str, side: Tensor) -> None:
     architecture = ARCHITECTURES[name]
     inputs = architecture.inputs() | {"attention_mask": side.long()}
-    # Of an encoder-decoder every row of the output is real: the padding is in the source.
+    # Every output row of an encoder-decoder is real: the padding is in the source.
     assert_equal_runs(made(architecture), inputs, None if architecture.kind == "encoder-decoder" else side)
 
 
@@ -99,7 +99,7 @@ def test_output_attentions_equals_eager(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bert"])
 def test_packed_sequences(name: str) -> None:
-    """Positions that begin again tell of several sequences in one, where there is neither a mask nor a cache."""
+    """Restarting positions mark packed sequences if there is neither a mask nor a cache."""
     architecture = ARCHITECTURES[name]
     model = made(architecture)
     inputs: dict[str, Any] = {"input_ids": TOKENS, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)}
@@ -195,7 +195,7 @@ def test_half_precision() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", OWN_ATTENTION)
 def test_models_with_their_own_attention_stay_correct_and_warn(name: str, padded: bool) -> None:
-    """bloom and mpt accept any name and never call it, others raise it when they are made: their masks still fit."""
+    """bloom and mpt accept any implementation and never call it, others reject it: their masks still work."""
     architecture = OWN_ATTENTION[name]
     model = made(architecture)
     inputs = architecture.inputs() | ({"attention_mask": RIGHT.long()} if padded else {})

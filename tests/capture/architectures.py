@@ -1,4 +1,4 @@
-"""Small models of transformers with attention code of their own, made from configs: nothing is downloaded."""
+"""Small transformers models of many architectures, made from configs: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def captioned(places: int) -> Callable[[], dict[str, Tensor]]:
 
 
 def prefixed() -> dict[str, Tensor]:
-    """Four tokens of an image and two of text that see each other, then text that looks back."""
+    """Four image tokens and two text tokens that attend to each other, then causal text."""
     inputs = captioned(4)()
     return inputs | {"token_type_ids": (torch.arange(11) > 5).long().expand(2, 11)}
 
@@ -532,7 +532,7 @@ def run(model: Any, kind: str, inputs: dict[str, Any], rows: Tensor | None) -> t
 
 
 def matrices(out: Any) -> dict[str, Tensor]:
-    """The attention matrices of an output of transformers, by the place where they stand in it."""
+    """The attention matrices of an output of transformers, by the name of their field and index."""
     found = {}
     for name, given in out.items():
         if hasattr(given, "items"):

@@ -1,4 +1,4 @@
-"""Small models that attend in the ways people write them."""
+"""Small models with common ways to write attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ class FusedAttention(nn.Module):
 
 
 class EagerAttention(FusedAttention):
-    """The formula itself: nothing to see."""
+    """Attention written out in eager code, which cannot be recorded."""
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         q, k, v = self.split(x)

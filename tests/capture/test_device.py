@@ -1,4 +1,4 @@
-"""Watching on a GPU: the same record, statistics that move to the host meanwhile, no captured graphs."""
+"""Watching on a GPU: the same record, asynchronous copies to the host, no captured graphs."""
 
 from typing import Any
 
@@ -74,14 +74,14 @@ def test_device_memory_of_copied_statistics_is_reused() -> None:
 
 
 def most_memory(layers: int, keep: foci.Keep) -> int:
-    """The peak of a watched pass over a model of so many layers, beyond the model."""
+    """The peak memory of a watched pass over a model of some layers, without the model."""
     model, x = Stack(layers).cuda(), randn(1, 2048, 16).cuda()
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with torch.no_grad(), foci.watch(model, keep=keep):
-            # Python is through with all layers before the first one runs.
+            # Python has issued all layers before the first one runs.
             torch.cuda._sleep(200_000_000)
             model(x, is_causal=True)
     return torch.cuda.max_memory_allocated() - before
@@ -113,7 +113,7 @@ def test_statistics_of_a_layer_take_one_copy(dtype: torch.dtype, monkeypatch: py
     model, x = Stack(3).to("cuda", dtype), randn(1, 300, 16).to("cuda", dtype)
     with torch.no_grad(), foci.watch(model, keep=foci.Keep(top=4, picture=16, largest_logit=True)) as seen:
         model(x, is_causal=True)
-    # In float64 the keys, which are half as long, are a row of their own.
+    # In float64 the int32 keys have another element size, so they take a copy of their own.
     assert len(made) == 3 * (2 if dtype == torch.float64 else 1)
     with torch.no_grad(), foci.watch(model) as lazy:
         model(x, is_causal=True)

@@ -1,4 +1,4 @@
-"""The steps of a generation are one matrix: that of one pass over the whole text. Changed caches are refused."""
+"""The steps of a generation form the matrix of one pass over the whole text; changed caches are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +52,7 @@ def test_rows_of_all_steps_form_one_matrix(steps: list[int]) -> None:
 
 
 def test_only_the_last_keys_are_kept() -> None:
-    """A generation holds what one pass over its text holds, and a mask where its steps have dense ones."""
+    """A generation keeps as much as one pass over its text, plus a mask if its steps have dense masks."""
     model = attention()
     one = generated(model, [9])["L0"].weights
     many = generated(attention(), [1] * 9)["L0"].weights
@@ -153,7 +153,7 @@ def test_another_text_starts_a_new_layer() -> None:
 
 
 def test_calls_with_fewer_queries_than_keys_and_no_cache_are_not_joined() -> None:
-    """Queries that pool: the same shapes again are another call, not a step."""
+    """Pooling queries: a second call of the same shape is a new call, not a step."""
 
     class PoolingAttention(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Statistics leave in one row and are found as they were."""
+"""Statistics are copied in one buffer and restored with their dtypes and shapes."""
 
 import torch
 

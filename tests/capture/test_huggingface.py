@@ -1,4 +1,4 @@
-"""Models of transformers under `foci.watch`: the statistics of eager's matrices, and the output left as it was."""
+"""Transformers models under `foci.watch`: the statistics of eager attention, and an unchanged output."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tests.capture.architectures import (  # noqa: E402
     main_output,
 )
 
-# Some models were written when PyTorch still had this.
+# Some models use a deprecated function of PyTorch.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
-# Their default is eager code, or their values are as wide as no kernel takes them: another kernel, within rounding.
+# Their default is eager code, or no fused kernel supports the width of their values: equal within rounding.
 ANOTHER_KERNEL = {
     "gemma2",
     "gpt-oss",
@@ -46,7 +46,7 @@ ANOTHER_KERNEL = {
     "speech-to-text",
 }
 
-# In some versions of transformers their SDPA computes something else than their eager code (no softcap, no causality).
+# In some versions of transformers their SDPA and eager code differ (no softcap, no causality).
 NOT_WITH_SDPA = {"gemma2", "t5gemma", "umt5"}
 
 
@@ -57,7 +57,7 @@ def quiet() -> None:
 
 @contextmanager
 def eager_matrices(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """What eager code computes, by the name of the module that asked for it."""
+    """The matrices of eager code, by the name of the attention module."""
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, list[Tensor]] = {}
     choose = transformers.AttentionInterface.get_interface
@@ -117,7 +117,7 @@ def test_statistics_equal_those_of_eager_matrices(name: str) -> None:
 
 
 def assert_same_statistics(layer: Any, matrix: Tensor) -> None:
-    """Roundings of the logits come into every weight as they are: more of them where the logits are large."""
+    """Rounding errors of the logits carry over to the weights, so the tolerance grows with the logits."""
     slack = 64.0 + 8.0 * float(layer.largest_logit().abs().max())
     assert layer.shape == tuple(matrix.shape)
     assert_same(layer.weights.dense(), matrix, layer.name, slack)
@@ -130,7 +130,7 @@ def assert_same_statistics(layer: Any, matrix: Tensor) -> None:
 @pytest.mark.parametrize("side", [RIGHT, LEFT], ids=["right", "left"])
 @pytest.mark.parametrize("name", ["bert", "modernbert", "gpt2", "llama", "gemma2", "gpt-oss", "bart", "t5"])
 def test_padded_sequences_and_kept_statistics(name: str, side: Tensor) -> None:
-    """Rows that are padding look at nothing here and at everything in eager code: the real ones are compared."""
+    """Padding rows are fully masked here and uniform in eager code: only real rows are compared."""
     architecture = ARCHITECTURES[name]
     model, inputs = made(architecture), architecture.inputs() | {"attention_mask": side.long()}
     if name in NOT_WITH_SDPA:
@@ -224,7 +224,7 @@ def test_attention_sources_of_classes() -> None:
 
 
 def test_a_model_with_inconsistent_causality_keeps_its_output() -> None:
-    """PaliGemma without token types looks back in eager code and everywhere in SDPA: both stay what they are."""
+    """PaliGemma without token types is causal in eager code and bidirectional in SDPA: both keep their output."""
     architecture = ARCHITECTURES["paligemma"]
     model = made(architecture)
     inputs = {name: given for name, given in architecture.inputs().items() if name != "token_type_ids"}
@@ -249,7 +249,7 @@ def test_a_training_step() -> None:
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
         assert_same(gradients[1][name], gradient, name, slack=16)
-    # The weights keep the graph: what is asked of them has a gradient.
+    # The weights keep the graph, so their statistics have gradients.
     assert seen["L0H1"].entropy().requires_grad
 
 

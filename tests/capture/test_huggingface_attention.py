@@ -29,7 +29,7 @@ def llama(layers: int = 3) -> Any:
 
 
 class Onlooker(TorchFunctionMode):
-    """Somebody else's mode, which counts."""
+    """Another torch function mode, which counts calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_the_mode_intercepts_each_layer_once(monkeypatch: pytest.MonkeyPatch) ->
         model(IDS)
     assert told.count(attention_forward) == seen.calls == 3
     assert foci.attention not in told
-    # What the interface asks of its tensors is between `attend` and `foci.attention`.
+    # Tensor operations between `attention_forward` and `foci.attention` are not intercepted.
     assert Tensor._version.__get__ not in told  # type: ignore[attr-defined]
 
 
@@ -74,7 +74,7 @@ def test_nested_blocks_and_modes(outer: bool) -> None:
     assert first.calls == second.calls == 3
     torch.testing.assert_close(first["L2"].entropy(), second["L2"].entropy())
     assert torch.equal(first["L1"].top(2).keys, second["L1"].top(2).keys)
-    # Inside of the blocks it is told first and of all of it, outside of what they compute.
+    # An inner mode intercepts all calls first; an outer mode only those that the blocks make.
     assert onlooker.told.count(foci.attention if outer else attention_forward) == 3
 
 

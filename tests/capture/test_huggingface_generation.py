@@ -43,7 +43,7 @@ def test_rows_of_all_steps_equal_those_of_one_pass(name: str, padded: bool, cach
         expected = model.generate(**inputs, **GREEDY)
         said, seen = generated(model, inputs, cache_implementation=cache)
     assert torch.equal(said, expected)
-    # The last token that was said was never read.
+    # The last generated token was never read.
     length = TOKENS.shape[1] + NEW - 1
     real = torch.cat([LEFT if padded else torch.ones_like(LEFT), torch.ones(2, NEW - 1, dtype=torch.bool)], 1)
     whole = {"input_ids": said[:, :-1], "attention_mask": real.long()}

@@ -1,4 +1,4 @@
-"""The masks of transformers as masks of foci: the same entries, and nothing of size n x n."""
+"""Masks of transformers as masks of foci: the same entries, without an n x n tensor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "blocks or everything": theirs.or_masks(theirs.bidirectional_mask_function, theirs.blockwise_overlay(BLOCKS)),
     "real": theirs.and_masks(CAUSAL, theirs.padding_mask_function(LEFT)),
 }
-# Queries, keys, where the first of each stands.
+# Queries, keys, and the position of the first of each.
 PLACES = {
     "square": (6, 6, 0, 0),
     "a cache": (2, 6, 4, 0),
@@ -103,7 +103,7 @@ def test_full_attention_needs_no_mask() -> None:
 
 
 def test_a_causal_mask_is_never_skipped() -> None:
-    """A module that takes no notice of the name would not know that it is causal."""
+    """A module that ignores attn_implementation would not know that it is causal."""
     found = build_attention_mask(1, 4, 4, allow_is_causal_skip=True)
     assert isinstance(found, DeferredMask)
     assert found.mask is foci.causal
@@ -115,7 +115,7 @@ def test_empty_slots_of_a_static_cache_are_dropped() -> None:
     assert (found.keys, found.mask) == (5, foci.causal)
     one = build_attention_mask(1, 1, 8, torch.tensor(2), 0)
     assert isinstance(one, DeferredMask)
-    # Where the cache ends is not read for one query: its row has an entry for each key.
+    # For one query the end of the cache is not read: its mask is a dense row.
     assert one.keys == 8
     assert build_deferred_mask(one).tolist() == [[[[True] * 3 + [False] * 5]]]
 

@@ -1,4 +1,4 @@
-"""`foci look`: models of Hugging Face and of foci, from a folder to the terminal."""
+"""`foci look` with Hugging Face models and foci models, from a folder to the terminal."""
 
 import re
 import sys
@@ -29,7 +29,7 @@ SMALL = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 1, "eos_to
 
 
 def tokenizer(longest: int = 32) -> transformers.PreTrainedTokenizerFast:
-    """Words and punctuation marks, with an end."""
+    """A word-level tokenizer with an end token."""
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 2)])
@@ -39,7 +39,7 @@ def tokenizer(longest: int = 32) -> transformers.PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models of two layers, untrained: one that reads, one that writes, one that does both."""
+    """Three untrained models of two layers: an encoder, a causal model, an encoder-decoder."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     width = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
@@ -53,7 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "writes": transformers.GPT2LMHeadModel(gpt2),
         "both": transformers.BartForConditionalGeneration(bart),
     }
-    # Without this it might end at once, and there would be nothing to see.
+    # Keeps the model from ending its answer at once.
     models["both"].final_logits_bias[0, 2] = -1e4
     for name, model in models.items():
         model.save_pretrained(folder / name)
@@ -138,7 +138,7 @@ def test_the_suffix_chooses_the_file_format(
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of foci that writes, untrained."""
+    """A folder with an untrained foci model for text generation."""
     folder = tmp_path_factory.mktemp("own") / "generation"
     folder.mkdir()
     settings = GenerationSettings(size="tiny", width=16, heads=2, context=32, new_tokens=4)

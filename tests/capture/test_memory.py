@@ -1,4 +1,4 @@
-"""Watching takes memory that is linear in the length: nothing of the size of the matrix is built."""
+"""Watching takes memory linear in the length: no dense matrix is built."""
 
 import gc
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class OneHead(FusedAttention):
 
 
 class Followed(FusedAttention):
-    """Knows which of the queries, keys and values that it made are still there."""
+    """Tracks which of the queries, keys and values that it made are still allocated."""
 
     made: list[StorageWeakRef]
 

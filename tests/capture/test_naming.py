@@ -1,4 +1,4 @@
-"""Where attention stands in a model, told from the names of its modules."""
+"""Layer names derived from module names."""
 
 import pytest
 from torch import nn
@@ -12,7 +12,7 @@ class SelfAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Holds the one that attends, as BERT's does."""
+    """A module that contains the attention module, as in BERT."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Real models under `foci.watch`: MiniLM and Whisper, out of packages that hold nothing but their files."""
+"""Real models under `foci.watch`: MiniLM and Whisper, from packages that contain only their files."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_word_times_of_whisper(models: Path, data: Path, tmp_path: Path) -> None
 
 
 def eager_weights(model: Any, timing: ModuleType, samples: Tensor, ids: list[int]) -> Tensor:
-    """What the heads look at in one more pass over the whole answer, by eager code."""
+    """The attention of the heads in another pass over the whole answer, in eager code."""
     said = torch.tensor([[timing.START, timing.PLAIN, *ids]])
     inputs = {"input_features": timing.features_of(samples, 80), "decoder_input_ids": said}
     found = in_eager(model, inputs)

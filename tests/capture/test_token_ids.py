@@ -1,4 +1,4 @@
-"""The tokens of a record: read where they are looked up, pass by pass."""
+"""Token ids are collected from embeddings, pass by pass."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""PyTorch's attention is seen, whoever calls it and however, and what the model gets back is what it got before."""
+"""Every call of PyTorch's attention is recorded, and the model gets the same output."""
 
 import itertools
 from typing import Any
@@ -15,7 +15,7 @@ from tests.tensors import randn
 
 
 class Calls(nn.Module):
-    """Calls a function with what it is given."""
+    """A module that calls a function with its arguments."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()

@@ -276,7 +276,7 @@ def test_the_estimate_is_logged_and_the_limit_holds(caplog: pytest.LogCaptureFix
         with above, foci.watch(model, **options):  # type: ignore[arg-type]
             model(IDS)
         assert (hooks(model), modes()) == (0, 0)
-    # More calls than one expected: each counts.
+    # More calls than estimated: each counts.
     thrice = nn.Sequential(*[FusedAttention()] * 3)
     with pytest.raises(ValueError, match="above limit"), foci.watch(thrice, limit=2 * estimate // 3):
         thrice(randn(1, 6, 16))
@@ -434,7 +434,7 @@ def test_a_module_called_twice_gets_two_layers() -> None:
         model(randn(1, 5, 16, seed=1))
     assert list(seen.layers) == ["0", "0#2", "0#3", "0#4"]
     assert [layer.shape[2] for layer in seen.layers.values()] == [4, 4, 5, 5]
-    # It is all the layers that the model has, so each of its calls is one of them.
+    # The module is shared by all layers, so each of its calls is a layer.
     assert seen.heads[::4] == ["L0H0", "L1H0", "L0H0#2", "L1H0#2"]
     assert seen["L1H1#2"].shape == (1, 1, 5, 5)
     x = randn(1, 4, 16)
@@ -456,7 +456,7 @@ def test_two_texts_in_one_block_have_separate_labels() -> None:
 
 
 def test_the_examples_of_the_watch_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its code runs, and its table of scores is the one in the code."""
+    """The code of the page runs, and its table of scores equals HEAD_SCORES."""
     page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Given matrices answer what lazy ones answer, to the same definition."""
+"""Dense matrices give the same statistics as lazy weights."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A record in a file: what was saved is what is loaded, and a damaged or hostile file is refused."""
+"""Record files: a saved record is loaded unchanged, and damaged or hostile files are refused."""
 
 import json
 import random
@@ -22,7 +22,7 @@ from tests.tensors import qkv
 
 
 def record() -> foci.Record:
-    """Of each kind a layer; the mask of the lazy ones is one tensor."""
+    """A layer of each kind; the lazy ones share one mask tensor."""
     seen = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     lazy = [foci.attention(*qkv(), mask=seen, return_weights=True)[1] for _ in range(2)]
     norms = qkv()[2].norm(dim=-1)
@@ -183,7 +183,7 @@ def test_an_inconsistent_file_is_refused(case: str, tmp_path: Path) -> None:
     change, message = WRONG[case]
     with pytest.raises(ValueError, match=f"r.foci is not a valid foci record: .*{message}"):
         foci.Record.load(rewritten(tmp_path / "r.foci", change))
-    # The same way round without a change is loaded: it is the change that is refused.
+    # The rewritten file without the change loads: it is the change that is refused.
     foci.Record.load(rewritten(tmp_path / "r.foci", lambda content, tensors: None))
 
 

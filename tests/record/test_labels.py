@@ -1,4 +1,4 @@
-"""Labels: what stands at each position reads as the text it came from, also where tokens cut through characters."""
+"""Labels read as the text they came from, also where tokens split characters."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def by_bytes(ids: list[int]) -> str:
 
 
 class Tokenizer:
-    """One token per byte; tells what it was asked with."""
+    """One token per byte; records the options it was called with."""
 
     def __init__(self, *allowed: str) -> None:
         self.allowed = allowed

@@ -1,4 +1,4 @@
-"""A layer answers alike whatever stands behind it: lazy weights, a dense matrix, kept statistics."""
+"""Layers give the same statistics from lazy weights, a dense matrix or kept statistics."""
 
 from typing import Any
 

@@ -154,7 +154,7 @@ def test_cross_attention_has_no_position_scores(keep: foci.Keep | None) -> None:
 
 
 def test_rollout_of_a_few_queries_after_a_cache() -> None:
-    """Positions that ask nothing keep what they have."""
+    """Positions without a query keep their share."""
     q, k, v = qkv(2, 6)
     lazy = [Layer("x", weights=foci.attention(q, k, v, mask=foci.causal, return_weights=True)[1]) for _ in range(2)]
     square = []
@@ -173,7 +173,7 @@ def test_tokens_that_do_not_fit_are_refused() -> None:
 
 
 def test_left_padding_is_not_a_sink() -> None:
-    """The first key is the first that anybody sees: the same sequence scores the same, alone and padded."""
+    """The first key is the first visible one: a sequence has the same scores alone and padded."""
     q, k, v = (randn(1, 2, 6, 8, seed=seed) for seed in range(3))
     alone = foci.attention(q, k, v, mask=foci.causal, return_weights=True)[1]
     wide = [torch.cat([randn(1, 2, 3, 8, seed=9), x], 2) for x in (q, k, v)]

@@ -106,7 +106,7 @@ def build_patch_labels(config: Any, images: Any, batch: int, length: int) -> Lab
         return None
     rows, columns = images.shape[2] // size, images.shape[3] // size
     leading = length - rows * columns
-    # Images concatenated along the sequence are not a batch; detection tokens stand after the patches, not before.
+    # Images concatenated along the sequence are not a batch; detection tokens come after the patches, not before.
     if batch != images.shape[0] or not 0 <= leading <= 16 or hasattr(config, "num_detection_tokens"):
         return None
     coordinates = [f"{row},{column}" for row in range(rows) for column in range(columns)]
