@@ -13,7 +13,7 @@ def test_the_largest_tensor_is_found_even_when_it_is_gone() -> None:
     assert seen.largest == 100 * 100
 
 
-def test_views_are_no_new_memory() -> None:
+def test_views_count_as_no_memory() -> None:
     x = torch.ones(4)
     with LargestTensor() as seen:
         x.expand(1000, 4)

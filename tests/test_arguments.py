@@ -218,7 +218,7 @@ def test_a_wrong_bias_is_refused(build: Callable[[], Any], message: str) -> None
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
-def test_what_is_per_head_needs_heads(headless: dict[str, Tensor], arguments: dict[str, Any]) -> None:
+def test_per_head_arguments_need_heads(headless: dict[str, Tensor], arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"which is per head, got [23]-D|must be a float tensor of shape"):
         foci.attention(**headless, **arguments)
 
@@ -239,7 +239,7 @@ def test_what_is_per_head_needs_heads(headless: dict[str, Tensor], arguments: di
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_the_short_way_of_plain_calls_lets_nothing_wrong_through(wrong: dict[str, Any]) -> None:
+def test_the_plain_call_path_refuses_wrong_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError), match=r"must|expected|compares"):
         foci.attention(**({"query": Q, "key": Q, "value": Q} | wrong))
 
@@ -249,7 +249,7 @@ def test_a_named_backend_is_used_or_refuses_with_every_reason() -> None:
         foci.attention(Q, K, V, mask=foci.window(1), score=foci.Dot(softcap=1.0), backend="sdpa")
 
 
-def test_where_no_backend_serves_the_error_shows_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_backend_the_error_shows_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in BACKENDS:
         if backend is not reference and backend is not sdpa:
             monkeypatch.setattr(backend, "refuses", lambda call: ["not today"])
@@ -261,7 +261,7 @@ def test_where_no_backend_serves_the_error_shows_the_plan(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("wrong", [{"key": K[..., :5]}, {"mask": ones(7, 5).bool()}, {"sink": ones(3)}, {"dropout": 2}])
-def test_a_plan_refuses_what_the_call_refuses(wrong: dict[str, Any]) -> None:
+def test_plan_refuses_the_same_arguments_as_attention(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="got") as of_call:
         foci.attention(**(GOOD | wrong))
     with pytest.raises(ValueError, match="got") as of_plan:
@@ -269,7 +269,7 @@ def test_a_plan_refuses_what_the_call_refuses(wrong: dict[str, Any]) -> None:
     assert str(of_call.value) == str(of_plan.value)
 
 
-def test_parts_that_do_not_fit_are_not_merged() -> None:
+def test_merge_refuses_parts_of_different_shapes() -> None:
     with pytest.raises(ValueError, match=r"a list of one or more \(out, lse\) pairs, got list"):
         foci.merge([])
     with pytest.raises(ValueError, match=r"got \(2, 3\) with \(3,\) after \(2, 3\)"):

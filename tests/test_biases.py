@@ -87,7 +87,7 @@ def test_slopes_of_powers_of_two_and_between() -> None:
     assert all(default_slopes(heads, q).numel() == heads for heads in range(1, 40))
 
 
-def test_alibi_takes_a_slope_times_the_distance() -> None:
+def test_alibi_subtracts_slope_times_distance() -> None:
     q, k = torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 4, 4)
     added = logits(foci.ALiBi(), q, k)
     torch.testing.assert_close(added[0, 0], torch.tensor([[-1.0, -0.5, 0.0, -0.5], [-1.5, -1.0, -0.5, 0.0]]))

@@ -85,7 +85,7 @@ steps = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(sizes, st.lists(steps, max_size=16))
-def test_every_query_sees_what_a_list_says(
+def test_the_cache_equals_a_list_of_tokens(
     size: tuple[int | None, int | None], work: list[tuple[str, int | list[int]]]
 ) -> None:
     capacity, window = size
@@ -168,7 +168,7 @@ def test_a_ring_takes_the_memory_of_its_window_whatever_the_prompt() -> None:
     assert sorted(cache.keys[0, 0, :, 0].tolist()) == [96, 97, 98, 99]
 
 
-def test_ring_positions_name_the_slots() -> None:
+def test_ring_positions_are_those_of_the_slots() -> None:
     cache = Cache(window=4)
     cache.append(*counted(0, 4))
     assert cache.positions(1) is None
@@ -202,7 +202,7 @@ def test_cropped_slots_of_a_full_ring_stay_ahead_of_every_query() -> None:
         cache.crop(3)
 
 
-def test_changes_tell_what_happened() -> None:
+def test_changes_count_operations() -> None:
     cache = Cache(window=4, capacity=6)
     cache.append(*counted(0, 6))
     assert cache.changes == Changes()
@@ -227,14 +227,14 @@ def test_reset_frees_and_crop_keeps() -> None:
     assert keys.shape == (2, 7)
 
 
-def test_an_empty_cache_is_still_a_cache() -> None:
+def test_an_empty_cache_is_true() -> None:
     assert Cache()
     assert len(Cache()) == 0
     assert Cache().positions(0) is None
     assert repr(Cache(window=4)) == "Cache(empty, capacity=None, window=4)"
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_a_copy_is_independent() -> None:
     cache = Cache()
     cache.append(*counted(0, 3))
     branch = copy.deepcopy(cache)
@@ -244,7 +244,7 @@ def test_a_copy_goes_its_own_way() -> None:
     assert branch.keys[0, 0, :, 0].tolist() == [0, 1, 2, 7]
 
 
-def test_the_version_of_a_view_tells_whether_it_changed() -> None:
+def test_the_version_of_a_view_changes_with_its_content() -> None:
     cache = Cache(window=4)
     first, _ = cache.append(*counted(0, 3))
     version = first._version
@@ -380,7 +380,7 @@ def test_a_full_ring_of_its_window_needs_no_mask_for_one_token() -> None:
 
 
 @pytest.mark.parametrize(("capacity", "window"), [(None, None), (9, 5)])
-def test_rejected_drafts_leave_no_trace(capacity: int | None, window: int | None) -> None:
+def test_cropped_drafts_do_not_change_later_steps(capacity: int | None, window: int | None) -> None:
     q, k, v = sequence(16)
     cache = Cache(capacity=capacity, window=window)
     cache.append(k[:, :, :9], v[:, :, :9])

@@ -112,7 +112,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lse", [False, True])
-def test_inputs_may_lie_in_memory_as_they_like(backend: str, layout: str, lse: bool) -> None:
+def test_inputs_may_have_any_strides(backend: str, layout: str, lse: bool) -> None:
     stored, seen = LAYOUTS[layout]
     tensors = {name: stored(t.double()) for name, t in zip(("query", "key", "value"), qkv(), strict=True)}
     problem = Problem(tensors, lambda leaves: {name: seen(leaf) for name, leaf in leaves.items()}, torch.float32)
@@ -131,7 +131,7 @@ def test_packed_projections_are_three_views() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_inputs_stay_as_they_are(backend: str) -> None:
+def test_inputs_are_not_modified(backend: str) -> None:
     tensors = qkv()
     before = [tensor.clone() for tensor in tensors]
     foci.attention(*tensors, mask=torch.ones(6, 6).bool().tril(), backend=backend, return_weights=True)
@@ -180,7 +180,7 @@ def test_a_plan_prints_as_a_table() -> None:
     )
 
 
-def test_a_plan_is_what_the_call_does() -> None:
+def test_the_planned_backend_runs() -> None:
     q, k, v = qkv()
     assert foci.plan(q, k, v).chosen == "sdpa"
     assert foci.plan(q, k, v, mask=foci.causal, return_weights=True).chosen == "sdpa"
@@ -258,7 +258,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", LONG)
-def test_nothing_of_the_size_of_the_matrix_is_made(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_matrix_is_allocated(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strips, "MAX_CPU_STRIP_ENTRIES", 2**16)
     q, k, v = (randn(1, 1, 1500, 4, seed=seed).requires_grad_() for seed in range(3))
     with Largest() as largest:
@@ -267,21 +267,21 @@ def test_nothing_of_the_size_of_the_matrix_is_made(case: str, monkeypatch: pytes
     assert 1500 * 4 <= largest.elements <= 1500 * 1500 // 4
 
 
-def test_the_measure_of_memory_sees_a_matrix() -> None:
+def test_the_memory_measurement_detects_a_matrix() -> None:
     q, k, v = (randn(1, 1, 1500, 4, seed=seed) for seed in range(3))
     with Largest() as largest:
         foci.attention(q, k, v, mask=as_mask(torch.ones(1500, 1).bool()), backend="reference")
     assert largest.elements >= 1500 * 1500
 
 
-def test_a_bias_of_nan_shows() -> None:
+def test_a_bias_of_nan_propagates() -> None:
     q = torch.randn(1, 2, 6, 8)
     assert foci.plan(q, q, q, bias=torch.zeros(6, 6)).chosen == "sdpa"
     assert foci.attention(q, q, q, bias=torch.full((6, 6), torch.nan)).isnan().all()
 
 
 @pytest.mark.parametrize("parts", [[], torch.zeros(2, 3), [(torch.zeros(2, 3),)]])
-def test_merge_refuses_what_are_no_pairs(parts: Any) -> None:
+def test_merge_refuses_parts_that_are_not_pairs(parts: Any) -> None:
     with pytest.raises(ValueError, match=r"a list of \(out, lse\) pairs"):
         foci.merge(parts)
     with pytest.raises(TypeError, match=r"pairs of tensors, \(out, lse\), got int and int"):
@@ -308,7 +308,7 @@ def test_a_bias_keeps_its_digits_beside_half_precision(half: torch.dtype, size: 
 
 @pytest.mark.parametrize("nothing", [torch.nan, torch.inf])
 @pytest.mark.parametrize("mask", [foci.padding([4, 6]), torch.tensor([True] * 4 + [False] * 2).expand(6, 6)])
-def test_keys_that_nobody_sees_may_be_anything(nothing: float, mask: foci.Mask | Tensor) -> None:
+def test_fully_masked_keys_may_have_any_value(nothing: float, mask: foci.Mask | Tensor) -> None:
     q, k, v = qkv()
     expected, there = foci.attention(q, k, v, mask=mask, return_weights=True)
     dirty = k.clone()
@@ -336,6 +336,6 @@ def test_meta_tensors_have_the_shapes_of_the_answer() -> None:
         assert weights.entropy().shape == (2, 4, 6)
 
 
-def test_a_plan_refuses_a_backend_that_is_none() -> None:
-    with pytest.raises(ValueError, match="backend must be one of sdpa, .*, got 'nope'"):
+def test_plan_refuses_an_unknown_backend() -> None:
+    with pytest.raises(ValueError, match=r"backend must be one of sdpa, .*, got 'nope'"):
         foci.plan(*qkv(), backend="nope")

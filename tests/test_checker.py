@@ -99,7 +99,7 @@ def test_eager_code_is_taken_in_the_dtype_of_the_call() -> None:
         assert brain > half > 100 * single > 1e6 * double > 0
 
 
-def test_eager_code_leaves_nothing_behind() -> None:
+def test_eager_code_restores_its_patches() -> None:
     before = answers(problem(torch.bfloat16), "reference")
     with no_wider_than_the_inputs():
         narrow = answers(problem(torch.bfloat16), "reference")

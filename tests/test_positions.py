@@ -58,7 +58,7 @@ def test_sinusoidal_follows_dtype_and_device() -> None:
     assert sinusoidal(0, 4).shape == (0, 4)
 
 
-def test_sinusoidal_refuses_what_is_no_table() -> None:
+def test_sinusoidal_refuses_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="width >= 1, got length 3 and width 0"):
         sinusoidal(3, 0)
     with pytest.raises(TypeError, match=r"floating point dtype, got torch.int64"):
@@ -153,7 +153,7 @@ def test_nothing_is_read_from_the_device() -> None:
     assert rotary(x, positions).shape == x.shape
 
 
-def test_rotary_refuses_what_it_cannot_turn() -> None:
+def test_rotary_refuses_wrong_arguments() -> None:
     x = torch.randn(2, 3, 5, 8)
     with pytest.raises(ValueError, match="width must be even and from 2 to D = 7, got 7"):
         rotary(x[..., :7])

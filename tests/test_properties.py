@@ -61,7 +61,7 @@ scores = st.sampled_from(
 
 @few
 @given(queries=lengths, keys=lengths, mask=masks, score=scores, sunk=st.booleans())
-def test_rows_sum_to_one_or_nothing_or_what_the_sink_leaves(
+def test_rows_sum_to_one_or_zero_or_one_minus_sink_mass(
     queries: int, keys: int, mask: Mask | None, score: foci.Score, sunk: bool
 ) -> None:
     q, k, v = inputs(2, 3, queries, keys)
@@ -112,7 +112,7 @@ def test_permuted_tokens_permute_the_output(length: int, score: foci.Score, seed
 
 @few
 @given(length=st.integers(2, 9), data=st.data(), score=scores, backend=st.sampled_from(["blocked", "reference"]))
-def test_a_causal_output_never_sees_the_future(
+def test_causal_outputs_do_not_depend_on_later_positions(
     length: int, data: st.DataObject, score: foci.Score, backend: str
 ) -> None:
     now = data.draw(st.integers(1, length - 1))
@@ -126,7 +126,7 @@ def test_a_causal_output_never_sees_the_future(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_causal_gradient_never_reaches_the_future(backend: str) -> None:
+def test_causal_gradients_of_later_positions_are_zero(backend: str) -> None:
     q, k, v = (t.requires_grad_() for t in inputs(1, 2, 7, 7))
     foci.attention(q, k, v, mask=foci.causal, backend=backend)[:, :, :4].sum().backward()
     assert all(bool((t.grad[:, :, 4:] == 0).all()) and bool((t.grad[:, :, 1:4] != 0).any()) for t in (q, k, v))

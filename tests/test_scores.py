@@ -60,7 +60,7 @@ def test_a_score_is_what_the_call_uses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_score_in_other_clothes_is_the_same_score(name: str) -> None:
+def test_the_dot_product_form_gives_the_same_score(name: str) -> None:
     score, _ = FORMULAS[name]
     q, k, _ = qkv(3, 5, torch.float64)
     dressed = score.as_dot(q, k)
@@ -72,7 +72,7 @@ def test_a_score_in_other_clothes_is_the_same_score(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_some_heads_of_a_score_are_these_heads(name: str) -> None:
+def test_selected_heads_of_a_score(name: str) -> None:
     score, _ = FORMULAS[name]
     q, k, _ = qkv(3, 5, torch.float64)
     torch.testing.assert_close(logits(score.select_heads(slice(2, 4)), q[:, 2:], k[:, 1:]), logits(score, q, k)[:, 2:])

@@ -158,10 +158,10 @@ def zero_heads_of_result(result: Any, has_weights: bool, ablated: list[int] | No
     return (zeroed, result[1]) if has_weights else zeroed
 
 
-def handle_attention_and_matrix(
+def handle_attention_with_matrix(
     mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> tuple[Tensor, Tensor]:
-    """`attention_and_matrix`: its own call runs unchanged, because the caller asked for the whole matrix."""
+    """`attention_with_matrix`: its own call runs unchanged, because the caller asked for the whole matrix."""
     recorder, name = mode.recorder, mode.recorder.current_module
     out, matrix = func(*args, **kwargs)
     if count_and_check(recorder, name):
@@ -348,7 +348,7 @@ HANDLERS: dict[Any, Callable[[AttentionMode, Any, PositionalArguments, KeywordAr
     F.multi_head_attention_forward: handle_multi_head_attention,
     attention: handle_foci_attention,
     attention_forward: handle_huggingface_attention,
-    attention_with_matrix: handle_attention_and_matrix,
+    attention_with_matrix: handle_attention_with_matrix,
     torch.bmm: handle_matrix_product,
     torch.baddbmm: handle_matrix_product,
     F.softmax: handle_softmax,

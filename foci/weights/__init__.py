@@ -7,6 +7,7 @@ slices: computes exact entries.
 products: products with the matrix and its transpose.
 grouping: parses groups of tokens.
 summary: `Top` and `Summary`, the results of several statistics.
+parts_file: tensors, masks, scores and biases as one safetensors file.
 file: checks and rebuilds weights from a file.
 dense_attention: attention together with its whole matrix, for callers that need both at once.
 dense_attention_c: the same in compiled C, on a CPU.

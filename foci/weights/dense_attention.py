@@ -27,7 +27,7 @@ from foci.statistics import streaming
 from foci.weights import dense_attention_c
 
 # A smaller logarithm marks a masked entry.
-MASKED_LOG2 = streaming.MASKED_LOG2 / 2
+MAX_MASKED_LOG2 = streaming.MASKED_LOG2 / 2
 
 
 def attention_with_matrix(
@@ -160,4 +160,4 @@ def exponentiate_strip(call: Call, strip: strips.Strip) -> tuple[Tensor, Tensor]
     x = streaming.compute_log2_weights(call, no_lse, strip)
     peak = x.amax(-1, keepdim=True)
     x.sub_(peak).exp2_()
-    return x, x.sum(-1, keepdim=True).reciprocal_().masked_fill_(peak < MASKED_LOG2, 0.0)
+    return x, x.sum(-1, keepdim=True).reciprocal_().masked_fill_(peak < MAX_MASKED_LOG2, 0.0)

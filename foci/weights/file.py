@@ -17,8 +17,8 @@ from foci.biases import Bias
 from foci.masks.base import Complement, DenseMask, Intersection, Mask, Union
 from foci.masks.kinds import Padding
 from foci.masks.tile import CallSizes
-from foci.runtime import safetensors_file
 from foci.scores import Score
+from foci.weights import parts_file
 from foci.weights.tensors import MATRIX_FIELDS, find_tensors
 
 SHAPE_FIELDS = ("batch", "headed", "averaged", "group")
@@ -29,7 +29,7 @@ WEIGHTS_PARTS = {*MATRIX_FIELDS, *SHAPE_FIELDS, "sizes", "lse"}
 def load_weights(path: str | os.PathLike[str]) -> tuple[Call, Tensor, tuple[int, ...], bool, bool, int]:
     """The arguments of `Weights`, from a file that `Weights.save` wrote."""
     try:
-        return check_parts(safetensors_file.load_parts(path))
+        return check_parts(parts_file.load_parts(path))
     except (OSError, ImportError):
         raise
     except Exception as error:

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from foci.arguments import Call
 from foci.biases import Relative
 from foci.masks.kinds import Causal, Window
-from foci.runtime.safetensors_file import map_tensors
 from foci.runtime.tracing import is_traced
 from foci.scores import Dot
+from foci.weights.parts_file import map_tensors
 
 # The fields of a call that determine its matrix: not the values, dropout or Shaw's value term.
 MATRIX_FIELDS = ("q", "k", "score", "mask", "bias", "sink", "positions", "batch_ids", "head_ids")

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from foci import statistics
 from foci.arguments import Call
-from foci.runtime import safetensors_file
 from foci.statistics import Request
 from foci.statistics.streaming import finite_lse
-from foci.weights import file, products
+from foci.weights import file, parts_file, products
 from foci.weights.grouping import assign_groups
 from foci.weights.indexing import parse_axis_index, parse_leading_index, split_index, to_slice
 from foci.weights.slices import compute_entries
@@ -320,13 +319,13 @@ class Weights:
     def to(self, device: torch.device | str) -> Weights:
         """The same weights with all tensors on another device."""
         call, device = self.call, torch.device(device)
-        moved = safetensors_file.map_tensors(select_matrix_fields(call), lambda tensor: tensor.to(device))
+        moved = parts_file.map_tensors(select_matrix_fields(call), lambda tensor: tensor.to(device))
         call = replace(call, **moved, v=moved["k"], sizes=call.sizes._replace(device=moved["q"].device))
         return Weights(call, self.tensors.lse.to(device), self.batch_shape, self._headed, self._averaged, self.group)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the weights to one safetensors file; `Weights.load(path)` reads it."""
-        safetensors_file.save_parts(path, self.parts())
+        parts_file.save_parts(path, self.parts())
 
     def parts(self) -> dict[str, Any]:
         """All tensors and settings of the weights, by name. Used by `save` and foci.record."""

@@ -146,7 +146,7 @@ DRAWINGS: list[tuple[Mask, tuple[int, int], str]] = [
 
 
 @pytest.mark.parametrize(("mask", "size", "expected"), DRAWINGS, ids=[repr(mask) for mask, _, _ in DRAWINGS])
-def test_a_mask_draws_what_the_call_sees(mask: Mask, size: tuple[int, int], expected: str) -> None:
+def test_a_drawing_shows_the_visible_keys_of_the_call(mask: Mask, size: tuple[int, int], expected: str) -> None:
     assert mask.draw(*size) == drawing(expected)
     queries, keys = (torch.zeros(1, 1, n, 4) for n in size)
     _, weights = foci.attention(queries, keys, keys, mask=mask, return_weights=True)
@@ -181,7 +181,7 @@ def test_a_mask_prints_its_name_and_a_drawing() -> None:
     assert str(as_mask(torch.tensor([[True, False]]))) == "bool tensor (1, 2), 1 queries and 2 keys\n■ ·"
 
 
-def test_the_drawings_in_docstrings_are_the_masks() -> None:
+def test_drawings_in_docstrings_match_the_masks() -> None:
     described = inspect.getdoc(Causal)
     assert textwrap.indent(foci.causal.draw(2, 5), "    ") in described
     assert textwrap.indent(foci.causal.draw(5, 2), "    ") in described
@@ -210,7 +210,7 @@ def test_the_drawings_in_docstrings_are_the_masks() -> None:
     ],
     ids=str,
 )
-def test_a_mask_is_written_as_it_is_made(mask: Mask, name: str) -> None:
+def test_the_repr_of_a_mask_is_its_expression(mask: Mask, name: str) -> None:
     assert repr(mask) == name
 
 
@@ -220,7 +220,7 @@ def seen(mask: Mask | Tensor, batch: int = 2, heads: int = 3, queries: int = 4, 
     return foci.attention(q, k, k, mask=mask, return_weights=True)[1].dense() > 0
 
 
-def test_joined_masks_are_joined_entries() -> None:
+def test_combined_masks_combine_their_entries() -> None:
     entries = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)) < 0.6
     left, right = foci.causal, foci.window(1, 1)
     assert torch.equal(seen(left & right), seen(left) & seen(right))
@@ -241,7 +241,7 @@ def test_a_bool_tensor_is_broadcast(shape: tuple[int, ...]) -> None:
     assert torch.equal(seen(entries), entries.expand(2, 3, 4, 5))
 
 
-def test_lengths_and_ids_are_those_of_each_sequence() -> None:
+def test_lengths_and_ids_are_per_sequence() -> None:
     lengths = torch.tensor([2, 4])
     assert torch.equal(seen(foci.padding(lengths)), (torch.arange(5) < lengths.view(2, 1, 1, 1)).expand(2, 3, 4, 5))
     query_ids, key_ids = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]), torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 2]])
@@ -261,7 +261,7 @@ def test_a_batch_with_several_dimensions_has_a_length_for_each_sequence() -> Non
     assert torch.equal((weights.dense() > 0).sum(-1), lengths.view(2, 2, 1, 1).expand(2, 2, 1, 3))
 
 
-def test_a_function_is_asked_for_sequence_head_and_positions() -> None:
+def test_a_mask_function_receives_batch_head_and_positions() -> None:
     def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (batch * 8 + head * 2 + query) % 5 >= key
 
@@ -270,7 +270,7 @@ def test_a_function_is_asked_for_sequence_head_and_positions() -> None:
     assert torch.equal(seen(foci.mask_function(rule)), rule(batch, head, query + 1, key))
 
 
-def test_the_same_mask_serves_calls_of_any_size() -> None:
+def test_a_mask_can_be_used_with_calls_of_any_size() -> None:
     mask = foci.causal & foci.window(2)
     for length in (1, 3, 8):
         assert seen(mask, queries=length, keys=length).shape[-1] == length
@@ -284,7 +284,7 @@ def test_a_mask_has_no_truth_value() -> None:
         _ = foci.causal and foci.window(2)
 
 
-def test_a_drawing_needs_something_to_draw() -> None:
+def test_a_drawing_without_queries_is_refused() -> None:
     with pytest.raises(ValueError, match="queries and keys must be 1 or more, got -1 and -1"):
         foci.causal.draw(-1)
 
@@ -298,14 +298,14 @@ def test_a_mask_of_many_sequences_and_heads_draws_the_first() -> None:
     assert (foci.causal & entries).draw(2, batch=1, head=2) == "■ ·\n■ ■"
 
 
-def test_of_two_masks_the_one_that_knows_its_size_decides_it() -> None:
+def test_tensors_determine_the_size_of_a_drawing() -> None:
     ids = torch.tensor([[0, 0, 1], [0, 1, 1]])
     for mask in (foci.padding([2, 3]) & foci.documents(ids), foci.documents(ids) & foci.padding([2, 3])):
         assert str(mask).split("\n")[1:] == ["■ ■ ·", "■ ■ ·", "· · ·"]
 
 
 @pytest.mark.parametrize("far", [sys.maxsize, 10**30])
-def test_distances_beyond_all_keys_are_no_limit(far: int) -> None:
+def test_distances_beyond_all_keys_are_unlimited(far: int) -> None:
     q = torch.randn(1, 2, 5, 4)
     assert torch.equal(
         foci.attention(q, q, q, mask=foci.window(0, far)), foci.attention(q, q, q, mask=foci.window(0, None))
@@ -318,18 +318,18 @@ def test_distances_beyond_all_keys_are_no_limit(far: int) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: foci.window(True), lambda: foci.causal.at(True), lambda: foci.prefix(True)])
-def test_a_truth_value_is_no_number(make: Callable[[], Mask]) -> None:
+def test_bools_are_refused_as_numbers(make: Callable[[], Mask]) -> None:
     with pytest.raises((TypeError, ValueError), match="True"):
         make()
 
 
-def test_given_lengths_stay_on_their_device() -> None:
+def test_lengths_stay_on_their_device() -> None:
     with torch.device("meta"):
         mask = foci.padding(torch.tensor([3], device="cpu"))
     assert isinstance(mask, Padding)
     assert mask.lengths.device.type == "cpu"
 
 
-def test_a_drawing_is_of_one_of_the_sequences() -> None:
+def test_a_drawing_of_a_missing_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="batch must be below 2 and head 0 or more, got batch=2"):
         foci.padding([1, 2]).draw(3, batch=2)

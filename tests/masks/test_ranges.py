@@ -72,7 +72,7 @@ def check_holds(spans: KeyRanges, seen: Tensor) -> None:
 
 @few
 @given(trees())
-def test_joined_runs_hold_what_is_seen(tree: tuple[KeyRanges, Tensor]) -> None:
+def test_combined_ranges_contain_all_visible_keys(tree: tuple[KeyRanges, Tensor]) -> None:
     spans, seen = tree
     assert len(spans.ranges) <= 2
     check_holds(spans, seen)
@@ -81,7 +81,7 @@ def test_joined_runs_hold_what_is_seen(tree: tuple[KeyRanges, Tensor]) -> None:
 
 @few
 @given(trees(), st.integers(1, 6))
-def test_strips_visit_what_is_seen_and_know_what_is_full(tree: tuple[KeyRanges, Tensor], rows: int) -> None:
+def test_segments_contain_visible_keys_and_mark_full_ones(tree: tuple[KeyRanges, Tensor], rows: int) -> None:
     spans, seen = tree
     segments = spans.segments(rows)
     assert len(segments) == -(-seen.shape[1] // rows)
@@ -96,7 +96,7 @@ def test_strips_visit_what_is_seen_and_know_what_is_full(tree: tuple[KeyRanges, 
         assert bool((visited | ~part.flatten(0, 1).any(0)).all())
 
 
-def test_exact_runs_stay_exact_through_two_runs() -> None:
+def test_exact_ranges_stay_exact_when_two_are_combined() -> None:
     sizes = call_sizes(1, 3, 10)
     low = KeyRanges.single(torch.tensor([0, 1, 2]), torch.tensor([3, 3, 3]), sizes)
     high = KeyRanges.single(torch.tensor([5, 3, 9]), torch.tensor([7, 9, 9]), sizes)
@@ -113,7 +113,7 @@ def test_exact_runs_stay_exact_through_two_runs() -> None:
     assert not (~both).exact
 
 
-def test_the_form_that_kernels_read() -> None:
+def test_ranges_as_a_tensor_for_kernels() -> None:
     sizes = call_sizes(2, 3, 10)
     one = KeyRanges.single(torch.tensor([0, 1, 2]), torch.tensor([[3, 3, 3], [4, 4, 4]]), sizes)
     two = one | KeyRanges.single(torch.tensor([6, 6, 6]), torch.tensor([8, 9, 10]), sizes)
@@ -141,7 +141,7 @@ def documents(queries: int, keys: int, rows: tuple[int, int]) -> Mask:
 
 @few
 @given(st.data())
-def test_the_runs_of_a_mask_hold_what_it_shows(data: st.DataObject) -> None:
+def test_key_ranges_of_a_mask_contain_its_visible_keys(data: st.DataObject) -> None:
     queries, keys = data.draw(st.integers(1, 6)), data.draw(st.integers(3, 8))
     rows = st.tuples(st.integers(1, 2), st.integers(1, 2))
     leaves = st.one_of(st.sampled_from(MASKS), st.builds(lambda rows: documents(queries, keys, rows), rows))
@@ -162,6 +162,6 @@ def test_the_runs_of_a_mask_hold_what_it_shows(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "mask", [mask for mask in MASKS if not isinstance(mask, foci.masks.kinds.MaskFunction)], ids=repr
 )
-def test_structured_masks_have_exact_runs(mask: Mask) -> None:
+def test_structured_masks_have_exact_ranges(mask: Mask) -> None:
     sizes = call_sizes(2, 5, 7)
     assert mask.fit(sizes).key_ranges(sizes, has_positions=False).exact

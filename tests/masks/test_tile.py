@@ -22,7 +22,7 @@ PLACED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("backend", ["blocked", "reference"])
 @pytest.mark.parametrize("case", PLACED)
-def test_keys_may_lie_in_any_order_where_positions_say_it(case: str, backend: str) -> None:
+def test_positions_allow_keys_in_any_order(case: str, backend: str) -> None:
     q, k, v = qkv(4, 7)
     orders = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(row)) for row in range(2)])
     index = orders[:, None, :, None].expand_as(k)
@@ -57,7 +57,7 @@ def test_positions_of_a_batch_with_several_dimensions() -> None:
     [foci.causal.at(1), foci.padding([3, 6]), foci.documents([0, 0, 1, 1, 2, 2])],
     ids=["at", "padding", "documents"],
 )
-def test_what_counts_tokens_does_not_ask_for_positions(mask: foci.Mask) -> None:
+def test_index_based_masks_ignore_positions(mask: foci.Mask) -> None:
     q, k, v = qkv()
     places = torch.tensor([5, 3, 1, 0, 2, 4])
     torch.testing.assert_close(

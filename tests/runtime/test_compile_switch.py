@@ -26,7 +26,7 @@ def stance() -> str:
     return torch._dynamo.eval_frame._stance.stance
 
 
-def test_blocks_switch_it_off_and_programs_on(was_compiled: Callable[[], bool]) -> None:
+def test_blocks_disable_and_compiled_calls_enable_the_compiler(was_compiled: Callable[[], bool]) -> None:
     assert was_compiled()
     with disable_compile():
         assert not was_compiled()
@@ -44,7 +44,7 @@ def test_blocks_switch_it_off_and_programs_on(was_compiled: Callable[[], bool]) 
     assert was_compiled()
 
 
-def test_a_program_that_fails_leaves_it_as_it_was() -> None:
+def test_a_failing_compiled_call_restores_the_stance() -> None:
     with disable_compile():
         with pytest.raises(ZeroDivisionError), enable_compile():
             _ = 1 // 0
@@ -59,7 +59,7 @@ def test_a_program_that_fails_leaves_it_as_it_was() -> None:
     )
 
 
-def test_a_block_that_closes_while_a_program_runs_on_another_thread() -> None:
+def test_a_block_closes_during_a_compiled_call_on_another_thread() -> None:
     block = disable_compile()
     block.__enter__()
     with enable_compile():
@@ -70,7 +70,7 @@ def test_a_block_that_closes_while_a_program_runs_on_another_thread() -> None:
     assert (stance(), COMPILE_SWITCH.stance) == ("default", None)
 
 
-def test_what_a_caller_switched_off_stays_off(was_compiled: Callable[[], bool]) -> None:
+def test_a_stance_set_by_the_user_stays(was_compiled: Callable[[], bool]) -> None:
     with torch.compiler.set_stance("force_eager"):
         with disable_compile(), enable_compile():
             assert not was_compiled()
@@ -80,7 +80,7 @@ def test_what_a_caller_switched_off_stays_off(was_compiled: Callable[[], bool]) 
     assert stance() == "default"
 
 
-def test_a_block_inside_of_a_compiled_function_counts_for_nothing() -> None:
+def test_a_block_inside_a_compiled_function_has_no_effect() -> None:
     """PyTorch refuses to change the setting there."""
 
     @torch.compile(backend="eager")

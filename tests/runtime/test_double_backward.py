@@ -40,7 +40,7 @@ def start() -> Tensor:
 @pytest.mark.parametrize("graph", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("related", RELATED)
-def test_each_gets_its_own_gradient(related: str, made: str, graph: bool) -> None:
+def test_each_tensor_gets_its_own_gradient(related: str, made: str, graph: bool) -> None:
     found = []
     for function, dtype in ((MADE[made], torch.float32), (TRUE[made], torch.float64)):
         x = start()
@@ -51,14 +51,14 @@ def test_each_gets_its_own_gradient(related: str, made: str, graph: bool) -> Non
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def test_what_needs_no_gradient_keeps_its_name() -> None:
+def test_tensors_without_gradient_are_not_copied() -> None:
     x, fixed = start(), torch.ones(2)
     alias, same, nothing = make_distinct_views(x, fixed, None)
     assert alias is not x
     assert (same, nothing) == (fixed, None)
 
 
-def test_second_gradients_that_are_not_there_are_refused() -> None:
+def test_missing_double_backward_is_refused() -> None:
     x = start()
     with torch.no_grad():
         assert forbid_double_backward([x, None], x) == (x, None)

@@ -39,7 +39,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_compiler
-def test_a_source_becomes_a_library(sources: Path, cache: Path) -> None:
+def test_a_c_source_is_compiled_and_loaded(sources: Path, cache: Path) -> None:
     assert native.why_unavailable("half") is None
     assert native.load_library("half").half(10) == 6
     files = list(cache.iterdir())
@@ -49,7 +49,7 @@ def test_a_source_becomes_a_library(sources: Path, cache: Path) -> None:
 
 
 @needs_compiler
-def test_it_is_compiled_once(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_compiled_once(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native.load_library("half")
     native.open_library.cache_clear()
     monkeypatch.setattr(native, "compile_source", None)
@@ -147,7 +147,7 @@ def test_a_library_that_others_can_write_to_is_built_again(sources: Path) -> Non
 
 
 @needs_compiler
-def test_the_processors_modes_stay_as_they_are() -> None:
+def test_floating_point_modes_do_not_change() -> None:
     """Flags like -ffast-math make a library flush small numbers to 0 in the whole process."""
     code = (
         "import torch; from foci.runtime import native; native.load_library('statistics');"
@@ -164,7 +164,9 @@ class Count(ctypes.Structure):
 @needs_compiler
 @pytest.mark.parametrize("own", [True, False], ids=["our own threads", "the threads of torch"])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_every_thread_runs_it_once(sources: Path, threads: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_thread_runs_the_function_once(
+    sources: Path, threads: int, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (sources / "count.c").write_text("void count(int *value) { __atomic_fetch_add(value, 1, __ATOMIC_RELAXED); }\n")
     if own:
         monkeypatch.setattr(native, "find_openmp", lambda: None)

@@ -26,19 +26,19 @@ from foci.runtime.printable import format_label, isolate_direction, make_printab
         ("a\u3000b\u00a0c", "a b c"),
     ],
 )
-def test_printable(text: str, shown: str) -> None:
+def test_make_printable(text: str, shown: str) -> None:
     assert make_printable(text) == shown
 
 
 @pytest.mark.parametrize(
     ("text", "shown"), [(" is", "is"), ("  ", "␣␣"), (" \n", "␣↵"), ("", "∅"), ("\u200b", "⟨200B⟩")]
 )
-def test_visible(text: str, shown: str) -> None:
+def test_format_label(text: str, shown: str) -> None:
     assert format_label(text) == shown
 
 
 @given(st.text())
-def test_nothing_harmful_is_left(text: str) -> None:
+def test_control_characters_are_replaced(text: str) -> None:
     shown = make_printable(text)
     assert not [c for c in shown if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")]
     assert {c for c in shown if unicodedata.category(c) == "Cf"} <= {"\u200c", "\u200d"}

@@ -11,6 +11,7 @@ from torch import Tensor
 import foci
 from foci.masks.base import Mask
 from foci.runtime import safetensors_file
+from foci.weights import parts_file
 from tests import matrices
 from tests.matrices import CASES, DTYPES, lazy
 
@@ -19,7 +20,7 @@ SAVED = [name for name in CASES if name != "mask_function"]
 
 @pytest.mark.parametrize("case", SAVED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_was_saved_is_loaded(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_saved_weights_are_loaded(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     weights = lazy(matrices.in_dtype(CASES[case](), dtype))
     weights.save(tmp_path / "w")
     loaded = foci.Weights.load(tmp_path / "w")
@@ -62,7 +63,7 @@ def test_a_file_can_be_loaded_again_and_again(tmp_path: Path) -> None:
     assert torch.equal(foci.Weights.load(tmp_path / "b").dense(), first.dense())
 
 
-def test_what_is_loaded_does_not_hang_on_the_file(tmp_path: Path) -> None:
+def test_loaded_weights_do_not_depend_on_the_file(tmp_path: Path) -> None:
     weights = lazy(CASES["causal"]())
     weights.save(tmp_path / "w")
     loaded = foci.Weights.load(tmp_path / "w")
@@ -90,7 +91,7 @@ def test_code_is_not_saved(mask: Mask, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mask_of_somebody_else_is_not_saved(tmp_path: Path) -> None:
+def test_a_user_defined_mask_is_not_saved(tmp_path: Path) -> None:
     class Causal(type(foci.causal)):  # type: ignore[misc]
         """Has a known name, but is not the known kind."""
 
@@ -99,7 +100,7 @@ def test_a_mask_of_somebody_else_is_not_saved(tmp_path: Path) -> None:
         weights.save(tmp_path / "w")
 
 
-def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lazy(CASES["causal"]()).save(tmp_path / "w")
     before = (tmp_path / "w").read_bytes()
 
@@ -114,7 +115,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "w").read_bytes() == before
 
 
-def test_a_file_that_may_not_be_read_is_not_called_missing(tmp_path: Path) -> None:
+def test_a_file_without_read_permission_raises_permission_error(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for load in (foci.Weights.load, foci.Record.load, foci.nn.Encoder.load):
         with pytest.raises(OSError, match=r"Too many levels of symbolic links: '.*loop'"):
@@ -126,10 +127,10 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         lazy(CASES["causal"]()).save(tmp_path / "none" / "w")
 
 
-def test_packed_and_unpacked() -> None:
+def test_encode_and_decode() -> None:
     thing = {"a": (1, 2.5, "x", None, True), "b": {"c": torch.arange(3)}, "d": foci.Dot(softcap=2), "e": -float("inf")}
     tensors: dict[str, Tensor] = {}
-    again = safetensors_file.decode_part(safetensors_file.encode_part(thing, tensors, "", {}), tensors)
+    again = parts_file.decode_part(parts_file.encode_part(thing, tensors, "", {}), tensors)
     assert list(tensors) == ["b.c"]
     assert again["a"] == thing["a"]
     assert torch.equal(again["b"]["c"], torch.arange(3))
@@ -166,10 +167,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_known_thing_is_refused(case: str) -> None:
+def test_unknown_parts_are_refused(case: str) -> None:
     content, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        safetensors_file.decode_part(content, {"there": torch.zeros(1)})
+        parts_file.decode_part(content, {"there": torch.zeros(1)})
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

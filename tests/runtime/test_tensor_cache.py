@@ -29,21 +29,21 @@ def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
-def test_the_second_time_it_is_the_same(keep: Keep) -> None:
+def test_the_second_request_returns_the_cached_tensor(keep: Keep) -> None:
     first = keep("a", BESIDE, lambda: torch.arange(3))
     assert keep("a", BESIDE, lambda: torch.arange(4)) is first
     assert keep("b", BESIDE, lambda: torch.arange(4)).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
-def test_what_inference_mode_made_serves_a_training_step(keep: Keep) -> None:
+def test_tensors_made_in_inference_mode_can_be_used_in_training(keep: Keep) -> None:
     with torch.inference_mode():
         made = keep("a", BESIDE, lambda: torch.ones(3))
     assert not made.is_inference()
 
 
 @pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
-def test_transforms_and_fake_tensors_leave_nothing_behind(keep: Keep) -> None:
+def test_transforms_and_fake_tensors_are_not_cached(keep: Keep) -> None:
     with FakeTensorMode():
         keep("a", torch.zeros(1), lambda: torch.ones(3))
     torch.func.grad(lambda x: (x * keep("a", BESIDE, lambda: torch.ones(3))).sum())(torch.ones(3))
@@ -52,13 +52,13 @@ def test_transforms_and_fake_tensors_leave_nothing_behind(keep: Keep) -> None:
 
 
 @pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
-def test_a_mode_leaves_nothing_behind(keep: Keep) -> None:
+def test_dispatch_modes_are_not_cached(keep: Keep) -> None:
     with FunctionalTensorMode():
         keep("a", BESIDE, lambda: torch.ones(3))
     assert type(keep("a", BESIDE, lambda: torch.ones(3))) is Tensor
 
 
-def test_a_call_that_was_traced_leaves_nothing_behind() -> None:
+def test_traced_calls_are_not_cached() -> None:
     def attend(q: Tensor) -> Tensor:
         return foci.attention(q, q, q, bias=foci.ALiBi(), mask=foci.causal & foci.window(2))
 
@@ -85,12 +85,12 @@ def test_a_forward_that_is_checkpointed_runs_again_with_the_same_operations(keep
 
 
 @pytest.mark.parametrize("keep", [cache_permanently, cache_per_stream])
-def test_a_graph_that_is_captured_makes_its_own(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_graph_makes_its_own_tensors(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_cache, "is_capturing_cuda_graph", lambda beside: True)
     assert keep("a", BESIDE, lambda: torch.ones(3)) is not keep("a", BESIDE, lambda: torch.ones(3))
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_cache, "MAX_CACHED_TENSORS", 2)
     for key in range(5):
         cache_per_stream(key, BESIDE, lambda: torch.ones(3))

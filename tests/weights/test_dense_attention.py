@@ -74,7 +74,7 @@ def test_derivatives(through: str, average: bool) -> None:
     assert torch.autograd.gradgradcheck(run, (*tensors, bias))
 
 
-def test_a_backward_that_nothing_reaches() -> None:
+def test_a_backward_without_gradients() -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
     out, matrix = attention_with_matrix(q, k, v.detach())
     (out.sum() * 0 + q.sum() + matrix.detach().sum()).backward()

@@ -88,7 +88,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(weights.double(), exact[1], atol=1e-6, rtol=0)
 
 
-def test_views_are_read_where_they_lie() -> None:
+def test_views_need_no_copy() -> None:
     q, k, v = randn(2, 70, 3, 4, 32).permute(2, 0, 3, 1, 4)
     exact = compute_traceable(call_of(q.double(), k.double(), v.double()), True)
     every_other = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in (q, k, v)]
@@ -106,7 +106,7 @@ def test_threads_and_small_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch
         assert torch.equal(one, other)
 
 
-def test_what_is_not_a_number_shows() -> None:
+def test_nan_propagates() -> None:
     q, k, v = tensors(SHAPES[0])
     q[0, 1, 3, 2] = torch.nan
     out, weights = dense_attention_c.compute_with_matrix_c(call_of(q, k, v), False)
@@ -122,14 +122,14 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_does_not_serve_goes_strip_by_strip(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_calls_are_computed_in_strips(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_attention_c, "compute_with_matrix_c", None)
     given = REFUSED[name]
     assert not dense_attention_c.supports_call(call_of(*tensors(SHAPES[0]), **given))
     assert attention_with_matrix(*tensors(SHAPES[0]), **given)[1].shape == (2, 4, 37, 61)
 
 
-def test_float64_is_not_served() -> None:
+def test_float64_is_not_supported() -> None:
     assert not dense_attention_c.supports_call(call_of(*tensors(SHAPES[0], torch.float64)))
 
 
@@ -142,7 +142,7 @@ def test_a_bias_of_the_lowest_float_hides_nothing_from_a_row_that_sees_nothing_e
     torch.testing.assert_close(weights[:, :, 2].sum(-1), torch.ones(2, 4))
 
 
-def test_without_a_compiler_it_goes_strip_by_strip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_strips_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(SHAPES[0])
     with_compiler = attention_with_matrix(q, k, v, average=True)
     monkeypatch.setattr(native, "why_unavailable", lambda name: "no C compiler was found")

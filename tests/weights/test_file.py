@@ -223,7 +223,7 @@ FOREIGN: dict[str, tuple[dict[str, str] | None, str]] = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_file_of_something_else_is_refused(case: str, tmp_path: Path) -> None:
+def test_a_file_of_another_format_is_refused(case: str, tmp_path: Path) -> None:
     metadata, message = FOREIGN[case]
     with pytest.raises(ValueError, match=f"w is not a valid weights file: .*{message}"):
         foci.Weights.load(written(tmp_path / "w", metadata))
@@ -234,7 +234,7 @@ def test_a_file_of_something_else_is_refused(case: str, tmp_path: Path) -> None:
     [b"", b"PK\x03\x04 a zip", b"\x80\x04K\x01.", struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 2) + b"{}"],
     ids=["empty", "zip", "pickle", "a header without end", "no tensors"],
 )
-def test_bytes_that_are_no_safetensors_are_refused(content: bytes, tmp_path: Path) -> None:
+def test_bytes_that_are_not_safetensors_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(content)
     with pytest.raises(ValueError, match="w is not a valid weights file"):
         foci.Weights.load(tmp_path / "w")
@@ -249,7 +249,7 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
             foci.Weights.load(tmp_path / "w")
 
 
-def test_a_damaged_header_is_refused_or_still_means_something(tmp_path: Path) -> None:
+def test_a_damaged_header_is_refused_or_still_valid(tmp_path: Path) -> None:
     """Bytes of the header are changed at random: no other error, no crash, and what is loaded can be asked."""
     weights = lazy(CASES["joined, empty rows"]())
     weights.save(tmp_path / "whole")
@@ -273,14 +273,14 @@ def loaded_or_none(path: Path) -> foci.Weights | None:
         return None
 
 
-def test_what_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_missing_files_and_directories_raise_os_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="none"):
         foci.Weights.load(tmp_path / "none")
     with pytest.raises(OSError, match=r"device|directory"):
         foci.Weights.load(tmp_path)
 
 
-def test_a_mask_in_a_mask_without_end_is_refused(tmp_path: Path) -> None:
+def test_deeply_nested_masks_are_refused(tmp_path: Path) -> None:
     levels = 5000
     path = rewritten(tmp_path / "w", "plain", set_part("mask", "HERE"))
     with safe_open(path, framework="pt") as file:
@@ -292,7 +292,7 @@ def test_a_mask_in_a_mask_without_end_is_refused(tmp_path: Path) -> None:
         foci.Weights.load(path)
 
 
-def test_the_file_may_not_name_more_than_it_holds(tmp_path: Path) -> None:
+def test_sizes_beyond_the_tensors_are_refused(tmp_path: Path) -> None:
     """A small file cannot make its reader allocate a large matrix."""
     path = rewritten(tmp_path / "w", "plain", set_part("sizes", {"tuple": [{"tuple": [2**40]}, 4, 11, 17]}))
     with pytest.raises(ValueError, match=r"the count without batch_ids must be .*, got 2"):

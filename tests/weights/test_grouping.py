@@ -24,7 +24,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("form", SAME)
-def test_the_forms_say_the_same(form: str) -> None:
+def test_all_forms_give_the_same_groups(form: str) -> None:
     ids, count = assign_groups(SAME[form], 6, "groups", CPU)
     assert count == 3
     assert ids.tolist() == [0, 0, 1, 3, 2, 2]
@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_group_is_refused(case: str) -> None:
+def test_invalid_groups_are_refused(case: str) -> None:
     groups, kind, message = REFUSED[case]
     with pytest.raises(kind, match=message):
         assign_groups(groups, 6, "groups", CPU)

@@ -34,7 +34,7 @@ MATRICES = built()
 @pytest.mark.parametrize("case", MATRICES)
 @settings(max_examples=150, deadline=None)
 @given(before=st.lists(INDICES, max_size=5), dots=st.booleans(), after=st.lists(INDICES, max_size=2))
-def test_an_index_means_what_it_means_to_a_tensor(case: str, before: list[Any], dots: bool, after: list[Any]) -> None:
+def test_an_index_selects_the_same_as_on_a_tensor(case: str, before: list[Any], dots: bool, after: list[Any]) -> None:
     weights, true = MATRICES[case]
     index = (*before, ..., *after) if dots else tuple(before)
     if len(index) - dots > true.dim():
@@ -52,7 +52,7 @@ def test_an_index_means_what_it_means_to_a_tensor(case: str, before: list[Any], 
 @pytest.mark.parametrize(
     "case", ["plain", "additive", "sink and bias, empty rows", "positions", "grouped heads", "deep"]
 )
-def test_a_part_answers_for_itself(case: str) -> None:
+def test_a_part_has_its_own_statistics(case: str) -> None:
     """Sequences and heads keep their own sinks, slopes, masks and positions when they are taken out."""
     weights, true = both(case, torch.float64)
     for index in [(-1,), (slice(None), 2), (slice(1, None), slice(1, 4)), (0, slice(None, None, 2)), (1, 1)]:
@@ -81,7 +81,7 @@ def test_a_part_holds_views() -> None:
     assert part.nbytes == weights.nbytes // 4
 
 
-def test_it_can_be_walked_through() -> None:
+def test_weights_are_iterable() -> None:
     weights = lazy(matrices.qkv())
     assert [part.shape for part in weights] == [(4, 11, 17)] * 2
     assert [row.shape for row in weights[0, 0]] == [(17,)] * 11
@@ -129,20 +129,20 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_index_that_is_none_is_refused(case: str) -> None:
+def test_invalid_indices_are_refused(case: str) -> None:
     index, kind, message = REFUSED[case]
     with pytest.raises(kind, match=message):
         lazy(matrices.qkv())[index]
 
 
-def test_slices_beyond_the_end_are_cut_as_tensors_cut_them() -> None:
+def test_slices_beyond_the_end_are_clipped_like_those_of_tensors() -> None:
     weights, true = MATRICES["positions"]
     assert weights[5:].shape == true[5:].shape
     assert weights[..., 9:40, -40:2].shape == true[..., 9:40, -40:2].shape
     assert weights[..., 40:, :].shape == true[..., 40:, :].shape
 
 
-def test_evenly_spaced_places_are_a_slice() -> None:
+def test_evenly_spaced_indices_become_a_slice() -> None:
     assert to_slice(torch.tensor([3])) == slice(3, 4, 1)
     assert to_slice(torch.tensor([1, 3, 5])) == slice(1, 6, 2)
     assert to_slice(torch.tensor([], dtype=torch.int64)) == slice(0, 0)

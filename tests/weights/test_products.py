@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused(case: str) -> None:
+def test_operands_that_do_not_fit_are_refused(case: str) -> None:
     ask, kind, message = REFUSED[case]
     with pytest.raises(kind, match=message):
         ask(lazy(matrices.qkv()))

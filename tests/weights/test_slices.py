@@ -31,7 +31,7 @@ def test_a_slice_takes_the_memory_of_a_slice() -> None:
         assert seen.largest <= 16 * n
 
 
-def test_all_of_it_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dense_matrix_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     small_strips(monkeypatch, 2**10)
     n = 512
     x = torch.zeros(1, 2, n, 8)
@@ -43,14 +43,14 @@ def test_all_of_it_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", ["sink and bias, empty rows", "relative", "grouped heads"])
-def test_rows_normalised_by_themselves_are_the_same(case: str) -> None:
+def test_entries_from_full_rows_equal_entries_from_lse(case: str) -> None:
     call, true = lazy(CASES[case]()).call, truth(CASES[case]())
     rows, columns = torch.tensor([2, 0, 7]), torch.tensor([1, 5])
     found = slices.entries_from_full_rows(call, rows, columns, averaged=False)
     assert_close(found, true[:, :, rows][..., columns], torch.float64)
 
 
-def test_autocast_does_not_reach_the_entries() -> None:
+def test_autocast_does_not_change_the_entries() -> None:
     """It chose the dtype of the inputs; the logits are taken in float32 at least."""
     arguments = matrices.in_dtype(CASES["sink and bias, empty rows"](), torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import foci
 from foci.backends import BACKEND_NAMES
-from foci.runtime.safetensors_file import map_tensors
+from foci.weights.parts_file import map_tensors
 from tests import matrices
 from tests.matrices import lazy
 
@@ -63,7 +63,7 @@ def tensor_of(arguments: dict[str, Any], name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_change_in_place_is_seen(name: str) -> None:
+def test_a_change_in_place_is_detected(name: str) -> None:
     extra, message = TENSORS[name]
     arguments = matrices.qkv() | extra
     weights = lazy(arguments)
@@ -78,7 +78,7 @@ def test_a_change_in_place_is_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_no_question_is_answered_from_changed_tensors(question: str) -> None:
+def test_no_method_computes_from_changed_tensors(question: str) -> None:
     arguments = matrices.qkv()
     weights = lazy(arguments)
     arguments["key"].add_(1.0)
@@ -86,7 +86,7 @@ def test_no_question_is_answered_from_changed_tensors(question: str) -> None:
         QUESTIONS[question](weights)
 
 
-def test_a_change_to_a_slice_or_a_view_is_seen() -> None:
+def test_a_change_to_a_slice_or_a_view_is_detected() -> None:
     arguments = matrices.headless()
     weights = lazy(arguments)
     arguments["query"][0, 0, 0] = 1.0
@@ -94,7 +94,7 @@ def test_a_change_to_a_slice_or_a_view_is_seen() -> None:
         weights.entropy()
 
 
-def test_a_freed_tensor_is_seen() -> None:
+def test_a_freed_tensor_is_detected() -> None:
     arguments = matrices.qkv()
     weights = lazy(arguments)
     arguments["query"].untyped_storage().resize_(0)
@@ -102,7 +102,7 @@ def test_a_freed_tensor_is_seen() -> None:
         weights.entropy()
 
 
-def test_a_moved_tensor_is_seen() -> None:
+def test_a_moved_tensor_is_detected() -> None:
     arguments = matrices.qkv()
     weights = lazy(arguments)
     arguments["key"].data = arguments["key"].clone()
@@ -110,7 +110,7 @@ def test_a_moved_tensor_is_seen() -> None:
         weights.entropy()
 
 
-def test_a_tensor_that_is_read_in_another_order_is_seen() -> None:
+def test_changed_strides_are_detected() -> None:
     arguments = matrices.qkv(matrices.D)
     weights = lazy(arguments)
     arguments["query"].data = arguments["query"].data.mT
@@ -118,7 +118,7 @@ def test_a_tensor_that_is_read_in_another_order_is_seen() -> None:
         weights.entropy()
 
 
-def test_a_tensor_with_another_shape_is_seen() -> None:
+def test_a_changed_shape_is_detected() -> None:
     arguments = matrices.qkv(5, 5)
     weights = lazy(arguments)
     arguments["query"].transpose_(0, 1)
@@ -126,7 +126,7 @@ def test_a_tensor_with_another_shape_is_seen() -> None:
         weights.entropy()
 
 
-def test_a_changed_log_sum_exp_is_seen() -> None:
+def test_a_changed_log_sum_exp_is_detected() -> None:
     weights = lazy(matrices.qkv())
     weights.lse.zero_()
     with pytest.raises(RuntimeError, match="the log-sum-exp was changed"):
@@ -157,7 +157,7 @@ def test_inference_tensors_are_copied(name: str) -> None:
     assert weights[1].call.q.data_ptr() == weights.call.q[1].data_ptr()
 
 
-def test_a_normal_tensor_changed_in_inference_mode_is_seen() -> None:
+def test_a_normal_tensor_changed_in_inference_mode_is_detected() -> None:
     arguments = matrices.qkv()
     with torch.inference_mode():
         weights = lazy(arguments)
@@ -210,7 +210,7 @@ def test_repeated_bytes_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
-def test_every_backend_gives_weights_that_can_be_asked(backend: str) -> None:
+def test_every_backend_returns_working_weights(backend: str) -> None:
     arguments = matrices.in_dtype(matrices.qkv(16, 16), torch.float32)
     plan = foci.plan(arguments["query"], arguments["key"], arguments["value"], return_weights=True, backend=backend)
     if plan.chosen is None:
@@ -220,7 +220,7 @@ def test_every_backend_gives_weights_that_can_be_asked(backend: str) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
-def test_copies_are_watched_by_themselves(copied: Callable[[Any], Any]) -> None:
+def test_changes_to_copies_are_detected_separately(copied: Callable[[Any], Any]) -> None:
     arguments = matrices.qkv() | {"mask": foci.causal, "sink": matrices.sink()}
     arguments["query"] = (arguments["query"].requires_grad_() * 1)[:, :, ::2]
     weights = lazy(arguments)

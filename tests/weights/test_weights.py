@@ -31,7 +31,7 @@ def test_the_truth_is_the_softmax_of_the_definition() -> None:
 
 @CASE
 @DTYPE
-def test_all_of_the_matrix(case: str, dtype: torch.dtype) -> None:
+def test_dense_is_the_whole_matrix(case: str, dtype: torch.dtype) -> None:
     weights, true = both(case, dtype)
     assert weights.shape == tuple(true.shape)
     assert_close(weights.dense(), true, dtype)
@@ -47,7 +47,7 @@ def test_statistics_per_query(case: str, dtype: torch.dtype) -> None:
 
 @CASE
 @DTYPE
-def test_what_keys_receive(case: str, dtype: torch.dtype) -> None:
+def test_received_attention_per_key(case: str, dtype: torch.dtype) -> None:
     weights, true = both(case, dtype)
     assert_close(weights.received(), true.sum(-2), dtype, 10)
 
@@ -122,7 +122,7 @@ def test_the_summary_is_every_statistic(case: str) -> None:
     assert torch.equal(summary.top.keys, weights.top(k).keys)
 
 
-def test_a_summary_leaves_out_what_is_not_asked() -> None:
+def test_a_summary_leaves_out_statistics_that_are_not_requested() -> None:
     weights = both("causal")[0]
     summary = weights.summary(top=0, picture=0, largest_logit=False, distance=False)
     assert summary.top is summary.picture is summary.largest_logit is summary.distance is None
@@ -131,7 +131,7 @@ def test_a_summary_leaves_out_what_is_not_asked() -> None:
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.endswith("empty rows")])
 @DTYPE
-def test_a_query_that_sees_nothing_gives_zeros(case: str, dtype: torch.dtype) -> None:
+def test_fully_masked_rows_give_zeros(case: str, dtype: torch.dtype) -> None:
     weights, true = both(case, dtype)
     empty = true.sum(-1) == 0
     assert bool(empty.any())
@@ -148,7 +148,7 @@ MEANS = [name for name, make in CASES.items() if make()["query"].dim() > 3]
 
 
 @pytest.mark.parametrize("case", MEANS)
-def test_the_mean_over_heads_answers_every_question(case: str) -> None:
+def test_the_mean_over_heads_supports_all_methods(case: str) -> None:
     arguments = CASES[case]()
     weights, true = both(case)[0].mean("heads"), both(case)[1].mean(-3)
     queries, keys = true.shape[-2:]
@@ -169,7 +169,7 @@ def test_the_mean_over_heads_answers_every_question(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lse", "largest_logit", "sink_mass", "summary"])
-def test_what_belongs_to_single_heads_is_refused_on_their_mean(name: str) -> None:
+def test_per_head_statistics_are_refused_after_the_mean(name: str) -> None:
     mean = both("plain")[0].mean("heads")
     with pytest.raises(ValueError, match=rf"{name} is per head: compute it before mean\('heads'\)"):
         getattr(mean, name)()
@@ -189,7 +189,7 @@ LARGE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", LARGE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_matrix_that_is_worth_a_faster_pass(case: str, dtype: torch.dtype) -> None:
+def test_large_matrices_use_the_fast_statistics(case: str, dtype: torch.dtype) -> None:
     """Large enough for whoever measures large ones."""
     arguments = matrices.in_dtype(matrices.qkv(150, 170, kv_heads=2) | LARGE[case], dtype)
     summary, true = lazy(arguments).summary(top=5, picture=13), truth(arguments)
@@ -205,7 +205,7 @@ def test_a_matrix_that_is_worth_a_faster_pass(case: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("keys", [17, 600])
-def test_of_equal_weights_the_lower_key_comes_first(keys: int) -> None:
+def test_ties_go_to_the_lower_key(keys: int) -> None:
     arguments = matrices.in_dtype(matrices.qkv(keys, keys), torch.float32)
     arguments["query"] = torch.zeros_like(arguments["query"])
     found = lazy(arguments | {"mask": foci.causal}).top(6)
@@ -216,7 +216,7 @@ def test_of_equal_weights_the_lower_key_comes_first(keys: int) -> None:
     torch.testing.assert_close(found.values, values.expand_as(found.values), atol=1e-6, rtol=1e-5)
 
 
-def test_a_sink_of_no_weight_takes_nothing() -> None:
+def test_a_sink_of_minus_infinity_takes_no_attention() -> None:
     arguments = CASES["causal, empty rows"]() | {"sink": torch.full((matrices.H,), -torch.inf, dtype=torch.float64)}
     weights, true = lazy(arguments), truth(CASES["causal, empty rows"]())
     assert not weights.sink_mass().any()
@@ -288,7 +288,7 @@ def test_a_call_without_sequences_or_heads(lead: tuple[int, int]) -> None:
     assert (weights.T @ torch.ones(5, 3)).shape == (*lead, 5, 3)
 
 
-def test_dense_says_its_size_above_the_limit() -> None:
+def test_dense_above_the_limit_is_refused_with_its_size() -> None:
     weights, true = both("plain")
     size = true.numel() * 4
     assert weights.dense(limit=size).shape == true.shape
@@ -342,13 +342,13 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_wrong_question_is_refused(case: str) -> None:
+def test_wrong_arguments_of_methods_are_refused(case: str) -> None:
     ask, kind, message = REFUSED[case]
     with pytest.raises(kind, match=message):
         ask(both("plain")[0])
 
 
-def test_weights_go_to_a_device_with_everything() -> None:
+def test_weights_move_to_a_device_with_all_tensors() -> None:
     weights = lazy(CASES["deep"]()).to("cpu")
     assert weights.device == torch.device("cpu")
     assert_close(weights.dense(), truth(CASES["deep"]()), torch.float64)
@@ -358,7 +358,7 @@ def test_weights_go_to_a_device_with_everything() -> None:
     assert moved.call.sizes.device.type == "meta"
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr_of_weights() -> None:
     weights = lazy(matrices.in_dtype(CASES["causal"](), torch.float32))
     size = 4 * 2 * 4 * (11 * 6 + 17 * 6 + 11)
     assert repr(weights) == f"Weights(2, 4, 11, 17), causal, float32 on cpu, holds {size:,} bytes"
