@@ -132,7 +132,7 @@ def test_a_stopped_training_exits_with_status_130(
     assert main.main(["train", "translation", "--data", data, "--out", out, *options]) == 130
     said = capsys.readouterr()
     assert said.out == "stopped_at_step 1\n"
-    assert said.err.endswith("stopped at step 1 and saved: --resume goes on from here\n")
+    assert said.err.endswith("stopped at step 1; checkpoint saved: --resume continues from here\n")
 
 
 def test_a_run_used_instead_of_the_pretrained_model_is_named(
@@ -208,11 +208,11 @@ def test_a_run_is_used_from_another_directory(
     moved = data.rename(tmp_path / "moved.tsv")
     for arguments in ([*resume, "train.steps=4"], ["evaluate", run]):
         assert main.main(arguments) == 2
-        said = f": expected the data of {run} at {data}, but there is nothing: --data says where it is\n"
+        said = f": the data of {run} must be at {data}, but it does not exist: use --data if it has moved\n"
         assert capsys.readouterr().err.endswith(said)
     assert main.main([*resume, "train.steps=4", "--data", str(moved)]) == 0
     assert main.main([*resume, "train.steps=5", "--data", str(folder / "pairs.tsv")]) == 2
-    assert "began with, but the files have changed" in capsys.readouterr().err
+    assert "must not change, but these files differ from the start" in capsys.readouterr().err
 
 
 def test_files_follow_the_umask(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,8 +247,8 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
     bad.write_text("a\tb\nonly one\na\tb\n")
     assert main.main(["data", "check", "translation", "--data", str(bad)]) == 2
     assert capsys.readouterr().out.splitlines() == [
-        f"{bad}:2: error: expected 2 columns (source, target) between tabs, but got 1",
-        f"{bad}:3: warning: expected every pair once, but it is the same as {bad}:1",
+        f"{bad}:2: error: a line must have 2 tab-separated columns (source, target), got 1",
+        f"{bad}:3: warning: duplicate of {bad}:1",
         "1 error, 1 warning",
     ]
     bad.write_text("a\tb\n" * 300)
@@ -259,7 +259,7 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "translation", ""], "expected a sentence to translate, but got none"),
+        (["run", "translation", ""], "the input must be a sentence to translate, got an empty text"),
         (["run", "generation", "x", "--model", "runs/translation"], "--model must be a model for generation, got"),
         (["run", "summarization", "x"], "no model for summarization: train one"),
         (["run", "summarization", "x"], f"pretrained models exist for {', '.join(list_pretrained())}"),
@@ -269,20 +269,20 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
         (["evaluate", "runs/translation", "--device", "cuda"], "expected a GPU for the device cuda, but"),
         (
             ["train", "translation", "--data", "pairs.tsv", "--out", "pairs.tsv"],
-            "a folder for the run, but pairs.tsv is",
+            "pairs.tsv must be a run directory, got a file",
         ),
-        (["train", "translation", "--data", "/dev/null", "--out", "new"], "at /dev/null, but there is something else"),
+        (["train", "translation", "--data", "/dev/null", "--out", "new"], "/dev/null must be a file, got something else"),
         (
             ["run", "translation", "a", "--set", "train.rate=1"],
             "--set must change [task] settings of a",
         ),
         (["run", "translation", "a", "b", "--out", "page.html"], "--out page.html needs exactly one input, got 2"),
-        (["train", "translation", "--out", "new"], "expected the data to train on (--data), but got none"),
+        (["train", "translation", "--out", "new"], "--data must name the training data, got none"),
         (
             ["train", "translation", "--resume", "--seed", "3"],
             "run and cannot be combined with --seed",
         ),
-        (["train", "translation", "--resume", "--data", "x"], "at x, but there is nothing: --data says where it is"),
+        (["train", "translation", "--resume", "--data", "x"], "must be at x, but it does not exist: use --data if it has moved"),
         (
             ["train", "translation", "--resume", "--set", "task.width=8"],
             "settings when resuming, got task",
@@ -299,16 +299,16 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
         (["run", "translation", "a", "--out", "folder.txt"], "--out must be a file, got the directory folder.txt"),
         (["view", "pairs.tsv", "--out", "x.docx"], "--out must end with .foci, .html"),
         (["view", "runs"], "file must be a .foci file, got runs, which is a directory"),
-        (["evaluate", "runs/translation/model.safetensors"], "expected data to measure with (--data), because"),
+        (["evaluate", "runs/translation/model.safetensors"], "--data must name the evaluation data, because"),
         (["evaluate", "runs/translation", "--answers", "runs"], "--answers must be a file, got the directory runs"),
-        (["evaluate", "none", "--data", "pairs.tsv"], "expected a model at none"),
+        (["evaluate", "none", "--data", "pairs.tsv"], "none must be a model file"),
         (["evaluate", "vision"], "--data is required to evaluate vision: pretrained models come without data"),
         (["run", "vision", "runs"], "inputs of vision must be files, got the directory runs: name the files in it"),
         (["run", "speech", "runs"], "inputs of speech must be files, got the directory runs: name the files in it"),
-        (["run", "translation", "a", "--set", "task.bean=1"], "no setting of translation: the nearest is task.beam; "),
-        (["run", "translation", "a", "--set", "task=1"], "expected [task] in the changes to be a table, but got 1"),
-        (["train", "vision", "--data", "none"], "table of paths and labels at none, but there is nothing"),
-        (["evaluate", "runs/translation", "--data", "none.tsv"], "a file at none.tsv, but there is no such file"),
+        (["run", "translation", "a", "--set", "task.bean=1"], "not a setting of translation: did you mean task.beam? "),
+        (["run", "translation", "a", "--set", "task=1"], "[task] in the changes must be a table, got 1"),
+        (["train", "vision", "--data", "none"], "none must be a folder with one subfolder per class"),
+        (["evaluate", "runs/translation", "--data", "none.tsv"], "none.tsv must be a file, got no such file"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -364,8 +364,8 @@ def test_a_damaged_file_does_not_stop_the_others(
     assert first == last != ""
     assert failed == ["", ""]
     assert said.err.splitlines() == [
-        "foci run: broken.pgm should hold 784 bytes of 28 x 28 pixels, but it holds 9",
-        "foci run: none.pgm should be an image, but there is no such file",
+        "foci run: broken.pgm must hold 784 bytes of 28 x 28 pixels, got 9",
+        "foci run: none.pgm must be an image file, got no such file",
     ]
 
 
