@@ -25,6 +25,10 @@ from foci.view.units import SPECIAL_TOKEN
 __all__ = ["head_view", "model_view"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclass(frozen=True)
 class HtmlPage:
     """A page: `data` is its HTML; a notebook shows it in an iframe."""
