@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# Its kernels are for CPUs.
+# Its kernels run on the CPU.
 ELSEWHERE = "test_native.py"
 
 

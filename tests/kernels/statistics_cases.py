@@ -16,7 +16,7 @@ from foci.statistics.request import Request
 SMALL = TileConfig(queries=16, keys=32, warps=4, stages=1, programs_per_sm=1, keys_per_sum=16)
 FETCHED = replace(SMALL, use_tma=True)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Weights of the heaviest keys, in half precision: logits of up to 10 that lack 7 of 24 bits.
+# Tolerance for weights of the top keys in half precision: logits of up to 10 that lack 7 of 24 bits.
 KEPT = 1e-5
 
 

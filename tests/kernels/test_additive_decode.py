@@ -106,6 +106,6 @@ def test_backward_equals_the_two_pass_backward(terms: AdditiveOptions) -> None:
 def test_large_inputs_equal_the_two_pass_backward(
     queries: int, keys: int, width: int, values: int, group: int, dtype: torch.dtype
 ) -> None:
-    # In float32 what a logit loses counts, up to eps Σ|w|: 5e-5 at a width of 512.
+    # In float32 the rounding error of a logit matters, up to eps Σ|w|: 5e-5 at a width of 512.
     rounding = 8 * torch.finfo(dtype).eps if dtype != F32 else max(2e-5, torch.finfo(F32).eps * 0.8 * width)
     assert difference(queries, keys, width, values, group, NO_TERMS, dtype) < rounding

@@ -16,7 +16,7 @@ from tests.kernels.test_distance_bias import _nan_in_fresh_memory as _nan_in_fre
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*CuBLAS:UserWarning")]
 
-# Every one is three kernels to compile, so not everything meets everything.
+# Each case compiles three kernels, so not all combinations are tested.
 GPU_SHAPES = [
     *((kind, width, torch.bfloat16) for kind in ("alibi", "buckets", "values") for width in (64, 128)),
     ("values", (72, 40), torch.bfloat16),
@@ -77,9 +77,9 @@ def test_memory_is_linear_in_the_length(kind: str) -> None:
         torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
         return torch.cuda.max_memory_allocated() - before
 
-    # The first product in a thread takes room that cuBLAS keeps.
+    # The first product in a thread allocates a workspace that cuBLAS keeps.
     beyond(128)
-    # The square would be 16 times as much.
+    # Quadratic memory would be 16 times as much.
     assert beyond(8192) < 5 * beyond(2048)
 
 

@@ -70,7 +70,7 @@ def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dt
         (Request(picture=MEANS), True),
         (Request(entropy=True, top=5), True),
         (replace(ERP, picture=(2, 16, "mean")), True),
-        # No cells of the kernel's: the picture is left to a pass of its own, the rest is not.
+        # These cells do not align with tiles: the picture has its own pass, the rest does not.
         (replace(ERP, picture=(7, 9, "max")), True),
         (replace(ERP, picture=(16, 8, "mean")), False),
         (replace(ERP, picture=(8, 32, "mean")), False),
@@ -247,7 +247,7 @@ def on_hopper() -> bool:
 ONLY_HOPPER = pytest.mark.skipif(not on_hopper(), reason="no GPU of compute capability 9")
 EVERY = replace(ERP, top=8, distance=True, largest=True)
 EP, RP = replace(ERP, received=False), replace(ERP, entropy=False)
-# Heads and those of the keys, tokens, width, dtype, mask, what is wanted, the picture.
+# Query heads, key heads, tokens, width, dtype, mask, request, picture.
 CASES = [
     ((4, 4), 1024, 128, BF16, causal, ERP, (32, 32)),
     ((2, 2), 128, 128, BF16, causal, ERP, (4, 4)),
@@ -271,7 +271,7 @@ CASES = [
     ((2, 2), 1024, 128, BF16, causal, EVERY, (16, 16)),
     ((2, 2), 384, 128, BF16, causal, replace(EVERY, top=0), (12, 12)),
     ((2, 1), 384, 64, F16, full, replace(ERP, largest=True), (12, 12)),
-    # Cells as wide as several tiles, and as tall.
+    # Cells that span several tiles in both directions.
     ((2, 2), 1024, 128, BF16, causal, ERP, (8, 8)),
     ((2, 2), 1024, 128, BF16, causal, ERP, (2, 2)),
     ((2, 2), 1024, 128, BF16, full, Request(picture=MEANS), (4, 1)),
@@ -296,7 +296,7 @@ def test_results_equal_the_plain_kernel_and_the_reference(
     )
     assert len(launched) == count
     for name in set(got) - {"top_keys"}:
-        # Logits that were kept without their lowest bits may lie on two sides of a step.
+        # Logits without their lowest bits may be rounded to different values.
         torch.testing.assert_close(got[name], twin[name], rtol=3e-4 if name == "top_values" else 2e-5, atol=2e-6)
 
 

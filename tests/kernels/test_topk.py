@@ -21,7 +21,7 @@ from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 )
 def test_all_values_of_k(top: int, sharp: float) -> None:
     case = causal(heads=(1, 1), queries=5 if sharp else 2, keys=130, sharp=sharp)
-    # Logits of 100 carry a rounding error of 1e-5 themselves.
+    # Logits of 100 have a rounding error of 1e-5.
     check_top(case.run(Request(top=top)), case, top, 4e-5 if sharp > 1 else 3e-6)
 
 
@@ -70,7 +70,7 @@ class Recorded:
 
     def __call__(self, *arguments: Any, **options: object) -> None:
         given = dict(zip(self.arg_names, arguments, strict=True))
-        # Arrays are as long as whole lines of memory: these are of 8 queries.
+        # Workspace arrays are padded: only 8 queries are real.
         words = given["flags"][: 8 * given["CLASSES"] // 16].view(8, -1)
         rows = given["listed"][: int(given["counter"])].long()
         self.flagged = torch.zeros(8, dtype=words.dtype, device=words.device)
@@ -164,7 +164,7 @@ def test_nan_queries_have_nan_weights(dtype: torch.dtype) -> None:
 
 def test_doubtful_queries_of_all_heads_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     case = causal(heads=(2, 1), queries=17, keys=40, batch=2, width=16)
-    # Level keys leave a doubt in every query of one head; the other has none to speak of.
+    # Tied keys make every query of one head doubtful; the other head has almost none.
     case.q[:, 1] = 0
     monkeypatch.setattr("foci.statistics.cuda.plan.MAX_CANDIDATE_BYTES", 1)
     got = case.run(Request(top=3))
