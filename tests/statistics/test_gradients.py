@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import foci
-from foci.runtime.safetensors_file import map_tensors
+from foci.weights.parts_file import map_tensors
 from foci.weights.tensors import find_tensors
 from tests import matrices
 from tests.allocation import LargestTensor
