@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from foci.masks.tile import CallSizes
 from foci.runtime.tracing import is_traced
+
+if TYPE_CHECKING:
+    from foci.masks.tile import CallSizes
 
 
 def to_int_tensor(values: Tensor | list[int], name: str) -> Tensor:

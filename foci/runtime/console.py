@@ -20,7 +20,7 @@ ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 def format_count(number: int, noun: str) -> str:
     """A number with its noun in singular or plural.
 
-    >>> count(1, "error"), count(2000, "update")
+    >>> format_count(1, "error"), format_count(2000, "update")
     ('1 error', '2,000 updates')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
@@ -55,7 +55,7 @@ def text_width(text: str) -> int:
 def cut_to_width(text: str, width: int) -> str:
     """The beginning of a text that fits in `width` columns.
 
-    >>> start("craving", 4)
+    >>> cut_to_width("craving", 4)
     'crav'
     """
     used = 0
@@ -69,7 +69,7 @@ def cut_to_width(text: str, width: int) -> str:
 def clip_text(text: str, width: int) -> str:
     """The text in at most `width` columns; a text that is cut ends in `…`.
 
-    >>> clip("craving", 5)
+    >>> clip_text("craving", 5)
     'crav…'
     """
     return text if text_width(text) <= width else cut_to_width(text, width - 1) + "…"

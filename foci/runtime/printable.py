@@ -18,7 +18,7 @@ MAX_MARKS = 3
 def make_printable(text: str) -> str:
     r"""The text with control and invisible characters replaced by visible signs.
 
-    >>> printable("a\tb\x1b[31m\u202eevil")
+    >>> make_printable("a\tb\x1b[31m\u202eevil")
     'a⇥b␛[31m⟨202E⟩evil'
     """
     shown = ""
@@ -55,7 +55,7 @@ def format_code_point(character: str) -> str:
 def format_label(text: str) -> str:
     r"""A printable label without surrounding space; a token of spaces only is shown as ␣.
 
-    >>> visible(" hungry"), visible("  "), visible("\n\n"), visible("")
+    >>> format_label(" hungry"), format_label("  "), format_label("\n\n"), format_label("")
     ('hungry', '␣␣', '↵↵', '∅')
     """
     return make_printable(text.strip() or text.replace(" ", "␣")) or "∅"
@@ -73,7 +73,7 @@ def isolate_direction(text: str) -> str:
 def split_clusters(text: str) -> list[str]:
     r"""Splits the text into grapheme clusters: a letter with its marks.
 
-    >>> [len(cluster) for cluster in clusters("e\u0301te")]
+    >>> [len(cluster) for cluster in split_clusters("e\u0301te")]
     [2, 1, 1]
     """
     clusters: list[str] = []
