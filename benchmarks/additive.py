@@ -40,7 +40,7 @@ COLUMNS = (
 Tensors = dict[str, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 NAMES = ("q", "k", "v", "weight")
-NO_TERMS = AdditiveOptions(None, None, None, None, None, False, 0.0)
+NO_OPTIONS = AdditiveOptions(None, None, None, None, None, False, 0.0)
 # Eager code holds several tensors of size B H Tq Tk D.
 MOST_EAGER = 2**34
 
@@ -159,14 +159,14 @@ class Tiled(torch.autograd.Function):
         there: AdditiveTiling | None,
         back: AdditiveTiling | None,
     ) -> Tensor:
-        out, lse = launch.forward(q, k, v, weight, NO_TERMS, there)
+        out, lse = launch.forward(q, k, v, weight, NO_OPTIONS, there)
         ctx.save_for_backward(q, k, v, weight, out, lse)
         ctx.back = back
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        found = one_pass_backward.backward_in_one_pass(d_out, None, *ctx.saved_tensors, NO_TERMS, ctx.back)
+        found = one_pass_backward.backward_in_one_pass(d_out, None, *ctx.saved_tensors, NO_OPTIONS, ctx.back)
         return (*found, None, None)
 
 

@@ -26,7 +26,7 @@ from tests.contract.cells import MASKS, Sizes, input_shapes, laid_out
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NO_TERMS = AdditiveOptions(None, None, None, None, None, False, 0.0)
+NO_OPTIONS = AdditiveOptions(None, None, None, None, None, False, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def prepared(x: Tensor, w: Tensor) -> dict[str, Tensor]:
     tiling = arguments.INTERPRETER_TILING
     sizes = arguments.exponentials_workspace(x, x, w, tiling)
     found = {name: torch.empty(size, device=x.device) for name, size in sizes.items()}
-    scalars = arguments.scalar_arguments(x, x, x, w, NO_TERMS) | arguments.tile_arguments(x, x, tiling)
+    scalars = arguments.scalar_arguments(x, x, x, w, NO_OPTIONS) | arguments.tile_arguments(x, x, tiling)
     plan = LaunchPlan({}, x.device, [arguments.exponentials_launch(x, x, tiling, scalars)])
     plan({"q": x, "k": x, "weight": w} | found)
     return found
@@ -195,7 +195,7 @@ def test_all_tilings_agree(most: int) -> None:
         AdditiveTiling(queries=32, keys=16, max_shared=most),
         AdditiveTiling(queries=16, keys=32, chunk=4, max_shared=most),
     ):
-        out, lse = launch.forward(q, k, v, w, NO_TERMS, tiling)
+        out, lse = launch.forward(q, k, v, w, NO_OPTIONS, tiling)
         torch.testing.assert_close(out, expected[0], atol=3e-6, rtol=0)
         torch.testing.assert_close(lse * math.log(2), expected[1], atol=1e-5, rtol=0)
 

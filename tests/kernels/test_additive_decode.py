@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from foci.gpu.additive import decode, launch, two_pass_backward
 from foci.gpu.additive.arguments import AdditiveOptions
 from tests.checker import answers
-from tests.kernels.test_additive import DEVICE, NO_TERMS, additive_problem, judge, problem_of, randn, sizes
+from tests.kernels.test_additive import DEVICE, NO_OPTIONS, additive_problem, judge, problem_of, randn, sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
@@ -92,7 +92,7 @@ def difference(
     )
 
 
-@pytest.mark.parametrize("terms", [NO_TERMS, NO_TERMS._replace(seed=SEED, dropout=0.3)])
+@pytest.mark.parametrize("terms", [NO_OPTIONS, NO_OPTIONS._replace(seed=SEED, dropout=0.3)])
 def test_backward_equals_the_two_pass_backward(terms: AdditiveOptions) -> None:
     assert difference(2, 37, 9, 5, 2, terms, F32) < 1e-5
 
@@ -108,4 +108,4 @@ def test_large_inputs_equal_the_two_pass_backward(
 ) -> None:
     # In float32 the rounding error of a logit matters, up to eps Σ|w|: 5e-5 at a width of 512.
     rounding = 8 * torch.finfo(dtype).eps if dtype != F32 else max(2e-5, torch.finfo(F32).eps * 0.8 * width)
-    assert difference(queries, keys, width, values, group, NO_TERMS, dtype) < rounding
+    assert difference(queries, keys, width, values, group, NO_OPTIONS, dtype) < rounding

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import foci
 from foci.gpu.additive import arguments, decode, launch, one_pass_backward, two_pass_backward
 from foci.gpu.launcher import LaunchPlan
-from tests.kernels.test_additive import NO_TERMS
+from tests.kernels.test_additive import NO_OPTIONS
 
 # Batch, heads, queries, keys, width.
 SHAPES = [
@@ -65,7 +65,7 @@ def test_memory_of_the_one_pass_backward(shape: tuple[int, ...], dtype: torch.dt
         q, k, v, w = inputs(shape, "cuda:0", dtype)
         tiling = one_pass_backward.choose_one_pass_tiling(q.shape[2], q.device)
         before, last = arrays_of(
-            one_pass_backward.plan_one_pass_backward(q, k, v, w, NO_TERMS, tiling, PROCESSORS, False)
+            one_pass_backward.plan_one_pass_backward(q, k, v, w, NO_OPTIONS, tiling, PROCESSORS, False)
         )
     gradients = in_bytes(q, k, v, w)
     assert max(before, last + gradients) - gradients <= taken_together(q, k, v, w)
@@ -77,7 +77,7 @@ def test_memory_of_the_two_pass_backward(shape: tuple[int, ...]) -> None:
         q, k, v, w = inputs(shape, "cuda:0", torch.bfloat16)
         tiling = two_pass_backward.choose_two_pass_tiling(q.shape[2], v.shape[3], q.device)
         programs = two_pass_backward.count_programs(q, k, tiling)
-        _, arrays = arrays_of(two_pass_backward.plan_two_pass_backward(q, k, v, w, NO_TERMS, tiling, programs))
+        _, arrays = arrays_of(two_pass_backward.plan_two_pass_backward(q, k, v, w, NO_OPTIONS, tiling, programs))
     arrays += programs[0] * in_float32(w)
     rows, turn = arrays + in_float32(q), arrays + in_float32(q) + in_bytes(q)
     columns, end = arrays + in_bytes(q, v) + in_float32(k), in_bytes(q, k, v) + in_float32(k)
@@ -89,7 +89,7 @@ def test_memory_of_the_forward(shape: tuple[int, ...]) -> None:
     with FakeTensorMode():
         q, k, v, w = inputs(shape, "cuda:0", torch.bfloat16)
         make = decode.plan_decode_forward if shape in FEW else launch.plan_tiled_forward
-        arrays, _ = arrays_of(make(q, k, v, w, NO_TERMS, q, None))
+        arrays, _ = arrays_of(make(q, k, v, w, NO_OPTIONS, q, None))
     assert arrays <= taken_together(q, k, v, w)
 
 

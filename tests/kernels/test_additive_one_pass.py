@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import foci
 from foci.gpu.additive import launch, one_pass_backward, two_pass_backward
 from foci.gpu.additive.arguments import AdditiveOptions, AdditiveTiling
-from tests.kernels.test_additive import DEVICE, NO_TERMS, additive_problem, judge, problem_of, randn, sizes
+from tests.kernels.test_additive import DEVICE, NO_OPTIONS, additive_problem, judge, problem_of, randn, sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
@@ -110,9 +110,9 @@ def difference(
 @pytest.mark.parametrize(
     ("queries", "keys", "width", "values", "group", "terms"),
     [
-        (17, 20, 7, 5, 2, NO_TERMS),
-        (9, 18, 40, 16, 1, NO_TERMS._replace(causal=True)),
-        (18, 20, 16, 70, 1, NO_TERMS._replace(seed=SEED, dropout=0.3)),
+        (17, 20, 7, 5, 2, NO_OPTIONS),
+        (9, 18, 40, 16, 1, NO_OPTIONS._replace(causal=True)),
+        (18, 20, 16, 70, 1, NO_OPTIONS._replace(seed=SEED, dropout=0.3)),
     ],
 )
 def test_backward_equals_the_two_pass_backward(
@@ -123,7 +123,7 @@ def test_backward_equals_the_two_pass_backward(
 
 def test_split_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_pass_backward, "count_multiprocessors", lambda device: 8)
-    assert difference(34, 10, 9, 5, 1, NO_TERMS, None, F32) < 1e-5
+    assert difference(34, 10, 9, 5, 1, NO_OPTIONS, None, F32) < 1e-5
 
 
 def test_feature_padding_is_minimal() -> None:
@@ -153,11 +153,11 @@ def test_deterministic_mode_uses_two_passes(one_pass: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     ("queries", "keys", "width", "values", "group", "terms", "tiling"),
     [
-        (257, 300, 64, 64, 2, NO_TERMS, None),
-        (513, 513, 80, 96, 1, NO_TERMS._replace(causal=True), None),
-        (128, 200, 512, 512, 1, NO_TERMS, None),
-        (300, 100, 16, 128, 1, NO_TERMS._replace(seed=SEED, dropout=0.3), None),
-        (300, 190, 64, 64, 1, NO_TERMS, AdditiveTiling(chunk=4, registers=168, programs=3)),
+        (257, 300, 64, 64, 2, NO_OPTIONS, None),
+        (513, 513, 80, 96, 1, NO_OPTIONS._replace(causal=True), None),
+        (128, 200, 512, 512, 1, NO_OPTIONS, None),
+        (300, 100, 16, 128, 1, NO_OPTIONS._replace(seed=SEED, dropout=0.3), None),
+        (300, 190, 64, 64, 1, NO_OPTIONS, AdditiveTiling(chunk=4, registers=168, programs=3)),
     ],
 )
 def test_large_inputs_equal_the_two_pass_backward(
