@@ -42,7 +42,7 @@ def device_refusals(call: Call) -> list[str]:
     if call.is_vmapped or call.is_transformed:
         return ["torch.func transforms are not supported: pass the batch dimension to the call instead"]
     if not has_triton():
-        return ["triton is not installed"]
+        return ["Triton is not installed"]
     if call.sizes.device.type == "cuda" or (is_on_cpu(call) and is_triton_interpreted()):
         return []
     return [f"the queries are on {call.sizes.device.type}, not on cuda"]
