@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from foci.nn.model import MODEL_FORMAT, Model
 from foci.record.file import RECORD_FORMAT
 from foci.record.record import Record
-from foci.runtime.safetensors_file import WEIGHTS_FORMAT, open_safetensors
+from foci.runtime.safetensors_file import open_safetensors
+from foci.weights.parts_file import WEIGHTS_FORMAT
 from foci.weights.weights import Weights
 
 if TYPE_CHECKING:

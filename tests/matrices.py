@@ -15,7 +15,7 @@ from torch import Tensor
 
 import foci
 from foci.backends import strips
-from foci.runtime.safetensors_file import map_tensors
+from foci.weights.parts_file import map_tensors
 
 Arguments = dict[str, Any]
 B, H, TQ, TK, D = 2, 4, 11, 17, 6

@@ -71,7 +71,8 @@ def imported_modules(source: str, modules: set[str]) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            # The version is defined in foci itself and imports nothing.
+            full = {f"{node.module}.{alias.name}" for alias in node.names if alias.name != "__version__"}
             found |= {name if name in modules else node.module or "" for name in full}
     return {name for name in found if name.split(".")[0] == "foci"}
 

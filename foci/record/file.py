@@ -13,7 +13,7 @@ from foci.record.kept import STATISTIC_AXES, KeptStatistics
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.metrics import HEAD_SCORES, ScoreTotals
-from foci.runtime import safetensors_file
+from foci.weights import parts_file
 from foci.weights.file import is_int_tuple, require
 from foci.weights.weights import Weights
 
@@ -38,7 +38,7 @@ def save_record(
     fields["layers"] = [encode_layer(layer) for layer in layers.values()]
     fields["labels"] = {name: encode_labels(each) for name, each in labels.items()}
     fields["added"] = {name: dict(total.sums) for name, total in added.items()}
-    safetensors_file.save_parts(path, fields, RECORD_FORMAT)
+    parts_file.save_parts(path, fields, RECORD_FORMAT)
 
 
 def encode_layer(layer: Layer) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def encode_labels(labels: Labels) -> dict[str, Any]:
 def load_record_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The fields of a `Record`, from a file that `save_record` wrote."""
     try:
-        return parse_record(safetensors_file.load_parts(path, RECORD_FORMAT))
+        return parse_record(parts_file.load_parts(path, RECORD_FORMAT))
     except (OSError, ImportError):
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Saves and loads nested dicts of tensors, numbers, masks, scores and biases: the content of weights and record files."""
+"""Saves and loads dicts of tensors, numbers, masks, scores and biases: the content of weights and record files."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from foci.arguments import Call, prepare_call
 from foci.backends.flex.block_masks import build_block_lists
 from foci.gpu import mask_inputs
 from foci.masks.base import Mask
-from foci.runtime.safetensors_file import map_tensors
 from foci.scores import Dot
+from foci.weights.parts_file import map_tensors
 
 QUERIES, KEYS = 7, 9
 
