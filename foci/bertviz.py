@@ -178,8 +178,10 @@ def build_token_labels(tokens: Sequence[str] | None, name: str, pretty: bool) ->
 def restore_spaces(tokens: Sequence[str]) -> list[str]:
     r"""Replace the tokenizer's word markers by spaces.
 
-    >>> prettified(["ĠJane", "Ġis", "Ċ"]), prettified(["[CLS]", "hun", "##gry", "!"]), prettified(["▁Ja", "ne"])
-    ([' Jane', ' is', '\n'], ['[CLS]', ' hun', 'gry', ' !'], [' Ja', 'ne'])
+    >>> restore_spaces(["ĠJane", "Ġis", "Ċ"]), restore_spaces(["[CLS]", "hun", "##gry", "!"])
+    ([' Jane', ' is', '\n'], ['[CLS]', ' hun', 'gry', ' !'])
+    >>> restore_spaces(["▁Ja", "ne"])
+    [' Ja', 'ne']
     """
     if any(sign in token for token in tokens for sign in ("Ġ", "▁", "</w>")):
         return [token.replace("Ġ", " ").replace("Ċ", "\n").replace("▁", " ").replace("</w>", " ") for token in tokens]
