@@ -43,8 +43,8 @@ def look(
     """Runs a model on a text and records its attention.
 
     >>> record = foci.look("Jane is hungry.", "translation", device="cpu")
-    >>> record.labels["source"].text(0), record.answer is not None
-    ('Jane is hungry.', True)
+    >>> record.answer, len(record.heads)
+    ('Jane ist hungrig.', 48)
 
     An encoder (BERT) reads the text. A causal model (GPT-2) reads it, and `answer` lists the likely next tokens. An
     encoder-decoder (Marian, T5) generates its answer, and the record holds the cross-attention between the two.

@@ -19,7 +19,7 @@ class DenseWeights:
     """A dense matrix (..., Tq, Tk) with the methods of `Weights`.
 
     >>> matrix = torch.rand(2, 4, 6, 6).softmax(-1)
-    >>> Dense(matrix).entropy().shape, Dense(matrix).top(3).keys.shape
+    >>> DenseWeights(matrix).entropy().shape, DenseWeights(matrix).top(3).keys.shape
     (torch.Size([2, 4, 6]), torch.Size([2, 4, 6, 3]))
 
     Args:

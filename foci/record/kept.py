@@ -102,7 +102,7 @@ def compute_key_shares(weights: Weights, received: Tensor) -> dict[str, Tensor]:
 class KeptStatistics(Mapping[str, Tensor]):
     """Kept statistics by name, each (B, H, ...); statistics that were not kept raise an error.
 
-    >>> Kept({"entropy": torch.rand(2, 4, 6)}, (2, 4, 6, 6)).entropy().shape
+    >>> KeptStatistics({"entropy": torch.rand(2, 4, 6)}, (2, 4, 6, 6)).entropy().shape
     torch.Size([2, 4, 6])
 
     Args:

@@ -22,8 +22,7 @@ WordNumbers = tuple[tuple[int | None, ...], ...]
 class Labels:
     """The text of each position: a token, an image patch, an audio frame, or a bare position.
 
-    >>> from foci.record.labels import Labels
-    >>> labels = Labels.tokens([["Where", " does", " it", " look", "?"]], words=[[0, 1, 2, 3, 3]])
+    >>> labels = foci.Labels.tokens([["Where", " does", " it", " look", "?"]], words=[[0, 1, 2, 3, 3]])
     >>> len(labels), labels.text(0)
     (5, 'Where does it look?')
 
@@ -76,7 +75,7 @@ class Labels:
         """Labels from character offsets into the source texts, which keeps split characters whole.
 
         >>> offsets = [(0, 0), (0, 2), (3, 4), (3, 4)]                       # [CLS], Hi, two halves of an emoji
-        >>> Labels.from_offsets(["Hi 🙂"], [offsets], [["[CLS]", "hi", "ð", "Ł"]]).texts
+        >>> foci.Labels.from_offsets(["Hi 🙂"], [offsets], [["[CLS]", "hi", "ð", "Ł"]]).texts
         (('[CLS]', 'Hi', ' 🙂', ''),)
 
         Args:
