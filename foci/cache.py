@@ -63,7 +63,7 @@ class Cache:
         # tokens keep their old positions, which come after every query, so that `causal` masks them.
         self._written = 0
         # The first position of the keys that the last append returned, if they are a copy and not the slots.
-        self._joined_from: int | None = None
+        self._copy_start: int | None = None
         self._changes = Changes()
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,15 +80,15 @@ class Cache:
         self._check(keys, values)
         buffers = self._reserve(keys, values)
         start, count = self._length, keys.shape[-2]
-        joined = self._join(keys.detach(), values.detach()) if self._overwrites_needed(count) else None
+        concatenated = self._concatenate(keys.detach(), values.detach()) if self._overwrites_needed(count) else None
         for buffer, new in zip(buffers, (keys, values), strict=True):
             self._write(buffer, new)
         oldest = self._oldest
         self._length = start + count
         self._written = max(self._written, self._length)
         self._changes = self._changes._replace(evicted=self._changes.evicted + self._oldest - oldest)
-        self._joined_from = None if joined is None else self._length - joined[0].shape[-2]
-        return self._visible() if joined is None else joined
+        self._copy_start = None if concatenated is None else self._length - concatenated[0].shape[-2]
+        return self._visible() if concatenated is None else concatenated
 
     def positions(self, count: int) -> tuple[Tensor, Tensor] | None:
         """Positions of the newest `count` tokens and of the keys of the last append: attention's `positions=`.
@@ -97,13 +97,13 @@ class Cache:
         """
         if not 0 <= count <= self._length:
             raise ValueError(f"count must be from 0 to {self._length}, got {count}")
-        in_order = not self._rotated if self._joined_from is None else self._joined_from == 0
+        in_order = not self._rotated if self._copy_start is None else self._copy_start == 0
         if self._buffers is None or in_order:
             return None
         device = self._buffers[0].device
         queries = torch.arange(self._length - count, self._length, device=device)
-        if self._joined_from is not None:
-            return queries, torch.arange(self._joined_from, self._length, device=device)
+        if self._copy_start is not None:
+            return queries, torch.arange(self._copy_start, self._length, device=device)
         slots, last = torch.arange(self._slots, device=device), self._written - 1
         return queries, last - (last - slots) % self._slots
 
@@ -130,7 +130,7 @@ class Cache:
         if length < self._length:
             self._changes = self._changes._replace(cropped=self._changes.cropped + self._length - length)
             self._length = length
-            self._joined_from = None
+            self._copy_start = None
 
     def reorder(self, index: Tensor) -> None:
         """Replaces row i of the batch by row index[i] (beam search); index may be longer or shorter than the batch.
@@ -144,13 +144,13 @@ class Cache:
         keys, values = self._visible()
         self._buffers = (_select(keys, index, self._slots), _select(values, index, self._slots))
         self._changes = self._changes._replace(reordered=self._changes.reordered + 1)
-        self._joined_from = None
+        self._copy_start = None
 
     def reset(self) -> None:
         """Drops all tokens and frees the buffers; the next append may have any shape (`crop(0)` keeps both)."""
         self._buffers = None
         self._length = self._written = 0
-        self._joined_from = None
+        self._copy_start = None
         self._changes = self._changes._replace(resets=self._changes.resets + 1)
 
     @property
@@ -220,7 +220,7 @@ class Cache:
         used = self._slots if self._rotated else self._length
         return self._buffers[0].narrow(-2, 0, used), self._buffers[1].narrow(-2, 0, used)
 
-    def _join(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _concatenate(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Concatenates the old tokens that the first new query needs, in order, with the new ones."""
         assert self._buffers is not None
         first = self._first_needed(self._length)

@@ -54,8 +54,8 @@ class KeyRanges:
             for a, b in self.ranges
             for c, d in other.ranges
         ]
-        joined = KeyRanges(tuple(ranges), self.keys, self.exact and other.exact)
-        return joined if len(ranges) <= 2 else joined.hull()
+        combined = KeyRanges(tuple(ranges), self.keys, self.exact and other.exact)
+        return combined if len(ranges) <= 2 else combined.hull()
 
     def __or__(self, other: KeyRanges) -> KeyRanges:
         if len(self.ranges) + len(other.ranges) > 2:
