@@ -70,5 +70,5 @@ def pretrained(name: str) -> Pretrained:
     if name not in list_pretrained():
         names = ", ".join(list_pretrained()) or "none"
         raise ValueError(f"name must be one of the models that ship ({names}), got {name!r}")
-    found = load_trained_model(MODELS_DIRECTORY / name)
-    return Pretrained(found.task, found.model, found.about)
+    trained = load_trained_model(MODELS_DIRECTORY / name)
+    return Pretrained(trained.task, trained.model, trained.about)

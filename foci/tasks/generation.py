@@ -44,7 +44,7 @@ class GenerationSettings(Config):
 
     section = "task"
 
-    size: Literal["tiny", "small", "base"] = "small"  # of the model; the next settings override single values
+    size: Literal["tiny", "small", "base"] = "small"  # model size; the next settings override single values
     width: int | None = None  # model width
     layers: int | None = None  # number of blocks
     heads: int | None = None  # attention heads

@@ -70,7 +70,7 @@ class SentimentSettings(Config):
 
     section = "task"
 
-    size: Literal["tiny", "small", "base"] = "tiny"  # of the model; the next settings override single values
+    size: Literal["tiny", "small", "base"] = "tiny"  # model size; the next settings override single values
     width: int | None = None  # model width
     layers: int | None = None  # number of blocks
     heads: int | None = None  # attention heads

@@ -26,7 +26,7 @@ class SpeechSettings(Config):
 
     section = "task"
 
-    size: Literal["tiny", "small", "base"] = "small"  # of the model; the next settings override single values
+    size: Literal["tiny", "small", "base"] = "small"  # model size; the next settings override single values
     width: int | None = None  # model width
     layers: int | None = None  # encoder blocks
     decoder_layers: int | None = None  # decoder blocks; 0: CTC only

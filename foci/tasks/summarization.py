@@ -64,7 +64,7 @@ class SummarizationSettings(Config):
 
     section = "task"
 
-    size: Literal["tiny", "small", "base"] = "small"  # of the model; the next settings override single values
+    size: Literal["tiny", "small", "base"] = "small"  # model size; the next settings override single values
     width: int | None = None  # model width
     layers: int | None = None  # blocks of each stack
     heads: int | None = None  # attention heads
@@ -114,10 +114,10 @@ class Summarization(Task[Document, str]):
 
     @classmethod
     def read(cls, paths: Sequence[Path], settings: SummarizationSettings) -> list[Document]:
-        found = read_valid_rows(
+        table = read_valid_rows(
             require_one_path(paths, "a table of documents and summaries"), COLUMNS, find_wordless_field
         )
-        return [Document(row.fields["document"].strip(), row.fields["summary"].strip()) for row in found]
+        return [Document(row.fields["document"].strip(), row.fields["summary"].strip()) for row in table]
 
     @classmethod
     def check(cls, paths: Sequence[Path], settings: SummarizationSettings) -> Iterator[Problem]:
@@ -218,9 +218,9 @@ class Summarization(Task[Document, str]):
                 logits, batch["targets"], ignore=PAD, smoothing=settings.smoothing, agreement=settings.agreement
             )
             return loss, counts.sum()
-        flat, wanted = self._logits(model, batch).float().flatten(0, 1), batch["targets"].flatten()
+        logits, targets = self._logits(model, batch).float().flatten(0, 1), batch["targets"].flatten()
         smoothing = settings.smoothing if model.training else 0.0
-        loss = F.cross_entropy(flat, wanted, ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
+        loss = F.cross_entropy(logits, targets, ignore_index=PAD, reduction="sum", label_smoothing=smoothing)
         return loss, counts.sum()
 
     def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -264,8 +264,8 @@ class Summarization(Task[Document, str]):
         kinds = ["rouge1", "rouge2", "rougeL"]
         scorer = import_rouge().RougeScorer(kinds, use_stemmer=True)
         pairs = zip(examples, answers, strict=True)
-        found = [scorer.score(each.summary, answer) for each, answer in pairs]
-        means = {kind: 100.0 * sum(each[kind].fmeasure for each in found) / max(len(found), 1) for kind in kinds}
+        scores = [scorer.score(each.summary, answer) for each, answer in pairs]
+        means = {kind: 100.0 * sum(each[kind].fmeasure for each in scores) / max(len(scores), 1) for kind in kinds}
         return {"rougeL": means["rougeL"], "rouge1": means["rouge1"], "rouge2": means["rouge2"]}
 
     def parse_input(self, text: str) -> Document:

@@ -47,7 +47,7 @@ class TranslationSettings(Config):
     section = "task"
 
     model: Literal["transformer", "rnn"] = "transformer"  # rnn: recurrent, with additive attention
-    size: Literal["tiny", "small", "base"] = "small"  # of the model; the next settings override single values
+    size: Literal["tiny", "small", "base"] = "small"  # model size; the next settings override single values
     width: int | None = None  # model width
     layers: int | None = None  # blocks of each stack
     heads: int | None = None  # transformer: attention heads

@@ -70,7 +70,7 @@ class VisionSettings(Config):
     image: int = 32  # height and width that images are resized to, in pixels
     channels: int = 3  # 3: colour, 1: grey
     patch: int = 4  # height and width of a patch, in pixels
-    size: Literal["tiny", "small", "base"] = "tiny"  # of the model; the next settings override single values
+    size: Literal["tiny", "small", "base"] = "tiny"  # model size; the next settings override single values
     width: int | None = None  # model width
     layers: int | None = None  # number of blocks
     heads: int | None = None  # attention heads

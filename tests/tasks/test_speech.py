@@ -100,7 +100,9 @@ def test_an_answer_has_at_least_min_tokens(least: int, learned: Lesson, monkeypa
     assert isinstance(task, Speech)
     monkeypatch.setattr(task, "settings", replace(task.settings, min_tokens=least))
     monkeypatch.setattr("foci.tasks.speech.read_ctc", lambda logits, lengths, blank: [[] for _ in logits])
-    monkeypatch.setattr(task, "rescore", lambda model, frames, likely, proposed: -torch.tensor(list(map(len, proposed))))
+    monkeypatch.setattr(
+        task, "rescore", lambda model, frames, ctc, candidates: -torch.tensor([len(each) for each in candidates])
+    )
     short = [each for each in learned.dev if len(each.text.split()) < 3]
     with torch.no_grad():
         counts = [len(answer.split()) for answer in task.decode(model, short)]
