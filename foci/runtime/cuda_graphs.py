@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-GraphResult = TypeVar("Made")
+GraphResult = TypeVar("GraphResult")
 
 
 def capture_cuda_graph(work: Callable[[], GraphResult], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, GraphResult]:
