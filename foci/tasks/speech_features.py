@@ -58,9 +58,7 @@ class SpeechSettings(Config):
     voice: float = 0.0  # maximum relative warp of the bands, as by another vocal tract, in training
     tilt: float = 0.0  # maximum change of band energy in nats, as by another microphone, in training
     stretch: float = 0.0  # maximum relative change of duration at the same pitch, in training
-    join: float = (
-        0.0  # probability that another recording of the batch is appended, in training; prevents memorizing sentences
-    )
+    join: float = 0.0  # probability that another recording of the batch is appended, in training
     time_masks: int = 2  # masked time spans (SpecAugment), in training
     longest_mask: int = 40  # maximum frames of a time span
     band_masks: int = 2  # masked band ranges (SpecAugment), in training
