@@ -238,5 +238,5 @@ class DistanceBiasAttention(torch.autograd.Function):
         d_out = torch.zeros_like(out) if d_out is None else d_out
         gradients = launch.backward(d_out, d_log_sums, out, peaks, log_sums, bias_gradients, q, k, v, options)
         learned = (getattr(options, name) for name in LEARNED_FIELDS)
-        gradients = forbid_double_backward(gradients, d_out, d_log_sums, q, k, v, *learned)
-        return place_gradients(ctx, gradients, options, bias_gradients)
+        guarded = forbid_double_backward(gradients, d_out, d_log_sums, q, k, v, *learned)
+        return place_gradients(ctx, guarded, options, bias_gradients)
