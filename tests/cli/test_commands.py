@@ -265,13 +265,19 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
         (["run", "summarization", "x"], f"pretrained models exist for {', '.join(list_pretrained())}"),
         (["run", "translation", "a", "\udcff"], r"the text must be valid UTF-8, got '\udcff'"),
         (["look", "\udcff", "--model", "runs/translation"], r"the text must be valid UTF-8, got '\udcff'"),
-        (["run", "translation", "a", "--device", "cuda"], "expected a GPU for the device cuda, but"),
-        (["evaluate", "runs/translation", "--device", "cuda"], "expected a GPU for the device cuda, but"),
+        (["run", "translation", "a", "--device", "cuda"], "device must be 'cpu' or 'auto' where PyTorch finds no GPU"),
+        (
+            ["evaluate", "runs/translation", "--device", "cuda"],
+            "device must be 'cpu' or 'auto' where PyTorch finds no GPU",
+        ),
         (
             ["train", "translation", "--data", "pairs.tsv", "--out", "pairs.tsv"],
             "pairs.tsv must be a run directory, got a file",
         ),
-        (["train", "translation", "--data", "/dev/null", "--out", "new"], "/dev/null must be a file, got something else"),
+        (
+            ["train", "translation", "--data", "/dev/null", "--out", "new"],
+            "/dev/null must be a file, got something else",
+        ),
         (
             ["run", "translation", "a", "--set", "train.rate=1"],
             "--set must change [task] settings of a",
@@ -282,7 +288,10 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
             ["train", "translation", "--resume", "--seed", "3"],
             "run and cannot be combined with --seed",
         ),
-        (["train", "translation", "--resume", "--data", "x"], "must be at x, but it does not exist: use --data if it has moved"),
+        (
+            ["train", "translation", "--resume", "--data", "x"],
+            "must be at x, but it does not exist: use --data if it has moved",
+        ),
         (
             ["train", "translation", "--resume", "--set", "task.width=8"],
             "settings when resuming, got task",
