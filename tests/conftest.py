@@ -1,4 +1,4 @@
-"""Where the tests run: what is missing here is skipped with a reason, unless FOCI_REQUIRE names it."""
+"""Test configuration: tests that cannot run are skipped with a reason, or fail if FOCI_REQUIRE names their marker."""
 
 import os
 import re
@@ -12,11 +12,11 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Triton reads this when a kernel is defined, so it must stand before anything imports one.
+    # Triton reads this when a kernel is defined, so it must be set before a kernel is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # As many workers as cores: more threads would only get into each other's way.
+    # There are as many workers as cores, so one thread each.
     torch.set_num_threads(1)
 
 DESELECTED: Counter[str] = Counter()
@@ -38,7 +38,7 @@ def missing() -> dict[str, str]:
     if not torch.cuda.is_available():
         reasons["gpu"] = "no CUDA device"
     if data_folder() is None:
-        reasons["data"] = "FOCI_DATA names no folder"
+        reasons["data"] = "FOCI_DATA does not name a directory"
     if chromium_path() is None:
         reasons["browser"] = "no Chromium on the PATH"
     return reasons
@@ -81,7 +81,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker hands its counts to the process that prints them."""
+    """Send the counts of a worker to the process that prints them."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["deselected"] = dict(DESELECTED)
 
@@ -93,12 +93,12 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def refuse_skip(report: pytest.TestReport | pytest.CollectReport, names: list[str]) -> None:
-    """Turns a skip into a failure where FOCI_REQUIRE wants one of these markers run."""
+    """Turn a skip into a failure if FOCI_REQUIRE names one of these markers."""
     wanted = sorted(required().intersection(names))
     if report.skipped and wanted and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
-        report.longrepr = f"FOCI_REQUIRE={','.join(wanted)} wants this run, but it was skipped: {reason}"
+        report.longrepr = f"FOCI_REQUIRE={','.join(wanted)} requires this test, but it was skipped: {reason}"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -113,7 +113,7 @@ def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
-    # A file that skips itself (pytest.importorskip) has no tests to ask for their markers: its text is asked.
+    # A file that skips itself (pytest.importorskip) has no collected tests, so its markers are read from its text.
     if report.skipped:
         refuse_skip(report, re.findall(r"mark\.(\w+)", collector.path.read_text()))
     return report

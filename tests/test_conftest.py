@@ -1,4 +1,4 @@
-"""What cannot run here is skipped with a reason, or fails where FOCI_REQUIRE names it."""
+"""Tests that cannot run are skipped with a reason, or fail if FOCI_REQUIRE names their marker."""
 
 import shutil
 from pathlib import Path
@@ -48,33 +48,33 @@ def run(pytester: pytest.Pytester, source: str, required: str = "") -> str:
         return pytester.runpytest_inprocess("test_it.py").stdout.str()
 
 
-def test_what_is_missing_is_skipped_with_a_reason(pytester: pytest.Pytester, folder: Path) -> None:
+def test_tests_that_cannot_run_are_skipped_with_a_reason(pytester: pytest.Pytester, folder: Path) -> None:
     out = run(pytester, MARKED)
-    assert "data: FOCI_DATA names no folder" in out
+    assert "data: FOCI_DATA does not name a directory" in out
     assert "browser: no Chromium on the PATH" in out
     assert "not run: 1 marked gpu (to run them: make gpu, on a machine with a CUDA device)" in out
     assert "1 passed, 2 skipped, 1 deselected" in out
 
 
-def test_what_is_there_runs(pytester: pytest.Pytester, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_that_can_run_do_run(pytester: pytest.Pytester, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "chromium").touch(mode=0o755)
     monkeypatch.setenv("FOCI_DATA", str(folder))
     assert "3 passed, 1 deselected" in run(pytester, MARKED, required="browser,data")
 
 
-def test_what_is_required_must_run(pytester: pytest.Pytester, folder: Path) -> None:
+def test_required_tests_fail_instead_of_being_skipped(pytester: pytest.Pytester, folder: Path) -> None:
     out = run(pytester, MARKED, required="browser,data")
-    assert "FOCI_REQUIRE=data wants this run, but it was skipped" in out
+    assert "FOCI_REQUIRE=data requires this test, but it was skipped" in out
     assert "1 passed, 1 deselected, 2 errors" in out
 
 
 @pytest.mark.parametrize(("required", "closing"), [("data", "1 error"), ("browser", "1 skipped")])
 @pytest.mark.usefixtures("folder")
-def test_a_file_that_skips_itself_is_found_out(pytester: pytest.Pytester, required: str, closing: str) -> None:
+def test_a_required_file_that_skips_itself_fails(pytester: pytest.Pytester, required: str, closing: str) -> None:
     assert closing in run(pytester, SKIPS_ITSELF, required).splitlines()[-1]
 
 
-def test_with_a_device_the_kernels_tests_are_for_a_gpu(
+def test_kernel_tests_count_as_gpu_tests_with_a_device(
     pytester: pytest.Pytester, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(Path(__file__).parent / "kernels" / "conftest.py", folder)

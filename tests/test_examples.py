@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def examples() -> list[doctest.DocTest]:
-    """Every docstring with an example. `foci` and `torch` are known to it, as to somebody who has imported them."""
+    """Every docstring with an example; `foci` and `torch` are already imported for it."""
     found = []
     for path in sorted((ROOT / "foci").rglob("*.py")):
         if ">>> " in path.read_text():
@@ -24,7 +24,7 @@ def examples() -> list[doctest.DocTest]:
 
 
 def failures(test: doctest.DocTest) -> str:
-    """What an example printed that its docstring does not say."""
+    """The differences between the output of an example and its docstring."""
     report: list[str] = []
     options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     doctest.DocTestRunner(optionflags=options, verbose=False).run(test, out=report.append)

@@ -68,20 +68,20 @@ def test_inputs_may_follow_options_and_empty_lines_give_empty_answers(
 def test_each_line_typed_in_a_terminal_is_answered_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = []
+    message = []
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
         def __next__(self) -> str:  # type: ignore[override]
-            said.append(capsys.readouterr().out.count("\n"))
+            message.append(capsys.readouterr().out.count("\n"))
             return super().__next__()
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.stdin", Terminal("ab cd\nef\n"))
     assert main.main(["run", "translation"]) == 0
-    assert said == [0, 1, 1]
+    assert message == [0, 1, 1]
 
 
 def test_closed_streams_end_without_a_traceback(
@@ -130,22 +130,22 @@ def test_a_stopped_training_exits_with_status_130(
     options = [part for change in SMALL for part in ("--set", change)]
     data, out = str(folder / "pairs.tsv"), str(tmp_path / "run")
     assert main.main(["train", "translation", "--data", data, "--out", out, *options]) == 130
-    said = capsys.readouterr()
-    assert said.out == "stopped_at_step 1\n"
-    assert said.err.endswith("stopped at step 1; checkpoint saved: --resume continues from here\n")
+    message = capsys.readouterr()
+    assert message.out == "stopped_at_step 1\n"
+    assert message.err.endswith("stopped at step 1; checkpoint saved: --resume continues from here\n")
 
 
 def test_a_run_used_instead_of_the_pretrained_model_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for place, more, said in (
+    for place, more, message in (
         (folder, [], f"{RUN_USED}\n"),
         (folder, ["--model", "runs/translation"], ""),
         (tmp_path, [], ""),
     ):
         monkeypatch.chdir(place)
         assert main.main(["run", "translation", "ab", *more]) == 0
-        assert capsys.readouterr().err == said
+        assert capsys.readouterr().err == message
 
 
 def test_run_shows_and_saves_the_attention(
@@ -186,9 +186,9 @@ def test_truncated_inputs_are_reported_in_one_line(
     else:
         arguments = ["evaluate", str(model), "--data", str(data), "--answers", str(answers)]
     assert main.main(arguments) == 0
-    said = f"foci {command}: 1 of 3 inputs is longer than the model can read: truncated\n"
+    message = f"foci {command}: 1 of 3 inputs is longer than the model can read: truncated\n"
     wrote = f"foci run: written: {answers}\n" if command == "run" else ""
-    assert capsys.readouterr().err == said + wrote
+    assert capsys.readouterr().err == message + wrote
     assert len(answers.read_text().splitlines()) == 3
 
 
@@ -208,8 +208,8 @@ def test_a_run_is_used_from_another_directory(
     moved = data.rename(tmp_path / "moved.tsv")
     for arguments in ([*resume, "train.steps=4"], ["evaluate", run]):
         assert main.main(arguments) == 2
-        said = f": the data of {run} must be at {data}, but it does not exist: use --data if it has moved\n"
-        assert capsys.readouterr().err.endswith(said)
+        message = f": the data of {run} must be at {data}, but it does not exist: use --data if it has moved\n"
+        assert capsys.readouterr().err.endswith(message)
     assert main.main([*resume, "train.steps=4", "--data", str(moved)]) == 0
     assert main.main([*resume, "train.steps=5", "--data", str(folder / "pairs.tsv")]) == 2
     assert "must not change, but these files differ from the start" in capsys.readouterr().err
@@ -257,7 +257,7 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["run", "translation", ""], "the input must be a sentence to translate, got an empty text"),
         (["run", "generation", "x", "--model", "runs/translation"], "--model must be a model for generation, got"),
@@ -322,7 +322,7 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
 )
 def test_bad_input_is_one_sentence(
     arguments: list[str],
-    said: str,
+    message: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -334,7 +334,7 @@ def test_bad_input_is_one_sentence(
         monkeypatch.setattr("foci.__file__", str(folder / "foci" / "__init__.py"))
     assert main.main(arguments) == 2
     *before, error = capsys.readouterr().err.splitlines()
-    assert said in error
+    assert message in error
     assert before in ([], [RUN_USED])
 
 
@@ -368,11 +368,11 @@ def test_a_damaged_file_does_not_stop_the_others(
     for name, content in (("a.pgm", good), ("broken.pgm", broken), ("c.pgm", good)):
         (tmp_path / name).write_bytes(content)
     assert main.main(["run", "vision", "a.pgm", "broken.pgm", "none.pgm", "c.pgm"]) == 2
-    said = capsys.readouterr()
-    first, *failed, last = said.out.splitlines()
+    message = capsys.readouterr()
+    first, *failed, last = message.out.splitlines()
     assert first == last != ""
     assert failed == ["", ""]
-    assert said.err.splitlines() == [
+    assert message.err.splitlines() == [
         "foci run: broken.pgm must hold 784 bytes of 28 x 28 pixels, got 9",
         "foci run: none.pgm must be an image file, got no such file",
     ]
@@ -412,8 +412,8 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert main.main(arguments) == 1
-    said = "model.safetensors needs safetensors, which is not installed: pip install 'foci[tasks]'\n"
-    assert capsys.readouterr().err.endswith(said)
+    message = "model.safetensors needs safetensors, which is not installed: pip install 'foci[tasks]'\n"
+    assert capsys.readouterr().err.endswith(message)
 
 
 def test_a_record_without_the_package_names_its_extra(
@@ -423,5 +423,5 @@ def test_a_record_without_the_package_names_its_extra(
     (folder / "some.foci").write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert main.main(["view", "some.foci", "--out", "z.html"]) == 1
-    said = "foci view: some.foci needs safetensors, which is not installed: pip install 'foci[view]'\n"
-    assert capsys.readouterr().err == said
+    message = "foci view: some.foci needs safetensors, which is not installed: pip install 'foci[view]'\n"
+    assert capsys.readouterr().err == message

@@ -66,8 +66,11 @@ def test_every_command_shows_its_own_examples(name: str) -> None:
 def test_every_setting_is_listed_with_its_default_and_a_comment(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["train", task, "--settings"]) == 0
     first, second = capsys.readouterr().out.split("\n\n")
-    for name, said, kind in (("task", first, foci.tasks.find_task(task).settings_type), ("train", second, TrainConfig)):
-        heading, *lines = said.splitlines()
+    for name, message, kind in (
+        ("task", first, foci.tasks.find_task(task).settings_type),
+        ("train", second, TrainConfig),
+    ):
+        heading, *lines = message.splitlines()
         assert heading == f"[{name}]"
         found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines}
         assert list(found) == [f"{name}.{field.name}" for field in fields(kind)]
@@ -103,10 +106,10 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
     with pytest.raises(SystemExit) as stop:
         main.main(arguments)
     assert stop.value.code == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert said.err.endswith("--help)\n")
+    message = capsys.readouterr()
+    assert message.out == ""
+    assert message.err.count("\n") == 1
+    assert message.err.endswith("--help)\n")
 
 
 def checkout(folder: Path, monkeypatch: pytest.MonkeyPatch, *scripts: str) -> None:
@@ -153,9 +156,9 @@ def test_a_closed_pipe_is_not_an_error() -> None:
 def test_help_is_printed_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main.main([])
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "examples:\n  foci explain" in said.err
+    message = capsys.readouterr()
+    assert message.out == ""
+    assert "examples:\n  foci explain" in message.err
 
 
 def test_ctrl_c_while_torch_is_imported_ends_without_a_traceback(tmp_path: Path) -> None:
