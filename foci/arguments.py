@@ -90,15 +90,11 @@ class Call:
     @property
     def batch_index(self) -> Tensor:
         """The original number of each sequence: (B, 1, 1, 1)."""
-        """The original number of each sequence: (B, 1, 1, 1)."""
-        """The original number of each sequence: (B, 1, 1, 1)."""
         ids = torch.arange(self.q.shape[0], device=self.q.device) if self.batch_ids is None else self.batch_ids
         return ids.view(-1, 1, 1, 1)
 
     @property
     def head_index(self) -> Tensor:
-        """The original number of each head: (1, H, 1, 1)."""
-        """The original number of each head: (1, H, 1, 1)."""
         """The original number of each head: (1, H, 1, 1)."""
         ids = torch.arange(self.q.shape[1], device=self.q.device) if self.head_ids is None else self.head_ids
         return ids.view(1, -1, 1, 1)
@@ -107,8 +103,6 @@ class Call:
         return positions if positions.shape[0] == 1 or self.batch_ids is None else positions[self.batch_ids]
 
     def full_tile(self) -> Tile:
-        """The whole matrix as one tile."""
-        """The whole matrix as one tile."""
         """The whole matrix as one tile."""
         return self.tile(slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
 

@@ -115,8 +115,6 @@ class Buckets(Bias):
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each distance, as T5 computes it."""
-        """The bucket of each distance, as T5 computes it."""
-        """The bucket of each distance, as T5 computes it."""
         buckets = self.table.shape[0]
         start = torch.zeros_like(distance)
         if self.bidirectional:
@@ -211,8 +209,6 @@ class DenseBias(Bias):
 
 def as_bias(bias: Bias | Tensor) -> Bias:
     """A bias or a float tensor as a `Bias`; raises TypeError for anything else."""
-    """A bias or a float tensor as a `Bias`; raises TypeError for anything else."""
-    """A bias or a float tensor as a `Bias`; raises TypeError for anything else."""
     if isinstance(bias, Bias):
         return bias
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
@@ -232,8 +228,6 @@ def default_slopes(heads: int, q: Tensor) -> Tensor:
 
 
 def require_heads(bias: Bias, sizes: CallSizes) -> int:
-    """The number of heads; raises if the inputs have no head dimension."""
-    """The number of heads; raises if the inputs have no head dimension."""
     """The number of heads; raises if the inputs have no head dimension."""
     if sizes.heads is None:
         raise ValueError(

@@ -81,8 +81,6 @@ class Dot(Score):
 
     def factor(self, width: int) -> float:
         """The scale as a number."""
-        """The scale as a number."""
-        """The scale as a number."""
         return 1.0 / math.sqrt(max(width, 1)) if self.scale is None else float(self.scale)
 
     def finish(self, raw: Tensor, width: int) -> Tensor:

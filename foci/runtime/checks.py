@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 def to_int_tensor(values: Tensor | list[int], name: str) -> Tensor:
     """Integers as a tensor; raises TypeError for anything else."""
-    """Integers as a tensor; raises TypeError for anything else."""
-    """Integers as a tensor; raises TypeError for anything else."""
     try:
         # as_tensor would move a tensor to the default device.
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
@@ -29,8 +27,6 @@ def to_int_tensor(values: Tensor | list[int], name: str) -> Tensor:
 
 
 def to_call_device(tensor: Tensor, sizes: CallSizes, name: str) -> Tensor:
-    """The tensor on the device of the call; only tensors on the CPU are moved."""
-    """The tensor on the device of the call; only tensors on the CPU are moved."""
     """The tensor on the device of the call; only tensors on the CPU are moved."""
     if tensor.device != sizes.device and tensor.device.type != "cpu":
         raise ValueError(f"{name} must be on {sizes.device} like the query, got {tensor.device}")
@@ -49,8 +45,6 @@ def check_values(condition: Tensor, message: Callable[[], str]) -> None:
 
 
 def is_broadcastable(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape broadcasts to `full`."""
-    """Whether a tensor of this shape broadcasts to `full`."""
     """Whether a tensor of this shape broadcasts to `full`."""
     pairs = zip(reversed(shape), reversed(full), strict=False)
     return len(shape) <= len(full) and all(n in {1, m} for n, m in pairs)
