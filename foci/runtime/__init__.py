@@ -8,6 +8,7 @@ compile_switch: switches torch.compile off while a model is watched.
 cuda_graphs: captures work as a CUDA graph.
 double_backward: gradients that are differentiated again.
 native: compiles and loads the C sources of `foci/kernels/c`.
+durable_files: files that survive a crash and reveal damage.
 safetensors_file: writes safetensors files with a header and a checksum.
 console: text for a terminal: widths, colours, pages.
 printable: any text in a form that is safe to print.

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from foci.runtime.durable_files import replace_durably
+
 
 def write_with_header(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """Writes one safetensors file with a JSON header and a checksum."""
@@ -33,8 +35,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         temporary.touch()
         mode = stat.S_IMODE(temporary.stat().st_mode)
         package.save_file(tensors, temporary, metadata=metadata)
+        sort_metadata(temporary)
         temporary.chmod(mode)
-        temporary.replace(path)
+        replace_durably(temporary, path)
     except OSError as error:
         if error.filename is not None:
             error.filename = str(path)
@@ -47,6 +50,19 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         temporary.unlink(missing_ok=True)
 
 
+def sort_metadata(path: Path) -> None:
+    """Sorts the metadata in the header, which the package writes in random order: equal content gives equal bytes."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        if "__metadata__" in header:
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        assert len(text) <= size, "the package writes the same compact JSON, in another order"
+        file.seek(8)
+        file.write(text.ljust(size))
+
+
 def open_safetensors(path: str | os.PathLike[str], extra: str = "view") -> Any:
     """Opens a safetensors file for reading."""
     # The package reports a file without read permission as missing; open() raises the right OSError.
@@ -55,12 +71,14 @@ def open_safetensors(path: str | os.PathLike[str], extra: str = "view") -> Any:
 
 
 def checksum_tensors(tensors: dict[str, Tensor]) -> int:
-    """A checksum that detects damaged tensors; safetensors itself detects only a damaged header or a missing end."""
+    """A checksum of names, dtypes, shapes and values: safetensors itself does not detect changed values."""
     total = 0
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
-        total = zlib.crc32(name.encode(), total)
-        total = zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()), total)
+        total = zlib.crc32(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode(), total)
+        # An empty tensor has no address, and the checksum of no memory is 0 whatever came before it.
+        if tensor.nbytes:
+            total = zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()), total)
     return total
 
 

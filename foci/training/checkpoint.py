@@ -7,9 +7,7 @@ which lists the shards of every tensor and the checksum of every file. Loading e
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from foci.runtime.durable_files import checksum_file, fsync_path, write_text_atomically
 from foci.runtime.safetensors_file import import_safetensors, write_tensors
 from foci.training.distributed import Processes
 
@@ -26,7 +25,6 @@ CHECKPOINT_FORMAT = "foci.checkpoint/2"
 CHECKPOINT_PREFIX = "step-"
 # More than one is kept, because the newest may turn out to be damaged.
 MAX_CHECKPOINTS = 2
-READ_CHUNK_BYTES = 2**24
 
 
 def save_checkpoint(
@@ -60,7 +58,9 @@ def save_checkpoint(
             shutil.rmtree(old)
 
 
-def write_rows(temporary: Path, tensors: Mapping[str, Tensor], processes: Processes) -> tuple[str, int, dict[str, Any]]:
+def write_rows(
+    temporary: Path, tensors: Mapping[str, Tensor], processes: Processes
+) -> tuple[str, int | None, dict[str, Any]]:
     """Writes this process's file; returns its name, its checksum, and the full shape and row range of each tensor."""
     own, rows = {}, {}
     for name, tensor in tensors.items():
@@ -78,8 +78,7 @@ def write_rows(temporary: Path, tensors: Mapping[str, Tensor], processes: Proces
         return "", 0, {}
     file = f"rank-{processes.rank:05d}.safetensors"
     write_tensors(temporary / file, own)
-    fsync_path(temporary / file)
-    return file, file_checksum(temporary / file), {name: each | {"file": file} for name, each in rows.items()}
+    return file, checksum_file(temporary / file), {name: each | {"file": file} for name, each in rows.items()}
 
 
 def row_offset(tensor: DTensor, processes: Processes) -> int:
@@ -108,7 +107,7 @@ class Checkpoint:
             if content["format"] != CHECKPOINT_FORMAT:
                 raise ValueError(f"format must be {CHECKPOINT_FORMAT!r}, got {content['format']!r}")
             for name, checksum in content["files"].items():
-                if file_checksum(folder / name) != checksum:
+                if checksum_file(folder / name) != checksum:
                     raise ValueError(f"the checksum of {name} does not match")
         except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the checkpoint {folder} is damaged: {error}") from error
@@ -190,28 +189,3 @@ def replace_directory(temporary: Path, target: Path) -> None:
         shutil.rmtree(target)
     temporary.rename(target)
     fsync_path(target.parent)
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Writes a text file so that a crash leaves either the old or the new content."""
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(text, encoding="utf-8")
-    fsync_path(temporary)
-    temporary.replace(path)
-
-
-def fsync_path(path: Path) -> None:
-    """Flushes a file or directory to disk, so that a rename never exposes partly written data."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def file_checksum(path: Path) -> int:
-    total = 0
-    with path.open("rb") as file:
-        while chunk := file.read(READ_CHUNK_BYTES):
-            total = zlib.crc32(chunk, total)
-    return total

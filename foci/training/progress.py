@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from foci.training.checkpoint import write_text_atomically
+from foci.runtime.durable_files import write_text_atomically
 
 # Seconds between two lines if there is no progress bar.
 LINE_SECONDS = 10.0

@@ -15,10 +15,10 @@ import torch
 
 from foci import __version__
 from foci.runtime.console import format_count
+from foci.runtime.durable_files import READ_CHUNK_BYTES, write_text_atomically
 from foci.tasks import find_task
 from foci.tasks.task import Task
 from foci.training.batches import Batches, seeded_generator
-from foci.training.checkpoint import READ_CHUNK_BYTES, write_text_atomically
 from foci.training.config import RunConfig, read_config
 from foci.training.distributed import Processes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import foci
 from foci.masks.base import Mask
-from foci.runtime import safetensors_file
+from foci.runtime import durable_files, safetensors_file
 from foci.weights import parts_file
 from tests import matrices
 from tests.matrices import CASES, DTYPES, lazy
@@ -171,6 +171,47 @@ def test_unknown_parts_are_refused(case: str) -> None:
     content, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         parts_file.decode_part(content, {"there": torch.zeros(1)})
+
+
+ONES, EMPTY = torch.ones(3), torch.zeros(0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": ONES, "z": EMPTY}, {"a": torch.zeros(3), "z": EMPTY}),
+        ({"a": EMPTY}, {"b": EMPTY}),
+        ({"a": torch.zeros(2, 0)}, {"a": torch.zeros(0, 2)}),
+        ({"a": torch.zeros(2, 3)}, {"a": torch.zeros(3, 2)}),
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int32)}),
+        ({"ab": ONES}, {"a": ONES}),
+    ],
+)
+def test_every_change_of_the_tensors_changes_the_checksum(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert safetensors_file.checksum_tensors(one) != safetensors_file.checksum_tensors(other)
+
+
+def test_equal_content_gives_equal_bytes(tmp_path: Path) -> None:
+    metadata = {name: f"ä \x01 {name}" for name in "badc"}
+    for number in range(8):
+        safetensors_file.write_tensors(tmp_path / f"{number}", {"ö": ONES, "empty": EMPTY}, metadata)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+    with safetensors_file.open_safetensors(tmp_path / "0") as file:
+        assert file.metadata() == metadata
+        assert torch.equal(file.get_tensor("ö"), ONES)
+
+
+def test_a_file_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[list[str]] = []
+
+    def note(path: Path) -> None:
+        flushed.append([path.name, *sorted(each.name for each in tmp_path.iterdir())])
+
+    monkeypatch.setattr(durable_files, "fsync_path", note)
+    safetensors_file.write_tensors(tmp_path / "w", {"a": ONES})
+    part = flushed[0][0]
+    assert part.endswith(".part")
+    assert flushed == [[part, part], [tmp_path.name, "w"]]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
