@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from foci.cli.model_choice import apply_changes
-from foci.models.pretrained import MODELS_DIRECTORY
+from foci.models import MODELS_DIRECTORY
 from foci.tasks.model_file import load_trained_model, save_trained_model
 
 MAX_FILE_BYTES = 14 * 2**20

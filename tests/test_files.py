@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import foci
-from foci.models.pretrained import MODELS_DIRECTORY, Pretrained
+from foci.models import MODELS_DIRECTORY
+from foci.models.pretrained import Pretrained
 
 
 def attended() -> tuple[torch.Tensor, foci.Weights]:

@@ -28,7 +28,8 @@ ORDER = (
     {"nn", "view"},
     {"decoding", "inputs", "bertviz"},
     {"tasks"},
-    {"models", "capture", "training"},
+    {"models"},
+    {"capture", "training"},
     {"files", "hf"},
     {"foci"},
     {"explore"},
@@ -37,8 +38,8 @@ ORDER = (
 )
 # Rooms that a room may not import directly, although they come earlier.
 FORBIDDEN = {"nn": {"backends", "gpu", "kernels", "statistics"}, "view": {"call", "capture", "nn"}}
-# `record.show()` and `record.save("page.html")` import the views locally: the one import against the direction.
-ALLOWED_BACK = ("record", "view")
+# `show`, `save` and the notebook display of these rooms import the views locally: the one import against the direction.
+SHOWN_BY_VIEWS = {"masks", "weights", "record"}
 
 Graph = dict[str, set[str]]
 
@@ -83,8 +84,8 @@ def module_graph() -> Graph:
     graph = {name: imported_modules(path.read_text(), set(files)) - {name} for name, path in files.items()}
     graph["foci"] |= set(foci.EXPORTS)
     for name, imports in graph.items():
-        if room_of(name) == ALLOWED_BACK[0]:
-            graph[name] = {other for other in imports if room_of(other) != ALLOWED_BACK[1]}
+        if room_of(name) in SHOWN_BY_VIEWS:
+            graph[name] = {other for other in imports if room_of(other) != "view"}
     return graph
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from foci import models
+
 CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 # Code that comes with a model is never run, and there is no prompt that asks for permission.
 LOAD_OPTIONS: dict[str, Any] = {"trust_remote_code": False}
-SHIPPED_MODELS = Path(__file__).parents[1] / "models"
 # The shipped models that read text, the default first.
 TEXT_MODELS = ("translation", "generation", "sentiment", "summarization")
 # Seconds to wait for Hugging Face to say whether a model exists.
@@ -113,15 +114,15 @@ def locate_model(model: str | os.PathLike[str] | None) -> str:
     if not name:
         raise ValueError(f"model must be {describe_model_choices()}, got an empty name")
     if name in shipped and not path_exists(Path(name)):
-        return str(SHIPPED_MODELS / name)
+        return str(models.MODELS_DIRECTORY / name)
     check_path_exists(name)
     return name
 
 
 def list_shipped_models() -> list[str]:
     """The names of the models that ship with foci, the default first."""
-    names = {file.parent.name for file in SHIPPED_MODELS.glob("*/*.safetensors")}
-    return [*(name for name in TEXT_MODELS if name in names), *sorted(names - {*TEXT_MODELS})]
+    names = models.list_pretrained()
+    return [*(name for name in TEXT_MODELS if name in names), *(name for name in names if name not in TEXT_MODELS)]
 
 
 def describe_model_choices() -> str:

@@ -69,9 +69,9 @@ def examples_to_evaluate(task: Task[Any, Any], options: argparse.Namespace) -> S
     """The examples of --data, or the dev set of the run."""
     if options.data:
         return task.read([Path(path) for path in options.data], task.settings)
-    from foci.models.pretrained import MODELS_DIRECTORY
+    from foci import models
     from foci.training.run import read_dev_examples
 
-    if options.model.parent == MODELS_DIRECTORY:
+    if options.model.parent == models.MODELS_DIRECTORY:
         raise ValueError(f"--data is required to evaluate {options.model.name}: pretrained models come without data")
     return read_dev_examples(options.model)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from foci import models
 from foci.cli.output import print_status
-from foci.models import pretrained
 from foci.nn.model import Model
 from foci.tasks import find_task
 from foci.tasks.task import Task
@@ -45,19 +45,19 @@ def find_task_model(name: str, path: Path | None) -> Path:
     find_task(name)
     if path is not None:
         return resolve_model_path(path)
-    for candidate in (Path("runs") / name, pretrained.MODELS_DIRECTORY / name):
+    for candidate in (Path("runs") / name, models.MODELS_DIRECTORY / name):
         if candidate.is_dir():
             return candidate
     raise ValueError(
         f"no model for {name}: train one (foci train {name} --data ...) or choose one with --model; pretrained"
-        f" models exist for {', '.join(pretrained.list_pretrained()) or 'no task'}"
+        f" models exist for {', '.join(models.list_pretrained()) or 'no task'}"
     )
 
 
 def resolve_model_path(path: Path) -> Path:
     """An existing path, or the path of the pretrained model with that name."""
-    is_name = not path.exists() and str(path) in pretrained.list_pretrained()
-    return pretrained.MODELS_DIRECTORY / path if is_name else path
+    is_name = not path.exists() and str(path) in models.list_pretrained()
+    return models.MODELS_DIRECTORY / path if is_name else path
 
 
 def print_truncated(command: str, count: int, total: int) -> None:

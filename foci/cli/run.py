@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from foci import models
 from foci.cli.output import BAD_INPUT, TASK_NAMES, check_out_path, check_utf8, describe_error, print_status
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ examples:
 """
 # Tasks whose inputs are files; the others take the text itself.
 FILE_TASKS = ("speech", "vision")
-# Found by file name, because importing foci.models imports torch.
-SHIPPED_MODELS = Path(__file__).parents[1] / "models"
 # The suffix of --out for answers; the others are those of records.
 ANSWERS_SUFFIX = ".txt"
 BATCH_SIZE = 64
@@ -43,8 +42,7 @@ def add(commands: Any) -> None:
         help="answer inputs with a trained model, and show its attention",
         epilog=EXAMPLES,
     )
-    names = sorted({file.parent.name for file in SHIPPED_MODELS.glob("*/*.safetensors")})
-    parser.add_argument("task", help=f"{TASK_NAMES}; pretrained models: {', '.join(names)}")
+    parser.add_argument("task", help=f"{TASK_NAMES}; pretrained models: {', '.join(models.list_pretrained())}")
     parser.add_argument("inputs", nargs="*", help="sentences, or image or sound files (default: lines of stdin)")
     parser.add_argument("--file", type=Path, help="a file with one input per line; empty lines give empty answers")
     parser.add_argument(
@@ -72,9 +70,10 @@ def run(options: argparse.Namespace) -> int:
     task, model = load_with_changes(path, options.changes, options.device)
     if task.name != options.task:
         raise ValueError(f"--model must be a model for {options.task}, got {path}, a model for {task.name}")
-    if options.model is None and path.parent != SHIPPED_MODELS:
+    if options.model is None and path.parent != models.MODELS_DIRECTORY:
         # A run takes precedence over the pretrained model, which is easily overlooked.
-        instead = f"; use --model {task.name} for the pretrained model" if (SHIPPED_MODELS / task.name).is_dir() else ""
+        is_shipped = task.name in models.list_pretrained()
+        instead = f"; use --model {task.name} for the pretrained model" if is_shipped else ""
         print_status("run", f"using the model in {path}{instead}")
     as_record = options.out is not None and options.out.suffix.lower() != ANSWERS_SUFFIX
     if as_record and len(options.inputs) != 1:

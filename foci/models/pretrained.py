@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, overload
 
 import torch
 
+from foci import models
 from foci.nn.model import Model
 from foci.record.record import Record
 from foci.tasks.model_file import load_trained_model
 from foci.tasks.task import Task
-
-# One folder per model, next to this file.
-MODELS_DIRECTORY = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -56,19 +53,14 @@ class Pretrained:
         return self.task.parse_input(os.fspath(text))
 
 
-def list_pretrained() -> list[str]:
-    """Lists the names of the models that ship."""
-    return sorted(path.name for path in MODELS_DIRECTORY.iterdir() if path.is_dir() and any(path.glob("*.safetensors")))
-
-
 def pretrained(name: str) -> Pretrained:
     """Loads a model that ships with foci, by the name of its task, on the CPU and in eval mode.
 
     `foci.pretrained("translation")("A man sleeps.")` returns the German sentence; `.show("A man sleeps.")` returns a
     Record of the attention while it was translated.
     """
-    if name not in list_pretrained():
-        names = ", ".join(list_pretrained()) or "none"
+    if name not in models.list_pretrained():
+        names = ", ".join(models.list_pretrained()) or "none"
         raise ValueError(f"name must be one of the models that ship ({names}), got {name!r}")
-    trained = load_trained_model(MODELS_DIRECTORY / name)
+    trained = load_trained_model(models.MODELS_DIRECTORY / name)
     return Pretrained(trained.task, trained.model, trained.about)

@@ -55,11 +55,16 @@ class Weights:
     ) -> None:
         # The call and the log-sum-exp without a check for changes. Used by foci.capture and foci.record.
         self.tensors = TrackedTensors(call, lse)
-        self.batch_shape, self._headed, self._averaged = batch, headed, averaged
+        self._batch_shape, self._headed, self._averaged = batch, headed, averaged
         self._lead = (*batch, call.q.shape[1]) if headed else batch
         self.shape: tuple[int, ...] = (*self._lead, call.q.shape[2], call.k.shape[2])
         # Query heads per key head in the original call, which some of its heads do not determine. Used by foci.capture.
         self.group = group or call.group
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The dimensions before the heads; () for inputs without a batch."""
+        return self._batch_shape
 
     @classmethod
     def from_call(cls, call: Call, lse: Tensor) -> Weights:

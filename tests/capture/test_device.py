@@ -140,7 +140,7 @@ def test_a_generation_is_recorded_step_by_step() -> None:
         answers = foci.generate(model, [5, 3, 8], new_tokens=5)
     assert answers[0].tokens == expected[0].tokens
     assert seen["L1"].shape == (1, 4, 7, 7)
-    with pytest.raises(ValueError, match="a captured step shows nothing"), foci.watch(model):
+    with pytest.raises(ValueError, match=r"capture must be None or False inside foci\.watch"), foci.watch(model):
         foci.generate(model, [5, 3, 8], new_tokens=5, capture=True)
 
 

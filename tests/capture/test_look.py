@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foci.capture import model_loading
+from foci import models
 from foci.capture.look import look
 from foci.capture.model_loading import auto_class_of, check_path_exists, is_foci_model, load_text_model
 from foci.cli import main
@@ -159,7 +159,7 @@ def test_a_model_that_foci_trained(own: Path, capsys: pytest.CaptureFixture[str]
 def test_a_shipped_model_is_found_by_name(
     named: list[str], own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_loading, "SHIPPED_MODELS", own.parent)
+    monkeypatch.setattr(models, "MODELS_DIRECTORY", own.parent)
     assert main.main(["look", "Jane is", *named]) == 0
     assert capsys.readouterr().err == "foci look: loading generation\n"
 
@@ -189,7 +189,7 @@ def test_missing_models_give_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(model_loading, "SHIPPED_MODELS", tmp_path)
+    monkeypatch.setattr(models, "MODELS_DIRECTORY", tmp_path)
     assert main.main(["look", *arguments]) == 2
     assert capsys.readouterr() == ("", f"foci look: {message}\n")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import foci
 from foci.cli import doctor, main
-from foci.models.pretrained import list_pretrained
+from foci.models import list_pretrained
 from foci.training import loop
 from tests.training.reversal import SMALL, written
 

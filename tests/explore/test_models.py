@@ -126,7 +126,7 @@ def test_shipped_models_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("vision", "generation"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
-    monkeypatch.setattr(model_loading, "SHIPPED_MODELS", tmp_path)
+    monkeypatch.setattr("foci.models.MODELS_DIRECTORY", tmp_path)
     assert model_loading.list_shipped_models() == ["generation", "vision"]
     assert model_loading.locate_model(None) == model_loading.locate_model("generation") == str(tmp_path / "generation")
     assert model_loading.locate_model("vision") == str(tmp_path / "vision")

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from foci.models import pretrained as models
-from foci.models.pretrained import MODELS_DIRECTORY, list_pretrained, pretrained
+from foci import models
+from foci.models import MODELS_DIRECTORY, list_pretrained
+from foci.models.pretrained import pretrained
 from foci.tasks.model_file import save_trained_model
 from foci.tasks.parallel_text import Pair
 from foci.tasks.translation import Translation, TranslationSettings
