@@ -1,7 +1,7 @@
 """Turns files and text into tensors.
 
-tables: TSV and JSONL rows, text files, plain or compressed
-files: describes a path for error messages
+tables: TSV, CSV and JSONL rows, text files, plain or compressed
+files: describes a path for error messages, detects the format of a file
 text: tokenizers: bytes, characters, words, BPE
 image: image files into pixels
 image_augmentation: random changes of image batches

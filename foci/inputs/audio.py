@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.inputs.files import describe_path
+from foci.inputs.files import describe_path, detect_format
+from foci.runtime.limits import MAX_SAMPLES, MAX_SECONDS
 
 # About 60 dB below speech of normal loudness; anything quieter counts as silence.
 ENERGY_FLOOR = 1e-6
@@ -24,14 +25,21 @@ ENERGY_FLOOR = 1e-6
 ZERO_CROSSINGS = 12
 # Positions between two samples with their own kernel: finer steps change less than the kernel's own error.
 KERNEL_PHASES = 1024
-# Output samples computed at a time, which bounds the memory for long recordings.
-RESAMPLE_CHUNK = 1 << 16
+# Kernel values used at a time, which bounds the memory for long recordings.
+RESAMPLE_CHUNK = 1 << 21
+# Values decoded at a time, of all channels.
+DECODED_VALUES = 1 << 20
+MIN_SAMPLE_RATE, MAX_SAMPLE_RATE = 1_000, 768_000
+SOUND_FORMATS = ("WAV", "FLAC", "OGG")
+# What libsndfile returns for a stream of unknown length.
+UNKNOWN_LENGTH = 2**63 - 1
 
 
 def read_audio(path: str | os.PathLike[str], rate: int | None = None) -> tuple[Tensor, int]:
     """Reads the samples (N,) of an audio file in -1 to 1, channels averaged, and the sample rate.
 
-    Uses soundfile if installed (wav, flac, ogg, ...), else the standard library (PCM wav files).
+    Reads WAV, FLAC and OGG with soundfile, or PCM WAV with the standard library if soundfile is not installed. The
+    length is limited by FOCI_MAX_SECONDS and FOCI_MAX_SAMPLES.
 
     Args:
         path: the file.
@@ -40,10 +48,10 @@ def read_audio(path: str | os.PathLike[str], rate: int | None = None) -> tuple[T
     name = os.fspath(path)
     if not Path(name).is_file():
         raise FileNotFoundError(f"{name} must be an audio file, got {describe_path(Path(name))}")
-    channels, file_rate = read_channels(name)
-    if len(channels) == 0:
+    detect_format(name, SOUND_FORMATS)
+    samples, file_rate = read_samples(name)
+    if len(samples) == 0:
         raise ValueError(f"{name} must be an audio file with samples, got none")
-    samples = channels.mean(1)
     if not bool(samples.isfinite().all()):
         raise ValueError(f"{name} must hold finite samples, got NaN or infinity")
     if rate is None or rate == file_rate:
@@ -51,19 +59,41 @@ def read_audio(path: str | os.PathLike[str], rate: int | None = None) -> tuple[T
     return resample(samples, file_rate / rate), rate
 
 
-def read_channels(name: str) -> tuple[Tensor, int]:
-    """Reads samples (N, channels) and the sample rate; errors carry the reader's own message."""
+def read_samples(name: str) -> tuple[Tensor, int]:
+    """Reads the mean of the channels (N,) and the sample rate; errors carry the reader's own message."""
     try:
         import soundfile
     except ImportError:
         return read_pcm(name)
     try:
-        data, rate = soundfile.read(name, dtype="float32", always_2d=True)
+        with soundfile.SoundFile(name) as file:
+            if file.frames == UNKNOWN_LENGTH:
+                raise ValueError(f"{name} must state its length, got a stream of unknown length")
+            check_length(name, file.frames, file.samplerate)
+            return read_blocks(name, file), int(file.samplerate)
     except (soundfile.LibsndfileError, RuntimeError) as error:
         raise ValueError(
-            f"{name} must be an audio file, but soundfile cannot read it: {soundfile_message(error)}"
+            f"{name} must be an intact WAV, FLAC or OGG file, but soundfile cannot read it: {soundfile_message(error)}"
         ) from error
-    return torch.from_numpy(data), int(rate)
+
+
+def read_blocks(name: str, file: Any) -> Tensor:
+    """Decodes the samples (N,) of an open file block by block, because the length in its header may be wrong."""
+    blocks, count = [torch.zeros(0)], 0
+    while len(block := file.read(max(DECODED_VALUES // file.channels, 1), dtype="float32", always_2d=True)):
+        count += len(block)
+        check_length(name, count, file.samplerate)
+        blocks.append(torch.from_numpy(block).mean(1))
+    return torch.cat(blocks)
+
+
+def check_length(name: str, samples: int, rate: int) -> None:
+    """Refuses a recording that is too long, before it is decoded or resampled."""
+    if not MIN_SAMPLE_RATE <= rate <= MAX_SAMPLE_RATE:
+        accepted = f"{MIN_SAMPLE_RATE:,} to {MAX_SAMPLE_RATE:,} Hz"
+        raise ValueError(f"{name} must have a sample rate of {accepted}, got {rate:,}")
+    MAX_SECONDS.check(name, math.ceil(samples / rate))
+    MAX_SAMPLES.check(name, samples)
 
 
 def soundfile_message(error: Any) -> str:
@@ -71,20 +101,25 @@ def soundfile_message(error: Any) -> str:
 
 
 def read_pcm(name: str) -> tuple[Tensor, int]:
-    """Reads an integer PCM wav file with the standard library: samples (N, channels) and the sample rate."""
+    """Reads an integer PCM WAV file with the standard library: the mean of the channels (N,) and the sample rate."""
     try:
         with wave.open(name, "rb") as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            if width > 4:
+                raise wave.Error(f"a sample must have at most 4 bytes, got {width}")
+            check_length(name, file.getnframes(), rate)
             content = file.readframes(file.getnframes())
     except (wave.Error, EOFError) as error:
         hint = "; pip install 'foci[tasks]' installs soundfile, which reads more formats"
-        raise ValueError(f"{name} must be a PCM wav file, but it cannot be read: {error}{hint}") from error
+        raise ValueError(f"{name} must be a PCM WAV file, but it cannot be read: {error}{hint}") from error
     whole = len(content) - len(content) % (width * channels)
-    return decode_pcm(content[:whole], width).view(-1, channels), rate
+    return decode_pcm(content[:whole], width).view(-1, channels).mean(1), rate
 
 
 def decode_pcm(content: bytes, width: int) -> Tensor:
     """Converts little-endian integers of `width` bytes to floats in -1 to 1; one-byte samples are unsigned."""
+    if not content:
+        return torch.zeros(0)
     raw = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, width)
     if width == 1:
         return (raw[:, 0].float() - 128.0) / 128.0
@@ -107,9 +142,9 @@ def resample(samples: Tensor, factor: float) -> Tensor:
     kernel = sinc_kernel(min(1.0, 1.0 / factor)).to(samples)
     half = kernel.shape[1] // 2
     windows = torch.nn.functional.pad(samples, (half - 1, half + math.ceil(factor) + 1)).unfold(0, 2 * half, 1)
-    chunks = []
-    for first in range(0, count, RESAMPLE_CHUNK):
-        positions = torch.arange(first, min(first + RESAMPLE_CHUNK, count), dtype=torch.float64) * factor
+    chunks, length = [], max(RESAMPLE_CHUNK // (2 * half), 1)
+    for first in range(0, count, length):
+        positions = torch.arange(first, min(first + length, count), dtype=torch.float64) * factor
         left = positions.floor()
         phase = ((positions - left) * KERNEL_PHASES).round().long()
         chunks.append((windows[left.long().clamp(max=len(windows) - 1)] * kernel[phase]).sum(1))

@@ -1,8 +1,34 @@
-"""Describes a path for error messages."""
+"""Describes a path for error messages, and detects the format of a file by its first bytes."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
+
+# What the accepted files begin with, and those that are often mistaken for them.
+FILE_STARTS = {
+    "WAV": rb"(RIFF|RIFX|RF64)....WAVE",
+    "FLAC": rb"fLaC",
+    "OGG": rb"OggS",
+    "PNG": rb"\x89PNG\r\n\x1a\n",
+    "JPEG": rb"\xff\xd8\xff",
+    "WebP": rb"RIFF....WEBP",
+    "GIF": rb"GIF8[79]a",
+    "BMP": rb"BM",
+    "TIFF": rb"II\*\0|MM\0\*|II\+\0|MM\0\+",
+    "PGM": rb"P5\s",
+    "PPM": rb"P6\s",
+    "MP3": rb"ID3|\xff[\xf2-\xfb]",
+    "NumPy": rb"\x93NUMPY",
+    "DDS": rb"DDS ",
+    "Photoshop": rb"8BPS",
+    "PDF": rb"%PDF",
+    "ZIP": rb"PK\x03\x04",
+    "gzip": rb"\x1f\x8b",
+    "SVG": rb"(<\?xml|<svg)",
+}
+MAGIC_BYTES = 16
 
 
 def describe_path(path: Path) -> str:
@@ -12,3 +38,27 @@ def describe_path(path: Path) -> str:
     'no such file'
     """
     return "a directory" if path.is_dir() else "something else" if path.exists() else "no such file"
+
+
+def detect_format(path: str, accepted: Sequence[str]) -> str:
+    """Returns the format of a file by its first bytes; raises ValueError if it is not among the accepted ones."""
+    with Path(path).open("rb") as file:
+        start = file.read(MAGIC_BYTES)
+    known = (name for name, pattern in FILE_STARTS.items() if re.match(pattern, start, re.DOTALL))
+    found = next(known, None)
+    if found in accepted:
+        return found
+    got = f"a file in {found} format" if found else describe_start(start)
+    raise ValueError(f"{path} must be a {', '.join(accepted[:-1])} or {accepted[-1]} file, got {got}")
+
+
+def describe_start(start: bytes) -> str:
+    r"""Describes a file of an unknown format by its first bytes.
+
+    >>> describe_start(b"Hello, Jane"), describe_start(b"\x00\x01"), describe_start(b"")
+    ('a text file', 'a file in another format', 'an empty file')
+    """
+    if not start:
+        return "an empty file"
+    is_text = start.isascii() and all(chr(byte).isprintable() or byte in b"\t\r\n" for byte in start)
+    return "a text file" if is_text else "a file in another format"

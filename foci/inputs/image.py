@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,11 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foci.inputs.files import describe_path
+from foci.inputs.files import describe_path, detect_format
+from foci.runtime.limits import MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL import Image
 
+IMAGE_FORMATS = ("PNG", "JPEG", "WebP", "GIF", "BMP", "TIFF", "PGM", "PPM")
+# Comments may make the header of a Netpbm file longer than its few numbers.
+MAX_NETPBM_HEADER = 4096
 # The header of binary Netpbm files: format, width, height and largest value, separated by white space or comments.
 NETPBM_HEADER = re.compile(rb"(P[56])(?:\s|#[^\n]*\n)+(\d+)(?:\s|#[^\n]*\n)+(\d+)(?:\s|#[^\n]*\n)+(\d+)\s")
 
@@ -26,7 +32,8 @@ NETPBM_HEADER = re.compile(rb"(P[56])(?:\s|#[^\n]*\n)+(\d+)(?:\s|#[^\n]*\n)+(\d+
 def read_image(path: str | os.PathLike[str], channels: int = 3, size: int | None = None) -> Tensor:
     """Reads the pixels of an image file: uint8 (C, height, width).
 
-    Netpbm bitmaps (.pgm, .ppm) need no other library; Pillow reads all other formats.
+    Reads PNG, JPEG, WebP, GIF, BMP and TIFF with Pillow, and binary PGM and PPM without it. The number of pixels is
+    limited by FOCI_MAX_PIXELS.
 
     Args:
         path: the file.
@@ -38,43 +45,70 @@ def read_image(path: str | os.PathLike[str], channels: int = 3, size: int | None
     name = os.fspath(path)
     if not Path(name).is_file():
         raise FileNotFoundError(f"{name} must be an image file, got {describe_path(Path(name))}")
-    bitmap = name.lower().endswith((".pgm", ".ppm"))
-    pixels = read_netpbm(name) if bitmap else read_with_pillow(name)
+    kind = detect_format(name, IMAGE_FORMATS)
+    pixels = read_netpbm(name) if kind in {"PGM", "PPM"} else read_with_pillow(name, kind)
     return crop_and_resize(convert_channels(pixels, channels), size)
 
 
 def read_netpbm(name: str) -> Tensor:
     """Reads a binary PGM (grey) or PPM (colour) file with one byte per value."""
-    content = Path(name).read_bytes()
-    header = NETPBM_HEADER.match(content)
-    if header is None or int(header[4]) > 255:
+    with Path(name).open("rb") as file:
+        header = NETPBM_HEADER.match(file.read(MAX_NETPBM_HEADER))
+    if header is None or not 0 < int(header[4]) <= 255:
         raise ValueError(f"{name} must be a binary PGM or PPM image with one byte per value")
     width, height, channels = int(header[2]), int(header[3]), 1 if header[1] == b"P5" else 3
-    expected, actual = width * height * channels, len(content) - header.end()
-    if expected == 0 or actual < expected:
-        raise ValueError(f"{name} must hold {expected} bytes of {width} x {height} pixels, got {actual}")
-    flat = torch.frombuffer(bytearray(content[header.end() : header.end() + expected]), dtype=torch.uint8)
+    MAX_PIXELS.check(name, width * height)
+    expected = width * height * channels
+    with Path(name).open("rb") as file:
+        file.seek(header.end())
+        content = bytearray(file.read(expected))
+    if expected == 0 or len(content) < expected:
+        raise ValueError(f"{name} must hold {expected} bytes of {width} x {height} pixels, got {len(content)}")
+    flat = torch.frombuffer(content, dtype=torch.uint8)
     if int(header[4]) < 255:
         flat = (flat.float() * (255.0 / int(header[4]))).round().clamp(0, 255).to(torch.uint8)
     return flat.view(height, width, channels).permute(2, 0, 1).contiguous()
 
 
-def read_with_pillow(name: str) -> Tensor:
+def read_with_pillow(name: str, kind: str) -> Tensor:
     try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
+        from PIL import Image
     except ImportError as error:
         raise ImportError(f"reading {name} needs Pillow: pip install 'foci[tasks]'") from error
+    Image.init()
+    with Path(name).open("rb") as file:
+        with explain_pillow_errors(name, kind):
+            # Image.open refuses large images by a limit of the whole process; we have our own.
+            image = Image.OPEN[kind.upper()][0](file, name)
+        MAX_PIXELS.check(name, image.width * image.height)
+        with explain_pillow_errors(name, kind):
+            return convert_to_pixels(image)
+
+
+@contextmanager
+def explain_pillow_errors(name: str, kind: str) -> Iterator[None]:
+    """Turns the many kinds of errors that Pillow raises for damaged files into a ValueError."""
     try:
-        with Image.open(name) as opened:
-            image = ImageOps.exif_transpose(opened)
-            grey = image.mode in {"1", "L", "LA", "La", "I;16", "I", "F"}
-            image = (composite_on_white(image) if image.has_transparency_data else image).convert(
-                "L" if grey else "RGB"
-            )
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{name} must be an image file, but Pillow cannot read it: {error}") from error
+        yield
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{name} must be an intact {kind} file, but Pillow cannot read it: {reason}") from error
+
+
+def convert_to_pixels(image: Image.Image) -> Tensor:
+    """Decodes the first frame, upright and on white: uint8 (C, height, width)."""
+    from PIL import ImageOps
+
+    ImageOps.exif_transpose(image, in_place=True)
+    mode = "L" if image.mode in {"1", "L", "LA", "La", "I;16", "I", "F"} else "RGB"
+    if image.has_transparency_data:
+        image = composite_on_white(image)
+    if image.mode != mode:
+        image = image.convert(mode)
+    size = image.height, image.width
     flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return flat.view(image.height, image.width, -1).permute(2, 0, 1).contiguous()
+    del image
+    return flat.view(*size, -1).permute(2, 0, 1).contiguous()
 
 
 def composite_on_white(image: Image.Image) -> Image.Image:
@@ -82,7 +116,9 @@ def composite_on_white(image: Image.Image) -> Image.Image:
     from PIL import Image
 
     image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image)
+    return white
 
 
 def match_background(pixels: Tensor, ground: Literal["dark", "light"]) -> Tensor:
@@ -97,8 +133,9 @@ def convert_channels(pixels: Tensor, channels: int) -> Tensor:
         return pixels
     if channels == 3:
         return pixels.expand(3, -1, -1).contiguous()
-    luma = torch.tensor([0.299, 0.587, 0.114])
-    return torch.einsum("chw,c->hw", pixels.float(), luma).round().to(torch.uint8)[None]
+    # Channel by channel, because floats take four times the memory of the image.
+    luma = pixels[0].float().mul_(0.299).add_(pixels[1], alpha=0.587).add_(pixels[2], alpha=0.114)
+    return luma.round_().to(torch.uint8)[None]
 
 
 def crop_and_resize(pixels: Tensor, size: int | None) -> Tensor:
@@ -108,6 +145,9 @@ def crop_and_resize(pixels: Tensor, size: int | None) -> Tensor:
         return pixels
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
-    square = pixels[:, top : top + side, left : left + side].float()
-    resized = F.interpolate(square[None], (size, size), mode="bilinear", align_corners=False, antialias=True)[0]
-    return resized.round().clamp(0, 255).to(torch.uint8)
+    square = pixels[:, top : top + side, left : left + side]
+    resized = [
+        F.interpolate(each[None, None].float(), (size, size), mode="bilinear", align_corners=False, antialias=True)[0]
+        for each in square
+    ]
+    return torch.cat(resized).round().clamp(0, 255).to(torch.uint8)

@@ -12,4 +12,5 @@ durable_files: files that survive a crash and reveal damage.
 safetensors_file: writes safetensors files with a header and a checksum.
 console: text for a terminal: widths, colours, pages.
 printable: any text in a form that is safe to print.
+limits: bounds on what a file may expand to.
 """

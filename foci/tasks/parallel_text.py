@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from foci.inputs.tables import TableRow, read_lines, read_table_rows
+from foci.inputs.tables import TableRow, read_lines, read_table_rows, show_first_warning
 from foci.tasks.task import Problem
 
 COLUMNS = ("source", "target")
@@ -27,7 +27,7 @@ class Pair:
 def read_pairs(paths: Sequence[Path]) -> list[Pair]:
     """Reads the pairs of a table or of two parallel files; raises ValueError for the first invalid line."""
     pairs = []
-    for row in read_pair_rows(paths):
+    for row in show_first_warning(read_pair_rows(paths)):
         problem = row.problem or find_empty_side(row)
         if problem is not None:
             raise ValueError(f"{row.location}: {problem}")
@@ -38,7 +38,7 @@ def read_pairs(paths: Sequence[Path]) -> list[Pair]:
 
 
 def read_pair_rows(paths: Sequence[Path]) -> Iterator[TableRow]:
-    """Yields the rows of a TSV or JSONL with source and target, or of two files matched line by line."""
+    """Yields the rows of a TSV, CSV or JSONL with source and target, or of two files matched line by line."""
     if len(paths) == 1:
         yield from read_table_rows(paths[0], COLUMNS)
     elif len(paths) == 2:

@@ -39,10 +39,10 @@ def test_a_wav_file_gives_its_samples_with_and_without_soundfile(width: int, tmp
     path = write_wav(tmp_path / "tone.wav", samples, 8000, width)
     plain, rate = audio.read_pcm(str(path))
     assert rate == 8000
-    assert plain.shape == (4000, 1)
-    assert (plain[:, 0] - samples).abs().max() < 2.0 ** (2 - 8 * width) + 1e-6
+    assert plain.shape == (4000,)
+    assert (plain - samples).abs().max() < 2.0 ** (2 - 8 * width) + 1e-6
     pytest.importorskip("soundfile")
-    assert torch.allclose(audio.read_audio(path)[0], plain[:, 0], atol=1e-7)
+    assert torch.allclose(audio.read_audio(path)[0], plain, atol=1e-7)
 
 
 def test_channels_are_averaged_and_a_rate_is_kept(tmp_path: Path) -> None:
@@ -57,14 +57,74 @@ def test_channels_are_averaged_and_a_rate_is_kept(tmp_path: Path) -> None:
 def test_invalid_audio_files_give_clear_errors(tmp_path: Path) -> None:
     path = tmp_path / "text.wav"
     path.write_text("this is no sound")
-    with pytest.raises(ValueError, match=r"text.wav must be an audio file, but soundfile cannot read it: .+"):
+    with pytest.raises(ValueError, match=r"text.wav must be a WAV, FLAC or OGG file, got a text file"):
         audio.read_audio(path)
-    with pytest.raises(ValueError, match=r"text.wav must be a PCM wav file, but it cannot be read: .+soundfile"):
+    (tmp_path / "cut.wav").write_bytes(b"RIFF\x00\x00\x00\x00WAVEfmt ")
+    with pytest.raises(ValueError, match=r"cut.wav must be an intact WAV, FLAC or OGG file, but soundfile cannot"):
+        audio.read_audio(tmp_path / "cut.wav")
+    with pytest.raises(ValueError, match=r"text.wav must be a PCM WAV file, but it cannot be read: .+soundfile"):
         audio.read_pcm(str(path))
     with pytest.raises(FileNotFoundError, match=r"missing.wav must be an audio file, got no such file"):
         audio.read_audio(tmp_path / "missing.wav")
     with pytest.raises(ValueError, match="must be an audio file with samples, got none"):
         audio.read_audio(write_wav(tmp_path / "empty.wav", torch.zeros(0), 8000))
+
+
+@pytest.mark.parametrize(
+    ("start", "format_name"),
+    [(b"\x93NUMPY\x01\x00", "NumPy"), (b"ID3\x04", "MP3"), (b"\x89PNG\r\n\x1a\n", "PNG"), (b"RIFF0000WEBP", "WebP")],
+)
+def test_other_formats_are_refused_by_content(start: bytes, format_name: str, tmp_path: Path) -> None:
+    path = tmp_path / "sound.wav"
+    path.write_bytes(start + bytes(100))
+    with pytest.raises(
+        ValueError, match=f"sound.wav must be a WAV, FLAC or OGG file, got a file in {format_name} format"
+    ):
+        audio.read_audio(path)
+
+
+@pytest.mark.parametrize("suffix", [".flac", ".ogg", ".wav"])
+def test_long_recordings_are_refused_before_they_are_decoded(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    path = tmp_path / f"silence{suffix}"
+    with soundfile.SoundFile(path, "w", 8000, 1) as file:
+        for _ in range(700):
+            file.write(torch.zeros(8000).numpy())
+    message = r"must have at most 600 seconds of sound, got 700: set FOCI_MAX_SECONDS=700 to read it"
+    monkeypatch.setattr(audio, "read_blocks", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match=message):
+        audio.read_audio(path)
+    if suffix == ".wav":
+        monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
+        with pytest.raises(ValueError, match=message):
+            audio.read_audio(path)
+    monkeypatch.undo()
+    monkeypatch.setenv("FOCI_MAX_SECONDS", "700")
+    assert len(audio.read_audio(path)[0]) == 5_600_000
+
+
+def test_a_flac_stream_of_unknown_length_is_refused(tmp_path: Path) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    path = tmp_path / "stream.flac"
+    soundfile.write(path, tone(440, 8000).numpy(), 8000)
+    content = bytearray(path.read_bytes())
+    # The 36 bits of the number of samples.
+    content[21] &= 0xF0
+    content[22:26] = bytes(4)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"stream.flac must state its length, got a stream of unknown length"):
+        audio.read_audio(path)
+
+
+@pytest.mark.parametrize("has_soundfile", [True, False])
+def test_unusual_sample_rates_are_refused(has_soundfile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_soundfile:
+        monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
+    path = write_wav(tmp_path / "slow.wav", torch.zeros(1000), 160)
+    with pytest.raises(ValueError, match=r"must have a sample rate of 1,000 to 768,000 Hz, got 160"):
+        audio.read_audio(path, 16000)
 
 
 def test_without_soundfile_the_standard_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

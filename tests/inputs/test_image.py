@@ -79,8 +79,17 @@ def test_grey_values_are_scaled_to_255(tmp_path: Path) -> None:
 def test_invalid_image_files_give_clear_errors(tmp_path: Path) -> None:
     for name in ("text.png", "text.pgm"):
         (tmp_path / name).write_text("no image")
-    with pytest.raises(ValueError, match=r"text.png must be an image file, but Pillow cannot read it: "):
-        read_image(tmp_path / "text.png")
+    accepted = "must be a PNG, JPEG, WebP, GIF, BMP, TIFF, PGM or PPM file"
+    for name in ("text.png", "text.pgm"):
+        with pytest.raises(ValueError, match=f"{name} {accepted}, got a text file"):
+            read_image(tmp_path / name)
+    (tmp_path / "a.png").write_bytes(b"DDS " + bytes(200))
+    with pytest.raises(ValueError, match=f"a.png {accepted}, got a file in DDS format"):
+        read_image(tmp_path / "a.png")
+    (tmp_path / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(ValueError, match=r"cut.png must be an intact PNG file, but Pillow cannot read it: .+"):
+        read_image(tmp_path / "cut.png")
+    (tmp_path / "text.pgm").write_bytes(b"P5 many pixels")
     with pytest.raises(ValueError, match=r"text.pgm must be a binary PGM or PPM image"):
         read_image(tmp_path / "text.pgm")
     (tmp_path / "short.pgm").write_bytes(b"P5 3 3 255\n1234")
@@ -94,9 +103,39 @@ def test_invalid_image_files_give_clear_errors(tmp_path: Path) -> None:
         read_image(tmp_path / "text.png", 2)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WebP", "GIF", "BMP", "TIFF", "PPM"])
+def test_every_accepted_format_is_recognised_by_its_content(kind: str, tmp_path: Path) -> None:
+    from PIL import Image
+
+    path = tmp_path / "image.data"
+    Image.new("RGB", (6, 4), (200, 0, 0)).save(path, kind)
+    found = read_image(path)
+    assert found.shape == (3, 4, 6)
+    assert (found.float().mean((1, 2)) - torch.tensor([200.0, 0.0, 0.0])).abs().max() < 6
+
+
+@pytest.mark.parametrize("name", ["large.png", "large.pgm"])
+def test_images_above_the_limit_are_refused_before_they_are_decoded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    path = tmp_path / name
+    Image.new("L", (13300, 13300)).save(path, compress_level=1)
+    message = "must have at most 67,108,864 pixels, got 176,890,000: set FOCI_MAX_PIXELS=176890000 to read it"
+    with pytest.raises(ValueError, match=message):
+        read_image(path)
+    path = write_bitmap(tmp_path / "small.pgm", pixels(1))
+    monkeypatch.setenv("FOCI_MAX_PIXELS", "34")
+    with pytest.raises(ValueError, match="must have at most 34 pixels, got 35"):
+        read_image(path)
+    monkeypatch.setenv("FOCI_MAX_PIXELS", "35")
+    assert read_image(path, 1).shape == (1, 5, 7)
+
+
 def test_without_pillow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    (tmp_path / "a.png").write_bytes(b"")
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     with pytest.raises(ImportError, match=r"needs Pillow: pip install 'foci\[tasks\]'"):
         read_image(tmp_path / "a.png")
     assert read_image(write_bitmap(tmp_path / "a.pgm", pixels(1)), 1).shape == (1, 5, 7)

@@ -182,7 +182,7 @@ def test_all_problems_are_reported_line_by_line(tmp_path: Path) -> None:
     found = [str(each) for each in Speech.check([table], SpeechSettings(rate=RATE))]
     wanted = {
         2: "got no such file",
-        3: "text.wav must be an audio file, but",
+        3: "text.wav must be a WAV, FLAC or OGG file, got a text file",
         4: "text must not be empty",
         5: "silent.wav is silent",
         6: "a line must have 2 tab-separated columns (sound, text)",

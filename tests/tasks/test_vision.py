@@ -89,7 +89,7 @@ def test_all_problems_are_reported_line_by_line(tmp_path: Path) -> None:
     assert [each.split(": ")[0].rsplit(":", 1)[1] for each in found[:4]] == ["4", "2", "3", "5"]
     for each, wanted in zip(
         found,
-        ("got 1", "must be a binary PGM or PPM image", "got no such file", "label must not be empty"),
+        ("got 1", "must be a PNG, JPEG, WebP, GIF, BMP, TIFF, PGM or PPM file", "got no such file", "label must not be empty"),
         strict=False,
     ):
         assert wanted in each
