@@ -6,6 +6,7 @@ The environment variable FOCI_CC names the compiler; FOCI_CC=none disables compi
 from __future__ import annotations
 
 import ctypes
+import glob
 import hashlib
 import os
 import platform
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from foci.runtime.durable_files import replace_durably
 
 SOURCE_FOLDER = Path(__file__).parents[1] / "kernels" / "c"
 COMPILERS = ("cc", "gcc", "clang")
@@ -107,30 +110,63 @@ def compiler_command() -> tuple[str, ...]:
 
 
 def build_library(name: str, compile_with: tuple[str, ...]) -> Path:
-    """The path of the compiled library; its name holds a hash of all inputs, so that it is never outdated."""
+    """The path of the compiled library: its name holds a hash of all inputs, so that it is never outdated."""
     sources = [SOURCE_FOLDER / f"{name}.c", *sorted(SOURCE_FOLDER.glob("*.h"))]
     inputs = [*compile_with, sys.platform, platform.machine(), *platform.libc_ver(), *(s.read_text() for s in sources)]
-    digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:20]
-    path = library_folder() / f"{name}-{digest}.so"
-    if not (path.exists() and is_private(path)):
-        compile_source(sources[0], path, compile_with)
-    return path
+    folder, inputs_hash = library_folder(), short_hash("\0".join(inputs).encode())
+    remove_unfinished_builds(folder)
+    for path in folder.glob(f"{name}-{inputs_hash}-*.so"):
+        if is_intact(path):
+            return path
+    # Compiling the same inputs gives the same name, so that a damaged library is replaced.
+    return compile_source(sources[0], folder / f"{name}-{inputs_hash}", compile_with)
 
 
-def compile_source(source: Path, path: Path, compile_with: tuple[str, ...]) -> None:
+def compile_source(source: Path, stem: Path, compile_with: tuple[str, ...]) -> Path:
     """Compiles to a temporary file and renames it, so that other processes never see a partial library."""
-    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    handle, created = tempfile.mkstemp(f".{platform.node()}.part", f"{stem.name}.{os.getpid()}.", stem.parent)
     os.close(handle)
+    temporary = Path(created)
     try:
-        run = subprocess.run([*compile_with, str(source), "-o", temporary], capture_output=True, text=True, timeout=120)
+        run = subprocess.run([*compile_with, str(source), "-o", created], capture_output=True, text=True, timeout=120)
         if run.returncode != 0:
             raise UnavailableError(f"{compile_with[0]} could not compile {source.name}: {first_error(run.stderr)}")
-        Path(temporary).chmod(0o700)
-        Path(temporary).replace(path)
+        temporary.chmod(0o700)
+        path = stem.with_name(f"{stem.name}-{short_hash(temporary.read_bytes())}.so")
+        replace_durably(temporary, path)
     except subprocess.TimeoutExpired:
         raise UnavailableError(f"{compile_with[0]} took more than two minutes for {source.name}") from None
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:20]
+
+
+def is_intact(path: Path) -> bool:
+    """Whether a library is private and has the hash that its name ends with; loading a damaged one may crash."""
+    return is_private(path) and short_hash(path.read_bytes()) == path.stem.rpartition("-")[2]
+
+
+def remove_unfinished_builds(folder: Path) -> None:
+    """Deletes what builds of killed processes left; those of other machines that share the folder are their own."""
+    for path in folder.glob(f"*.{glob.escape(platform.node())}.part"):
+        number = path.name.split(".")[1]
+        if not (number.isdigit() and is_running(int(number))):
+            path.unlink(missing_ok=True)
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        # It belongs to somebody else.
+        return True
+    return True
 
 
 def first_error(output: str) -> str:
@@ -142,11 +178,15 @@ def first_error(output: str) -> str:
 def library_folder() -> Path:
     """The user's cache directory, or a temporary one if that is not private to the user."""
     cache_home = os.environ.get("XDG_CACHE_HOME")
+    if cache_home and not Path(cache_home).is_absolute():
+        raise UnavailableError(f"XDG_CACHE_HOME must be an absolute path, got {cache_home!r}")
     try:
-        folder = (Path(cache_home) if cache_home else Path.home() / ".cache") / "foci" / "native"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_private(folder) and os.access(folder, os.W_OK):
-            return folder
+        root = (Path(cache_home) if cache_home else Path.home() / ".cache").resolve()
+        folders = (root, root / "foci", root / "foci" / "native")
+        for folder in folders:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if all(map(is_private, folders)) and os.access(folders[-1], os.W_OK):
+            return folders[-1]
     except (OSError, RuntimeError):
         pass
     return Path(temporary_folder().name)

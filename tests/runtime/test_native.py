@@ -3,16 +3,19 @@
 import ctypes
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from foci.runtime import native
+from foci.runtime import durable_files, native
 
+ROOT = Path(__file__).parent.parent.parent
 COMPILER = next(filter(None, map(shutil.which, native.COMPILERS)), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler on the PATH")
 
@@ -67,13 +70,93 @@ def test_a_changed_source_is_compiled_again(sources: Path, changed: str, cache: 
     assert len(list(cache.iterdir())) == 2
 
 
+def cut(content: bytes, size: int) -> bytes:
+    return content[:size]
+
+
+def flip(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
 @needs_compiler
-def test_a_damaged_library_is_a_reason(sources: Path, cache: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: cut(content, 8192),
+        lambda content: cut(content, 100),
+        lambda content: b"",
+        lambda content: bytes(len(content)),
+        lambda content: flip(content, len(content) // 2),
+        lambda content: content + b"x",
+    ],
+    ids=["8 KiB", "100 bytes", "empty", "zeros", "one bit", "longer"],
+)
+def test_a_damaged_library_is_built_again(damage: Callable[[bytes], bytes], sources: Path, cache: Path) -> None:
     path = native.build_library("half", native.compiler_command())
-    path.write_bytes(b"not a library")
-    reason = native.why_unavailable("half")
-    assert reason is not None
-    assert path.name in reason
+    path.write_bytes(damage(path.read_bytes()))
+    assert native.load_library("half").half(10) == 6
+    assert [each for each in cache.iterdir() if native.is_intact(each)] == list(cache.iterdir())
+
+
+@needs_compiler
+def test_a_killed_build_leaves_nothing(sources: Path, cache: Path, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text('#!/bin/sh\nfor last; do :; done\necho part > "$last"\nexec sleep 60\n')
+    slow.chmod(0o700)
+    code = "from foci.runtime import native; native.load_library('statistics')"
+    environment = os.environ | {"FOCI_CC": str(slow), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True) as build:
+        while not any(path.stat().st_size for path in cache.glob("*.part")):
+            assert build.poll() is None
+            time.sleep(0.01)
+        native.load_library("half")
+        assert sorted(path.suffix for path in cache.iterdir()) == [".part", ".so"], "the other build is running"
+        os.killpg(build.pid, signal.SIGKILL)
+    native.open_library.cache_clear()
+    native.load_library("half")
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
+
+
+@needs_compiler
+def test_a_relative_cache_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert native.why_unavailable("statistics") == "XDG_CACHE_HOME must be an absolute path, got 'cache'"
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_every_folder_up_to_the_cache_root_must_be_private(cache: Path, depth: int) -> None:
+    assert native.library_folder() == cache
+    folder = (cache, *cache.parents)[depth]
+    folder.chmod(0o777)
+    assert native.library_folder() != cache
+    folder.chmod(0o700)
+    assert native.library_folder() == cache
+
+
+def test_new_folders_are_private_whatever_the_umask(cache: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        assert native.library_folder() == cache
+    finally:
+        os.umask(before)
+
+
+def test_the_cache_root_may_be_a_link(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    assert native.library_folder() == cache
+
+
+@needs_compiler
+def test_a_library_is_flushed_before_it_is_renamed(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suffixes: list[str] = []
+    monkeypatch.setattr(
+        durable_files, "fsync_path", lambda path: suffixes.extend(each.suffix for each in cache.iterdir())
+    )
+    native.load_library("half")
+    assert suffixes == [".part", ".so"]
 
 
 def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
