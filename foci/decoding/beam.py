@@ -13,6 +13,9 @@ from torch import Tensor
 from foci.decoding.steps import CachedSteps
 from foci.decoding.stopping import Answer, StopConditions
 
+# A length to the power of a much larger penalty is above the range of floats.
+MAX_LENGTH_PENALTY = 10
+
 
 @dataclass(frozen=True)
 class Beam:
@@ -30,8 +33,10 @@ class Beam:
     def __post_init__(self) -> None:
         if not 1 <= self.best <= self.width:
             raise ValueError(f"Beam.best must be from 1 to width={self.width!r}, got {self.best!r}")
-        if not self.length_penalty >= 0:
-            raise ValueError(f"Beam.length_penalty must be at least 0, got {self.length_penalty!r}")
+        if not 0 <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            raise ValueError(
+                f"Beam.length_penalty must be between 0 and {MAX_LENGTH_PENALTY}, got {self.length_penalty!r}"
+            )
 
 
 @dataclass

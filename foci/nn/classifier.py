@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.nn.attention import Attention
-from foci.nn.config import BlockConfig, Config, TransformerConfig
+from foci.nn.config import (
+    LAYERS_LIMIT,
+    POSITIONS_LIMIT,
+    VOCABULARY_LIMIT,
+    BlockConfig,
+    Config,
+    TransformerConfig,
+)
 from foci.nn.embedding import check_tokens
 from foci.nn.model import Model
 from foci.nn.stack import Output
@@ -42,11 +49,11 @@ class ClassifierConfig(BlockConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(1, "vocabulary", "classes", "max_length", "grams", "buckets")
-        self.check_at_least(0, "layers")
+        self.check_range(1, VOCABULARY_LIMIT, "vocabulary", "classes", "buckets")
+        self.check_range(1, POSITIONS_LIMIT - 1, "max_length")
+        self.check_range(1, 1 + len(NGRAM_HASH_FACTORS), "grams")
+        self.check_range(0, LAYERS_LIMIT, "layers")
         self.check_fractions("head_dropout", include_one=False)
-        if self.grams > 1 + len(NGRAM_HASH_FACTORS):
-            raise ValueError(f"ClassifierConfig.grams must be at most {1 + len(NGRAM_HASH_FACTORS)}, got {self.grams}")
 
     def encoder(self) -> TransformerConfig:
         """The config of the encoder; the class token comes before the text."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import types
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
@@ -9,6 +10,14 @@ from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, ge
 ScoreName = Literal["dot", "additive", "general", "cosine"]
 BiasName = Literal["alibi", "buckets", "relative"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"]
+
+# The largest sizes that a config may name. They are far above published models, and refuse the sizes of a damaged file
+# or a typing error before anything is allocated.
+WIDTH_LIMIT, HEADS_LIMIT, LAYERS_LIMIT = 2**16, 2**12, 2**10
+POSITIONS_LIMIT = VOCABULARY_LIMIT = 2**24
+# 2**16 frames or pixels become one.
+HALVINGS_LIMIT = 16
+SEED_LIMIT = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -29,9 +38,8 @@ class Config:
         for field in fields(self):
             value = getattr(self, field.name)
             if not matches_type(value, kinds[field.name]):
-                raise ValueError(
-                    f"{self.field_path(field.name)} must be {describe_type(kinds[field.name])}, got {value!r}"
-                )
+                expected = describe_type(kinds[field.name])
+                raise ValueError(f"{self.field_path(field.name)} must be {expected}, got {reprlib.repr(value)}")
 
     def field_path(self, name: str) -> str:
         """The name of a field in error messages."""
@@ -46,17 +54,17 @@ class Config:
     def from_dict(cls, content: Any) -> Self:
         """Build the config from the result of `dataclasses.asdict`."""
         if not isinstance(content, dict):
-            raise ValueError(f"{cls.__name__} must be a table of fields, got {content!r}")
+            raise ValueError(f"{cls.__name__} must be a table of fields, got {reprlib.repr(content)}")
         check_field_names(cls, content)
         kinds = get_type_hints(cls)
         return cls(**{name: restore_value(value, kinds[name]) for name, value in content.items()})
 
-    def check_at_least(self, low: float, *names: str) -> None:
-        """Refuse fields below `low`; None is allowed."""
+    def check_range(self, low: float, high: float, *names: str) -> None:
+        """Refuse fields outside [low, high]; None is allowed."""
         for name in names:
             value = getattr(self, name)
-            if value is not None and not value >= low:
-                raise ValueError(f"{self.field_path(name)} must be at least {low}, got {value!r}")
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{self.field_path(name)} must be between {low} and {high}, got {reprlib.repr(value)}")
 
     def check_fractions(self, *names: str, include_one: bool = True) -> None:
         """Refuse fields outside [0, 1], or outside [0, 1) if not `include_one`; None is allowed."""
@@ -64,7 +72,7 @@ class Config:
             value = getattr(self, name)
             if value is not None and not (0 <= value < 1 or (include_one and value == 1)):
                 expected = "between 0 and 1" if include_one else "at least 0 and below 1"
-                raise ValueError(f"{self.field_path(name)} must be {expected}, got {value!r}")
+                raise ValueError(f"{self.field_path(name)} must be {expected}, got {reprlib.repr(value)}")
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,10 @@ class BlockConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(1, "width", "heads", "kv_heads", "head_width", "hidden")
-        self.check_at_least(0, "eps")
+        self.check_range(1, WIDTH_LIMIT, "width", "head_width", "hidden")
+        self.check_range(1, HEADS_LIMIT, "heads", "kv_heads")
+        self.check_range(0, 1, "eps")
+        self.check_range(1, 10**12, "rotary")
         self.check_fractions("dropout", "attention_dropout", "depth_dropout", include_one=False)
 
     @property
@@ -125,8 +135,9 @@ class TransformerConfig(BlockConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(0, "vocabulary", "layers", "segments")
-        self.check_at_least(1, "max_length")
+        self.check_range(0, VOCABULARY_LIMIT, "vocabulary", "segments")
+        self.check_range(0, LAYERS_LIMIT, "layers")
+        self.check_range(1, POSITIONS_LIMIT, "max_length")
         if self.head == "masked" and self.activation == "swiglu":
             raise ValueError("activation must be ungated for head='masked', which uses it too, got 'swiglu'")
 

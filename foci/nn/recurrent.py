@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from foci.call import attention
 from foci.masks.base import Mask
-from foci.nn.config import Config
+from foci.nn.config import LAYERS_LIMIT, VOCABULARY_LIMIT, WIDTH_LIMIT, Config
 from foci.nn.embedding import check_tokens
 from foci.nn.layout import Layout
 from foci.nn.learned_scores import AdditiveScore
@@ -73,7 +73,9 @@ class RecurrentConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(1, "vocabulary", "source_vocabulary", "width", "layers")
+        self.check_range(1, VOCABULARY_LIMIT, "vocabulary", "source_vocabulary")
+        self.check_range(1, WIDTH_LIMIT, "width")
+        self.check_range(1, LAYERS_LIMIT, "layers")
         self.check_fractions("dropout", include_one=False)
         if self.shared and self.source_vocabulary not in {None, self.vocabulary}:
             raise ValueError(

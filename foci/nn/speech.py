@@ -17,7 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.nn.attention import Attention
-from foci.nn.config import BlockConfig, Config, TransformerConfig
+from foci.nn.config import (
+    HALVINGS_LIMIT,
+    LAYERS_LIMIT,
+    POSITIONS_LIMIT,
+    VOCABULARY_LIMIT,
+    WIDTH_LIMIT,
+    BlockConfig,
+    Config,
+    TransformerConfig,
+)
 from foci.nn.layer_caches import Caches
 from foci.nn.layout import Layout
 from foci.nn.model import Model
@@ -43,8 +52,12 @@ class SpeechConfig(BlockConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(1, "features", "layers", "vocabulary", "max_length", "reach")
-        self.check_at_least(0, "halvings", "local", "decoder_layers")
+        self.check_range(1, WIDTH_LIMIT, "features", "reach")
+        self.check_range(1, VOCABULARY_LIMIT, "vocabulary")
+        self.check_range(1, POSITIONS_LIMIT, "max_length")
+        self.check_range(1, LAYERS_LIMIT, "layers")
+        self.check_range(0, LAYERS_LIMIT, "local", "decoder_layers")
+        self.check_range(0, HALVINGS_LIMIT, "halvings")
         if self.reach % 2 == 0:
             raise ValueError(f"SpeechConfig.reach must be odd, to be symmetric around each state, got {self.reach}")
 

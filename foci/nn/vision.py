@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foci.nn.attention import Attention
-from foci.nn.config import BlockConfig, Config, TransformerConfig
+from foci.nn.config import (
+    HALVINGS_LIMIT,
+    LAYERS_LIMIT,
+    VOCABULARY_LIMIT,
+    WIDTH_LIMIT,
+    BlockConfig,
+    Config,
+    TransformerConfig,
+)
 from foci.nn.model import Model
 from foci.nn.stack import Output
 from foci.nn.transformer import Encoder
@@ -43,8 +51,11 @@ class VisionConfig(BlockConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(1, "layers", "image", "patch", "channels", "classes", "stem_width")
-        self.check_at_least(0, "registers", "stem", "stem_pool")
+        self.check_range(1, LAYERS_LIMIT, "layers")
+        self.check_range(1, WIDTH_LIMIT, "image", "patch", "channels", "stem_width")
+        self.check_range(1, VOCABULARY_LIMIT, "classes")
+        self.check_range(0, LAYERS_LIMIT, "registers", "stem")
+        self.check_range(0, HALVINGS_LIMIT, "stem_pool")
         if self.image % self.patch:
             raise ValueError(f"image must be a multiple of patch={self.patch}, got {self.image}")
         if self.stem_pool > self.stem:

@@ -26,11 +26,11 @@ from foci.inputs.text import (
     tokenizer_to_json,
     train_tokenizer,
 )
-from foci.nn.config import Config
+from foci.nn.config import SEED_LIMIT, VOCABULARY_LIMIT
 from foci.nn.model import Model
 from foci.nn.transformer import Decoder
 from foci.record.record import Record
-from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
+from foci.tasks.task import LENGTH_LIMIT, Problem, ProgressCallback, Task, TaskSettings, ignore_progress
 from foci.tasks.task_record import build_task_record
 
 IGNORED_TARGET = -100
@@ -39,10 +39,8 @@ SCORING_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class GenerationSettings(Config):
+class GenerationSettings(TaskSettings):
     """Settings of the language model: the [task] section of a run's TOML."""
-
-    section = "task"
 
     size: Literal["tiny", "small", "base"] = "small"  # model size; the next settings override single values
     width: int | None = None  # model width
@@ -63,8 +61,10 @@ class GenerationSettings(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(1, "width", "layers", "heads", "vocabulary", "context", "stride", "new_tokens", "top_k")
-        self.check_at_least(0, "temperature")
+        self.check_range(1, VOCABULARY_LIMIT, "top_k")
+        self.check_range(1, LENGTH_LIMIT, "context", "stride", "new_tokens")
+        self.check_range(0, 1000, "temperature")
+        self.check_range(0, SEED_LIMIT, "seed")
         self.check_fractions("dropout", "attention_dropout", include_one=False)
         if self.stride is not None and self.stride > self.context:
             raise ValueError(f"task.stride must be at most task.context ({self.context}), got {self.stride}")

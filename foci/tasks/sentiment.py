@@ -28,14 +28,14 @@ from foci.inputs.text import (
     tokenizer_to_json,
     train_tokenizer,
 )
-from foci.nn.classifier import TextClassifier
-from foci.nn.config import Config
+from foci.nn.classifier import NGRAM_HASH_FACTORS, TextClassifier
+from foci.nn.config import VOCABULARY_LIMIT
 from foci.nn.model import Model
 from foci.record.labels import Labels
 from foci.record.record import Record
 from foci.tasks.class_prediction import ClassPrediction, accuracy
 from foci.tasks.rdrop import symmetric_kl
-from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
+from foci.tasks.task import LENGTH_LIMIT, Problem, ProgressCallback, Task, TaskSettings, ignore_progress
 from foci.tasks.task_record import build_task_record
 
 COLUMNS = ("text", "label")
@@ -65,10 +65,8 @@ class LabelledText:
 
 
 @dataclass(frozen=True)
-class SentimentSettings(Config):
+class SentimentSettings(TaskSettings):
     """Settings of text classification: the [task] section of a run's TOML."""
-
-    section = "task"
 
     size: Literal["tiny", "small", "base"] = "tiny"  # model size; the next settings override single values
     width: int | None = None  # model width
@@ -93,9 +91,10 @@ class SentimentSettings(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(1, "width", "layers", "heads", "hidden", "grams", "buckets", "vocabulary")
-        self.check_at_least(2, "max_length")
-        self.check_at_least(0, "agreement", "prior_scale")
+        self.check_range(1, 1 + len(NGRAM_HASH_FACTORS), "grams")
+        self.check_range(1, VOCABULARY_LIMIT, "buckets")
+        self.check_range(2, LENGTH_LIMIT, "max_length")
+        self.check_range(0, 1000, "prior_scale")
         self.check_fractions("dropout", "attention_dropout", "head_dropout", "forget", "smoothing", include_one=False)
 
 

@@ -17,14 +17,13 @@ from foci.inputs import audio_augmentation
 from foci.inputs.audio import add_deltas, log_mel, normalize_loudness, read_audio
 from foci.inputs.files import describe_path
 from foci.inputs.text import TokenizerKind
-from foci.nn.config import Config
+from foci.nn.config import HALVINGS_LIMIT, LAYERS_LIMIT, WIDTH_LIMIT
+from foci.tasks.task import LENGTH_LIMIT, TaskSettings
 
 
 @dataclass(frozen=True)
-class SpeechSettings(Config):
+class SpeechSettings(TaskSettings):
     """Settings of speech recognition: the [task] section of a run's TOML."""
-
-    section = "task"
 
     size: Literal["tiny", "small", "base"] = "small"  # model size; the next settings override single values
     width: int | None = None  # model width
@@ -66,11 +65,15 @@ class SpeechSettings(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(
-            1, "width", "layers", "heads", "hidden", "vocabulary", "rate", "bands", "beam", "max_tokens"
-        )
-        self.check_at_least(0, "decoder_layers", "halvings", "local", "min_tokens", "shift", "tilt")
-        self.check_at_least(0, "time_masks", "longest_mask", "band_masks", "widest_mask")
+        self.check_range(0, LAYERS_LIMIT, "decoder_layers", "local")
+        self.check_range(0, HALVINGS_LIMIT, "halvings")
+        self.check_range(1, WIDTH_LIMIT, "reach", "bands")
+        self.check_range(1000, 1_000_000, "rate")
+        self.check_range(0.001, 10, "hop")
+        self.check_range(1, LENGTH_LIMIT, "max_tokens")
+        self.check_range(0, LENGTH_LIMIT, "min_tokens", "time_masks", "longest_mask", "band_masks", "widest_mask")
+        self.check_range(-200, 200, "quietest", "loudest")
+        self.check_range(0, 100, "shift", "tilt")
         self.check_fractions("ctc", "noise", "join")
         self.check_fractions("dropout", "attention_dropout", "depth_dropout", "smoothing", include_one=False)
         self.check_fractions("speed", "voice", "stretch", include_one=False)
@@ -87,8 +90,10 @@ def load_recording(path: str, rate: int) -> Tensor:
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} must be a file of frames, got {describe_path(Path(path))}")
     try:
-        frames = torch.from_numpy(numpy.load(path, allow_pickle=False)).float()
-    except (ValueError, TypeError, EOFError) as error:
+        # A mapped file is never larger than it claims; the copy is writable and independent of the file.
+        frames = torch.from_numpy(numpy.array(numpy.load(path, mmap_mode="r", allow_pickle=False))).float()
+    except Exception as error:
+        # A damaged header makes numpy raise errors of its parser and its tokenizer.
         raise ValueError(f"{path} must hold frames as floats (F, M), but it cannot be read: {error}") from error
     if frames.dim() != 2 or frames.numel() == 0 or not bool(frames.isfinite().all()):
         raise ValueError(

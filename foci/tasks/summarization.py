@@ -29,14 +29,13 @@ from foci.inputs.text import (
     tokenizer_to_json,
     train_tokenizer,
 )
-from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.nn.pointer_generator import CopyingTransformer
 from foci.nn.transformer import EncoderDecoder
 from foci.record.record import Record
 from foci.tasks.minimum_bayes_risk import select_minimum_bayes_risk
 from foci.tasks.rdrop import compute_rdrop_loss
-from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
+from foci.tasks.task import LENGTH_LIMIT, Problem, ProgressCallback, Task, TaskSettings, ignore_progress
 from foci.tasks.task_record import build_task_record
 
 COLUMNS = ("document", "summary")
@@ -59,10 +58,8 @@ class Document:
 
 
 @dataclass(frozen=True)
-class SummarizationSettings(Config):
+class SummarizationSettings(TaskSettings):
     """Settings of summarization: the [task] section of a run's TOML."""
-
-    section = "task"
 
     size: Literal["tiny", "small", "base"] = "small"  # model size; the next settings override single values
     width: int | None = None  # model width
@@ -88,8 +85,8 @@ class SummarizationSettings(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "max_length", "max_summary", "beam")
-        self.check_at_least(0, "agreement", "length_penalty", "consensus")
+        self.check_range(1, LENGTH_LIMIT, "max_summary")
+        self.check_range(0, 1000, "consensus")
         self.check_fractions("left_out")
         self.check_fractions("dropout", "attention_dropout", "forget", "smoothing", include_one=False)
 

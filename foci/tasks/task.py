@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from foci.nn.config import Config
+from foci.decoding.beam import MAX_LENGTH_PENALTY
+from foci.nn.config import HEADS_LIMIT, LAYERS_LIMIT, WIDTH_LIMIT, Config
 from foci.nn.model import Model
 from foci.record.record import Record
 
@@ -19,6 +21,22 @@ AnswerT = TypeVar("AnswerT")
 
 # Called with the number of examples that were decoded since the last call; a long example also counts in parts.
 ProgressCallback = Callable[[float], None]
+
+
+# The largest number of tokens that a setting may name.
+LENGTH_LIMIT = 2**20
+# The bounds of settings that several tasks have.
+SETTING_BOUNDS: dict[str, tuple[float, float]] = {
+    "width": (1, WIDTH_LIMIT),
+    "hidden": (1, WIDTH_LIMIT),
+    "heads": (1, HEADS_LIMIT),
+    "layers": (1, LAYERS_LIMIT),
+    "vocabulary": (1, 2**20),
+    "max_length": (1, LENGTH_LIMIT),
+    "beam": (1, 1000),
+    "length_penalty": (0, MAX_LENGTH_PENALTY),
+    "agreement": (0, 1000),
+}
 
 
 def ignore_progress(_count: float) -> None:
@@ -34,6 +52,19 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.location}: {self.severity}: {self.message}"
+
+
+@dataclass(frozen=True)
+class TaskSettings(Config):
+    """Settings of a task: the [task] section of a run's TOML."""
+
+    section = "task"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in fields(self):
+            if field.name in SETTING_BOUNDS:
+                self.check_range(*SETTING_BOUNDS[field.name], field.name)
 
 
 class Task(ABC, Generic[ExampleT, AnswerT]):

@@ -26,14 +26,13 @@ from foci.inputs.text import (
     tokenizer_to_json,
     train_tokenizer,
 )
-from foci.nn.config import Config
 from foci.nn.model import Model
 from foci.nn.recurrent import Seq2SeqRNN
 from foci.nn.transformer import EncoderDecoder
 from foci.record.record import Record
 from foci.tasks.parallel_text import Pair, check_pairs, read_pairs
 from foci.tasks.rdrop import compute_rdrop_loss
-from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
+from foci.tasks.task import Problem, ProgressCallback, Task, TaskSettings, ignore_progress
 from foci.tasks.task_record import build_task_record
 
 # Source tokens decoded at a time, over all hypotheses, by device.
@@ -41,10 +40,8 @@ DECODE_TOKENS = {"cpu": 4096, "cuda": 2**16}
 
 
 @dataclass(frozen=True)
-class TranslationSettings(Config):
+class TranslationSettings(TaskSettings):
     """Settings of translation: the [task] section of a run's TOML."""
-
-    section = "task"
 
     model: Literal["transformer", "rnn"] = "transformer"  # rnn: recurrent, with additive attention
     size: Literal["tiny", "small", "base"] = "small"  # model size; the next settings override single values
@@ -67,8 +64,6 @@ class TranslationSettings(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(1, "width", "layers", "heads", "hidden", "vocabulary", "max_length", "beam")
-        self.check_at_least(0, "agreement", "length_penalty")
         self.check_fractions("dropout", "attention_dropout", "smoothing", include_one=False)
 
 

@@ -21,19 +21,21 @@ from foci.inputs.image import match_background, read_image
 from foci.inputs.image_augmentation import mixup_or_cutmix, random_erase, random_flip, random_rotation, random_shift
 from foci.inputs.sample_cache import SampleCache
 from foci.inputs.tables import read_table_rows, read_valid_rows, require_one_path
-from foci.nn.config import Config
+from foci.nn.config import HALVINGS_LIMIT, LAYERS_LIMIT, WIDTH_LIMIT
 from foci.nn.model import Model
 from foci.nn.vision import VisionTransformer
 from foci.record.labels import Labels
 from foci.record.record import Record
 from foci.tasks.class_prediction import ClassPrediction, accuracy
-from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
+from foci.tasks.task import Problem, ProgressCallback, Task, TaskSettings, ignore_progress
 from foci.tasks.task_record import build_task_record
 
 COLUMNS = ("image", "label")
 INPUT_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".pgm", ".ppm", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 # Images used to measure mean and standard deviation of the pixels; images decoded at a time.
 STATISTICS_IMAGES, DECODE_IMAGES = 2000, 250
+# The largest height and width that a setting may name, in pixels.
+IMAGE_LIMIT = 4096
 MODEL_FIELDS = (
     "image",
     "channels",
@@ -62,10 +64,8 @@ class LabelledImage:
 
 
 @dataclass(frozen=True)
-class VisionSettings(Config):
+class VisionSettings(TaskSettings):
     """Settings of image classification: the [task] section of a run's TOML."""
-
-    section = "task"
 
     image: int = 32  # height and width that images are resized to, in pixels
     channels: int = 3  # 3: colour, 1: grey
@@ -95,8 +95,13 @@ class VisionSettings(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(1, "image", "patch", "width", "layers", "heads", "hidden", "stem_width")
-        self.check_at_least(0, "crop", "turn", "registers", "stem", "stem_pool")
+        self.check_range(1, IMAGE_LIMIT, "image", "patch")
+        self.check_range(0, IMAGE_LIMIT, "crop")
+        self.check_range(0, 360, "turn")
+        self.check_range(1, WIDTH_LIMIT, "stem_width")
+        self.check_range(0, LAYERS_LIMIT, "registers", "stem")
+        self.check_range(0, HALVINGS_LIMIT, "stem_pool")
+        self.check_range(1, 3, "channels")
         self.check_fractions("erase", "mix")
         self.check_fractions("larger", "smoothing", "dropout", "attention_dropout", "depth_dropout", include_one=False)
         if self.channels not in {1, 3}:

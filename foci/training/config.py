@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from foci.nn.config import Config
+from foci.nn.config import SEED_LIMIT, Config
+from foci.runtime.spelling import suggest_name
 from foci.tasks import find_task
+
+# The largest number of steps, tokens or examples that a setting may name.
+COUNT_LIMIT = 10**9
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,18 @@ class TrainConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(
-            1, "batch_tokens", "accumulate", "average", "evaluate_every", "log_every", "checkpoint_every"
+        self.check_range(
+            1, COUNT_LIMIT, "batch_tokens", "accumulate", "evaluate_every", "log_every", "checkpoint_every"
         )
-        self.check_at_least(0, "epochs", "steps", "minutes", "rate", "warmup", "decay", "clip", "patience")
-        self.check_at_least(0, "decoded", "ahead", "workers")
+        self.check_range(0, COUNT_LIMIT, "epochs", "steps", "minutes", "warmup", "patience", "decoded")
+        self.check_range(0, 1000, "rate", "decay")
+        self.check_range(0, 10**6, "clip")
+        self.check_range(1, 1000, "average")
+        self.check_range(0, 1000, "ahead", "workers")
         self.check_fractions("floor")
         self.check_fractions("ema", "momentum", "variance", include_one=False)
         if not 0.0 < self.dev_share < 1.0:
-            raise ValueError(f"train.dev_share must be between 0 and 1, exclusive, got {self.dev_share!r}")
+            raise ValueError(f"train.dev_share must be between 0 and 1, exclusive, got {reprlib.repr(self.dev_share)}")
         if self.graphs and self.shard:
             raise ValueError(
                 "train.graphs must be false with train.shard, got both: CUDA graphs cannot capture a sharded model"
@@ -119,8 +126,8 @@ def config_from_table(task: str | None, table: dict[str, Any], source: str) -> R
     if unknown:
         raise ValueError(f"the keys of {source} must be among {', '.join(sorted(known))}, got {', '.join(unknown)}")
     seed = table.get("seed", 1)
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"seed must be an integer, got {seed!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= SEED_LIMIT:
+        raise ValueError(f"seed must be an integer between 0 and {SEED_LIMIT}, got {reprlib.repr(seed)}")
     kind = find_task(named).settings_type
     check_keys(kind, settings, "task", named)
     check_keys(TrainConfig, train, "train", named)
@@ -139,9 +146,9 @@ def check_keys(kind: type[Config], keys: Iterable[str], section: str, task: str)
     known = [field.name for field in fields(kind)]
     for name in keys:
         if name not in known:
-            hint = "".join(f"did you mean {section}.{each}? " for each in get_close_matches(name, known, 1))
+            hint = suggest_name(f"{section}.{name}", [f"{section}.{each}" for each in known], before=" ")
             raise ValueError(
-                f"{section}.{name} is not a setting of {task}: {hint}`foci train {task} --settings` lists all"
+                f"{section}.{name} is not a setting of {task}:{hint} `foci train {task} --settings` lists all"
             )
 
 

@@ -71,7 +71,7 @@ def test_hash_collisions_are_as_rare_as_by_chance(buckets: int, count: int) -> N
 def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"T at most 12, got torch.int64 \(3, 13\)"):
         small()(tokens(length=13))
-    with pytest.raises(ValueError, match="grams must be at most 4, got 5"):
+    with pytest.raises(ValueError, match="grams must be between 1 and 4, got 5"):
         small(grams=5)
 
 

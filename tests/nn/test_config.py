@@ -18,8 +18,8 @@ SMALL = TransformerConfig(width=16, layers=1, heads=2)
     [
         ({"width": "16"}, "TransformerConfig.width must be an integer, got '16'"),
         ({"width": True}, "TransformerConfig.width must be an integer, got True"),
-        ({"width": 0}, "TransformerConfig.width must be at least 1, got 0"),
-        ({"layers": -1}, "TransformerConfig.layers must be at least 0, got -1"),
+        ({"width": 0}, "TransformerConfig.width must be between 1 and 65536, got 0"),
+        ({"layers": -1}, "TransformerConfig.layers must be between 0 and 1024, got -1"),
         ({"kv_heads": 1.5}, "TransformerConfig.kv_heads must be an integer or None, got 1.5"),
         ({"dropout": float("nan")}, "TransformerConfig.dropout must be at least 0 and below 1, got nan"),
         ({"norm": "batch"}, "TransformerConfig.norm must be 'layer' or 'rms', got 'batch'"),

@@ -1,7 +1,14 @@
+import math
+import re
+from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
+from foci import nn
+from foci.nn.config import Config
+from foci.tasks import TASKS, find_task
 from foci.training import RunConfig, TrainConfig, read_config
 from foci.training.schedule import learning_rate_at
 
@@ -33,15 +40,15 @@ def test_changes_override_the_file(tmp_path: Path) -> None:
         ("task.size=huge", "task.size must be 'tiny' or 'small' or 'base', got 'huge'"),
         ("rate=1", "the keys of the config must be among data, dev, seed, task, train, got rate"),
         ("train.rate", "a setting must be key=value, such as train.rate=0.001, got 'train.rate'"),
-        ("train.batch_tokens=0", "train.batch_tokens must be at least 1, got 0"),
-        ("seed=x", "seed must be an integer, got 'x'"),
+        ("train.batch_tokens=0", "train.batch_tokens must be between 1 and 1000000000, got 0"),
+        ("seed=x", "seed must be an integer between 0 and 9223372036854775807, got 'x'"),
         ("data=3", "data must be a path or a list of paths, got 3"),
         ("task=3", r"\[task\] in the config must be a table, got 3"),
         ("train={graphs=true,shard=true}", "train.graphs must be false with train.shard, got both"),
         ("task.widht=8", r"task\.widht is not a setting of translation: did you mean task\.width\? `foci train"),
         ("train.ema=1", "train.ema must be at least 0 and below 1, got 1"),
         ("train.variance=1.0", r"train.variance must be at least 0 and below 1, got 1\.0"),
-        ("task.beam=0", "task.beam must be at least 1, got 0"),
+        ("task.beam=0", "task.beam must be between 1 and 1000, got 0"),
         ("train.floor=1.5", r"train.floor must be between 0 and 1, got 1\.5"),
     ],
 )
@@ -49,6 +56,51 @@ def test_a_wrong_setting_gives_a_one_line_error(change: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as error:
         read_config("translation", None, [change])
     assert "\n" not in str(error.value)
+
+
+CONFIGS: list[type[Config]] = [
+    *(
+        getattr(nn, name)
+        for name in nn.__all__
+        if name.endswith("Config") and name not in {"Config", "EncoderDecoderConfig"}
+    ),
+    *(find_task(task).settings_type for task in TASKS),
+    TrainConfig,
+]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_number_has_bounds(kind: type[Config]) -> None:
+    config = kind()
+    hints = get_type_hints(kind)
+    numbers = [field.name for field in fields(kind) if {"int", "float"} & {*re.findall(r"\w+", str(hints[field.name]))}]
+    assert numbers
+    for name in numbers:
+        is_float = "float" in str(hints[name])
+        for value in (10**19, -(10**19), 10**400, *((math.inf, -math.inf, math.nan) if is_float else ())):
+            with pytest.raises(ValueError, match=rf"^\w+\.{name} must be .*\d.*, got ") as error:
+                config.replace(**{name: value})
+            assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            "task.max_length=9223372036854775807",
+            "task.max_length must be between 1 and 1048576, got 9223372036854775807",
+        ),
+        ("task.length_penalty=1e9", "task.length_penalty must be between 0 and 10, got 1000000000.0"),
+        ("task.vocabulary=1000000000000", "task.vocabulary must be between 1 and 1048576, got 1000000000000"),
+        ("train.clip=99999999999999999999999", "train.clip must be between 0 and 1000000, got 99999999999999999999999"),
+        ("train.rate=1e400", "train.rate must be between 0 and 1000, got inf"),
+        ("seed=-1", "seed must be an integer between 0 and 9223372036854775807, got -1"),
+        ("seed=18446744073709551616", "seed must be an integer between 0 and .*, got 18446744073709551616"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused(change: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        read_config("translation", None, [change])
 
 
 @pytest.mark.parametrize(
