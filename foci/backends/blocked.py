@@ -30,7 +30,7 @@ from foci.backends.strips import (
     split_into_strips,
     strip_logits,
 )
-from foci.masks.ranges import Segment
+from foci.masks.range_algebra import Segment
 from foci.runtime.double_backward import make_distinct_views
 from foci.runtime.tracing import disable_autocast, is_traced
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from foci.arguments import Call
 from foci.backends import reference
 from foci.backends.additive_cpu import with_fast_additive
-from foci.masks.ranges import KeyRanges, Segment
+from foci.masks.range_algebra import KeyRanges, Segment
 from foci.runtime.tracing import is_capturing_cuda_graph, is_traced
 
 # The sequences and heads of a part.

@@ -7,7 +7,7 @@ recorder: collects the calls of one block and fills the Record at its end.
 naming: derives layer names (stack, index, axis labels) from module names.
 token_ids: collects the token ids that the model reads, for the labels.
 layer_log: collects the calls of one layer and builds its Layer.
-generation: joins the steps of a generation into one matrix.
+generation_steps: joins the steps of a generation into one matrix.
 host_copy: copies statistics to the host in the background.
 look: runs a model on a text and records it.
 model_loading: finds and loads the model that `look` runs.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from foci.capture.generation import CaptureError, GenerationStep, count_step_bytes, fingerprint_keys, join_steps
+from foci.capture.generation_steps import CaptureError, GenerationStep, count_step_bytes, fingerprint_keys, join_steps
 from foci.capture.host_copy import HostCopier
 from foci.capture.naming import LayerName
 from foci.record.kept import STATISTIC_AXES, Keep, KeptStatistics

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foci.capture.generation import CaptureError, count_step_bytes, take_heads, with_four_axes
+from foci.capture.generation_steps import CaptureError, count_step_bytes, take_heads
 from foci.capture.host_copy import HostCopier
 from foci.capture.layer_log import LayerLog
 from foci.capture.naming import LayerName, LayerNames, is_inside
@@ -215,7 +215,7 @@ class Recorder:
         record(self, name, weights, values)
 
     def _record_call(self, name: str, weights: Weights, values: Tensor) -> None:
-        weights = with_four_axes(weights)
+        weights = weights.with_four_axes()
         if values.dim() != 4:
             values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
         layer_name, k = self.layer_name_of(name), weights.tensors.call.k
@@ -281,6 +281,7 @@ class Recorder:
             layer = log.build_layer()
             layer.queries = self.token_ids.label_name_for(layer.queries, log.passes)
             layer.keys = self.token_ids.label_name_for(layer.keys, log.passes)
+            layer.labels = self.record.labels
             self.record.layers[name] = layer
         self.record.labels.update(self.token_ids.build_labels())
         self.record.calls, self.record.unseen = self.calls, self.list_unseen()

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from foci.arguments import cast_for_autocast, fold_batch
 from foci.call import attention
-from foci.capture.generation import CaptureError
+from foci.capture.generation_steps import CaptureError
 from foci.capture.huggingface.attention import attention_forward, translate_call
 from foci.capture.recorder import is_recomputation
 from foci.masks.kinds import causal

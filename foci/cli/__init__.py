@@ -3,12 +3,12 @@
 main: parses the arguments and runs one command
 output: checks of paths and texts, exit statuses, messages on stderr
 explain: attention step by step on a sentence
-explanation: the page that `foci explain` prints
+explain_page: the page that `foci explain` prints
 look: run a model on a text and show its attention
 explore: `foci explore` and `foci view`, in the browser
 data: check a dataset
 train: train a model or resume a run
-settings: the list of settings for `foci train --settings`
+settings_help: the list of settings for `foci train --settings`
 model_choice: find and load the model that a command names
 evaluate: score a trained model
 run: answer inputs with a trained model

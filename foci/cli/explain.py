@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import Any
 
+from foci.cli.output import print_page
+
 EXAMPLES = """\
 examples:
   foci explain "Jane is hungry, and she's really craving pasta from Italy."
@@ -23,8 +25,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the page."""
-    from foci.cli.explanation import explain
+    from foci.cli.explain_page import explain
     from foci.runtime.console import TextPage, supports_color, terminal_columns
 
-    print(explain(" ".join(options.text), options.word, TextPage(terminal_columns(), supports_color(sys.stdout))))
+    print_page(explain(" ".join(options.text), options.word, TextPage(terminal_columns(), supports_color(sys.stdout))))
     return 0

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from foci.cli.output import TASK_NAMES
+from foci.cli.output import TASK_NAMES, print_lines
 
 EXAMPLES = """\
 examples:
@@ -49,9 +49,9 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train and print the scores; the exit status is 130 if the training was stopped, as after Ctrl-C."""
     if options.settings:
-        from foci.cli.settings import describe_settings
+        from foci.cli.settings_help import describe_settings
 
-        print(describe_settings(options.task))
+        print_lines(describe_settings(options.task))
         return 0
     from foci.training import read_config, train
 
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     scores = train(config, folder, resume=options.resume, quiet=options.quiet)
     # Only the first of several processes prints.
     for name, value in scores.items() if os.environ.get("RANK", "0") == "0" else ():
-        print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
+        print_lines(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
     # A status other than 0 stops `foci train ... && foci evaluate ...` after an unfinished training.
     return 128 + signal.SIGINT if "stopped_at_step" in scores else 0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.masks.base import Complement, DenseMask, Intersection, Mask, Union
 from foci.masks.kinds import Causal, Documents, Prefix, Window
-from foci.masks.ranges import KeyRanges
+from foci.masks.range_algebra import KeyRanges
 from foci.masks.tile import CallSizes
 from foci.runtime.tensor_cache import cache_per_stream
 from foci.runtime.tracing import is_vmapped

@@ -1,7 +1,7 @@
 """Masks: which keys each query can attend to.
 
 tile: the sizes of a call, and the positions of a tile of the matrix.
-ranges: the visible keys of each query as key ranges, so that kernels skip the others.
+range_algebra: key ranges and their operators `&`, `|`, `~`, so that kernels skip fully masked keys.
 base: `Mask`, the operators `&`, `|`, `~`, and the drawing.
-kinds: causal, window, padding, documents, prefix, mask_function.
+kinds: causal, window, padding, documents, prefix, mask_function; each computes its visible key ranges.
 """

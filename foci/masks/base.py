@@ -1,4 +1,4 @@
-"""`Mask`: which keys each query can attend to, the operators `&`, `|`, `~`, and the drawing. The kinds are in kinds.py.
+"""`Mask`: which keys each query can attend to, the operators `&`, `|`, `~`, and its pictures. kinds.py has the kinds.
 
 B batch, H heads, R queries and C keys of a tile. True means that the query can attend to the key.
 """
@@ -6,17 +6,28 @@ B batch, H heads, R queries and C keys of a tile. True means that the query can 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from difflib import get_close_matches
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foci.masks.ranges import KeyRanges
+from foci.masks.range_algebra import KeyRanges
 from foci.masks.tile import CallSizes, Tile
-from foci.runtime.checks import to_call_device, to_four_dimensions
+from foci.runtime.checks import to_call_device, to_four_dimensions, to_numpy
 
 CPU = torch.device("cpu")
+# How the masks are written, for error messages.
+MASK_FACTORIES = {
+    "causal": "causal",
+    "window": "window(left)",
+    "padding": "padding(lengths)",
+    "documents": "documents(ids)",
+    "prefix": "prefix(length)",
+    "mask_function": "mask_function(f)",
+}
 
 
 class Mask:
@@ -72,27 +83,83 @@ class Mask:
             f"a mask has no truth value: combine masks by &, | and ~ instead of and, or, not (mask: {self!r})"
         )
 
-    def draw(self, queries: int = 6, keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
-        """Draws the mask: a row per query, a column per key, ■ where the key is visible.
+    def dense(
+        self, queries: int | None = None, keys: int | None = None, *, batch: int = 0, head: int = 0, limit: int = 2**30
+    ) -> Tensor:
+        """The mask of one sequence and head as a bool tensor (Tq, Tk), True where the key is visible.
+
+        Args:
+            queries, keys: the sizes; None: those of the mask's tensors, or 6. `keys` is `queries` by default.
+            batch, head: which sequence and head.
+            limit: the largest number of bytes; more raise ValueError.
+        """
+        size = self._drawing_size()
+        if queries is not None:
+            size = size._replace(queries=queries, keys=queries)
+        if keys is not None:
+            size = size._replace(keys=keys)
+        if size.queries < 1 or size.keys < 1:
+            raise ValueError(f"queries and keys must be 1 or more, got {size.queries} and {size.keys}")
+        sequences = max(math.prod(size.batch), 1)
+        if not 0 <= batch < sequences or head < 0:
+            raise ValueError(f"batch must be below {sequences} and head 0 or more, got batch={batch}, head={head}")
+        if size.queries * size.keys > limit:
+            raise ValueError(f"queries x keys must be at most limit={limit:,}, got {size.queries:,} x {size.keys:,}")
+        return compute_visible(self, size._replace(heads=max(size.heads, head + 1)), batch, head)
+
+    def draw(self, queries: int | None = None, keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
+        """Draws the mask: a row per query, a column per key, ■ where the key is visible. Arguments as in `dense`.
 
         >>> print(foci.causal.draw(2, 5))
         ■ ■ ■ ■ ·
         ■ ■ ■ ■ ■
         """
-        keys = queries if keys is None else keys
-        if queries < 1 or keys < 1:
-            raise ValueError(f"queries and keys must be 1 or more, got {queries} and {keys}")
-        size = self._drawing_size()
-        sequences = math.prod(size.batch)
-        if not 0 <= batch < max(sequences, 1) or head < 0:
-            raise ValueError(
-                f"batch must be below {max(sequences, 1)} and head 0 or more, got batch={batch}, head={head}"
-            )
-        return draw_mask(self, size._replace(queries=queries, keys=keys, heads=max(size.heads, head + 1)), batch, head)
+        visible = self.dense(queries, keys, batch=batch, head=head).tolist()
+        return "\n".join(" ".join("■" if entry else "·" for entry in row) for row in visible)
 
     def __str__(self) -> str:
         size = self._drawing_size()
-        return f"{self!r}, {size.queries} queries and {size.keys} keys\n{draw_mask(self, size, 0, 0)}"
+        return f"{self!r}, {size.queries} queries and {size.keys} keys\n{self.draw()}"
+
+    def show(self, queries: int | None = None, keys: int | None = None, *, batch: int = 0, head: int = 0) -> None:
+        """Prints the drawing of the mask; the arguments are those of `dense`."""
+        print(f"{self!r}\n{self.draw(queries, keys, batch=batch, head=head)}")
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        queries: int | None = None,
+        keys: int | None = None,
+        *,
+        batch: int = 0,
+        head: int = 0,
+        dpi: int = 300,
+    ) -> None:
+        """Saves a picture in the format of the suffix: .png, .svg, .pdf, or .html for a page.
+
+        Args:
+            queries, keys, batch, head: those of `dense`.
+            dpi: dots per inch of a .png.
+        """
+        from foci.view.figures.masks import save_mask
+
+        save_mask(self.dense(queries, keys, batch=batch, head=head), repr(self), path, dpi)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """The representation in a notebook."""
+        from foci.view.figures.masks import render_mask_in_notebook
+
+        return render_mask_in_notebook(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """The drawn matrix for NumPy and matplotlib; a mask that differs between sequences or heads is refused."""
+        size = self._drawing_size()
+        if math.prod(size.batch) > 1 or size.heads > 1:
+            raise ValueError(
+                f"a mask must be of one sequence and head for an array, got {math.prod(size.batch)} sequences and"
+                f" {size.heads} heads: use mask.dense(batch=0, head=0)"
+            )
+        return to_numpy(self.dense(), dtype, copy)
 
     def _drawing_size(self) -> DrawingSize:
         """The sizes that a drawing of the mask needs."""
@@ -115,20 +182,33 @@ def as_mask(mask: Mask | Tensor) -> Mask:
     if isinstance(mask, Mask):
         return mask
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = f"a {mask.dtype} tensor" if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask must be a Mask or a bool tensor (True = visible), got {got}")
+        raise TypeError(f"mask must be a Mask or a bool tensor (True = visible), got {describe_other(mask)}")
     return DenseMask(mask)
 
 
-def draw_mask(mask: Mask, size: DrawingSize, batch: int, head: int) -> str:
-    """The drawing of one sequence and head."""
+def describe_other(mask: object) -> str:
+    """What is not a mask, and what to write instead."""
+    if isinstance(mask, Tensor):
+        instead = "pass it as bias=" if mask.is_floating_point() else "convert it with .bool()"
+        return f"a {mask.dtype} tensor: {instead}"
+    if isinstance(mask, str):
+        return repr(mask) + "".join(
+            f": use foci.{MASK_FACTORIES[name]}" for name in get_close_matches(mask, MASK_FACTORIES, 1)
+        )
+    if callable(mask):
+        name = getattr(mask, "__name__", type(mask).__name__)
+        return f"the function {name}: use foci.{MASK_FACTORIES.get(name, 'mask_function(f)')}"
+    return type(mask).__name__
+
+
+def compute_visible(mask: Mask, size: DrawingSize, batch: int, head: int) -> Tensor:
+    """The mask of one sequence and head: bool (Tq, Tk) on the CPU."""
     queries, keys, device = size.queries, size.keys, size.device
     mask = mask.fit(CallSizes(size.batch, size.heads, queries, keys, device))
     query, key = torch.arange(queries, device=device).view(-1, 1), torch.arange(keys, device=device).view(1, -1)
     batch_index, head_index = torch.tensor(batch, device=device), torch.tensor(head, device=device)
     tile = Tile(batch_index, head_index, query, key, query + keys - queries, key)
-    visible = mask.visible(tile).cpu().broadcast_to(queries, keys).tolist()
-    return "\n".join(" ".join("■" if entry else "·" for entry in row) for row in visible)
+    return mask.visible(tile).cpu().broadcast_to(queries, keys)
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from foci.masks.base import DrawingSize, Mask
-from foci.masks.ranges import KeyRanges
+from foci.masks.range_algebra import KeyRanges
 from foci.masks.tile import CallSizes, Tile, index_by_batch
 from foci.runtime.checks import check_values, is_broadcastable, to_call_device, to_int_tensor
 from foci.runtime.tracing import is_traced
@@ -59,6 +60,10 @@ class Causal(Mask):
         if not is_int(offset):
             raise TypeError(f"offset must be an int, got {offset!r}")
         return Causal(max(-MAX_DISTANCE, min(offset, MAX_DISTANCE)))
+
+    def __call__(self, *arguments: object, **options: object) -> NoReturn:
+        """Raise TypeError: the mask itself is the argument of `foci.attention`."""
+        raise TypeError("causal must be used as mask=foci.causal, which is a mask and not a function, got a call")
 
     def visible(self, tile: Tile) -> Tensor:
         if self.offset is None:
@@ -330,7 +335,7 @@ def mask_function(function: Predicate) -> Mask:
     · ■ ·
     ■ · ■
     """
-    if not callable(function):
+    if not callable(function) or isinstance(function, Mask):
         raise TypeError(f"function must be a function of four index tensors, got {type(function).__name__}")
     return MaskFunction(function)
 

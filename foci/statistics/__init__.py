@@ -4,7 +4,7 @@ request: which statistics to compute.
 cuda: our GPU kernels.
 cpu_c: compiled C for the CPU.
 streaming: strip by strip on any device, and the differentiable statistics.
-topk: the largest entries of each row of a strip.
+streaming_topk: the largest entries of each row of a strip, in PyTorch; the C code is in kernels/c/topk.h.
 picture: the matrix pooled into a few rows and columns of blocks.
 """
 

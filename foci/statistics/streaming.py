@@ -15,11 +15,11 @@ from foci.arguments import Call
 from foci.backends import reference, strips
 from foci.backends.strips import LOG2_E, PartIndex, Strip
 from foci.biases import DenseBias
-from foci.masks.ranges import Segment
+from foci.masks.range_algebra import Segment
 from foci.scores import Dot
 from foci.statistics import picture
 from foci.statistics.request import Request
-from foci.statistics.topk import stable_topk
+from foci.statistics.streaming_topk import stable_topk
 
 StripStatistic = Callable[[Call, PartIndex, Strip, Tensor], Tensor]
 

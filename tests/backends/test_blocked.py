@@ -12,7 +12,7 @@ from torch import Tensor
 
 import foci
 from foci.backends import strips
-from foci.masks.ranges import KeyRanges
+from foci.masks.range_algebra import KeyRanges
 from foci.runtime.cuda_graphs import capture_cuda_graph
 from foci.runtime.tracing import is_capturing_cuda_graph
 from tests.tensors import qkv, randn

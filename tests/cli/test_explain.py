@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import foci
-from foci.cli.explanation import AttentionRow, explain
+from foci.cli.explain_page import AttentionRow, explain
 from foci.models.untrained import UntrainedSentence, merge_heads, random_from_name, split_heads, split_words
 from foci.runtime.console import ANSI_STYLE, TextPage, text_width
 

@@ -1,4 +1,4 @@
-"""served.csv: what each backend refuses. It must support everything else, so that missing and superfluous lines fail.
+"""refusals.csv: what each backend refuses. It must support everything else, so that missing and superfluous lines fail.
 
 A line names values of at most two choices, separated by spaces; an empty field means all values.
 """
@@ -19,7 +19,7 @@ Line = dict[str, frozenset[str]]
 @cache
 def refused_lines(device: str, backend: str) -> list[Line]:
     """The lines of a backend: the named values by choice."""
-    with (Path(__file__).parent / "served.csv").open() as file:
+    with (Path(__file__).parent / "refusals.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if (row["device"], row["backend"]) == (device, backend)]
     return [{name: frozenset(row[name].split()) for name in NAMED if row[name]} for row in rows]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.masks.base import Complement, Intersection, Mask, Union
 from foci.masks.kinds import Documents
-from foci.masks.ranges import KeyRanges
+from foci.masks.range_algebra import KeyRanges
 
 BLOCK_SIZE = 128
 

@@ -89,7 +89,7 @@ def plan_one_pass_backward(
     During the pass, the exponentials are the only other workspace arrays of the size of the sums.
     """
     from foci.kernels.additive.one_pass_backward import additive_one_pass_backward
-    from foci.kernels.additive.prologue_epilogue import one_pass_prologue
+    from foci.kernels.additive.one_pass_prologue_epilogue import one_pass_prologue
 
     feature_loop = feature_loop_arguments(q.shape[3], v.shape[3], tiling)
     blocks, wanted = -(-k.shape[2] // tiling.keys) * k.shape[0] * k.shape[1], multiprocessors * tiling.programs
@@ -121,7 +121,7 @@ def gradient_sum_sizes(q: Tensor, k: Tensor, v: Tensor, tiling: AdditiveTiling, 
 
 def epilogue_launch(q: Tensor, k: Tensor, v: Tensor, tiling: AdditiveTiling, scalars: dict[str, Any]) -> KernelLaunch:
     """The launch that turns the sums into the gradients of q, k, v and weight."""
-    from foci.kernels.additive.prologue_epilogue import one_pass_epilogue as kernel
+    from foci.kernels.additive.one_pass_prologue_epilogue import one_pass_epilogue as kernel
 
     (B, H, Tq, D), (G, Tk), Dv = q.shape, k.shape[1:3], v.shape[3]
     rows = max(1, 4096 // next_power_of_two(max(D, Dv)))

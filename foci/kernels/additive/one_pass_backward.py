@@ -6,8 +6,8 @@ has some keys and some features, so sums over queries and over keys both stay in
 in memory in any order, so two runs differ in the last digits. two_pass_backward.py is deterministic and takes twice as
 long.
 
-Rows are padded to whole blocks, features to DW, a multiple of DC. prologue_epilogue.py has the kernels before and after
-the pass.
+Rows are padded to whole blocks, features to DW, a multiple of DC. one_pass_prologue_epilogue.py has the kernels before
+and after the pass.
 """
 
 # Device code carries no Python types.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import foci
 from foci.masks.base import Mask
-from foci.masks.ranges import KeyRanges
+from foci.masks.range_algebra import KeyRanges
 from foci.masks.tile import CallSizes, Tile
 
 few = settings(max_examples=150, deadline=None, derandomize=True, database=None)

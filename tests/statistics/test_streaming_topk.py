@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from foci.statistics.topk import stable_topk
+from foci.statistics.streaming_topk import stable_topk
 
 HIDDEN = -1e29
 

@@ -260,11 +260,3 @@ def take_heads(weights: Weights, heads: Sequence[int]) -> Weights:
         head_ids=call.head_index.flatten()[index],
     )
     return Weights(part, lse[:, index], weights.batch_shape, True)
-
-
-def with_four_axes(weights: Weights) -> Weights:
-    """The same weights with exactly one batch axis and one head axis: (B, H, Tq, Tk)."""
-    if len(weights.shape) == 4:
-        return weights
-    call = weights.call
-    return Weights(call, weights.tensors.lse, (call.q.shape[0],), True, group=weights.group)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import foci
-from foci.capture.generation import fingerprint_keys
+from foci.capture.generation_steps import fingerprint_keys
 from tests.capture.models import CachedAttention
 from tests.tensors import randn
 

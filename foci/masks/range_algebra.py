@@ -1,4 +1,4 @@
-"""The visible keys of each query as key ranges, so that kernels skip fully masked keys.
+"""Key ranges and their operators `&`, `|`, `~`; each mask computes its own ranges in kinds.py.
 
 Under most masks (causal, window, padding, documents, a prefix, and their combinations by `&` and `|`) a query attends
 to one or two contiguous ranges of keys. A kernel that reads the two ends of a range needs no mask inside it and skips
