@@ -2,6 +2,7 @@
 
 config: the TOML config of a run, and single values changed with `key=value`
 run: prepares a run: run directory, data and task
+lock: locks a run directory while a command trains in it
 loop: `train`, the training loop from the first step to the finished model
 batches: batches by token budget, in an order that depends only on seed and epoch
 learner: model, optimizer and weight average; gradients in, new weights out

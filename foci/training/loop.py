@@ -22,6 +22,7 @@ from foci.training.best_models import BestModels
 from foci.training.config import RunConfig
 from foci.training.distributed import destroy_processes, init_processes
 from foci.training.learner import Learner
+from foci.training.lock import lock_run
 from foci.training.progress import Progress
 from foci.training.run import Run, prepare_run
 from foci.training.schedule import learning_rate_at
@@ -42,11 +43,12 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, quiet: bool 
     import_safetensors("a training", "tasks")
     processes = init_processes(config.train.device)
     try:
-        run = prepare_run(config, folder, processes, resume=resume)
-        with allow_tf32(), Progress(folder, run.total, is_first=processes.is_first, quiet=quiet) as progress:
-            for message in run.messages:
-                progress.message(message)
-            return run_training(run, progress)
+        with lock_run(folder, processes) as messages:
+            run = prepare_run(config, folder, processes, resume=resume)
+            with allow_tf32(), Progress(folder, run.total, is_first=processes.is_first, quiet=quiet) as progress:
+                for message in (*messages, *run.messages):
+                    progress.message(message)
+                return run_training(run, progress)
     finally:
         destroy_processes()
 
@@ -135,8 +137,8 @@ def log_metrics(run: Run, state: State, progress: Progress, norm: float) -> None
 
 
 def restore_state(run: Run, learner: Learner, progress: Progress) -> State:
-    """Restores the newest intact checkpoint; without one, returns the initial state."""
-    latest = checkpoint.load_newest(run.folder / "checkpoints", progress.message)
+    """Restores the newest intact checkpoint of a resumed run; without one, returns the initial state."""
+    latest = checkpoint.load_newest(run.folder / "checkpoints", progress.message) if run.resumed else None
     state = State()
     if latest is not None:
         learner.allocate_optimizer_state()

@@ -38,6 +38,7 @@ class Run:
     dev: Sequence[Any]
     total: int  # optimizer steps
     messages: list[str]  # printed before the training starts
+    resumed: bool
     description: dict[str, Any] | None  # content of run.json; None if it exists or another process writes it
 
     def write_description(self) -> None:
@@ -57,8 +58,6 @@ class Run:
 
 def prepare_run(config: RunConfig, folder: Path, processes: Processes, *, resume: bool) -> Run:
     """Prepares a new run in an unused directory, or the run that the directory holds if `resume`."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} must be a run directory, got a file")
     if not resume:
         check_directory_unused(folder)
     elif not (folder / "run.json").exists():
@@ -83,7 +82,7 @@ def prepare_run(config: RunConfig, folder: Path, processes: Processes, *, resume
     if config.train.warmup >= total:
         warmup = format_count(config.train.warmup, "step")
         messages.append(f"train.warmup is {warmup}, the whole training {total:,}: the learning rate never decays")
-    return Run(config, folder, processes, task, train, dev, total, messages, None if resume else description)
+    return Run(config, folder, processes, task, train, dev, total, messages, resume, None if resume else description)
 
 
 def check_directory_unused(folder: Path) -> None:
