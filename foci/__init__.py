@@ -103,4 +103,6 @@ def __getattr__(name: str) -> Any:
         return value
     if not name.startswith("_") and find_spec(f"foci.{name}") is not None:
         return import_module(f"foci.{name}")
-    raise AttributeError(f"module 'foci' has no attribute {name!r}")
+    from foci.runtime.spelling import suggest_name
+
+    raise AttributeError(f"module 'foci' has no attribute {name!r}{suggest_name(name, __dir__())}")

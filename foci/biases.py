@@ -214,7 +214,7 @@ def as_bias(bias: Bias | Tensor) -> Bias:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         got = f"a {bias.dtype} tensor" if isinstance(bias, Tensor) else type(bias).__name__
         hint = " (a bool tensor goes to mask=)" if isinstance(bias, Tensor) and bias.dtype == torch.bool else ""
-        raise TypeError(f"bias must be a Bias or a float tensor, got {got}{hint}")
+        raise TypeError(f"bias must be a Bias such as foci.ALiBi() or a float tensor, got {got}{hint}")
     return DenseBias(bias)
 
 

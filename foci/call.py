@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Never, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from foci import backends, statistics
 from foci.arguments import Call, prepare_call
 from foci.biases import Bias
 from foci.masks.base import Mask
+from foci.runtime.argument_names import hide_catch_all, refuse_arguments
 from foci.scores import Dot, Score
 from foci.weights.weights import Weights
 
@@ -54,11 +55,12 @@ def attention(
 ) -> tuple[Tensor, Weights]: ...
 
 
+@hide_catch_all
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
+    *misplaced: Never,
     score: Score = DEFAULT_SCORE,
     mask: Mask | Tensor | None = None,
     bias: Bias | Tensor | None = None,
@@ -67,6 +69,7 @@ def attention(
     dropout: float = 0.0,
     backend: str | None = None,
     return_weights: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Weights]:
     """Computes attention, softmax(Q Kᵀ / √d) V, with any score, mask, bias and sink.
 
@@ -100,6 +103,8 @@ def attention(
         backend: None for the fastest one that supports the call; a name is used, or refused with reasons.
         return_weights: also return the attention matrix, as a lazy operator.
     """
+    if misplaced or unknown:
+        refuse_arguments(attention, misplaced, unknown)
     if has_torch_function_variadic(query, key, value):
         # Overridable like PyTorch's own functions: a function mode (foci.watch is one) gets the original call.
         options: dict[str, Any] = {"score": score, "mask": mask, "bias": bias, "sink": sink, "positions": positions}
@@ -141,11 +146,12 @@ def apply_sink(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return (out * remaining.unsqueeze(-1)).to(out.dtype), total
 
 
+@hide_catch_all
 def plan(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
+    *misplaced: Never,
     score: Score = DEFAULT_SCORE,
     mask: Mask | Tensor | None = None,
     bias: Bias | Tensor | None = None,
@@ -154,6 +160,7 @@ def plan(
     dropout: float = 0.0,
     backend: str | None = None,
     return_weights: bool = False,
+    **unknown: Never,
 ) -> backends.Plan:
     """Returns which backend runs the same call to `attention`, and why each other one refuses; prints as a table.
 
@@ -162,11 +169,13 @@ def plan(
     >>> foci.plan(q, q, q, mask=foci.causal).chosen
     'sdpa'
     """
+    if misplaced or unknown:
+        refuse_arguments(plan, misplaced, unknown)
     call = prepare_call(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
-    plan = backends.make_plan(call, backend)
+    made = backends.make_plan(call, backend)
     if return_weights:
-        plan.notes["statistics"] = f"statistics of the weights: {statistics.describe_method(call)}"
-    return plan
+        made.notes["statistics"] = f"statistics of the weights: {statistics.describe_method(call)}"
+    return made
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

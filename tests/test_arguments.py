@@ -92,8 +92,8 @@ MASKS: list[tuple[str, Callable[[], Any], str]] = [
     ("float", lambda: ones(5, 7), r"a bool tensor \(True = visible\), got a torch.float32 tensor"),
     ("whole numbers", lambda: ints(5, 7), r"a bool tensor \(True = visible\), got a torch.int64 tensor"),
     ("list", lambda: [[True]], "mask must be a Mask or a bool tensor .*, got list"),
-    ("word", lambda: "causal", "mask must be a Mask or a bool tensor .*, got str"),
-    ("factory", lambda: foci.window, "mask must be a Mask or a bool tensor .*, got function"),
+    ("word", lambda: "causal", "mask must be a Mask or a bool tensor .*, got 'causal': use foci.causal$"),
+    ("factory", lambda: foci.window, r"bool tensor .*, got the function window: use foci.window\(left\)$"),
     ("transposed", lambda: ones(7, 5).bool(), r"mask must broadcast to \(2, 4, 5, 7\), got shape \(7, 5\)"),
     (
         "dimensions",
@@ -152,9 +152,9 @@ SCORES: list[tuple[str, Callable[[], Any], str]] = [
 
 BIASES: list[tuple[str, Callable[[], Any], str]] = [
     ("bool", lambda: ones(5, 7).bool(), r"float tensor, got a torch.bool tensor \(a bool tensor goes to mask=\)"),
-    ("whole numbers", lambda: ints(5, 7), r"a Bias or a float tensor, got a torch.int64 tensor"),
-    ("a number", lambda: 1.0, "bias must be a Bias or a float tensor, got float"),
-    ("a class", lambda: foci.ALiBi, "bias must be a Bias or a float tensor, got type"),
+    ("whole numbers", lambda: ints(5, 7), r"or a float tensor, got a torch.int64 tensor"),
+    ("a number", lambda: 1.0, r"bias must be a Bias such as foci.ALiBi\(\) or a float tensor, got float"),
+    ("a class", lambda: foci.ALiBi, r"bias must be a Bias such as foci.ALiBi\(\) or a float tensor, got type"),
     ("shape", lambda: ones(7, 5), r"bias must broadcast to \(2, 4, 5, 7\), got shape \(7, 5\)"),
     ("device", lambda: elsewhere(ones(5, 7)), "bias must be on cpu like the query, got meta"),
     ("slopes", lambda: foci.ALiBi(ones(3)), r"slopes must be .* shape \(4,\), got torch.float32 \(3,\)"),

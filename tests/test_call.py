@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -282,9 +284,9 @@ def test_a_bias_of_nan_propagates() -> None:
 
 @pytest.mark.parametrize("parts", [[], torch.zeros(2, 3), [(torch.zeros(2, 3),)]])
 def test_merge_refuses_parts_that_are_not_pairs(parts: Any) -> None:
-    with pytest.raises(ValueError, match=r"a list of \(out, lse\) pairs"):
+    with pytest.raises(ValueError, match=r"a list of one or more \(out, lse\) pairs"):
         foci.merge(parts)
-    with pytest.raises(TypeError, match=r"pairs of tensors, \(out, lse\), got int and int"):
+    with pytest.raises(TypeError, match=r"pairs of tensors \(out, lse\), got int and int"):
         foci.merge([(1, 2)])  # type: ignore[list-item]
 
 
@@ -339,3 +341,55 @@ def test_meta_tensors_have_the_shapes_of_the_answer() -> None:
 def test_plan_refuses_an_unknown_backend() -> None:
     with pytest.raises(ValueError, match=r"backend must be one of sdpa, .*, got 'nope'"):
         foci.plan(*qkv(), backend="nope")
+
+
+OPTIONS = (
+    "the options of attention must be among score, mask, bias, sink, positions, dropout, backend, return_weights, "
+)
+HABITS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "is_causal": ((), {"is_causal": True}, OPTIONS + "got is_causal: use mask=foci.causal, or foci.causal.at(0) to"),
+    "attn_mask": ((), {"attn_mask": None}, OPTIONS + "got attn_mask: use mask= for a bool tensor (True = visible) and"),
+    "dropout_p": ((), {"dropout_p": 0.1}, OPTIONS + "got dropout_p: use dropout="),
+    "scale": ((), {"scale": 0.5}, OPTIONS + "got scale: use score=foci.Dot(scale=...)"),
+    "enable_gqa": ((), {"enable_gqa": True}, OPTIONS + "got enable_gqa: leave it out, because key and value may"),
+    "need_weights": ((), {"need_weights": True}, OPTIONS + "got need_weights: use return_weights=True"),
+    "misspelt": ((), {"maks": foci.causal}, OPTIONS + "got maks: did you mean mask?"),
+    "unknown": ((), {"colour": 1}, OPTIONS + "got colour"),
+    "positional mask": (
+        (foci.causal,),
+        {},
+        "the positional arguments must be query, key and value, got 4, the next a Causal: write mask=...",
+    ),
+    "arguments of PyTorch": (
+        (None, 0.0, True),
+        {},
+        "the positional arguments must be query, key and value, got 6, the next a NoneType: write the others by name",
+    ),
+    "positional tensor": ((torch.zeros(6, 6),), {}, "the positional arguments must be query, key and value, got 4"),
+}
+
+
+@pytest.mark.parametrize("function", [foci.attention, foci.plan])
+@pytest.mark.parametrize("habit", HABITS)
+def test_arguments_of_other_libraries_are_translated(habit: str, function: Callable[..., Any]) -> None:
+    arguments, options, message = HABITS[habit]
+    with pytest.raises(TypeError, match=f"^{re.escape(message.replace('attention', function.__name__))}"):
+        function(*qkv(), *arguments, **options)
+
+
+def test_signatures_show_no_catch_all() -> None:
+    for function in (foci.attention, foci.plan, foci.nn.Attention.forward):
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+        assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_a_misspelt_public_name_is_corrected() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'atention': did you mean attention\?$"):
+        foci.atention  # noqa: B018
+
+
+def test_causal_is_a_mask_and_not_a_function() -> None:
+    with pytest.raises(TypeError, match=r"^causal must be used as mask=foci\.causal, which is a mask and not"):
+        foci.causal()
+    with pytest.raises(TypeError, match=r"^function must be a function of four index tensors, got Causal$"):
+        foci.mask_function(foci.causal)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import torch
 from foci import models
 from foci.nn.model import Model
 from foci.record.record import Record
+from foci.runtime.spelling import suggest_name
 from foci.tasks.model_file import load_trained_model
 from foci.tasks.task import Task
 
@@ -61,6 +62,7 @@ def pretrained(name: str) -> Pretrained:
     """
     if name not in models.list_pretrained():
         names = ", ".join(models.list_pretrained()) or "none"
-        raise ValueError(f"name must be one of the models that ship ({names}), got {name!r}")
+        hint = suggest_name(name, models.list_pretrained())
+        raise ValueError(f"name must be one of the models that ship ({names}), got {name!r}{hint}")
     trained = load_trained_model(models.MODELS_DIRECTORY / name)
     return Pretrained(trained.task, trained.model, trained.about)

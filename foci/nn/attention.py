@@ -5,7 +5,7 @@ B batch, T tokens, S tokens of the context, H heads, G key/value heads, D head w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from foci.masks.base import Mask
 from foci.nn.config import BiasName, ScoreName
 from foci.nn.learned_scores import AdditiveScore, CosineScore, GeneralScore
 from foci.nn.positions import BucketTable, RelativeTable, Rotary
+from foci.runtime.argument_names import hide_catch_all, refuse_arguments
 from foci.scores import Dot, Score
 from foci.weights.weights import Weights
 
@@ -73,15 +74,17 @@ class Attention(nn.Module):
         self.project = nn.Linear(width, (heads + 2 * self.kv_heads) * self.head_width, bias=biases)
         self.output = nn.Linear(heads * self.head_width, width, bias=biases)
 
+    @hide_catch_all
     def forward(
         self,
         x: Tensor,
         context: Tensor | None = None,
-        *,
+        *misplaced: Never,
         mask: Mask | Tensor | None = None,
         positions: Tensor | None = None,
         cache: Cache | None = None,
         return_weights: bool = False,
+        **unknown: Never,
     ) -> Tensor | tuple[Tensor, Weights]:
         """(B, T, width) -> (B, T, width), with return_weights also the attention weights.
 
@@ -94,6 +97,8 @@ class Attention(nn.Module):
                 empty.
             return_weights: also return the attention weights (B, H, T, S), as a lazy operator.
         """
+        if misplaced or unknown:
+            refuse_arguments(self.forward, misplaced, unknown)
         check_input_shape(x, self.width, "x")
         if context is None:
             q, k, v = self._project_self(x, positions, cache)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from foci.runtime.spelling import suggest_name
 from foci.tasks.task import Problem, Task
 
 __all__ = ["TASKS", "Problem", "Task", "find_task"]
@@ -44,7 +45,7 @@ def find_task(name: str) -> type[Task[Any, Any]]:
     'bleu'
     """
     if name not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}{suggest_name(name, TASKS)}")
     module, kind = TASKS[name].split(":")
     task: type[Task[Any, Any]] = getattr(import_module(module), kind)
     return task

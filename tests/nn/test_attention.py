@@ -164,3 +164,13 @@ def test_wrong_inputs_are_refused() -> None:
         module(torch.zeros(2, 16))
     with pytest.raises(ValueError, match=r"context must have shape \(B, T, 16\), got \(2, 3, 8\)"):
         module(torch.zeros(2, 3, 16), torch.zeros(2, 3, 8))
+
+
+def test_arguments_of_other_libraries_are_translated() -> None:
+    layer, x = foci.nn.Attention(8, 2), torch.randn(1, 4, 8)
+    with pytest.raises(
+        TypeError, match=r"the options of forward must be among mask, .*, got is_causal: use mask=foci\.c"
+    ):
+        layer(x, is_causal=True)
+    with pytest.raises(TypeError, match=r"the positional arguments must be x and context, got 3"):
+        layer(x, x, x)
