@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from foci.cli.output import TASK_NAMES
+from foci.cli.output import TASK_NAMES, print_lines
 
 EXAMPLES = """\
 examples:
@@ -39,6 +39,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the problems; the exit status is 2 if there are errors."""
     from foci.runtime.console import format_count
+    from foci.runtime.printable import make_printable
     from foci.tasks import find_task
     from foci.training import read_config
 
@@ -47,9 +48,9 @@ def run(options: argparse.Namespace) -> int:
     for problem in find_task(options.task).check([Path(path) for path in options.data], settings):
         counts[problem.severity] += 1
         if options.all or sum(counts.values()) <= MAX_PRINTED_PROBLEMS:
-            print(problem)
+            print_lines(make_printable(str(problem)))
     more = sum(counts.values()) - MAX_PRINTED_PROBLEMS
     if more > 0 and not options.all:
-        print(f"and {more} more (--all prints them)")
-    print(", ".join(format_count(number, severity) for severity, number in counts.items()))
+        print_lines(f"and {more} more (--all prints them)")
+    print_lines(", ".join(format_count(number, severity) for severity, number in counts.items()))
     return 2 if counts["error"] else 0

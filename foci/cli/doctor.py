@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
 
 import foci
+from foci.cli.output import print_page
 from foci.runtime.console import TextPage, supports_color, terminal_columns
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def add(commands: Any) -> None:
 
 def run(_options: argparse.Namespace) -> int:
     """Print the report."""
-    print(build_report(TextPage(terminal_columns(), supports_color(sys.stdout))))
+    print_page(build_report(TextPage(terminal_columns(), supports_color(sys.stdout))))
     return 0
 
 

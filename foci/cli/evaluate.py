@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foci.cli.output import check_file_path
+from foci.cli.output import check_file_path, print_lines
 
 if TYPE_CHECKING:
     from foci.tasks.task import Task
@@ -58,10 +58,10 @@ def run(options: argparse.Namespace) -> int:
         options.answers.write_text("".join(f"{answer}\n" for answer in answers), encoding="utf-8")
     scores = task.score(answers, examples)
     if options.json:
-        print(json.dumps(scores))
+        print_lines(json.dumps(scores))
         return 0
     for name, value in scores.items():
-        print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
+        print_lines(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
     return 0
 
 

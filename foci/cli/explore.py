@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from foci.cli.output import check_out_path
+from foci.cli.output import check_out_path, print_lines
 
 EXPLORE_EXAMPLES = """\
 examples:
@@ -53,7 +53,7 @@ def run_explore(options: argparse.Namespace) -> int:
     from foci.explore.server import serve
 
     limit_transformers_logging()
-    serve(options.model, port=options.port, device=options.device, browse=not options.no_browser, say=print_now)
+    serve(options.model, port=options.port, device=options.device, browse=not options.no_browser, say=print_lines)
     return 0
 
 
@@ -68,14 +68,9 @@ def run_view(options: argparse.Namespace) -> int:
     record = Record.load(options.file)
     if options.out is not None:
         record.save(options.out)
-        print(f"written: {options.out}")
+        print_lines(f"written: {options.out}")
         return 0
     from foci.explore.server import serve
 
-    serve([], record, port=options.port, device=options.device, browse=not options.no_browser, say=print_now)
+    serve([], record, port=options.port, device=options.device, browse=not options.no_browser, say=print_lines)
     return 0
-
-
-def print_now(message: str) -> None:
-    """Print without buffering, so that the address appears at once."""
-    print(message, flush=True)

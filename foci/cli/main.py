@@ -5,12 +5,15 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from foci import __version__
 from foci.cli import bench, data, doctor, evaluate, explain, explore, look, run, train
-from foci.cli.output import BAD_INPUT, FAILED, describe_error
+from foci.cli.output import BAD_INPUT, FAILED, describe_error, print_status
+from foci.runtime.printable import make_printable
 
 EXAMPLES = """\
 examples:
@@ -33,7 +36,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with the message."""
-        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(BAD_INPUT, make_printable(f"{self.prog}: {message} (see {self.prog} --help)") + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,10 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Characters that the terminal cannot show are printed as question marks instead of raising.
         sys.stdout.reconfigure(errors="replace")
     try:
-        status: int = options.run(options)
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(print_warning, options.command, warnings.showwarning)
+            status: int = options.run(options)
         sys.stdout.flush()
     except ValueError as error:
-        print(f"foci {options.command}: {error}", file=sys.stderr)
+        print_status(options.command, str(error))
         return BAD_INPUT
     except KeyboardInterrupt:
         # The status that a shell reports for a command stopped by Ctrl-C.
@@ -57,13 +62,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ImportError, FloatingPointError) as error:
-        print(f"foci {options.command}: {error}", file=sys.stderr)
+        print_status(options.command, str(error))
         return FAILED
     except OSError as error:
         # For example a full disk or an unreadable file.
-        print(f"foci {options.command}: {describe_error(error)}", file=sys.stderr)
+        print_status(options.command, describe_error(error))
         return BAD_INPUT if isinstance(error, FileNotFoundError) else FAILED
     return status
+
+
+def print_warning(
+    command: str, show_other: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any
+) -> None:
+    """Print a warning about the user's data in one line; warnings of other libraries keep their form."""
+    if category.__module__.startswith("foci."):
+        print_status(command, str(message))
+    else:
+        show_other(message, category, *place)
 
 
 def replace_closed_streams() -> None:

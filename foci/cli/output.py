@@ -1,9 +1,12 @@
-"""Checks of output paths and input texts, exit statuses and messages on stderr, for all commands."""
+"""Checks of output paths and input texts, exit statuses, and printing, for all commands."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+
+from foci.runtime.console import TextPage
+from foci.runtime.printable import escape_controls, make_printable
 
 # Exit statuses: bad input or usage; any other failure.
 BAD_INPUT = 2
@@ -50,4 +53,14 @@ def describe_error(error: Exception) -> str:
 
 def print_status(command: str, message: str) -> None:
     """Print a message to stderr, so that it does not mix with the output of the command."""
-    print(f"foci {command}: {message}", file=sys.stderr, flush=True)
+    print(make_printable(f"foci {command}: {message}"), file=sys.stderr, flush=True)
+
+
+def print_lines(text: str) -> None:
+    """Print text of any origin, such as names in a dataset or the answer of a model; a terminal executes none of it."""
+    print(escape_controls(text), flush=True)
+
+
+def print_page(page: TextPage) -> None:
+    """Print a page, whose texts are printable and whose colours are our own."""
+    print(page)

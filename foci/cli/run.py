@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from foci import models
-from foci.cli.output import BAD_INPUT, TASK_NAMES, check_out_path, check_utf8, describe_error, print_status
+from foci.cli.output import BAD_INPUT, TASK_NAMES, check_out_path, check_utf8, describe_error, print_lines, print_status
 
 if TYPE_CHECKING:
     from foci.nn.model import Model
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
                 continue
             answers = runner.answer(examples)
             for i in range(len(group)):
-                print(answers.get(i, ""), file=file, flush=True)
+                write_answer(answers.get(i, ""), file)
     print_truncated("run", runner.truncated, runner.count)
     if options.out is not None and not (as_record and runner.failed):
         print_status("run", f"written: {options.out}")
@@ -136,7 +136,7 @@ class InputRunner:
         for example in examples.values():
             with self.report_errors():
                 record = record_example(self.task, self.model, example)
-        print("" if record is None else record.answer, file=file, flush=True)
+        write_answer("" if record is None or record.answer is None else record.answer, file)
         if record is not None and in_terminal:
             record.show()
         if record is not None and out is not None:
@@ -185,6 +185,15 @@ def group_lines(lines: Iterator[str], count: int) -> Iterator[list[str]]:
     """Up to `count` lines at a time."""
     while group := list(islice(lines, count)):
         yield group
+
+
+def write_answer(answer: str, file: TextIO) -> None:
+    """Print an answer, or write it to a file as it is."""
+    if file is sys.stdout:
+        print_lines(answer)
+    else:
+        file.write(answer + "\n")
+        file.flush()
 
 
 @contextmanager

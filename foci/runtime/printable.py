@@ -4,6 +4,7 @@ Tokens come from models and untrusted input. Control characters and characters t
 direction of a line are replaced by visible signs; emoji sequences are reduced to one width in all terminals.
 """
 
+import re
 import unicodedata
 
 from foci.runtime.console import character_width
@@ -13,6 +14,8 @@ CONTROL_SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", "\u2028": "↵", "\u2029
 ZERO_WIDTH_JOINER, ZERO_WIDTH_NON_JOINER, EMOJI_SELECTOR = "\u200d", "\u200c", "\ufe0f"
 FIRST_STRONG_ISOLATE, POP_ISOLATE = "\u2068", "\u2069"
 MAX_MARKS = 3
+# Characters that a terminal executes, or that reorder a line: all control characters but the line break and the tab.
+TERMINAL_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def make_printable(text: str) -> str:
@@ -29,6 +32,17 @@ def make_printable(text: str) -> str:
         if marks <= MAX_MARKS:
             shown += printable_character(character, shown)
     return shown
+
+
+def escape_controls(text: str) -> str:
+    r"""The text with the characters that a terminal executes replaced by visible signs; everything else stays.
+
+    For whole texts, such as the answers of a model: line breaks, tabs and spaces are kept.
+
+    >>> escape_controls("one\ttwo\nthree\x1b]0;title\x07")
+    'one\ttwo\nthree␛]0;title␇'
+    """
+    return TERMINAL_CONTROLS.sub(lambda match: printable_character(match[0], ""), text)
 
 
 def printable_character(character: str, before: str) -> str:

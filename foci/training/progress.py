@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from foci.runtime.durable_files import write_text_atomically
+from foci.runtime.printable import make_printable
 
 # Seconds between two lines if there is no progress bar.
 LINE_SECONDS = 10.0
@@ -82,9 +83,9 @@ class Progress:
         if not self.is_first or self.quiet:
             return
         if self.bar is not None:
-            self.bar.console.print(text, highlight=False, markup=False)
+            self.bar.console.print(make_printable(text), highlight=False, markup=False)
         else:
-            print(text, file=sys.stderr, flush=True)
+            print(make_printable(text), file=sys.stderr, flush=True)
 
 
 def truncate_metrics(path: Path, step: int) -> None:

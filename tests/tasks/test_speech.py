@@ -173,6 +173,17 @@ def test_features_are_augmented_only_in_training(learned: Lesson) -> None:
     assert one.shape != other.shape or not torch.equal(one, other)
 
 
+@pytest.mark.parametrize(("found", "written"), [(b"'descr'", b"'''desc"), (b"{", b"("), (b"(3, 2)", b"(9, 9)")])
+def test_a_damaged_file_of_frames_is_refused(found: bytes, written: bytes, tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    path = tmp_path / "frames.npy"
+    numpy.save(path, numpy.ones((3, 2), "float32"))
+    assert load_recording(str(path), 16_000).tolist() == [[1.0, 1.0]] * 3
+    path.write_bytes(path.read_bytes().replace(found, written, 1))
+    with pytest.raises(ValueError, match=r"frames.npy must hold frames as floats \(F, M\), but it cannot be read: .+"):
+        load_recording(str(path), 16_000)
+
+
 def test_all_problems_are_reported_line_by_line(tmp_path: Path) -> None:
     write_wav(tmp_path / "fine.wav", torch.ones(800), RATE)
     write_wav(tmp_path / "silent.wav", torch.zeros(800), RATE)
