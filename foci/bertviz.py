@@ -12,6 +12,7 @@ import tempfile
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -77,7 +78,7 @@ def head_view(
     '<!doctype html>'
 
     Args:
-        attention: [layer] of (batch, heads, T, T), as returned by Hugging Face's `output_attentions`.
+        attention: [layer] of (batch, heads, T, T), as returned by Hugging Face's `output_attentions`; or `Weights`.
         tokens: as returned by a tokenizer's `convert_ids_to_tokens`.
         sentence_b_start: index of the first token of the second sentence; adds the parts A→A, A→B, B→A and B→B.
         prettify_tokens: show "Ġhello", "▁hello" and "##ing" as plain text.
@@ -191,7 +192,7 @@ def restore_spaces(tokens: Sequence[str]) -> list[str]:
 def check_token_counts(record: Record) -> None:
     """Check that there is one token per position, as BertViz does."""
     for layer in record.layers.values():
-        for name, length in ((layer.queries, layer.shape[2]), (layer.keys, layer.shape[3])):
+        for name, length in ((layer.queries, layer.shape[-2]), (layer.keys, layer.shape[-1])):
             if len(record.labels[name]) != length:
                 raise ValueError(f"tokens must be {length} for {layer.label}, got {len(record.labels[name])}")
 
@@ -203,14 +204,17 @@ def check_included_layers(record: Record, included: Sequence[int]) -> None:
         raise ValueError(f"include_layers must be from 0 to {there[-1]}, got {unknown or 'none'}")
 
 
-def keep_heads(layer: Layer, heads: Sequence[int]) -> Layer:
-    """Return the layer with some of its heads."""
+def check_shown_heads(layer: Layer, heads: Sequence[int]) -> None:
     unknown = sorted(set(heads) - set(layer.heads))
     if unknown or not heads:
         raise ValueError(f"heads must be from 0 to {layer.heads[-1]} in {layer.label}, got {unknown or 'none'}")
-    assert layer.matrix is not None
-    places = [layer.heads.index(head) for head in heads]
-    return replace(layer, heads=tuple(heads), kv_heads=0, matrix=layer.matrix[:, places])
+
+
+def keep_heads(layer: Layer, heads: Sequence[int]) -> Layer:
+    """Return the layer with some of its heads."""
+    check_shown_heads(layer, heads)
+    matrix = layer.dense()[:, [layer.heads.index(head) for head in heads]]
+    return replace(layer, heads=tuple(heads), kv_heads=0, weights=None, values=None, value_norms=None, matrix=matrix)
 
 
 def add_sentence_parts(record: Record, second: int) -> Record:
@@ -218,16 +222,16 @@ def add_sentence_parts(record: Record, second: int) -> Record:
     labels = record.labels["input"]
     if not 0 < second < len(labels):
         raise ValueError(f"sentence_b_start must be from 1 to {len(labels) - 1}, got {second}")
-    spans = {"A": range(second), "B": range(second, len(labels))}
+    spans = {"A": slice(0, second), "B": slice(second, len(labels))}
     for name, span in spans.items():
-        record.labels[name] = labels.select(span)
+        record.labels[name] = labels.select(range(len(labels))[span])
     for layer in list(record.layers.values()):
-        for one, other in ((one, other) for one in spans for other in spans):
-            assert layer.matrix is not None
-            matrix = layer.matrix[:, :, spans[one].start : spans[one].stop, spans[other].start : spans[other].stop]
-            part = replace(layer, stack=f"{one}→{other}", queries=one, keys=other, matrix=matrix)
-            part.name = f"{layer.name} {one}→{other}"
-            record.layers[part.name] = part
+        matrix = layer.dense()
+        for one, other in product(spans, spans):
+            stack = f"{one}→{other}"
+            part = matrix[:, :, spans[one], spans[other]]
+            name = f"{layer.name} {stack}"
+            record.layers[name] = Layer(name, stack, layer.index, layer.heads, one, other, matrix=part)
     return record
 
 
@@ -238,8 +242,9 @@ def name_initial_heads(record: Record, layer: int | None, heads: Sequence[int] |
     one = next((one for one in record.layers.values() if layer in (None, one.index)), None)
     if one is None:
         raise ValueError(f"layer must be one of {', '.join(map(record.name_of, record.layers.values()))}, got {layer}")
-    selected = one if heads is None else keep_heads(one, heads)
-    return [record.name_of(one, head) for head in selected.heads]
+    if heads is not None:
+        check_shown_heads(one, heads)
+    return [record.name_of(one, head) for head in (one.heads if heads is None else heads)]
 
 
 def finish_page(record: Record, state: dict[str, str], action: str) -> HtmlPage | None:

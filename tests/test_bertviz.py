@@ -158,3 +158,18 @@ def test_a_notebook_displays_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython", notebook)
     foci.bertviz.model_view(attention(), TOKENS)
     assert "srcdoc" in shown[0]._repr_html_()
+
+
+def test_weights_and_layers_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(3, 1, 3, 6, 8)
+    weights = foci.attention(q, k, v, mask=foci.causal, return_weights=True)[1]
+    layer = foci.Record.from_tensors([weights])["L0"]
+    page = foci.bertviz.head_view(weights, TOKENS, heads=[0, 2], html_action="return")
+    assert page is not None
+    assert state(page) == "v=lines&h=L0H0~L0H2"
+    for given in (weights, [weights], [layer], layer):
+        record = recorded(monkeypatch, attention=given, tokens=TOKENS, sentence_b_start=2)
+        torch.testing.assert_close(record["L0H2"].dense(), weights[:, 2].dense())
+        torch.testing.assert_close(record["B→A.L0"].dense(), weights.dense()[:, :, 2:, :2])
+    record = recorded(monkeypatch, foci.bertviz.model_view, attention=weights, tokens=TOKENS, include_heads=[1])
+    torch.testing.assert_close(record["L0H1"].dense(), weights[:, 1].dense())

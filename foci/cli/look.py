@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the model, then show or save the record."""
     from foci.capture.look import look
-    from foci.record.record import IMAGE_SUFFIXES
+    from foci.runtime.checks import IMAGE_SUFFIXES
 
     limit_transformers_logging()
     check_out_path(options.out)

@@ -150,7 +150,7 @@ def check_stack_name(name: str) -> None:
 
 def check_layer_tensors(layer: Layer) -> None:
     """Checks that values, norms and positions fit the shape of the layer."""
-    batch, heads, queries, keys = layer.shape
+    batch, heads, queries, keys = layer.sizes
     require(0 < layer.kv_heads <= max(heads, 1), "kv_heads", f"from 1 to {heads}", layer.kv_heads)
     for name, tensor, rest in (("value_norms", layer.value_norms, 0), ("values", layer.values, 1)):
         if tensor is not None:

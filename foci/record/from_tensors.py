@@ -1,4 +1,4 @@
-"""Builds a record from attention matrices of another library: tuples of tensors, steps of a generation, arrays.
+"""Builds a record from attention matrices of any library: tensors, arrays, Weights, layers, steps of a generation.
 
 B batch, H heads, Tq queries, Tk keys.
 """
@@ -6,6 +6,7 @@ B batch, H heads, Tq queries, Tk keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from foci.record.labels import Labels
 from foci.record.layer import Layer
+from foci.weights.weights import Weights
 
 # How far row sums in half precision may be off from 1.
 ROW_SUM_TOLERANCE = 0.02
@@ -32,11 +34,11 @@ def build_record_fields(attentions: Any, tokens: Any, source: Any, encoder: Any,
     for stack, (tensors, queries, keys) in stacks.items():
         if tensors is None:
             continue
-        matrices, first_length, count = read_layer_matrices(tensors, grows=stack != "cross")
+        built, first_length, count = read_layers(tensors, grows=stack != "cross")
         prompt, calls = (prompt if first_length is None else first_length), calls + count
-        for index, matrix in enumerate(matrices):
+        for index, layer in enumerate(built):
             name = f"{stack}.layers.{index}".lstrip(".")
-            layers[name] = Layer(name, stack, index, queries=queries, keys=keys, matrix=matrix)
+            layers[name] = replace(layer, name=name, stack=stack, index=index, queries=queries, keys=keys)
     labels = {}
     if tokens is not None:
         labels[target] = to_labels(tokens)
@@ -57,7 +59,7 @@ def check_labels_fit(layers: dict[str, Layer], labels: dict[str, Labels]) -> Non
 
 def explain_misfit(layer: Layer, labels: dict[str, Labels]) -> str | None:
     """Why labels do not fit the axes of a layer; None if they do."""
-    for name, length in ((layer.queries, layer.shape[2]), (layer.keys, layer.shape[3])):
+    for name, length in ((layer.queries, layer.shape[-2]), (layer.keys, layer.shape[-1])):
         along = labels.get(name)
         if along is not None and (along.batch != layer.shape[0] or len(along) < length):
             return (
@@ -69,7 +71,8 @@ def explain_misfit(layer: Layer, labels: dict[str, Labels]) -> str | None:
 
 def check_row_sums(layer: Layer) -> None:
     """Refuses negative weights and row sums above 1; smaller sums (sink, dropout, masked keys) and NaN are allowed."""
-    assert layer.matrix is not None
+    if layer.matrix is None:
+        return
     sums = layer.matrix.sum(-1, dtype=torch.promote_types(layer.matrix.dtype, torch.float32))
     below, above = layer.matrix[layer.matrix < -ROW_SUM_TOLERANCE], sums[sums > 1 + ROW_SUM_TOLERANCE]
     if below.numel() or above.numel():
@@ -80,18 +83,20 @@ def check_row_sums(layer: Layer) -> None:
         )
 
 
-def read_layer_matrices(attentions: Any, grows: bool) -> tuple[list[Tensor], int | None, int]:
-    """One matrix (B, H, Tq, Tk) per layer; the prompt length of a generation; and the number of tensors."""
+def read_layers(attentions: Any, grows: bool) -> tuple[list[Layer], int | None, int]:
+    """The layers, unnamed; the prompt length of a generation; and the number of tensors."""
+    if isinstance(attentions, Weights | Layer):
+        attentions = [attentions]
     if not isinstance(attentions, list | tuple):
         attentions = list(to_tensor(attentions))
     if not attentions:
         raise ValueError("attentions must have at least one layer, got none")
     if not isinstance(attentions[0], list | tuple):
-        return [to_layer_matrix(layer) for layer in attentions], None, len(attentions)
+        return [to_layer(layer) for layer in attentions], None, len(attentions)
     steps = [[to_layer_matrix(layer) for layer in step] for step in attentions]
     if len({len(step) for step in steps}) != 1:
         raise ValueError(f"every step must have the same number of layers, got {sorted({len(step) for step in steps})}")
-    layers = [join_step_matrices([step[i] for step in steps], grows) for i in range(len(steps[0]))]
+    layers = [to_layer(join_step_matrices([step[i] for step in steps], grows)) for i in range(len(steps[0]))]
     return layers, steps[0][0].shape[2], sum(map(len, steps))
 
 
@@ -109,6 +114,18 @@ def join_step_matrices(steps: Sequence[Tensor], grows: bool) -> Tensor:
     return torch.cat(rows, dim=2)
 
 
+def to_layer(source: Any) -> Layer:
+    """An unnamed layer; that of Weights is lazy."""
+    if isinstance(source, Layer):
+        return source.with_head_axis()
+    if isinstance(source, Weights) and not source.is_averaged:
+        weights = source.with_four_axes()
+        return Layer("", weights=weights, kv_heads=weights.call.k.shape[1])
+    if isinstance(source, Weights):
+        source = source.dense().reshape(-1, 1, *source.shape[-2:])
+    return Layer("", matrix=to_layer_matrix(source))
+
+
 def to_layer_matrix(layer: Any) -> Tensor:
     """A layer's matrix (B, H, Tq, Tk)."""
     tensor = to_tensor(layer)
@@ -124,6 +141,8 @@ def to_layer_matrix(layer: Any) -> Tensor:
 def to_tensor(array: Any) -> Tensor:
     if array is None:
         raise ValueError("a layer must be a tensor, got None (fused attention returns no weights: use foci.watch)")
+    if isinstance(array, Weights | Layer):
+        return array.dense()
     return array if isinstance(array, Tensor) else torch.as_tensor(array)
 
 

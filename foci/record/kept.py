@@ -64,7 +64,7 @@ class Keep:
         """The statistics of weights (B, H, Tq, Tk), on their device; the sink mass only if there are sinks."""
         with torch.no_grad():
             # Keys as int32 halve the copy to the host; `top` returns int64.
-            kept = weights.summary_tensors(self.top, self.picture, self.largest_logit, narrow=True)
+            kept = weights.summary_tensors(self.top, self.picture, self.largest_logit, int32_keys=True)
             if weights.tensors.call.sink is not None:
                 kept["sink_mass"] = weights.sink_mass()
             if self.shares:
@@ -138,6 +138,11 @@ class KeptStatistics(Mapping[str, Tensor]):
     def head(self, index: int) -> KeptStatistics:
         """The statistics of one head, without a head axis."""
         return KeptStatistics({name: kept[:, index] for name, kept in self.items()}, (self.shape[0], *self.shape[2:]))
+
+    def with_head_axis(self) -> KeptStatistics:
+        """The statistics of one head, (B, ...), as those of a layer of one head."""
+        batch, queries, keys = self.shape
+        return KeptStatistics({name: kept.unsqueeze(1) for name, kept in self.items()}, (batch, 1, queries, keys))
 
     @property
     def lse(self) -> Tensor:

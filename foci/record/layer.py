@@ -5,7 +5,8 @@ B batch, H heads, G key heads, Tq queries, Tk keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from foci.record.dense import DenseWeights
 from foci.record.kept import STATISTIC_AXES, KeptStatistics
+from foci.record.labels import Labels
+from foci.runtime.checks import to_numpy
 from foci.weights.summary import Top
 from foci.weights.weights import Weights
 
@@ -33,7 +36,7 @@ class Layer:
     ((1, 4, 6, 6), torch.Size([1, 4, 6]), torch.Size([1, 4, 6, 2]))
     >>> head = record["L0H3"]                       # one head: results have no head axis, as with `weights[:, 3]`
     >>> head.shape, head.entropy().shape, head.row(0, 5).shape
-    ((1, 1, 6, 6), torch.Size([1, 6]), torch.Size([6]))
+    ((1, 6, 6), torch.Size([1, 6]), torch.Size([6]))
 
     Statistics have the names and shapes of those of `foci.Weights`. `available` lists those that were recorded; others
     raise an error that says what to do. With gradients enabled, lazy weights return results with a graph; views call
@@ -52,6 +55,7 @@ class Layer:
         single: whether this is one head, whose results have no head axis.
         kv_heads: the number of key heads.
         query_positions: the positions of the queries among the keys, (Tq,); None: the last query at the last key.
+        labels: those of its record, which sets them.
     """
 
     name: str
@@ -69,33 +73,34 @@ class Layer:
     single: bool = False
     kv_heads: int = 0
     query_positions: Tensor | None = None
+    labels: dict[str, Labels] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         sources = [self.weights, self.kept, self.matrix]
         count = sum(source is not None for source in sources)
         if count != 1:
             raise ValueError(f"exactly one of weights, kept and matrix must be given, got {count}")
-        shape = self._source_shape
-        if len(shape) != (3 if self.single else 4):
-            raise ValueError(f"a layer must have the shape (B, H, Tq, Tk), got {shape}")
-        self.heads = self.heads or tuple(range(self.shape[1]))
-        self.kv_heads = self.kv_heads or self.shape[1]
-        if len(self.heads) != self.shape[1]:
-            raise ValueError(f"heads must have {self.shape[1]} numbers, got {self.heads}")
-        if self.rows is not None and len(self.rows) != self.shape[2]:
-            raise ValueError(f"rows must have {self.shape[2]} numbers, got {len(self.rows)}")
+        if len(self.shape) != (3 if self.single else 4):
+            raise ValueError(f"a layer must have the shape (B, H, Tq, Tk), got {self.shape}")
+        _, heads, queries, _ = self.sizes
+        self.heads = self.heads or tuple(range(heads))
+        self.kv_heads = self.kv_heads or heads
+        if len(self.heads) != heads:
+            raise ValueError(f"heads must have {heads} numbers, got {self.heads}")
+        if self.rows is not None and len(self.rows) != queries:
+            raise ValueError(f"rows must have {queries} numbers, got {len(self.rows)}")
 
     @property
-    def _source_shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:
+        """The shape of `dense()`: (B, H, Tq, Tk), for a single head (B, Tq, Tk)."""
         source = next(source for source in (self.weights, self.kept, self.matrix) if source is not None)
         return tuple(source.shape)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, Tq, Tk), always four numbers."""
-        shape = self._source_shape
-        batch, heads = (shape[0], 1) if self.single else shape[:2]
-        return batch, heads, shape[-2], shape[-1]
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(B, H, Tq, Tk), with H = 1 for a single head."""
+        batch, *heads, queries, keys = self.shape
+        return batch, heads[0] if heads else 1, queries, keys
 
     @property
     def label(self) -> str:
@@ -115,7 +120,7 @@ class Layer:
     def max_picture_size(self) -> tuple[int, int]:
         """Rows and columns of the finest `picture`."""
         if self.kept is None:
-            return self.shape[2], self.shape[3]
+            return self.sizes[2:]
         kept = self.kept["picture"]
         return kept.shape[-2], kept.shape[-1]
 
@@ -123,7 +128,7 @@ class Layer:
     def max_top(self) -> int:
         """The largest k that `top(k)` takes."""
         if self.kept is None:
-            return self.shape[3]
+            return self.shape[-1]
         return self.kept["top_keys"].shape[-1] if "top_keys" in self.kept else 0
 
     @property
@@ -131,7 +136,7 @@ class Layer:
         """The positions of the queries among the keys, (Tq,): in self-attention, the token of each query."""
         if self.query_positions is not None:
             return self.query_positions
-        queries, keys = self.shape[2:]
+        queries, keys = self.shape[-2:]
         return torch.arange(queries) + (keys - queries)
 
     @property
@@ -164,6 +169,18 @@ class Layer:
             matrix=None if self.matrix is None else self.matrix[:, index],
             values=None if self.values is None else self.values[:, shared],
             value_norms=None if self.value_norms is None else self.value_norms[:, shared],
+        )
+
+    def with_head_axis(self) -> Layer:
+        """A single head as a layer of one head; any other layer unchanged."""
+        if not self.single:
+            return self
+        return replace(
+            self,
+            single=False,
+            weights=None if self.weights is None else self.weights.with_four_axes(),
+            kept=None if self.kept is None else self.kept.with_head_axis(),
+            matrix=None if self.matrix is None else self.matrix.unsqueeze(1),
         )
 
     @property
@@ -253,9 +270,8 @@ class Layer:
         norms = self.value_norms
         if self.single:
             return norms[:, 0]
-        if norms.shape[1] == self.shape[1]:
-            return norms
-        return norms.repeat_interleave(self.shape[1] // norms.shape[1], dim=1)
+        heads = self.sizes[1]
+        return norms if norms.shape[1] == heads else norms.repeat_interleave(heads // norms.shape[1], dim=1)
 
     def __getitem__(self, index: Any) -> Weights | Tensor:
         """Exact entries, indexed like `foci.Weights`: layer[batch, head, query]."""
@@ -285,6 +301,28 @@ class Layer:
         """The whole matrix; an error above `limit` bytes."""
         source = self._require_matrix("dense")
         return source.dense(limit) if isinstance(source, Weights) else source.matrix
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """The whole matrix for NumPy and matplotlib, within the limit of `dense`."""
+        return to_numpy(self.dense(), dtype, copy)
+
+    def show(self, *arguments: Any, **options: Any) -> None:
+        """Prints the layer, or the single head, in the terminal; the arguments are those of `Record.show`."""
+        from foci.view.display import build_layer_record
+
+        build_layer_record(self).show(*arguments, **options)
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Saves the layer, or the single head, as a record of its own: see `Record.save`."""
+        from foci.view.display import build_layer_record
+
+        build_layer_record(self).save(path, **options)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """The representation in a notebook."""
+        from foci.view.display import render_in_notebook
+
+        return render_in_notebook(self)
 
     def __repr__(self) -> str:
         kind = "lazy" if self.weights is not None else "kept statistics" if self.kept is not None else "dense"

@@ -15,11 +15,11 @@ from foci.record import file, from_tensors, metrics
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.metrics import HEAD_SCORES, ScoreTotals
+from foci.runtime.checks import PICTURE_SUFFIXES, parse_suffix
 
 RECORD_KEY = re.compile(r"(?:(?P<stack>[^.#]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?(?P<again>#\d+)?")
-IMAGE_SUFFIXES = (".png", ".svg", ".pdf", ".jpg", ".webp")
 # The file formats of `Record.save`.
-SAVE_SUFFIXES = (".foci", ".html", *IMAGE_SUFFIXES)
+SAVE_SUFFIXES = (".foci", *PICTURE_SUFFIXES)
 
 
 class Record:
@@ -57,6 +57,8 @@ class Record:
         notes: Sequence[str] = (),
     ) -> None:
         self.layers, self.labels = dict(layers or {}), dict(labels or {})
+        for layer in self.layers.values():
+            layer.labels = self.labels
         self.model, self.calls, self.unseen = model, calls, list(unseen)
         self.prompt, self.answer, self.notes = prompt, answer, list(notes)
         # Whether the watch block that fills the record is still open.
@@ -77,7 +79,7 @@ class Record:
         cross: Any = None,
         model: str = "",
     ) -> Record:
-        """Builds a record from attention matrices of another library.
+        """Builds a record from attention matrices of another library, or from Weights and layers.
 
         >>> first, second = torch.rand(1, 2, 3, 3).softmax(-1), torch.rand(1, 2, 1, 4).softmax(-1)
         >>> steps = ((first, first), (second, second))                 # generate: [step][layer], the prompt first
@@ -87,7 +89,8 @@ class Record:
         Args:
             attentions: [layer][batch, head, query, key]: a tuple of tensors, one array, or the tuples of tuples
                 that `generate` of Hugging Face returns; (head, query, key) is one sequence. They must be weights, not
-                scores: a row whose sum is above 1 is refused.
+                scores: a row whose sum is above 1 is refused. A layer may also be `Weights` or a `Layer`; one of them
+                is a record of one layer.
             tokens: the token texts, [position] or [batch][position], or Labels.
             source: the token texts of the encoder's input, for an encoder-decoder.
             encoder, cross: the other attentions of an encoder-decoder; `attentions` are then the decoder's.
@@ -140,7 +143,7 @@ class Record:
 
     def labels_of(self, layer: Layer) -> tuple[Labels, Labels]:
         """The labels along the queries and the keys of a layer, or bare positions if its labels do not fit."""
-        batch, _, queries, keys = layer.shape
+        batch, _, queries, keys = layer.sizes
         rows = layer.positions.tolist() if layer.rows is None else list(layer.rows)
         if layer.queries != layer.keys and layer.rows is None:
             rows = list(range(queries))
@@ -299,22 +302,20 @@ class Record:
         the page or the image.
         """
         self._check_filled()
-        ending = os.path.splitext(os.fspath(path))[1].lower()  # noqa: PTH122
-        if ending == ".html":
+        suffix = parse_suffix(path, *SAVE_SUFFIXES)
+        if suffix == ".html":
             from foci.view.page import document
 
             document.write_html(self, path, **options)
-        elif ending in IMAGE_SUFFIXES:
+        elif suffix in PICTURE_SUFFIXES:
             from foci.view.figures import plots
 
             plots.save_figure(self, path, **options)
-        elif ending == ".foci":
+        else:
             if options:
                 raise TypeError(f"options must be empty for a .foci file, got {', '.join(options)}")
             plain = {name: getattr(self, name) for name in file.PLAIN_FIELDS}
             file.save_record(path, self.layers, self.labels, self._added_totals, plain)
-        else:
-            raise ValueError(f"path must end with one of {', '.join(SAVE_SUFFIXES)}, got {os.fspath(path)!r}")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Record:

@@ -1,9 +1,11 @@
-"""Checks of tensors that a caller passes, against the sizes of the call; brings them to a normal form."""
+"""Checks of tensors and paths that a caller passes; brings them to a normal form."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,10 @@ from foci.runtime.tracing import is_traced
 
 if TYPE_CHECKING:
     from foci.masks.tile import CallSizes
+
+IMAGE_SUFFIXES = (".png", ".svg", ".pdf", ".jpg", ".webp")
+# What `save` of a record, of weights and of a mask draws.
+PICTURE_SUFFIXES = (".html", *IMAGE_SUFFIXES)
 
 
 def to_int_tensor(values: Tensor | list[int], name: str) -> Tensor:
@@ -31,6 +37,24 @@ def to_call_device(tensor: Tensor, sizes: CallSizes, name: str) -> Tensor:
     if tensor.device != sizes.device and tensor.device.type != "cpu":
         raise ValueError(f"{name} must be on {sizes.device} like the query, got {tensor.device}")
     return tensor.to(sizes.device)
+
+
+def parse_suffix(path: str | os.PathLike[str], *accepted: str) -> str:
+    """The suffix of a path in lower case; raises ValueError unless it is accepted."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in accepted:
+        raise ValueError(f"path must end with one of {', '.join(accepted)}, got {os.fspath(path)!r}")
+    return suffix
+
+
+def to_numpy(tensor: Tensor, dtype: Any, copy: bool | None) -> Any:
+    """A tensor as the result of `__array__`; always a copy, because NumPy cannot share what is computed on demand."""
+    if copy is False:
+        raise ValueError("copy must be None or True: the entries are computed for the array, got copy=False")
+    tensor = tensor.detach().cpu()
+    # NumPy has no bfloat16.
+    array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array.copy() if dtype is None else array.astype(dtype)
 
 
 def check_values(condition: Tensor, message: Callable[[], str]) -> None:

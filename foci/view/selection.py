@@ -162,7 +162,7 @@ def measure_clarity(record: Record, layer: Layer, batch: int) -> tuple[float, fl
 
 def is_fast_to_scan(layer: Layer) -> bool:
     """Whether the top keys of the whole layer are computed without a noticeable wait."""
-    return "top" in layer.available and max(layer.shape[2:]) <= MAX_SCANNED_LENGTH
+    return "top" in layer.available and max(layer.shape[-2:]) <= MAX_SCANNED_LENGTH
 
 
 @torch.no_grad()
@@ -171,14 +171,13 @@ def measure_distant_weight(record: Record, layer: Layer, batch: int) -> Tensor:
 
     Neighbors of the query, punctuation and special tokens do not count.
     """
-    values, keys = (
-        part[batch].view(layer.shape[1], layer.shape[2], -1).cpu() for part in layer.top(min(8, layer.max_top))
-    )
+    _, heads, count, _ = layer.sizes
+    values, keys = (part[batch].view(heads, count, -1).cpu() for part in layer.top(min(8, layer.max_top)))
     values = values.float()
     if "received" in layer.available:
         # The weight that a key receives from every query says little about one query.
-        usual = layer.received()[batch].view(layer.shape[1], -1).float().cpu().nan_to_num(0.0, 0.0) / layer.shape[2]
-        values = values - usual.unsqueeze(1).expand(-1, layer.shape[2], -1).gather(2, keys.clamp(min=0))
+        usual = layer.received()[batch].view(heads, -1).float().cpu().nan_to_num(0.0, 0.0) / count
+        values = values - usual.unsqueeze(1).expand(-1, count, -1).gather(2, keys.clamp(min=0))
     query_is_word, key_is_word = (mark_word_positions(labels, batch) for labels in record.labels_of(layer))
     counts = key_is_word[keys.clamp(min=0)] & (keys >= 0)
     if layer.queries == layer.keys:

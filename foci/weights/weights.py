@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foci import statistics
 from foci.arguments import Call
+from foci.runtime.checks import PICTURE_SUFFIXES, parse_suffix, to_numpy
 from foci.statistics import Request
 from foci.statistics.streaming import finite_lse
 from foci.weights import file, parts_file, products
@@ -76,6 +77,11 @@ class Weights:
         """The call behind the weights; raises if its tensors were changed. Used by foci.capture and foci.view."""
         self.tensors.check()
         return self.tensors.call
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether this is the result of `mean("heads")`."""
+        return self._averaged
 
     @property
     def device(self) -> torch.device:
@@ -153,6 +159,10 @@ class Weights:
                 " use slices or statistics, or pass a larger limit="
             )
         return self._entries(slice(None), slice(None))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """The whole matrix for NumPy and matplotlib, within the limit of `dense`."""
+        return to_numpy(self.dense(), dtype, copy)
 
     def mean(self, over: str) -> Weights:
         """The average over the heads, again lazy: `weights.mean("heads")`."""
@@ -274,7 +284,7 @@ class Weights:
     def largest_logit(self) -> Tensor:
         """The largest visible logit of each head, -inf if all keys are masked: (..., H)."""
         self._per_head_lse("largest_logit")
-        return self._reshape(self._compute(Request(largest=True))["largest"])
+        return self._reshape(self._compute(Request(largest_logit=True))["largest"])
 
     def sink_mass(self) -> Tensor:
         """The share of each query's attention that goes to the sink, 0 without a sink: (..., Tq)."""
@@ -306,14 +316,22 @@ class Weights:
             )
 
     def summary_tensors(
-        self, top: int, picture: int, largest_logit: bool, distance: bool = True, narrow: bool = False
+        self, top: int, picture: int, largest_logit: bool, distance: bool = True, int32_keys: bool = False
     ) -> dict[str, Tensor]:
-        """The tensors of a summary but sink_mass, by name; narrow: heaviest keys in int32. Used by foci.record."""
+        """The tensors of a summary but sink_mass, by name; int32_keys: top keys as int32. Used by foci.record."""
         if self._averaged:
             raise ValueError("summary is per head: compute it before mean('heads')")
         queries, keys = self.shape[-2:]
         size = (min(picture, queries), min(picture, keys), "mean") if picture and queries and keys else None
-        request = Request(True, True, size, min(top, keys), largest_logit, distance, narrow)
+        request = Request(
+            entropy=True,
+            received=True,
+            picture=size,
+            top=min(top, keys),
+            largest_logit=largest_logit,
+            distance=distance,
+            int32_keys=int32_keys,
+        )
         tensors = {name: self._reshape(tensor) for name, tensor in self._compute(request).items()}
         if largest_logit:
             tensors["largest_logit"] = tensors.pop("largest")
@@ -328,9 +346,47 @@ class Weights:
         call = replace(call, **moved, v=moved["k"], sizes=call.sizes._replace(device=moved["q"].device))
         return Weights(call, self.tensors.lse.to(device), self.batch_shape, self._headed, self._averaged, self.group)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the weights to one safetensors file; `Weights.load(path)` reads it."""
-        parts_file.save_parts(path, self.parts())
+    def with_four_axes(self) -> Weights:
+        """The same weights as (B, H, Tq, Tk), with all batch axes in one. Used by foci.capture and foci.record."""
+        if len(self.shape) == 4:
+            return self
+        call = self.call
+        return Weights(call, self.tensors.lse, (call.q.shape[0],), True, group=self.group)
+
+    def show(self, *arguments: Any, tokens: Any = None, source: Any = None, **options: Any) -> None:
+        """Prints the weights in the terminal: the heads, the attention of one query and the matrix.
+
+        Args:
+            arguments, options: those of `Record.show`: the word, head="L0H3", batch=1, ...
+            tokens: the texts of the positions, [position] or [batch][position]; with `source`, those of the queries.
+            source: the texts of the keys, if they belong to another sequence.
+        """
+        from foci.view.display import build_layer_record
+
+        build_layer_record(self, tokens, source).show(*arguments, **options)
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Saves in the format of the suffix: .safetensors for `Weights.load`, .html a page, .png, .svg, .pdf images.
+
+        Args:
+            options: of a page or an image: `tokens` and `source` as in `show`; those of `Record.save`: head="L0H3",
+                what="heads", dpi=150, ...
+        """
+        if parse_suffix(path, ".safetensors", *PICTURE_SUFFIXES) == ".safetensors":
+            if options:
+                raise TypeError(f"options must be empty for a .safetensors file, got {', '.join(options)}")
+            parts_file.save_parts(path, self.parts())
+            return
+        from foci.view.display import build_layer_record
+
+        record = build_layer_record(self, options.pop("tokens", None), options.pop("source", None))
+        record.save(path, **options)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """The representation in a notebook."""
+        from foci.view.display import render_in_notebook
+
+        return render_in_notebook(self)
 
     def parts(self) -> dict[str, Any]:
         """All tensors and settings of the weights, by name. Used by `save` and foci.record."""

@@ -238,9 +238,9 @@ def loaded_or_none(path: Path) -> foci.Record | None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    record()["L0"].weights.save(tmp_path / "w.foci")  # type: ignore[union-attr]
+    record()["L0"].weights.save(tmp_path / "w.safetensors")  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"the format must be 'foci.record/1', got 'foci.weights/1'"):
-        foci.Record.load(tmp_path / "w.foci")
+        foci.Record.load(tmp_path / "w.safetensors")
     record().save(tmp_path / "r.foci")
     with pytest.raises(ValueError, match=r"the format must be 'foci.weights/1', got 'foci.record/1'"):
         foci.Weights.load(tmp_path / "r.foci")

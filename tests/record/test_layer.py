@@ -54,7 +54,7 @@ def test_available_statistics_equal_those_of_weights(kind: str, question: str) -
     torch.testing.assert_close(flat(ask(layer)), flat(ask(lazy)), atol=1e-6, rtol=1e-6)
     head, single = layer.head(2), lazy[:, 2]
     assert head.available == layer.available
-    assert head.shape == (2, 1, 6, 6)
+    assert (head.shape, head.sizes) == ((2, 6, 6), (2, 1, 6, 6))
     torch.testing.assert_close(flat(ask(head)), flat(ask(single)), atol=1e-6, rtol=1e-6)
 
 
@@ -138,3 +138,14 @@ def test_gradients_reach_through_a_layer() -> None:
 def test_an_inconsistent_layer_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layer("x", **options)
+
+
+@pytest.mark.parametrize("kind", ["weights", "kept", "matrix"])
+def test_shape_is_that_of_the_dense_matrix(kind: str) -> None:
+    layer = layers()[kind]
+    for part in (layer, layer.head(2), layer.head(2).with_head_axis()):
+        assert part.shape == (*part.entropy().shape, 6)
+        if kind != "kept":
+            assert part.shape == part.dense().shape
+    assert layer.head(2).with_head_axis().heads == (2,)
+    torch.testing.assert_close(layer.head(2).with_head_axis().entropy()[:, 0], layer.entropy()[:, 2])

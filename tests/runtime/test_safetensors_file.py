@@ -22,8 +22,8 @@ SAVED = [name for name in CASES if name != "mask_function"]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_saved_weights_are_loaded(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     weights = lazy(matrices.in_dtype(CASES[case](), dtype))
-    weights.save(tmp_path / "w")
-    loaded = foci.Weights.load(tmp_path / "w")
+    weights.save(tmp_path / "w.safetensors")
+    loaded = foci.Weights.load(tmp_path / "w.safetensors")
     assert loaded.shape == weights.shape
     assert repr(loaded) == repr(weights)
     assert torch.equal(loaded.dense(), weights.dense())
@@ -40,8 +40,8 @@ def test_saved_weights_are_loaded(case: str, dtype: torch.dtype, tmp_path: Path)
 def test_parts_and_means_are_loaded_too(case: str, tmp_path: Path) -> None:
     weights = lazy(CASES[case]())
     for part in (weights[1], weights[:, 1:4], weights[0, 1], weights.mean("heads"), weights[2:]):
-        part.save(str(tmp_path / "part"))
-        loaded = foci.Weights.load(str(tmp_path / "part"))
+        part.save(str(tmp_path / "part.safetensors"))
+        loaded = foci.Weights.load(str(tmp_path / "part.safetensors"))
         assert repr(loaded) == repr(part)
         torch.testing.assert_close(loaded.dense(), part.dense(), atol=1e-12, rtol=1e-12)
         torch.testing.assert_close(loaded.entropy(), part.entropy(), atol=1e-12, rtol=1e-12)
@@ -50,24 +50,24 @@ def test_parts_and_means_are_loaded_too(case: str, tmp_path: Path) -> None:
 
 def test_heads_that_share_keys_are_remembered(tmp_path: Path) -> None:
     part = lazy(CASES["grouped heads"]())[:, 1:4]
-    part.save(tmp_path / "part")
-    loaded = foci.Weights.load(tmp_path / "part").received(per="kv_head")
+    part.save(tmp_path / "part.safetensors")
+    loaded = foci.Weights.load(tmp_path / "part.safetensors").received(per="kv_head")
     assert loaded.shape == (2, 2, 17)
     torch.testing.assert_close(loaded, part.received(per="kv_head"), atol=1e-12, rtol=1e-12)
 
 
 def test_a_file_can_be_loaded_again_and_again(tmp_path: Path) -> None:
     first = lazy(CASES["joined, empty rows"]())
-    first.save(tmp_path / "a")
-    foci.Weights.load(tmp_path / "a").save(tmp_path / "b")
-    assert torch.equal(foci.Weights.load(tmp_path / "b").dense(), first.dense())
+    first.save(tmp_path / "a.safetensors")
+    foci.Weights.load(tmp_path / "a.safetensors").save(tmp_path / "b.safetensors")
+    assert torch.equal(foci.Weights.load(tmp_path / "b.safetensors").dense(), first.dense())
 
 
 def test_loaded_weights_do_not_depend_on_the_file(tmp_path: Path) -> None:
     weights = lazy(CASES["causal"]())
-    weights.save(tmp_path / "w")
-    loaded = foci.Weights.load(tmp_path / "w")
-    (tmp_path / "w").write_bytes(b"")
+    weights.save(tmp_path / "w.safetensors")
+    loaded = foci.Weights.load(tmp_path / "w.safetensors")
+    (tmp_path / "w.safetensors").write_bytes(b"")
     assert torch.equal(loaded.dense(), weights.dense())
 
 
@@ -75,8 +75,8 @@ def test_gradients_are_not_saved(tmp_path: Path) -> None:
     arguments = matrices.qkv()
     arguments["query"].requires_grad_()
     weights = lazy(arguments)
-    weights.save(tmp_path / "w")
-    assert not foci.Weights.load(tmp_path / "w").entropy().requires_grad
+    weights.save(tmp_path / "w.safetensors")
+    assert not foci.Weights.load(tmp_path / "w.safetensors").entropy().requires_grad
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_code_is_not_saved(mask: Mask, tmp_path: Path) -> None:
     with pytest.raises(
         TypeError, match=r"mask_function\(odd\) cannot be saved, because a file holds no code: use foci's own"
     ):
-        weights.save(tmp_path / "w")
+        weights.save(tmp_path / "w.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,12 +97,12 @@ def test_a_user_defined_mask_is_not_saved(tmp_path: Path) -> None:
 
     weights = lazy(matrices.qkv() | {"mask": Causal()})
     with pytest.raises(TypeError, match="cannot be saved"):
-        weights.save(tmp_path / "w")
+        weights.save(tmp_path / "w.safetensors")
 
 
 def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lazy(CASES["causal"]()).save(tmp_path / "w")
-    before = (tmp_path / "w").read_bytes()
+    lazy(CASES["causal"]()).save(tmp_path / "w.safetensors")
+    before = (tmp_path / "w.safetensors").read_bytes()
 
     def full(tensors: Any, path: Path, metadata: Any) -> None:
         Path(path).write_bytes(b"half of it")
@@ -110,9 +110,9 @@ def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(safetensors_file.import_safetensors(), "save_file", full)
     with pytest.raises(OSError, match="no space left"):
-        lazy(CASES["plain"]()).save(tmp_path / "w")
-    assert [path.name for path in tmp_path.iterdir()] == ["w"]
-    assert (tmp_path / "w").read_bytes() == before
+        lazy(CASES["plain"]()).save(tmp_path / "w.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+    assert (tmp_path / "w.safetensors").read_bytes() == before
 
 
 def test_a_file_without_read_permission_raises_permission_error(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_file_without_read_permission_raises_permission_error(tmp_path: Path) 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none must be an existing directory to save w"):
-        lazy(CASES["causal"]()).save(tmp_path / "none" / "w")
+        lazy(CASES["causal"]()).save(tmp_path / "none" / "w.safetensors")
 
 
 def test_encode_and_decode() -> None:
@@ -208,10 +208,10 @@ def test_a_file_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pyt
         flushed.append([path.name, *sorted(each.name for each in tmp_path.iterdir())])
 
     monkeypatch.setattr(durable_files, "fsync_path", note)
-    safetensors_file.write_tensors(tmp_path / "w", {"a": ONES})
+    safetensors_file.write_tensors(tmp_path / "w.safetensors", {"a": ONES})
     part = flushed[0][0]
     assert part.endswith(".part")
-    assert flushed == [[part, part], [tmp_path.name, "w"]]
+    assert flushed == [[part, part], [tmp_path.name, "w.safetensors"]]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,11 +198,11 @@ WRONG: dict[str, tuple[str, Change, str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_file_whose_parts_do_not_fit_is_refused(case: str, tmp_path: Path) -> None:
     call, change, message = WRONG[case]
-    path = rewritten(tmp_path / "w", call, change)
+    path = rewritten(tmp_path / "w.safetensors", call, change)
     if not message:
         assert foci.Weights.load(path).shape == (2, 4, 11, 17)
         return
-    with pytest.raises(ValueError, match=f"w is not a valid weights file: .*{message}"):
+    with pytest.raises(ValueError, match=f"w.safetensors is not a valid weights file: .*{message}"):
         foci.Weights.load(path)
 
 
@@ -225,8 +225,8 @@ FOREIGN: dict[str, tuple[dict[str, str] | None, str]] = {
 @pytest.mark.parametrize("case", FOREIGN)
 def test_a_file_of_another_format_is_refused(case: str, tmp_path: Path) -> None:
     metadata, message = FOREIGN[case]
-    with pytest.raises(ValueError, match=f"w is not a valid weights file: .*{message}"):
-        foci.Weights.load(written(tmp_path / "w", metadata))
+    with pytest.raises(ValueError, match=f"w.safetensors is not a valid weights file: .*{message}"):
+        foci.Weights.load(written(tmp_path / "w.safetensors", metadata))
 
 
 @pytest.mark.parametrize(
@@ -235,32 +235,32 @@ def test_a_file_of_another_format_is_refused(case: str, tmp_path: Path) -> None:
     ids=["empty", "zip", "pickle", "a header without end", "no tensors"],
 )
 def test_bytes_that_are_not_safetensors_are_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "w").write_bytes(content)
-    with pytest.raises(ValueError, match="w is not a valid weights file"):
-        foci.Weights.load(tmp_path / "w")
+    (tmp_path / "w.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="w.safetensors is not a valid weights file"):
+        foci.Weights.load(tmp_path / "w.safetensors")
 
 
 def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
-    lazy(CASES[SINK]()).save(tmp_path / "whole")
-    content = (tmp_path / "whole").read_bytes()
+    lazy(CASES[SINK]()).save(tmp_path / "whole.safetensors")
+    content = (tmp_path / "whole.safetensors").read_bytes()
     for size in {*range(0, len(content), len(content) // 40), len(content) - 1}:
-        (tmp_path / "w").write_bytes(content[:size])
+        (tmp_path / "w.safetensors").write_bytes(content[:size])
         with pytest.raises(ValueError, match="is not a valid weights file"):
-            foci.Weights.load(tmp_path / "w")
+            foci.Weights.load(tmp_path / "w.safetensors")
 
 
 def test_a_damaged_header_is_refused_or_still_valid(tmp_path: Path) -> None:
     """Bytes of the header are changed at random: no other error, no crash, and what is loaded can be asked."""
     weights = lazy(CASES["joined, empty rows"]())
-    weights.save(tmp_path / "whole")
-    content = bytearray((tmp_path / "whole").read_bytes())
+    weights.save(tmp_path / "whole.safetensors")
+    content = bytearray((tmp_path / "whole.safetensors").read_bytes())
     (header,) = struct.unpack("<Q", content[:8])
     dice = random.Random(0)
     for _ in range(200):
         damaged = bytearray(content)
         damaged[8 + dice.randrange(header)] = dice.choice(b'0123456789"{}[],: truefalsn')
-        (tmp_path / "w").write_bytes(damaged)
-        loaded = loaded_or_none(tmp_path / "w")
+        (tmp_path / "w.safetensors").write_bytes(damaged)
+        loaded = loaded_or_none(tmp_path / "w.safetensors")
         assert loaded is None or loaded.summary().entropy.shape == loaded.shape[:-1]
 
 
@@ -282,7 +282,7 @@ def test_missing_files_and_directories_raise_os_errors(tmp_path: Path) -> None:
 
 def test_deeply_nested_masks_are_refused(tmp_path: Path) -> None:
     levels = 5000
-    path = rewritten(tmp_path / "w", "plain", set_part("mask", "HERE"))
+    path = rewritten(tmp_path / "w.safetensors", "plain", set_part("mask", "HERE"))
     with safe_open(path, framework="pt") as file:
         text = file.metadata()["foci"]
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
@@ -294,7 +294,7 @@ def test_deeply_nested_masks_are_refused(tmp_path: Path) -> None:
 
 def test_sizes_beyond_the_tensors_are_refused(tmp_path: Path) -> None:
     """A small file cannot make its reader allocate a large matrix."""
-    path = rewritten(tmp_path / "w", "plain", set_part("sizes", {"tuple": [{"tuple": [2**40]}, 4, 11, 17]}))
+    path = rewritten(tmp_path / "w.safetensors", "plain", set_part("sizes", {"tuple": [{"tuple": [2**40]}, 4, 11, 17]}))
     with pytest.raises(ValueError, match=r"the count without batch_ids must be .*, got 2"):
         foci.Weights.load(path)
     assert path.stat().st_size < 100_000

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -295,12 +296,16 @@ def save_figure(
         what = "overlay" if any(record.labels_of(layer)[1].grid for layer in record.layers.values()) else "matrix"
     if what not in FIGURES:
         raise ValueError(f"what must be one of {', '.join(FIGURES)}, got {what!r}")
-    ax = FIGURES[what](record, **options)
-    # Without a date, equal records give equal files.
-    suffix = os.fspath(path).rpartition(".")[2].lower()
-    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
+    write_figure(FIGURES[what](record, **options), path, dpi)
+
+
+def write_figure(ax: Axes, path: Any, dpi: int = 300, file_format: str | None = None) -> None:
+    """Write the figure of some axes and close it; `path` may be a file object if `file_format` is given."""
+    # Without a date, equal figures give equal files.
+    kind = file_format or Path(path).suffix[1:].lower()
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     figure = ax.get_figure(root=True)
     assert figure is not None
     with use_figure_style():
-        figure.savefig(path, dpi=dpi, bbox_inches="tight", pad_inches=0.03, metadata=undated)
+        figure.savefig(path, dpi=dpi, bbox_inches="tight", pad_inches=0.03, metadata=undated, format=kind)
     theme.import_pyplot().close(figure)

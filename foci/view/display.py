@@ -1,0 +1,43 @@
+"""Makes a Record of Weights or of a layer, so that every view can show them; shows all of them in a notebook."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from foci.record.layer import Layer
+from foci.record.record import Record
+from foci.view.page import document
+from foci.weights.weights import Weights
+
+# The page of a larger matrix takes many seconds, too long for the end of a notebook cell.
+MAX_NOTEBOOK_ENTRIES = 2**24
+
+
+def build_layer_record(shown: Weights | Layer, tokens: Any = None, source: Any = None) -> Record:
+    """Build a record of one layer.
+
+    >>> _, weights = foci.attention(*torch.randn(3, 2, 4, 6, 8), return_weights=True)
+    >>> build_layer_record(weights[:, 1])
+    Record: 1 layers, 1 heads, 1 attention calls
+
+    Args:
+        tokens: the texts of the positions; None: numbers, or the labels of the layer's record.
+        source: the texts of the keys of Weights, if they belong to another sequence.
+    """
+    if isinstance(shown, Layer):
+        return Record({shown.name: replace(shown.with_head_axis())}, shown.labels, calls=1)
+    if source is None:
+        return Record.from_tensors(shown, tokens)
+    return Record.from_tensors(None, tokens, source=source, cross=shown)
+
+
+def render_in_notebook(shown: Weights | Layer) -> dict[str, str]:
+    """Render the page for a notebook, with a line of text for other programs; an empty or large matrix is only text."""
+    text, entries = repr(shown), prod(shown.shape)
+    if entries > MAX_NOTEBOOK_ENTRIES:
+        text += f"\n{entries:,} entries are too many for a notebook cell: save('page.html') writes the page"
+    if not 0 < entries <= MAX_NOTEBOOK_ENTRIES:
+        return {"text/plain": text}
+    return {"text/plain": text, "text/html": document.render_frame(build_layer_record(shown))}
