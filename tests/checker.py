@@ -111,7 +111,7 @@ def check(found: Tensors, true: Tensors, eager: Tensors, dtype: torch.dtype, can
     Args:
         cancelled: what gradients are known to be the difference of, for the floor of their error.
     """
-    assert found.keys() == true.keys(), f"expected {', '.join(true)}, but got {', '.join(found)}"
+    assert found.keys() == true.keys(), f"expected {', '.join(true)}, got {', '.join(found)}"
     terms = [true[f"gradient of {name}"] for name in INPUTS if f"gradient of {name}" in true]
     wrong = {}
     for name, tensor in true.items():
@@ -126,7 +126,7 @@ def fault(name: str, found: Tensor, true: Tensor, eager: Tensor, dtype: torch.dt
     """What is wrong with one answer, or None; `terms` are what it was summed from, where that may have cancelled."""
     own = torch.promote_types(dtype, torch.float32) if name == "lse" else dtype
     if (found.shape, found.dtype) != (true.shape, own):
-        return f"expected {own} {tuple(true.shape)}, but got {found.dtype} {tuple(found.shape)}"
+        return f"expected {own} {tuple(true.shape)}, got {found.dtype} {tuple(found.shape)}"
     if not torch.equal(found.isneginf(), true.isneginf()):
         return "-inf does not stand where it should"
     seen = ~true.isneginf()

@@ -306,7 +306,7 @@ def test_other_shapes_dtypes_and_devices_are_refused() -> None:
         cache.append(keys, values[:, :, :1])
     with pytest.raises(ValueError, match=r"of torch.float32 on cpu like the keys, got .* of torch.float64 on cpu"):
         cache.append(keys, values.double())
-    with pytest.raises(ValueError, match=r"keys \(..., T, D\) and values \(..., T, E\), got \(8,\) and \(5,\)"):
+    with pytest.raises(ValueError, match=r"keys must be \(..., T, D\) and values \(..., T, E\), got \(8,\) and \(5,\)"):
         cache.append(keys[0, 0, 0], values[0, 0, 0])
     cache.append(keys, values)
     with pytest.raises(ValueError, match=r"keys \(2, 3, \*, 8\) .* as in the first append, got \(1, 3, 4, 8\)"):
@@ -327,7 +327,7 @@ def test_wrong_numbers_are_refused() -> None:
         Cache(capacity=4, window=8)
     cache = Cache(capacity=4)
     cache.append(*counted(0, 3))
-    with pytest.raises(ValueError, match="at most capacity = 4 tokens, got 2 after 3"):
+    with pytest.raises(ValueError, match="at most capacity = 4 tokens, got 2 more after 3"):
         cache.append(*counted(3, 2))
     with pytest.raises(ValueError, match="length from 0 to 3, got 4"):
         cache.crop(4)

@@ -165,7 +165,7 @@ def test_rotary_refuses_wrong_arguments() -> None:
         rotary(x[0, 0], torch.arange(5)[None])
     with pytest.raises(TypeError, match=r"int tensor, got torch.float32"):
         rotary(x, torch.arange(5.0))
-    with pytest.raises(ValueError, match="positions on cpu, where x is, got them on meta"):
+    with pytest.raises(ValueError, match="positions must be on cpu like x, got meta"):
         rotary(x, torch.arange(5, device="meta"))
     with pytest.raises(ValueError, match=r"floating point x \(..., T, D\), got \(5, 8\) of torch.int64"):
         rotary(torch.ones(5, 8, dtype=torch.int64))
