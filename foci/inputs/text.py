@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
+from foci.inputs.bpe import MAX_TOKENS, SPECIAL_TOKENS, build_bpe, explain_panics, parse_bpe, train_bpe
 from foci.record.labels import Labels, decode_each_token, number_words_by_spaces
+from foci.runtime.json_text import parse_json
 
-SPECIAL_TOKENS = ("<pad>", "<start>", "<stop>", "<unknown>")
 PAD, START, STOP, UNKNOWN = range(4)
 # Every epoch encodes the same texts; this many are cached, the others are encoded every time.
 MAX_CACHED_TEXTS = 2**20
@@ -172,10 +174,13 @@ class BPETokenizer(Tokenizer):
         return int(self.model.get_vocab_size())
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.model.encode(text).ids)
+        with explain_panics("a text"):
+            return list(self.model.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.model.decode([token for token in tokens if token >= len(SPECIAL_TOKENS)])).removeprefix(" ")
+        shown = [token for token in tokens if token >= len(SPECIAL_TOKENS)]
+        with explain_panics("tokens"):
+            return str(self.model.decode(shown)).removeprefix(" ")
 
     def _texts(self, tokens: Sequence[int]) -> list[str]:
         return decode_each_token(tokens, lambda ids: str(self.model.decode(ids, skip_special_tokens=False)))
@@ -201,43 +206,33 @@ def train_tokenizer(kind: TokenizerKind, texts: Sequence[str], size: int) -> Tok
     return BPETokenizer(train_bpe(texts, size))
 
 
-def train_bpe(texts: Sequence[str], size: int) -> Any:
-    """Trains byte-pair encoding with the package `tokenizers`; a word includes the space before it."""
-    package = import_tokenizers()
-    minimum = len(SPECIAL_TOKENS) + 256
-    if size < minimum:
-        raise ValueError(
-            f"the vocabulary of a bpe tokenizer must be at least {minimum}, which includes all bytes, got {size}"
-        )
-    model = package.Tokenizer(package.models.BPE())
-    model.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=True)
-    model.decoder = package.decoders.ByteLevel()
-    trainer = package.trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    model.train_from_iterator(texts, trainer)
-    # A text that contains the name of a special token is encoded as plain text.
-    model.encode_special_tokens = True
-    return model
-
-
 def tokenizer_from_dict(content: Any) -> Tokenizer:
     """Rebuilds the tokenizer that `Tokenizer.save` described."""
     match content:
         case {"kind": "bytes"}:
             return ByteTokenizer()
         case {"kind": "characters", "listed": list(tokens)}:
+            check_token_list(tokens)
+            if any(len(token) != 1 for token in tokens):
+                raise ValueError("the tokens of a characters tokenizer must be single characters, got longer ones")
             return CharacterTokenizer(tokens)
         case {"kind": "words", "listed": list(tokens)}:
+            check_token_list(tokens)
             return WordTokenizer(tokens)
         case {"kind": "bpe", "model": str(model)}:
-            loaded = import_tokenizers().Tokenizer.from_str(model)
-            loaded.encode_special_tokens = True
-            return BPETokenizer(loaded)
-    raise ValueError(f"a tokenizer must be of the kind bpe, words, characters or bytes, got {str(content)[:80]}")
+            return BPETokenizer(build_bpe(*parse_bpe(model)))
+    raise ValueError(f"a tokenizer must be of the kind bpe, words, characters or bytes, got {reprlib.repr(content)}")
+
+
+def check_token_list(tokens: list[Any]) -> None:
+    """Refuses tokens that are not different texts, and too many of them."""
+    if len(tokens) > MAX_TOKENS:
+        raise ValueError(f"a tokenizer must have at most {MAX_TOKENS} tokens, got {len(tokens)}")
+    odd = next((token for token in tokens if not (isinstance(token, str) and token)), None)
+    if odd is not None:
+        raise ValueError(f"the tokens of a tokenizer must be texts, got {reprlib.repr(odd)}")
+    if len({*tokens}) != len(tokens):
+        raise ValueError("the tokens of a tokenizer must be different, got one twice")
 
 
 def tokenizer_to_json(tokenizer: Tokenizer) -> str:
@@ -247,7 +242,7 @@ def tokenizer_to_json(tokenizer: Tokenizer) -> str:
 
 def tokenizer_from_json(text: str) -> Tokenizer:
     """Parses the tokenizer of a model file."""
-    return tokenizer_from_dict(json.loads(text))
+    return tokenizer_from_dict(parse_json(text, "the tokenizer"))
 
 
 def tokenize_words(text: str) -> list[str]:
@@ -266,13 +261,3 @@ def join_words(parts: Sequence[str]) -> str:
     "she's hungry."
     """
     return re.sub(r" (?=[.,;:!?)\]}%]|'\w)", "", " ".join(parts))
-
-
-def import_tokenizers() -> Any:
-    try:
-        import tokenizers as package
-    except ImportError as error:
-        raise ImportError(
-            "the bpe tokenizer needs tokenizers, which is not installed: pip install 'foci[tasks]'"
-        ) from error
-    return package

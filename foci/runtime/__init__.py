@@ -15,4 +15,5 @@ printable: any text in a form that is safe to print.
 spelling: the name that a misspelt one was meant to be.
 argument_names: errors for arguments that a function does not have.
 limits: bounds on what a file may expand to.
+json_text: JSON of files, bounded in length and depth.
 """

@@ -53,3 +53,5 @@ MAX_EMPTY_SIZE = Limit("FOCI_MAX_EMPTY_SIZE", 2**20, "positions, heads and seque
 MAX_CONFIG_BYTES = Limit("FOCI_MAX_CONFIG_BYTES", 2**20, "bytes")
 # tomllib takes time and memory quadratic in the number of parts.
 MAX_KEY_PARTS = Limit("FOCI_MAX_KEY_PARTS", 16, "parts in a key")
+# The tokenizer of a model with a million tokens passes; parsed, a text takes up to twenty times its length.
+MAX_JSON_CHARACTERS = Limit("FOCI_MAX_JSON_CHARACTERS", 2**25, "characters of JSON")
