@@ -1,6 +1,7 @@
 """The `foci` command: one file per command, each with `add` (its options) and `run`.
 
 main: parses the arguments and runs one command
+unknown_options: errors for misspelt options and for settings without --set
 output: checks of paths and texts, exit statuses, messages on stderr
 explain: attention step by step on a sentence
 explain_page: the page that `foci explain` prints

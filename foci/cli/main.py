@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from foci import __version__
 from foci.cli import bench, data, doctor, evaluate, explain, explore, look, run, train
 from foci.cli.output import BAD_INPUT, FAILED, describe_error, print_status
+from foci.cli.unknown_options import explain_unknown_option
 from foci.runtime.printable import make_printable
 
 EXAMPLES = """\
@@ -33,6 +34,20 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse the arguments; the parser of a command refuses unknown ones itself, because it knows its options."""
+        words = sys.argv[1:] if args is None else [*args]
+        options, more = super().parse_known_args(words, namespace)
+        unknown = [word for word in more if word.startswith("-")]
+        if unknown:
+            hint = explain_unknown_option(
+                words, unknown[0], self._option_string_actions, getattr(options, "task", None)
+            )
+            self.error(f"unrecognized arguments: {unknown[0]}{hint}")
+        if more and not hasattr(options, "inputs"):
+            self.error(f"unrecognized arguments: {' '.join(more)}")
+        return options, more
 
     def error(self, message: str) -> NoReturn:
         """Exit with the message."""
@@ -95,8 +110,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         top.print_help(sys.stderr)
         top.exit(BAD_INPUT)
     options, more = top.parse_known_args(arguments)
-    if more and (not hasattr(options, "inputs") or any(word.startswith("-") for word in more)):
-        top.error(f"unrecognized arguments: {' '.join(more)}")
     if more:
         options.inputs += more
     return options

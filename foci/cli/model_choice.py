@@ -9,7 +9,8 @@ from typing import Any
 from foci import models
 from foci.cli.output import print_status
 from foci.nn.model import Model
-from foci.tasks import find_task
+from foci.runtime.spelling import suggest_name
+from foci.tasks import TASKS
 from foci.tasks.task import Task
 
 
@@ -41,8 +42,16 @@ def apply_changes(task: Task[Any, Any], changes: Sequence[str]) -> Task[Any, Any
 
 
 def find_task_model(name: str, path: Path | None) -> Path:
-    """The path of a task's model: --model, or runs/TASK, or the pretrained model."""
-    find_task(name)
+    """The path of a task's model: --model, or runs/TASK, or the pretrained model; a path in place of a task is used."""
+    if name not in TASKS and Path(name).exists():
+        if path is not None:
+            raise ValueError(
+                f"--model must be left out where a model takes the place of the task, got {name} and {path}"
+            )
+        return Path(name)
+    if name not in TASKS:
+        hint = suggest_name(name, TASKS)
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, or the path of a model, got {name!r}{hint}")
     if path is not None:
         return resolve_model_path(path)
     for candidate in (Path("runs") / name, models.MODELS_DIRECTORY / name):

@@ -24,6 +24,7 @@ examples:
   foci run translation --file sentences.txt > answers.txt
   foci run speech seven.wav --show
   foci run vision shoe.png coat.png
+  foci run runs/translation "A man sleeps."
   foci run generation "ROMEO:" --set task.temperature=0.5
 """
 # Tasks whose inputs are files; the others take the text itself.
@@ -42,7 +43,10 @@ def add(commands: Any) -> None:
         help="answer inputs with a trained model, and show its attention",
         epilog=EXAMPLES,
     )
-    parser.add_argument("task", help=f"{TASK_NAMES}; pretrained models: {', '.join(models.list_pretrained())}")
+    parser.add_argument(
+        "task",
+        help=f"{TASK_NAMES}; pretrained models: {', '.join(models.list_pretrained())}; or the path of a model",
+    )
     parser.add_argument("inputs", nargs="*", help="sentences, or image or sound files (default: lines of stdin)")
     parser.add_argument("--file", type=Path, help="a file with one input per line; empty lines give empty answers")
     parser.add_argument(
@@ -64,13 +68,15 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from foci.cli.model_choice import find_task_model, load_with_changes, print_truncated
+    from foci.tasks import TASKS
 
     check_out_path(options.out, ANSWERS_SUFFIX)
     path = find_task_model(options.task, options.model)
     task, model = load_with_changes(path, options.changes, options.device)
-    if task.name != options.task:
+    is_task = options.task in TASKS
+    if is_task and task.name != options.task:
         raise ValueError(f"--model must be a model for {options.task}, got {path}, a model for {task.name}")
-    if options.model is None and path.parent != models.MODELS_DIRECTORY:
+    if is_task and options.model is None and path.parent != models.MODELS_DIRECTORY:
         # A run takes precedence over the pretrained model, which is easily overlooked.
         is_shipped = task.name in models.list_pretrained()
         instead = f"; use --model {task.name} for the pretrained model" if is_shipped else ""

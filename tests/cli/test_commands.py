@@ -253,12 +253,32 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
     ]
     bad.write_text("a\tb\n" * 300)
     assert main.main(["data", "check", "translation", "--data", str(bad)]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == ["and 199 more (--all prints them)", "0 errors, 299 warnings"]
+    *shown, more, total = capsys.readouterr().out.splitlines()
+    assert shown == [f"{bad}:{line}: warning: duplicate of {bad}:1" for line in (2, 3, 4)]
+    assert more == f"and 296 more warnings like this: duplicate of {bad}:1 (--all prints them)"
+    assert total == "0 errors, 299 warnings"
+    assert main.main(["data", "check", "translation", "--data", str(bad), "--all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 300
+
+
+def test_a_path_takes_the_place_of_the_task(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main.main(["run", "translation", "ab cd", "--model", "runs/translation"]) == 0
+    answer = capsys.readouterr()
+    for path in ("runs/translation", "runs/translation/model.safetensors"):
+        assert main.main(["run", path, "ab cd"]) == 0
+        assert capsys.readouterr() == answer
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["run", "runs/none", "x"], "summarization, or the path of a model, got 'runs/none'"),
+        (["run", "runs/translation", "x", "--model", "y"], "--model must be left out where a model takes the place of"),
+        (["run", "translatoin", "x"], "got 'translatoin': did you mean translation?"),
+        (["data", "check", "translation"], "--data must name the data to check, got none"),
         (["run", "translation", ""], "the input must be a sentence to translate, got an empty text"),
         (["run", "generation", "x", "--model", "runs/translation"], "--model must be a model for generation, got"),
         (["run", "summarization", "x"], "no model for summarization: train one"),
@@ -316,6 +336,7 @@ def test_data_is_checked_line_by_line(folder: Path, capsys: pytest.CaptureFixtur
         (["run", "speech", "runs"], "inputs of speech must be files, got the directory runs: name the files in it"),
         (["run", "translation", "a", "--set", "task.bean=1"], "not a setting of translation: did you mean task.beam? "),
         (["run", "translation", "a", "--set", "task=1"], "[task] in the changes must be a table, got 1"),
+        (["train", "visoin", "--data", "none"], "got 'visoin': did you mean vision?"),
         (["train", "vision", "--data", "none"], "none must be a folder with one subfolder per class"),
         (["evaluate", "runs/translation", "--data", "none.tsv"], "none.tsv must be a file, got no such file"),
     ],

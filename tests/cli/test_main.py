@@ -112,6 +112,32 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.C
     assert message.err.endswith("--help)\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train translation --sise tiny", "foci train: unrecognized arguments: --sise: did you mean --size?"),
+        ("train translation --epochs 3", "foci train: unrecognized arguments: --epochs: use --set train.epochs=3"),
+        ("train vision --data x --lr=0.1", "foci train: unrecognized arguments: --lr=0.1: use --set train.rate=0.1"),
+        ("train generation --new-tokens", "unrecognized arguments: --new-tokens: use --set task.new_tokens=..."),
+        ("run runs/translation hi --beem 3", "foci run: unrecognized arguments: --beem: use --set task.beam=3"),
+        ("data check vision --date x", "foci data check: unrecognized arguments: --date: did you mean --data?"),
+        ("look hi --wrod hi", "foci look: unrecognized arguments: --wrod: did you mean --word?"),
+        ("explore --nothing-like-it", "foci explore: unrecognized arguments: --nothing-like-it"),
+        ("doctor now", "foci doctor: unrecognized arguments: now"),
+    ],
+)
+def test_an_unknown_option_gets_the_nearest_name(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main.main(arguments.split())
+    assert stop.value.code == 2
+    command = " ".join(arguments.split()[: 2 if arguments.startswith("data") else 1])
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.endswith(f" (see foci {command} --help)\n")
+
+
 def checkout(folder: Path, monkeypatch: pytest.MonkeyPatch, *scripts: str) -> None:
     """Create a checkout with these benchmarks and point `foci bench` to it."""
     (folder / "benchmarks").mkdir()
