@@ -309,9 +309,9 @@ def test_other_shapes_dtypes_and_devices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"keys must be \(..., T, D\) and values \(..., T, E\), got \(8,\) and \(5,\)"):
         cache.append(keys[0, 0, 0], values[0, 0, 0])
     cache.append(keys, values)
-    with pytest.raises(ValueError, match=r"keys \(2, 3, \*, 8\) .* as in the first append, got \(1, 3, 4, 8\)"):
+    with pytest.raises(ValueError, match=r"keys must be \(2, 3, \*, 8\) .* as in the first append, got \(1, 3, 4, 8\)"):
         cache.append(keys[:1], values[:1])
-    with pytest.raises(ValueError, match=r"values \(2, 3, \*, 5\) .*, got \(2, 3, 4, 8\)"):
+    with pytest.raises(ValueError, match=r"values must be \(2, 3, \*, 5\) .*, got \(2, 3, 4, 8\)"):
         cache.append(keys, keys)
     with pytest.raises(ValueError, match=r"torch.float32 on cpu, as in the first append, got .* torch.float64"):
         cache.append(keys.double(), values.double())
@@ -329,13 +329,13 @@ def test_wrong_numbers_are_refused() -> None:
     cache.append(*counted(0, 3))
     with pytest.raises(ValueError, match="at most capacity = 4 tokens, got 2 more after 3"):
         cache.append(*counted(3, 2))
-    with pytest.raises(ValueError, match="length from 0 to 3, got 4"):
+    with pytest.raises(ValueError, match="length must be from 0 to 3, got 4"):
         cache.crop(4)
-    with pytest.raises(ValueError, match="count from 0 to 3, got 4"):
+    with pytest.raises(ValueError, match="count must be from 0 to 3, got 4"):
         cache.positions(4)
-    with pytest.raises(IndexError, match=r"rows from 0 to 0, got \[1\]"):
+    with pytest.raises(IndexError, match=r"index must be from 0 to 0, got \[1\]"):
         cache.reorder(torch.tensor([1]))
-    with pytest.raises(ValueError, match=r"int32 or int64 index .*, got \(1,\) of torch.float32"):
+    with pytest.raises(ValueError, match=r"index must be an int32 or int64 tensor .*, got \(1,\) of torch.float32"):
         cache.reorder(torch.tensor([0.0]))
     flat = Cache()
     flat.append(torch.ones(2, 7), torch.ones(2, 1))
