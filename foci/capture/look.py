@@ -61,9 +61,18 @@ def look(
         raise ValueError("text must have at least one word, got none")
     device = resolve_device(device)
     path = locate_model(model)
+    name = name_for_title(os.fspath(model or Path(path).name))
     if is_foci_model(Path(path)):
-        return record_with_foci_model(text, path, device, report, shown_name=str(model or Path(path).name))
-    return record_text(load_text_model(path, device, report), text, new_tokens, report)
+        record = record_with_foci_model(text, path, device, report, shown_name=str(model or name))
+    else:
+        record = record_text(load_text_model(path, device, report), text, new_tokens, report)
+    record.model = name
+    return record
+
+
+def name_for_title(model: str) -> str:
+    """The name of a model in titles: a directory without the path to it, or the name that was given."""
+    return Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model
 
 
 def record_with_foci_model(text: str, path: str, device: str, report: Callable[[str], None], shown_name: str) -> Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -13,6 +14,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# A browser on the same machine sends a request body within seconds.
+MAX_BODY_SECONDS = 60.0
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:;"
@@ -32,7 +35,9 @@ class Guard:
 
     def __init__(self, app: App, secret: str, port: int, max_bytes: int) -> None:
         self.app, self.secret, self.max_bytes = app, secret, max_bytes
-        self.hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
+        # Browsers leave out the port of http, 80.
+        names, ends = ("127.0.0.1", "localhost"), (f":{port}", "") if port == 80 else (f":{port}",)
+        self.hosts = {name + end for name in names for end in ends}
         self.origins = {f"http://{host}" for host in self.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,17 +81,22 @@ class Guard:
         return f"the request must have at most {self.max_bytes // 2**20} MiB"
 
     async def read_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body, up to the maximum size, and pass it to the application in one message."""
+        """Read the body, up to the maximum size and time, and pass it to the application in one message."""
         body, more = bytearray(), True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self.max_bytes:
-                await send_refusal(send, 413, self.too_large())
-                return
+        try:
+            async with asyncio.timeout(MAX_BODY_SECONDS):
+                while more and len(body) <= self.max_bytes:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            await send_refusal(send, 408, f"the request must be sent within {MAX_BODY_SECONDS:g} seconds")
+            return
+        if len(body) > self.max_bytes:
+            await send_refusal(send, 413, self.too_large())
+            return
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
         await self.app(scope, lambda: replay_body(whole, receive), send)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.record.layer import Layer
+from foci.record.metrics import compute_cross_rollout, compute_rollout
 from foci.record.record import Record
 from foci.view.page.arrays import tensor_bytes
 from foci.view.page.vectors import compute_row_arithmetic
@@ -128,11 +129,14 @@ def answer_arithmetic(question: Question) -> dict[str, Any] | None:
 
 
 def answer_rollout(question: Question) -> bytes:
-    """Return the attention rollout to one query: (T,)."""
+    """Return the attention rollout to one query: (T,), or the shares of source and target: (S + T,)."""
     longest = max(layer.shape[2] for layer in question.record.layers.values())
     batch = question.number("seq", 0, max(layer.shape[0] for layer in question.record.layers.values()) - 1)
     stack = question.parameters.get("stack", "")
-    return float32_bytes(question.record.rollout(question.number("query", 0, longest - 1), batch, stack=stack))
+    query, layers = question.number("query", 0, longest - 1), question.record.select_rollout_layers(stack)
+    if any(layer.queries != layer.keys for layer in layers):
+        return float32_bytes(torch.cat(compute_cross_rollout(layers, query, batch)))
+    return float32_bytes(compute_rollout(layers, query, batch))
 
 
 def float32_bytes(values: Any) -> bytes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import nn
 
 import foci
 from foci.capture import watch
-from foci.capture.look import record_example, record_text
+from foci.capture.look import name_for_title, record_example, record_text
 from foci.capture.model_loading import (
     LOAD_OPTIONS,
     check_model_is_available,
@@ -39,12 +41,21 @@ MAX_TEXT_CHARACTERS = 400_000
 TASK_INPUTS = {"vision": "images", "speech": "sounds"}
 
 
+@dataclass
+class LoadedModel:
+    """A model with its input processor, None until it is loaded; one job at a time runs it."""
+
+    model: Any = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class ModelRunner:
     """Runs models and keeps the last used ones loaded."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
-        self._loaded: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._loaded: OrderedDict[tuple[str, str], LoadedModel] = OrderedDict()
+        self._lock = threading.Lock()
 
     def record_text(self, model: str, text: str, job: Job) -> Record:
         """Run a model on a text."""
@@ -54,26 +65,23 @@ class ModelRunner:
             raise ValueError(f"text must have at most {MAX_TEXT_CHARACTERS:,} characters, got {len(text):,}")
         if model == UNTRAINED:
             return record_untrained(text)
-        model = locate_model(model)
-        if is_foci_model(Path(model)):
+        if is_foci_model(Path(locate_model(model))):
             return self._record_with_task(model, "texts", text, job)
-        text_model = self._load("text", model, job)
-        with report_progress(text_model.model, job):
-            return record_text(text_model, text)
+        with self._open_model("text", model, job) as text_model, report_progress(text_model.model, job):
+            return replace_title(record_text(text_model, text), model)
 
     def record_image(self, model: str, image: bytes, job: Job) -> Record:
         """Run a model on an image."""
         picture = decode_image(image)
         if model == UNTRAINED:
             raise ValueError("model must take images, got untrained vectors, which take texts")
-        model = locate_model(model)
-        if is_foci_model(Path(model)):
+        if is_foci_model(Path(locate_model(model))):
             return self._record_image_with_task(model, picture, job)
-        processor, own = self._load("image", model, job)
-        pixels = processor(images=picture, return_tensors="pt").to(self.device)
-        with report_progress(own, job), torch.no_grad(), watch(own) as seen:
-            own(**pixels)
-        return seen
+        with self._open_model("image", model, job) as (processor, own):
+            pixels = processor(images=picture, return_tensors="pt").to(self.device)
+            with report_progress(own, job), torch.no_grad(), watch(own) as seen:
+                own(**pixels)
+        return replace_title(seen, model)
 
     def _record_image_with_task(self, model: str, picture: Any, job: Job) -> Record:
         with tempfile.TemporaryDirectory() as folder:
@@ -84,37 +92,49 @@ class ModelRunner:
 
     def record_sound(self, model: str, sound: bytes, job: Job) -> Record:
         """Run a model of foci on a sound."""
-        if model == UNTRAINED or not is_foci_model(Path(place := locate_model(model))):
+        if model == UNTRAINED or not is_foci_model(Path(locate_model(model))):
             raise ValueError(f"model must be a model of foci that takes sounds, such as speech, got {model!r}")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "sound"
             path.write_bytes(sound)
             try:
-                return self._record_with_task(place, "sounds", str(path), job)
+                return self._record_with_task(model, "sounds", str(path), job)
             except ValueError as problem:
                 # The temporary path means nothing to the user.
                 raise ValueError(str(problem).replace(str(path), "the file")) from problem
 
     def _record_with_task(self, model: str, kind: str, source: str, job: Job) -> Record:
         """Run a model of foci on a source of this kind: a text, or the path of an image or a sound."""
-        task, own, _ = self._load("own", model, job)
-        taken = TASK_INPUTS.get(task.name, "texts")
-        if taken != kind:
-            fit = next((name for name, takes in TASK_INPUTS.items() if takes == kind), "translation")
-            raise ValueError(f"model must take {kind}, as {fit} does, got a model for {task.name}, which takes {taken}")
-        with report_progress(own, job):
-            return record_example(task, own, task.parse_input(source))
+        with self._open_model("own", model, job) as (task, own, _):
+            taken = TASK_INPUTS.get(task.name, "texts")
+            if taken != kind:
+                fit = next((name for name, takes in TASK_INPUTS.items() if takes == kind), "translation")
+                raise ValueError(
+                    f"model must take {kind}, as {fit} does, got a model for {task.name}, which takes {taken}"
+                )
+            with report_progress(own, job):
+                return replace_title(record_example(task, own, task.parse_input(source)), model)
 
-    def _load(self, kind: str, name: str, job: Job) -> Any:
-        """Load a model with its input processor, and drop the least recently used one."""
-        if (kind, name) not in self._loaded:
-            job.report(f"loading {name}", 0.02)
-            self._loaded[kind, name] = LOADERS[kind](name, self.device)
+    @contextmanager
+    def _open_model(self, kind: str, name: str, job: Job) -> Iterator[Any]:
+        """Load a model with its input processor, run no other job with it, and drop the least recently used one."""
+        key = kind, locate_model(name)
+        with self._lock:
+            loaded = self._loaded.setdefault(key, LoadedModel())
+            self._loaded.move_to_end(key)
             while len(self._loaded) > MAX_LOADED_MODELS:
                 self._loaded.popitem(last=False)
-        self._loaded.move_to_end((kind, name))
-        job.report(f"running {name}", LOADED_FRACTION)
-        return self._loaded[kind, name]
+        with loaded.lock:
+            if loaded.model is None:
+                job.report(f"loading {name}", 0.02)
+                loaded.model = LOADERS[kind](key[1], self.device)
+            job.report(f"running {name}", LOADED_FRACTION)
+            yield loaded.model
+
+
+def replace_title(record: Record, model: str) -> Record:
+    record.model = name_for_title(model)
+    return record
 
 
 def load_foci_model(name: str, device: str) -> Any:
@@ -178,9 +198,12 @@ def report_progress(model: nn.Module, job: Job) -> Iterator[None]:
 
 def record_untrained(text: str) -> Record:
     """Record the untrained vectors of `foci explain`: they show how attention works, not what a text means."""
-    words = split_words(text)[:MAX_UNTRAINED_WORDS]
+    given = split_words(text)
+    words, notes = given[:MAX_UNTRAINED_WORDS], []
+    if len(given) > len(words):
+        notes = [f"the text is cut: the first {len(words):,} of {len(given):,} words are shown"]
     q, k, v = (split_heads(part) for part in UntrainedSentence(words).qkv)
     _, weights = foci.attention(q, k, v, return_weights=True)
     layer = Layer("attention", weights=weights, values=v)
     labels = Labels.tokens([[("" if i == 0 else " ") + word for i, word in enumerate(words)]])
-    return Record({"attention": layer}, {"input": labels}, model="Untrained vectors", calls=1)
+    return Record({"attention": layer}, {"input": labels}, model="Untrained vectors", calls=1, notes=notes)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import os
 import secrets
 import socket
+import sys
 import tempfile
 import webbrowser
 from collections.abc import Awaitable, Callable
@@ -24,6 +27,10 @@ from foci.view.page.bundle import ASSETS
 MAX_UPLOAD_BYTES = 512 * 2**20
 # A CPU computes so many entries in some minutes.
 MAX_COMPUTED_ENTRIES = 2**35
+# The page draws and sorts every key of a row.
+MAX_RECORD_LENGTH = 2**20
+# A connection that does not send a whole request header in this time is closed.
+MAX_HEADER_SECONDS = 10.0
 SHELL_TEMPLATE = """\
 <!doctype html>
 <html lang="en" data-root="{root}" data-record="{record}">
@@ -86,19 +93,26 @@ class Explorer:
             return error_response(400, "the request must have a text and a model")
         if not isinstance(text, str) or not isinstance(model, str):
             return error_response(400, "the request must have a text and a model")
-        return json_response({"job": self.jobs.submit(lambda job: self.runner.record_text(model.strip(), text, job))})
+        return self.start(lambda job: self.runner.record_text(model.strip(), text, job))
 
     async def record_image(self, request: Any) -> Any:
         image, model = await request.body(), request.query_params.get("model", "").strip()
-        return json_response({"job": self.jobs.submit(lambda job: self.runner.record_image(model, image, job))})
+        return self.start(lambda job: self.runner.record_image(model, image, job))
 
     async def record_sound(self, request: Any) -> Any:
         sound, model = await request.body(), request.query_params.get("model", "").strip()
-        return json_response({"job": self.jobs.submit(lambda job: self.runner.record_sound(model, sound, job))})
+        return self.start(lambda job: self.runner.record_sound(model, sound, job))
 
     async def open_file(self, request: Any) -> Any:
         file = await request.body()
-        return json_response({"job": self.jobs.submit(lambda job: load_upload(file, job))})
+        return self.start(lambda job: load_upload(file, job))
+
+    def start(self, work: Callable[[Job], Record]) -> Any:
+        """Start a job and answer with its name."""
+        try:
+            return json_response({"job": self.jobs.submit(work)})
+        except ValueError as problem:
+            return error_response(429, str(problem))
 
     async def job(self, request: Any) -> Any:
         job = self.jobs.jobs.get(request.path_params["name"])
@@ -180,7 +194,10 @@ def load_upload(file: bytes, job: Job) -> Record:
 
 
 def check_computable(record: Record) -> Record:
-    """Refuse a record with too many entries to compute: even a small file may need hours."""
+    """Refuse a record that is too long or has too many entries to compute: even a small file may need hours."""
+    longest = max((max(layer.shape[2:]) for layer in record.layers.values()), default=0)
+    if longest > MAX_RECORD_LENGTH:
+        raise ValueError(f"the record must have at most {MAX_RECORD_LENGTH:,} queries and keys, got {longest:,}")
     entries = sum(math.prod(layer.shape) for layer in record.layers.values() if layer.kept is None)
     if entries > MAX_COMPUTED_ENTRIES:
         raise ValueError(
@@ -245,9 +262,42 @@ def serve(
         if browse:
             webbrowser.open(address)
         guard = Guard(explorer.app(), secret, port, MAX_UPLOAD_BYTES)
+        config = uvicorn.Config(
+            guard, http=create_protocol(), log_level="critical", access_log=False, timeout_graceful_shutdown=1
+        )
         # Ctrl+C is the normal way to stop.
         with suppress(KeyboardInterrupt):
-            uvicorn.Server(uvicorn.Config(guard, log_level="warning", access_log=False)).run(sockets=[listener])
+            uvicorn.Server(config).run(sockets=[listener])
+    if explorer.jobs.count_unfinished():
+        # A running model cannot be interrupted, and the interpreter aborts if a thread of it runs at the exit.
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def create_protocol() -> type[asyncio.Protocol]:
+    """Create uvicorn's HTTP protocol with a time limit for request headers, which uvicorn does not have."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class TimedProtocol(H11Protocol):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self.deadline = self.loop.call_later(MAX_HEADER_SECONDS, transport.close)
+
+        def data_received(self, data: bytes) -> None:
+            was_idle = self.conn.their_state is h11.IDLE
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self.deadline.cancel()
+            elif not was_idle or self.deadline.cancelled():
+                # The header of the next request has begun.
+                self.deadline = self.loop.call_later(MAX_HEADER_SECONDS, self.transport.close)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.deadline.cancel()
+            super().connection_lost(exc)
+
+    return TimedProtocol
 
 
 def bind_port(listener: socket.socket, port: int) -> None:

@@ -17,10 +17,10 @@ from foci.record.layer import Layer
 
 # Each score is one number per head: a mean over the queries that are not fully masked.
 HEAD_SCORES = {
-    "entropy": "in nats: 0 = one key, ln n = uniform over n keys",
+    "entropy": "how spread out the attention is, in nats: 0 = one key, ln n = uniform over n keys",
     "distance": "the mean distance between a query and its keys, in positions",
-    "heaviest": "the weight of the heaviest key",
-    "sink share": "the weight on the first key, plus the mass of a learned sink",
+    "heaviest": "the largest weight of a query",
+    "first token": "the weight on the first key, often an attention sink, plus the mass of a learned sink",
     "previous token": "the weight on the key directly before the query",
     "duplicate token": "the weight on earlier keys with the same token as the query",
     "induction": "the weight on keys directly after an earlier copy of the query's token",
@@ -86,7 +86,7 @@ def sum_kept_statistics(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
         "distance": sum_per_head(layer.distance(), is_visible),
     }
     if "first" in layer.kept:
-        totals["sink share"] = sum_per_head(layer.kept["first"] + layer.sink_mass(), is_visible)
+        totals["first token"] = sum_per_head(layer.kept["first"] + layer.sink_mass(), is_visible)
     if "previous" in layer.kept:
         totals["previous token"] = sum_per_head(layer.kept["previous"], is_visible)
     return totals
@@ -97,14 +97,14 @@ def sum_matrix_entries(layer: Layer, tokens: tuple[TokenTexts, TokenTexts] | Non
     entropy, distance = layer.entropy(), layer.distance()
     sink = layer.sink_mass() if "sink_mass" in layer.available else torch.zeros_like(entropy)
     copies = None if tokens is None else (number_tokens(tokens, layer), layer.positions.to(entropy.device))
-    leading = find_first_visible_key(layer.received()).to(entropy.device) if layer.shape[3] else None
-    values: dict[str, list[Tensor]] = {"sink share": [], "previous token": []}
+    leading = find_first_visible_key(layer.received()).to(entropy.device) if layer.shape[-1] else None
+    values: dict[str, list[Tensor]] = {"first token": [], "previous token": []}
     values |= {} if copies is None else {name: [] for name in TOKEN_SCORES}
     is_visible = []
     for rows, entries in read_strips(layer):
         is_visible.append(entries.sum(-1) + sink[..., rows] > 0)
         first = entries.sum(-1) if leading is None else weight_on_key(entries, leading)
-        values["sink share"].append(first + sink[..., rows])
+        values["first token"].append(first + sink[..., rows])
         values["previous token"].append(weight_on_previous_key(entries, layer.positions[rows]))
         if copies is not None:
             (queries, keys), positions = copies
@@ -116,7 +116,7 @@ def sum_matrix_entries(layer: Layer, tokens: tuple[TokenTexts, TokenTexts] | Non
 
 
 def read_strips(layer: Layer) -> Iterator[tuple[slice, Tensor]]:
-    batch, heads, queries, keys = layer.shape
+    batch, heads, queries, keys = layer.sizes
     step = max(1, MAX_STRIP_ENTRIES // max(1, batch * heads * keys))
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
@@ -156,7 +156,7 @@ def number_tokens(tokens: tuple[TokenTexts, TokenTexts], layer: Layer) -> tuple[
     ids = [
         torch.tensor([[numbers.setdefault(token, len(numbers)) for token in row] for row in side]) for side in tokens
     ]
-    batch, _, queries, keys = layer.shape
+    batch, _, queries, keys = layer.sizes
     if ids[0].shape != (batch, queries) or ids[1].shape != (batch, keys):
         shapes = f"{tuple(ids[0].shape)} and {tuple(ids[1].shape)}"
         raise ValueError(
@@ -180,40 +180,80 @@ def compute_rollout(layers: Sequence[Layer], query: int, batch: int = 0, values:
     Each layer passes on one half attention, averaged over its heads, and one half residual. values=True weights the
     attention with the norms of the values. Only matrix-vector products are computed.
     """
-    length = layers[-1].shape[3]
+    length = layers[-1].shape[-1]
     flow = torch.zeros(length, device=layers[-1].entropy().device)
     flow[int(layers[-1].positions[query])] = 1.0
     for layer in reversed(layers):
-        if layer.shape[3] != length:
+        if layer.shape[-1] != length:
             raise ValueError(
-                f"rollout needs layers of one length, but {layer.label} has {layer.shape[3]} keys, not {length}"
+                f"rollout needs layers of one length, but {layer.label} has {layer.shape[-1]} keys, not {length}"
             )
         if layer is not layers[-1] and layer.rows is not None:
             raise ValueError(
-                f"rollout needs all queries of the layers before the last, but {layer.label} has only {layer.shape[2]}:"
-                " use queries='all' in foci.watch"
+                "rollout needs all queries of the layers before the last, but"
+                f" {layer.label} has only {layer.shape[-2]}: use queries='all' in foci.watch"
             )
         flow = roll_back_layer(layer, batch, flow, values)
     return flow
 
 
+@torch.no_grad()
+def compute_cross_rollout(
+    layers: Sequence[Layer], query: int, batch: int = 0, values: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention rollout of an encoder-decoder: the shares of the source and of the target in one query of the decoder.
+
+    The flow goes back through cross-attention and self-attention of each decoder layer, and what reaches the source
+    through the encoder: (S,) and (T,), which add up to 1.
+    """
+    partial = next((layer for layer in layers if layer.rows is not None), None)
+    if partial is not None:
+        raise ValueError(
+            f"rollout needs all queries of every layer, but {partial.label} has only {partial.shape[2]}: use"
+            " queries='all' in foci.watch"
+        )
+    cross = [layer for layer in layers if layer.queries != layer.keys]
+    selves = [layer for layer in layers if layer.queries == layer.keys]
+    queries, keys = cross[-1].shape[2:]
+    encoder = [layer for layer in selves if layer.keys == cross[-1].keys and layer.shape[3] == keys]
+    decoder = [layer for layer in selves if layer not in encoder and layer.shape[2] == queries]
+    places = decoder[-1].positions if decoder else torch.arange(queries)
+    device = cross[-1].entropy().device
+    target = torch.zeros(decoder[-1].shape[3] if decoder else queries, device=device)
+    source = torch.zeros(keys, device=device)
+    target[int(places[query])] = 1.0
+    # In a decoder layer, cross-attention follows self-attention; the flow goes back in the reverse order.
+    for layer in sorted([*decoder, *cross], key=lambda layer: (-layer.index, layer.queries == layer.keys)):
+        if layer in decoder:
+            target = roll_back_layer(layer, batch, target, values)
+        else:
+            target[places], attended = split_flow(layer, batch, target[places], values)
+            source += attended
+    for layer in sorted(encoder, key=lambda layer: -layer.index):
+        source = roll_back_layer(layer, batch, source, values)
+    return source, target
+
+
 def roll_back_layer(layer: Layer, batch: int, flow: Tensor, values: bool) -> Tensor:
     """(Tk,) -> (Tk,): multiplies by the mean of the head-averaged matrix and the identity, with rows scaled to 1."""
-    positions, weights = layer.positions.to(flow.device), layer[batch]
+    positions = layer.positions.to(flow.device)
+    residual = flow.clone()
+    residual[positions], attended = split_flow(layer, batch, flow[positions], values)
+    return residual + attended
+
+
+def split_flow(layer: Layer, batch: int, flow: Tensor, values: bool) -> tuple[Tensor, Tensor]:
+    """(Tq,) -> (Tq,) and (Tk,): the part of each query that comes from the residual, and what comes from the keys."""
+    weights = layer[batch]
     # A single head has no head axis.
     averaged: Any = (
         weights if layer.single else weights.mean(0) if isinstance(weights, Tensor) else weights.mean("heads")
     )
-    row_sums = averaged @ torch.ones_like(flow).to(averaged.dtype)
-    share = flow[positions] / (1.0 + row_sums.to(flow.dtype))
-    residual = flow.clone()
-    residual[positions] = share
-    attended = (
-        weigh_by_value_norms(layer, batch, weights, share)
-        if values
-        else (share.to(averaged.dtype) @ averaged).to(flow.dtype)
-    )
-    return residual + attended
+    row_sums = averaged @ torch.ones(layer.shape[3], dtype=averaged.dtype, device=flow.device)
+    share = flow / (1.0 + row_sums.to(flow.dtype))
+    if values:
+        return share, weigh_by_value_norms(layer, batch, weights, share)
+    return share, (share.to(averaged.dtype) @ averaged).to(flow.dtype)
 
 
 def weigh_by_value_norms(layer: Layer, batch: int, weights: Any, share: Tensor) -> Tensor:

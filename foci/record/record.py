@@ -176,27 +176,33 @@ class Record:
     def rollout(self, query: int, batch: int = 0, *, stack: str | None = None, values: bool = False) -> Tensor:
         """Attention rollout: the share of each input position that reaches a query of the last layer, (T,).
 
-        Computed by matrix-vector products; no dense matrix is built.
+        Of an encoder-decoder: the share of each source position, through decoder, cross-attention and encoder; the rest
+        of 1 comes from the decoder's own tokens. Computed by matrix-vector products; no dense matrix is built.
 
         Args:
             query: the query number from 0; negative numbers count from the end.
             batch: which sequence.
-            stack: which layers, "encoder" or "decoder"; None: all self-attention, which must be one stack.
+            stack: which self-attention, "encoder" or "decoder"; "cross": all layers of an encoder-decoder; None: all
+                layers, whose self-attention must be one stack unless there is cross-attention.
             values: weight the attention with the norms of the values.
         """
-        return metrics.compute_rollout(self._rollout_layers(stack), query, batch, values)
+        layers = self.select_rollout_layers(stack)
+        if any(layer.queries != layer.keys for layer in layers):
+            return metrics.compute_cross_rollout(layers, query, batch, values)[0]
+        return metrics.compute_rollout(layers, query, batch, values)
 
-    def _rollout_layers(self, stack: str | None) -> list[Layer]:
-        stacks = {layer.stack for layer in self.layers.values() if layer.queries == layer.keys}
-        if stack is None and len(stacks) != 1:
-            raise ValueError(f"stack must be one of {', '.join(map(repr, sorted(stacks)))}, got None")
-        wanted = next(iter(stacks)) if stack is None else stack
+    def select_rollout_layers(self, stack: str | None) -> list[Layer]:
+        """The layers of a stack in order; for cross-attention all layers, those of encoder and decoder too."""
+        stacks = {layer.stack: layer.queries == layer.keys for layer in self.layers.values()}
+        crosses = [name for name, is_self in stacks.items() if not is_self]
+        wanted = stack if stack is not None else next(iter(crosses or stacks), None)
+        if wanted not in stacks or (stack is None and not crosses and len(stacks) > 1):
+            raise ValueError(f"stack must be one of {', '.join(map(repr, sorted(stacks)))}, got {stack!r}")
         # A second pass is left out; a module shared by all layers has a short name of its own at each call.
         short = self._short_names()
-        layers = [layer for name, layer in self.layers.items() if layer.stack == wanted and "#" not in short[name]]
-        if not layers or wanted not in stacks:
-            raise ValueError(f"stack must be one of {', '.join(map(repr, sorted(stacks)))}, got {stack!r}")
-        return sorted(layers, key=lambda layer: layer.index)
+        layers = [layer for name, layer in self.layers.items() if "#" not in short[name]]
+        chosen = [layer for layer in layers if wanted in crosses or layer.stack == wanted]
+        return sorted(chosen, key=lambda layer: layer.index)
 
     def scores(self) -> dict[str, Tensor]:
         """Scores of every head, averaged over all added records: {score: (layers, H)}.

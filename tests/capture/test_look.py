@@ -63,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_look_with_an_encoder(folders: Path) -> None:
     record = look(TEXT, folders / "reads")
-    assert record.model == "BertModel"
+    assert record.model == "reads"
     assert record.heads == ["L0H0", "L0H1", "L1H0", "L1H1"]
     assert record.labels["input"].texts == (("Jane", " is", " hungry", ",", " Jane", " sleeps", "</s>"),)
     model = transformers.BertModel.from_pretrained(folders / "reads", attn_implementation="eager")

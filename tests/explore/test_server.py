@@ -5,7 +5,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,8 @@ HOME = f"http://127.0.0.1:{PORT}"
 
 
 @pytest.fixture
-def explorer() -> Iterator[Explorer]:
-    found = Explorer(["./offered"])
-    yield found
-    found.jobs.worker.shutdown()
+def explorer() -> Explorer:
+    return Explorer(["./offered"])
 
 
 class Client:

@@ -25,13 +25,13 @@ def layer(length: int = 8, mask: foci.Mask | None = foci.causal, seed: int = 0, 
 
 def defined(dense: Tensor, tokens: list[list[str]]) -> dict[str, float]:
     """The scores of head 1, entry by entry."""
-    sums, count = dict.fromkeys(("previous token", "duplicate token", "induction", "sink share", "alignment"), 0.0), 0
+    sums, count = dict.fromkeys(("previous token", "duplicate token", "induction", "first token", "alignment"), 0.0), 0
     for b, row_tokens in enumerate(tokens):
         for i, token in enumerate(row_tokens):
             row = dense[b, 1, i].tolist()
             count += 1
             sums["previous token"] += row[i - 1] if i else 0.0
-            sums["sink share"] += row[0]
+            sums["first token"] += row[0]
             sums["duplicate token"] += sum(w for j, w in enumerate(row) if j < i and row_tokens[j] == token)
             sums["induction"] += sum(
                 w for j, w in enumerate(row) if 0 < j <= i and row_tokens[j - 1] == token and j - 1 < i
@@ -65,7 +65,7 @@ def test_scores_from_kept_statistics() -> None:
     assert lazy.weights is not None
     expected = metrics.compute_score_totals(lazy).means()
     assert not {"duplicate token", "induction"} & expected.keys()
-    for keep, missing in ((foci.Keep(shares=True), set()), (foci.Keep(), {"previous token", "sink share"})):
+    for keep, missing in ((foci.Keep(shares=True), set()), (foci.Keep(), {"previous token", "first token"})):
         kept = Layer("x", kept=KeptStatistics(keep.compute(lazy.weights), lazy.shape))
         found = metrics.compute_score_totals(kept).means()
         assert expected.keys() - found.keys() == missing
@@ -87,7 +87,7 @@ def test_fully_masked_queries_do_not_count() -> None:
 
 def test_a_learned_sink_counts_as_sink() -> None:
     lazy = layer(sink=torch.tensor([3.0, -1.0, 0.0, 1.0]))
-    found = metrics.compute_score_totals(lazy).means()["sink share"]
+    found = metrics.compute_score_totals(lazy).means()["first token"]
     expected = (lazy.dense()[..., 0] + lazy.sink_mass()).mean((0, 2)).double()
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
@@ -123,6 +123,37 @@ def test_rollout_is_the_product_of_dense_matrices(kind: str, sink: Tensor | None
         assert math.isclose(found.sum(), 1.0, rel_tol=1e-5)
 
 
+def test_rollout_of_an_encoder_decoder_is_the_product_of_dense_matrices() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def weights(*size: int) -> Tensor:
+        return torch.rand(1, 2, *size, generator=generator, dtype=torch.float64).softmax(-1)
+
+    def half(matrix: Tensor, both: Tensor) -> Tensor:
+        return (both + matrix[0].mean(0)) / 2
+
+    layers, into_source, into_target = [], torch.zeros(4, 3, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
+    encoded = torch.eye(3, dtype=torch.float64)
+    for i in range(2):
+        encoder, decoder, cross = weights(3, 3), weights(4, 4), weights(4, 3)
+        layers += [
+            Layer(f"encoder.{i}", "encoder", i, matrix=encoder, queries="source", keys="source"),
+            Layer(f"decoder.{i}", "decoder", i, matrix=decoder, queries="target", keys="target"),
+            Layer(f"cross.{i}", "cross", i, matrix=cross, queries="answer", keys="source"),
+        ]
+        encoded = half(encoder, torch.eye(3, dtype=torch.float64)) @ encoded
+        step = half(decoder, torch.eye(4, dtype=torch.float64))
+        into_source = (step @ into_source + cross[0].mean(0)) / 2
+        into_target = step @ into_target / 2
+    record = foci.Record({layer.name: layer for layer in layers})
+    for query in range(4):
+        expected = into_source[query] @ encoded
+        torch.testing.assert_close(record.rollout(query).double(), expected, atol=1e-6, rtol=1e-5)
+        source, target = metrics.compute_cross_rollout(record.select_rollout_layers("cross"), query)
+        torch.testing.assert_close(target.double(), into_target[query], atol=1e-6, rtol=1e-5)
+        assert float(source.sum() + target.sum()) == pytest.approx(1)
+
+
 @pytest.mark.parametrize("kind", ["weights", "matrix"])
 def test_rollout_by_values(kind: str) -> None:
     lazy = [layer(seed=seed) for seed in (0, 5)]
@@ -150,7 +181,7 @@ def test_cross_attention_has_no_position_scores(keep: foci.Keep | None) -> None:
         "distance",
         "previous token",
     }
-    assert {"entropy", "sink share", "alignment"} <= metrics.compute_score_totals(across).sums.keys()
+    assert {"entropy", "first token", "alignment"} <= metrics.compute_score_totals(across).sums.keys()
 
 
 def test_rollout_of_a_few_queries_after_a_cache() -> None:
@@ -180,6 +211,6 @@ def test_left_padding_is_not_a_sink() -> None:
     mask = foci.causal & foci.padding(torch.tensor([6]), side="left")
     padded = foci.attention(*wide, mask=mask, return_weights=True)[1]
     expected, found = (metrics.compute_score_totals(Layer("x", weights=weights)).means() for weights in (alone, padded))
-    torch.testing.assert_close(found["sink share"], expected["sink share"])
+    torch.testing.assert_close(found["first token"], expected["first token"])
     kept = [foci.Keep(shares=True).compute(weights)["first"] for weights in (alone, padded)]
     torch.testing.assert_close(kept[1][..., 3:], kept[0])

@@ -31,7 +31,7 @@ BertModel
 Heads
    Rows are layers, columns are heads; below each table its extreme
    head.
-      entropy        sink share     distance       previous token
+      entropy        first token    distance       previous token
    L0     ████           ░░░░           ████
       min L0H0 0.0   max L0H1 39%   max L0H1 2.6   max L0H1 11%
 
@@ -222,7 +222,7 @@ def test_a_learned_sink_is_named() -> None:
     record = Record({"l": layer}, {"input": Labels.tokens([("a", "b")])})
     found = lines(record, 60, head="L0H0")
     assert found[0] == "Attention"
-    assert " a sink   50.0%" in found
+    assert " on no key   50.0%" in found
 
 
 def test_long_texts_skip_lines_and_end_with_a_map() -> None:
