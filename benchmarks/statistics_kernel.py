@@ -63,10 +63,10 @@ class Case:
         three = Request(entropy=True, received=True, picture=picture)
         return {label: named[name] for name, label in SUBSETS.items()} | {
             THREE: three,
-            ALL_BUT_TOP: Request(True, True, picture, largest=True, distance=True),
+            ALL_BUT_TOP: Request(True, True, picture, largest_logit=True, distance=True),
             "top 8": Request(top=8),
             FOUR: Request(True, True, picture, top=8),
-            EVERY: Request(True, True, picture, top=8, largest=True, distance=True),
+            EVERY: Request(True, True, picture, top=8, largest_logit=True, distance=True),
         }
 
 

@@ -174,7 +174,7 @@ def plan(
     call = prepare_call(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
     made = backends.make_plan(call, backend)
     if return_weights:
-        made.notes["statistics"] = f"statistics of the weights: {statistics.describe_method(call)}"
+        made.notes["statistics"] = f"statistics of the weights: {statistics.describe_statistics_backend(call)}"
     return made
 
 

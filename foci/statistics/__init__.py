@@ -27,21 +27,21 @@ __all__ = [
     "compute_group_mass",
     "compute_statistics",
     "compute_transposed_product",
-    "describe_method",
+    "describe_statistics_backend",
 ]
 
 
 @disable_autocast
 def compute_statistics(call: Call, lse: Tensor, request: Request, averaged: bool) -> dict[str, Tensor]:
     """Computes the requested statistics in one pass, without gradients; `averaged`: of the mean over heads."""
-    results = run_fastest(call, lse, request, averaged)
-    if request.narrow and request.top:
+    results = run_first_supported(call, lse, request, averaged)
+    if request.int32_keys and request.top:
         # The GPU kernels return int32 already.
         results["top_keys"] = results["top_keys"].to(torch.int32)
     return results
 
 
-def run_fastest(call: Call, lse: Tensor, request: Request, averaged: bool) -> dict[str, Tensor]:
+def run_first_supported(call: Call, lse: Tensor, request: Request, averaged: bool) -> dict[str, Tensor]:
     """The first of GPU kernels, compiled C and strips that supports the request."""
     if is_empty_call(call):
         return streaming.empty_statistics(call, request, 1 if averaged else call.q.shape[1])
@@ -52,7 +52,7 @@ def run_fastest(call: Call, lse: Tensor, request: Request, averaged: bool) -> di
     return streaming.compute_statistics(call, lse, request, averaged)
 
 
-def describe_method(call: Call, request: Request | None = None) -> str:
+def describe_statistics_backend(call: Call, request: Request | None = None) -> str:
     """Says in words how statistics of this call are computed, for `foci.plan`."""
     if is_empty_call(call):
         return "nothing to compute: empty input"

@@ -1,6 +1,6 @@
 """Statistics in one pass of compiled C (kernels/c/statistics.c): the fastest method on a CPU with a C compiler.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from foci.statistics.streaming import finite_lse
 MIN_QUERIES = 16
 MIN_ENTRIES = 2**16
 
-# Numbers of keys that are packed at a time: 64 MiB.
+# Number of floats of the keys that are packed at a time: 64 MiB.
 MAX_PACKED_NUMBERS = 2**24
 
-# Fewer entries than this are not worth a thread, and fewer rows not a part.
+# Minimum number of matrix entries per thread, and of rows per part: less work does not pay for the overhead.
 ENTRIES_PER_THREAD = 2**18
 ROWS_PER_PART = 128
 
@@ -40,8 +40,8 @@ INPUT_FIELDS = (
     "queries",
     "keys",
     "shift",
-    "query_places",
-    "key_places",
+    "query_positions",
+    "key_positions",
     "slopes",
     "weight",
     "constants",
@@ -52,17 +52,17 @@ STATISTICS_SIZE_FIELDS = (
     *("pairs", "heads", "group", "query_count", "key_count"),
     *("padded", "width", "parts", "top", "picture_rows", "picture_columns", "distances"),
 )
-POSITION_STRIDE_FIELDS = ("query_place_step", "key_place_step")
-DENSE_STRIDE_FIELDS = ("seen_batch", "seen_head", "seen_row", "seen_column")
+POSITION_STRIDE_FIELDS = ("query_position_step", "key_position_step")
+DENSE_STRIDE_FIELDS = ("dense_batch", "dense_head", "dense_row", "dense_column")
 
 
 class MaskStruct(ctypes.Structure):
     """The struct of kernels/c/masks.h, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("runs", "query_ids", "key_ids", "seen")),
-        *((name, ctypes.c_int64) for name in ("query_count", "key_count", "run_count")),
-        *((name, ctypes.c_int64) for name in ("run_step", "query_id_step", "key_id_step", *DENSE_STRIDE_FIELDS)),
+        *((name, ctypes.c_void_p) for name in ("key_ranges", "query_ids", "key_ids", "dense")),
+        *((name, ctypes.c_int64) for name in ("query_count", "key_count", "range_count")),
+        *((name, ctypes.c_int64) for name in ("range_step", "query_id_step", "key_id_step", *DENSE_STRIDE_FIELDS)),
     )
 
 
@@ -136,12 +136,12 @@ def compute_part(call: Call, lse: Tensor, request: Request) -> dict[str, Tensor]
     inputs |= build_inputs(dot, lse, library.panel_keys(), library.chunk_keys())
     outputs = allocate_outputs(call, request, parts)
     scale, softcap = base2_scales(dot.score, dot.q.shape[-1])
-    seen = build_mask_tensors(call)
+    mask_tensors = build_mask_tensors(call)
     struct = StatisticsStruct(
-        masks=fill_mask_struct(call, seen),
+        masks=fill_mask_struct(call, mask_tensors),
         **data_pointers(inputs | outputs),
         **struct_sizes(call, request, parts, inputs),
-        **{f"{name}_step": sequence_stride(inputs[f"{name}s"]) for name in ("query_place", "key_place")},
+        **{f"{name}_step": sequence_stride(inputs[f"{name}s"]) for name in ("query_position", "key_position")},
         scale=scale,
         softcap=softcap,
     )
@@ -152,7 +152,7 @@ def compute_part(call: Call, lse: Tensor, request: Request) -> dict[str, Tensor]
 
 
 def prepare_score(call: Call) -> tuple[Call, dict[str, Tensor]]:
-    """The call as a dot product; an additive score becomes exponentials, with its weight and constants beside."""
+    """The call as a dot product; for an additive score, exponentials, and its weight and constants as inputs."""
     if not isinstance(call.score, Additive):
         dot = call.with_dot()
         assert dot is not None
@@ -163,7 +163,7 @@ def prepare_score(call: Call) -> tuple[Call, dict[str, Tensor]]:
 
 
 def choose_threads_and_parts(call: Call, request: Request) -> tuple[int, int]:
-    """Number of threads, and of parts of each pair's rows: a few per thread, because causal parts differ in work."""
+    """Return (threads, parts per pair): several parts per thread, because causal parts differ in work."""
     pairs, queries = call.q.shape[:2].numel(), call.q.shape[2]
     threads = min(torch.get_num_threads(), max(pairs * queries * call.k.shape[2] // ENTRIES_PER_THREAD, 1))
     max_parts = -(-queries // ROWS_PER_PART)
@@ -181,8 +181,8 @@ def build_inputs(call: Call, lse: Tensor, panel: int, chunk: int) -> dict[str, T
         "queries": call.q.contiguous(),
         "keys": pack_keys(call.k, panel),
         "shift": (finite_lse(lse) * LOG2_E).float().contiguous(),
-        "query_places": (tile.query_position - origin).float().flatten(1).contiguous(),
-        "key_places": pad((tile.key_position - origin).float().flatten(1), (0, -call.k.shape[2] % chunk)),
+        "query_positions": (tile.query_position - origin).float().flatten(1).contiguous(),
+        "key_positions": pad((tile.key_position - origin).float().flatten(1), (0, -call.k.shape[2] % chunk)),
     }
     if isinstance(call.bias, ALiBi):
         assert call.bias.slopes is not None
@@ -202,11 +202,11 @@ def bias_by_distance(call: Call, bias: Buckets, beyond: int) -> Tensor:
 def pack_keys(k: Tensor, panel: int) -> Tensor:
     """(B, G, Tk, D) -> (B, G, panels, D, keys of a panel), as a product reads them; 0 beyond the last key."""
     whole = k.shape[2] // panel
-    laid = k.new_empty(*k.shape[:2], -(-k.shape[2] // panel), k.shape[3], panel)
-    laid[:, :, :whole] = k[:, :, : whole * panel].unflatten(2, (whole, panel)).mT
+    packed = k.new_empty(*k.shape[:2], -(-k.shape[2] // panel), k.shape[3], panel)
+    packed[:, :, :whole] = k[:, :, : whole * panel].unflatten(2, (whole, panel)).mT
     if k.shape[2] > whole * panel:
-        laid[:, :, -1] = pad(k[:, :, whole * panel :], (0, 0, 0, -k.shape[2] % panel)).mT
-    return laid
+        packed[:, :, -1] = pad(k[:, :, whole * panel :], (0, 0, 0, -k.shape[2] % panel)).mT
+    return packed
 
 
 def base2_scales(score: Dot, width: int) -> tuple[float, float]:
@@ -218,12 +218,12 @@ def base2_scales(score: Dot, width: int) -> tuple[float, float]:
 def build_mask_tensors(call: Call) -> dict[str, Tensor]:
     masks = mask_inputs.build_kernel_masks(call)
     ranges = Causal().key_ranges(call.sizes, False).to_tensor(call.q.device) if masks.causal else masks.key_ranges
-    tensors = {} if ranges is None else {"runs": ranges.contiguous()}
+    tensors = {} if ranges is None else {"key_ranges": ranges.contiguous()}
     if masks.query_ids is not None and masks.key_ids is not None:
         tensors |= {"query_ids": masks.query_ids.long().contiguous(), "key_ids": masks.key_ids.long().contiguous()}
     if masks.dense is not None:
         is_strided = masks.dense.shape[-1] > 1 and masks.dense.stride(-1) != 1
-        tensors["seen"] = masks.dense.contiguous() if is_strided else masks.dense
+        tensors["dense"] = masks.dense.contiguous() if is_strided else masks.dense
     return tensors
 
 
@@ -240,7 +240,7 @@ def allocate_outputs(call: Call, request: Request, parts: int) -> dict[str, Tens
         outputs["received"] = new(batch, heads, parts, call.k.shape[2]).zero_()
     if request.picture is not None:
         outputs["picture"] = new(batch, heads, *request.picture[:2]).zero_()
-    if request.largest:
+    if request.largest_logit:
         outputs["largest"] = new(batch, heads, parts).fill_(-torch.inf)
     if request.top:
         outputs["top_values"] = new(batch, heads, queries, request.top)
@@ -273,15 +273,12 @@ def struct_sizes(call: Call, request: Request, parts: int, inputs: dict[str, Ten
 
 def fill_mask_struct(call: Call, tensors: dict[str, Tensor]) -> MaskStruct:
     fields = data_pointers(tensors) | {"query_count": call.q.shape[2], "key_count": call.k.shape[2]}
-    if "runs" in tensors:
-        fields["run_count"] = tensors["runs"].shape[1]
-    fields |= {
-        f"{name}_step": sequence_stride(tensors[f"{name}s"])
-        for name in ("run", "query_id", "key_id")
-        if f"{name}s" in tensors
-    }
-    if "seen" in tensors:
-        fields |= dict(zip(DENSE_STRIDE_FIELDS, broadcast_strides(tensors["seen"]), strict=True))
+    if "key_ranges" in tensors:
+        fields["range_count"] = tensors["key_ranges"].shape[1]
+    strides = {"range_step": "key_ranges", "query_id_step": "query_ids", "key_id_step": "key_ids"}
+    fields |= {field: sequence_stride(tensors[name]) for field, name in strides.items() if name in tensors}
+    if "dense" in tensors:
+        fields |= dict(zip(DENSE_STRIDE_FIELDS, broadcast_strides(tensors["dense"]), strict=True))
     return MaskStruct(**fields)
 
 
@@ -299,7 +296,7 @@ def finish_outputs(call: Call, request: Request, outputs: dict[str, Tensor]) -> 
     """Combines the parts in a fixed order, so that equal calls give equal sums."""
     if request.received:
         outputs["received"] = outputs["received"].sum(2)
-    if request.largest:
+    if request.largest_logit:
         outputs["largest"] = outputs["largest"].amax(-1) / LOG2_E
     if request.picture is not None and request.picture[:2] != (call.q.shape[2], call.k.shape[2]):
         rows, columns, _ = request.picture

@@ -12,15 +12,15 @@ MAX_TOP_KEYS = 64
 class Request:
     """The statistics of one pass.
 
-    entropy, distance: of each query; received: the sum of weights of each key; largest: the largest logit of each head;
+    entropy, distance: of each query; received: the sum of weights of each key; largest_logit: of each head;
     picture: (rows, columns, "mean" or "max") of the pooled matrix, or None; top: how many top keys of each query;
-    narrow: return the top keys as int32, not int64, which halves their memory.
+    int32_keys: return the top keys as int32, not int64, which halves their memory.
     """
 
     entropy: bool = False
     received: bool = False
     picture: tuple[int, int, str] | None = None
     top: int = 0
-    largest: bool = False
+    largest_logit: bool = False
     distance: bool = False
-    narrow: bool = False
+    int32_keys: bool = False

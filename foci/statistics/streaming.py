@@ -59,7 +59,7 @@ def empty_statistics(call: Call, request: Request, heads: int) -> dict[str, Tens
         results["distance"] = zeros(*lead, queries, dtype=call.softmax_dtype)
     if request.received:
         results["received"] = zeros(*lead, keys, dtype=call.softmax_dtype)
-    if request.largest:
+    if request.largest_logit:
         results["largest"] = call.q.new_full(lead, -torch.inf, dtype=call.softmax_dtype)
     if request.picture is not None:
         results["picture"] = zeros(*lead, *request.picture[:2], dtype=call.softmax_dtype)
@@ -78,7 +78,7 @@ def add_strip_statistics(
         mean = torch.exp2(x).mean(1, keepdim=True)
         x = torch.where(mean > 0, mean.log2(), MASKED_LOG2)
     peaks = write_top_keys(x, strip, request.top, results) if request.top else None
-    if request.largest:
+    if request.largest_logit:
         peaks = x.amax(-1) if peaks is None else peaks
         logits = torch.where(peaks > MASKED_LOG2 / 2, peaks / LOG2_E + finite_lse(lse), -torch.inf)
         results["largest"].copy_(torch.maximum(results["largest"], logits.amax(-1)))

@@ -1,8 +1,8 @@
 """The k largest entries of each row, exact ties to the lower column.
 
-Columns are searched in groups. The k groups with the largest maxima hold the k largest entries, because k maxima exceed
-every entry outside of them. So the search takes one maximum per group, keeps the k best groups and repeats inside them
-until few columns are left. Rows with exact ties are rare and are sorted stably instead.
+Columns are searched in groups. The k largest entries lie in the k groups with the largest maxima: any entry elsewhere
+is smaller than all k of these maxima. The search takes one maximum per group, keeps the k best groups and repeats
+within them until few columns are left. Rows with exact ties are rare and are sorted stably instead.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 
-def stable_topk(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor]:
+def stable_topk(x: Tensor, k: int, masked_below: float) -> tuple[Tensor, Tensor]:
     """(..., C) -> the min(k, C) largest entries of the last dimension, largest first, and their columns.
 
-    The order of entries below `hidden` does not matter.
+    The order of entries below `masked_below` does not matter.
     """
     k = min(k, x.shape[-1])
     if x.device.type != "cpu":
         return topk_by_sorting(x, torch.arange(x.shape[-1], device=x.device).expand(x.shape), k)
-    values, columns, tied = topk_by_groups(x, k, hidden)
+    values, columns, tied = topk_by_groups(x, k, masked_below)
     if bool(tied.any()):
         rows = x[tied]
         exact = topk_by_sorting(rows, torch.arange(x.shape[-1]).expand(rows.shape), k)
@@ -27,32 +27,32 @@ def stable_topk(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor]:
     return values, columns
 
 
-def topk_by_groups(x: Tensor, k: int, hidden: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the k largest entries, their columns, and the rows in which a tie leaves choice or order open."""
+def topk_by_groups(x: Tensor, k: int, masked_below: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the k largest entries, their columns, and the rows in which ties make selection or order ambiguous."""
     width = x.shape[-1]
     size = group_size(width, k)
     if size == 1:
         values, columns = x.topk(min(k + 1, width), dim=-1)
-        tied = (values.diff(dim=-1) == 0) & (values[..., 1:] > hidden)
+        tied = (values.diff(dim=-1) == 0) & (values[..., 1:] > masked_below)
         return values[..., :k], columns[..., :k], tied.any(-1)
     whole = width // size * size
     maxima = x[..., :whole].unflatten(-1, (-1, size)).amax(-1)
     if whole < width:
         maxima = torch.cat([maxima, x[..., whole:].amax(-1, keepdim=True)], dim=-1)
     best, groups = maxima.topk(k + 1, dim=-1)
-    tied = (best[..., k] == best[..., k - 1]) & (best[..., k] > hidden)
+    tied = (best[..., k] == best[..., k - 1]) & (best[..., k] > masked_below)
     columns = (groups[..., :k, None] * size + torch.arange(size)).flatten(-2)
     inside = x.gather(-1, columns.clamp(max=width - 1))
     if whole < width:
         inside = inside.masked_fill(columns >= width, -torch.inf)
-    values, places, tied_inside = topk_by_groups(inside, k, hidden)
+    values, places, tied_inside = topk_by_groups(inside, k, masked_below)
     return values, columns.gather(-1, places), tied | tied_inside
 
 
 def group_size(width: int, k: int) -> int:
-    """For about 8 k groups, if this leaves at most half of the columns; 1 where a plain topk is cheaper."""
-    few = 8 * k
-    return 1 if width <= few else max(8, 1 << (width // few - 1).bit_length()) if width > 2 * few else 1
+    """Group size for about 8k groups; 1 if a plain topk is cheaper."""
+    groups = 8 * k
+    return 1 if width <= 2 * groups else max(8, 1 << (width // groups - 1).bit_length())
 
 
 def topk_by_sorting(values: Tensor, labels: Tensor, k: int) -> tuple[Tensor, Tensor]:

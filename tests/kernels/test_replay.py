@@ -22,7 +22,7 @@ from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_m
 from tests.kernels.statistics_cases import nothing_kept as nothing_kept
 
 ALL = Request(True, True, (4, 5, "mean"), 3, True, True)
-PICTURE_MAX = Request(picture=(5, 4, "max"), received=True, largest=True)
+PICTURE_MAX = Request(picture=(5, 4, "max"), received=True, largest_logit=True)
 
 
 def check(case: Case, wanted: Request, q: Tensor | None = None, k: Tensor | None = None, **options: Any) -> None:
@@ -40,11 +40,11 @@ def check(case: Case, wanted: Request, q: Tensor | None = None, k: Tensor | None
         close(got["received"], weights.sum(-2), tolerance * 4)
     if wanted.picture:
         close(got["picture"], pooled(weights, *wanted.picture), tolerance)
-    if wanted.largest:
+    if wanted.largest_logit:
         close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
     if wanted.top:
         check_top(got, case, wanted.top, tolerance)
-        assert got["top_keys"].dtype == (torch.int32 if wanted.narrow else torch.int64)
+        assert got["top_keys"].dtype == (torch.int32 if wanted.int32_keys else torch.int64)
 
 
 def shifted(x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def shifted(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "wanted", [ALL, PICTURE_MAX, replace(ALL, top=0), replace(ALL, narrow=True), Request(top=3, narrow=True)]
+    "wanted", [ALL, PICTURE_MAX, replace(ALL, top=0), replace(ALL, int32_keys=True), Request(top=3, int32_keys=True)]
 )
 @pytest.mark.parametrize("config", [SMALL, FETCHED])
 def test_later_calls_of_the_same_kind(wanted: Request, config: Any) -> None:
@@ -193,7 +193,7 @@ def test_another_gpu_than_the_current_one() -> None:
         (Request(True, True, (256, 256, "mean")), 22),
         (Request(True, True, (256, 256, "mean"), 8), 61),
         (Request(True, True, (256, 256, "mean"), 8, True, True), 62),
-        (Request(True, True, (256, 256, "mean"), 8, True, True, narrow=True), 62),
+        (Request(True, True, (256, 256, "mean"), 8, True, True, int32_keys=True), 62),
     ],
 )
 def test_memory_of_a_pass_over_8192_tokens(wanted: Request, most: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ CASES = [
     no_mask, causal, window, two_runs, some_see_nothing, sees_nothing_at_the_start, documents, dense_mask,
     dense_of_keys, capped_with_slopes, with_a_sink, grouped_heads, one_query,
 ]  # fmt: skip
-ALL = Request(entropy=True, received=True, top=3, largest=True, distance=True)
+ALL = Request(entropy=True, received=True, top=3, largest_logit=True, distance=True)
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
@@ -201,7 +201,7 @@ def test_keys_loaded_by_tma(make, beyond: int) -> None:
     q, k = within_nan(case.q), within_nan(case.k, beyond)
     assert key_descriptors(k, 32, FETCHED)
     picture = (min(4, q.shape[2]), 5, "mean")
-    wanted = Request(entropy=True, received=True, largest=True, picture=picture, top=3)
+    wanted = Request(entropy=True, received=True, largest_logit=True, picture=picture, top=3)
     got = launch_statistics(q, k, lse.float(), scale=case.scale, request=wanted, config=FETCHED, **case.options)
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
@@ -301,7 +301,7 @@ MEANS = (4, 4, "mean")
         (Request(received=True, picture=MEANS), False),
         (Request(entropy=True, received=True), False),
         (Request(entropy=True, picture=(4, 4, "max")), False),
-        (Request(entropy=True, received=True, picture=MEANS, top=8, distance=True, largest=True), False),
+        (Request(entropy=True, received=True, picture=MEANS, top=8, distance=True, largest_logit=True), False),
     ],
 )
 def test_sums_are_deferred_where_that_is_faster(wanted: Request, late: bool) -> None:
@@ -336,7 +336,7 @@ def test_query_weights(shape: tuple[int, ...]) -> None:
 
 def test_several_launches_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     case = causal(queries=38, keys=38, heads=(3, 3))
-    wanted = Request(entropy=True, received=True, top=5, picture=(19, 19, "mean"), largest=True)
+    wanted = Request(entropy=True, received=True, top=5, picture=(19, 19, "mean"), largest_logit=True)
     whole = case.run(wanted)
     monkeypatch.setattr("foci.statistics.cuda.plan.MAX_CANDIDATE_BYTES", 2 * 16 * 8 * 96)
     parts = case.run(wanted)

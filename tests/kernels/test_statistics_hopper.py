@@ -33,7 +33,7 @@ ERP = Request(entropy=True, received=True, picture=MEANS)
 
 @pytest.fixture
 def hopper_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "device_refusals", lambda device: [])
+    monkeypatch.setattr(hopper, "hopper_device_refusals", lambda device: [])
     monkeypatch.setattr("foci.statistics.cuda.arguments.has_tma", lambda device: True)
 
 
@@ -81,10 +81,10 @@ def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dt
         (Request(top=8), False),
         (replace(ERP, distance=True), True),
         (Request(distance=True), True),
-        (replace(ERP, largest=True), True),
-        (replace(ERP, largest=True, top=8, distance=True), True),
-        (Request(largest=True), False),
-        (Request(largest=True, top=8), False),
+        (replace(ERP, largest_logit=True), True),
+        (replace(ERP, largest_logit=True, top=8, distance=True), True),
+        (Request(largest_logit=True), False),
+        (Request(largest_logit=True, top=8), False),
     ],
 )
 def test_supported_requests(wanted: Request, taken: bool) -> None:
@@ -122,7 +122,7 @@ def test_supported_calls(changes: dict[str, Any], reason: str | None) -> None:
 @pytest.mark.usefixtures("hopper_here")
 def test_largest_logit_with_negative_scale_is_refused() -> None:
     arguments = arguments_of() | {"scale": -0.5}
-    wanted = replace(ERP, largest=True)
+    wanted = replace(ERP, largest_logit=True)
     assert hopper.refuses(arguments, False, wanted) == ["the largest logit needs a positive scale, got -0.5"]
     assert hopper.refuses(arguments, False, replace(wanted, top=8)) == []
 
@@ -154,7 +154,7 @@ def test_supported_devices(
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr("triton.__version__", triton)
     hopper.triton_version_refusals.cache_clear()
-    assert hopper.device_refusals(torch.device(kind, 0)) == ([] if reason is None else [reason])
+    assert hopper.hopper_device_refusals(torch.device(kind, 0)) == ([] if reason is None else [reason])
     hopper.triton_version_refusals.cache_clear()
 
 
@@ -167,7 +167,7 @@ def test_plan_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "triton, in one pass" in str(foci.plan(q, q, q, mask=foci.window(9), return_weights=True))
     call = foci.attention(q, q, q, mask=foci.causal, return_weights=True)[1].call
     assert cuda.describe_kernel(call, replace(ERP, picture=(4, 4, "mean"))) == "gluon, in one pass"
-    assert cuda.describe_kernel(call, Request(largest=True)) == "triton, in one pass"
+    assert cuda.describe_kernel(call, Request(largest_logit=True)) == "triton, in one pass"
 
 
 @pytest.mark.usefixtures("hopper_here")
@@ -233,7 +233,7 @@ def check(case: Case, wanted: Request, tolerance: float = 5e-5) -> dict[str, Ten
         places = torch.arange(weights.shape[-1], device=weights.device)
         away = (weights * (places[:, None] - places).abs()).sum(-1)
         close(got["distance"] / weights.shape[-1], away / weights.shape[-1], tolerance / 10)
-    if wanted.largest:
+    if wanted.largest_logit:
         close(got["largest"], case.logits().amax((-1, -2)), tolerance)
     if wanted.top:
         check_top(got, case, wanted.top, tolerance)
@@ -245,7 +245,7 @@ def on_hopper() -> bool:
 
 
 ONLY_HOPPER = pytest.mark.skipif(not on_hopper(), reason="no GPU of compute capability 9")
-EVERY = replace(ERP, top=8, distance=True, largest=True)
+EVERY = replace(ERP, top=8, distance=True, largest_logit=True)
 EP, RP = replace(ERP, received=False), replace(ERP, entropy=False)
 # Query heads, key heads, tokens, width, dtype, mask, request, picture.
 CASES = [
@@ -270,7 +270,7 @@ CASES = [
     ((2, 2), 256, 128, F16, full, replace(EVERY, top=0), (8, 8)),
     ((2, 2), 1024, 128, BF16, causal, EVERY, (16, 16)),
     ((2, 2), 384, 128, BF16, causal, replace(EVERY, top=0), (12, 12)),
-    ((2, 1), 384, 64, F16, full, replace(ERP, largest=True), (12, 12)),
+    ((2, 1), 384, 64, F16, full, replace(ERP, largest_logit=True), (12, 12)),
     # Cells that span several tiles in both directions.
     ((2, 2), 1024, 128, BF16, causal, ERP, (8, 8)),
     ((2, 2), 1024, 128, BF16, causal, ERP, (2, 2)),

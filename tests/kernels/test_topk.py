@@ -104,7 +104,7 @@ def test_half_precision_ties_and_hidden_keys(top: int) -> None:
     case = causal(heads=(2, 1), queries=4, keys=150, dtype=torch.float16)
     case.q[:, 1] = 0
     case.k[:, :, 80:130] = case.k[:, :, :50]
-    got = case.run(Request(top=top, largest=True))
+    got = case.run(Request(top=top, largest_logit=True))
     check_top(got, case, top, KEPT)
     close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
     assert torch.equal(got["top_keys"][0, 1], torch.arange(top, device=DEVICE).expand(4, top))
@@ -139,7 +139,7 @@ def test_last_key_is_the_larger_of_two_near_ties(top: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("top", [1, 2])
 def test_largest_logit_of_near_ties(top: int, dtype: torch.dtype) -> None:
     case = nearly_level(80, dtype, heavier=50)
-    got = case.run(Request(top=top, largest=True))
+    got = case.run(Request(top=top, largest_logit=True))
     assert got["top_keys"][0, 0, :, 0].tolist() == [50] * 8
     close(got["largest"], case.logits().amax((-1, -2)), 6e-7)
 

@@ -46,7 +46,7 @@ def _threads() -> Iterator[None]:
 
 def everything(queries: int, keys: int, k: int = 3, rows: int = 5, columns: int = 7) -> Request:
     size = (min(rows, queries), min(columns, keys), "mean")
-    return Request(entropy=True, received=True, picture=size, top=min(k, keys), largest=True, distance=True)
+    return Request(entropy=True, received=True, picture=size, top=min(k, keys), largest_logit=True, distance=True)
 
 
 def measured(arguments: Arguments, wanted: Request) -> dict[str, Tensor]:
@@ -112,9 +112,11 @@ def test_every_kind_of_call_is_computed_or_refused_with_a_reason(case: str, dtyp
 @pytest.mark.parametrize("case", sorted(CASES.keys() - REFUSED.keys()))
 def test_the_largest_logit(case: str) -> None:
     arguments = in_dtype(CASES[case](), torch.float32)
-    found = measured(arguments, Request(largest=True))
+    found = measured(arguments, Request(largest_logit=True))
     weights = lazy(arguments)
-    expected = streaming.compute_statistics(weights.tensors.call, weights.tensors.lse, Request(largest=True))["largest"]
+    expected = streaming.compute_statistics(weights.tensors.call, weights.tensors.lse, Request(largest_logit=True))[
+        "largest"
+    ]
     torch.testing.assert_close(found["largest"].flatten(), expected.flatten(), atol=1e-5, rtol=1e-5)
 
 

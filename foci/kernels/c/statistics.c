@@ -9,12 +9,11 @@
 #include "additive.h"
 #include "masks.h"
 #include "product.h"
+#include "topk.h"
 
 enum {
-    STEP = 4 * LANES,   /* keys per iteration of a sweep */
     CHUNK = 96 * LANES, /* keys whose entries are stored: a multiple of PANEL and STEP that fits the L2 cache */
-    BLOCK = 128,        /* queries that use a chunk before the next chunk */
-    MAX_TOP_KEYS = 64   /* the maximum number of top keys per query */
+    BLOCK = 128         /* queries that use a chunk before the next chunk */
 };
 
 static const float LN_2 = 0.69314718f;
@@ -23,32 +22,32 @@ static const float LN_2 = 0.69314718f;
    or not requested. */
 typedef struct {
     MaskStruct masks;
-    const float *queries;      /* (pairs, query_count, width) */
-    const float *keys;         /* (batch, key heads, padded / PANEL, width, PANEL) */
-    const float *shift;        /* (pairs, query_count): the log-sum-exp in base 2 */
-    const float *query_places; /* (batch or 1, query_count) */
-    const float *key_places;   /* (batch or 1, padded) */
-    const float *slopes;       /* (heads): of ALiBi, in base 2 */
-    const float *weight;       /* (heads, width): of an additive score, where queries and keys are e^2q and e^2k */
-    const float *constants;    /* (heads): of an additive score, added to its sums */
-    const float *by_distance;  /* (heads, distances): a bias, starting at the last query and the first key */
-    float *entropy;            /* (pairs, query_count) */
-    float *distance;           /* (pairs, query_count) */
-    float *received;           /* (pairs, parts, key_count), zeros */
-    float *picture;            /* (pairs, picture_rows, picture_columns), zeros; sums */
-    float *largest;            /* (pairs, parts), MASKED; in base 2 */
-    float *top_values;         /* (pairs, query_count, top) */
-    int64_t *top_keys;         /* (pairs, query_count, top) */
+    const float *queries;         /* (pairs, query_count, width) */
+    const float *keys;            /* (batch, key/value heads, padded / PANEL, width, PANEL) */
+    const float *shift;           /* (pairs, query_count): the log-sum-exp in base 2 */
+    const float *query_positions; /* (batch or 1, query_count) */
+    const float *key_positions;   /* (batch or 1, padded) */
+    const float *slopes;          /* (heads): of ALiBi, in base 2 */
+    const float *weight;          /* (heads, width): of an additive score, where queries and keys are e^2q and e^2k */
+    const float *constants;       /* (heads): of an additive score, added to its sums */
+    const float *by_distance;     /* (heads, distances): a bias, starting at the last query and the first key */
+    float *entropy;               /* (pairs, query_count) */
+    float *distance;              /* (pairs, query_count) */
+    float *received;              /* (pairs, parts, key_count), zeros */
+    float *picture;               /* (pairs, picture_rows, picture_columns), zeros; sums */
+    float *largest;               /* (pairs, parts), MASKED; in base 2 */
+    float *top_values;            /* (pairs, query_count, top) */
+    int64_t *top_keys;            /* (pairs, query_count, top) */
     int64_t pairs, heads, group, query_count, key_count, padded, width, parts, top;
-    int64_t picture_rows, picture_columns, distances, query_place_step, key_place_step;
+    int64_t picture_rows, picture_columns, distances, query_position_step, key_position_step;
     double scale, softcap; /* of the logits, in base 2; with a softcap, the scale of the argument of tanh_half */
     int64_t next, failed;  /* the next work item; whether an allocation failed */
 } StatisticsStruct;
 
-/* The running results of a query; its largest entries in descending order. */
+/* The running results of a query. */
 typedef struct {
-    float entropy, distance, values[MAX_TOP_KEYS];
-    int32_t keys[MAX_TOP_KEYS];
+    float entropy, distance;
+    TopKeys top;
     int64_t line; /* row of the picture */
 } Row;
 
@@ -74,57 +73,10 @@ static __attribute__((noinline)) void compute_additive_logits(
     }
 }
 
-static inline void insert(Row *row, int64_t top, float value, int32_t key)
-{
-    int64_t i = top - 1;
-    for (; i > 0 && row->values[i - 1] < value; i--) {
-        row->values[i] = row->values[i - 1];
-        row->keys[i] = row->keys[i - 1];
-    }
-    row->values[i] = value;
-    row->keys[i] = key;
-}
-
-/* The k-th largest of some maxima: at least k entries reach it, so smaller entries are not among the k largest. */
-static inline float bound(const float *maxima, int count, int64_t k)
-{
-    int32_t larger[STEP] = {0};
-    for (int i = 0; i < count; i++)
-        for (int j = 0; j < count; j++) larger[j] += maxima[i] > maxima[j];
-    float found = -MASKED;
-    for (int j = 0; j < count; j++) found = larger[j] < k && maxima[j] < found ? maxima[j] : found;
-    return found;
-}
-
-/* Insert the entries that are among the largest. Keys come in ascending order and only strictly larger entries are
-   inserted, so ties go to the lower key. The maximum of a lane is that of keys which are STEP apart: neighbours that are
-   all large, as near the diagonal, are in different lanes, so the bound is tight and few entries reach it. */
-static void update_top_keys(
-    const float *x, int64_t begin, int64_t end, int64_t start, const floats *maxima, int64_t top, Row *row)
-{
-    floats folded = maximum(maximum(maxima[0], maxima[1]), maximum(maxima[2], maxima[3]));
-    float least = row->values[top - 1], reached = MASKED;
-    int larger = 0;
-    for (int i = 0; i < LANES; i++) larger += folded[i] > least;
-    if (!larger) return;
-    if (2 * top <= LANES && larger >= top) reached = bound((const float *)&folded, LANES, top);
-    if (2 * top > LANES && 4 * larger >= LANES && top <= STEP) reached = bound((const float *)maxima, STEP, top);
-    floats bar = broadcast(reached > least ? reached : least);
-    for (int64_t j = begin; j < end; j += STEP) {
-        uint64_t bits = 0;
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) bits |= lanes_at_least(load(x + j + i * LANES), bar) << i * LANES;
-        for (; bits; bits &= bits - 1) {
-            int64_t at = j + __builtin_ctzll(bits);
-            if (x[at] > row->values[top - 1]) insert(row, top, x[at], (int32_t)(start + at));
-        }
-    }
-}
-
 /* One row and the keys of a chunk that it sees. */
-static void sweep(BlockState *state, const float *x, int64_t begin, int64_t end, int64_t start, Row *row, float place)
+static void sweep(BlockState *state, const float *x, int64_t begin, int64_t end, int64_t start, Row *row, float position)
 {
-    const float *places = state->args->key_places + state->batch * state->args->key_place_step + start;
+    const float *positions = state->args->key_positions + state->batch * state->args->key_position_step + start;
     floats entropy = {0}, distance = {0}, maxima[4] = {broadcast(MASKED), broadcast(MASKED), broadcast(MASKED), broadcast(MASKED)};
     for (int64_t j = begin; j < end; j += STEP)
 #pragma GCC unroll 4
@@ -132,13 +84,13 @@ static void sweep(BlockState *state, const float *x, int64_t begin, int64_t end,
             int64_t at = j + i * LANES;
             floats entry = load(x + at), weight = exp2_approx(entry);
             entropy += entry * weight;
-            distance += magnitude(load(places + at) - place) * weight;
+            distance += magnitude(load(positions + at) - position) * weight;
             store(state->sums + at, load(state->sums + at) + weight);
             maxima[i] = maximum(entry, maxima[i]);
         }
     row->entropy += sum_lanes(entropy);
     row->distance += sum_lanes(distance);
-    if (state->top) update_top_keys(x, begin, end, start, maxima, state->top, row);
+    if (state->top) update_top_keys(x, begin, end, start, maxima, state->top, &row->top);
 }
 
 static int64_t edge(int64_t block, int64_t blocks, int64_t length) { return block * length / blocks; }
@@ -169,7 +121,7 @@ static void flush_sums(BlockState *state, int64_t line, int64_t start)
 }
 
 /* Apply softcap and distance biases to the logits of a row. */
-static void apply_softcap_and_bias(const BlockState *state, int64_t row, int64_t start, int64_t begin, int64_t end, float place, float *x)
+static void apply_softcap_and_bias(const BlockState *state, int64_t row, int64_t start, int64_t begin, int64_t end, float position, float *x)
 {
     const StatisticsStruct *args = state->args;
     if (args->softcap > 0) {
@@ -177,10 +129,10 @@ static void apply_softcap_and_bias(const BlockState *state, int64_t row, int64_t
         for (int64_t j = begin; j < end; j += LANES) store(x + j, tanh_half(load(x + j)) * cap - shift);
     }
     if (args->slopes) {
-        const float *places = args->key_places + state->batch * args->key_place_step + start;
+        const float *positions = args->key_positions + state->batch * args->key_position_step + start;
         float slope = args->slopes[state->head];
         for (int64_t j = begin; j < end; j += LANES)
-            store(x + j, load(x + j) - slope * magnitude(load(places + j) - place));
+            store(x + j, load(x + j) - slope * magnitude(load(positions + j) - position));
     }
     if (args->by_distance) {
         const float *added = args->by_distance + state->head * args->distances + (args->query_count - 1 - row) + start;
@@ -212,12 +164,12 @@ static void process_rows(BlockState *state, int64_t r, int64_t start, int64_t en
         if (*line >= 0 && *line != row->line) flush_sums(state, *line, start);
         *line = row->line;
         state->from = min_int(state->from, low[i]), state->to = max_int(state->to, high[i]);
-        float *x = state->x + i * CHUNK, place = args->query_places[state->batch * args->query_place_step + r + i];
+        float *x = state->x + i * CHUNK, position = args->query_positions[state->batch * args->query_position_step + r + i];
         int64_t begin = (low[i] - start) / STEP * STEP, stop = (high[i] - start + STEP - 1) / STEP * STEP;
-        apply_softcap_and_bias(state, r + i, start, begin, stop, place, x);
+        apply_softcap_and_bias(state, r + i, start, begin, stop, position, x);
         mask_outside_ranges(&args->masks, state->batch, r + i, start, begin, stop, x);
         mask_by_ids_and_dense(&args->masks, state->batch, state->head, r + i, start, low[i] - start, high[i] - start, x);
-        sweep(state, x, begin, stop, start, row, place);
+        sweep(state, x, begin, stop, start, row, position);
     }
 }
 
@@ -232,7 +184,7 @@ static void start_block(BlockState *state)
         Row *row = state->rows + r;
         row->entropy = row->distance = 0;
         row->line = args->picture ? cell_of(state->first + r, args->picture_rows, args->query_count) : 0;
-        for (int64_t i = 0; i < state->top; i++) row->values[i] = MASKED / 2, row->keys[i] = -1;
+        for (int64_t i = 0; i < state->top; i++) row->top.values[i] = MASKED / 2, row->top.keys[i] = -1;
         for (int64_t d = 0; d < args->width; d++) packed[d * ROWS] = scale * query[d];
     }
 }
@@ -246,14 +198,14 @@ static void write_results(const BlockState *state)
         /* If one key has all the weight, rounding may give slightly less than 0. */
         if (args->entropy) args->entropy[at] = row->entropy > 0 ? 0 : 0 - LN_2 * row->entropy;
         if (args->distance) args->distance[at] = row->distance;
-        if (args->largest && row->keys[0] >= 0) {
+        if (args->largest && row->top.keys[0] >= 0) {
             float *largest = args->largest + state->pair * args->parts + state->part;
-            float found = row->values[0] + args->shift[at];
+            float found = row->top.values[0] + args->shift[at];
             *largest = found > *largest ? found : *largest;
         }
         for (int64_t i = 0; i < args->top; i++) {
-            args->top_values[at * args->top + i] = row->keys[i] < 0 ? 0 : exp2_approx(broadcast(row->values[i]))[0];
-            args->top_keys[at * args->top + i] = row->keys[i];
+            args->top_values[at * args->top + i] = row->top.keys[i] < 0 ? 0 : exp2_approx(broadcast(row->top.values[i]))[0];
+            args->top_keys[at * args->top + i] = row->top.keys[i];
         }
     }
 }

@@ -2,9 +2,9 @@
 
 The tile pass keeps, per query and class of keys, the two largest logits with their positions, and an upper bound of the
 third. `choose_topk` selects the k largest of these. A key that was not kept can be among them only if both candidates
-of its class were selected and the bound reaches the last selected logit. Candidates also lack their lowest bits, which
-hold the position, so keys that tie with the last selected one are undecided, too. Queries with such classes are few;
-they are put on a list, and `refine_topk` reads the keys of those classes again.
+of its class were selected and the bound reaches the last selected logit. The lowest bits of a candidate hold its
+position, so its logit is truncated: keys equal to the last selected one up to truncation are ambiguous. Queries with
+such classes are few; they are put on a list, and `refine_topk` reads the keys of those classes again.
 
 For half-precision inputs, the weights are those of the candidates' logits: their missing bits are far below the
 precision of the inputs. For float32 the logits are computed again.
@@ -71,7 +71,7 @@ def flag_doubtful_rows(
     last = tl.min(tl.where(slot < TOP, x, float("inf")), 1)
     if x.shape[1] > TOP:
         left = tl.maximum(left, clear_label(tl.max(tl.where(slot < TOP, MASKED_LOGIT, x), 1), LABEL_BITS))
-    # Candidates lack their lowest bits: a key that ties with the last selected one may have the larger logit.
+    # Logits are truncated: a key that ties with the last selected one may have the larger logit.
     tied = (left >= clear_label(last, LABEL_BITS)) & (last > MASKED_LOGIT / 2) & valid
     label = x.to(tl.int32, bitcast=True) & ((1 << LABEL_BITS) - 1)
     klass = (label >> 1) % CLASSES

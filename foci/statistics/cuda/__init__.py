@@ -55,7 +55,7 @@ def describe_kernel(call: Call, request: Request | None = None) -> str:
     from foci.statistics.cuda import hopper
 
     # The cheap check first: the arguments of a call may have to be computed.
-    if hopper.device_refusals(call.q.device):
+    if hopper.hopper_device_refusals(call.q.device):
         return "triton, in one pass"
     unused = torch.empty(call.q.shape[:3], device=call.q.device)
     if hopper.refuses(common_arguments(lse=unused, **statistics_arguments(call)), weighted=False, request=request):

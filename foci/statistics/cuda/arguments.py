@@ -1,6 +1,6 @@
 """Arguments of the statistics kernels: checked tensors in the layout that they take, and scalars.
 
-B batch, H query heads, G key heads, Tq queries, Tk keys, D width.
+B batch, H query heads, G key/value heads, Tq queries, Tk keys, D width.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ def common_arguments(
     """The tensors and scalars that every kernel takes."""
     prepared = KernelTensors(q, k, lse, key_ranges, query_ids, key_ids, dense, slopes).to_kernel_layout()
     tensors = prepared.by_name()
-    return {name: tensors[name] for name in COMMON_TENSORS} | scalar_arguments(prepared, scale, softcap, causal)
+    return {name: tensors[name] for name in COMMON_TENSORS} | statistics_scalars(prepared, scale, softcap, causal)
 
 
-def scalar_arguments(tensors: KernelTensors, scale: float, softcap: float | None, causal: bool) -> dict[str, Any]:
+def statistics_scalars(tensors: KernelTensors, scale: float, softcap: float | None, causal: bool) -> dict[str, Any]:
     """The scalars that every kernel takes: strides, sizes, and which parts the call has; tensors in kernel layout."""
     q, k, dense, key_ranges = tensors.q, tensors.k, tensors.dense, tensors.key_ranges
     strides = (0, 0, 0, 0) if dense is None else dense.stride()

@@ -30,7 +30,7 @@ def refuses(arguments: dict[str, Any], weighted: bool, request: Request | None =
     """Why the kernel does not support these `common_arguments`; without a request, whether it supports any."""
     if is_traced(arguments["q"]):
         return ["a traced call is not supported"]
-    reasons = device_refusals(arguments["q"].device) + mask_refusals(arguments) + shape_refusals(arguments)
+    reasons = hopper_device_refusals(arguments["q"].device) + mask_refusals(arguments) + shape_refusals(arguments)
     if weighted:
         reasons.append("query weights are not supported")
     if request is not None:
@@ -38,7 +38,7 @@ def refuses(arguments: dict[str, Any], weighted: bool, request: Request | None =
     return reasons
 
 
-def device_refusals(device: torch.device) -> list[str]:
+def hopper_device_refusals(device: torch.device) -> list[str]:
     if device.type != "cuda" or torch.version.hip is not None:
         return [f"the queries are on {device.type if torch.version.hip is None else 'ROCm'}, not on CUDA"]
     if major_capability(device.index) != 9:
@@ -82,19 +82,19 @@ def shape_refusals(arguments: dict[str, Any]) -> list[str]:
 
 
 def request_refusals(request: Request, arguments: dict[str, Any]) -> list[str]:
-    """The largest logit follows from the top keys if these are requested, else from the largest product.
+    """Return the reasons why the kernel does not compute these statistics.
 
-    For top keys or the largest logit without the entropy, the Triton kernel has room for tiles of twice the size and
-    is as fast.
+    The largest logit is that of the top keys if these are requested, else scale times the largest product.
     """
     reasons = []
     tokens = arguments["Tk"]
-    if request.largest and not request.top and arguments["scale"] <= 0:
+    if request.largest_logit and not request.top and arguments["scale"] <= 0:
         reasons.append(f"the largest logit needs a positive scale, got {arguments['scale']}")
+    # Without the entropy, the Triton kernel has registers for tiles of twice the size.
     if request.top and not request.entropy:
-        reasons.append("top keys without the entropy are not supported")
-    elif request.largest and not request.entropy:
-        reasons.append("the largest logit without the entropy is not supported")
+        reasons.append("for top keys without the entropy, the Triton kernel is as fast")
+    elif request.largest_logit and not request.entropy:
+        reasons.append("for the largest logit without the entropy, the Triton kernel is as fast")
     if request.top and choose_segments(request.top, tokens // 64, 32) != HOPPER_SEGMENTS:
         reasons.append(f"5 to 8 top keys are supported, got {request.top}")
     if request.picture is not None and not supports_picture_cells(
@@ -114,15 +114,15 @@ def supports_picture_cells(reduce: str, cells: PictureCells | None) -> bool:
 
 
 def hopper_config(request: Request) -> TileConfig:
-    """64 queries per tile where candidates for top keys or the largest product need the registers, else 128."""
-    queries = 64 if request.top or request.largest else 128
+    """Tiles of 64 queries if top keys or the largest product take registers, else of 128."""
+    queries = 64 if request.top or request.largest_logit else 128
     return TileConfig(queries, keys=64, warps=4, stages=2, programs_per_sm=2, use_hopper=True)
 
 
 def build_hopper_launch(
     scalars: dict[str, Any], bindings: dict[str, str], part: LaunchRange, config: TileConfig
 ) -> KeywordLaunch:
-    """The pass over the tiles, or a part of it, as in launches.py."""
+    """Build the launch of the kernel for the tiles of `part`; the counterpart of `launches.build_tile_launch`."""
     from foci.kernels.statistics.tiles_hopper import tile_statistics_hopper as kernel
 
     names = ("lse", "entropy", "distance", "largest", "columns", "picture", "best", "second", "third")

@@ -22,9 +22,9 @@ TOPK_SCALARS = (
     *("H", "group", "Tq", "Tk", "D", "q_batch", "q_head", "q_query", "k_batch", "k_head", "k_key"),
     *("scale", "softcap", "SOFTCAP", "ALIBI", "BD"),
 )
-# The tag replaces the last bits of a candidate's logit. With more bits than this the logit is too inexact and is
-# computed again: in sequences of over 8,192 tokens for up to 4 top keys, of over 16,384 for up to 8, and so on: more
-# top keys have more classes, and a class then has fewer tags.
+# The tag of a key replaces the lowest bits of its logit. If it takes more bits than this, the logit is too inexact and
+# is computed again. The number of bits grows with the keys per class: up to 4 top keys exceed it in sequences of over
+# 8,192 tokens, up to 8 top keys, which have twice as many classes, in sequences of over 16,384.
 MAX_TAG_BITS = 8
 # Queries of a program of the top-k kernel, one per thread.
 TOPK_QUERIES = 32
@@ -50,7 +50,12 @@ def build_tile_launch(
     from foci.kernels.statistics.tiles import tile_statistics as kernel
 
     own: dict[str, Any] = {"first_pair": part.first_pair, "first_tile": part.first_tile, "tiles": part.tiles}
-    own |= {"BQ": config.queries, "BK": config.keys, "EVEN": fills_padded_width(scalars), "PRECISION": dot_precision(q)}
+    own |= {
+        "BQ": config.queries,
+        "BK": config.keys,
+        "EVEN": fills_padded_width(scalars),
+        "PRECISION": statistics_dot_precision(q),
+    }
     own |= {"TMA": bindings["k_tiles"] == "k_tiles", "DEFER": config.defer_sums and can_defer_sums(common)}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return KeywordLaunch(
@@ -77,8 +82,9 @@ def build_topk_launch(
     queries, top = part.tiles * config.queries, request.top
     log = (top - 1).bit_length()
     own = {
-        "LARGEST": request.largest, "first_pair": part.first_pair, "first_query": part.first_tile * config.queries,
-        "queries": queries, "segments": classes.segments, "EXACT": needs_exact_weights(q.dtype, classes), "TOP": top,
+        "LARGEST": request.largest_logit, "first_pair": part.first_pair,
+        "first_query": part.first_tile * config.queries, "queries": queries, "segments": classes.segments,
+        "EXACT": needs_exact_weights(q.dtype, classes), "TOP": top,
         "CLASSES": classes.number, "LOG_N": max(log, min(6, (classes.number - 1).bit_length())), "LOG": log,
         "BK": config.keys, "TAG_BITS": classes.tag_bits,
         "LABEL_BITS": max(classes.tag_bits, (max(2 * classes.number, 2 << log) - 1).bit_length()),
@@ -96,8 +102,8 @@ def build_topk_launch(
 
 def topk_outputs(request: Request) -> dict[str, str]:
     """Where the top keys are written: as int32, directly to the output if that is int32."""
-    keys = "top_keys" if request.narrow else "chosen"
-    return {"values": "top_values", "keys": keys, "largest_logits": "logits" if request.largest else "lse"}
+    keys = "top_keys" if request.int32_keys else "chosen"
+    return {"values": "top_values", "keys": keys, "largest_logits": "logits" if request.largest_logit else "lse"}
 
 
 def needs_exact_weights(dtype: torch.dtype, classes: KeyClasses) -> bool:
@@ -113,7 +119,7 @@ def build_refine_launch(
 
     top = request.top
     own = {
-        "LARGEST": request.largest, "segments": classes.segments, "tags": classes.tags, "TOP": top,
+        "LARGEST": request.largest_logit, "segments": classes.segments, "tags": classes.tags, "TOP": top,
         "SLOTS": 1 << (top - 1).bit_length(), "CLASSES": classes.number, "BK": config.keys, "READ": REFINE_KEYS,
         "STEP": min(scalars["BD"], max(16, 2048 * REFINE_WARPS // REFINE_KEYS)), "EVEN": fills_padded_width(scalars),
     }  # fmt: skip
@@ -132,10 +138,10 @@ def build_merge_launch(
     """Merges the partial results of the programs.
 
     Args:
-        columns: programs per pair and keys of the sums for `received`; None where present is nothing to add.
-        cells: rows and columns of the picture, how many cells down and across make a block of it, and how.
-        chosen: number of top keys in all, to be widened to int64; 0: none.
-        logits: number of logits of each pair, of which the largest is taken; 0: none.
+        columns: (programs per pair, keys) of the partial sums for `received`; None if there are none to add.
+        cells: (rows, columns) of the picture, (rows, columns) of cells in each of its blocks, and "mean" or "max".
+        chosen: number of top keys of all queries, to be converted to int64; 0: none.
+        logits: number of logits per pair, whose maximum is taken; 0: none.
     """
     from foci.kernels.statistics.merge import merge_statistics as kernel
 
@@ -166,7 +172,7 @@ def build_picture_launch(scalars: dict[str, Any], picture: tuple[int, int, str],
     width = 2 ** math.ceil(math.log2(-(-scalars["Tk"] // columns)))
     block = 64 if q.device.type == "cuda" else 16
     own = {"rows": rows, "columns": columns, "MAX": reduce == "max", "HEIGHT": height, "WIDTH": width}
-    own |= {"BQ": block, "BK": block, "PRECISION": dot_precision(q)}
+    own |= {"BQ": block, "BK": block, "PRECISION": statistics_dot_precision(q)}
     # Pairs come first: the second grid dimension is limited to 65,535.
     grid = (q.shape[0] * q.shape[1], -(-rows // (block // min(height, block))))
     return KeywordLaunch(
@@ -174,6 +180,6 @@ def build_picture_launch(scalars: dict[str, Any], picture: tuple[int, int, str],
     )
 
 
-def dot_precision(q: Tensor) -> str:
+def statistics_dot_precision(q: Tensor) -> str:
     """tf32x3 is as exact as float32 to its last bits; plain tf32 is not."""
     return "tf32x3" if q.dtype == torch.float32 else "tf32"

@@ -34,7 +34,7 @@ class PassPlan(NamedTuple):
     """The outputs, workspace arrays, launches and descriptors of a pass, by name.
 
     An array is (size, dtype). The last launch reads `partials`; the other arrays are freed before it, and late outputs
-    take their memory.
+    reuse their memory.
     """
 
     outputs: list[OutputSpec]

@@ -3,7 +3,7 @@
 The launches of a pass depend only on shapes, strides, dtypes and the request: they are planned for the first call of a
 kind and reused by later ones.
 
-B batch, H query heads, G key heads, Tq queries, Tk keys, D width.
+B batch, H query heads, G key/value heads, Tq queries, Tk keys, D width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foci.statistics.cuda.arguments import (
     key_descriptors,
     picture_arguments,
     query_weight_arguments,
-    scalar_arguments,
+    statistics_scalars,
 )
 from foci.statistics.cuda.passes import OutputSpec, PassPlan, StatisticsPass
 from foci.statistics.cuda.tiling import (
@@ -90,7 +90,7 @@ def launch_statistics(
 
 
 def pass_key(tensors: KernelTensors, *options: Any) -> Hashable:
-    """Key of the cached passes: everything but the addresses, and of those whether TMA can use them."""
+    """Key of the cached passes: everything except addresses; for q and k, their 16-byte alignment, which TMA needs."""
     q, k = tensors.q, tensors.k
     layouts = [None if x is None else (layout_key(x), x.device) for x in tensors]
     return (
@@ -114,13 +114,13 @@ def plan_pass(
     """Checks the call and plans the pass for calls of its kind."""
     check_arguments(tensors, causal, request)
     weighted, tensors = tensors.query_weights is not None, tensors.to_kernel_layout()
-    scalars = scalar_arguments(tensors, scale, softcap, causal)
+    scalars = statistics_scalars(tensors, scale, softcap, causal)
     config = config or choose_config(tensors.by_name() | scalars, weighted, request)
     cells = (
         fit_picture_cells(request.picture, tensors.q.shape[2], tensors.k.shape[2], config) if request.picture else None
     )
     plan = PassPlan([], {}, {}, [], {})
-    if any((request.entropy, request.received, cells, request.top, request.largest, request.distance)):
+    if any((request.entropy, request.received, cells, request.top, request.largest_logit, request.distance)):
         plan = plan_tile_pass(tensors, scalars, request, config, cells)
     if request.picture and cells is None:
         shape = (*tensors.q.shape[:2], *request.picture[:2])
@@ -157,7 +157,11 @@ def plan_tile_pass(
     descriptors = tensor_descriptors(tensors.k, scalars["BD"], config)
     common = query_weight_arguments(tensors.query_weights)
     common |= picture_arguments(request, cells, keys, twice=scalars["RANGES"] == 2)
-    common |= {"ENTROPY": request.entropy, "DISTANCE": request.distance, "LARGEST": request.largest and not request.top}
+    common |= {
+        "ENTROPY": request.entropy,
+        "DISTANCE": request.distance,
+        "LARGEST": request.largest_logit and not request.top,
+    }
     common |= {"RECEIVED": request.received, "TOP": request.top > 0, "slots": per_pair}
     common |= {"SEGMENTS": classes.segments, "TAG_BITS": classes.tag_bits}
     bindings = bind_tile_outputs(request, cells, partials) | {
@@ -191,9 +195,9 @@ def plan_outputs(
         outputs.append(OutputSpec("distance", (*lead, queries)))
     if request.top:
         outputs.append(OutputSpec("top_values", (*lead, queries, request.top)))
-        dtype = torch.int32 if request.narrow else torch.int64
-        outputs.append(OutputSpec("top_keys", (*lead, queries, request.top), dtype, late=not request.narrow))
-    if request.largest:
+        dtype = torch.int32 if request.int32_keys else torch.int64
+        outputs.append(OutputSpec("top_keys", (*lead, queries, request.top), dtype, late=not request.int32_keys))
+    if request.largest_logit:
         outputs.append(OutputSpec("largest", lead, late=True))
     if request.received:
         outputs.append(OutputSpec("received", (*lead, keys), late="columns" in partials))
@@ -207,9 +211,9 @@ def plan_partial_results(
 ) -> dict[str, tuple[int, torch.dtype]]:
     """Sizes of the partial results that programs write separately and that the last launch joins."""
     pairs, sizes = q.shape[0] * q.shape[1], {}
-    if request.top and not request.narrow:
+    if request.top and not request.int32_keys:
         sizes["chosen"] = pairs * q.shape[2] * request.top
-    if request.largest:
+    if request.largest_logit:
         # One per query where its top key is known, else one per tile.
         sizes["logits"] = pairs * (q.shape[2] if request.top else tiles)
     if request.received and programs > 1:
@@ -225,7 +229,7 @@ def bind_tile_outputs(request: Request, cells: PictureCells | None, arrays: dict
         "query_weights": "query_weights",
         "entropy": "entropy" if request.entropy else "lse",
         "distance": "distance" if request.distance else "lse",
-        "largest": "logits" if request.largest and not request.top else "lse",
+        "largest": "logits" if request.largest_logit and not request.top else "lse",
         "columns": ("columns" if "columns" in arrays else "received") if request.received else "lse",
         "picture": ("cells" if "cells" in arrays else "picture") if cells else "lse",
     }

@@ -12,7 +12,7 @@ from foci.statistics.request import Request
 
 # Memory for the candidates of the top keys between the pass over the tiles and the selection.
 MAX_CANDIDATE_BYTES = 36 * 2**20
-# As in kernels/statistics/tiles.py: so many classes share one bound on their third largest logit.
+# Number of classes that share one bound on their third largest logit, as in kernels/statistics/tiles.py.
 CLASSES_PER_BOUND = 8
 
 
@@ -45,7 +45,7 @@ def default_config(width: int, dtype: torch.dtype, request: Request, use_tma: bo
         return TileConfig(queries=64, keys=64, warps=4, stages=2, programs_per_sm=1)
     # Each of these statistics takes registers for half a tile; with many of them the tile has to be smaller.
     # Where top keys are requested, the largest logit follows from them.
-    carried = request.entropy + request.distance + (3 if request.top else request.largest)
+    carried = request.entropy + request.distance + (3 if request.top else request.largest_logit)
     queries = 64 if carried > 3 else 128
     # Devices without TMA, where threads load the keys, have no shared memory for a fourth stage.
     stages = 4 if use_tma and request.top else 3
@@ -59,7 +59,7 @@ def should_defer_sums(request: Request) -> bool:
     sums are requested.
     """
     means = request.picture is not None and request.picture[2] == "mean"
-    tight = request.distance or (request.largest and not request.top)
+    tight = request.distance or (request.largest_logit and not request.top)
     return means and (request.entropy or not request.received) and not tight
 
 
@@ -71,10 +71,10 @@ def programs_per_pair(pairs: int, tiles: int, programs: int) -> int:
 
 
 def choose_segments(top: int, tiles: int, places: int) -> int:
-    """Number of segments of the keys with candidates of their own: a power of two, for 8 classes per top key.
+    """Number of interleaved key segments (a power of two), so that there are about 8 classes per top key.
 
     A class is read again when it may hold three of the top keys: for 8 keys in 64 classes this happens by chance for
-    one query in 70. Segments are interleaved, tile by tile, so that this holds for short rows as well.
+    one query in 70. Segments are interleaved tile by tile, so that this holds for short rows as well.
     """
     needed = -(-8 * top // places)
     segments = 1
