@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foci.nn.model import iter_unique_tensors
+from foci.runtime.durable_files import checksum_file
 from foci.runtime.safetensors_file import import_safetensors
 from foci.tasks import model_file as files
 from foci.training import checkpoint
@@ -18,7 +20,7 @@ from foci.training.evaluation import mean_loss, score_answers
 from foci.training.learner import Learner
 from foci.training.progress import Progress
 from foci.training.run import Run
-from foci.training.state import EvaluatedModel, State
+from foci.training.state import EvaluatedModel, State, best_model_path
 
 
 class BestModels:
@@ -31,7 +33,6 @@ class BestModels:
         if self.criterion != config.select:
             progress.message("the model is sharded: the best model is selected by loss, not by the metric")
         self.examples = run.dev[: config.decoded] if config.decoded else run.dev
-        self.folder = run.folder / "best"
 
     def evaluate(self, state: State) -> None:
         """Evaluates the current model, and saves it if it is among the best."""
@@ -48,7 +49,8 @@ class BestModels:
             is_best = state.best[0] is current
             if current in state.best:
                 weights = gather_weights(self.learner)
-                self.write(self.folder / model_file_name(state.step), weights, metrics)
+                checksum = self.write(current.path(self.run.folder), weights, metrics)
+                state.best[state.best.index(current)] = current._replace(checksum=checksum)
                 if is_best:
                     self.write(self.run.folder / "model.safetensors", weights, metrics)
         self.progress.log(state.step, {f"dev_{name}": value for name, value in metrics.items()})
@@ -62,10 +64,10 @@ class BestModels:
         # A run resumed at its last step has no evaluation of that step yet.
         if state.evaluated_step != state.step:
             self.evaluate(state)
-        best = self.read(state.best[0].step)
+        best = self.read(state.best[0])
         metrics = self.measure_weights(best)
         if len(state.best) > 1:
-            mean = average_weights([self.read(each.step) for each in state.best])
+            mean = average_weights([self.read(each) for each in state.best])
             averaged = self.measure_weights(mean)
             better = self.criterion == "last" or self.rank(averaged) > self.rank(metrics)
             verdict = "is used" if better else "is not better than the best one"
@@ -87,6 +89,10 @@ class BestModels:
         run, learner = self.run, self.learner
         with learner.autocast():
             loss = mean_loss(run.task, learner.model, run.dev, run.config.train.batch_tokens, run.processes)
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the dev loss is {loss:g}: earlier checkpoints are intact, use --resume with a lower train.rate"
+            )
         metrics: dict[str, float | str] = {"loss": loss}
         if self.criterion == "metric":
             try:
@@ -113,32 +119,35 @@ class BestModels:
         self.learner.model.eval()
         return self.measure()
 
-    def write(self, path: Path, weights: dict[str, Tensor], metrics: Mapping[str, float | str]) -> None:
-        """Saves weights with the task and the metrics, from the first process."""
+    def write(self, path: Path, weights: dict[str, Tensor], metrics: Mapping[str, float | str]) -> int:
+        """Saves weights with the task and the metrics, from the first process; returns the checksum of the file."""
+        checksum = None
         if self.run.processes.is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Only the file names: a model file is shared, and paths would reveal the machine's directories.
             data = [Path(each).name for each in self.run.config.data]
             about = {"dev": dict(metrics), "data": data, "seed": self.run.config.seed}
             files.save_trained_model(path, self.run.task, self.learner.model, about, weights=weights)
+            checksum = checksum_file(path)
+        return self.run.processes.broadcast(checksum)
 
-    def read(self, step: int) -> dict[str, Tensor]:
-        """Reads the weights of the best model of a step."""
+    def read(self, model: EvaluatedModel) -> dict[str, Tensor]:
+        """Reads the weights of one of the best models."""
         self.run.processes.barrier()
-        loaded: dict[str, Tensor] = import_safetensors().load_file(self.folder / model_file_name(step))
+        path = model.path(self.run.folder)
+        if not model.is_intact(self.run.folder):
+            raise ValueError(f"{path} is damaged: use --resume, which goes back to a checkpoint before it")
+        loaded: dict[str, Tensor] = import_safetensors().load_file(path)
         return loaded
 
     def delete_except(self, steps: set[int]) -> None:
         """Deletes all saved models except those of the given steps."""
-        kept = {model_file_name(step) for step in steps}
-        for path in self.folder.glob("step-*.safetensors") if self.run.processes.is_first else ():
+        kept = {best_model_path(self.run.folder, step) for step in steps}
+        folder = best_model_path(self.run.folder, 0).parent
+        for path in folder.glob("step-*.safetensors") if self.run.processes.is_first else ():
             # Models of later steps date from before a resume and will be written again.
-            if path.name not in kept:
+            if path not in kept:
                 path.unlink()
-
-
-def model_file_name(step: int) -> str:
-    return f"step-{step:08d}.safetensors"
 
 
 def gather_weights(learner: Learner) -> dict[str, Tensor]:

@@ -6,10 +6,13 @@ which lists the shards of every tensor and the checksum of every file. Loading e
 
 from __future__ import annotations
 
-import json
+import re
+import reprlib
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +20,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foci.runtime.durable_files import checksum_file, fsync_path, write_text_atomically
+from foci.runtime.durable_files import checksum_file, fsync_path, read_checked_json, write_checked_json
 from foci.runtime.safetensors_file import import_safetensors, write_tensors
 from foci.training.distributed import Processes
+from foci.training.state import EvaluatedModel, State
 
-CHECKPOINT_FORMAT = "foci.checkpoint/2"
+CHECKPOINT_FORMAT = "foci.checkpoint/3"
 CHECKPOINT_PREFIX = "step-"
+FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
 # More than one is kept, because the newest may turn out to be damaged.
 MAX_CHECKPOINTS = 2
 
 
-def save_checkpoint(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], processes: Processes
-) -> None:
+def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], state: State, processes: Processes) -> None:
     """Writes the checkpoint of a step; all processes must call it, each writes its own rows."""
-    target = folder / f"{CHECKPOINT_PREFIX}{step:08d}"
+    target = folder / f"{CHECKPOINT_PREFIX}{state.step:08d}"
     temporary = folder / f".{target.name}.part"
     if processes.is_first:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -40,16 +43,16 @@ def save_checkpoint(
     try:
         written = processes.all_gather(write_rows(temporary, tensors, processes))
         if processes.is_first:
-            content = {"format": CHECKPOINT_FORMAT, "step": step, "state": state}
+            content = {"format": CHECKPOINT_FORMAT, "state": asdict(state)}
             content |= {"files": {name: checksum for name, checksum, _ in written if name}}
             content |= {"tensors": index_tensors([rows for _, _, rows in written])}
-            write_text_atomically(temporary / "state.json", json.dumps(content))
+            write_checked_json(temporary / "state.json", content)
             replace_directory(temporary, target)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(
             error.errno,
-            f"could not write the checkpoint of step {step} ({error.strerror}); earlier checkpoints are intact",
+            f"could not write the checkpoint of step {state.step} ({error.strerror}); earlier checkpoints are intact",
             str(target),
         ) from error
     processes.barrier()
@@ -98,23 +101,45 @@ def index_tensors(written: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Checkpoint:
-    """A checkpoint on disk, its checksums verified."""
+    """A checkpoint on disk, every file of it verified."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._files: dict[str, Any] = {}
         try:
-            content = json.loads((folder / "state.json").read_text())
+            content = read_checked_json(folder / "state.json")
             if content["format"] != CHECKPOINT_FORMAT:
                 raise ValueError(f"format must be {CHECKPOINT_FORMAT!r}, got {content['format']!r}")
-            for name, checksum in content["files"].items():
-                if checksum_file(folder / name) != checksum:
-                    raise ValueError(f"the checksum of {name} does not match")
-        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+            self.state = State.from_json(content["state"])
+            self.tensors: dict[str, Any] = content["tensors"]
+            self._verify_files(content["files"])
+            self._verify_index()
+        except Exception as error:
+            # Content of any kind can stand in a damaged file; the caller gets one type of error.
             raise ValueError(f"the checkpoint {folder} is damaged: {error}") from error
-        self.step: int = content["step"]
-        self.state: dict[str, Any] = content["state"]
-        self.tensors: dict[str, Any] = content["tensors"]
-        self._files: dict[str, Any] = {}
+
+    def _verify_files(self, files: dict[str, int]) -> None:
+        for name, checksum in files.items():
+            if not FILE_NAME.fullmatch(name) or checksum_file(self.folder / name) != checksum:
+                raise ValueError(f"the checksum of {reprlib.repr(name)} does not match")
+            self._files[name] = import_safetensors().safe_open(str(self.folder / name), framework="pt")
+
+    def _verify_index(self) -> None:
+        """Checks that the listed rows are in the files, and that they are all rows of each tensor."""
+        for name, entry in self.tensors.items():
+            shape, total = entry["shape"], 0
+            for file, first, rows in entry["shards"]:
+                expected = [rows, *shape[1:]] if shape else []
+                if first != total or list(self._files[file].get_slice(name).get_shape()) != expected:
+                    raise ValueError(f"the rows of {reprlib.repr(name)} do not match its files")
+                total += rows
+            if shape and total != shape[0]:
+                raise ValueError(f"{reprlib.repr(name)} must have {shape[0]} rows, got {total}")
+
+    @cached_property
+    def lost_models(self) -> list[EvaluatedModel]:
+        """Returns the best models of the checkpoint whose files are missing or damaged."""
+        return [each for each in self.state.best if not each.is_intact(self.folder.parent.parent)]
 
     def load_into(self, tensors: Mapping[str, Tensor], processes: Processes) -> None:
         """Copies the saved values into tensors; the number of processes may have changed since saving."""
@@ -141,30 +166,45 @@ class Checkpoint:
             local, first = tensor.to_local(), row_offset(tensor, processes)
         for file, start, rows in self.tensors[name]["shards"]:
             if local.dim() == 0:
-                local.copy_(self._open(file).get_tensor(name))
+                local.copy_(self._files[file].get_tensor(name))
                 continue
             begin, end = max(first, start), min(first + len(local), start + rows)
             if begin < end:
-                local[begin - first : end - first].copy_(self._open(file).get_slice(name)[begin - start : end - start])
-
-    def _open(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = import_safetensors().safe_open(str(self.folder / name), framework="pt")
-        return self._files[name]
+                local[begin - first : end - first].copy_(self._files[file].get_slice(name)[begin - start : end - start])
 
 
 def load_newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """Loads the newest intact checkpoint; damaged ones are reported and skipped."""
+    """Loads the newest checkpoint that is intact, with its best models; damaged ones are reported and skipped."""
     candidates = list_checkpoints(folder)
+    incomplete: list[Checkpoint] = []
     for index, candidate in enumerate(candidates):
+        fallback = "using the one before it" if index + 1 < len(candidates) else "there is none before it"
         try:
-            return Checkpoint(candidate)
+            found = Checkpoint(candidate)
         except ValueError as error:
-            fallback = "using the one before it" if index + 1 < len(candidates) else "there is none before it"
             report(f"{error}; {fallback}")
+            continue
+        if not found.lost_models:
+            return found
+        report(f"the best model {found.lost_models[0].path(folder.parent)} of {candidate} is damaged; {fallback}")
+        incomplete.append(found)
+    if incomplete:
+        return drop_lost_models(incomplete[0], report)
     if candidates:
         raise ValueError(f"{folder} must hold an intact checkpoint, got {len(candidates)} damaged ones")
     return None
+
+
+def drop_lost_models(found: Checkpoint, report: Callable[[str], None]) -> Checkpoint:
+    """Removes damaged models from the best ones, if no checkpoint can restore them."""
+    lost = found.lost_models
+    steps = ", ".join(str(each.step) for each in lost)
+    report(f"no checkpoint has all of its best models: using {found.folder} without those of step {steps}")
+    found.state.best = [each for each in found.state.best if each not in lost]
+    if found.state.step not in found.state.best_steps:
+        # The model of the checkpoint may have been one of them: it can be evaluated again.
+        found.state.evaluated_step = 0
+    return found
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -179,7 +219,7 @@ def read_best_steps(folder: Path) -> set[int]:
     steps: set[int] = set()
     for path in list_checkpoints(folder):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            steps |= {int(each[-1]) for each in json.loads((path / "state.json").read_text())["state"]["best"]}
+            steps |= State.from_json(read_checked_json(path / "state.json")["state"]).best_steps
     return steps
 
 

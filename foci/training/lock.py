@@ -25,14 +25,13 @@ def lock_run(folder: Path, processes: Processes) -> Iterator[list[str]]:
     """Locks a run directory in the first process, or raises the same error in all of them; yields messages."""
     with ExitStack() as stack:
         messages: list[str] = []
-        refusal: Exception | None = None
+        refusals: list[Exception] = []
         if processes.is_first:
             try:
                 messages += stack.enter_context(lock_directory(folder))
             except (ValueError, OSError) as error:
-                refusal = error
-        refusal = processes.broadcast(refusal)
-        if refusal is not None:
+                refusals.append(error)
+        for refusal in processes.broadcast(refusals):
             raise refusal
         yield messages
 

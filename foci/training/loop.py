@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
@@ -88,9 +87,7 @@ def run_training(run: Run, progress: Progress) -> dict[str, float | str]:
             if evaluates and not interrupted:
                 best_models.evaluate(state)
             if saves:
-                checkpoint.save_checkpoint(
-                    run.folder / "checkpoints", state.step, learner.tensors(), asdict(state), processes
-                )
+                checkpoint.save_checkpoint(run.folder / "checkpoints", learner.tensors(), state, processes)
             if interrupted:
                 progress.message(f"stopped at step {state.step}; checkpoint saved: --resume continues from here")
                 return {"stopped_at_step": state.step}
@@ -143,7 +140,7 @@ def restore_state(run: Run, learner: Learner, progress: Progress) -> State:
     if latest is not None:
         learner.allocate_optimizer_state()
         latest.load_into(learner.tensors(), run.processes)
-        state = State.from_json(latest.state)
+        state = latest.state
         progress.message(f"resumed at step {state.step}")
     progress.start_at(state.step)
     return state

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import platform
 from collections.abc import Sequence
@@ -15,7 +14,13 @@ import torch
 
 from foci import __version__
 from foci.runtime.console import format_count
-from foci.runtime.durable_files import READ_CHUNK_BYTES, write_text_atomically
+from foci.runtime.durable_files import (
+    READ_CHUNK_BYTES,
+    checksum_file,
+    read_checked_json,
+    write_checked_json,
+    write_text_atomically,
+)
 from foci.tasks import find_task
 from foci.tasks.task import Task
 from foci.training.batches import Batches, seeded_generator
@@ -46,8 +51,9 @@ class Run:
         if self.description is not None:
             check_directory_unused(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(self.folder / "config.toml", self.config.with_absolute_paths().to_toml())
-            write_text_atomically(self.folder / "run.json", json.dumps(self.description, ensure_ascii=False))
+            config = self.folder / "config.toml"
+            write_text_atomically(config, self.config.with_absolute_paths().to_toml())
+            write_checked_json(self.folder / "run.json", self.description | {"config": checksum_file(config)})
 
     def agree_on_stop(self, step: int, reasons: tuple[bool, bool]) -> tuple[bool, bool]:
         """Returns the first process's stop reasons (interrupted, out of time), so that all stop at the same step."""
@@ -58,16 +64,17 @@ class Run:
 
 def prepare_run(config: RunConfig, folder: Path, processes: Processes, *, resume: bool) -> Run:
     """Prepares a new run in an unused directory, or the run that the directory holds if `resume`."""
+    description: dict[str, Any] | None = None
     if not resume:
         check_directory_unused(folder)
-    elif not (folder / "run.json").exists():
-        raise ValueError(f"{folder} must be a run directory to resume, got no run.json in it")
     else:
         check_data_exists(config, folder)
+        description = read_run_description(folder)
+        if processes.is_first:
+            check_unchanged(config, folder, description)
     train, dev = read_train_and_dev(config)
-    description = None
-    if processes.is_first:
-        description = read_run_description(config, folder) if resume else describe_new_run(config, train)
+    if not resume and processes.is_first:
+        description = describe_new_run(config, train)
     files = processes.broadcast(description and description["files"])
     task = find_task(config.task).from_files(config.settings, files)
     messages: list[str] = []
@@ -90,7 +97,7 @@ def check_directory_unused(folder: Path) -> None:
     if (folder / "run.json").exists():
         raise ValueError(f"{folder} already holds a run: use --resume to continue it, or --out for another directory")
     if (folder / "checkpoints").exists():
-        # A new run would resume from them.
+        # They would mix with those of a new run.
         raise ValueError(f"{folder} holds checkpoints but no run.json: use --out for another directory")
 
 
@@ -119,6 +126,9 @@ def read_dev_examples(folder: Path) -> Sequence[Any]:
     if not (folder / "config.toml").is_file():
         raise ValueError(f"--data must name the evaluation data, because {folder} is not a run directory")
     config = read_config(None, folder / "config.toml")
+    if (folder / "run.json").exists():
+        # The seed of a changed config would choose other dev examples, some of them from the training data.
+        read_run_description(folder)
     check_data_exists(config, folder)
     return read_train_and_dev(config)[1]
 
@@ -131,16 +141,36 @@ def describe_new_run(config: RunConfig, train: Sequence[Any]) -> dict[str, Any]:
     return {"task": config.task, "seed": config.seed, "versions": versions, "data": data, "files": files}
 
 
-def read_run_description(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """Reads run.json of a resumed run, and checks that the data has not changed."""
-    content: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+def read_run_description(folder: Path) -> dict[str, Any]:
+    """Reads run.json; raises ValueError if it or config.toml is damaged or was changed."""
+    if not (folder / "run.json").exists():
+        raise ValueError(f"{folder} must be a run directory to resume, got no run.json in it")
+    try:
+        content = read_checked_json(folder / "run.json")
+        if not all(isinstance(content[name], dict) for name in ("files", "data")):
+            raise ValueError("files and data must be JSON objects")
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{folder / 'run.json'} must be as the training wrote it, but it is damaged: {error}"
+        ) from error
+    if checksum_file(folder / "config.toml") != content["config"]:
+        raise ValueError(
+            f"{folder / 'config.toml'} must be as the training wrote it, but it was changed or damaged: use --set for"
+            " [train] settings, --data for data that has moved"
+        )
+    return content
+
+
+def check_unchanged(config: RunConfig, folder: Path, description: dict[str, Any]) -> None:
+    """Raises ValueError if seed or data differ from the start of the run."""
+    if config.seed != description["seed"]:
+        raise ValueError(f"seed must be {description['seed']} as at the start of {folder}, got {config.seed}")
     current = fingerprint_data(config)
     # Only the hashes are compared, because the files may have moved.
-    if list(content["data"].values()) != list(current.values()):
+    if list(description["data"].values()) != list(current.values()):
         raise ValueError(
             f"the data of {folder} must not change, but these files differ from the start: {', '.join(current)}"
         )
-    return content
 
 
 def fingerprint_data(config: RunConfig) -> dict[str, str]:

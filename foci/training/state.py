@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
+from foci.nn.config import describe_type, matches_type
+from foci.runtime.durable_files import checksum_file
 from foci.training.batches import BatchPosition
 
 FIRST_BATCH = BatchPosition(0, 0)
 
 
+def best_model_path(run_folder: Path, step: int) -> Path:
+    """Returns where the model of a step is saved while it is among the best."""
+    return run_folder / "best" / f"step-{step:08d}.safetensors"
+
+
 class EvaluatedModel(NamedTuple):
-    """The result of evaluating a model on the dev set."""
+    """The result of evaluating a model on the dev set, and where it is saved."""
 
     goodness: float  # higher is better
     loss: float  # breaks ties: the lower loss is better
     step: int
+    checksum: int = 0  # of the model's file
+
+    def path(self, run_folder: Path) -> Path:
+        return best_model_path(run_folder, self.step)
+
+    def is_intact(self, run_folder: Path) -> bool:
+        """Whether the model's file is as it was written."""
+        return checksum_file(self.path(run_folder)) == self.checksum
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -43,5 +60,25 @@ class State:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> State:
         """Rebuilds what `dataclasses.asdict` and JSON made of a state."""
-        best = [EvaluatedModel(*each) for each in content["best"]]
-        return cls(**{**content, "next_batch": BatchPosition(*content["next_batch"]), "best": best})
+        best = [from_list(EvaluatedModel, each) for each in content["best"]]
+        position = from_list(BatchPosition, content["next_batch"])
+        state = cls(**{**content, "next_batch": position, "best": best})
+        check_types(state, vars(state))
+        return state
+
+
+TupleT = TypeVar("TupleT", EvaluatedModel, BatchPosition)
+
+
+def from_list(kind: type[TupleT], values: list[Any]) -> TupleT:
+    result = kind(*values)
+    check_types(result, result._asdict())
+    return result
+
+
+def check_types(owner: Any, values: dict[str, Any]) -> None:
+    """Raises TypeError if a value does not have the type that its class declares, or is a negative integer."""
+    kinds = get_type_hints(type(owner))
+    for name, value in values.items():
+        if not matches_type(value, kinds[name]) or (kinds[name] is int and value < 0):
+            raise TypeError(f"{name} must be {describe_type(kinds[name])}, got {reprlib.repr(value)}")

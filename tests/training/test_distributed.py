@@ -95,7 +95,7 @@ def test_a_sharded_checkpoint_resumes_in_one_process(tmp_path: Path) -> None:
     assert files == ["rank-00000.safetensors", "rank-00001.safetensors", "state.json"]
     shutil.rmtree(last)
     train(config(data, *CHANGES, "train.batch_tokens=256", "train.ema=0.5"), shared, resume=True, quiet=True)
-    assert checkpoint.load_newest(shared / "checkpoints", pytest.fail).step == 6  # type: ignore[union-attr]
+    assert checkpoint.load_newest(shared / "checkpoints", pytest.fail).state.step == 6  # type: ignore[union-attr]
     assert_same_curve(tmp_path / "one", shared)
     assert logged(shared, "dev_loss")[6] == pytest.approx(logged(tmp_path / "one", "dev_loss")[6], rel=1e-4)
 

@@ -92,8 +92,7 @@ def test_only_the_first_process_locks_and_all_are_refused(tmp_path: Path, monkey
     monkeypatch.setattr(Processes, "broadcast", lambda _, value: value)
     with lock_directory(tmp_path), lock_run(tmp_path, second):
         pass
-    refusal = ValueError("in use")
-    monkeypatch.setattr(Processes, "broadcast", lambda *_: refusal)
+    monkeypatch.setattr(Processes, "broadcast", lambda *_: [ValueError("in use")])
     with pytest.raises(ValueError, match="in use"), lock_run(tmp_path, second):
         pass
 
