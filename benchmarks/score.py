@@ -43,7 +43,7 @@ def score_folder(folder: Path, data: Path) -> tuple[str, str, dict[str, Any], di
     benchmark = read_toml(CONFIGS / f"{summary['name']}.toml").get("benchmark", {})
     # The config of the run, which may have used other data.
     config = config_from_table(None, with_data_folder(read_toml(folder / "config.toml"), data), summary["name"])
-    task = find_task(config.task).from_files(config.settings, run["files"])
+    task = find_task(config.task).from_learned_state(config.settings, run["files"])
     sign = 1.0 if task.better == "higher" else -1.0
     on_dev = {
         path.stem.removeprefix("answers-dev-"): score(task, path, config.dev)

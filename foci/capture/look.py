@@ -89,7 +89,7 @@ def record_with_foci_model(text: str, path: str, device: str, report: Callable[[
 
 def record_example(task: Task[Any, Any], model: Model, example: Any) -> Record:
     """Records the attention of a task's model on one example; a note says if the input was truncated."""
-    record = task.show(model, example)
+    record = task.record_attention(model, example)
     if task.is_truncated(example):
         kind = "sound" if task.name == "speech" else "text"
         record.notes.append(f"the {kind} is longer than the model reads: only a part of it is shown")

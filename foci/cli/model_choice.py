@@ -38,7 +38,7 @@ def apply_changes(task: Task[Any, Any], changes: Sequence[str]) -> Task[Any, Any
         return task
     settings = read_section(table, "task", "the changes")
     check_keys(type(task.settings), settings, "task", task.name)
-    return type(task).from_files(task.settings.replace(**settings), task.files())
+    return type(task).from_learned_state(task.settings.replace(**settings), task.learned_state())
 
 
 def find_task_model(name: str, path: Path | None) -> Path:

@@ -43,7 +43,7 @@ class Pretrained:
     def show(self, text: str | os.PathLike[str]) -> Record:
         """Records the attention while the model answers; `Record.answer` is the answer."""
         with torch.no_grad():
-            return self.task.show(self.model, self._parse(text))
+            return self.task.record_attention(self.model, self._parse(text))
 
     def _parse(self, text: object) -> Any:
         if not isinstance(text, str | os.PathLike):

@@ -145,11 +145,11 @@ class Generation(Task[Passage | TokenWindow, PassageLikelihood]):
         texts = [passage.text for passage in train if isinstance(passage, Passage)]
         return cls(settings, train_tokenizer(settings.tokenizer, texts, settings.vocabulary))
 
-    def files(self) -> dict[str, str]:
+    def learned_state(self) -> dict[str, str]:
         return {"tokenizer.json": tokenizer_to_json(self.tokenizer)}
 
     @classmethod
-    def from_files(cls, settings: GenerationSettings, files: dict[str, str]) -> Self:
+    def from_learned_state(cls, settings: GenerationSettings, files: dict[str, str]) -> Self:
         return cls(settings, tokenizer_from_json(files["tokenizer.json"]))
 
     def model(self) -> Model:
@@ -255,7 +255,7 @@ class Generation(Task[Passage | TokenWindow, PassageLikelihood]):
             if isinstance(example, Passage)
         ]
 
-    def show(self, model: nn.Module, example: Passage | TokenWindow) -> Record:
+    def record_attention(self, model: nn.Module, example: Passage | TokenWindow) -> Record:
         """Records the attention over the prompt and its continuation."""
         assert isinstance(example, Passage)
         prompt, answer = self._continue(model, example.text)

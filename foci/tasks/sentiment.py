@@ -33,14 +33,16 @@ from foci.nn.config import VOCABULARY_LIMIT
 from foci.nn.model import Model
 from foci.record.labels import Labels
 from foci.record.record import Record
+from foci.runtime.json_text import parse_json
 from foci.tasks.class_prediction import ClassPrediction, accuracy
 from foci.tasks.rdrop import symmetric_kl
 from foci.tasks.task import LENGTH_LIMIT, Problem, ProgressCallback, Task, TaskSettings, ignore_progress
+from foci.tasks.task_files import check_class_names
 from foci.tasks.task_record import build_task_record
 
 COLUMNS = ("text", "label")
 # Tokens decoded at a time.
-DECODE_TOKENS = 32_768
+TOKENS_PER_BATCH = 32_768
 MODEL_FIELDS = (
     "width",
     "layers",
@@ -162,7 +164,7 @@ class Sentiment(Task[LabelledText, ClassPrediction]):
             )
         return task
 
-    def files(self) -> dict[str, str]:
+    def learned_state(self) -> dict[str, str]:
         files = {
             "tokenizer.json": tokenizer_to_json(self.tokenizer),
             "labels.json": json.dumps(self.labels, ensure_ascii=False),
@@ -170,9 +172,10 @@ class Sentiment(Task[LabelledText, ClassPrediction]):
         return files if self.prior is None else files | {"prior.json": json.dumps(self.prior)}
 
     @classmethod
-    def from_files(cls, settings: SentimentSettings, files: dict[str, str]) -> Self:
-        prior = json.loads(files["prior.json"]) if "prior.json" in files else None
-        return cls(settings, tokenizer_from_json(files["tokenizer.json"]), json.loads(files["labels.json"]), prior)
+    def from_learned_state(cls, settings: SentimentSettings, files: dict[str, str]) -> Self:
+        prior = parse_json(files["prior.json"], "prior.json") if "prior.json" in files else None
+        labels = check_class_names(parse_json(files["labels.json"], "labels.json"))
+        return cls(settings, tokenizer_from_json(files["tokenizer.json"]), labels, prior)
 
     def model(self) -> Model:
         own = self.settings
@@ -233,7 +236,7 @@ class Sentiment(Task[LabelledText, ClassPrediction]):
     ) -> list[ClassPrediction]:
         device = next(model.parameters()).device
         predictions = [ClassPrediction("", 0.0)] * len(examples)
-        for group in group_by_size([self.size(each) for each in examples], DECODE_TOKENS):
+        for group in group_by_size([self.size(each) for each in examples], TOKENS_PER_BATCH):
             tokens, lengths = pad_sequences([self.tokens(examples[index]) for index in group], PAD, multiple=1)
             out = model(tokens.to(device), padding=lengths.to(device))
             probabilities, classes = out.logits.float().softmax(-1).max(-1)
@@ -253,7 +256,7 @@ class Sentiment(Task[LabelledText, ClassPrediction]):
     def answer(self, model: nn.Module, examples: Sequence[LabelledText]) -> list[str]:
         return [str(prediction) for prediction in self.decode(model, examples)]
 
-    def show(self, model: nn.Module, example: LabelledText) -> Record:
+    def record_attention(self, model: nn.Module, example: LabelledText) -> Record:
         """Records the attention over the class token and the tokens of the text."""
         tokens = self.tokens(example)
         with torch.no_grad():

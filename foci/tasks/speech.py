@@ -30,11 +30,13 @@ from foci.tasks.speech_features import (
     SpeechSettings,
     augment_features,
     compute_features,
+    count_sound_parts,
     join_recordings,
     load_recording,
     measure_feature_std,
 )
 from foci.tasks.task import Problem, ProgressCallback, Task, ignore_progress
+from foci.tasks.task_files import check_numbers, parse_object
 from foci.tasks.task_record import build_task_record
 
 COLUMNS = ("sound", "text")
@@ -119,15 +121,16 @@ class Speech(Task[Recording, str]):
         )
         return cls(settings, tokenizer, std.tolist())
 
-    def files(self) -> dict[str, str]:
+    def learned_state(self) -> dict[str, str]:
         return {
             "tokenizer.json": tokenizer_to_json(self.tokenizer),
             "frames.json": json.dumps({"std": self.std.tolist()}),
         }
 
     @classmethod
-    def from_files(cls, settings: SpeechSettings, files: dict[str, str]) -> Self:
-        return cls(settings, tokenizer_from_json(files["tokenizer.json"]), json.loads(files["frames.json"])["std"])
+    def from_learned_state(cls, settings: SpeechSettings, files: dict[str, str]) -> Self:
+        (std,) = parse_object(files["frames.json"], "frames.json", "std")
+        return cls(settings, tokenizer_from_json(files["tokenizer.json"]), check_numbers(std, "std", above=0.0))
 
     def model(self) -> Model:
         own = self.settings
@@ -278,7 +281,7 @@ class Speech(Task[Recording, str]):
     def parse_input(self, text: str) -> Recording:
         return Recording(text)
 
-    def show(self, model: nn.Module, example: Recording) -> Record:
+    def record_attention(self, model: nn.Module, example: Recording) -> Record:
         """Records the attention, with seconds along the recording and the answer along the text."""
         encoder = cast("SpeechEncoder", model)
         device = next(model.parameters()).device
@@ -289,13 +292,29 @@ class Speech(Task[Recording, str]):
             out = encoder(frames[None], target, return_weights=True)
         seconds = self.settings.hop * 2**encoder.config.halvings
         times = tuple(f"{state * seconds:.2f}" for state in range(out.states.shape[1]))
+        sounds = self.sound_of(example, round(len(times) * seconds * self.settings.rate))
+        rate = None if sounds is None else self.settings.rate
         labels = {
-            "source": Labels("frames", (times,), seconds=seconds),
+            "source": Labels("frames", (times,), seconds=seconds, sounds=sounds, rate=rate),
             "target": self.tokenizer.labels([START, *tokens]),
             "heard": self.tokenizer.labels([*tokens, STOP]),
         }
         # The queries of cross-attention are labelled with the token that is generated there.
-        return build_task_record(model, out.weights, labels, self.tokenizer.decode(tokens), cross_queries="heard")
+        answer = self.tokenizer.decode(tokens)
+        record = build_task_record(model, out.weights, labels, answer, cross_queries="heard")
+        parts = 1 if sounds is None else count_sound_parts(sounds[0], self.settings.rate)
+        if parts > 1 and len(answer.split()) == 1:
+            note = f"the recording has {parts} parts with pauses between them, but the answer is a single word"
+            record.notes.append(f"{note}: the model may know single words only, so give it one at a time")
+        return record
+
+    def sound_of(self, example: Recording, length: int) -> Tensor | None:
+        """Returns the samples that the model reads, int16 (1, N), or None for precomputed frames."""
+        recording = self._recordings(example.path)
+        if recording.dim() != 1:
+            return None
+        samples = recording[:length]
+        return (samples / samples.abs().max().clamp(min=1e-9) * 32000).to(torch.int16)[None]
 
 
 def recording_from_row(table: Path, fields: dict[str, str]) -> Recording:

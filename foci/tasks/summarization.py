@@ -141,11 +141,11 @@ class Summarization(Task[Document, str]):
         texts = [text.lower() for text in texts] if settings.lower else texts
         return cls(settings, train_tokenizer(settings.tokenizer, texts, settings.vocabulary))
 
-    def files(self) -> dict[str, str]:
+    def learned_state(self) -> dict[str, str]:
         return {"tokenizer.json": tokenizer_to_json(self.tokenizer)}
 
     @classmethod
-    def from_files(cls, settings: SummarizationSettings, files: dict[str, str]) -> Self:
+    def from_learned_state(cls, settings: SummarizationSettings, files: dict[str, str]) -> Self:
         return cls(settings, tokenizer_from_json(files["tokenizer.json"]))
 
     def model(self) -> Model:
@@ -270,7 +270,7 @@ class Summarization(Task[Document, str]):
             raise ValueError("the input must be a text to summarize, got an empty text")
         return Document(text.strip())
 
-    def show(self, model: nn.Module, example: Document) -> Record:
+    def record_attention(self, model: nn.Module, example: Document) -> Record:
         """Records the attention; the queries of cross-attention are labelled with the token that is generated there."""
         source = self.source(example)
         device = next(model.parameters()).device

@@ -96,12 +96,12 @@ class Task(ABC, Generic[ExampleT, AnswerT]):
         """Prepares a task for training: learns vocabulary, labels or feature statistics from the training examples."""
 
     @abstractmethod
-    def files(self) -> dict[str, str]:
+    def learned_state(self) -> dict[str, str]:
         """Returns what `from_examples` learned, as JSON texts by name, which the model file stores."""
 
     @classmethod
     @abstractmethod
-    def from_files(cls, settings: Any, files: dict[str, str]) -> Self:
+    def from_learned_state(cls, settings: Any, files: dict[str, str]) -> Self:
         """Rebuilds the task from the result of `files`."""
 
     @abstractmethod
@@ -173,5 +173,5 @@ class Task(ABC, Generic[ExampleT, AnswerT]):
         return [str(answer) for answer in self.decode(model, examples)]
 
     @abstractmethod
-    def show(self, model: nn.Module, example: ExampleT) -> Record:
+    def record_attention(self, model: nn.Module, example: ExampleT) -> Record:
         """Records the attention while the example is answered, with labels (`foci.tasks.task_record`)."""

@@ -102,11 +102,11 @@ class Translation(Task[Pair, str]):
         texts = [text for pair in train for text in (pair.source, pair.target)]
         return cls(settings, train_tokenizer(settings.tokenizer, texts, settings.vocabulary))
 
-    def files(self) -> dict[str, str]:
+    def learned_state(self) -> dict[str, str]:
         return {"tokenizer.json": tokenizer_to_json(self.tokenizer)}
 
     @classmethod
-    def from_files(cls, settings: TranslationSettings, files: dict[str, str]) -> Self:
+    def from_learned_state(cls, settings: TranslationSettings, files: dict[str, str]) -> Self:
         return cls(settings, tokenizer_from_json(files["tokenizer.json"]))
 
     def model(self) -> Model:
@@ -192,7 +192,7 @@ class Translation(Task[Pair, str]):
             raise ValueError("the input must be a sentence to translate, got an empty text")
         return Pair(text.strip(), "")
 
-    def show(self, model: nn.Module, example: Pair) -> Record:
+    def record_attention(self, model: nn.Module, example: Pair) -> Record:
         """Records the attention; the queries of cross-attention are labelled with the token that is generated there."""
         source = self._encode_source(example.source)
         answer = self._generate(model, [source])[0].tokens

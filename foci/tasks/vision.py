@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.inputs.image import match_background, read_image
+from foci.inputs.image import crop_and_resize, match_background, read_image
 from foci.inputs.image_augmentation import mixup_or_cutmix, random_erase, random_flip, random_rotation, random_shift
 from foci.inputs.sample_cache import SampleCache
 from foci.inputs.tables import read_table_rows, read_valid_rows, require_one_path
@@ -28,10 +28,13 @@ from foci.record.labels import Labels
 from foci.record.record import Record
 from foci.tasks.class_prediction import ClassPrediction, accuracy
 from foci.tasks.task import Problem, ProgressCallback, Task, TaskSettings, ignore_progress
+from foci.tasks.task_files import check_class_names, check_numbers, parse_object
 from foci.tasks.task_record import build_task_record
 
 COLUMNS = ("image", "label")
 INPUT_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".pgm", ".ppm", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+# The largest side of the image in a record, in pixels.
+MAX_SHOWN_SIDE = 512
 # Images used to measure mean and standard deviation of the pixels; images decoded at a time.
 STATISTICS_IMAGES, DECODE_IMAGES = 2000, 250
 # The largest height and width that a setting may name, in pixels.
@@ -164,12 +167,16 @@ class Vision(Task[LabelledImage, ClassPrediction]):
         sample = torch.stack([load(each.path) for each in train[:: len(train) // STATISTICS_IMAGES + 1]]).float() / 255
         return cls(settings, labels, sample.mean((0, 2, 3)).tolist(), sample.std((0, 2, 3)).clamp(min=0.01).tolist())
 
-    def files(self) -> dict[str, str]:
+    def learned_state(self) -> dict[str, str]:
         return {"classes.json": json.dumps({"labels": self.labels, "mean": self.mean, "std": self.std})}
 
     @classmethod
-    def from_files(cls, settings: VisionSettings, files: dict[str, str]) -> Self:
-        return cls(settings, **json.loads(files["classes.json"]))
+    def from_learned_state(cls, settings: VisionSettings, files: dict[str, str]) -> Self:
+        labels, mean, std = parse_object(files["classes.json"], "classes.json", "labels", "mean", "std")
+        mean, std = check_numbers(mean, "mean"), check_numbers(std, "std", above=0.0)
+        if not len(mean) == len(std) == settings.channels:
+            raise ValueError(f"mean and std must have {settings.channels} numbers, got {len(mean)} and {len(std)}")
+        return cls(settings, check_class_names(labels), mean, std)
 
     def model(self) -> Model:
         own = self.settings
@@ -243,20 +250,27 @@ class Vision(Task[LabelledImage, ClassPrediction]):
     def answer(self, model: nn.Module, examples: Sequence[LabelledImage]) -> list[str]:
         return [str(prediction) for prediction in self.decode(model, examples)]
 
-    def show(self, model: nn.Module, example: LabelledImage) -> Record:
+    def record_attention(self, model: nn.Module, example: LabelledImage) -> Record:
         """Records the attention over the patches and the class token, with the image."""
         transformer = cast("VisionTransformer", model)
         with torch.no_grad():
             answer = self.answer(model, [example])[0]
             out = transformer(self.load_images([example]).to(next(model.parameters()).device), return_weights=True)
         grid = transformer.grid(self.settings.image, self.settings.image)
-        leading = [f"<{i}>" for i in range(transformer.leading)]
-        if self.settings.pool == "class":
-            leading[0] = "<class>"
+        has_class = self.settings.pool == "class"
+        leading = ["class token"] * has_class
+        leading += [f"register {i + 1}" for i in range(transformer.leading - has_class)]
         patches = [f"{row},{column}" for row in range(grid[0]) for column in range(grid[1])]
-        pixels = self._pixels(example.path).expand(3, -1, -1).permute(1, 2, 0).contiguous()[None]
-        labels = Labels("patches", ((*leading, *patches),), grid=grid, leading=transformer.leading, images=pixels)
-        return build_task_record(model, out.weights, {"input": labels}, answer)
+        # The image as it was given: the model sees it smaller, and maybe inverted.
+        given = read_image(example.path, channels=3)
+        shown = crop_and_resize(given, min(*given.shape[1:], MAX_SHOWN_SIDE)).permute(1, 2, 0).contiguous()[None]
+        labels = Labels("patches", ((*leading, *patches),), grid=grid, leading=transformer.leading, images=shown)
+        record = build_task_record(model, out.weights, {"input": labels}, answer)
+        height, width = given.shape[1:]
+        if height != width:
+            square = f"the center square of {min(height, width)} × {min(height, width)}"
+            record.notes.append(f"the image has {width} × {height} pixels: the model reads {square}")
+        return record
 
     def class_index(self, example: LabelledImage) -> int:
         if example.label is None or example.label not in self._class_indices:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,10 @@ from foci.runtime.durable_files import (
 )
 from foci.tasks import find_task
 from foci.tasks.task import Task
+from foci.training.advice import describe_filled, find_run_warnings
 from foci.training.batches import Batches, seeded_generator
 from foci.training.config import RunConfig, read_config
+from foci.training.defaults import MAX_BATCH_TOKENS, count_steps, fill_train_config
 from foci.training.distributed import Processes
 
 # With several processes, whether to stop is agreed on only every so many steps, because a broadcast takes time.
@@ -73,22 +74,22 @@ def prepare_run(config: RunConfig, folder: Path, processes: Processes, *, resume
         if processes.is_first:
             check_unchanged(config, folder, description)
     train, dev = read_train_and_dev(config)
+    given, kind = config, find_task(config.task)
+    config = replace(config, settings=kind.fill_settings(config.settings, train))
     if not resume and processes.is_first:
         description = describe_new_run(config, train)
     files = processes.broadcast(description and description["files"])
-    task = find_task(config.task).from_files(config.settings, files)
+    task = kind.from_learned_state(config.settings, files)
     messages: list[str] = []
     train, dev = (drop_long_examples(task, part, name, messages) for name, part in (("train", train), ("dev", dev)))
     if not train or not dev:
         raise ValueError(f"the data must hold training and dev examples, got {len(train)} and {len(dev)}")
-    source = Batches(task, train, config.train.batch_tokens, config.train.accumulate, 0, processes.world, config.seed)
-    per_epoch = len(source.epoch_batches(0)[1])
-    total = config.train.steps or math.ceil(config.train.epochs * per_epoch)
+    source = Batches(task, train, MAX_BATCH_TOKENS, config.train.accumulate, 0, processes.world, config.seed)
+    filled, per_epoch = fill_train_config(config.train, source)
+    config, total = replace(config, train=filled), count_steps(filled, per_epoch)
     examples, steps = format_count(len(train), "example"), format_count(per_epoch, "step")
-    messages.append(f"{examples} for training, {len(dev):,} for dev; {steps} per epoch")
-    if config.train.warmup >= total:
-        warmup = format_count(config.train.warmup, "step")
-        messages.append(f"train.warmup is {warmup}, the whole training {total:,}: the learning rate never decays")
+    messages.append(f"{examples} for training, {len(dev):,} for dev; {steps} per epoch, {total:,} in all")
+    messages += [*describe_filled(given, config), *find_run_warnings(filled, total, len(dev)), *task.find_warnings(dev)]
     return Run(config, folder, processes, task, train, dev, total, messages, resume, None if resume else description)
 
 
@@ -135,7 +136,7 @@ def read_dev_examples(folder: Path) -> Sequence[Any]:
 
 def describe_new_run(config: RunConfig, train: Sequence[Any]) -> dict[str, Any]:
     """Builds the content of run.json, including what the task learns from the training data, such as its vocabulary."""
-    files = find_task(config.task).from_examples(config.settings, train).files()
+    files = find_task(config.task).from_examples(config.settings, train).learned_state()
     versions = {"foci": __version__, "torch": torch.__version__, "python": platform.python_version()}
     data = fingerprint_data(config)
     return {"task": config.task, "seed": config.seed, "versions": versions, "data": data, "files": files}

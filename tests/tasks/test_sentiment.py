@@ -61,7 +61,7 @@ def test_an_answer_has_label_and_probability(learned: Lesson) -> None:
 
 def test_the_record_has_the_class_token_before_the_words(learned: Lesson) -> None:
     task, model, _ = learned.trained
-    record = task.show(model, task.parse_input("a dull story"))
+    record = task.record_attention(model, task.parse_input("a dull story"))
     labels = record.labels["input"]
     assert [text.strip() for text in labels.texts[0]] == ["<class>", "a", "dull", "story"]
     assert record["L0H1"].shape == (1, 1, 4, 4)
@@ -72,7 +72,7 @@ def test_answers_keep_the_order_of_the_texts(learned: Lesson, monkeypatch: pytes
     task, model, _ = learned.trained
     with torch.no_grad():
         together = task.decode(model, learned.dev[:20])
-        monkeypatch.setattr("foci.tasks.sentiment.DECODE_TOKENS", 1)
+        monkeypatch.setattr("foci.tasks.sentiment.TOKENS_PER_BATCH", 1)
         alone = task.decode(model, learned.dev[:20])
     assert [each.label for each in together] == [each.label for each in alone]
 
@@ -122,7 +122,7 @@ def test_an_untrained_model_starts_from_naive_bayes(tmp_path: Path) -> None:
         LabelledText("bad film", "minus"),
     ]
     task = Sentiment.from_examples(settings, train)
-    again = Sentiment.from_files(settings, task.files())
+    again = Sentiment.from_learned_state(settings, task.learned_state())
     with torch.no_grad():
         said = again.decode(
             again.model().eval(), [LabelledText("a good story"), LabelledText("bad"), LabelledText("film")]

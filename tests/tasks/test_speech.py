@@ -135,7 +135,7 @@ def test_recordings_are_joined() -> None:
 def test_the_record_has_seconds_and_words(learned: Lesson) -> None:
     task, model, _ = learned.trained
     example = next(each for each in learned.dev if len(each.text.split()) == 2)
-    record = task.show(model, example)
+    record = task.record_attention(model, example)
     frames = record.labels["source"]
     assert (frames.kind, frames.seconds) == ("frames", 0.04)
     assert frames.texts[0][:3] == ("0.00", "0.04", "0.08")

@@ -51,7 +51,7 @@ def test_letters_are_summarised(learned: Lesson) -> None:
 def test_the_record_has_document_summary_and_copy_weights(learned: Lesson) -> None:
     task, model, _ = learned.trained
     example = learned.dev[0]
-    record = task.show(model, example)
+    record = task.record_attention(model, example)
     source = [text.strip() for text in record.labels["source"].texts[0]]
     assert source == [*example.text.split(), "<stop>"]
     written = [text.strip() for text in record.labels["summary"].texts[0]]

@@ -47,7 +47,7 @@ def test_a_transformer_learns_to_reverse_words(tmp_path: Path) -> None:
     data = written(tmp_path / "pairs.tsv", 1500)
     found, bleu = trained(data, *TRANSFORMER, "task.vocabulary=272", "train.steps=160")
     assert bleu > 60 > 20 > untrained_bleu(found, data)
-    record = found.task.show(found.model, found.task.parse_input("ab cd ef"))
+    record = found.task.record_attention(found.model, found.task.parse_input("ab cd ef"))
     assert record.answer == found.task.answer(found.model, [found.task.parse_input("ab cd ef")])[0]
     assert set(record.labels) == {"source", "target", "translation"}
     assert record["cross.L0H0"].shape[3] == len(record.labels["source"])
@@ -59,7 +59,7 @@ def test_an_rnn_reverses_words_and_attends_to_the_right_ones(tmp_path: Path) -> 
     changes = ("task.model=rnn", "task.tokenizer=words", "train.rate=0.006", "train.warmup=20", "train.steps=110")
     found, bleu = trained(data, *changes)
     assert bleu > 90 > 20 > untrained_bleu(found, data)
-    record = found.task.show(found.model, found.task.parse_input("ab cd ef gh"))
+    record = found.task.record_attention(found.model, found.task.parse_input("ab cd ef gh"))
     looked = record["cross.L0H0"].dense()[0].argmax(-1)
     assert record.labels["translation"].texts[0] == ("gh", " ef", " cd", " ab", "<stop>")
     assert looked[:4].tolist() == [3, 2, 1, 0]
@@ -138,7 +138,7 @@ def test_a_long_sentence_is_truncated_to_its_beginning() -> None:
     assert [task.is_truncated(each) for each in (long, short)] == [True, False]
     model = task.model().eval()
     assert task.decode(model, [long, short]) == task.decode(model, [short]) * 2
-    assert task.show(model, long).labels["source"].text(0) == "a b a b<stop>"
+    assert task.record_attention(model, long).labels["source"].text(0) == "a b a b<stop>"
 
 
 def test_agreeing_passes_have_the_loss_of_one() -> None:

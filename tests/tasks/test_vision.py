@@ -59,7 +59,7 @@ def test_an_answer_has_class_and_probability(learned: Lesson) -> None:
 
 def test_the_record_has_the_image_and_its_patches(learned: Lesson) -> None:
     task, model, _ = learned.trained
-    record = task.show(model, learned.dev[0])
+    record = task.record_attention(model, learned.dev[0])
     labels = record.labels["input"]
     assert (labels.kind, labels.grid, labels.leading, len(labels)) == ("patches", (4, 4), 1, 17)
     assert labels.images is not None
@@ -89,7 +89,12 @@ def test_all_problems_are_reported_line_by_line(tmp_path: Path) -> None:
     assert [each.split(": ")[0].rsplit(":", 1)[1] for each in found[:4]] == ["4", "2", "3", "5"]
     for each, wanted in zip(
         found,
-        ("got 1", "must be a PNG, JPEG, WebP, GIF, BMP, TIFF, PGM or PPM file", "got no such file", "label must not be empty"),
+        (
+            "got 1",
+            "must be a PNG, JPEG, WebP, GIF, BMP, TIFF, PGM or PPM file",
+            "got no such file",
+            "label must not be empty",
+        ),
         strict=False,
     ):
         assert wanted in each
@@ -144,6 +149,6 @@ def test_a_pooling_stem_keeps_the_number_of_patches(learned: Lesson) -> None:
     settings = VisionSettings(image=12, channels=1, patch=4, stem=2, stem_width=8, stem_pool=2, width=16, heads=2)
     task = Vision(settings, ["lying", "square", "standing"], [0.2], [0.2])
     torch.manual_seed(0)
-    record = task.show(task.model().eval(), learned.dev[0])
+    record = task.record_attention(task.model().eval(), learned.dev[0])
     assert task.size(learned.dev[0]) == 9
     assert (record.labels["input"].grid, record["L0H0"].shape) == ((3, 3), (1, 1, 10, 10))
