@@ -1,6 +1,6 @@
 """`Call`: the checked arguments of one attention call in one shape, which every backend receives.
 
-B batch (all leading dimensions as one), H query heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
+B batch (all leading dimensions as one), H query heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def prepare_call(
     if is_autocast_enabled(device_type):
         query, key, value = (cast_for_autocast(t, device_type) for t in (query, key, value))
         if not query.dtype == key.dtype == value.dtype:
-            refuse_dtypes(query, key, value)
+            raise_for_dtypes(query, key, value)
     q, k, v, sizes = fold_batch(query, key, value)
     check_heads(q, k, v)
     if type(score) is not Dot:
@@ -194,11 +194,11 @@ def replace_score_by_dot(call: Call) -> Call:
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not are_compatible(query, key, value):
-        refuse_tensors(query, key, value)
+        raise_for_tensors(query, key, value)
 
 
 def are_compatible(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether query, key and value fit each other: a quick check; `refuse_tensors` finds the reason if not."""
+    """Whether query, key and value fit each other: a quick check; `raise_for_tensors` finds the reason if not."""
     try:
         return (
             query.dim() == key.dim() == value.dim() >= 2
@@ -211,7 +211,7 @@ def are_compatible(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return False
 
 
-def refuse_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+def raise_for_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -229,10 +229,10 @@ def refuse_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(f"key and value must have the same length, got {key.shape[-2]} and {value.shape[-2]}")
     if not (query.dtype == key.dtype == value.dtype) and not is_autocast_enabled(query.device.type):
-        refuse_dtypes(query, key, value)
+        raise_for_dtypes(query, key, value)
 
 
-def refuse_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
+def raise_for_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
     raise TypeError(f"query, key and value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
 
 
@@ -272,7 +272,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"key and value must have the same number of heads, got {kv_heads} and {v.shape[1]}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(
-            f"the number of query heads must be a multiple of the number of key heads, got {heads} and {kv_heads}"
+            f"the number of query heads must be a multiple of the number of key/value heads, got {heads} and {kv_heads}"
         )
 
 

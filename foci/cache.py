@@ -1,6 +1,6 @@
 """`Cache`: the keys and values of earlier tokens, so that each step of a generation computes only new ones.
 
-Shapes: B batch, G key heads, T new tokens, D width of a key, E width of a value; (..., T, D) in general.
+Shapes: B batch, G key/value heads, T new tokens, D width of a key, E width of a value; (..., T, D) in general.
 
 The token at position p is in slot p % slots of the buffers, which is slot p until the first one is overwritten. In a
 full ring buffer the slots are rotated, and `positions` returns the position of each.
@@ -27,7 +27,7 @@ class Cache:
     >>> cache = foci.Cache()
     >>> with torch.no_grad():
     ...     for count in (5, 1, 1):                              # a prompt of five tokens, then one at a time
-    ...         new = cache.upcoming(count)                      # positions of the new tokens
+    ...         new = cache.next_positions(count)                      # positions of the new tokens
     ...         q, k, v = torch.randn(3, 2, 8, count, 64)
     ...         q, k = foci.rotary(q, new), foci.rotary(k, new)
     ...         keys, values = cache.append(k, v)                # all kept tokens: views, not copies
@@ -97,7 +97,7 @@ class Cache:
         """
         if not 0 <= count <= self._length:
             raise ValueError(f"count must be from 0 to {self._length}, got {count}")
-        in_order = not self._rotated if self._copy_start is None else self._copy_start == 0
+        in_order = not self._is_rotated if self._copy_start is None else self._copy_start == 0
         if self._buffers is None or in_order:
             return None
         device = self._buffers[0].device
@@ -107,7 +107,7 @@ class Cache:
         slots, last = torch.arange(self._slots, device=device), self._written - 1
         return queries, last - (last - slots) % self._slots
 
-    def upcoming(self, count: int, *, device: torch.device | str | None = None) -> Tensor:
+    def next_positions(self, count: int, *, device: torch.device | str | None = None) -> Tensor:
         """Positions of the next `count` tokens, (count,): for `rotary`, before they are appended.
 
         Args:
@@ -200,7 +200,7 @@ class Cache:
         return 0 if self._buffers is None else self._buffers[0].shape[-2]
 
     @property
-    def _rotated(self) -> bool:
+    def _is_rotated(self) -> bool:
         """Whether the ring buffer has wrapped: every slot is in use and slot s no longer holds position s."""
         return self._written > self._slots
 
@@ -217,7 +217,7 @@ class Cache:
 
     def _visible(self) -> tuple[Tensor, Tensor]:
         assert self._buffers is not None
-        used = self._slots if self._rotated else self._length
+        used = self._slots if self._is_rotated else self._length
         return self._buffers[0].narrow(-2, 0, used), self._buffers[1].narrow(-2, 0, used)
 
     def _concatenate(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

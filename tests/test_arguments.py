@@ -44,12 +44,12 @@ INPUTS: list[tuple[str, dict[str, Any], str]] = [
     (
         "heads",
         {"query": Q[:, :3]},
-        "the number of query heads must be a multiple of the number of key heads, got 3 and 2",
+        "the number of query heads must be a multiple of the number of key/value heads, got 3 and 2",
     ),
     (
         "fewer heads",
         {"query": Q[:, :1]},
-        "the number of query heads must be a multiple of the number of key heads, got 1 and 2",
+        "the number of query heads must be a multiple of the number of key/value heads, got 1 and 2",
     ),
     ("value heads", {"value": V[:, :1]}, "key and value must have the same number of heads, got 2 and 1"),
     ("batches", {"query": ones(3, 4, 5, 8)}, r"must broadcast, got \(3, 4, 5, 8\), \(2, 2, 7, 8\), \(2, 2, 7, 6\)"),

@@ -93,7 +93,7 @@ def test_the_cache_equals_a_list_of_tokens(
     for step, amount in work:
         if step == "append":
             assert isinstance(amount, int)
-            assert cache.upcoming(amount).tolist() == list(range(plain.length, plain.length + amount))
+            assert cache.next_positions(amount).tolist() == list(range(plain.length, plain.length + amount))
             keys, values = cache.append(*tokens(plain.append(amount, number)))
             number += amount * len(plain.rows)
             assert seen(cache, keys, amount, window) == plain.seen(amount)
@@ -281,7 +281,7 @@ def test_nothing_is_read_from_the_device() -> None:
         cache.append(keys, values)
         positions = cache.positions(count)
         assert positions is None or all(each.device.type == "meta" for each in positions)
-    assert cache.upcoming(2).device.type == "meta"
+    assert cache.next_positions(2).device.type == "meta"
     cache.crop(cache.length - 2)
     cache.reorder(torch.empty(5, dtype=torch.int64, device="meta"))
     assert cache.keys.shape == (5, 3, 6, 8)
@@ -362,7 +362,7 @@ def test_cached_decoding_equals_the_whole_sequence(steps: list[int], capacity: i
     cache, parts = Cache(capacity=capacity, window=window), []
     for start, count in zip([sum(steps[:i]) for i in range(len(steps))], steps, strict=True):
         new = slice(start, start + count)
-        place = cache.upcoming(count)
+        place = cache.next_positions(count)
         keys, values = cache.append(foci.rotary(k[:, :, new], place), v[:, :, new])
         turned = foci.rotary(q[:, :, new], place)
         parts.append(foci.attention(turned, keys, values, mask=look_back(window), positions=cache.positions(count)))

@@ -47,7 +47,7 @@ def test_a_score_is_its_formula(name: str) -> None:
     q, k, _ = qkv(3, 5, torch.float64)
     found = logits(score, q, k)
     for b, h, i, j in torch.cartesian_prod(*(torch.arange(n) for n in found.shape)).tolist():
-        # Four query heads share two key heads.
+        # Four query heads share two key/value heads.
         torch.testing.assert_close(found[b, h, i, j], formula(q[b, h, i], k[b, h // 2, j], h))
 
 

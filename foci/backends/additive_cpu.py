@@ -4,7 +4,7 @@ tanh(a + b) = 1 - 2 / (1 + e^2a e^2b), so a term costs a product, a sum and a qu
 compiler is available (kernels/c/additive.c), small blocks in torch where not. Where e^2a is not a float of full
 precision, tanh is computed as written.
 
-B batch, H heads, G key heads, R queries, C keys, D width, r and c queries and keys of a block.
+B batch, H heads, G key/value heads, R queries, C keys, D width, r and c queries and keys of a block.
 """
 
 from __future__ import annotations
@@ -214,9 +214,9 @@ def compute_gradients_in_c(q: Tensor, k: Tensor, weight: Tensor, slopes: Tensor,
     return tuple(gradient[..., : q.shape[3]] for gradient in (tensors["d_queries"], d_keys, d_weight))
 
 
-def pad_features(x: Tensor, beyond: int) -> Tensor:
-    """Appends so many zeros to the last dimension; contiguous."""
-    return pad(x, (0, beyond)).contiguous() if beyond else x.contiguous()
+def pad_features(x: Tensor, count: int) -> Tensor:
+    """Appends `count` zeros to the last dimension; contiguous."""
+    return pad(x, (0, count)).contiguous() if count else x.contiguous()
 
 
 def fill_struct(tensors: dict[str, Tensor], **sizes: int) -> AdditiveStruct:

@@ -4,7 +4,7 @@
 
 It builds the whole matrix. `blocked` runs the same functions on strips of it; there is no other copy.
 
-B batch, H heads, G key heads, R queries, C keys, D width.
+B batch, H heads, G key/value heads, R queries, C keys, D width.
 """
 
 from __future__ import annotations

@@ -98,7 +98,11 @@ def split_into_strips(call: Call) -> Iterator[Strip]:
 
 
 def visible_segments(call: Call, rows: int) -> list[list[Segment]]:
-    """The key ranges that each strip sees: all keys without a mask, all keys, masked, where it cannot be read."""
+    """Key segments of each strip.
+
+    Without a mask: all keys, fully visible. While tracing, and while a CUDA graph is captured and the mask has tensors:
+    all keys, masked entry by entry.
+    """
     queries, keys = call.q.shape[2], call.k.shape[2]
     strips = -(-queries // rows)
     if call.mask is None:
@@ -109,28 +113,28 @@ def visible_segments(call: Call, rows: int) -> list[list[Segment]]:
 
 
 def visible_ranges(call: Call) -> KeyRanges:
-    """The ranges of the call's own sequences, to be read: those of plain numbers never see another device."""
+    """The key ranges of the call's own sequences, on the CPU if the mask is numeric, because Python reads them."""
     assert call.mask is not None
     ranges = call.mask.key_ranges(call.sizes._replace(device=CPU), call.positions is not None)
     return ranges if call.batch_ids is None else ranges.select_batches(call.batch_ids)
 
 
-def strip_logits(call: Call, strip: Strip, hidden: float = -torch.inf) -> Tensor:
+def strip_logits(call: Call, strip: Strip, fill: float = -torch.inf) -> Tensor:
     """The strip's logits over its segments, concatenated; the mask is evaluated only at the edges of the segments."""
     q = slice_tokens(call.q, strip.rows)
     if not strip.segments:
         # No columns, but in the autograd graph: gradients are zeros.
         return (q @ q[:, :, :0].mT + slice_tokens(call.k, slice(0, 0)).sum()).to(call.softmax_dtype)
-    logits = [segment_logits(call, q, strip.rows, segment, hidden) for segment in strip.segments]
+    logits = [segment_logits(call, q, strip.rows, segment, fill) for segment in strip.segments]
     return logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)
 
 
-def segment_logits(call: Call, q: Tensor, rows: slice, segment: Segment, hidden: float) -> Tensor:
+def segment_logits(call: Call, q: Tensor, rows: slice, segment: Segment, fill: float) -> Tensor:
     columns = slice(segment.start, segment.stop)
     unmasked = reference.compute_unmasked_logits(
         with_fast_additive(call), q, slice_tokens(call.k, columns), call.tile(rows, columns)
     )
-    mask_segment_edges(call, unmasked, rows, segment, hidden)
+    mask_segment_edges(call, unmasked, rows, segment, fill)
     return unmasked
 
 
@@ -139,14 +143,14 @@ def slice_tokens(x: Tensor, run: slice) -> Tensor:
     return x if run.start == 0 and run.stop == x.shape[2] else x[:, :, run]
 
 
-def mask_segment_edges(call: Call, logits: Tensor, rows: slice, segment: Segment, hidden: float) -> None:
+def mask_segment_edges(call: Call, logits: Tensor, rows: slice, segment: Segment, fill: float) -> None:
     """Masks the edges of a segment in place; every query sees every key between them."""
     if call.mask is None:
         return
     for start, stop in ((segment.start, segment.full_start), (segment.full_stop, segment.stop)):
         if start < stop:
             unseen = ~call.mask.visible(call.tile(rows, slice(start, stop)))
-            logits[..., start - segment.start : stop - segment.start].masked_fill_(unseen, hidden)
+            logits[..., start - segment.start : stop - segment.start].masked_fill_(unseen, fill)
 
 
 def split_by_segment(strip: Strip, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:

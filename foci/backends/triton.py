@@ -17,7 +17,7 @@ LAUNCHERS: tuple[ModuleType, ...] = (additive, distance_bias)
 
 
 def refuses(call: Call) -> list[str]:
-    reasons = device_refusals(call)
+    reasons = triton_device_refusals(call)
     if find_launcher(call) is None:
         reasons += dict.fromkeys(reason for launcher in LAUNCHERS for reason in launcher.refuses(call))
     return reasons
@@ -38,7 +38,7 @@ def find_launcher(call: Call) -> ModuleType | None:
     return next((launcher for launcher in LAUNCHERS if not launcher.refuses(call)), None)
 
 
-def device_refusals(call: Call) -> list[str]:
+def triton_device_refusals(call: Call) -> list[str]:
     if call.is_vmapped or call.is_transformed:
         return ["torch.func transforms are not supported: pass the batch dimension to the call instead"]
     if not has_triton():

@@ -1,6 +1,6 @@
 """Joins the steps of a generation into one lazy matrix: the queries and log-sum-exps of all steps over the last keys.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foci.arguments import Call
 from foci.biases import Bias, DenseBias
-from foci.masks.base import Intersection, Mask, as_mask
+from foci.masks.base import Mask, as_mask, split_conjunction
 from foci.masks.kinds import Causal, Padding, Prefix, Window, causal, padding
 from foci.masks.tile import CallSizes
 from foci.weights.tensors import find_tensors, fingerprint
@@ -55,13 +55,13 @@ class GenerationStep:
     call: Call  # its k and v are empty
     lse: Tensor
     keys: int
-    marks: tuple[Any, Any]
+    fingerprints: tuple[Any, Any]
 
     @classmethod
     def from_weights(cls, weights: Weights) -> GenerationStep:
         held, nothing = weights.tensors, weights.tensors.call.k[:, :, :0]
-        marks = held.fingerprint_of(held.call.q), held.fingerprint_of(held.lse)
-        return cls(replace(held.call, k=nothing, v=nothing), held.lse, held.call.k.shape[2], marks)
+        fingerprints = held.fingerprint_of(held.call.q), held.fingerprint_of(held.lse)
+        return cls(replace(held.call, k=nothing, v=nothing), held.lse, held.call.k.shape[2], fingerprints)
 
     @property
     def queries(self) -> int:
@@ -82,7 +82,7 @@ def count_step_bytes(weights: Weights) -> int:
 def join_steps(steps: Sequence[GenerationStep], k: Tensor, cross: bool) -> Weights:
     """Joins the rows of all steps into one lazy matrix over the last keys (B, G, Tk, D)."""
     for step in steps:
-        if (fingerprint(step.call.q), fingerprint(step.lse)) != step.marks:
+        if (fingerprint(step.call.q), fingerprint(step.lse)) != step.fingerprints:
             raise CaptureError(
                 "the generation steps cannot be joined: the queries of a step were changed in place after its call"
             )
@@ -148,7 +148,7 @@ def read_mask_rules(step: GenerationStep, cross: bool) -> MaskRules | None:
     # A single query at the last position sees all keys, as with a causal mask.
     if not cross and step.queries == 1 and step.call.positions is None:
         rules["causal"] = True
-    for part in conjuncts(step.call.mask):
+    for part in split_conjunction(step.call.mask):
         if isinstance(part, Causal) and part.offset is None:
             rules["causal"] = True
         elif isinstance(part, Window) and "window" not in rules:
@@ -161,12 +161,6 @@ def read_mask_rules(step: GenerationStep, cross: bool) -> MaskRules | None:
         else:
             return None
     return rules if cross or "causal" in rules else None
-
-
-def conjuncts(mask: Mask | None) -> list[Mask]:
-    if isinstance(mask, Intersection):
-        return conjuncts(mask.left) + conjuncts(mask.right)
-    return [] if mask is None else [mask]
 
 
 def are_equal_rules(left: MaskRules, right: MaskRules) -> bool:

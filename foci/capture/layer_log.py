@@ -1,6 +1,6 @@
 """LayerLog: the calls of one attention module, from its first call to the Layer of the Record.
 
-B batch, H heads, G key heads, Tq queries, Tk keys.
+B batch, H heads, G key/value heads, Tq queries, Tk keys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LayerLog:
         key_fingerprints: one number per key of the last call.
         has_changed_keys: a bool tensor: whether earlier keys changed between calls.
         key_memory: the storage and address of the last keys.
-        shape: batch, heads and key heads.
+        shape: batch, heads and key/value heads.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Recorder: collects the attention calls of one watch block, on the thread that opened it, and fills the Record.
 
-B batch, H heads, G key heads, T tokens.
+B batch, H heads, G key/value heads, T tokens.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ The model gets the output that it would get without the mode: from the same kern
 it is identical), else from one of foci's backends (then it is within rounding). With dropout, and where the model asks
 for the whole matrix, the model's own call runs unchanged and the weights are computed in addition.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width.
 """
 
 from __future__ import annotations

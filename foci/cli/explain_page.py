@@ -62,7 +62,7 @@ class AttentionRow:
 
     def error(self, sentence: UntrainedSentence, word: int) -> float:
         """The largest difference from the library's weights and output for this word."""
-        out, weights = sentence.attended
+        out, weights = sentence.output_and_weights
         library = torch.cat([weights.dense()[word], out[word]]).double()
         return float((library - torch.tensor([*self.weights, *self.out], dtype=torch.float64)).abs().max())
 
@@ -189,7 +189,7 @@ def write_attention_matrix(page: TextPage, sentence: UntrainedSentence, focus: i
     page.heading("5  The rows of all words: the attention matrix")
     page.prose("The same for every word, in percent: one row per query, one column per key.")
     page.line()
-    write_grid(page, sentence.words, focus, sentence.attended[1].dense().tolist())
+    write_grid(page, sentence.words, focus, sentence.output_and_weights[1].dense().tolist())
 
 
 def write_grid(page: TextPage, words: list[str], focus: int, weights: list[list[float]], causal: bool = False) -> None:

@@ -73,7 +73,7 @@ def generate(
     conditions = StopConditions(stop, decode)
     with torch.no_grad(), eval_mode(model):
         prepared = prepare_prompt(model, prompt, start)
-        check_length(model, prepared, new_tokens)
+        check_total_length(model, prepared, new_tokens)
         steps = choose_steps(model, prepared, new_tokens, cache, capture, compiled)
         check_every = GPU_STOP_CHECK_INTERVAL if prepared.tokens.is_cuda and not conditions.strings else 1
         if isinstance(method, Beam):
@@ -129,7 +129,7 @@ def stream_tokens(
     """Generate for `stream`, whose arguments are checked before the first token is requested."""
     with eval_mode(model):
         prepared = prepare_prompt(model, prompt, start)
-        check_length(model, prepared, new_tokens)
+        check_total_length(model, prepared, new_tokens)
         steps = choose_steps(model, prepared, new_tokens, True, capture, compiled)
         batch = AnswerBatch(len(prepared.tokens), conditions)
         sampled = sample_steps(steps, Sampler(method, prepared.tokens, prepared.real), new_tokens)
@@ -195,7 +195,7 @@ def is_watched() -> bool:
     return any(getattr(mode, "sees_every_call", False) for mode in _get_current_function_mode_stack())
 
 
-def check_length(model: nn.Module, prepared: PreparedPrompt, new_tokens: int) -> None:
+def check_total_length(model: nn.Module, prepared: PreparedPrompt, new_tokens: int) -> None:
     """Refuse more tokens than the model has positions for."""
     if new_tokens < 1:
         raise ValueError(f"new_tokens must be at least 1, got {new_tokens}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.masks.base import Complement, DenseMask, Intersection, Mask, Union
+from foci.masks.base import Complement, DenseMask, Intersection, Mask, Union, split_conjunction
 from foci.masks.kinds import Causal, Documents, Prefix, Window
 from foci.masks.range_algebra import KeyRanges
 from foci.masks.tile import CallSizes
@@ -138,12 +138,6 @@ def is_bottom_right_aligned(mask: Causal, call: Call) -> bool:
     if mask.offset is None:
         return call.positions is None
     return mask.offset == call.sizes.keys - call.sizes.queries
-
-
-def split_conjunction(mask: Mask | None) -> list[Mask]:
-    if mask is None:
-        return []
-    return [*split_conjunction(mask.left), *split_conjunction(mask.right)] if isinstance(mask, Intersection) else [mask]
 
 
 def select_batch_ranges(key_ranges: KeyRanges, call: Call) -> KeyRanges:

@@ -52,8 +52,8 @@ class Mask:
     def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
         """The visible keys of each query as ranges of key indices; `has_positions`: the caller passed positions.
 
-        Ranges that follow from plain numbers are made on the device of `sizes`: the CPU if their values are read, the
-        device of a kernel that reads them, because a copy from the host would wait for all queued work.
+        Numeric masks build their ranges on `sizes.device`. Pass the CPU if Python reads the values, the GPU if a kernel
+        does: a host copy would synchronize.
         """
         return KeyRanges.all_keys(sizes)
 
@@ -257,6 +257,13 @@ class Intersection(Mask):
 
     def __repr__(self) -> str:
         return f"{format_operand(self.left, Union)} & {format_operand(self.right, Union)}"
+
+
+def split_conjunction(mask: Mask | None) -> list[Mask]:
+    """The masks that `mask` combines with `&`."""
+    if mask is None:
+        return []
+    return [*split_conjunction(mask.left), *split_conjunction(mask.right)] if isinstance(mask, Intersection) else [mask]
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)

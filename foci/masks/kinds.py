@@ -182,12 +182,12 @@ class Documents(Mask):
         return self.query_ids if self.key_ids is None else self.key_ids
 
     def fit(self, sizes: CallSizes) -> Mask:
-        queries = self._fitted(self.query_ids, sizes, sizes.queries, "query_ids")
-        keys = self._fitted(self._key_ids(), sizes, sizes.keys, "key_ids" if self.key_ids is not None else "query_ids")
+        queries = self._fit_ids(self.query_ids, sizes, sizes.queries, "query_ids")
+        keys = self._fit_ids(self._key_ids(), sizes, sizes.keys, "key_ids" if self.key_ids is not None else "query_ids")
         return Documents(queries, keys)
 
     @staticmethod
-    def _fitted(ids: Tensor, sizes: CallSizes, length: int, name: str) -> Tensor:
+    def _fit_ids(ids: Tensor, sizes: CallSizes, length: int, name: str) -> Tensor:
         ids = to_call_device(ids, sizes, name)
         if ids.shape not in {(length,), (1, length), (*sizes.batch, length), (sizes.flat_batch, length)}:
             raise ValueError(f"{name} must have shape {(length,)} or {(*sizes.batch, length)}, got {tuple(ids.shape)}")

@@ -93,14 +93,14 @@ class UntrainedSentence:
         return query, key, value
 
     @cached_property
-    def attended(self) -> tuple[Tensor, Weights]:
+    def output_and_weights(self) -> tuple[Tensor, Weights]:
         """Output and weights of `foci.attention`."""
         out, weights = attention(*self.qkv, return_weights=True)
         return out, weights
 
     def most_focused_word(self) -> int:
         """The index of the word with the lowest entropy; punctuation only if there are no words."""
-        entropy = self.attended[1].entropy().clone()
+        entropy = self.output_and_weights[1].entropy().clone()
         is_word = torch.tensor([any(map(str.isalnum, word)) for word in self.words])
         if is_word.any():
             entropy[~is_word] = math.inf

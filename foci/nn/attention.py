@@ -128,7 +128,7 @@ class Attention(nn.Module):
         q_and_k, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.rotary is not None:
             if positions is None and cache is not None:
-                positions = cache.upcoming(x.shape[1], device=x.device)
+                positions = cache.next_positions(x.shape[1], device=x.device)
             q_and_k = self.rotary(q_and_k, positions)
         q, k = q_and_k.split([self.heads, self.kv_heads], dim=1)
         if cache is not None:

@@ -1,6 +1,6 @@
 """Layer: one attention layer of a record and its statistics.
 
-B batch, H heads, G key heads, Tq queries, Tk keys.
+B batch, H heads, G key/value heads, Tq queries, Tk keys.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Layer:
         values: (B, G, Tk, Dv), if they were kept.
         value_norms: norms of the values, (B, G, Tk).
         single: whether this is one head, whose results have no head axis.
-        kv_heads: the number of key heads.
+        kv_heads: the number of key/value heads.
         query_positions: the positions of the queries among the keys, (Tq,); None: the last query at the last key.
         labels: those of its record, which sets them.
     """

@@ -16,6 +16,8 @@ from foci.runtime.durable_files import checksum_file
 from foci.runtime.safetensors_file import import_safetensors
 from foci.tasks import model_file as files
 from foci.training import checkpoint
+from foci.training.advice import find_result_warnings
+from foci.training.defaults import MAX_BATCH_TOKENS
 from foci.training.evaluation import mean_loss, score_answers
 from foci.training.learner import Learner
 from foci.training.progress import Progress
@@ -33,15 +35,17 @@ class BestModels:
         if self.criterion != config.select:
             progress.message("the model is sharded: the best model is selected by loss, not by the metric")
         self.examples = run.dev[: config.decoded] if config.decoded else run.dev
+        self.losses: list[float] = []
 
     def evaluate(self, state: State) -> None:
         """Evaluates the current model, and saves it if it is among the best."""
         with self.learner.averaged_weights():
             metrics = self.measure()
-            goodness = float(state.step) if self.criterion == "last" else self.goodness(metrics)
+            self.losses.append(float(metrics["loss"]))
+            selection_score = float(state.step) if self.criterion == "last" else self.selection_score(metrics)
             state.evaluated_step = state.step
-            current = EvaluatedModel(goodness, float(metrics["loss"]), state.step)
-            better = not state.best or goodness > state.best[0].goodness
+            current = EvaluatedModel(selection_score, float(metrics["loss"]), state.step)
+            better = not state.best or selection_score > state.best[0].selection_score
             state.evaluations_without_improvement = 0 if better else state.evaluations_without_improvement + 1
             # Of equally good models the later one wins: it was trained on more data.
             ranked = sorted([*state.best, current], key=lambda each: (each.rank, each.step), reverse=True)
@@ -81,6 +85,8 @@ class BestModels:
         self.progress.message(
             f"finished at step {state.step}  dev: {format_metrics(metrics)}  {self.run.folder / 'model.safetensors'}"
         )
+        for warning in find_result_warnings(self.run.config.train, self.losses, state.best[0].step, state.step):
+            self.progress.message(warning)
         self.run.processes.barrier()
         return metrics
 
@@ -88,7 +94,8 @@ class BestModels:
         """Computes the loss on the dev set, and the task's metrics if they select the model."""
         run, learner = self.run, self.learner
         with learner.autocast():
-            loss = mean_loss(run.task, learner.model, run.dev, run.config.train.batch_tokens, run.processes)
+            budget = run.config.train.batch_tokens or MAX_BATCH_TOKENS
+            loss = mean_loss(run.task, learner.model, run.dev, budget, run.processes)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the dev loss is {loss:g}: earlier checkpoints are intact, use --resume with a lower train.rate"
@@ -102,7 +109,7 @@ class BestModels:
                 self.progress.message(f"{error}; until then the best model is the one with the lowest loss")
         return metrics
 
-    def goodness(self, metrics: Mapping[str, float | str]) -> float:
+    def selection_score(self, metrics: Mapping[str, float | str]) -> float:
         """Returns the selection criterion with its sign chosen so that higher is better."""
         if self.criterion != "metric":
             return -float(metrics["loss"])
@@ -111,7 +118,7 @@ class BestModels:
 
     def rank(self, metrics: Mapping[str, float | str]) -> tuple[float, float]:
         """Returns a sort key; the lower loss breaks ties."""
-        return self.goodness(metrics), -float(metrics["loss"])
+        return self.selection_score(metrics), -float(metrics["loss"])
 
     def measure_weights(self, weights: dict[str, Tensor]) -> dict[str, float | str]:
         """Loads weights into the model and evaluates it."""

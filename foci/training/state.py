@@ -22,7 +22,7 @@ def best_model_path(run_folder: Path, step: int) -> Path:
 class EvaluatedModel(NamedTuple):
     """The result of evaluating a model on the dev set, and where it is saved."""
 
-    goodness: float  # higher is better
+    selection_score: float  # higher is better
     loss: float  # breaks ties: the lower loss is better
     step: int
     checksum: int = 0  # of the model's file
@@ -37,7 +37,7 @@ class EvaluatedModel(NamedTuple):
     @property
     def rank(self) -> tuple[float, float]:
         """Sort key: greater is better."""
-        return self.goodness, -self.loss
+        return self.selection_score, -self.loss
 
 
 @dataclass

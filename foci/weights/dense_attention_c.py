@@ -1,6 +1,6 @@
 """Attention together with its whole matrix in compiled C: the fastest way on a CPU if there is a C compiler.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, Dv value width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, Dv value width.
 """
 
 from __future__ import annotations

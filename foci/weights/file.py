@@ -1,6 +1,6 @@
 """Rebuilds `Weights` from a file and checks every part, so that a damaged file is refused on loading.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A product has the dtype of x; it is computed in the dtype of the softmax if those of x and the query differ.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, E width of x.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, E width of x.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It holds the query, the key, the log-sum-exp, score, mask and bias. Every result is computed exactly from these; the
 whole matrix is built only by `dense`.
 
-B batch, H heads, G key heads, Tq queries, Tk keys.
+B batch, H heads, G key/value heads, Tq queries, Tk keys.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tests.tensors import qkv, randn
 EPS = torch.finfo(torch.float32).eps
 MISSING = additive_cpu.missing_c_library()
 
-# Batch, heads, key heads, queries, keys, width: odd and small ones, and more than a vector or a block holds.
+# Batch, heads, key/value heads, queries, keys, width: odd and small ones, and more than a vector or a block holds.
 SHAPES = [
     (2, 4, 2, 13, 37, 7),
     (1, 2, 2, 9, 40, 64),

@@ -2,7 +2,7 @@
 
 A cell is one choice of each. `problem_of` builds its call.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def prepared(x: Tensor, w: Tensor) -> dict[str, Tensor]:
     tiling = arguments.INTERPRETER_TILING
     sizes = arguments.exponentials_workspace(x, x, w, tiling)
     found = {name: torch.empty(size, device=x.device) for name, size in sizes.items()}
-    scalars = arguments.scalar_arguments(x, x, x, w, NO_OPTIONS) | arguments.tile_arguments(x, x, tiling)
+    scalars = arguments.additive_scalars(x, x, x, w, NO_OPTIONS) | arguments.tile_arguments(x, x, tiling)
     plan = LaunchPlan({}, x.device, [arguments.exponentials_launch(x, x, tiling, scalars)])
     plan({"q": x, "k": x, "weight": w} | found)
     return found

@@ -247,7 +247,7 @@ def on_hopper() -> bool:
 ONLY_HOPPER = pytest.mark.skipif(not on_hopper(), reason="no GPU of compute capability 9")
 EVERY = replace(ERP, top=8, distance=True, largest_logit=True)
 EP, RP = replace(ERP, received=False), replace(ERP, entropy=False)
-# Query heads, key heads, tokens, width, dtype, mask, request, picture.
+# Query heads, key/value heads, tokens, width, dtype, mask, request, picture.
 CASES = [
     ((4, 4), 1024, 128, BF16, causal, ERP, (32, 32)),
     ((2, 2), 128, 128, BF16, causal, ERP, (4, 4)),

@@ -143,7 +143,7 @@ WRONG = {
     "rows": (layer(3, rows={"tuple": [1, 2]}), "rows must have 1 numbers"),
     "nothing behind": (layer(0, weights=None), "exactly one of weights, kept and matrix"),
     "weights": (layer(0, weights={"dict": {}}), "the parts"),
-    "key heads": (layer(0, kv_heads=9), "kv_heads must be from 1 to 4"),
+    "key/value heads": (layer(0, kv_heads=9), "kv_heads must be from 1 to 4"),
     "kept shape": (
         tensor("layers.2.kept.entropy", torch.zeros(2, 4, 7)),
         r"entropy must be \(2, 4, 6\), got \(2, 4, 7\)",

@@ -19,7 +19,7 @@ from tests.tensors import qkv, randn
 MISSING = native.why_unavailable("dense_attention")
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"nothing is compiled here: {MISSING}")
 
-# Batch, heads, key heads, queries, keys, width, value width: odd, fewer than a vector, more than a panel or a block.
+# Batch, heads, key/value heads, queries, keys, width, value width: odd, less than a vector, more than a panel or block.
 SHAPES = [(2, 4, 2, 37, 61, 7, 5), (1, 3, 1, 130, 257, 33, 40), (2, 2, 2, 5, 3, 16, 64), (1, 1, 1, 1, 700, 48, 96)]
 
 

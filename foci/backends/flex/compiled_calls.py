@@ -3,7 +3,7 @@
 Calls are of one kind if they differ only in numbers and lengths. Each kind has its own function, because Dynamo counts
 recompilations per function and, after the eighth, would run unfused code that builds the matrix, with a warning.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ def refuses(call: Call) -> list[str]:
         reasons.append("the score is additive, not a dot product")
     elif isinstance(call.score, Dot) and call.score.softcap is not None:
         reasons.append("the fused kernels do not support softcap")
-    if call.mask is not None and causal_kind(call) is None and as_dense_mask(call) is None:
+    if call.mask is not None and causal_alignment(call) is None and mask_without_expansion(call) is None:
         reasons.append(f"the mask {call.mask!r} would have to be built as a dense tensor")
     reasons += bias_refusals(call)
-    return reasons + device_refusals(call)
+    return reasons + sdpa_device_refusals(call)
 
 
 def run_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
@@ -78,8 +78,8 @@ def is_plain_call(call: Call) -> bool:
         and call.score.softcap is None
         and call.bias is None
         and not call.dropout
-        and (call.mask is None or causal_kind(call) is not None)
-        and not device_refusals(call)
+        and (call.mask is None or causal_alignment(call) is not None)
+        and not sdpa_device_refusals(call)
     )
 
 
@@ -99,7 +99,7 @@ def bias_refusals(call: Call) -> list[str]:
     return reasons
 
 
-def device_refusals(call: Call) -> list[str]:
+def sdpa_device_refusals(call: Call) -> list[str]:
     if call.is_vmapped:
         return ["torch.func.vmap is not supported: pass the batch dimension to the call instead"]
     if call.needs_lse and call.is_transformed:
@@ -108,38 +108,38 @@ def device_refusals(call: Call) -> list[str]:
         return ["query, key or value is empty"]
     device = call.sizes.device.type
     if device == "cuda":
-        masked = as_dense_mask(call) is not None or call.bias is not None
-        return cuda.kernel_refusals(call, causal_kind(call) or "none", masked)
+        masked = mask_without_expansion(call) is not None or call.bias is not None
+        return cuda.kernel_refusals(call, causal_alignment(call) or "unmasked", masked)
     if device != "cpu":
         return [f"there is no fused kernel for {device}"]
     return ["dropout on a CPU would build the whole matrix"] if call.dropout else []
 
 
-def causal_kind(call: Call) -> str | None:
+def causal_alignment(call: Call) -> str | None:
     """How the kernel's causal flag expresses the mask; None where it cannot.
 
-    "none": no key is masked. "equal": causal on a square matrix. "last": causal with the last query at the last key;
-    CUDA's flash kernel defines its flag this way, and on a CPU the keys are split into a fully visible part and a
-    square causal part.
+    "unmasked": no key is masked. "square": causal on a square matrix. "bottom_right": causal with the last query at the
+    last key; CUDA's flash kernel defines its flag this way, and on a CPU the keys are split into a fully visible part
+    and a square causal part.
     """
     mask = call.mask
     if mask is None:
-        return "none"
+        return "unmasked"
     if not isinstance(mask, Causal) or (mask.offset is None and call.positions is not None):
         return None
     queries, keys = call.sizes.queries, call.sizes.keys
     offset = keys - queries if mask.offset is None else mask.offset
     if offset >= keys - 1:
-        return "none"
+        return "unmasked"
     if offset != keys - queries:
         return None
     if queries == keys:
-        return "equal"
-    return "last" if call.sizes.device.type == "cuda" or queries < keys else None
+        return "square"
+    return "bottom_right" if call.sizes.device.type == "cuda" or queries < keys else None
 
 
-def as_dense_mask(call: Call) -> Mask | None:
-    """Returns the mask if it is a dense tensor already or has one row per sequence, so that no n x n tensor is built.
+def mask_without_expansion(call: Call) -> Mask | None:
+    """Returns the mask if it is a dense tensor or has one row per sequence, so that it need not be expanded to n x n.
 
     Padding on CUDA is left to FlexAttention: it was measured four times as fast as the kernel that takes masks.
     """
@@ -150,16 +150,20 @@ def as_dense_mask(call: Call) -> Mask | None:
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
-    scale, kind, mask = dot.score.factor(dot.q.shape[-1]), causal_kind(call) or "none", build_attn_mask(dot)
+    scale, alignment, mask = (
+        dot.score.factor(dot.q.shape[-1]),
+        causal_alignment(call) or "unmasked",
+        build_attn_mask(dot),
+    )
     if torch.compiler.is_compiling():
         # torch.compile does not accept one tensor as two inputs of an autograd function, as where query is key.
         dot = replace(dot, q=dot.q.view_as(dot.q), k=dot.k.view_as(dot.k))
     if call.sizes.device.type == "cuda":
-        out, lse = cuda.run(dot, scale, kind, mask)
+        out, lse = cuda.run(dot, scale, alignment, mask)
     else:
-        out, lse = cpu.run(dot, scale, kind, mask)
+        out, lse = cpu.run(dot, scale, alignment, mask)
         if mask is not None and may_have_nan(out):
-            out, lse = cpu.run(zero_masked_keys(dot, mask), scale, kind, mask)
+            out, lse = cpu.run(zero_masked_keys(dot, mask), scale, alignment, mask)
     return (out, lse) if mask is None else clear_masked_rows(out, lse, mask)
 
 
@@ -177,7 +181,7 @@ def zero_masked_keys(call: Call, mask: Tensor) -> Call:
     """
     seen = (mask != -torch.inf).any(-2).expand(-1, -1, call.k.shape[2])
     if seen.shape[1] not in {1, call.k.shape[1]}:
-        # Heads that share a key head: a key that one of them sees stays.
+        # Heads that share a key/value head: a key that one of them sees stays.
         seen = seen.unflatten(1, (call.k.shape[1], call.group)).any(2)
     k, v = (torch.where(seen.unsqueeze(-1), t, 0.0) for t in (call.k, call.v))
     return replace(call, k=k, v=v)
@@ -188,7 +192,7 @@ def build_attn_mask(call: Call) -> Tensor | None:
     if isinstance(call.bias, DenseBias):
         # A part of a call takes the bias of its own sequences and heads.
         return call.bias.term(call.full_tile()).to(bias_dtype(call, call.bias))
-    mask = as_dense_mask(call)
+    mask = mask_without_expansion(call)
     if mask is None:
         return None
     keys = call.k.shape[2]
@@ -198,7 +202,7 @@ def build_attn_mask(call: Call) -> Tensor | None:
 
 
 def bias_dtype(call: Call, bias: DenseBias) -> torch.dtype:
-    """The dtype in which the kernels add the bias without rounding it: float32 beside half-precision inputs."""
+    """The dtype in which the kernels add the bias without rounding it: float32 if the inputs have half precision."""
     return torch.float32 if call.q.dtype in HALF_DTYPES and bias.entries.dtype != call.q.dtype else call.q.dtype
 
 

@@ -1,6 +1,6 @@
 """PyTorch's fused attention kernel for the CPU, with a log-sum-exp that gradients pass through.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def run(call: Call, scale: float, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def run(call: Call, scale: float, alignment: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     q, k, v = call.q, call.k, call.v
     even = q.shape[-1] == v.shape[-1] and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    if even and mask is None and kind != "last" and not call.needs_lse:
+    if even and mask is None and alignment != "bottom_right" and not call.needs_lse:
         grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=kind == "equal", scale=scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=alignment == "square", scale=scale, enable_gqa=grouped)
         return out, None
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (pad_to_width(t, width) for t in (q, k, v))
     compute = CpuFlashAttention.apply if needs_backward(q, k, v) else flash_forward
-    out, lse = compute(q, k, v, mask, split_causal_keys(kind, q, k), scale)
+    out, lse = compute(q, k, v, mask, split_causal_keys(alignment, q, k), scale)
     return out if width == call.v.shape[-1] else out[..., : call.v.shape[-1]], lse
 
 
-def split_causal_keys(kind: str, q: Tensor, k: Tensor) -> tuple[KeySlice, ...]:
+def split_causal_keys(alignment: str, q: Tensor, k: Tensor) -> tuple[KeySlice, ...]:
     """Splits the keys into slices on which the kernel's causal flag is right."""
     keys = k.shape[2]
-    if kind != "last":
-        return (KeySlice(slice(0, keys), kind == "equal"),)
+    if alignment != "bottom_right":
+        return (KeySlice(slice(0, keys), alignment == "square"),)
     seen = keys - q.shape[2]
     return KeySlice(slice(0, seen), False), KeySlice(slice(seen, keys), True)
 

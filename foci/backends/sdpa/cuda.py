@@ -1,7 +1,7 @@
 """PyTorch's fused attention kernels for CUDA: cuDNN on Hopper and later, else flash; efficient for float32 and for
 dense masks. Each is called by its own operator.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def is_default_kernel_fastest(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> 
     return torch._fused_sdp_choice(q, k, v, None, 0.0, causal) == SDPBackend.CUDNN_ATTENTION.value
 
 
-def choose_kernel(call: Call, causal: str, masked: bool) -> str | None:
+def choose_kernel(call: Call, alignment: str, masked: bool) -> str | None:
     """Returns the name of the fastest kernel that supports the call, or None."""
     width = max(call.q.shape[-1], call.v.shape[-1])
     if call.q.dtype == torch.float64 or width > max_width(call):
         return None
     if call.q.dtype == torch.float32 or masked:
-        return None if causal == "last" else "efficient"
-    if causal != "last" and width <= 128 and is_hopper_or_later(call.q.device.index or 0) and has_cudnn():
+        return None if alignment == "bottom_right" else "efficient"
+    if alignment != "bottom_right" and width <= 128 and is_hopper_or_later(call.q.device.index or 0) and has_cudnn():
         return "cudnn"
     return "flash"
 
@@ -44,32 +44,32 @@ def max_width(call: Call) -> int:
     return 248 if call.needs_lse and call.needs_grad else 256
 
 
-def kernel_refusals(call: Call, causal: str, masked: bool) -> list[str]:
+def kernel_refusals(call: Call, alignment: str, masked: bool) -> list[str]:
     if call.q.dtype == torch.float64:
         return ["there is no fused kernel for float64 on CUDA"]
     width = max(call.q.shape[-1], call.v.shape[-1])
     if width > max_width(call):
         return [f"the fused kernels support widths up to {max_width(call)} for this call, got {width}"]
-    if choose_kernel(call, causal, masked) is None:
+    if choose_kernel(call, alignment, masked) is None:
         return ["the fused kernels do not support causal with unequal lengths in float32 or with a dense mask"]
     return []
 
 
-def run(call: Call, scale: float, causal: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    name = choose_kernel(call, causal, mask is not None)
+def run(call: Call, scale: float, alignment: str, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    name = choose_kernel(call, alignment, mask is not None)
     assert name is not None
     width = -(-max(call.q.shape[-1], call.v.shape[-1]) // 8) * 8
     q, k, v = (pad_to_width(t, width) for t in (call.q, call.k, call.v))
     if name == "efficient":
         k, v = (repeat_key_heads(t, call.group) for t in (k, v))
         mask = None if mask is None else expand_mask(mask, call)
-    arguments = q, k, v, mask, name, scale, causal != "none", call.dropout
+    arguments = q, k, v, mask, name, scale, alignment != "unmasked", call.dropout
     if call.needs_lse and needs_backward(q, k, v):
         out, lse = FusedAttentionWithLse.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
         out, lse = run_forward(*arguments, call.needs_lse)[:2]
-        hides = mask is not None or (causal != "none" and q.shape[2] > k.shape[2])
-        lse = normalize_lse(lse, q, hides) if call.needs_lse else None
+        may_mask_rows = mask is not None or (alignment != "unmasked" and q.shape[2] > k.shape[2])
+        lse = normalize_lse(lse, q, may_mask_rows) if call.needs_lse else None
     return out[..., : call.v.shape[-1]] if width != call.v.shape[-1] else out, lse
 
 
@@ -80,8 +80,8 @@ def repeat_key_heads(x: Tensor, group: int) -> Tensor:
 def expand_mask(mask: Tensor, call: Call) -> Tensor:
     """Expands the mask to all heads and rows; the kernel needs rows that start at multiples of 16 bytes."""
     keys = call.k.shape[2]
-    room = F.pad(mask.expand(*mask.shape[:3], keys), (0, -keys % 16))[..., :keys]
-    return room.expand(*call.q.shape[:3], keys)
+    aligned = F.pad(mask.expand(*mask.shape[:3], keys), (0, -keys % 16))[..., :keys]
+    return aligned.expand(*call.q.shape[:3], keys)
 
 
 def run_forward(
@@ -126,7 +126,7 @@ class FusedAttentionWithLse(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, mask, out, raw_lse)
         ctx.rest, ctx.name, ctx.scale, ctx.causal, ctx.dropout = results[2:], name, scale, causal, dropout
         ctx.set_materialize_grads(False)
-        return out, normalize_lse(raw_lse, q, hides=True)
+        return out, normalize_lse(raw_lse, q, may_mask_rows=True)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -197,13 +197,13 @@ def run_backward(
     )
 
 
-def normalize_lse(lse: Tensor, q: Tensor, hides: bool) -> Tensor:
+def normalize_lse(lse: Tensor, q: Tensor, may_mask_rows: bool) -> Tensor:
     """(B, H, Tq): cuDNN adds an axis, efficient rounds the length up, flash marks fully masked rows by +inf.
 
-    Where no row can be fully masked (most calls) the marks are not searched, which saves two kernel launches.
+    If no row can be fully masked, as in most calls, +inf is not replaced: this saves two kernel launches.
     """
     lse = lse.squeeze(-1) if lse.dim() == 4 else lse
-    if not hides and lse.shape[2] == q.shape[2]:
+    if not may_mask_rows and lse.shape[2] == q.shape[2]:
         return lse
     lse = lse[..., : q.shape[2]]
     return torch.where(lse == torch.inf, -torch.inf, lse)

@@ -58,9 +58,11 @@ def prepare_models(model: nn.Module, models: dict[str, nn.Module], recorder: Rec
             recorder.name_layer(name, layer_name)
         for config in find_attention_configs(models, modules):
             stack.enter_context(switch_implementation(config, IMPLEMENTATION))
-        halves = {half: model.get_submodule(name) for half, name in find_encoder_and_decoder(models).items()}
+        encoder_and_decoder = {
+            part: model.get_submodule(name) for part, name in find_encoder_and_decoder(models).items()
+        }
         owners = {id(owner): owner for owner in (find_owner(name, models) for name in modules)}
-        stack.enter_context(watch_inputs(models, owners, halves, recorder))
+        stack.enter_context(watch_inputs(models, owners, encoder_and_decoder, recorder))
         yield
         ran = {name: module for name, module in modules.items() if recorder.run_counts[name]}
         report_unseen_modules(model, recorder, ran)

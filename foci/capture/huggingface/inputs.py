@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from foci.capture.hooks import hook_module
 from foci.capture.huggingface.naming import SEQUENCE_NAMES, modality_of_model
 from foci.capture.naming import is_inside
 from foci.record.labels import Labels
@@ -28,7 +29,10 @@ SAMPLES_PER_SECOND = 16000
 
 @contextmanager
 def watch_inputs(
-    models: dict[str, nn.Module], owners: dict[int, nn.Module], halves: dict[str, nn.Module], recorder: Recorder
+    models: dict[str, nn.Module],
+    owners: dict[int, nn.Module],
+    encoder_and_decoder: dict[str, nn.Module],
+    recorder: Recorder,
 ) -> Iterator[None]:
     """Reports the inputs of the outermost models, or of an encoder and a decoder, to the recorder for a block.
 
@@ -36,21 +40,16 @@ def watch_inputs(
     """
     outermost = [model for name, model in models.items() if not any(is_inside(name, outer) for outer in models)]
     with ExitStack() as stack:
-        for half, module in halves.items():
-            stack.callback(
-                module.register_forward_pre_hook(
-                    make_token_id_hook(SEQUENCE_NAMES[half], recorder), with_kwargs=True
-                ).remove
-            )
-        for module in () if halves else outermost:
-            stack.callback(
-                module.register_forward_pre_hook(make_token_id_hook("input", recorder), with_kwargs=True).remove
-            )
+        named = {SEQUENCE_NAMES[part]: [module] for part, module in encoder_and_decoder.items()} or {"input": outermost}
+        for label, modules in named.items():
+            for module in modules:
+                action = make_token_id_hook(label, recorder)
+                hook_module(stack, recorder, module, action, before=True, with_kwargs=True)
         for module in owners.values():
-            label = tower_label_of(module, halves)
-            if label is not None:
-                hook = partial(record_tower_labels, label, recorder)
-                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            tower = tower_label_of(module, encoder_and_decoder)
+            if tower is not None:
+                action = partial(record_tower_labels, tower, recorder)
+                hook_module(stack, recorder, module, action, before=False, with_kwargs=True)
         yield
 
 
@@ -73,12 +72,12 @@ def get_forward_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     return args[names.index(name)] if name in names[: len(args)] else None
 
 
-def tower_label_of(model: Any, halves: dict[str, nn.Module]) -> str | None:
+def tower_label_of(model: Any, encoder_and_decoder: dict[str, nn.Module]) -> str | None:
     """The label name of a tower that reads images or audio; None for text."""
     modality = modality_of_model(model)
-    if modality == "text" or halves.get("decoder") is model:
+    if modality == "text" or encoder_and_decoder.get("decoder") is model:
         return None
-    return SEQUENCE_NAMES["encoder"] if halves.get("encoder") is model else SEQUENCE_NAMES[modality]
+    return SEQUENCE_NAMES["encoder"] if encoder_and_decoder.get("encoder") is model else SEQUENCE_NAMES[modality]
 
 
 def record_tower_labels(
@@ -110,7 +109,8 @@ def build_patch_labels(config: Any, images: Any, batch: int, length: int) -> Lab
     if batch != images.shape[0] or not 0 <= leading <= 16 or hasattr(config, "num_detection_tokens"):
         return None
     coordinates = [f"{row},{column}" for row in range(rows) for column in range(columns)]
-    texts = tuple(f"[{i}]" for i in range(leading)) + tuple(coordinates)
+    extra = ["class token", *(f"extra token {i}" for i in range(1, leading))][:leading]
+    texts = (*extra, *coordinates)
     shown = images_to_uint8(images) if images.shape[1] == 3 else None
     return Labels("patches", (texts,) * images.shape[0], grid=(rows, columns), leading=leading, images=shown)
 

@@ -30,7 +30,7 @@ from foci.runtime.tracing import is_traced
 MaskConjuncts = list[Mask]
 IndexMaskFunction = Callable[..., Any]
 
-# On a CPU a dense mask of up to this many entries is cheaper than a rule, and runs the same kernel as SDPA.
+# On a CPU, a dense mask of up to this many entries is cheaper than a foci mask, and runs the same kernel as SDPA.
 MAX_SMALL_MASK_ENTRIES = 2**20
 
 # The operators by which eager attention code puts a mask on its scores.
@@ -119,7 +119,7 @@ def to_inverted_mask(deferred: DeferredMask) -> Tensor:
 
 
 def is_watch_active() -> bool:
-    """Whether a `foci.watch` block of this thread is open; its module is imported only once one was."""
+    """Whether a `foci.watch` block of this thread is open. If its module is not imported yet, none is."""
     recorder = sys.modules.get("foci.capture.recorder")
     return recorder is not None and bool(recorder.active_recorders())
 
@@ -150,9 +150,9 @@ def build_attention_mask(
 ) -> Tensor | None:
     """Builds the mask of a forward pass with the arguments of transformers; None if all keys are visible.
 
-    The result is a `DeferredMask`. A causal mask is never left to `is_causal`: modules that ignore
-    `attn_implementation` would lose it. While compiling, the result is the dense mask of eager code, which every module
-    understands.
+    The result is a `DeferredMask`, also for a causal mask: modules that ignore `attn_implementation` would not apply
+    `is_causal`. Only for a watched model that used a fused implementation before, a causal mask is left to `is_causal`.
+    While compiling, the result is the dense mask of eager code, which every module understands.
     """
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
@@ -184,7 +184,8 @@ def build_attention_mask(
 def ran_fused_before_watch(config: Any) -> bool:
     """Whether a watched model used a fused implementation before.
 
-    It must go on leaving causality to its modules: its output would change where they deviate from the mask.
+    Its modules then apply causality by themselves, as before: with a mask, the output of a module that is not causal
+    would change.
     """
     return implementation_before_watch(config) not in {None, "eager", "foci"}
 
@@ -230,7 +231,7 @@ def read_or(positions: MaskPositions, mask_functions: tuple[IndexMaskFunction, .
     parts = [read_mask_function(function, positions) for function in mask_functions]
     if None in parts:
         return None
-    # A mask that lets everything through makes the others redundant.
+    # If one of the masks allows all keys, so does their union.
     return [reduce(or_, (reduce(and_, conjuncts) for conjuncts in parts if conjuncts))] if all(parts) else []
 
 
@@ -261,7 +262,7 @@ def read_packed_sequences(positions: MaskPositions, packed_sequence_mask: Tensor
     return [documents(*positions.split_ids(packed_sequence_mask))]
 
 
-def read_blocks(positions: MaskPositions, block_sequence_ids: Tensor) -> MaskConjuncts:
+def read_blockwise_mask(positions: MaskPositions, block_sequence_ids: Tensor) -> MaskConjuncts:
     """Blocks of equal ids; tokens with the id -1 belong to no block and attend to no key."""
     queries, keys = positions.split_ids(block_sequence_ids)
     return [documents(queries, torch.where(keys < 0, -2, keys))]
@@ -280,7 +281,7 @@ MASK_FUNCTION_READERS: dict[str, Callable[..., MaskConjuncts | None]] = {
     "sliding_window_bidirectional_overlay.<locals>.inner_mask": read_bidirectional_window,
     "chunked_overlay.<locals>.inner_mask": read_chunks,
     "packed_sequence_mask_function.<locals>.inner_mask": read_packed_sequences,
-    "blockwise_overlay.<locals>.inner_mask": read_blocks,
+    "blockwise_overlay.<locals>.inner_mask": read_blockwise_mask,
     "padding_mask_function.<locals>.inner_mask": read_padding,
 }
 

@@ -24,11 +24,13 @@ SEQUENCE_NAMES = {"text": "input", "vision": "patches", "audio": "frames", "enco
 def name_layers(models: dict[str, Any], modules: dict[str, Any]) -> Iterator[tuple[str, LayerName]]:
     """The layer name of each attention module; `models` are the transformers models, outermost first."""
     modalities = {name: modality_of_model(find_owner(name, models)) for name in modules}
-    halves = find_encoder_and_decoder(models)
+    encoder_and_decoder = find_encoder_and_decoder(models)
     has_several = len(set(modalities.values())) > 1
     stacks: dict[tuple[str, bool], list[str]] = {}
     for name, module in modules.items():
-        stack = half_containing(name, halves) or (modalities[name] if has_several or not halves else "text")
+        stack = part_containing(name, encoder_and_decoder) or (
+            modalities[name] if has_several or not encoder_and_decoder else "text"
+        )
         stacks.setdefault((stack, is_cross_attention_module(name, module)), []).append(name)
     for (stack, is_cross), names in stacks.items():
         axis = SEQUENCE_NAMES[stack]
@@ -52,16 +54,16 @@ def modality_of_model(owner: Any) -> str:
 
 def find_encoder_and_decoder(models: dict[str, Any]) -> dict[str, str]:
     """The module names of the encoder and the decoder, if the model has both."""
-    for name, part in models.items():
-        if getattr(part.config, "is_encoder_decoder", False):
-            halves = {"encoder": part.get_encoder(), "decoder": part.get_decoder()}
-            inner = {id(module): inner_name for inner_name, module in part.named_modules(prefix=name)}
-            return {half: inner[id(module)] for half, module in halves.items() if id(module) in inner}
+    for name, model in models.items():
+        if getattr(model.config, "is_encoder_decoder", False):
+            encoder_and_decoder = {"encoder": model.get_encoder(), "decoder": model.get_decoder()}
+            inner = {id(module): inner_name for inner_name, module in model.named_modules(prefix=name)}
+            return {part: inner[id(module)] for part, module in encoder_and_decoder.items() if id(module) in inner}
     return {}
 
 
-def half_containing(name: str, halves: dict[str, str]) -> str | None:
-    return next((half for half, outer in halves.items() if outer == name or is_inside(name, outer)), None)
+def part_containing(name: str, encoder_and_decoder: dict[str, str]) -> str | None:
+    return next((part for part, outer in encoder_and_decoder.items() if outer == name or is_inside(name, outer)), None)
 
 
 def is_cross_attention_module(name: str, module: Any) -> bool:

@@ -10,7 +10,7 @@ Gradients reach query, key, value and weight, through the output and through the
 differ from run to run, unless torch.use_deterministic_algorithms(True) is set. Both directions are registered as
 operators for torch.compile.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Arguments of the additive attention kernels: options of a call, tilings, tensor layout, scalars and workspace sizes.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width. A pair is one head of one sequence.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width. A pair is one head of one sequence.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def tensor_arguments(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, options: A
     }  # fmt: skip
 
 
-def scalar_arguments(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, options: AdditiveOptions) -> dict[str, Any]:
+def additive_scalars(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, options: AdditiveOptions) -> dict[str, Any]:
     """Sizes, strides and flags of the tensors."""
     (B, H, Tq, D), (G, Tk), Dv, headed = q.shape, k.shape[1:3], v.shape[3], weight.dim() == 2
     strides = (0, 0, 0, 0) if options.dense is None else options.dense.stride()

@@ -1,6 +1,6 @@
 """Additive attention of very few queries, such as one decoding step (kernels/additive/decode.py).
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 from foci.gpu.additive.arguments import (
     AdditiveOptions,
     AdditiveTiling,
+    additive_scalars,
     choose_split_count,
     plan_key,
-    scalar_arguments,
     split_merge_launches,
     split_workspace,
     tensor_arguments,
@@ -47,7 +47,7 @@ def plan_decode_forward(
     keys = keys_per_block(q, v, block_floats)
     blocks = -(-k.shape[2] // keys)
     splits = choose_split_count(rows, blocks, 16 // warps, q.device, maximum=256 // warps)
-    scalars = scalar_arguments(q, k, v, weight, options)
+    scalars = additive_scalars(q, k, v, weight, options)
     scalars |= {"BN": keys, "per_split": -(-blocks // splits) * keys, "STAGES": 3}
     sizes, tensor_names = split_workspace(splits, out)
     attend = build_kernel_launch(kernel, (rows, splits), scalars, tensor_names, num_warps=warps)
@@ -106,7 +106,7 @@ def plan_decode_backward(
 ) -> LaunchPlan:  # fmt: skip
     from foci.kernels.additive.decode import additive_decode_backward as kernel
 
-    scalars: dict[str, Any] = scalar_arguments(q, k, v, weight, options)
+    scalars: dict[str, Any] = additive_scalars(q, k, v, weight, options)
     scalars |= {"BN": keys, "per_split": blocks_per_split * keys, "LSE": has_d_lse}
     scalars |= {"ONE": q.shape[1] * q.shape[2] == k.shape[1], "STAGES": 2}
     launch = build_kernel_launch(kernel, (k.shape[0] * k.shape[1], splits), scalars, num_warps=warps, num_stages=1)

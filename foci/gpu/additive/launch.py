@@ -1,6 +1,6 @@
 """Run additive attention: choose the forward and the backward kernels of a call.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from foci.gpu.additive.arguments import (
     INTERPRETER_TILING,
     AdditiveOptions,
     AdditiveTiling,
+    additive_scalars,
     allocate_results,
     choose_split_count,
     exponentials_launch,
     exponentials_workspace,
     launch_options,
     plan_key,
-    scalar_arguments,
     split_merge_launches,
     split_workspace,
     tensor_arguments,
@@ -64,7 +64,7 @@ def plan_tiled_forward(
     programs = -(-Tq // tiling.queries) * pairs
     blocks = -(-Tk // tiling.keys)
     splits = choose_split_count(programs, blocks, 1, q.device)
-    scalars = scalar_arguments(q, k, v, weight, options) | tile_arguments(q, v, tiling)
+    scalars = additive_scalars(q, k, v, weight, options) | tile_arguments(q, v, tiling)
     scalars |= {"per_split": -(-blocks // splits), "SPLITS": splits}
     sizes, tensor_names = split_workspace(splits, out)
     attend = build_kernel_launch(kernel, (programs, splits), scalars, tensor_names, **launch_options(tiling))

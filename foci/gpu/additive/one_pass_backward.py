@@ -1,6 +1,6 @@
 """The backward of additive attention in one pass (kernels/additive/one_pass_backward.py).
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from foci.gpu.additive.arguments import (
     INTERPRETER_TILING,
     AdditiveOptions,
     AdditiveTiling,
+    additive_scalars,
     count_blocks,
     exponentials_workspace,
     launch_options,
     plan_key,
-    scalar_arguments,
     tensor_arguments,
     tile_arguments,
     to_kernel_layout,
@@ -95,7 +95,7 @@ def plan_one_pass_backward(
     blocks, wanted = -(-k.shape[2] // tiling.keys) * k.shape[0] * k.shape[1], multiprocessors * tiling.programs
     splits = max(1, min(wanted // blocks, -(-q.shape[2] // tiling.queries)))
     programs = min(blocks * splits, wanted)
-    scalars = scalar_arguments(q, k, v, weight, options) | tile_arguments(q, v, tiling) | feature_loop
+    scalars = additive_scalars(q, k, v, weight, options) | tile_arguments(q, v, tiling) | feature_loop
     # Products of float32 take so much shared memory that a tile does not fit next to them.
     shared = q.is_cuda and q.dtype != torch.float32
     scalars |= {"items": blocks * splits, "programs": programs, "splits": splits, "LSE": has_d_lse, "SHARED": shared}

@@ -1,6 +1,6 @@
 """The deterministic backward of additive attention: one pass for queries and weight, one for keys and values.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from foci.gpu.additive.arguments import (
     INTERPRETER_TILING,
     AdditiveOptions,
     AdditiveTiling,
+    additive_scalars,
     exponentials_launch,
     exponentials_workspace,
     launch_options,
     plan_key,
-    scalar_arguments,
     tensor_arguments,
     tile_arguments,
     to_kernel_layout,
@@ -97,7 +97,7 @@ def plan_two_pass_backward(
 
     features = min(next_power_of_two(q.shape[3]), 64)
     threads = min(features, 16)
-    scalars = scalar_arguments(q, k, v, weight, options) | tile_arguments(q, v, tiling)
+    scalars = additive_scalars(q, k, v, weight, options) | tile_arguments(q, v, tiling)
     scalars |= {"DC": features, "DT": threads, "RT": tiling.warps * 32 // threads}
     tile = tiling.queries * tiling.keys
     scratch = programs[0] * (tile + tiling.keys * features), programs[1] * (tile + tiling.queries * features)

@@ -7,7 +7,7 @@ launch: tilings, forward and backward
 Both directions are registered as operators for torch.compile. Gradients reach query, key, value, tables and slopes,
 through the output and through the log-sum-exp, and are the same in every run.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width, W = 2 clip + 1 distances.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width, W = 2 clip + 1 distances.
 """
 
 from __future__ import annotations

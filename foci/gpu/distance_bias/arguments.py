@@ -1,6 +1,6 @@
 """Arguments of the distance bias kernels: options of a call, parts of a call, tensor layout, scalars.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width, W = 2 clip + 1 distances.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width, W = 2 clip + 1 distances.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class CallPart(NamedTuple):
 
 
 def key_head_slices(slices: HeadSlices, group: int) -> HeadSlices:
-    """The key heads of some query heads."""
+    """The key/value heads of some query heads."""
     batches, heads = slices
     return batches, slice(heads.start // group, heads.stop // group)
 
@@ -171,7 +171,7 @@ def tensor_arguments(part: CallPart) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def scalar_arguments(part: CallPart) -> dict[str, Any]:
+def distance_bias_scalars(part: CallPart) -> dict[str, Any]:
     """Sizes, strides and flags that the forward and both backward kernels take."""
     q, k, v, peaks, options = part.q, part.k, part.v, part.peaks, part.options
     widths = next_power_of_two(q.shape[-1]), next_power_of_two(v.shape[-1])

@@ -1,6 +1,6 @@
 """Run attention with a distance bias: choose tiles, split the call where row tables need it, plan and launch.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width, W = 2 clip + 1 distances.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width, W = 2 clip + 1 distances.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from foci.gpu.distance_bias import row_table
 from foci.gpu.distance_bias.arguments import (
     CallPart,
     DistanceBiasOptions,
+    distance_bias_scalars,
     empty_with_layout_of,
     key_head_slices,
     learned_fields,
     plan_key,
-    scalar_arguments,
     stride_arguments,
     tensor_arguments,
     to_kernel_layout,
@@ -158,7 +158,7 @@ def plan_forward(part: CallPart, out: Tensor, tiling: DistanceBiasTiling) -> Lau
     """Plan the row table, and the forward kernel with one program per tile of queries."""
     from foci.kernels.distance_bias.forward import distance_bias_forward as kernel
 
-    scalars = scalar_arguments(part) | stride_arguments("out", out) | tiling.sizes()
+    scalars = distance_bias_scalars(part) | stride_arguments("out", out) | tiling.sizes()
     scalars |= {"BAND": part.options.values is not None}
     grid = (ceil_divide(part.q.shape[2], tiling.queries) * part.pairs,)
     heads = part.q.shape[1]
@@ -298,7 +298,9 @@ def plan_backward(
     bucket_launches, bucket_sizes = (
         ([], {}) if intermediates.d_by_bucket is None else row_table.bucket_gradient_launches(options, part.q)
     )
-    scalars = scalar_arguments(part) | stride_arguments("out", tensors.out) | stride_arguments("d_out", tensors.d_out)
+    scalars = (
+        distance_bias_scalars(part) | stride_arguments("out", tensors.out) | stride_arguments("d_out", tensors.d_out)
+    )
     scalars |= (
         stride_arguments("d_q", d_q) | stride_arguments("d_k", tensors.d_k) | stride_arguments("d_v", tensors.d_v)
     )

@@ -20,8 +20,8 @@ enum {
 typedef struct {
     MaskStruct masks;
     const float *queries; /* (pairs, query_count, width) */
-    const float *keys;    /* (batch, key heads, padded / PANEL, width, PANEL) */
-    const float *values;  /* (batch, key heads, key_count, value_width); the width is a multiple of VALUE_STEP */
+    const float *keys;    /* (batch, key/value heads, padded / PANEL, width, PANEL) */
+    const float *values;  /* (batch, key/value heads, key_count, value_width); the width is a multiple of VALUE_STEP */
     const float *added;   /* (batch or 1, heads or 1, query_count or 1, key_count or 1): a bias, with the strides below */
     float *out;           /* (batch, query_count, heads, value_width) */
     float *matrix;        /* (pairs, query_count, key_count); (batch, query_count, key_count) if averaged */

@@ -4,7 +4,7 @@
 table and slopes. `distance_bias_key_gradients` has a program per tile of keys, which loops over the queries of all
 heads that share them: gradients of keys and values.
 
-B batch, H heads, G key heads, Tq queries, Tk keys, D width, Dv value width.
+B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width.
 """
 
 # Device code carries no Python types.

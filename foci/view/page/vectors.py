@@ -1,6 +1,6 @@
 """Queries, keys and values behind a layer, from which the page's "How it is computed" view recomputes a row.
 
-B batch, H heads, G key heads, T tokens, D width.
+B batch, H heads, G key/value heads, T tokens, D width.
 """
 
 from __future__ import annotations
