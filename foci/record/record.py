@@ -357,7 +357,7 @@ class Record:
     def __repr__(self) -> str:
         heads = sum(len(layer.heads) for layer in self.layers.values())
         model = f" of {self.model}" if self.model else ""
-        added = f", {self.sequences} records added" if self.sequences > 1 else ""
+        added = f", scores of {self.sequences} records" if self.sequences > 1 else ""
         unseen = f", {len(self.unseen)} attention modules unseen" if self.unseen else ""
         if self.filling:
             return f"Record{model}: filled when its watch block ends"
