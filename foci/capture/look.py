@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,20 @@ import torch
 from foci.capture.model_loading import (
     TextModel,
     auto_class_of,
+    check_input_kind,
+    find_model_for,
     ignore_message,
     is_foci_model,
     load_text_model,
     locate_model,
+    names_file,
     resolve_device,
 )
 from foci.capture.watch import watch
+from foci.inputs.audio import SOUND_FORMATS
+from foci.inputs.files import MAGIC_BYTES, find_format
+from foci.inputs.image import IMAGE_FORMATS
+from foci.inputs.tables import read_text_file
 from foci.record.labels import Labels
 from foci.record.record import Record
 
@@ -30,10 +38,12 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 128
 # The number of likely next tokens in the answer of a causal model.
 SHOWN_NEXT_TOKENS = 5
+# A word that is meant as the name of a file, also if there is no such file.
+FILE_NAME = re.compile(r"\S+\.(png|jpe?g|webp|gif|bmp|tiff?|pgm|ppm|wav|flac|ogg|txt)", re.IGNORECASE)
 
 
 def look(
-    text: str,
+    text: str | os.PathLike[str],
     model: str | os.PathLike[str] | None = None,
     *,
     device: str = "auto",
@@ -50,20 +60,24 @@ def look(
     encoder-decoder (Marian, T5) generates its answer, and the record holds the cross-attention between the two.
 
     Args:
-        text: the text to read.
+        text: the text to read, or the path of a text, image or sound file.
         model: the folder or name of a Hugging Face model, a file or run directory of foci, or the name of a model that
-            ships ("translation"); None: the first model that ships.
+            ships ("translation"); None: the shipped model for a text, an image or a sound.
         device: "cpu", "cuda", or "auto" for the GPU if there is one.
         new_tokens: the largest number of tokens that an encoder-decoder may generate.
         report: is called with progress messages and with the notes of the record.
     """
+    text, kind = read_input(os.fspath(text), report)
     if not text.strip():
         raise ValueError("text must have at least one word, got none")
     device = resolve_device(device)
+    model = find_model_for(kind) if model is None else model
     path = locate_model(model)
     name = name_for_title(os.fspath(model or Path(path).name))
     if is_foci_model(Path(path)):
-        record = record_with_foci_model(text, path, device, report, shown_name=str(model or name))
+        record = record_with_foci_model(text, kind, path, device, report, shown_name=str(model or name))
+    elif kind != "texts":
+        raise ValueError(f"model must be a model of foci for {kind}, such as {find_model_for(kind)}, got {name}")
     else:
         record = record_text(load_text_model(path, device, report), text, new_tokens, report)
     record.model = name
@@ -75,12 +89,31 @@ def name_for_title(model: str) -> str:
     return Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model
 
 
-def record_with_foci_model(text: str, path: str, device: str, report: Callable[[str], None], shown_name: str) -> Record:
-    """Loads a model that foci trained and records its attention on a text."""
+def read_input(text: str, report: Callable[[str], None]) -> tuple[str, str]:
+    """The input of a model and its kind: a text, the text in a file, or the path of an image or a sound."""
+    if not names_file(text):
+        if FILE_NAME.fullmatch(text):
+            raise ValueError(f"text must be a text or the path of a file, got {text}: no such file")
+        return text, "texts"
+    with Path(text).open("rb") as file:
+        found = find_format(file.read(MAGIC_BYTES))
+    if found in IMAGE_FORMATS or found in SOUND_FORMATS:
+        return text, "images" if found in IMAGE_FORMATS else "sounds"
+    if found not in {None, "gzip"}:
+        raise ValueError(f"text must be a text, or the path of a text, image or sound, got {text}, a {found} file")
+    report(f"reading {text}")
+    return read_text_file(Path(text)), "texts"
+
+
+def record_with_foci_model(
+    text: str, kind: str, path: str, device: str, report: Callable[[str], None], shown_name: str
+) -> Record:
+    """Loads a model that foci trained and records its attention on a text, an image or a sound."""
     from foci.tasks.model_file import load_trained_model
 
     report(f"loading {shown_name}")
     task, model, _ = load_trained_model(Path(path), device=device)
+    check_input_kind(task.name, kind)
     record = record_example(task, model, task.parse_input(text))
     for note in record.notes:
         report(note)

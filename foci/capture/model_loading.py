@@ -23,6 +23,8 @@ CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 LOAD_OPTIONS: dict[str, Any] = {"trust_remote_code": False}
 # The shipped models that read text, the default first.
 TEXT_MODELS = ("translation", "generation", "sentiment", "summarization")
+# The input of models for these tasks; models for all other tasks take texts.
+TASK_INPUTS = {"vision": "images", "speech": "sounds"}
 # Seconds to wait for Hugging Face to say whether a model exists.
 HUB_TIMEOUT = 10
 
@@ -119,6 +121,22 @@ def locate_model(model: str | os.PathLike[str] | None) -> str:
     return name
 
 
+def find_model_for(kind: str) -> str | None:
+    """The shipped model that takes images or sounds; None for texts, where `locate_model` knows the default."""
+    name = next((name for name, takes in TASK_INPUTS.items() if takes == kind), None)
+    if name is not None and name not in models.list_pretrained():
+        raise ValueError(f"model must be named (--model), because no model for {kind} ships with this installation")
+    return name
+
+
+def check_input_kind(task: str, kind: str) -> None:
+    """Refuses an input of another kind than a task's model takes: texts, images or sounds."""
+    taken = TASK_INPUTS.get(task, "texts")
+    if taken != kind:
+        fit = next((name for name, takes in TASK_INPUTS.items() if takes == kind), "translation")
+        raise ValueError(f"model must take {kind}, as {fit} does, got a model for {task}, which takes {taken}")
+
+
 def list_shipped_models() -> list[str]:
     """The names of the models that ship with foci, the default first."""
     names = models.list_pretrained()
@@ -140,6 +158,11 @@ def check_path_exists(name: str) -> None:
 def is_foci_model(path: Path) -> bool:
     """Whether a path is a model of foci: a file, or a folder without the config of a Hugging Face model."""
     return path_exists(path) and not (path / "config.json").is_file()
+
+
+def names_file(text: str) -> bool:
+    """Whether a text is the path of a file; a word without a dot or a slash is a text, also if a file has that name."""
+    return bool({".", os.sep} & {*text}) and path_exists(Path(text)) and Path(text).is_file()
 
 
 def path_exists(path: Path) -> bool:

@@ -70,9 +70,9 @@ def print_problems(problems: Iterable[Problem], print_all: bool) -> Counter[str]
         first.setdefault(kind, make_printable(problem.message))
         if print_all or (alike[kind] <= MAX_ALIKE_PROBLEMS and len(alike) <= MAX_PROBLEM_KINDS):
             print_lines(make_printable(str(problem)))
-    for kind, message in [*first.items()][: 0 if print_all else MAX_PROBLEM_KINDS]:
-        if alike[kind] > MAX_ALIKE_PROBLEMS:
-            more = format_count(alike[kind] - MAX_ALIKE_PROBLEMS, f"more {kind[0]}")
+    for each, message in [*first.items()][: 0 if print_all else MAX_PROBLEM_KINDS]:
+        if alike[each] > MAX_ALIKE_PROBLEMS:
+            more = format_count(alike[each] - MAX_ALIKE_PROBLEMS, f"more {each[0]}")
             print_lines(f"and {more} like this: {message} (--all prints them)")
     if len(first) > MAX_PROBLEM_KINDS and not print_all:
         print_lines(f"and {len(first) - MAX_PROBLEM_KINDS} more kinds of problems (--all prints them)")

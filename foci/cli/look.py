@@ -24,7 +24,7 @@ examples:
   foci look "Where is the train station?" --head cross.L1 --word Bahnhof
   foci look "ROMEO:" --model generation --out page.html
   foci look "Jane is hungry." --model ./minilm --head L0H1
-  foci look shoe.png --model vision
+  foci look shoe.png
 """
 
 
@@ -35,13 +35,11 @@ def add(commands: Any) -> None:
         help="run a model on your text and show its attention",
         epilog=EXAMPLES,
     )
-    parser.add_argument(
-        "text", nargs="+", help="the text; an image file with --model vision, a sound file with --model speech"
-    )
+    parser.add_argument("text", nargs="+", help="the text, or the path of a text, image or sound file")
     parser.add_argument(
         "--model",
         help="a Hugging Face model by directory or name, a foci model file or run directory, or a pretrained model"
-        " (default: translation)",
+        " (default: translation for a text, vision for an image, speech for a sound)",
     )
     parser.add_argument("--layer", type=int, help="a layer, from 0")
     parser.add_argument("--head", help="a head: L5H3, cross.L0H2, or a number together with --layer")

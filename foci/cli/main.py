@@ -35,7 +35,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse the arguments; the parser of a command refuses unknown ones itself, because it knows its options."""
         words = sys.argv[1:] if args is None else [*args]
         options, more = super().parse_known_args(words, namespace)
@@ -109,6 +109,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not (sys.argv[1:] if arguments is None else arguments):
         top.print_help(sys.stderr)
         top.exit(BAD_INPUT)
+    options: argparse.Namespace
     options, more = top.parse_known_args(arguments)
     if more:
         options.inputs += more

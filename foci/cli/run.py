@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -27,8 +27,6 @@ examples:
   foci run runs/translation "A man sleeps."
   foci run generation "ROMEO:" --set task.temperature=0.5
 """
-# Tasks whose inputs are files; the others take the text itself.
-FILE_TASKS = ("speech", "vision")
 # The suffix of --out for answers; the others are those of records.
 ANSWERS_SUFFIX = ".txt"
 BATCH_SIZE = 64
@@ -84,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
     as_record = options.out is not None and options.out.suffix.lower() != ANSWERS_SUFFIX
     if as_record and len(options.inputs) != 1:
         raise ValueError(f"--out {options.out} needs exactly one input, got {len(options.inputs)}")
+    refuse_files(options.inputs, task.name)
     runner = InputRunner(task, model)
     one_by_one = options.show or as_record or is_interactive(options)
     with torch.no_grad(), open_answers(None if as_record else options.out) as file:
@@ -159,10 +158,21 @@ class InputRunner:
 
 def check_input_file(text: str, task: str) -> str:
     """Return the input; refuse a directory for a task that takes files."""
+    from foci.capture.model_loading import TASK_INPUTS
+
     check_utf8(text)
-    if task in FILE_TASKS and Path(text).is_dir():
+    if task in TASK_INPUTS and Path(text).is_dir():
         raise ValueError(f"inputs of {task} must be files, got the directory {text}: name the files in it")
     return text
+
+
+def refuse_files(inputs: Sequence[str], task: str) -> None:
+    """Refuse the path of a file in place of a text, which the model would read as a text."""
+    from foci.capture.model_loading import TASK_INPUTS, names_file
+
+    files = [text for text in inputs if task not in TASK_INPUTS and names_file(text)]
+    if files:
+        raise ValueError(f"inputs of {task} must be texts, got the file {files[0]}: --file reads the lines of a file")
 
 
 def is_interactive(options: argparse.Namespace) -> bool:

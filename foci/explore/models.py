@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import foci
-from foci.capture import watch
 from foci.capture.look import name_for_title, record_example, record_text
 from foci.capture.model_loading import (
     LOAD_OPTIONS,
+    check_input_kind,
     check_model_is_available,
     explain_loading_errors,
     import_transformers,
@@ -37,8 +37,6 @@ UNTRAINED = "untrained vectors"
 MAX_LOADED_MODELS = 2
 MAX_UNTRAINED_WORDS = 512
 MAX_TEXT_CHARACTERS = 400_000
-# The input of models for these tasks; models for all other tasks take texts.
-TASK_INPUTS = {"vision": "images", "speech": "sounds"}
 
 
 @dataclass
@@ -105,13 +103,8 @@ class ModelRunner:
 
     def _record_with_task(self, model: str, kind: str, source: str, job: Job) -> Record:
         """Run a model of foci on a source of this kind: a text, or the path of an image or a sound."""
-        with self._open_model("own", model, job) as (task, own, _):
-            taken = TASK_INPUTS.get(task.name, "texts")
-            if taken != kind:
-                fit = next((name for name, takes in TASK_INPUTS.items() if takes == kind), "translation")
-                raise ValueError(
-                    f"model must take {kind}, as {fit} does, got a model for {task.name}, which takes {taken}"
-                )
+        with self._open_model("foci", model, job) as (task, own, _):
+            check_input_kind(task.name, kind)
             with report_progress(own, job):
                 return replace_title(record_example(task, own, task.parse_input(source)), model)
 
@@ -154,7 +147,7 @@ def load_image_model(name: str, device: str) -> Any:
 
 
 LOADERS: dict[str, Callable[[str, str], Any]] = {
-    "own": load_foci_model,
+    "foci": load_foci_model,
     "image": load_image_model,
     "text": load_text_model,
 }

@@ -16,16 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from foci.capture.model_loading import list_shipped_models, locate_model, resolve_device
+from foci.capture.model_loading import TASK_INPUTS, list_shipped_models, locate_model, resolve_device
 from foci.explore import answers
 from foci.explore.access import App, Guard
 from foci.explore.jobs import Job, JobQueue, StoredRecord
-from foci.explore.models import TASK_INPUTS, UNTRAINED, ModelRunner
+from foci.explore.models import UNTRAINED, ModelRunner
 from foci.record.record import Record
 from foci.view.page.bundle import ASSETS
 
 MAX_UPLOAD_BYTES = 512 * 2**20
-# A CPU computes so many entries in some minutes.
+# Number of matrix entries that a CPU computes in a few minutes.
 MAX_COMPUTED_ENTRIES = 2**35
 # The page draws and sorts every key of a row.
 MAX_RECORD_LENGTH = 2**20

@@ -44,12 +44,16 @@ def detect_format(path: str, accepted: Sequence[str]) -> str:
     """Returns the format of a file by its first bytes; raises ValueError if it is not among the accepted ones."""
     with Path(path).open("rb") as file:
         start = file.read(MAGIC_BYTES)
-    known = (name for name, pattern in FILE_STARTS.items() if re.match(pattern, start, re.DOTALL))
-    found = next(known, None)
+    found = find_format(start)
     if found in accepted:
         return found
     got = f"a file in {found} format" if found else describe_start(start)
     raise ValueError(f"{path} must be a {', '.join(accepted[:-1])} or {accepted[-1]} file, got {got}")
+
+
+def find_format(start: bytes) -> str | None:
+    """Returns the format of a file by its first bytes, None for text and for unknown formats."""
+    return next((name for name, pattern in FILE_STARTS.items() if re.match(pattern, start, re.DOTALL)), None)
 
 
 def describe_start(start: bytes) -> str:

@@ -2,14 +2,22 @@
 
 import re
 import sys
+import wave
 from pathlib import Path
 
 import pytest
 import torch
 
 from foci import models
-from foci.capture.look import look
-from foci.capture.model_loading import auto_class_of, check_path_exists, is_foci_model, load_text_model
+from foci.capture.look import look, read_input
+from foci.capture.model_loading import (
+    auto_class_of,
+    check_path_exists,
+    find_model_for,
+    ignore_message,
+    is_foci_model,
+    load_text_model,
+)
 from foci.cli import main
 from foci.tasks.generation import Generation, GenerationSettings, Passage
 from foci.tasks.model_file import save_trained_model
@@ -273,3 +281,78 @@ def test_a_word_of_the_text_that_the_answer_does_not_have(
     assert found is not None
     name = found[1] if found.groups() else "encoder.L1H0"
     assert (f"Attention of “hungry.” in {name}" in out) is (status == 0)
+
+
+def write_wav(path: Path) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(8000)
+        file.writeframes(bytes(8000))
+
+
+FILES = {"picture.dat": "vision", "sound.wav": "speech", "notes.txt": None}
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture, a sound and a text in the working directory; the content decides, not the suffix."""
+    monkeypatch.chdir(tmp_path)
+    Path("picture.dat").write_bytes(b"P5 28 28 255\n" + bytes(28 * 28))
+    Path("notes.txt").write_text("Jane is hungry.\n")
+    Path("hungry").write_text("another text")
+    write_wav(tmp_path / "sound.wav")
+
+
+@pytest.mark.usefixtures("files")
+def test_the_model_follows_from_the_kind_of_file() -> None:
+    said: list[str] = []
+    found = {name: read_input(name, said.append) for name in FILES}
+    assert {name: find_model_for(kind) for name, (_, kind) in found.items()} == FILES
+    assert [text for text, _ in found.values()] == ["picture.dat", "sound.wav", "Jane is hungry.\n"]
+    assert said == ["reading notes.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_looked_at_without_naming_a_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["look", name, "--device", "cpu"]) == 0
+    assert capsys.readouterr().err.endswith(f"foci look: loading {FILES[name] or 'translation'}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["picture.png", "--model", "translation"],
+            "model must take images, as vision does, got a model for translation",
+        ),
+        (["hungry", "--model", "vision"], "model must take texts, as translation does, got a model for vision"),
+        (["shrit.png"], "text must be a text or the path of a file, got shrit.png: no such file"),
+        (["paper.pdf"], "text must be a text, or the path of a text, image or sound, got paper.pdf, a PDF file"),
+        (["empty.txt"], "text must have at least one word, got none"),
+        (["picture.png", "--model", "reads"], "model must be a model of foci for images, such as vision, got reads"),
+    ],
+)
+def test_inputs_of_another_kind_are_refused(
+    arguments: list[str],
+    message: str,
+    folders: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    Path("paper.pdf").write_bytes(b"%PDF-1.4")
+    Path("empty.txt").touch()
+    Path("reads").symlink_to(folders / "reads")
+    assert main.main(["look", *arguments]) == 2
+    assert f"foci look: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("text", ["hungry", "Hello.", "a" * 5000 + ".", "\0."], ids=["word", "dot", "long", "null"])
+def test_a_text_is_not_mistaken_for_a_file(text: str) -> None:
+    assert read_input(text, ignore_message) == (text, "texts")

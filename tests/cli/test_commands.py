@@ -279,6 +279,10 @@ def test_a_path_takes_the_place_of_the_task(
         (["run", "runs/translation", "x", "--model", "y"], "--model must be left out where a model takes the place of"),
         (["run", "translatoin", "x"], "got 'translatoin': did you mean translation?"),
         (["data", "check", "translation"], "--data must name the data to check, got none"),
+        (
+            ["run", "translation", "pairs.tsv"],
+            "inputs of translation must be texts, got the file pairs.tsv: --file reads",
+        ),
         (["run", "translation", ""], "the input must be a sentence to translate, got an empty text"),
         (["run", "generation", "x", "--model", "runs/translation"], "--model must be a model for generation, got"),
         (["run", "summarization", "x"], "no model for summarization: train one"),

@@ -111,7 +111,7 @@ def test_a_model_with_another_input_kind_is_refused(tmp_path: Path) -> None:
         match=r"^model must take images, as vision does, got a model for translation, which takes texts$",
     ):
         runner.record_image("translation", image, Job())
-    with pytest.raises(ValueError, match=r"^the file must be an audio file, but "):
+    with pytest.raises(ValueError, match=r"^the file must be a WAV, FLAC or OGG file, got a text file$"):
         runner.record_sound("speech", b"nonsense", Job())
     with pytest.raises(ValueError, match=r"such as speech, got 'untrained vectors'$"):
         runner.record_sound(models.UNTRAINED, b"", Job())
