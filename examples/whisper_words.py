@@ -71,8 +71,8 @@ def transcribe(model: Any, samples: Tensor) -> tuple[list[int], Tensor]:
 
 def dense_weights(head: Any) -> Tensor:
     """All weights of a head: a few dozen tokens by 1,500 frames."""
-    dense: Tensor = head.weights.dense()
-    return dense.reshape(dense.shape[-2:])
+    dense: Tensor = head.dense()[0]
+    return dense
 
 
 def extract_features(samples: Tensor, bands: int) -> Tensor:

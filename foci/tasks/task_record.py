@@ -32,7 +32,7 @@ def build_task_record(
     ...     out = model(torch.tensor([[5, 3, 8]]), torch.tensor([[1, 4]]), return_weights=True)
     >>> labels = {"source": Labels.tokens([["a", "b", "c"]]), "target": Labels.tokens([["<start>", "d"]])}
     >>> build_task_record(model, out.weights, labels)["cross.L0H2"].shape
-    (1, 1, 2, 3)
+    (1, 2, 3)
 
     Args:
         model: names the record.

@@ -362,7 +362,7 @@ class TestOwnModels:
         with foci.watch(model) as seen:
             foci.generate(model, [[5, 3, 8], [7, 2, 4]], start=1, new_tokens=4)
         assert list(seen.layers) == ["alignment"]
-        assert seen["cross.L0H0"].shape == (2, 1, 4, 3)
+        assert seen["cross.L0H0"].shape == (2, 4, 3)
         torch.testing.assert_close(seen["cross.L0"].dense().sum(-1), torch.ones(2, 1, 4))
 
     def test_a_beam_is_refused(self) -> None:

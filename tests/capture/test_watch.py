@@ -436,7 +436,7 @@ def test_a_module_called_twice_gets_two_layers() -> None:
     assert [layer.shape[2] for layer in seen.layers.values()] == [4, 4, 5, 5]
     # The module is shared by all layers, so each of its calls is a layer.
     assert seen.heads[::4] == ["L0H0", "L1H0", "L0H0#2", "L1H0#2"]
-    assert seen["L1H1#2"].shape == (1, 1, 5, 5)
+    assert seen["L1H1#2"].shape == (1, 5, 5)
     x = randn(1, 4, 16)
     with foci.watch(model, ablate=["L1H0"], layers=[1]) as some:
         out = model(x)

@@ -33,7 +33,7 @@ def test_a_small_model_learns_the_sentences(tmp_path: Path) -> None:
     assert written.startswith("a dog ran far. ")
     record = calm.show(model, calm.parse_input("a dog ran"))
     assert record.prompt == len("a dog ran") + 1
-    assert record["L0H1"].shape[3] == len(record.labels["input"])
+    assert record["L0H1"].shape[-1] == len(record.labels["input"])
 
 
 @pytest.mark.parametrize(("length", "context", "stride"), [(1, 4, 4), (4, 4, 4), (5, 4, 4), (23, 4, 4), (23, 8, 3)])

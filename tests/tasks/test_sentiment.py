@@ -64,7 +64,7 @@ def test_the_record_has_the_class_token_before_the_words(learned: Lesson) -> Non
     record = task.record_attention(model, task.parse_input("a dull story"))
     labels = record.labels["input"]
     assert [text.strip() for text in labels.texts[0]] == ["<class>", "a", "dull", "story"]
-    assert record["L0H1"].shape == (1, 1, 4, 4)
+    assert record["L0H1"].shape == (1, 4, 4)
     assert (record.answer or "").startswith("bad (")
 
 

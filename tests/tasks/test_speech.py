@@ -140,7 +140,7 @@ def test_the_record_has_seconds_and_words(learned: Lesson) -> None:
     assert (frames.kind, frames.seconds) == ("frames", 0.04)
     assert frames.texts[0][:3] == ("0.00", "0.04", "0.08")
     words = len((record.answer or "").split())
-    assert record["cross.L0H0"].shape == (1, 1, words + 1, len(frames))
+    assert record["cross.L0H0"].shape == (1, words + 1, len(frames))
     assert record.labels_of(record["cross.L0"])[0].texts[0][-1].strip() == "<stop>"
 
 

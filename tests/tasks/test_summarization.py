@@ -57,7 +57,7 @@ def test_the_record_has_document_summary_and_copy_weights(learned: Lesson) -> No
     written = [text.strip() for text in record.labels["summary"].texts[0]]
     assert written == [*(record.answer or "").split(), "<stop>"]
     assert record["copy.L0"].shape == (1, 1, len(written), len(source))
-    assert record["cross.L0H0"].shape == (1, 1, len(written), len(source))
+    assert record["cross.L0H0"].shape == (1, len(written), len(source))
 
 
 def test_answers_keep_the_order_of_the_documents(learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_a_transformer_learns_to_reverse_words(tmp_path: Path) -> None:
     record = found.task.record_attention(found.model, found.task.parse_input("ab cd ef"))
     assert record.answer == found.task.answer(found.model, [found.task.parse_input("ab cd ef")])[0]
     assert set(record.labels) == {"source", "target", "translation"}
-    assert record["cross.L0H0"].shape[3] == len(record.labels["source"])
+    assert record["cross.L0H0"].shape[-1] == len(record.labels["source"])
     assert record.labels["source"].texts[0][-1] == "<stop>"
 
 

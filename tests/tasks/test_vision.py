@@ -64,7 +64,7 @@ def test_the_record_has_the_image_and_its_patches(learned: Lesson) -> None:
     assert (labels.kind, labels.grid, labels.leading, len(labels)) == ("patches", (4, 4), 1, 17)
     assert labels.images is not None
     assert labels.images.shape == (1, 12, 12, 3)
-    assert record["L1H0"].shape == (1, 1, 17, 17)
+    assert record["L1H0"].shape == (1, 17, 17)
     assert record.answer == task.answer(model, learned.dev[:1])[0]
 
 
@@ -151,4 +151,4 @@ def test_a_pooling_stem_keeps_the_number_of_patches(learned: Lesson) -> None:
     torch.manual_seed(0)
     record = task.record_attention(task.model().eval(), learned.dev[0])
     assert task.size(learned.dev[0]) == 9
-    assert (record.labels["input"].grid, record["L0H0"].shape) == ((3, 3), (1, 1, 10, 10))
+    assert (record.labels["input"].grid, record["L0H0"].shape) == ((3, 3), (1, 10, 10))
