@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from foci.nn.model import MODEL_FORMAT, Model
 from foci.record.file import RECORD_FORMAT
 from foci.record.record import Record
+from foci.runtime.json_text import parse_json
 from foci.runtime.safetensors_file import open_safetensors
 from foci.weights.parts_file import WEIGHTS_FORMAT
 from foci.weights.weights import Weights
@@ -57,7 +57,7 @@ def read_format(path: Path) -> tuple[str | None, bool]:
     try:
         with open_safetensors(path) as file:
             metadata = file.metadata() or {}
-        header = json.loads(metadata.get("foci", "{}"))
+        header = parse_json(metadata.get("foci", "{}"), "the header")
     except (OSError, ImportError):
         raise
     except Exception as error:

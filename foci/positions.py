@@ -39,11 +39,14 @@ def sinusoidal(
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating point dtype, got {dtype}")
+    target = torch.get_default_device() if device is None else torch.device(device)
+    if target.type == "meta":
+        return torch.empty(length, width, dtype=dtype, device=target)
     # At position 100,000 a float32 angle has an error of up to 0.005, and only the CPU is sure to support float64.
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
     angles = positions[:, None] * _frequencies(width, base, like=positions)
     table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[:, :width]
-    return table.to(device=torch.get_default_device() if device is None else device, dtype=dtype)
+    return table.to(device=target, dtype=dtype)
 
 
 def rotary(

@@ -95,6 +95,10 @@ class Hypotheses:
                 conditions.build_answer(trace_tokens(tokens, parents, row, n, k), scores[n][row][k], ends[n][row][k])
                 for n, k in reversed(complete[-self.method.best :])
             ]
+            if not best:
+                raise ValueError(
+                    "the logits of the model must be finite, got NaN: its weights are damaged or too large"
+                )
             answers.append(best[0].with_others(best[1:]))
         return answers
 

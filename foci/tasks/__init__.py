@@ -13,6 +13,7 @@ speech_features: recordings to features, with augmentation
 speech: speech recognition by CTC and an attention decoder
 rdrop: the R-Drop loss of two passes with different dropout
 task_record: the weights of a model as a labelled Record
+task_files: the JSON files of a task in a model file
 model_file: a trained model with its task in safetensors files
 """
 

@@ -432,3 +432,11 @@ def test_compiled_and_captured_equals_uncaptured() -> None:
     model, options = build_model("decoder").cuda(), {"new_tokens": 20, "stop": STOP}
     expected = summarize(foci.generate(model, PROMPTS, capture=False, **options))
     assert summarize(foci.generate(model, PROMPTS, compiled=True, **options)) == expected
+
+
+def test_nan_logits_are_refused_by_beam_search() -> None:
+    model = foci.nn.Decoder.from_name("tiny", vocabulary=20)
+    with torch.no_grad():
+        model.embedding.tokens.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="the logits of the model must be finite, got NaN"):
+        foci.generate(model, [3, 4], method=Beam(2), new_tokens=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+import foci
 from foci.nn import Decoder, Encoder, EncoderDecoder, Model
+from foci.runtime.safetensors_file import write_with_header
 
 TOKENS = torch.arange(10).reshape(2, 5)
 
@@ -143,6 +146,11 @@ def test_foreign_files_are_refused(path: Path) -> None:
         ({"config": {"size": 16}}, "fields of TransformerConfig must be among"),
         ({"config": {"width": "big"}}, "TransformerConfig.width must be an integer, got 'big'"),
         ({"config": 3}, "TransformerConfig must be a table of fields, got 3"),
+        ({"kind": "Model"}, "must be of class Model, got 'Model'"),
+        ({"kind": ["Decoder"]}, r"must be of class Model, got \['Decoder'\]"),
+        ({"config": {"layers": 10**9}}, "TransformerConfig.layers must be between 0 and 1024, got 1000000000"),
+        ({"config": {"width": 2**22}}, "TransformerConfig.width must be between 1 and 65536, got 4194304"),
+        ({"config": {"eps": float("nan")}}, "TransformerConfig.eps must be between 0 and 1, got nan"),
     ],
 )
 def test_invalid_headers_are_refused(path: Path, changes: dict[str, Any], message: str) -> None:
@@ -157,7 +165,7 @@ def test_a_header_without_a_config_is_refused(path: Path) -> None:
     header, tensors = parts(path)
     del header["config"]
     safetensors.torch.save_file(tensors, path, metadata={"foci": json.dumps(header)})
-    with pytest.raises(ValueError, match="cannot be loaded: 'config'"):
+    with pytest.raises(ValueError, match="cannot be loaded: it has no 'config'"):
         Model.load(path)
 
 
@@ -168,6 +176,62 @@ def test_a_tensor_of_another_shape_is_refused(path: Path) -> None:
     rewrite(path, config=header["config"] | {"vocabulary": 21})
     with pytest.raises(ValueError, match=r"embedding.tokens.weight must have shape \(21, 16\), got \(20, 16\)"):
         Model.load(path)
+
+
+def save_changed(path: Path, name: str, change: Callable[[Tensor], Tensor], **config: Any) -> None:
+    """Save a small model in which one tensor and some fields of the config are replaced, with a valid checksum."""
+    small(positions="sinusoidal").save(path)
+    header, tensors = parts(path)
+    tensors[name] = change(tensors[name]).contiguous()
+    write_with_header(path, tensors, header | {"config": header["config"] | config})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: tensor.long(), "tensor embedding.tokens.weight must hold floats, got torch.int64"),
+        (lambda tensor: tensor.bool(), "tensor embedding.tokens.weight must hold floats, got torch.bool"),
+        (lambda tensor: tensor.to(torch.complex64), "must hold floats, got torch.complex64"),
+        (lambda tensor: tensor.to(torch.float8_e5m2), "must hold floats, got torch.float8_e5m2"),
+        (lambda tensor: tensor.fill_(torch.nan), "must hold finite numbers, got NaN or infinity"),
+        (lambda tensor: tensor.index_fill(1, torch.tensor([3]), -torch.inf), "must hold finite numbers"),
+        (lambda tensor: tensor[:, :0], r"must have shape \(20, 16\), got \(20, 0\)"),
+    ],
+)
+def test_tensors_that_are_not_finite_floats_are_refused(path: Path, change: Any, message: str) -> None:
+    save_changed(path, "embedding.tokens.weight", change)
+    with pytest.raises(ValueError, match=message):
+        Decoder.load(path)
+
+
+def test_a_config_is_compared_with_the_tensors_before_anything_is_built(path: Path) -> None:
+    sizes = {"width": 2**16, "hidden": 2**16, "layers": 64, "vocabulary": 2**24, "max_length": 2**24}
+    save_changed(path, "embedding.tokens.weight", torch.clone, **sizes)
+    # Built on a CPU it would take terabytes.
+    with pytest.raises(ValueError, match="tensor names must match the model"):
+        Decoder.load(path)
+    save_changed(path, "embedding.tokens.weight", torch.clone, max_length=2**24)
+    with pytest.raises(
+        ValueError, match="the position tables of the config must have at most 268,435,456 bytes, got 1,0"
+    ):
+        Decoder.load(path)
+
+
+def test_a_header_with_deep_nesting_is_refused(path: Path) -> None:
+    small().save(path)
+    _, tensors = parts(path)
+    for depth in (100, 100_000):
+        safetensors.torch.save_file(tensors, path, metadata={"foci": "[" * depth + "]" * depth})
+        for load in (Model.load, foci.load):
+            with pytest.raises(ValueError, match="the header must have at most 64 levels of nested JSON, got more"):
+                load(path)
+
+
+def test_loading_does_not_change_the_random_state(path: Path) -> None:
+    small().save(path)
+    before = torch.get_rng_state()
+    Model.load(path)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_named_sizes() -> None:
