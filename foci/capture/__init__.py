@@ -3,6 +3,7 @@
 watch: the context manager; checks its arguments, registers hooks, enters the torch function mode.
 torch_functions: the mode; intercepts attention calls and reports them with their lazy weights.
 huggingface: switches transformers models to foci inside the block.
+hooks: forward hooks that are gone after the block, whatever happens.
 recorder: collects the calls of one block and fills the Record at its end.
 naming: derives layer names (stack, index, axis labels) from module names.
 token_ids: collects the token ids that the model reads, for the labels.

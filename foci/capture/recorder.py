@@ -78,6 +78,8 @@ class Recorder:
         tokenizer: Any = None,
     ) -> None:
         self.model, self.record = model, record
+        # Whether the block is open; hooks and modes do nothing afterwards.
+        self.is_open = True
         self.modules = list(model.named_modules())
         self.layer_names = LayerNames(self.modules)
         self.keep, self.rows, self.limit = keep, rows, limit

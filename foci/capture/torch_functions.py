@@ -59,6 +59,11 @@ class AttentionMode(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
 
+    def __exit__(self, *exception: Any) -> None:
+        # PyTorch takes the mode off its stack during a call; Ctrl+C at that moment can keep it off.
+        if torch.overrides._get_current_function_mode() is self:
+            super().__exit__(*exception)
+
     def __torch_function__(
         self, func: Any, types: Any, args: PositionalArguments = (), kwargs: KeywordArguments | None = None
     ) -> Any:
@@ -73,7 +78,7 @@ class AttentionMode(TorchFunctionMode):
                 kwargs["grad_tensors"] = kwargs.pop("gradient")
             with self:
                 return BACKWARD_FUNCTIONS[func](*args, **kwargs)
-        if handler is None or not self.recorder.module_stack:
+        if handler is None or not self.recorder.is_open or not self.recorder.module_stack:
             return func(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise CaptureError(

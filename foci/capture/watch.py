@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from foci.capture.hooks import hook_module
 from foci.capture.naming import strip_compile_wrapper
 from foci.capture.recorder import HEAD_NAME, Recorder, _active, is_recomputation
 from foci.capture.torch_functions import AttentionMode
@@ -23,6 +24,7 @@ from foci.record.kept import Keep
 from foci.record.labels import Labels
 from foci.record.record import Record
 from foci.runtime.compile_switch import disable_compile
+from foci.runtime.interrupts import delay_interrupts
 
 # Names of embeddings that look up something other than tokens.
 NON_TOKEN_EMBEDDINGS = re.compile(r"pos|type|segment|lang|time|relative|bucket|bias", re.IGNORECASE)
@@ -92,13 +94,16 @@ def watch(
     for name, finished in (labels or {}).items():
         recorder.set_labels(name, finished)
     record.filling = True
-    with ExitStack() as stack:
-        stack.enter_context(hook_modules(recorder))
-        stack.enter_context(disable_compile())
-        enter_adapters(stack, model, recorder)
-        stack.enter_context(activate_recorder(recorder))
-        stack.enter_context(AttentionMode(recorder))
-        yield record
+    block = ExitStack()
+    try:
+        try:
+            open_block(block, model, recorder)
+            yield record
+        finally:
+            close_block(block, recorder)
+    finally:
+        # Ctrl+C may come before the first call delays it.
+        close_block(block, recorder)
     recorder.fill_record()
 
 
@@ -152,6 +157,22 @@ def parse_ablate(ablate: Any) -> list[str]:
     return names
 
 
+def open_block(block: ExitStack, model: nn.Module, recorder: Recorder) -> None:
+    with delay_interrupts():
+        hook_modules(block, recorder)
+        block.enter_context(disable_compile())
+        enter_adapters(block, model, recorder)
+        block.enter_context(activate_recorder(recorder))
+        block.enter_context(AttentionMode(recorder))
+
+
+def close_block(block: ExitStack, recorder: Recorder) -> None:
+    """Undoes what `open_block` did, in full even if Ctrl+C is pressed; a second call does nothing."""
+    recorder.is_open = False
+    with delay_interrupts():
+        block.__exit__(*sys.exc_info())
+
+
 @contextmanager
 def activate_recorder(recorder: Recorder) -> Iterator[None]:
     """Lists the recorder among the active ones of this thread."""
@@ -163,24 +184,17 @@ def activate_recorder(recorder: Recorder) -> Iterator[None]:
         stack.remove(recorder)
 
 
-@contextmanager
-def hook_modules(recorder: Recorder) -> Iterator[None]:
-    """Registers hooks that report the running module and the token ids to the recorder, and removes them at the end."""
-    handles: list[Any] = []
-    try:
-        for full_name, module in recorder.modules:
-            name = strip_compile_wrapper(full_name)
-            if isinstance(module, torch.jit.ScriptModule) or needs_no_hooks(module):
-                continue
-            enter, leave = make_module_hooks(recorder, name)
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-            if isinstance(module, nn.Embedding) and not NON_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2]):
-                handles.append(module.register_forward_pre_hook(make_embedding_hook(recorder)))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def hook_modules(block: ExitStack, recorder: Recorder) -> None:
+    """Registers hooks that report the running module and the token ids to the recorder."""
+    for full_name, module in recorder.modules:
+        name = strip_compile_wrapper(full_name)
+        if isinstance(module, torch.jit.ScriptModule) or needs_no_hooks(module):
+            continue
+        enter, leave = make_module_hooks(recorder, name)
+        hook_module(block, recorder, module, enter, before=True)
+        hook_module(block, recorder, module, leave, before=False, always_call=True)
+        if isinstance(module, nn.Embedding) and not NON_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2]):
+            hook_module(block, recorder, module, make_embedding_hook(recorder), before=True)
 
 
 def needs_no_hooks(module: nn.Module) -> bool:

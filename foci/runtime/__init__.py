@@ -4,6 +4,7 @@ tracing: compilers, torch.func transforms, CUDA graph capture and autocast aroun
 checks: checks of tensors against the sizes of a call.
 tensor_cache: tensors that follow from plain numbers, made once.
 device: properties of the GPU.
+interrupts: delays Ctrl+C.
 compile_switch: switches torch.compile off while a model is watched.
 cuda_graphs: captures work as a CUDA graph.
 double_backward: gradients that are differentiated again.
