@@ -7,6 +7,7 @@ explain: attention step by step on a sentence
 explain_page: the page that `foci explain` prints
 look: run a model on a text and show its attention
 explore: `foci explore` and `foci view`, in the browser
+samples: write small data files to try the commands with
 data: check a dataset
 train: train a model or resume a run
 settings_help: the list of settings for `foci train --settings`

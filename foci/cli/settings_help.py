@@ -33,7 +33,8 @@ def format_section(section: str, kind: type[Config]) -> Iterator[str]:
     defaults = {field.name: format_default(field.default) for field in fields(kind)}
     left, middle = (max(map(len, column.values())) for column in (keys, defaults))
     for name, key in keys.items():
-        choices = get_args(kinds[name]) if get_origin(kinds[name]) is Literal else ()
+        parts = (kinds[name], *get_args(kinds[name]))
+        choices = next((get_args(part) for part in parts if get_origin(part) is Literal), ())
         one_of = f" [{', '.join(choices)}]" if choices else ""
         yield f"  {key:<{left}}  {defaults[name]:<{middle}}  {comments[name]}{one_of}"
 

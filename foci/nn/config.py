@@ -38,7 +38,8 @@ class Config:
         for field in fields(self):
             value = getattr(self, field.name)
             if not matches_type(value, kinds[field.name]):
-                expected = describe_type(kinds[field.name])
+                # TOML has no None: a field that may be None is left out there.
+                expected = describe_type(kinds[field.name]).removesuffix(" or None" if self.section else "")
                 raise ValueError(f"{self.field_path(field.name)} must be {expected}, got {reprlib.repr(value)}")
 
     def field_path(self, name: str) -> str:
@@ -49,6 +50,10 @@ class Config:
         """A copy of the config with some fields changed."""
         check_field_names(type(self), changes)
         return replace(self, **changes)
+
+    def fill(self, **values: Any) -> Self:
+        """A copy in which the fields that are None take these values; the others keep theirs."""
+        return self.replace(**{name: value for name, value in values.items() if getattr(self, name) is None})
 
     @classmethod
     def from_dict(cls, content: Any) -> Self:

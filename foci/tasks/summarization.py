@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +29,24 @@ from foci.inputs.text import (
     tokenizer_to_json,
     train_tokenizer,
 )
+from foci.inputs.tokenizer_choice import choose_vocabulary
 from foci.nn.model import Model
 from foci.nn.pointer_generator import CopyingTransformer
 from foci.nn.transformer import EncoderDecoder
 from foci.record.record import Record
 from foci.tasks.minimum_bayes_risk import select_minimum_bayes_risk
 from foci.tasks.rdrop import compute_rdrop_loss
-from foci.tasks.task import LENGTH_LIMIT, Problem, ProgressCallback, Task, TaskSettings, ignore_progress
+from foci.tasks.task import (
+    DEFAULT_VOCABULARY,
+    LENGTH_LIMIT,
+    ModelSize,
+    Problem,
+    ProgressCallback,
+    Task,
+    TaskSettings,
+    choose_model_size,
+    ignore_progress,
+)
 from foci.tasks.task_record import build_task_record
 
 COLUMNS = ("document", "summary")
@@ -61,7 +72,7 @@ class Document:
 class SummarizationSettings(TaskSettings):
     """Settings of summarization: the [task] section of a run's TOML."""
 
-    size: Literal["tiny", "small", "base"] = "small"  # model size; the next settings override single values
+    size: ModelSize | None = None  # None: tiny below 20,000 documents, else small; the next settings override it
     width: int | None = None  # model width
     layers: int | None = None  # blocks of each stack
     heads: int | None = None  # attention heads
@@ -71,7 +82,7 @@ class SummarizationSettings(TaskSettings):
     norm_first: bool = True  # pre-norm or post-norm
     copy: bool = True  # copy words from the document (pointer-generator)
     tokenizer: TokenizerKind = "bpe"  # document and summary share one vocabulary
-    vocabulary: int = 8000  # maximum vocabulary size
+    vocabulary: int | None = None  # maximum vocabulary size; None: from the data, at most 8000
     lower: bool = False  # lower-case all texts
     max_length: int = 512  # maximum tokens of a document; a longer one is cut at the end
     max_summary: int = 48  # maximum tokens of a summary
@@ -139,7 +150,15 @@ class Summarization(Task[Document, str]):
         """Trains one tokenizer for documents and summaries."""
         texts = [text for each in train for text in (each.text, each.summary)]
         texts = [text.lower() for text in texts] if settings.lower else texts
-        return cls(settings, train_tokenizer(settings.tokenizer, texts, settings.vocabulary))
+        settings = cls.fill_settings(settings, train)
+        return cls(settings, train_tokenizer(settings.tokenizer, texts, settings.vocabulary or DEFAULT_VOCABULARY))
+
+    @classmethod
+    def fill_settings(cls, settings: SummarizationSettings, train: Sequence[Document]) -> SummarizationSettings:
+        """Chooses size and vocabulary where they are not set."""
+        settings = settings.fill(size=choose_model_size(len(train)))
+        texts = [text for each in train for text in (each.text, each.summary)]
+        return settings.fill(vocabulary=choose_vocabulary(texts)) if settings.tokenizer == "bpe" else settings
 
     def learned_state(self) -> dict[str, str]:
         return {"tokenizer.json": tokenizer_to_json(self.tokenizer)}
@@ -153,7 +172,9 @@ class Summarization(Task[Document, str]):
         changes = {name: getattr(own, name) for name in MODEL_FIELDS if getattr(own, name) is not None}
         kind = CopyingTransformer if own.copy else EncoderDecoder
         length = max(own.max_length, own.max_summary) + 1
-        return kind.from_name(own.size, vocabulary=self.tokenizer.vocabulary, max_length=length, shared=True, **changes)
+        return kind.from_name(
+            own.size or "small", vocabulary=self.tokenizer.vocabulary, max_length=length, shared=True, **changes
+        )
 
     def epoch_examples(
         self, examples: Sequence[Document], training: bool, generator: torch.Generator

@@ -39,12 +39,24 @@ SETTING_BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
+ModelSize = Literal["tiny", "small", "base"]
+# With fewer examples than this a tiny model learns as much as a small one, in a fifth of the time.
+MANY_EXAMPLES = 20_000
+# The largest vocabulary that a task chooses.
+DEFAULT_VOCABULARY = 8000
+
+
+def choose_model_size(examples: int) -> ModelSize:
+    """Chooses the size of a model by the number of its training examples."""
+    return "small" if examples >= MANY_EXAMPLES else "tiny"
+
+
 def ignore_progress(_count: float) -> None:
     """The default callback: does nothing."""
 
 
 class Problem(NamedTuple):
-    """A problem in a dataset: an error stops a training, a warning does not."""
+    """A problem in a dataset: an error stops a training run, a warning does not."""
 
     location: str  # file, and line if it has lines: "pairs.tsv:12"
     message: str  # what is wrong, in one sentence
@@ -77,6 +89,7 @@ class Task(ABC, Generic[ExampleT, AnswerT]):
     name: ClassVar[str]
     metric: ClassVar[str]  # the first entry of `score`, which selects the best model and stops training
     better: ClassVar[Literal["higher", "lower"]]  # whether a higher or lower metric is better
+    scores_whole_inputs: ClassVar[bool] = False  # whether `decode` reads all of an input that `answer` truncates
     settings_type: ClassVar[type[Config]]  # the [task] section of a run's TOML
     settings: Any  # an instance of settings_type
 
@@ -95,6 +108,15 @@ class Task(ABC, Generic[ExampleT, AnswerT]):
     def from_examples(cls, settings: Any, train: Sequence[ExampleT]) -> Self:
         """Prepares a task for training: learns vocabulary, labels or feature statistics from the training examples."""
 
+    @classmethod
+    def fill_settings(cls, settings: Any, train: Sequence[ExampleT]) -> Any:
+        """Returns the settings with values chosen from the training examples where they are None."""
+        return settings
+
+    def find_warnings(self, dev: Sequence[ExampleT]) -> list[str]:
+        """Returns what looks wrong before a training run, each with a remedy."""
+        return []
+
     @abstractmethod
     def learned_state(self) -> dict[str, str]:
         """Returns what `from_examples` learned, as JSON texts by name, which the model file stores."""
@@ -102,7 +124,7 @@ class Task(ABC, Generic[ExampleT, AnswerT]):
     @classmethod
     @abstractmethod
     def from_learned_state(cls, settings: Any, files: dict[str, str]) -> Self:
-        """Rebuilds the task from the result of `files`."""
+        """Rebuilds the task from the result of `learned_state`."""
 
     @abstractmethod
     def model(self) -> Model:
@@ -171,6 +193,10 @@ class Task(ABC, Generic[ExampleT, AnswerT]):
     def answer(self, model: nn.Module, examples: Sequence[ExampleT]) -> list[str]:
         """Returns the text that `foci run` prints for each example."""
         return [str(answer) for answer in self.decode(model, examples)]
+
+    def stream(self, model: nn.Module, example: ExampleT) -> Iterator[str]:
+        """Yields the text that `foci run` prints, in parts as they are generated; a task that generates overrides it."""
+        yield self.answer(model, [example])[0]
 
     @abstractmethod
     def record_attention(self, model: nn.Module, example: ExampleT) -> Record:

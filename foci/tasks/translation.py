@@ -20,23 +20,36 @@ from foci.inputs.text import (
     PAD,
     START,
     STOP,
+    UNKNOWN,
     Tokenizer,
     TokenizerKind,
     tokenizer_from_json,
     tokenizer_to_json,
     train_tokenizer,
 )
+from foci.inputs.tokenizer_choice import choose_tokenizer, choose_vocabulary
 from foci.nn.model import Model
 from foci.nn.recurrent import Seq2SeqRNN
 from foci.nn.transformer import EncoderDecoder
 from foci.record.record import Record
 from foci.tasks.parallel_text import Pair, check_pairs, read_pairs
 from foci.tasks.rdrop import compute_rdrop_loss
-from foci.tasks.task import Problem, ProgressCallback, Task, TaskSettings, ignore_progress
+from foci.tasks.task import (
+    DEFAULT_VOCABULARY,
+    ModelSize,
+    Problem,
+    ProgressCallback,
+    Task,
+    TaskSettings,
+    choose_model_size,
+    ignore_progress,
+)
 from foci.tasks.task_record import build_task_record
 
 # Source tokens decoded at a time, over all hypotheses, by device.
 DECODE_TOKENS = {"cpu": 4096, "cuda": 2**16}
+# A higher share of unknown tokens in the dev set is reported.
+MAX_UNKNOWN_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class TranslationSettings(TaskSettings):
     """Settings of translation: the [task] section of a run's TOML."""
 
     model: Literal["transformer", "rnn"] = "transformer"  # rnn: recurrent, with additive attention
-    size: Literal["tiny", "small", "base"] = "small"  # model size; the next settings override single values
+    size: ModelSize | None = None  # tiny, small or base; None: tiny below 20,000 pairs; the next settings override it
     width: int | None = None  # model width
     layers: int | None = None  # blocks of each stack
     heads: int | None = None  # transformer: attention heads
@@ -53,8 +66,8 @@ class TranslationSettings(TaskSettings):
     attention_dropout: float | None = None  # transformer: dropout rate of the attention weights
     norm_first: bool = True  # transformer: pre-norm or post-norm
     attend: Literal["after", "before"] = "after"  # rnn: attend after the step (Luong) or before it (Bahdanau)
-    tokenizer: TokenizerKind = "bpe"  # source and target share one vocabulary
-    vocabulary: int = 8000  # maximum vocabulary size
+    tokenizer: TokenizerKind | None = None  # bpe, words, characters or bytes, for both sides; None: from the data
+    vocabulary: int | None = None  # maximum vocabulary size; None: from the data, at most 8000
     smoothing: float = 0.1  # label smoothing, in training
     agreement: float = 0.0  # weight of the R-Drop loss between two passes with different dropout; 0: one pass
     max_length: int = 256  # maximum tokens of a sentence
@@ -99,8 +112,27 @@ class Translation(Task[Pair, str]):
     @classmethod
     def from_examples(cls, settings: TranslationSettings, train: Sequence[Pair]) -> Self:
         """Trains one tokenizer for both languages."""
+        settings = cls.fill_settings(settings, train)
         texts = [text for pair in train for text in (pair.source, pair.target)]
-        return cls(settings, train_tokenizer(settings.tokenizer, texts, settings.vocabulary))
+        return cls(
+            settings, train_tokenizer(settings.tokenizer or "bpe", texts, settings.vocabulary or DEFAULT_VOCABULARY)
+        )
+
+    @classmethod
+    def fill_settings(cls, settings: TranslationSettings, train: Sequence[Pair]) -> TranslationSettings:
+        """Chooses size, tokenizer and vocabulary where they are not set."""
+        sources, targets = [pair.source for pair in train], [pair.target for pair in train]
+        kind = settings.tokenizer or choose_tokenizer(sources, targets)
+        settings = settings.fill(size=choose_model_size(len(train)), tokenizer=kind)
+        return settings.fill(vocabulary=choose_vocabulary([*sources, *targets])) if kind == "bpe" else settings
+
+    def find_warnings(self, dev: Sequence[Pair]) -> list[str]:
+        """Warns of words of the dev set that the vocabulary does not cover."""
+        tokens = [token for pair in dev for text in (pair.source, pair.target) for token in self.tokenizer.encode(text)]
+        share = tokens.count(UNKNOWN) / max(len(tokens), 1)
+        if share < MAX_UNKNOWN_SHARE:
+            return []
+        return [f"{share:.0%} of the dev tokens are not in the vocabulary: use --set task.tokenizer=bpe"]
 
     def learned_state(self) -> dict[str, str]:
         return {"tokenizer.json": tokenizer_to_json(self.tokenizer)}
@@ -122,7 +154,9 @@ class Translation(Task[Pair, str]):
             options = {"norm_first": settings.norm_first, "max_length": settings.max_length + 1}
             kind = EncoderDecoder
         changes = {name: value for name, value in numbers.items() if value is not None}
-        return kind.from_name(settings.size, vocabulary=self.tokenizer.vocabulary, shared=True, **options, **changes)
+        return kind.from_name(
+            settings.size or "small", vocabulary=self.tokenizer.vocabulary, shared=True, **options, **changes
+        )
 
     @property
     def max_size(self) -> int:
@@ -179,7 +213,7 @@ class Translation(Task[Pair, str]):
         """Computes BLEU and chrF with sacrebleu, case-sensitive."""
         sacrebleu = import_sacrebleu()
         references = [[example.target for example in examples]]
-        bleu = sacrebleu.BLEU(tokenize="none" if self.settings.tokenized else "13a", force=True)
+        bleu = build_bleu(references[0], "none" if self.settings.tokenized else "13a")
         chrf = sacrebleu.CHRF()
         return {
             "bleu": float(bleu.corpus_score(list(answers), references).score),
@@ -227,6 +261,16 @@ class Translation(Task[Pair, str]):
         limit = min(2 * max(map(len, sources)) + 10, self.settings.max_length)
         method = Beam(min(self.settings.beam, self.tokenizer.vocabulary), self.settings.length_penalty)
         return generate(model, sources, new_tokens=limit, method=method, start=START, stop=STOP)
+
+
+def build_bleu(references: Sequence[str], tokenize: str) -> Any:
+    """Builds BLEU over words; over characters if no reference has four words, where it is 0 for every answer."""
+    bleu = import_sacrebleu().BLEU(tokenize=tokenize, force=True)
+    if not references or any(len(bleu.tokenizer(text).split()) >= bleu.max_ngram_order for text in references):
+        return bleu
+    longest = max(len("".join(text.split())) for text in references)
+    order = max(min(longest, bleu.max_ngram_order), 1)
+    return import_sacrebleu().BLEU(tokenize="char", max_ngram_order=order, force=True)
 
 
 def import_sacrebleu() -> Any:

@@ -3,6 +3,8 @@
 config: the TOML config of a run, and single values changed with `key=value`
 run: prepares a run: run directory, data and task
 lock: locks a run directory while a command trains in it
+defaults: batch size, epochs and warm-up chosen from the data where they are not set
+advice: messages about a training run that looks wrong, with the setting that helps
 loop: `train`, the training loop from the first step to the finished model
 batches: batches by token budget, in an order that depends only on seed and epoch
 learner: model, optimizer and weight average; gradients in, new weights out

@@ -60,14 +60,19 @@ class Batches:
         """Returns the examples of an epoch, and the indices of the examples in each batch."""
         generator = seeded_generator(self.seed, "epoch", number)
         examples = self.task.epoch_examples(self.examples, True, generator)
-        if examples is self.examples:
-            # The examples are the same in every epoch, so their sizes are computed once.
-            self._sizes = self._sizes or self._example_sizes(examples)
-            return examples, group_by_length(self._sizes, self.budget, self.micro_batch_count, generator)
         return examples, group_by_length(self._example_sizes(examples), self.budget, self.micro_batch_count, generator)
 
+    def first_epoch_sizes(self) -> list[int]:
+        """Returns the sizes of the examples of the first epoch."""
+        generator = seeded_generator(self.seed, "epoch", 0)
+        return self._example_sizes(self.task.epoch_examples(self.examples, True, generator))
+
     def _example_sizes(self, examples: Sequence[Any]) -> list[int]:
-        return [self.task.size(example) for example in examples]
+        if examples is not self.examples:
+            return [self.task.size(example) for example in examples]
+        # The examples are the same in every epoch, so their sizes are computed once.
+        self._sizes = self._sizes or [self.task.size(example) for example in examples]
+        return self._sizes
 
     def iterate(self, start: BatchPosition, worker: int = 0, workers: int = 1) -> Generator[StepBatch]:
         """Yields batches from a position on, without end; of several workers, each yields every `workers`-th batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -11,9 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foci.nn.config import SEED_LIMIT, Config
+from foci.runtime.limits import MAX_CONFIG_BYTES, MAX_KEY_PARTS
 from foci.runtime.spelling import suggest_name
 from foci.tasks import find_task
 
+# Strings and comments of TOML, and dotted keys outside of them.
+TOML_TEXT = re.compile(r"\"{3}(?:\\.|[^\\])*?\"{3}|'{3}.*?'{3}|\"(?:\\.|[^\"\\\n])*\"|'[^'\n]*'|#[^\n]*", re.DOTALL)
+DOTTED_KEY = re.compile(r"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++)+")
 # The largest number of steps, tokens or examples that a setting may name.
 COUNT_LIMIT = 10**9
 
@@ -24,14 +29,14 @@ class TrainConfig(Config):
 
     section = "train"
 
-    epochs: float = 20.0  # passes over the training data
+    epochs: float | None = None  # passes over the training data; None: 20, more if there is little data
     steps: int = 0  # optimizer steps; 0: as many as the epochs take
     minutes: float = 0.0  # time limit; 0: no limit
-    batch_tokens: int = 4096  # tokens in a micro-batch of one process, padding included
+    batch_tokens: int | None = None  # tokens in a micro-batch of one process; None: from the data, at most 4096
     accumulate: int = 1  # micro-batches that each process accumulates per step
     rate: float = 1e-3  # peak learning rate
     schedule: Literal["cosine", "inverse_sqrt", "constant"] = "cosine"  # decay of the learning rate after the warm-up
-    warmup: int = 200  # steps of linear learning-rate warm-up
+    warmup: int | None = None  # steps of linear learning-rate warm-up; None: a tenth of all steps
     floor: float = 0.05  # cosine: final learning rate, as a fraction of the peak
     decay: float = 0.01  # weight decay of AdamW, on matrices only
     momentum: float = 0.9  # beta1 of AdamW
@@ -39,7 +44,7 @@ class TrainConfig(Config):
     clip: float = 1.0  # maximum gradient norm; 0: no clipping
     ema: float = 0.0  # decay of a moving average of the weights, which is evaluated and saved; 0: none
     average: int = 1  # number of best models that are averaged into the final one
-    evaluate_every: int = 500  # steps between evaluations on the dev set
+    evaluate_every: int | None = None  # steps between evaluations on the dev set; None: a tenth of all, at most 500
     patience: int = 10  # stop after this many evaluations without improvement; 0: never
     select: Literal["metric", "loss", "last"] = "metric"  # what selects the best model, on the dev set
     decoded: int = 200  # dev examples that are decoded for the metric; 0: all
@@ -72,7 +77,7 @@ class TrainConfig(Config):
             raise ValueError(
                 "train.graphs must be false with train.shard, got both: CUDA graphs cannot capture a sharded model"
             )
-        if not self.steps and not self.epochs:
+        if not self.steps and self.epochs == 0:
             raise ValueError("train.steps or train.epochs must be above 0, got 0 for both")
 
 
@@ -161,11 +166,30 @@ def read_section(table: dict[str, Any], name: str, source: str) -> dict[str, Any
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES.value + 1)
     except OSError as error:
         raise ValueError(f"{path} must be a config file, but it cannot be read: {error.strerror}") from error
+    if len(content) > MAX_CONFIG_BYTES.value:
+        raise MAX_CONFIG_BYTES.exceeded(path, "more")
+    try:
+        return parse_toml(content.decode())
     except ValueError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parses TOML; raises ValueError for what is not valid or nested too deeply.
+
+    >>> parse_toml("train.rate = 0.001")
+    {'train': {'rate': 0.001}}
+    """
+    for key in DOTTED_KEY.findall(TOML_TEXT.sub("text", text)):
+        MAX_KEY_PARTS.check(f"the key {key[:40]!r}", key.count(".") + 1)
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("values must not be nested so deeply") from None
 
 
 def apply_change(table: dict[str, Any], change: str) -> None:
@@ -185,7 +209,7 @@ def apply_change(table: dict[str, Any], change: str) -> None:
 
 def parse_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return parse_toml(f"value = {text}")["value"]
     except ValueError:
         return text.strip()
 

@@ -68,9 +68,10 @@ class Learner:
         if self._average is None:
             return
         weights = [each.detach() for each in self.parameters]
-        if step <= self.config.warmup or self.sharded:
+        warmup = self.config.warmup or 0
+        if step <= warmup or self.sharded:
             for average, weight in zip(self.ema, weights, strict=True):
-                average.copy_(weight) if step <= self.config.warmup else average.lerp_(weight, 1 - self.config.ema)
+                average.copy_(weight) if step <= warmup else average.lerp_(weight, 1 - self.config.ema)
         else:
             self._average(self.ema, weights, step)
 

@@ -19,6 +19,7 @@ from foci.training import checkpoint
 from foci.training.batches import Batches, BatchPosition, StepBatch, derive_seed, iterate_in_workers, prefetch
 from foci.training.best_models import BestModels
 from foci.training.config import RunConfig
+from foci.training.defaults import MAX_BATCH_TOKENS
 from foci.training.distributed import destroy_processes, init_processes
 from foci.training.learner import Learner
 from foci.training.lock import lock_run
@@ -39,7 +40,7 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False, quiet: bool 
     randomness depends only on the seed and the number of the step.
     """
     # Fail now, not when the first model is saved.
-    import_safetensors("a training", "tasks")
+    import_safetensors("a training run", "tasks")
     processes = init_processes(config.train.device)
     try:
         with lock_run(folder, processes) as messages:
@@ -78,7 +79,7 @@ def run_training(run: Run, progress: Progress) -> dict[str, float | str]:
             is_last = interrupted or out_of_time or state.step == run.total
             logs, evaluates, saves = (
                 is_last or state.step % every == 0
-                for every in (config.log_every, config.evaluate_every, config.checkpoint_every)
+                for every in (config.log_every, config.evaluate_every or run.total, config.checkpoint_every)
             )
             if logs or evaluates or saves or not learner.on_gpu or len(unchecked) == MAX_UNCHECKED_STEPS:
                 check_finite(unchecked, state)
@@ -150,9 +151,8 @@ def restore_state(run: Run, learner: Learner, progress: Progress) -> State:
 def open_batches(run: Run, learner: Learner, start: BatchPosition) -> Iterator[Generator[StepBatch]]:
     """Iterates over the batches from a position on; workers, or a thread on a GPU, prepare them in advance."""
     config, processes = run.config.train, run.processes
-    source = Batches(
-        run.task, run.train, config.batch_tokens, config.accumulate, processes.rank, processes.world, run.config.seed
-    )
+    budget = config.batch_tokens or MAX_BATCH_TOKENS
+    source = Batches(run.task, run.train, budget, config.accumulate, processes.rank, processes.world, run.config.seed)
     batches = (
         iterate_in_workers(source, start, config.workers, config.ahead) if config.workers else source.iterate(start)
     )

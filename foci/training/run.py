@@ -28,13 +28,13 @@ from foci.training.config import RunConfig, read_config
 from foci.training.defaults import MAX_BATCH_TOKENS, count_steps, fill_train_config
 from foci.training.distributed import Processes
 
-# With several processes, whether to stop is agreed on only every so many steps, because a broadcast takes time.
+# Number of steps between two agreements of several processes on whether to stop; a broadcast at every step takes time.
 STOP_CHECK_STEPS = 16
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a training needs and does not change."""
+    """Everything that a training run needs and does not change."""
 
     config: RunConfig
     folder: Path

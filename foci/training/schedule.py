@@ -14,11 +14,12 @@ def learning_rate_at(step: int, total: int, config: TrainConfig) -> float:
     >>> [round(learning_rate_at(step, 12, config), 2) for step in range(0, 12, 2)]
     [0.25, 0.75, 1.0, 0.85, 0.5, 0.15]
     """
-    if step < config.warmup:
-        return config.rate * (step + 1) / config.warmup
+    warmup = config.warmup or 0
+    if step < warmup:
+        return config.rate * (step + 1) / warmup
     if config.schedule == "constant":
         return config.rate
     if config.schedule == "inverse_sqrt":
-        return config.rate * math.sqrt(max(config.warmup, 1) / (step + 1))
-    done = min((step - config.warmup) / max(total - config.warmup, 1), 1.0)
+        return config.rate * math.sqrt(max(warmup, 1) / (step + 1))
+    done = min((step - warmup) / max(total - warmup, 1), 1.0)
     return config.rate * (config.floor + (1.0 - config.floor) * 0.5 * (1.0 + math.cos(math.pi * done)))
