@@ -1,20 +1,25 @@
 """The README and the documents: their code runs, prints what they say and imports public names only; images are small.
 
-Blocks marked python run; those marked py need a model or data of the reader.
+Blocks marked python run; those marked py need a model or data of the reader. The commands of console blocks are valid,
+and those of the README run in their order.
 """
 
 import ast
 import re
+import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import foci
+from foci.cli import main
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:^```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 ANY_BLOCK = re.compile(r"^```(?:python|py)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 WITH_CODE = [name for name in DOCUMENTS if BLOCK.search((ROOT / name).read_text())]
 PUBLIC_MODULES = {"foci", "foci.nn", "foci.hf", "foci.decoding", "foci.bertviz", "foci.losses"}
 MAX_IMAGE_BYTES = 200_000
@@ -71,6 +76,54 @@ def test_the_code_runs_and_prints_what_the_document_says(
         out = capsys.readouterr().out
         assert not printed or out == printed
     pyplot.close("all")
+
+
+def foci_commands(document: str) -> list[list[str]]:
+    """The arguments of the `foci` commands in the console blocks, without comments and redirections."""
+    lines = [line for block in CONSOLE.findall((ROOT / document).read_text()) for line in block.splitlines()]
+    commands = [line.removeprefix("$ foci ") for line in lines if line.startswith("$ foci ")]
+    return [shlex.split(re.split(" [<>] ", command)[0], comments=True) for command in commands]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_have_known_options(document: str) -> None:
+    for arguments in foci_commands(document):
+        assert main.parse_arguments(arguments).command == arguments[0]
+
+
+def test_files_that_the_readme_names_are_written_by_an_earlier_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written = {"runs/translation"}
+    for arguments in foci_commands("README.md"):
+        paths = {word for word in arguments[1:] if re.fullmatch(r"\S*\.\w+|\S+/\S+", word)}
+        is_out = {after for word, after in pairwise(arguments) if word == "--out"}
+        assert paths - is_out <= written
+        written |= is_out
+        if arguments[0] == "samples":
+            assert main.main(arguments) == 0
+            written |= {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert "samples/shirt.png" in written
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    served = []
+    monkeypatch.setattr("foci.explore.server.serve", lambda *_, **options: served.append(options["port"]))
+    printed = {}
+    for arguments in foci_commands("README.md"):
+        assert main.main(arguments) == 0
+        printed[" ".join(arguments[:2])] = capsys.readouterr().out
+    # `foci view` and `foci explore` open a browser.
+    assert served == [0, 0]
+    assert "Wo ist der Bahnhof?" in printed["run translation"]
+    assert "t-shirt (91%)" in printed["run vision"]
+    assert printed["run speech"] == "seven\n"
+    assert float(printed["evaluate runs/translation"].split()[1]) > 97
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
