@@ -194,7 +194,7 @@ def check_token_counts(record: Record) -> None:
     for layer in record.layers.values():
         for name, length in ((layer.queries, layer.shape[-2]), (layer.keys, layer.shape[-1])):
             if len(record.labels[name]) != length:
-                raise ValueError(f"tokens must be {length} for {layer.label}, got {len(record.labels[name])}")
+                raise ValueError(f"tokens must have {length} entries for {layer.label}, got {len(record.labels[name])}")
 
 
 def check_included_layers(record: Record, included: Sequence[int]) -> None:

@@ -100,7 +100,8 @@ def attention(
         sink: a logit per head (H,) that takes attention and has no value vector.
         positions: (query positions, key positions) that replace the default; int tensors (T,) or (B, T).
         dropout: the probability that a weight is dropped.
-        backend: None for the fastest one that supports the call; a name is used, or refused with reasons.
+        backend: None for the fastest one that supports the call; a name forces that backend, and raises ValueError with
+            its reasons if it refuses.
         return_weights: also return the attention matrix, as a lazy operator.
     """
     if misplaced or unknown:

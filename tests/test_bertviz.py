@@ -113,7 +113,7 @@ def test_tokens_are_prettified_or_unchanged() -> None:
             "attention must be given, or encoder_, decoder_ or cross_attention, got both",
         ),
         ({"attention": attention()}, "tokens must be a list of strings, got None"),
-        ({"attention": attention(), "tokens": [*TOKENS, "x"]}, "tokens must be 6 for L0, got 7"),
+        ({"attention": attention(), "tokens": [*TOKENS, "x"]}, "tokens must have 6 entries for L0, got 7"),
         (
             {"attention": attention(), "tokens": TOKENS, "include_layers": [0, 9]},
             "include_layers must be from 0 to 1, got [9]",

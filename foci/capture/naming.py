@@ -188,7 +188,7 @@ def group_by_stack(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list
 
 
 def number_layers(names: list[str]) -> list[int]:
-    """The first number in the paths that differs for all modules, else consecutive numbers."""
+    """The first number in the module paths that differs for all modules; if there is none, 0, 1, 2, ..."""
     paths = [[int(part) for part in name.split(".") if part.isdigit()] for name in names]
     for column in range(min(map(len, paths), default=0)):
         candidates = [path[column] for path in paths]

@@ -77,7 +77,7 @@ class ModelRunner:
             return self._record_image_with_task(model, picture, job)
         with self._open_model("image", model, job) as (processor, own):
             pixels = processor(images=picture, return_tensors="pt").to(self.device)
-            with report_progress(own, job), torch.no_grad(), watch(own) as seen:
+            with report_progress(own, job), torch.no_grad(), foci.watch(own) as seen:
                 own(**pixels)
         return replace_title(seen, model)
 

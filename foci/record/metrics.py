@@ -24,7 +24,7 @@ HEAD_SCORES = {
     "previous token": "the weight on the key directly before the query",
     "duplicate token": "the weight on earlier keys with the same token as the query",
     "induction": "the weight on keys directly after an earlier copy of the query's token",
-    "alignment": "how often the heaviest key does not move backwards from one query to the next: 1 if monotonic",
+    "alignment": "share of queries whose heaviest key is not before that of the previous query: 1 if monotonic",
 }
 # Scores that need the tokens of both axes.
 TOKEN_SCORES = ("duplicate token", "induction")
@@ -177,8 +177,8 @@ def sum_per_head(values: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
 def compute_rollout(layers: Sequence[Layer], query: int, batch: int = 0, values: bool = False) -> Tensor:
     """Attention rollout (Abnar and Zuidema): the share of each input position in one query of the last layer, (T,).
 
-    Each layer passes on one half attention, averaged over its heads, and one half residual. values=True weights the
-    attention with the norms of the values. Only matrix-vector products are computed.
+    Each layer is taken as the mean of its attention, averaged over heads, and the identity (the residual connection).
+    values=True weights the attention by the norms of the values. Only matrix-vector products are computed.
     """
     length = layers[-1].shape[-1]
     flow = torch.zeros(length, device=layers[-1].entropy().device)
@@ -203,8 +203,8 @@ def compute_cross_rollout(
 ) -> tuple[Tensor, Tensor]:
     """Attention rollout of an encoder-decoder: the shares of the source and of the target in one query of the decoder.
 
-    The flow goes back through cross-attention and self-attention of each decoder layer, and what reaches the source
-    through the encoder: (S,) and (T,), which add up to 1.
+    The shares are traced back through cross-attention and self-attention of each decoder layer; the share of the source
+    then through the encoder layers. Returns (S,) and (T,), which add up to 1.
     """
     partial = next((layer for layer in layers if layer.rows is not None), None)
     if partial is not None:

@@ -27,7 +27,8 @@ from foci.runtime.durable_files import replace_durably
 SOURCE_FOLDER = Path(__file__).parents[1] / "kernels" / "c"
 COMPILERS = ("cc", "gcc", "clang")
 
-# No flag that changes the result of a sum or a comparison, or the floating point modes of the process.
+# No -ffast-math: sums must not be reordered, NaN and infinity must compare as usual, and loading the library must not
+# change the floating point modes of the process.
 COMPILER_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
 
 # Listed instead of -march=native, so that machines that share a home directory keep a library for each kind of CPU.

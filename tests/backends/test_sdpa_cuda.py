@@ -15,14 +15,19 @@ def queries(count: int) -> Tensor:
 
 def test_an_lse_without_masked_rows_is_returned_unchanged() -> None:
     flash, cudnn = randn(1, 2, 5), randn(1, 2, 5, 1)
-    assert normalize_lse(flash, queries(5), hides=False) is flash
-    assert torch.equal(normalize_lse(cudnn, queries(5), hides=False), cudnn[..., 0])
+    assert normalize_lse(flash, queries(5), may_mask_rows=False) is flash
+    assert torch.equal(normalize_lse(cudnn, queries(5), may_mask_rows=False), cudnn[..., 0])
 
 
 def test_fully_masked_rows_and_padding_rows_of_the_lse_are_corrected() -> None:
     marked = torch.tensor([1.0, torch.inf, 2.0, torch.inf]).view(1, 1, 4)
-    assert normalize_lse(marked, queries(4), hides=True).flatten().tolist() == [1.0, -torch.inf, 2.0, -torch.inf]
-    found = normalize_lse(marked, queries(3), hides=False)
+    assert normalize_lse(marked, queries(4), may_mask_rows=True).flatten().tolist() == [
+        1.0,
+        -torch.inf,
+        2.0,
+        -torch.inf,
+    ]
+    found = normalize_lse(marked, queries(3), may_mask_rows=False)
     assert found.flatten().tolist() == [1.0, -torch.inf, 2.0]
     assert found.is_contiguous()
 

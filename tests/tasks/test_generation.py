@@ -28,10 +28,10 @@ def test_a_small_model_learns_the_sentences(tmp_path: Path) -> None:
     assert floor < float(found["nats_per_character"]) < 3 * floor
     task, model, _ = load_trained_model(tmp_path / "run")
     assert float(task.score(task.decode(task.model().eval(), [Passage("the cat sat. ")]), [])["nats_per_character"]) > 2
-    calm = type(task).from_files(task.settings.replace(temperature=0.0, new_tokens=12), task.files())
+    calm = type(task).from_learned_state(task.settings.replace(temperature=0.0, new_tokens=12), task.learned_state())
     written = calm.answer(model, [calm.parse_input("a dog ran")])[0]
     assert written.startswith("a dog ran far. ")
-    record = calm.show(model, calm.parse_input("a dog ran"))
+    record = calm.record_attention(model, calm.parse_input("a dog ran"))
     assert record.prompt == len("a dog ran") + 1
     assert record["L0H1"].shape[-1] == len(record.labels["input"])
 

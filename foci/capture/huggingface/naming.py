@@ -71,7 +71,7 @@ def is_cross_attention_module(name: str, module: Any) -> bool:
 
 
 def number_modules(modules: Iterable[Any]) -> list[int]:
-    """The `layer_idx` of the modules if they all differ, else consecutive numbers."""
+    """The `layer_idx` of the modules if they all differ; otherwise 0, 1, 2, ..."""
     indices = [getattr(module, "layer_idx", None) for module in modules]
     are_distinct = all(isinstance(index, int) for index in indices) and len(set(indices)) == len(indices)
     return [int(index) for index in indices if index is not None] if are_distinct else list(range(len(indices)))

@@ -114,5 +114,5 @@ def plan_decode_backward(
 
 
 def keys_per_block(q: Tensor, v: Tensor, block_floats: int) -> int:
-    """The number of keys in a block of so many floats, at least 4."""
+    """The number of keys in a block of `block_floats` floats, at least 4."""
     return max(block_floats // next_power_of_two(max(q.shape[3], v.shape[3])), 4)

@@ -68,7 +68,7 @@ def backward_in_one_pass(
 
 
 def choose_one_pass_tiling(queries: int, device: torch.device) -> AdditiveTiling:
-    """Choose tiles that use all registers: eight warps per multiprocessor, each with enough independent terms."""
+    """Choose tiles whose accumulators fill the registers of eight warps per multiprocessor."""
     if device.type != "cuda":
         return INTERPRETER_TILING
     return AdditiveTiling(queries=16 if queries <= 16 else 32 if queries <= 32 else 64)
@@ -86,7 +86,8 @@ def plan_one_pass_backward(
 ) -> LaunchPlan:
     """Plan the prologue, the pass, and the epilogue, which reads only the gradient sums.
 
-    During the pass, the exponentials are the only other workspace arrays of the size of the sums.
+    The large workspace arrays are the gradient sums and the exponentials. The gradients are allocated just before the
+    epilogue, after the exponentials are freed.
     """
     from foci.kernels.additive.one_pass_backward import additive_one_pass_backward
     from foci.kernels.additive.one_pass_prologue_epilogue import one_pass_prologue
@@ -96,7 +97,7 @@ def plan_one_pass_backward(
     splits = max(1, min(wanted // blocks, -(-q.shape[2] // tiling.queries)))
     programs = min(blocks * splits, wanted)
     scalars = additive_scalars(q, k, v, weight, options) | tile_arguments(q, v, tiling) | feature_loop
-    # Products of float32 take so much shared memory that a tile does not fit next to them.
+    # A tile of logit gradients stays in shared memory; for float32, the operands of the products leave no space for it.
     shared = q.is_cuda and q.dtype != torch.float32
     scalars |= {"items": blocks * splits, "programs": programs, "splits": splits, "LSE": has_d_lse, "SHARED": shared}
     sizes = exponentials_workspace(q, k, weight, tiling) | {"delta": q.numel() // q.shape[3]}

@@ -199,5 +199,5 @@ def stride_arguments(name: str, x: Tensor) -> dict[str, int]:
 
 
 def dot_precision(q: Tensor) -> str:
-    """Full precision for products of float32: table gradients sum so many terms that lost bits would show."""
+    """Full precision for products of float32: table gradients have many terms, so rounding errors would add up."""
     return "ieee" if q.dtype == torch.float32 else "tf32"

@@ -100,7 +100,7 @@ def bucket_gradient_launches(options: DistanceBiasOptions, q: Tensor) -> tuple[l
 def tile_range_launches(
     key_ranges: Tensor | None, Tk: int, queries: int, keys: int
 ) -> tuple[list[KernelLaunch], dict[str, int]]:
-    """The launches that find which tiles see each other, for tiles of so many queries and keys; and their workspace.
+    """The launches that find which tiles see each other, for tiles of `queries` x `keys` entries, and their workspace.
 
     `query_tiles` holds the range of query tiles that see some key of a key tile, `common_keys` the range of keys that
     all queries of a query tile see.

@@ -4,6 +4,12 @@
 table and slopes. `distance_bias_key_gradients` has a program per tile of keys, which loops over the queries of all
 heads that share them: gradients of keys and values.
 
+TABLE: 0 no row table; 1 relative keys, a row per query, added before scaling; 2 buckets, a row per head, added to the
+logits. VALUED: relative values, which take two more arrays: `gains` (B, H, Tq, 2 clip + 1), d_out times the value
+vector of each distance, and `band`, the weights by distance.
+EXACT: float32 inputs, without additional rounding. EVEN: D and Dv are BD and BV, so columns need no bounds check.
+DIRECT: each thread loads and stores the floats that it needs (`gather_floats`).
+
 B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width.
 """
 
@@ -68,7 +74,9 @@ def distance_bias_query_gradients(
     EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """d_q (B, H, Tq, D); delta (B, H, Tq): Σ d_out out minus the gradient of the log-sum-exp; d_table and band
+    """Write the gradients of queries, row table and slopes for a tile of queries.
+
+    d_q (B, H, Tq, D); delta (B, H, Tq): Σ d_out out minus the gradient of the log-sum-exp; d_table and band
     (B, H, Tq, 2 clip + 1): the gradient of the row table and, with relative values, the weights by distance; d_slopes
     (B, H, tiles).
     """
@@ -137,6 +145,7 @@ def distance_bias_query_gradients(
             if TABLE > 0:
                 plain = plain & (far != 0)
             if IDS or DENSE:
+                # Not `False`: `plain` must stay a tensor in all branches.
                 plain = plain & False
             table_bias = dots
             if TABLE > 0:
@@ -220,7 +229,9 @@ def distance_bias_key_gradients(
     EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """d_k (B, G, Tk, D), d_v (B, G, Tk, Dv). A tile is (keys, queries) here, so that no product transposes it.
+    """Write the gradients of a tile of keys and values: d_k (B, G, Tk, D), d_v (B, G, Tk, Dv).
+
+    A tile is (keys, queries) here, so that no product transposes it.
 
     With RANGES, query_tiles (Bm, tiles of keys, 2) holds the range of query tiles that see some of these keys, and
     common_keys (Bm, tiles of queries, 2) the range of keys that all queries of a tile see: int32 in float workspace.
@@ -284,6 +295,7 @@ def distance_bias_key_gradients(
             if TABLE > 0:
                 plain = plain & (far != 0)
             if IDS or DENSE:
+                # Not `False`: `plain` must stay a tensor in all branches.
                 plain = plain & False
             r_there = tl.minimum(r, Tq - 1 - first_i)[None, :]
             tile_table = own_table + first_i.to(tl.int64) * row

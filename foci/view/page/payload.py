@@ -42,7 +42,8 @@ MAX_TOP_NUMBERS = 13_000_000
 MAX_PICTURE_BLOCKS = 5_000_000
 # Larger records have no log-sum-exp: it would take more room than the "How it is computed" view is worth.
 MAX_LSE_NUMBERS = 2**18
-# Up to so many numbers, the vectors of the "How it is computed" view are float32, then float16, then left out.
+# Number of elements up to which the vectors of the "How it is computed" view are float32, and up to which float16;
+# larger ones are left out.
 MAX_VECTOR_NUMBERS = (2**18, 3 * 2**19)
 
 
@@ -214,7 +215,7 @@ def summarize_long_layer(layer: Layer, top: int, side: int) -> dict[str, Tensor]
 
 
 def add_statistics(arrays: PackedArrays, name: str, layer: Layer, statistics: dict[str, Tensor]) -> None:
-    """Add each statistic in a kind of number with enough precision."""
+    """Add each statistic in an encoding with enough precision."""
     if "keys" in statistics:
         add_top(arrays, name, statistics["values"].float(), statistics["keys"].long(), layer.shape[3])
     for reduce in ("mean", "max"):
