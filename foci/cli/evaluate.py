@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         check_file_path(options.answers, "--answers")
     task, model = load_with_changes(options.model, options.changes, options.device)
     examples = examples_to_evaluate(task, options)
-    print_truncated("evaluate", sum(map(task.is_truncated, examples)), len(examples))
+    if not task.scores_whole_inputs:
+        print_truncated("evaluate", sum(map(task.is_truncated, examples)), len(examples))
     with torch.no_grad(), decoding_progress(len(examples)) as done:
         answers = task.decode(model, examples, done)
     if options.answers is not None:

@@ -104,6 +104,7 @@ class Generation(Task[Passage | TokenWindow, PassageLikelihood]):
     name = "generation"
     metric = "nats_per_character"
     better = "lower"
+    scores_whole_inputs = True
     settings_type = GenerationSettings
     settings: GenerationSettings
 

@@ -90,6 +90,7 @@ class Task(ABC, Generic[ExampleT, AnswerT]):
     metric: ClassVar[str]  # the first entry of `score`, which selects the best model and stops training
     better: ClassVar[Literal["higher", "lower"]]  # whether a higher or lower metric is better
     scores_whole_inputs: ClassVar[bool] = False  # whether `decode` reads all of an input that `answer` truncates
+    scores_whole_inputs: ClassVar[bool] = False  # whether `decode` reads all of an input that `answer` truncates
     settings_type: ClassVar[type[Config]]  # the [task] section of a run's TOML
     settings: Any  # an instance of settings_type
 

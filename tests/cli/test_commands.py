@@ -377,6 +377,15 @@ def test_a_pretrained_model_is_run_and_evaluated_by_name(
     assert "pretrained models: " + ", ".join(list_pretrained()) in " ".join(capsys.readouterr().out.split())
 
 
+def test_evaluate_scores_a_long_text_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "The cat looked out of the window. " * 12
+    (tmp_path / "long.txt").write_text(text)
+    assert main.main(["evaluate", "generation", "--data", str(tmp_path / "long.txt"), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["characters"] == len(text)
+    assert printed.err == ""
+
+
 def test_a_pretrained_model_is_available_by_name_beside_a_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
