@@ -19,7 +19,7 @@ from foci.weights.weights import Weights
 
 RECORD_FORMAT = "foci.record/1"
 PLAIN_FIELDS = ("model", "calls", "unseen", "prompt", "answer", "sequences", "notes")
-LABELS_FIELDS = ("kind", "texts", "words", "grid", "leading", "images", "seconds")
+LABELS_FIELDS = ("kind", "texts", "words", "grid", "leading", "images", "seconds", "sounds", "rate")
 LAYER_FIELDS = ("name", "stack", "index", "heads", "queries", "keys", "rows", "kv_heads", "value_norms")
 MAX_STACK_NAME_LENGTH = 64
 # The file calls the query positions of a layer "query_places".
@@ -235,12 +235,10 @@ def parse_labels(part: Any) -> Labels:
         )
     require(grid is None or (is_int_tuple(grid) and len(grid) == 2), "grid", "a pair of ints", grid)
     require(is_int_tuple((part["leading"],)), "leading", "an int of at least 0", part["leading"])
-    require(
-        part["images"] is None or isinstance(part["images"], Tensor),
-        "images",
-        "a tensor",
-        type(part["images"]).__name__,
-    )
+    for name in ("images", "sounds"):
+        require(part[name] is None or isinstance(part[name], Tensor), name, "a tensor", type(part[name]).__name__)
+    rate = part["rate"]
+    require(rate is None or (is_int_tuple((rate,)) and rate > 0), "rate", "an int above 0", rate)
     seconds = part["seconds"]
     require(
         seconds is None or (is_real_number(seconds) and 0 < seconds < math.inf),

@@ -13,6 +13,8 @@ from torch import Tensor
 LABEL_KINDS = ("tokens", "patches", "frames", "positions")
 # What a decoder returns for bytes that are not a whole character.
 REPLACEMENT_CHARACTER = "\ufffd"
+# The position of a text classifier whose state decides the answer.
+CLASS_TOKEN = "<class>"
 
 LabelTexts = tuple[tuple[str, ...], ...]
 WordNumbers = tuple[tuple[int | None, ...], ...]
@@ -35,6 +37,8 @@ class Labels:
         leading: the number of positions (class token, registers) before the first patch.
         images: the images, uint8 (B, height, width, 3).
         seconds: the duration of a frame.
+        sounds: the recordings, int16 (B, samples).
+        rate: the samples per second of `sounds`.
     """
 
     kind: str
@@ -44,6 +48,8 @@ class Labels:
     leading: int = 0
     images: Tensor | None = None
     seconds: float | None = None
+    sounds: Tensor | None = None
+    rate: int | None = None
 
     def __post_init__(self) -> None:
         validate_labels(self)
@@ -118,7 +124,7 @@ class Labels:
         words = None if self.words is None else tuple(tuple(row[i] for i in positions) for row in self.words)
         if list(positions) == list(range(len(self))):
             return self
-        return replace(self, texts=texts, words=words, grid=None, leading=0, images=None)
+        return replace(self, texts=texts, words=words, grid=None, leading=0, images=None, sounds=None)
 
 
 def validate_labels(labels: Labels) -> None:
@@ -137,6 +143,10 @@ def validate_labels(labels: Labels) -> None:
     if labels.images is not None and (labels.images.dtype != torch.uint8 or labels.images.dim() != 4):
         got = f"{labels.images.dtype} {tuple(labels.images.shape)}"
         raise ValueError(f"images must be uint8 (B, height, width, 3), got {got}")
+    if labels.sounds is not None and (labels.sounds.dtype != torch.int16 or labels.sounds.dim() != 2):
+        raise ValueError(f"sounds must be int16 (B, samples), got {labels.sounds.dtype} {tuple(labels.sounds.shape)}")
+    if labels.sounds is not None and not (labels.rate and labels.seconds):
+        raise ValueError("rate and seconds must be given with sounds, got None")
 
 
 def slice_by_offsets(source: str, offsets: Sequence[tuple[int, int]], names: Sequence[str]) -> list[str]:

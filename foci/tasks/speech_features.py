@@ -20,6 +20,9 @@ from foci.inputs.text import TokenizerKind
 from foci.nn.config import HALVINGS_LIMIT, LAYERS_LIMIT, WIDTH_LIMIT
 from foci.tasks.task import LENGTH_LIMIT, TaskSettings
 
+# A pause is quieter than this share of the loudest 20 milliseconds, for at least this long.
+PAUSE_LOUDNESS, PAUSE_SECONDS = 0.05, 0.25
+
 
 @dataclass(frozen=True)
 class SpeechSettings(TaskSettings):
@@ -100,6 +103,15 @@ def load_recording(path: str, rate: int) -> Tensor:
             f"{path} must hold finite frames (F, M), got the shape {tuple(frames.shape)} or NaN or infinity"
         )
     return frames
+
+
+def count_sound_parts(samples: Tensor, rate: int) -> int:
+    """Counts the loud parts of a recording (N,) that are separated by pauses."""
+    windows = samples.float()[: len(samples) // (step := max(rate // 50, 1)) * step].view(-1, step)
+    loudness = windows.square().mean(1).sqrt()
+    loud = (loudness > PAUSE_LOUDNESS * loudness.max()).nonzero().flatten() if len(loudness) else loudness
+    gaps = loud.diff() > PAUSE_SECONDS * 50
+    return int(gaps.sum()) + min(len(loud), 1)
 
 
 def compute_features(recording: Tensor, settings: SpeechSettings) -> Tensor:

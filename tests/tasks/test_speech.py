@@ -132,6 +132,23 @@ def test_recordings_are_joined() -> None:
     assert kept == texts
 
 
+def test_one_word_for_a_recording_with_pauses_is_noted(
+    learned: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, model, _ = learned.trained
+    one, pause = sung([next(iter(TONES))], random.Random(0)), torch.zeros(RATE // 2)
+    write_wav(tmp_path / "one.wav", one, RATE)
+    write_wav(tmp_path / "three.wav", torch.cat([one, pause, one, pause, one]), RATE)
+    tokens = task.tokenizer.encode(next(iter(TONES)))
+    monkeypatch.setattr(task, "transcribe", lambda *_: [tokens])
+    assert task.record_attention(model, task.parse_input(str(tmp_path / "one.wav"))).notes == []
+    record = task.record_attention(model, task.parse_input(str(tmp_path / "three.wav")))
+    assert record.notes[0].startswith("the recording has 3 parts with pauses between them, but the answer is a single")
+    source = record.labels["source"]
+    assert source.sounds is not None
+    assert source.sounds.shape[1] / RATE == pytest.approx(len(source) * source.seconds, abs=0.1)
+
+
 def test_the_record_has_seconds_and_words(learned: Lesson) -> None:
     task, model, _ = learned.trained
     example = next(each for each in learned.dev if len(each.text.split()) == 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,25 @@ def test_an_answer_has_class_and_probability(learned: Lesson) -> None:
     assert said[0].split(" (")[0] in {"standing", "lying", "square"}
 
 
+def test_the_record_has_the_image_as_given(learned: Lesson, tmp_path: Path) -> None:
+    task, model, _ = learned.trained
+    pixels = torch.full((30, 40), 250, dtype=torch.uint8)
+    pixels[10:20, 10:30] = 5
+    (tmp_path / "wide.pgm").write_bytes(b"P5 40 30 255\n" + bytes(pixels.flatten().tolist()))
+    inverting = type(task)(replace(task.settings, ground="dark"), task.labels, task.mean, task.std)
+    record = inverting.record_attention(model, inverting.parse_input(str(tmp_path / "wide.pgm")))
+    shown = record.labels["input"].images
+    assert shown is not None
+    assert torch.equal(shown[0, :, :, 0], pixels[:, 5:35])
+    assert record.notes == ["the image has 40 × 30 pixels: the model reads the center square of 30 × 30"]
+
+
 def test_the_record_has_the_image_and_its_patches(learned: Lesson) -> None:
     task, model, _ = learned.trained
     record = task.record_attention(model, learned.dev[0])
     labels = record.labels["input"]
     assert (labels.kind, labels.grid, labels.leading, len(labels)) == ("patches", (4, 4), 1, 17)
+    assert labels.texts[0][:2] == ("class token", "0,0")
     assert labels.images is not None
     assert labels.images.shape == (1, 12, 12, 3)
     assert record["L1H0"].shape == (1, 17, 17)

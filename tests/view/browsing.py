@@ -1,9 +1,10 @@
 """Chromium for the tests of pages, offline, with errors collected."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+Look = Callable[..., AbstractContextManager[Any]]
 SIZE = {"width": 1280, "height": 800}
 
 
@@ -35,6 +36,10 @@ def opened(browser: Any, address: str, *, offline: bool = True, **options: Any) 
     yield tab
     assert wrong == []
     context.close()
+
+
+def token(tab: Any, index: int) -> Any:
+    return tab.locator(f'.textpane [data-i="{index}"]')
 
 
 def settle(tab: Any) -> None:

@@ -3,8 +3,6 @@
 import csv
 import io
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,45 +15,19 @@ import foci
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.record import Record
-from foci.view.page import document, payload
-from tests.conftest import chromium_path
+from foci.view.page import payload
 from tests.view import records
-from tests.view.browsing import browsing, listed, opened, settle, shares, summed, until
+from tests.view.browsing import Look, listed, opened, settle, shares, summed, token, until
 from tests.view.pages import lazy, output_of, record_small_model
 
 pytest.importorskip("playwright", reason="browser: playwright is not installed")
 pytestmark = pytest.mark.browser
-
-Look = Callable[..., AbstractContextManager[Any]]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    path = chromium_path()
-    assert path is not None
-    with browsing(path) as found:
-        yield found
-
-
-@pytest.fixture
-def look(browser: Any, tmp_path: Path) -> Look:
-    """Opens a record's page: look(record, "#v=map")."""
-
-    def open_page(record: Record, address: str = "", **options: Any) -> AbstractContextManager[Any]:
-        document.write_html(record, tmp_path / "x.html")
-        return opened(browser, f"file://{tmp_path / 'x.html'}{address}", **options)
-
-    return open_page
 
 
 def near(found: dict[int, float], expected: Tensor) -> None:
     """Check that the listed weights equal the expected ones to the displayed digits."""
     for position, share in found.items():
         assert share == pytest.approx(float(expected[position]), rel=0.051, abs=1e-4)
-
-
-def token(tab: Any, index: int) -> Any:
-    return tab.locator(f'.textpane [data-i="{index}"]')
 
 
 def background(tab: Any, index: int) -> str:
@@ -181,14 +153,14 @@ def test_a_learned_sink_shows_its_weight(look: Look) -> None:
 
 
 def test_color_scale_changes_the_legend(look: Look) -> None:
-    with look(records.jane(), "#h=L0H1&t=2&w=0") as tab:
-        linear = background(tab, 5)
-        assert tab.locator(".legend .ticks span").all_inner_texts() == ["0", "20.0%", "40.0%"]
+    with look(records.jane(), "#h=L0H1&t=3&w=0") as tab:
+        linear = background(tab, 0)
+        assert tab.locator(".legend .ticks span").all_inner_texts() == ["0", "35.0%", "70.0%"]
         tab.keyboard.press("c")
         settle(tab)
-        assert tab.locator(".legend .ticks span").last.inner_text() == "40.0%"
+        assert tab.locator(".legend .ticks span").last.inner_text() == "70.0%"
         assert tab.locator(".legend .ticks span").count() == 5
-        assert background(tab, 5) != linear
+        assert background(tab, 0) != linear
         tab.keyboard.press("c")
         settle(tab)
         assert tab.locator(".legend .ticks span").all_inner_texts() == ["smallest", "median", "largest"]
@@ -468,7 +440,7 @@ def test_rollout_equals_the_record(look: Look) -> None:
 
 
 def test_the_state_is_in_the_url(look: Look, browser: Any) -> None:
-    with look(lazy(20), "#h=L1H2&t=5") as tab:
+    with look(lazy(40), "#h=L1H2&t=5") as tab:
         tab.keyboard.press("c")
         tab.keyboard.press("s")
         tab.get_by_role("tab", name="Map").click()

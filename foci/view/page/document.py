@@ -87,6 +87,7 @@ def build_security_policy(script: str, style: str) -> str:
         "script-src": hash_source(script),
         "style-src": hash_source(style),
         "img-src": "data: blob:",
+        "media-src": "blob:",
         "base-uri": "'none'",
         "form-action": "'none'",
     }

@@ -88,7 +88,7 @@ def build_header(record: Record, title: str | None, arrays: PackedArrays) -> dic
         "layers": [
             describe_layer(record, layer, plan, table) | how for layer, how in zip(layers, written, strict=True)
         ],
-        "labels": [describe_labels(arrays, f"image.{i}", labels, max_sequences) for i, labels in enumerate(table)],
+        "labels": [describe_labels(arrays, i, labels, max_sequences) for i, labels in enumerate(table)],
         "metrics": list_head_metrics(record, layers),
         "initial": {
             "head": record.name_of(initial.layer, initial.head),
@@ -248,10 +248,12 @@ def add_labels_once(labels: Labels, table: list[Labels]) -> int:
     return len(table) - 1
 
 
-def describe_labels(arrays: PackedArrays, name: str, labels: Labels, max_sequences: int) -> dict[str, Any]:
+def describe_labels(arrays: PackedArrays, number: int, labels: Labels, max_sequences: int) -> dict[str, Any]:
     """Describe the labels of a sequence; long texts are cut."""
     if labels.images is not None:
-        arrays.add(name, labels.images[:max_sequences], "u1")
+        arrays.add(f"image.{number}", labels.images[:max_sequences], "u1")
+    if labels.sounds is not None:
+        arrays.add(f"sound.{number}", labels.sounds[:max_sequences].int() & 0xFFFF, "u2")
     return {
         "kind": labels.kind,
         "texts": [
@@ -263,6 +265,8 @@ def describe_labels(arrays: PackedArrays, name: str, labels: Labels, max_sequenc
         "leading": labels.leading,
         "seconds": labels.seconds if labels.seconds is not None and math.isfinite(labels.seconds) else None,
         "image": labels.images is not None,
+        # The samples per second of the recording.
+        "sound": None if labels.sounds is None else labels.rate,
     }
 
 

@@ -55,9 +55,10 @@ export class AlignView {
   }
 
   sheet(focus, rows, columns, matrix, R, C) {
-    const [left, top] = [140, 116];
     // As large as the frame; before it is on the page, as wide as on a usual screen.
-    const room = Math.max(300, (this.frame.clientWidth || 690) - left - 94);
+    const frame = this.frame.clientWidth || 690;
+    const [left, top] = [Math.min(140, Math.round(0.3 * frame)), 116];
+    const room = Math.max(120, frame - left - 94);
     const cell = Math.max(14, Math.min(38, room / C), Math.min(52, room / C, 500 / R));
     const [width, height] = [left + C * cell + 60, top + R * cell + 24];
     const sheet = draw("svg", {
@@ -68,7 +69,7 @@ export class AlignView {
       role: "img",
       "aria-label": "Alignment matrix; the table beside it lists the weights of the selected word",
     });
-    const scale = createScale(this.state.scale, matrix.flatMap((row) => [...row]));
+    const scale = createScale(this.state.scale, matrix.flatMap((row) => [...row]), 1 / columns.count);
     this.scale = scale;
     const size = Math.min(cell > 38 ? 15 : 13, cell * 0.62);
     const soft = cssColor("--soft");
@@ -127,7 +128,7 @@ export class AlignView {
           "font-weight": chosen ? 600 : 400,
           fill: cssColor("--ink"),
         },
-        clipText(rows.label(i), 16),
+        clipText(rows.label(i), Math.floor(left / 8.7)),
       ),
     );
     for (let j = 0; j < C; j++) {

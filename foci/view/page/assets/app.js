@@ -13,6 +13,7 @@ import { MapView } from "./map.js";
 import { LinesView } from "./lines.js";
 import { AlignView } from "./align.js";
 import { ImageView } from "./image.js";
+import { SoundView } from "./sound.js";
 import { StepsView } from "./steps.js";
 import { ComputeView } from "./compute.js";
 import { RolloutView } from "./rollout.js";
@@ -29,6 +30,7 @@ const VIEWS = [
   ["lines", "Lines", LinesView, () => true],
   ["align", "Alignment", AlignView, (store) => store.layers.some((layer) => !layer.self)],
   ["image", "Image", ImageView, (store) => store.header.labels.some((labels) => labels.grid)],
+  ["sound", "Sound", SoundView, (store) => store.header.labels.some((labels) => labels.sound)],
   ["steps", "Steps", StepsView, (store) => store.header.prompt !== null || store.layers.some((layer) => !layer.self)],
   ["compute", "How it is computed", ComputeView, () => true],
   ["rollout", "Rollout", RolloutView, (store) => store.layers.some((layer) => layer.self)],
@@ -75,6 +77,10 @@ export class App {
       this.announcement,
       this.help,
     );
+    // Shift-click adds to the selection; the browser would select text as well.
+    this.element.addEventListener("mousedown", (event) => {
+      if (event.shiftKey && !event.target.closest("input, select")) event.preventDefault();
+    });
     this.refresh = oncePerFrame(() => this.update());
     this.state.on((changed) => {
       this.changed = new Set([...(this.changed ?? []), ...changed]);
@@ -244,8 +250,8 @@ function defaults(store) {
   const { head, query } = store.header.initial;
   const keys = store.labels(store.layers[findHeads(store, head)[0].layer], "keys");
   return {
-    // An image opens in the image view.
-    view: keys.grid ? "image" : "text",
+    // An image opens in the image view, a recording in the sound view.
+    view: keys.grid ? "image" : keys.sound ? "sound" : "text",
     heads: [head],
     chosen: [query],
     words: store.header.labels.some((labels) => labels.words),

@@ -15,6 +15,8 @@ const RAMPS = {
 export const HEAD_COLORS = ["#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f"];
 
 const DECADES = 4;
+// The multiple of a uniform weight that has the full color, so that uniform attention is pale everywhere.
+const FULL_COLOR_FACTOR = 3;
 
 export function isDark() {
   const forced = document.documentElement.dataset.theme;
@@ -62,10 +64,12 @@ export function textColor(direction, t) {
 }
 
 // Maps weights to 0..1: { mode, largest, of(weight), ticks }. Ranks come from a sorted sample of the weights.
-export function createScale(mode, weights, largest = null) {
+// `uniform` is the weight of uniform attention, `largest` the largest weight if it is known.
+export function createScale(mode, weights, uniform, largest = null) {
   let top = largest ?? 0;
   if (largest === null) for (const w of weights) if (w > top) top = w;
   if (!(top > 0)) return { mode, largest: 0, of: () => 0, ticks: [[0, "0"]] };
+  top = Math.max(top, Math.min(1, FULL_COLOR_FACTOR * uniform));
   if (mode === "log") return logScale(top);
   if (mode === "rank") return rankScale(weights, top);
   return { mode, largest: top, of: (w) => w / top, ticks: [0, 0.5, 1].map((t) => [t, formatPercent(t * top)]) };

@@ -2,32 +2,32 @@
 
 import { choice, make, toggle } from "./dom.js";
 import { formatPercent } from "./colors.js";
-
-const SINKS = "An attention sink is a key with at least 10% of a head’s attention and five times a uniform share (s)";
+import { SINKS } from "./store.js";
 
 export class Controls {
   constructor(store, state, setDirection) {
     Object.assign(this, { store, state });
     this.hasWords = store.header.labels.some((labels) => labels.words);
     this.switches = [...this.choices(setDirection), ...this.toggles()];
-    this.sinkShare = make("span", { class: "sinkshare" });
+    this.sinkShare = make("span", { class: "sinkshare", title: SINKS });
     const [direction, scale, ...toggles] = this.switches;
-    const label = (text) => make("span", { class: "label" }, text);
-    const parts = [label("color by"), direction, label("scale"), scale, ...toggles, this.sinkShare];
-    if (store.header.sequences > 1) parts.unshift(label("sequence"), this.sequences());
+    const labelled = (text, control) =>
+      make("span", { class: "labelled" }, make("span", { class: "label" }, text), control);
+    const parts = [labelled("color by", direction), labelled("scale", scale), ...toggles, this.sinkShare];
+    if (store.header.sequences > 1) parts.unshift(labelled("sequence", this.sequences()));
     this.element = make("div", { class: "controls", role: "toolbar", "aria-label": "Display options" }, ...parts);
   }
 
   choices(setDirection) {
     const { state } = this;
     const directions = [
-      ["to", "attends to", "Keys that the selected token attends to (d)"],
-      ["from", "attended by", "Queries that attend to the selected token (d)"],
+      ["to", "attends to", "Color the tokens that the selected token attends to: its keys (d)"],
+      ["from", "attended by", "Color the tokens that attend to the selected token: its queries (d)"],
     ];
     const scales = [
-      ["linear", "linear", "Color proportional to the weight (c)"],
-      ["log", "log", "Color by the logarithm of the weight (c)"],
-      ["rank", "rank", "Color by the rank of the weight (c)"],
+      ["linear", "linear", "The color is proportional to the weight: a weight half as large is half as dark (c)"],
+      ["log", "log", "Each quarter of the colors is a factor of ten, so that weights down to 1/10,000 of the largest are visible (c)"],
+      ["rank", "rank", "The color is the place in the order of the weights, whatever their size: the median has the middle color (c)"],
     ];
     return [
       choice("Direction", directions, () => state.direction, setDirection),
@@ -38,9 +38,10 @@ export class Controls {
   toggles() {
     const { state } = this;
     const flip = (name) => () => state.set({ [name]: !state[name] });
-    const words = toggle("words", "Words instead of tokens (w)", () => state.words, flip("words"));
+    const words = toggle("words", "Add up the tokens of each word (w)", () => state.words, flip("words"));
     words.hidden = !this.hasWords;
-    return [words, toggle("hide sinks", SINKS, () => state.hideSinks, flip("hideSinks"))];
+    this.hideSinks = toggle("hide sinks", `${SINKS} (s)`, () => state.hideSinks, flip("hideSinks"));
+    return [words, this.hideSinks];
   }
 
   sequences() {
@@ -54,7 +55,9 @@ export class Controls {
   update(focus) {
     for (const part of this.switches) part.refresh();
     if (this.sequence) this.sequence.value = String(this.state.seq);
-    this.sinkShare.textContent = describeSinks(focus, this.state.hideSinks);
+    const shown = this.store.canHaveSinks(focus.layer);
+    this.hideSinks.hidden = this.sinkShare.hidden = !shown;
+    if (shown) this.sinkShare.textContent = describeSinks(focus, this.state.hideSinks);
   }
 }
 

@@ -146,12 +146,12 @@ export async function copyView(kind, view, focus) {
 }
 
 // A matrix with its labels.
-export function matrixSvg({ rows, columns, weight, mode, direction = "to", marks = [], title = "" }) {
+export function matrixSvg({ rows, columns, weight, uniform, mode, direction = "to", marks = [], title = "" }) {
   const cell = Math.max(6, Math.min(26, 680 / columns.length));
   const [left, top] = [130, 130];
   const sheet = svgSheet(left + columns.length * cell + 30, top + rows.length * cell + 30);
   const values = rows.flatMap((_, i) => columns.map((_, j) => weight(i, j)));
-  const scale = createScale(mode, values);
+  const scale = createScale(mode, values, uniform);
   rows.forEach((_, i) =>
     columns.forEach((_, j) => {
       const t = scale.of(weight(i, j));

@@ -63,7 +63,9 @@ export function computeFocus(store, state) {
   const picks = [...new Set(pickedTokens(state, sources.of.length).map((i) => sources.of[i]))];
   const weights = new Float32Array(targets.of.length);
   for (const u of picks) addUnitWeights(weights, store, state, heads, sources, u, to);
-  const focus = { heads, layer, to, from, other, sources, targets, picks, weights, name: describeHeads(heads, store) };
+  const kinds = Object.fromEntries(["queries", "keys"].map((side) => [side, store.labels(layer, side).kind]));
+  const name = describeHeads(heads, store);
+  const focus = { heads, layer, to, from, other, kinds, sources, targets, picks, weights, name };
   return { ...focus, ...summarizeWeights(focus, store, state) };
 }
 
@@ -82,7 +84,7 @@ function addUnitWeights(weights, store, state, heads, sources, unit, to) {
 // The weights per unit, the share of sinks, and how much of the whole is known.
 function summarizeWeights({ heads, to, picks, sources, targets, weights }, store, state) {
   const sinks = new Set(heads.flatMap((one) => store.sinks(one, state.seq)));
-  const units = new Float32Array(targets.count);
+  const [units, all] = [new Float32Array(targets.count), new Float32Array(targets.count)];
   let [total, inSinks] = [0, 0];
   for (let i = 0; i < weights.length; i++) {
     // Skips 0 and NaN.
@@ -90,8 +92,10 @@ function summarizeWeights({ heads, to, picks, sources, targets, weights }, store
     total += weights[i];
     const isSink = to && sinks.has(i);
     if (isSink) inSinks += weights[i];
-    if (isSink && state.hideSinks) continue;
-    units[targets.of[i]] += to ? weights[i] : weights[i] / (targets.stop[targets.of[i]] - targets.start[targets.of[i]]);
+    const u = targets.of[i];
+    const part = to ? weights[i] : weights[i] / (targets.stop[u] - targets.start[u]);
+    all[u] += part;
+    if (!(isSink && state.hideSinks)) units[u] += part;
   }
   const positions = picks.flatMap(
     (u) => Array.from({ length: sources.stop[u] - sources.start[u] }, (_, n) => sources.start[u] + n),
@@ -106,11 +110,15 @@ function summarizeWeights({ heads, to, picks, sources, targets, weights }, store
     0,
   ) / heads.length / Math.max(1, positions.length) : 0;
   const whole = picks.length;
+  const entropy = to && whole === 1 && known ? computeEntropy(exact ? all : null, { heads, positions, targets }, store, state) : null;
   const received = (one) => [...sinks].reduce((sum, j) => sum + store.received(one, state.seq)[j], 0);
   const headShare = heads.reduce((sum, one) => sum + received(one), 0) / heads.length;
   return {
     headShare,
     units,
+    entropy,
+    // The weight of each unit if the selected queries attended to all keys alike.
+    uniform: whole / (to ? targets.count : sources.count),
     sinks,
     total,
     sinkShare: whole ? inSinks / whole : 0,
@@ -120,6 +128,21 @@ function summarizeWeights({ heads, to, picks, sources, targets, weights }, store
     whole,
     coverage: to && whole ? total / whole : 1,
   };
+}
+
+// { nats, over }: of the listed weights, or the mean over heads and tokens if a file has only their statistics.
+function computeEntropy(units, { heads, positions, targets }, store, state) {
+  if (units) {
+    const what = targets.count < targets.of.length ? "words" : "keys";
+    const nats = units.reduce((sum, w) => (w > 0 ? sum - w * Math.log(w) : sum), 0);
+    return { nats, over: `≈ ${Math.exp(nats).toFixed(1)} ${what}` };
+  }
+  const all = heads.flatMap((one) => positions.map((i) => store.entropy(one, i, state.seq)));
+  if (all.some((nats) => nats === null)) return null;
+  const nats = all.reduce((sum, one) => sum + one, 0) / all.length;
+  if (all.length === 1) return { nats, over: `≈ ${Math.exp(nats).toFixed(1)} keys` };
+  const counts = [[heads.length, "heads"], [positions.length, "tokens"]].filter(([count]) => count > 1);
+  return { nats, over: `mean of ${counts.map(([count, what]) => `${count} ${what}`).join(" × ")}` };
 }
 
 function isColumnExact(store, one, j, state) {

@@ -1,6 +1,10 @@
 // The first line of the page: title, view tabs, copy menu, theme and help.
 
 import { button, draw, make } from "./dom.js";
+import { STACK_TITLES, groupByStack } from "./picker.js";
+
+// What a position of a sequence is, by the kind of its labels.
+const UNITS = { tokens: "token", patches: "patch", frames: "frame", positions: "position" };
 
 export class Header {
   // actions: brandLink, copy(kind), copyLink(), flipTheme(), help()
@@ -13,17 +17,24 @@ export class Header {
 
   brand() {
     const { brandLink } = this.actions;
-    const title = brandLink ? "Back to the start page" : null;
-    return make(brandLink ? "a" : "span", { class: "brand", href: brandLink, title }, logo(), "foci");
+    if (!brandLink) return make("span", { class: "brand" }, logo(), "foci");
+    const title = "Enter another text, or open another file";
+    return make(
+      "span",
+      { class: "brands" },
+      make("a", { class: "brand", href: brandLink, title }, logo(), "foci"),
+      make("a", { class: "newtext", href: brandLink, title }, "New text"),
+    );
   }
 
   title() {
     const { header, layers, heads } = this.store;
-    const many = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
-    const positions = Math.max(...layers.map((layer) => layer.Tk));
-    const about = [many(layers.length, "layer"), many(heads.length, "head"), many(positions, "position")].join(" · ");
-    const name = make("h1", {}, header.title || "Attention");
-    return make("div", { class: "title" }, name, make("span", { class: "about" }, about));
+    const lengths = new Map(layers.map((layer) => [layer.keys, [layer.Tk, UNITS[this.store.labels(layer, "keys").kind]]]));
+    const read = [...lengths].map(([name, [count, what]]) => `${lengths.size > 1 ? `${name}: ` : ""}${many(count, what)}`);
+    const parts = [describeLayers(this.store), many(heads.length, "head"), read.join(", ")];
+    const about = (lengths.size > 1 ? parts.slice(0, 2) : parts).join(" · ");
+    const name = make("h1", { title: header.title }, header.title || "Attention");
+    return make("div", { class: "title" }, name, make("span", { class: "about", title: parts.join(" · ") }, about));
   }
 
   tab(name, title, n) {
@@ -77,6 +88,19 @@ export class Header {
       tab.tabIndex = isOn ? 0 : -1;
     }
   }
+}
+
+function many(count, what) {
+  const plural = what.endsWith("ch") ? `${what}es` : `${what}s`;
+  return `${count.toLocaleString("en")} ${count === 1 ? what : plural}`;
+}
+
+// "6 layers", or "4 encoder + 4 decoder + 4 cross-attention layers".
+function describeLayers(store) {
+  const stacks = [...groupByStack(store)];
+  if (stacks.length === 1) return many(store.layers.length, "layer");
+  const parts = stacks.map(([stack, { length }]) => `${length} ${(STACK_TITLES[stack] ?? stack).toLowerCase()}`);
+  return `${parts.join(" + ")} layers`;
 }
 
 // The logo: two rings around a point.

@@ -117,7 +117,7 @@ export class HeadsView {
       "span",
       { class: "caption" },
       dot,
-      make("span", {}, one.name),
+      make("span", {}, ...this.nameParts(one)),
       make("span", { class: "value" }, formatMetric(value)),
     );
     const choose = (event) => {
@@ -139,6 +139,14 @@ export class HeadsView {
       },
       caption,
     );
+  }
+
+  // "L0H1" below the title of its stack, else "cross.L0H1", which may break after the dot.
+  nameParts({ name, layer }) {
+    const { stack } = this.store.layers[layer];
+    if (!stack || !name.startsWith(`${stack}.`)) return [name];
+    const short = name.slice(stack.length + 1);
+    return this.state.sorted ? [`${stack}.`, make("wbr"), short] : [short];
   }
 
   paint(canvas) {

@@ -6,9 +6,9 @@ import { label } from "./tokens.js";
 import { createAnswer } from "./answer.js";
 import { focusCsv, svgSheet } from "./export.js";
 
-// The darkness of a patch with weight 0, and the multiple of a uniform weight that is fully bright.
+// The darkness of a patch with weight 0.
 const MAX_DARKNESS = 0.62;
-const FULL_BRIGHTNESS_FACTOR = 3;
+const [DARK, LIGHT] = ["#0b0c10", "#6b5733"];
 
 export class ImageView {
   constructor({ store, state }) {
@@ -19,10 +19,13 @@ export class ImageView {
       role: "img",
       "aria-label": "Image: arrow keys move over its patches, Enter selects",
     });
-    this.modes = choice("Draw attention as", [["light", "light"], ["color", "color"]], () => this.mode, (value) => {
+    this.modes = choice("Draw attention as", [
+      ["light", "light", "Patches with large weights are bright, the others dark"],
+      ["color", "color", "Patches with large weights are dark red, the others pale"],
+    ], () => this.mode, (value) => {
       this.mode = value;
       this.modes.refresh();
-      this.redraw();
+      state.notify(new Set(["mode"]));
     });
     this.note = make("span", { class: "count" });
     this.chips = make("div", { class: "chips" });
@@ -128,7 +131,7 @@ export class ImageView {
     }
     const leading = Array.from({ length: labels.leading }, (_, i) => i);
     const texts = this.store.texts(focus.layer, side, this.state.seq);
-    const scale = createScale(this.state.scale, focus.units);
+    const scale = createScale(this.state.scale, focus.units, focus.uniform);
     this.chips.replaceChildren(
       ...leading.map((i) => {
         const chip = make(
@@ -150,13 +153,13 @@ export class ImageView {
         return chip;
       }),
     );
-    this.note.textContent = focus.picks.length ? "" : "Point at a patch or a token.";
+    this.note.textContent = focus.picks.length ? "" : "Point at a patch or at the class token.";
     this.redraw();
   }
 
   render() {
     if (!this.focus) return;
-    const { layer, to, other, units, picks, targets } = this.focus;
+    const { layer } = this.focus;
     const { side, labels } = this.labelled(layer);
     if (!labels?.grid) return;
     const picture = this.picture(this.store.header.labels.indexOf(labels), labels);
@@ -173,23 +176,29 @@ export class ImageView {
       pen.fillStyle = cssColor("--faint");
       pen.fillRect(0, 0, width, height);
     }
-    this.paintPatches(
-      pen,
-      width,
-      height,
-      labels,
-      layer.self || side === other ? { units, targets } : null,
-      picks.length,
-    );
+    this.paintPatches(pen, width, height, labels);
     this.frameChosen(pen, width, height, labels, side);
   }
 
-  paintPatches(pen, width, height, { grid: [rows, columns], leading }, lit, any) {
-    if (!lit || !any) return;
-    const patches = lit.units.subarray(leading);
-    // Uniform attention does not brighten any patch.
-    const most = Math.max(FULL_BRIGHTNESS_FACTOR / patches.length, ...patches);
-    const scale = createScale(this.state.scale, patches, this.state.scale === "rank" ? null : most);
+  // The color scale of the patches, without the class token.
+  scale() {
+    const { layer, picks, units, other, uniform } = this.focus;
+    const { side, labels } = this.labelled(layer);
+    if (!labels?.grid || !picks.length || !(layer.self || side === other)) return null;
+    return createScale(this.state.scale, units.subarray(labels.leading), uniform);
+  }
+
+  legend() {
+    const scale = this.focus ? this.scale() : null;
+    const direction = this.focus?.to ? "to" : "from";
+    const color = this.mode === "light" ? lightenGrey : null;
+    return scale ? { scale, direction, color, title: "attention weight of each patch" } : null;
+  }
+
+  paintPatches(pen, width, height, { grid: [rows, columns], leading }) {
+    const scale = this.scale();
+    if (!scale) return;
+    const patches = this.focus.units.subarray(leading);
     const direction = this.focus.to ? "to" : "from";
     const [w, h] = [width / columns, height / rows];
     for (let p = 0; p < rows * columns; p++) {
@@ -201,9 +210,9 @@ export class ImageView {
         pen.fillRect(...box);
       };
       if (this.mode === "light") {
-        fill("#0b0c10", MAX_DARKNESS * (1 - t));
+        fill(DARK, MAX_DARKNESS * (1 - t));
         // A black patch must brighten too.
-        fill("#6b5733", t, "lighten");
+        fill(LIGHT, t, "lighten");
       } else fill(shade(direction, t), 0.25 + 0.4 * t);
     }
     Object.assign(pen, { globalAlpha: 1, globalCompositeOperation: "source-over" });
@@ -236,4 +245,10 @@ export class ImageView {
   csv(focus) {
     return focusCsv(focus);
   }
+}
+
+// The brightness of a grey patch in the light mode, for the legend.
+function lightenGrey(t) {
+  const level = Math.round(190 * (1 - MAX_DARKNESS * (1 - t)));
+  return `rgb(${level}, ${level}, ${level})`;
 }

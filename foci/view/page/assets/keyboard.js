@@ -6,7 +6,7 @@ const HELP = [
   ["1 … 9", "switch to a view, from left to right"],
   ["← → ↑ ↓", "move in the text, over the map, over an image, between heads"],
   ["Enter, Space", "select; with Shift: add to the selection"],
-  ["Esc", "clear the selection"],
+  ["Esc", "clear the selection, or close this list"],
   ["[ and ]", "previous head, next head"],
   ["{ and }", "the same head of the previous or next layer"],
   ["d", "selected token as query (attends to) or as key (attended by)"],
@@ -44,6 +44,8 @@ export function listen(actions) {
   document.addEventListener("keydown", (event) => {
     const { target } = event;
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
+    // An open dialog has its own keys: Esc closes it.
+    if (document.querySelector("dialog[open]")) return;
     if (target.matches?.("input, select, textarea") && event.key !== "Escape") return;
     const action = actions[event.key];
     if (!action) return;

@@ -76,7 +76,7 @@ export class LayerStrip {
     pen.textBaseline = "middle";
     const direction = to ? "to" : "from";
     this.rows.forEach((units, n) => {
-      const scale = createScale(this.state.scale, units);
+      const scale = createScale(this.state.scale, units, this.focus.uniform);
       const y = TOP + n * ROW;
       pen.font = `${this.layers[n] === chosen ? "600 " : ""}11px ${family}`;
       pen.fillStyle = this.layers[n] === chosen ? cssColor("--ink") : cssColor("--soft");

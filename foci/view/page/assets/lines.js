@@ -7,6 +7,8 @@ import { clipText } from "./tokens.js";
 import { focusCsv, svgSheet } from "./export.js";
 
 const ROW = 24;
+// The width of a name in the legend of several heads.
+const LEGEND_WIDTH = 104;
 const WINDOW = 120;
 const MAX_WIDTH = 760;
 // Without a selection, the largest weights of the window are drawn: at most MAX_LINES, none below MIN_WEIGHT.
@@ -35,23 +37,28 @@ export class LinesView {
   }
 
   // Sets the positions of the two columns.
-  setWidth() {
-    this.width = Math.max(420, Math.min(MAX_WIDTH, this.element.clientWidth - 40));
+  setWidth(heads) {
+    this.width = Math.max(300, Math.min(MAX_WIDTH, this.element.clientWidth - 40));
     this.left = Math.round(this.width * 0.32);
     this.right = this.width - this.left;
+    const names = heads.length > 1 ? Math.min(heads.length, HEAD_COLORS.length) : 0;
+    this.perLine = Math.max(1, Math.floor((this.width - 24) / LEGEND_WIDTH));
+    // The legend of the heads is above the columns.
+    this.top = 44 + 16 * Math.ceil(names / this.perLine);
   }
 
   update(focus) {
     this.focus = focus;
-    this.setWidth();
     const { store, state } = this;
     const heads = chosenHeads(store, state);
+    this.setWidth(heads);
     const [rows, columns] = [
       getUnits(store, state, focus.layer, "queries"),
       getUnits(store, state, focus.layer, "keys"),
     ];
     const longest = Math.max(rows.count, columns.count);
-    if (state.hover === null && focus.picks.length && longest > WINDOW && focus.picks[0] !== this.followed) {
+    const follows = state.hover === null && focus.picks.length && focus.picks[0] !== this.followed;
+    if (follows) {
       this.followed = focus.picks[0];
       this.start = Math.max(0, this.followed - WINDOW / 2);
     }
@@ -60,6 +67,14 @@ export class LinesView {
     this.ahead.disabled = this.start + WINDOW >= longest;
     this.tools.hidden = longest <= WINDOW;
     this.frame.replaceChildren(this.sheet(focus, heads, rows, columns));
+    if (follows) this.reveal(this.followed - this.start);
+  }
+
+  // Scrolls to a row of the window unless it is visible.
+  reveal(row) {
+    const { scrollTop, clientHeight } = this.frame;
+    const y = this.top + row * ROW;
+    if (y < scrollTop || y + ROW > scrollTop + clientHeight) this.frame.scrollTop = y - clientHeight / 2;
   }
 
   // Weights as [query unit, key unit, weight, head], within the window.
@@ -97,32 +112,49 @@ export class LinesView {
   sheet(focus, heads, rows, columns) {
     const { start } = this;
     const [lastRow, lastColumn] = [Math.min(start + WINDOW, rows.count), Math.min(start + WINDOW, columns.count)];
-    const tall = (Math.max(lastRow, lastColumn) - start) * ROW + 56;
+    const tall = (Math.max(lastRow, lastColumn) - start) * ROW + this.top + 12;
     const sheet = svgSheet(this.width, tall);
     const { links, outside } = this.links(focus, heads, rows, columns);
     const shows = outside > 0.005 && focus.picks.length;
     const beyond = shows ? ` · ${formatPercent(outside / heads.length)} on tokens outside` : "";
     this.note.textContent = `Tokens ${start} to ${start + WINDOW - 1}${beyond}`;
-    sheet.append(heading(this.left, "queries", "end"), heading(this.right, "keys", "start"));
+    sheet.append(...this.headings());
     for (const [i, j, weight, h] of links.reverse()) {
       sheet.append(this.curve(i - start, j - start, weight, heads, h, focus, rows.label(i), columns.label(j)));
     }
     for (let u = start; u < lastRow; u++) sheet.append(this.word(focus, rows, u, u - start, "to"));
     for (let u = start; u < lastColumn; u++) sheet.append(this.word(focus, columns, u, u - start, "from"));
-    if (heads.length > 1) {
-      sheet.append(
-        ...heads.slice(0, 8).map(
-          (one, n) => draw("text", { x: 12, y: 16 + 14 * n, "font-size": 11, fill: HEAD_COLORS[n] }, `― ${one.name}`),
-        ),
-      );
-    }
+    if (heads.length > 1) sheet.append(...this.legendOf(heads));
     sheet.setAttribute("role", "img");
     sheet.setAttribute("aria-label", "Weights between tokens; the table beside lists those of the selected token.");
     return sheet;
   }
 
+  headings() {
+    const [queries, keys] = [[this.left, "queries", "end"], [this.right, "keys", "start"]];
+    return [queries, keys].map(([x, text, anchor]) => draw(
+      "text",
+      { x, y: this.top - 18, "text-anchor": anchor, "font-size": 12, "font-weight": 600, fill: cssColor("--soft") },
+      text,
+    ));
+  }
+
+  // The names of the heads in their colors; further heads share the colors.
+  legendOf(heads) {
+    return heads.slice(0, HEAD_COLORS.length).map((one, n) => draw(
+      "text",
+      {
+        x: 12 + (n % this.perLine) * LEGEND_WIDTH,
+        y: 16 + 16 * Math.floor(n / this.perLine),
+        "font-size": 11,
+        fill: HEAD_COLORS[n],
+      },
+      `― ${one.name}`,
+    ));
+  }
+
   curve(i, j, weight, heads, h, focus, from, to) {
-    const [y0, y1] = [44 + (i + 0.5) * ROW, 44 + (j + 0.5) * ROW];
+    const [y0, y1] = [this.top + (i + 0.5) * ROW, this.top + (j + 0.5) * ROW];
     const middle = (this.left + this.right) / 2;
     const color = heads.length > 1 ? HEAD_COLORS[h % 8] : shade(focus.to ? "to" : "from", 0.62);
     const strong = Math.min(1, 0.14 + 1.1 * weight);
@@ -141,7 +173,7 @@ export class LinesView {
   word(focus, units, u, n, direction) {
     const { state } = this;
     const left = direction === "to";
-    const y = 44 + n * ROW;
+    const y = this.top + n * ROW;
     const active = focus.to === left && focus.picks.includes(u);
     const box = left ? { x: 12, width: this.left - 8 } : { x: this.right - 4, width: this.left - 8 };
     const group = draw("g", {
@@ -176,7 +208,7 @@ export class LinesView {
           fill: tinted > 0.8 ? "#fff" : cssColor("--ink"),
           "font-weight": active ? 600 : 400,
         },
-        clipText(units.label(u), 22),
+        clipText(units.label(u), Math.floor((this.left - 16) / 8)),
       ),
     );
     return group;
@@ -206,14 +238,6 @@ export class LinesView {
       ...links.map(([i, j, weight, h]) => [rows.text(i), columns.text(j), weight, heads[h].name]),
     ];
   }
-}
-
-function heading(x, text, anchor) {
-  return draw(
-    "text",
-    { x, y: 26, "text-anchor": anchor, "font-size": 12, "font-weight": 600, fill: cssColor("--soft") },
-    text,
-  );
 }
 
 function range(start, stop) {

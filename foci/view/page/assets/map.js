@@ -395,6 +395,7 @@ export class MapView {
       rows: labels(rows, picture.rows, Tq),
       columns: labels(columns, picture.columns, Tk),
       weight: (i, j) => picture.values[i * picture.columns + j],
+      uniform: picture.uniform,
       mode: this.state.scale,
       title: focus.name,
     });

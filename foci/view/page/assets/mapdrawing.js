@@ -16,7 +16,7 @@ const TIME = /^[\d.]+ s$/;
 // The top keys of the visible rows, over the blocks; their color scale is that of single entries.
 export function drawEntries(pen, view, { store, state, heads, y1, blocks }) {
   const [wide, tall] = [Math.max(view.s, 1.25), Math.max(view.t, 1.25)];
-  const scale = state.scale === "rank" ? blocks : createScale(state.scale, [], Math.max(blocks.largest, 0.25));
+  const scale = state.scale === "rank" ? blocks : createScale(state.scale, [], 0, Math.max(blocks.largest, 0.25));
   const sinks = state.hideSinks ? new Set(heads.flatMap((one) => store.sinks(one, state.seq))) : null;
   // Sorted by shade, because changing the color of a canvas for each cell is slow.
   const shades = Array.from({ length: SHADES }, () => []);

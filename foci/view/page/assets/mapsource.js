@@ -22,7 +22,7 @@ export function buildExactSource(store, state, heads, layer) {
     columns,
     Tq: rows.count,
     Tk: columns.count,
-    picture: { rows: rows.count, columns: columns.count, values, whole: true },
+    picture: { rows: rows.count, columns: columns.count, values, whole: true, uniform: 1 / columns.count },
   };
 }
 

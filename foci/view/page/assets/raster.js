@@ -7,14 +7,14 @@ import { ramp, createScale } from "./colors.js";
 const NAN_GREY = 140;
 
 // Columns for which hidden(column) is true are drawn as 0. `sharedScale` is the color scale of several pictures.
-export function drawRaster({ rows, columns, values }, mode, direction = "to", hidden = null, sharedScale = null) {
+export function drawRaster({ rows, columns, values, uniform }, mode, direction = "to", hidden = null, sharedScale = null) {
   const canvas = document.createElement("canvas");
   canvas.width = columns;
   canvas.height = rows;
   const pen = canvas.getContext("2d");
   const image = pen.createImageData(columns, rows);
   const seen = hidden ? values.map((w, i) => (hidden(i % columns) ? 0 : w)) : values;
-  const scale = sharedScale ?? createScale(mode, seen);
+  const scale = sharedScale ?? createScale(mode, seen, uniform);
   const table = ramp(direction);
   const pixels = image.data;
   for (let i = 0; i < seen.length; i++) {

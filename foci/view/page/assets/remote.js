@@ -122,6 +122,7 @@ export class Remote {
     const scale = createScale(
       state.scale,
       state.scale === "rank" ? seen[0].values : [],
+      1 / layer.Tk,
       state.scale === "rank" ? null : largest,
     );
     for (const part of seen) this.drawTile(pen, view, part, { step, side, layer, LEFT, TOP, state, scale });

@@ -1,4 +1,5 @@
-// Attention rollout: how much of each token reaches one token of the last layer, through the product of all layers.
+// Attention rollout: how much of each token reaches one token of the last layer, through the product of all layers. In an
+// encoder-decoder it goes from the decoder through cross-attention to the source.
 
 import { make } from "./dom.js";
 import { TextPane } from "./textpane.js";
@@ -11,20 +12,17 @@ const CAVEAT =
   "Rollout (Abnar and Zuidema, 2020) takes half of each layer’s output from attention, averaged over heads, and half" +
   " from the residual stream. It ignores values, MLPs and norms: it shows where information could come from, not what" +
   " the model used.";
+const TOO_LONG =
+  "Rollout needs all weights of every layer, which the file of a long text does not have. Use Record.rollout or the" +
+  " explorer.";
 
 export class RolloutView {
   constructor({ store, state }) {
-    Object.assign(this, { store, state });
+    Object.assign(this, { store, state, parts: [] });
     this.status = make("p", { class: "status", "aria-live": "polite" });
-    this.pane = null;
     this.panes = make("div", { class: "panes" });
     this.list = make("ol", { class: "rolllist" });
-    const caveat = make(
-      "aside",
-      { class: "caveat" },
-      make("strong", {}, "Read with care. "),
-      CAVEAT,
-    );
+    const caveat = make("aside", { class: "caveat" }, make("strong", {}, "Read with care. "), CAVEAT);
     this.element = make(
       "section",
       { class: "view rollout", "aria-label": "Rollout" },
@@ -35,65 +33,65 @@ export class RolloutView {
     );
   }
 
-  // The self-attention layers of the selected head's stack; for cross-attention, those of the selected text.
-  stack(chosen) {
-    const { store, state } = this;
-    const text = state.direction === "to" ? chosen.queries : chosen.keys;
-    const selves = store.layers.filter((layer) => layer.self);
-    const alike = selves.find((layer) => layer.queries === text);
-    const nearest = alike ?? selves.find((layer) => layer.stack === "decoder") ?? selves[0];
-    const own = chosen.self ? chosen.stack : nearest?.stack;
-    return store.layers.filter(
-      (layer) => layer.self && layer.stack === own && !layer.name.includes("#"),
-    ).sort((a, b) => a.index - b.index);
-  }
-
   update() {
     const { store, state } = this;
     const chosen = store.layers[chosenHeads(store, state)[0].layer];
-    const layers = this.stack(chosen);
-    const last = layers.at(-1);
-    if (!last) return this.refuse("Rollout needs self-attention, which this record does not have.");
-    const picked = state.hover ?? state.chosen[0] ?? last.Tq - 1;
+    const plan = planRollout(store, state, chosen);
+    if (!plan) return this.refuse("Rollout needs self-attention, which this record does not have.");
+    const picked = state.hover ?? state.chosen[0] ?? plan.queries - 1;
     // A selected key of self-attention is converted to its query.
     const wanted = chosen.self && state.direction === "from" ? picked - (chosen.Tk - chosen.Tq) : picked;
-    const query = Math.min(Math.max(wanted, 0), last.Tq - 1);
-    const flow = this.getRollout(layers, query);
-    this.build(last);
-    if (!flow) {
-      return this.refuse(
-        "Rollout needs all weights of every layer, which the file of a long text does not have. Use Record.rollout or the" +
-          " explorer.",
-      );
-    }
-    if (!flow.every(Number.isFinite)) {
+    const query = Math.min(Math.max(wanted, 0), plan.queries - 1);
+    this.build(plan);
+    const flows = this.getFlows(plan, query);
+    if (!flows) return this.refuse(TOO_LONG);
+    if (!flows.every((flow) => flow.every(Number.isFinite))) {
       return this.refuse("Rollout is undefined: some weights are NaN or infinite.");
     }
-    this.flow = flow;
-    const units = getUnits(store, { ...state, words: false }, last, "keys");
-    const sinks = this.sinksOf(layers);
-    const hidden = state.hideSinks ? sinks : new Set();
-    const shown = flow.map((w, j) => (hidden.has(j) ? 0 : w));
-    const inSinks = [...sinks].reduce((sum, j) => sum + flow[j], 0);
-    const scale = createScale(state.scale, shown);
-    const place = store.keyPosition(last, query);
+    this.draw(plan, flows, plan.place(query));
+    this.describe(plan, chosen, picked, plan.place(query), flows);
+  }
+
+  // Colors the texts, and lists the tokens with the largest shares.
+  draw(plan, flows, place) {
+    const { store, state } = this;
+    const count = flows.reduce((sum, flow) => sum + flow.length, 0);
+    const hidden = this.parts.map(({ sinks }) => (state.hideSinks ? sinks : new Set()));
+    const shown = flows.map((flow, n) => flow.map((w, j) => (hidden[n].has(j) ? 0 : w)));
+    const scale = createScale(state.scale, shown.flatMap((flow) => [...flow]), 1 / count);
+    this.flows = flows;
+    this.parts.forEach(({ pane, layer, own }, n) => pane.update({
+      direction: "to",
+      tint: (j) => scale.of(shown[n][j]),
+      mark: (j) => (own && j === place ? "c" : "") + (hidden[n].has(j) ? "s" : ""),
+    }));
+    const all = this.parts.flatMap(({ layer, side }, n) => {
+      const units = getUnits(store, { ...state, words: false }, layer, side);
+      return rankUnits(shown[n], 10).map((j) => [units.label(j), shown[n][j]]);
+    });
+    all.sort(([, a], [, b]) => b - a);
+    this.list.replaceChildren(...all.slice(0, 10).map(([text, weight]) => createItem(text, weight, scale)));
+  }
+
+  describe(plan, chosen, picked, place, flows) {
+    const { store, state } = this;
     // Named as it was selected: for a decoder position, the token generated there.
     const side = state.direction === "to" ? "queries" : "keys";
-    const read = units.label(place);
+    const own = this.parts.at(-1);
+    const read = getUnits(store, { ...state, words: false }, own.layer, own.side).label(place);
     const named = describeToken(store, state, chosen, side, Math.min(picked, chosen[side === "queries" ? "Tq" : "Tk"] - 1));
     const after = chosen.self || read === named.token ? "" : `, generated after “${clipText(read, 24)}”,`;
+    const inSinks = this.parts.reduce((sum, { sinks }, n) => sum + [...sinks].reduce((s, j) => s + flows[n][j], 0), 0);
+    const sinkNote = `; ${formatPercent(inSinks)} of it is ${state.hideSinks ? "hidden in sinks" : "from sinks"}`;
     this.status.replaceChildren(
       "Rollout to ",
       make("bdi", { class: "wrote" }, named.token),
-      `${named.place}${after} through ${layers.length} layer${layers.length > 1 ? "s" : ""}`,
-      sinks.size ? `; ${formatPercent(inSinks)} of it is ${state.hideSinks ? "hidden in sinks" : "from sinks"}` : "",
+      `${named.place}${after} through ${plan.title}`,
+      inSinks > 0 ? sinkNote : "",
     );
-    this.pane.update({
-      direction: "to",
-      tint: (j) => scale.of(shown[j]),
-      mark: (j) => (j === place ? "c" : "") + (hidden.has(j) ? "s" : ""),
+    this.parts.forEach(({ share }, n) => {
+      if (share) share.textContent = `${formatPercent(flows[n].reduce((sum, w) => sum + w, 0))} of the rollout`;
     });
-    this.list.replaceChildren(...rankUnits(shown, 10).map((j) => this.item(units.label(j), shown[j], scale)));
   }
 
   // Tokens that are sinks in at least half of the heads.
@@ -105,79 +103,163 @@ export class RolloutView {
     return new Set([...counts].filter(([, count]) => 2 * count >= heads.length).map(([j]) => j));
   }
 
-  item(text, weight, scale) {
-    const dot = make("span", { class: "dot", "aria-hidden": "true" });
-    dot.style.backgroundColor = shade("to", scale.of(weight));
-    return make("li", {}, dot, make("bdi", {}, clipText(text, 20)), make("span", { class: "value" }, formatPercent(weight)));
-  }
-
   refuse(reason) {
     this.status.textContent = reason;
     this.list.replaceChildren();
-    this.flow = null;
-    this.pane?.update({ direction: "to", tint: () => 0, mark: () => "" });
+    this.flows = null;
+    for (const { pane } of this.parts) pane.update({ direction: "to", tint: () => 0, mark: () => "" });
   }
 
-  build(layer) {
-    const { store, state } = this;
-    const signature = [layer.stack, state.seq, layer.Tk].join(" ");
+  build(plan) {
+    const { state } = this;
+    const signature = [plan.title, state.seq, ...plan.texts.map(({ layer, side }) => `${layer.number} ${side}`)].join(" ");
     if (signature === this.signature) return;
     this.signature = signature;
-    const query = (j) => Math.max(0, j - (layer.Tk - layer.Tq));
-    this.pane = new TextPane({
-      id: "rollout",
-      name: layer.keys,
-      texts: store.texts(layer, "keys", state.seq),
-      words: store.labels(layer, "keys").words?.[state.seq],
-      onhover: (j) => state.set({ hover: j === null ? null : query(j), ...(j === null ? {} : { direction: "to" }) }),
-      onmove: (j) => state.set({ hover: query(j), direction: "to" }),
-      onpick: (j) => state.set({ chosen: [query(j)], hover: null, direction: "to" }),
-    });
-    this.panes.replaceChildren(make("div", { class: "paneframe" }, this.pane.element));
+    this.parts = plan.texts.map((text) => ({ ...text, pane: this.pane(plan, text), sinks: this.sinksOf(text.layers) }));
+    this.panes.replaceChildren(
+      ...this.parts.map((part) => {
+        const several = this.parts.length > 1;
+        part.share = several ? make("span", { class: "axis" }) : null;
+        const heading = several ? make("h3", {}, part.layer[part.side], part.share) : null;
+        return make("div", { class: "paneframe" }, heading, part.pane.element);
+      }),
+    );
   }
 
-  getRollout(layers, query) {
+  // A token of the decoder's own text can be selected; one of the source cannot.
+  pane(plan, { layer, side, own }) {
     const { store, state } = this;
-    if (layers.every((layer) => layer.exact)) return computeRollout(store, layers, query, state.seq);
-    return store.remote?.rollout(layers.at(-1).stack, query, state.seq) ?? null;
+    const query = (j) => Math.min(Math.max(0, j - plan.place(0)), plan.queries - 1);
+    const choose = (changes) => own && state.set({ ...changes, direction: "to" });
+    return new TextPane({
+      id: `rollout-${side}-${layer.number}`,
+      name: layer[side],
+      texts: store.texts(layer, side, state.seq),
+      words: store.labels(layer, side).words?.[state.seq],
+      onhover: (j) => (j === null ? state.set({ hover: null }) : choose({ hover: query(j) })),
+      onmove: (j) => choose({ hover: query(j) }),
+      onpick: (j) => choose({ chosen: [query(j)], hover: null }),
+    });
+  }
+
+  // The shares of each text, or null if they are not here yet.
+  getFlows(plan, query) {
+    const { store, state } = this;
+    if (plan.layers.every((layer) => layer.exact)) return plan.compute(query);
+    const found = store.remote?.rollout(plan.stack, query, state.seq);
+    if (!found) return null;
+    const { layer, side } = plan.texts[0];
+    const first = side === "keys" ? layer.Tk : layer.Tq;
+    return plan.texts.length === 1 ? [found] : [found.subarray(0, first), found.subarray(first)];
   }
 
   repaint() {
-    this.pane?.repaint();
+    for (const { pane } of this.parts) pane.repaint();
   }
 
   svg(focus) {
-    return textSvg(this.pane, { ...focus, name: "rollout" });
+    return textSvg(this.parts[0].pane, { ...focus, name: "rollout", to: true });
   }
 
   csv() {
-    return [["position", "token", "rollout"], ...[...(this.flow ?? [])].map((w, j) => [j, this.pane.texts[j], w])];
+    const rows = (this.flows ?? []).flatMap((flow, n) => {
+      const { layer, side, pane } = this.parts[n];
+      return [...flow].map((w, j) => [layer[side], j, pane.texts[j], w]);
+    });
+    return [["text", "position", "token", "rollout"], ...rows];
   }
 }
 
-// The same products as foci.record.metrics.compute_rollout.
-function computeRollout(store, layers, query, seq) {
+function createItem(text, weight, scale) {
+  const dot = make("span", { class: "dot", "aria-hidden": "true" });
+  dot.style.backgroundColor = shade("to", scale.of(weight));
+  return make("li", {}, dot, make("bdi", {}, clipText(text, 20)), make("span", { class: "value" }, formatPercent(weight)));
+}
+
+// What a rollout goes through: { stack, title, layers, queries, place(query), texts, compute(query) }.
+function planRollout(store, state, chosen) {
+  const first = store.layers.filter((layer) => !layer.name.includes("#")).sort((a, b) => a.index - b.index);
+  const [selves, crosses] = [first.filter((layer) => layer.self), first.filter((layer) => !layer.self)];
+  const text = state.direction === "to" ? chosen.queries : chosen.keys;
+  if (crosses.length && text !== crosses[0].keys) return planCross(store, state, selves, crosses);
+  const stack = chosen.self ? chosen.stack : selves.find((layer) => layer.queries === text)?.stack;
+  const layers = selves.filter((layer) => layer.stack === stack);
   const last = layers.at(-1);
-  let flow = new Float64Array(last.Tk);
-  flow[store.keyPosition(last, query)] = 1;
+  if (!last) return null;
+  return {
+    stack,
+    title: countLayers(layers),
+    layers,
+    queries: last.Tq,
+    place: (query) => store.keyPosition(last, query),
+    texts: [{ layer: last, side: "keys", layers, own: true }],
+    compute: (query) => [Float32Array.from(rollBack(store, layers, mark(last.Tk, store.keyPosition(last, query)), state.seq))],
+  };
+}
+
+// From the decoder through cross-attention and the encoder to the source; the target keeps the rest.
+function planCross(store, state, selves, crosses) {
+  const last = crosses.at(-1);
+  const encoder = selves.filter((layer) => layer.keys === last.keys && layer.Tk === last.Tk);
+  const decoder = selves.filter((layer) => !encoder.includes(layer) && layer.Tq === last.Tq);
+  const own = decoder.at(-1);
+  const place = (query) => (own ? store.keyPosition(own, query) : query);
+  return {
+    stack: last.stack,
+    title: `${countLayers(decoder.length ? decoder : crosses)} with cross-attention and ${countLayers(encoder)} of the encoder`,
+    layers: [...encoder, ...decoder, ...crosses],
+    queries: last.Tq,
+    place,
+    texts: [
+      { layer: last, side: "keys", layers: encoder, own: false },
+      { layer: own ?? last, side: own ? "keys" : "queries", layers: decoder, own: true },
+    ],
+    compute: (query) => {
+      const [target, source] = [mark(own ? own.Tk : last.Tq, place(query)), new Float64Array(last.Tk)];
+      // Cross-attention follows self-attention in a layer; the flow goes back in the reverse order.
+      const order = [...decoder, ...crosses].sort((a, b) => b.index - a.index || Number(a.self) - Number(b.self));
+      for (const layer of order) {
+        if (layer.self) rollBack(store, [layer], target, state.seq);
+        else splitFlow(store, layer, target, place, state.seq).forEach((w, j) => (source[j] += w));
+      }
+      rollBack(store, encoder, source, state.seq);
+      return [source, target].map((flow) => Float32Array.from(flow));
+    },
+  };
+}
+
+function countLayers(layers) {
+  return `${layers.length} layer${layers.length === 1 ? "" : "s"}`;
+}
+
+function mark(length, place) {
+  const flow = new Float64Array(length);
+  flow[place] = 1;
+  return flow;
+}
+
+// The same products as foci.record.metrics.compute_rollout: changes the flow into that before the layers.
+function rollBack(store, layers, flow, seq) {
   for (const layer of [...layers].reverse()) {
-    const next = Float64Array.from(flow);
-    const row = new Float32Array(layer.Tk);
-    for (let i = 0; i < layer.Tq; i++) {
-      const here = flow[store.keyPosition(layer, i)];
-      if (!here) continue;
-      row.fill(0);
-      for (let h = 0; h < layer.heads; h++) {
-        store.addRow(row, { layer: layer.number, head: h }, i, seq, 1 / layer.heads);
-      }
-      let seen = 0;
-      for (let j = 0; j < row.length; j++) {
-        next[j] += 0.5 * here * row[j];
-        seen += row[j];
-      }
-      next[store.keyPosition(layer, i)] -= 0.5 * here * seen;
-    }
-    flow = next;
+    splitFlow(store, layer, flow, (i) => store.keyPosition(layer, i), seq).forEach((w, j) => (flow[j] += w));
   }
-  return Float32Array.from(flow);
+  return flow;
+}
+
+// Leaves in the flow what each query has from the residual, and returns what it has from each key.
+function splitFlow(store, layer, flow, place, seq) {
+  const attended = new Float64Array(layer.Tk);
+  const row = new Float32Array(layer.Tk);
+  for (let i = 0; i < layer.Tq; i++) {
+    const here = flow[place(i)];
+    if (!here) continue;
+    row.fill(0);
+    for (let h = 0; h < layer.heads; h++) {
+      store.addRow(row, { layer: layer.number, head: h }, i, seq, 1 / layer.heads);
+    }
+    const share = here / (1 + row.reduce((sum, w) => sum + w, 0));
+    row.forEach((w, j) => (attended[j] += share * w));
+    flow[place(i)] = share;
+  }
+  return attended;
 }

@@ -3,7 +3,7 @@
 import { button, make } from "./dom.js";
 import { TextPane } from "./textpane.js";
 import { createScale, shade } from "./colors.js";
-import { chosenHeads } from "./focus.js";
+import { chosenHeads, getUnits } from "./focus.js";
 import { clipText, label } from "./tokens.js";
 import { focusCsv, textSvg } from "./export.js";
 import { queryAt } from "./text.js";
@@ -85,8 +85,10 @@ export class StepsView {
     this.play.textContent = "▶";
   }
 
+  // A selection before the first step is restored.
   leave() {
     if (this.timer) this.stop();
+    if (this.before && this.state.chosen === this.entered) this.state.set({ chosen: this.before });
   }
 
   go(step) {
@@ -94,11 +96,26 @@ export class StepsView {
     this.state.set({ step: n, chosen: [this.steps[n].query], direction: "to", hover: null });
   }
 
-  // The step selects its query, so that the list beside shows the same row.
+  // Opens at the step of the selected word. The step selects its query, so that the list beside shows the same row.
   enter() {
     const layer = this.store.layers[chosenHeads(this.store, this.state)[0].layer];
     this.steps = listSteps(this.store, layer, this.state.seq);
-    if (this.steps.length) this.go(this.state.step);
+    const found = this.findStep(layer);
+    this.before = found < 0 ? this.state.chosen : null;
+    if (this.steps.length) this.go(found < 0 ? this.state.step : found);
+    this.entered = this.state.chosen;
+  }
+
+  // The step of the selected query, else the first step of its word; a link that names a step opens there.
+  findStep(layer) {
+    const { store, state } = this;
+    const [chosen] = state.chosen;
+    if (chosen === undefined || (!this.entered && state.step)) return -1;
+    const query = layer.self && state.direction === "from" ? queryAt(store, layer, chosen) : chosen;
+    const same = this.steps.findIndex((step) => step.query === query);
+    if (same >= 0 || query === null) return same;
+    const { of } = getUnits(store, state, layer, "queries");
+    return this.steps.findIndex((step) => of[step.query] === of[query]);
   }
 
   update(focus) {
@@ -119,7 +136,7 @@ export class StepsView {
       ` with this attention in ${focus.name}.`,
     );
     this.press(n);
-    const scale = createScale(this.state.scale, focus.units);
+    const scale = createScale(this.state.scale, focus.units, focus.uniform);
     const place = this.store.keyPosition(layer, query);
     const hidden = this.state.hideSinks ? focus.sinks : new Set();
     this.keysPane.update({

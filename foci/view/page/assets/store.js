@@ -1,10 +1,19 @@
 // Access to the record: from the payload, or from the explorer's server, which sends exact rows and tiles on first use;
 // the page is drawn again when they arrive.
 
+import { isDelimiter } from "./tokens.js";
+
 // A key is an attention sink if it receives at least this share of a head's attention, and this multiple of a uniform
-// share.
+// share. Few queries may all need the same key, so short inputs have no sinks; in a text that is not long, only the
+// first token and delimiters can be sinks.
 const MIN_SINK_SHARE = 0.1;
 const MIN_SINK_FACTOR = 5;
+const MIN_SINK_LENGTH = 32;
+const LONG_TEXT = 256;
+export const SINKS =
+  "An attention sink is a token that many queries attend to whatever it says: the first token, a delimiter such as" +
+  ` [SEP] or a comma, or any token of a text of at least ${LONG_TEXT} tokens. It receives at least 10% of the head’s` +
+  ` attention and five times a uniform share. Inputs of fewer than ${MIN_SINK_LENGTH} tokens have none.`;
 
 export class Store {
   constructor(header, arrays, remote = null) {
@@ -148,6 +157,7 @@ export class Store {
         columns: layer.Tk,
         values: this.entries(one.layer).subarray(base * size, (base + 1) * size),
         whole: true,
+        uniform: 1 / layer.Tk,
       };
     }
     const name = this.arrays.has(`${one.layer}.${reduce}`) ? `${one.layer}.${reduce}` : `${one.layer}.mean`;
@@ -155,7 +165,8 @@ export class Store {
     const [, rows, columns] = this.arrays.shape(name);
     const size = rows * columns;
     const values = this.cached(`${name} ${base}`, () => this.arrays.floats(name, base * size, (base + 1) * size));
-    return { rows, columns, values, whole: rows === layer.Tq && columns === layer.Tk, reduce: name.split(".")[1] };
+    const whole = rows === layer.Tq && columns === layer.Tk;
+    return { rows, columns, values, whole, uniform: 1 / layer.Tk, reduce: name.split(".")[1] };
   }
 
   hasMaxima(number) {
@@ -178,13 +189,20 @@ export class Store {
     });
   }
 
+  canHaveSinks(layer) {
+    return Math.min(layer.Tq, layer.Tk) >= MIN_SINK_LENGTH;
+  }
+
   sinks(one, seq) {
     const layer = this.layers[one.layer];
+    if (!this.canHaveSinks(layer)) return [];
     return this.cached(`sinks ${one.order} ${seq}`, () => {
       const least = Math.max(MIN_SINK_SHARE, MIN_SINK_FACTOR / layer.Tk);
+      const [texts, first] = [this.texts(layer, "keys", seq), Math.max(1, this.labels(layer, "keys").leading)];
+      const mayBe = (key) => layer.Tk >= LONG_TEXT || key < first || isDelimiter(texts[key]);
       const found = [];
       this.received(one, seq).forEach((share, key) => {
-        if (share >= least) found.push(key);
+        if (share >= least && mayBe(key)) found.push(key);
       });
       return found;
     });

@@ -94,7 +94,7 @@ export class TextView {
     const { state, store } = this;
     if (document.activeElement !== this.input) this.input.value = state.find;
     this.search(focus);
-    const scale = createScale(state.scale, focus.units);
+    const scale = createScale(state.scale, focus.units, focus.uniform);
     const direction = focus.to ? "to" : "from";
     const chosen = new Set(focus.picks.flatMap((u) => range(focus.sources.start[u], focus.sources.stop[u])));
     for (const [side, pane] of this.bySide) {

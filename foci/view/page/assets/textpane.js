@@ -1,15 +1,13 @@
 // Shows a text of any length: tokens are laid out in lines by their measured widths; only visible lines have elements.
 
 import { make, oncePerFrame, prepareCanvas, cssColor } from "./dom.js";
-import { displayText, isRightToLeft } from "./tokens.js";
+import { SPECIAL_TOKEN, displayText, isRightToLeft } from "./tokens.js";
 import { textColor, shade } from "./colors.js";
 
 const PAD = 3;
 const EXTRA_LINES = 6;
 // A short text is larger: [most tokens, font size, line height].
 const SIZES = [[70, 25, 52], [400, 19, 42], [Infinity, 16, 35]];
-// Tokens that a tokenizer adds: [CLS], <s>, <|endoftext|>.
-const SPECIAL_TOKEN = /^(\[[A-Z]+\d*\]|<[^<>\s]+>)$/;
 
 export class TextPane {
   // options: name, texts, words, onhover(i or null), onpick(i, add), onmove(i)

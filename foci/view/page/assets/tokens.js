@@ -9,6 +9,13 @@ const HIDDEN = new RegExp(
 );
 const STACKED_MARKS = /(\p{M}{3})\p{M}+/gu;
 const MAX_LENGTH = 48;
+// Tokens that a tokenizer adds: [CLS], <s>, <|endoftext|>.
+export const SPECIAL_TOKEN = /^(\[[A-Z]+\d*\]|<[^<>\s]+>)$/;
+
+// Whether a token separates words or texts: a special token, punctuation or white space.
+export function isDelimiter(text) {
+  return SPECIAL_TOKEN.test(text.trim()) || !/[\p{L}\p{N}]/u.test(text);
+}
 
 function visibleSign(character) {
   if (character in SIGNS) return SIGNS[character];

@@ -4,9 +4,13 @@ import { make, button } from "./dom.js";
 import { formatPercent, createScale, shade } from "./colors.js";
 import { clipText } from "./tokens.js";
 import { rankUnits } from "./focus.js";
+import { SINKS } from "./store.js";
 
-const ENTROPY = "Entropy in nats: 0 = one key, ln n = uniform over n keys";
-const RECEIVED = "The sum of the weights of all queries on this key";
+const ENTROPY = "How spread out the attention is. In nats: 0 = one key, ln n = uniform over n keys";
+const RECEIVED = "The sum of the weights that all queries give to this token; 1 is the average";
+const LEARNED_SINK = "The model has a parameter that takes a share of the attention without being a token";
+const TOP_KEYS = "This file has only the largest weights of each query; they add up to this share";
+const COLUMN_NAMES = { tokens: "token", patches: "patch (row,column)", frames: "time", positions: "position" };
 const SHORT_LIST = 14;
 const LONG_LIST = 100;
 
@@ -53,8 +57,9 @@ export class WeightList {
     this.title.replaceChildren(...title);
     this.caption.textContent = `${columns} in ${focus.name}, largest weight first`;
     this.table.hidden = !focus.picks.length;
+    this.table.tHead.rows[0].cells[1].textContent = COLUMN_NAMES[focus.kinds[focus.other]];
     const largest = order.length ? focus.units[order[0]] : 0;
-    const scale = createScale(this.state.scale, focus.units, this.state.scale === "rank" ? null : largest);
+    const scale = createScale(this.state.scale, focus.units, focus.uniform);
     this.body.replaceChildren(...order.map((u, n) => this.row(u, n, focus, scale, largest)));
     const count = rankUnits(focus.units, LONG_LIST + 1).length;
     this.more.hidden = count <= SHORT_LIST || !focus.picks.length;
@@ -99,7 +104,7 @@ export class WeightList {
   }
 
   listFacts(focus) {
-    const { picks, sinkShare, sinks, learned, coverage, exact, to } = focus;
+    const { picks, sinkShare, sinks, learned, coverage, entropy, exact, to } = focus;
     const facts = [fact("head", focus.name)];
     if (!picks.length) return facts;
     if (!focus.known) return [...facts, fact("weights", "NaN or infinite")];
@@ -111,38 +116,29 @@ export class WeightList {
         fact(
           this.state.hideSinks ? "hidden in sinks" : "in sinks",
           `${formatPercent(sinkShare)} · ${where}${sinks.size > 3 ? " …" : ""}`,
+          SINKS,
         ),
       );
-    } else if (to) facts.push(fact("sinks", "none in this head"));
-    if (learned > 0) facts.push(fact("in the learned sink", formatPercent(learned)));
-    if (!exact && to) facts.push(fact("top keys", `${formatPercent(coverage)} of its attention`));
-    if (to && picks.length === 1) {
-      const nats = computeEntropy(focus, this.store, this.state);
-      if (nats !== null) {
-        facts.push(fact("entropy", `${nats.toFixed(2)} nats ≈ ${Math.exp(nats).toFixed(1)} keys`, ENTROPY));
-      }
-    }
+    } else if (to && this.store.canHaveSinks(focus.layer)) facts.push(fact("sinks", "none in this head", SINKS));
+    if (learned > 0) facts.push(fact("in the learned sink", formatPercent(learned), LEARNED_SINK));
+    if (!exact && to) facts.push(fact("in the top keys", `${formatPercent(coverage)} of its attention`, TOP_KEYS));
+    if (entropy) facts.push(fact("entropy", `${entropy.nats.toFixed(2)} nats ${entropy.over}`, ENTROPY));
     if (!to) facts.push(fact("received", `${focus.total.toFixed(2)} in total`, RECEIVED));
     return facts;
   }
 
-  drawLegend(focus, { scale, direction = "to", title }) {
+  // `color(t)` replaces the ramp of the direction.
+  drawLegend(focus, { scale, direction = "to", title, color = null }) {
     const strip = make("div", { class: "strip" });
     for (let i = 0; i < 48; i++) {
       const cell = make("span");
-      cell.style.backgroundColor = shade(direction, i / 47);
+      cell.style.backgroundColor = color ? color(i / 47) : shade(direction, i / 47);
       strip.append(cell);
     }
     const ticks = make("div", { class: "ticks" });
     for (const [, text] of scale.ticks) ticks.append(make("span", {}, text));
     this.legend.replaceChildren(make("div", { class: "legend-title" }, `${title} · ${scale.mode}`), strip, ticks);
   }
-}
-
-// From all weights if they are available, else the stored statistic of a single head.
-function computeEntropy({ exact, weights, heads, sources, picks }, store, state) {
-  if (exact) return weights.reduce((sum, w) => (w > 0 ? sum - w * Math.log(w) : sum), 0);
-  return heads.length === 1 ? store.entropy(heads[0], sources.start[picks[0]], state.seq) : null;
 }
 
 function headings() {
@@ -158,9 +154,14 @@ function fact(name, value, title = null) {
   return make("div", { title }, make("dt", {}, name), make("dd", {}, value));
 }
 
+// “hungry”, or patch 3,4 of an image.
+function describeUnit(text, kind) {
+  return kind === "patches" && /^\d+,\d+$/.test(text) ? `patch ${text}` : `“${clipText(text, 18)}”`;
+}
+
 // “hungry” attends to / is attended to by
 export function describeFocus(focus) {
-  const texts = focus.picks.slice(0, 3).map((u) => `“${clipText(focus.sources.label(u), 18)}”`);
+  const texts = focus.picks.slice(0, 3).map((u) => describeUnit(focus.sources.label(u), focus.kinds[focus.from]));
   if (!texts.length) return { title: ["Point at a token"], columns: "nothing selected" };
   const who = texts.join(" + ") + (focus.picks.length > 3 ? ` + ${focus.picks.length - 3} more` : "");
   const many = focus.picks.length > 1;
