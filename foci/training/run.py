@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,6 +74,7 @@ def prepare_run(config: RunConfig, folder: Path, processes: Processes, *, resume
         description = read_run_description(folder)
         if processes.is_first:
             check_unchanged(config, folder, description)
+            remove_partial_files(folder)
     train, dev = read_train_and_dev(config)
     given, kind = config, find_task(config.task)
     config = replace(config, settings=kind.fill_settings(config.settings, train))
@@ -100,6 +102,12 @@ def check_directory_unused(folder: Path) -> None:
     if (folder / "checkpoints").exists():
         # They would mix with those of a new run.
         raise ValueError(f"{folder} holds checkpoints but no run.json: use --out for another directory")
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Deletes what a killed training was writing; the directory is locked, so that no other process writes in it."""
+    for path in (path for part in (folder, folder / "best", folder / "checkpoints") for path in part.glob(".*.part")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def read_train_and_dev(config: RunConfig) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -127,15 +127,18 @@ def test_resume_fails_if_all_checkpoints_are_damaged(run: tuple[Path, Path]) -> 
         train(config(data, *CHANGES), whole, resume=True, quiet=True)
 
 
-def test_partly_written_files_are_ignored(run: tuple[Path, Path]) -> None:
+def test_partly_written_files_are_removed(run: tuple[Path, Path]) -> None:
     data, whole = run
     expected = logged(whole, "loss")
     shutil.rmtree(whole / "checkpoints" / f"step-{STEPS:08d}")
-    (whole / "checkpoints" / f".step-{STEPS:08d}.part").mkdir()
-    with (whole / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 29, "lo')
+    (whole / "checkpoints" / f".step-{STEPS - 1:08d}.part").mkdir()
+    (whole / "best" / f".step-{STEPS:08d}.safetensors.1.part").touch()
+    (whole / ".model.safetensors.1.part").touch()
+    with (whole / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 29, "\xff\n{"step": 29, "lo')
     train(config(data, *CHANGES), whole, resume=True, quiet=True)
     assert logged(whole, "loss") == expected
+    assert not list(whole.rglob(".*"))
 
 
 def test_a_used_directory_and_changed_data_are_refused(run: tuple[Path, Path], tmp_path: Path) -> None:
