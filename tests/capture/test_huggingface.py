@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -270,6 +271,19 @@ def test_the_implementation_is_restored_after_the_block() -> None:
     assert implementations(model) == before
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     assert SWITCHED_CONFIGS == {}
+
+
+@pytest.mark.parametrize("name", ["llava", "whisper"])
+def test_a_copy_made_inside_a_block_has_no_hooks(name: str) -> None:
+    model, inputs = made(ARCHITECTURES[name]), ARCHITECTURES[name].inputs()
+    with torch.no_grad(), foci.watch(model) as seen:
+        copied = copy.deepcopy(model)
+        copied(**inputs)
+        model(**inputs)
+    # transformers adds hooks of its own at the first call.
+    hooks, of_copy = ([len(m._forward_hooks) + len(m._forward_pre_hooks) for m in x.modules()] for x in (model, copied))
+    assert hooks == of_copy
+    assert seen.calls == len(seen.layers)
 
 
 def test_two_threads_watch_one_model() -> None:
