@@ -128,7 +128,7 @@ def has_query_word(record: Record, layer: Layer, options: argparse.Namespace) ->
 def page_options(record: Record, options: argparse.Namespace, head: str | int | None) -> dict[str, Any]:
     """Options of `Record.save` for a page: the head and the word at which it opens."""
     from foci.view.selection import select_patch
-    from foci.view.units import find_unit, list_layer_units
+    from foci.view.units import find_unit, list_layer_units, list_other_units
 
     if head is None and options.layer is None and options.word is None:
         return {}
@@ -138,7 +138,12 @@ def page_options(record: Record, options: argparse.Namespace, head: str | int | 
         labels = record.labels_of(choice.layer)[0]
         queries = list_layer_units(record, choice.layer, 0, options.tokens)[0]
         patches = labels.grid is not None
-        place = select_patch(labels, options.word)[0] if patches else queries[find_unit(queries, options.word)].stop - 1
+        others = list_other_units(record, choice.layer, 0, options.tokens)
+        place = (
+            select_patch(labels, options.word)[0]
+            if patches
+            else queries[find_unit(queries, options.word, others)].stop - 1
+        )
         state["t"] = str(place)
     return {"state": urlencode(state)}
 

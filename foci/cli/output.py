@@ -56,9 +56,9 @@ def print_status(command: str, message: str) -> None:
     print(make_printable(f"foci {command}: {message}"), file=sys.stderr, flush=True)
 
 
-def print_lines(text: str) -> None:
+def print_lines(text: str, end: str = "\n") -> None:
     """Print text of any origin, such as names in a dataset or the answer of a model; a terminal executes none of it."""
-    print(escape_controls(text), flush=True)
+    print(escape_controls(text), end=end, flush=True)
 
 
 def print_page(page: TextPage) -> None:

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from foci.cli.model_choice import find_task_model, load_with_changes, print_truncated
-    from foci.tasks import TASKS
+    from foci.tasks import TASKS, Task
 
     check_out_path(options.out, ANSWERS_SUFFIX)
     path = find_task_model(options.task, options.model)
@@ -84,13 +84,17 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--out {options.out} needs exactly one input, got {len(options.inputs)}")
     refuse_files(options.inputs, task.name)
     runner = InputRunner(task, model)
-    one_by_one = options.show or as_record or is_interactive(options)
+    streams = type(task).stream is not Task.stream
+    one_by_one = options.show or as_record or streams or is_interactive(options)
     with torch.no_grad(), open_answers(None if as_record else options.out) as file:
         for group in group_lines(read_inputs(options), 1 if one_by_one else BATCH_SIZE):
             # Empty lines of a file get empty answers, so that line numbers match.
             examples = runner.read_examples({i: text for i, text in enumerate(group) if options.inputs or text.strip()})
             if options.show or as_record:
                 runner.show(examples, options.show, options.out if as_record else None, file)
+                continue
+            if streams:
+                runner.stream(examples, file)
                 continue
             answers = runner.answer(examples)
             for i in range(len(group)):
@@ -132,6 +136,14 @@ class InputRunner:
                 with self.report_errors():
                     answers[index] = self.task.answer(self.model, [example])[0]
             return answers
+
+    def stream(self, examples: dict[int, Any], file: TextIO) -> None:
+        """Write the answer part by part, as it is generated."""
+        for example in examples.values():
+            with self.report_errors():
+                for part in self.task.stream(self.model, example):
+                    write_answer(part, file, end="")
+        write_answer("", file)
 
     def show(self, examples: dict[int, Any], in_terminal: bool, out: Path | None, file: TextIO) -> None:
         """Write the answer to the file of answers, and show or save the attention."""
@@ -203,12 +215,12 @@ def group_lines(lines: Iterator[str], count: int) -> Iterator[list[str]]:
         yield group
 
 
-def write_answer(answer: str, file: TextIO) -> None:
+def write_answer(answer: str, file: TextIO, end: str = "\n") -> None:
     """Print an answer, or write it to a file as it is."""
     if file is sys.stdout:
-        print_lines(answer)
+        print_lines(answer, end)
     else:
-        file.write(answer + "\n")
+        file.write(answer + end)
         file.flush()
 
 

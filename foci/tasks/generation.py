@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.decoding import Sampling, generate
+from foci.decoding import Sampling, generate, stream
 from foci.inputs.padding import pad_sequences
 from foci.inputs.tables import data_suffix, read_table_rows, read_text_file, read_valid_rows, require_one_path
 from foci.inputs.text import (
@@ -29,6 +29,7 @@ from foci.inputs.text import (
 from foci.nn.config import SEED_LIMIT, VOCABULARY_LIMIT
 from foci.nn.model import Model
 from foci.nn.transformer import Decoder
+from foci.record.labels import REPLACEMENT_CHARACTER
 from foci.record.record import Record
 from foci.tasks.task import LENGTH_LIMIT, Problem, ProgressCallback, Task, TaskSettings, ignore_progress
 from foci.tasks.task_record import build_task_record
@@ -251,15 +252,31 @@ class Generation(Task[Passage | TokenWindow, PassageLikelihood]):
     def answer(self, model: nn.Module, examples: Sequence[Passage | TokenWindow]) -> list[str]:
         """Continues each passage."""
         return [
-            example.text + self.tokenizer.decode(self._continue(model, example.text)[1])
+            example.text + self.tokenizer.decode(generate(model, **self._generation_options(example.text))[0].tokens)
             for example in examples
             if isinstance(example, Passage)
         ]
 
+    def stream(self, model: nn.Module, example: Passage | TokenWindow) -> Iterator[str]:
+        """Yields the passage, then each part of its continuation."""
+        assert isinstance(example, Passage)
+        yield example.text
+        tokens: list[int] = []
+        written = ""
+        for step in stream(model, **self._generation_options(example.text)):
+            tokens += [token for token in step if token is not None]
+            text = self.tokenizer.decode(tokens)
+            # The last token may end within a character.
+            if text.startswith(written) and not text.endswith(REPLACEMENT_CHARACTER):
+                yield text[len(written) :]
+                written = text
+        yield self.tokenizer.decode(tokens)[len(written) :]
+
     def record_attention(self, model: nn.Module, example: Passage | TokenWindow) -> Record:
         """Records the attention over the prompt and its continuation."""
         assert isinstance(example, Passage)
-        prompt, answer = self._continue(model, example.text)
+        options = self._generation_options(example.text)
+        prompt, answer = options["prompt"][0], generate(model, **options)[0].tokens
         tokens = [*prompt, *answer]
         with torch.no_grad():
             row = torch.tensor([tokens], device=next(model.parameters()).device)
@@ -288,13 +305,13 @@ class Generation(Task[Passage | TokenWindow, PassageLikelihood]):
             done(min(count, len(windows) - first) / len(windows))
         return PassageLikelihood((float(nats), len(passage.text)))
 
-    def _continue(self, model: nn.Module, text: str) -> tuple[list[int], list[int]]:
-        """Generates after the end of a text; returns the tokens of the prompt and of the continuation."""
+    def _generation_options(self, text: str) -> dict[str, Any]:
+        """The arguments of `generate` for the continuation of a text."""
         settings = self.settings
         prompt = [START, *self.tokenizer.encode(text)][-self._prompt_limit :]
         new = min(settings.new_tokens, settings.context - len(prompt))
         method = Sampling(settings.temperature, top_k=settings.top_k, seed=settings.seed)
-        return prompt, generate(model, [prompt], new_tokens=new, method=method, stop=START)[0].tokens
+        return {"prompt": [prompt], "new_tokens": new, "method": method, "stop": START}
 
 
 def cut_windows(tokens: Tensor, context: int, stride: int) -> list[Passage | TokenWindow]:

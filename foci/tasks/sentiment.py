@@ -31,7 +31,7 @@ from foci.inputs.text import (
 from foci.nn.classifier import NGRAM_HASH_FACTORS, TextClassifier
 from foci.nn.config import VOCABULARY_LIMIT
 from foci.nn.model import Model
-from foci.record.labels import Labels
+from foci.record.labels import CLASS_TOKEN, Labels
 from foci.record.record import Record
 from foci.runtime.json_text import parse_json
 from foci.tasks.class_prediction import ClassPrediction, accuracy
@@ -263,7 +263,7 @@ class Sentiment(Task[LabelledText, ClassPrediction]):
             device = next(model.parameters()).device
             out = cast("TextClassifier", model)(torch.tensor([tokens], device=device), return_weights=True)
         read = self.tokenizer.labels(tokens)
-        labels = Labels.tokens([["<class>", *read.texts[0]]], read.words and [[None, *read.words[0]]])
+        labels = Labels.tokens([[CLASS_TOKEN, *read.texts[0]]], read.words and [[None, *read.words[0]]])
         probability, number = out.logits[0].float().softmax(-1).max(-1)
         return build_task_record(
             model, out.weights, {"input": labels}, str(ClassPrediction(self.labels[int(number)], float(probability)))

@@ -196,7 +196,7 @@ class Task(ABC, Generic[ExampleT, AnswerT]):
         return [str(answer) for answer in self.decode(model, examples)]
 
     def stream(self, model: nn.Module, example: ExampleT) -> Iterator[str]:
-        """Yields the text that `foci run` prints, in parts as they are generated; a task that generates overrides it."""
+        """Yields the answer in parts, as they are generated; `foci run` prints them for a task that overrides this."""
         yield self.answer(model, [example])[0]
 
     @abstractmethod

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from foci.record.labels import Labels
+from foci.record.labels import CLASS_TOKEN, Labels
 from foci.record.layer import Layer
 from foci.record.record import Record
 from foci.runtime.printable import make_printable
@@ -200,7 +200,12 @@ def select_default_query(record: Record, selection: HeadSelection, batch: int = 
 
 
 def find_clearest_unit(record: Record, selection: HeadSelection, batch: int, queries: Sequence[TextUnit]) -> int:
-    """Return the unit that attends most clearly to a distant word; of a very long text the last unit."""
+    """Return the unit that attends most clearly to a distant word; of a very long text the last unit.
+
+    A classifier answers from its class token, so that its attention says most about the answer.
+    """
+    if queries and queries[0].text == CLASS_TOKEN:
+        return 0
     layer = selection.layer if selection.head is None else selection.layer.head(selection.head)
     if not is_fast_to_scan(layer):
         return len(queries) - 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ SURROUNDING_PUNCTUATION = re.compile(r"^[^\w<\[]+|[^\w>\]]+$")
 # The time of an audio frame, with or without its unit.
 FRAME_TIME = re.compile(r"^([\d.]*\d) ?s?$")
 MAX_UNIT_CHARACTERS = 200
+# Units named in an error message.
+MAX_LISTED_UNITS = 40
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,13 @@ def starts_group(position: int, numbers: Sequence[int | None] | None) -> bool:
     return numbers is None or numbers[position] is None or numbers[position] != numbers[position - 1]
 
 
-def find_unit(units: Sequence[TextUnit], word: str | int) -> int:
-    """Find a unit by its text ("the", "the#2" for the second occurrence) or by its index from 0."""
+def find_unit(
+    units: Sequence[TextUnit], word: str | int, others: Mapping[str, Sequence[TextUnit]] = MappingProxyType({})
+) -> int:
+    """Find a unit by its text ("the", "the#2" for the second occurrence) or by its index from 0.
+
+    The error lists the units, then those of `others`: the sequences that other layers read.
+    """
     if isinstance(word, int) and 0 <= word < len(units):
         return word
     text, _, count = str(word).partition("#") if str(word) not in {unit.text for unit in units} else (str(word), "", "")
@@ -125,8 +133,22 @@ def find_unit(units: Sequence[TextUnit], word: str | int) -> int:
         return matches[occurrence]
     if not matches and text.isdigit() and int(text) < len(units):
         return int(text)
-    words = " ".join(unit.text for unit in units[:40])
-    raise ValueError(f"word must be one of {words}{' …' if len(units) > 40 else ''}, got {str(word)[:40]!r}")
+    known = {unit.text for unit in units}
+    new = {name: each for name, each in others.items() if any(u.is_word and u.text not in known for u in each)}
+    more = "".join(f", or of the {name}: {join_texts(each)}" for name, each in new.items())
+    raise ValueError(f"word must be one of {join_texts(units)}{more}, got {str(word)[:40]!r}")
+
+
+def join_texts(units: Sequence[TextUnit]) -> str:
+    texts = [unit.text for unit in units]
+    return " ".join(texts[:MAX_LISTED_UNITS]) + " …" * (len(texts) > MAX_LISTED_UNITS)
+
+
+def list_other_units(record: Record, layer: Layer, batch: int, by_token: bool = False) -> dict[str, list[TextUnit]]:
+    """List the units of the queries of the other layers, by the name of the sequence: the text besides the answer."""
+    layers = {each.queries: each for each in record.layers.values() if each.queries != layer.queries}
+    labels = {format_label(truncate_text(name)): record.labels_of(each)[0] for name, each in layers.items()}
+    return {name: list_units(each, batch, by_token) for name, each in labels.items() if each.kind == "tokens"}
 
 
 def number_words(labels: Labels, batch: int) -> Tensor:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import Tensor
@@ -392,6 +392,23 @@ def test_a_pretrained_model_is_available_by_name_beside_a_run(
     monkeypatch.chdir(folder)
     assert main.main(["run", "translation", "A man sleeps.", "--model", "translation"]) == 0
     assert capsys.readouterr() == ("Ein Mann schläft.\n", "")
+
+
+def test_a_generated_text_is_streamed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Pipe(io.StringIO):
+        parts: ClassVar[list[str]] = []
+
+        def flush(self) -> None:
+            self.parts.append(self.getvalue())
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdout", pipe := Pipe())
+    arguments = ["run", "generation", "ROMEO:", "--set", "task.new_tokens=8"]
+    assert main.main(arguments) == 0
+    lengths = [len(part) for part in dict.fromkeys(pipe.parts)]
+    assert lengths == [*range(6, 15), 15]
+    assert main.main([*arguments, "--out", "answer.txt"]) == 0
+    assert (tmp_path / "answer.txt").read_text() == pipe.getvalue()
 
 
 def test_a_damaged_file_does_not_stop_the_others(

@@ -104,3 +104,17 @@ def test_a_long_prompt_shortens_the_continuation_before_it_is_truncated() -> Non
         assert len(prompt) == read
         assert 0 < len(new) <= most
         assert task.is_truncated(Passage(("abcdef" * 9)[:length])) == (length == 30)
+    assert task.describe_read_part(Passage("abcdef" * 5)) == "the last 12 of 30 characters"
+
+
+@pytest.mark.parametrize("tokenizer", ["characters", "bytes", "words"])
+def test_the_streamed_parts_are_the_answer(tokenizer: str) -> None:
+    torch.manual_seed(0)
+    passage = Passage("größer als zwei Häuser")
+    settings = GenerationSettings(size="tiny", tokenizer=tokenizer, context=64, new_tokens=20)  # type: ignore[arg-type]
+    task = Generation.from_examples(settings, [passage])
+    model = task.model().eval()
+    first, *parts = task.stream(model, passage)
+    assert first == passage.text
+    assert len(parts) > 2
+    assert first + "".join(parts) == task.answer(model, [passage])[0]

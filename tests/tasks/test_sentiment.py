@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foci.tasks.sentiment import LabelledText, Sentiment, SentimentSettings
+from foci.view.selection import select_default_head, select_default_query
 from tests.tasks.lessons import Lesson, lesson
 
 SMALL = (
@@ -66,6 +67,14 @@ def test_the_record_has_the_class_token_before_the_words(learned: Lesson) -> Non
     assert [text.strip() for text in labels.texts[0]] == ["<class>", "a", "dull", "story"]
     assert record["L0H1"].shape == (1, 4, 4)
     assert (record.answer or "").startswith("bad (")
+
+
+def test_every_view_follows_the_class_token(learned: Lesson, capsys: pytest.CaptureFixture[str]) -> None:
+    task, model, _ = learned.trained
+    record = task.record_attention(model, task.parse_input("this is not good"))
+    assert select_default_query(record, select_default_head(record)) == 0
+    record.show()
+    assert "Attention of “<class>”" in capsys.readouterr().out
 
 
 def test_answers_keep_the_order_of_the_texts(learned: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:

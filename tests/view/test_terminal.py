@@ -398,6 +398,22 @@ def test_a_word_is_found_by_text_occurrence_and_index() -> None:
             find_unit(shown, wrong)
 
 
+def test_an_unknown_word_lists_the_words_of_the_other_sequences() -> None:
+    record = Record(
+        {
+            "encoder": Layer(
+                "encoder", stack="encoder", queries="source", keys="source", matrix=torch.eye(2)[None, None]
+            ),
+            "cross": Layer("cross", stack="cross", queries="answer", keys="source", matrix=torch.eye(2)[None, None]),
+        },
+        {"source": Labels.tokens([["Jane", " sleeps"]]), "answer": Labels.tokens([["Jane", " schläft"]])},
+        model="Example",
+    )
+    message = r"^word must be one of Jane schläft, or of the source: Jane sleeps, got 'nope'$"
+    with pytest.raises(ValueError, match=message):
+        record.show("nope", "cross.L0")
+
+
 @pytest.mark.parametrize(
     ("head", "layer", "message"),
     [

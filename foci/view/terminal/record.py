@@ -26,7 +26,7 @@ from foci.view.selection import (
 )
 from foci.view.terminal import heads, matrix, patches, text
 from foci.view.terminal.styled_text import TerminalPage
-from foci.view.units import TextUnit, find_unit, list_layer_units, truncate_text
+from foci.view.units import TextUnit, find_unit, list_layer_units, list_other_units, truncate_text
 
 # A map of more entries takes too long to compute unless it was kept.
 MAX_MAP_ENTRIES = 2**32
@@ -127,7 +127,10 @@ def write_attention(
     """Write the attention of one query in the running text, its top keys, and the matrix."""
     layer = selection.layer
     queries, keys = list_layer_units(record, layer, batch, by_token)
-    query = find_unit(queries, word) if word is not None else find_clearest_unit(record, selection, batch, queries)
+    if word is None:
+        query = find_clearest_unit(record, selection, batch, queries)
+    else:
+        query = find_unit(queries, word, list_other_units(record, layer, batch, by_token))
     is_self = layer.queries == layer.keys
     page.heading(f"Attention of {quote_unit(queries[query])} in {describe_selection(selection)}")
     note_nonfinite_rows(page, selection, batch)
