@@ -25,6 +25,7 @@ from foci.capture.model_loading import (
 )
 from foci.capture.watch import watch
 from foci.inputs.audio import SOUND_FORMATS
+from foci.inputs.bpe import explain_panics
 from foci.inputs.files import MAGIC_BYTES, find_format
 from foci.inputs.image import IMAGE_FORMATS
 from foci.inputs.tables import read_text_file
@@ -125,7 +126,7 @@ def record_example(task: Task[Any, Any], model: Model, example: Any) -> Record:
     record = task.record_attention(model, example)
     if task.is_truncated(example):
         kind = "sound" if task.name == "speech" else "text"
-        record.notes.append(f"the {kind} is longer than the model reads: only a part of it is shown")
+        record.notes.append(f"the {kind} is cut: the model reads {task.describe_read_part(example)}")
     return record
 
 
@@ -156,13 +157,14 @@ def encode_text(text_model: TextModel, text: str) -> tuple[dict[str, Any], Label
     """The model's inputs for a text, truncated to its maximum length; their labels; and a note if it was truncated."""
     config, tokenizer = text_model.config, text_model.tokenizer
     longest = min(getattr(config, "max_position_embeddings", None) or 2**20, tokenizer.model_max_length)
-    encoded = tokenizer(
-        text, return_tensors="pt", return_offsets_mapping=tokenizer.is_fast, truncation=True, max_length=longest
-    )
+    with explain_panics("the text"):
+        encoded = tokenizer(
+            text, return_tensors="pt", return_offsets_mapping=tokenizer.is_fast, truncation=True, max_length=longest
+        )
     ids = encoded["input_ids"]
     notes = []
-    if ids.shape[1] == longest and len(tokenizer(text)["input_ids"]) > longest:
-        notes = [f"the model reads {longest:,} tokens: the rest of the text is cut off"]
+    if ids.shape[1] == longest and (whole := len(tokenizer(text)["input_ids"])) > longest:
+        notes = [f"the text is cut: the model reads the first {longest:,} of {whole:,} tokens"]
     if tokenizer.is_fast:
         offsets = [tuple(pair) for pair in encoded.pop("offset_mapping")[0].tolist()]
         names = tokenizer.convert_ids_to_tokens(ids[0])

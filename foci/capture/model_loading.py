@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from foci import models
+from foci.inputs.bpe import explain_panics
 
 CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 # Code that comes with a model is never run, and there is no prompt that asks for permission.
@@ -49,13 +50,25 @@ def load_text_model(name: str, device: str = "cpu", report: Callable[[str], None
     report(f"loading {name}")
     with explain_loading_errors(describe_model_choices(), name):
         check_model_is_available(name)
-        config = transformers.AutoConfig.from_pretrained(name, **LOAD_OPTIONS)
+        config = load_huggingface_config(name)
     with explain_loading_errors("a model that reads text", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **LOAD_OPTIONS)
     with explain_loading_errors(describe_model_choices(), name):
         auto_class = getattr(transformers, auto_class_of(config))
-        model = auto_class.from_pretrained(name, **LOAD_OPTIONS).eval().to(device)
+        model = auto_class.from_pretrained(name, config=config, **LOAD_OPTIONS).eval().to(device)
     return TextModel(config, tokenizer, model, device)
+
+
+def load_huggingface_config(name: str) -> Any:
+    """Loads the config of a Hugging Face model, without the attention implementation that it names.
+
+    A config can name an implementation on the hub, whose code transformers would download and run.
+    """
+    config = import_transformers().AutoConfig.from_pretrained(name, **LOAD_OPTIONS)
+    # Transformers then chooses between its own implementations; the setters also change the configs inside.
+    config._attn_implementation = None
+    config._experts_implementation = None
+    return config
 
 
 def import_transformers() -> Any:
@@ -81,7 +94,8 @@ def auto_class_of(config: Any) -> str:
 def explain_loading_errors(expected: str, name: str) -> Iterator[None]:
     """Turns any error that transformers raises for a model's files into one sentence."""
     try:
-        yield
+        with explain_panics("what its files hold"):
+            yield
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = re.split(r"(?<=[.!]) +(?=[A-Z])", lines[0])[0].rstrip(" .:")

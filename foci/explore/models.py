@@ -24,6 +24,7 @@ from foci.capture.model_loading import (
     explain_loading_errors,
     import_transformers,
     is_foci_model,
+    load_huggingface_config,
     load_text_model,
     locate_model,
 )
@@ -141,7 +142,8 @@ def load_image_model(name: str, device: str) -> Any:
     with explain_loading_errors("a model that takes images", name):
         check_model_is_available(name)
         processor = transformers.AutoImageProcessor.from_pretrained(name, **LOAD_OPTIONS)
-        model = transformers.AutoModel.from_pretrained(name, **LOAD_OPTIONS).eval().to(device)
+        config = load_huggingface_config(name)
+        model = transformers.AutoModel.from_pretrained(name, config=config, **LOAD_OPTIONS).eval().to(device)
     # Of a model for texts and images, only the vision part runs.
     return processor, getattr(model, "vision_model", model)
 

@@ -1,6 +1,8 @@
 """`foci look` with Hugging Face models and foci models, from a folder to the terminal."""
 
+import json
 import re
+import shutil
 import sys
 import wave
 from pathlib import Path
@@ -16,6 +18,7 @@ from foci.capture.model_loading import (
     find_model_for,
     ignore_message,
     is_foci_model,
+    load_huggingface_config,
     load_text_model,
 )
 from foci.cli import main
@@ -175,7 +178,7 @@ def test_a_shipped_model_is_found_by_name(
 def test_a_long_text_is_truncated_with_a_note(folders: Path) -> None:
     messages: list[str] = []
     record = look("Jane is hungry , " * 50, folders / "reads", report=messages.append)
-    assert messages[1:] == ["the model reads 32 tokens: the rest of the text is cut off"]
+    assert messages[1:] == ["the text is cut: the model reads the first 32 of 201 tokens"]
     assert len(record.labels["input"]) == 32
 
 
@@ -292,6 +295,46 @@ def write_wav(path: Path) -> None:
 
 
 FILES = {"picture.dat": "vision", "sound.wav": "speech", "notes.txt": None}
+
+
+HOSTILE = "someone/kernel"
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_config_cannot_choose_an_attention_implementation(folders: Path, tmp_path: Path, key: str) -> None:
+    for name in ("reads", "writes", "both"):
+        folder = shutil.copytree(folders / name, tmp_path / name)
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(content | {key: HOSTILE}))
+        loaded = load_text_model(str(folder))
+        assert loaded.model.config._attn_implementation in {"sdpa", "eager"}
+        assert HOSTILE not in str(loaded.model.config.to_dict())
+
+
+def test_a_nested_config_cannot_choose_an_attention_implementation(tmp_path: Path) -> None:
+    clip = transformers.CLIPConfig().to_dict()
+    for part in ("text_config", "vision_config"):
+        clip[part]["_attn_implementation"] = HOSTILE
+    (tmp_path / "config.json").write_text(json.dumps(clip))
+    config = load_huggingface_config(str(tmp_path))
+    assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == (None, None)
+
+
+def test_a_tokenizer_that_panics_gives_a_one_line_error(folders: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(folders / "reads", tmp_path / "reads")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "missing", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    }
+    content["padding"] = {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_id": 0, "pad_type_id": 0}
+    content["padding"] |= {"pad_to_multiple_of": None, "pad_token": "<pad>"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="the tokenizer cannot process the text: ") as error:
+        look(TEXT, str(folder))
+    assert "\n" not in str(error.value)
 
 
 @pytest.fixture
