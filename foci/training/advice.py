@@ -9,7 +9,7 @@ from foci.runtime.console import format_count
 from foci.training.config import RunConfig, TrainConfig, fields_with_values
 
 # Below these numbers a training run rarely learns enough, and dev scores vary by chance.
-FEW_STEPS, FEW_DEV_EXAMPLES = 300, 20
+FEW_STEPS, FEW_DEV_EXAMPLES = 300, 50
 # A warm-up should take less than this share of the steps.
 MAX_WARMUP_SHARE = 0.5
 # A dev loss that fell by more than this share since the evaluation before would fall further.
@@ -41,7 +41,7 @@ def find_run_warnings(config: TrainConfig, total: int, dev_examples: int) -> Ite
         yield f"{format_count(total, 'step')} are few: use a higher train.epochs or a lower train.batch_tokens"
     if dev_examples < FEW_DEV_EXAMPLES:
         examples = format_count(dev_examples, "example")
-        yield f"a dev set of {examples} gives rough scores: use --dev, or a higher train.dev_share"
+        yield f"a dev set of {examples} gives rough scores: use --dev, or --set train.dev_share=0.2"
 
 
 def find_result_warnings(config: TrainConfig, losses: Sequence[float], best_step: int, steps: int) -> Iterator[str]:

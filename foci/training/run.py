@@ -91,8 +91,17 @@ def prepare_run(config: RunConfig, folder: Path, processes: Processes, *, resume
     config, total = replace(config, train=filled), count_steps(filled, per_epoch)
     examples, steps = format_count(len(train), "example"), format_count(per_epoch, "step")
     messages.append(f"{examples} for training, {len(dev):,} for dev; {steps} per epoch, {total:,} in all")
-    messages += [*describe_filled(given, config), *find_run_warnings(filled, total, len(dev)), *task.find_warnings(dev)]
+    messages += [
+        *describe_filled(given, config),
+        *find_run_warnings(filled, total, count_dev_examples(task, dev)),
+        *task.find_warnings(dev),
+    ]
     return Run(config, folder, processes, task, train, dev, total, messages, resume, None if resume else description)
+
+
+def count_dev_examples(task: Task[Any, Any], dev: Sequence[Any]) -> int:
+    """Counts what is evaluated: the examples, or the windows of a text."""
+    return len(task.epoch_examples(dev, False, seeded_generator("evaluation")))
 
 
 def check_directory_unused(folder: Path) -> None:
