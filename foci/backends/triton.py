@@ -7,13 +7,13 @@ from types import ModuleType
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.gpu import additive, distance_bias
+from foci.gpu import additive, attention
 from foci.runtime.device import has_triton, is_triton_interpreted
 
 NAME = "triton"
 
 # Each has `refuses` and `run`, like a backend; the first that supports the call is used.
-LAUNCHERS: tuple[ModuleType, ...] = (additive, distance_bias)
+LAUNCHERS: tuple[ModuleType, ...] = (additive, attention)
 
 
 def refuses(call: Call) -> list[str]:

@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 
 import foci
 from foci.arguments import Call, prepare_call
-from foci.gpu import distance_bias, launcher
-from foci.gpu.distance_bias import launch, row_table
-from foci.gpu.distance_bias.launch import DistanceBiasTiling
+from foci.gpu import attention, launcher
+from foci.gpu.attention import launch, row_table
+from foci.gpu.attention.launch import AttentionTiling
 from foci.gpu.launcher import LaunchPlan
 from foci.scores import Dot
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
@@ -126,11 +126,9 @@ def test_float16(bias: str) -> None:
     check_problem(problem_of(bias, "causal", torch.float16))
 
 
-@pytest.mark.parametrize(
-    "tiles", [DistanceBiasTiling(32, 16, 4, 1), DistanceBiasTiling(16, 32, 4, 1)], ids=["tall", "wide"]
-)
+@pytest.mark.parametrize("tiles", [AttentionTiling(32, 16, 4, 1), AttentionTiling(16, 32, 4, 1)], ids=["tall", "wide"])
 @pytest.mark.parametrize(("bias", "mask"), [("values", "full"), ("buckets", "window"), ("buckets", "two_runs")])
-def test_non_square_tiles(bias: str, mask: str, tiles: DistanceBiasTiling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_square_tiles(bias: str, mask: str, tiles: AttentionTiling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "choose_tiling", lambda name, part: tiles)
     check_problem(problem_of(bias, mask))
 
@@ -229,7 +227,7 @@ def test_operators_pass_opcheck() -> None:
     problem = problem_of("headed", "padding", queries=17)
     call = call_of(**problem.arguments(problem.leaves(torch.float32, DEVICE)))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(distance_bias.distance_bias_attention, distance_bias.operator_inputs(call), test_utils=tests)
+    torch.library.opcheck(attention.kernel_attention, attention.operator_inputs(call), test_utils=tests)
 
 
 def call_of(dropout: float = 0.0, positions: Any = None, **arguments: Any) -> Call:
@@ -275,7 +273,7 @@ REFUSED: dict[str, tuple[Callable[[], Call], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_calls_are_refused(name: str) -> None:
     make, reason = REFUSED[name]
-    assert any(reason in found for found in distance_bias.refuses(make()))
+    assert any(reason in found for found in attention.refuses(make()))
 
 
 def test_query_tiles_and_common_keys() -> None:

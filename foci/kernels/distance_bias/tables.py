@@ -51,7 +51,7 @@ def as_int32_pointer(pointer):
     return pointer.to(tl.pointer_type(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key_ranges_batch", "Tq", "Tk"])
 def find_tile_key_ranges(
     key_ranges, key_bounds, common_keys, key_ranges_batch, Tq, Tk, RANGES: tl.constexpr, BM: tl.constexpr
 ):
@@ -75,21 +75,36 @@ def find_tile_key_ranges(
             tl.store(as_int32_pointer(common_keys) + 2 * index + 1, shared if RANGES == 1 else 0)
 
 
-@triton.jit
-def find_tile_query_ranges(key_bounds, query_tiles, count, RANGES: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr):
-    """For each tile of keys, find which of `count` query tiles see some key: query_tiles (Bm, tiles, 2), last + 1."""
+@triton.jit(do_not_specialize=["count", "Tk"])
+def find_tile_query_ranges(
+    key_bounds, common_keys, query_tiles, count, Tk, RANGES: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr
+):
+    """For each tile of keys, find which of `count` query tiles see some of its keys, and which see all of them.
+
+    query_tiles (Bm, tiles, 4): first and last + 1 of the tiles that see some; the same of a run that sees all.
+    """
     b, tile = tl.program_id(0), tl.program_id(1)
-    first, last = count, 0
+    first, last, full, end = count, 0, count, count
     for start in range(0, count, BT):
         t = start + tl.arange(0, BT)
+        inside = t < count
+        index = b.to(tl.int64) * count + t
         seen = t < 0
         for s in tl.static_range(RANGES):
-            bounds = as_int32_pointer(key_bounds) + ((b.to(tl.int64) * count + t) * RANGES + s) * 2
-            low = tl.load(bounds, mask=t < count, other=0)
-            high = tl.load(bounds + 1, mask=t < count, other=0)
+            bounds = as_int32_pointer(key_bounds) + (index * RANGES + s) * 2
+            low = tl.load(bounds, mask=inside, other=0)
+            high = tl.load(bounds + 1, mask=inside, other=0)
             seen = seen | ((low < (tile + 1) * BN) & (high > tile * BN))
         first = tl.minimum(first, tl.min(tl.where(seen, t, count), 0))
         last = tl.maximum(last, tl.max(tl.where(seen, t + 1, 0), 0))
-    index = 2 * (b.to(tl.int64) * tl.num_programs(1) + tile)
-    tl.store(as_int32_pointer(query_tiles) + index, first)
-    tl.store(as_int32_pointer(query_tiles) + index + 1, last)
+        low = tl.load(as_int32_pointer(common_keys) + 2 * index, mask=inside, other=0)
+        high = tl.load(as_int32_pointer(common_keys) + 2 * index + 1, mask=inside, other=0)
+        whole = inside & (low <= tile * BN) & (high >= tl.minimum((tile + 1) * BN, Tk))
+        full = tl.minimum(full, tl.min(tl.where(whole, t, count), 0))
+        end = tl.minimum(end, tl.min(tl.where((t > full) & (whole == 0), t, count), 0))
+    index = 4 * (b.to(tl.int64) * tl.num_programs(1) + tile)
+    query_tiles = as_int32_pointer(query_tiles) + index
+    tl.store(query_tiles, first)
+    tl.store(query_tiles + 1, last)
+    tl.store(query_tiles + 2, full)
+    tl.store(query_tiles + 3, end)

@@ -1,4 +1,4 @@
-"""Run attention with a distance bias: choose tiles, split the call where row tables need it, plan and launch.
+"""Run the attention kernels: choose tiles, split the call where row tables need it, plan and launch.
 
 B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width, W = 2 clip + 1 distances.
 """
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.gpu.distance_bias import row_table
-from foci.gpu.distance_bias.arguments import (
+from foci.gpu.attention import row_table
+from foci.gpu.attention.arguments import (
+    AttentionOptions,
     CallPart,
-    DistanceBiasOptions,
-    distance_bias_scalars,
+    attention_scalars,
     empty_with_layout_of,
     key_head_slices,
     learned_fields,
@@ -29,7 +29,7 @@ from foci.gpu.launcher import LaunchPlan, build_kernel_launch, get_or_build_plan
 from foci.runtime.tracing import disable_autocast
 
 
-class DistanceBiasTiling(NamedTuple):
+class AttentionTiling(NamedTuple):
     """The tile sizes and launch options of one kernel."""
 
     queries: int
@@ -46,54 +46,73 @@ class DistanceBiasTiling(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages} | limit
 
 
-# By pass and by the larger of D and Dv, for 16-bit inputs. Near the diagonal a program also holds a tile of values from
-# the row table: larger tiles than these spill registers there.
-HALF_PRECISION_TILINGS = {
+# By pass and by the larger of D and Dv, for 16-bit inputs without a row table.
+ATTENTION_TILINGS = {
     "forward": {
-        64: DistanceBiasTiling(128, 64, 8, 3, 128),
-        128: DistanceBiasTiling(128, 64, 8, 2),
-        256: DistanceBiasTiling(128, 64, 8, 2),
+        64: AttentionTiling(128, 64, 8, 3, 128),
+        128: AttentionTiling(128, 64, 8, 3),
+        256: AttentionTiling(128, 64, 8, 2),
     },
     "queries": {
-        64: DistanceBiasTiling(64, 64, 4, 2, 168),
-        128: DistanceBiasTiling(128, 64, 8, 2),
-        256: DistanceBiasTiling(64, 32, 4, 2),
+        64: AttentionTiling(64, 64, 4, 3),
+        128: AttentionTiling(128, 64, 8, 2),
+        256: AttentionTiling(64, 32, 4, 2),
     },
     "keys": {
-        64: DistanceBiasTiling(32, 64, 4, 3),
-        128: DistanceBiasTiling(32, 128, 8, 2),
-        256: DistanceBiasTiling(32, 64, 8, 2),
+        64: AttentionTiling(64, 64, 4, 3),
+        128: AttentionTiling(32, 64, 4, 3),
+        256: AttentionTiling(32, 64, 8, 2),
+    },
+}
+# The same with a row table. Near the diagonal a program also holds a tile of values from
+# the row table: larger tiles than these spill registers there.
+ROW_TABLE_TILINGS = {
+    "forward": {
+        64: AttentionTiling(128, 64, 8, 3, 128),
+        128: AttentionTiling(128, 64, 8, 2),
+        256: AttentionTiling(128, 64, 8, 2),
+    },
+    "queries": {
+        64: AttentionTiling(64, 64, 4, 2, 168),
+        128: AttentionTiling(128, 64, 8, 2),
+        256: AttentionTiling(64, 32, 4, 2),
+    },
+    "keys": {
+        64: AttentionTiling(32, 64, 4, 3),
+        128: AttentionTiling(32, 128, 8, 2),
+        256: AttentionTiling(32, 64, 8, 2),
     },
 }
 # Products of float32 do not run on tensor cores and read twice the memory.
 FLOAT32_TILINGS = {
     "forward": {
-        64: DistanceBiasTiling(64, 32, 4, 2),
-        128: DistanceBiasTiling(64, 32, 8, 2),
-        256: DistanceBiasTiling(64, 32, 8, 1),
+        64: AttentionTiling(64, 32, 4, 2),
+        128: AttentionTiling(64, 32, 8, 2),
+        256: AttentionTiling(64, 32, 8, 1),
     },
     "queries": {
-        64: DistanceBiasTiling(64, 32, 4, 2),
-        128: DistanceBiasTiling(64, 32, 8, 1),
-        256: DistanceBiasTiling(32, 16, 4, 1),
+        64: AttentionTiling(64, 32, 4, 2),
+        128: AttentionTiling(64, 32, 8, 1),
+        256: AttentionTiling(32, 16, 4, 1),
     },
     "keys": {
-        64: DistanceBiasTiling(32, 64, 8, 2),
-        128: DistanceBiasTiling(32, 64, 8, 1),
-        256: DistanceBiasTiling(16, 32, 4, 1),
+        64: AttentionTiling(32, 64, 8, 2),
+        128: AttentionTiling(32, 64, 8, 1),
+        256: AttentionTiling(16, 32, 4, 1),
     },
 }
 # Small, because the interpreter also spends time on padding.
-INTERPRETER_TILES = DistanceBiasTiling(16, 16, 4, 1)
+INTERPRETER_TILES = AttentionTiling(16, 16, 4, 1)
 
 
-def choose_tiling(name: str, part: CallPart) -> DistanceBiasTiling:
+def choose_tiling(name: str, part: CallPart) -> AttentionTiling:
     """Choose the tiles of a pass: "forward", "queries" or "keys". Few queries get small tiles."""
     q, v, options = part.q, part.v, part.options
     if q.device.type == "cpu":
         return INTERPRETER_TILES
     width = max(next_power_of_two(q.shape[-1]), next_power_of_two(v.shape[-1]), 64)
-    tiling = (FLOAT32_TILINGS if q.dtype == torch.float32 else HALF_PRECISION_TILINGS)[name][width]
+    half_precision = ROW_TABLE_TILINGS if options.table_kind else ATTENTION_TILINGS
+    tiling = (FLOAT32_TILINGS if q.dtype == torch.float32 else half_precision)[name][width]
     queries = next_power_of_two(q.shape[2])
     if queries < min(tiling.queries, 64):
         return tiling._replace(queries=queries, warps=4, registers=None)
@@ -107,7 +126,7 @@ def choose_tiling(name: str, part: CallPart) -> DistanceBiasTiling:
 
 
 def split_call(
-    q: Tensor, k: Tensor, v: Tensor, peaks: Tensor, log_sums: Tensor, options: DistanceBiasOptions, bands: int
+    q: Tensor, k: Tensor, v: Tensor, peaks: Tensor, log_sums: Tensor, options: AttentionOptions, bands: int
 ) -> Iterator[CallPart]:
     """Split the call so that the row table of a part and `bands` more tensors of its size fit; usually one part."""
     group = q.shape[1] // k.shape[1]
@@ -122,7 +141,7 @@ def split_call(
         yield CallPart(slices, *tensors, own_options, row_table.compute_row_table(q[slices], own_options))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, options: DistanceBiasOptions) -> tuple[Tensor, Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output (B, H, Tq, Dv) and the two parts of the log-sum-exp in base 2, (B, H, Tq) each."""
     q, k, v, options = to_kernel_layout(q, k, v, options)
     out, peaks, log_sums = allocate_results(q, v)
@@ -154,11 +173,14 @@ def forward_part(part: CallPart, out: Tensor) -> None:
         out.copy_(kernel_out)
 
 
-def plan_forward(part: CallPart, out: Tensor, tiling: DistanceBiasTiling) -> LaunchPlan:
+def plan_forward(part: CallPart, out: Tensor, tiling: AttentionTiling) -> LaunchPlan:
     """Plan the row table, and the forward kernel with one program per tile of queries."""
-    from foci.kernels.distance_bias.forward import distance_bias_forward as kernel
+    if part.options.table_kind:
+        from foci.kernels.distance_bias.forward import distance_bias_forward as kernel
+    else:
+        from foci.kernels.attention.forward import attention_forward as kernel
 
-    scalars = distance_bias_scalars(part) | stride_arguments("out", out) | tiling.sizes()
+    scalars = attention_scalars(part) | stride_arguments("out", out) | tiling.sizes()
     scalars |= {"BAND": part.options.values is not None}
     grid = (ceil_divide(part.q.shape[2], tiling.queries) * part.pairs,)
     heads = part.q.shape[1]
@@ -192,7 +214,7 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: DistanceBiasOptions,
+    options: AttentionOptions,
 ) -> list[Tensor]:
     """Compute the gradients of q, k, v and of the learned tensors; d_log_sums is that of the log-sum-exp in base 2."""
     q, k, v, options = to_kernel_layout(q, k, v, options)
@@ -211,7 +233,7 @@ def backward(
 
 
 def allocate_gradients(
-    q: Tensor, k: Tensor, v: Tensor, options: DistanceBiasOptions, bias_gradients: bool
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, bias_gradients: bool
 ) -> list[Tensor]:
     """Uninitialized tensors like those that `backward` returns."""
     learned = [getattr(options, name) for name in learned_fields(options, bias_gradients)]
@@ -247,9 +269,7 @@ class BackwardIntermediates(NamedTuple):
     d_by_bucket: Tensor | None
 
 
-def allocate_intermediates(
-    part: CallPart, tensors: BackwardTensors, tiling: DistanceBiasTiling
-) -> BackwardIntermediates:
+def allocate_intermediates(part: CallPart, tensors: BackwardTensors, tiling: AttentionTiling) -> BackwardIntermediates:
     options, learned, empty = part.options, tensors.learned, part.peaks.new_empty
     query_tiles = ceil_divide(part.q.shape[2], tiling.queries)
     return BackwardIntermediates(
@@ -286,11 +306,10 @@ def plan_backward(
     tensors: BackwardTensors,
     intermediates: BackwardIntermediates,
     d_q: Tensor,
-    tilings: tuple[DistanceBiasTiling, DistanceBiasTiling],
+    tilings: tuple[AttentionTiling, AttentionTiling],
 ) -> LaunchPlan:
     """Plan the tables, the pass over queries, the pass over keys, and the bucket sums."""
-    from foci.kernels.distance_bias.backward import distance_bias_key_gradients, distance_bias_query_gradients
-
+    query_gradients, key_gradients = backward_kernels(part.options)
     options, H, (by_queries, by_keys) = part.options, part.q.shape[1], tilings
     range_launches, sizes = row_table.tile_range_launches(
         options.key_ranges, part.k.shape[2], by_keys.queries, by_keys.keys
@@ -299,16 +318,17 @@ def plan_backward(
         ([], {}) if intermediates.d_by_bucket is None else row_table.bucket_gradient_launches(options, part.q)
     )
     scalars = (
-        distance_bias_scalars(part) | stride_arguments("out", tensors.out) | stride_arguments("d_out", tensors.d_out)
+        attention_scalars(part) | stride_arguments("out", tensors.out) | stride_arguments("d_out", tensors.d_out)
     )
     scalars |= (
         stride_arguments("d_q", d_q) | stride_arguments("d_k", tensors.d_k) | stride_arguments("d_v", tensors.d_v)
     )
     per_sequence = options.key_ranges is not None and options.key_ranges.shape[0] > 1
     scalars |= {
-        "query_tiles_batch": 2 * ceil_divide(part.k.shape[2], by_keys.keys) * per_sequence,
+        "query_tiles_batch": 4 * ceil_divide(part.k.shape[2], by_keys.keys) * per_sequence,
         "common_keys_batch": 2 * ceil_divide(part.q.shape[2], by_keys.queries) * per_sequence,
-        "VALUED": options.values is not None, "TABLE_GRADIENT": intermediates.d_table is not None,
+        "GROUPED": part.k.shape[1] != H, "VALUED": options.values is not None,
+        "TABLE_GRADIENT": intermediates.d_table is not None,
         "SLOPE_GRADIENT": intermediates.d_slopes is not None, "LSE_GRADIENT": tensors.d_log_sums is not None,
     }  # fmt: skip
     query_grid = (ceil_divide(part.q.shape[2], by_queries.queries) * part.pairs,)
@@ -317,12 +337,23 @@ def plan_backward(
     launches = [
         *row_table.fill_row_table_launches(options, H),
         *range_launches,
-        build_kernel_launch(distance_bias_query_gradients, query_grid, query_scalars, **by_queries.options()),
-        build_kernel_launch(distance_bias_key_gradients, key_grid, key_scalars, **by_keys.options()),
+        build_kernel_launch(query_gradients, query_grid, query_scalars, **by_queries.options()),
+        build_kernel_launch(key_gradients, key_grid, key_scalars, **by_keys.options()),
         *bucket_launches,
     ]
     sizes |= row_table.row_table_workspace(options, H) | bucket_sizes | {"delta": part.pairs * part.q.shape[2]}
     return LaunchPlan(sizes, part.q.device, launches)
+
+
+def backward_kernels(options: AttentionOptions) -> tuple[Any, Any]:
+    """The kernels of the pass over queries and of the pass over keys."""
+    if options.table_kind:
+        from foci.kernels.distance_bias.backward import distance_bias_key_gradients, distance_bias_query_gradients
+
+        return distance_bias_query_gradients, distance_bias_key_gradients
+    from foci.kernels.attention.backward import attention_key_gradients, attention_query_gradients
+
+    return attention_query_gradients, attention_key_gradients
 
 
 def learned_gradients(

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from foci.gpu.distance_bias.arguments import DistanceBiasOptions, HeadSlices
+from foci.gpu.attention.arguments import AttentionOptions, HeadSlices
 from foci.gpu.launcher import KernelLaunch, build_kernel_launch, next_power_of_two
 
 # Memory for the row tables of one part of a call. Enough for a thousand programs at 128 queries and 257 distances.
@@ -37,7 +37,7 @@ def split_by_memory(q: Tensor, group: int, row_bytes: int) -> Iterator[HeadSlice
         yield from ((slice(b, b + 1), slice(h, min(h + step, heads))) for h in range(0, heads, step))
 
 
-def compute_row_table(q: Tensor, options: DistanceBiasOptions) -> Tensor | None:
+def compute_row_table(q: Tensor, options: AttentionOptions) -> Tensor | None:
     """The row table of Relative keys (B, H, Tq, W); None for other biases. A kernel fills that of Buckets."""
     return None if options.keys is None else q.float() @ options.keys.mT
 
@@ -64,12 +64,12 @@ def weights_by_distance(band: Tensor, peaks: Tensor, log_sums: Tensor) -> Tensor
     return band
 
 
-def row_table_workspace(options: DistanceBiasOptions, heads: int) -> dict[str, int]:
+def row_table_workspace(options: AttentionOptions, heads: int) -> dict[str, int]:
     """The size of the row table of Buckets."""
     return {} if options.table is None else {"table": heads * options.distances}
 
 
-def fill_row_table_launches(options: DistanceBiasOptions, heads: int) -> list[KernelLaunch]:
+def fill_row_table_launches(options: AttentionOptions, heads: int) -> list[KernelLaunch]:
     """The launch that fills the row table (H, W) of Buckets; none for other biases."""
     if options.table is None:
         return []
@@ -80,7 +80,7 @@ def fill_row_table_launches(options: DistanceBiasOptions, heads: int) -> list[Ke
     return [build_kernel_launch(kernel, (heads, -(-options.distances // width)), scalars, num_warps=4)]
 
 
-def bucket_gradient_launches(options: DistanceBiasOptions, q: Tensor) -> tuple[list[KernelLaunch], dict[str, int]]:
+def bucket_gradient_launches(options: AttentionOptions, q: Tensor) -> tuple[list[KernelLaunch], dict[str, int]]:
     """The launches that sum the gradient of all rows, `d_table`, into that of the buckets; and their workspace."""
     from foci.kernels.distance_bias.tables import sum_bucket_gradients, sum_row_gradients
 
@@ -102,8 +102,8 @@ def tile_range_launches(
 ) -> tuple[list[KernelLaunch], dict[str, int]]:
     """The launches that find which tiles see each other, for tiles of `queries` x `keys` entries, and their workspace.
 
-    `query_tiles` holds the range of query tiles that see some key of a key tile, `common_keys` the range of keys that
-    all queries of a query tile see.
+    `query_tiles` holds the query tiles that see some and those that see all keys of a key tile,
+    `common_keys` the range of keys that all queries of a query tile see.
     """
     if key_ranges is None:
         return [], {}
@@ -119,14 +119,14 @@ def tile_range_launches(
         "BM": queries,
         "BN": keys,
     }
-    scalars |= {"count": rows, "BT": block_size(rows)}
+    scalars |= {"count": rows, "BT": 64}
     # The batch comes first in the grid: the second dimension is limited to 65,535 programs.
     launches = [
         build_kernel_launch(find_tile_key_ranges, (Bm, rows), scalars, num_warps=4),
         build_kernel_launch(find_tile_query_ranges, (Bm, columns), scalars, num_warps=4),
     ]
     return launches, {
-        "key_bounds": Bm * rows * ranges * 2, "common_keys": Bm * rows * 2, "query_tiles": Bm * columns * 2,
+        "key_bounds": Bm * rows * ranges * 2, "common_keys": Bm * rows * 2, "query_tiles": Bm * columns * 4,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the distance bias kernels: options of a call, parts of a call, tensor layout, scalars.
+"""Arguments of the attention kernels: options of a call, parts of a call, tensor layout, scalars.
 
 B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value width, W = 2 clip + 1 distances.
 """
@@ -16,11 +16,11 @@ from foci.gpu.launcher import batch_stride, layout_key, next_power_of_two
 # Some sequences of a batch, and some heads.
 HeadSlices = tuple[slice, slice]
 
-# The fields of DistanceBiasOptions that may have gradients.
+# The fields of AttentionOptions that may have gradients.
 LEARNED_FIELDS = ("table", "keys", "values", "slopes")
 
 
-class DistanceBiasOptions(NamedTuple):
+class AttentionOptions(NamedTuple):
     """Everything of a call besides q, k and v; None is absent. Tables are float32."""
 
     table: Tensor | None  # Buckets: (buckets, H)
@@ -50,7 +50,7 @@ class DistanceBiasOptions(NamedTuple):
         """The kernels' TABLE: 0 without a table, 1 for one added before scaling, 2 for one added to the logits."""
         return 2 if self.table is not None else 0 if self.keys is None else 1
 
-    def select(self, slices: HeadSlices) -> DistanceBiasOptions:
+    def select(self, slices: HeadSlices) -> AttentionOptions:
         """The options of some sequences and heads."""
         batches, heads = slices
         return self._replace(
@@ -65,7 +65,7 @@ class DistanceBiasOptions(NamedTuple):
         )
 
 
-def learned_fields(options: DistanceBiasOptions, wanted: bool) -> list[str]:
+def learned_fields(options: AttentionOptions, wanted: bool) -> list[str]:
     """The names of the learned tensors of this bias; empty if their gradients are not wanted."""
     return [name for name in LEARNED_FIELDS if wanted and getattr(options, name) is not None]
 
@@ -91,7 +91,7 @@ class CallPart(NamedTuple):
     v: Tensor
     peaks: Tensor
     log_sums: Tensor
-    options: DistanceBiasOptions
+    options: AttentionOptions
     row_table: Tensor | None  # of Relative keys, (B, H, Tq, W)
 
     @property
@@ -131,8 +131,8 @@ def plan_key(part: CallPart, *more: Hashable) -> Hashable:
 
 
 def to_kernel_layout(
-    q: Tensor, k: Tensor, v: Tensor, options: DistanceBiasOptions
-) -> tuple[Tensor, Tensor, Tensor, DistanceBiasOptions]:
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
     """Make features, ids and slopes contiguous, and view the dense mask as bytes."""
     key_ranges, query_ids, key_ids, slopes = (
         None if x is None else x.contiguous()
@@ -171,7 +171,7 @@ def tensor_arguments(part: CallPart) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def distance_bias_scalars(part: CallPart) -> dict[str, Any]:
+def attention_scalars(part: CallPart) -> dict[str, Any]:
     """Sizes, strides and flags that the forward and both backward kernels take."""
     q, k, v, peaks, options = part.q, part.k, part.v, part.peaks, part.options
     widths = next_power_of_two(q.shape[-1]), next_power_of_two(v.shape[-1])

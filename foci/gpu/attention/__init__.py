@@ -1,4 +1,4 @@
-"""Attention with a distance bias (ALiBi, Buckets, Relative) in Triton kernels, without storing the matrix.
+"""Dot-product attention with masks, softcaps and distance biases in Triton kernels, without storing the matrix.
 
 arguments: options of a call, parts of a call, scalars of the kernels
 row_table: row tables of Buckets and Relative, and their gradients
@@ -22,8 +22,8 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.biases import ALiBi, Buckets, Relative
 from foci.gpu import mask_inputs
-from foci.gpu.distance_bias import launch
-from foci.gpu.distance_bias.arguments import LEARNED_FIELDS, DistanceBiasOptions, learned_fields
+from foci.gpu.attention import launch
+from foci.gpu.attention.arguments import LEARNED_FIELDS, AttentionOptions, learned_fields
 from foci.gpu.launcher import KERNEL_DTYPES
 from foci.runtime.double_backward import forbid_double_backward
 from foci.runtime.tensor_cache import cache_permanently
@@ -31,7 +31,7 @@ from foci.runtime.tracing import is_traced
 from foci.scores import Additive, Dot
 
 LN_2 = math.log(2.0)
-MAX_DISTANCE_BIAS_WIDTH = 256
+MAX_KERNEL_WIDTH = 256
 
 # A row table has 2 clip + 1 columns: with more than these it would be as large as the attention matrix.
 MAX_RELATIVE_CLIP = 512
@@ -43,14 +43,14 @@ OPTIONS_SCHEMA = (
     " float dropout"
 )
 
-OPERATOR_INPUTS = ("q", "k", "v", *DistanceBiasOptions._fields)
+OPERATOR_INPUTS = ("q", "k", "v", *AttentionOptions._fields)
 INPUT_INDEX = {name: index for index, name in enumerate(OPERATOR_INPUTS)}
 SCALAR_INPUTS = ("causal", "scale", "softcap", "dropout")
 
 
 def refuses(call: Call) -> list[str]:
     """The reasons why these kernels cannot run the call. backends.triton checks device and torch.func transforms."""
-    if not isinstance(call.bias, ALiBi | Buckets | Relative):
+    if call.bias is not None and not isinstance(call.bias, ALiBi | Buckets | Relative):
         return ["the bias is not a distance bias"]
     return [*distance_bias_refusals(call), *tensor_refusals(call), *mask_inputs.refuses(call)]
 
@@ -69,22 +69,22 @@ def distance_bias_refusals(call: Call) -> list[str]:
         reasons.append(
             f"the kernels support Buckets up to a distance of {MAX_BUCKET_DISTANCE}, got {bias.max_distance}"
         )
-    if call.positions is not None:
-        reasons.append("given positions are not supported")
+    if bias is not None and call.positions is not None:
+        reasons.append("given positions with a distance bias are not supported")
     return reasons
 
 
 def tensor_refusals(call: Call) -> list[str]:
     reasons = []
     if isinstance(call.score, Additive):
-        reasons.append("an additive score together with a bias is not supported")
+        reasons.append("an additive score is not supported")
     if call.q.dtype not in KERNEL_DTYPES:
         reasons.append(f"{call.q.dtype} is not supported".removeprefix("torch."))
     if call.q.dtype == torch.bfloat16 and call.q.device.type == "cpu":
         reasons.append("Triton's interpreter does not support bfloat16")
     width = max(call.q.shape[-1], call.k.shape[-1], call.v.shape[-1])
-    if width > MAX_DISTANCE_BIAS_WIDTH:
-        reasons.append(f"the kernels support widths up to {MAX_DISTANCE_BIAS_WIDTH}, got {width}")
+    if width > MAX_KERNEL_WIDTH:
+        reasons.append(f"the kernels support widths up to {MAX_KERNEL_WIDTH}, got {width}")
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         reasons.append("query, key or value is empty")
     if call.dropout and (call.batch_ids is not None or call.head_ids is not None):
@@ -95,17 +95,17 @@ def tensor_refusals(call: Call) -> list[str]:
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     inputs = operator_inputs(call)
     if is_traced(call.q):
-        out, peaks, log_sums = distance_bias_attention(*inputs)
+        out, peaks, log_sums = kernel_attention(*inputs)
     elif call.needs_grad:
-        out, peaks, log_sums = DistanceBiasAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+        out, peaks, log_sums = KernelAttention.apply(*inputs)  # type: ignore[no-untyped-call]
     else:
         q, k, v, *options = inputs
-        out, peaks, log_sums = launch.forward(q, k, v, DistanceBiasOptions(*options))
+        out, peaks, log_sums = launch.forward(q, k, v, AttentionOptions(*options))
     return out, (peaks.detach() + log_sums) * LN_2 if call.needs_lse else None
 
 
 def operator_inputs(call: Call) -> tuple[Any, ...]:
-    """What the operators take: q, k, v and the fields of Terms."""
+    """What the operators take: q, k, v and the fields of AttentionOptions."""
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
     masks = mask_inputs.build_kernel_masks(call)
@@ -116,7 +116,7 @@ def operator_inputs(call: Call) -> tuple[Any, ...]:
 
 
 def bias_tensors(call: Call) -> tuple[Tensor | None, ...]:
-    """The fields table, buckets, keys, values and slopes of DistanceBiasOptions, for the heads of the call."""
+    """The fields table, buckets, keys, values and slopes of AttentionOptions, for the heads of the call."""
     bias, heads = call.bias, None if call.head_ids is None else call.head_index.flatten()
     if isinstance(bias, Buckets):
         table = bias.table if heads is None else bias.table[:, heads]
@@ -129,6 +129,8 @@ def bias_tensors(call: Call) -> tuple[Tensor | None, ...]:
         tables = (bias.keys, bias.values)
         chosen = (t if t is None or t.dim() == 2 or heads is None else t[heads] for t in tables)
         return None, None, *chosen, None
+    if bias is None:
+        return None, None, None, None, None
     assert isinstance(bias, ALiBi) and bias.slopes is not None
     return None, None, None, None, bias.slopes if heads is None else bias.slopes[heads]
 
@@ -140,63 +142,59 @@ def bucket_by_distance(buckets: int, bidirectional: bool, max_distance: int, dev
 
 
 @torch.library.custom_op(
-    "foci::distance_bias",
+    "foci::attention",
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
-def distance_bias_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def kernel_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output (B, H, Tq, Dv) and the log-sum-exp in base 2 as peaks + log_sums, (B, H, Tq) each.
 
     `peaks` is the largest logit of a row. The gradient of the log-sum-exp goes to `log_sums` alone.
     """
-    return launch.forward(q, k, v, DistanceBiasOptions(*options))
+    return launch.forward(q, k, v, AttentionOptions(*options))
 
 
-@distance_bias_attention.register_fake
+@kernel_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     return launch.allocate_results(q, v)
 
 
 @torch.library.custom_op(
-    "foci::distance_bias_backward",
+    "foci::attention_backward",
     mutates_args=(),
     schema=(
         "(Tensor d_out, Tensor d_log_sums, Tensor out, Tensor peaks, Tensor log_sums, bool bias_gradients,"
         f" Tensor q, Tensor k, Tensor v, {OPTIONS_SCHEMA}) -> Tensor[]"
     ),
 )
-def distance_bias_attention_backward(
+def kernel_attention_backward(
     d_out: Tensor, d_log_sums: Tensor, out: Tensor, peaks: Tensor, log_sums: Tensor, bias_gradients: bool, *inputs: Any
 ) -> list[Tensor]:
     """Compute the gradients of q, k, v and, with bias_gradients, of the learned tensors of the bias."""
     q, k, v, *options = inputs
-    return launch.backward(
-        d_out, d_log_sums, out, peaks, log_sums, bias_gradients, q, k, v, DistanceBiasOptions(*options)
-    )
+    return launch.backward(d_out, d_log_sums, out, peaks, log_sums, bias_gradients, q, k, v, AttentionOptions(*options))
 
 
-@distance_bias_attention_backward.register_fake
+@kernel_attention_backward.register_fake
 def _(
     d_out: Tensor, d_log_sums: Tensor, out: Tensor, peaks: Tensor, log_sums: Tensor, bias_gradients: bool, *inputs: Any
 ) -> list[Tensor]:
     q, k, v, *options = inputs
-    return launch.allocate_gradients(q, k, v, DistanceBiasOptions(*options), bias_gradients)
+    return launch.allocate_gradients(q, k, v, AttentionOptions(*options), bias_gradients)
 
 
-def setup_distance_bias_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def setup_attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, ctx.scalars = inputs[: -len(SCALAR_INPUTS)], inputs[-len(SCALAR_INPUTS) :]
     ctx.save_for_backward(*output, *tensors)
 
 
-def differentiate_distance_bias(
-    ctx: Any, d_out: Tensor, d_peaks: Tensor, d_log_sums: Tensor
-) -> tuple[Tensor | None, ...]:
+def differentiate_attention(ctx: Any, d_out: Tensor, d_peaks: Tensor, d_log_sums: Tensor) -> tuple[Tensor | None, ...]:
     out, peaks, log_sums, *tensors = ctx.saved_tensors
     bias_gradients = needs_bias_gradients(ctx)
-    gradients = distance_bias_attention_backward(
+    gradients = kernel_attention_backward(
         d_out, d_log_sums, out, peaks, log_sums, bias_gradients, *tensors, *ctx.scalars
     )
-    return place_gradients(ctx, gradients, DistanceBiasOptions(*tensors[3:], *ctx.scalars), bias_gradients)
+    return place_gradients(ctx, gradients, AttentionOptions(*tensors[3:], *ctx.scalars), bias_gradients)
 
 
 def needs_bias_gradients(ctx: Any) -> bool:
@@ -205,7 +203,7 @@ def needs_bias_gradients(ctx: Any) -> bool:
 
 
 def place_gradients(
-    ctx: Any, gradients: Sequence[Tensor | None], options: DistanceBiasOptions, bias_gradients: bool
+    ctx: Any, gradients: Sequence[Tensor | None], options: AttentionOptions, bias_gradients: bool
 ) -> tuple[Tensor | None, ...]:
     """Arrange the gradients in the order of the inputs; None where no gradient is needed."""
     placed: list[Tensor | None] = [None] * len(OPERATOR_INPUTS)
@@ -214,17 +212,17 @@ def place_gradients(
     return tuple(placed)
 
 
-distance_bias_attention.register_autograd(differentiate_distance_bias, setup_context=setup_distance_bias_context)
+kernel_attention.register_autograd(differentiate_attention, setup_context=setup_attention_context)
 
 
-class DistanceBiasAttention(torch.autograd.Function):
+class KernelAttention(torch.autograd.Function):
     """The operators above without dispatch, for eager mode: dispatching an operator costs more than a small call."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         q, k, v, *options = inputs
-        output = launch.forward(q, k, v, DistanceBiasOptions(*options))
-        setup_distance_bias_context(ctx, inputs, output)
+        output = launch.forward(q, k, v, AttentionOptions(*options))
+        setup_attention_context(ctx, inputs, output)
         # Do not allocate zeros for the gradient of an unused log-sum-exp.
         ctx.set_materialize_grads(False)
         return output
@@ -234,7 +232,7 @@ class DistanceBiasAttention(torch.autograd.Function):
         ctx: Any, d_out: Tensor | None, d_peaks: Tensor | None, d_log_sums: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         out, peaks, log_sums, q, k, v, *tensors = ctx.saved_tensors
-        options, bias_gradients = DistanceBiasOptions(*tensors, *ctx.scalars), needs_bias_gradients(ctx)
+        options, bias_gradients = AttentionOptions(*tensors, *ctx.scalars), needs_bias_gradients(ctx)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         gradients = launch.backward(d_out, d_log_sums, out, peaks, log_sums, bias_gradients, q, k, v, options)
         learned = (getattr(options, name) for name in LEARNED_FIELDS)

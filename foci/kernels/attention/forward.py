@@ -1,0 +1,122 @@
+"""Attention with masks, softcap and ALiBi: forward.
+
+Key tiles that every query of a program sees completely skip all bounds and masks; the others come last, in a second
+loop. Which tiles these are depends on lengths and masks only, so a sequence gives the same bits in any batch.
+
+B batch, H heads, Tq queries, Tk keys, D width, Dv value width.
+"""
+
+# Device code carries no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from foci.kernels.attention.tile import LENGTHS, find_full_tiles, load_tile, tile_logits, visible_keys
+from foci.kernels.dropout import dropout_keeps
+from foci.kernels.logits import LOG2_E, key_range
+
+
+@triton.jit
+def attend_to_tile(
+    queries, k, v, k_row, v_row, first_j, c, d, e, i, low, high, peak, total, weighted,
+    query_ids, key_ids, dense, dense_query, dense_key, drawn, b, h, threshold, keep_scale,
+    offset, Tq, Tk, D, Dv, slope, scale, softcap,
+    MASKED: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax over the keys from first_j on: the new peak, total and weighted values."""
+    keys = load_tile(k, k_row, first_j, c, Tk, d, D, EVEN, MASKED)
+    dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    j = first_j + c[None, :]
+    if SOFTCAP or ALIBI or EXACT:
+        z, _ = tile_logits(dots, i, j, offset, slope, scale, softcap, SOFTCAP, ALIBI, EXACT, DIRECT)
+        factor = 1.0
+    else:
+        # The scale is applied together with the peak's subtraction: one instruction less per entry.
+        z, factor = dots, scale * LOG2_E
+    if MASKED:
+        seen = visible_keys(
+            low[:, None], high[:, None], i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk, IDS, DENSE
+        )
+        z = tl.where(seen, z, -float("inf"))
+    higher = tl.maximum(peak, tl.max(z, 1) * factor)
+    # A row without a visible key so far has peak -inf, and -inf - -inf would be NaN.
+    safe = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
+    p = tl.exp2(z * factor - safe[:, None])
+    rescale = tl.exp2(peak - safe)
+    total = total * rescale + tl.sum(p, 1)
+    if DROPOUT:
+        p = tl.where(dropout_keeps(drawn, b, h, i, j, threshold), p * keep_scale, 0.0)
+    values = load_tile(v, v_row, first_j, c, Tk, e, Dv, EVEN, MASKED)
+    weighted = tl.dot(p.to(values.dtype), values, weighted * rescale[:, None], input_precision=PRECISION)
+    return higher, total, weighted
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def attention_forward(
+    q, k, v, out, peaks, log_sums, key_ranges, query_ids, key_ids, dense, slopes, seed,
+    H, group, Tq, Tk, D, Dv, first_b, first_h,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    out_batch, out_head, out_row, peaks_batch, peaks_head,
+    key_ranges_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    scale, softcap, threshold, keep_scale,
+    CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of queries of one head.
+
+    out (B, H, Tq, Dv); peaks and log_sums (B, H, Tq): the largest logit of a row and the rest of its log-sum-exp.
+    """
+    tiles = tl.cdiv(Tq, BM)
+    pair = tl.program_id(0) // tiles
+    # The last queries first: under a causal mask they take longest, and the short programs fill the gaps at the end.
+    first_i = (tiles - 1 - tl.program_id(0) % tiles) * BM
+    b, h = (pair // H).to(tl.int64), pair % H
+    g = h // group
+    offset = Tk - Tq
+    r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
+    rows = first_i + r
+    i, inside = rows[:, None], rows < Tq
+    queries = load_tile(q + b * q_batch + h * q_head, q_row, first_i, r, Tq, d, D, EVEN, True)
+    k += b * k_batch + g * k_head
+    v += b * v_batch + g * v_head
+    key_ranges += b * key_ranges_batch
+    query_ids += b * query_ids_batch
+    key_ids += b * key_ids_batch
+    dense += b * dense_batch + h * dense_head
+    slope = tl.load(slopes + h) if ALIBI else 0.0
+    drawn = tl.load(seed) if DROPOUT else 0
+    peak = tl.full((BM,), -float("inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    weighted = tl.zeros((BM, BV), tl.float32)
+    for s in tl.static_range(RANGES if RANGES > 0 else 1):
+        low, high = key_range(key_ranges, s, rows, offset, Tq, Tk, CAUSAL, RANGES)
+        first, last, full, end = find_full_tiles(low, high, inside, Tk, BN, IDS or DENSE)
+        if not (IDS or DENSE):
+            for t in range(full, end):
+                # Adding Tk * 0 makes the product a tensor for Triton's interpreter, too.
+                peak, total, weighted = attend_to_tile(
+                    queries, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e, i, low, high, peak, total, weighted,
+                    query_ids, key_ids, dense, dense_query, dense_key, drawn, b + first_b, h + first_h, threshold,
+                    keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
+                    False, IDS, DENSE, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
+                )  # fmt: skip
+        for n in range(first, last - (end - full)):
+            t = tl.where(n < full, n, n + (end - full))
+            peak, total, weighted = attend_to_tile(
+                queries, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e, i, low, high, peak, total, weighted,
+                query_ids, key_ids, dense, dense_query, dense_key, drawn, b + first_b, h + first_h, threshold,
+                keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
+                True, IDS, DENSE, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
+            )  # fmt: skip
+    empty = total == 0.0
+    weighted = weighted * (1.0 / tl.where(empty, 1.0, total))[:, None]
+    out += b * out_batch + h * out_head + first_i.to(tl.int64) * out_row
+    stored = inside[:, None] & (e[None, :] < Dv)
+    tl.store(out + (r[:, None] * out_row + e[None, :]), weighted.to(out.dtype.element_ty), mask=stored)
+    at = b * peaks_batch + h * peaks_head + rows
+    tl.store(peaks + at, peak, mask=inside)
+    tl.store(log_sums + at, tl.log2(tl.where(empty, 1.0, total)), mask=inside)
