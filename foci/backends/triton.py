@@ -1,4 +1,4 @@
-"""Our own GPU kernels, for calls that no fused kernel of PyTorch supports: additive scores and distance biases."""
+"""Our own GPU kernels, for calls that no fused kernel of PyTorch supports: masks, softcaps, biases, additive scores."""
 
 from __future__ import annotations
 

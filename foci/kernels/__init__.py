@@ -3,6 +3,7 @@
 logits: logits, log-sum-exps and visible keys, shared by the Triton kernels
 dropout: the dropout mask
 additive: additive attention
+attention: attention with masks, softcap and ALiBi
 distance_bias: attention with a bias that depends on the distance of query and key
 statistics: statistics of the attention weights in one pass
 rdrop: the R-Drop loss

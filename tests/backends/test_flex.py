@@ -504,11 +504,12 @@ def test_on_a_gpu_each_replay_of_a_cuda_graph_uses_the_current_lengths(mask: str
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_is_chosen_where_no_fused_kernel_supports_the_call() -> None:
+def test_on_a_gpu_only_masks_of_a_function_use_it_by_default() -> None:
     q = torch.randn(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
+    mask = foci.mask_function(lambda batch, head, query, key: (query + key) % 2 == 0)
+    assert foci.plan(q, q, q, mask=mask).chosen == "flex"
     for arguments in ({"mask": foci.causal & foci.window(9)}, {"score": foci.Dot(softcap=5.0)}):
-        assert foci.plan(q, q, q, **arguments).chosen == "flex"
-    assert foci.plan(q, q, q, bias=foci.ALiBi()).chosen == "triton"
+        assert foci.plan(q, q, q, **arguments).chosen == "triton"
 
 
 @pytest.mark.gpu

@@ -48,6 +48,7 @@ def some(*shape: int) -> Tensor:
 
 # Each with the shapes of its tensors, for 2 heads, 12 features and values of 9.
 BIASES: dict[str, tuple[dict[str, tuple[int, ...]], Make]] = {
+    "none": ({}, lambda t: None),
     "alibi": ({"slopes": (2,)}, lambda t: foci.ALiBi(t["slopes"])),
     "buckets": ({"table": (8, 2)}, lambda t: foci.Buckets(t["table"], True, 6)),
     "causal_buckets": ({"table": (6, 2)}, lambda t: foci.Buckets(t["table"], False, 5)),
@@ -241,7 +242,7 @@ def inputs(width: int = 8, dtype: torch.dtype = torch.float32, length: int = 5) 
 
 
 REFUSED: dict[str, tuple[Callable[[], Call], str]] = {
-    "none": (lambda: call_of(**inputs()), "the bias is not a distance bias"),
+    "tensor": (lambda: call_of(**inputs(), bias=torch.zeros(5, 5)), "the bias is not a distance bias"),
     "float64": (lambda: call_of(**inputs(dtype=torch.float64), bias=foci.ALiBi()), "float64"),
     "width": (lambda: call_of(**inputs(257), bias=foci.ALiBi()), "widths up to 256, got 257"),
     "empty": (lambda: call_of(**inputs(length=0), bias=foci.ALiBi()), "query, key or value is empty"),
@@ -253,7 +254,7 @@ REFUSED: dict[str, tuple[Callable[[], Call], str]] = {
     ),
     "positions": (
         lambda: call_of(**inputs(), bias=foci.ALiBi(), positions=(torch.arange(5), None)),
-        "given positions are not supported",
+        "given positions with a distance bias are not supported",
     ),
     "function": (
         lambda: call_of(**inputs(), bias=foci.ALiBi(), mask=foci.mask_function(lambda b, h, q, k: q > k)),
@@ -279,7 +280,10 @@ def test_unsupported_calls_are_refused(name: str) -> None:
 def test_query_tiles_and_common_keys() -> None:
     key_ranges = torch.tensor([[[[0, 0, 5, 9], [4, 4, 8, 9]]], [[[2, 2, 2, 2], [9, 10, 9, 9]]]], dtype=torch.int32)
     found = reached(key_ranges, 10, 2, 4)
-    assert found["query_tiles"].tolist() == [[[0, 1], [1, 2], [2, 0]], [[0, 2], [0, 2], [0, 2]]]
+    assert found["query_tiles"].tolist() == [
+        [[0, 1, 0, 1], [1, 2, 2, 2], [2, 0, 2, 2]],
+        [[0, 2, 2, 2], [0, 2, 0, 2], [0, 2, 2, 2]],
+    ]
     assert found["common_keys"].tolist() == [[[0, 4], [9, 8]], [[2, 9], [2, 9]]]
 
 
@@ -287,7 +291,7 @@ def test_two_key_ranges_have_no_common_keys() -> None:
     """Four queries in two tiles; the second key range of the first two is empty."""
     key_ranges = torch.tensor([[[[0, 1, 2, 3], [2, 3, 4, 4]], [[6, 6, 6, 7], [6, 6, 9, 9]]]], dtype=torch.int32)
     found = reached(key_ranges, 10, 2, 5)
-    assert found["query_tiles"].tolist() == [[[0, 2], [1, 2]]]
+    assert found["query_tiles"].tolist() == [[[0, 2, 2, 2], [1, 2, 2, 2]]]
     assert (found["common_keys"][..., 1] == 0).all()
 
 
@@ -299,12 +303,16 @@ def test_large_batches_are_in_the_first_grid_dimension() -> None:
 
 
 def reached(key_ranges: Tensor, Tk: int, queries: int, keys: int) -> dict[str, Tensor]:
-    """The results of tile_range_launches, (Bm, tiles, 2) each."""
+    """The results of tile_range_launches: (Bm, tiles, 4) and (Bm, tiles, 2)."""
     steps, sizes = row_table.tile_range_launches(key_ranges, Tk, queries, keys)
     workspace = {name: torch.empty(size, device=DEVICE) for name, size in sizes.items()}
     given = {"key_ranges": key_ranges.to(DEVICE)}
     LaunchPlan({}, given["key_ranges"].device, steps)(given | workspace)
-    return {name: x.view(torch.int32).view(key_ranges.shape[0], -1, 2).cpu() for name, x in workspace.items()}
+    columns = {"query_tiles": 4}
+    return {
+        name: x.view(torch.int32).view(key_ranges.shape[0], -1, columns.get(name, 2)).cpu()
+        for name, x in workspace.items()
+    }
 
 
 @pytest.mark.gpu

@@ -101,6 +101,11 @@ FLOAT32_TILINGS = {
         256: AttentionTiling(16, 32, 4, 1),
     },
 }
+# Up to so many queries have tiles of this size: one more kernel per kind of call, not one per length.
+FEW_QUERIES = 16
+# The keys of few queries are split among up to so many programs, of at least so many keys each.
+MAX_KEY_SPLITS = 64
+MIN_SPLIT_KEYS = 512
 # Small, because the interpreter also spends time on padding.
 INTERPRETER_TILES = AttentionTiling(16, 16, 4, 1)
 
@@ -113,9 +118,8 @@ def choose_tiling(name: str, part: CallPart) -> AttentionTiling:
     width = max(next_power_of_two(q.shape[-1]), next_power_of_two(v.shape[-1]), 64)
     half_precision = ROW_TABLE_TILINGS if options.table_kind else ATTENTION_TILINGS
     tiling = (FLOAT32_TILINGS if q.dtype == torch.float32 else half_precision)[name][width]
-    queries = next_power_of_two(q.shape[2])
-    if queries < min(tiling.queries, 64):
-        return tiling._replace(queries=queries, warps=4, registers=None)
+    if q.shape[2] <= FEW_QUERIES:
+        return tiling._replace(queries=FEW_QUERIES, warps=4, registers=None)
     # Under a mask the ends of the rows need registers, too. With three stages some spilled in every tile; with two none
     # do, and as many programs share a multiprocessor.
     if name == "forward" and options.table_kind == 2 and (options.causal or options.key_ranges is not None):
@@ -184,11 +188,44 @@ def plan_forward(part: CallPart, out: Tensor, tiling: AttentionTiling) -> Launch
     scalars |= {"BAND": part.options.values is not None}
     grid = (ceil_divide(part.q.shape[2], tiling.queries) * part.pairs,)
     heads = part.q.shape[1]
+    splits = 1 if part.options.table_kind else count_key_splits(part)
+    if splits > 1:
+        return plan_split_forward(part, out, tiling, scalars, splits)
+    scalars |= {"SPLIT": False, "out_split": 0, "peaks_split": 0, "split_tiles": 0}
     launches = [
         *row_table.fill_row_table_launches(part.options, heads),
         build_kernel_launch(kernel, grid, scalars, **tiling.options()),
     ]
     return LaunchPlan(row_table.row_table_workspace(part.options, heads), part.q.device, launches)
+
+
+def count_key_splits(part: CallPart) -> int:
+    """The number of programs that share the keys of one tile of queries; it depends on the lengths only."""
+    queries, keys = part.q.shape[2], part.k.shape[2]
+    return 1 if queries > FEW_QUERIES else max(1, min(keys // MIN_SPLIT_KEYS, MAX_KEY_SPLITS))
+
+
+def plan_split_forward(
+    part: CallPart, out: Tensor, tiling: AttentionTiling, scalars: dict[str, Any], splits: int
+) -> LaunchPlan:
+    """Plan the forward kernel with one program per split of the keys, and the merge of its results."""
+    from foci.kernels.attention.forward import attention_forward, merge_splits
+
+    (_, H, Tq, _), Dv, rows = part.q.shape, part.v.shape[3], part.pairs * part.q.shape[2]
+    split_scalars = scalars | {
+        "SPLIT": True, "split_tiles": ceil_divide(ceil_divide(part.k.shape[2], tiling.keys), splits),
+        "out_split": rows * Dv, "out_batch": H * Tq * Dv, "out_head": Tq * Dv, "out_row": Dv,
+        "peaks_split": rows, "peaks_batch": H * Tq, "peaks_head": Tq,
+    }  # fmt: skip
+    grid = (ceil_divide(Tq, tiling.queries) * part.pairs, splits)
+    names = {"out": "split_out", "peaks": "split_peaks", "log_sums": "split_log_sums"}
+    merge_scalars = scalars | {"splits": splits, "BS": MAX_KEY_SPLITS}
+    launches = [
+        build_kernel_launch(attention_forward, grid, split_scalars, names, **tiling.options()),
+        build_kernel_launch(merge_splits, (rows,), merge_scalars, num_warps=4),
+    ]
+    sizes = {"split_out": splits * rows * Dv, "split_peaks": splits * rows, "split_log_sums": splits * rows}
+    return LaunchPlan(sizes, part.q.device, launches)
 
 
 class BackwardTensors(NamedTuple):

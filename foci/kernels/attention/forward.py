@@ -2,6 +2,7 @@
 
 Key tiles that every query of a program sees completely skip all bounds and masks; the others come last, in a second
 loop. Which tiles these are depends on lengths and masks only, so a sequence gives the same bits in any batch.
+A few queries would leave most multiprocessors idle: their keys are split among programs and merged afterwards.
 
 B batch, H heads, Tq queries, Tk keys, D width, Dv value width.
 """
@@ -58,17 +59,18 @@ def attention_forward(
     q, k, v, out, peaks, log_sums, key_ranges, query_ids, key_ids, dense, slopes, seed,
     H, group, Tq, Tk, D, Dv, first_b, first_h,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    out_batch, out_head, out_row, peaks_batch, peaks_head,
+    out_split, out_batch, out_head, out_row, peaks_split, peaks_batch, peaks_head, split_tiles,
     key_ranges_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
     scale, softcap, threshold, keep_scale,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr,
     EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of queries of one head.
+    """One program per tile of queries of one head and per split of `split_tiles` tiles of keys.
 
-    out (B, H, Tq, Dv); peaks and log_sums (B, H, Tq): the largest logit of a row and the rest of its log-sum-exp.
+    out (splits, B, H, Tq, Dv); peaks and log_sums (splits, B, H, Tq): the largest logit of a row and the rest of its
+    log-sum-exp.
     """
     tiles = tl.cdiv(Tq, BM)
     pair = tl.program_id(0) // tiles
@@ -95,6 +97,13 @@ def attention_forward(
     for s in tl.static_range(RANGES if RANGES > 0 else 1):
         low, high = key_range(key_ranges, s, rows, offset, Tq, Tk, CAUSAL, RANGES)
         first, last, full, end = find_full_tiles(low, high, inside, Tk, BN, IDS or DENSE)
+        if SPLIT:
+            start = tl.program_id(1) * split_tiles
+            first, last = tl.maximum(first, start), tl.minimum(last, start + split_tiles)
+            full, end = tl.maximum(full, start), tl.minimum(end, start + split_tiles)
+            last = tl.maximum(last, first)
+            full = tl.minimum(tl.maximum(full, first), last)
+            end = tl.minimum(tl.maximum(end, full), last)
         if not (IDS or DENSE):
             for t in range(full, end):
                 # Adding Tk * 0 makes the product a tensor for Triton's interpreter, too.
@@ -114,9 +123,42 @@ def attention_forward(
             )  # fmt: skip
     empty = total == 0.0
     weighted = weighted * (1.0 / tl.where(empty, 1.0, total))[:, None]
+    if SPLIT:
+        split = tl.program_id(1).to(tl.int64)
+        out += split * out_split
+        peaks += split * peaks_split
+        log_sums += split * peaks_split
     out += b * out_batch + h * out_head + first_i.to(tl.int64) * out_row
     stored = inside[:, None] & (e[None, :] < Dv)
     tl.store(out + (r[:, None] * out_row + e[None, :]), weighted.to(out.dtype.element_ty), mask=stored)
     at = b * peaks_batch + h * peaks_head + rows
     tl.store(peaks + at, peak, mask=inside)
     tl.store(log_sums + at, tl.log2(tl.where(empty, 1.0, total)), mask=inside)
+
+
+@triton.jit(do_not_specialize=["H", "Tq", "splits", "peaks_batch", "peaks_head"])
+def merge_splits(
+    split_out, split_peaks, split_log_sums, out, peaks, log_sums,
+    H, Tq, Dv, splits, out_batch, out_head, out_row, peaks_batch, peaks_head, BS: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one row, each with its log-sum-exp; one program per row (b, h, i).
+
+    split_out (splits, B, H, Tq, Dv); split_peaks and split_log_sums (splits, B, H, Tq); BS at least `splits`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
+    b, h, i = row // Tq // H, row // Tq % H, row % Tq
+    s, e = tl.arange(0, BS), tl.arange(0, BV)
+    part = tl.load(split_peaks + s * rows + row, mask=s < splits, other=-float("inf"))
+    log_sum = tl.load(split_log_sums + s * rows + row, mask=s < splits, other=0.0)
+    peak = tl.max(part, 0)
+    safe = tl.where(peak == -float("inf"), 0.0, peak)
+    mass = tl.exp2(part - safe + log_sum)
+    total = tl.sum(mass, 0)
+    share = mass / tl.where(total == 0.0, 1.0, total)
+    inside = (s[:, None] < splits) & (e[None, :] < Dv)
+    values = tl.load(split_out + (s[:, None] * rows + row) * Dv + e[None, :], mask=inside, other=0.0)
+    merged = tl.sum(values * share[:, None], 0)
+    tl.store(out + b * out_batch + h * out_head + i * out_row + e, merged.to(out.dtype.element_ty), mask=e < Dv)
+    tl.store(peaks + b * peaks_batch + h * peaks_head + i, peak)
+    tl.store(log_sums + b * peaks_batch + h * peaks_head + i, tl.log2(tl.where(total == 0.0, 1.0, total)))

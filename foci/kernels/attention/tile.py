@@ -14,8 +14,9 @@ from foci.kernels.logits import apply_masks
 
 # A new value of one of these does not trigger a compilation: lengths, counts, and strides that follow from lengths.
 LENGTHS = [
-    "H", "group", "Tq", "Tk", "first_b", "first_h", "peaks_batch", "peaks_head", "key_ranges_batch", "query_ids_batch",
-    "key_ids_batch", "dense_batch", "dense_head", "dense_query", "dense_key", "threshold", "query_tiles_batch",
+    "H", "group", "Tq", "Tk", "first_b", "first_h", "out_split", "peaks_split", "peaks_batch", "peaks_head",
+    "split_tiles", "key_ranges_batch", "query_ids_batch", "key_ids_batch", "dense_batch", "dense_head", "dense_query",
+    "dense_key", "threshold", "query_tiles_batch",
 ]  # fmt: skip
 
 
