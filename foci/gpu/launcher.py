@@ -9,6 +9,7 @@ only new addresses afterwards. `get_or_build_plan` caches one plan per kind of c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
 from itertools import accumulate
 from operator import itemgetter, or_
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foci.runtime.device import is_triton_interpreted
 from foci.runtime.tensor_cache import get_or_make
 
 # A full cache is cleared, so that lengths that never recur do not stay in it.
@@ -195,6 +197,7 @@ class LaunchPlan:
         for workspace in (self.workspace, self.last_workspace):
             tensors |= workspace.tensors(workspace.allocate(self.device))
         tensors |= descriptors
+        compile_in_parallel([launch for launch in self.launches if tensors.keys() >= {*launch.tensors}], tensors)
         for index, (kernel, grid, names, scalars, options) in enumerate(self.launches):
             if allocate_late is not None and index == len(self.launches) - 1:
                 for name in self.workspace.offsets:
@@ -213,6 +216,21 @@ class LaunchPlan:
         # The caller may keep its own tensors alive, but not these.
         for name in own & tensors.keys():
             del tensors[name]
+
+
+def compile_in_parallel(launches: Sequence[KernelLaunch], tensors: dict[str, Any]) -> None:
+    """Compile the kernels of several launches at the same time, in threads; the first call waits for the slowest.
+
+    Kernels that are compiled already cost a look-up. The interpreter compiles nothing.
+    """
+    import triton
+
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if len(launches) < 2 or mode is None or is_triton_interpreted():
+        return
+    with ThreadPoolExecutor(len(launches)) as executor, mode(executor):
+        for kernel, grid, names, scalars, options in launches:
+            kernel.warmup(*(tensors[name] for name in names), *scalars, grid=grid, **options)
 
 
 def rebase_descriptor(descriptor: Any, base: Tensor | None) -> Any:
