@@ -200,7 +200,8 @@ class Documents(Mask):
     def key_ranges(self, sizes: CallSizes, has_positions: bool) -> KeyRanges:
         """From the first to the last key of each query's document; documents need not be contiguous."""
         queries, keys = self.query_ids, self._key_ids()
-        rows = torch.broadcast_shapes(queries.shape[:1], keys.shape[:1])[0]
+        # torch.broadcast_shapes would import sympy, which takes seconds.
+        rows = max(queries.shape[0], keys.shape[0])
         order = torch.sort(keys.expand(rows, -1), dim=-1, stable=True)
         queries = queries.expand(rows, -1).contiguous()
         first = torch.searchsorted(order.values, queries)
