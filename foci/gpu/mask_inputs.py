@@ -8,19 +8,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 
-import torch
 from torch import Tensor
 
 from foci.arguments import Call
 from foci.masks.base import Complement, DenseMask, Intersection, Mask, Union, split_conjunction
-from foci.masks.kinds import Causal, Documents, Prefix, Window
+from foci.masks.kinds import Causal, Documents, Padding, Prefix, Window
 from foci.masks.range_algebra import KeyRanges
-from foci.masks.tile import CallSizes
 from foci.runtime.tensor_cache import cache_per_stream
 from foci.runtime.tracing import is_vmapped
-
-SMALLEST_SIZES = CallSizes((1,), 1, 1, 1, torch.device("cpu"))
-EMPTY_CPU_TENSOR = torch.empty(0)
 
 # Masks without tensors.
 NUMERIC_MASKS = (Causal, Window, Prefix)
@@ -41,26 +36,38 @@ NO_MASK, CAUSAL_MASK = KernelMasks(), KernelMasks(causal=True)
 
 
 def refuses(call: Call) -> list[str]:
-    """The reasons why the mask cannot be converted; empty if it can."""
+    """The reasons why the mask cannot be converted; empty if it can. Reads no tensor: every call pays for it."""
     if call.mask is None or is_plain_causal(call):
         return []
-    key = mask_cache_key(call)
-    return (
-        compute_refusals(call)
-        if key is None
-        else cache_per_stream(("mask refusals", key), EMPTY_CPU_TENSOR, lambda: compute_refusals(call))
-    )
-
-
-def compute_refusals(call: Call) -> list[str]:
-    # Whether key ranges are exact depends on the kinds of masks alone: without tensors, size 1 is enough to find out.
-    small = call.mask is None or call.mask.is_static
-    _, documents, dense, key_ranges = classify_masks(call, SMALLEST_SIZES if small else call.sizes)
-    if len(documents) > 1 or len(dense) > 1:
+    masks = split_conjunction(call.mask)
+    if sum(isinstance(mask, Documents) for mask in masks) > 1 or sum(isinstance(mask, DenseMask) for mask in masks) > 1:
         return ["more than one tensor mask or documents mask is not supported"]
-    if key_ranges is not None and not key_ranges.exact:
+    counts = [
+        count_key_ranges(mask, call.positions is not None)
+        for mask in masks
+        if not isinstance(mask, Documents | DenseMask)
+        and not (isinstance(mask, Causal) and is_bottom_right_aligned(mask, call))
+    ]
+    if None in counts or sum(count == 2 for count in counts) > 1:
         return [f"the mask {call.mask!r} is not a union of at most two key ranges per query"]
     return []
+
+
+def count_key_ranges(mask: Mask, has_positions: bool) -> int | None:
+    """The number of key ranges per query that describe the mask exactly, 1 or 2; None if ranges cannot.
+
+    It says beforehand what the operators of KeyRanges give.
+    """
+    if isinstance(mask, Intersection | Union):
+        left, right = count_key_ranges(mask.left, has_positions), count_key_ranges(mask.right, has_positions)
+        if left is None or right is None or (max(left, right) == 2 and (left == right or isinstance(mask, Union))):
+            return None
+        return 2 if isinstance(mask, Union) else max(left, right)
+    if isinstance(mask, Complement):
+        return 2 if count_key_ranges(mask.mask, has_positions) == 1 else None
+    if isinstance(mask, Padding) or (isinstance(mask, Causal) and mask.offset is not None):
+        return 1
+    return 1 if type(mask) in NUMERIC_MASKS and not has_positions else None
 
 
 def build_kernel_masks(call: Call) -> KernelMasks:
@@ -74,7 +81,7 @@ def build_kernel_masks(call: Call) -> KernelMasks:
 
 
 def compute_kernel_masks(call: Call) -> KernelMasks:
-    causal, documents, dense, key_ranges = classify_masks(call, call.sizes)
+    causal, documents, dense, key_ranges = classify_masks(call)
     device = call.q.device
     if documents:
         superset = select_batch_ranges(documents[0].key_ranges(call.sizes, call.positions is not None), call)
@@ -93,7 +100,7 @@ def compute_kernel_masks(call: Call) -> KernelMasks:
     return KernelMasks(False, None if key_ranges is None else key_ranges.to_tensor(device), *ids, entries)
 
 
-def classify_masks(call: Call, sizes: CallSizes) -> tuple[bool, list[Documents], list[DenseMask], KeyRanges | None]:
+def classify_masks(call: Call) -> tuple[bool, list[Documents], list[DenseMask], KeyRanges | None]:
     """Sort the masks of a conjunction: plain causal, documents, dense tensors, and the rest as key ranges."""
     causal, documents, dense = False, [], []
     key_ranges: KeyRanges | None = None
@@ -105,7 +112,7 @@ def classify_masks(call: Call, sizes: CallSizes) -> tuple[bool, list[Documents],
         elif isinstance(mask, Causal) and is_bottom_right_aligned(mask, call):
             causal = True
         else:
-            runs = select_batch_ranges(mask.key_ranges(sizes, call.positions is not None), call)
+            runs = select_batch_ranges(mask.key_ranges(call.sizes, call.positions is not None), call)
             key_ranges = runs if key_ranges is None else key_ranges & runs
     return causal, documents, dense, key_ranges
 

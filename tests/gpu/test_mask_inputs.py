@@ -15,6 +15,7 @@ from foci.arguments import Call, prepare_call
 from foci.backends.flex.block_masks import build_block_lists
 from foci.gpu import mask_inputs
 from foci.masks.base import Mask
+from foci.masks.tile import CallSizes
 from foci.scores import Dot
 from foci.weights.parts_file import map_tensors
 
@@ -207,3 +208,15 @@ def test_masks_with_tensors_are_not_cached() -> None:
     ):
         assert mask_inputs.mask_structure(mask) is None
         assert mask_inputs.mask_structure(~(foci.causal | mask)) is None
+
+
+RANGED = (foci.causal.at(2), foci.window(2, 1), foci.prefix(3), foci.padding([4]), ~foci.window(1, 1))
+
+
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_counted_key_ranges_are_those_that_masks_build(has_positions: bool) -> None:
+    sizes = CallSizes((1,), 1, 6, 7, torch.device("cpu"))
+    pairs = [joined for one in RANGED for other in RANGED for joined in (one & other, one | other, ~(one & other))]
+    for mask in (*RANGED, *pairs, foci.documents(torch.zeros(6, dtype=torch.int64), torch.zeros(7, dtype=torch.int64))):
+        built = mask.key_ranges(sizes, has_positions)
+        assert mask_inputs.count_key_ranges(mask, has_positions) == (len(built.ranges) if built.exact else None)
