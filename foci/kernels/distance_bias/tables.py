@@ -58,7 +58,7 @@ def find_tile_key_ranges(
     """For each tile of queries, find the keys that some query sees and the keys that all queries see.
 
     key_bounds (Bm, tiles, ranges, 2): first visible key, and last + 1. common_keys (Bm, tiles, 2): the range that all
-    queries see; empty if queries have two ranges.
+    queries see in their first range.
     """
     b, tile = tl.program_id(0), tl.program_id(1)
     row = tile * BM + tl.arange(0, BM)
@@ -72,7 +72,7 @@ def find_tile_key_ranges(
         if s == 0:
             tl.store(as_int32_pointer(common_keys) + 2 * index, tl.max(low, 0))
             shared = tl.min(tl.where(row < Tq, high, Tk), 0)
-            tl.store(as_int32_pointer(common_keys) + 2 * index + 1, shared if RANGES == 1 else 0)
+            tl.store(as_int32_pointer(common_keys) + 2 * index + 1, shared)
 
 
 @triton.jit(do_not_specialize=["count", "Tk"])
