@@ -262,7 +262,7 @@ def test_vmap_is_refused_with_the_way_out(mapped: tuple[int | None, ...], weight
     def attend(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
         return foci.attention(q, k, v, return_weights=weights, backend=backend)[0]
 
-    with pytest.raises(ValueError, match=r"torch.func.vmap is not supported: pass the batch dimension to the call instead"):
+    with pytest.raises(ValueError, match=r"torch.func.vmap is not supported: pass the batch dimension to the call"):
         torch.func.vmap(attend, in_dims=mapped)(*tensors)
     found = torch.func.vmap(lambda *t: attend(*t, backend="reference"), in_dims=mapped)(*tensors)
     torch.testing.assert_close(found[2], attend(*qkv()))

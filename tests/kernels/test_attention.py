@@ -11,10 +11,12 @@ import torch
 pytest.importorskip("triton")
 
 import foci
+from foci.arguments import prepare_call
 from foci.backends import triton
 from foci.gpu.attention import launch
 from foci.gpu.attention.launch import AttentionTiling
 from foci.gpu.launcher import CACHED_PLANS
+from foci.scores import Dot
 from tests.kernels.test_distance_bias import DEVICE, MASKS, check_problem, problem_of
 from tests.kernels.test_distance_bias import _nan_in_fresh_memory as _nan_in_fresh_memory
 
@@ -69,6 +71,24 @@ def test_masks_run_in_our_kernels_on_a_gpu(mask: foci.Mask) -> None:
     assert foci.plan(q, q, q, mask=mask).chosen == triton.NAME
 
 
+@pytest.mark.parametrize(
+    ("mask", "length", "faster"),
+    [
+        (foci.causal & foci.window(64), 4096, False),
+        (foci.padding([4000]), 4096, True),
+        (foci.padding([2000]), 2048, False),
+        (foci.causal | foci.prefix(9), 4096, True),
+        (None, 4096, False),
+    ],
+    ids=["window", "padding", "short", "prefix", "none"],
+)
+def test_long_inputs_under_other_masks_are_left_to_flex(mask: foci.Mask | None, length: int, faster: bool) -> None:
+    q = torch.empty(1, 1, length, 16, device="meta")
+    assert (
+        triton.is_faster_in_flex(prepare_call(q, q, q, Dot(), mask, None, None, None, 0.0, needs_lse=False)) == faster
+    )
+
+
 @pytest.mark.gpu
 def test_a_new_length_compiles_nothing() -> None:
     from foci.kernels.attention.forward import attention_forward
@@ -89,7 +109,7 @@ def test_a_new_length_compiles_nothing() -> None:
 def test_split_keys_equal_the_reference(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_SPLIT_KEYS", 10)
     case = {"entries": {}}.get(mask, {"queries": 5})
-    monkeypatch.setattr(launch, "FEW_QUERIES", 37)
+    monkeypatch.setattr(launch, "FEW_QUERIES", 64)
     planned = []
     whole = launch.plan_split_forward
     monkeypatch.setattr(launch, "plan_split_forward", lambda *given: planned.append(given[-1]) or whole(*given))

@@ -6,9 +6,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from foci.statistics.cuda.launches import build_merge_launch
-
 from foci.gpu.launcher import LaunchPlan
+from foci.statistics.cuda.launches import build_merge_launch
 from tests.kernels.statistics_cases import DEVICE
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 
