@@ -9,7 +9,7 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.backends import flex
 from foci.gpu import additive, attention
-from foci.gpu.mask_inputs import split_conjunction
+from foci.masks.base import split_conjunction
 from foci.masks.kinds import Causal, Window
 from foci.runtime.device import has_triton, is_triton_interpreted
 
