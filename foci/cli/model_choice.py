@@ -69,8 +69,9 @@ def resolve_model_path(path: Path) -> Path:
     return models.MODELS_DIRECTORY / path if is_name else path
 
 
-def print_truncated(command: str, count: int, total: int) -> None:
-    """Report on stderr how many inputs were truncated."""
+def print_truncated(command: str, count: int, total: int, part: str = "") -> None:
+    """Report on stderr how many inputs were truncated, and which part of the first one the model read."""
     if count:
         which = f"{count} of {total} inputs {'is' if count == 1 else 'are'} longer than the model can read"
-        print_status(command, f"{which}: truncated")
+        of_which = "" if count == 1 else " of the first of them"
+        print_status(command, f"{which}: it read {part}{of_which}" if part else f"{which}: truncated")

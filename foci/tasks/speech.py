@@ -152,6 +152,10 @@ class Speech(Task[Recording, str]):
         """A longer recording is truncated to its beginning."""
         return self.size(example) > self.max_size
 
+    def describe_read_part(self, example: Recording) -> str:
+        read, whole = (count * self.settings.hop for count in (self.max_size, self.size(example)))
+        return f"the first {read:.1f} of {whole:.1f} seconds"
+
     def size(self, example: Recording) -> int:
         """Returns the number of frames."""
         recording = self._recordings(example.path)

@@ -193,6 +193,9 @@ class Summarization(Task[Document, str]):
     def is_truncated(self, example: Document) -> bool:
         return len(self.encode(example.text)) > self.settings.max_length
 
+    def describe_read_part(self, example: Document) -> str:
+        return f"the first {self.settings.max_length:,} of {len(self.encode(example.text)):,} tokens"
+
     def source(self, example: Document) -> list[int]:
         """Returns the input tokens: the beginning of the document, and the stop token."""
         if example.left_out is None:

@@ -90,7 +90,6 @@ class Task(ABC, Generic[ExampleT, AnswerT]):
     metric: ClassVar[str]  # the first entry of `score`, which selects the best model and stops training
     better: ClassVar[Literal["higher", "lower"]]  # whether a higher or lower metric is better
     scores_whole_inputs: ClassVar[bool] = False  # whether `decode` reads all of an input that `answer` truncates
-    scores_whole_inputs: ClassVar[bool] = False  # whether `decode` reads all of an input that `answer` truncates
     settings_type: ClassVar[type[Config]]  # the [task] section of a run's TOML
     settings: Any  # an instance of settings_type
 
@@ -154,6 +153,10 @@ class Task(ABC, Generic[ExampleT, AnswerT]):
     def is_truncated(self, example: ExampleT) -> bool:
         """Whether the example is too long, so that the model reads only a part of it."""
         return False
+
+    def describe_read_part(self, example: ExampleT) -> str:
+        """Describes the part of a truncated example that the model reads: "the first 128 of 950 tokens"."""
+        return "a part of it"
 
     @abstractmethod
     def size(self, example: ExampleT) -> int:

@@ -166,6 +166,9 @@ class Translation(Task[Pair, str]):
         """A longer sentence is truncated to its beginning."""
         return len(self.tokenizer.encode(example.source)) > self.settings.max_length
 
+    def describe_read_part(self, example: Pair) -> str:
+        return f"the first {self.settings.max_length:,} of {len(self.tokenizer.encode(example.source)):,} tokens"
+
     def size(self, example: Pair) -> int:
         """Length of the longer side, including the stop token."""
         return max(len(self.tokenizer.encode(example.source)), len(self.tokenizer.encode(example.target))) + 1

@@ -167,9 +167,8 @@ def test_run_shows_and_saves_the_attention(
 def test_a_record_of_a_truncated_input_has_a_note(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     assert main.main(["run", "translation", "ab " * 300, "--out", "long.foci"]) == 0
-    assert foci.Record.load(folder / "long.foci").notes == [
-        "the text is longer than the model reads: only a part of it is shown"
-    ]
+    note = "the text is cut: the model reads the first 256 of 300 tokens"
+    assert foci.Record.load(folder / "long.foci").notes == [note]
 
 
 @pytest.mark.parametrize("command", ["run", "evaluate"])
@@ -186,7 +185,8 @@ def test_truncated_inputs_are_reported_in_one_line(
     else:
         arguments = ["evaluate", str(model), "--data", str(data), "--answers", str(answers)]
     assert main.main(arguments) == 0
-    message = f"foci {command}: 1 of 3 inputs is longer than the model can read: truncated\n"
+    part = "it read the first 256 of 300 tokens" if command == "run" else "truncated"
+    message = f"foci {command}: 1 of 3 inputs is longer than the model can read: {part}\n"
     wrote = f"foci run: written: {answers}\n" if command == "run" else ""
     assert capsys.readouterr().err == message + wrote
     assert len(answers.read_text().splitlines()) == 3

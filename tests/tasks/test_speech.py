@@ -273,6 +273,8 @@ def test_a_long_recording_is_truncated_to_its_beginning(tmp_path: Path) -> None:
     examples = [Recording(str(path), "a") for path in paths]
     task = Speech.from_examples(settings, examples[2:])
     assert [task.is_truncated(each) for each in examples] == [True, False, False]
+    read, whole = 4096 * settings.hop, 4100 * settings.hop
+    assert task.describe_read_part(examples[0]) == f"the first {read:.1f} of {whole:.1f} seconds"
     assert [len(task.frames(each)) for each in examples] == [4096, 4096, 10]
     with torch.no_grad():
         assert len(task.decode(task.model().eval(), examples[::2])) == 2

@@ -136,6 +136,7 @@ def test_a_long_sentence_is_truncated_to_its_beginning() -> None:
     task = Translation.from_examples(settings, [Pair("a b", "c d")])
     long, short = task.parse_input("a b a b a b"), task.parse_input("a b a b")
     assert [task.is_truncated(each) for each in (long, short)] == [True, False]
+    assert task.describe_read_part(long) == "the first 4 of 6 tokens"
     model = task.model().eval()
     assert task.decode(model, [long, short]) == task.decode(model, [short]) * 2
     assert task.record_attention(model, long).labels["source"].text(0) == "a b a b<stop>"

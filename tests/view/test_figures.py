@@ -261,3 +261,18 @@ def test_uniform_attention_leaves_the_image_visible() -> None:
 def test_query_and_key_lengths_may_differ(queries: int, keys: int) -> None:
     ax = plots.plot_matrix(Record.from_tensors([torch.full((1, 1, queries, keys), 1 / keys)]))
     assert ax.images[0].get_array().shape == (queries, keys)
+
+
+def test_uniform_attention_is_pale_in_figures() -> None:
+    uniform = Record({"l": Layer("l", matrix=torch.full((1, 2, 12, 12), 1 / 12))}, model="Uniform")
+    matrix = plots.plot_matrix(uniform, "L0H0").images[0]
+    assert float(matrix.norm(1 / 12)) < 0.4
+    heads = plots.plot_heads(uniform).images[0]
+    assert float(heads.get_array().max()) < 0.6
+
+
+def test_a_note_is_written_below_the_figure(tmp_path: Path) -> None:
+    record = jane()
+    record.notes.append("the text is cut: the model reads the first 7 of 90 tokens")
+    record.save(tmp_path / "x.svg")
+    assert "Note: the text is cut: the model reads the first 7 of 90 tokens." in (tmp_path / "x.svg").read_text()

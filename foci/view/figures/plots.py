@@ -38,9 +38,8 @@ MAX_NAMED_UNITS = 64
 MAX_NUMBERED_UNITS = 20
 MAX_BLOCKS = 256
 THUMBNAIL_SIDE = 48
-# The brightness of black in an image, the opacity of the largest weight, and the multiple of a uniform weight that has
-# the last color.
-MIN_IMAGE_BRIGHTNESS, MAX_OVERLAY_ALPHA, FULL_COLOR_FACTOR = 0.15, 0.7, 3
+# The brightness of black in an image, and the opacity of the largest weight.
+MIN_IMAGE_BRIGHTNESS, MAX_OVERLAY_ALPHA = 0.15, 0.7
 
 
 def plot_matrix(
@@ -97,7 +96,8 @@ def draw_unit_matrix(
     size = theme.fit_axes_size(cell * len(keys), cell * len(queries))
     ax = get_axes(ax, (1.9 + size[0], 1.2 + size[1]))
     values = compute_unit_weights(selection, batch, queries, keys)
-    image = ax.imshow(values.numpy(), cmap=create_colormap(), vmin=0, vmax=theme.find_largest_finite(values))
+    full = theme.find_full_color_weight(values, len(keys))
+    image = ax.imshow(values.numpy(), cmap=create_colormap(), vmin=0, vmax=full)
     # Cells are square unless a side would be too short for its labels.
     ax.set_aspect("equal" if size == (cell * len(keys), cell * len(queries)) else "auto")
     theme.set_word_ticks(ax, [unit.text for unit in keys], [unit.text for unit in queries])
@@ -128,7 +128,7 @@ def draw_block_matrix(
     # A tick is at the center of its cell.
     box = (-0.5, lengths[1] - 0.5, lengths[0] - 0.5, -0.5)
     # The square root separates the many small weights.
-    norm = theme.create_sqrt_norm(theme.find_largest_finite(values))
+    norm = theme.create_sqrt_norm(theme.find_full_color_weight(values, selection.layer.shape[3]))
     ax.imshow(values.numpy(), cmap=create_colormap(), norm=norm, extent=box, interpolation="nearest", aspect="auto")
     labels = record.labels_of(selection.layer)
     for axis, units, labelled in zip((ax.yaxis, ax.xaxis), named, labels, strict=True):
@@ -165,7 +165,7 @@ def average_blocks(
 
 def write_percentages(ax: Axes, values: Tensor) -> None:
     """Write the percentage into each cell, in a dark or a light color."""
-    largest = theme.find_largest_finite(values)
+    largest = theme.find_full_color_weight(values, values.shape[1])
     for i, row in enumerate(values.tolist()):
         for j, value in enumerate(row):
             if value >= 0.005:
@@ -197,7 +197,7 @@ def plot_heads(record: Record, ax: Axes | None = None, *, batch: int = 0) -> Axe
         small = layer.picture(size, size)[batch].detach().float().cpu()
         for j, head in enumerate(small):
             place = slice(i * (size + 1), i * (size + 1) + size), slice(j * (size + 1), j * (size + 1) + size)
-            sheet[place] = (head / theme.find_largest_finite(head)).sqrt()
+            sheet[place] = (head / theme.find_full_color_weight(head, layer.shape[3])).sqrt()
     ax = get_axes(ax, (max(0.8 + 0.5 * most, 3.0), max(0.6 + 0.5 * len(layers), 1.4)))
     ax.imshow(sheet.numpy(), cmap=create_colormap(), vmin=0, vmax=1, interpolation="nearest")
     middle = [(size - 1) / 2 + step * (size + 1) for step in range(max(most, len(layers)))]
@@ -247,8 +247,7 @@ def plot_overlay(
     height, width = grid.shape
     ax = get_axes(ax, (3.4, 0.5 + 2.9 * height / width))
     box = (-0.5, width - 0.5, height - 0.5, -0.5)
-    # Uniform attention stays pale.
-    most = max(theme.find_largest_finite(grid), FULL_COLOR_FACTOR / grid.numel())
+    most = theme.find_full_color_weight(grid, grid.numel())
     alpha = None
     if keys.images is not None:
         # The image is grey, so every color is attention; small weights are transparent.
@@ -296,7 +295,9 @@ def save_figure(
         what = "overlay" if any(record.labels_of(layer)[1].grid for layer in record.layers.values()) else "matrix"
     if what not in FIGURES:
         raise ValueError(f"what must be one of {', '.join(FIGURES)}, got {what!r}")
-    write_figure(FIGURES[what](record, **options), path, dpi)
+    ax = FIGURES[what](record, **options)
+    theme.add_notes(ax, record.notes)
+    write_figure(ax, path, dpi)
 
 
 def write_figure(ax: Axes, path: Any, dpi: int = 300, file_format: str | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from foci.runtime.console import clip_text
-from foci.runtime.printable import format_code_point
+from foci.runtime.printable import format_code_point, make_printable
 from foci.view.colors import LIGHT_RAMP, Color
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ FONT_FAMILIES = (
 # Drawn for a character that no installed font has.
 MISSING_GLYPH = "□"
 MAX_LABEL_CHARACTERS = 18
+MAX_NOTE_COLUMNS = 80
 # The symbols of control characters (␀ to ␟), which most fonts lack.
 CONTROL_PICTURES = re.compile("[\u2400-\u241f]")
 TEXT_COLOR, MUTED_COLOR, ACCENT_COLOR = "#1d1b26", "#6d6a75", "#0072b2"
@@ -54,6 +56,8 @@ TEXT_COLOR, MUTED_COLOR, ACCENT_COLOR = "#1d1b26", "#6d6a75", "#0072b2"
 NUMBERED_CELL_SIDE, PLAIN_CELL_SIDE, LONG_AXIS_SIDE = 0.26, 0.17, 4.0
 # The axes have room for the label of the color bar and for the title.
 MIN_AXES_HEIGHT, MIN_AXES_WIDTH = 1.7, 1.2
+# The multiple of a uniform weight that has the last color.
+FULL_COLOR_FACTOR = 3
 NAN_COLOR = "#b9b6bd"
 # Colors of lines that are distinct with every kind of color vision (Okabe and Ito).
 STACK_COLORS = ("#7d2482", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
@@ -195,9 +199,10 @@ def create_colormap(ramp: Sequence[Color] = LIGHT_RAMP) -> Colormap:
     return colormap.with_extremes(bad=NAN_COLOR)
 
 
-def find_largest_finite(values: Tensor) -> float:
-    """Return the largest finite value, at least 1e-9, so it is a valid divisor."""
-    return max(float(values[values.isfinite()].max()) if bool(values.isfinite().any()) else 0.0, 1e-9)
+def find_full_color_weight(values: Tensor, keys: int) -> float:
+    """Return the weight of the last color: the largest finite one, but so much that uniform attention stays pale."""
+    largest = float(values[values.isfinite()].max()) if bool(values.isfinite().any()) else 0.0
+    return max(largest, min(1.0, FULL_COLOR_FACTOR / keys))
 
 
 def get_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
@@ -212,6 +217,14 @@ def set_title(ax: Axes, text: str) -> None:
     disable_math_text(
         ax.set_title(format_labels([text])[0] if len(text) <= MAX_LABEL_CHARACTERS else text, color=TEXT_COLOR)
     )
+
+
+def add_notes(ax: Axes, notes: Sequence[str]) -> None:
+    """Write the notes of a record below its figure, such as that the input was cut."""
+    lines = [line for note in notes for line in textwrap.wrap(make_printable(f"Note: {note}."), MAX_NOTE_COLUMNS)]
+    if lines:
+        text = "\n".join(lines)
+        disable_math_text(ax.figure.text(0, -0.02, text, va="top", fontsize=6, color=MUTED_COLOR))
 
 
 def add_colorbar(ax: Axes, image: Any, label: str) -> None:

@@ -91,6 +91,8 @@ def write_head_metrics(page: TerminalPage, record: Record) -> None:
         return
     layers = list(record.layers.values())
     names = [printable_name(record, layers[number]) for number in order_layers_by_stack(record)][:MAX_LAYERS]
+    if len(layers) > MAX_LAYERS:
+        page.note(f"The first {MAX_LAYERS} of {len(layers)} layers are listed: call record.scores() for all.")
     label = measure_widest(names, 16) + 1
     room = page.room - label
     panels = [part for panel in build_metric_panels(record) for part in panel.split(room)]
