@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
             answers = runner.answer(examples)
             for i in range(len(group)):
                 write_answer(answers.get(i, ""), file)
-    print_truncated("run", runner.truncated, runner.count)
+    print_truncated("run", runner.truncated, runner.count, runner.part)
     if options.out is not None and not (as_record and runner.failed):
         print_status("run", f"written: {options.out}")
     return BAD_INPUT if runner.failed else 0
@@ -111,6 +111,8 @@ class InputRunner:
     def __init__(self, task: Task[Any, Any], model: Model) -> None:
         self.task, self.model = task, model
         self.count = self.truncated = self.failed = 0
+        # The part of the first truncated input that the model reads.
+        self.part = ""
 
     def read_examples(self, texts: dict[int, str]) -> dict[int, Any]:
         """The task's examples for some inputs, by their index."""
@@ -118,7 +120,9 @@ class InputRunner:
         for index, text in texts.items():
             with self.report_errors():
                 example = self.task.parse_input(check_input_file(text, self.task.name))
-                self.truncated += self.task.is_truncated(example)
+                if self.task.is_truncated(example):
+                    self.truncated += 1
+                    self.part = self.part or self.task.describe_read_part(example)
                 examples[index] = example
         self.count += len(examples)
         return examples

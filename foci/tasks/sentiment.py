@@ -191,6 +191,10 @@ class Sentiment(Task[LabelledText, ClassPrediction]):
     def is_truncated(self, example: LabelledText) -> bool:
         return len(self.encode(example)) > self.settings.max_length
 
+    def describe_read_part(self, example: LabelledText) -> str:
+        half = self.settings.max_length // 2
+        return f"the first {half:,} and the last {half:,} of {len(self.encode(example)):,} tokens"
+
     def encode(self, example: LabelledText) -> list[int]:
         return self.tokenizer.encode(example.text.lower() if self.settings.lower else example.text) or [UNKNOWN]
 
