@@ -75,7 +75,7 @@ def resumed_config_path(options: argparse.Namespace, folder: Path) -> Path:
     if conflicting:
         raise ValueError(f"--resume uses the config of the run and cannot be combined with --{conflicting[0]}")
     path = folder / "config.toml"
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"--resume needs a run directory, got {folder}: there is no config.toml")
     before = read_config(options.task, path, [])
     for change in options.changes:

@@ -181,6 +181,16 @@ def test_changed_descriptions_of_a_run_are_refused_in_one_line(
         read_dev_examples(dead)
 
 
+@pytest.mark.parametrize("name", ["run.json", "config.toml"])
+def test_a_device_in_place_of_a_file_is_refused(name: str, dead: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (dead / name).unlink()
+    (dead / name).symlink_to("/dev/zero")
+    assert main.main(["train", "translation", "--out", str(dead), "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert name in error
+    assert error.count("\n") == 1
+
+
 def test_another_seed_is_refused(runs: Path, dead: Path) -> None:
     with pytest.raises(ValueError, match=r"^seed must be 1 as at the start of .*dead, got 2$"):
         train(config(runs / "pairs.tsv", *CHANGES, "seed=2"), dead, resume=True, quiet=True)
