@@ -62,7 +62,7 @@ class AttentionMode(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         # PyTorch takes the mode off its stack during a call; Ctrl+C at that moment can keep it off.
         if torch.overrides._get_current_function_mode() is self:
-            super().__exit__(*exception)
+            super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: PositionalArguments = (), kwargs: KeywordArguments | None = None
