@@ -118,7 +118,8 @@ def sum_matrix_entries(layer: Layer, tokens: tuple[TokenTexts, TokenTexts] | Non
 def read_strips(layer: Layer) -> Iterator[tuple[slice, Tensor]]:
     batch, heads, queries, keys = layer.sizes
     step = max(1, MAX_STRIP_ENTRIES // max(1, batch * heads * keys))
-    for start in range(0, queries, step):
+    # At least one strip, which is empty if there are no queries.
+    for start in range(0, max(queries, 1), step):
         rows = slice(start, min(start + step, queries))
         entries = layer[..., rows, :]
         assert isinstance(entries, Tensor)
@@ -133,6 +134,8 @@ def weight_on_key(entries: Tensor, keys: Tensor) -> Tensor:
 
 def weight_on_previous_key(entries: Tensor, positions: Tensor) -> Tensor:
     """(..., R): the weight on the key right before each query; 0 if there is none."""
+    if entries.shape[-1] == 0:
+        return entries.sum(-1)
     before = (positions - 1).to(entries.device)
     inside = (before >= 0) & (before < entries.shape[-1])
     index = before.clamp(0, entries.shape[-1] - 1)[:, None].expand(*entries.shape[:-1], 1)
@@ -173,6 +176,16 @@ def sum_per_head(values: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
     return total.cpu(), is_counted.sum((0, 2)).double().cpu()
 
 
+def check_rollout_index(layer: Layer, query: int, batch: int) -> None:
+    """Refuses a query or a sequence that the layer does not have."""
+    sequences, _, queries, keys = layer.sizes
+    if not (sequences and queries and keys):
+        raise ValueError(f"{layer.label} must have at least one query and one key for a rollout, got {layer.shape}")
+    for name, number, size in (("query", query, queries), ("batch", batch, sequences)):
+        if not -size <= number < size:
+            raise IndexError(f"{name} must be from {-size} to {size - 1}, got {number}")
+
+
 @torch.no_grad()
 def compute_rollout(layers: Sequence[Layer], query: int, batch: int = 0, values: bool = False) -> Tensor:
     """Attention rollout (Abnar and Zuidema): the share of each input position in one query of the last layer, (T,).
@@ -180,6 +193,7 @@ def compute_rollout(layers: Sequence[Layer], query: int, batch: int = 0, values:
     Each layer is taken as the mean of its attention, averaged over heads, and the identity (the residual connection).
     values=True weights the attention by the norms of the values. Only matrix-vector products are computed.
     """
+    check_rollout_index(layers[-1], query, batch)
     length = layers[-1].shape[-1]
     flow = torch.zeros(length, device=layers[-1].entropy().device)
     flow[int(layers[-1].positions[query])] = 1.0
@@ -213,6 +227,7 @@ def compute_cross_rollout(
             " queries='all' in foci.watch"
         )
     cross = [layer for layer in layers if layer.queries != layer.keys]
+    check_rollout_index(cross[-1], query, batch)
     selves = [layer for layer in layers if layer.queries == layer.keys]
     queries, keys = cross[-1].shape[2:]
     encoder = [layer for layer in selves if layer.keys == cross[-1].keys and layer.shape[3] == keys]

@@ -80,9 +80,20 @@ def select_head(record: Record, head: str | int | None = None, layer: int | None
     raise ValueError(f"head must be one of {describe_head_names(record)}, got {wanted!r}")
 
 
+def list_layers(record: Record) -> list[Layer]:
+    """List the layers; raise ValueError if there is nothing to see in one of them."""
+    layers = list(record.layers.values())
+    if not layers:
+        raise ValueError("record must have at least one layer, got none")
+    for layer in layers:
+        if 0 in layer.shape:
+            raise ValueError(f"{layer.label} must have at least one query and one key, got shape {layer.shape}")
+    return layers
+
+
 def list_cross_layers_first(record: Record) -> list[Layer]:
     """List the layers, cross-attention first: it holds the alignment."""
-    return sorted(record.layers.values(), key=lambda layer: layer.queries == layer.keys)
+    return sorted(list_layers(record), key=lambda layer: layer.queries == layer.keys)
 
 
 def describe_head_names(record: Record) -> str:
@@ -111,8 +122,6 @@ def select_default_head(record: Record, batch: int = 0) -> HeadSelection:
     of the last layer. For a text: the head that attends most clearly to words that are not neighbors of the query.
     """
     layers = list_cross_layers_first(record)
-    if not layers:
-        raise ValueError("record must hold at least one attention layer, got an empty record")
     check_batch(layers[0], batch)
     cross = find_clearest_cross_layer(record, batch)
     return select_clearest_head(record, layers, batch) if cross is None else select_layer_mean(record, cross)

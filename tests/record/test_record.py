@@ -252,3 +252,42 @@ def test_a_notebook_shows_an_empty_record_as_text() -> None:
     assert foci.Record(model="X")._repr_mimebundle_() == {
         "text/plain": "Record of X: 0 layers, 0 heads, 0 attention calls"
     }
+
+
+def empty_record(kind: str, batch: int, queries: int, keys: int) -> foci.Record:
+    """A record of one layer with 2 heads, of which an axis is empty."""
+    if kind == "dense":
+        return foci.Record.from_tensors([torch.full((batch, 2, queries, keys), 1 / max(keys, 1))])
+    q, k = torch.randn(batch, 2, queries, 4), torch.randn(batch, 2, keys, 4)
+    return foci.Record({"a": Layer("a", weights=foci.attention(q, k, k, return_weights=True)[1])})
+
+
+@pytest.mark.parametrize("kind", ["dense", "lazy"])
+@pytest.mark.parametrize("sizes", [(1, 0, 0), (1, 0, 5), (1, 5, 0), (0, 5, 5), (0, 0, 0)])
+def test_questions_about_empty_sequences(kind: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    record = empty_record(kind, *sizes)
+    layer = record["L0"]
+    assert layer.entropy().shape == (sizes[0], 2, sizes[1])
+    assert layer.received().shape == (sizes[0], 2, sizes[2])
+    assert layer.dense().shape == (sizes[0], 2, *sizes[1:])
+    # No query counts, so every mean is undefined.
+    assert all(bool(table.isnan().all()) for table in record.scores().values())
+    assert record.columns()["name"] == ["L0H0", "L0H1"]
+    assert record.add(empty_record(kind, *sizes)).sequences == 2
+    record.save(tmp_path / "record.foci")
+    assert foci.Record.load(tmp_path / "record.foci")["L0"].shape == layer.shape
+    with pytest.raises(ValueError, match="L0 must have at least one query and one key for a rollout, got"):
+        record.rollout(0)
+    for view in (record.show, lambda: record.save(tmp_path / "x.html"), lambda: record.save(tmp_path / "x.png")):
+        with pytest.raises(ValueError, match=r"L0 must have at least one query and one key, got shape \("):
+            view()
+    if 0 in sizes[:2]:
+        with pytest.raises(IndexError, match=r"must be an index into L0, got 0: it has shape \("):
+            layer.row(0, 0, 0)
+
+
+@pytest.mark.parametrize(("query", "batch", "name"), [(3, 0, "query"), (-4, 0, "query"), (0, 1, "batch")])
+def test_a_rollout_of_a_missing_query_is_refused(query: int, batch: int, name: str) -> None:
+    record = foci.Record.from_tensors([torch.full((1, 2, 3, 3), 1 / 3)])
+    with pytest.raises(IndexError, match=f"{name} must be from -[13] to [02], got"):
+        record.rollout(query, batch)

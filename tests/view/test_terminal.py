@@ -431,7 +431,7 @@ def test_an_unknown_head_is_refused(head: str | int, layer: int | None, message:
 def test_an_unknown_sequence_and_an_empty_record_are_refused() -> None:
     with pytest.raises(ValueError, match=r"batch must be from 0 to 0, got 3"):
         render_record(jane(), batch=3)
-    with pytest.raises(ValueError, match=r"record must hold at least one attention layer, got an empty record"):
+    with pytest.raises(ValueError, match=r"record must have at least one layer, got none"):
         render_record(Record({}, {}))
 
 

@@ -21,6 +21,7 @@ from foci.view.figures.theme import ACCENT_COLOR, create_colormap, get_axes, use
 from foci.view.selection import (
     HeadSelection,
     compute_unit_weights,
+    list_layers,
     read_picture,
     read_rows,
     reshape_to_grid,
@@ -189,7 +190,7 @@ def finish_matrix(ax: Axes, image: Any, selection: HeadSelection, legend: list[s
 @use_figure_style()
 def plot_heads(record: Record, ax: Axes | None = None, *, batch: int = 0) -> Axes:
     """Plot every head as a small picture, relative to its largest weight: a row per layer, a column per head."""
-    layers = list(record.layers.values())
+    layers = list_layers(record)
     most = max(len(layer.heads) for layer in layers)
     size = min(THUMBNAIL_SIDE, *(side for layer in layers for side in layer.max_picture_size))
     sheet = torch.zeros(len(layers) * (size + 1), most * (size + 1))
@@ -212,13 +213,14 @@ def plot_heads(record: Record, ax: Axes | None = None, *, batch: int = 0) -> Axe
 @use_figure_style()
 def plot_entropy(record: Record, ax: Axes | None = None) -> Axes:
     """Plot the entropy of each head by layer: a dot per head, a line through the means."""
+    layers = list_layers(record)
     table = record.scores()["entropy"]
     stacks: dict[str, list[int]] = {}
-    for i, layer in enumerate(record.layers.values()):
+    for i, layer in enumerate(layers):
         stacks.setdefault(layer.stack, []).append(i)
     ax = get_axes(ax, (3.6, 2.4))
     for color, (stack, places) in zip(theme.STACK_COLORS, stacks.items(), strict=False):
-        numbers = [list(record.layers.values())[i].index for i in places]
+        numbers = [layers[i].index for i in places]
         some = table[places]
         ax.plot(numbers, some.numpy(), ".", color=color, alpha=0.35, markersize=5, markeredgewidth=0, clip_on=False)
         ax.plot(numbers, some.nanmean(1).numpy(), "-", color=color, linewidth=1.4, label=stack or "mean of heads")

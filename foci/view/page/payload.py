@@ -24,7 +24,7 @@ from foci.record.metrics import HEAD_SCORES
 from foci.record.record import Record
 from foci.view.page.arrays import PackedArrays
 from foci.view.page.vectors import add_vectors, count_vector_numbers, describe_score
-from foci.view.selection import select_default_head, select_default_query
+from foci.view.selection import list_layers, select_default_head, select_default_query
 from foci.view.units import display_texts
 
 MAX_EXACT_LENGTH = 128
@@ -63,12 +63,7 @@ def encode_payload(record: Record, title: str | None = None) -> bytes:
 
 def build_header(record: Record, title: str | None, arrays: PackedArrays) -> dict[str, Any]:
     """Build the header, and add the large arrays to `arrays`."""
-    layers = list(record.layers.values())
-    if not layers:
-        raise ValueError("record must have at least one layer, got none")
-    for layer in layers:
-        if 0 in layer.shape:
-            raise ValueError(f"{layer.label} must have at least one query and one key, got shape {layer.shape}")
+    layers = list_layers(record)
     total = max(layer.shape[0] for layer in layers)
     max_sequences = min(total, MAX_SEQUENCES if is_exact_throughout(layers) else 1)
     plan = plan_payload(layers, max_sequences)
