@@ -88,10 +88,10 @@ def head_view(
         include_layers: the layers on the page; None: all.
         html_action: "view" shows the page in a notebook or a browser; "return" returns it, with the HTML in `data`.
     """
-    paired = EncoderDecoderAttention(
+    encoder_decoder = EncoderDecoderAttention(
         encoder_attention, decoder_attention, cross_attention, encoder_tokens, decoder_tokens
     )
-    record = build_record(attention, tokens, sentence_b_start, paired, prettify_tokens, include_layers)
+    record = build_record(attention, tokens, sentence_b_start, encoder_decoder, prettify_tokens, include_layers)
     names = name_initial_heads(record, layer, heads)
     return finish_page(record, {"v": "lines"} | ({"h": "~".join(names)} if names else {}), html_action)
 
@@ -119,10 +119,10 @@ def model_view(
     """
     if display_mode not in ("dark", "light"):
         raise ValueError(f"display_mode must be 'dark' or 'light', got {display_mode!r}")
-    paired = EncoderDecoderAttention(
+    encoder_decoder = EncoderDecoderAttention(
         encoder_attention, decoder_attention, cross_attention, encoder_tokens, decoder_tokens
     )
-    record = build_record(attention, tokens, sentence_b_start, paired, prettify_tokens, include_layers)
+    record = build_record(attention, tokens, sentence_b_start, encoder_decoder, prettify_tokens, include_layers)
     if include_heads is not None:
         record.layers = {name: keep_heads(one, include_heads) for name, one in record.layers.items()}
     return finish_page(record, {"v": "heads", "e": display_mode}, html_action)
@@ -131,49 +131,51 @@ def model_view(
 def build_record(
     attention: Any,
     tokens: Sequence[str] | None,
-    second: int | None,
-    paired: EncoderDecoderAttention,
-    pretty: bool,
-    included: Sequence[int] | None,
+    sentence_b_start: int | None,
+    encoder_decoder: EncoderDecoderAttention,
+    prettify_tokens: bool,
+    include_layers: Sequence[int] | None,
 ) -> Record:
     """Build a record of the tensors with the included layers."""
-    if (attention is not None) == paired.has_attention:
-        received = "both" if paired.has_attention else "neither"
+    if (attention is not None) == encoder_decoder.has_attention:
+        received = "both" if encoder_decoder.has_attention else "neither"
         raise ValueError(f"attention must be given, or encoder_, decoder_ or cross_attention, got {received}")
-    if paired.has_attention:
-        record = build_encoder_decoder_record(paired, pretty)
+    if encoder_decoder.has_attention:
+        record = build_encoder_decoder_record(encoder_decoder, prettify_tokens)
     else:
-        record = Record.from_tensors(attention, build_token_labels(tokens, "tokens", pretty))
+        record = Record.from_tensors(attention, build_token_labels(tokens, "tokens", prettify_tokens))
     check_token_counts(record)
-    if included is not None:
-        check_included_layers(record, included)
-        record.layers = {name: layer for name, layer in record.layers.items() if layer.index in included}
-    return record if second is None else add_sentence_parts(record, second)
+    if include_layers is not None:
+        check_included_layers(record, include_layers)
+        record.layers = {name: layer for name, layer in record.layers.items() if layer.index in include_layers}
+    return record if sentence_b_start is None else add_sentence_parts(record, sentence_b_start)
 
 
-def build_encoder_decoder_record(paired: EncoderDecoderAttention, pretty: bool) -> Record:
+def build_encoder_decoder_record(encoder_decoder: EncoderDecoderAttention, prettify_tokens: bool) -> Record:
     source = (
         None
-        if paired.encoder is paired.cross is None
-        else build_token_labels(paired.encoder_tokens, "encoder_tokens", pretty)
+        if encoder_decoder.encoder is encoder_decoder.cross is None
+        else build_token_labels(encoder_decoder.encoder_tokens, "encoder_tokens", prettify_tokens)
     )
     target = (
         None
-        if paired.decoder is paired.cross is None
-        else build_token_labels(paired.decoder_tokens, "decoder_tokens", pretty)
+        if encoder_decoder.decoder is encoder_decoder.cross is None
+        else build_token_labels(encoder_decoder.decoder_tokens, "decoder_tokens", prettify_tokens)
     )
-    return Record.from_tensors(paired.decoder, target, source=source, encoder=paired.encoder, cross=paired.cross)
+    return Record.from_tensors(
+        encoder_decoder.decoder, target, source=source, encoder=encoder_decoder.encoder, cross=encoder_decoder.cross
+    )
 
 
-def build_token_labels(tokens: Sequence[str] | None, name: str, pretty: bool) -> Labels:
+def build_token_labels(tokens: Sequence[str] | None, name: str, prettify_tokens: bool) -> Labels:
     if tokens is None:
         raise ValueError(f"{name} must be a list of strings, got None")
-    texts = restore_spaces(tokens) if pretty else list(tokens)
+    texts = restore_spaces(tokens) if prettify_tokens else list(tokens)
     words = [
         None if SPECIAL_TOKEN.fullmatch(text.strip()) else word
         for text, word in zip(texts, number_words_by_spaces(texts), strict=True)
     ]
-    return Labels.tokens([texts], [words] if pretty else None)
+    return Labels.tokens([texts], [words] if prettify_tokens else None)
 
 
 def restore_spaces(tokens: Sequence[str]) -> list[str]:
@@ -197,10 +199,10 @@ def check_token_counts(record: Record) -> None:
                 raise ValueError(f"tokens must have {length} entries for {layer.label}, got {len(record.labels[name])}")
 
 
-def check_included_layers(record: Record, included: Sequence[int]) -> None:
+def check_included_layers(record: Record, include_layers: Sequence[int]) -> None:
     there = sorted({layer.index for layer in record.layers.values()})
-    unknown = sorted(set(included) - set(there))
-    if unknown or not included:
+    unknown = sorted(set(include_layers) - set(there))
+    if unknown or not include_layers:
         raise ValueError(f"include_layers must be from 0 to {there[-1]}, got {unknown or 'none'}")
 
 
@@ -217,12 +219,12 @@ def keep_heads(layer: Layer, heads: Sequence[int]) -> Layer:
     return replace(layer, heads=tuple(heads), kv_heads=0, weights=None, values=None, value_norms=None, matrix=matrix)
 
 
-def add_sentence_parts(record: Record, second: int) -> Record:
+def add_sentence_parts(record: Record, sentence_b_start: int) -> Record:
     """Add four parts of each layer: from each of two sentences to each; weights are not renormalized."""
     labels = record.labels["input"]
-    if not 0 < second < len(labels):
-        raise ValueError(f"sentence_b_start must be from 1 to {len(labels) - 1}, got {second}")
-    spans = {"A": slice(0, second), "B": slice(second, len(labels))}
+    if not 0 < sentence_b_start < len(labels):
+        raise ValueError(f"sentence_b_start must be from 1 to {len(labels) - 1}, got {sentence_b_start}")
+    spans = {"A": slice(0, sentence_b_start), "B": slice(sentence_b_start, len(labels))}
     for name, span in spans.items():
         record.labels[name] = labels.select(range(len(labels))[span])
     for layer in list(record.layers.values()):

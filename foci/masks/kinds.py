@@ -21,7 +21,7 @@ from torch import Tensor
 from foci.masks.base import DrawingSize, Mask
 from foci.masks.range_algebra import KeyRanges
 from foci.masks.tile import CallSizes, Tile, index_by_batch
-from foci.runtime.checks import check_values, is_broadcastable, to_call_device, to_int_tensor
+from foci.runtime.checks import check_values, is_broadcastable, is_int, to_call_device, to_int_tensor
 from foci.runtime.tracing import is_traced
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -339,10 +339,6 @@ def mask_function(function: Predicate) -> Mask:
     if not callable(function) or isinstance(function, Mask):
         raise TypeError(f"function must be a function of four index tensors, got {type(function).__name__}")
     return MaskFunction(function)
-
-
-def is_int(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def format_tensor(tensor: Tensor) -> str:

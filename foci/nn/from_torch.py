@@ -136,24 +136,24 @@ def build_stack_config(stack: Any) -> TransformerConfig:
     return TransformerConfig(**fields, layers=len(stack.layers), positions=None, final_norm=stack.norm is not None)
 
 
-def map_torch_stack(mapping: TensorMapping, stack: Any, old: str, new: str) -> None:
+def map_torch_stack(mapping: TensorMapping, stack: Any, old_prefix: str, new_prefix: str) -> None:
     for i, layer in enumerate(stack.layers):
-        map_torch_layer(mapping, layer, f"{old}layers.{i}.", f"{new}blocks.{i}.")
-    mapping.map_part(f"{new}norm", f"{old}norm")
+        map_torch_layer(mapping, layer, f"{old_prefix}layers.{i}.", f"{new_prefix}blocks.{i}.")
+    mapping.map_part(f"{new_prefix}norm", f"{old_prefix}norm")
 
 
-def map_torch_layer(mapping: TensorMapping, layer: Any, old: str, new: str) -> None:
+def map_torch_layer(mapping: TensorMapping, layer: Any, old_prefix: str, new_prefix: str) -> None:
     norms = ["attention_norm", "feed_forward_norm"]
     attentions = {"self_attn": "attention"}
     if isinstance(layer, nn.TransformerDecoderLayer):
         norms.insert(1, "cross_norm")
         attentions["multihead_attn"] = "cross"
     for source, target in attentions.items():
-        mapping.map_part(f"{new}{target}.output", f"{old}{source}.out_proj")
+        mapping.map_part(f"{new_prefix}{target}.output", f"{old_prefix}{source}.out_proj")
         for kind in ("weight", "bias"):
-            if f"{old}{source}.in_proj_{kind}" in mapping.state:
-                mapping.map_tensor(f"{new}{target}.project.{kind}", f"{old}{source}.in_proj_{kind}")
+            if f"{old_prefix}{source}.in_proj_{kind}" in mapping.state:
+                mapping.map_tensor(f"{new_prefix}{target}.project.{kind}", f"{old_prefix}{source}.in_proj_{kind}")
     for number, norm in enumerate(norms, start=1):
-        mapping.map_part(f"{new}{norm}", f"{old}norm{number}")
-    mapping.map_part(f"{new}feed_forward.inner", f"{old}linear1")
-    mapping.map_part(f"{new}feed_forward.outer", f"{old}linear2")
+        mapping.map_part(f"{new_prefix}{norm}", f"{old_prefix}norm{number}")
+    mapping.map_part(f"{new_prefix}feed_forward.inner", f"{old_prefix}linear1")
+    mapping.map_part(f"{new_prefix}feed_forward.outer", f"{old_prefix}linear2")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foci.runtime.checks import is_positive_int
 from foci.weights.grouping import assign_groups
 from foci.weights.summary import Top
-from foci.weights.weights import is_positive_int
 
 
 class DenseWeights:

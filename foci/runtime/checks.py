@@ -74,6 +74,15 @@ def is_broadcastable(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(shape) <= len(full) and all(n in {1, m} for n, m in pairs)
 
 
+def is_int(number: object) -> bool:
+    """Whether this is an int, not a bool."""
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
+def is_positive_int(number: Any) -> bool:
+    return is_int(number) and number > 0
+
+
 def to_four_dimensions(tensor: Tensor, sizes: CallSizes, name: str) -> Tensor:
     """A tensor that broadcasts to the attention matrix, as (B or 1, H or 1, Tq or 1, Tk or 1)."""
     full = sizes.matrix_shape

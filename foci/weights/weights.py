@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foci import statistics
 from foci.arguments import Call
-from foci.runtime.checks import PICTURE_SUFFIXES, parse_suffix, to_numpy
+from foci.runtime.checks import PICTURE_SUFFIXES, is_positive_int, parse_suffix, to_numpy
 from foci.statistics import Request
 from foci.statistics.streaming import finite_lse
 from foci.weights import file, parts_file, products
@@ -453,10 +453,6 @@ def copy_if_inference(lse: Tensor) -> Tensor:
 def compute_sink_mass(lse: Tensor, sink: Tensor | None) -> Tensor:
     """(B, H, Tq), the share of each query's attention that goes to the sink."""
     return torch.zeros_like(lse) if sink is None else torch.exp(sink.to(lse.dtype).view(1, -1, 1) - finite_lse(lse))
-
-
-def is_positive_int(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 def format_bytes(size: int) -> str:
