@@ -7,7 +7,6 @@ import gzip
 import json
 import lzma
 import re
-import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ JSON_SUFFIXES = (".jsonl", ".ndjson")
 COMPRESSED_SUFFIXES = (".gz", ".xz")
 # Compressed files that expand to no more bytes than this are read however small they are.
 SMALL_TEXT_BYTES = 2**22
+DECOMPRESSED_CHUNK = 2**20
 # A first row of such words is a header if the rows below, at most this many, look different.
 HEADER_WORD = re.compile(r"[a-z][a-z0-9_]*")
 HEADER_SAMPLE = 50
@@ -229,13 +229,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, str, str | None]]:
 
 def read_raw_lines(path: Path) -> Iterator[bytes]:
     """Yields the lines as bytes; raises ValueError for a line or an expansion above the limits."""
-    longest, largest, total = MAX_LINE_BYTES.value, expanded_limit(path), 0
+    check_expansion(path)
+    longest = MAX_LINE_BYTES.value
     with open_decompressed(path) as file:
         try:
             while raw := file.readline(longest + 1):
-                total += len(raw)
-                if total > largest:
-                    raise MAX_EXPANSION.exceeded(path, "more")
                 if len(raw) > longest:
                     raise MAX_LINE_BYTES.exceeded(path, "more")
                 yield raw
@@ -245,14 +243,13 @@ def read_raw_lines(path: Path) -> Iterator[bytes]:
 
 def read_text_file(path: Path) -> str:
     """Reads a whole text file."""
-    largest, expanded = MAX_TEXT_BYTES.value, expanded_limit(path)
+    check_expansion(path)
+    largest = MAX_TEXT_BYTES.value
     with open_decompressed(path) as file:
         try:
-            content = file.read(min(largest, expanded) + 1)
+            content = file.read(largest + 1)
         except DECOMPRESSION_ERRORS as error:
             raise ValueError(f"{path} cannot be decompressed: {error}") from error
-    if len(content) > expanded:
-        raise MAX_EXPANSION.exceeded(path, "more")
     if len(content) > largest:
         raise MAX_TEXT_BYTES.exceeded(path, "more")
     try:
@@ -261,11 +258,19 @@ def read_text_file(path: Path) -> str:
         raise ValueError(f"{path} must be UTF-8, got an invalid byte at offset {error.start}") from error
 
 
-def expanded_limit(path: Path) -> int:
-    """Returns how many bytes may be read from a file: a compressed file that expands too much is refused."""
+def check_expansion(path: Path) -> None:
+    """Refuses a compressed file that expands too much, before anything is made of its content."""
     if path.suffix not in COMPRESSED_SUFFIXES or not path.is_file():
-        return sys.maxsize - 1
-    return max(MAX_EXPANSION.value * path.stat().st_size, SMALL_TEXT_BYTES)
+        return
+    left = max(MAX_EXPANSION.value * path.stat().st_size, SMALL_TEXT_BYTES)
+    with open_decompressed(path) as file:
+        try:
+            while left >= 0 and (chunk := file.read(DECOMPRESSED_CHUNK)):
+                left -= len(chunk)
+        except DECOMPRESSION_ERRORS as error:
+            raise ValueError(f"{path} cannot be decompressed: {error}") from error
+    if left < 0:
+        raise MAX_EXPANSION.exceeded(path, "more")
 
 
 def open_decompressed(path: Path) -> BinaryIO:

@@ -17,12 +17,15 @@ from foci.biases import Bias
 from foci.masks.base import Complement, DenseMask, Intersection, Mask, Union
 from foci.masks.kinds import Padding
 from foci.masks.tile import CallSizes
+from foci.runtime.printable import make_printable
 from foci.scores import Score
 from foci.weights import parts_file
 from foci.weights.tensors import MATRIX_FIELDS, find_tensors
 
 SHAPE_FIELDS = ("batch", "headed", "averaged", "group")
 INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Characters of a wrong value that an error shows.
+MAX_SHOWN = 200
 WEIGHTS_PARTS = {*MATRIX_FIELDS, *SHAPE_FIELDS, "sizes", "lse"}
 
 
@@ -49,7 +52,7 @@ def check_parts(parts: dict[str, Any]) -> tuple[Call, Tensor, tuple[int, ...], b
 
 def require(condition: bool, name: str, expected: Any, got: Any) -> None:
     if not condition:
-        raise ValueError(f"{name} must be {expected}, got {got}")
+        raise ValueError(f"{name} must be {expected}, got {make_printable(str(got)[:MAX_SHOWN])}")
 
 
 def rebuild_call(parts: dict[str, Any]) -> Call:

@@ -132,6 +132,11 @@ WRONG = {
     "unseen": (plain(unseen={"tuple": [1]}), "unseen must be strings"),
     "notes": (plain(notes={"tuple": [1]}), "notes must be strings"),
     "prompt": (plain(prompt="x"), "prompt must be an int"),
+    "prompt of two lines": (plain(prompt="x\n\x1b[2Jy"), re.escape("got x↵␛[2Jy")),
+    "keys without bytes": (
+        tensor("layers.0.weights.k", torch.zeros(1, 1, 2**22, 0)),
+        "must have at most 1,048,576 positions, heads and sequences in an empty tensor, got 4,194,304",
+    ),
     "answer": (plain(answer=1), "answer must be a string"),
     "model": (plain(model=None), "model must be a string"),
     "another part": (plain(more=1), "the parts"),
