@@ -43,6 +43,8 @@ from foci.tasks.task_record import build_task_record
 COLUMNS = ("text", "label")
 # Tokens decoded at a time.
 TOKENS_PER_BATCH = 32_768
+# Limits of the number of n-gram embeddings that is chosen from the data.
+MIN_BUCKETS, MAX_BUCKETS = 2**12, 2**17
 MODEL_FIELDS = (
     "width",
     "layers",
@@ -80,7 +82,7 @@ class SentimentSettings(TaskSettings):
     head_dropout: float | None = None  # dropout rate of the pooled text representation
     pool: Literal["class", "mean", "both"] = "both"  # text representation: class token, mean, or both
     grams: int = 2  # n-grams of up to this many tokens have embeddings of their own; 1: none
-    buckets: int = 2**17  # number of hashed n-gram embeddings
+    buckets: int | None = None  # number of hashed n-gram embeddings; None: from the data, at most 131072
     tokenizer: TokenizerKind = "words"  # words, byte-pair encoding (bpe), characters or bytes
     vocabulary: int = 30_000  # maximum vocabulary size
     lower: bool = True  # lower-case all texts
@@ -153,6 +155,7 @@ class Sentiment(Task[LabelledText, ClassPrediction]):
     @classmethod
     def from_examples(cls, settings: SentimentSettings, train: Sequence[LabelledText]) -> Self:
         """Trains the tokenizer and collects the labels."""
+        settings = cls.fill_settings(settings, train)
         labels = sorted({each.label for each in train if each.label is not None})
         if len(labels) < 2:
             raise ValueError(f"the training data must have at least 2 classes, got {labels}")
@@ -163,6 +166,12 @@ class Sentiment(Task[LabelledText, ClassPrediction]):
                 [(task.tokens(each), task.class_index(each)) for each in train], task.tokenizer, labels
             )
         return task
+
+    @classmethod
+    def fill_settings(cls, settings: SentimentSettings, train: Sequence[LabelledText]) -> SentimentSettings:
+        """Chooses about two embeddings for each word of the texts, if their number is not set."""
+        words = sum(len(each.text.split()) for each in train)
+        return settings.fill(buckets=min(max(2 ** (2 * words).bit_length(), MIN_BUCKETS), MAX_BUCKETS))
 
     def learned_state(self) -> dict[str, str]:
         files = {

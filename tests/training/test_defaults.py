@@ -12,6 +12,7 @@ from foci.cli.samples import number_pairs, number_words, reviews, write_table
 from foci.inputs.tokenizer_choice import choose_tokenizer, choose_vocabulary
 from foci.tasks import find_task
 from foci.tasks.parallel_text import Pair
+from foci.tasks.sentiment import LabelledText, Sentiment, SentimentSettings
 from foci.tasks.translation import Translation, TranslationSettings
 from foci.training import TrainConfig, read_config, train
 from foci.training.advice import find_result_warnings, find_run_warnings
@@ -66,6 +67,13 @@ def test_the_vocabulary_grows_with_the_text() -> None:
     assert choose_vocabulary(["a few words"]) == 500
     assert choose_vocabulary(["four words of text"] * 15_000) == 3000
     assert choose_vocabulary(["four words of text"] * 200_000) == 8000
+
+
+def test_few_reviews_take_few_embeddings() -> None:
+    few, many = ([LabelledText("nine words that are all in a short review", "good")] * count for count in (500, 50_000))
+    assert Sentiment.fill_settings(SentimentSettings(), few).buckets == 2**14
+    assert Sentiment.fill_settings(SentimentSettings(), many).buckets == 2**17
+    assert Sentiment.fill_settings(SentimentSettings(buckets=7), many).buckets == 7
 
 
 @pytest.mark.parametrize("examples", [300, 2000, 20_000, 200_000])
