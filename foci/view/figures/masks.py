@@ -33,7 +33,7 @@ def plot_mask(visible: Tensor, title: str, ax: Axes | None = None) -> Axes:
 
     >>> from foci.view.figures.masks import plot_mask
     >>> plot_mask(foci.causal.dense(4), "causal").get_xlabel()
-    'keys'
+    'key'
     """
     queries, keys = visible.shape
     shares = average_mask_blocks(visible)
@@ -51,8 +51,8 @@ def plot_mask(visible: Tensor, title: str, ax: Axes | None = None) -> Axes:
         ax.tick_params(which="minor", length=0)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(theme.create_integer_locator())
-    ax.set_xlabel("keys")
-    ax.set_ylabel("queries")
+    ax.set_xlabel("key")
+    ax.set_ylabel("query")
     theme.set_title(ax, title)
     return ax
 
