@@ -40,7 +40,7 @@ MAX_NEW_TOKENS = 128
 # The number of likely next tokens in the answer of a causal model.
 SHOWN_NEXT_TOKENS = 5
 # A word that is meant as the name of a file, also if there is no such file.
-FILE_NAME = re.compile(r"\S+\.(png|jpe?g|webp|gif|bmp|tiff?|pgm|ppm|wav|flac|ogg|txt)", re.IGNORECASE)
+INPUT_FILE_NAME = re.compile(r"\S+\.(png|jpe?g|webp|gif|bmp|tiff?|pgm|ppm|wav|flac|ogg|txt)", re.IGNORECASE)
 
 
 def look(
@@ -93,7 +93,7 @@ def name_for_title(model: str) -> str:
 def read_input(text: str, report: Callable[[str], None]) -> tuple[str, str]:
     """The input of a model and its kind: a text, the text in a file, or the path of an image or a sound."""
     if not names_file(text):
-        if FILE_NAME.fullmatch(text):
+        if INPUT_FILE_NAME.fullmatch(text):
             raise ValueError(f"text must be a text or the path of a file, got {text}: no such file")
         return text, "texts"
     with Path(text).open("rb") as file:

@@ -72,9 +72,15 @@ def sample_writers() -> dict[str, tuple[Callable[[Path], None], str]]:
     pairs = number_pairs(TRAIN_PAIRS + TEST_PAIRS)
     train, test = pairs[:TRAIN_PAIRS], pairs[TRAIN_PAIRS:]
     return {
-        "pairs.tsv": (lambda path: write_table(path, ("source", "target"), train), "numbers in words and in digits"),
-        "test.tsv": (lambda path: write_table(path, ("source", "target"), test), "other numbers, to evaluate with"),
-        "reviews.tsv": (lambda path: write_table(path, ("text", "label"), reviews(REVIEWS)), "short reviews"),
+        "pairs.tsv": (
+            lambda path: write_pairs_table(path, ("source", "target"), train),
+            "numbers in words and in digits",
+        ),
+        "test.tsv": (
+            lambda path: write_pairs_table(path, ("source", "target"), test),
+            "other numbers, to evaluate with",
+        ),
+        "reviews.tsv": (lambda path: write_pairs_table(path, ("text", "label"), reviews(REVIEWS)), "short reviews"),
         "shirt.png": (lambda path: write_png(path, [*shirt_rows()]), "a drawing of a shirt"),
         "seven.wav": (lambda path: write_wav(path, synthesize(SEVEN)), "a synthetic voice that says seven"),
     }
@@ -86,10 +92,10 @@ def number_pairs(count: int) -> list[tuple[str, str]]:
     >>> number_pairs(1)
     [('seventeen thousand six hundred eleven', '1 7 6 1 1')]
     """
-    return [(number_words(each), " ".join(str(each))) for each in random.Random(1).sample(range(NUMBER_LIMIT), count)]
+    return [(spell_number(each), " ".join(str(each))) for each in random.Random(1).sample(range(NUMBER_LIMIT), count)]
 
 
-def number_words(number: int) -> str:
+def spell_number(number: int) -> str:
     """A number in English words.
 
     >>> number_words(40_312)
@@ -102,8 +108,8 @@ def number_words(number: int) -> str:
     elif number < 1000:
         first, rest = f"{ONES[number // 100]} hundred", number % 100
     else:
-        first, rest = f"{number_words(number // 1000)} thousand", number % 1000
-    return f"{first} {number_words(rest)}" if rest else first
+        first, rest = f"{spell_number(number // 1000)} thousand", number % 1000
+    return f"{first} {spell_number(rest)}" if rest else first
 
 
 def reviews(count: int) -> list[tuple[str, str]]:
@@ -118,7 +124,7 @@ def reviews(count: int) -> list[tuple[str, str]]:
     return rows
 
 
-def write_table(path: Path, columns: tuple[str, str], rows: list[tuple[str, str]]) -> None:
+def write_pairs_table(path: Path, columns: tuple[str, str], rows: list[tuple[str, str]]) -> None:
     path.write_text("".join("\t".join(row) + "\n" for row in (columns, *rows)), encoding="utf-8")
 
 

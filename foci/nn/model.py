@@ -23,7 +23,7 @@ from foci.runtime.json_text import parse_json
 from foci.runtime.safetensors_file import checksum_tensors, open_safetensors, write_with_header
 
 MODEL_FORMAT = "foci.model/1"
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Position tables that are computed when a model is built may always have this size.
 MIN_TABLE_BYTES = 2**28
 
@@ -112,17 +112,17 @@ def build_saved_model(base: type[Model], header: dict[str, Any], tensors: dict[s
         outline = kind(config)
     match_tensors(outline, tensors)
     check_computed_tables(outline, tensors)
-    check_finite(tensors)
+    check_finite_weights(tensors)
     with SkipInitialValues():
         model = kind(config)
     load_tensors(model, tensors)
     return model
 
 
-def check_finite(tensors: dict[str, Tensor]) -> None:
+def check_finite_weights(tensors: dict[str, Tensor]) -> None:
     """Refuse tensors that are not floats, and NaN and infinity in them."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in FLOAT_DTYPES:
+        if tensor.dtype not in PARAMETER_DTYPES:
             raise ValueError(f"tensor {name} must hold floats, got {tensor.dtype}")
         # The smallest and largest value are NaN if one value is: one pass without a copy.
         if tensor.numel() and not all(map(math.isfinite, (each.item() for each in tensor.aminmax()))):

@@ -84,7 +84,7 @@ def load_trained_model(path: Path, *, device: str | torch.device = "cpu") -> Tra
     """Loads the model of a file, a run directory, or a directory with parts; in eval mode and float32."""
     headers, tensors, described = read_model_files(find_model_files(path))
     with explain_loading_faults(path):
-        check_parts(headers)
+        check_model_parts(headers)
         task = parse_task(described)
         model: Model = build_saved_model(Model, headers[0], decode_from_storage(tensors))
         check_task_fits(task, model)
@@ -94,7 +94,7 @@ def load_trained_model(path: Path, *, device: str | torch.device = "cpu") -> Tra
     return TrainedModel(task, model.to(device).eval(), about)
 
 
-def check_parts(headers: list[dict[str, Any]]) -> None:
+def check_model_parts(headers: list[dict[str, Any]]) -> None:
     """Raises ValueError if files of a model are missing."""
     count = headers[0].get("parts", 1)
     numbers = [header.get("part", 1) for header in headers]

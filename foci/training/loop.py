@@ -82,7 +82,7 @@ def run_training(run: Run, progress: Progress) -> dict[str, float | str]:
                 for every in (config.log_every, config.evaluate_every or run.total, config.checkpoint_every)
             )
             if logs or evaluates or saves or not learner.on_gpu or len(unchecked) == MAX_UNCHECKED_STEPS:
-                check_finite(unchecked, state)
+                check_finite_loss(unchecked, state)
             if logs:
                 log_metrics(run, state, progress, float(totals[2]))
             if evaluates and not interrupted:
@@ -108,7 +108,7 @@ def run_training_step(run: Run, learner: Learner, batch: StepBatch, step: int) -
     return totals
 
 
-def check_finite(unchecked: list[tuple[StepBatch, int, Tensor]], state: State) -> None:
+def check_finite_loss(unchecked: list[tuple[StepBatch, int, Tensor]], state: State) -> None:
     """Reads the totals of the last steps, and raises FloatingPointError if a loss or norm is not finite."""
     totals = torch.stack([each for _, _, each in unchecked]).tolist() if unchecked else []
     for (batch, step, _), (loss, targets, norm) in zip(unchecked, totals, strict=True):

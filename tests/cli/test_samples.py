@@ -6,7 +6,7 @@ import pytest
 
 import foci
 from foci.cli import main
-from foci.cli.samples import number_pairs, number_words, reviews
+from foci.cli.samples import number_pairs, reviews, spell_number
 from foci.tasks import find_task
 
 
@@ -46,10 +46,10 @@ def test_test_pairs_are_not_training_pairs(folder: Path) -> None:
 
 
 def test_numbers_in_words() -> None:
-    assert number_words(0) == "zero"
-    assert number_words(21) == "twenty one"
-    assert number_words(115) == "one hundred fifteen"
-    assert number_words(90_100) == "ninety thousand one hundred"
+    assert spell_number(0) == "zero"
+    assert spell_number(21) == "twenty one"
+    assert spell_number(115) == "one hundred fifteen"
+    assert spell_number(90_100) == "ninety thousand one hundred"
     assert len({digits for _, digits in number_pairs(300)}) == 300
 
 

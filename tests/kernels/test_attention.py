@@ -91,10 +91,10 @@ def test_long_inputs_under_other_masks_are_left_to_flex(mask: foci.Mask | None, 
 
 @pytest.mark.gpu
 def test_a_new_length_compiles_nothing() -> None:
-    from foci.kernels.attention.forward import attention_forward
+    from foci.kernels.attention.forward import attention_forward_kernel
 
     def count_kernels() -> int:
-        return sum(len(cache[0]) for cache in attention_forward.device_caches.values())
+        return sum(len(cache[0]) for cache in attention_forward_kernel.device_caches.values())
 
     for length in (257, 1000, 1024, 16, 1, 333):
         q = torch.randn(2, 4, length, 64, device="cuda", dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foci.cli import main
-from foci.cli.samples import number_pairs, number_words, reviews, write_table
+from foci.cli.samples import number_pairs, reviews, spell_number, write_pairs_table
 from foci.inputs.tokenizer_choice import choose_tokenizer, choose_vocabulary
 from foci.tasks import find_task
 from foci.tasks.parallel_text import Pair
@@ -50,7 +50,7 @@ def sentences(count: int) -> list[tuple[str, str]]:
     ("rows", "kind"),
     [
         (number_pairs(500), "words"),
-        ([(number_words(each), str(each)) for each in range(0, 90_000, 200)], "characters"),
+        ([(spell_number(each), str(each)) for each in range(0, 90_000, 200)], "characters"),
         (dates(500), "characters"),
         (reversals(500), "characters"),
         (sentences(500), "bpe"),
@@ -183,7 +183,7 @@ def test_a_training_without_settings_reaches_what_it_can(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_table(tmp_path / "data.tsv", columns, rows)
+    write_pairs_table(tmp_path / "data.tsv", columns, rows)
     assert main.main(["train", task, "--data", "data.tsv"]) == 0
     out, said = capsys.readouterr()
     scores = dict(line.split(" ", 1) for line in out.splitlines())

@@ -182,7 +182,7 @@ def plan_forward(part: CallPart, out: Tensor, tiling: AttentionTiling) -> Launch
     if part.options.table_kind:
         from foci.kernels.distance_bias.forward import distance_bias_forward as kernel
     else:
-        from foci.kernels.attention.forward import attention_forward as kernel
+        from foci.kernels.attention.forward import attention_forward_kernel as kernel
 
     scalars = attention_scalars(part) | stride_arguments("out", out) | tiling.sizes()
     scalars |= {"BAND": part.options.values is not None}
@@ -209,7 +209,7 @@ def plan_split_forward(
     part: CallPart, out: Tensor, tiling: AttentionTiling, scalars: dict[str, Any], splits: int
 ) -> LaunchPlan:
     """Plan the forward kernel with one program per split of the keys, and the merge of its results."""
-    from foci.kernels.attention.forward import attention_forward, merge_splits
+    from foci.kernels.attention.forward import attention_forward_kernel, merge_attention_splits
 
     (_, H, Tq, _), Dv, rows = part.q.shape, part.v.shape[3], part.pairs * part.q.shape[2]
     split_scalars = scalars | {
@@ -221,8 +221,8 @@ def plan_split_forward(
     names = {"out": "split_out", "peaks": "split_peaks", "log_sums": "split_log_sums"}
     merge_scalars = scalars | {"splits": splits, "BS": MAX_KEY_SPLITS}
     launches = [
-        build_kernel_launch(attention_forward, grid, split_scalars, names, **tiling.options()),
-        build_kernel_launch(merge_splits, (rows,), merge_scalars, num_warps=4),
+        build_kernel_launch(attention_forward_kernel, grid, split_scalars, names, **tiling.options()),
+        build_kernel_launch(merge_attention_splits, (rows,), merge_scalars, num_warps=4),
     ]
     sizes = {"split_out": splits * rows * Dv, "split_peaks": splits * rows, "split_log_sums": splits * rows}
     return LaunchPlan(sizes, part.q.device, launches)
@@ -354,9 +354,7 @@ def plan_backward(
     bucket_launches, bucket_sizes = (
         ([], {}) if intermediates.d_by_bucket is None else row_table.bucket_gradient_launches(options, part.q)
     )
-    scalars = (
-        attention_scalars(part) | stride_arguments("out", tensors.out) | stride_arguments("d_out", tensors.d_out)
-    )
+    scalars = attention_scalars(part) | stride_arguments("out", tensors.out) | stride_arguments("d_out", tensors.d_out)
     scalars |= (
         stride_arguments("d_q", d_q) | stride_arguments("d_k", tensors.d_k) | stride_arguments("d_v", tensors.d_v)
     )

@@ -55,7 +55,7 @@ def attend_to_tile(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def attention_forward(
+def attention_forward_kernel(
     q, k, v, out, peaks, log_sums, key_ranges, query_ids, key_ids, dense, slopes, seed,
     H, group, Tq, Tk, D, Dv, first_b, first_h,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -137,7 +137,7 @@ def attention_forward(
 
 
 @triton.jit(do_not_specialize=["H", "Tq", "splits", "peaks_batch", "peaks_head"])
-def merge_splits(
+def merge_attention_splits(
     split_out, split_peaks, split_log_sums, out, peaks, log_sums,
     H, Tq, Dv, splits, out_batch, out_head, out_row, peaks_batch, peaks_head, BS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
