@@ -26,15 +26,28 @@ from foci.inputs.text import (
     tokenizer_to_json,
     train_tokenizer,
 )
+from foci.inputs.tokenizer_choice import choose_vocabulary
 from foci.nn.config import SEED_LIMIT, VOCABULARY_LIMIT
 from foci.nn.model import Model
 from foci.nn.transformer import Decoder
 from foci.record.labels import REPLACEMENT_CHARACTER
 from foci.record.record import Record
-from foci.tasks.task import LENGTH_LIMIT, Problem, ProgressCallback, Task, TaskSettings, ignore_progress
+from foci.tasks.task import (
+    DEFAULT_VOCABULARY,
+    LENGTH_LIMIT,
+    ModelSize,
+    Problem,
+    ProgressCallback,
+    Task,
+    TaskSettings,
+    choose_model_size,
+    ignore_progress,
+)
 from foci.tasks.task_record import build_task_record
 
 IGNORED_TARGET = -100
+# A text counts as an example for so many of its characters where the model size is chosen.
+CHARACTERS_PER_EXAMPLE = 50
 # Tokens per forward call while a text is scored.
 SCORING_TOKENS = 16384
 
@@ -43,7 +56,7 @@ SCORING_TOKENS = 16384
 class GenerationSettings(TaskSettings):
     """Settings of the language model: the [task] section of a run's TOML."""
 
-    size: Literal["tiny", "small", "base"] = "small"  # model size; the next settings override single values
+    size: ModelSize | None = None  # None: tiny below a million characters, else small; the next settings override it
     width: int | None = None  # model width
     layers: int | None = None  # number of blocks
     heads: int | None = None  # attention heads
@@ -52,7 +65,7 @@ class GenerationSettings(TaskSettings):
     biases: bool = True  # biases in linear layers and norms
     positions: Literal["learned", "rotary"] = "learned"  # position encoding
     tokenizer: TokenizerKind = "characters"  # characters, bytes, words or byte-pair encoding (bpe)
-    vocabulary: int = 8000  # maximum vocabulary size, for bpe and words
+    vocabulary: int | None = None  # maximum vocabulary size, for bpe and words; None: from the data, at most 8000
     context: int = 256  # context length in tokens
     stride: int | None = None  # step between windows while a text is scored; None: the context, without overlap
     new_tokens: int = 200  # tokens that `foci run` generates
@@ -144,8 +157,16 @@ class Generation(Task[Passage | TokenWindow, PassageLikelihood]):
     @classmethod
     def from_examples(cls, settings: GenerationSettings, train: Sequence[Passage | TokenWindow]) -> Self:
         """Trains the tokenizer."""
+        settings = cls.fill_settings(settings, train)
         texts = [passage.text for passage in train if isinstance(passage, Passage)]
-        return cls(settings, train_tokenizer(settings.tokenizer, texts, settings.vocabulary))
+        return cls(settings, train_tokenizer(settings.tokenizer, texts, settings.vocabulary or DEFAULT_VOCABULARY))
+
+    @classmethod
+    def fill_settings(cls, settings: GenerationSettings, train: Sequence[Passage | TokenWindow]) -> GenerationSettings:
+        """Chooses size and vocabulary where they are not set."""
+        texts = [passage.text for passage in train if isinstance(passage, Passage)]
+        settings = settings.fill(size=choose_model_size(sum(map(len, texts)) // CHARACTERS_PER_EXAMPLE))
+        return settings.fill(vocabulary=choose_vocabulary(texts)) if settings.tokenizer == "bpe" else settings
 
     def learned_state(self) -> dict[str, str]:
         return {"tokenizer.json": tokenizer_to_json(self.tokenizer)}
@@ -165,7 +186,7 @@ class Generation(Task[Passage | TokenWindow, PassageLikelihood]):
             changes["positions"] = "learned"
         changes = {name: value for name, value in changes.items() if value is not None or name == "positions"}
         return Decoder.from_name(
-            settings.size, vocabulary=self.tokenizer.vocabulary, max_length=settings.context, **changes
+            settings.size or "small", vocabulary=self.tokenizer.vocabulary, max_length=settings.context, **changes
         )
 
     @classmethod
@@ -248,6 +269,11 @@ class Generation(Task[Passage | TokenWindow, PassageLikelihood]):
     def is_truncated(self, example: Passage | TokenWindow) -> bool:
         """A longer prompt is truncated to its end."""
         return isinstance(example, Passage) and len(self.tokenizer.encode(example.text)) + 1 > self._prompt_limit
+
+    def describe_read_part(self, example: Passage | TokenWindow) -> str:
+        assert isinstance(example, Passage)
+        unit = "characters" if self.settings.tokenizer == "characters" else "tokens"
+        return f"the last {self._prompt_limit:,} of {len(self.tokenizer.encode(example.text)):,} {unit}"
 
     def answer(self, model: nn.Module, examples: Sequence[Passage | TokenWindow]) -> list[str]:
         """Continues each passage."""

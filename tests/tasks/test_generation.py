@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import foci
 from foci.tasks.generation import Generation, GenerationSettings, Passage, cut_windows
 from foci.tasks.model_file import load_trained_model
 from foci.training import read_config, train
@@ -100,9 +101,9 @@ def test_a_long_prompt_shortens_the_continuation_before_it_is_truncated() -> Non
     task = Generation.from_examples(GenerationSettings(size="tiny", context=16, new_tokens=12), [Passage("abcdef" * 9)])
     model = task.model().eval()
     for length, read, most in ((3, 4, 12), (9, 10, 6), (11, 12, 4), (30, 12, 4)):
-        prompt, new = task._continue(model, ("abcdef" * 9)[:length])
-        assert len(prompt) == read
-        assert 0 < len(new) <= most
+        options = task._generation_options(("abcdef" * 9)[:length])
+        assert len(options["prompt"][0]) == read
+        assert 0 < len(foci.generate(model, **options)[0].tokens) <= most
         assert task.is_truncated(Passage(("abcdef" * 9)[:length])) == (length == 30)
     assert task.describe_read_part(Passage("abcdef" * 5)) == "the last 12 of 30 characters"
 
