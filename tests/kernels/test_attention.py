@@ -51,7 +51,7 @@ def test_no_row_table_is_planned_without_one() -> None:
     q = torch.randn(1, 2, 20, 16, device=DEVICE)
     foci.attention(q, q, q, mask=foci.window(3), backend="triton")
     (plan,) = CACHED_PLANS.values()
-    assert [launched.kernel.__name__ for launched in plan.launches] == ["attention_forward"]
+    assert [launched.kernel.__name__ for launched in plan.launches] == ["attention_forward_kernel"]
 
 
 def test_a_sequence_gives_the_same_bits_in_any_batch() -> None:
