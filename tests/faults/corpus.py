@@ -13,7 +13,7 @@ from PIL import Image
 
 from foci.tasks import find_task
 from foci.tasks.model_file import save_trained_model
-from foci.training import read_config
+from foci.training import read_config, train
 from tests.faults.mutations import damage_bytes, damage_safetensors, damage_text
 from tests.inputs.test_audio import write_wav
 from tests.record.test_file import record
@@ -112,6 +112,21 @@ def write_models(folder: Path) -> Iterator[Path]:
         torch.manual_seed(0)
         save_trained_model(folder / f"{name}.safetensors", task, task.model(), {"score": 1.0}, storage="int8")
         yield folder / f"{name}.safetensors"
+
+
+def write_run(folder: Path) -> Path:
+    """A run directory with two checkpoints."""
+    (folder / "pairs.tsv").write_text("".join(f"number {i} a\t{i} b\n" for i in range(8)))
+    changes = [
+        *MODEL_SIZE,
+        "task.tokenizer=words",
+        "train.steps=2",
+        "train.checkpoint_every=1",
+        "train.evaluate_every=1",
+    ]
+    config = read_config("translation", changes=changes, data=[str(folder / "pairs.tsv")])
+    train(config, folder / "run", quiet=True)
+    return folder / "run"
 
 
 SEEDS: dict[str, Callable[[Path], Iterator[Path]]] = {

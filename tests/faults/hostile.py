@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import shutil
 import struct
 import wave
 import zlib
@@ -94,6 +95,25 @@ MODEL_CHANGES: dict[str, Change] = {
     "regex": change_tokenizer("pre_tokenizer", REGEX),
     "truncation": change_tokenizer("truncation", {"max_length": 2**63, "stride": 2**62, "strategy": "LongestFirst"}),
 }
+# The contents of files of a run directory; None: half of the content.
+RUN_FILES: dict[str, tuple[str, bytes | None]] = {
+    "empty-description": ("run.json", b"{}"),
+    "list-description": ("run.json", b"[]"),
+    "cut-description": ("run.json", None),
+    "deep-description": ("run.json", b"[" * 100_000),
+    "empty-state": ("checkpoints/step-00000002/state.json", b"{}"),
+    "list-state": ("checkpoints/step-00000002/state.json", b"[[]]"),
+    "cut-state": ("checkpoints/step-00000002/state.json", None),
+    "other-file": (
+        "checkpoints/step-00000002/state.json",
+        json.dumps({"format": "foci.checkpoint/3", "state": {}, "files": {"/dev/zero": 1}, "tensors": {}}).encode(),
+    ),
+    "cut-tensors": ("checkpoints/step-00000002/rank-00000.safetensors", None),
+    "cut-best": ("best/step-00000002.safetensors", None),
+    "cut-config": ("config.toml", None),
+    "seed": ("config.toml", b"seed = 99999999999999999999999999"),
+    "cut-metrics": ("metrics.jsonl", None),
+}
 CONFIG_LINES = {
     "max-length": "[task]\nmax_length = 9223372036854775807",
     "penalty": "[task]\nlength_penalty = 1e9",
@@ -112,6 +132,16 @@ def write_hostile_models(seed: Path, folder: Path) -> list[Path]:
     deep = folder / "deep.safetensors"
     save_file({}, deep, metadata={"foci": "[" * 100_000, "task": "[" * 100_000})
     return [deep, *(rewrite_model(seed, folder / f"{name}.safetensors", c) for name, c in MODEL_CHANGES.items())]
+
+
+def write_hostile_runs(seed: Path, folder: Path) -> list[Path]:
+    """Run directories with one damaged file each."""
+    for name, (file, content) in RUN_FILES.items():
+        shutil.copytree(seed, folder / name)
+        path = folder / name / file
+        before = path.read_bytes()
+        path.write_bytes(before[: len(before) // 2] if content is None else content)
+    return [folder / name for name in RUN_FILES]
 
 
 def write_hostile_configs(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import hostile
-from tests.faults.corpus import SEEDS, write_damaged_files
+from tests.faults.corpus import SEEDS, write_damaged_files, write_run
 from tests.faults.runner import open_files
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits memory as Linux does")
@@ -53,3 +53,17 @@ def test_hostile_files_are_refused(tmp_path: Path) -> None:
     outcomes = open_files([(kind, path) for kind, each in files.items() for path in each], tmp_path)
     wrong = [each for each in outcomes if each.outcome != "refused"]
     assert not wrong, "\n\n".join(f"{each.kind} {each.path.name} {each.outcome}: {each.message}" for each in wrong)
+
+
+@pytest.mark.slow
+def test_damaged_run_directories_are_resumed_or_refused(tmp_path: Path) -> None:
+    seed = write_run(tmp_path)
+    (tmp_path / "runs").mkdir()
+    paths = [seed, *hostile.write_hostile_runs(seed, tmp_path / "runs")]
+    outcomes = open_files([("run", path) for path in paths], tmp_path)
+    faults = [each for each in outcomes if each.outcome == "fault"]
+    assert not faults, "\n\n".join(f"{each.path.name}: {each.message}" for each in faults)
+    refused = {each.path.name: each.message for each in outcomes if each.outcome == "refused"}
+    assert "run" not in refused
+    assert len(refused) >= 5
+    assert all(message.startswith("foci train: ") for message in refused.values())
