@@ -160,7 +160,7 @@ def test_the_policy_allows_one_script_and_one_style() -> None:
     style = re.search(r"<style>(.*)</style>", text, re.DOTALL)[1]  # type: ignore[index]
     assert policy == (
         f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; img-src data: blob:;"
-        " base-uri 'none'; form-action 'none'"
+        " media-src blob:; base-uri 'none'; form-action 'none'"
     )
 
 

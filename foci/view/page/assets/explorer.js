@@ -64,7 +64,7 @@ class StartPage {
       make(
         "p",
         { class: "note" },
-        "Everything stays on this machine. Untrained vectors show how attention works, not what a text means.",
+        "Everything stays on this machine. Untrained vectors show how attention works, not what a text means; they read 512 words.",
       ),
     );
     this.element = make("div", { class: "startpage" }, card);

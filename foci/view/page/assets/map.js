@@ -39,7 +39,10 @@ export class MapView {
     this.level = make("span", { class: "count", "aria-live": "polite" });
     this.reduce = choice(
       "Blocks show",
-      [["mean", "mean"], ["max", "max"]],
+      [
+        ["mean", "mean", "Each block shows the mean of its weights"],
+        ["max", "max", "Each block shows its largest weight, so that single large weights stay visible"],
+      ],
       () => state.reduce,
       (value) => state.set({ reduce: value }),
     );

@@ -64,7 +64,7 @@ export class StepsView {
       make("div", { class: "tools" }, moves, this.slider),
       this.status,
       this.strip,
-      make("p", { class: "stripnote" }, "entropy of each step, relative to uniform attention"),
+      make("p", { class: "stripnote" }, "how spread out the attention of each step is: a full bar is uniform attention"),
       this.panes,
     );
   }
@@ -197,11 +197,12 @@ export class StepsView {
     this.strip.classList.toggle("many", this.steps.length > MAX_WIDE_BARS);
   }
 
-  // One bar per step: its entropy as a share of the entropy of uniform attention.
+  // One bar per step: its entropy, the mean of the selected heads, as a share of the entropy of uniform attention.
   bars(layer) {
-    const one = chosenHeads(this.store, this.state)[0];
+    const heads = chosenHeads(this.store, this.state);
     return this.steps.slice(0, 400).map(({ query, text }, n) => {
-      const nats = this.store.entropy(one, query, this.state.seq);
+      const all = heads.map((one) => this.store.entropy(one, query, this.state.seq));
+      const nats = all.includes(null) ? null : all.reduce((sum, one) => sum + one, 0) / all.length;
       const most = Math.log(Math.max(2, layer.self ? this.store.keyPosition(layer, query) + 1 : layer.Tk));
       const bar = button("", {
         class: "stepbar",

@@ -8,7 +8,7 @@ import { isDelimiter } from "./tokens.js";
 // first token and delimiters can be sinks.
 const MIN_SINK_SHARE = 0.1;
 const MIN_SINK_FACTOR = 5;
-const MIN_SINK_LENGTH = 32;
+const MIN_SINK_LENGTH = 24;
 const LONG_TEXT = 256;
 export const SINKS =
   "An attention sink is a token that many queries attend to whatever it says: the first token, a delimiter such as" +

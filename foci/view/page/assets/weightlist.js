@@ -145,8 +145,8 @@ function headings() {
   return [
     make("th", { scope: "col", class: "rank" }, "#"),
     make("th", { scope: "col" }, "token"),
-    make("th", { scope: "col", class: "position" }, "pos"),
-    make("th", { scope: "col", class: "weight" }, "weight"),
+    make("th", { scope: "col", class: "position", title: "Position in the text, from 0" }, "pos"),
+    make("th", { scope: "col", class: "weight", title: "The share of the attention, in percent" }, "weight"),
   ];
 }
 
