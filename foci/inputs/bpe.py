@@ -86,13 +86,12 @@ def parse_bpe(text: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
             raise ValueError(
                 f"{name} of the bpe tokenizer must be {expected!r}, as foci writes it, got {reprlib.repr(found)}"
             )
-    vocabulary, merges = parts.get("vocab"), parts.get("merges")
-    check_bpe_vocabulary(vocabulary)
-    return vocabulary, check_bpe_merges(merges, vocabulary)
+    vocabulary = check_bpe_vocabulary(parts.get("vocab"))
+    return vocabulary, check_bpe_merges(parts.get("merges"), vocabulary)
 
 
-def check_bpe_vocabulary(vocabulary: Any) -> None:
-    """Refuses a vocabulary whose ids have gaps, that lacks a byte, or with tokens that no text contains."""
+def check_bpe_vocabulary(vocabulary: Any) -> dict[str, int]:
+    """Returns the vocabulary; refuses one whose ids have gaps, that lacks a byte, or with tokens that are not bytes."""
     alphabet = {*import_tokenizers().pre_tokenizers.ByteLevel.alphabet()}
     if not isinstance(vocabulary, dict) or len(vocabulary) > MAX_TOKENS:
         raise ValueError(f"the bpe tokenizer must have a vocabulary of at most {MAX_TOKENS} tokens, got another one")
@@ -107,6 +106,7 @@ def check_bpe_vocabulary(vocabulary: Any) -> None:
     odd = next((token for token in ordered[len(SPECIAL_TOKENS) :] if not token or not alphabet.issuperset(token)), None)
     if odd is not None:
         raise ValueError(f"the tokens of the bpe tokenizer must be made of bytes, got {reprlib.repr(odd)}")
+    return vocabulary
 
 
 def check_bpe_merges(merges: Any, vocabulary: dict[str, int]) -> list[tuple[str, str]]:

@@ -257,7 +257,8 @@ class Layer:
         if len(index) != expected:
             wanted = "row(batch, query)" if self.single else "row(batch, head, query)"
             raise TypeError(f"row of {self.label} must be called as {wanted}, got {len(index)} numbers")
-        for name, number, size in zip(("batch", "head", "query")[-expected:], index, self.shape, strict=False):
+        names = ("batch", "query") if self.single else ("batch", "head", "query")
+        for name, number, size in zip(names, index, self.shape, strict=False):
             if size == 0:
                 raise IndexError(f"{name} must be an index into {self.label}, got {number}: it has shape {self.shape}")
         weights = self[index]

@@ -9,7 +9,7 @@ from typing import Any
 from foci.runtime.limits import MAX_JSON_CHARACTERS
 
 # Masks that combine other masks are the deepest texts that foci writes.
-MAX_JSON_DEPTH = 64
+MAX_JSON_DEPTH = 200
 
 
 def parse_json(text: str, name: str) -> Any:
@@ -17,9 +17,9 @@ def parse_json(text: str, name: str) -> Any:
 
     >>> parse_json('{"width": 64}', "the config")
     {'width': 64}
-    >>> parse_json("[" * 100 + "]" * 100, "the config")
+    >>> parse_json("[" * 300 + "]" * 300, "the config")
     Traceback (most recent call last):
-    ValueError: the config must have at most 64 levels of nested JSON, got more
+    ValueError: the config must have at most 200 levels of nested JSON, got more
     """
     MAX_JSON_CHARACTERS.check(name, len(text))
     try:

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foci.inputs.bpe import SPECIAL_TOKENS
 from foci.inputs.padding import group_by_size, pad_sequences
 from foci.inputs.tables import read_table_rows, read_valid_rows, require_one_path
 from foci.inputs.text import (
     PAD,
-    SPECIAL_TOKENS,
     UNKNOWN,
     Tokenizer,
     TokenizerKind,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from foci import biases, scores
 from foci.masks import base, kinds
+from foci.runtime.json_text import parse_json
+from foci.runtime.limits import MAX_EMPTY_SIZE
 from foci.runtime.safetensors_file import checksum_tensors, open_safetensors, write_with_header
 
 WEIGHTS_FORMAT = "foci.weights/1"
@@ -39,18 +41,26 @@ def load_parts(path: str | os.PathLike[str], kind: str = WEIGHTS_FORMAT) -> dict
         header = (file.metadata() or {}).get("foci")
         if header is None:
             raise ValueError("the metadata must have an entry 'foci', got none")
-        content = json.loads(header)
+        content = parse_json(header, "the header")
         if not isinstance(content, dict) or content.get("format") != kind:
             got = content.get("format") if isinstance(content, dict) else content
             raise ValueError(f"the format must be {kind!r}, got {got!r}")
         # Copies, so that the tensors do not depend on the file.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    for name, tensor in tensors.items():
+        check_empty_tensor(name, tensor)
     parts = decode_part(content.get("content"), tensors)
     if not isinstance(parts, dict):
         raise ValueError(f"the content must be a dict of parts, got {type(parts).__name__}")
     if content.get("checksum") != checksum_tensors(tensors):
         raise ValueError("the checksum of the tensors does not match: the file was changed or damaged")
     return parts
+
+
+def check_empty_tensor(name: str, tensor: Tensor) -> None:
+    """Refuses an empty tensor that claims sizes which take no bytes of the file, such as many keys of width 0."""
+    if tensor.numel() == 0:
+        MAX_EMPTY_SIZE.check(f"the tensor {name!r}", math.prod(size for size in tensor.shape if size))
 
 
 def encode_part(thing: Any, tensors: dict[str, Tensor], name: str, saved: dict[Any, str]) -> Any:

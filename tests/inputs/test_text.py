@@ -134,7 +134,7 @@ def test_merges_of_earlier_versions_are_read() -> None:
     ("text", "message"),
     [
         ("[1, 2", "the tokenizer must be valid JSON"),
-        ("[" * 100_000, "the tokenizer must have at most 64 levels of nested JSON, got more"),
+        ("[" * 100_000, "the tokenizer must have at most 200 levels of nested JSON, got more"),
         ('{"kind": ["bpe"]}', "a tokenizer must be of the kind"),
         ('{"kind": "bpe", "model": "null"}', "added_tokens of the bpe tokenizer must be"),
         ('{"kind": "bpe", "model": "{"}', "the bpe tokenizer must be valid JSON"),

@@ -177,7 +177,7 @@ def test_nan_weights_are_refused(task: Translation, tmp_path: Path) -> None:
             "std must be a list of finite numbers above",
         ),
         (Speech, {"tokenizer.json": WORDS, "frames.json": '{"std": 1e400}'}, "std must be a list of finite numbers"),
-        (Speech, {"tokenizer.json": WORDS, "frames.json": "[" * 9999}, "frames.json must have at most 64 levels"),
+        (Speech, {"tokenizer.json": WORDS, "frames.json": "[" * 9999}, "frames.json must have at most 200 levels"),
     ],
 )
 def test_damaged_files_of_a_task_are_refused(kind: Any, files: dict[str, str], message: str) -> None:

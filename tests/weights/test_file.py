@@ -218,7 +218,7 @@ FOREIGN: dict[str, tuple[dict[str, str] | None, str]] = {
     "JSON of a number": ({"foci": "3"}, "the format must be 'foci.weights/1', got 3"),
     "another format": ({"foci": '{"format": "foci.weights/9"}'}, "'foci.weights/1', got 'foci.weights/9'"),
     "no content": ({"foci": '{"format": "foci.weights/1"}'}, "a dict of parts, got NoneType"),
-    "content without end": ({"foci": "[" * 100_000}, "recursion"),
+    "content without end": ({"foci": "[" * 100_000}, "the header must have at most 200 levels of nested JSON"),
 }
 
 
@@ -236,7 +236,7 @@ def test_a_file_of_another_format_is_refused(case: str, tmp_path: Path) -> None:
 )
 def test_bytes_that_are_not_safetensors_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="w.safetensors is not a valid weights file"):
+    with pytest.raises(ValueError, match=r"w\.safetensors is not a valid weights file"):
         foci.Weights.load(tmp_path / "w.safetensors")
 
 
@@ -281,14 +281,14 @@ def test_missing_files_and_directories_raise_os_errors(tmp_path: Path) -> None:
 
 
 def test_deeply_nested_masks_are_refused(tmp_path: Path) -> None:
-    levels = 5000
+    levels = 100
     path = rewritten(tmp_path / "w.safetensors", "plain", set_part("mask", "HERE"))
     with safe_open(path, framework="pt") as file:
         text = file.metadata()["foci"]
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     nested = '{"kind": "Complement", "fields": {"mask": ' * levels + json.dumps(CAUSAL) + "}}" * levels
     save_file(tensors, path, metadata={"foci": text.replace('"HERE"', nested)})
-    with pytest.raises(ValueError, match="recursion"):
+    with pytest.raises(ValueError, match="the header must have at most 200 levels of nested JSON, got more"):
         foci.Weights.load(path)
 
 
