@@ -91,7 +91,8 @@ def explain_pillow_errors(name: str, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error) or type(error).__name__
+        # Some readers raise only the value that they do not know.
+        reason = str(error) if " " in str(error) else "its content is damaged"
         raise ValueError(f"{name} must be an intact {kind} file, but Pillow cannot read it: {reason}") from error
 
 

@@ -19,6 +19,7 @@ model_file: a trained model with its task in safetensors files
 
 from __future__ import annotations
 
+import reprlib
 from importlib import import_module
 from typing import Any
 
@@ -45,8 +46,11 @@ def find_task(name: str) -> type[Task[Any, Any]]:
     >>> foci.tasks.find_task("translation").metric
     'bleu'
     """
-    if name not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}{suggest_name(name, TASKS)}")
+    # The name may come from a file, where it can be anything.
+    if not isinstance(name, str) or name not in TASKS:
+        raise ValueError(
+            f"task must be one of {', '.join(TASKS)}, got {reprlib.repr(name)}{suggest_name(str(name), TASKS)}"
+        )
     module, kind = TASKS[name].split(":")
     task: type[Task[Any, Any]] = getattr(import_module(module), kind)
     return task

@@ -42,9 +42,8 @@ def load_weights(path: str | os.PathLike[str]) -> tuple[Call, Tensor, tuple[int,
 
 def check_parts(parts: dict[str, Any]) -> tuple[Call, Tensor, tuple[int, ...], bool, bool, int]:
     """The arguments of `Weights`, from its parts; raises ValueError if they do not fit together."""
-    require(
-        isinstance(parts, dict) and parts.keys() == WEIGHTS_PARTS, "the parts", sorted(WEIGHTS_PARTS), sorted(parts)
-    )
+    require(isinstance(parts, dict), "the parts", "a dict", type(parts).__name__)
+    require(parts.keys() == WEIGHTS_PARTS, "the parts", sorted(WEIGHTS_PARTS), sorted(parts))
     call = rebuild_call(parts)
     check_shape_fields(call, parts)
     return call, parts["lse"], parts["batch"], parts["headed"], parts["averaged"], parts["group"]

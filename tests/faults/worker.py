@@ -6,6 +6,7 @@ Run as `python -m tests.faults.worker MANIFEST FIRST`. The manifest lists "kind<
 import io
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -28,6 +29,11 @@ from foci.training import read_config
 MEMORY = 2**30
 # What a user's mistake may raise.
 CLEAR = (ValueError, FileNotFoundError, ImportError)
+# What Python and torch say about wrong types and sizes is no sentence about the file.
+INTERNAL = re.compile(
+    r"object (is not|has no|cannot be|does not)|unhashable|out of range|unsupported operand|not supported between"
+    r"|unexpected keyword|positional argument|alloc|Traceback|size mismatch"
+)
 INPUTS = {"translation": "a man sleeps", "sentiment": "a good film", "generation": "a man"}
 
 
@@ -84,6 +90,12 @@ def ran_out_of_memory(error: BaseException | None) -> bool:
     return ran_out_of_memory(error.__cause__) or ran_out_of_memory(error.__context__)
 
 
+def is_clear(error: Exception) -> bool:
+    """Whether the error is one sentence about the file."""
+    text = str(error)
+    return bool(text) and "\n" not in text and not INTERNAL.search(text) and not ran_out_of_memory(error)
+
+
 def describe_outcome(kind: str, path: Path) -> dict[str, Any]:
     """Whether the file was answered, refused in a sentence, or neither; and what was printed or raised."""
     printed = io.StringIO()
@@ -91,7 +103,7 @@ def describe_outcome(kind: str, path: Path) -> dict[str, Any]:
         with redirect_stdout(printed), redirect_stderr(printed):
             OPEN[kind](path)
     except CLEAR as error:
-        if not ran_out_of_memory(error) and str(error) and "\n" not in str(error):
+        if is_clear(error):
             return {"outcome": "refused", "message": str(error)}
         return {"outcome": "fault", "message": traceback.format_exc()[-3000:]}
     except BaseException:  # noqa: BLE001 - the panics of a library are no Exceptions
