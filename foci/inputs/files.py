@@ -45,7 +45,7 @@ def detect_format(path: str, accepted: Sequence[str]) -> str:
     with Path(path).open("rb") as file:
         start = file.read(MAGIC_BYTES)
     found = find_format(start)
-    if found in accepted:
+    if found is not None and found in accepted:
         return found
     got = f"a file in {found} format" if found else describe_start(start)
     raise ValueError(f"{path} must be a {', '.join(accepted[:-1])} or {accepted[-1]} file, got {got}")

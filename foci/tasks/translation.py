@@ -267,9 +267,16 @@ class Translation(Task[Pair, str]):
 
 
 def build_bleu(references: Sequence[str], tokenize: str) -> Any:
-    """Builds BLEU over words; over characters if no reference has four words, where it is 0 for every answer."""
+    """Builds BLEU over words; over characters if no reference has four words, where it is 0 for every answer.
+
+    Texts that are already tokenized (tokenize "none") are always compared word by word.
+    """
     bleu = import_sacrebleu().BLEU(tokenize=tokenize, force=True)
-    if not references or any(len(bleu.tokenizer(text).split()) >= bleu.max_ngram_order for text in references):
+    if (
+        tokenize == "none"
+        or not references
+        or any(len(bleu.tokenizer(text).split()) >= bleu.max_ngram_order for text in references)
+    ):
         return bleu
     longest = max(len("".join(text.split())) for text in references)
     order = max(min(longest, bleu.max_ngram_order), 1)
