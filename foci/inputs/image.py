@@ -91,8 +91,9 @@ def explain_pillow_errors(name: str, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Some readers raise only the value that they do not know.
-        reason = str(error) if " " in str(error) else "its content is damaged"
+        # These are the errors that Pillow raises itself; the others name its internals.
+        is_own = isinstance(error, OSError | SyntaxError | ValueError) and " " in str(error)
+        reason = str(error) if is_own else "its content is damaged"
         raise ValueError(f"{name} must be an intact {kind} file, but Pillow cannot read it: {reason}") from error
 
 
