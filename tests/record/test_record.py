@@ -284,7 +284,7 @@ def test_questions_about_empty_sequences(kind: str, sizes: tuple[int, int, int],
     if 0 in sizes[:2]:
         with pytest.raises(IndexError, match=r"must be an index into L0, got 0: it has shape \("):
             layer.row(0, 0, 0)
-        with pytest.raises(IndexError, match="(batch|query) must be an index into L0H1, got 0"):
+        with pytest.raises(IndexError, match=r"(batch|query) must be an index into L0H1, got 0"):
             record["L0H1"].row(0, 0)
 
 
