@@ -98,7 +98,7 @@ def number_pairs(count: int) -> list[tuple[str, str]]:
 def spell_number(number: int) -> str:
     """A number in English words.
 
-    >>> number_words(40_312)
+    >>> spell_number(40_312)
     'forty thousand three hundred twelve'
     """
     if number < len(ONES):

@@ -74,7 +74,10 @@ def problem_of(name: str, dtype: torch.dtype = torch.float32) -> Problem:
 
     def arguments(leaves: Tensors) -> dict[str, Any]:
         device = leaves["query"].device
-        made = {key: value(leaves) if callable(value) else value for key, value in case.items()}
+        made = {
+            key: value(leaves) if callable(value) and not isinstance(value, foci.Mask) else value
+            for key, value in case.items()
+        }
         if isinstance(made.get("mask"), Tensor):
             made["mask"] = made["mask"].to(device)
         return {key: leaves[key] for key in INPUTS} | made

@@ -115,7 +115,7 @@ def test_the_command_prints_the_text_and_its_progress(
     assert said.err == f"foci look: loading {model}\n"
     lines = said.out.splitlines()
     assert lines[:5] == [
-        "BertModel",
+        "reads",
         "   2 layers of 2 heads, 4 tokens",
         "",
         "Attention of “hungry” in L1H1",
@@ -163,7 +163,7 @@ def test_a_model_that_foci_trained(own: Path, capsys: pytest.CaptureFixture[str]
     assert main.main(["look", "Jane is", "--model", str(own)]) == 0
     said = capsys.readouterr()
     assert said.err == f"foci look: loading {own}\n"
-    assert re.match(r"Decoder\n   2 layers of 2 heads, \d+ tokens\n   answer: Jane is", said.out)
+    assert re.match(r"generation\n   2 layers of 2 heads, \d+ tokens\n   answer: Jane is", said.out)
 
 
 @pytest.mark.parametrize("named", [[], ["--model", "generation"]])
