@@ -29,7 +29,7 @@ from foci.training import read_config
 MEMORY = 2**30
 # What a user's mistake may raise.
 CLEAR = (ValueError, FileNotFoundError, ImportError)
-# What Python and torch say about wrong types and sizes is no sentence about the file.
+# Messages of Python and torch about wrong types and sizes do not describe the file.
 INTERNAL = re.compile(
     r"object (is not|has no|cannot be|does not)|unhashable|out of range|unsupported operand|not supported between"
     r"|unexpected keyword|positional argument|alloc|Traceback|size mismatch"

@@ -1,4 +1,4 @@
-"""C sources as libraries: built once, kept where nobody else can write, and every failure has a reason."""
+"""C sources as libraries: built once, stored where only the user can write, and every failure has a reason."""
 
 import ctypes
 import os

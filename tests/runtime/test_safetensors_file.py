@@ -1,4 +1,4 @@
-"""A lazy matrix in a file: what was saved is what is loaded, and a file that is no such file is refused."""
+"""Weights in a file: loading returns what was saved, and files of another format are refused."""
 
 import sys
 from pathlib import Path

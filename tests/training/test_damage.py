@@ -131,7 +131,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a negative step": lambda content: content["state"].update(step=-1),
     "a position that is a number": lambda content: content["state"].update(next_batch=3),
     "a position of words": lambda content: content["state"].update(next_batch=["0", "0"]),
-    "best models of nothing": lambda content: content["state"].update(best=[[]]),
+    "an empty best model": lambda content: content["state"].update(best=[[]]),
     "an unknown field": lambda content: content["state"].update(code="print()"),
     "a list as state": lambda content: content.update(state=[]),
     "no tensors": lambda content: content.pop("tensors"),

@@ -190,7 +190,7 @@ LARGE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", LARGE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_large_matrices_use_the_fast_statistics(case: str, dtype: torch.dtype) -> None:
-    """Large enough for whoever measures large ones."""
+    """Large enough for the kernels that compute statistics of large inputs."""
     arguments = matrices.in_dtype(matrices.qkv(150, 170, kv_heads=2) | LARGE[case], dtype)
     summary, true = lazy(arguments).summary(top=5, picture=13), truth(arguments)
     assert summary.top is not None
