@@ -1,4 +1,4 @@
-"""Whether PyTorch compiles: off inside a block, on for our own programs, and never against the setting of the caller."""
+"""Whether PyTorch compiles: off inside a block, on for our own programs, never against the setting of the caller."""
 
 from collections.abc import Callable
 from threading import Thread
