@@ -24,7 +24,7 @@ ONES = (
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
 )
 TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-# The numbers of the pairs are below this; so many pairs train, the others test.
+# Numbers below NUMBER_LIMIT, as pairs for training and for testing.
 NUMBER_LIMIT, TRAIN_PAIRS, TEST_PAIRS = 100_000, 2000, 200
 REVIEWS = 500
 SUBJECTS = ("film", "story", "book", "music", "dinner", "service", "hotel", "game", "phone", "show")

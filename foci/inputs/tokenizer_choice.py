@@ -15,7 +15,7 @@ LEARNED_COUNT, MAX_RARE_SHARE = 5, 0.01
 MAX_CHANGED_SHARE = 0.01
 # Below this mean number of words the texts of a side are single words, such as names, dates and codes.
 SINGLE_WORD_MEAN = 1.5
-# Byte-pair encoding: a token for so many words of the texts, within these limits.
+# Byte-pair encoding has one token per WORDS_PER_TOKEN words of the texts, within these limits.
 WORDS_PER_TOKEN, MIN_BPE_VOCABULARY, MAX_BPE_VOCABULARY = 20, 500, 8000
 
 

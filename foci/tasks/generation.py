@@ -46,7 +46,7 @@ from foci.tasks.task import (
 from foci.tasks.task_record import build_task_record
 
 IGNORED_TARGET = -100
-# A text counts as an example for so many of its characters where the model size is chosen.
+# When the model size is chosen, every CHARACTERS_PER_EXAMPLE characters of a text count as one example.
 CHARACTERS_PER_EXAMPLE = 50
 # Tokens per forward call while a text is scored.
 SCORING_TOKENS = 16384

@@ -9,11 +9,11 @@ from foci.inputs.padding import round_up_length
 from foci.training.batches import Batches
 from foci.training.config import TrainConfig
 
-# A batch holds this share of an epoch, but at least so many examples, and at most so many tokens.
+# An epoch has about BATCHES_PER_EPOCH batches, each within these limits on examples and tokens.
 BATCHES_PER_EPOCH, MIN_BATCH_EXAMPLES, MAX_BATCH_TOKENS = 64, 32, 4096
-# A training takes so many epochs; little data is repeated until there are enough steps.
+# EPOCHS by default; little data is repeated up to MAX_EPOCHS times to reach MIN_STEPS.
 EPOCHS, MAX_EPOCHS, MIN_STEPS, MAX_STEPS = 20, 100, 1500, 50_000
-# The warm-up takes this share of the steps; there are so many evaluations, more in a long training.
+# The warm-up is a share of all steps. EVALUATIONS per run, more if they would be over MAX_EVALUATE_EVERY steps apart.
 WARMUP_SHARE, MAX_WARMUP, EVALUATIONS, MAX_EVALUATE_EVERY = 0.1, 1000, 10, 500
 
 

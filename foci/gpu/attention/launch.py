@@ -101,9 +101,9 @@ FLOAT32_TILINGS = {
         256: AttentionTiling(16, 32, 4, 1),
     },
 }
-# Up to so many queries have tiles of this size: one more kernel per kind of call, not one per length.
+# Calls with at most this many queries use tiles of this size: one more kernel per kind of call, not one per length.
 FEW_QUERIES = 16
-# The keys of few queries are split among up to so many programs, of at least so many keys each.
+# The keys of few queries are split among at most MAX_KEY_SPLITS programs, of at least MIN_SPLIT_KEYS keys each.
 MAX_KEY_SPLITS = 64
 MIN_SPLIT_KEYS = 512
 # Small, because the interpreter also spends time on padding.
