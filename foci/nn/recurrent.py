@@ -55,6 +55,16 @@ def skip_compile(function: Callable[Parameters, Result]) -> Callable[Parameters,
     return wrapper
 
 
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """Cast the input of an RNN on a CPU as autocast does.
+
+    Left to autocast, oneDNN selects a bfloat16 LSTM that it does not have on CPUs without AVX-512.
+    """
+    if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return x
+    return x.to(torch.get_autocast_dtype("cpu"))
+
+
 @dataclass(frozen=True)
 class RecurrentConfig(Config):
     """The config of `Seq2SeqRNN`."""
@@ -252,6 +262,7 @@ class Seq2SeqRNN(Model):
     @skip_compile
     def _run_encoder(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """States (B, S, C) and the last state of each layer and direction; both directions skip padding."""
+        x = to_autocast_dtype(x)
         if lengths is None:
             states, last = self.reader(x)
             return states, as_state_tuple(last)
@@ -283,6 +294,7 @@ class Seq2SeqRNN(Model):
     @skip_compile
     def _run_decoder(self, x: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the decoder's RNN over (B, T, ·); returns all its states and the last one."""
+        x = to_autocast_dtype(x)
         hidden = tuple(part.to(x.dtype).contiguous() for part in hidden)
         states, last = self.writer(x, hidden if len(hidden) == 2 else hidden[0])
         return states, as_state_tuple(last)
