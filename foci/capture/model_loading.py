@@ -20,7 +20,7 @@ from foci import models
 from foci.inputs.bpe import explain_panics
 
 CAUSAL_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
-# Code that comes with a model is never run, and there is no prompt that asks for permission.
+# Code that comes with a model is never run, and permission is never requested.
 LOAD_OPTIONS: dict[str, Any] = {"trust_remote_code": False}
 # The shipped models that read text, the default first.
 TEXT_MODELS = ("translation", "generation", "sentiment", "summarization")

@@ -117,7 +117,7 @@ def test_nan_propagates() -> None:
 REFUSED: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.5},
     "a bias that no float tells from a hidden one": {"bias": torch.full((61,), torch.finfo(torch.float32).min)},
-    "a mask that is no run": {"mask": foci.mask_function(lambda b, h, i, j: (i + j) % 3 > 0)},
+    "a mask without key ranges": {"mask": foci.mask_function(lambda b, h, i, j: (i + j) % 3 > 0)},
 }
 
 
