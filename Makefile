@@ -20,8 +20,9 @@ bench: $(READY)
 	$(BIN)/foci bench
 
 # The machine with the GPU brings its own torch and triton: nothing is installed there.
+# In parallel if it has pytest-xdist: most of the time goes to compiling kernels.
 gpu:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu $$($(PYTHON) -c 'from importlib.util import find_spec; print("-n auto" if find_spec("xdist") else "")')
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,10 +1,14 @@
-"""Test configuration: tests that cannot run are skipped with a reason, or fail if FOCI_REQUIRE names their marker."""
+"""Test configuration: tests that cannot run are skipped with a reason, or fail if FOCI_REQUIRE names their marker.
+
+A test that fails leaves no global state behind. On a GPU, which brings its own versions of torch and Triton, warnings
+of other packages are shown; everywhere else they are errors.
+"""
 
 import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 DESELECTED: Counter[str] = Counter()
+# Warnings that PyTorch attributes to its caller: its own synchronization check, and its compiler that reads `.grad`.
+TORCH_WARNINGS = ("Synchronization debug mode", "The .grad attribute of a Tensor that is not a leaf")
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -49,6 +55,27 @@ def required() -> set[str]:
     return {name.strip() for name in os.environ.get("FOCI_REQUIRE", "").split(",") if name.strip()}
 
 
+def deterministic_mode() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@pytest.fixture(autouse=True)
+def global_state() -> Iterator[None]:
+    """Restores what a test may change for the whole process, also where it fails halfway."""
+    environment, dtype, deterministic = dict(os.environ), torch.get_default_dtype(), deterministic_mode()
+    sync_mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.get_sync_debug_mode() != sync_mode:
+        torch.cuda.set_sync_debug_mode(sync_mode)
+    # Only where it changed: setting it imports torch's compiler.
+    if deterministic_mode() != deterministic:
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+    torch.set_default_dtype(dtype)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+
+
 @pytest.fixture
 def data() -> Path:
     """The data folder, for tests marked `data`."""
@@ -63,6 +90,12 @@ def chromium() -> str:
     path = chromium_path()
     assert path is not None, "a test that uses the chromium fixture must be marked browser"
     return path
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available():
+        for warning in ("default:::(?!foci|tests|test_)", *(f"default:{text}" for text in TORCH_WARNINGS)):
+            config.addinivalue_line("filterwarnings", warning)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

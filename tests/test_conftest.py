@@ -29,6 +29,33 @@ def test_reads(data): pass
 """
 
 
+CHANGES_STATE = """
+import os, torch
+
+def test_changes():
+    os.environ |= {"FOCI_LEFT_BEHIND": "1", "HOME": "/elsewhere"}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_dtype(torch.float64)
+    assert False
+
+def test_finds_nothing_changed():
+    assert "FOCI_LEFT_BEHIND" not in os.environ
+    assert os.environ["HOME"] != "/elsewhere"
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_default_dtype() == torch.float32
+"""
+
+WARNS = """
+import warnings
+
+def test_own(): warnings.warn("ours")
+
+def test_other():
+    warnings.warn_explicit("theirs", FutureWarning, "x.py", 1, module="torch.jit")
+    warnings.warn("Synchronization debug mode is a prototype feature")
+"""
+
+
 @pytest.fixture
 def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with these settings, no data, and a PATH on which nothing is found."""
@@ -84,3 +111,19 @@ def test_kernel_tests_count_as_gpu_tests_with_a_device(
         out = pytester.runpytest_inprocess("-v", "test_it.py", "test_native.py").stdout.str()
         assert f"::{run} PASSED" in out
         assert ("1 passed, 1 deselected" if there else "2 passed") in out
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_failing_test_leaves_no_global_state(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_it=CHANGES_STATE)
+    # In a process of its own: the deterministic mode loads torch's compiler, which a process can load only once.
+    assert "1 failed, 1 passed" in pytester.runpytest_subprocess("test_it.py").stdout.str()
+
+
+@pytest.mark.parametrize(("there", "closing"), [(False, "2 failed"), (True, "1 failed, 1 passed, 2 warnings")])
+@pytest.mark.usefixtures("folder")
+def test_warnings_of_other_packages_are_shown_with_a_device(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, there: bool, closing: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    assert closing in run(pytester, WARNS).splitlines()[-1]
