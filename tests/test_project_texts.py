@@ -20,7 +20,8 @@ UNWANTED = {
 
 
 def text_files() -> list[Path]:
-    files = [path for path in ROOT.iterdir() if path.is_file()]
+    # In a git worktree .git is a file.
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
     files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     return sorted(path for path in files if path.suffix in SUFFIXES and path.name != Path(__file__).name)
 
