@@ -30,7 +30,7 @@ from foci.tasks.speech_features import (
     SpeechSettings,
     augment_features,
     compute_features,
-    count_sound_parts,
+    find_sound_parts,
     join_recordings,
     load_recording,
     measure_feature_std,
@@ -44,6 +44,8 @@ COLUMNS = ("sound", "text")
 BLANK = PAD
 # Recordings used to measure the standard deviation of the features; frames decoded at a time.
 STATISTICS_RECORDINGS, DECODE_FRAMES = 500, 20_000
+# A recording with more parts is answered as a whole.
+MAX_PARTS = 100
 MODEL_FIELDS = (
     "width",
     "layers",
@@ -180,9 +182,9 @@ class Speech(Task[Recording, str]):
             "counts": counts - 1,
         }
 
-    def frames(self, example: Recording, generator: torch.Generator | None = None) -> Tensor:
-        """Computes the features of a recording: (F, M); with a generator, randomly augmented."""
-        recording = self._recordings(example.path)
+    def frames(self, example: Recording, generator: torch.Generator | None = None, part: slice = slice(None)) -> Tensor:
+        """Computes the features of a recording or a part of it: (F, M); with a generator, randomly augmented."""
+        recording = self._recordings(example.path)[part]
         if generator is None:
             features = compute_features(recording, self.settings)
         else:
@@ -220,8 +222,22 @@ class Speech(Task[Recording, str]):
             tokens = self.transcribe(cast("SpeechEncoder", model), frames)
             for index, row in zip(group, tokens, strict=True):
                 answers[index] = self.tokenizer.decode(row)
+                if parts := self.find_unanswered_parts(examples[index], answers[index]):
+                    spoken = [self.frames(examples[index], part=part) for part in parts]
+                    words = self.transcribe(cast("SpeechEncoder", model), spoken)
+                    answers[index] = " ".join(map(self.tokenizer.decode, words))
             done(len(group))
         return answers
+
+    def find_unanswered_parts(self, example: Recording, answer: str) -> list[slice]:
+        """Finds the parts between pauses if there are more of them than words in the answer.
+
+        A model that was trained on single words answers a whole recording with one or two words, so each part is
+        answered on its own.
+        """
+        recording = self._recordings(example.path)
+        parts = find_sound_parts(recording, self.settings.rate) if recording.dim() == 1 else []
+        return parts if max(len(answer.split()), 1) < len(parts) <= MAX_PARTS else []
 
     def transcribe(self, model: SpeechEncoder, frames: list[Tensor]) -> list[list[int]]:
         """Returns the tokens of each recording: the best candidate of CTC and the decoder, scored by both."""
@@ -286,39 +302,57 @@ class Speech(Task[Recording, str]):
         return Recording(text)
 
     def record_attention(self, model: nn.Module, example: Recording) -> Record:
-        """Records the attention, with seconds along the recording and the answer along the text."""
+        """Records the attention, with seconds along the recording and the answer along the text.
+
+        Where the parts of a recording are answered on their own, each is a sequence of the record.
+        """
         encoder = cast("SpeechEncoder", model)
         device = next(model.parameters()).device
-        frames = self.frames(example).to(device)
+        parts = [slice(None)]
         with torch.no_grad():
-            tokens = self.transcribe(encoder, [frames.cpu()])[0]
-            target = torch.tensor([[START, *tokens]], device=device) if encoder.decoder is not None else None
-            out = encoder(frames[None], target, return_weights=True)
-        seconds = self.settings.hop * 2**encoder.config.halvings
-        times = tuple(f"{state * seconds:.2f}" for state in range(out.states.shape[1]))
-        sounds = self.sound_of(example, round(len(times) * seconds * self.settings.rate))
-        rate = None if sounds is None else self.settings.rate
+            tokens = self.transcribe(encoder, [self.frames(example)])
+            if several := self.find_unanswered_parts(example, self.tokenizer.decode(tokens[0])):
+                parts = several
+                tokens = self.transcribe(encoder, [self.frames(example, part=part) for part in parts])
+            frames, lengths = pad_sequences([self.frames(example, part=part) for part in parts], multiple=1)
+            target, _ = pad_sequences([[START, *row] for row in tokens], PAD, multiple=1)
+            out = encoder(
+                frames.to(device),
+                target.to(device) if encoder.decoder is not None else None,
+                padding=lengths.to(device) if several else None,
+                return_weights=True,
+            )
         labels = {
-            "source": Labels("frames", (times,), seconds=seconds, sounds=sounds, rate=rate),
-            "target": self.tokenizer.labels([START, *tokens]),
-            "heard": self.tokenizer.labels([*tokens, STOP]),
+            "source": self.label_frames(
+                example, parts, out.states.shape[1], self.settings.hop * 2**encoder.config.halvings
+            ),
+            "target": join_labels([self.tokenizer.labels([START, *row]) for row in tokens]),
+            "heard": join_labels([self.tokenizer.labels([*row, STOP]) for row in tokens]),
         }
         # The queries of cross-attention are labelled with the token that is generated there.
-        answer = self.tokenizer.decode(tokens)
+        answer = " ".join(map(self.tokenizer.decode, tokens))
         record = build_task_record(model, out.weights, labels, answer, cross_queries="heard")
-        parts = 1 if sounds is None else count_sound_parts(sounds[0], self.settings.rate)
-        if parts > 1 and len(answer.split()) == 1:
-            note = f"the recording has {parts} parts with pauses between them, but the answer is a single word"
-            record.notes.append(f"{note}: the model may know single words only, so give it one at a time")
+        if several:
+            note = f"the recording has {len(parts)} parts with pauses between them"
+            record.notes.append(f"{note}: each was answered on its own and is one sequence of this record")
         return record
 
-    def sound_of(self, example: Recording, length: int) -> Tensor | None:
-        """Returns the samples that the model reads, int16 (1, N), or None for precomputed frames."""
-        recording = self._recordings(example.path)
+    def label_frames(self, example: Recording, parts: list[slice], states: int, seconds: float) -> Labels:
+        """Labels the states of each part with their time in the recording, and stores its samples."""
+        recording, rate = self._recordings(example.path), self.settings.rate
+        starts = [(part.start or 0) / rate for part in parts]
+        times = tuple(tuple(f"{start + state * seconds:.2f}" for state in range(states)) for start in starts)
         if recording.dim() != 1:
-            return None
-        samples = recording[:length]
-        return (samples / samples.abs().max().clamp(min=1e-9) * 32000).to(torch.int16)[None]
+            return Labels("frames", times, seconds=seconds)
+        length = round(states * seconds * rate)
+        samples, _ = pad_sequences([recording[part][:length] for part in parts], multiple=1)
+        loudest = samples.abs().amax().clamp(min=1e-9)
+        return Labels("frames", times, seconds=seconds, sounds=(samples / loudest * 32000).to(torch.int16), rate=rate)
+
+
+def join_labels(parts: Sequence[Labels]) -> Labels:
+    """Joins the labels of single sequences into those of a batch."""
+    return Labels.tokens([part.texts[0] for part in parts], [part.words[0] for part in parts if part.words])
 
 
 def recording_from_row(table: Path, fields: dict[str, str]) -> Recording:

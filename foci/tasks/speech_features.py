@@ -20,8 +20,12 @@ from foci.inputs.text import TokenizerKind
 from foci.nn.config import HALVINGS_LIMIT, LAYERS_LIMIT, WIDTH_LIMIT
 from foci.tasks.task import LENGTH_LIMIT, TaskSettings
 
-# A pause is quieter than this share of the loudest 20 milliseconds, for at least this long.
+# The loudness of a recording is measured in windows of 20 milliseconds.
+WINDOWS_PER_SECOND = 50
+# A pause is quieter than this share of the loudest window, for at least this long.
 PAUSE_LOUDNESS, PAUSE_SECONDS = 0.05, 0.25
+# What is kept of the pauses around a part.
+PART_MARGIN_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -105,13 +109,24 @@ def load_recording(path: str, rate: int) -> Tensor:
     return frames
 
 
-def count_sound_parts(samples: Tensor, rate: int) -> int:
-    """Counts the loud parts of a recording (N,) that are separated by pauses."""
-    windows = samples.float()[: len(samples) // (step := max(rate // 50, 1)) * step].view(-1, step)
+def find_sound_parts(samples: Tensor, rate: int) -> list[slice]:
+    """Finds the loud parts of a recording (N,) that are separated by pauses, each with a short margin.
+
+    >>> tone = torch.sin(torch.arange(4000) / 4)
+    >>> find_sound_parts(torch.cat([tone, torch.zeros(4000), tone]), 8000)
+    [slice(0, 4800, None), slice(7200, 12000, None)]
+    """
+    step = max(rate // WINDOWS_PER_SECOND, 1)
+    windows = samples.float()[: len(samples) // step * step].view(-1, step)
     loudness = windows.square().mean(1).sqrt()
     loud = (loudness > PAUSE_LOUDNESS * loudness.max()).nonzero().flatten() if len(loudness) else loudness
-    gaps = loud.diff() > PAUSE_SECONDS * 50
-    return int(gaps.sum()) + min(len(loud), 1)
+    ends = (loud.diff() > PAUSE_SECONDS * WINDOWS_PER_SECOND).nonzero().flatten() + 1
+    margin = round(PART_MARGIN_SECONDS * rate)
+    return [
+        slice(max(int(part[0]) * step - margin, 0), min((int(part[-1]) + 1) * step + margin, len(samples)))
+        for part in loud.tensor_split(ends.tolist())
+        if len(part)
+    ]
 
 
 def compute_features(recording: Tensor, settings: SpeechSettings) -> Tensor:

@@ -132,21 +132,38 @@ def test_recordings_are_joined() -> None:
     assert kept == texts
 
 
-def test_one_word_for_a_recording_with_pauses_is_noted(
+def test_each_part_of_a_recording_of_single_words_is_answered(
     learned: Lesson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A model that answers every recording with one word answers each part between pauses."""
     task, model, _ = learned.trained
-    one, pause = sung([next(iter(TONES))], random.Random(0)), torch.zeros(RATE // 2)
-    write_wav(tmp_path / "one.wav", one, RATE)
-    write_wav(tmp_path / "three.wav", torch.cat([one, pause, one, pause, one]), RATE)
-    tokens = task.tokenizer.encode(next(iter(TONES)))
-    monkeypatch.setattr(task, "transcribe", lambda *_: [tokens])
-    assert task.record_attention(model, task.parse_input(str(tmp_path / "one.wav"))).notes == []
-    record = task.record_attention(model, task.parse_input(str(tmp_path / "three.wav")))
-    assert record.notes[0].startswith("the recording has 3 parts with pauses between them, but the answer is a single")
+    words = list(TONES)[:3]
+    sounds = [sung([word], random.Random(0)) for word in words]
+    pause = torch.zeros(RATE // 2)
+    write_wav(tmp_path / "one.wav", sounds[0], RATE)
+    write_wav(tmp_path / "three.wav", torch.cat([sounds[0], pause, sounds[1], pause, sounds[2]]), RATE)
+    one, three = (task.parse_input(str(tmp_path / f"{name}.wav")) for name in ("one", "three"))
+    whole = task.transcribe
+    monkeypatch.setattr(task, "transcribe", lambda model, frames: [row[:1] for row in whole(model, frames)])
+    single = [row.split()[0] for row in task.decode(model, [one])]
+    with torch.no_grad():
+        answers = task.decode(model, [three, one])
+    assert answers[0].split() == words
+    assert answers[1:] == single
+    assert task.record_attention(model, one).notes == []
+    record = task.record_attention(model, three)
+    assert len(record.notes) == 1
+    assert record.notes[0].startswith(
+        "the recording has 3 parts with pauses between them: each was answered on its own"
+    )
+    assert record.answer == answers[0]
+    assert record["cross.L0"].shape[0] == 3
     source = record.labels["source"]
     assert source.sounds is not None
+    assert source.sounds.shape[0] == 3
     assert source.sounds.shape[1] / RATE == pytest.approx(len(source) * source.seconds, abs=0.1)
+    starts = [float(row[0]) for row in source.texts]
+    assert starts[0] < starts[1] - len(sounds[0]) / RATE < starts[2]
 
 
 def test_the_record_has_seconds_and_words(learned: Lesson) -> None:
