@@ -261,7 +261,7 @@ def test_another_thread_runs_compiled_programs_during_watch(counter: Counter) ->
     assert counter.graphs == 1
 
 
-@pytest.mark.parametrize("name", ["window", "documents", "causal_buckets", "entries", "function", "positions"])
+@pytest.mark.parametrize("name", ["window", "documents", "causal_buckets", "entries", "function"])
 def test_runs_inside_a_larger_compiled_graph(name: str, counter: Counter) -> None:
     compiled = torch.compile(foci.attention, fullgraph=True, backend="eager")
     leaves = problem_of(name).leaves(torch.float32, "cpu")
@@ -529,7 +529,7 @@ def test_on_a_gpu_a_window_over_a_long_sequence_takes_linear_memory() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["window", "documents", "causal_buckets", "function", "positions"])
+@pytest.mark.parametrize("name", ["window", "documents", "causal_buckets", "function"])
 def test_on_a_gpu_it_runs_inside_a_larger_compiled_graph(name: str) -> None:
     problem = problem_of(name)
     leaves = {key: leaf.detach() for key, leaf in problem.leaves(torch.float32, "cuda").items()}

@@ -74,6 +74,8 @@ def call_refusals(call: Call) -> list[str]:
         reasons.append("FlexAttention does not support float64")
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         reasons.append("query, key or value is empty")
+    if call.positions is not None and torch.compiler.is_compiling():
+        reasons.append("given positions do not compile inside a larger graph")
     return reasons
 
 
@@ -85,6 +87,8 @@ def bias_refusals(call: Call) -> list[str]:
             reasons.append(f"the bias {name} adds more than one number per entry")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in bias.tensors().values()):
             reasons.append(f"the bias {name} needs a gradient, which does not compile at larger sizes")
+        if isinstance(bias, DenseBias) and bias.entries.dtype != call.q.dtype and call.needs_grad:
+            reasons.append(f"a bias of another dtype than {call.q.dtype} does not compile with gradients")
     if any(isinstance(part, DenseMask | DenseBias) and part.entries.numel() >= 2**31 for part in (call.mask, bias)):
         reasons.append("a mask or bias of 2³¹ or more entries exceeds the 32-bit indices of FlexAttention")
     return reasons

@@ -64,9 +64,11 @@ def call_flex_attention(
     if not torch.compiler.is_compiling():
         raise RuntimeError("torch.compile is switched off, and without it FlexAttention would build the matrix")
     mask, bias, blocks = inputs.mask, inputs.bias, inputs.blocks
+    # Read here: a function that captures the query does not compile for a second length.
+    width = q.shape[-1]
 
     def score_mod(raw: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        logit = raw if score.softcap is None else score.finish(raw, q.shape[-1])
+        logit = raw if score.softcap is None else score.finish(raw, width)
         term = None if bias is None else bias.term(inputs.tile(batch, head, query, key))
         return logit if term is None else logit + term
 

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 def is_default_kernel_fastest(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     """Whether PyTorch itself would choose the fastest kernel for this call."""
-    if q.dtype not in HALF_DTYPES or not is_hopper_or_later(q.device.index or 0):
+    if q.dtype not in HALF_DTYPES or q.shape[2] == k.shape[2] == 1 or not is_hopper_or_later(q.device.index or 0):
         return False
     return torch._fused_sdp_choice(q, k, v, None, 0.0, causal) == SDPBackend.CUDNN_ATTENTION.value
 
@@ -34,9 +34,10 @@ def choose_kernel(call: Call, alignment: str, masked: bool) -> str | None:
         return None
     if call.q.dtype == torch.float32 or masked:
         return None if alignment == "bottom_right" else "efficient"
-    if alignment != "bottom_right" and width <= 128 and is_hopper_or_later(call.q.device.index or 0) and has_cudnn():
-        return "cudnn"
-    return "flash"
+    # cuDNN fails on one query with one key.
+    single = call.q.shape[2] == call.k.shape[2] == 1
+    supported = alignment != "bottom_right" and width <= 128 and not single
+    return "cudnn" if supported and is_hopper_or_later(call.q.device.index or 0) and has_cudnn() else "flash"
 
 
 def max_width(call: Call) -> int:
@@ -78,10 +79,25 @@ def repeat_key_heads(x: Tensor, group: int) -> Tensor:
 
 
 def expand_mask(mask: Tensor, call: Call) -> Tensor:
-    """Expands the mask to all heads and rows; the kernel needs rows that start at multiples of 16 bytes."""
+    """Expands the mask to all heads and rows; copies it if the kernel would refuse its strides."""
     keys = call.k.shape[2]
-    aligned = F.pad(mask.expand(*mask.shape[:3], keys), (0, -keys % 16))[..., :keys]
-    return aligned.expand(*call.q.shape[:3], keys)
+    mask = mask.expand(*mask.shape[:3], keys)
+    return (mask if is_aligned(mask) else copy_aligned(mask)).expand(*call.q.shape[:3], keys)
+
+
+def is_aligned(mask: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes and is contiguous, as the efficient kernel requires."""
+    offsets = [
+        mask.storage_offset(),
+        *(stride for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True) if size > 1),
+    ]
+    return mask.stride(3) == 1 and all(offset * mask.element_size() % 16 == 0 for offset in offsets)
+
+
+def copy_aligned(mask: Tensor) -> Tensor:
+    """A copy whose rows are 16 or more bytes apart: padding by at least one entry always copies."""
+    keys = mask.shape[3]
+    return F.pad(mask, (0, 16 - keys % 16))[..., :keys]
 
 
 def run_forward(
