@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from foci.cache import Cache
     from foci.call import attention, merge, plan
     from foci.capture.look import look
+    from foci.capture.monitor import Monitor
     from foci.capture.watch import watch
     from foci.decoding import generate
     from foci.files import load
@@ -43,6 +44,7 @@ __all__ = [
     "Keep",
     "Labels",
     "Mask",
+    "Monitor",
     "Record",
     "Relative",
     "Score",
@@ -71,6 +73,7 @@ EXPORTS = {
     "foci.cache": ("Cache",),
     "foci.call": ("attention", "merge", "plan"),
     "foci.capture.look": ("look",),
+    "foci.capture.monitor": ("Monitor",),
     "foci.capture.watch": ("watch",),
     "foci.decoding": ("generate",),
     "foci.files": ("load",),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from foci.nn.model import MODEL_FORMAT, Model
 from foci.record.file import RECORD_FORMAT
+from foci.record.history import HISTORY_SUFFIX, History
 from foci.record.record import Record
 from foci.runtime.json_text import parse_json
 from foci.runtime.safetensors_file import open_safetensors
@@ -17,15 +18,19 @@ from foci.weights.weights import Weights
 if TYPE_CHECKING:
     from foci.models.pretrained import Pretrained
 
-ACCEPTED = "a file of Weights, a Record (.foci), a model file, or a run directory or folder with a model"
+ACCEPTED = (
+    "a file of Weights, a Record (.foci), a model file, the attention.jsonl of a monitored training, or a run directory"
+    " or folder with a model"
+)
 
 
-def load(path: str | os.PathLike[str]) -> Weights | Record | Model | Pretrained:
+def load(path: str | os.PathLike[str]) -> Weights | Record | Model | Pretrained | History:
     """Open a file or directory that foci wrote.
 
     A file of weights gives `Weights`, a .foci file a `Record`, and a run directory or the file of a trained model a
     `Pretrained` model that answers inputs. A model file without a task, as `foci.nn.Model.save` writes it, gives the
-    module in eval mode. Nothing in the file is executed.
+    module in eval mode. The attention.jsonl of a monitored training gives its
+    `History`. Nothing in the file is executed.
 
     Args:
         path: a file, or a directory with model.safetensors or its parts.
@@ -37,6 +42,8 @@ def load(path: str | os.PathLike[str]) -> Weights | Record | Model | Pretrained:
         if not any(path.glob("model*.safetensors")):
             raise not_accepted(path, "a directory without a model")
         return load_answering_model(path)
+    if path.suffix.lower() == HISTORY_SUFFIX:
+        return History.load(path)
     kind, has_task = read_format(path)
     if kind == WEIGHTS_FORMAT:
         return Weights.load(path)

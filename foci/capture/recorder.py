@@ -80,6 +80,8 @@ class Recorder:
         self.model, self.record = model, record
         # Whether the block is open; hooks and modes do nothing afterwards.
         self.is_open = True
+        # Whether the model's own attention calls run unchanged and the weights are computed in addition.
+        self.keeps_own_calls = False
         self.modules = list(model.named_modules())
         self.layer_names = LayerNames(self.modules)
         self.keep, self.rows, self.limit = keep, rows, limit

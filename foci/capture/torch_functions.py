@@ -127,7 +127,7 @@ def handle_foci_attention(mode: AttentionMode, func: Any, args: PositionalArgume
         return zero_heads_of_result(func(*args, **kwargs), returns_weights, ablated, name)
     query, key, value = args
     with_weights = kwargs | {"return_weights": True}
-    if kwargs.get("dropout"):
+    if kwargs.get("dropout") or recorder.keeps_own_calls:
         result = func(*args, **kwargs)
         with without_recording(), torch.no_grad():
             _, weights = func(*args, **with_weights | {"dropout": 0.0})
@@ -236,7 +236,8 @@ def handle_sdpa(mode: AttentionMode, func: Any, args: PositionalArguments, kwarg
         return zero_heads_of_output(func(*args, **kwargs), ablated, name)
     try:
         call = SdpaCall.from_arguments(*args, **kwargs)
-        out, weights = compute_without_dropout(call) if call.dropout else call.compute()
+        runs_own_call = bool(call.dropout) or recorder.keeps_own_calls
+        out, weights = compute_without_dropout(call) if runs_own_call else call.compute()
     except CaptureError:
         raise
     except (TypeError, ValueError) as error:
@@ -244,7 +245,7 @@ def handle_sdpa(mode: AttentionMode, func: Any, args: PositionalArguments, kwarg
         out = func(*args, **kwargs)
         recorder.mark_unseen(name, f"foci does not support its call: {error}")
         return zero_heads_of_output(out, ablated, name)
-    if call.dropout:
+    if runs_own_call:
         out = func(*args, **kwargs)
     recorder.record_call(name, weights, call.v)
     return zero_heads_of_output(out, ablated, name)

@@ -230,5 +230,7 @@ def enter_adapters(stack: ExitStack, model: nn.Module, recorder: Recorder) -> No
         from foci.capture import huggingface
 
         models = huggingface.find_pretrained_models(recorder.modules)
-        if models:
+        if models and recorder.keeps_own_calls:
+            stack.enter_context(huggingface.observe_models(models, recorder))
+        elif models:
             stack.enter_context(huggingface.prepare_models(model, models, recorder))

@@ -18,6 +18,8 @@ VIEW_EXAMPLES = """\
 examples:
   foci view run.foci
   foci view run.foci --out run.html
+  foci view runs/translation/attention.jsonl
+  foci view runs/translation/attention.jsonl --out heads.png
 """
 
 
@@ -32,8 +34,13 @@ def add(commands: Any) -> None:
     add_server_options(explore)
     explore.set_defaults(run=run_explore)
 
-    view = commands.add_parser("view", help="open a .foci file in the browser", epilog=VIEW_EXAMPLES)
-    view.add_argument("file", type=Path, help="a record saved by foci look --out, foci run --out or Record.save")
+    view = commands.add_parser("view", help="open a record or the heads of a monitored training", epilog=VIEW_EXAMPLES)
+    view.add_argument(
+        "file",
+        type=Path,
+        help="a record (.foci) saved by foci look --out, foci run --out or Record.save, or the attention.jsonl of a"
+        " training with train.monitor",
+    )
     view.add_argument(
         "--out", type=Path, help="write a file instead: run.html (one self-contained page), .png, .svg, .pdf"
     )
@@ -64,7 +71,9 @@ def run_view(options: argparse.Namespace) -> int:
     check_out_path(options.out)
     if not options.file.is_file():
         problem = "is a directory" if options.file.is_dir() else "does not exist"
-        raise ValueError(f"file must be a .foci file, got {options.file}, which {problem}")
+        raise ValueError(f"file must be a .foci file or an attention.jsonl, got {options.file}, which {problem}")
+    if options.file.suffix.lower() == ".jsonl":
+        return view_history(options)
     record = Record.load(options.file)
     if options.out is not None:
         record.save(options.out)
@@ -73,4 +82,19 @@ def run_view(options: argparse.Namespace) -> int:
     from foci.explore.server import serve
 
     serve([], record, port=options.port, device=options.device, browse=not options.no_browser, say=print_lines)
+    return 0
+
+
+def view_history(options: argparse.Namespace) -> int:
+    """Show the heads of a monitored training over its steps, as a page beside the file or in another file."""
+    import webbrowser
+
+    from foci.record.history import History
+
+    history = History.load(options.file)
+    path = options.file.with_suffix(".html") if options.out is None else options.out
+    history.save(path)
+    print_lines(f"written: {path}")
+    if options.out is None and not options.no_browser:
+        webbrowser.open(path.absolute().as_uri())
     return 0

@@ -9,6 +9,7 @@ naming: layer names of the attention modules.
 inputs: token ids, patches and frames that the model reads.
 masks: masks of transformers as masks of foci.
 attention: a call of the attention interface as a call of `foci.attention`.
+interface: records calls of the attention interface, which run unchanged.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import nn
 
 from foci.capture.huggingface.attention import IMPLEMENTATION, register
 from foci.capture.huggingface.inputs import watch_inputs
+from foci.capture.huggingface.interface import observe_interface
 from foci.capture.huggingface.naming import find_encoder_and_decoder, find_owner, name_layers
 from foci.capture.huggingface.switch import switch_implementation
 from foci.capture.naming import is_inside
@@ -48,11 +50,7 @@ def find_pretrained_models(modules: Iterable[tuple[str, nn.Module]]) -> dict[str
 def prepare_models(model: nn.Module, models: dict[str, nn.Module], recorder: Recorder) -> Iterator[None]:
     """Switches transformers models to foci for a block, reads their inputs, and reports unseen modules at the end."""
     register()
-    modules = {
-        name: module
-        for name, module in recorder.modules
-        if attention_source_of(type(module)) and any(is_same_or_inside(name, outer) for outer in models)
-    }
+    modules = find_attention_modules(models, recorder)
     with ExitStack() as stack:
         for name, layer_name in name_layers(models, modules):
             recorder.name_layer(name, layer_name)
@@ -66,6 +64,34 @@ def prepare_models(model: nn.Module, models: dict[str, nn.Module], recorder: Rec
         yield
         ran = {name: module for name, module in modules.items() if recorder.run_counts[name]}
         report_unseen_modules(model, recorder, ran)
+
+
+@contextmanager
+def observe_models(models: dict[str, nn.Module], recorder: Recorder) -> Iterator[None]:
+    """Records the calls of transformers models, which keep their attention implementation, for a block."""
+    modules = find_attention_modules(models, recorder)
+    for name, layer_name in name_layers(models, modules):
+        recorder.name_layer(name, layer_name)
+    with observe_interface():
+        yield
+        for name, module in modules.items():
+            if recorder.run_counts[name] and not recorder.has_attended(name):
+                recorder.mark_unseen(name, describe_missed(module))
+
+
+def find_attention_modules(models: dict[str, nn.Module], recorder: Recorder) -> dict[str, nn.Module]:
+    """The modules with attention code inside these models, by name."""
+    return {
+        name: module
+        for name, module in recorder.modules
+        if attention_source_of(type(module)) and any(is_same_or_inside(name, outer) for outer in models)
+    }
+
+
+def describe_missed(module: nn.Module) -> str:
+    """Why the attention of a module that ran was not recorded."""
+    how = "has its own attention code" if attention_source_of(type(module)) == "own" else "made no attention call"
+    return f"{type(module).__name__} {how}"
 
 
 def attention_source_of(module_class: type[nn.Module]) -> str | None:
@@ -117,8 +143,7 @@ def report_unseen_modules(model: nn.Module, recorder: Recorder, ran: dict[str, n
     """Reports the attention modules that ran without a recorded call."""
     missed = {name: module for name, module in ran.items() if not recorder.has_attended(name)}
     for name, module in missed.items():
-        how = "has its own attention code" if attention_source_of(type(module)) == "own" else "made no attention call"
-        recorder.mark_unseen(name, f"{type(module).__name__} {how}")
+        recorder.mark_unseen(name, describe_missed(module))
     if missed:
         first, module = next(iter(missed.items()))
         warnings.warn(

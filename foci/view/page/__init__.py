@@ -5,4 +5,5 @@ vectors: the queries, keys and values behind a layer
 payload: a Record as compressed bytes: a JSON header and the arrays
 bundle: the JavaScript modules of assets/ as one script
 document: the HTML file
+history: the HTML file of a monitored training
 """

@@ -1,0 +1,391 @@
+"""Monitor: the health of every attention head while a model trains.
+
+On a monitored step the model runs with the hooks of `foci.watch`, but its own attention calls run unchanged; the
+statistics of each call are computed in addition and stay on the device until `log`. On other steps nothing is hooked.
+
+H heads.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from foci.capture.recorder import Recorder, is_recomputation
+from foci.capture.watch import close_block, open_block, parse_selection
+from foci.record.head_totals import (
+    COLUMNS,
+    HEAD_STATISTICS,
+    HISTOGRAM_EDGES,
+    compute_head_totals,
+    head_histograms,
+    head_statistics,
+    merge_head_totals,
+)
+from foci.record.history import History, StepStatistics
+from foci.record.record import Record
+from foci.runtime.checks import is_positive_int
+from foci.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# MuonClip's threshold for the largest logit; NaN and infinite logits always raise an alert.
+DEFAULT_ALERTS = {"largest_logit": 100.0}
+# Statistics of which a small value is the worrying one.
+ALERT_BELOW = ("entropy", "least_entropy")
+
+
+class AttentionWarning(UserWarning):
+    """The warning about an alert of `foci.Monitor`."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A statistic beyond its threshold at one step.
+
+    statistic: its name; step; value and head ("L5H3"): the worst one; heads: all of them, with their values.
+    """
+
+    statistic: str
+    step: int
+    value: float
+    head: str
+    threshold: float
+    heads: dict[str, float]
+
+    def __str__(self) -> str:
+        side = "below" if self.statistic in ALERT_BELOW else "above"
+        others = f", {len(self.heads)} heads" if len(self.heads) > 1 else ""
+        value = f"{self.value:.0f}" if abs(self.value) >= 100 else f"{self.value:.3g}"
+        place = f"{self.statistic.replace('_', ' ')} {value} in {self.head} at step {self.step:,}"
+        return (
+            f"{place} (NaN or infinite logits{others})"
+            if math.isnan(self.value)
+            else (f"{place} ({side} {self.threshold:g}{others})")
+        )
+
+
+class Monitor:
+    """Statistics of every attention head during training: largest logit, entropy, heaviest weight and more.
+
+    >>> model = foci.nn.Decoder.from_name("tiny", vocabulary=100)
+    >>> monitor = foci.Monitor(model, every=50)
+    >>> for step in range(3):
+    ...     with monitor:                                      # nothing is hooked unless it is this step's turn
+    ...         loss = model(torch.randint(100, (2, 16))).logits.logsumexp(-1).mean()
+    ...     loss.backward()
+    ...     logged = monitor.log()                             # or monitor.log(writer)
+    >>> monitor
+    Monitor of Decoder: every 50 steps, at step 3, 1 logged
+    >>> monitor.history.values("entropy").shape, monitor.history.heads[:2]
+    (torch.Size([1, 8]), ['L0H0', 'L0H1'])
+
+    Monitored are the first step and every step whose number is a multiple of `every`. A step is what the block wraps:
+    with gradient accumulation, wrap all micro-batches of a step. The model's own attention calls run unchanged, so that
+    a monitored training takes the same course as one without a monitor; a compiled model runs uncompiled on monitored
+    steps, which changes its results within rounding.
+
+    Nothing waits for the GPU until `log`. In a distributed training every process calls `log` at the same steps, and
+    one collective merges the statistics over all processes.
+
+    Args:
+        model: any module; what `foci.watch` records is monitored, and `unseen` lists the rest.
+        every: steps from one monitored step to the next.
+        statistics: some of HEAD_STATISTICS; None: all.
+        layers: which layers, as in `foci.watch`; None: all.
+        alerts: thresholds by statistic, such as {"largest_logit": 100.0, "entropy": 0.1}: entropies raise an alert
+            below theirs, other statistics above. None: largest_logit above 100. {}: only NaN and infinite logits.
+        on_alert: called with each `Alert` in `log`; None: a warning, `AttentionWarning`.
+        group: the process group to merge over: the data-parallel one; None: all processes. False: no merging.
+        step: the number of steps already taken, in a resumed training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 50,
+        statistics: Iterable[str] | None = None,
+        layers: Iterable[int | str] | int | str | None = None,
+        alerts: Mapping[str, float] | None = None,
+        on_alert: Callable[[Alert], Any] | None = None,
+        group: Any = None,
+        step: int = 0,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+        if not is_positive_int(every):
+            raise ValueError(f"every must be an int of at least 1, got {every!r}")
+        self.model, self.every, self.step, self.group = model, every, step, group
+        self.statistics = check_statistics("statistics", HEAD_STATISTICS if statistics is None else statistics)
+        self.alerts = dict(DEFAULT_ALERTS if alerts is None else alerts)
+        check_statistics("alerts", self.alerts)
+        if alerts is None and "largest_logit" not in self.statistics:
+            self.alerts = {}
+        self.on_alert = warn_about if on_alert is None else on_alert
+        self.layers = parse_selection("layers", layers)
+        self.history = History()
+        self.unseen: list[str] = []
+        self._recorder: MonitorRecorder | None = None
+        self._block = ExitStack()
+        # The totals of the monitored steps since the last `log`, by step, then by layer.
+        self._pending: dict[int, dict[str, Tensor]] = {}
+        # The heads of each layer that was ever seen: every process sends them all, in this order.
+        self._heads: dict[str, int] = {}
+        self._cross_layers: set[str] = set()
+
+    def __repr__(self) -> str:
+        done = f"at step {self.step:,}, {len(self.history)} logged"
+        return f"Monitor of {self._model_name}: every {self.every} steps, {done}"
+
+    @property
+    def is_monitored(self) -> bool:
+        """Whether the current step is monitored; outside the block, whether the last one was."""
+        return self.step == 1 or self.step % self.every == 0
+
+    def __enter__(self) -> Self:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("foci.Monitor cannot be compiled: open the block outside the compiled function")
+        if self._recorder is not None:
+            raise RuntimeError("the block of a Monitor must not be opened inside itself")
+        self.step += 1
+        if self.is_monitored:
+            self._recorder = MonitorRecorder(self.model, self.statistics, self.layers)
+            try:
+                open_block(self._block, self.model, self._recorder)
+            except BaseException:
+                self._close()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recorder = self._close()
+        if recorder is None or kind is not None:
+            return
+        self._set_unseen(recorder.list_unseen())
+        self._pending[self.step] = recorder.merge_calls()
+        self._heads |= {layer: len(totals) for layer, totals in self._pending[self.step].items()}
+        self._cross_layers |= recorder.cross_layers
+
+    def _set_unseen(self, unseen: list[str]) -> None:
+        """Notes which attention modules are not monitored, with one warning."""
+        if unseen and not self.unseen:
+            warnings.warn(
+                AttentionWarning(
+                    f"{len(unseen)} attention modules of {self._model_name} are not monitored, such as {unseen[0]};"
+                    " `unseen` of the monitor lists them"
+                ),
+                stacklevel=3,
+            )
+        self.unseen = unseen
+
+    @property
+    def _model_name(self) -> str:
+        return type(getattr(self.model, "_orig_mod", self.model)).__name__
+
+    def _close(self) -> MonitorRecorder | None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            close_block(self._block, recorder)
+        return recorder
+
+    def log(self, writer: Any = None, *, heads: bool = False) -> list[StepStatistics]:
+        """Merges the monitored steps since the last call over all processes, raises alerts, and writes the statistics.
+
+        Returns immediately if no step was monitored since. All processes must call it; pass a writer in one of them.
+
+        Args:
+            writer: a TensorBoard SummaryWriter, a run of Weights & Biases or anything with `log(values, step=)`, or a
+                function of (values, step) such as mlflow.log_metrics. None: the statistics are only kept in `history`.
+            heads: also write the statistics of every head, not only of every layer.
+        """
+        logged = []
+        for step in list(self._pending):
+            totals = gather_totals(self._pending.pop(step), self._heads, self.group)
+            entry = self._build_entry(step, totals)
+            if self.history.entries:
+                # Histograms are kept for the latest step only.
+                self.history.entries[-1].histograms.clear()
+            self.history.entries.append(entry)
+            logged.append(entry)
+            if writer is not None:
+                write_statistics(writer, entry, heads)
+        for entry in logged:
+            for alert in find_alerts(entry, self.alerts):
+                self.on_alert(alert)
+        return logged
+
+    def _build_entry(self, step: int, totals: dict[str, Tensor]) -> StepStatistics:
+        layers, histograms = {}, {}
+        for layer, of_layer in totals.items():
+            # The distance between positions of two sequences has no meaning.
+            skipped = {"distance"} if layer in self._cross_layers else set()
+            names = [name for name in self.statistics if name not in skipped]
+            found, counts = head_statistics(of_layer), head_histograms(of_layer)
+            layers[layer] = {name: found[name].float() for name in names}
+            histograms[layer] = {name: counts[name] for name in names if name in counts}
+        return StepStatistics(step, layers, histograms)
+
+    @property
+    def latest(self) -> StepStatistics:
+        """The statistics of the last logged step, with histograms."""
+        if not self.history.entries:
+            raise RuntimeError("latest needs a logged step: call monitor.log() after a monitored step")
+        return self.history.entries[-1]
+
+    @property
+    def largest_logit(self) -> dict[str, Tensor]:
+        """The largest logit of each head at the last logged step, (H,) by layer: the argument of `foci.clip_qk`."""
+        return {layer: found["largest_logit"] for layer, found in self.latest.layers.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All logged statistics as lists: {"steps": [...], "layers": {"L0": {"entropy": [[of each head], ...]}}}."""
+        return self.history.to_dict()
+
+    def plot(self, statistic: str | None = None) -> Figure:
+        """Draws the heads over time, one panel per statistic, or one statistic; needs matplotlib."""
+        return self.history.plot(statistic)
+
+
+class MonitorRecorder(Recorder):
+    """Computes the head totals of each attention call of one monitored step, and keeps nothing else."""
+
+    def __init__(self, model: nn.Module, statistics: tuple[str, ...], layers: list[int | str] | None) -> None:
+        super().__init__(model, Record(model=type(model).__name__), layers=layers)
+        self.statistics = statistics
+        self.keeps_own_calls = True
+        self.totals: dict[str, list[Tensor]] = {}
+        self.cross_layers: set[str] = set()
+
+    def record_call(self, name: str, weights: Weights, values: Tensor) -> None:
+        """Computes the totals of a call at once; its weights are not kept."""
+        if is_recomputation():
+            return
+        layer_name = self.layer_name_of(name)
+        if layer_name.is_cross:
+            self.cross_layers.add(layer_name.short)
+        totals = compute_head_totals(weights.with_four_axes(), self.statistics)
+        self.totals.setdefault(layer_name.short, []).append(totals)
+
+    def merge_calls(self) -> dict[str, Tensor]:
+        """The totals of each layer, (H, COLUMNS), merged over its calls."""
+        return {layer: merge_head_totals(torch.stack(totals)) for layer, totals in self.totals.items()}
+
+
+def check_statistics(argument: str, names: Iterable[str]) -> tuple[str, ...]:
+    given = [names] if isinstance(names, str) else list(names)
+    for name in given:
+        if name not in HEAD_STATISTICS:
+            raise ValueError(f"{argument} must be among {', '.join(HEAD_STATISTICS)}, got {name!r}")
+    return tuple(name for name in HEAD_STATISTICS if name in given)
+
+
+def warn_about(alert: Alert) -> None:
+    warnings.warn(AttentionWarning(str(alert)), stacklevel=4)
+
+
+def gather_totals(totals: dict[str, Tensor], heads: dict[str, int], group: Any) -> dict[str, Tensor]:
+    """Merges the totals over the processes and copies them to the host: one collective, and one copy."""
+    if not heads:
+        return {}
+    devices = [each.device for each in totals.values()]
+    device = devices[0] if devices else torch.device("cpu")
+    parts = [
+        totals[layer].to(device) if layer in totals else torch.zeros(count, COLUMNS, dtype=torch.float64, device=device)
+        for layer, count in heads.items()
+    ]
+    packed = torch.cat(parts)
+    if group is not False and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        processes = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(processes, packed, group=group)
+        packed = merge_head_totals(torch.stack(processes))
+    merged = packed.cpu().split(list(heads.values()))
+    return dict(zip(heads, merged, strict=True))
+
+
+def find_alerts(entry: StepStatistics, thresholds: Mapping[str, float]) -> list[Alert]:
+    """The alerts of a step, one per statistic, with the worst head."""
+    alerts = []
+    for statistic in dict.fromkeys((*thresholds, "largest_logit")):
+        threshold = thresholds.get(statistic, math.inf)
+        sign = -1.0 if statistic in ALERT_BELOW else 1.0
+        beyond: dict[str, float] = {}
+        for layer, found in entry.layers.items():
+            for head, value in enumerate(found[statistic].tolist() if statistic in found else ()):
+                is_invalid = statistic == "largest_logit" and (math.isnan(value) or value == math.inf)
+                if is_invalid or sign * value > sign * threshold:
+                    beyond[f"{layer}H{head}"] = value
+        if beyond:
+            worst = max(beyond, key=lambda head: math.inf if math.isnan(beyond[head]) else sign * beyond[head])
+            alerts.append(Alert(statistic, entry.step, beyond[worst], worst, threshold, beyond))
+    return alerts
+
+
+def write_statistics(writer: Any, entry: StepStatistics, heads: bool) -> None:
+    """Writes a step to a TensorBoard writer, to an object with `log`, or to a function."""
+    values = flatten_statistics(entry, heads)
+    if hasattr(writer, "add_scalar"):
+        for name, value in values.items():
+            writer.add_scalar(name, value, entry.step)
+        for name, (edges, counts) in flatten_histograms(entry).items():
+            add_tensorboard_histogram(writer, name, edges, counts, entry.step)
+    elif hasattr(writer, "log"):
+        writer.log(values, step=entry.step)
+    elif callable(writer):
+        writer(values, entry.step)
+    else:
+        raise TypeError(
+            "writer must be a TensorBoard SummaryWriter, an object with log(values, step=) or a function of"
+            f" (values, step), got {type(writer).__name__}"
+        )
+
+
+def flatten_statistics(entry: StepStatistics, heads: bool) -> dict[str, float]:
+    """The numbers of a step by tag: attention/largest_logit/L5, with `heads` also attention/largest_logit/L5H3."""
+    values = {
+        f"attention/{name}/{layer}": value
+        for layer, found in entry.reduce_heads().items()
+        for name, value in found.items()
+    }
+    for layer, found in entry.layers.items() if heads else ():
+        for name, of_heads in found.items():
+            values |= {f"attention/{name}/{layer}H{head}": value for head, value in enumerate(of_heads.tolist())}
+    return values
+
+
+def flatten_histograms(entry: StepStatistics) -> dict[str, tuple[tuple[float, ...], list[int]]]:
+    """The histograms of each layer, summed over its heads, by tag: the lower edges of the bins and their counts."""
+    return {
+        f"attention/{name}/{layer}": (HISTOGRAM_EDGES[name], counts.sum(0).tolist())
+        for layer, found in entry.histograms.items()
+        for name, counts in found.items()
+        if counts.any()
+    }
+
+
+def add_tensorboard_histogram(writer: Any, tag: str, edges: tuple[float, ...], counts: list[int], step: int) -> None:
+    uppers = [*edges[1:], 2 * edges[-1] - edges[-2]]
+    centers = [(low + high) / 2 for low, high in zip(edges, uppers, strict=True)]
+    writer.add_histogram_raw(
+        tag,
+        min=edges[0],
+        max=uppers[-1],
+        num=sum(counts),
+        sum=sum(count * center for count, center in zip(counts, centers, strict=True)),
+        sum_squares=sum(count * center**2 for count, center in zip(counts, centers, strict=True)),
+        bucket_limits=uppers,
+        bucket_counts=counts,
+        global_step=step,
+    )
