@@ -20,11 +20,11 @@ from types import ModuleType
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.backends import blocked, flex, reference, sdpa, triton
+from foci.backends import blocked, cpu_c, flex, reference, sdpa, triton
 from foci.runtime.tracing import disable_autocast
 
 # The first that refuses neither the call nor its use by default is chosen, unless the caller names another.
-BACKENDS: tuple[ModuleType, ...] = (sdpa, triton, flex, blocked, reference)
+BACKENDS: tuple[ModuleType, ...] = (sdpa, triton, flex, cpu_c, blocked, reference)
 BACKEND_NAMES = tuple(backend.NAME for backend in BACKENDS)
 run_plain_call = sdpa.run_plain_call
 

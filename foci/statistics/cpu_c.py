@@ -14,11 +14,17 @@ from torch.nn.functional import pad
 
 from foci.arguments import Call
 from foci.backends.additive_cpu import MAX_EXPONENTIAL_INPUT, PLAIN_TENSOR_TYPES, has_exact_exponentials
+from foci.backends.mask_struct import (
+    MaskStruct,
+    build_mask_tensors,
+    data_pointers,
+    fill_mask_struct,
+    sequence_stride,
+)
 from foci.backends.strips import LOG2_E
 from foci.biases import ALiBi, Buckets
 from foci.gpu import mask_inputs
 from foci.gpu.launcher import KERNEL_DTYPES
-from foci.masks.kinds import Causal
 from foci.runtime import native
 from foci.scores import Additive, Dot
 from foci.statistics import picture
@@ -53,17 +59,6 @@ STATISTICS_SIZE_FIELDS = (
     *("padded", "width", "parts", "top", "picture_rows", "picture_columns", "distances"),
 )
 POSITION_STRIDE_FIELDS = ("query_position_step", "key_position_step")
-DENSE_STRIDE_FIELDS = ("dense_batch", "dense_head", "dense_row", "dense_column")
-
-
-class MaskStruct(ctypes.Structure):
-    """The struct of kernels/c/masks.h, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("key_ranges", "query_ids", "key_ids", "dense")),
-        *((name, ctypes.c_int64) for name in ("query_count", "key_count", "range_count")),
-        *((name, ctypes.c_int64) for name in ("range_step", "query_id_step", "key_id_step", *DENSE_STRIDE_FIELDS)),
-    )
 
 
 class StatisticsStruct(ctypes.Structure):
@@ -215,18 +210,6 @@ def base2_scales(score: Dot, width: int) -> tuple[float, float]:
     return (scale, 0.0) if score.softcap is None else (2.0 * scale / score.softcap, score.softcap * LOG2_E)
 
 
-def build_mask_tensors(call: Call) -> dict[str, Tensor]:
-    masks = mask_inputs.build_kernel_masks(call)
-    ranges = Causal().key_ranges(call.sizes, False).to_tensor(call.q.device) if masks.causal else masks.key_ranges
-    tensors = {} if ranges is None else {"key_ranges": ranges.contiguous()}
-    if masks.query_ids is not None and masks.key_ids is not None:
-        tensors |= {"query_ids": masks.query_ids.long().contiguous(), "key_ids": masks.key_ids.long().contiguous()}
-    if masks.dense is not None:
-        is_strided = masks.dense.shape[-1] > 1 and masks.dense.stride(-1) != 1
-        tensors["dense"] = masks.dense.contiguous() if is_strided else masks.dense
-    return tensors
-
-
 def allocate_outputs(call: Call, request: Request, parts: int) -> dict[str, Tensor]:
     """Allocates the outputs: the kernel adds to `received` and to the picture and overwrites the rest."""
     batch, heads, queries = call.q.shape[:3]
@@ -248,10 +231,6 @@ def allocate_outputs(call: Call, request: Request, parts: int) -> dict[str, Tens
     return outputs
 
 
-def data_pointers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
-
-
 def struct_sizes(call: Call, request: Request, parts: int, inputs: dict[str, Tensor]) -> dict[str, int]:
     keys = inputs["keys"]
     rows, columns = (0, 0) if request.picture is None else request.picture[:2]
@@ -269,27 +248,6 @@ def struct_sizes(call: Call, request: Request, parts: int, inputs: dict[str, Ten
         "picture_columns": columns,
         "distances": inputs["by_distance"].shape[1] if "by_distance" in inputs else 0,
     }
-
-
-def fill_mask_struct(call: Call, tensors: dict[str, Tensor]) -> MaskStruct:
-    fields = data_pointers(tensors) | {"query_count": call.q.shape[2], "key_count": call.k.shape[2]}
-    if "key_ranges" in tensors:
-        fields["range_count"] = tensors["key_ranges"].shape[1]
-    strides = {"range_step": "key_ranges", "query_id_step": "query_ids", "key_id_step": "key_ids"}
-    fields |= {field: sequence_stride(tensors[name]) for field, name in strides.items() if name in tensors}
-    if "dense" in tensors:
-        fields |= dict(zip(DENSE_STRIDE_FIELDS, broadcast_strides(tensors["dense"]), strict=True))
-    return MaskStruct(**fields)
-
-
-def sequence_stride(tensor: Tensor) -> int:
-    """Stride from one sequence to the next; 0 where all share one."""
-    return 0 if tensor.shape[0] == 1 else tensor.stride(0)
-
-
-def broadcast_strides(tensor: Tensor) -> list[int]:
-    """Strides of a tensor; 0 along dimensions of size 1."""
-    return [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def finish_outputs(call: Call, request: Request, outputs: dict[str, Tensor]) -> dict[str, Tensor]:

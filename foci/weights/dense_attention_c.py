@@ -13,6 +13,13 @@ from torch.nn.functional import pad
 
 from foci.arguments import Call
 from foci.backends.additive_cpu import PLAIN_TENSOR_TYPES
+from foci.backends.mask_struct import (
+    MaskStruct,
+    broadcast_strides,
+    build_mask_tensors,
+    data_pointers,
+    fill_mask_struct,
+)
 from foci.backends.strips import LOG2_E
 from foci.biases import DenseBias
 from foci.gpu import mask_inputs
@@ -21,7 +28,6 @@ from foci.runtime import native
 from foci.runtime.tracing import is_traced
 from foci.scores import Dot
 from foci.statistics import cpu_c
-from foci.statistics.cpu_c import MaskStruct
 
 # Entries of a block of rows: half of a typical L2 cache.
 BLOCK_ENTRIES = 2**17
@@ -72,7 +78,7 @@ def compute_with_matrix_c(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     """(B, H, Tq, Dv) and (B, H, Tq, Tk), or (B, Tq, Tk) averaged over the heads, of a supported call."""
     library = native.load_library("dense_attention")
     batch, heads, queries, keys = *call.q.shape[:3], call.k.shape[2]
-    masks = cpu_c.build_mask_tensors(call)
+    masks = build_mask_tensors(call)
     tensors = prepare_inputs(call, library.panel_keys(), library.value_step())
     lead = (batch,) if average else (batch, heads)
     tensors["out"] = tensors["queries"].new_empty(batch, queries, heads, tensors["values"].shape[-1])
@@ -80,8 +86,8 @@ def compute_with_matrix_c(call: Call, average: bool) -> tuple[Tensor, Tensor]:
     library.request_huge_pages(ctypes.c_void_p(tensors["matrix"].data_ptr()), ctypes.c_int64(tensors["matrix"].nbytes))
     assert isinstance(call.score, Dot)
     arguments = DenseAttentionStruct(
-        masks=cpu_c.fill_mask_struct(call, masks),
-        **cpu_c.data_pointers(tensors),
+        masks=fill_mask_struct(call, masks),
+        **data_pointers(tensors),
         **argument_sizes(call, tensors, average, library.rows_per_product()),
         scale=call.score.factor(call.q.shape[-1]) * LOG2_E,
     )
@@ -109,7 +115,7 @@ def prepare_inputs(call: Call, panel: int, value_step: int) -> dict[str, Tensor]
 def argument_sizes(call: Call, tensors: dict[str, Tensor], average: bool, step: int) -> dict[str, int]:
     keys = tensors["keys"]
     padded = keys.shape[2] * keys.shape[4]
-    steps = cpu_c.broadcast_strides(tensors["added"]) if "added" in tensors else [0] * 4
+    steps = broadcast_strides(tensors["added"]) if "added" in tensors else [0] * 4
     rows = min(MAX_BLOCK_ROWS, BLOCK_ENTRIES // call.k.shape[2], call.q.shape[2]) // step * step
     return {
         "pairs": call.q.shape[:2].numel(),
