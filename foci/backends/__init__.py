@@ -1,10 +1,12 @@
 """Backends: an ordered list of implementations, each of which runs a call or refuses it with reasons.
 
 sdpa: PyTorch's fused kernels (cpu, cuda; padding prepares their tensors).
+cpu_c: our C kernel for CPUs, compiled where there is a C compiler.
 triton: our own GPU kernels, launched by foci.gpu.
 flex: FlexAttention, compiled (block_masks, compiled_calls).
 blocked: attention strip by strip for every call on any device.
 strips: a call cut into parts and strips, and the logits of a strip; also used by the statistics.
+mask_struct: a mask as the argument of our C kernels.
 additive_cpu: fast additive scores of a strip on a CPU.
 reference: the specification, which builds the matrix.
 
@@ -24,7 +26,7 @@ from foci.backends import blocked, cpu_c, flex, reference, sdpa, triton
 from foci.runtime.tracing import disable_autocast
 
 # The first that refuses neither the call nor its use by default is chosen, unless the caller names another.
-BACKENDS: tuple[ModuleType, ...] = (sdpa, triton, flex, cpu_c, blocked, reference)
+BACKENDS: tuple[ModuleType, ...] = (sdpa, cpu_c, triton, flex, blocked, reference)
 BACKEND_NAMES = tuple(backend.NAME for backend in BACKENDS)
 run_plain_call = sdpa.run_plain_call
 

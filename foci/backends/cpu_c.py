@@ -13,20 +13,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from foci.arguments import Call
 from foci.backends import blocked
 from foci.backends.additive_cpu import PLAIN_TENSOR_TYPES
 from foci.backends.mask_struct import MaskStruct, broadcast_strides, build_mask_tensors, fill_mask_struct
-from foci.backends.sdpa.padding import needs_backward, pad_to_width
 from foci.gpu import mask_inputs
 from foci.gpu.launcher import KERNEL_DTYPES
+from foci.masks.base import DenseMask
 from foci.runtime import native
 from foci.runtime.tracing import is_traced
 from foci.scores import Dot, Score
 
 NAME = "cpu_c"
 LN_2 = 0.6931471805599453
+
+# From these sizes on it is faster than PyTorch's kernel, which has less overhead.
+MIN_FASTER_QUERIES = 8
+MIN_FASTER_ENTRIES = 2**17
 
 # Minimum number of matrix entries per thread: less work does not pay for the overhead.
 ENTRIES_PER_THREAD = 2**14
@@ -68,6 +73,16 @@ def refuses(call: Call) -> list[str]:
     return reasons if missing is None else [missing]
 
 
+def is_faster_than_sdpa(call: Call) -> bool:
+    """Whether the library is available and faster than PyTorch's kernel; that one reads a dense mask faster."""
+    return is_large(call.q, call.k) and not isinstance(call.mask, DenseMask) and not refuses(call)
+
+
+def is_large(q: Tensor, k: Tensor) -> bool:
+    entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    return q.shape[2] >= MIN_FASTER_QUERIES and entries >= MIN_FASTER_ENTRIES and q.dtype in KERNEL_DTYPES
+
+
 def call_refusals(call: Call) -> list[str]:
     reasons = []
     if type(call.score).as_dot is Score.as_dot and type(call.score) is not Dot:
@@ -93,7 +108,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     step = native.load_library("attention").width_step()
     q, k, v = (prepare_tensor(x, step) for x in (dot.q, dot.k, dot.v))
     dot = replace(dot, q=q, k=k, v=v, score=Dot(dot.score.factor(dot.q.shape[-1])))
-    if needs_backward(q, k, v):
+    if call.needs_grad:
         out, lse = CompiledAttention.apply(dot, q, k, v)  # type: ignore[no-untyped-call]
     else:
         out, lse = attend(dot, build_mask_tensors(dot))
@@ -105,7 +120,8 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 def prepare_tensor(x: Tensor, step: int) -> Tensor:
     """The tensor as float32 or bfloat16, its width padded with zeros to a multiple of `step`, with contiguous rows."""
     x = x.float() if x.dtype == torch.float16 else x
-    return pad_to_width(x, -(-x.shape[-1] // step) * step)
+    x = pad(x, (0, -x.shape[-1] % step)) if x.shape[-1] % step else x
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class CompiledAttention(torch.autograd.Function):
@@ -201,4 +217,6 @@ def count_threads(call: Call) -> int:
 def choose_part_count(call: Call) -> int:
     """Splits the keys into parts, a few per thread, where the heads alone do not divide evenly among the threads."""
     pieces, threads = call.k.shape[:2].numel(), count_threads(call)
-    return 1 if threads == 1 or pieces % threads == 0 or pieces >= 8 * threads else min(-(-4 * threads // pieces), call.k.shape[2])
+    if threads == 1 or pieces % threads == 0 or pieces >= 8 * threads:
+        return 1
+    return min(-(-4 * threads // pieces), call.k.shape[2])

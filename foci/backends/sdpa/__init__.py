@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.arguments import FLOAT_DTYPES, HALF_DTYPES, Call
+from foci.backends import cpu_c
 from foci.backends.sdpa import cpu, cuda
 from foci.biases import DenseBias
 from foci.masks.base import DenseMask, Mask
@@ -42,6 +43,13 @@ def refuses(call: Call) -> list[str]:
         reasons.append(f"the mask {call.mask!r} would have to be built as a dense tensor")
     reasons += bias_refusals(call)
     return reasons + sdpa_device_refusals(call)
+
+
+def refuses_by_default(call: Call) -> list[str]:
+    """Why it is not chosen unless the caller names it."""
+    if call.sizes.device.type == "cpu" and cpu_c.is_faster_than_sdpa(call):
+        return ["our C kernel is faster for this call; use it with backend='sdpa'"]
+    return []
 
 
 def run_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
@@ -67,7 +75,7 @@ def run_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
     if q.is_cuda:
         is_fast = k.is_cuda and v.is_cuda and cuda.is_default_kernel_fastest(q, k, v, mask is not None)
     else:
-        is_fast = q.is_cpu and k.is_cpu and v.is_cpu
+        is_fast = q.is_cpu and k.is_cpu and v.is_cpu and not cpu_c.is_large(q, k)
     return F.scaled_dot_product_attention(q, k, v, is_causal=mask is not None) if is_fast else None
 
 

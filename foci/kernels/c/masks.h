@@ -7,7 +7,7 @@
 /* The logit of a masked entry, whose weight is 0. */
 static const float MASKED = -1e30f;
 
-/* Every member has 8 bytes; MaskStruct in statistics/cpu_c.py has the same members in the same order. NULL is absent. */
+/* Every member has 8 bytes; MaskStruct in backends/mask_struct.py has the same members in the same order. NULL is absent. */
 typedef struct {
     const int32_t *key_ranges; /* (batch or 1, range_count, 2, query_count): first key of a key range, and last + 1 */
     const int64_t *query_ids;  /* (batch or 1, query_count) */
