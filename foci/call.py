@@ -119,9 +119,8 @@ def attention(
         and positions is None
         and backend is None
         and dropout == 0
-        and not return_weights
     ):
-        plain = backends.run_plain_call(query, key, value, mask)
+        plain = (attend_with_weights if return_weights else backends.run_plain_call)(query, key, value, mask)
         if plain is not None:
             return plain
     call = prepare_call(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
@@ -134,6 +133,15 @@ def attention(
         return out
     assert lse is not None
     return out, Weights.from_call(call, lse)
+
+
+def attend_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Weights] | None:
+    """Output and weights of a common call after a few comparisons; None for any other call."""
+    found = backends.run_plain_call_with_lse(q, k, v, mask)
+    if found is None:
+        return None
+    out, lse = found
+    return out, Weights.from_plain_call(q, k, DEFAULT_SCORE, mask, lse)
 
 
 def apply_sink(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

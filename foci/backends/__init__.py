@@ -28,7 +28,7 @@ from foci.runtime.tracing import disable_autocast
 # The first that refuses neither the call nor its use by default is chosen, unless the caller names another.
 BACKENDS: tuple[ModuleType, ...] = (sdpa, cpu_c, triton, flex, blocked, reference)
 BACKEND_NAMES = tuple(backend.NAME for backend in BACKENDS)
-run_plain_call = sdpa.run_plain_call
+run_plain_call, run_plain_call_with_lse = sdpa.run_plain_call, sdpa.run_plain_call_with_lse
 
 
 @dataclass(frozen=True)

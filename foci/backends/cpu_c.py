@@ -75,7 +75,12 @@ def refuses(call: Call) -> list[str]:
 
 def is_faster_than_sdpa(call: Call) -> bool:
     """Whether the library is available and faster than PyTorch's kernel; that one reads a dense mask faster."""
-    return is_large(call.q, call.k) and not isinstance(call.mask, DenseMask) and not refuses(call)
+    return (
+        not is_traced(call.q)
+        and is_large(call.q, call.k)
+        and not isinstance(call.mask, DenseMask)
+        and not refuses(call)
+    )
 
 
 def is_large(q: Tensor, k: Tensor) -> bool:
@@ -105,7 +110,7 @@ def call_refusals(call: Call) -> list[str]:
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
-    step = native.load_library("attention").width_step()
+    step = native.load_library("attention").lanes()
     q, k, v = (prepare_tensor(x, step) for x in (dot.q, dot.k, dot.v))
     dot = replace(dot, q=q, k=k, v=v, score=Dot(dot.score.factor(dot.q.shape[-1])))
     if call.needs_grad:

@@ -18,13 +18,16 @@ from torch import Tensor
 
 from foci import statistics
 from foci.arguments import Call
+from foci.masks.base import Mask
+from foci.masks.tile import CallSizes
 from foci.runtime.checks import PICTURE_SUFFIXES, is_positive_int, parse_suffix, to_numpy
+from foci.scores import Score
 from foci.statistics import Request
 from foci.statistics.streaming import finite_lse
 from foci.weights import file, parts_file, products
 from foci.weights.grouping import assign_groups
 from foci.weights.indexing import parse_axis_index, parse_leading_index, split_index, to_slice
-from foci.weights.slices import compute_entries
+from foci.weights.slices import compute_entries, compute_row, has_plain_rows
 from foci.weights.summary import Summary, Top
 from foci.weights.tensors import TrackedTensors, drop_values, is_inference_tensor, select_matrix_fields
 
@@ -71,6 +74,14 @@ class Weights:
     def from_call(cls, call: Call, lse: Tensor) -> Weights:
         """The weights of a call, with the leading axes of its query. Used by foci.attention."""
         return cls(drop_values(call), lse, call.sizes.batch, call.sizes.heads is not None)
+
+    @classmethod
+    def from_plain_call(cls, q: Tensor, k: Tensor, score: Score, mask: Mask | None, lse: Tensor) -> Weights:
+        """The weights of (B, H, T, D) tensors that need no checks. Used by foci.attention."""
+        shape = q.shape
+        sizes = CallSizes((shape[0],), shape[1], shape[2], k.shape[2], q.device)
+        call = Call(q, k, k, sizes, score, mask, needs_lse=True)
+        return cls(drop_values(call) if q.is_inference() or k.is_inference() else call, lse, sizes.batch, True)
 
     @property
     def call(self) -> Call:
@@ -122,9 +133,21 @@ class Weights:
         return f"Weights{self.shape}{mask}{mean}, {dtype} on {self.device}, holds {self.nbytes:,} bytes"
 
     def __getitem__(self, index: Any) -> Weights | Tensor:
+        if type(index) is tuple and (row := self._row(index)) is not None:
+            return row
         lead, entries = split_index(index, self.shape)
         selected = self if all(isinstance(item, slice) and item == slice(None) for item in lead) else self._select(lead)
         return selected._entries(*entries) if entries else selected
+
+    def _row(self, index: tuple[Any, ...]) -> Tensor | None:
+        """The row of one sequence, head and query given as numbers, after a few comparisons; None for another index."""
+        if len(index) != 3 or len(self._lead) != 2 or not self._headed or self._averaged:
+            return None
+        if not all(type(i) is int and -n <= i < n for i, n in zip(index, self.shape, strict=False)):
+            return None
+        call = self.call
+        batch, head, query = (i % n for i, n in zip(index, self.shape, strict=False))
+        return compute_row(call, self.tensors.lse, batch, head, query) if has_plain_rows(call) else None
 
     def _select(self, lead: tuple[Any, ...]) -> Weights:
         """The matrix of some sequences and heads, again lazy."""

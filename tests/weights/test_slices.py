@@ -1,5 +1,7 @@
 """Slices of the matrix are computed, not cut out of it."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from foci.weights import slices
 from tests import matrices
 from tests.allocation import LargestTensor
 from tests.matrices import CASES, DTYPES, assert_close, both, lazy, small_strips, truth
+from tests.tensors import qkv
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -61,3 +64,33 @@ def test_autocast_does_not_change_the_entries() -> None:
     for one, other in zip(inside, outside, strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("mask", [None, foci.causal, foci.causal.at(-2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_by_its_numbers_equals_the_same_row_of_the_matrix(mask: foci.Mask | None, dtype: torch.dtype) -> None:
+    q, k, v = qkv(queries=7, keys=5, dtype=dtype)
+    _, weights = foci.attention(q, k, v, mask=mask, return_weights=True)
+    dense = weights.dense()
+    with (
+        mock.patch.object(slices, "entries_from_lse", side_effect=AssertionError("the general path")),
+        torch.autocast("cpu"),
+    ):
+        for index in [(0, 0, 0), (1, 3, 6), (-1, -2, -3)]:
+            torch.testing.assert_close(weights[index], dense[index], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("index", [(2, 0, 0), (0, 4, 0), (0, 0, 7), (0, 0, -8)])
+def test_a_row_outside_the_matrix_is_refused(index: tuple[int, ...]) -> None:
+    q, k, v = qkv(queries=7, keys=5)
+    _, weights = foci.attention(q, k, v, return_weights=True)
+    with pytest.raises(IndexError, match="must be from"):
+        weights[index]
+
+
+def test_a_row_notices_that_the_query_was_changed() -> None:
+    q, k, v = qkv()
+    _, weights = foci.attention(q, k, v, return_weights=True)
+    q.zero_()
+    with pytest.raises(RuntimeError, match="the query was changed in place"):
+        weights[0, 0, 0]

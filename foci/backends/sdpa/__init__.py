@@ -22,10 +22,11 @@ from torch import Tensor
 from foci.arguments import FLOAT_DTYPES, HALF_DTYPES, Call
 from foci.backends import cpu_c
 from foci.backends.sdpa import cpu, cuda
+from foci.backends.sdpa.padding import needs_backward
 from foci.biases import DenseBias
 from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import Causal, Padding, causal
-from foci.runtime.tracing import is_traced, is_vmapped
+from foci.runtime.tracing import is_inside_torch_func, is_traced, is_vmapped
 from foci.scores import Additive, Dot
 
 NAME = "sdpa"
@@ -57,10 +58,30 @@ def run_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
 
     Returns None for any other call, which then takes the full path: checks, choice of a backend, errors.
     """
-    if not (mask is None or mask is causal) or not (type(q) is type(k) is type(v) is Tensor):
+    if not is_common_call(q, k, v, mask):
         return None
+    if q.is_cuda:
+        is_fast = k.is_cuda and v.is_cuda and cuda.is_default_kernel_fastest(q, k, v, mask is not None)
+    else:
+        is_fast = q.is_cpu and k.is_cpu and v.is_cpu and not cpu_c.is_large(q, k)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=mask is not None) if is_fast else None
+
+
+def run_plain_call_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor] | None:
+    """The same with the log-sum-exp, on a CPU and without gradients; None for any other call."""
+    if not (is_common_call(q, k, v, mask) and q.is_cpu and k.is_cpu and v.is_cpu) or cpu_c.is_large(q, k):
+        return None
+    if needs_backward(q, k, v) or is_inside_torch_func() or torch.is_autocast_enabled("cpu"):
+        return None
+    return cpu.flash_forward(q, k, v, None, (cpu.KeySlice(slice(0, k.shape[2]), mask is not None),), q.shape[3] ** -0.5)
+
+
+def is_common_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> bool:
+    """Whether the call is one of equal widths, without or with a square causal mask, and not traced."""
+    if not (mask is None or mask is causal) or not (type(q) is type(k) is type(v) is Tensor):
+        return False
     shape, key_shape = q.shape, k.shape
-    is_common = (
+    return (
         len(shape) == 4
         and key_shape == v.shape
         and (shape == key_shape or (mask is None and shape[:2] == key_shape[:2] and shape[3:] == key_shape[3:]))
@@ -69,14 +90,9 @@ def run_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
         and 0 not in shape
         and 0 not in key_shape
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
+        and not torch.compiler.is_compiling()
+        and not is_vmapped(q)
     )
-    if not is_common or torch.compiler.is_compiling() or is_vmapped(q):
-        return None
-    if q.is_cuda:
-        is_fast = k.is_cuda and v.is_cuda and cuda.is_default_kernel_fastest(q, k, v, mask is not None)
-    else:
-        is_fast = q.is_cpu and k.is_cpu and v.is_cpu and not cpu_c.is_large(q, k)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=mask is not None) if is_fast else None
 
 
 def is_plain_call(call: Call) -> bool:

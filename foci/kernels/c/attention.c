@@ -17,7 +17,6 @@ enum { KEY_ROWS = 6, QUERY_ROWS = 4 };
 #endif
 
 enum {
-    WIDTH_STEP = 2 * LANES,      /* the widths are multiples of it */
     KEYS = 96,                   /* keys of a tile */
     QUERIES = 128,               /* queries of a block */
     BACKWARD_QUERIES = 64,       /* the same in the backward, which keeps more per block */
@@ -87,7 +86,11 @@ DEFINE_PRODUCT(narrow_dot_1, 1, 1, 0, stride, 1)
 DEFINE_PRODUCT(add_many, KEY_ROWS, 2, 1, stride, 1)
 DEFINE_PRODUCT(add_4, 4, 2, 1, stride, 1)
 DEFINE_PRODUCT(add_1, 1, 2, 1, stride, 1)
+DEFINE_PRODUCT(narrow_add_many, KEY_ROWS, 1, 1, stride, 1)
+DEFINE_PRODUCT(narrow_add_4, 4, 1, 1, stride, 1)
+DEFINE_PRODUCT(narrow_add_1, 1, 1, 1, stride, 1)
 DEFINE_PRODUCT(add_to_queries, QUERY_ROWS, 2, 1, 1, stride)
+DEFINE_PRODUCT(narrow_add_to_queries, QUERY_ROWS, 1, 1, 1, stride)
 
 /* The same for any number of rows, by products of KEY_ROWS, 4 and 1 rows. */
 static inline void multiply_keys(
@@ -277,16 +280,17 @@ static void update_softmax(Block *block, int64_t panel, int64_t count)
 /* out (queries of a panel, width) += x (keys, panel) transposed times rows (keys, width) */
 static void add_products_to_queries(int64_t panel, const float *x, int64_t step, const float *rows, int64_t row_step, int64_t count, int64_t width, float *out)
 {
-    for (int64_t d = 0; d < width; d += WIDTH_STEP)
+    for (int64_t d = 0; d < width; d += 2 * LANES)
         for (int64_t q = 0; q < panel; q += QUERY_ROWS)
-            add_to_queries(x + q, step, rows + d, row_step, count, out + q * width + d, width);
+            (d + LANES < width ? add_to_queries : narrow_add_to_queries)(x + q, step, rows + d, row_step, count, out + q * width + d, width);
 }
 
 /* out (keys, width) += x (keys, queries) times rows (queries, width) */
 static void add_products_to_keys(const float *x, int64_t step, int64_t keys, const float *rows, int64_t row_step, int64_t count, int64_t width, float *out, int64_t out_step)
 {
-    for (int64_t d = 0; d < width; d += WIDTH_STEP)
-        multiply_keys(add_many, add_4, add_1, keys, x, step, rows + d, row_step, count, out + d, out_step);
+    for (int64_t d = 0; d < width; d += 2 * LANES)
+        if (d + LANES < width) multiply_keys(add_many, add_4, add_1, keys, x, step, rows + d, row_step, count, out + d, out_step);
+        else multiply_keys(narrow_add_many, narrow_add_4, narrow_add_1, keys, x, step, rows + d, row_step, count, out + d, out_step);
 }
 
 static void attend_tile(Block *block, int64_t start, int64_t end)
@@ -512,5 +516,5 @@ void compute_gradients(AttentionStruct *args)
     free(block);
 }
 
-/* The widths that backends/cpu_c.py pads to. */
-int64_t width_step(void) { return WIDTH_STEP; }
+/* backends/cpu_c.py pads widths to a multiple of it. */
+int64_t lanes(void) { return LANES; }
