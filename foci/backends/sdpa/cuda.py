@@ -82,7 +82,16 @@ def expand_mask(mask: Tensor, call: Call) -> Tensor:
     """Expands the mask to all heads and rows; copies it if the kernel would refuse its strides."""
     keys = call.k.shape[2]
     mask = mask.expand(*mask.shape[:3], keys)
-    return (mask if is_aligned(mask) else copy_aligned(mask)).expand(*call.q.shape[:3], keys)
+    return align_rows(mask).expand(*call.q.shape[:3], keys)
+
+
+def align_rows(mask: Tensor) -> Tensor:
+    """The mask, or a copy whose rows start at multiples of 16 bytes: padding by at least one entry always copies."""
+    # A compiler does not know where a tensor starts in memory.
+    if not torch.compiler.is_compiling() and is_aligned(mask):
+        return mask
+    keys = mask.shape[3]
+    return F.pad(mask, (0, 16 - keys % 16))[..., :keys]
 
 
 def is_aligned(mask: Tensor) -> bool:
@@ -92,12 +101,6 @@ def is_aligned(mask: Tensor) -> bool:
         *(stride for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True) if size > 1),
     ]
     return mask.stride(3) == 1 and all(offset * mask.element_size() % 16 == 0 for offset in offsets)
-
-
-def copy_aligned(mask: Tensor) -> Tensor:
-    """A copy whose rows are 16 or more bytes apart: padding by at least one entry always copies."""
-    keys = mask.shape[3]
-    return F.pad(mask, (0, 16 - keys % 16))[..., :keys]
 
 
 def run_forward(
@@ -157,7 +160,7 @@ class FusedAttentionWithLse(torch.autograd.Function):
             if name == "efficient":
                 # In half precision this kernel drops the column: measured gradients were off by their own size.
                 q, k, v, out, d_out = (t.float() for t in (q, k, v, out, d_out))
-                mask = None if mask is None else mask.float()
+                mask = None if mask is None else align_rows(mask.float())
         if name == "flash":
             lse = lse.squeeze(-1).contiguous() if lse.dim() == 4 else lse
         grads = run_backward(name, ctx, d_out, q, k, v, out, lse, mask)
