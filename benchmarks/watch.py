@@ -338,8 +338,8 @@ def finish(table: Table) -> None:
         {"sdpa MiB": ("sdpa", "mib")},
     )
     print(
-        "\nwatched: entropy, received, picture of 256 x 256, top 8, distance, on the host; sums: without picture and top"
-        f" 8; lazy: queries, keys and values kept; generates xB: {NEW_TOKENS} new tokens in a batch of B."
+        "\nwatched: entropy, received, picture of 256 x 256, top 8, distance, on the host; sums: without picture and"
+        f" top 8; lazy: queries, keys and values kept; generates xB: {NEW_TOKENS} new tokens in a batch of B."
     )
     table.print_failures()
     table.print_footer()

@@ -14,6 +14,7 @@ from foci.arguments import Call, prepare_call
 from foci.biases import Bias
 from foci.masks.base import Mask
 from foci.runtime.argument_names import hide_catch_all, refuse_arguments
+from foci.runtime.interception import intercept, is_intercepting
 from foci.scores import Dot, Score
 from foci.weights.weights import Weights
 
@@ -106,10 +107,13 @@ def attention(
     """
     if misplaced or unknown:
         refuse_arguments(attention, misplaced, unknown)
-    if has_torch_function_variadic(query, key, value):
-        # Overridable like PyTorch's own functions: a function mode (foci.watch is one) gets the original call.
+    is_watched = is_intercepting()
+    if is_watched or has_torch_function_variadic(query, key, value):
+        # Overridable like PyTorch's own functions: foci.watch, and after it a function mode, gets the original call.
         options: dict[str, Any] = {"score": score, "mask": mask, "bias": bias, "sink": sink, "positions": positions}
         options |= {"dropout": dropout, "backend": backend, "return_weights": return_weights}
+        if is_watched:
+            return intercept(attention, (query, key, value), options)  # type: ignore[no-any-return]
         overridden: Any = handle_torch_function(attention, (query, key, value), query, key, value, **options)  # type: ignore[arg-type]
         return overridden  # type: ignore[no-any-return]
     if (

@@ -1,7 +1,7 @@
 """Records the attention of any model: `watch`, `look` and `Monitor`.
 
-watch: the context manager; checks its arguments, registers hooks, enters the torch function mode.
-torch_functions: the mode; intercepts attention calls and reports them with their lazy weights.
+watch: the context manager; checks its arguments, registers hooks, intercepts attention calls.
+torch_functions: runs intercepted calls and reports them with their lazy weights.
 monitor: the statistics of every head while a model trains.
 huggingface: switches transformers models to foci inside the block.
 hooks: forward hooks that are gone after the block, whatever happens.

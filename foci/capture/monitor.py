@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from foci.capture.recorder import Recorder, is_recomputation
+from foci.capture.recorder import Recorder
 from foci.capture.watch import close_block, open_block, parse_selection
 from foci.record.head_totals import (
     COLUMNS,
@@ -34,6 +34,7 @@ from foci.record.head_totals import (
 from foci.record.history import History, StepStatistics
 from foci.record.record import Record
 from foci.runtime.checks import is_positive_int
+from foci.runtime.tracing import is_recomputation
 from foci.weights.weights import Weights
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,37 +22,31 @@ from torch import Tensor, nn
 from foci.capture.generation_steps import CaptureError, count_step_bytes, take_heads
 from foci.capture.host_copy import HostCopier
 from foci.capture.layer_log import LayerLog
-from foci.capture.naming import LayerName, LayerNames, is_inside
+from foci.capture.naming import LayerName, LayerNames, is_inside, strip_compile_wrapper
 from foci.capture.token_ids import TokenIds
+from foci.capture.torch_functions import MODULE_CALL, record_intercepted_call
 from foci.record.kept import Keep
 from foci.record.labels import Labels
 from foci.record.record import Record
+from foci.runtime.interception import get_interceptors
+from foci.runtime.tracing import is_recomputation
 from foci.weights.weights import Weights, format_bytes
 
 logger = logging.getLogger("foci.capture")
 HEAD_NAME = re.compile(r"(?:(?P<stack>[^.]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?")
-_active = threading.local()
 
 
 def active_recorders() -> tuple[Recorder, ...]:
     """The recorders of the open watch blocks of this thread, outermost first."""
-    return tuple(getattr(_active, "stack", ()))
-
-
-def is_recomputation() -> bool:
-    """Whether activation checkpointing recomputes a forward pass inside the backward pass.
-
-    The first pass was recorded already. The recomputation must take the same code path and save the same tensors, so
-    its calls are handled alike, but not recorded or counted.
-    """
-    return torch._C._current_graph_task_id() != -1
+    return tuple(each for each in get_interceptors() if isinstance(each, Recorder))
 
 
 class Recorder:
     """Collects the attention calls of one `foci.watch` block.
 
-    Module hooks (`watch`) call `enter_module`, `leave_module` and `add_embedded_ids`; the torch function mode
-    (`torch_functions`) calls `count_call` and `record_call`; `fill_record` runs when the block ends.
+    Attention calls arrive in `intercept`, which `torch_functions` implements with `count_call` and `record_call`. Hooks
+    call `enter_module`, `leave_module`, `count_run` and `add_embedded_ids`: only modules where a pass may begin,
+    attention modules and embeddings have them. `fill_record` runs when the block ends.
 
     Args:
         model: the watched model.
@@ -78,7 +73,7 @@ class Recorder:
         tokenizer: Any = None,
     ) -> None:
         self.model, self.record = model, record
-        # Whether the block is open; hooks and modes do nothing afterwards.
+        # Whether the block is open; hooks and interception do nothing afterwards.
         self.is_open = True
         # Whether the model's own attention calls run unchanged and the weights are computed in addition.
         self.keeps_own_calls = False
@@ -89,7 +84,8 @@ class Recorder:
         self.heads = None if heads is None else group_heads_by_layer(heads)
         self.ablate = {name: HEAD_NAME.fullmatch(name) for name in ablate}
         self.thread = threading.get_ident()
-        self._local = threading.local()
+        self.names_by_id = name_modules_by_id(self.modules)
+        self._entered: list[str] = []
         self.run_counts: Counter[str] = Counter()
         self.softmax_modules: set[str] = set()
         self.unseen_reasons: dict[str, str] = {}
@@ -121,42 +117,70 @@ class Recorder:
         """Sets finished labels, such as patches or frames."""
         self.token_ids.ready_labels[name] = labels
 
-    @property
-    def module_stack(self) -> list[str]:
-        """The names of the modules that are running on this thread, outermost first.
+    def intercept(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an attention call of this thread, and records it if the watched model makes it."""
+        return record_intercepted_call(self, function, args, kwargs)
 
-        Each thread has its own stack. Other threads that run the same model have no torch function mode, so nothing
-        reads their stacks; a thread on which autograd recomputes a pass has both.
+    def running_modules(self) -> Iterator[str]:
+        """The names of the watched modules that are running on this thread, innermost first.
+
+        Read from the Python stack when it is needed: hooks would cost time at every module.
         """
-        stack: list[str] = self._local.__dict__.setdefault("stack", [])
-        return stack
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is MODULE_CALL:
+                module = frame.f_locals["self"]
+                if id(module) in self.names_by_id:
+                    yield self.names_by_id[id(module)]
+                elif isinstance(module, torch.jit.ScriptModule):
+                    return
+            frame = frame.f_back
+
+    def find_running_module(self) -> str | None:
+        """The name of the innermost running module; None if it is not of the watched model, or is a scripted one."""
+        name = next(self.running_modules(), None)
+        if name is not None and name not in self.run_counts and self.is_counting():
+            # It has no hooks.
+            self.enter_pass()
+        return name
+
+    def is_counting(self) -> bool:
+        """Whether what runs now counts: on the thread of the block, and not a recomputation."""
+        return threading.get_ident() == self.thread and not is_recomputation()
+
+    def enter_pass(self) -> None:
+        """Begins a pass, unless one is running."""
+        if not self._entered:
+            self._pass_number += 1
+            self._calls_in_pass.clear()
 
     def enter_module(self, name: str) -> None:
-        """Notes that a module starts; the outermost module starts a new pass."""
-        stack = self.module_stack
-        if threading.get_ident() == self.thread and not is_recomputation():
-            if not stack:
-                self._pass_number += 1
-                self._calls_in_pass.clear()
+        """Notes that a module starts; the outermost one begins a new pass."""
+        if self.is_counting():
+            self.enter_pass()
             self.run_counts[name] += 1
-        stack.append(name)
+            self._entered.append(name)
 
     def leave_module(self, name: str) -> None:
         """Notes that a module ends; one that was already running when the block began was never entered."""
-        stack = self.module_stack
-        if stack and stack[-1] == name:
-            stack.pop()
-        elif name in stack:
-            del stack[len(stack) - 1 - stack[::-1].index(name) :]
+        if self._entered and self.is_counting():
+            if self._entered[-1] == name:
+                self._entered.pop()
+            elif name in self._entered:
+                del self._entered[len(self._entered) - 1 - self._entered[::-1].index(name) :]
 
-    @property
-    def current_module(self) -> str:
-        """The name of the module that is running."""
-        return self.module_stack[-1]
+    def count_run(self, name: str) -> None:
+        """Notes that an attention module starts; called on its own, it is a pass."""
+        if self.is_counting():
+            self.enter_pass()
+            self.run_counts[name] += 1
 
     def add_embedded_ids(self, ids: Tensor) -> None:
-        """Adds the token ids that an embedding looked up."""
-        self.token_ids.add_embedded(self.module_stack, ids, self._pass_number, self.layer_names.is_encoder_decoder)
+        """Adds the token ids that the running embedding looks up; called on its own, it is a pass."""
+        if self.is_counting():
+            self.enter_pass()
+            stack = [*self.running_modules()][::-1]
+            self.token_ids.add_embedded(stack, ids, self._pass_number, self.layer_names.is_encoder_decoder)
 
     def is_selected(self, name: str) -> bool:
         """Whether `layers` and `heads` select a module's attention."""
@@ -336,6 +360,23 @@ def get_record_call_without_dynamo() -> Callable[[Recorder, str, Weights, Tensor
         Recorder._record_call
     )
     return found
+
+
+def name_modules_by_id(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
+    """The names of modules whose attention calls are recorded: not scripted ones, nor those that never attend."""
+    return {
+        id(module): strip_compile_wrapper(name)
+        for name, module in modules
+        if not isinstance(module, torch.jit.ScriptModule) and not never_attends(module)
+    }
+
+
+def never_attends(module: nn.Module) -> bool:
+    """Whether a module is a leaf of torch.nn such as Linear or Dropout, which never attends."""
+    # Not `children()`, which creates a generator and a set for each of hundreds of modules.
+    if module._modules or isinstance(module, (nn.MultiheadAttention, nn.Embedding)):
+        return False
+    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def group_heads_by_layer(heads: Iterable[int | str]) -> dict[str, list[int]]:

@@ -1,12 +1,11 @@
-"""AttentionMode: a torch function mode that reports every attention call on this thread to a Recorder.
+"""Records the attention calls that a Recorder intercepts.
 
-It intercepts F.scaled_dot_product_attention, `foci.attention` and the attention interface of transformers with their
-arguments. F.multi_head_attention_forward hides its inner calls: a copy of it runs with the mode on, so that they are
-intercepted too.
+`foci.runtime.interception` hands over F.scaled_dot_product_attention and `foci.attention` with their arguments.
+F.multi_head_attention_forward hides its matrix products: a copy of it runs in its place, which reports them.
 
-The model gets the output that it would get without the mode: from the same kernel if that returns the log-sum-exp (then
-it is identical), else from one of foci's backends (then it is within rounding). With dropout, and where the model asks
-for the whole matrix, the model's own call runs unchanged and the weights are computed in addition.
+The model gets the output that it would get without recording: from the same kernel if that returns the log-sum-exp
+(then it is identical), else from one of foci's backends (then it is within rounding). With dropout, and where the model
+asks for the whole matrix, the model's own call runs unchanged and the weights are computed in addition.
 
 B batch, H heads, G key/value heads, Tq queries, Tk keys, D width.
 """
@@ -14,85 +13,47 @@ B batch, H heads, G key/value heads, Tq queries, Tk keys, D width.
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from foci.arguments import cast_for_autocast, fold_batch
 from foci.call import attention
 from foci.capture.generation_steps import CaptureError
-from foci.capture.huggingface.attention import attention_forward, translate_call
-from foci.capture.recorder import is_recomputation
 from foci.masks.kinds import causal
-from foci.runtime.tracing import is_autocast_enabled, is_inside_torch_func
+from foci.runtime.interception import intercept, is_intercepting, without_interception
+from foci.runtime.tracing import is_autocast_enabled, is_inside_torch_func, is_recomputation
 from foci.scores import Dot
 from foci.weights.dense_attention import attention_with_matrix
 from foci.weights.weights import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from foci.capture.recorder import Recorder
 
 # PyTorch aligns a causal mask with the first key, foci with the last.
 TORCH_CAUSAL = causal.at(0)
 
+# The code of a module's call: on the Python stack it shows which modules are running.
+MODULE_CALL = nn.Module._call_impl.__code__
+
 PositionalArguments = tuple[Any, ...]
 KeywordArguments = dict[str, Any]
 
 
-class AttentionMode(TorchFunctionMode):
-    """Reports every attention call that the model makes on this thread to its recorder."""
-
-    # A replayed CUDA graph makes no Python calls: `foci.generate` does without CUDA graphs under such a mode.
-    sees_every_call = True
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __exit__(self, *exception: Any) -> None:
-        # PyTorch takes the mode off its stack during a call; Ctrl+C at that moment can keep it off.
-        if torch.overrides._get_current_function_mode() is self:
-            super().__exit__(*exception)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: PositionalArguments = (), kwargs: KeywordArguments | None = None
-    ) -> Any:
-        handler = HANDLERS.get(func)
-        if handler is None and func not in BACKWARD_FUNCTIONS:
-            # The fast path of nearly all calls: hundreds for each generated token.
-            return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = kwargs or {}
-        if func in BACKWARD_FUNCTIONS:
-            # Activation checkpointing runs modules again in the backward; they must take the same path as before.
-            if "gradient" in kwargs:
-                kwargs["grad_tensors"] = kwargs.pop("gradient")
-            with self:
-                return BACKWARD_FUNCTIONS[func](*args, **kwargs)
-        if handler is None or not self.recorder.is_open or not self.recorder.module_stack:
-            return func(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            raise CaptureError(
-                "foci.watch cannot record a call while it is being compiled: compile the model before the block (inside"
-                " it, compiled models run uncompiled), or do not use torch.compile"
-            )
-        return handler(self, func, args, kwargs)
-
-
-@contextmanager
-def without_recording() -> Iterator[None]:
-    """Turns all torch function modes off: for calls made only for the record, which no other block may count."""
-    with torch._C.DisableTorchFunction():
-        yield
+def record_intercepted_call(
+    recorder: Recorder, function: Any, args: PositionalArguments, kwargs: KeywordArguments
+) -> Any:
+    """Runs an attention call that was intercepted, and records it if a module of the watched model makes it."""
+    name = recorder.find_running_module()
+    return function(*args, **kwargs) if name is None else HANDLERS[function](recorder, name, function, args, kwargs)
 
 
 def count_and_check(recorder: Recorder, name: str) -> bool:
@@ -118,9 +79,10 @@ def zero_heads(out: Tensor, heads: list[int] | None, axis: int, name: str) -> Te
     return out.index_fill(axis, torch.tensor(heads, device=out.device), 0.0)
 
 
-def handle_foci_attention(mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments) -> Any:
+def handle_foci_attention(
+    recorder: Recorder, name: str, func: Any, args: PositionalArguments, kwargs: KeywordArguments
+) -> Any:
     """`foci.attention`."""
-    recorder, name = mode.recorder, mode.recorder.current_module
     returns_weights = kwargs.get("return_weights", False)
     is_recorded, ablated = count_and_check(recorder, name), recorder.heads_to_ablate(name)
     if not is_recorded:
@@ -129,24 +91,13 @@ def handle_foci_attention(mode: AttentionMode, func: Any, args: PositionalArgume
     with_weights = kwargs | {"return_weights": True}
     if kwargs.get("dropout") or recorder.keeps_own_calls:
         result = func(*args, **kwargs)
-        with without_recording(), torch.no_grad():
+        with without_interception(), torch.no_grad():
             _, weights = func(*args, **with_weights | {"dropout": 0.0})
     else:
         result = out, weights = func(*args, **with_weights)
         result = result if returns_weights else out
     recorder.record_call(name, weights, fold_batch(query, key, value)[2])
     return zero_heads_of_result(result, returns_weights, ablated, name)
-
-
-def handle_huggingface_attention(
-    mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments
-) -> Any:
-    """The attention interface of transformers: its call, translated into a recorded call of `foci.attention`."""
-
-    def record_attention(*inputs: Tensor, **options: Any) -> Any:
-        return handle_foci_attention(mode, attention, inputs, options)
-
-    return translate_call(record_attention, *args, **kwargs)
 
 
 def zero_heads_of_result(result: Any, has_weights: bool, ablated: list[int] | None, name: str) -> Any:
@@ -164,13 +115,12 @@ def zero_heads_of_result(result: Any, has_weights: bool, ablated: list[int] | No
 
 
 def handle_attention_with_matrix(
-    mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments
+    recorder: Recorder, name: str, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> tuple[Tensor, Tensor]:
     """`attention_with_matrix`: its own call runs unchanged, because the caller asked for the whole matrix."""
-    recorder, name = mode.recorder, mode.recorder.current_module
     out, matrix = func(*args, **kwargs)
     if count_and_check(recorder, name):
-        with without_recording(), torch.no_grad():
+        with without_interception(), torch.no_grad():
             _, weights = attention(*args, mask=kwargs["mask"], bias=kwargs["bias"], return_weights=True)
         recorder.record_call(name, weights, args[2])
     return zero_heads(out, recorder.heads_to_ablate(name), 1, name), matrix
@@ -200,7 +150,7 @@ class SdpaCall:
         enable_gqa: bool = False,
     ) -> SdpaCall:
         if query.is_nested or key.is_nested:
-            raise ValueError("query and key must not be nested tensors: pad them")
+            raise ValueError("query and key must be plain tensors, got nested ones: pad them")
         if not enable_gqa and query.dim() > 3 and query.shape[-3] != key.shape[-3] != 1:
             raise ValueError(f"key must have {query.shape[-3]} heads without enable_gqa, got {key.shape[-3]}")
         heads = query.shape[-3:-2] if query.dim() > 3 else ()
@@ -228,13 +178,15 @@ class SdpaCall:
         return out.reshape(*self.lead, *out.shape[-2:]), weights
 
 
-def handle_sdpa(mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments) -> Tensor:
+def handle_sdpa(
+    recorder: Recorder, name: str, func: Any, args: PositionalArguments, kwargs: KeywordArguments
+) -> Tensor:
     """F.scaled_dot_product_attention."""
-    recorder, name = mode.recorder, mode.recorder.current_module
     is_recorded, ablated = count_and_check(recorder, name), recorder.heads_to_ablate(name)
     if not is_recorded:
         return zero_heads_of_output(func(*args, **kwargs), ablated, name)
     try:
+        refuse_decomposed_call(args)
         call = SdpaCall.from_arguments(*args, **kwargs)
         runs_own_call = bool(call.dropout) or recorder.keeps_own_calls
         out, weights = compute_without_dropout(call) if runs_own_call else call.compute()
@@ -251,9 +203,20 @@ def handle_sdpa(mode: AttentionMode, func: Any, args: PositionalArguments, kwarg
     return zero_heads_of_output(out, ablated, name)
 
 
+def refuse_decomposed_call(args: PositionalArguments) -> None:
+    """Raises if a tensor subclass makes the call for another one: nested tensors attend with parts of their memory."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not MODULE_CALL:
+        if frame.f_code.co_name == "__torch_function__":
+            subclass = frame.f_locals.get("cls")
+            if isinstance(subclass, type) and issubclass(subclass, Tensor) and not isinstance(args[0], subclass):
+                raise ValueError(f"query and key must be plain tensors, got {subclass.__name__}: pad them")
+        frame = frame.f_back
+
+
 def compute_without_dropout(call: SdpaCall) -> tuple[Tensor, Weights]:
     """The weights before dropout; the model's own call computes the output."""
-    with without_recording(), torch.no_grad():
+    with without_interception(), torch.no_grad():
         return call.compute()
 
 
@@ -262,24 +225,89 @@ def zero_heads_of_output(out: Tensor, ablated: list[int] | None, name: str) -> T
     return zeroed
 
 
-def copy_without_override_check(function: Any) -> Any:
-    """A copy of a function of PyTorch that does not check for torch function modes.
+class TorchModule:
+    """The torch module for a copy of F.multi_head_attention_forward: its matrix products report their arguments."""
 
-    The original would hand its call to the active mode again; the copy runs, and its inner calls reach the mode.
-    """
-    names = function.__globals__ | {"has_torch_function": lambda _: False}
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def bmm(self, *args: Tensor) -> Tensor:
+        return run_matrix_product(torch.bmm, args)
+
+    def baddbmm(self, *args: Tensor) -> Tensor:
+        return run_matrix_product(torch.baddbmm, args)
+
+
+def copy_function(function: Any, **names: Any) -> Any:
+    """A copy of a function that finds other objects under some global names."""
+    copy = FunctionType(function.__code__, function.__globals__ | names, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-multi_head_attention_forward = copy_without_override_check(F.multi_head_attention_forward)
-BACKWARD_FUNCTIONS = {
-    torch.Tensor.backward: copy_without_override_check(torch.autograd.backward),
-    torch.autograd.backward: copy_without_override_check(torch.autograd.backward),
-    torch.autograd.grad: copy_without_override_check(torch.autograd.grad),
-}
+has_torch_function, handle_torch_function = F.has_torch_function, F.handle_torch_function  # type: ignore[attr-defined]
+multi_head_attention_forward = copy_function(
+    F.multi_head_attention_forward, torch=TorchModule(), has_torch_function=lambda _: False
+)
 MULTI_HEAD_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+PATCH_LOCK = threading.Lock()
+
+
+class MultiHeadPatch:
+    """Intercepts F.multi_head_attention_forward, by whatever name it is called, while there are open blocks.
+
+    The function asks whether a torch function mode is active, and then hands over its call: inside a block the answer
+    is yes, on the threads of the block. PyTorch's inference fast path, which runs outside Python, is off meanwhile, on
+    all threads.
+    """
+
+    def __init__(self) -> None:
+        self.blocks, self.had_fast_path = 0, True
+
+    def update(self, blocks: int) -> None:
+        with PATCH_LOCK:
+            was_open, self.blocks = self.blocks > 0, self.blocks + blocks
+            if was_open == (self.blocks > 0):
+                return
+            if was_open:
+                names: dict[str, Any] = {"has_torch_function": has_torch_function}
+                names["handle_torch_function"] = handle_torch_function
+                torch.backends.mha.set_fastpath_enabled(self.had_fast_path)
+            else:
+                names = {"has_torch_function": must_hand_over, "handle_torch_function": hand_over}
+                self.had_fast_path = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            vars(F).update(names)
+
+
+MULTI_HEAD_PATCH = MultiHeadPatch()
+
+
+@contextmanager
+def intercept_multi_head_attention() -> Iterator[None]:
+    """Calls of F.multi_head_attention_forward reach the interceptors of their thread inside the block."""
+    try:
+        MULTI_HEAD_PATCH.update(blocks=1)
+        yield
+    finally:
+        MULTI_HEAD_PATCH.update(blocks=-1)
+
+
+def must_hand_over(tensors: tuple[Any, ...]) -> bool:
+    """Replaces `has_torch_function`, which only F.multi_head_attention_forward calls."""
+    return has_torch_function(tensors) or is_intercepting() or RUNNING.products is not None
+
+
+def hand_over(function: Any, tensors: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+    """Replaces `handle_torch_function`; torch function modes come first.
+
+    Without the matrix, F.multi_head_attention_forward calls F.scaled_dot_product_attention, which is intercepted.
+    """
+    if function is not F.multi_head_attention_forward or has_torch_function(tensors):
+        return handle_torch_function(function, tensors, *args, **kwargs)
+    if kwargs["need_weights"] and is_intercepting():
+        return intercept(function, args, kwargs)
+    return multi_head_attention_forward(*args, **kwargs)
 
 
 @dataclass
@@ -287,77 +315,77 @@ class MultiHeadProducts:
     """The arguments of the two matrix products of F.multi_head_attention_forward, where it builds the whole matrix."""
 
     heads: int
+    callers: tuple[tuple[Recorder, str], ...]  # each recorder, and its name of the module that makes the call
     queries: Tensor | None = None  # (B H, Tq, D), scaled
     keys: Tensor | None = None  # (B H, Tk, D)
     bias: Tensor | None = None  # (Tq, Tk), or (B H or 1, Tq, Tk)
 
 
-_running = threading.local()
+class RunningProducts(threading.local):
+    """The products of the F.multi_head_attention_forward that is running on this thread."""
+
+    products: MultiHeadProducts | None = None
+
+
+RUNNING = RunningProducts()
 
 
 def handle_multi_head_attention(
-    mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments
+    recorder: Recorder, name: str, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> Any:
-    """F.multi_head_attention_forward: runs a copy with the mode on, so that its inner calls are intercepted."""
-    bound = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    outer = getattr(_running, "products", None)
-    _running.products = MultiHeadProducts(bound.arguments["num_heads"]) if bound.arguments["need_weights"] else None
+    """F.multi_head_attention_forward with the matrix: its products are recorded when they are computed."""
+    outer = RUNNING.products
+    callers = () if outer is None else outer.callers
+    heads = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs).arguments["num_heads"]
+    RUNNING.products = MultiHeadProducts(heads, (*callers, (recorder, name)))
     try:
-        with mode:
-            return multi_head_attention_forward(*args, **kwargs)
+        return func(*args, **kwargs)
     finally:
-        _running.products = outer
+        RUNNING.products = outer
 
 
-def handle_matrix_product(
-    mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments
-) -> Tensor:
+def run_matrix_product(function: Any, args: tuple[Tensor, ...]) -> Tensor:
     """torch.bmm and torch.baddbmm inside F.multi_head_attention_forward: first Q Kᵀ, then W V."""
-    products: MultiHeadProducts | None = getattr(_running, "products", None)
-    if products is None:
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
-    if products.queries is None or products.queries is args[-2]:
+    products = RUNNING.products
+    if products is not None and products.queries is not None:
+        return record_multi_head_attention(function(*args), args[1], products)
+    if products is not None:
         *bias, products.queries, keys = args
         products.keys, products.bias = keys.mT, bias[0] if bias else None
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
-    return record_multi_head_attention(mode, func(*args, **kwargs), args[1], products)
+    product: Tensor = function(*args)
+    return product
 
 
-def record_multi_head_attention(
-    mode: AttentionMode, out: Tensor, values: Tensor, products: MultiHeadProducts
-) -> Tensor:
+def record_multi_head_attention(out: Tensor, values: Tensor, products: MultiHeadProducts) -> Tensor:
     """Records the call once its second product, W V of all heads (B H, Tq, D), is computed."""
-    recorder, name = mode.recorder, mode.recorder.current_module
     split = (-1, products.heads)
     assert products.queries is not None and products.keys is not None
-    if count_and_check(recorder, name):
-        q, k, v = (t.unflatten(0, split) for t in (products.queries, products.keys, values))
-        bias = products.bias
-        if bias is not None and bias.dim() == 3:
-            bias = bias.unflatten(0, split) if bias.shape[0] > 1 else bias.unsqueeze(0)
-        with without_recording():
-            _, weights = attention(q, k, v, score=Dot(scale=1.0), bias=bias, return_weights=True)
-        recorder.record_call(name, weights, v)
-    return zero_heads(out.unflatten(0, split), recorder.heads_to_ablate(name), 1, name).flatten(0, 1)
+    for recorder, name in products.callers:
+        if count_and_check(recorder, name):
+            q, k, v = (t.unflatten(0, split) for t in (products.queries, products.keys, values))
+            bias = products.bias
+            if bias is not None and bias.dim() == 3:
+                bias = bias.unflatten(0, split) if bias.shape[0] > 1 else bias.unsqueeze(0)
+            with without_interception():
+                _, weights = attention(q, k, v, score=Dot(scale=1.0), bias=bias, return_weights=True)
+            recorder.record_call(name, weights, v)
+        out = zero_heads(out.unflatten(0, split), recorder.heads_to_ablate(name), 1, name).flatten(0, 1)
+    return out
 
 
-def handle_softmax(mode: AttentionMode, func: Any, args: PositionalArguments, kwargs: KeywordArguments) -> Tensor:
+def handle_softmax(
+    recorder: Recorder, name: str, func: Any, args: PositionalArguments, kwargs: KeywordArguments
+) -> Any:
     """Notes that a module computes its own softmax over what may be a score matrix: its attention is not seen."""
-    if getattr(_running, "products", None) is None and args and isinstance(args[0], Tensor) and args[0].dim() > 2:
-        mode.recorder.softmax_modules.add(mode.recorder.current_module)
-    return func(*args, **kwargs)  # type: ignore[no-any-return]
+    if args[0].dim() > 2:
+        recorder.softmax_modules.add(name)
+    return func(*args, **kwargs)
 
 
-HANDLERS: dict[Any, Callable[[AttentionMode, Any, PositionalArguments, KeywordArguments], Any]] = {
+HANDLERS: dict[Any, Callable[[Recorder, str, Any, PositionalArguments, KeywordArguments], Any]] = {
     F.scaled_dot_product_attention: handle_sdpa,
     F.multi_head_attention_forward: handle_multi_head_attention,
     attention: handle_foci_attention,
-    attention_forward: handle_huggingface_attention,
     attention_with_matrix: handle_attention_with_matrix,
-    torch.bmm: handle_matrix_product,
-    torch.baddbmm: handle_matrix_product,
-    F.softmax: handle_softmax,
     torch.softmax: handle_softmax,
-    torch.Tensor.softmax: handle_softmax,
 }

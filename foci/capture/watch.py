@@ -1,29 +1,31 @@
 """watch: records the attention of any model while it runs.
 
-`watch` checks its arguments, makes a Recorder, registers hooks that report which module is running, and enters the
-torch function mode that reports attention calls. When the block ends, the Recorder fills the Record.
+`watch` checks its arguments, makes a Recorder, hands it the attention calls of the thread, and registers the few hooks
+that report passes and token ids. When the block ends, the Recorder fills the Record.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import get_ident
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from foci.capture import huggingface
 from foci.capture.hooks import hook_module
 from foci.capture.naming import strip_compile_wrapper
-from foci.capture.recorder import HEAD_NAME, Recorder, _active, is_recomputation
-from foci.capture.torch_functions import AttentionMode
+from foci.capture.recorder import HEAD_NAME, Recorder
+from foci.capture.torch_functions import intercept_multi_head_attention
 from foci.record.kept import Keep
 from foci.record.labels import Labels
 from foci.record.record import Record
 from foci.runtime.compile_switch import disable_compile
+from foci.runtime.interception import add_interceptor
 from foci.runtime.interrupts import delay_interrupts
 
 # Names of embeddings that look up something other than tokens.
@@ -159,11 +161,15 @@ def parse_ablate(ablate: Any) -> list[str]:
 
 def open_block(block: ExitStack, model: nn.Module, recorder: Recorder) -> None:
     with delay_interrupts():
-        hook_modules(block, recorder)
+        found = huggingface.find_transformers_models(recorder.modules)
+        hook_modules(block, recorder, [*recorder.layer_names.attention_modules, *found.attention_modules])
         block.enter_context(disable_compile())
-        enter_adapters(block, model, recorder)
-        block.enter_context(activate_recorder(recorder))
-        block.enter_context(AttentionMode(recorder))
+        if found.models and recorder.keeps_own_calls:
+            block.enter_context(huggingface.observe_models(found, recorder))
+        elif found.models:
+            block.enter_context(huggingface.prepare_models(model, found, recorder))
+        block.enter_context(intercept_multi_head_attention())
+        block.enter_context(add_interceptor(recorder))
 
 
 def close_block(block: ExitStack, recorder: Recorder) -> None:
@@ -173,36 +179,41 @@ def close_block(block: ExitStack, recorder: Recorder) -> None:
         block.__exit__(*sys.exc_info())
 
 
-@contextmanager
-def activate_recorder(recorder: Recorder) -> Iterator[None]:
-    """Lists the recorder among the active ones of this thread."""
-    stack = _active.__dict__.setdefault("stack", [])
-    stack.append(recorder)
-    try:
-        yield
-    finally:
-        stack.remove(recorder)
-
-
-def hook_modules(block: ExitStack, recorder: Recorder) -> None:
-    """Registers hooks that report the running module and the token ids to the recorder."""
-    for full_name, module in recorder.modules:
-        name = strip_compile_wrapper(full_name)
-        if isinstance(module, torch.jit.ScriptModule) or needs_no_hooks(module):
-            continue
+def hook_modules(block: ExitStack, recorder: Recorder, attention_modules: Iterable[str]) -> None:
+    """Registers hooks that report passes, runs of attention modules, and token ids to the recorder."""
+    modules = {strip_compile_wrapper(name): module for name, module in recorder.modules}
+    modules = {name: module for name, module in modules.items() if id(module) in recorder.names_by_id}
+    attending = dict.fromkeys(name for name in attention_modules if name in modules)
+    beginning = find_outer_modules(modules, attending)
+    for name in beginning:
         enter, leave = make_module_hooks(recorder, name)
-        hook_module(block, recorder, module, enter, before=True)
-        hook_module(block, recorder, module, leave, before=False, always_call=True)
+        hook_module(block, recorder, modules[name], enter, before=True)
+        hook_module(block, recorder, modules[name], leave, before=False, always_call=True)
+    for name in attending.keys() - beginning:
+        hook_module(block, recorder, modules[name], make_run_hook(recorder, name), before=True)
+    for name, module in modules.items():
         if isinstance(module, nn.Embedding) and not NON_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2]):
             hook_module(block, recorder, module, make_embedding_hook(recorder), before=True)
 
 
-def needs_no_hooks(module: nn.Module) -> bool:
-    """Whether a module is a leaf of torch.nn such as Linear or Dropout, which never attends; hooks cost time."""
-    # Not `children()`, which creates a generator and a set for each of hundreds of modules.
-    if module._modules or isinstance(module, (nn.MultiheadAttention, nn.Embedding)):
-        return False
-    return type(module).__module__.startswith("torch.nn.modules.")
+def find_outer_modules(modules: Collection[str], attending: Collection[str]) -> set[str]:
+    """The modules that may be the outermost one of a pass: those with several attention modules inside.
+
+    Every module may be one if the class names do not tell where the model attends, or if it calls one attention module
+    again and again.
+    """
+    if not attending:
+        return set(modules)
+    counts = Counter(outer for name in attending for outer in outer_names(name))
+    return {name for name in modules if counts[name] > 1 or (name in counts and len(attending) == 1)} | {""}
+
+
+def outer_names(name: str) -> Iterator[str]:
+    """The name of a module, and those of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
 
 
 def make_module_hooks(recorder: Recorder, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -215,22 +226,16 @@ def make_module_hooks(recorder: Recorder, name: str) -> tuple[Callable[..., None
     return enter, leave
 
 
+def make_run_hook(recorder: Recorder, name: str) -> Callable[..., None]:
+    def count_run(module: nn.Module, args: Any) -> None:
+        recorder.count_run(name)
+
+    return count_run
+
+
 def make_embedding_hook(recorder: Recorder) -> Callable[..., None]:
     def read_token_ids(module: nn.Module, args: Any) -> None:
-        is_counted = get_ident() == recorder.thread and not is_recomputation()
-        if is_counted and args and isinstance(args[0], Tensor):
+        if args and isinstance(args[0], Tensor):
             recorder.add_embedded_ids(args[0])
 
     return read_token_ids
-
-
-def enter_adapters(stack: ExitStack, model: nn.Module, recorder: Recorder) -> None:
-    """Enters the context that a library's models need: today transformers."""
-    if "transformers" in sys.modules:
-        from foci.capture import huggingface
-
-        models = huggingface.find_pretrained_models(recorder.modules)
-        if models and recorder.keeps_own_calls:
-            stack.enter_context(huggingface.observe_models(models, recorder))
-        elif models:
-            stack.enter_context(huggingface.prepare_models(model, models, recorder))

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
 from foci.decoding.beam import Beam, search_beam
 from foci.decoding.sampling import Sampler, Sampling
 from foci.decoding.static_cache import StaticSteps
 from foci.decoding.steps import CachedSteps, PreparedPrompt, Prompt, UncachedSteps, prepare_prompt
 from foci.decoding.stopping import Answer, AnswerBatch, DecodeFunction, StopConditions
+from foci.runtime.interception import get_interceptors
 
 GREEDY = Sampling(temperature=0.0)
 # Steps between two checks on a GPU whether all answers have ended: each check waits for the GPU.
@@ -192,7 +192,7 @@ def choose_steps(
 
 def is_watched() -> bool:
     """Whether a recorder on this thread needs to see every call that the model makes."""
-    return any(getattr(mode, "sees_every_call", False) for mode in _get_current_function_mode_stack())
+    return bool(get_interceptors())
 
 
 def check_total_length(model: nn.Module, prepared: PreparedPrompt, new_tokens: int) -> None:

@@ -40,6 +40,11 @@ def is_inside_torch_func() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_recomputation() -> bool:
+    """Whether activation checkpointing recomputes a forward pass inside the backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_vmapped(tensor: Tensor) -> bool:
     """Whether torch.func.vmap hides a batch dimension of the tensor."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))

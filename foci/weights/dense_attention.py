@@ -21,6 +21,7 @@ from foci.backends import reference, strips
 from foci.biases import DenseBias
 from foci.masks.base import Mask
 from foci.runtime.double_backward import make_distinct_views
+from foci.runtime.interception import intercept, is_intercepting
 from foci.runtime.tracing import disable_autocast
 from foci.scores import Dot
 from foci.statistics import streaming
@@ -50,8 +51,11 @@ def attention_with_matrix(
 
     The arguments are those of `attention`. The weights are those before dropout; both results are differentiable.
     """
-    if has_torch_function_variadic(query, key, value):
+    is_watched = is_intercepting()
+    if is_watched or has_torch_function_variadic(query, key, value):
         options: dict[str, Any] = {"mask": mask, "bias": bias, "dropout": dropout, "average": average}
+        if is_watched:
+            return intercept(attention_with_matrix, (query, key, value), options)  # type: ignore[no-any-return]
         overridden: tuple[Tensor, Tensor] = handle_torch_function(
             attention_with_matrix, (query, key, value), query, key, value, **options
         )

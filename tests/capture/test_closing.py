@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import foci
 from foci.capture.recorder import active_recorders
+from foci.runtime.interception import KEY, is_key_included
 from foci.runtime.interrupts import delay_interrupts
 from tests.capture.models import Stack
 
@@ -27,9 +29,10 @@ INTERRUPTED_FILES = ("capture/watch.py", "capture/hooks.py", "runtime/interrupts
 
 
 def state_left(model: nn.Module) -> tuple[int, int, int]:
-    """The numbers of hooks on the model, of torch function modes, and of active recorders."""
+    """The number of hooks on the model, whether attention calls are intercepted, and the number of active recorders."""
     hooks = sum(len(getattr(module, name)) for module in model.modules() for name in HOOK_DICTS)
-    return hooks, torch._C._len_torch_function_stack(), len(active_recorders())
+    is_patched = F.has_torch_function is not torch.overrides.has_torch_function  # type: ignore[attr-defined]
+    return hooks, is_key_included(KEY) + is_patched, len(active_recorders())
 
 
 @contextmanager

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import foci
-from foci.capture.torch_functions import AttentionMode
+from foci.capture.recorder import Recorder
+from foci.capture.torch_functions import record_intercepted_call
 
 transformers = pytest.importorskip("transformers")
 
 import foci.hf  # noqa: E402
-from foci.capture.huggingface.attention import attention_forward  # noqa: E402
 
 IDS = torch.arange(12).view(1, 12)
 
@@ -40,22 +40,20 @@ class Onlooker(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_mode_intercepts_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_attention_calls_are_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    original = AttentionMode.__torch_function__
 
-    def counted(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        told.append(func)
-        return original(self, func, types, args, kwargs)
+    def counted(self: Recorder, function: Any, args: Any, kwargs: Any) -> Any:
+        told.append(function)
+        return record_intercepted_call(self, function, args, kwargs)
 
-    monkeypatch.setattr(AttentionMode, "__torch_function__", counted)
+    monkeypatch.setattr(Recorder, "intercept", counted)
     model = llama()
     with foci.watch(model) as seen, torch.no_grad():
+        assert torch._C._len_torch_function_stack() == 0
         model(IDS)
-    assert told.count(attention_forward) == seen.calls == 3
-    assert foci.attention not in told
-    # Tensor operations between `attention_forward` and `foci.attention` are not intercepted.
-    assert Tensor._version.__get__ not in told  # type: ignore[attr-defined]
+    assert told == [foci.attention] * 3
+    assert seen.calls == 3
 
 
 @pytest.mark.parametrize("outer", [True, False])
@@ -74,8 +72,8 @@ def test_nested_blocks_and_modes(outer: bool) -> None:
     assert first.calls == second.calls == 3
     torch.testing.assert_close(first["L2"].entropy(), second["L2"].entropy())
     assert torch.equal(first["L1"].top(2).keys, second["L1"].top(2).keys)
-    # An inner mode intercepts all calls first; an outer mode only those that the blocks make.
-    assert onlooker.told.count(foci.attention if outer else attention_forward) == 3
+    # The blocks come first, wherever the mode is: it gets the call that the last of them makes.
+    assert onlooker.told.count(foci.attention) == 3
 
 
 def test_output_attentions_under_watch() -> None:

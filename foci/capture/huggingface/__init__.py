@@ -20,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -38,19 +39,33 @@ if TYPE_CHECKING:
 ATTENTION_SOURCES: dict[type[nn.Module], str | None] = {}
 
 
-def find_pretrained_models(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """The transformers models among the modules of a model, by name, outermost first."""
+@dataclass(frozen=True)
+class TransformersModels:
+    """The transformers models inside a model, outermost first, and their attention modules, each by name."""
+
+    models: dict[str, nn.Module]
+    attention_modules: dict[str, nn.Module]
+
+
+def find_transformers_models(modules: Iterable[tuple[str, nn.Module]]) -> TransformersModels:
+    """The transformers models among the modules of a model."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
-        return {}
-    return {name: part for name, part in modules if isinstance(part, modeling.PreTrainedModel)}
+        return TransformersModels({}, {})
+    models = {name: module for name, module in modules if isinstance(module, modeling.PreTrainedModel)}
+    attention_modules = {
+        name: module
+        for name, module in (modules if models else ())
+        if attention_source_of(type(module)) and any(is_same_or_inside(name, outer) for outer in models)
+    }
+    return TransformersModels(models, attention_modules)
 
 
 @contextmanager
-def prepare_models(model: nn.Module, models: dict[str, nn.Module], recorder: Recorder) -> Iterator[None]:
+def prepare_models(model: nn.Module, found: TransformersModels, recorder: Recorder) -> Iterator[None]:
     """Switches transformers models to foci for a block, reads their inputs, and reports unseen modules at the end."""
     register()
-    modules = find_attention_modules(models, recorder)
+    models, modules = found.models, found.attention_modules
     with ExitStack() as stack:
         for name, layer_name in name_layers(models, modules):
             recorder.name_layer(name, layer_name)
@@ -67,25 +82,16 @@ def prepare_models(model: nn.Module, models: dict[str, nn.Module], recorder: Rec
 
 
 @contextmanager
-def observe_models(models: dict[str, nn.Module], recorder: Recorder) -> Iterator[None]:
+def observe_models(found: TransformersModels, recorder: Recorder) -> Iterator[None]:
     """Records the calls of transformers models, which keep their attention implementation, for a block."""
-    modules = find_attention_modules(models, recorder)
-    for name, layer_name in name_layers(models, modules):
+    modules = found.attention_modules
+    for name, layer_name in name_layers(found.models, modules):
         recorder.name_layer(name, layer_name)
     with observe_interface():
         yield
         for name, module in modules.items():
             if recorder.run_counts[name] and not recorder.has_attended(name):
                 recorder.mark_unseen(name, describe_missed(module))
-
-
-def find_attention_modules(models: dict[str, nn.Module], recorder: Recorder) -> dict[str, nn.Module]:
-    """The modules with attention code inside these models, by name."""
-    return {
-        name: module
-        for name, module in recorder.modules
-        if attention_source_of(type(module)) and any(is_same_or_inside(name, outer) for outer in models)
-    }
 
 
 def describe_missed(module: nn.Module) -> str:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from foci.call import DEFAULT_SCORE, attention
 from foci.capture.huggingface.masks import DeferredMask, build_attention_mask, is_watch_active
@@ -49,18 +48,8 @@ class VisibleKeys(NamedTuple):
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """One attention of a transformers model: (B, H, Tq, D) in, (B, Tq, H, Dv) out, with weights if requested.
-
-    The torch function mode of `foci.watch` intercepts this call as a whole, not each tensor operation on the way to
-    `foci.attention`.
-    """
-    arguments = module, query, key, value, attention_mask
-    if has_torch_function_variadic(query, key, value) and is_watch_active():
-        result: tuple[Tensor, Tensor | None] = handle_torch_function(
-            attention_forward, (query, key, value), *arguments, **options
-        )
-        return result
-    return translate_call(attention, *arguments, **options)
+    """One attention of a transformers model: (B, H, Tq, D) in, (B, Tq, H, Dv) out, with weights if requested."""
+    return translate_call(attention, module, query, key, value, attention_mask, **options)
 
 
 def translate_call(

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from foci.call import attention
 from foci.capture.huggingface.attention import IMPLEMENTATION, translate_call
 from foci.capture.huggingface.masks import DeferredMask, MaskPositions
-from foci.capture.recorder import active_recorders, is_recomputation
+from foci.capture.recorder import active_recorders
 from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import causal, documents, window
+from foci.runtime.interception import without_interception
+from foci.runtime.tracing import is_recomputation
 
 if TYPE_CHECKING:
     from foci.capture.recorder import Recorder
@@ -61,7 +63,7 @@ def get_observed_interface(
 ) -> Callable[..., Any]:
     """The attention function of an implementation; one that also records its calls if a recorder asks for them."""
     function = get_interface(interface, attn_implementation, default)
-    recorders = [each for each in active_recorders() if each.keeps_own_calls and each.is_open and each.module_stack]
+    recorders = [each for each in active_recorders() if each.keeps_own_calls and each.is_open]
     if not recorders or attn_implementation in INTERCEPTED:
         return function
     return partial(run_and_record, recorders, attn_implementation, function)
@@ -78,13 +80,14 @@ def run_and_record(
     """Runs an attention function of transformers, then records its call."""
     result = function(module, *inputs, **options)
     for recorder in () if is_recomputation() else recorders:
-        name = recorder.current_module
+        name = recorder.find_running_module()
+        if name is None:
+            continue
         recorder.count_call(name)
         if not recorder.is_selected(name):
             continue
         try:
-            # The torch function mode must not see this call again.
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with without_interception(), torch.no_grad():
                 record_interface_call(recorder, name, implementation or "eager", module, *inputs, **options)
         except (TypeError, ValueError) as error:
             recorder.mark_unseen(name, f"foci does not support its call: {error}")

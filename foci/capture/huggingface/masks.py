@@ -8,7 +8,6 @@ B batch, Tq queries, Tk keys.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from foci.capture.huggingface.switch import implementation_before_watch
 from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import causal, documents, padding, window
 from foci.masks.tile import CallSizes, Tile
+from foci.runtime.interception import get_interceptors
 from foci.runtime.tracing import is_traced
 
 MaskConjuncts = list[Mask]
@@ -119,9 +119,8 @@ def to_inverted_mask(deferred: DeferredMask) -> Tensor:
 
 
 def is_watch_active() -> bool:
-    """Whether a `foci.watch` block of this thread is open. If its module is not imported yet, none is."""
-    recorder = sys.modules.get("foci.capture.recorder")
-    return recorder is not None and bool(recorder.active_recorders())
+    """Whether a `foci.watch` block of this thread is open."""
+    return bool(get_interceptors())
 
 
 def warn_eager_attention() -> None:
