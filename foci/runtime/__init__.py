@@ -4,6 +4,7 @@ tracing: compilers, torch.func transforms, CUDA graph capture and autocast aroun
 checks: checks of tensors against the sizes of a call.
 tensor_cache: tensors that follow from plain numbers, made once.
 device: properties of the GPU.
+interception: hands attention calls to `foci.watch` blocks.
 interrupts: delays Ctrl+C.
 compile_switch: switches torch.compile off while a model is watched.
 cuda_graphs: captures work as a CUDA graph.
