@@ -23,7 +23,8 @@ def text_files() -> list[Path]:
     # In a git worktree .git is a file.
     files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
     files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
-    return sorted(path for path in files if path.suffix in SUFFIXES and path.name != Path(__file__).name)
+    own = [path for path in files if "build" not in path.relative_to(ROOT).parts and path.name != Path(__file__).name]
+    return sorted(path for path in own if path.suffix in SUFFIXES)
 
 
 def unwanted_texts(text: str) -> list[str]:
