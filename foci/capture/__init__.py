@@ -7,6 +7,7 @@ huggingface: switches transformers models to foci inside the block.
 hooks: forward hooks that are gone after the block, whatever happens.
 recorder: collects the calls of one block and fills the Record at its end.
 naming: derives layer names (stack, index, axis labels) from module names.
+cross_attention: tells cross-attention from self-attention by the inputs of a module.
 token_ids: collects the token ids that the model reads, for the labels.
 layer_log: collects the calls of one layer and builds its Layer.
 generation_steps: joins the steps of a generation into one matrix.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -84,8 +84,12 @@ class ModelLayout:
         self.is_encoder_decoder = has_component(class_names, "encoder") and has_component(class_names, "decoder")
         self.has_several_modalities = len({modality_of_name(name) for name in self.attention_modules}) > 1
         self.layer_names: dict[str, LayerName] = {}
+        # Modules whose names do not number them: they are numbered again in the order of their calls.
+        self.unnumbered: set[str] = set()
         for stack, members in group_by_stack((self.stack_of(name), name) for name in self.attention_modules):
-            for name, index in zip(members, number_layers(members), strict=True):
+            numbers = find_distinct_numbers(members)
+            self.unnumbered.update(members if numbers is None else ())
+            for name, index in zip(members, range(len(members)) if numbers is None else numbers, strict=True):
                 self.layer_names[name] = self.build_layer_name(stack, index)
 
     def stack_of(self, name: str) -> str:
@@ -93,6 +97,9 @@ class ModelLayout:
             name not in self.attention_modules and CROSS_ATTENTION.search(name_within_block(name))
         ):
             return "cross"
+        return self.self_attention_stack_of(name)
+
+    def self_attention_stack_of(self, name: str) -> str:
         modality = modality_of_name(name)
         if self.has_several_modalities and modality:
             return modality
@@ -128,16 +135,63 @@ class LayerNames:
         self.attention_modules = {name: by_name[name] for name in self.layout.attention_modules}
         self.is_encoder_decoder = self.layout.is_encoder_decoder
         self.layer_names = dict(self.layout.layer_names)
+        self._unnumbered = set(self.layout.unnumbered)
+        self._names_before_calls: dict[str, LayerName] = {}
+        # By stack, the modules in the order of their first calls.
+        self._called: dict[str, list[str]] = {}
+        self._fitted: dict[str, tuple[bool | None, str]] = {}
 
     def set(self, name: str, layer_name: LayerName) -> None:
         self.layer_names[name] = layer_name
+        self._unnumbered.discard(name)
 
     def of(self, name: str) -> LayerName:
         """The layer name of an attention module, by its module name."""
         if name not in self.layer_names:
-            outer = [known for known in self.attention_modules if is_inside(name, known)]
-            self.layer_names[name] = self.layer_names[outer[-1]] if outer else self._name_unknown_module(name)
+            outer = self._attention_module_of(name)
+            self.layer_names[name] = self._name_unknown_module(name) if outer is None else self.layer_names[outer]
         return self.layer_names[name]
+
+    def _attention_module_of(self, name: str) -> str | None:
+        """The attention module that a module is, or is inside of."""
+        if name in self.attention_modules:
+            return name
+        return next((known for known in reversed(self.attention_modules) if is_inside(name, known)), None)
+
+    def _is_named_cross(self, name: str) -> bool:
+        return is_named_cross(self.attention_modules, self._attention_module_of(name) or name)
+
+    def fit_to_call(self, name: str, is_cross: bool | None, context: str) -> None:
+        """Fits a layer name to a call of its module: to its inputs, and to its place in the order of calls.
+
+        Args:
+            name: of the module.
+            is_cross: whether the inputs show cross-attention or self-attention; None if they do not tell.
+            context: the name of the keys' sequence in cross-attention that the module name does not tell.
+        """
+        if self._fitted.get(name) == (is_cross, context):
+            return
+        self._fitted[name] = is_cross, context
+        before = self._names_before_calls.setdefault(name, self.of(name))
+        layer_name, outer = before, self._attention_module_of(name)
+        if is_cross and not before.is_cross:
+            crossing = self.layout.build_layer_name("cross", before.index)
+            is_plain = before.queries in {crossing.queries, "input"} and self.is_encoder_decoder
+            # The only attention of a model needs no stack to be told apart.
+            stack = "cross" if len(self.attention_modules) > 1 else before.stack
+            layer_name = crossing if is_plain else LayerName(stack, before.index, before.queries, context)
+        elif (
+            is_cross is False
+            and outer in self.layout.cross_modules
+            and not is_named_cross(self.attention_modules, outer)
+        ):
+            layer_name = self.layout.build_layer_name(self.layout.self_attention_stack_of(name), before.index)
+        if outer in self._unnumbered:
+            called = self._called.setdefault(layer_name.stack, [])
+            if outer not in called:
+                called.append(outer)
+            layer_name = replace(layer_name, index=called.index(outer))
+        self.layer_names[name] = layer_name
 
     def is_only_one_of_stack(self, name: str) -> bool:
         """Whether a module is the only attention module of its stack."""
@@ -154,7 +208,12 @@ class LayerNames:
 
 
 def is_cross_attention(names: Collection[str], name: str, class_name: str) -> bool:
-    if CROSS_ATTENTION.search(name_within_block(name)) or CROSS_ATTENTION.search(class_name):
+    return bool(CROSS_ATTENTION.search(class_name)) or is_named_cross(names, name)
+
+
+def is_named_cross(names: Collection[str], name: str) -> bool:
+    """Whether the name of the module itself says cross-attention, not only that of its class."""
+    if CROSS_ATTENTION.search(name_within_block(name)):
         return True
     # PyTorch's decoder layer has "self_attn" and names its cross-attention "multihead_attn".
     return name.endswith("multihead_attn") and name.removesuffix("multihead_attn") + "self_attn" in names
@@ -187,11 +246,11 @@ def group_by_stack(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list
     yield from groups.items()
 
 
-def number_layers(names: list[str]) -> list[int]:
-    """The first number in the module paths that differs for all modules; if there is none, 0, 1, 2, ..."""
+def find_distinct_numbers(names: list[str]) -> list[int] | None:
+    """The first number in the module paths that differs for all modules; None if there is none."""
     paths = [[int(part) for part in name.split(".") if part.isdigit()] for name in names]
     for column in range(min(map(len, paths), default=0)):
         candidates = [path[column] for path in paths]
         if len(set(candidates)) == len(candidates):
             return candidates
-    return list(range(len(names)))
+    return None

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foci.capture.cross_attention import ModuleInputs
 from foci.capture.generation_steps import CaptureError, count_step_bytes, take_heads
 from foci.capture.host_copy import HostCopier
 from foci.capture.layer_log import LayerLog
@@ -89,6 +90,9 @@ class Recorder:
         self.run_counts: Counter[str] = Counter()
         self.softmax_modules: set[str] = set()
         self.unseen_reasons: dict[str, str] = {}
+        self.module_inputs = ModuleInputs()
+        # The names of contexts, sequences that only cross-attention reads, by their length.
+        self.context_names: dict[int, str] = {}
         self.token_ids = TokenIds(tokenizer)
         self.host_copier = HostCopier()
         self.layer_logs: dict[str, LayerLog] = {}
@@ -224,6 +228,15 @@ class Recorder:
                 heads.append(int(match["head"]))
         return heads
 
+    def fit_layer_name(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Fits the layer name of a module to the call that it makes: self-attention or cross-attention."""
+        is_cross = self.module_inputs.tell_cross(self.running_modules(), q, k, v)
+        context = "context"
+        if is_cross:
+            number = len(self.context_names) + 1
+            context = self.context_names.setdefault(k.shape[-2], context if number == 1 else f"context#{number}")
+        self.layer_names.fit_to_call(name, is_cross, context)
+
     def count_call(self, name: str) -> None:
         """Counts an attention call of a module, recorded or not."""
         self.calls += 1
@@ -312,11 +325,29 @@ class Recorder:
             layer.labels = self.record.labels
             self.record.layers[name] = layer
         self.record.labels.update(self.token_ids.build_labels())
+        self._name_known_contexts()
         self.record.calls, self.record.unseen = self.calls, self.list_unseen()
         generated = [log for log in self.layer_logs.values() if len(log.passes) > 1 and not log.is_cross]
         self.record.prompt = generated[0].first_call[0] if generated else None
         self.host_copier.wait()
         self.record.filling = False
+
+    def _name_known_contexts(self) -> None:
+        """Names the keys of cross-attention after the model's sequence if it is them that its labels describe.
+
+        The module's inputs tell that queries and keys differ, not which of them the labels belong to: a pooling head
+        attends with learned queries to the patches.
+        """
+        for layer in self.record.layers.values():
+            labels = self.record.labels.get(layer.queries)
+            if (
+                layer.keys in self.context_names.values()
+                and labels is not None
+                and layer.keys not in self.record.labels
+            ):
+                batch, _, queries, keys = layer.sizes
+                if labels.batch == batch and len(labels) == keys != queries:
+                    layer.queries, layer.keys = "queries", layer.queries
 
     def _check_requested_names(self) -> None:
         """Refuses names in `layers`, `heads` or `ablate` that no module has, if any module attended."""

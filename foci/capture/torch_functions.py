@@ -56,8 +56,9 @@ def record_intercepted_call(
     return function(*args, **kwargs) if name is None else HANDLERS[function](recorder, name, function, args, kwargs)
 
 
-def count_and_check(recorder: Recorder, name: str) -> bool:
+def count_and_check(recorder: Recorder, name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Counts an attention call of a module; returns whether to record it."""
+    recorder.fit_layer_name(name, q, k, v)
     if not is_recomputation():
         recorder.count_call(name)
     if not recorder.is_selected(name):
@@ -84,7 +85,7 @@ def handle_foci_attention(
 ) -> Any:
     """`foci.attention`."""
     returns_weights = kwargs.get("return_weights", False)
-    is_recorded, ablated = count_and_check(recorder, name), recorder.heads_to_ablate(name)
+    is_recorded, ablated = count_and_check(recorder, name, *args), recorder.heads_to_ablate(name)
     if not is_recorded:
         return zero_heads_of_result(func(*args, **kwargs), returns_weights, ablated, name)
     query, key, value = args
@@ -119,7 +120,7 @@ def handle_attention_with_matrix(
 ) -> tuple[Tensor, Tensor]:
     """`attention_with_matrix`: its own call runs unchanged, because the caller asked for the whole matrix."""
     out, matrix = func(*args, **kwargs)
-    if count_and_check(recorder, name):
+    if count_and_check(recorder, name, *args):
         with without_interception(), torch.no_grad():
             _, weights = attention(*args, mask=kwargs["mask"], bias=kwargs["bias"], return_weights=True)
         recorder.record_call(name, weights, args[2])
@@ -182,7 +183,11 @@ def handle_sdpa(
     recorder: Recorder, name: str, func: Any, args: PositionalArguments, kwargs: KeywordArguments
 ) -> Tensor:
     """F.scaled_dot_product_attention."""
-    is_recorded, ablated = count_and_check(recorder, name), recorder.heads_to_ablate(name)
+    tensors = (*args, *(kwargs.get(each) for each in ("query", "key", "value")[len(args) :]))[:3]
+    if not all(isinstance(each, Tensor) for each in tensors):
+        # PyTorch raises its own error.
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    is_recorded, ablated = count_and_check(recorder, name, *tensors), recorder.heads_to_ablate(name)
     if not is_recorded:
         return zero_heads_of_output(func(*args, **kwargs), ablated, name)
     try:
@@ -361,7 +366,7 @@ def record_multi_head_attention(out: Tensor, values: Tensor, products: MultiHead
     split = (-1, products.heads)
     assert products.queries is not None and products.keys is not None
     for recorder, name in products.callers:
-        if count_and_check(recorder, name):
+        if count_and_check(recorder, name, products.queries, products.keys, values):
             q, k, v = (t.unflatten(0, split) for t in (products.queries, products.keys, values))
             bias = products.bias
             if bias is not None and bias.dim() == 3:

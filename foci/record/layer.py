@@ -210,8 +210,12 @@ class Layer:
         return self._source.received(queries, per)
 
     def distance(self) -> Tensor:
-        """The mean distance between each query and its keys, weighted by attention: (B, H, Tq)."""
-        return self._source.distance()
+        """The mean distance between each query and its keys, weighted by attention: (B, H, Tq).
+
+        NaN for cross-attention, whose queries and keys have no common positions.
+        """
+        distance = self._source.distance()
+        return distance if self.queries == self.keys else torch.full_like(distance, torch.nan)
 
     def top(self, k: int) -> Top:
         """The k heaviest keys of each query, heaviest first: values and keys (B, H, Tq, k)."""

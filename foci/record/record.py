@@ -161,11 +161,15 @@ class Record:
     def label(self, tokens: Any, name: str = "input", decode: Any = None) -> Record:
         """Sets labels: texts, [batch][position] or [position]; Labels; or token ids with `decode`.
 
-        `decode` is a tokenizer, or a function from a list of ids to text. Returns the record.
+        `name` is that of a sequence: `queries` or `keys` of a layer. `decode` is a tokenizer, or a function from a list
+        of ids to text. Returns the record.
         """
         labels = from_tensors.to_labels(tokens, decode)
         # Layers may differ in length; labels are wrong only if they fit none of them.
         along = [layer for layer in self.layers.values() if name in (layer.queries, layer.keys)]
+        if self.layers and not along:
+            names = sorted({axis for layer in self.layers.values() for axis in (layer.queries, layer.keys)})
+            raise ValueError(f"name must be a sequence of the record ({', '.join(map(repr, names))}), got {name!r}")
         reasons = [from_tensors.explain_misfit(layer, {name: labels}) for layer in along]
         if reasons and all(reasons):
             raise ValueError(reasons[0])

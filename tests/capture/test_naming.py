@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import foci
-from foci.capture.naming import LayerName, LayerNames, number_layers
+from foci.capture.naming import LayerName, LayerNames, find_distinct_numbers
 
 
 class SelfAttention(nn.Module):
@@ -103,9 +103,30 @@ def test_modules_without_attention_in_their_class_name() -> None:
 
 
 def test_layer_numbers() -> None:
-    assert number_layers(["a.1.b.0", "a.1.b.5"]) == [0, 5]
-    assert number_layers(["a", "b"]) == [0, 1]
-    assert number_layers([]) == []
+    assert find_distinct_numbers(["a.1.b.0", "a.1.b.5"]) == [0, 5]
+    assert find_distinct_numbers(["a", "b"]) is None
+    assert find_distinct_numbers([]) is None
+
+
+def test_modules_without_numbers_are_numbered_in_the_order_of_their_calls() -> None:
+    names = LayerNames(modules(tree("down.attn1", "down.attn2", "up.attn1", "up.attn2", "mid.attn1", "mid.attn2")))
+    for part in ("down", "mid", "up"):
+        names.fit_to_call(f"{part}.attn1", False, "context")
+        names.fit_to_call(f"{part}.attn2", True, "context")
+    found = [names.of(f"{part}.{kind}").short for part in ("down", "mid", "up") for kind in ("attn1", "attn2")]
+    assert found == ["L0", "cross.L0", "L1", "cross.L1", "L2", "cross.L2"]
+    assert names.of("mid.attn2") == LayerName("cross", 1, "input", "context")
+
+
+def test_inputs_overrule_the_name_of_a_class_but_not_of_a_module() -> None:
+    class CrossAttention(nn.Module):
+        """As in latent diffusion: without a context it is self-attention."""
+
+    names = LayerNames(modules(tree("blocks.0.attn1", "blocks.1.cross_attn", kind=CrossAttention)))
+    assert names.of("blocks.0.attn1").short == "cross.L0"
+    names.fit_to_call("blocks.0.attn1", False, "context")
+    names.fit_to_call("blocks.1.cross_attn", False, "context")
+    assert [names.of(name).short for name in ("blocks.0.attn1", "blocks.1.cross_attn")] == ["L0", "cross.L1"]
 
 
 def test_layouts_are_cached_and_layer_names_are_per_model() -> None:

@@ -98,8 +98,8 @@ def test_labels_that_do_not_fit_are_replaced_by_positions() -> None:
     assert [labels.kind for labels in record.labels_of(longer)] == ["positions", "positions"]
     record.label([[1, 2, 3, 4, 5]], decode=lambda ids: "".join(chr(96 + i) for i in ids))
     assert record.labels["input"].texts == (tuple("abcde"),)
-    record.label(Labels.positions(1, 5), name="other")
-    assert record.labels["other"].kind == "positions"
+    with pytest.raises(ValueError, match=r"name must be a sequence of the record \('input'\), got 'other'"):
+        record.label(Labels.positions(1, 5), name="other")
     with pytest.raises(TypeError, match="token ids together with decode="):
         record.label([[1, 2]])
 
