@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from foci.call import attention, merge, plan
     from foci.capture.look import look
     from foci.capture.monitor import Monitor
+    from foci.capture.qk_clip import clip_qk
     from foci.capture.watch import watch
     from foci.decoding import generate
     from foci.files import load
@@ -51,6 +52,7 @@ __all__ = [
     "Weights",
     "attention",
     "causal",
+    "clip_qk",
     "documents",
     "generate",
     "load",
@@ -74,6 +76,7 @@ EXPORTS = {
     "foci.call": ("attention", "merge", "plan"),
     "foci.capture.look": ("look",),
     "foci.capture.monitor": ("Monitor",),
+    "foci.capture.qk_clip": ("clip_qk",),
     "foci.capture.watch": ("watch",),
     "foci.decoding": ("generate",),
     "foci.files": ("load",),
