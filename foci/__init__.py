@@ -7,6 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from foci.runtime.saved_graphs import register_operators_on_load
+
 if TYPE_CHECKING:
     from foci import bertviz as bertviz
     from foci import decoding as decoding
@@ -112,3 +114,6 @@ def __getattr__(name: str) -> Any:
     from foci.runtime.spelling import suggest_name
 
     raise AttributeError(f"module 'foci' has no attribute {name!r}{suggest_name(name, __dir__())}")
+
+
+register_operators_on_load()

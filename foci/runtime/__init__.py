@@ -1,6 +1,7 @@
 """What the library needs from PyTorch, the compiler, the file system and the terminal.
 
 tracing: compilers, torch.func transforms, CUDA graph capture and autocast around a call.
+saved_graphs: registers the operators before a saved graph is loaded.
 checks: checks of tensors against the sizes of a call.
 tensor_cache: tensors that follow from plain numbers, made once.
 device: properties of the GPU.

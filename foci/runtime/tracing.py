@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -71,3 +74,26 @@ def disable_autocast(function: Callable[Concatenate[X, P], R]) -> Callable[Conca
             return function(x, *arguments, **options)
 
     return run_without_autocast
+
+
+@contextmanager
+def enable_autograd_in_operator() -> Iterator[None]:
+    """Enables autograd inside the implementation of an operator, where PyTorch switches it off."""
+    key = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    excluded = excluded.remove(key.AutogradFunctionality).remove(key.ADInplaceOrView)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+def name_reversed_matmul() -> None:
+    """Makes the compiler say that it exchanged the factors of `a @ b`, where `a` is not a tensor but overrides matmul.
+
+    It does exchange them. For other operators it then names the reversed function, such as `Tensor.__rsub__`; up to
+    PyTorch 2.13 its table lacks `Tensor.__rmatmul__`.
+    """
+    builtin = sys.modules.get("torch._dynamo.variables.builtin")
+    reversed_functions = getattr(builtin, "BUILTIN_TO_TENSOR_RFN_MAP", None)
+    if isinstance(reversed_functions, dict):
+        reversed_functions.setdefault(operator.matmul, torch.Tensor.__rmatmul__)

@@ -97,8 +97,9 @@ def compute_group_mass(call: Call, rows: tuple[Tensor, int], columns: tuple[Tens
     if is_empty_call(call):
         return zeros_per_head(call, averaged, row_count, column_count)
     sums = streaming.sum_over_queries(call, averaged, partial(streaming.strip_group_mass, rows=rows, columns=columns))
-    sizes = torch.bincount(row_ids, minlength=row_count + 1)[:row_count].to(sums.dtype)
-    return sums[..., :row_count, :column_count] / sizes.unsqueeze(-1)
+    # Not bincount, which waits for a GPU.
+    sizes = sums.new_zeros(row_count + 1).index_add(0, row_ids, sums.new_ones(row_ids.shape[0]))
+    return sums[..., :row_count, :column_count] / sizes[:row_count].unsqueeze(-1)
 
 
 def is_empty_call(call: Call) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foci.runtime.tracing import is_traced
+
 
 def stable_topk(x: Tensor, k: int, masked_below: float) -> tuple[Tensor, Tensor]:
     """(..., C) -> the min(k, C) largest entries of the last dimension, largest first, and their columns.
@@ -17,7 +19,7 @@ def stable_topk(x: Tensor, k: int, masked_below: float) -> tuple[Tensor, Tensor]
     The order of entries below `masked_below` does not matter.
     """
     k = min(k, x.shape[-1])
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or is_traced(x):
         return topk_by_sorting(x, torch.arange(x.shape[-1], device=x.device).expand(x.shape), k)
     values, columns, tied = topk_by_groups(x, k, masked_below)
     if bool(tied.any()):

@@ -9,6 +9,8 @@ grouping: parses groups of tokens.
 summary: `Top` and `Summary`, the results of several statistics.
 parts_file: tensors, masks, scores and biases as one safetensors file.
 file: checks and rebuilds weights from a file.
+encoding: a call as plain arguments of an operator.
+operators: statistics, slices and products as operators, for torch.compile and torch.export.
 dense_attention: attention together with its whole matrix, for callers that need both at once.
 dense_attention_c: the same in compiled C, on a CPU.
 """

@@ -24,19 +24,19 @@ def assign_groups(groups: Any, length: int, name: str, device: torch.device) -> 
     ranges = parse_groups(groups, length, name)
     if not ranges:
         raise ValueError(f"{name} must have at least one group, got none")
-    ids = torch.full((length,), len(ranges), dtype=torch.int64)
+    ids = [len(ranges)] * length
     for number, (start, stop) in enumerate(ranges):
         if not 0 <= start < stop <= length:
             raise ValueError(
                 f"{name} must be groups with 0 <= start < stop <= {length} tokens,"
                 f" got ({start}, {stop}) for group {number}"
             )
-        if bool((ids[start:stop] != len(ranges)).any()):
+        if any(group != len(ranges) for group in ids[start:stop]):
             raise ValueError(
                 f"{name} must not overlap, got ({start}, {stop}) for group {number}, which overlaps an earlier one"
             )
-        ids[start:stop] = number
-    return ids.to(device), len(ranges)
+        ids[start:stop] = [number] * (stop - start)
+    return torch.tensor(ids, device=device), len(ranges)
 
 
 def parse_groups(groups: Any, length: int, name: str) -> list[TokenRange]:

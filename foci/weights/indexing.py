@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from foci.runtime.checks import check_values
+from foci.runtime.tracing import is_traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,12 @@ def split_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], tu
     return full[:leading], full[leading:] if named else ()
 
 
-def parse_leading_index(item: Any, size: int) -> int | slice:
+def parse_leading_index(index: Any, size: int) -> int | slice:
     """An index of a batch or head axis; negative numbers count from the end."""
-    item = to_int(item)
+    item: int | slice = to_int(index)
     if isinstance(item, slice):
         return check_slice(item)
-    if isinstance(item, bool) or not isinstance(item, int):
+    if not is_int(item):
         raise TypeError(f"an index of a batch or head axis must be an integer or a slice, got {item!r}")
     if not -size <= item < size:
         raise IndexError(f"an index of a batch or head axis must be from {-size} to {size - 1}, got {item}")
@@ -56,6 +60,19 @@ def parse_axis_index(item: Any, size: int, name: str, device: torch.device) -> A
     item = to_int(item)
     if isinstance(item, slice):
         return AxisIndex(torch.arange(size, device=device)[check_slice(item)])
+    if is_int(item):
+        # Made on the device and checked in Python: neither waits for a GPU.
+        check_range(-size <= item < size, name, item, size)
+        place = item % size
+        return AxisIndex(torch.arange(place, place + 1, device=device), dropped=True)
+    if isinstance(item, list | tuple) and item and all(is_int(place) for place in item):
+        check_range(all(-size <= place < size for place in item), name, item, size)
+        return AxisIndex(torch.tensor([place % size for place in item], device=device), is_list=True)
+    return parse_index_tensor(item, size, name, device)
+
+
+def parse_index_tensor(item: Any, size: int, name: str, device: torch.device) -> AxisIndex:
+    """An index that is a tensor, an array or an empty list."""
     try:
         index = torch.as_tensor(item, device=device)
     except (TypeError, ValueError, RuntimeError):
@@ -64,10 +81,18 @@ def parse_axis_index(item: Any, size: int, name: str, device: torch.device) -> A
         index = index.to(torch.int64)
     if index.dtype == torch.bool or index.is_floating_point() or index.is_complex() or index.dim() > 1:
         raise TypeError(axis_error(name, item))
-    if not bool(((index >= -size) & (index < size)).all()):
-        raise IndexError(f"{name} indices must be from {-size} to {size - 1}, got {item!r}")
+    inside = (index >= -size) & (index < size)
+    if is_traced(index):
+        check_values(inside, lambda: "")
+    else:
+        check_range(bool(inside.all()), name, item, size)
     indices = index.to(torch.int64).remainder(max(size, 1)).reshape(-1)
     return AxisIndex(indices, dropped=index.dim() == 0, is_list=index.dim() == 1)
+
+
+def check_range(inside: bool, name: str, item: Any, size: int) -> None:
+    if not inside:
+        raise IndexError(f"{name} indices must be from {-size} to {size - 1}, got {item!r}")
 
 
 def axis_error(name: str, item: Any) -> str:
@@ -76,12 +101,19 @@ def axis_error(name: str, item: Any) -> str:
 
 def to_int(item: Any) -> Any:
     """Integers of other libraries and tensors with one integer as int; anything else unchanged."""
-    if isinstance(item, bool) or (isinstance(item, Tensor) and (item.dim() > 0 or item.dtype == torch.bool)):
+    if isinstance(item, int | slice | list | torch.SymInt):
+        return item
+    if isinstance(item, Tensor) and (item.dim() > 0 or item.dtype == torch.bool or is_traced(item)):
         return item
     try:
         return operator.index(item)
     except TypeError:
         return item
+
+
+def is_int(item: Any) -> bool:
+    """Whether this is an integer, perhaps one that a compiler does not know, and not a bool."""
+    return isinstance(item, int | torch.SymInt) and not isinstance(item, bool)
 
 
 def check_slice(item: slice) -> slice:
@@ -90,8 +122,28 @@ def check_slice(item: slice) -> slice:
     return item
 
 
+def select_sequences(lead: tuple[int | slice, ...], batch: tuple[int, ...]) -> tuple[slice | Tensor, tuple[int, ...]]:
+    """The sequences of a parsed index of the batch axes, all of them as one axis, and the batch axes that are left."""
+    if not batch:
+        return slice(0, 1), ()
+    if len(batch) == 1:
+        return select_from_axis(lead[0], batch[0])
+    places = torch.arange(math.prod(batch)).view(batch)[lead]
+    return to_slice(places), tuple(places.shape)
+
+
+def select_from_axis(item: int | slice, size: int) -> tuple[slice, tuple[int, ...]]:
+    if not isinstance(item, slice):
+        return slice(item, item + 1), ()
+    start, stop, step = item.indices(size)
+    # Not the length of a range, which must be a known number.
+    return slice(start, max(start, stop), step), (max(-((start - stop) // step), 0),)
+
+
 def to_slice(index: Tensor) -> slice | Tensor:
     """The indices as a slice if they are evenly spaced, so that the selection stays a view."""
+    if is_traced(index):
+        return index.flatten()
     places = index.flatten().tolist()
     if not places:
         return slice(0, 0)

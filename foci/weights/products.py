@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foci import backends, statistics
+from foci import backends
 from foci.arguments import Call
 from foci.statistics.streaming import finite_lse
+from foci.weights import operators
 
 
 def multiply(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name: str = "W @ x") -> Tensor:
@@ -36,13 +37,14 @@ def multiply(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name:
     return reshape_product(out.mean(1) if averaged else out, lead, x)
 
 
-def multiply_transposed(call: Call, lead: tuple[int, ...], x: Tensor, averaged: bool, name: str = "W.T @ x") -> Tensor:
+def multiply_transposed(
+    call: Call, lse: Tensor, lead: tuple[int, ...], x: Tensor, averaged: bool, name: str = "W.T @ x"
+) -> Tensor:
     """Wᵀ x: (..., Tq, E) -> (..., Tk, E); a vector (Tq,) gives (..., Tk)."""
     check_operand(call, x, call.q.shape[2], name)
     values = expand_operand(x, lead, (call.q.shape[0], 1 if averaged else call.q.shape[1]), name)
-    return reshape_product(
-        statistics.compute_transposed_product(call, values.to(call.softmax_dtype), averaged), lead, x
-    )
+    values = values.to(call.softmax_dtype)
+    return reshape_product(operators.compute_transposed_product(call, lse, values, averaged), lead, x)
 
 
 def count_operand_heads(call: Call, x: Tensor, averaged: bool) -> int:

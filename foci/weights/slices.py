@@ -14,7 +14,7 @@ from foci.backends.strips import recompute_in_backward, strip_budget
 from foci.biases import DenseBias
 from foci.masks.kinds import Causal
 from foci.masks.tile import Tile
-from foci.runtime.tracing import disable_autocast, is_traced
+from foci.runtime.tracing import disable_autocast, is_capturing_cuda_graph, is_traced
 from foci.scores import Dot
 from foci.statistics.streaming import finite_lse
 
@@ -83,12 +83,17 @@ def count_rows_per_step(call: Call, width: int, strips: int) -> int:
 
 def entries_from_lse(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
     lse = finite_lse(lse[:, :, rows])
-    if isinstance(call.bias, DenseBias) and bool((lse.abs() > MAX_PRECISE_LSE).any()):
+    if isinstance(call.bias, DenseBias) and has_imprecise_lse(lse):
         # A bias such as -1e9 was used as a mask: normalising the full row is exact where the log-sum-exp is not.
         return entries_from_full_rows(call, rows, columns, averaged)
     logits = reference.compute_logits(call, call.q[:, :, rows], call.k[:, :, columns], tile_at(call, rows, columns))
     weights = logits.sub_(lse.unsqueeze(-1)).exp_()
     return weights.mean(1, keepdim=True) if averaged else weights
+
+
+def has_imprecise_lse(lse: Tensor) -> bool:
+    """Whether a log-sum-exp is too large to be precise, or cannot be read."""
+    return is_traced(lse) or is_capturing_cuda_graph(lse) or bool((lse.abs() > MAX_PRECISE_LSE).any())
 
 
 def entries_from_full_rows(call: Call, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:

@@ -9,6 +9,7 @@ B batch, H heads, G key/value heads, Tq queries, Tk keys.
 from __future__ import annotations
 
 import math
+import operator
 import os
 from dataclasses import replace
 from typing import Any
@@ -16,20 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci import statistics
 from foci.arguments import Call
 from foci.masks.base import Mask
 from foci.masks.tile import CallSizes
 from foci.runtime.checks import PICTURE_SUFFIXES, is_positive_int, parse_suffix, to_numpy
+from foci.runtime.tracing import name_reversed_matmul
 from foci.scores import Score
 from foci.statistics import Request
 from foci.statistics.streaming import finite_lse
-from foci.weights import file, parts_file, products
+from foci.weights import file, operators, parts_file, products
 from foci.weights.grouping import assign_groups
-from foci.weights.indexing import parse_axis_index, parse_leading_index, split_index, to_slice
-from foci.weights.slices import compute_entries, compute_row, has_plain_rows
+from foci.weights.indexing import parse_axis_index, parse_leading_index, select_sequences, split_index
+from foci.weights.slices import compute_row, has_plain_rows
 from foci.weights.summary import Summary, Top
 from foci.weights.tensors import TrackedTensors, drop_values, is_inference_tensor, select_matrix_fields
+
+MATRIX_PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, operator.matmul}
 
 
 class Weights:
@@ -153,13 +156,12 @@ class Weights:
         """The matrix of some sequences and heads, again lazy."""
         lead = tuple(parse_leading_index(item, size) for item, size in zip(lead, self._lead, strict=True))
         call = self.call
-        batches = torch.arange(call.q.shape[0]).view(self.batch_shape)[lead[: len(self.batch_shape)]]
+        sequences, batch = select_sequences(lead[: len(self.batch_shape)], self.batch_shape)
         head = lead[-1] if self._headed else slice(None)
-        heads = slice(head, head + 1) if isinstance(head, int) else head
-        sequences = to_slice(batches)
         headed = self._headed and isinstance(head, slice)
+        heads = head if isinstance(head, slice) else slice(head, head + 1)
         lse = self.tensors.lse[sequences][:, heads]
-        return Weights(call.select(sequences, heads), lse, tuple(batches.shape), headed, self._averaged, self.group)
+        return Weights(call.select(sequences, heads), lse, batch, headed, self._averaged, self.group)
 
     def _entries(self, query: Any, key: Any) -> Tensor:
         call = self.call
@@ -168,8 +170,8 @@ class Weights:
         if rows.is_list and columns.is_list:
             # Indexing a tensor would pair the two lists, which is easily mistaken for all their combinations.
             raise IndexError(f"only one of the query and key indices must be a list, got {query!r} and {key!r}")
-        entries = self._reshape(compute_entries(call, self.tensors.lse, rows.index, columns.index, self._averaged))
-        return entries.squeeze([axis for axis, dropped in ((-2, rows.dropped), (-1, columns.dropped)) if dropped])
+        entries = operators.compute_entries(call, self.tensors.lse, rows.index, columns.index, self._averaged)
+        return self._reshape(entries).squeeze([axis for axis, dropped in ((-2, rows.dropped), (-1, columns.dropped)) if dropped])
 
     def dense(self, limit: int = 2**30) -> Tensor:
         """The whole matrix as a tensor; raises if it is larger than `limit` bytes."""
@@ -199,22 +201,30 @@ class Weights:
         return products.multiply(self.call, self._lead, x, self._averaged)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        product = products.multiply_transposed(self.call, self._lead, transpose_operand(x), self._averaged, "x @ W")
+        product = self._multiply_transposed(transpose_operand(x), "x @ W")
         return product.mT if x.dim() > 1 else product
+
+    def _multiply_transposed(self, x: Tensor, name: str = "W.T @ x") -> Tensor:
+        return products.multiply_transposed(self.call, self.tensors.lse, self._lead, x, self._averaged, name)
 
     @property
     def T(self) -> Transposed:  # noqa: N802
-        """The transpose, lazy."""
+        """The transpose of the last two axes, lazy."""
         return Transposed(self)
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Dispatches `x @ weights` and `torch.matmul` to the lazy products."""
-        return dispatch_product(function, args, kwargs)
+    @property
+    def mT(self) -> Transposed:  # noqa: N802
+        """The transpose of the last two axes, lazy, by the name that it has for tensors."""
+        return Transposed(self)
+
+    @property
+    def __torch_function__(self) -> Any:
+        """Dispatches `torch.matmul` to the lazy products."""
+        return choose_torch_function()
 
     def _compute(self, request: Request, call: Call | None = None) -> dict[str, Tensor]:
         """The requested statistics; checks the tensors unless the caller passes the checked call."""
-        return statistics.compute_statistics(call or self.call, self.tensors.lse, request, self._averaged)
+        return operators.compute_statistics(call or self.call, self.tensors.lse, request, self._averaged)
 
     def top(self, k: int) -> Top:
         """The k heaviest keys of each query, heaviest first; ties go to the lower key. (..., Tq, k) each.
@@ -229,10 +239,7 @@ class Weights:
 
     def entropy(self) -> Tensor:
         """Entropy in nats, -Σ w ln w over the keys: 0 = one key, ln n = uniform over n keys. (..., Tq)"""
-        call = self.call
-        if call.needs_grad:
-            return self._reshape(statistics.compute_entropy(call, self._averaged))
-        return self._reshape(self._compute(Request(entropy=True), call)["entropy"])
+        return self._reshape(operators.compute_entropy(self.call, self.tensors.lse, self._averaged))
 
     def received(self, queries: Any = None, per: str = "query_head") -> Tensor:
         """The attention that each key receives, the column sums: (..., Tk).
@@ -248,19 +255,20 @@ class Weights:
         if not self._headed:
             raise ValueError(f"weights must have heads, (..., H, Tq, Tk), for per='kv_head', got {self.shape}")
         received = self._received(queries)
+        if self.call.head_ids is None:
+            sums = received.view(received.shape[0], -1, self.group, received.shape[2]).sum(2)
+            return sums.reshape(*self.batch_shape, *sums.shape[1:])
         key_heads, index = (self.call.head_index.flatten() // self.group).unique_consecutive(return_inverse=True)
         sums = received.new_zeros(received.shape[0], key_heads.numel(), received.shape[2]).index_add(1, index, received)
         return sums.reshape(*self.batch_shape, *sums.shape[1:])
 
     def _received(self, queries: Any) -> Tensor:
-        call = self.call
-        if queries is None and not call.needs_grad:
-            return self._compute(Request(received=True), call)["received"]
-        counted = torch.ones(call.q.shape[2], 1, device=self.device, dtype=self.dtype)
-        if queries is not None:
-            selected = parse_axis_index(queries, call.q.shape[2], "query", self.device).index
-            counted = torch.zeros_like(counted).index_fill(0, selected, 1.0)
-        return statistics.compute_transposed_product(call, counted, self._averaged).squeeze(-1)
+        call, lse = self.call, self.tensors.lse
+        if queries is None:
+            return operators.compute_received(call, lse, self._averaged)
+        selected = parse_axis_index(queries, call.q.shape[2], "query", self.device).index
+        counted = torch.zeros(call.q.shape[2], 1, device=self.device, dtype=self.dtype).index_fill(0, selected, 1.0)
+        return operators.compute_transposed_product(call, lse, counted, self._averaged).squeeze(-1)
 
     def picture(self, rows: int, columns: int, reduce: str = "mean") -> Tensor:
         """The matrix reduced to rows x columns blocks with edges floor(r T / rows): (..., rows, columns).
@@ -295,14 +303,11 @@ class Weights:
         queries, keys = self.shape[-2:]
         rows = assign_groups(query_groups, queries, "query_groups", self.device)
         columns = assign_groups(key_groups, keys, "key_groups", self.device)
-        return self._reshape(statistics.compute_group_mass(self.call, rows, columns, self._averaged))
+        return self._reshape(operators.compute_group_mass(self.call, self.tensors.lse, rows, columns, self._averaged))
 
     def distance(self) -> Tensor:
         """The mean distance of each query to its keys, Σ w |key position - query position|: (..., Tq)."""
-        call = self.call
-        if call.needs_grad:
-            return self._reshape(statistics.compute_distance(call, self._averaged))
-        return self._reshape(self._compute(Request(distance=True), call)["distance"])
+        return self._reshape(operators.compute_distance(self.call, self.tensors.lse, self._averaged))
 
     def largest_logit(self) -> Tensor:
         """The largest visible logit of each head, -inf if all keys are masked: (..., H)."""
@@ -324,19 +329,19 @@ class Weights:
         for name, number in (("top", top), ("picture", picture)):
             if number != 0 and not is_positive_int(number):
                 raise ValueError(f"{name} must be an int >= 0, got {number!r}")
-        with torch.no_grad():
-            tensors = self.summary_tensors(top, picture, largest_logit, distance)
-            return Summary(
-                entropy=tensors["entropy"],
-                received=tensors["received"],
-                distance=tensors.get("distance"),
-                lse=tensors["lse"],
-                # summary_tensors has checked the tensors.
-                sink_mass=self._reshape(compute_sink_mass(self.tensors.lse, self.tensors.call.sink)),
-                largest_logit=tensors.get("largest_logit"),
-                top=Top(tensors["top_values"], tensors["top_keys"]) if "top_keys" in tensors else None,
-                picture=tensors.get("picture"),
-            )
+        # Not under no_grad, which an exported graph keeps as a graph of its own: no statistic has a gradient here.
+        tensors = self.summary_tensors(top, picture, largest_logit, distance)
+        return Summary(
+            entropy=tensors["entropy"],
+            received=tensors["received"],
+            distance=tensors.get("distance"),
+            lse=tensors["lse"],
+            # summary_tensors has checked the tensors.
+            sink_mass=self._reshape(compute_sink_mass(self.tensors.lse, self.tensors.call.sink).detach()),
+            largest_logit=tensors.get("largest_logit"),
+            top=Top(tensors["top_values"], tensors["top_keys"]) if "top_keys" in tensors else None,
+            picture=tensors.get("picture"),
+        )
 
     def summary_tensors(
         self, top: int, picture: int, largest_logit: bool, distance: bool = True, int32_keys: bool = False
@@ -432,33 +437,41 @@ class Transposed:
     """Wᵀ, lazy: `weights.T @ x` sums x over the queries of each key, weighted by their attention."""
 
     def __init__(self, weights: Weights) -> None:
-        self.T = weights
+        self.T = self.mT = weights
         self.shape = (*weights.shape[:-2], weights.shape[-1], weights.shape[-2])
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        weights = self.T
-        return products.multiply_transposed(weights.call, weights._lead, x, weights._averaged)
+        return self.T._multiply_transposed(x)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         weights = self.T
         product = products.multiply(weights.call, weights._lead, transpose_operand(x), weights._averaged, "x @ W.T")
         return product.mT if x.dim() > 1 else product
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch_product(function, args, kwargs)
+    @property
+    def __torch_function__(self) -> Any:
+        return choose_torch_function()
 
     def __repr__(self) -> str:
         return f"Transposed {self.T!r}"
 
 
-def dispatch_product(function: Any, args: Any, kwargs: Any) -> Any:
+def choose_torch_function() -> Any:
+    """The function that PyTorch calls for `torch.matmul` and `x @ weights`, and a compiler for `weights @ x`."""
+    if not torch.compiler.is_dynamo_compiling():
+        # Not traced: the compiler itself reads the attribute before it chooses the function.
+        name_reversed_matmul()
+    return dispatch_product
+
+
+def dispatch_product(function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """A matrix product of PyTorch as a lazy one; raises TypeError for any other function."""
-    if function in {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__} and len(args) == 2 and not kwargs:
+    if function in MATRIX_PRODUCTS and len(args) == 2 and not kwargs:
         left, right = args
         return left.__matmul__(right) if isinstance(left, Weights | Transposed) else right.__rmatmul__(left)
     if function is torch.Tensor.__rmatmul__:
-        return args[1] @ args[0]
+        right, left = args
+        return left.__matmul__(right)
     name = getattr(function, "__name__", function)
     raise TypeError(f"the arguments of {name} must be tensors, got lazy Weights: use a slice, a product or dense()")
 

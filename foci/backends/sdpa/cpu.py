@@ -22,7 +22,8 @@ def run(call: Call, scale: float, alignment: str, mask: Tensor | None) -> tuple[
     q, k, v = call.q, call.k, call.v
     even = q.shape[-1] == v.shape[-1] and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if even and mask is None and alignment != "bottom_right" and not call.needs_lse:
-        grouped = q.shape[1] != k.shape[1]
+        # Not the comparison itself: while compiling for any number of heads, it is not a bool.
+        grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
         out = F.scaled_dot_product_attention(q, k, v, is_causal=alignment == "square", scale=scale, enable_gqa=grouped)
         return out, None
     width = max(q.shape[-1], v.shape[-1])
