@@ -171,7 +171,8 @@ class Weights:
             # Indexing a tensor would pair the two lists, which is easily mistaken for all their combinations.
             raise IndexError(f"only one of the query and key indices must be a list, got {query!r} and {key!r}")
         entries = operators.compute_entries(call, self.tensors.lse, rows.index, columns.index, self._averaged)
-        return self._reshape(entries).squeeze([axis for axis, dropped in ((-2, rows.dropped), (-1, columns.dropped)) if dropped])
+        removed = [axis for axis, index in ((-2, rows), (-1, columns)) if index.dropped]
+        return self._reshape(entries).squeeze(removed)
 
     def dense(self, limit: int = 2**30) -> Tensor:
         """The whole matrix as a tensor; raises if it is larger than `limit` bytes."""
