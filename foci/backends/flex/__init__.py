@@ -112,7 +112,14 @@ def cpu_refusals(call: Call) -> list[str]:
         reasons.append("FlexAttention has no backward on a CPU")
     if call.needs_lse:
         reasons.append("FlexAttention returns no log-sum-exp on a CPU, which weights and sinks need")
+    if is_avx512_hidden():
+        reasons.append("its compiled masks are wrong if ATEN_CPU_CAPABILITY hides the AVX-512 of the CPU")
     return reasons
+
+
+def is_avx512_hidden() -> bool:
+    """Whether PyTorch runs without the AVX-512 of this CPU, for which torch.compile generates code nevertheless."""
+    return bool(torch.cpu._is_avx512_supported()) and torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 
 def missing_requirement(device: str) -> str:
