@@ -102,8 +102,7 @@ def has_exact_exponentials(q: Tensor, k: Tensor) -> bool:
 def compute_scores_in_blocks(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
     """(B, H, R, D), (B, G, C, D) and (H, D) -> (B, H, R, C)."""
     scores = q.new_empty(*q.shape[:3], k.shape[2])
-    near = has_exact_exponentials(q, k)
-    left, right = ((2.0 * q).exp_(), (2.0 * k).exp_()) if near else (q, k)
+    near, left, right = prepare_terms(q, k)
     buffer = allocate_block_buffer(q, k)
     for place, columns in iterate_blocks(q, k):
         b, h, rows = place
@@ -112,31 +111,39 @@ def compute_scores_in_blocks(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
     return torch.add(weight.sum(-1).view(-1, 1, 1), scores, alpha=-2.0)
 
 
+def prepare_terms(q: Tensor, k: Tensor) -> tuple[bool, Tensor, Tensor]:
+    """Whether `sigmoid_terms` uses exponentials, and its left and right factors or terms."""
+    if q.shape[2] >= MIN_QUERIES_FOR_EXPONENTIALS and has_exact_exponentials(q, k):
+        return True, (2.0 * q).exp_(), (2.0 * k).exp_()
+    return False, -2.0 * q, k
+
+
 def sigmoid_terms(left: Tensor, right: Tensor, near: bool, buffer: Tensor) -> Tensor:
     """s = 1 / (1 + e^2(q + k)) = (1 - tanh(q + k)) / 2: (r, D) and (c, D) -> (r, c, D), in the given buffer."""
     x = buffer[: left.shape[0] * right.numel()].view(left.shape[0], *right.shape)
     left = left.unsqueeze(1)
     if near:
         return torch.addcmul(left.new_ones(()), left, right, out=x).reciprocal_()
-    return torch.add(left, right, out=x).tanh_().mul_(-0.5).add_(0.5)
+    # A sigmoid takes a sixth of the time of a tanh.
+    return torch.add(left, right, alpha=-2.0, out=x).sigmoid_()
 
 
 def compute_gradients_in_blocks(q: Tensor, k: Tensor, weight: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """With s from `sigmoid_terms`: sums of slope 4 w (s - s²) for queries and keys, slope (1 - 2 s) for the weight."""
-    near = has_exact_exponentials(q, k)
-    left, right = ((2.0 * q).exp_(), (2.0 * k).exp_()) if near else (q, k)
+    near, left, right = prepare_terms(q, k)
     buffer = allocate_block_buffer(q, k)
     d_q, d_k, d_weight = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(weight)
+    factors = 4.0 * weight
     for place, columns in iterate_blocks(q, k):
         b, h, rows = place
         key_place = b, h * k.shape[1] // q.shape[1], columns
         x = sigmoid_terms(left[place], right[key_place], near, buffer)
-        slope = slopes[b, h, rows, columns].unsqueeze(-1)
+        slope = slopes[b, h, rows, columns]
         d_weight[h] += slope.flatten() @ x.flatten(0, 1)
-        x.addcmul_(x, x, value=-1.0).mul_(slope)
-        d_q[place] += x.sum(1) * weight[h]
-        d_k[key_place] += x.sum(0) * weight[h]
-    return d_q.mul_(4.0), d_k.mul_(4.0), slopes.sum((0, 2, 3)).unsqueeze(-1) - 2.0 * d_weight
+        x.addcmul_(x, x, value=-1.0).mul_(slope.unsqueeze(-1))
+        d_q[place].addcmul_(x.sum(1), factors[h])
+        d_k[key_place].addcmul_(x[0] if x.shape[0] == 1 else x.sum(0), factors[h])
+    return d_q, d_k, slopes.sum((0, 2, 3)).unsqueeze(-1) - 2.0 * d_weight
 
 
 def block_shape(q: Tensor, k: Tensor) -> tuple[int, int]:
