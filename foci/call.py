@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Never, overload
 
 import torch
@@ -13,6 +13,7 @@ from foci import backends, statistics
 from foci.arguments import Call, prepare_call
 from foci.biases import Bias
 from foci.masks.base import Mask
+from foci.runtime import call_observer
 from foci.runtime.argument_names import hide_catch_all, refuse_arguments
 from foci.runtime.interception import intercept, is_intercepting
 from foci.scores import Dot, Score
@@ -116,6 +117,8 @@ def attention(
             return intercept(attention, (query, key, value), options)  # type: ignore[no-any-return]
         overridden: Any = handle_torch_function(attention, (query, key, value), query, key, value, **options)  # type: ignore[arg-type]
         return overridden  # type: ignore[no-any-return]
+    if call_observer.observe is not None:
+        observe_call(call_observer.observe, query, key, value, score, mask, bias, sink, positions)
     if (
         score is DEFAULT_SCORE
         and bias is None
@@ -128,10 +131,7 @@ def attention(
         if plain is not None:
             return plain
     call = prepare_call(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)
-    out, lse = backends.run(call, backend)
-    if sink is not None:
-        assert lse is not None
-        out, lse = apply_sink(call, out, lse)
+    out, lse = run_call(call, backend)
     out = call.restore_shape(out) if out.dim() != query.dim() or out.shape[:-1] != query.shape[:-1] else out
     if not return_weights:
         return out
@@ -146,6 +146,35 @@ def attend_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Ten
         return None
     out, lse = found
     return out, Weights.from_plain_call(q, k, DEFAULT_SCORE, mask, lse)
+
+
+def run_call(call: Call, backend: str | None) -> tuple[Tensor, Tensor | None]:
+    """The output and, if the call needs it, the log-sum-exp, the sink included."""
+    out, lse = backends.run(call, backend)
+    if call.sink is None:
+        return out, lse
+    assert lse is not None
+    return apply_sink(call, out, lse)
+
+
+def observe_call(
+    observe: Callable[[Weights], None],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Score,
+    mask: Mask | Tensor | None,
+    bias: Bias | Tensor | None,
+    sink: Tensor | None,
+    positions: Positions | None,
+) -> None:
+    """Passes the weights of a call, computed in addition to the call itself, to a function."""
+    with torch.no_grad():
+        inputs = query.detach(), key.detach(), value.detach()
+        call = prepare_call(*inputs, score, mask, bias, sink, positions, 0.0, True)
+        _, lse = run_call(call, None)
+        assert lse is not None
+        observe(Weights.from_call(call, lse))
 
 
 def apply_sink(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

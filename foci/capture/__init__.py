@@ -3,6 +3,7 @@
 watch: the context manager; checks its arguments, registers hooks, intercepts attention calls.
 torch_functions: runs intercepted calls and reports them with their lazy weights.
 monitor: the statistics of every head while a model trains.
+compiled_calls: statistics of the calls inside compiled models.
 qk_clip: rescales the projections of heads with large logits.
 huggingface: switches transformers models to foci inside the block.
 hooks: forward hooks that are gone after the block, whatever happens.

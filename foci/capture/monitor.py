@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from foci.capture.compiled_calls import is_compiled, make_observer, observe_compiled_calls
 from foci.capture.recorder import Recorder
 from foci.capture.watch import close_block, open_block, parse_selection
 from foci.record.head_totals import (
@@ -35,6 +36,7 @@ from foci.record.history import History, StepStatistics
 from foci.record.record import Record
 from foci.runtime.checks import is_positive_int
 from foci.runtime.tracing import is_recomputation
+from foci.weights.operators import has_operators
 from foci.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -93,8 +95,11 @@ class Monitor:
 
     Monitored are the first step and every step whose number is a multiple of `every`. A step is what the block wraps:
     with gradient accumulation, wrap all micro-batches of a step. The model's own attention calls run unchanged, so that
-    a monitored training takes the same course as one without a monitor; a compiled model runs uncompiled on monitored
-    steps, which changes its results within rounding.
+    a monitored training takes the same course as one without a monitor.
+
+    A compiled model whose attention is `foci.attention` runs a second compiled graph on monitored steps, which also
+    computes the statistics. Its first monitored step runs uncompiled, to learn which module makes which call. Other
+    compiled models run uncompiled on all monitored steps; `uncompiled` says why.
 
     Nothing waits for the GPU until `log`. In a distributed training every process calls `log` at the same steps, and
     one collective merges the statistics over all processes.
@@ -107,6 +112,7 @@ class Monitor:
         alerts: thresholds by statistic, such as {"largest_logit": 100.0, "entropy": 0.1}: entropies raise an alert
             below theirs, other statistics above. None: largest_logit above 100. {}: only NaN and infinite logits.
         on_alert: called with each `Alert` in `log`; None: a warning, `AttentionWarning`.
+        compiled: whether the model runs inside torch.compile; None: if it or one of its modules is a compiled one.
         group: the process group to merge over: the data-parallel one; None: all processes. False: no merging.
         step: the number of steps already taken, in a resumed training.
     """
@@ -120,6 +126,7 @@ class Monitor:
         layers: Iterable[int | str] | int | str | None = None,
         alerts: Mapping[str, float] | None = None,
         on_alert: Callable[[Alert], Any] | None = None,
+        compiled: bool | None = None,
         group: Any = None,
         step: int = 0,
     ) -> None:
@@ -135,10 +142,19 @@ class Monitor:
             self.alerts = {}
         self.on_alert = warn_about if on_alert is None else on_alert
         self.layers = parse_selection("layers", layers)
+        self.compiled = is_compiled(model) if compiled is None else compiled
+        # Why a compiled model runs uncompiled on monitored steps; None: it runs compiled, or is not a compiled model.
+        self.uncompiled: str | None = (
+            "the first monitored step learns the order of the calls" if self.compiled else None
+        )
         self.history = History()
         self.unseen: list[str] = []
         self._recorder: MonitorRecorder | None = None
         self._block = ExitStack()
+        # The layers in the order of their calls in one pass, from the first monitored step of a compiled model.
+        self._call_order: list[str] = []
+        self._observer: Callable[[Weights], None] | None = None
+        self._compiled_totals: list[Tensor] | None = None
         # The totals of the monitored steps since the last `log`, by step, then by layer.
         self._pending: dict[int, dict[str, Tensor]] = {}
         # The heads of each layer that was ever seen: every process sends them all, in this order.
@@ -157,10 +173,13 @@ class Monitor:
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
             raise RuntimeError("foci.Monitor cannot be compiled: open the block outside the compiled function")
-        if self._recorder is not None:
+        if self._recorder is not None or self._compiled_totals is not None:
             raise RuntimeError("the block of a Monitor must not be opened inside itself")
         self.step += 1
-        if self.is_monitored:
+        if self.is_monitored and self.compiled and self.uncompiled is None:
+            self._observer = self._observer or make_observer(self.statistics, find_device(self.model))
+            self._compiled_totals = self._block.enter_context(observe_compiled_calls(self._observer))
+        elif self.is_monitored:
             self._recorder = MonitorRecorder(self.model, self.statistics, self.layers)
             try:
                 open_block(self._block, self.model, self._recorder)
@@ -172,13 +191,58 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._compiled_totals is not None:
+            totals, self._compiled_totals = self._compiled_totals, None
+            self._block.close()
+            if kind is None:
+                self._add_compiled_totals(totals)
+            return
         recorder = self._close()
         if recorder is None or kind is not None:
             return
         self._set_unseen(recorder.list_unseen())
-        self._pending[self.step] = recorder.merge_calls()
-        self._heads |= {layer: len(totals) for layer, totals in self._pending[self.step].items()}
         self._cross_layers |= recorder.cross_layers
+        self._add_step(recorder.totals)
+        if self.compiled:
+            self._learn_call_order(recorder)
+
+    def _add_step(self, totals: dict[str, list[Tensor]]) -> None:
+        """Adds the totals of the calls of each layer, merged, to those that `log` writes."""
+        merged = {layer: merge_head_totals(torch.stack(calls)) for layer, calls in totals.items()}
+        self._pending[self.step] = merged
+        self._heads |= {layer: len(of_layer) for layer, of_layer in merged.items()}
+
+    def _learn_call_order(self, recorder: MonitorRecorder) -> None:
+        """Decides from an uncompiled step whether the next monitored steps can run compiled."""
+        passes = list(recorder.order_by_pass.values())
+        if recorder.untraceable is not None:
+            self.uncompiled = recorder.untraceable
+        elif recorder.foci_calls < recorder.calls:
+            self.uncompiled = "not all attention calls are those of foci.attention, which compiled graphs report"
+        elif not passes or any(order != passes[0] for order in passes):
+            self.uncompiled = "the forward passes make different attention calls"
+        elif self.layers is not None:
+            self.uncompiled = "layers= selects some of the calls"
+        else:
+            self._call_order, self.uncompiled = passes[0], None
+
+    def _add_compiled_totals(self, totals: list[Tensor]) -> None:
+        """Adds the totals of a compiled step; its calls come in the order of the uncompiled step, pass by pass."""
+        order = self._call_order
+        by_layer: dict[str, list[Tensor]] = {}
+        for index, of_call in enumerate(totals):
+            by_layer.setdefault(order[index % len(order)], []).append(of_call)
+        heads = {layer: {len(each) for each in calls} for layer, calls in by_layer.items()}
+        if len(totals) % len(order) or heads != {layer: {self._heads[layer]} for layer in order}:
+            self.uncompiled = f"a compiled step made {len(totals)} attention calls, not {len(order)} per pass"
+            warnings.warn(
+                AttentionWarning(
+                    f"step {self.step:,} was not monitored: {self.uncompiled}; the next ones run uncompiled"
+                ),
+                stacklevel=3,
+            )
+            return
+        self._add_step(by_layer)
 
     def _set_unseen(self, unseen: list[str]) -> None:
         """Notes which attention modules are not monitored, with one warning."""
@@ -268,6 +332,9 @@ class MonitorRecorder(Recorder):
         self.statistics = statistics
         self.keeps_own_calls = True
         self.totals: dict[str, list[Tensor]] = {}
+        self.order_by_pass: dict[int, list[str]] = {}
+        # Why the statistics of a call cannot be part of a compiled graph.
+        self.untraceable: str | None = None
         self.cross_layers: set[str] = set()
 
     def record_call(self, name: str, weights: Weights, values: Tensor) -> None:
@@ -279,10 +346,15 @@ class MonitorRecorder(Recorder):
             self.cross_layers.add(layer_name.short)
         totals = compute_head_totals(weights.with_four_axes(), self.statistics)
         self.totals.setdefault(layer_name.short, []).append(totals)
+        self.order_by_pass.setdefault(self._pass_number, []).append(layer_name.short)
+        if not has_operators(weights.tensors.call):
+            self.untraceable = f"{layer_name.short} has a score, mask or bias whose statistics cannot be compiled"
 
-    def merge_calls(self) -> dict[str, Tensor]:
-        """The totals of each layer, (H, COLUMNS), merged over its calls."""
-        return {layer: merge_head_totals(torch.stack(totals)) for layer, totals in self.totals.items()}
+
+def find_device(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter."""
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def check_statistics(argument: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -78,6 +78,8 @@ class Recorder:
         self.is_open = True
         # Whether the model's own attention calls run unchanged and the weights are computed in addition.
         self.keeps_own_calls = False
+        # How many of the calls are those of `foci.attention`, which a compiled graph can report.
+        self.foci_calls = 0
         self.modules = list(model.named_modules())
         self.layer_names = LayerNames(self.modules)
         self.keep, self.rows, self.limit = keep, rows, limit

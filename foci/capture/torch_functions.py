@@ -97,6 +97,7 @@ def handle_foci_attention(
     else:
         result = out, weights = func(*args, **with_weights)
         result = result if returns_weights else out
+    recorder.foci_calls += 1
     recorder.record_call(name, weights, fold_batch(query, key, value)[2])
     return zero_heads_of_result(result, returns_weights, ablated, name)
 

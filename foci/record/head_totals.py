@@ -16,7 +16,6 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from foci import statistics
 from foci.arguments import Call
 from foci.biases import DenseBias
 from foci.masks.base import DenseMask, split_conjunction
@@ -25,6 +24,7 @@ from foci.record.kept import find_first_visible_key
 from foci.runtime.tensor_cache import cache_permanently
 from foci.runtime.tracing import disable_autocast
 from foci.statistics import Request
+from foci.weights import operators
 from foci.weights.weights import Weights, compute_sink_mass
 
 # Each statistic is one number per head; means are over the queries that are not fully masked.
@@ -66,7 +66,7 @@ def compute_head_totals(weights: Weights, names: Collection[str]) -> Tensor:
         distance="distance" in names,
         int32_keys=True,
     )
-    found = statistics.compute_statistics(call, lse, request, False)
+    found = operators.compute_statistics(call, lse, request, False)
     per_query: dict[str, Tensor] = {name: found[name] for name in ("entropy", "distance") if name in found}
     if request.top:
         per_query["heaviest"] = found["top_values"][..., 0]

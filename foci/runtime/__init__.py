@@ -2,6 +2,7 @@
 
 tracing: compilers, torch.func transforms, CUDA graph capture and autocast around a call.
 saved_graphs: registers the operators before a saved graph is loaded.
+call_observer: the function that sees the calls inside compiled models.
 checks: checks of tensors against the sizes of a call.
 tensor_cache: tensors that follow from plain numbers, made once.
 device: properties of the GPU.

@@ -34,7 +34,12 @@ Compute = Callable[[Call, Tensor, list[Tensor], list[int], bool], Tensor]
 
 def is_operator_call(call: Call, lse: Tensor) -> bool:
     """Whether the statistics of this call are operators: while tracing, if the call has a text."""
-    return is_traced(lse) and all(is_encodable(getattr(call, name)) for name in ENCODED_FIELDS)
+    return is_traced(lse) and has_operators(call)
+
+
+def has_operators(call: Call) -> bool:
+    """Whether the call has a text, so that its statistics are operators while tracing."""
+    return all(is_encodable(getattr(call, name)) for name in ENCODED_FIELDS)
 
 
 def compute_statistics(call: Call, lse: Tensor, request: Request, averaged: bool) -> dict[str, Tensor]:

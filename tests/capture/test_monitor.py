@@ -334,23 +334,94 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
         foci.Monitor(Stack(), **options)
 
 
-def test_compiled_models_run_uncompiled_on_monitored_steps() -> None:
+def compile_and_count(model: nn.Module) -> tuple[nn.Module, list[Any]]:
+    """The compiled model, and the graphs that are compiled."""
     torch._dynamo.reset()
-    model = Stack(layers=1)
     graphs = list[Any]()
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(model, backend=backend)
+    return torch.compile(model, backend=backend, fullgraph=True), graphs  # type: ignore[return-value]
+
+
+def test_other_compiled_models_run_uncompiled_on_monitored_steps() -> None:
+    model = Stack(layers=1)
+    compiled, graphs = compile_and_count(model)
     monitor = foci.Monitor(compiled, every=2)
     expected = output(model)
-    for _ in range(4):
+    for _ in range(5):
         with monitor:
             torch.testing.assert_close(output(compiled), expected)
     assert [entry.step for entry in monitor.log()] == [1, 2, 4]
     assert len(graphs) == 1
+    assert monitor.uncompiled == "not all attention calls are those of foci.attention, which compiled graphs report"
+    torch._dynamo.reset()
+
+
+def test_compiled_models_that_call_foci_run_a_second_graph() -> None:
+    torch.manual_seed(0)
+    model = foci.nn.Decoder.from_name("tiny", vocabulary=50, dropout=0.0)
+    compiled, graphs = compile_and_count(model)
+    monitor, plain = foci.Monitor(compiled, every=3), foci.Monitor(model, every=3)
+    found = []
+    for _ in range(6):
+        with monitor:
+            # Two micro-batches.
+            for part in TOKENS.split(1):
+                output(compiled, part).mean().backward()
+        found.append(len(graphs))
+        with plain:
+            for part in TOKENS.split(1):
+                output(model, part)
+    assert monitor.uncompiled is None
+    assert found == [0, 1, 2, 2, 2, 2]
+    for entry, expected in zip(monitor.log(), plain.log(), strict=True):
+        assert entry.step == expected.step
+        for layer, values in expected.layers.items():
+            torch.testing.assert_close(entry.layers[layer], values, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+class MaskedByFunction(nn.Module):
+    """Attention whose mask is a function, which no operator takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.attention = foci.nn.Attention(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(self.embed(x), mask=foci.mask_function(lambda b, h, q, k: k <= q))  # type: ignore[no-any-return]
+
+
+def test_compiled_models_with_other_masks_run_uncompiled() -> None:
+    compiled, graphs = compile_and_count(MaskedByFunction())
+    monitor = foci.Monitor(compiled, every=1)
+    for _ in range(2):
+        with monitor:
+            output(compiled)
+    assert monitor.uncompiled == "L0 has a score, mask or bias whose statistics cannot be compiled"
+    assert [entry.step for entry in monitor.log()] == [1, 2]
+    assert graphs == []
+    torch._dynamo.reset()
+
+
+def test_a_compiled_step_with_other_calls_is_left_out() -> None:
+    model = foci.nn.Decoder.from_name("tiny", vocabulary=50, dropout=0.0)
+    compiled, _ = compile_and_count(model)
+    monitor = foci.Monitor(compiled, every=1)
+    with monitor:
+        output(compiled)
+    monitor.__enter__()
+    output(compiled)
+    foci.attention(*torch.randn(3, 1, 4, 8, 16))
+    with pytest.warns(AttentionWarning, match="step 2 was not monitored: a compiled step made 3 attention calls"):
+        monitor.__exit__(None, None, None)
+    with monitor:
+        output(compiled)
+    assert [entry.step for entry in monitor.log()] == [1, 3]
     torch._dynamo.reset()
 
 
