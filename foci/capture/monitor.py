@@ -412,8 +412,7 @@ def write_statistics(writer: Any, entry: StepStatistics, heads: bool) -> None:
     if hasattr(writer, "add_scalar"):
         for name, value in values.items():
             writer.add_scalar(name, value, entry.step)
-        for name, (edges, counts) in flatten_histograms(entry).items():
-            add_tensorboard_histogram(writer, name, edges, counts, entry.step)
+        write_histograms(writer, entry)
     elif hasattr(writer, "log"):
         writer.log(values, step=entry.step)
     elif callable(writer):
@@ -425,7 +424,13 @@ def write_statistics(writer: Any, entry: StepStatistics, heads: bool) -> None:
         )
 
 
-def flatten_statistics(entry: StepStatistics, heads: bool) -> dict[str, float]:
+def write_histograms(writer: Any, entry: StepStatistics) -> None:
+    """Writes the histograms of each layer to a TensorBoard writer."""
+    for name, (edges, counts) in flatten_histograms(entry).items():
+        add_tensorboard_histogram(writer, name, edges, counts, entry.step)
+
+
+def flatten_statistics(entry: StepStatistics, heads: bool = False) -> dict[str, float]:
     """The numbers of a step by tag: attention/largest_logit/L5, with `heads` also attention/largest_logit/L5H3."""
     values = {
         f"attention/{name}/{layer}": value

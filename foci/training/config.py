@@ -51,6 +51,7 @@ class TrainConfig(Config):
     dev_share: float = 0.05  # fraction of the data held out as dev set if --dev is not given
     log_every: int = 50  # steps between log lines
     checkpoint_every: int = 500  # steps between checkpoints
+    monitor: int = 0  # steps between those whose attention statistics are logged, to attention.jsonl too; 0: none
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available
     precision: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 autocast on cuda, float32 elsewhere
     compile: bool = False  # use torch.compile, on cuda
@@ -64,7 +65,7 @@ class TrainConfig(Config):
         self.check_range(
             1, COUNT_LIMIT, "batch_tokens", "accumulate", "evaluate_every", "log_every", "checkpoint_every"
         )
-        self.check_range(0, COUNT_LIMIT, "epochs", "steps", "minutes", "warmup", "patience", "decoded")
+        self.check_range(0, COUNT_LIMIT, "epochs", "steps", "minutes", "warmup", "patience", "decoded", "monitor")
         self.check_range(0, 1000, "rate", "decay")
         self.check_range(0, 10**6, "clip")
         self.check_range(1, 1000, "average")

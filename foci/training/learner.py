@@ -45,9 +45,10 @@ class Learner:
             self._run_optimizer = GraphedStep(self._optimizer_step)
         self._loss_weights = {flag: torch.tensor(float(flag), device=processes.device) for flag in (False, True)}
 
-    def accumulate(self, batch: dict[str, Tensor], counts: bool) -> None:
-        """Runs forward and backward of one micro-batch; gradients and totals accumulate."""
-        self._run_backward(self.to_device(batch), self._loss_weights[counts])
+    def accumulate(self, batch: dict[str, Tensor], counts: bool, *, replays: bool = True) -> None:
+        """Runs forward and backward of one micro-batch; gradients and totals accumulate. `replays`: as a CUDA graph."""
+        run = self._run_backward if replays else self._backward
+        run(self.to_device(batch), self._loss_weights[counts])
 
     def step(self, rate: float) -> Tensor:
         """Updates the weights; returns the summed loss, the number of targets and the gradient norm, (3,)."""

@@ -7,13 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
 import torch
 from torch import Tensor
 
+from foci.capture.monitor import Monitor
 from foci.runtime.safetensors_file import import_safetensors
 from foci.training import checkpoint
 from foci.training.batches import Batches, BatchPosition, StepBatch, derive_seed, iterate_in_workers, prefetch
@@ -35,9 +36,9 @@ MAX_UNCHECKED_STEPS = 16
 def train(config: RunConfig, folder: Path, *, resume: bool = False, quiet: bool = False) -> dict[str, float | str]:
     """Trains a task in a run directory, and returns the metrics of the finished model on the dev set.
 
-    The directory then holds model.safetensors, which is all that `foci run` needs, config.toml, run.json, metrics.jsonl
-    and checkpoints. A run that is killed at any moment after its first step and resumed ends with the same weights: all
-    randomness depends only on the seed and the number of the step.
+    The directory then holds model.safetensors, which is all that `foci run` needs, config.toml, run.json, checkpoints,
+    metrics.jsonl and, with train.monitor, attention.jsonl. A run that is killed at any moment after its first step and
+    resumed ends with the same weights: all randomness depends only on the seed and the number of the step.
     """
     # Fail now, not when the first model is saved.
     import_safetensors("a training run", "tasks")
@@ -60,13 +61,14 @@ def run_training(run: Run, progress: Progress) -> dict[str, float | str]:
     learner = Learner(run.task, run.task.model(), config, processes)
     state = restore_state(run, learner, progress)
     best_models = BestModels(run, learner, progress)
+    monitor = build_monitor(learner, config.monitor, state.step, progress)
     start_time = time.monotonic() - state.seconds
     unchecked: list[tuple[StepBatch, int, Tensor]] = []
 
     with open_batches(run, learner, state.next_batch) as batches, catch_stop_signals() as signals:
         while state.step < run.total and not (state.evaluations_without_improvement >= config.patience > 0):
             batch = next(batches)
-            totals = run_training_step(run, learner, batch, state.step)
+            totals = run_training_step(run, learner, batch, state.step, monitor)
             state.step += 1
             state.next_batch = BatchPosition(batch.position.epoch, batch.position.batch + 1)
             state.seconds = time.monotonic() - start_time
@@ -83,6 +85,8 @@ def run_training(run: Run, progress: Progress) -> dict[str, float | str]:
             )
             if logs or evaluates or saves or not learner.on_gpu or len(unchecked) == MAX_UNCHECKED_STEPS:
                 check_finite_loss(unchecked, state)
+            if monitor is not None:
+                progress.log_attention(monitor.log())
             if logs:
                 log_metrics(run, state, progress, float(totals[2]))
             if evaluates and not interrupted:
@@ -98,11 +102,23 @@ def run_training(run: Run, progress: Progress) -> dict[str, float | str]:
     return best_models.finish(state)
 
 
-def run_training_step(run: Run, learner: Learner, batch: StepBatch, step: int) -> Tensor:
+def build_monitor(learner: Learner, every: int, step: int, progress: Progress) -> Monitor | None:
+    """Builds the monitor of the model's attention; None if no step is monitored."""
+    if not every:
+        return None
+    return Monitor(
+        learner.model, every=every, step=step, on_alert=lambda alert: progress.message(f"attention: {alert}")
+    )
+
+
+def run_training_step(run: Run, learner: Learner, batch: StepBatch, step: int, monitor: Monitor | None) -> Tensor:
     """Runs all micro-batches and the optimizer; returns summed loss, targets and gradient norm, on the device."""
-    for index, (micro_batch, counts) in enumerate(batch.micro_batches):
-        torch.manual_seed(derive_seed(run.config.seed, "update", step, run.processes.rank, index))
-        learner.accumulate(micro_batch, counts)
+    with monitor if monitor is not None else nullcontext():
+        # A replayed CUDA graph makes no calls that could be monitored.
+        replays = monitor is None or not monitor.is_monitored
+        for index, (micro_batch, counts) in enumerate(batch.micro_batches):
+            torch.manual_seed(derive_seed(run.config.seed, "update", step, run.processes.rank, index))
+            learner.accumulate(micro_batch, counts, replays=replays)
     totals = learner.step(learning_rate_at(step, run.total, run.config.train))
     learner.update_average(step + 1)
     return totals

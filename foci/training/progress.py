@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from foci.capture.monitor import flatten_statistics, write_histograms
+from foci.record.history import StepStatistics, format_line
 from foci.runtime.durable_files import write_text_atomically
 from foci.runtime.printable import make_printable
 
@@ -47,7 +50,8 @@ class Progress:
         self.start_time = self.report_time = time.monotonic()
         self.start_step = step
         if self.is_first:
-            truncate_metrics(self.folder / "metrics.jsonl", step)
+            for name in ("metrics.jsonl", "attention.jsonl"):
+                truncate_metrics(self.folder / name, step)
 
     def report(self, step: int, values: dict[str, float], targets: float) -> None:
         """Logs and prints the metrics since the last report; `targets` counts the targets since then."""
@@ -78,6 +82,16 @@ class Progress:
             if isinstance(value, int | float):
                 self.board.add_scalar(name, value, step)
 
+    def log_attention(self, entries: list[StepStatistics]) -> None:
+        """Appends monitored steps to attention.jsonl, and logs the statistics of each layer."""
+        for entry in entries if self.is_first else ():
+            with (self.folder / "attention.jsonl").open("a", encoding="utf-8") as file:
+                file.write(format_line(entry))
+            values = {name: value for name, value in flatten_statistics(entry).items() if math.isfinite(value)}
+            self.log(entry.step, values)
+            if self.board is not None:
+                write_histograms(self.board, entry)
+
     def message(self, text: str) -> None:
         """Prints a line to stderr."""
         if not self.is_first or self.quiet:
@@ -89,7 +103,7 @@ class Progress:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Removes the lines of metrics.jsonl after a step, and lines cut off by a crash."""
+    """Removes the lines of a file of metrics after a step, and lines cut off by a crash."""
     if not path.exists():
         return
     kept = []

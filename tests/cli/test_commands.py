@@ -122,9 +122,9 @@ def test_a_stopped_training_exits_with_status_130(
 ) -> None:
     plain = loop.run_training_step
 
-    def asking(run: Any, learner: Any, update: Any, step: int) -> Tensor:
+    def asking(*arguments: Any) -> Tensor:
         signal.raise_signal(signal.SIGINT)
-        return plain(run, learner, update, step)
+        return plain(*arguments)
 
     monkeypatch.setattr(loop, "run_training_step", asking)
     options = [part for change in SMALL for part in ("--set", change)]

@@ -93,10 +93,10 @@ def test_a_stop_signal_saves_a_checkpoint_that_resumes(
 ) -> None:
     plain = loop.run_training_step
 
-    def interrupted(run: Any, learner: Any, batch: Any, step: int) -> Tensor:
+    def interrupted(run: Any, learner: Any, batch: Any, step: int, monitor: Any) -> Tensor:
         if step == 6:
             signal.raise_signal(signal.SIGTERM)
-        return plain(run, learner, batch, step)
+        return plain(run, learner, batch, step, monitor)
 
     monkeypatch.setattr(loop, "run_training_step", interrupted)
     assert train(config(data, "train.steps=12"), tmp_path / "run") == {"stopped_at_step": 7}

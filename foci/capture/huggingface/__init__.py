@@ -9,6 +9,7 @@ naming: layer names of the attention modules.
 inputs: token ids, patches and frames that the model reads.
 masks: masks of transformers as masks of foci.
 attention: a call of the attention interface as a call of `foci.attention`.
+trainer: the callback that monitors a Trainer's model.
 interface: records calls of the attention interface, which run unchanged.
 """
 
