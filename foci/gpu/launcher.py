@@ -9,7 +9,6 @@ only new addresses afterwards. `get_or_build_plan` caches one plan per kind of c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
 from itertools import accumulate
 from operator import itemgetter, or_
@@ -18,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.runtime.device import is_triton_interpreted
+from foci.gpu.compilation import LAUNCH_COLLECTOR, CollectedLaunch, compile_in_parallel, tensor_layout
+from foci.gpu.compilation import DescriptorArgument as DescriptorArgument
+from foci.gpu.compilation import KernelLaunch as KernelLaunch
+from foci.gpu.self_check import address_failure
 from foci.runtime.tensor_cache import get_or_make
 
 # A full cache is cleared, so that lengths that never recur do not stay in it.
 MAX_CACHED_PLANS = 1024
-
-# Triton versions whose compiled kernels accept raw addresses and all arguments in order.
-ADDRESS_TRITON_VERSIONS = ((3, 5), (3, 6), (3, 7))
 
 # The dtypes that our attention kernels take.
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -35,16 +34,6 @@ CompiledLaunch = tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]
 
 # Allocates the tensors that only the last launch of a plan needs.
 LateAllocator = Callable[[], dict[str, Tensor]]
-
-
-class KernelLaunch(NamedTuple):
-    """One launch with positional arguments: first the tensors, by name, then the scalars."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    tensors: tuple[str, ...]
-    scalars: tuple[Any, ...]
-    options: dict[str, Any]
 
 
 class KeywordLaunch(NamedTuple):
@@ -63,13 +52,6 @@ class KeywordLaunch(NamedTuple):
         """Launch with keyword arguments, the form that torch.compile can trace; it has no addresses."""
         arguments = {argument: tensors[name] for argument, name in self.tensors.items()}
         self.kernel[self.grid](**arguments, **self.scalars, **self.options)
-
-
-class DescriptorArgument(NamedTuple):
-    """A kernel argument that is a tensor descriptor for the copy engine (TMA): the tensor's name and how to make it."""
-
-    tensor: str
-    make: Callable[[Tensor], Any]
 
 
 def build_kernel_launch(
@@ -126,6 +108,7 @@ class LaunchPlan:
         descriptors: the arguments that are tensor descriptors.
         last_sizes: the sizes of the workspace arrays that the last launch reads. They have an allocation of their own,
             so that the other arrays can be freed before the last launch.
+        siblings: launches of other lengths of this kind, compiled together with those of this one and not run.
     """
 
     def __init__(
@@ -136,8 +119,9 @@ class LaunchPlan:
         dtypes: dict[str, torch.dtype] | None = None,
         descriptors: dict[str, DescriptorArgument] | None = None,
         last_sizes: dict[str, int] | None = None,
+        siblings: Sequence[KernelLaunch] = (),
     ) -> None:
-        self.device, self.launches = device, launches
+        self.device, self.launches, self.siblings = device, launches, siblings
         self.descriptors = descriptors or {}
         self.workspace, self.last_workspace = Workspace(sizes, dtypes or {}), Workspace(last_sizes or {}, dtypes or {})
         # Both are filled by the first call that goes through Triton: what `replay` needs.
@@ -152,7 +136,9 @@ class LaunchPlan:
             allocate_late: allocates what only the last launch needs, after the workspace arrays that the last launch
                 does not read are freed. It may remove entries from `tensors` that the last launch does not need.
         """
-        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+        if LAUNCH_COLLECTOR.launches is not None:
+            LAUNCH_COLLECTOR.launches += self.collect(tensors, allocate_late)
+        elif self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
             self.run(tensors, allocate_late)
         else:
             with torch.cuda.device(self.device):
@@ -166,6 +152,15 @@ class LaunchPlan:
             self.replay(tensors, addresses, allocate_late)
         else:
             self.launch_through_triton(tensors, allocate_late, aligned)
+
+    def collect(self, tensors: dict[str, Tensor], allocate_late: LateAllocator | None) -> list[CollectedLaunch]:
+        """The launches with the layouts of their tensors, to be compiled and not run."""
+        layouts = {name: tensor_layout(x) for name, x in tensors.items()}
+        late = {} if allocate_late is None else {**allocate_late()}
+        for workspace in (self.workspace, self.last_workspace):
+            late |= workspace.tensors(workspace.allocate(torch.device("meta")))
+        layouts |= {name: tensor_layout(x) for name, x in late.items()}
+        return [CollectedLaunch(launch, layouts, self.descriptors) for launch in (*self.launches, *self.siblings)]
 
     def replay(
         self, tensors: dict[str, Tensor], addresses: dict[str, Any], allocate_late: LateAllocator | None
@@ -197,7 +192,11 @@ class LaunchPlan:
         for workspace in (self.workspace, self.last_workspace):
             tensors |= workspace.tensors(workspace.allocate(self.device))
         tensors |= descriptors
-        compile_in_parallel([launch for launch in self.launches if tensors.keys() >= {*launch.tensors}], tensors)
+        known = [launch for launch in (*self.launches, *self.siblings) if tensors.keys() >= {*launch.tensors}]
+        if len(known) > 1:
+            compile_in_parallel(
+                [(launch, [*(tensors[n] for n in launch.tensors), *launch.scalars]) for launch in known]
+            )
         for index, (kernel, grid, names, scalars, options) in enumerate(self.launches):
             if allocate_late is not None and index == len(self.launches) - 1:
                 for name in self.workspace.offsets:
@@ -205,7 +204,7 @@ class LaunchPlan:
                 tensors |= allocate_late()
             compiled = kernel[grid](*(tensors[name] for name in names), *scalars, **options)
             # The interpreter compiles nothing, and a Triton hook may skip a launch.
-            if compiled is not None and aligned and accepts_addresses():
+            if compiled is not None and aligned and address_failure(self.device.index or 0) is None:
                 compiled_launches.append((compiled[(*grid, 1, 1)[:3]], itemgetter(*names), scalars))
         if len(compiled_launches) == len(self.launches):
             self.descriptor_templates = [
@@ -218,21 +217,6 @@ class LaunchPlan:
             del tensors[name]
 
 
-def compile_in_parallel(launches: Sequence[KernelLaunch], tensors: dict[str, Any]) -> None:
-    """Compile the kernels of several launches at the same time, in threads; the first call waits for the slowest.
-
-    Kernels that are compiled already cost a look-up. The interpreter compiles nothing.
-    """
-    import triton
-
-    mode = getattr(triton, "AsyncCompileMode", None)
-    if len(launches) < 2 or mode is None or is_triton_interpreted():
-        return
-    with ThreadPoolExecutor(len(launches)) as executor, mode(executor):
-        for kernel, grid, names, scalars, options in launches:
-            kernel.warmup(*(tensors[name] for name in names), *scalars, grid=grid, **options)
-
-
 def rebase_descriptor(descriptor: Any, base: Tensor | None) -> Any:
     """Copy a tensor descriptor for another tensor of the same layout, without validating it again.
 
@@ -242,19 +226,6 @@ def rebase_descriptor(descriptor: Any, base: Tensor | None) -> Any:
     copy.__dict__.update(descriptor.__dict__)
     copy.base = base
     return copy
-
-
-@cache
-def accepts_addresses() -> bool:
-    """Whether compiled kernels of this Triton accept addresses; other versions inspect tensors on every launch."""
-    return torch.version.hip is None and triton_version() in ADDRESS_TRITON_VERSIONS
-
-
-def triton_version() -> tuple[int, ...]:
-    """The major and minor version of Triton."""
-    from triton import __version__
-
-    return tuple(map(int, __version__.split(".")[:2]))
 
 
 @cache

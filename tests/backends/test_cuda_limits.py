@@ -51,8 +51,10 @@ def check_on_gpu(problem: Problem, expected: tuple[str, ...], backend: str | Non
         found = answers(problem, plan.chosen, device="cuda", lse=lse)
     assert run.call_count == 1
     true = truth(problem, lse=lse)
+    # With one key the exact gradient of the query is 0.
+    cancelled = [taken_off(true, problem.dtype)] if problem.tensors["key"].shape[-2] == 1 else []
     for results in (found, answers(problem, backend, device="cuda", lse=lse)):
-        check(results, true, eager_errors(problem, true, "cuda"), problem.dtype, [taken_off(true, problem.dtype)])
+        check(results, true, eager_errors(problem, true, "cuda"), problem.dtype, cancelled)
 
 
 @pytest.mark.parametrize(("queries", "keys", "kernel"), [(1, 1, "flash"), (1, 2, "cudnn"), (2, 1, "cudnn")])

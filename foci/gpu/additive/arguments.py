@@ -49,6 +49,8 @@ class AdditiveTiling:
     feature_threads: int = 32  # threads along the features, in the one-pass backward
 
 
+# Partial results of split keys that a program merges per loop iteration.
+SPLITS_PER_STEP = 16
 # Small, because the interpreter also spends time on padding.
 INTERPRETER_TILING = AdditiveTiling(queries=16, keys=16)
 
@@ -183,5 +185,5 @@ def split_merge_launches(splits: int, out: Tensor) -> list[KernelLaunch]:
     from foci.kernels.additive.forward import merge_splits as kernel
 
     rows, width = out.numel() // out.shape[3], min(next_power_of_two(out.shape[3]), 64)
-    scalars = {"rows": rows, "Dv": out.shape[3], "SPLITS": splits, "BS": next_power_of_two(splits, 1), "BV": width}
+    scalars = {"splits": splits, "rows": rows, "Dv": out.shape[3], "BS": SPLITS_PER_STEP, "BV": width}
     return [build_kernel_launch(kernel, (rows, -(-out.shape[3] // width)), scalars, num_warps=4)]

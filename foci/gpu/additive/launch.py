@@ -26,7 +26,13 @@ from foci.gpu.additive.arguments import (
     tile_arguments,
     to_kernel_layout,
 )
-from foci.gpu.launcher import LaunchPlan, build_kernel_launch, count_multiprocessors, get_or_build_plan
+from foci.gpu.launcher import (
+    KernelLaunch,
+    LaunchPlan,
+    build_kernel_launch,
+    count_multiprocessors,
+    get_or_build_plan,
+)
 
 # Up to this many queries, each query has programs of its own (decode.py).
 MAX_DECODE_QUERIES = 4
@@ -56,20 +62,52 @@ def plan_tiled_forward(
     out: Tensor,
     tiling: AdditiveTiling | None,
 ) -> LaunchPlan:
-    """Plan the forward for blocks of queries."""
+    """Plan the forward for blocks of queries; the tilings of other lengths are compiled with it."""
+    pairs, Tq, Tk = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    chosen = tiling or choose_forward_tiling(Tq, pairs, v.shape[3], q.dtype, q.device)
+    splits = choose_split_count(-(-Tq // chosen.queries) * pairs, -(-Tk // chosen.keys), 1, q.device)
+    sizes, tensor_names = split_workspace(splits, out)
+    launches = forward_launches(q, k, v, weight, options, out, chosen, splits, tensor_names)
+    siblings: list[KernelLaunch] = []
+    if tiling is None and q.is_cuda:
+        for other in forward_tilings(Tq, v.shape[3], q.dtype):
+            siblings += [] if other == chosen else forward_launches(q, k, v, weight, options, out, other, 1, {})
+    workspace = exponentials_workspace(q, k, weight, chosen) | sizes
+    return LaunchPlan(workspace, q.device, launches, siblings=siblings)
+
+
+def forward_launches(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, options: AdditiveOptions, out: Tensor,
+    tiling: AdditiveTiling, splits: int, tensor_names: dict[str, str],
+) -> list[KernelLaunch]:  # fmt: skip
+    """The exponentials, the forward, and the merge of its splits."""
     from foci.kernels.additive.forward import additive_forward as kernel
 
-    pairs, Tq, Tk = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
-    tiling = tiling or choose_forward_tiling(Tq, pairs, v.shape[3], q.dtype, q.device)
-    programs = -(-Tq // tiling.queries) * pairs
-    blocks = -(-Tk // tiling.keys)
-    splits = choose_split_count(programs, blocks, 1, q.device)
+    programs = -(-q.shape[2] // tiling.queries) * q.shape[0] * q.shape[1]
+    blocks = -(-k.shape[2] // tiling.keys)
     scalars = additive_scalars(q, k, v, weight, options) | tile_arguments(q, v, tiling)
-    scalars |= {"per_split": -(-blocks // splits), "SPLITS": splits}
-    sizes, tensor_names = split_workspace(splits, out)
+    scalars |= {"per_split": -(-blocks // splits), "SPLIT": splits > 1}
     attend = build_kernel_launch(kernel, (programs, splits), scalars, tensor_names, **launch_options(tiling))
-    launches = [exponentials_launch(q, k, tiling, scalars), attend, *split_merge_launches(splits, out)]
-    return LaunchPlan(exponentials_workspace(q, k, weight, tiling) | sizes, q.device, launches)
+    return [exponentials_launch(q, k, tiling, scalars), attend, *split_merge_launches(splits, out)]
+
+
+SMALL_TILINGS = (AdditiveTiling(queries=32), AdditiveTiling(queries=16))
+
+
+def forward_tilings(queries: int, value_width: int, dtype: torch.dtype) -> tuple[AdditiveTiling, ...]:
+    """All tilings of a kind of call, for any number of queries above or up to 16."""
+    if queries <= 16:
+        return SMALL_TILINGS[1:]
+    if value_width > 256:
+        return (AdditiveTiling(queries=32, warps=8, query_threads=16),)
+    if value_width <= 128:
+        return SMALL_TILINGS[0], AdditiveTiling()
+    tall = AdditiveTiling(warps=8, query_threads=16)
+    return (
+        (SMALL_TILINGS[0], tall)
+        if dtype == torch.float32
+        else (SMALL_TILINGS[0], tall, AdditiveTiling(keys=128, warps=8))
+    )
 
 
 def choose_forward_tiling(
@@ -78,17 +116,14 @@ def choose_forward_tiling(
     """Choose tiles that leave registers for wide values, and small query blocks where there are few queries."""
     if device.type != "cuda":
         return INTERPRETER_TILING
-    if queries <= 16:
-        return AdditiveTiling(queries=16)
-    if value_width > 256:
-        return AdditiveTiling(queries=32, warps=8, query_threads=16)
+    small, *larger = forward_tilings(queries, value_width, dtype)
+    if not larger:
+        return small
     programs = -(-queries // 64) * pairs
     # On an H200, 128 of these programs took 0.24 ms; twice as many with half the queries took 0.29 ms.
-    if value_width > 128 and dtype != torch.float32 and queries > 32 and programs * 2 > count_multiprocessors(device):
-        return AdditiveTiling(keys=128, warps=8)
-    if queries <= 32 or programs < count_multiprocessors(device):
-        return AdditiveTiling(queries=32)
-    return AdditiveTiling() if value_width <= 128 else AdditiveTiling(warps=8, query_threads=16)
+    if len(larger) > 1 and queries > 32 and programs * 2 > count_multiprocessors(device):
+        return larger[1]
+    return small if queries <= 32 or programs < count_multiprocessors(device) else larger[0]
 
 
 def backward(

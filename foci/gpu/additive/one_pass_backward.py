@@ -71,7 +71,7 @@ def choose_one_pass_tiling(queries: int, device: torch.device) -> AdditiveTiling
     """Choose tiles whose accumulators fill the registers of eight warps per multiprocessor."""
     if device.type != "cuda":
         return INTERPRETER_TILING
-    return AdditiveTiling(queries=16 if queries <= 16 else 32 if queries <= 32 else 64)
+    return AdditiveTiling(queries=16 if queries <= 16 else 64)
 
 
 def plan_one_pass_backward(

@@ -12,14 +12,14 @@ BN keys per iteration, D width, Dv value width. A pair is one head of one sequen
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.exponentials import TWO_LOG2_E
+from foci.kernels.additive.exponentials import ADDITIVE_LENGTHS, TWO_LOG2_E
 from foci.kernels.additive.forward import reciprocal, visible_in_any_range
 from foci.kernels.additive.two_pass_backward import load_base2_lse
 from foci.kernels.dropout import dropout_keeps
 from foci.kernels.logits import LOG2_E, apply_masks, key_range
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ADDITIVE_LENGTHS)
 def additive_decode(
     q, k, v, weight, key_ranges, query_ids, key_ids, dense, seed, out, lse,
     H, group, Tq, Tk, D, Dv, pairs, per_split,
@@ -132,7 +132,7 @@ def logit_gradients(
     return p * (dp - row_delta), shares, dropped
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ADDITIVE_LENGTHS)
 def additive_decode_backward(
     q, k, v, weight, key_ranges, query_ids, key_ids, dense, seed, out, lse, d_out, d_lse, dq, dk, dv, dw,
     H, group, Tq, Tk, D, Dv, per_split,

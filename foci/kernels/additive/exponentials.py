@@ -12,6 +12,13 @@ import triton.language as tl
 
 from foci.kernels.logits import LN_2, LOG2_E
 
+# A new value of one of these does not trigger a compilation: lengths, counts, and strides that follow from lengths.
+ADDITIVE_LENGTHS = [
+    "B", "H", "G", "group", "Tq", "Tk", "pairs", "per_split", "splits", "rows", "items", "programs", "weights",
+    "headed",
+    "key_ranges_batch", "query_ids_batch", "key_ids_batch", "dense_batch", "dense_head", "dense_query", "dense_key",
+    "threshold", "q_rows", "k_rows", "q_padded", "k_padded",
+]  # fmt: skip
 # 2 log2(e) rounded to a float, and the remainder.
 TWO_LOG2_E = tl.constexpr(2.885390043258667)
 TWO_LOG2_E_REST = tl.constexpr(3.851925978e-08)
@@ -85,7 +92,7 @@ def store_exponentials(
     tl.store(magnitude_out, magnitude)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ADDITIVE_LENGTHS)
 def prepare_exponentials(
     q, k, weight, E, F, table, sizes, constants, q_max, k_max, q_magnitude, k_magnitude,
     B, H, G, Tq, Tk, D, q_batch, q_head, q_query, k_batch, k_head, k_key, weight_head, weights,

@@ -19,7 +19,7 @@ of one sequence. BM queries, BN keys, D width, DP padded width, Dv value width.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.exponentials import NO_EXPONENT, TWO_LOG2_E
+from foci.kernels.additive.exponentials import ADDITIVE_LENGTHS, NO_EXPONENT, TWO_LOG2_E
 from foci.kernels.dropout import dropout_keeps
 from foci.kernels.logits import LOG2_E, apply_masks, key_range
 from foci.kernels.statistics.tiles import tile_bounds
@@ -261,7 +261,7 @@ def visible_in_any_range(
     return seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ADDITIVE_LENGTHS)
 def additive_forward(
     E, F, table, sizes, constants, q_max, k_max, q_magnitude, k_magnitude,
     q, k, v, weight, key_ranges, query_ids, key_ids, dense, seed, out, lse,
@@ -270,13 +270,13 @@ def additive_forward(
     key_ranges_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
     threshold, keep_scale,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr,
-    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr,
+    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, BV: tl.constexpr,
     DP: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr, MAX_SHARED: tl.constexpr, GPU: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per block of queries, and per split of the keys; the longest causal rows start first.
 
-    out (B, H, Tq, Dv) and lse (B, H, Tq) in base 2; with SPLITS both have one more leading axis, one entry per split.
+    out (B, H, Tq, Dv) and lse (B, H, Tq) in base 2; with SPLIT both have one more leading axis, one entry per split.
     """
     E, F, table = as_int64_pointer(E), as_int64_pointer(F), as_int64_pointer(table)
     blocks = tl.cdiv(Tq, BM)
@@ -316,7 +316,7 @@ def additive_forward(
     for run in tl.static_range(RANGES if RANGES > 0 else 1):
         low, high = key_range(key_ranges, run, flat, offset, Tq, Tk, CAUSAL, RANGES)
         first, last, full, end = tile_bounds(low, high, flat < Tq, Tk, BN, ALWAYS)
-        if SPLITS > 1:
+        if SPLIT:
             first = tl.maximum(first, split * per_split)
             last = tl.minimum(last, (split + 1) * per_split)
         for t in range(first, last):
@@ -364,21 +364,31 @@ def additive_forward(
     )  # fmt: skip
 
 
-@triton.jit
-def merge_splits(parts, part_lse, out, lse, rows, Dv, SPLITS: tl.constexpr, BS: tl.constexpr, BV: tl.constexpr):
-    """Merge the results of all splits of the keys: parts (SPLITS, rows, Dv), part_lse (SPLITS, rows)."""
+@triton.jit(do_not_specialize=ADDITIVE_LENGTHS)
+def merge_splits(parts, part_lse, out, lse, splits, rows, Dv, BS: tl.constexpr, BV: tl.constexpr):
+    """Merge the results of all splits of the keys, BS at a time: parts (splits, rows, Dv), part_lse (splits, rows)."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BS)
     dv = tl.program_id(1) * BV + tl.arange(0, BV)
-    lses = tl.load(part_lse + s * rows + row, mask=s < SPLITS, other=-float("inf"))
-    peak = tl.max(lses, 0)
-    safe = tl.where(peak == -float("inf"), 0.0, peak)
-    shares = tl.exp2(lses - safe)
-    total = tl.sum(shares, 0)
+    peak = tl.full((BS,), -float("inf"), tl.float32)
+    for first in range(0, splits, BS):
+        peak = tl.maximum(
+            peak, tl.load(part_lse + (first + s) * rows + row, mask=first + s < splits, other=-float("inf"))
+        )
+    highest = tl.max(peak, 0)
+    safe = tl.where(highest == -float("inf"), 0.0, highest)
+    totals = tl.zeros((BS,), tl.float32)
+    weighted_values = tl.zeros((BS, BV), tl.float32)
+    for first in range(0, splits, BS):
+        inside = first + s < splits
+        shares = tl.exp2(tl.load(part_lse + (first + s) * rows + row, mask=inside, other=-float("inf")) - safe)
+        offsets = ((first + s) * rows + row)[:, None] * Dv + dv[None, :]
+        values = tl.load(parts + offsets, mask=inside[:, None] & (dv < Dv)[None, :], other=0.0)
+        totals += shares
+        weighted_values += values * shares[:, None]
+    total = tl.sum(totals, 0)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    there = (s < SPLITS)[:, None] & (dv < Dv)[None, :]
-    values = tl.load(parts + (s * rows + row)[:, None] * Dv + dv[None, :], mask=there, other=0.0)
-    weighted_values = tl.sum(values * (shares / total)[:, None], 0)
-    tl.store(out + row * Dv + dv, weighted_values.to(out.dtype.element_ty), mask=dv < Dv)
+    result = tl.sum(weighted_values, 0) / total
+    tl.store(out + row * Dv + dv, result.to(out.dtype.element_ty), mask=dv < Dv)
     tl.store(lse + row, tl.where(empty, -float("inf"), tl.log2(total) + safe))

@@ -16,7 +16,7 @@ and after the pass.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.exponentials import TWO_LOG2_E
+from foci.kernels.additive.exponentials import ADDITIVE_LENGTHS, TWO_LOG2_E
 from foci.kernels.additive.forward import (
     MAX_EXPONENT,
     additive_logits,
@@ -190,33 +190,31 @@ def accumulate_term(s, u, total, gradient, shares):
 
 
 @triton.jit
-def sum_from_vectors(
-    k, k_key, j, Tk, q, q_query, first, Tq, there, scratch, thread, into,
+def add_from_vectors(
+    k, k_key, j, Tk, q, q_query, first, Tq, there, scratch, thread, into, weight, dk,
     BM: tl.constexpr, BN: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr, JT: tl.constexpr, DT: tl.constexpr,
     SHARED: tl.constexpr, GPU: tl.constexpr,
 ):  # fmt: skip
-    """As `sum_from_exponentials`, for values of any size: adds q and k first, one query at a time."""
+    """As `sum_from_exponentials`, for values of any size: adds q and k first. Returns Σ_ij ds u.
+
+    It is rarely needed, so it loops over the keys of a thread: unrolled, it took most of the compile time.
+    """
     zeros = tl.zeros((DC // DT, JT, DT), tl.float32)
-    own = ()
-    totals = ()
-    for r in tl.static_range(BN // JT):
-        here = (j + r * JT < Tk) & there
-        own += (tl.load(k + (j + r * JT).to(tl.int64) * k_key, mask=here, other=0.0).to(tl.float32),)
-        totals += (zeros,)
+    w = tl.load(weight, mask=there, other=0.0).to(tl.float32)
     shares = zeros
-    for i in range(BM):
-        row = first + i
-        a = tl.load(q + tl.cast(row, tl.int64) * q_query, mask=(row < Tq) & there, other=0.0).to(tl.float32)
-        gradient = zeros
-        found = ()
-        for r in tl.static_range(BN // JT):
+    for r in range(BN // JT):
+        keys = j + r * JT
+        own = tl.load(k + keys.to(tl.int64) * k_key, mask=(keys < Tk) & there, other=0.0).to(tl.float32)
+        total = zeros
+        for i in range(BM):
+            row = first + i
+            a = tl.load(q + tl.cast(row, tl.int64) * q_query, mask=(row < Tq) & there, other=0.0).to(tl.float32)
             s = load_from_scratch(scratch, (i // 4) * (4 * BN) + i % 4 + thread * 4 + r * (4 * JT), SHARED, GPU)
-            u = reciprocal(1.0 + tl.exp2((own[r] + a) * TWO_LOG2_E), GPU)
-            total, gradient, shares = accumulate_term(s, u, totals[r], gradient, shares)
-            found += (total,)
-        totals = found
-        tl.atomic_add(into + i * DW, gradient, sem="relaxed")
-    return totals, shares
+            u = reciprocal(1.0 + tl.exp2((own + a) * TWO_LOG2_E), GPU)
+            total, gradient, shares = accumulate_term(s, u, total, zeros, shares)
+            tl.atomic_add(into + i * DW, gradient, sem="relaxed")
+        tl.atomic_add(dk + r * JT * DW, w * total, sem="relaxed")
+    return shares
 
 
 @triton.jit
@@ -234,33 +232,26 @@ def add_tile_gradients(
         d = start + tl.arange(0, DC // DT)[:, None, None] * DT + tl.arange(0, DT)[None, None, :]
         into = dq + d + thread * 0
         # Each branch writes its own results: values that a condition returns would change their thread layout.
+        key_gradients = dk + thread * DW + d
         if near:
             totals, shares = sum_from_exponentials(
                 E, F, table, scratch, into, d, thread, BM, BN, DP, DW, DC, JT, DT, SHARED, GPU
             )
-            add_key_and_weight_gradients(
-                totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, GPU
-            )
+            w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+            for r in tl.static_range(BN // JT):
+                atomic_add_floats(key_gradients + r * JT * DW, w * totals[r], GPU)
+            add_weight_gradients(shares, sum_ds, dw, d, D)
         else:
-            totals, shares = sum_from_vectors(
+            shares = add_from_vectors(
                 k + d, k_key, first_key + thread, Tk, q + d, q_query, first, Tq, d < D, scratch, thread, into,
-                BM, BN, DW, DC, JT, DT, SHARED, GPU,
+                weight + d, key_gradients, BM, BN, DW, DC, JT, DT, SHARED, GPU,
             )  # fmt: skip
-            # The compiler may have chosen another thread layout here, because it saw the loads.
-            add_key_and_weight_gradients(
-                totals, shares, sum_ds, weight, dk + thread * DW + d, dw, d, D, BN, DW, JT, False
-            )
+            add_weight_gradients(shares, sum_ds, dw, d, D)
 
 
 @triton.jit
-def add_key_and_weight_gradients(
-    totals, shares, sum_ds, weight, dk, dw, d, D, BN: tl.constexpr, DW: tl.constexpr, JT: tl.constexpr,
-    GPU: tl.constexpr,
-):  # fmt: skip
-    """Add the sums to the gradients of the keys and of the weight."""
-    w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
-    for r in tl.static_range(BN // JT):
-        atomic_add_floats(dk + r * JT * DW, w * totals[r], GPU)
+def add_weight_gradients(shares, sum_ds, dw, d, D):
+    """Add Σ ds (1 - 2 u) to the gradient of the weight; shares is Σ ds u of each thread."""
     # (DR, JT, DT) -> (DR, 1, DT)
     found = sum_ds - 2.0 * tl.sum(shares, 1, keep_dims=True)
     tl.store(dw + d, tl.load(dw + d, mask=d < D, other=0.0) + found, mask=d < D)
@@ -283,7 +274,7 @@ def add_value_gradients(
         tl.atomic_add(dv + j.to(tl.int64)[:, None] * Dv + d[None, :], found, mask=there, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ADDITIVE_LENGTHS)
 def additive_one_pass_backward(
     E, F, table, sizes, constants, q_max, k_max, q_magnitude, k_magnitude,
     q, k, v, weight, key_ranges, query_ids, key_ids, dense, seed,

@@ -10,7 +10,7 @@ to DW. The factor that all terms of a sum share is applied in the epilogue.
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.exponentials import prepare_exponentials
+from foci.kernels.additive.exponentials import ADDITIVE_LENGTHS, prepare_exponentials
 from foci.kernels.logits import LOG2_E
 
 
@@ -22,7 +22,7 @@ def zero_block(sums, ROWS: tl.constexpr, DW: tl.constexpr, DC: tl.constexpr):
         tl.store(sums + start + offsets, tl.zeros((ROWS, DC), tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ADDITIVE_LENGTHS)
 def one_pass_prologue(
     q, k, weight, E, F, table, sizes, constants, q_max, k_max, q_magnitude, k_magnitude,
     out, d_out, d_lse, delta, dq, dk, dv,
@@ -69,7 +69,7 @@ def one_pass_prologue(
             tl.store(dv + offsets, tl.zeros((BN, VC), tl.float32), mask=(j < Tk)[:, None] & (e < Dv)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ADDITIVE_LENGTHS)
 def one_pass_epilogue(
     dq, dk, dv, dw, weight, d_query, d_key, d_value, d_weight,
     q_rows, k_rows, H, Tq, Tk, D, Dv, weight_head, q_padded, k_padded, programs,

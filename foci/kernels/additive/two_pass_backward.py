@@ -17,7 +17,7 @@ Shapes and names are those of forward.py. A loop iteration takes DC features. Th
 import triton
 import triton.language as tl
 
-from foci.kernels.additive.exponentials import TWO_LOG2_E, exp2_split, split_exponent
+from foci.kernels.additive.exponentials import ADDITIVE_LENGTHS, TWO_LOG2_E, exp2_split, split_exponent
 from foci.kernels.additive.forward import (
     MAX_EXPONENT,
     additive_logits,
@@ -171,7 +171,7 @@ def load_base2_lse(lse, i, Tq):
     return tl.where(rows == -float("inf"), -MASKED_LOGIT, rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ADDITIVE_LENGTHS)
 def additive_query_gradients(
     E, F, table, sizes, constants, q_max, k_max, q_magnitude, k_magnitude,
     q, k, v, weight, key_ranges, query_ids, key_ids, dense, seed,
@@ -265,7 +265,7 @@ def additive_query_gradients(
                 )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ADDITIVE_LENGTHS)
 def additive_key_gradients(
     E, F, table, sizes, constants, q_max, k_max, q_magnitude, k_magnitude,
     q, k, v, weight, key_ranges, query_ids, key_ids, dense, seed,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from foci.kernels.distance_bias.forward import (
+    DISTANCE_BIAS_LENGTHS,
     apply_tile_masks,
     clip_side,
     distance_bias_logits,
@@ -58,7 +59,7 @@ def recompute_weights(
     return tl.exp2(z), tanh_softcap
 
 
-@triton.jit
+@triton.jit(do_not_specialize=DISTANCE_BIAS_LENGTHS)
 def distance_bias_query_gradients(
     q, k, v, out, d_out, peaks, log_sums, d_log_sums, delta, table, gains, d_q, d_table, band, d_slopes,
     key_ranges, query_ids, key_ids, dense, slopes, seed,
@@ -213,7 +214,7 @@ def distance_bias_query_gradients(
         tl.store(d_slopes + pair * tiles + tile, tl.sum(d_slope_sum, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=DISTANCE_BIAS_LENGTHS)
 def distance_bias_key_gradients(
     q, k, v, d_out, peaks, log_sums, delta, table, gains, d_k, d_v, query_tiles, common_keys,
     key_ranges, query_ids, key_ids, dense, slopes, seed,

@@ -19,6 +19,13 @@ import triton.language as tl
 from foci.kernels.dropout import dropout_keeps
 from foci.kernels.logits import LOG2_E, apply_masks, key_range, tanh
 
+# A new value of one of these does not trigger a compilation: lengths, counts, and strides that follow from lengths.
+DISTANCE_BIAS_LENGTHS = [
+    "H", "group", "Tq", "Tk", "first_b", "first_h", "peaks_batch", "peaks_head", "key_ranges_batch", "query_ids_batch",
+    "key_ids_batch", "dense_batch", "dense_head", "dense_query", "dense_key", "threshold", "query_tiles_batch",
+    "common_keys_batch",
+]  # fmt: skip
+
 
 @triton.jit
 def load_rows(base, stride, first, r, count, c, width, EVEN: tl.constexpr):
@@ -162,7 +169,7 @@ def distance_bias_logits(
     return z, tanh_softcap
 
 
-@triton.jit
+@triton.jit(do_not_specialize=DISTANCE_BIAS_LENGTHS)
 def distance_bias_forward(
     q, k, v, out, peaks, log_sums, table, band, key_ranges, query_ids, key_ids, dense, slopes, seed,
     H, group, Tq, Tk, D, Dv, clip, first_b, first_h,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "bucket_stride"])
 def fill_row_table(by_bucket, buckets, table, H, W, bucket_stride, head_stride, BW: tl.constexpr):
     """Expand buckets (buckets, H) to a row table (H, W): a program per head and block of distances."""
     h, w = tl.program_id(0), tl.program_id(1) * BW + tl.arange(0, BW)
@@ -19,7 +19,7 @@ def fill_row_table(by_bucket, buckets, table, H, W, bucket_stride, head_stride, 
     tl.store(table + h * W + w, row, mask=w < W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "Tq", "count", "per_part"])
 def sum_row_gradients(d_table, sums, H, W, Tq, count, per_part, BR: tl.constexpr, BW: tl.constexpr):
     """Sum the gradient of the row table (B, H, Tq, W) over parts of its B * Tq = count rows: sums (parts, H, W)."""
     part, h, w = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BW + tl.arange(0, BW)
@@ -32,7 +32,7 @@ def sum_row_gradients(d_table, sums, H, W, Tq, count, per_part, BR: tl.constexpr
     tl.store(sums + (part * H + h) * W + w, tl.sum(total, 0), mask=w < W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "parts"])
 def sum_bucket_gradients(sums, buckets, d_by_bucket, H, W, parts, BW: tl.constexpr):
     """Sum the partial sums (parts, H, W) by bucket, in a fixed order: d_by_bucket (buckets, H), a program each."""
     bucket, h = tl.program_id(0), tl.program_id(1)
