@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from foci.capture.watch import watch
     from foci.decoding import generate
     from foci.files import load
+    from foci.kernel_warmup import warmup
     from foci.masks.base import Mask
     from foci.masks.kinds import causal, documents, mask_function, padding, prefix, window
     from foci.models.pretrained import pretrained
@@ -67,6 +68,7 @@ __all__ = [
     "pretrained",
     "rotary",
     "sinusoidal",
+    "warmup",
     "watch",
     "window",
 ]
@@ -82,6 +84,7 @@ EXPORTS = {
     "foci.capture.watch": ("watch",),
     "foci.decoding": ("generate",),
     "foci.files": ("load",),
+    "foci.kernel_warmup": ("warmup",),
     "foci.masks.base": ("Mask",),
     "foci.masks.kinds": ("causal", "documents", "mask_function", "padding", "prefix", "window"),
     "foci.models.pretrained": ("pretrained",),

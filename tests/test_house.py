@@ -25,7 +25,7 @@ ORDER = (
     {"statistics"},
     {"weights"},
     {"call", "record"},
-    {"nn", "view"},
+    {"nn", "view", "kernel_warmup"},
     {"decoding", "inputs", "bertviz"},
     {"tasks"},
     {"models"},

@@ -15,5 +15,6 @@ model_choice: find and load the model that a command names
 evaluate: score a trained model
 run: answer inputs with a trained model
 doctor: installed packages, devices and the backend of each call
+warmup: compile kernels before their first use
 bench: run a benchmark of the source checkout
 """

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from foci import __version__
-from foci.cli import bench, data, doctor, evaluate, explain, explore, look, run, samples, train
+from foci.cli import bench, data, doctor, evaluate, explain, explore, look, run, samples, train, warmup
 from foci.cli.output import BAD_INPUT, FAILED, describe_error, print_status
 from foci.cli.unknown_options import explain_unknown_option
 from foci.runtime.printable import make_printable
@@ -26,6 +26,7 @@ examples:
   foci train translation --data samples/pairs.tsv
   foci run translation "A man sleeps." --show
   foci doctor
+  foci warmup --mask causal padding --backward
   foci bench attention --help
 """
 
@@ -127,6 +128,6 @@ def build_parser() -> CommandParser:
     top.add_argument("--version", action="version", version=f"foci {__version__}")
     commands = top.add_subparsers(dest="command", metavar="command", required=True)
 
-    for command in (explain, look, explore, samples, train, evaluate, run, data, doctor, bench):
+    for command in (explain, look, explore, samples, train, evaluate, run, data, doctor, warmup, bench):
         command.add(commands)
     return top
