@@ -11,7 +11,7 @@ additive_cpu: fast additive scores of a strip on a CPU.
 reference: the specification, which builds the matrix.
 
 A backend module has `NAME`, `refuses(call)`, `run(call)` and optionally `refuses_by_default(call)`: why it is used only
-when the caller names it.
+when the caller names it; `is_batch_invariant(call)`, False without it; `describe_limits(call)`: notes for `foci.plan`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,21 @@ def make_plan(call: Call, name: str | None = None) -> Plan:
     notes = {backend.NAME: "; ".join(reasons) for backend in BACKENDS if (reasons := default_refusals(backend, call))}
     supporting = [backend for backend in BACKEND_NAMES if not refusals[backend]]
     supporting = [backend for backend in supporting if (backend not in notes if name is None else backend == name)]
+    if supporting:
+        notes |= describe_chosen(call, next(each for each in BACKENDS if supporting[0] == each.NAME))
     return Plan(supporting[0] if supporting else None, {k: v for k, v in refusals.items() if v}, notes)
+
+
+def describe_chosen(call: Call, backend: ModuleType) -> dict[str, str]:
+    """Notes on the backend that runs the call: batch invariance, and what its `describe_limits` adds."""
+    invariant = hasattr(backend, "is_batch_invariant") and backend.is_batch_invariant(call)
+    text = (
+        "a sequence gives bitwise the same result alone and in any batch"
+        if invariant
+        else f"not guaranteed by {backend.NAME}: the last bits of a sequence may depend on the others"
+    )
+    limits = backend.describe_limits(call) if hasattr(backend, "describe_limits") else {}
+    return {"batch invariance": f"batch invariance: {text}"} | limits
 
 
 @disable_autocast

@@ -9,6 +9,7 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.backends import flex
 from foci.gpu import additive, attention
+from foci.gpu.self_check import address_failure
 from foci.masks.base import split_conjunction
 from foci.masks.kinds import Causal, Window
 from foci.runtime.device import has_triton, is_triton_interpreted
@@ -52,6 +53,18 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     launcher = find_launcher(call)
     assert launcher is not None
     return launcher.run(call)  # type: ignore[no-any-return]
+
+
+def is_batch_invariant(call: Call) -> bool:
+    """Whether the result of a sequence does not depend on the others: additive scores split keys by the batch size."""
+    return find_launcher(call) is attention
+
+
+def describe_limits(call: Call) -> dict[str, str]:
+    failure = None if is_on_cpu(call) else address_failure(call.sizes.device.index or 0)
+    if failure is None:
+        return {}
+    return {"launches": f"every launch goes through Triton, which takes longer: the self-check failed ({failure})"}
 
 
 def find_launcher(call: Call) -> ModuleType | None:

@@ -110,10 +110,26 @@ def write_devices(page: TextPage) -> None:
         memory = properties.total_memory / 2**30
         capability = f"compute capability {properties.major}.{properties.minor}"
         page.line(f"cuda:{index}  {properties.name}, {memory:.0f} GiB, {capability}")
+        for line in describe_self_checks(index):
+            page.wrapped(["       ", *line.split()], hang=8)
     if not torch.cuda.is_available():
         page.line("cuda    none")
     if os.environ.get("TRITON_INTERPRET") == "1":
         page.line("TRITON_INTERPRET=1: Triton kernels run in its slow interpreter")
+
+
+def describe_self_checks(index: int) -> list[str]:
+    """Fast paths that do not work with this version of Triton on this GPU, with the reasons."""
+    from foci.gpu.self_check import address_failure
+    from foci.runtime.device import has_triton, major_capability
+    from foci.statistics.cuda.hopper import gluon_failure
+
+    if not has_triton():
+        return []
+    failures = {"every launch goes through Triton": address_failure(index)}
+    if major_capability(index) == 9:
+        failures["statistics use the plain Triton kernel"] = gluon_failure(index)
+    return [f"{effect}: the self-check failed ({failure})" for effect, failure in failures.items() if failure]
 
 
 def write_plans(page: TextPage, device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 mask_inputs: converts a mask into key ranges, document ids and a dense tensor
 launcher: launches kernels, and replays compiled ones for later calls of the same shapes
+compilation: compiles kernels in parallel, also ahead of a call
+self_check: checks fast paths once on a version of Triton that they were not run with
 additive: additive attention, forward and backward
 attention: dot-product attention with masks, softcaps and distance biases, forward and backward
 """

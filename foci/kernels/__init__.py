@@ -1,6 +1,7 @@
 """Device code. It imports nothing else of foci; gpu/, statistics/, weights/ and backends/ launch it.
 
 logits: logits, log-sum-exps and visible keys, shared by the Triton kernels
+self_check: a small kernel to check launches with
 dropout: the dropout mask
 additive: additive attention
 attention: attention with masks, softcap and ALiBi

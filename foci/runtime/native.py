@@ -177,13 +177,17 @@ def first_error(output: str) -> str:
 
 
 def library_folder() -> Path:
-    """The user's cache directory, or a temporary one if that is not private to the user."""
+    return cache_folder("native")
+
+
+def cache_folder(name: str) -> Path:
+    """A directory in the user's cache directory, or a temporary one if that is not private to the user."""
     cache_home = os.environ.get("XDG_CACHE_HOME")
     if cache_home and not Path(cache_home).is_absolute():
         raise UnavailableError(f"XDG_CACHE_HOME must be an absolute path, got {cache_home!r}")
     try:
         root = (Path(cache_home) if cache_home else Path.home() / ".cache").resolve()
-        folders = (root, root / "foci", root / "foci" / "native")
+        folders = (root, root / "foci", root / "foci" / name)
         for folder in folders:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if all(map(is_private, folders)) and os.access(folders[-1], os.W_OK):

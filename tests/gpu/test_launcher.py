@@ -48,7 +48,7 @@ def build_plan(kernel: Kernel, sizes: dict[str, int] | None = None) -> LaunchPla
 
 @pytest.fixture(autouse=True)
 def accept_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "accepts_addresses", lambda: True)
+    monkeypatch.setattr(launcher, "address_failure", lambda index: None)
 
 
 def test_second_launch_passes_addresses() -> None:
@@ -82,7 +82,7 @@ def test_interpreter_and_unknown_triton_versions_get_tensors(
     known_version: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Kernel("x", "scratch", "out", "n", "BLOCK", compiles=not known_version)
-    monkeypatch.setattr(launcher, "accepts_addresses", lambda: known_version)
+    monkeypatch.setattr(launcher, "address_failure", lambda index: None if known_version else "it failed")
     plan = build_plan(kernel)
     for _ in range(3):
         plan({"x": torch.zeros(8)})

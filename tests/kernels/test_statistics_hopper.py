@@ -12,6 +12,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import foci
 from foci.arguments import prepare_call
+from foci.gpu import self_check
 from foci.gpu.launcher import KeywordLaunch
 from foci.runtime.device import major_capability
 from foci.scores import Dot
@@ -139,8 +140,7 @@ def test_query_weights_and_non_contiguous_queries_are_refused() -> None:
     ("kind", "capability", "hip", "triton", "reason"),
     [
         ("cuda", 9, None, "3.6.0", None),
-        ("cuda", 9, None, "3.7.1", None),
-        ("cuda", 9, None, "3.9.0", "Gluon of Triton 3.9 is not supported"),
+        ("cuda", 9, None, "3.9.0", "the kernel failed its self-check with this version of Triton (it is wrong)"),
         ("cuda", 8, None, "3.6.0", "the GPU has compute capability 8, not 9"),
         ("cuda", 10, None, "3.6.0", "the GPU has compute capability 10, not 9"),
         ("cuda", 9, "6.4", "3.6.0", "the queries are on ROCm, not on CUDA"),
@@ -153,9 +153,11 @@ def test_supported_devices(
     monkeypatch.setattr(hopper, "major_capability", lambda index: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr("triton.__version__", triton)
-    hopper.triton_version_refusals.cache_clear()
+    monkeypatch.setattr(hopper, "run_in_process", lambda *check: "it is wrong")
+    monkeypatch.setattr(self_check, "result_path", lambda name, index: None)
+    hopper.gluon_failure.cache_clear()
     assert hopper.hopper_device_refusals(torch.device(kind, 0)) == ([] if reason is None else [reason])
-    hopper.triton_version_refusals.cache_clear()
+    hopper.gluon_failure.cache_clear()
 
 
 @pytest.mark.usefixtures("hopper_here")

@@ -4,6 +4,7 @@ __init__: which calls the kernels support, and a call as their arguments.
 arguments: checked tensors and scalars in the layout that the kernels take.
 tiling: tile sizes, and how the pass is cut into launches that fit a memory budget.
 hopper: what the faster kernel for Hopper supports, and its launch.
+hopper_check: compares it with the plain kernel on a version of Triton that it was not run with.
 launches: one function per kernel launch.
 plan: the launches and outputs of a pass, planned once per kind of call.
 passes: a planned pass, run for one call after another.
@@ -20,7 +21,7 @@ from foci.arguments import Call
 from foci.biases import ALiBi
 from foci.gpu import mask_inputs
 from foci.gpu.launcher import KERNEL_DTYPES
-from foci.runtime.device import has_triton
+from foci.runtime.device import has_triton, major_capability
 from foci.scores import Additive, Dot
 from foci.statistics.cuda.arguments import MAX_WIDTH, common_arguments
 from foci.statistics.request import MAX_TOP_KEYS, Request
@@ -56,7 +57,8 @@ def describe_kernel(call: Call, request: Request | None = None) -> str:
 
     # The cheap check first: the arguments of a call may have to be computed.
     if hopper.hopper_device_refusals(call.q.device):
-        return "triton, in one pass"
+        failure = hopper.gluon_failure(call.q.device.index or 0) if major_capability(call.q.device.index) == 9 else None
+        return "triton, in one pass" + (f" (the Gluon kernel failed its self-check: {failure})" if failure else "")
     unused = torch.empty(call.q.shape[:3], device=call.q.device)
     if hopper.refuses(common_arguments(lse=unused, **statistics_arguments(call)), weighted=False, request=request):
         return "triton, in one pass"

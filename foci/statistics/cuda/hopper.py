@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.gpu.launcher import DescriptorArgument, KeywordLaunch, triton_version
+from foci.gpu.launcher import DescriptorArgument, KeywordLaunch
+from foci.gpu.self_check import find_failure, run_in_process
 from foci.runtime.device import major_capability
 from foci.runtime.tracing import is_traced
 from foci.statistics.cuda.arguments import is_tma_compatible
 from foci.statistics.cuda.tiling import LaunchRange, PictureCells, TileConfig, choose_segments, fit_picture_cells
 from foci.statistics.request import Request
 
-# Gluon is an experimental part of Triton whose API changes: the kernel was written for these versions.
-SUPPORTED_TRITON_VERSIONS = ((3, 6), (3, 7))
 SUPPORTED_WIDTHS = (64, 128)
 # Keys that are fetched at a time: two tiles.
 KEYS_PER_FETCH = 128
@@ -43,16 +42,18 @@ def hopper_device_refusals(device: torch.device) -> list[str]:
         return [f"the queries are on {device.type if torch.version.hip is None else 'ROCm'}, not on CUDA"]
     if major_capability(device.index) != 9:
         return [f"the GPU has compute capability {major_capability(device.index)}, not 9"]
-    return list(triton_version_refusals())
+    failure = gluon_failure(device.index or 0)
+    return [] if failure is None else [f"the kernel failed its self-check with this version of Triton ({failure})"]
 
 
 @cache
-def triton_version_refusals() -> tuple[str, ...]:
-    version = triton_version()
-    return (
-        ()
-        if version in SUPPORTED_TRITON_VERSIONS
-        else (f"Gluon of Triton {'.'.join(map(str, version))} is not supported",)
+def gluon_failure(index: int) -> str | None:
+    """Why the kernel does not work with this version of Triton; None where it does.
+
+    Gluon is an experimental part of Triton whose API changes.
+    """
+    return find_failure(
+        "gluon", index, lambda: run_in_process("foci.statistics.cuda.hopper_check", "check_kernel", index)
     )
 
 
