@@ -19,6 +19,11 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:^```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 ANY_BLOCK = re.compile(r"^```(?:python|py)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+CELL = re.compile(r"^```\{code-cell\} python\n(?::tags:[^\n]*\n)?(.*?)^```", re.DOTALL | re.MULTILINE)
+# `make docs` executes these.
+PAGES = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*/*.md") if "{code-cell}" in path.read_text()
+)
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 WITH_CODE = [name for name in DOCUMENTS if BLOCK.search((ROOT / name).read_text())]
 PUBLIC_MODULES = {"foci", "foci.nn", "foci.hf", "foci.decoding", "foci.bertviz", "foci.losses"}
@@ -55,6 +60,23 @@ def test_examples_use_public_names_only(document: str) -> None:
 )
 def test_private_names_are_found(code: str, found: list[str]) -> None:
     assert sorted(private_names(code)) == found
+
+
+def test_every_public_name_is_in_the_reference_and_in_a_page() -> None:
+    docs = ROOT / "docs"
+    reference = "\n".join(path.read_text() for path in (docs / "reference").glob("*.md"))
+    pages = "\n".join(
+        path.read_text() for folder in ("learn", "howto", "coming_from") for path in (docs / folder).glob("*.md")
+    )
+    assert [name for name in foci.__all__ if not re.search(rf"^\.\. auto\w+:: {name}$", reference, re.MULTILINE)] == []
+    assert [name for name in foci.__all__ if not re.search(rf"foci\.{name}\b", pages)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_use_public_names_only_and_are_valid_python(page: str) -> None:
+    cells = CELL.findall((ROOT / page).read_text())
+    assert cells
+    assert [name for code in cells for name in private_names(code)] == []
 
 
 def test_some_documents_show_the_output_of_their_code() -> None:
