@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -165,16 +166,21 @@ def test_on_a_gpu_a_warm_call_compiles_nothing(arguments: dict[str, Any], monkey
 
 
 def test_a_kernel_that_fails_in_a_thread_is_compiled_again_alone() -> None:
-    from triton.runtime._async_compile import FutureKernel
+    from triton import AsyncCompileMode
 
     def fail() -> None:
         raise SystemError("AST constructor recursion depth mismatch")
 
-    with ThreadPoolExecutor(1) as executor:
-        failed, done = (compilation.ForgivingExecutor(executor).submit(each) for each in (fail, lambda: "compiled"))
+    finished: list[Any] = []
+    more = [finished.append] * (len(inspect.signature(AsyncCompileMode.submit).parameters) - 4)
+    with ThreadPoolExecutor(1) as executor, AsyncCompileMode(compilation.ForgivingExecutor(executor)) as mode:
+        failed, done = (
+            mode.submit(key, run, finished.append, *more) for key, run in enumerate((fail, lambda: "compiled"))
+        )
+    assert sorted(finished, key=str) == [None, "compiled"]
     launch = launcher.KernelLaunch(mock.Mock(), (1,), (), (), {"num_warps": 4})
-    again = compilation.finish_compiling(FutureKernel(mock.Mock(), failed), launch, (1, 2))
+    again = compilation.finish_compiling(failed, launch, (1, 2))
     launch.kernel.warmup.assert_called_once_with(1, 2, grid=(1,), num_warps=4)
     assert again is launch.kernel.warmup.return_value
-    assert compilation.finish_compiling(FutureKernel(mock.Mock(), done), launch, (1, 2)) == "compiled"
+    assert compilation.finish_compiling(done, launch, (1, 2)) == "compiled"
     assert compilation.finish_compiling("cached", launch, (1, 2)) == "cached"

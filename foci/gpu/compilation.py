@@ -155,7 +155,8 @@ def finish_compiling(kernel: Any, launch: KernelLaunch, arguments: Sequence[Any]
 
     if not isinstance(kernel, FutureKernel):
         return kernel
-    return kernel.result() or start_compiling(launch, arguments)
+    # Not `result()`: in Triton 3.9 it can be called once only, and the mode has called it.
+    return kernel.kernel or start_compiling(launch, arguments)
 
 
 def load_on_device(kernel: Any, device: int) -> None:
