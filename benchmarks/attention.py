@@ -152,12 +152,14 @@ def call_cost(options: Options, table: Table) -> None:
     log(name)
     q = torch.randn(1, 2, 8, 64, device=options.device, dtype=options.dtypes[0])
     sdpa = F.scaled_dot_product_attention
+    _, weights = foci.attention(q, q, q, mask=foci.causal, return_weights=True)
     calls: dict[str, dict[str, Callable[[], Any]]] = {
         "full": {"sdpa": lambda: sdpa(q, q, q), "foci": lambda: foci.attention(q, q, q)},
         "causal": {
             "sdpa": lambda: sdpa(q, q, q, is_causal=True),
             "foci": lambda: foci.attention(q, q, q, mask=foci.causal),
             "foci, weights": lambda: foci.attention(q, q, q, mask=foci.causal, return_weights=True),
+            "foci, row of the weights": lambda: weights[0, 1, 5],
         },
     }
     with torch.no_grad():

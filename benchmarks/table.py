@@ -42,6 +42,7 @@ def describe_environment(device: torch.device) -> dict[str, str]:
         found["cuda, cudnn"] = f"{torch.version.cuda}, {torch.backends.cudnn.version()}"
     else:
         found["threads"] = f"{torch.get_num_threads()} of {os.cpu_count()}"
+        found["instructions"] = torch.backends.cpu.get_cpu_capability()
         # A load above the number of cores means that other processes ran: only ratios within the run are meaningful.
         found["load"] = f"{os.getloadavg()[1]:.1f} over five minutes"
     return found

@@ -20,6 +20,7 @@ enum {
     KEYS = 96,                   /* keys of a tile */
     QUERIES = 128,               /* queries of a block */
     BACKWARD_QUERIES = 64,       /* the same in the backward, which keeps more per block */
+    FEW_QUERIES = 3,             /* so many are multiplied one by one: the panel would be nearly empty */
     MAX_RANGES = 2
 };
 
@@ -91,6 +92,8 @@ DEFINE_PRODUCT(narrow_add_4, 4, 1, 1, stride, 1)
 DEFINE_PRODUCT(narrow_add_1, 1, 1, 1, stride, 1)
 DEFINE_PRODUCT(add_to_queries, QUERY_ROWS, 2, 1, 1, stride)
 DEFINE_PRODUCT(narrow_add_to_queries, QUERY_ROWS, 1, 1, 1, stride)
+DEFINE_PRODUCT(add_to_query, 1, 2, 1, 1, stride)
+DEFINE_PRODUCT(narrow_add_to_query, 1, 1, 1, 1, stride)
 
 /* The same for any number of rows, by products of KEY_ROWS, 4 and 1 rows. */
 static inline void multiply_keys(
@@ -111,7 +114,7 @@ typedef struct {
     int64_t from, to;           /* the keys that some query of the block sees */
     int32_t low[MAX_RANGES][QUERIES], high[MAX_RANGES][QUERIES];
     float peak[QUERIES], sum[QUERIES], lse[QUERIES], delta[QUERIES];
-    float *queries, *d_out;     /* (panels, width, panel): transposed */
+    float *queries, *d_out;     /* (panels, width, panel): transposed; (count, width) of few queries */
     float *out;                 /* (queries, value_width), or (queries, width) for the gradient of the queries */
     float *x, *y;               /* (KEYS, panel), in the backward (KEYS, BACKWARD_QUERIES): logits and their gradients */
     float *key_rows, *value_rows, *query_rows, *d_out_rows; /* rows that were bfloat16 */
@@ -175,9 +178,15 @@ static inline void prefetch_rows(const TensorStruct *x, int64_t batch, int64_t h
         for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(row_address(x, batch, head, first + r) + at, 0, 2);
 }
 
-/* Transpose rows into panels of queries; 0 beyond the last row. */
-static void pack_panels(const float *rows, int64_t step, int64_t count, int64_t width, int64_t panel, float factor, float *packed)
+/* Transpose rows into panels of queries, 0 beyond the last row; few rows stay rows. */
+static void pack_panels(const Block *block, const float *rows, int64_t step, int64_t width, float factor, float *packed)
 {
+    int64_t count = block->count, panel = block->panel;
+    if (count <= FEW_QUERIES) {
+        for (int64_t q = 0; q < count; q++)
+            for (int64_t d = 0; d < width; d++) packed[q * width + d] = factor * rows[q * step + d];
+        return;
+    }
     for (int64_t p = 0; p < count; p += panel, packed += panel * width)
         for (int64_t q = 0; q < panel; q++)
             for (int64_t d = 0; d < width; d++) packed[d * panel + q] = p + q < count ? factor * rows[(p + q) * step + d] : 0;
@@ -247,9 +256,19 @@ static inline void mask_key(const Block *block, int64_t panel, int64_t key, floa
 }
 
 /* The products of a panel of queries with some keys: (keys, panel), with a row stride. */
-static void compute_products(int64_t panel, const float *packed, const float *rows, int64_t row_step, int64_t count, int64_t width, float *x, int64_t step)
+static void compute_products(const Block *block, const float *packed, const float *rows, int64_t row_step, int64_t count, int64_t width, float *x, int64_t step)
 {
-    if (panel > LANES) multiply_keys(dot_many, dot_4, dot_1, count, rows, row_step, packed, panel, width, x, step);
+    int64_t panel = block->panel;
+    if (block->count <= FEW_QUERIES) {
+        for (int64_t r = 0; r < count; r++, rows += row_step, x += step) {
+            store(x, (floats){0});
+            for (int64_t q = 0; q < block->count; q++) {
+                floats sums = {0};
+                for (int64_t d = 0; d < width; d += LANES) sums += load(rows + d) * load(packed + q * width + d);
+                x[q] = sum_lanes(sums);
+            }
+        }
+    } else if (panel > LANES) multiply_keys(dot_many, dot_4, dot_1, count, rows, row_step, packed, panel, width, x, step);
     else multiply_keys(narrow_dot_many, narrow_dot_4, narrow_dot_1, count, rows, row_step, packed, panel, width, x, step);
 }
 
@@ -278,11 +297,15 @@ static void update_softmax(Block *block, int64_t panel, int64_t count)
 }
 
 /* out (queries of a panel, width) += x (keys, panel) transposed times rows (keys, width) */
-static void add_products_to_queries(int64_t panel, const float *x, int64_t step, const float *rows, int64_t row_step, int64_t count, int64_t width, float *out)
+static void add_products_to_queries(const Block *block, const float *x, int64_t step, const float *rows, int64_t row_step, int64_t count, int64_t width, float *out)
 {
     for (int64_t d = 0; d < width; d += 2 * LANES)
-        for (int64_t q = 0; q < panel; q += QUERY_ROWS)
-            (d + LANES < width ? add_to_queries : narrow_add_to_queries)(x + q, step, rows + d, row_step, count, out + q * width + d, width);
+        if (block->count <= FEW_QUERIES)
+            for (int64_t q = 0; q < block->count; q++)
+                (d + LANES < width ? add_to_query : narrow_add_to_query)(x + q, step, rows + d, row_step, count, out + q * width + d, width);
+        else
+            for (int64_t q = 0; q < block->panel; q += QUERY_ROWS)
+                (d + LANES < width ? add_to_queries : narrow_add_to_queries)(x + q, step, rows + d, row_step, count, out + q * width + d, width);
 }
 
 /* out (keys, width) += x (keys, queries) times rows (queries, width) */
@@ -304,12 +327,12 @@ static void attend_tile(Block *block, int64_t start, int64_t end)
         int full = panel_range(block, p, start, end, &from, &to);
         if (p == 0 && end < next) prefetch_rows(&args->keys, block->batch, key_head, end, next - end, args->width);
         if (from >= to) continue;
-        compute_products(block->panel, block->queries + p * args->width, keys + (from - start) * key_step, key_step, to - from, args->width, block->x, block->panel);
+        compute_products(block, block->queries + p * args->width, keys + (from - start) * key_step, key_step, to - from, args->width, block->x, block->panel);
         if (p == 0 && end < next) prefetch_rows(&args->values, block->batch, key_head, end, next - end, args->value_width);
         if (!full)
             for (int64_t j = from; j < to; j++) mask_key(block, p, j, block->x + (j - from) * block->panel);
         update_softmax(block, p, to - from);
-        add_products_to_queries(block->panel, block->x, block->panel, values + (from - start) * value_step, value_step, to - from, args->value_width, block->out + p * args->value_width);
+        add_products_to_queries(block, block->x, block->panel, values + (from - start) * value_step, value_step, to - from, args->value_width, block->out + p * args->value_width);
     }
 }
 
@@ -325,7 +348,7 @@ static void pack_queries(Block *block)
     const AttentionStruct *args = block->args;
     int64_t step;
     const float *rows = read_rows(&args->queries, block->batch, block->head, block->first, block->count, args->width, block->query_rows, &step);
-    pack_panels(rows, step, block->count, args->width, block->panel, (float)args->scale * LOG2_E, block->queries);
+    pack_panels(block, rows, step, args->width, (float)args->scale * LOG2_E, block->queries);
 }
 
 /* log2 of a positive float, exact to 1e-7 of its value or to 1e-7. */
@@ -429,13 +452,13 @@ static void backward_tile(Block *block, int64_t start, int64_t end, const float 
         }
         if (from >= to) continue;
         float *x = block->x + (from - start) * step + p, *y = block->y + (from - start) * step + p;
-        compute_products(panel, block->queries + p * args->width, keys + (from - start) * key_step, key_step, to - from, args->width, x, step);
-        compute_products(panel, block->d_out + p * args->value_width, values + (from - start) * value_step, value_step, to - from, args->value_width, y, step);
+        compute_products(block, block->queries + p * args->width, keys + (from - start) * key_step, key_step, to - from, args->width, x, step);
+        compute_products(block, block->d_out + p * args->value_width, values + (from - start) * value_step, value_step, to - from, args->value_width, y, step);
         for (int64_t j = 0; j < to - from; j++) {
             if (!full) mask_key(block, p, from + j, x + j * step);
             compute_key_gradients(block, p, x + j * step, y + j * step);
         }
-        add_products_to_queries(panel, y, step, keys + (from - start) * key_step, key_step, to - from, args->width, block->out + p * args->width);
+        add_products_to_queries(block, y, step, keys + (from - start) * key_step, key_step, to - from, args->width, block->out + p * args->width);
     }
     add_products_to_keys(block->x, step, rows, d_out, d_out_step, block->count, args->value_width, d_values, d_value_step);
     add_products_to_keys(block->y, step, rows, queries, query_step, block->count, args->width, d_keys, d_key_step);
@@ -467,8 +490,8 @@ static void backward_block(Block *block, int64_t start, int64_t end, int64_t par
         const float *d_out = read_rows(&args->d_out, block->batch, block->head, block->first, block->count, args->value_width, block->d_out_rows, &d_out_step);
         read_rows_of_backward(block, d_out, d_out_step, block->query_rows);
         const float *queries = read_rows(&args->queries, block->batch, block->head, block->first, block->count, width, block->query_rows, &query_step);
-        pack_panels(queries, query_step, block->count, width, block->panel, (float)args->scale * LOG2_E, block->queries);
-        pack_panels(d_out, d_out_step, block->count, args->value_width, block->panel, 1.0f, block->d_out);
+        pack_panels(block, queries, query_step, width, (float)args->scale * LOG2_E, block->queries);
+        pack_panels(block, d_out, d_out_step, args->value_width, 1.0f, block->d_out);
         for (int64_t at = block->from; at < block->to; at += KEYS)
             backward_tile(block, at, min_int(at + KEYS, block->to), queries, query_step, d_out, d_out_step,
                 d_keys + at * d_key_step, d_key_step, d_values + at * d_value_step, d_value_step);

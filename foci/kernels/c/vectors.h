@@ -70,9 +70,13 @@ static inline uint64_t lanes_at_least(floats x, floats least)
 
 static inline float sum_lanes(floats x)
 {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += x[i];
     return sum;
+#endif
 }
 
 /* 2^x = scale (1 + rest): scale is 2 to the nearest integer, a polynomial gives the rest. */
