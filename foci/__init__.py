@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from foci import bertviz as bertviz
     from foci import decoding as decoding
     from foci import hf as hf
+    from foci import losses as losses
     from foci import nn as nn
     from foci.biases import ALiBi, Bias, Buckets, Relative
     from foci.cache import Cache
@@ -97,7 +98,7 @@ EXPORTS = {
 }
 MODULE_OF = {name: module for module, names in EXPORTS.items() for name in names}
 # Public modules with names of their own, and the package that each of them needs.
-NAMESPACES = {"bertviz": "torch", "decoding": "torch", "hf": "transformers", "nn": "torch"}
+NAMESPACES = {"bertviz": "torch", "decoding": "torch", "hf": "transformers", "losses": "torch", "nn": "torch"}
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ cpu_c: compiled C for the CPU.
 streaming: strip by strip on any device, and the differentiable statistics.
 streaming_topk: the largest entries of each row of a strip, in PyTorch; the C code is in kernels/c/topk.h.
 picture: the matrix pooled into a few rows and columns of blocks.
+divergence: the divergence of two matrices, strip by strip.
 """
 
 from __future__ import annotations

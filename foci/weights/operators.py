@@ -21,7 +21,7 @@ from foci import statistics
 from foci.arguments import Call
 from foci.runtime.tracing import enable_autograd_in_operator, is_traced
 from foci.statistics import Request
-from foci.weights import slices
+from foci.weights import key_mass, slices
 from foci.weights.encoding import ENCODED_FIELDS, EncodedCall, decode_call, encode_call, is_encodable
 
 # How an encoded call is passed to an operator.
@@ -83,6 +83,11 @@ def compute_group_mass(
 def compute_entries(call: Call, lse: Tensor, rows: Tensor, columns: Tensor, averaged: bool) -> Tensor:
     """The weights of some queries for some keys, differentiable: (B, H, rows, columns)."""
     return ENTRIES(call, lse, [rows, columns], [], averaged)
+
+
+def compute_key_mass(call: Call, lse: Tensor, rows: Tensor, keys: Tensor, averaged: bool) -> Tensor:
+    """ln of the weight that some queries put on given keys, (B or 1, rows, K), differentiable: (B, H, rows)."""
+    return KEY_MASS(call, lse, [rows, keys], [], averaged)
 
 
 def encode_request(request: Request) -> tuple[str, list[int]]:
@@ -271,6 +276,11 @@ def entries(call: Call, lse: Tensor, operands: list[Tensor], sizes: list[int], a
     return slices.compute_entries(call, lse, rows, columns, averaged)
 
 
+def mass_of_keys(call: Call, lse: Tensor, operands: list[Tensor], sizes: list[int], averaged: bool) -> Tensor:
+    rows, keys = operands
+    return key_mass.compute_key_mass(call, rows, keys, averaged)
+
+
 ENTROPY = Differentiable(
     "entropy",
     compute_one("entropy", Request(entropy=True)),
@@ -299,7 +309,8 @@ GROUP_MASS = Differentiable("group_mass", group_mass, group_mass, lambda q, k, o
 ENTRIES = Differentiable(
     "entries", entries, entries, lambda q, k, operands, sizes: (operands[0].shape[0], operands[1].shape[0])
 )
+KEY_MASS = Differentiable("key_mass", mass_of_keys, mass_of_keys, lambda q, k, operands, sizes: (operands[0].shape[0],))
 OPERATORS = {
     kind.name: register_operators(kind)
-    for kind in (ENTROPY, DISTANCE, RECEIVED, TRANSPOSED_PRODUCT, GROUP_MASS, ENTRIES)
+    for kind in (ENTROPY, DISTANCE, RECEIVED, TRANSPOSED_PRODUCT, GROUP_MASS, ENTRIES, KEY_MASS)
 }
