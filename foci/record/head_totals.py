@@ -70,7 +70,7 @@ def compute_head_totals(weights: Weights, names: Collection[str]) -> Tensor:
     per_query: dict[str, Tensor] = {name: found[name] for name in ("entropy", "distance") if name in found}
     if request.top:
         per_query["heaviest"] = found["top_values"][..., 0]
-    if "sink_mass" in names:
+    if "sink_mass" in names and call.sink is not None:
         per_query["sink_mass"] = compute_sink_mass(lse, call.sink)
     # Logits that are NaN or +inf. PyTorch's kernel for CPUs gives a row of NaN the log-sum-exp 0.
     invalid = lse.isnan() | (lse == torch.inf)

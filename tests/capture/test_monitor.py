@@ -7,12 +7,14 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import foci
@@ -303,6 +305,39 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     assert "attention/largest_logit/L0" in events.Tags()["scalars"]
     assert "attention/entropy/L0" in events.Tags()["histograms"]
+
+
+class ValueReads(TorchDispatchMode):
+    """Counts the operations that read values on the host, which wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in {
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.equal,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.masked_select,
+        }
+        return func(*args, **kwargs or {})
+
+
+# Not "llama eager": on a CPU only, a call with a dense bias reads whether its output has NaN.
+@pytest.mark.parametrize("case", [case for case in MODELS if case != "llama eager"])
+def test_a_monitored_step_reads_no_values(case: str) -> None:
+    model = MODELS[case]().train()
+    # For the heaviest weight of small inputs, the strips of the CPU read whether there are ties; a GPU has no strips.
+    monitor = foci.Monitor(model, every=1, statistics=[name for name in HEAD_STATISTICS if name != "heaviest"])
+    counts = []
+    for block in (nullcontext(), monitor):
+        output(model)
+        with ValueReads() as reads, block:
+            output(model)
+        counts.append(reads.count)
+    assert counts[1] <= counts[0]
+    with ValueReads() as reads:
+        float(torch.ones(()))
+    assert reads.count == 1
 
 
 def run_and_fail(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # The height in inches of the row of a head, and the least and largest height of a panel.
 ROW_HEIGHT, MIN_PANEL_HEIGHT, MAX_PANEL_HEIGHT = 0.06, 1.6, 6.0
 PANEL_WIDTH = 3.4
-MAX_LAYER_TICKS = 16
+MAX_LAYER_TICKS, MAX_STEP_TICKS = 16, 5
 
 
 @use_figure_style()
@@ -48,11 +48,14 @@ def draw_panel(ax: Axes, history: History, statistic: str) -> None:
     values, steps = history.values(statistic).numpy(), history.steps
     edges = [steps[0] - 0.5, *((a + b) / 2 for a, b in pairwise(steps)), steps[-1] + 0.5]
     image = ax.pcolormesh(edges, range(values.shape[1] + 1), values.T, cmap=create_colormap(), rasterized=True)
+    if not values[values != 0].size:
+        # Without a sink its mass is 0 everywhere.
+        image.set_clim(0, 1)
     ax.invert_yaxis()
     starts, names = list_layer_ticks(history.layers)
     ax.set_yticks(starts, theme.format_labels(names))
     ax.set_xlabel("step")
-    ax.xaxis.set_major_locator(theme.create_integer_locator())
+    ax.xaxis.set_major_locator(theme.create_integer_locator(MAX_STEP_TICKS))
     ax.set_title(statistic.replace("_", " "), color=theme.TEXT_COLOR)
     bar: Any = ax.figure.colorbar(image, ax=ax, pad=0.02, aspect=30)
     bar.outline.set_visible(False)

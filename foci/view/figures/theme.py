@@ -243,11 +243,11 @@ def create_sqrt_norm(most: float) -> Any:
     return PowerNorm(0.5, vmin=0, vmax=most)
 
 
-def create_integer_locator() -> Any:
-    """Create a locator of ticks at integers: there is no layer 1.5."""
+def create_integer_locator(most: int | None = None) -> Any:
+    """Create a locator of ticks at integers, at most so many: there is no layer 1.5."""
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(integer=True)
+    return MaxNLocator("auto" if most is None else most, integer=True)
 
 
 def create_cell_frame(corner: tuple[float, float], color: str) -> Any:
