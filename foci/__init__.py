@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from foci.models.pretrained import pretrained
     from foci.positions import rotary, sinusoidal
     from foci.record.kept import Keep
-    from foci.record.labels import Labels
+    from foci.record.labels import Labels, Segment
     from foci.record.record import Record
     from foci.scores import Additive, Cosine, Dot, General, Score
     from foci.weights.weights import Weights
@@ -53,6 +53,7 @@ __all__ = [
     "Record",
     "Relative",
     "Score",
+    "Segment",
     "Weights",
     "attention",
     "causal",
@@ -91,7 +92,7 @@ EXPORTS = {
     "foci.models.pretrained": ("pretrained",),
     "foci.positions": ("rotary", "sinusoidal"),
     "foci.record.kept": ("Keep",),
-    "foci.record.labels": ("Labels",),
+    "foci.record.labels": ("Labels", "Segment"),
     "foci.record.record": ("Record",),
     "foci.scores": ("Additive", "Cosine", "Dot", "General", "Score"),
     "foci.weights.weights": ("Weights",),

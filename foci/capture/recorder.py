@@ -27,7 +27,7 @@ from foci.capture.naming import LayerName, LayerNames, is_inside, strip_compile_
 from foci.capture.token_ids import TokenIds
 from foci.capture.torch_functions import MODULE_CALL, record_intercepted_call
 from foci.record.kept import Keep
-from foci.record.labels import Labels
+from foci.record.labels import Labels, Segment
 from foci.record.record import Record
 from foci.runtime.interception import get_interceptors
 from foci.runtime.tracing import is_recomputation
@@ -58,6 +58,7 @@ class Recorder:
         limit: the largest number of bytes to keep.
         ablate: names of heads or layers whose outputs are zeroed.
         tokenizer: decodes token ids for the labels.
+        processor: undoes the scaling of images.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class Recorder:
         limit: int = 2**33,
         ablate: Iterable[str] = (),
         tokenizer: Any = None,
+        processor: Any = None,
     ) -> None:
+        self.processor = processor
         self.model, self.record = model, record
         # Whether the block is open; hooks and interception do nothing afterwards.
         self.is_open = True
@@ -118,6 +121,10 @@ class Recorder:
     def add_token_ids(self, labels: str, ids: Tensor) -> None:
         """Adds token ids (B, T) that the model read under a label name; the steps of a generation are appended."""
         self.token_ids.add_explicit(labels, ids, self._pass_number)
+
+    def add_segments(self, labels: str, segments: Sequence[Segment], pictures: Sequence[Tensor]) -> None:
+        """Adds the patches or frames among the token ids of this pass."""
+        self.token_ids.add_segments(labels, segments, pictures, self._pass_number)
 
     def set_labels(self, name: str, labels: Labels) -> None:
         """Sets finished labels, such as patches or frames."""

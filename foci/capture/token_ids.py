@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from foci.capture.host_copy import HostCopier
 from foci.capture.naming import has_component
-from foci.record.labels import Labels
+from foci.record.labels import Labels, Segment
 
 SOURCE_EMBEDDING = re.compile(r"source|src", re.IGNORECASE)
 
@@ -47,6 +48,12 @@ class TokenIds:
         self._host_copier = HostCopier()
         self._explicit: set[str] = set()
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}
+        # By name, the passes with patches or frames among the tokens.
+        self._segments: dict[str, list[tuple[int, Sequence[Segment], Sequence[Tensor]]]] = {}
+
+    def add_segments(self, name: str, segments: Sequence[Segment], pictures: Sequence[Tensor], number: int) -> None:
+        """Adds the patches or frames among the ids that a pass reads, at their positions in this pass."""
+        self._segments.setdefault(name, []).append((number, segments, pictures))
 
     def add_explicit(self, name: str, ids: Tensor, number: int) -> None:
         """Adds ids that an adapter read from the model's arguments; they replace those seen in embeddings."""
@@ -97,8 +104,24 @@ class TokenIds:
                 continue
             parts = [ids for number, ids in self._chunks[name] if number in set(passes)]
             if len({len(part) for part in parts}) == 1:
-                labels[label_name] = self._label(torch.cat(parts, 1))
+                labels[label_name] = self._add_segments_to(self._label(torch.cat(parts, 1)), name, passes)
         return labels
+
+    def _add_segments_to(self, labels: Labels, name: str, passes: Sequence[int]) -> Labels:
+        """The labels with the patches and frames of these passes, whose positions follow those of earlier passes."""
+        placed: list[Segment] = []
+        kept: list[Tensor] = []
+        for number, segments, pictures in self._segments.get(name, ()):
+            if number in passes:
+                before = sum(ids.shape[1] for each, ids in self._chunks[name] if each in passes and each < number)
+                images = 1 + max((segment.image for segment in placed), default=-1)
+                for segment in segments:
+                    picture = None if segment.picture is None else segment.picture + len(kept)
+                    start, image = segment.start + before, segment.image + images
+                    placed.append(replace(segment, start=start, image=image, picture=picture))
+                kept += pictures
+        fits = all(segment.sequence < labels.batch and segment.stop <= len(labels) for segment in placed)
+        return labels.with_segments(placed, kept) if placed and fits else labels
 
     def _label(self, ids: Tensor) -> Labels:
         if self.tokenizer is not None:

@@ -43,6 +43,7 @@ def watch(
     limit: int = 2**33,
     ablate: Iterable[str] = (),
     tokenizer: Any = None,
+    processor: Any = None,
     labels: dict[str, Labels] | None = None,
 ) -> Iterator[Record]:
     """Records the attention of a model while it runs; the record is filled when the block ends.
@@ -76,6 +77,8 @@ def watch(
         limit: the largest number of bytes to keep; a call that would exceed it is refused.
         ablate: heads ("L5H3") or layers ("L5") whose outputs are zeroed, to measure what they contribute.
         tokenizer: decodes the token ids for the labels: an object with `decode`, or a function from ids to text.
+        processor: the processor of a vision-language or vision model, whose tokenizer decodes the token ids and whose
+            scaling of images is undone for the pictures of the record.
         labels: finished labels by name, such as {"input": Labels.tokens(...)}.
     """
     if torch.compiler.is_compiling():
@@ -91,7 +94,8 @@ def watch(
         rows=parse_queries(queries),
         limit=limit,
         ablate=parse_ablate(ablate),
-        tokenizer=tokenizer,
+        tokenizer=getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer,
+        processor=processor,
     )
     for name, finished in (labels or {}).items():
         recorder.set_labels(name, finished)

@@ -6,6 +6,7 @@ layer: one attention layer, backed by lazy weights, kept statistics or a dense m
 kept: `Keep`, which statistics to keep in place of weights, and the kept statistics themselves.
 dense: a dense matrix with the methods of `Weights`.
 metrics: head scores, their totals over a data set, and rollout.
+image_maps: where in an image a word looks, and which words look at a part of it.
 head_totals: sums, histograms and maxima over the queries of each head.
 history: every head over the steps of a monitored training.
 record: Record itself.

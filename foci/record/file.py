@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foci.record.kept import STATISTIC_AXES, KeptStatistics
-from foci.record.labels import Labels
+from foci.record.labels import Labels, Segment
 from foci.record.layer import Layer
 from foci.record.metrics import HEAD_SCORES, ScoreTotals
 from foci.weights import parts_file
@@ -19,9 +19,13 @@ from foci.weights.weights import Weights
 
 RECORD_FORMAT = "foci.record/1"
 PLAIN_FIELDS = ("model", "calls", "unseen", "prompt", "answer", "sequences", "notes")
-LABELS_FIELDS = ("kind", "texts", "words", "grid", "leading", "images", "seconds", "sounds", "rate")
+LABELS_FIELDS = ("kind", "texts", "words", "grid", "leading", "images", "seconds", "sounds", "rate", "pictures")
+SEGMENT_NUMBERS = ("sequence", "start", "rows", "columns", "image", "frame", "picture", "stride")
+SEGMENT_FIELDS = ("kind", *SEGMENT_NUMBERS, "box", "order", "seconds")
 LAYER_FIELDS = ("name", "stack", "index", "heads", "queries", "keys", "rows", "kv_heads", "value_norms")
 MAX_STACK_NAME_LENGTH = 64
+# No grid of patches is larger: a file cannot make us allocate one.
+MAX_GRID_SIDE = 1 << 16
 # The file calls the query positions of a layer "query_places".
 LAYER_CONTENTS = ("weights", "kept", "matrix", "values", "query_places")
 
@@ -54,7 +58,10 @@ def encode_layer(layer: Layer) -> dict[str, Any]:
 
 
 def encode_labels(labels: Labels) -> dict[str, Any]:
-    return {name: getattr(labels, name) for name in LABELS_FIELDS}
+    fields = {name: getattr(labels, name) for name in LABELS_FIELDS}
+    return fields | {
+        "segments": [{name: getattr(segment, name) for name in SEGMENT_FIELDS} for segment in labels.segments]
+    }
 
 
 def load_record_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -214,9 +221,10 @@ def parse_kept_statistics(part: Any) -> KeptStatistics:
 
 
 def parse_labels(part: Any) -> Labels:
-    require(
-        is_dict(part) and part.keys() == {*LABELS_FIELDS}, "labels", f"a dict of {list(LABELS_FIELDS)}", str(part)[:80]
-    )
+    # Files of earlier versions have no segments.
+    part = {"segments": (), "pictures": ()} | part if is_dict(part) else part
+    names = {*LABELS_FIELDS, "segments"}
+    require(is_dict(part) and part.keys() == names, "labels", f"a dict of {sorted(names)}", str(part)[:80])
     texts, words, grid = part["texts"], part["words"], part["grid"]
     require(
         isinstance(texts, tuple) and all(map(is_tuple_of_strings, texts)),
@@ -246,7 +254,32 @@ def parse_labels(part: Any) -> Labels:
         "a finite number above 0",
         seconds,
     )
-    return Labels(**part)
+    pictures = part["pictures"]
+    require(
+        isinstance(pictures, tuple) and all(isinstance(each, Tensor) for each in pictures),
+        "pictures",
+        "a tuple of tensors",
+        type(pictures).__name__,
+    )
+    require(isinstance(part["segments"], tuple), "segments", "a tuple", type(part["segments"]).__name__)
+    return Labels(**part | {"segments": tuple(map(parse_segment, part["segments"]))})
+
+
+def parse_segment(part: Any) -> Segment:
+    fields = f"a dict of {list(SEGMENT_FIELDS)}"
+    require(is_dict(part) and part.keys() == {*SEGMENT_FIELDS}, "a segment", fields, str(part)[:80])
+    require(isinstance(part["kind"], str), "kind", "a string", part["kind"])
+    optional = {name for name in ("frame", "picture", "stride") if part[name] is None}
+    numbers = [part[name] for name in SEGMENT_NUMBERS if name not in optional]
+    require(is_int_tuple(tuple(numbers)), "the numbers of a segment", "ints of at least 0", numbers)
+    require(max(part["rows"], part["columns"]) <= MAX_GRID_SIDE, "rows and columns", f"up to {MAX_GRID_SIDE}", numbers)
+    require(part["order"] is None or is_int_tuple(part["order"]), "order", "ints", str(part["order"])[:80])
+    box = part["box"]
+    fits = isinstance(box, tuple) and len(box) == 4 and all(map(is_real_number, box))
+    require(fits, "box", "four numbers from 0 to 1", str(box)[:80])
+    seconds = part["seconds"]
+    require(seconds is None or (is_real_number(seconds) and 0 < seconds < math.inf), "seconds", "above 0", seconds)
+    return Segment(**part)
 
 
 def parse_score_totals(part: Any) -> ScoreTotals:

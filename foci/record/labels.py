@@ -1,4 +1,7 @@
-"""Labels: the texts of the positions of a sequence, ready to print."""
+"""Labels: the texts of the positions of a sequence, ready to print; segments of patches and frames within it.
+
+B batch, T length.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,103 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 LABEL_KINDS = ("tokens", "patches", "frames", "positions")
+SEGMENT_KINDS = ("patches", "frames")
+# The number of channels of a picture: grey, color, color with opacity.
+CHANNELS = (1, 3, 4)
 # What a decoder returns for bytes that are not a whole character.
 REPLACEMENT_CHARACTER = "\ufffd"
 # The position of a text classifier whose state decides the answer.
 CLASS_TOKEN = "<class>"
 
+# The longest side of a kept picture, in pixels.
+MAX_PICTURE_SIDE = 768
+# The whole picture, as (top, left, bottom, right) in parts of its height and width.
+WHOLE = (0.0, 0.0, 1.0, 1.0)
+
 LabelTexts = tuple[tuple[str, ...], ...]
 WordNumbers = tuple[tuple[int | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighboring positions of a sequence that are image patches or audio frames, among tokens or on their own.
+
+    >>> segment = foci.Segment("patches", start=5, rows=2, columns=3, stride=4)        # a line break after each row
+    >>> segment.positions.tolist(), segment.stop
+    ([[5, 6, 7], [9, 10, 11]], 13)
+
+    Args:
+        kind: "patches" or "frames".
+        sequence: which sequence of the batch.
+        start: the first position.
+        rows, columns: the grid of patches; 1 and the number of frames.
+        image: the number of the image or video in the batch.
+        frame: the number of the frame of a video; None for an image.
+        picture: the index of the picture in `Labels.pictures`; None if it was not kept.
+        box: the part of the picture that the grid covers: top, left, bottom, right from 0 to 1. A tile covers a part.
+        stride: positions from one row to the next; None: the rows follow each other.
+        order: for each position the number of its patch in the grid, row by row; None: in this order.
+        seconds: the duration of an audio frame.
+    """
+
+    kind: str
+    sequence: int = 0
+    start: int = 0
+    rows: int = 1
+    columns: int = 1
+    image: int = 0
+    frame: int | None = None
+    picture: int | None = None
+    box: tuple[float, float, float, float] = WHOLE
+    stride: int | None = None
+    order: tuple[int, ...] | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in SEGMENT_KINDS:
+            raise ValueError(f"kind must be one of {', '.join(map(repr, SEGMENT_KINDS))}, got {self.kind!r}")
+        for name in ("rows", "columns"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if min(self.sequence, self.start, self.image) < 0:
+            raise ValueError(f"sequence, start and image must be at least 0, got {self}")
+        if self.stride is not None and self.stride < self.columns:
+            raise ValueError(f"stride must be at least the {self.columns} columns, got {self.stride}")
+        if self.order is not None and sorted(self.order) != list(range(self.rows * self.columns)):
+            raise ValueError(f"order must have each of the {self.rows * self.columns} patches once, got {self.order!r}")
+        top, left, bottom, right = self.box
+        if not (0 <= top < bottom <= 1 and 0 <= left < right <= 1):
+            raise ValueError(f"box must be top, left, bottom, right with 0 <= top < bottom <= 1, got {self.box}")
+
+    @property
+    def stop(self) -> int:
+        """The position after the last one, with what follows the last row."""
+        return self.start + self.rows * (self.stride or self.columns)
+
+    @property
+    def positions(self) -> Tensor:
+        """The position of each patch: (rows, columns)."""
+        stride = self.stride or self.columns
+        in_rows = self.start + torch.arange(self.rows)[:, None] * stride + torch.arange(self.columns)
+        if self.order is None:
+            return in_rows
+        placed = torch.empty(self.rows * self.columns, dtype=torch.long)
+        placed[torch.tensor(self.order)] = in_rows.flatten()
+        return placed.view(self.rows, self.columns)
+
+    def texts(self) -> list[str]:
+        """The text of each position from start to stop: "row,column", "frame:row,column", a time; "" between rows."""
+        if self.kind == "frames":
+            return [f"{i * self.seconds:.2f}s" if self.seconds else str(i) for i in range(self.columns)]
+        texts, before = [""] * (self.stop - self.start), "" if self.frame is None else f"{self.frame}:"
+        for row, line in enumerate(self.positions.tolist()):
+            for column, position in enumerate(line):
+                texts[position - self.start] = f"{before}{row},{column}"
+        return texts
 
 
 @dataclass(frozen=True)
@@ -39,6 +129,9 @@ class Labels:
         seconds: the duration of a frame.
         sounds: the recordings, int16 (B, samples).
         rate: the samples per second of `sounds`.
+        segments: in a sequence of several kinds, such as the input of a vision-language model, the positions that are
+            patches or frames; `kind` is that of the others.
+        pictures: the images that the segments refer to, uint8 (height, width, 3) each.
     """
 
     kind: str
@@ -50,6 +143,8 @@ class Labels:
     seconds: float | None = None
     sounds: Tensor | None = None
     rate: int | None = None
+    segments: tuple[Segment, ...] = ()
+    pictures: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
         validate_labels(self)
@@ -69,6 +164,32 @@ class Labels:
             return cls("tokens", filled)
         numbers = [tuple(row) for row in words]
         return cls("tokens", filled, tuple(row + (None,) * (length - len(row)) for row in numbers))
+
+    @classmethod
+    def patches(cls, rows: int, columns: int, *, image: Any = None, extra: int | Sequence[str] = 0) -> Labels:
+        """Labels of an image's patches, row by row, after `extra` positions such as the class token.
+
+        >>> labels = foci.Labels.patches(14, 14, extra=1)          # a ViT with 14 x 14 patches and a class token
+        >>> len(labels), labels.texts[0][:3]
+        (197, ('class token', '0,0', '0,1'))
+
+        Args:
+            rows, columns: the grid of patches.
+            image: the picture to draw them on: a PIL image, an array or a tensor (height, width, 3) or (3, height,
+                width), for a batch with one more axis first; None: none.
+            extra: the number of positions before the first patch, or their names.
+        """
+        for name, number in (("rows", rows), ("columns", columns)):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {number!r}")
+        if isinstance(extra, int):
+            before = ("class token", *(f"register {i}" for i in range(1, extra)))[:extra]
+        else:
+            before = tuple(extra)
+        images = None if image is None else torch.stack([shrink_picture(each) for each in to_pictures(image)])
+        texts = (*before, *Segment("patches", rows=rows, columns=columns).texts())
+        batch = 1 if images is None else len(images)
+        return cls("patches", (texts,) * batch, grid=(rows, columns), leading=len(before), images=images)
 
     @classmethod
     def from_offsets(
@@ -119,12 +240,57 @@ class Labels:
         return len(self.texts)
 
     def select(self, positions: Sequence[int]) -> Labels:
-        """The labels of some positions; the grid is dropped unless all positions are selected."""
-        texts = tuple(tuple(row[i] for i in positions) for row in self.texts)
-        words = None if self.words is None else tuple(tuple(row[i] for i in positions) for row in self.words)
-        if list(positions) == list(range(len(self))):
+        """The labels of some positions; the grid is dropped unless all positions are selected.
+
+        Segments are kept if the selected positions are the first ones and include them.
+        """
+        selected = list(positions)
+        if selected == list(range(len(self))):
             return self
-        return replace(self, texts=texts, words=words, grid=None, leading=0, images=None, sounds=None)
+        texts = tuple(tuple(row[i] for i in selected) for row in self.texts)
+        words = None if self.words is None else tuple(tuple(row[i] for i in selected) for row in self.words)
+        are_first = selected == list(range(len(selected)))
+        segments = tuple(segment for segment in self.segments if are_first and segment.stop <= len(selected))
+        return replace(
+            self, texts=texts, words=words, grid=None, leading=0, images=None, sounds=None, segments=segments
+        )
+
+    def with_segments(self, segments: Iterable[Segment], pictures: Iterable[Tensor] = ()) -> Labels:
+        """The labels with segments of patches and frames, whose positions get their texts.
+
+        >>> text = foci.Labels.tokens([["What", " is", "<i>", "<i>", "<i>", "<i>", "?"]])
+        >>> text.with_segments([foci.Segment("patches", start=2, rows=2, columns=2)]).texts
+        (('What', ' is', '0,0', '0,1', '1,0', '1,1', '?'),)
+        """
+        placed = tuple(segments)
+        texts = [list(row) for row in self.texts]
+        words = None if self.words is None else [list(row) for row in self.words]
+        for segment in placed:
+            if segment.sequence < len(texts) and segment.stop <= len(texts[segment.sequence]):
+                texts[segment.sequence][segment.start : segment.stop] = segment.texts()
+                if words is not None:
+                    words[segment.sequence][segment.start : segment.stop] = [None] * (segment.stop - segment.start)
+        numbers = None if words is None else tuple(map(tuple, words))
+        return replace(self, texts=tuple(map(tuple, texts)), words=numbers, segments=placed, pictures=tuple(pictures))
+
+    def grids(self, batch: int = 0) -> list[list[Segment]]:
+        """The segments of patches of each image of a sequence: a tile, a frame of a video or the whole image each."""
+        if self.grid is not None:
+            rows, columns = self.grid
+            return [[Segment("patches", batch, self.leading, rows, columns, image=batch)]]
+        images: dict[int, list[Segment]] = {}
+        for segment in self.segments:
+            if segment.kind == "patches" and segment.sequence == batch:
+                images.setdefault(segment.image, []).append(segment)
+        return list(images.values())
+
+    def picture(self, batch: int = 0, image: int = 0, frame: int = 0) -> Tensor | None:
+        """The picture of an image, or of a frame of a video, uint8 (height, width, 3); None if it was not kept."""
+        if self.images is not None:
+            return self.images[batch]
+        segments = self.grids(batch)[image]
+        number = next((each.picture for each in segments if each.frame in (None, frame)), None)
+        return None if number is None else self.pictures[number]
 
 
 def validate_labels(labels: Labels) -> None:
@@ -147,6 +313,65 @@ def validate_labels(labels: Labels) -> None:
         raise ValueError(f"sounds must be int16 (B, samples), got {labels.sounds.dtype} {tuple(labels.sounds.shape)}")
     if labels.sounds is not None and not (labels.rate and labels.seconds):
         raise ValueError("rate and seconds must be given with sounds, got None")
+
+    for segment in labels.segments:
+        if segment.sequence >= labels.batch or segment.stop > len(labels):
+            raise ValueError(
+                f"segments must lie within {labels.batch} sequences of {len(labels)} positions, got positions"
+                f" {segment.start} to {segment.stop - 1} of sequence {segment.sequence}"
+            )
+        if segment.picture is not None and segment.picture >= len(labels.pictures):
+            raise ValueError(f"picture must be below the {len(labels.pictures)} pictures, got {segment.picture}")
+    for picture in labels.pictures:
+        if picture.dtype != torch.uint8 or picture.dim() != 3 or picture.shape[2] != 3:
+            got = f"{picture.dtype} {tuple(picture.shape)}"
+            raise ValueError(f"pictures must be uint8 (height, width, 3), got {got}")
+
+
+def to_pictures(image: Any) -> list[Tensor]:
+    """One or several pictures as uint8 (height, width, 3): of a PIL image, an array, a tensor, or a list of them."""
+    if isinstance(image, list | tuple):
+        return [picture for each in image for picture in to_pictures(each)]
+    if isinstance(image, Tensor):
+        tensor = image.detach().cpu()
+    else:
+        import numpy
+
+        # A copy: the array of a PIL image is read-only.
+        tensor = torch.from_numpy(numpy.array(image))
+    if tensor.dim() == 2:
+        tensor = tensor.unsqueeze(-1)
+    if tensor.dim() == 4:
+        return [picture for each in tensor for picture in to_pictures(each)]
+    if tensor.dim() == 3 and tensor.shape[-1] not in CHANNELS and tensor.shape[0] in CHANNELS:
+        tensor = tensor.permute(1, 2, 0)
+    if tensor.dim() != 3 or tensor.shape[-1] not in CHANNELS:
+        raise ValueError(
+            "image must be a PIL image, or an array (height, width, 3), (3, height, width) or (height, width), got"
+            f" {tuple(tensor.shape)}"
+        )
+    color = tensor[..., :3].expand(*tensor.shape[:2], 3)
+    return [color if color.dtype == torch.uint8 else scale_to_bytes(color)]
+
+
+def scale_to_bytes(picture: Tensor) -> Tensor:
+    """Floats of any scale -> uint8: from 0 to 1 as they are, otherwise from the smallest to the largest."""
+    picture = picture.detach().float()
+    low, high = float(picture.min()), float(picture.max())
+    if low < 0 or high > 1:
+        picture = (picture - low) / max(high - low, 1e-6)
+    return (picture * 255).round().to(torch.uint8)
+
+
+def shrink_picture(picture: Tensor, side: int = MAX_PICTURE_SIDE) -> Tensor:
+    """A picture uint8 (height, width, 3) whose longer side has at most `side` pixels."""
+    height, width = picture.shape[:2]
+    if max(height, width) <= side:
+        return picture.contiguous()
+    size = [max(1, round(each * side / max(height, width))) for each in (height, width)]
+    channels_first = picture.permute(2, 0, 1).unsqueeze(0).float()
+    small = F.interpolate(channels_first, size, mode="bilinear", antialias=True)[0]
+    return small.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous()
 
 
 def slice_by_offsets(source: str, offsets: Sequence[tuple[int, int]], names: Sequence[str]) -> list[str]:

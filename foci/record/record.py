@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.record import file, from_tensors, metrics
+from foci.record import file, from_tensors, image_maps, metrics
 from foci.record.labels import Labels
 from foci.record.layer import Layer
 from foci.record.metrics import HEAD_SCORES, ScoreTotals
@@ -194,6 +194,67 @@ class Record:
         if any(layer.queries != layer.keys for layer in layers):
             return metrics.compute_cross_rollout(layers, query, batch, values)[0]
         return metrics.compute_rollout(layers, query, batch, values)
+
+    def image_map(
+        self,
+        query: str | int | Sequence[int],
+        *,
+        image: int = 0,
+        layer: int | str | None = None,
+        head: int | str | None = None,
+        upsample: bool | tuple[int, int] = False,
+        batch: int = 0,
+    ) -> Tensor:
+        """Where in an image a word looks: its exact attention weights on the patches, (rows, columns).
+
+        >>> labels = foci.Labels.tokens([["<i>"] * 6 + ["a", " red", " shoe"]])
+        >>> labels = labels.with_segments([foci.Segment("patches", rows=2, columns=3)])
+        >>> seen = foci.Record.from_tensors([torch.full((1, 4, 9, 9), 1 / 9)], labels)
+        >>> seen.image_map("shoe").shape, round(float(seen.image_map("shoe", head=2).sum()), 3)
+        (torch.Size([2, 3]), 0.667)
+
+        Only the rows of the word are computed. The map sums to the weight that the word gives to the image; tiles and
+        the whole image are added where they lie. A video has one more axis, the frames, first.
+
+        Args:
+            query: a word or phrase of the text, read or generated ("shoe", "shoe#2" for its second occurrence), whose
+                tokens are averaged; or one or several positions. Of a vision model: "class token", or a patch "2,3".
+            image: which image or video of the sequence.
+            layer: a number or name; None: the mean of all layers that have the word and see the image; "each": one map
+                per layer, (layers, rows, columns); "rollout": attention rollout through these layers.
+            head: a number; None: the mean; "each": one map per head, before the rows.
+            upsample: True: at the size of the picture, interpolated; or (height, width).
+            batch: which sequence.
+        """
+        self._check_filled()
+        return image_maps.compute_image_map(self, query, image, layer, head, upsample, batch)
+
+    def words_for(
+        self,
+        box: tuple[float, float, float, float],
+        *,
+        image: int = 0,
+        layer: int | str | None = None,
+        head: int | None = None,
+        batch: int = 0,
+    ) -> list[tuple[str, float]]:
+        """The words that look at a part of an image, heaviest first, each with its weight on that part.
+
+        >>> labels = foci.Labels.tokens([["<i>"] * 6 + ["a", " red", " shoe"]])
+        >>> labels = labels.with_segments([foci.Segment("patches", rows=2, columns=3)])
+        >>> seen = foci.Record.from_tensors([torch.eye(9).roll(6, 0).view(1, 1, 9, 9)], labels)
+        >>> [word for word, weight in seen.words_for((0, 0, 0.5, 0.3)) if weight > 0.5]         # at the top left
+        ['a']
+
+        Args:
+            box: top, left, bottom, right in parts of the image from 0 to 1; a patch counts by the part inside.
+            image: which image or video of the sequence.
+            layer: a number or name; None: the mean of all layers that see the image.
+            head: a number; None: the mean.
+            batch: which sequence.
+        """
+        self._check_filled()
+        return image_maps.rank_words(self, box, image, layer, head, batch)
 
     def select_rollout_layers(self, stack: str | None) -> list[Layer]:
         """The layers of a stack in order; for cross-attention all layers, those of encoder and decoder too."""

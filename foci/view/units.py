@@ -52,6 +52,8 @@ class TextUnit:
 def list_units(labels: Labels, batch: int = 0, by_token: bool = False) -> list[TextUnit]:
     """List the words of a sequence, or its tokens where the labels have no word numbers; padding is left out."""
     texts = display_texts(labels, batch)
+    if not by_token:
+        texts = merge_segments(labels, batch, texts)
     numbers = labels.words[batch] if labels.words is not None else None
     # Tokenizers such as GPT-2's keep the space in the token. If no token has one, a space is drawn between all tokens.
     has_spaces = any(text[:1].isspace() for text in texts[1:])
@@ -77,6 +79,17 @@ def list_layer_units(
 def check_batch(layer: Layer, batch: int) -> None:
     if not 0 <= batch < layer.shape[0]:
         raise ValueError(f"batch must be from 0 to {layer.shape[0] - 1}, got {batch}")
+
+
+def merge_segments(labels: Labels, batch: int, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the texts with each image or recording as one: "<image1>" at its first position, "" at the others."""
+    merged = list(texts)
+    names = {"patches": "image", "frames": "audio"}
+    for segment in labels.segments if labels.kind == "tokens" else ():
+        if segment.sequence == batch:
+            name = f"<{names[segment.kind]}{segment.image + 1}>"
+            merged[segment.start : segment.stop] = [name, *[""] * (segment.stop - segment.start - 1)]
+    return tuple(merged)
 
 
 def display_texts(labels: Labels, batch: int) -> tuple[str, ...]:

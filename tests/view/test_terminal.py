@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foci
-from foci.record.labels import Labels
+from foci.record.labels import Labels, Segment
 from foci.record.layer import Layer
 from foci.record.record import Record
 from foci.runtime.console import ANSI_STYLE, text_width
@@ -563,3 +563,14 @@ def test_notes_are_printed() -> None:
     record = jane()
     record.notes.append("the text is longer than the model reads: only a part of it is shown")
     assert "note: the text is longer than the model reads" in "\n".join(lines(record))
+
+
+def test_the_image_of_a_vision_language_model_is_one_unit() -> None:
+    tokens = Labels.tokens([["a", *["<i>"] * 4, " shoe"]], words=[[0, *[None] * 4, 1]])
+    labels = tokens.with_segments([Segment("patches", start=1, rows=2, columns=2)])
+    assert [(unit.text, unit.start, unit.stop) for unit in list_units(labels)] == [
+        ("a", 0, 1),
+        ("<image1>", 1, 5),
+        ("shoe", 5, 6),
+    ]
+    assert [unit.text for unit in list_units(labels, by_token=True)][1:3] == ["0,0", "0,1"]

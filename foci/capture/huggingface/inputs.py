@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from foci.capture.hooks import hook_module
+from foci.capture.huggingface.images import watch_images
 from foci.capture.huggingface.naming import SEQUENCE_NAMES, modality_of_model
 from foci.capture.naming import is_inside
-from foci.record.labels import Labels
+from foci.record.labels import Labels, Segment
 
 if TYPE_CHECKING:
     from foci.capture.recorder import Recorder
@@ -45,6 +46,8 @@ def watch_inputs(
             for module in modules:
                 action = make_token_id_hook(label, recorder)
                 hook_module(stack, recorder, module, action, before=True, with_kwargs=True)
+                if "pixel_values" in inspect.signature(module.forward).parameters:
+                    watch_images(stack, label, module, recorder, get_forward_argument)
         for module in owners.values():
             tower = tower_label_of(module, encoder_and_decoder)
             if tower is not None:
@@ -84,6 +87,12 @@ def record_tower_labels(
     label: str, recorder: Recorder, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> None:
     """A forward hook that sets the labels of a tower's positions."""
+    sizes = get_forward_argument(model, args, kwargs, "grid_thw")
+    if isinstance(sizes, Tensor) and get_ident() == recorder.thread:
+        native = build_native_patch_labels(model.config, sizes.tolist())
+        if native is not None:
+            recorder.set_labels(label, native)
+        return
     states = getattr(out, "last_hidden_state", None)
     if not isinstance(states, Tensor) or states.dim() != 3 or get_ident() != recorder.thread:
         return
@@ -101,6 +110,8 @@ def record_tower_labels(
 def build_patch_labels(config: Any, images: Any, batch: int, length: int) -> Labels | None:
     """Labels with the grid of patches and the images; None if the positions are not a plain grid."""
     size = getattr(config, "patch_size", None)
+    if isinstance(size, list | tuple) and len({*size}) == 1:
+        size = size[0]
     if not isinstance(images, Tensor) or images.dim() != 4 or not isinstance(size, int):
         return None
     rows, columns = images.shape[2] // size, images.shape[3] // size
@@ -113,6 +124,20 @@ def build_patch_labels(config: Any, images: Any, batch: int, length: int) -> Lab
     texts = (*extra, *coordinates)
     shown = images_to_uint8(images) if images.shape[1] == 3 else None
     return Labels("patches", (texts,) * images.shape[0], grid=(rows, columns), leading=leading, images=shown)
+
+
+def build_native_patch_labels(config: Any, sizes: list[list[int]]) -> Labels | None:
+    """Labels of the tower of Qwen2-VL or its successors; None if it attends to several images or windows apart.
+
+    Its patches are in squares of `spatial_merge_size`, which become one token of the language model.
+    """
+    if len(sizes) != 1 or sizes[0][0] != 1 or hasattr(config, "window_size"):
+        return None
+    (_, rows, columns), merge = sizes[0], config.spatial_merge_size
+    numbers = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
+    order = tuple(numbers.transpose(1, 2).flatten().tolist())
+    segment = Segment("patches", rows=rows, columns=columns, order=order)
+    return Labels("patches", (("",) * (rows * columns),)).with_segments([segment])
 
 
 def images_to_uint8(images: Tensor) -> Tensor:
