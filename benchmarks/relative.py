@@ -30,8 +30,8 @@ from timing import Clock, Contestant, Measured, compare, format_error, free_memo
 from torch import Tensor
 
 import foci
-from foci.gpu.attention import launch
-from foci.gpu.attention.launch import AttentionTiling
+from foci.gpu.attention import tilings
+from foci.gpu.attention.tilings import AttentionTiling
 
 COLUMNS = (
     "case", "dtype", "direction", "contestant", "ms", "spread", "rounds", "tflops", "mib", "over_dense", "error",
@@ -205,12 +205,12 @@ TUNED = (Case("buckets", 4, 16, 2048), Case("values", 4, 16, 2048, reach=16), Ca
 @contextmanager
 def tiled(name: str, width: int, tiles: AttentionTiling) -> Iterator[None]:
     """foci's kernels with these tiles in one pass."""
-    before = launch.HALF_PRECISION_TILINGS[name][width]
-    launch.HALF_PRECISION_TILINGS[name][width] = tiles
+    before = tilings.ROW_TABLE_TILINGS[name][width]
+    tilings.ROW_TABLE_TILINGS[name][width] = tiles
     try:
         yield
     finally:
-        launch.HALF_PRECISION_TILINGS[name][width] = before
+        tilings.ROW_TABLE_TILINGS[name][width] = before
 
 
 def contestants(case: Case, direction: str, variants: bool) -> Iterator[Contestant]:

@@ -119,15 +119,12 @@ def attention(
         return overridden  # type: ignore[no-any-return]
     if call_observer.observe is not None:
         observe_call(call_observer.observe, query, key, value, score, mask, bias, sink, positions)
-    if (
-        score is DEFAULT_SCORE
-        and bias is None
-        and sink is None
-        and positions is None
-        and backend is None
-        and dropout == 0
-    ):
-        plain = (attend_with_weights if return_weights else backends.run_plain_call)(query, key, value, mask)
+    if bias is None and sink is None and positions is None and backend is None and dropout == 0:
+        plain = None
+        if score is DEFAULT_SCORE:
+            plain = (attend_with_weights if return_weights else backends.run_plain_call)(query, key, value, mask)
+        if plain is None and not return_weights:
+            plain = backends.run_repeated_call(query, key, value, score, mask)
         if plain is not None:
             return plain
     call = prepare_call(query, key, value, score, mask, bias, sink, positions, dropout, return_weights)

@@ -3,6 +3,7 @@
 sdpa: PyTorch's fused kernels (cpu, cuda; padding prepares their tensors).
 cpu_c: our C kernel for CPUs, compiled where there is a C compiler.
 triton: our own GPU kernels, launched by foci.gpu.
+repeated_calls: calls of a kind that our kernels ran before, without their checks.
 flex: FlexAttention, compiled (block_masks, compiled_calls).
 blocked: attention strip by strip for every call on any device.
 strips: a call cut into parts and strips, and the logits of a strip; also used by the statistics.
@@ -18,11 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.backends import blocked, cpu_c, flex, reference, sdpa, triton
+from foci.backends import blocked, cpu_c, flex, reference, repeated_calls, sdpa, triton
 from foci.runtime.tracing import disable_autocast
 
 # The first that refuses neither the call nor its use by default is chosen, unless the caller names another.
@@ -57,6 +59,11 @@ def choose_backend(call: Call, name: str | None) -> ModuleType:
         if not default_refusals(backend, call) and not backend.refuses(call):
             return backend
     raise ValueError(f"no backend supports this call (backend='reference' would build the matrix):\n{make_plan(call)}")
+
+
+def run_repeated_call(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> Tensor | None:
+    """Runs a call without gradients of a kind that our kernels ran before; None leaves it to the full path."""
+    return repeated_calls.run_repeated_call(q, k, v, score, mask, choose_backend)
 
 
 def default_refusals(backend: ModuleType, call: Call) -> list[str]:

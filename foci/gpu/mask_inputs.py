@@ -6,7 +6,9 @@ Bm is 1 or the batch size, Tq queries, Tk keys.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +35,29 @@ class KernelMasks:
 
 
 NO_MASK, CAUSAL_MASK = KernelMasks(), KernelMasks(causal=True)
+
+# A distance, or a number of keys, that exceeds all lengths: the sum of two and of a length fits in 32 bits.
+UNLIMITED = 2**30
+
+
+class VisibleKeys(NamedTuple):
+    """The same for the attention kernels, which find the key ranges of most masks themselves.
+
+    Query i, at position i + Tk - Tq, sees the keys from position - left to position + right that come before `stop`.
+    """
+
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    stop: int = UNLIMITED
+    padded: int = 0  # 0 without lengths, 1 if the first keys of each sequence are visible, 2 if the last ones are
+    lengths: Tensor | None = None  # (Bm,)
+    key_ranges: Tensor | None = None  # the rest as in KernelMasks
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
+    dense: Tensor | None = None
+
+
+ALL_KEYS, EARLIER_KEYS = VisibleKeys(), VisibleKeys(right=0)
 
 
 def refuses(call: Call) -> list[str]:
@@ -78,6 +103,56 @@ def build_kernel_masks(call: Call) -> KernelMasks:
     if key is None:
         return compute_kernel_masks(call)
     return cache_per_stream((key, call.sizes.queries, call.sizes.keys), call.q, lambda: compute_kernel_masks(call))
+
+
+def find_visible_keys(call: Call) -> VisibleKeys:
+    """Convert the mask of a call that `refuses` accepts; most masks need no operation on the device."""
+    if call.mask is None or is_plain_causal(call):
+        return ALL_KEYS if call.mask is None else EARLIER_KEYS
+    fields: dict[str, Any] = {}
+    rest: Mask | None = None
+    offset = call.sizes.keys - call.sizes.queries
+    for mask in split_conjunction(call.mask):
+        if isinstance(mask, Documents):
+            fields["query_ids"] = select_batch_ids(mask.query_ids, call)
+            fields["key_ids"] = select_batch_ids(mask.key_ids, call)
+        elif isinstance(mask, DenseMask):
+            fields["dense"] = select_dense_entries(mask.entries, call)
+        elif isinstance(mask, Padding) and "lengths" not in fields:
+            fields["lengths"] = select_batch_ids(mask.lengths, call)
+            fields["padded"] = 1 if mask.side == "right" else 2
+        elif isinstance(mask, Causal):
+            limit(fields, right=0 if mask.offset is None else mask.offset - offset)
+        elif isinstance(mask, Window):
+            limit(fields, left=mask.left, right=mask.right)
+        elif isinstance(mask, Prefix):
+            limit(fields, stop=mask.length)
+        else:
+            rest = mask if rest is None else rest & mask
+    if rest is not None:
+        fields["key_ranges"] = compute_key_ranges(replace(call, mask=rest))
+    return VisibleKeys(**fields)
+
+
+def limit(fields: dict[str, Any], **limits: int | None) -> None:
+    """Lower limits of VisibleKeys; None does not limit."""
+    for name, value in limits.items():
+        if value is not None:
+            fields[name] = max(-UNLIMITED, min(value, fields.get(name, UNLIMITED)))
+
+
+def compute_key_ranges(call: Call) -> Tensor:
+    """The key ranges of the mask as one tensor; cached for masks without tensors."""
+
+    def compute() -> Tensor:
+        assert call.mask is not None
+        ranges = select_batch_ranges(call.mask.key_ranges(call.sizes, call.positions is not None), call)
+        return ranges.to_tensor(call.q.device)
+
+    key = mask_cache_key(call)
+    if key is None:
+        return compute()
+    return cache_per_stream((compute_key_ranges, key, call.sizes.queries, call.sizes.keys), call.q, compute)
 
 
 def compute_kernel_masks(call: Call) -> KernelMasks:
@@ -128,6 +203,30 @@ def mask_cache_key(call: Call) -> Hashable | None:
     return mask_structure(call.mask)
 
 
+def describe_mask(mask: object, tensors: dict[str, Tensor]) -> Hashable | None:
+    """What a mask consists of besides its tensors, which are added to `tensors` by their names in VisibleKeys.
+
+    None for masks that have other tensors or would have to be converted to key ranges.
+    """
+    if isinstance(mask, Window):
+        return "window", mask.left, mask.right
+    if isinstance(mask, Causal):
+        return "causal", mask.offset
+    if isinstance(mask, Prefix):
+        return "prefix", mask.length
+    if isinstance(mask, Padding) and "lengths" not in tensors:
+        tensors["lengths"] = mask.lengths
+        return "padding", mask.side
+    if isinstance(mask, Documents) and "query_ids" not in tensors:
+        tensors["query_ids"] = mask.query_ids
+        tensors["key_ids"] = mask.query_ids if mask.key_ids is None else mask.key_ids
+        return "documents"
+    if isinstance(mask, Intersection):
+        left, right = describe_mask(mask.left, tensors), describe_mask(mask.right, tensors)
+        return None if left is None or right is None else (left, right)
+    return None
+
+
 def mask_structure(mask: Mask) -> Hashable | None:
     if isinstance(mask, Intersection | Union):
         sides = mask_structure(mask.left), mask_structure(mask.right)
@@ -137,7 +236,7 @@ def mask_structure(mask: Mask) -> Hashable | None:
         return None if inner is None else (Complement, inner)
     if type(mask) not in NUMERIC_MASKS:
         return None
-    return (type(mask), *(getattr(mask, field.name) for field in fields(mask)))  # type: ignore[arg-type]
+    return (type(mask), *(getattr(mask, field.name) for field in dataclass_fields(mask)))  # type: ignore[arg-type]
 
 
 def is_bottom_right_aligned(mask: Causal, call: Call) -> bool:

@@ -5,19 +5,21 @@ The problems are those of test_distance_bias. In the interpreter tiles have 16 q
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 import foci
-from foci.arguments import prepare_call
 from foci.backends import triton
-from foci.gpu.attention import launch
-from foci.gpu.attention.launch import AttentionTiling
+from foci.gpu.attention import launch, tilings
+from foci.gpu.attention.tilings import AttentionTiling
 from foci.gpu.launcher import CACHED_PLANS
-from foci.scores import Dot
-from tests.kernels.test_distance_bias import DEVICE, MASKS, check_problem, problem_of
+from tests.checker import Problem, Tensors
+from tests.kernels.test_distance_bias import DEVICE, MASKS, check_problem, problem_of, within_nan
 from tests.kernels.test_distance_bias import _nan_in_fresh_memory as _nan_in_fresh_memory
 
 
@@ -71,24 +73,6 @@ def test_masks_run_in_our_kernels_on_a_gpu(mask: foci.Mask) -> None:
     assert foci.plan(q, q, q, mask=mask).chosen == triton.NAME
 
 
-@pytest.mark.parametrize(
-    ("mask", "length", "faster"),
-    [
-        (foci.causal & foci.window(64), 4096, False),
-        (foci.padding([4000]), 4096, True),
-        (foci.padding([2000]), 2048, False),
-        (foci.causal | foci.prefix(9), 4096, True),
-        (None, 4096, False),
-    ],
-    ids=["window", "padding", "short", "prefix", "none"],
-)
-def test_long_inputs_under_other_masks_are_left_to_flex(mask: foci.Mask | None, length: int, faster: bool) -> None:
-    q = torch.empty(1, 1, length, 16, device="meta")
-    assert (
-        triton.is_faster_in_flex(prepare_call(q, q, q, Dot(), mask, None, None, None, 0.0, needs_lse=False)) == faster
-    )
-
-
 @pytest.mark.gpu
 def test_a_new_length_compiles_nothing() -> None:
     from foci.kernels.attention.forward import attention_forward_kernel
@@ -107,9 +91,9 @@ def test_a_new_length_compiles_nothing() -> None:
 
 @pytest.mark.parametrize("mask", ["causal", "padding", "left_padding", "prefix", "entries", "keys", "softcap", "sink"])
 def test_split_keys_equal_the_reference(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MIN_SPLIT_KEYS", 10)
+    monkeypatch.setattr(tilings, "MIN_SPLIT_KEYS", 10)
     case = {"entries": {}}.get(mask, {"queries": 5})
-    monkeypatch.setattr(launch, "FEW_QUERIES", 64)
+    monkeypatch.setattr(tilings, "FEW_QUERIES", 64)
     planned = []
     whole = launch.plan_split_forward
     monkeypatch.setattr(launch, "plan_split_forward", lambda *given: planned.append(given[-1]) or whole(*given))
@@ -118,3 +102,90 @@ def test_split_keys_equal_the_reference(mask: str, monkeypatch: pytest.MonkeyPat
     CACHED_PLANS.clear()
     assert planned
     assert min(planned) > 1
+
+
+# Each with its shape for 2 sequences, 2 heads, 37 queries and 41 keys.
+BIAS_SHAPES = {
+    "whole": (2, 2, 37, 41),
+    "heads": (1, 2, 37, 41),
+    "sequences": (2, 1, 37, 41),
+    "one": (1, 1, 37, 41),
+    "keys": (2, 1, 1, 41),
+    "queries": (1, 2, 37, 1),
+}
+
+
+def bias_problem(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **options: Any) -> Problem:
+    """A learned dense bias with another row stride than its width."""
+    shapes = {"query": (2, 2, 37, 12), "key": (2, 2, 41, 12), "value": (2, 2, 41, 9), "entries": shape}
+    generator = torch.Generator().manual_seed(3)
+    tensors = {name: torch.randn(sizes, generator=generator, dtype=torch.float64) for name, sizes in shapes.items()}
+
+    def arguments(leaves: Tensors) -> dict[str, Any]:
+        given = {name: within_nan(leaves[name]) for name in ("query", "key", "value")}
+        entries = leaves["entries"]
+        if shape[-1] > 1:
+            entries = torch.nn.functional.pad(entries, (0, 7), value=torch.nan)[..., : shape[-1]]
+        mask = options.get("mask")
+        if isinstance(mask, Tensor):
+            options["mask"] = mask.to(leaves["query"].device)
+        return given | {"bias": entries} | options
+
+    return Problem(tensors, arguments, dtype)
+
+
+@pytest.mark.parametrize("shape", BIAS_SHAPES)
+def test_a_dense_bias_and_its_gradient_equal_the_reference(shape: str) -> None:
+    check_problem(bias_problem(BIAS_SHAPES[shape]))
+
+
+@pytest.mark.parametrize(
+    ("mask", "shape"),
+    [("causal", "whole"), ("two_runs", "whole"), ("documents", "heads"), ("prefix", "heads"), ("entries", "heads")],
+)
+def test_a_dense_bias_under_a_mask_equals_the_reference(mask: str, shape: str) -> None:
+    check_problem(bias_problem(BIAS_SHAPES[shape], mask=MASKS[mask]["mask"]))
+
+
+@pytest.mark.parametrize("width", [41, 48])
+def test_a_bias_may_hide_keys_and_whole_rows(width: int) -> None:
+    """Rows of 48 entries are aligned, rows of 41 are not."""
+    generator = torch.Generator().manual_seed(2)
+    bias = torch.randn(1, 2, 37, width, generator=generator)[..., :41].masked_fill(
+        torch.rand(1, 2, 37, 41, generator=generator) < 0.7, -torch.inf
+    )
+    bias = torch.nn.functional.pad(bias, (0, width - 41))[..., :41].to(DEVICE)
+    bias[:, :, 3] = -torch.inf
+    q, k, v = (torch.randn(2, 2, n, 16, device=DEVICE) for n in (37, 41, 41))
+    found, weights = foci.attention(q, k, v, bias=bias, backend="triton", return_weights=True)
+    true = foci.attention(q.double(), k.double(), v.double(), bias=bias.double(), backend="reference")
+    torch.testing.assert_close(found.double(), true, atol=1e-5, rtol=1e-5)
+    assert bool((found[:, :, 3] == 0).all())
+    assert bool(weights.lse[:, :, 3].isneginf().all())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_scattered_and_contiguous_documents_find_their_ranges(masked: bool) -> None:
+    """Document 7 has a gap, document 9 no key."""
+    ids = torch.tensor([3, 3, 7, 7, 1, 1, 7, 2] + [4] * 20 + [9] * 3, device=DEVICE)
+    keys = torch.cat([ids[:28], torch.full((9,), 5, device=DEVICE)])
+    q, k, v = torch.randn(1, 2, 31, 16), torch.randn(1, 2, 37, 16), torch.randn(1, 2, 37, 16)
+    mask = foci.documents(ids, keys)
+    mask = mask & foci.causal if masked else mask
+    q, k, v = (x.to(DEVICE) for x in (q, k, v))
+    found = foci.attention(q, k, v, mask=mask, backend="triton")
+    true = foci.attention(q.double(), k.double(), v.double(), mask=mask, backend="reference")
+    torch.testing.assert_close(found.double(), true, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("keys_per_split", [512, 16], ids=["whole", "split"])
+@pytest.mark.parametrize("mask", ["causal", "left_padding", "prefix", "softcap", "sink", "keys"])
+def test_few_queries_of_heads_that_share_keys(mask: str, keys_per_split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All heads of a group are rows of one tile, forward and backward."""
+    monkeypatch.setattr(tilings, "MIN_SPLIT_KEYS", keys_per_split)
+    CACHED_PLANS.clear()
+    check_problem(problem_of("none", mask, key_heads=1, queries=5, keys=41))
+    kernels = {launched.kernel.__name__ for plan in CACHED_PLANS.values() for launched in plan.launches}
+    assert "few_query_gradients" in kernels
+    assert ("merge_attention_splits" in kernels) == (keys_per_split == 16)
+    CACHED_PLANS.clear()

@@ -18,7 +18,7 @@ import foci
 from foci.arguments import Call, prepare_call
 from foci.gpu import attention, launcher
 from foci.gpu.attention import launch, row_table
-from foci.gpu.attention.launch import AttentionTiling
+from foci.gpu.attention.tilings import AttentionTiling
 from foci.gpu.launcher import LaunchPlan
 from foci.scores import Dot
 from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
@@ -242,7 +242,7 @@ def inputs(width: int = 8, dtype: torch.dtype = torch.float32, length: int = 5) 
 
 
 REFUSED: dict[str, tuple[Callable[[], Call], str]] = {
-    "tensor": (lambda: call_of(**inputs(), bias=torch.zeros(5, 5)), "the bias is not a distance bias"),
+    "tensor": (lambda: call_of(**inputs(), bias=torch.zeros(5, 5).double()), "a bias of float64 is not supported"),
     "float64": (lambda: call_of(**inputs(dtype=torch.float64), bias=foci.ALiBi()), "float64"),
     "width": (lambda: call_of(**inputs(257), bias=foci.ALiBi()), "widths up to 256, got 257"),
     "empty": (lambda: call_of(**inputs(length=0), bias=foci.ALiBi()), "query, key or value is empty"),

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.arguments import FLOAT_DTYPES, HALF_DTYPES, Call
-from foci.backends import cpu_c
+from foci.backends import cpu_c, triton
 from foci.backends.sdpa import cpu, cuda
 from foci.backends.sdpa.padding import needs_backward
 from foci.biases import DenseBias
@@ -50,6 +50,9 @@ def refuses_by_default(call: Call) -> list[str]:
     """Why it is not chosen unless the caller names it."""
     if call.sizes.device.type == "cpu" and cpu_c.is_faster_than_sdpa(call):
         return ["our C kernel is faster for this call; use it with backend='sdpa'"]
+    has_matrix = isinstance(call.mask, DenseMask) or isinstance(call.bias, DenseBias)
+    if call.sizes.device.type == "cuda" and has_matrix and not triton.refuses(call):
+        return ["our kernels are faster with a dense mask or bias"]
     return []
 
 
@@ -165,7 +168,7 @@ def causal_alignment(call: Call) -> str | None:
 def mask_without_expansion(call: Call) -> Mask | None:
     """Returns the mask if it is a dense tensor or has one row per sequence, so that it need not be expanded to n x n.
 
-    Padding on CUDA is left to FlexAttention: it was measured four times as fast as the kernel that takes masks.
+    Padding on CUDA is left to our own kernels, which skip the padded keys.
     """
     row = isinstance(call.mask, Padding) and call.sizes.device.type != "cuda"
     return call.mask if row or isinstance(call.mask, DenseMask) else None

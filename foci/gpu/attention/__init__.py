@@ -1,8 +1,11 @@
-"""Dot-product attention with masks, softcaps and distance biases in Triton kernels, without storing the matrix.
+"""Dot-product attention with masks, softcaps and biases in Triton kernels, without storing the matrix.
 
 arguments: options of a call, parts of a call, scalars of the kernels
 row_table: row tables of Buckets and Relative, and their gradients
-launch: tilings, forward and backward
+tilings: tile sizes and launch options
+visible_tiles: the launches that find visible tiles
+launch: forward and backward
+repeated_call: a forward again, with new addresses
 
 Both directions are registered as operators for torch.compile. Gradients reach query, key, value, tables and slopes,
 through the output and through the log-sum-exp, and are the same in every run.
@@ -20,11 +23,12 @@ import torch
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.biases import ALiBi, Buckets, Relative
+from foci.biases import ALiBi, Buckets, DenseBias, Relative
 from foci.gpu import mask_inputs
 from foci.gpu.attention import launch
 from foci.gpu.attention.arguments import LEARNED_FIELDS, AttentionOptions, learned_fields
 from foci.gpu.launcher import KERNEL_DTYPES
+from foci.gpu.mask_inputs import UNLIMITED
 from foci.runtime.double_backward import forbid_double_backward
 from foci.runtime.tensor_cache import cache_permanently
 from foci.runtime.tracing import is_traced
@@ -38,20 +42,18 @@ MAX_RELATIVE_CLIP = 512
 MAX_BUCKET_DISTANCE = 1024
 
 OPTIONS_SCHEMA = (
-    "Tensor? table, Tensor? buckets, Tensor? keys, Tensor? values, Tensor? slopes, Tensor? key_ranges,"
-    " Tensor? query_ids, Tensor? key_ids, Tensor? dense, Tensor? seed, bool causal, float scale, float softcap,"
-    " float dropout"
+    "Tensor? table, Tensor? buckets, Tensor? keys, Tensor? values, Tensor? slopes, Tensor? bias, Tensor? lengths,"
+    " Tensor? key_ranges, Tensor? query_ids, Tensor? key_ids, Tensor? dense, Tensor? seed, bool causal, int left,"
+    " int right, int stop, int padded, float scale, float softcap, float dropout"
 )
 
 OPERATOR_INPUTS = ("q", "k", "v", *AttentionOptions._fields)
 INPUT_INDEX = {name: index for index, name in enumerate(OPERATOR_INPUTS)}
-SCALAR_INPUTS = ("causal", "scale", "softcap", "dropout")
+SCALAR_INPUTS = ("causal", "left", "right", "stop", "padded", "scale", "softcap", "dropout")
 
 
 def refuses(call: Call) -> list[str]:
     """The reasons why these kernels cannot run the call. backends.triton checks device and torch.func transforms."""
-    if call.bias is not None and not isinstance(call.bias, ALiBi | Buckets | Relative):
-        return ["the bias is not a distance bias"]
     return [*distance_bias_refusals(call), *tensor_refusals(call), *mask_inputs.refuses(call)]
 
 
@@ -69,13 +71,15 @@ def distance_bias_refusals(call: Call) -> list[str]:
         reasons.append(
             f"the kernels support Buckets up to a distance of {MAX_BUCKET_DISTANCE}, got {bias.max_distance}"
         )
-    if bias is not None and call.positions is not None:
+    if bias is not None and not isinstance(bias, DenseBias) and call.positions is not None:
         reasons.append("given positions with a distance bias are not supported")
     return reasons
 
 
 def tensor_refusals(call: Call) -> list[str]:
     reasons = []
+    if isinstance(call.bias, DenseBias) and call.bias.entries.dtype not in KERNEL_DTYPES:
+        reasons.append(f"a bias of {call.bias.entries.dtype} is not supported".replace("torch.", ""))
     if isinstance(call.score, Additive):
         reasons.append("an additive score is not supported")
     if call.q.dtype not in KERNEL_DTYPES:
@@ -90,6 +94,12 @@ def tensor_refusals(call: Call) -> list[str]:
     if call.dropout and (call.batch_ids is not None or call.head_ids is not None):
         reasons.append("dropout in a part of a call is not supported")
     return reasons
+
+
+def is_repeatable(call: Call) -> bool:
+    """Whether later calls of the same layout differ in addresses only: four dimensions, contiguous rows, no table."""
+    aligned = call.q.stride(-1) == call.k.stride(-1) == call.v.stride(-1) == 1
+    return aligned and call.sizes.batch == call.q.shape[:1] and call.sizes.heads is not None and call.bias is None
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -108,15 +118,21 @@ def operator_inputs(call: Call) -> tuple[Any, ...]:
     """What the operators take: q, k, v and the fields of AttentionOptions."""
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
-    masks = mask_inputs.build_kernel_masks(call)
     seed = call.seed if call.dropout else None
     scale, softcap = dot.score.factor(dot.q.shape[-1]), dot.score.softcap or 0.0
-    tensors = (*bias_tensors(call), masks.key_ranges, masks.query_ids, masks.key_ids, masks.dense, seed)
-    return dot.q, dot.k, dot.v, *tensors, masks.causal, scale, softcap, call.dropout
+    if isinstance(call.bias, Buckets | Relative):
+        masks = mask_inputs.build_kernel_masks(call)
+        tensors: Sequence[Tensor | None] = (None, masks.key_ranges, masks.query_ids, masks.key_ids, masks.dense)
+        limits = (masks.causal, UNLIMITED, UNLIMITED, UNLIMITED, 0)
+    else:
+        keys = mask_inputs.find_visible_keys(call)
+        tensors = (keys.lengths, keys.key_ranges, keys.query_ids, keys.key_ids, keys.dense)
+        limits = (False, keys.left, keys.right, keys.stop, keys.padded)
+    return dot.q, dot.k, dot.v, *bias_tensors(call), *tensors, seed, *limits, scale, softcap, call.dropout
 
 
 def bias_tensors(call: Call) -> tuple[Tensor | None, ...]:
-    """The fields table, buckets, keys, values and slopes of AttentionOptions, for the heads of the call."""
+    """The fields table, buckets, keys, values, slopes and bias of AttentionOptions, for the heads of the call."""
     bias, heads = call.bias, None if call.head_ids is None else call.head_index.flatten()
     if isinstance(bias, Buckets):
         table = bias.table if heads is None else bias.table[:, heads]
@@ -124,15 +140,17 @@ def bias_tensors(call: Call) -> tuple[Tensor | None, ...]:
         buckets = cache_permanently(
             (bucket_by_distance, *numbers), table, lambda: bucket_by_distance(*numbers, table.device)
         )
-        return table, buckets, None, None, None
+        return table, buckets, None, None, None, None
     if isinstance(bias, Relative):
         tables = (bias.keys, bias.values)
         chosen = (t if t is None or t.dim() == 2 or heads is None else t[heads] for t in tables)
-        return None, None, *chosen, None
+        return None, None, *chosen, None, None
     if bias is None:
-        return None, None, None, None, None
+        return None, None, None, None, None, None
+    if isinstance(bias, DenseBias):
+        return None, None, None, None, None, mask_inputs.select_dense_entries(bias.entries, call)
     assert isinstance(bias, ALiBi) and bias.slopes is not None
-    return None, None, None, None, bias.slopes if heads is None else bias.slopes[heads]
+    return None, None, None, None, bias.slopes if heads is None else bias.slopes[heads], None
 
 
 def bucket_by_distance(buckets: int, bidirectional: bool, max_distance: int, device: torch.device) -> Tensor:

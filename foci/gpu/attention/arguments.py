@@ -6,7 +6,7 @@ B batch, H heads, G key/value heads, Tq queries, Tk keys, D width, Dv value widt
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from foci.gpu.launcher import batch_stride, layout_key, next_power_of_two
 # Some sequences of a batch, and some heads.
 HeadSlices = tuple[slice, slice]
 
+# The number of fields of AttentionOptions that are tensors; they come first.
+TENSORS = 12
 # The fields of AttentionOptions that may have gradients.
-LEARNED_FIELDS = ("table", "keys", "values", "slopes")
+LEARNED_FIELDS = ("table", "keys", "values", "slopes", "bias")
 
 
 class AttentionOptions(NamedTuple):
@@ -28,12 +30,18 @@ class AttentionOptions(NamedTuple):
     keys: Tensor | None  # Relative: (W, D) or (H, W, D)
     values: Tensor | None  # (W, Dv) or (H, W, Dv)
     slopes: Tensor | None  # ALiBi: (H,)
-    key_ranges: Tensor | None  # this and the next three as in KernelMasks
+    bias: Tensor | None  # of any float dtype: (B or 1, H or 1, Tq or 1, Tk or 1)
+    lengths: Tensor | None  # this and the next four as in VisibleKeys, or in KernelMasks with a row table
+    key_ranges: Tensor | None
     query_ids: Tensor | None
     key_ids: Tensor | None
     dense: Tensor | None
     seed: Tensor | None
-    causal: bool
+    causal: bool  # only with a row table; else `right` is 0
+    left: int  # this and the next three as in VisibleKeys
+    right: int
+    stop: int
+    padded: int
     scale: float
     softcap: float  # 0.0 is none
     dropout: float
@@ -50,6 +58,10 @@ class AttentionOptions(NamedTuple):
         """The kernels' TABLE: 0 without a table, 1 for one added before scaling, 2 for one added to the logits."""
         return 2 if self.table is not None else 0 if self.keys is None else 1
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields that are tensors."""
+        return cast("tuple[Tensor | None, ...]", self[:TENSORS])
+
     def select(self, slices: HeadSlices) -> AttentionOptions:
         """The options of some sequences and heads."""
         batches, heads = slices
@@ -58,6 +70,8 @@ class AttentionOptions(NamedTuple):
             keys=select_heads(self.keys, heads),
             values=select_heads(self.values, heads),
             slopes=None if self.slopes is None else self.slopes[heads],
+            bias=None if self.bias is None else select_batch(self.bias, batches, heads),
+            lengths=select_batch(self.lengths, batches),
             key_ranges=select_batch(self.key_ranges, batches),
             query_ids=select_batch(self.query_ids, batches),
             key_ids=select_batch(self.key_ids, batches),
@@ -100,6 +114,11 @@ class CallPart(NamedTuple):
         return (0, 0) if self.slices is None else (self.slices[0].start, self.slices[1].start)
 
     @property
+    def group(self) -> int:
+        """The number of query heads per key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
     def pairs(self) -> int:
         """The number of (sequence, head) pairs."""
         return self.q.shape[0] * self.q.shape[1]
@@ -127,24 +146,22 @@ def key_head_slices(slices: HeadSlices, group: int) -> HeadSlices:
 def plan_key(part: CallPart, *more: Hashable) -> Hashable:
     """The cache key of a launch plan: everything that it depends on."""
     _, q, k, v, peaks, _, options, _ = part
-    return part.first, q.device, *map(layout_key, (q, k, v, peaks, *options[:10])), options[10:], more
+    return part.first, q.device, *map(layout_key, (q, k, v, peaks, *options.tensors())), options[TENSORS:], more
 
 
 def to_kernel_layout(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
     """Make features, ids and slopes contiguous, and view the dense mask as bytes."""
-    key_ranges, query_ids, key_ids, slopes = (
-        None if x is None else x.contiguous()
-        for x in (options.key_ranges, options.query_ids, options.key_ids, options.slopes)
-    )
-    dense = options.dense
-    if dense is not None:
-        dense = dense.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
-    if key_ranges is not None or query_ids is not None or dense is not None or slopes is not options.slopes:
-        options = options._replace(
-            key_ranges=key_ranges, query_ids=query_ids, key_ids=key_ids, slopes=slopes, dense=dense
-        )
+    changed: dict[str, Any] = {}
+    for name in ("lengths", "key_ranges", "query_ids", "key_ids", "slopes"):
+        x = getattr(options, name)
+        if x is not None and not x.is_contiguous():
+            changed[name] = x.contiguous()
+    if options.dense is not None:
+        changed["dense"] = options.dense.expand(*q.shape[:3], k.shape[2]).view(torch.uint8)
+    if changed:
+        options = options._replace(**changed)
     return with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v), options
 
 
@@ -161,13 +178,14 @@ def empty_with_layout_of(x: Tensor) -> Tensor:
 def tensor_arguments(part: CallPart) -> dict[str, Tensor]:
     """The tensors that every kernel reads. An absent one points at `peaks` and is never read."""
     _, q, k, v, peaks, log_sums, options, row_table = part
-    by_bucket, buckets, _, _, slopes, key_ranges, query_ids, key_ids, dense, seed = (
-        peaks if x is None else x for x in options[:10]
+    by_bucket, buckets, _, _, slopes, bias, lengths, key_ranges, query_ids, key_ids, dense, seed = (
+        peaks if x is None else x for x in options.tensors()
     )
     return {
-        "q": q, "k": k, "v": v, "peaks": peaks, "log_sums": log_sums, "slopes": slopes,
+        "q": q, "k": k, "v": v, "peaks": peaks, "log_sums": log_sums, "slopes": slopes, "bias": bias,
         "table": peaks if row_table is None else row_table, "by_bucket": by_bucket, "buckets": buckets,
-        "key_ranges": key_ranges, "query_ids": query_ids, "key_ids": key_ids, "dense": dense, "seed": seed,
+        "lengths": lengths, "document_ranges": peaks, "key_ranges": key_ranges, "query_ids": query_ids,
+        "key_ids": key_ids, "dense": dense, "seed": seed,
     }  # fmt: skip
 
 
@@ -179,8 +197,10 @@ def attention_scalars(part: CallPart) -> dict[str, Any]:
     return dict(
         **stride_arguments("q", q), **stride_arguments("k", k), **stride_arguments("v", v),
         peaks_batch=peaks.stride(0), peaks_head=peaks.stride(1),
-        key_ranges_batch=batch_stride(options.key_ranges), query_ids_batch=batch_stride(options.query_ids),
-        key_ids_batch=batch_stride(options.key_ids),
+        left=options.left, right=options.right, stop=options.stop, PADDED=options.padded,
+        lengths_batch=batch_stride(options.lengths), key_ranges_batch=batch_stride(options.key_ranges),
+        query_ids_batch=batch_stride(options.query_ids), key_ids_batch=batch_stride(options.key_ids),
+        document_ranges_batch=3 * q.shape[2] * (count_document_rows(options) > 1), **bias_strides(options.bias),
         dense_batch=dense[0], dense_head=dense[1], dense_query=dense[2], dense_key=dense[3],
         CAUSAL=options.causal, RANGES=0 if options.key_ranges is None else options.key_ranges.shape[1],
         IDS=options.query_ids is not None, DENSE=options.dense is not None,
@@ -192,6 +212,24 @@ def attention_scalars(part: CallPart) -> dict[str, Any]:
         DROPOUT=options.dropout > 0, EVEN=widths == (q.shape[3], v.shape[3]), BD=widths[0], BV=widths[1],
         PRECISION=dot_precision(q), EXACT=q.dtype == torch.float32, DIRECT=q.is_cuda and torch.version.hip is None,
     )  # fmt: skip
+
+
+def count_document_rows(options: AttentionOptions) -> int:
+    """The number of sequences with document ids of their own; 0 without documents."""
+    if options.query_ids is None or options.key_ids is None:
+        return 0
+    return max(options.query_ids.shape[0], options.key_ids.shape[0])
+
+
+def bias_strides(bias: Tensor | None) -> dict[str, int]:
+    """The strides of a dense bias, and the kernels' BIAS: 0 without one, 1 for aligned rows, 2 for other strides."""
+    if bias is None:
+        return {"bias_batch": 0, "bias_head": 0, "bias_query": 0, "bias_key": 0, "BIAS": 0}
+    batch, head, query, key = (0 if n == 1 else step for n, step in zip(bias.shape, bias.stride(), strict=True))
+    aligned = key == 1 and batch % 8 == head % 8 == query % 8 == 0
+    # The kernels multiply the stride of aligned rows by 8, so that the compiler sees the alignment.
+    row = query // 8 if aligned else query
+    return {"bias_batch": batch, "bias_head": head, "bias_query": row, "bias_key": key, "BIAS": 1 if aligned else 2}
 
 
 def stride_arguments(name: str, x: Tensor) -> dict[str, int]:

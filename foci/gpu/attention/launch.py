@@ -25,108 +25,21 @@ from foci.gpu.attention.arguments import (
     to_kernel_layout,
     with_contiguous_rows,
 )
-from foci.gpu.launcher import LaunchPlan, build_kernel_launch, get_or_build_plan, layout_key, next_power_of_two
+from foci.gpu.attention.tilings import (
+    MAX_KEY_SPLITS,
+    AttentionTiling,
+    ceil_divide,
+    choose_tiling,
+    count_key_splits,
+    count_query_programs,
+    is_packed,
+)
+from foci.gpu.attention.visible_tiles import document_range_launches, query_tile_launches
+from foci.gpu.launcher import KernelLaunch, LaunchPlan, build_kernel_launch, get_or_build_plan, layout_key
 from foci.runtime.tracing import disable_autocast
 
-
-class AttentionTiling(NamedTuple):
-    """The tile sizes and launch options of one kernel."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None  # maximum per thread, so that more programs share a multiprocessor
-
-    def sizes(self) -> dict[str, Any]:
-        return {"BM": self.queries, "BN": self.keys}
-
-    def options(self) -> dict[str, Any]:
-        limit = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": self.warps, "num_stages": self.stages} | limit
-
-
-# By pass and by the larger of D and Dv, for 16-bit inputs without a row table.
-ATTENTION_TILINGS = {
-    "forward": {
-        64: AttentionTiling(128, 64, 8, 3, 128),
-        128: AttentionTiling(128, 64, 8, 3),
-        256: AttentionTiling(128, 64, 8, 2),
-    },
-    "queries": {
-        64: AttentionTiling(64, 64, 4, 3),
-        128: AttentionTiling(128, 64, 8, 2),
-        256: AttentionTiling(64, 32, 4, 2),
-    },
-    "keys": {
-        64: AttentionTiling(64, 64, 4, 3),
-        128: AttentionTiling(32, 64, 4, 3),
-        256: AttentionTiling(32, 64, 8, 2),
-    },
-}
-# The same with a row table. Near the diagonal a program also holds a tile of values from
-# the row table: larger tiles than these spill registers there.
-ROW_TABLE_TILINGS = {
-    "forward": {
-        64: AttentionTiling(128, 64, 8, 3, 128),
-        128: AttentionTiling(128, 64, 8, 2),
-        256: AttentionTiling(128, 64, 8, 2),
-    },
-    "queries": {
-        64: AttentionTiling(64, 64, 4, 2, 168),
-        128: AttentionTiling(128, 64, 8, 2),
-        256: AttentionTiling(64, 32, 4, 2),
-    },
-    "keys": {
-        64: AttentionTiling(32, 64, 4, 3),
-        128: AttentionTiling(32, 128, 8, 2),
-        256: AttentionTiling(32, 64, 8, 2),
-    },
-}
-# Products of float32 do not run on tensor cores and read twice the memory.
-FLOAT32_TILINGS = {
-    "forward": {
-        64: AttentionTiling(64, 32, 4, 2),
-        128: AttentionTiling(64, 32, 8, 2),
-        256: AttentionTiling(64, 32, 8, 1),
-    },
-    "queries": {
-        64: AttentionTiling(64, 32, 4, 2),
-        128: AttentionTiling(64, 32, 8, 1),
-        256: AttentionTiling(32, 16, 4, 1),
-    },
-    "keys": {
-        64: AttentionTiling(32, 64, 8, 2),
-        128: AttentionTiling(32, 64, 8, 1),
-        256: AttentionTiling(16, 32, 4, 1),
-    },
-}
-# Calls with at most this many queries use tiles of this size: one more kernel per kind of call, not one per length.
-FEW_QUERIES = 16
-# The keys of few queries are split among at most MAX_KEY_SPLITS programs, of at least MIN_SPLIT_KEYS keys each.
-MAX_KEY_SPLITS = 64
-MIN_SPLIT_KEYS = 512
-# Small, because the interpreter also spends time on padding.
-INTERPRETER_TILES = AttentionTiling(16, 16, 4, 1)
-
-
-def choose_tiling(name: str, part: CallPart) -> AttentionTiling:
-    """Choose the tiles of a pass: "forward", "queries" or "keys". Few queries get small tiles."""
-    q, v, options = part.q, part.v, part.options
-    if q.device.type == "cpu":
-        return INTERPRETER_TILES
-    width = max(next_power_of_two(q.shape[-1]), next_power_of_two(v.shape[-1]), 64)
-    half_precision = ROW_TABLE_TILINGS if options.table_kind else ATTENTION_TILINGS
-    tiling = (FLOAT32_TILINGS if q.dtype == torch.float32 else half_precision)[name][width]
-    if q.shape[2] <= FEW_QUERIES:
-        return tiling._replace(queries=FEW_QUERIES, warps=4, registers=None)
-    # Under a mask the ends of the rows need registers, too. With three stages some spilled in every tile; with two none
-    # do, and as many programs share a multiprocessor.
-    if name == "forward" and options.table_kind == 2 and (options.causal or options.key_ranges is not None):
-        tiling = tiling._replace(stages=min(tiling.stages, 2))
-    # Relative values and dense masks hold one more tile in registers.
-    needs_registers = options.values is not None or options.dense is not None
-    return tiling._replace(registers=None) if needs_registers else tiling
+# Compile the assertion about the lengths of padded sequences, without those that Triton adds to integer arithmetic.
+CHECKED = {"debug": True, "sanitize_overflow": False}
 
 
 def split_call(
@@ -162,14 +75,18 @@ def allocate_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return out, rows[0], rows[1]
 
 
+def find_forward_plan(part: CallPart, out: Tensor) -> LaunchPlan:
+    """The plan of the forward, cached for all calls of the same layout."""
+    tiling = choose_tiling("forward", part)
+    return get_or_build_plan(plan_key(part, tiling, layout_key(out)), lambda: plan_forward(part, out, tiling))
+
+
 def forward_part(part: CallPart, out: Tensor) -> None:
-    values, tiling = part.options.values, choose_tiling("forward", part)
+    values = part.options.values
     band = None if values is None else part.new_band(-torch.inf)
     # Relative values are added in float32, before the only rounding.
     kernel_out = out if values is None else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    plan = get_or_build_plan(
-        plan_key(part, tiling, layout_key(kernel_out)), lambda: plan_forward(part, kernel_out, tiling)
-    )
+    plan = find_forward_plan(part, kernel_out)
     plan(tensor_arguments(part) | {"out": kernel_out, "band": part.peaks if band is None else band})
     if band is not None and values is not None:
         weights = row_table.weights_by_distance(band, part.peaks, part.log_sums)
@@ -185,24 +102,25 @@ def plan_forward(part: CallPart, out: Tensor, tiling: AttentionTiling) -> Launch
         from foci.kernels.attention.forward import attention_forward_kernel as kernel
 
     scalars = attention_scalars(part) | stride_arguments("out", out) | tiling.sizes()
-    scalars |= {"BAND": part.options.values is not None}
-    grid = (ceil_divide(part.q.shape[2], tiling.queries) * part.pairs,)
+    scalars |= {"BAND": part.options.values is not None, "PACKED": is_packed(part)}
+    grid = (count_query_programs(part, tiling),)
     heads = part.q.shape[1]
     splits = 1 if part.options.table_kind else count_key_splits(part)
     if splits > 1:
         return plan_split_forward(part, out, tiling, scalars, splits)
     scalars |= {"SPLIT": False, "out_split": 0, "peaks_split": 0, "split_tiles": 0}
+    document_launches, sizes = document_range_launches(part)
     launches = [
         *row_table.fill_row_table_launches(part.options, heads),
-        build_kernel_launch(kernel, grid, scalars, **tiling.options()),
+        *document_launches,
+        build_kernel_launch(kernel, grid, scalars, **forward_options(part, tiling)),
     ]
-    return LaunchPlan(row_table.row_table_workspace(part.options, heads), part.q.device, launches)
+    return LaunchPlan(row_table.row_table_workspace(part.options, heads) | sizes, part.q.device, launches)
 
 
-def count_key_splits(part: CallPart) -> int:
-    """The number of programs that share the keys of one tile of queries; it depends on the lengths only."""
-    queries, keys = part.q.shape[2], part.k.shape[2]
-    return 1 if queries > FEW_QUERIES else max(1, min(keys // MIN_SPLIT_KEYS, MAX_KEY_SPLITS))
+def forward_options(part: CallPart, tiling: AttentionTiling) -> dict[str, Any]:
+    """The launch options of the forward, which asserts that the lengths of padded sequences are valid."""
+    return tiling.options() | (CHECKED if part.options.padded else {})
 
 
 def plan_split_forward(
@@ -217,14 +135,16 @@ def plan_split_forward(
         "out_split": rows * Dv, "out_batch": H * Tq * Dv, "out_head": Tq * Dv, "out_row": Dv,
         "peaks_split": rows, "peaks_batch": H * Tq, "peaks_head": Tq,
     }  # fmt: skip
-    grid = (ceil_divide(Tq, tiling.queries) * part.pairs, splits)
+    grid = (count_query_programs(part, tiling), splits)
     names = {"out": "split_out", "peaks": "split_peaks", "log_sums": "split_log_sums"}
     merge_scalars = scalars | {"splits": splits, "BS": MAX_KEY_SPLITS}
+    document_launches, sizes = document_range_launches(part)
     launches = [
-        build_kernel_launch(attention_forward_kernel, grid, split_scalars, names, **tiling.options()),
+        *document_launches,
+        build_kernel_launch(attention_forward_kernel, grid, split_scalars, names, **forward_options(part, tiling)),
         build_kernel_launch(merge_attention_splits, (rows,), merge_scalars, num_warps=4),
     ]
-    sizes = {"split_out": splits * rows * Dv, "split_peaks": splits * rows, "split_log_sums": splits * rows}
+    sizes |= {"split_out": splits * rows * Dv, "split_peaks": splits * rows, "split_log_sums": splits * rows}
     return LaunchPlan(sizes, part.q.device, launches)
 
 
@@ -303,6 +223,7 @@ class BackwardIntermediates(NamedTuple):
     d_table: Tensor | None  # of the row table
     band: Tensor | None  # the weights by distance
     d_slopes: Tensor | None  # by tile
+    d_bias: Tensor | None
     d_by_bucket: Tensor | None
 
 
@@ -314,12 +235,48 @@ def allocate_intermediates(part: CallPart, tensors: BackwardTensors, tiling: Att
         d_table=part.new_band(0.0) if options.table_kind == 1 or "table" in learned else None,
         band=part.new_band(0.0) if options.values is not None else None,
         d_slopes=empty(*part.q.shape[:2], query_tiles) if "slopes" in learned else None,
+        d_bias=options.bias.new_zeros(options.bias.shape) if options.bias is not None and "bias" in learned else None,
         d_by_bucket=empty(options.table.shape) if options.table is not None and "table" in learned else None,
+    )
+
+
+def plan_few_query_backward(part: CallPart, tensors: BackwardTensors) -> LaunchPlan:
+    """Plan one pass over the keys, and the sum of its query gradients."""
+    from foci.kernels.attention.few_queries import few_query_gradients, sum_query_gradient_splits
+
+    tiling, splits, (_, _, Tq, D) = choose_tiling("queries", part), count_key_splits(part), part.q.shape
+    scalars = attention_scalars(part) | tiling.sizes()
+    for name in ("out", "d_out", "d_q", "d_k", "d_v"):
+        scalars |= stride_arguments(name, getattr(tensors, name))
+    scalars |= {"split_tiles": ceil_divide(ceil_divide(part.k.shape[2], tiling.keys), splits), "splits": splits}
+    scalars |= {"LSE_GRADIENT": tensors.d_log_sums is not None, "BS": MAX_KEY_SPLITS}
+    document_launches, sizes = document_range_launches(part)
+    launches = [
+        *document_launches,
+        build_kernel_launch(
+            few_query_gradients, (count_query_programs(part, tiling), splits), scalars, **tiling.options()
+        ),
+        build_kernel_launch(sum_query_gradient_splits, (part.pairs * Tq,), scalars, num_warps=4),
+    ]
+    return LaunchPlan(sizes | {"split_d_q": splits * part.pairs * Tq * D}, part.q.device, launches)
+
+
+def few_query_backward(part: CallPart, tensors: BackwardTensors) -> None:
+    key = plan_key(part, few_query_backward, *map(layout_key, tensors[:6]))
+    plan = get_or_build_plan(key, lambda: plan_few_query_backward(part, tensors))
+    d_log_sums = part.peaks if tensors.d_log_sums is None else tensors.d_log_sums
+    plan(
+        tensor_arguments(part)
+        | {"out": tensors.out, "d_out": tensors.d_out, "d_log_sums": d_log_sums}
+        | {"d_q": tensors.d_q, "d_k": tensors.d_k, "d_v": tensors.d_v}
     )
 
 
 def backward_part(part: CallPart, tensors: BackwardTensors) -> dict[str, Tensor]:
     """Run both passes of a part; return its gradients of the learned tensors."""
+    if is_packed(part) and not tensors.learned:
+        few_query_backward(part, tensors)
+        return {}
     options, tilings = part.options, (choose_tiling("queries", part), choose_tiling("keys", part))
     intermediates = allocate_intermediates(part, tensors, tilings[0])
     in_float32 = options.table_kind == 1
@@ -348,9 +305,6 @@ def plan_backward(
     """Plan the tables, the pass over queries, the pass over keys, and the bucket sums."""
     query_gradients, key_gradients = backward_kernels(part.options)
     options, H, (by_queries, by_keys) = part.options, part.q.shape[1], tilings
-    range_launches, sizes = row_table.tile_range_launches(
-        options.key_ranges, part.k.shape[2], by_keys.queries, by_keys.keys
-    )
     bucket_launches, bucket_sizes = (
         ([], {}) if intermediates.d_by_bucket is None else row_table.bucket_gradient_launches(options, part.q)
     )
@@ -364,20 +318,49 @@ def plan_backward(
         "common_keys_batch": 2 * ceil_divide(part.q.shape[2], by_keys.queries) * per_sequence,
         "GROUPED": part.k.shape[1] != H, "VALUED": options.values is not None,
         "TABLE_GRADIENT": intermediates.d_table is not None,
+        "BIAS_GRADIENT": intermediates.d_bias is not None and is_whole_matrix(part, intermediates.d_bias),
         "SLOPE_GRADIENT": intermediates.d_slopes is not None, "LSE_GRADIENT": tensors.d_log_sums is not None,
     }  # fmt: skip
     query_grid = (ceil_divide(part.q.shape[2], by_queries.queries) * part.pairs,)
     key_grid = (ceil_divide(part.k.shape[2], by_keys.keys) * part.k.shape[0] * part.k.shape[1],)
     query_scalars, key_scalars = scalars | by_queries.sizes(), scalars | by_keys.sizes()
+    document_launches, sizes = document_range_launches(part)
+    range_launches, range_sizes = query_tile_launches(part, scalars, by_keys)
     launches = [
         *row_table.fill_row_table_launches(options, H),
+        *document_launches,
         *range_launches,
         build_kernel_launch(query_gradients, query_grid, query_scalars, **by_queries.options()),
         build_kernel_launch(key_gradients, key_grid, key_scalars, **by_keys.options()),
         *bucket_launches,
+        *bias_gradient_launches(part, intermediates, scalars),
     ]
-    sizes |= row_table.row_table_workspace(options, H) | bucket_sizes | {"delta": part.pairs * part.q.shape[2]}
+    # The kernels round the number of rows of a head up to a multiple of 128.
+    rows = part.pairs * ceil_divide(part.q.shape[2], 128) * 128
+    sizes |= row_table.row_table_workspace(options, H) | bucket_sizes | range_sizes
+    sizes |= {"delta": rows, "row_peaks": rows, "row_log_sums": rows if scalars["EXACT"] else 0}
     return LaunchPlan(sizes, part.q.device, launches)
+
+
+def is_whole_matrix(part: CallPart, bias: Tensor) -> bool:
+    """Whether the bias has an entry of its own for each entry of the matrix."""
+    return bias.shape == (*part.q.shape[:3], part.k.shape[2])
+
+
+def bias_gradient_launches(
+    part: CallPart, intermediates: BackwardIntermediates, scalars: dict[str, Any]
+) -> list[KernelLaunch]:
+    """The pass over a bias that several heads, sequences, queries or keys share; none for other biases."""
+    d_bias = intermediates.d_bias
+    if d_bias is None or is_whole_matrix(part, d_bias):
+        return []
+    from foci.kernels.attention.backward import attention_bias_gradients
+
+    tiling, (batches, heads, rows, columns) = choose_tiling("bias", part), d_bias.shape
+    scalars = scalars | {"B": part.q.shape[0], "bias_batches": batches, "bias_heads": heads}
+    scalars |= {"bias_rows": rows, "bias_columns": columns} | tiling.sizes()
+    grid = (batches * heads * ceil_divide(rows, tiling.queries) * ceil_divide(columns, tiling.keys),)
+    return [build_kernel_launch(attention_bias_gradients, grid, scalars, **tiling.options())]
 
 
 def backward_kernels(options: AttentionOptions) -> tuple[Any, Any]:
@@ -400,12 +383,10 @@ def learned_gradients(
         gradients["table"] = intermediates.d_by_bucket
     if intermediates.d_slopes is not None:
         gradients["slopes"] = intermediates.d_slopes.sum((0, 2))
+    if intermediates.d_bias is not None:
+        gradients["bias"] = intermediates.d_bias
     if "keys" in tensors.learned and options.keys is not None and intermediates.d_table is not None:
         gradients["keys"] = row_table.table_gradient(options.keys, intermediates.d_table, part.q)
     if "values" in tensors.learned and options.values is not None and intermediates.band is not None:
         gradients["values"] = row_table.table_gradient(options.values, intermediates.band, tensors.d_out)
     return gradients
-
-
-def ceil_divide(length: int, size: int) -> int:
-    return -(-length // size)

@@ -1,6 +1,7 @@
-"""Attention with masks, softcaps and ALiBi: Triton device code. Row tables by distance are in distance_bias.
+"""Attention with masks, softcaps, ALiBi and dense biases: Triton device code. distance_bias has the row tables.
 
-tile: loads of rows, the logits of a tile, and the tiles that need no mask.
+tile: loads of rows, the logits of a tile, visible keys, and the tiles that need no mask.
 forward: output and log-sum-exp.
-backward: gradients in two passes without atomics, and the query tiles of each key tile.
+backward: gradients in passes without atomics, and the query tiles of each key tile.
+few_queries: gradients of few queries, in one pass.
 """

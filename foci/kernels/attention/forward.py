@@ -1,4 +1,4 @@
-"""Attention with masks, softcap and ALiBi: forward.
+"""Attention with masks, softcap, ALiBi and dense biases: forward.
 
 Key tiles that every query of a program sees completely skip all bounds and masks; the others come last, in a second
 loop. Which tiles these are depends on lengths and masks only, so a sequence gives the same bits in any batch.
@@ -13,25 +13,39 @@ B batch, H heads, Tq queries, Tk keys, D width, Dv value width.
 import triton
 import triton.language as tl
 
-from foci.kernels.attention.tile import LENGTHS, find_full_tiles, load_tile, tile_logits, visible_keys
+from foci.kernels.attention.tile import (
+    LENGTHS,
+    find_full_tiles,
+    load_rows,
+    load_tile,
+    locate_packed_rows,
+    sequence_range,
+    tile_logits,
+    visible_keys,
+    visible_range,
+)
 from foci.kernels.dropout import dropout_keeps
-from foci.kernels.logits import LOG2_E, key_range
+from foci.kernels.logits import LOG2_E
 
 
 @triton.jit
 def attend_to_tile(
     queries, k, v, k_row, v_row, first_j, c, d, e, i, low, high, peak, total, weighted,
-    query_ids, key_ids, dense, dense_query, dense_key, drawn, b, h, threshold, keep_scale,
+    query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key, drawn, b, h, threshold, keep_scale,
     offset, Tq, Tk, D, Dv, slope, scale, softcap,
-    MASKED: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax over the keys from first_j on: the new peak, total and weighted values."""
     keys = load_tile(k, k_row, first_j, c, Tk, d, D, EVEN, MASKED)
     dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     j = first_j + c[None, :]
-    if SOFTCAP or ALIBI or EXACT:
-        z, _ = tile_logits(dots, i, j, offset, slope, scale, softcap, SOFTCAP, ALIBI, EXACT, DIRECT)
+    if BIAS > 0 or SOFTCAP or ALIBI or EXACT:
+        z, _ = tile_logits(
+            dots, bias, bias_query, bias_key, i, j, offset, Tq, Tk, slope, scale, softcap,
+            MASKED, BIAS, SOFTCAP, ALIBI, EXACT, DIRECT,
+        )  # fmt: skip
         factor = 1.0
     else:
         # The scale is applied together with the peak's subtraction: one instruction less per entry.
@@ -42,8 +56,8 @@ def attend_to_tile(
         )
         z = tl.where(seen, z, -float("inf"))
     higher = tl.maximum(peak, tl.max(z, 1) * factor)
-    # A row without a visible key so far has peak -inf, and -inf - -inf would be NaN.
-    safe = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
+    # A row without a visible key so far has peak -inf, and -inf - -inf would be NaN. A bias may be -inf, too.
+    safe = tl.where(higher == -float("inf"), 0.0, higher) if MASKED or BIAS > 0 else higher
     p = tl.exp2(z * factor - safe[:, None])
     rescale = tl.exp2(peak - safe)
     total = total * rescale + tl.sum(p, 1)
@@ -56,70 +70,84 @@ def attend_to_tile(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward_kernel(
-    q, k, v, out, peaks, log_sums, key_ranges, query_ids, key_ids, dense, slopes, seed,
-    H, group, Tq, Tk, D, Dv, first_b, first_h,
+    q, k, v, out, peaks, log_sums, lengths, document_ranges, key_ranges, query_ids, key_ids, dense, bias, slopes, seed,
+    H, group, Tq, Tk, D, Dv, left, right, stop, first_b, first_h,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     out_split, out_batch, out_head, out_row, peaks_split, peaks_batch, peaks_head, split_tiles,
-    key_ranges_batch, query_ids_batch, key_ids_batch, dense_batch, dense_head, dense_query, dense_key,
+    lengths_batch, document_ranges_batch, key_ranges_batch, query_ids_batch, key_ids_batch,
+    dense_batch, dense_head, dense_query, dense_key, bias_batch, bias_head, bias_query, bias_key,
     scale, softcap, threshold, keep_scale,
-    CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr,
+    PADDED: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr,
     EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of queries of one head and per split of `split_tiles` tiles of keys.
+    """One program per tile of queries of one head, or of all heads that share keys (PACKED), and per split of
+    `split_tiles` tiles of keys.
 
     out (splits, B, H, Tq, Dv); peaks and log_sums (splits, B, H, Tq): the largest logit of a row and the rest of its
     log-sum-exp.
     """
-    tiles = tl.cdiv(Tq, BM)
-    pair = tl.program_id(0) // tiles
-    # The last queries first: under a causal mask they take longest, and the short programs fill the gaps at the end.
-    first_i = (tiles - 1 - tl.program_id(0) % tiles) * BM
-    b, h = (pair // H).to(tl.int64), pair % H
-    g = h // group
     offset = Tk - Tq
     r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
-    rows = first_i + r
-    i, inside = rows[:, None], rows < Tq
-    queries = load_tile(q + b * q_batch + h * q_head, q_row, first_i, r, Tq, d, D, EVEN, True)
+    if PACKED:
+        b, g, heads, rows, inside = locate_packed_rows(tl.program_id(0), r, H, group, Tq)
+        h = heads[:, None]
+        queries = load_rows(q + b * q_batch, heads * q_head + rows * q_row, d, D, EVEN)
+    else:
+        tiles = tl.cdiv(Tq, BM)
+        pair = tl.program_id(0) // tiles
+        # The last queries first: under a causal mask they take longest, and the short programs fill the gaps at the
+        # end.
+        first_i = (tiles - 1 - tl.program_id(0) % tiles) * BM
+        b, h = (pair // H).to(tl.int64), pair % H
+        g = h // group
+        rows = first_i + r
+        inside = rows < Tq
+        queries = load_tile(q + b * q_batch + h * q_head, q_row, first_i, r, Tq, d, D, EVEN, True)
+    i = rows[:, None]
     k += b * k_batch + g * k_head
     v += b * v_batch + g * v_head
     key_ranges += b * key_ranges_batch
-    query_ids += b * query_ids_batch
+    document_ranges = document_ranges.to(tl.pointer_type(tl.int32)) + b * document_ranges_batch
     key_ids += b * key_ids_batch
     dense += b * dense_batch + h * dense_head
+    bias += b * bias_batch + h * bias_head
+    query_ids += b * query_ids_batch
     slope = tl.load(slopes + h) if ALIBI else 0.0
     drawn = tl.load(seed) if DROPOUT else 0
+    start, stop = sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED)
     peak = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     weighted = tl.zeros((BM, BV), tl.float32)
     for s in tl.static_range(RANGES if RANGES > 0 else 1):
-        low, high = key_range(key_ranges, s, rows, offset, Tq, Tk, CAUSAL, RANGES)
-        first, last, full, end = find_full_tiles(low, high, inside, Tk, BN, IDS or DENSE)
+        low, high = visible_range(
+            key_ranges, document_ranges, s, rows, start, stop, left, right, offset, Tq, RANGES, IDS
+        )
+        first, last, full, end = find_full_tiles(low, high, document_ranges, rows, Tq, Tk, BN, IDS, DENSE)
         if SPLIT:
-            start = tl.program_id(1) * split_tiles
-            first, last = tl.maximum(first, start), tl.minimum(last, start + split_tiles)
-            full, end = tl.maximum(full, start), tl.minimum(end, start + split_tiles)
+            split_start = tl.program_id(1) * split_tiles
+            first, last = tl.maximum(first, split_start), tl.minimum(last, split_start + split_tiles)
+            full, end = tl.maximum(full, split_start), tl.minimum(end, split_start + split_tiles)
             last = tl.maximum(last, first)
             full = tl.minimum(tl.maximum(full, first), last)
             end = tl.minimum(tl.maximum(end, full), last)
-        if not (IDS or DENSE):
+        if not DENSE:
             for t in range(full, end):
                 # Adding Tk * 0 makes the product a tensor for Triton's interpreter, too.
                 peak, total, weighted = attend_to_tile(
                     queries, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e, i, low, high, peak, total, weighted,
-                    query_ids, key_ids, dense, dense_query, dense_key, drawn, b + first_b, h + first_h, threshold,
-                    keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
-                    False, IDS, DENSE, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
+                    query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key,
+                    drawn, b + first_b, h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale,
+                    softcap, False, IDS, DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
                 )  # fmt: skip
         for n in range(first, last - (end - full)):
             t = tl.where(n < full, n, n + (end - full))
             peak, total, weighted = attend_to_tile(
                 queries, k, v, k_row, v_row, t * BN + Tk * 0, c, d, e, i, low, high, peak, total, weighted,
-                query_ids, key_ids, dense, dense_query, dense_key, drawn, b + first_b, h + first_h, threshold,
-                keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
-                True, IDS, DENSE, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
+                query_ids, key_ids, dense, dense_query, dense_key, bias, bias_query, bias_key,
+                drawn, b + first_b, h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
+                True, IDS, DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
             )  # fmt: skip
     empty = total == 0.0
     weighted = weighted * (1.0 / tl.where(empty, 1.0, total))[:, None]
@@ -128,10 +156,14 @@ def attention_forward_kernel(
         out += split * out_split
         peaks += split * peaks_split
         log_sums += split * peaks_split
-    out += b * out_batch + h * out_head + first_i.to(tl.int64) * out_row
-    stored = inside[:, None] & (e[None, :] < Dv)
-    tl.store(out + (r[:, None] * out_row + e[None, :]), weighted.to(out.dtype.element_ty), mask=stored)
-    at = b * peaks_batch + h * peaks_head + rows
+    if PACKED:
+        pointers = out + b * out_batch + (heads * out_head + rows * out_row)[:, None] + e[None, :]
+        at = b * peaks_batch + heads * peaks_head + rows
+    else:
+        out += b * out_batch + h * out_head + first_i.to(tl.int64) * out_row
+        pointers = out + (r[:, None] * out_row + e[None, :])
+        at = b * peaks_batch + h * peaks_head + rows
+    tl.store(pointers, weighted.to(out.dtype.element_ty), mask=inside[:, None] & (e[None, :] < Dv))
     tl.store(peaks + at, peak, mask=inside)
     tl.store(log_sums + at, tl.log2(tl.where(empty, 1.0, total)), mask=inside)
 

@@ -1,0 +1,171 @@
+"""Tile sizes and launch options of the attention kernels: fixed tables, nothing is tuned at run time.
+
+They depend on widths, dtype, kinds of mask and bias, and lengths, never on the batch: a sequence gives the same bits in
+any batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from foci.gpu.attention.arguments import CallPart
+from foci.gpu.launcher import next_power_of_two
+
+
+class AttentionTiling(NamedTuple):
+    """The tile sizes and launch options of one kernel."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None  # maximum per thread, so that more programs share a multiprocessor
+
+    def sizes(self) -> dict[str, Any]:
+        return {"BM": self.queries, "BN": self.keys}
+
+    def options(self) -> dict[str, Any]:
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages} | limit
+
+
+# By pass and by the larger of D and Dv, for 16-bit inputs without a row table.
+ATTENTION_TILINGS = {
+    "forward": {
+        64: AttentionTiling(128, 64, 8, 3, 128),
+        128: AttentionTiling(64, 64, 4, 3),
+        256: AttentionTiling(128, 64, 8, 2),
+    },
+    "queries": {
+        64: AttentionTiling(64, 64, 4, 3),
+        128: AttentionTiling(128, 64, 8, 3),
+        256: AttentionTiling(64, 32, 4, 2),
+    },
+    "keys": {
+        64: AttentionTiling(64, 64, 4, 3),
+        128: AttentionTiling(32, 64, 4, 3),
+        256: AttentionTiling(32, 64, 8, 2),
+    },
+    "bias": {
+        64: AttentionTiling(64, 64, 4, 2),
+        128: AttentionTiling(64, 64, 4, 2),
+        256: AttentionTiling(64, 32, 4, 1),
+    },
+}
+# The forward of documents of width 64: many tiles are visible in part, and less is wasted of smaller ones.
+DOCUMENTS_TILING = AttentionTiling(64, 64, 4, 3)
+# With a dense bias, whose own tiles take shared memory and registers: by pass and width, else two stages at most.
+BIAS_TILINGS = {("queries", 128): AttentionTiling(64, 64, 4, 2), ("forward", 256): AttentionTiling(64, 64, 4, 2)}
+# Like ATTENTION_TILINGS, with a row table. Near the diagonal a program also holds a tile of values from
+# the row table: larger tiles than these spill registers there.
+ROW_TABLE_TILINGS = {
+    "forward": {
+        64: AttentionTiling(128, 64, 8, 3, 128),
+        128: AttentionTiling(128, 64, 8, 2),
+        256: AttentionTiling(128, 64, 8, 2),
+    },
+    "queries": {
+        64: AttentionTiling(64, 64, 4, 2, 168),
+        128: AttentionTiling(128, 64, 8, 2),
+        256: AttentionTiling(64, 32, 4, 2),
+    },
+    "keys": {
+        64: AttentionTiling(32, 64, 4, 3),
+        128: AttentionTiling(32, 128, 8, 2),
+        256: AttentionTiling(32, 64, 8, 2),
+    },
+}
+# Products of float32 do not run on tensor cores and read twice the memory.
+FLOAT32_TILINGS = {
+    "forward": {
+        64: AttentionTiling(64, 32, 4, 2),
+        128: AttentionTiling(64, 32, 8, 2),
+        256: AttentionTiling(64, 32, 8, 1),
+    },
+    "queries": {
+        64: AttentionTiling(64, 32, 4, 2),
+        128: AttentionTiling(64, 32, 8, 1),
+        256: AttentionTiling(32, 16, 4, 1),
+    },
+    "keys": {
+        64: AttentionTiling(32, 64, 8, 2),
+        128: AttentionTiling(32, 64, 8, 1),
+        256: AttentionTiling(16, 32, 4, 1),
+    },
+    "bias": {
+        64: AttentionTiling(32, 32, 4, 1),
+        128: AttentionTiling(32, 32, 4, 1),
+        256: AttentionTiling(16, 32, 4, 1),
+    },
+}
+# By the larger of D and Dv: few queries, whose programs wait for memory. The number of queries is that of the call.
+PACKED_TILINGS = {
+    64: AttentionTiling(16, 64, 4, 3),
+    128: AttentionTiling(16, 64, 4, 3),
+    256: AttentionTiling(16, 32, 4, 2),
+}
+PACKED_FLOAT32_TILING = AttentionTiling(16, 16, 4, 2)
+# Float32 inputs have at most FEW_QUERIES rows.
+MAX_PACKED_ROWS = 64
+# Calls with at most this many queries use tiles of this size: one more kernel per kind of call, not one per length.
+FEW_QUERIES = 16
+# The keys of few queries are split among at most MAX_KEY_SPLITS programs, of at least MIN_SPLIT_KEYS keys each.
+MAX_KEY_SPLITS = 64
+MIN_SPLIT_KEYS = 512
+# Small, because the interpreter also spends time on padding.
+INTERPRETER_TILES = AttentionTiling(16, 16, 4, 1)
+
+
+def is_packed(part: CallPart) -> bool:
+    """Whether one tile holds the queries of all heads that share keys, so that these are read once."""
+    queries = part.q.shape[2]
+    rows = FEW_QUERIES if part.q.dtype == torch.float32 else MAX_PACKED_ROWS
+    return not part.options.table_kind and queries <= FEW_QUERIES and queries * part.group <= rows
+
+
+def choose_tiling(name: str, part: CallPart) -> AttentionTiling:
+    """Choose the tiles of a pass: "forward", "queries", "keys" or "bias". Few queries get small tiles."""
+    q, v, options = part.q, part.v, part.options
+    if q.device.type == "cpu":
+        rows = next_power_of_two(q.shape[2] * part.group) if is_packed(part) else INTERPRETER_TILES.queries
+        return INTERPRETER_TILES._replace(queries=rows)
+    width = max(next_power_of_two(q.shape[-1]), next_power_of_two(v.shape[-1]), 64)
+    half_precision = ROW_TABLE_TILINGS if options.table_kind else ATTENTION_TILINGS
+    tiling = (FLOAT32_TILINGS if q.dtype == torch.float32 else half_precision)[name][width]
+    if is_packed(part):
+        packed = PACKED_FLOAT32_TILING if q.dtype == torch.float32 else PACKED_TILINGS[width]
+        return packed._replace(queries=next_power_of_two(q.shape[2] * part.group))
+    if q.shape[2] <= FEW_QUERIES:
+        return tiling._replace(queries=FEW_QUERIES, warps=4, registers=None)
+    # Under a mask the ends of the rows need registers, too. With three stages some spilled in every tile; with two none
+    # do, and as many programs share a multiprocessor.
+    if name == "forward" and options.table_kind == 2 and (options.causal or options.key_ranges is not None):
+        tiling = tiling._replace(stages=min(tiling.stages, 2))
+    is_half = q.dtype != torch.float32
+    if is_half and name == "forward" and width == 64 and options.query_ids is not None and not options.table_kind:
+        return DOCUMENTS_TILING
+    if options.bias is not None:
+        fewer_stages = tiling._replace(stages=min(tiling.stages, 2))
+        tiling = BIAS_TILINGS.get((name, width), fewer_stages) if is_half else fewer_stages
+    # Relative values, dense masks and biases hold one more tile in registers.
+    needs_registers = options.values is not None or options.dense is not None or options.bias is not None
+    return tiling._replace(registers=None) if needs_registers else tiling
+
+
+def count_key_splits(part: CallPart) -> int:
+    """The number of programs that share the keys of one tile of queries; it depends on the lengths only."""
+    queries, keys = part.q.shape[2], part.k.shape[2]
+    return 1 if queries > FEW_QUERIES else max(1, min(keys // MIN_SPLIT_KEYS, MAX_KEY_SPLITS))
+
+
+def count_query_programs(part: CallPart, tiling: AttentionTiling) -> int:
+    """The number of tiles of queries."""
+    if is_packed(part):
+        return part.k.shape[0] * part.k.shape[1]
+    return ceil_divide(part.q.shape[2], tiling.queries) * part.pairs
+
+
+def ceil_divide(length: int, size: int) -> int:
+    return -(-length // size)
