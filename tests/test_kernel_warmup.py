@@ -184,3 +184,5 @@ def test_a_kernel_that_fails_in_a_thread_is_compiled_again_alone() -> None:
     assert again is launch.kernel.warmup.return_value
     assert compilation.finish_compiling(done, launch, (1, 2)) == "compiled"
     assert compilation.finish_compiling("cached", launch, (1, 2)) == "cached"
+    launch.kernel.warmup.side_effect = [SystemError("AST constructor recursion depth mismatch"), "alone"]
+    assert compilation.finish_compiling(compilation.try_compiling(launch, (1, 2)), launch, (1, 2)) == "alone"

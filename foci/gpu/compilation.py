@@ -87,6 +87,7 @@ class LaunchCollector(threading.local):
 
 
 LAUNCH_COLLECTOR = LaunchCollector()
+FAILED = object()
 
 
 @contextmanager
@@ -121,7 +122,7 @@ def compile_in_parallel(launches: Sequence[tuple[KernelLaunch, Sequence[Any]]]) 
 
     with ThreadPoolExecutor(min(len(launches), 2 * (os.cpu_count() or 1))) as executor:
         with AsyncCompileMode(ForgivingExecutor(executor)):
-            compiled = [start_compiling(*each) for each in launches]
+            compiled = [try_compiling(*each) for each in launches]
         kernels = [finish_compiling(kernel, *each) for kernel, each in zip(compiled, launches, strict=True)]
         if torch.cuda.is_available():
             device = torch.cuda.current_device()
@@ -149,10 +150,20 @@ def start_compiling(launch: KernelLaunch, arguments: Sequence[Any]) -> Any:
     return launch.kernel.warmup(*arguments, grid=launch.grid, **launch.options)
 
 
+def try_compiling(launch: KernelLaunch, arguments: Sequence[Any]) -> Any:
+    """Start to compile; FAILED if that raises, as Python's parser can while other threads parse."""
+    try:
+        return start_compiling(launch, arguments)
+    except Exception:  # noqa: BLE001 - whatever it is, compiling the kernel alone raises it again
+        return FAILED
+
+
 def finish_compiling(kernel: Any, launch: KernelLaunch, arguments: Sequence[Any]) -> Any:
-    """The compiled kernel; compiled again, alone, if it failed in a thread: Python's parser can fail in two at once."""
+    """The compiled kernel; compiled again, alone, if it failed while others were compiled."""
     from triton import FutureKernel
 
+    if kernel is FAILED:
+        return start_compiling(launch, arguments)
     if not isinstance(kernel, FutureKernel):
         return kernel
     # Not `result()`: in Triton 3.9 it can be called once only, and the mode has called it.
