@@ -21,7 +21,7 @@ from foci.biases import Bias, DenseBias
 from foci.masks.base import Mask, as_mask, split_conjunction
 from foci.masks.kinds import Causal, Padding, Prefix, Window, causal, padding
 from foci.masks.tile import CallSizes
-from foci.weights.tensors import find_tensors, fingerprint
+from foci.weights.tensors import TENSORLESS_TYPES, find_tensors, fingerprint
 from foci.weights.weights import Weights
 
 # The largest dense mask that joining steps may allocate, in bytes.
@@ -76,7 +76,11 @@ class GenerationStep:
 def count_step_bytes(weights: Weights) -> int:
     """The bytes that the weights of one step hold, without their keys."""
     call, lse = weights.tensors.call, weights.tensors.lse
-    return call.q.nbytes + lse.nbytes + sum(tensor.nbytes for tensor in find_tensors((call.mask, call.bias)))
+    size = call.q.nbytes + lse.nbytes
+    for part in (call.mask, call.bias):
+        if type(part) not in TENSORLESS_TYPES:
+            size += sum(tensor.nbytes for tensor in find_tensors(part))
+    return size
 
 
 def join_steps(steps: Sequence[GenerationStep], k: Tensor, cross: bool) -> Weights:

@@ -20,6 +20,7 @@ from foci.capture.host_copy import HostCopier
 from foci.capture.naming import LayerName
 from foci.record.kept import STATISTIC_AXES, Keep, KeptStatistics
 from foci.record.layer import Layer
+from foci.weights.tensors import fingerprint
 from foci.weights.weights import Weights
 
 RowSelection = Any
@@ -41,9 +42,8 @@ class LayerLog:
         first_call: queries and keys of the first call.
         nbytes: bytes kept so far.
         steps: with lazy weights, all calls of a generation; `weights` is set instead for a single call.
-        step_statistics: with `keep`, the statistics of each call.
-        matrices: with `rows`, the kept rows of each call.
-        value_norms: norms of the values, each key once.
+        stored: what was computed for each call: the norms of its new values, with `keep` its statistics and with `rows`
+            its matrix; on the way to the host.
         last_keys, values: keys and values of the last call.
         query_numbers, query_positions: of the kept queries of each call, the number and the position among the keys.
         key_fingerprints: one number per key of the last call.
@@ -64,9 +64,7 @@ class LayerLog:
     first_call: tuple[int, int] = (0, 0)
     nbytes: int = 0
     steps: list[GenerationStep] = field(default_factory=list)
-    step_statistics: list[dict[str, Tensor]] = field(default_factory=list)
-    matrices: list[Tensor] = field(default_factory=list)
-    value_norms: list[Tensor] = field(default_factory=list)
+    stored: list[dict[str, Tensor]] = field(default_factory=list)
     weights: Weights | None = None
     last_keys: Tensor | None = None
     values: Tensor | None = None
@@ -113,7 +111,7 @@ class LayerLog:
         batch, heads, queries, keys = weights.shape
         if not self.passes:
             self.first_call, self.shape = (queries, keys), (batch, heads, weights.tensors.call.k.shape[1])
-        self._compare_key_prefix(k)
+        self._compare_key_prefix(weights, k)
         rows = self.select_rows(queries)
         self.query_numbers.append(shift_numbers(rows, self.queries))
         self.query_positions.append(shift_numbers(rows, keys - queries))
@@ -125,7 +123,7 @@ class LayerLog:
             self._store(norms)
         else:
             # Pictures of single steps cannot be joined into one of all rows, so a generation has none.
-            keep = replace(self.keep, picture=0) if self.step_statistics else self.keep
+            keep = replace(self.keep, picture=0) if self.passes else self.keep
             self._store(norms, **keep.compute(weights))
         self.passes.append(number)
         self.queries, self.keys = self.queries + queries, keys
@@ -137,25 +135,40 @@ class LayerLog:
             return numbers[self.rows]
         return numbers if self.rows is None else [numbers[row] for row in self.rows if -queries <= row < queries]
 
-    def _compare_key_prefix(self, k: Tensor) -> None:
+    def _compare_key_prefix(self, weights: Weights, k: Tensor) -> None:
         """Compares these keys with those of the last call, which must be their prefix, without waiting for a GPU."""
-        if not self.is_cross:
+        is_kept = self.keep is None and self.rows is None and k is weights.tensors.call.k
+        # Nearly always the first call is the only one; if its keys stay, the next call can compare them.
+        if not self.is_cross and (self.passes or not is_kept):
             fingerprints = fingerprint_keys(k)
-            if self.key_fingerprints is not None and self.passes:
-                changed = (fingerprints[:, :, : self.keys] != self.key_fingerprints).any()
+            if self.passes:
+                changed = (fingerprints[:, :, : self.keys] != self._last_fingerprints()).any()
                 self.has_changed_keys = changed if self.has_changed_keys is None else self.has_changed_keys | changed
                 if not k.is_cuda:
                     self.check_key_prefix()
             self.key_fingerprints = fingerprints
         self.key_memory = (StorageWeakRef(k.untyped_storage()), k.data_ptr())
 
+    def _last_fingerprints(self) -> Tensor:
+        """The fingerprints of the last call's keys."""
+        if self.key_fingerprints is None:
+            assert self.weights is not None
+            tensors, k = self.weights.tensors, self.weights.tensors.call.k
+            if fingerprint(k) != tensors.fingerprint_of(k):
+                raise self._changed_keys_error()
+            self.key_fingerprints = fingerprint_keys(k)
+        return self.key_fingerprints
+
     def check_key_prefix(self) -> None:
         """Raises if the keys of some step were not a prefix of the next step's keys."""
         if self.has_changed_keys is not None and bool(self.has_changed_keys):
-            raise CaptureError(
-                f"the generation steps of {self.name} cannot be joined: earlier keys differ between steps, so the cache"
-                " was reordered (beam search) or changed; watch one forward pass over the whole text instead"
-            )
+            raise self._changed_keys_error()
+
+    def _changed_keys_error(self) -> CaptureError:
+        return CaptureError(
+            f"the generation steps of {self.name} cannot be joined: earlier keys differ between steps, so the cache was"
+            " reordered (beam search) or changed; watch one forward pass over the whole text instead"
+        )
 
     def _add_step(self, weights: Weights, values: Tensor) -> None:
         if self.last_keys is not None and self.values is not None:
@@ -170,22 +183,17 @@ class LayerLog:
         """The norms of the values whose keys are new."""
         if self.keep is not None and not self.keep.values:
             return {}
-        new = values if not self.value_norms else values[:, :, :0] if self.is_cross else values[:, :, -queries:]
+        new = values if not self.passes else values[:, :, :0] if self.is_cross else values[:, :, -queries:]
         if not new.shape[2]:
             return {}
         wide = torch.float64 if new.dtype == torch.float64 else torch.float32
         return {"norms": torch.linalg.vector_norm(new.detach() if new.requires_grad else new, dim=-1, dtype=wide)}
 
     def _store(self, norms: dict[str, Tensor], **computed: Tensor) -> None:
-        """Stores the tensors computed for a call; with `keep`, one copy to the host moves all of them."""
+        """Stores the tensors computed for a call; with `keep`, they are copied to the host."""
+        self.nbytes += sum(tensor.nbytes for tensor in computed.values())
         computed |= norms
-        stored = computed if self.keep is None else self.host_copier.copy(computed)
-        self.value_norms += [stored.pop(name) for name in norms]
-        self.nbytes += sum(tensor.nbytes for tensor in stored.values())
-        if self.rows is not None:
-            self.matrices.append(stored["matrix"])
-        elif self.keep is not None:
-            self.step_statistics.append(stored)
+        self.stored.append(computed if self.keep is None else self.host_copier.copy(computed))
 
     def build_layer(self) -> Layer:
         """The Layer of all calls; tensors of a single call may still be on their way to the host."""
@@ -194,17 +202,19 @@ class LayerLog:
         has_default_positions = self.is_cross or are_last_positions(self.query_positions, self.keys)
         if len(self.passes) > 1 or self.rows is not None:
             self.host_copier.wait()
+        value_norms = [each.pop("norms") for each in self.stored if "norms" in each]
         if self.rows is not None:
-            contents["matrix"] = torch.cat([F.pad(m, (0, self.keys - m.shape[3])) for m in self.matrices], 2)
+            matrices = [each["matrix"] for each in self.stored]
+            contents["matrix"] = torch.cat([F.pad(m, (0, self.keys - m.shape[3])) for m in matrices], 2)
             contents["rows"] = tuple(chain.from_iterable(self.query_numbers))
         elif self.keep is None:
             assert self.last_keys is not None
             contents["weights"] = self.weights or join_steps(self.steps, self.last_keys, self.is_cross)
         else:
-            contents["kept"] = KeptStatistics(merge_step_statistics(self.step_statistics, self.keys), shape)
+            contents["kept"] = KeptStatistics(merge_step_statistics(self.stored, self.keys), shape)
         norms = None
-        if self.value_norms:
-            norms = self.value_norms[0] if len(self.value_norms) == 1 else torch.cat(self.value_norms, 2)
+        if value_norms:
+            norms = value_norms[0] if len(value_norms) == 1 else torch.cat(value_norms, 2)
         positions = None if has_default_positions else torch.tensor([*chain.from_iterable(self.query_positions)])
         return Layer(
             self.name,
