@@ -23,7 +23,7 @@ from foci.capture.cross_attention import ModuleInputs
 from foci.capture.generation_steps import CaptureError, count_step_bytes, take_heads
 from foci.capture.host_copy import HostCopier
 from foci.capture.layer_log import LayerLog
-from foci.capture.naming import LayerName, LayerNames, is_inside, list_modules
+from foci.capture.naming import LayerName, LayerNames, is_inside, list_modules, strip_compile_wrapper
 from foci.capture.token_ids import TokenIds
 from foci.capture.torch_functions import MODULE_CALL, record_intercepted_call
 from foci.record.kept import Keep
@@ -339,6 +339,9 @@ class Recorder:
         self.record.labels.update(self.token_ids.build_labels())
         self._name_known_contexts()
         self.record.calls, self.record.unseen = self.calls, self.list_unseen()
+        compiled = find_compiled_modules(self.modules) if self.calls else []
+        if compiled:
+            self.record.notes.append(f"ran uncompiled inside foci.watch: {', '.join(compiled)}")
         generated = [log for log in self.layer_logs.values() if len(log.passes) > 1 and not log.is_cross]
         self.record.prompt = generated[0].first_call[0] if generated else None
         self.host_copier.wait()
@@ -405,6 +408,14 @@ def get_record_call_without_dynamo() -> Callable[[Recorder, str, Weights, Tensor
         Recorder._record_call
     )
     return found
+
+
+def find_compiled_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """The modules that torch.compile or `module.compile()` compiled, by name; the model itself is "the model"."""
+    names = [
+        name for name, module in modules if "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    ]
+    return [strip_compile_wrapper(name) or "the model" for name in names]
 
 
 def group_heads_by_layer(heads: Iterable[int | str]) -> dict[str, list[int]]:
