@@ -327,7 +327,7 @@ class Recorder:
     def fill_record(self) -> None:
         """Fills the record with layers, labels and unseen modules; waits for copies from the GPU last."""
         for log in self.layer_logs.values():
-            log.check_key_prefix()
+            log.finish()
         self._check_requested_names()
         self.host_copier.start()
         for name, log in self.layer_logs.items():
