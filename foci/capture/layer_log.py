@@ -235,12 +235,10 @@ class LayerLog:
 
     def _new_value_norms(self, values: Tensor) -> dict[str, Tensor]:
         """The norms of the values whose keys are new, each key once."""
-        if self.keep is not None and not self.keep.values:
+        if (self.keep is not None and not self.keep.values) or values.shape[2] == self.keys_with_norms:
             return {}
         new = values[:, :, self.keys_with_norms :] if self.keys_with_norms else values
         self.keys_with_norms = values.shape[2]
-        if not new.shape[2]:
-            return {}
         wide = torch.float64 if new.dtype == torch.float64 else torch.float32
         return {"norms": torch.linalg.vector_norm(new.detach() if new.requires_grad else new, dim=-1, dtype=wide)}
 

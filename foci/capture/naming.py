@@ -130,6 +130,8 @@ class ModelLayout:
             if isinstance(module, nn.Embedding) and not NON_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2])
         ]
         self._outer_modules: dict[tuple[str, ...], frozenset[str]] = {}
+        # What `cross_attention` finds out about the modules, once.
+        self.sequence_parameters: dict[str, dict[str, int]] | None = None
         self.attention_modules = dict.fromkeys(find_attention_modules(class_names))
         self.cross_modules = {
             name for name in self.attention_modules if is_cross_attention(class_names, name, class_names[name])
