@@ -62,10 +62,9 @@ def class_name_of(module: nn.Module) -> str:
     return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
-def describe_class(module: nn.Module) -> Hashable:
+def describe_class(module: nn.Module) -> tuple[type, str]:
     """What a layout depends on: the class of a module, and the name of its original class if it is scripted."""
-    kind = type(module)
-    return (kind, class_name_of(module)) if issubclass(kind, torch.jit.ScriptModule) else kind
+    return type(module), class_name_of(module)
 
 
 def outer_names(name: str) -> Iterator[str]:
