@@ -92,7 +92,7 @@ def parse_text(text: str) -> list[Builder]:
 
 
 def make_builder(node: ast.expr) -> Builder:
-    """A function that builds a number, tensor, score, mask or bias; one without tensors and numbers is built only once."""
+    """A function that builds a number, tensor, score, mask or bias; one that needs no argument is built only once."""
     match node:
         case ast.Name(id=name) if PLACEHOLDER.fullmatch(name):
             place, index = "tn".index(name[0]), int(name[1:])
