@@ -200,14 +200,18 @@ def name_of(cell: Cell) -> str:
 
 def problem_of(cell: Cell) -> Problem:
     """Builds the call of a cell."""
-    sizes = SHAPES[cell["shape"]]
+    return problem_with_sizes(cell, SHAPES[cell["shape"]], zlib.crc32(name_of(cell).encode()))
+
+
+def problem_with_sizes(cell: Cell, sizes: Sizes, seed: int) -> Problem:
+    """Builds a call with the choices of a cell, whose shape is not read."""
     score_shapes, score = SCORES[cell["score"]](sizes)
     bias_shapes, bias = BIASES[cell["bias"]](sizes)
     key_width = sizes.width + 3 if cell["score"] == "general" else sizes.width
     shapes = input_shapes(sizes, key_width) | score_shapes | bias_shapes
     if cell["sink"] == "sink":
         shapes["sink"] = (per_head(sizes),)
-    generator = torch.Generator().manual_seed(zlib.crc32(name_of(cell).encode()))
+    generator = torch.Generator().manual_seed(seed)
     tensors = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
     def arguments(leaves: Tensors) -> dict[str, Any]:
@@ -230,6 +234,8 @@ def input_shapes(sizes: Sizes, key_width: int) -> dict[str, tuple[int, ...]]:
         return {name: (batch, length, heads, width) for name, (batch, heads, length, width) in shapes.items()}
     if sizes.layout == "every_other":
         return {name: (*lead, 2 * width) for name, (*lead, width) in shapes.items()}
+    if sizes.layout == "shifted":
+        return {name: (*lead, width + 1) for name, (*lead, width) in shapes.items()}
     return shapes
 
 
@@ -237,4 +243,6 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     """The view that is passed to the call: (..., H, T, D), with the strides of the layout."""
     if layout == "transposed":
         return tensor.transpose(1, 2)
+    if layout == "shifted":
+        return tensor[..., 1:]
     return tensor[..., ::2] if layout == "every_other" else tensor
