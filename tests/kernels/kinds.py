@@ -68,6 +68,8 @@ KINDS: dict[str, Kind] = {
     "dense": (HALF, 64, LENGTH, True, True, lambda d, t: {"mask": tensor(t, LENGTH, dtype=torch.bool)}),
     "softcap": (HALF, 64, LENGTH, True, True, lambda d, t: {"score": foci.Dot(softcap=30.0), "mask": foci.causal}),
     "alibi": (HALF, 64, LENGTH, True, True, lambda d, t: {"bias": foci.ALiBi(table(8)), "mask": foci.causal}),
+    "dense bias": (HALF, 64, LENGTH, True, False, lambda d, t: {"bias": tensor(8, t, LENGTH)}),
+    "dense bias, other dtype": (HALF, 128, LENGTH, True, False, lambda d, t: {"bias": table(t, LENGTH)}),
     "dropout": (HALF, 64, LENGTH, True, False, lambda d, t: {"mask": foci.window(64), "dropout": 0.1}),
     "one query": (HALF, 64, 1, True, True, lambda d, t: {"mask": foci.window(64)}),
     "buckets": (HALF, 64, LENGTH, True, False, lambda d, t: {"bias": foci.Buckets(table(32, 8), True, 128)}),
