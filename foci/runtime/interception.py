@@ -9,6 +9,8 @@ takes the path of the first pass.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,7 +100,11 @@ def add_interceptor(interceptor: Interceptor) -> Iterator[None]:
 
 
 def set_interceptors(interceptors: tuple[Interceptor, ...]) -> None:
+    references = sys.getrefcount(interceptors)
     torch._C._stash_obj_in_tls(STATE_NAME, interceptors)
+    if sys.getrefcount(interceptors) <= references:
+        # PyTorch 2.11 drops a reference later that it did not take here, which would free the tuple in use.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(interceptors))
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, bool(interceptors))
 
 
