@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from foci.capture.hooks import hook_module
-from foci.capture.naming import strip_compile_wrapper
 from foci.runtime.tracing import is_inside_torch_func
 
 if TYPE_CHECKING:
+    from foci.capture.naming import LayerNames
     from foci.capture.recorder import Recorder
 
 # Parameters of a forward method that hold no sequence to attend to.
@@ -70,15 +70,12 @@ class ModuleInputs:
 
     def watch(self, block: ExitStack, recorder: Recorder) -> None:
         """Notes the inputs of every module that may be given a second sequence, until the block closes."""
-        related = find_related_modules(recorder.layer_names.attention_modules)
-        for full_name, module in recorder.modules:
-            name = strip_compile_wrapper(full_name)
-            if isinstance(module, torch.jit.ScriptModule) or not is_related(name, related):
-                continue
-            parameters = sequence_parameters_of(type(module))
-            if len(parameters) > 1:
-                action = self._make_hook(name, parameters, block, recorder)
-                hook_module(block, recorder, module, action, before=True, with_kwargs=True)
+        layout, modules = recorder.layer_names.layout, recorder.layer_names.modules
+        if layout.sequence_parameters is None:
+            layout.sequence_parameters = find_sequence_parameters(recorder.layer_names)
+        for name, parameters in layout.sequence_parameters.items():
+            action = self._make_hook(name, parameters, block, recorder)
+            hook_module(block, recorder, modules[name], action, before=True, with_kwargs=True)
 
     def _make_hook(
         self, name: str, parameters: dict[str, int], block: ExitStack, recorder: Recorder
@@ -139,6 +136,9 @@ class ModuleInputs:
                     return address_of(q) != address_of(k)
                 continue
             if key is not None:
+                if address_of(q) in addresses and is_cached_copy(k, key.shape):
+                    # Given as they are, too, and appended to a cache.
+                    continue
                 return key.address != inputs[0].address and self._has_other_keys.get(name, True)
             return self._has_context(name, inputs, q, k) or None
         return None
@@ -152,6 +152,22 @@ class ModuleInputs:
             return bool(pairs)
         width = q.numel() // max(1, inputs[0].shape[0] * queries)
         return any(is_read_as_context(self._leaf_calls.get(name, ()), a, b, width) for a, b in pairs)
+
+
+def is_cached_copy(k: Tensor, given: tuple[int, ...]) -> bool:
+    """Whether the keys may be the given ones, whose heads are split already, and those of earlier calls."""
+    return len(given) == 4 and (*k.shape[:-2], k.shape[-1]) == (*given[:-2], given[-1]) and k.shape[-2] >= given[-2]
+
+
+def find_sequence_parameters(names: LayerNames) -> dict[str, dict[str, int]]:
+    """The modules that may be given a second sequence, by name, with the parameters that may hold one."""
+    related = find_related_modules(names.attention_modules)
+    found = {
+        name: sequence_parameters_of(type(module))
+        for name, module in names.modules.items()
+        if not isinstance(module, torch.jit.ScriptModule) and is_related(name, related)
+    }
+    return {name: parameters for name, parameters in found.items() if len(parameters) > 1}
 
 
 def find_related_modules(attention_modules: Iterable[str]) -> dict[str, bool]:

@@ -21,7 +21,7 @@ from foci.biases import Bias, DenseBias
 from foci.masks.base import Mask, as_mask, split_conjunction
 from foci.masks.kinds import Causal, Padding, Prefix, Window, causal, padding
 from foci.masks.tile import CallSizes
-from foci.weights.tensors import find_tensors, fingerprint
+from foci.weights.tensors import TENSORLESS_TYPES, find_tensors, fingerprint
 from foci.weights.weights import Weights
 
 # The largest dense mask that joining steps may allocate, in bytes.
@@ -59,9 +59,15 @@ class GenerationStep:
 
     @classmethod
     def from_weights(cls, weights: Weights) -> GenerationStep:
-        held, nothing = weights.tensors, weights.tensors.call.k[:, :, :0]
-        fingerprints = held.fingerprint_of(held.call.q), held.fingerprint_of(held.lse)
-        return cls(replace(held.call, k=nothing, v=nothing), held.lse, held.call.k.shape[2], fingerprints)
+        held, call = weights.tensors, weights.tensors.call
+        nothing = call.k[:, :, :0]
+        fingerprints = held.fingerprint_of(call.q), held.fingerprint_of(held.lse)
+        # Faster than `dataclasses.replace`: every step of a generation runs it in every layer.
+        without_keys = Call(
+            call.q, nothing, nothing, call.sizes, call.score, call.mask, call.bias, call.sink, call.positions,
+            needs_lse=call.needs_lse, batch_ids=call.batch_ids, head_ids=call.head_ids,
+        )  # fmt: skip
+        return cls(without_keys, held.lse, call.k.shape[2], fingerprints)
 
     @property
     def queries(self) -> int:
@@ -72,20 +78,33 @@ class GenerationStep:
         keys = k[:, :, : self.keys]
         return replace(self.call, k=keys, v=keys)
 
+    def to_weights(self, k: Tensor) -> Weights:
+        """The weights of the step, with its keys taken from the last keys `k`."""
+        return Weights(self.with_keys(k), self.lse, (k.shape[0],), True)
+
 
 def count_step_bytes(weights: Weights) -> int:
     """The bytes that the weights of one step hold, without their keys."""
     call, lse = weights.tensors.call, weights.tensors.lse
-    return call.q.nbytes + lse.nbytes + sum(tensor.nbytes for tensor in find_tensors((call.mask, call.bias)))
+    size = call.q.nbytes + lse.nbytes
+    for part in (call.mask, call.bias):
+        if type(part) not in TENSORLESS_TYPES:
+            size += sum(tensor.nbytes for tensor in find_tensors(part))
+    return size
 
 
-def join_steps(steps: Sequence[GenerationStep], k: Tensor, cross: bool) -> Weights:
-    """Joins the rows of all steps into one lazy matrix over the last keys (B, G, Tk, D)."""
+def check_queries(steps: Sequence[GenerationStep]) -> None:
+    """Raises if the queries of a step were changed since its call."""
     for step in steps:
         if (fingerprint(step.call.q), fingerprint(step.lse)) != step.fingerprints:
             raise CaptureError(
                 "the generation steps cannot be joined: the queries of a step were changed in place after its call"
             )
+
+
+def join_steps(steps: Sequence[GenerationStep], k: Tensor, cross: bool) -> Weights:
+    """Joins the rows of all steps into one lazy matrix over the last keys (B, G, Tk, D)."""
+    check_queries(steps)
     last = steps[-1].call
     q, lse = torch.cat([s.call.q for s in steps], 2), torch.cat([s.lse for s in steps], 2)
     batch, heads, queries = lse.shape

@@ -21,27 +21,53 @@ class PendingCopy(NamedTuple):
     done: Any
 
 
+# Tensors on a GPU wait for others until they have this many bytes: a copy costs as much host time as several launches.
+BATCH_BYTES = 2**22
+
+
 class HostCopier:
     """Copies tensors to the host without waiting; `wait` makes the copies readable.
 
-    On CUDA the copies go to pinned memory on a separate stream, so neither the model nor Python waits. Tensors of one
-    call are concatenated first: one allocation and one copy instead of one per statistic, which saves host time at
-    every layer.
+    On CUDA the copies go to pinned memory on a separate stream, so neither the model nor Python waits. Tensors of
+    several calls are concatenated first: one allocation and one copy instead of one per statistic and layer.
 
-    The concatenated tensors are held until the next call. The stream that computed them then waits for their copies,
+    The concatenated tensors are held until the next copy. The stream that computed them then waits for their copies,
     which are long done, and may reuse their memory. Tensor.record_stream would hold that memory until the copies have
     run, and Python, which is layers ahead of the GPU, would have allocated more for each of these layers.
+
+    Args:
+        batch_bytes: how many bytes to collect before they are copied; 0 copies the tensors of each call at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch_bytes: int = BATCH_BYTES) -> None:
+        self.batch_bytes = batch_bytes
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pending: dict[torch.device, PendingCopy] = {}
+        self._collected: dict[torch.device, list[dict[str, Tensor]]] = {}
+        self._collected_bytes = 0
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Starts copying tensors of one device; returns the host tensors by name, readable after `wait`."""
+        """Starts copying tensors of one device; after `wait` the returned dict has the host tensors by name."""
         device = next((tensor.device for tensor in tensors.values()), None)
         if device is None or device.type != "cuda":
             return {name: tensor.cpu() for name, tensor in tensors.items()}
+        copies = dict(tensors)
+        self._collected.setdefault(device, []).append(copies)
+        self._collected_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if self._collected_bytes >= self.batch_bytes:
+            self.start()
+        return copies
+
+    def start(self) -> None:
+        """Starts the copies of all collected tensors, and puts the host tensors into the dicts that `copy` returned."""
+        for device, dicts in self._collected.items():
+            named = {(number, name): tensor for number, each in enumerate(dicts) for name, tensor in each.items()}
+            for (number, name), copied in self._start_copy(device, named).items():
+                dicts[number][name] = copied
+        self._collected.clear()
+        self._collected_bytes = 0
+
+    def _start_copy(self, device: torch.device, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         groups = group_by_itemsize(tensors)
         buffers = [flatten_tensors(group.values()) for group in groups]
         stream, source_stream = self._stream(device), torch.cuda.current_stream(device)
@@ -52,7 +78,7 @@ class HostCopier:
         self._pending[device] = PendingCopy(buffers, source_stream, stream.record_event())
         if previous is not None:
             previous.source_stream.wait_event(previous.done)
-        copies: dict[str, Tensor] = {}
+        copies: dict[Any, Tensor] = {}
         for group, buffer in zip(groups, on_host, strict=True):
             copies |= unflatten_tensors(group, buffer)
         return copies
@@ -64,6 +90,7 @@ class HostCopier:
 
     def wait(self) -> None:
         """Waits until all copies are done."""
+        self.start()
         for stream in self._streams.values():
             stream.synchronize()
         self._pending.clear()
@@ -74,9 +101,9 @@ def allocate_pinned(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
-def group_by_itemsize(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def group_by_itemsize(tensors: Mapping[Any, Tensor]) -> list[dict[Any, Tensor]]:
     """Groups tensors of equal element size, which can share a buffer: nearly always one group."""
-    groups: dict[Any, dict[str, Tensor]] = {}
+    groups: dict[Any, dict[Any, Tensor]] = {}
     for name, tensor in tensors.items():
         # A bool tensor cannot be viewed as another one-byte dtype: only two byte values are valid.
         groups.setdefault((tensor.dtype.itemsize, tensor.dtype == torch.bool), {})[name] = tensor
@@ -91,7 +118,7 @@ def flatten_tensors(tensors: Iterable[Tensor]) -> Tensor:
     return buffer
 
 
-def unflatten_tensors(tensors: Mapping[str, Tensor], buffer: Tensor) -> dict[str, Tensor]:
+def unflatten_tensors(tensors: Mapping[Any, Tensor], buffer: Tensor) -> dict[Any, Tensor]:
     """The tensors that `flatten_tensors` concatenated, as views of a copy of the buffer."""
     parts = _unflatten_dense_tensors(buffer, list(tensors.values()))
     views = {}

@@ -15,12 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from foci.capture.generation_steps import CaptureError, GenerationStep, count_step_bytes, fingerprint_keys, join_steps
+from foci.capture.generation_steps import (
+    CaptureError,
+    GenerationStep,
+    check_queries,
+    count_step_bytes,
+    fingerprint_keys,
+    join_steps,
+)
 from foci.capture.host_copy import HostCopier
 from foci.capture.naming import LayerName
 from foci.record.kept import STATISTIC_AXES, Keep, KeptStatistics
 from foci.record.layer import Layer
+from foci.weights.tensors import fingerprint
 from foci.weights.weights import Weights
+
+# Statistics of the steps of a generation are computed for this many queries at once.
+MAX_PENDING_QUERIES = 256
+# Fingerprints of keys are compared when a layer has this many bytes of them.
+MAX_FINGERPRINT_BYTES = 2**20
 
 RowSelection = Any
 
@@ -40,13 +53,14 @@ class LayerLog:
         keys, queries: keys of the last call, and queries of all calls so far.
         first_call: queries and keys of the first call.
         nbytes: bytes kept so far.
-        steps: with lazy weights, all calls of a generation; `weights` is set instead for a single call.
-        step_statistics: with `keep`, the statistics of each call.
-        matrices: with `rows`, the kept rows of each call.
-        value_norms: norms of the values, each key once.
+        steps: with lazy weights, all calls of a generation; `weights` is set instead for a single call. With `keep`,
+            the calls after the first whose statistics are not computed yet.
+        stored: what was computed for each call: the norms of its new values, with `keep` its statistics and with `rows`
+            its matrix; on the way to the host.
         last_keys, values: keys and values of the last call.
         query_numbers, query_positions: of the kept queries of each call, the number and the position among the keys.
-        key_fingerprints: one number per key of the last call.
+        keys_with_norms: the number of keys whose values have norms in `stored`.
+        fingerprints: of the keys of the last calls, one number per key; they are compared from time to time.
         has_changed_keys: a bool tensor: whether earlier keys changed between calls.
         key_memory: the storage and address of the last keys.
         shape: batch, heads and key/value heads.
@@ -64,15 +78,14 @@ class LayerLog:
     first_call: tuple[int, int] = (0, 0)
     nbytes: int = 0
     steps: list[GenerationStep] = field(default_factory=list)
-    step_statistics: list[dict[str, Tensor]] = field(default_factory=list)
-    matrices: list[Tensor] = field(default_factory=list)
-    value_norms: list[Tensor] = field(default_factory=list)
+    stored: list[dict[str, Tensor]] = field(default_factory=list)
     weights: Weights | None = None
     last_keys: Tensor | None = None
     values: Tensor | None = None
     query_numbers: list[Sequence[int]] = field(default_factory=list)
     query_positions: list[Sequence[int]] = field(default_factory=list)
-    key_fingerprints: Tensor | None = None
+    keys_with_norms: int = 0
+    fingerprints: list[Tensor] = field(default_factory=list)
     has_changed_keys: Tensor | None = None
     key_memory: tuple[StorageWeakRef, int] | None = None
     shape: tuple[int, int, int] = (0, 0, 0)
@@ -113,20 +126,20 @@ class LayerLog:
         batch, heads, queries, keys = weights.shape
         if not self.passes:
             self.first_call, self.shape = (queries, keys), (batch, heads, weights.tensors.call.k.shape[1])
-        self._compare_key_prefix(k)
+        self._compare_key_prefix(weights, k)
         rows = self.select_rows(queries)
         self.query_numbers.append(shift_numbers(rows, self.queries))
         self.query_positions.append(shift_numbers(rows, keys - queries))
-        norms = self._new_value_norms(values, queries)
         if self.rows is not None:
-            self._store(norms, matrix=read_weight_rows(weights, rows))
+            self._store(matrix=read_weight_rows(weights, rows), **self._new_value_norms(values))
         elif self.keep is None:
+            if not self.passes:
+                self._store(**self._new_value_norms(values))
             self._add_step(weights, values)
-            self._store(norms)
+        elif not self.passes:
+            self._store(**self.keep.compute(weights), **self._new_value_norms(values))
         else:
-            # Pictures of single steps cannot be joined into one of all rows, so a generation has none.
-            keep = replace(self.keep, picture=0) if self.step_statistics else self.keep
-            self._store(norms, **keep.compute(weights))
+            self._add_kept_step(weights, values)
         self.passes.append(number)
         self.queries, self.keys = self.queries + queries, keys
 
@@ -137,25 +150,46 @@ class LayerLog:
             return numbers[self.rows]
         return numbers if self.rows is None else [numbers[row] for row in self.rows if -queries <= row < queries]
 
-    def _compare_key_prefix(self, k: Tensor) -> None:
-        """Compares these keys with those of the last call, which must be their prefix, without waiting for a GPU."""
-        if not self.is_cross:
-            fingerprints = fingerprint_keys(k)
-            if self.key_fingerprints is not None and self.passes:
-                changed = (fingerprints[:, :, : self.keys] != self.key_fingerprints).any()
-                self.has_changed_keys = changed if self.has_changed_keys is None else self.has_changed_keys | changed
-                if not k.is_cuda:
-                    self.check_key_prefix()
-            self.key_fingerprints = fingerprints
+    def _compare_key_prefix(self, weights: Weights, k: Tensor) -> None:
+        """Notes the fingerprints of these keys, of which those of the last call must be a prefix."""
+        is_kept = self.keep is None and self.rows is None and k is weights.tensors.call.k
+        # Nearly always the first call is the only one; if its keys stay, the next call can compare them.
+        if not self.is_cross and (self.passes or not is_kept):
+            if self.passes and not self.fingerprints:
+                self.fingerprints.append(self._fingerprint_first_keys())
+            self.fingerprints.append(fingerprint_keys(k))
+            if len(self.fingerprints) * self.fingerprints[-1].nbytes > MAX_FINGERPRINT_BYTES:
+                self._compare_fingerprints()
         self.key_memory = (StorageWeakRef(k.untyped_storage()), k.data_ptr())
+
+    def _fingerprint_first_keys(self) -> Tensor:
+        assert self.weights is not None
+        tensors, k = self.weights.tensors, self.weights.tensors.call.k
+        if fingerprint(k) != tensors.fingerprint_of(k):
+            raise self._changed_keys_error()
+        return fingerprint_keys(k)
+
+    def _compare_fingerprints(self) -> None:
+        """Compares the keys of successive calls, without waiting for a GPU."""
+        before, after = self.fingerprints[:-1], self.fingerprints[1:]
+        if not before:
+            return
+        prefixes = [new[:, :, : old.shape[2]] for old, new in zip(before, after, strict=True)]
+        changed = (torch.cat([old.flatten() for old in before]) != torch.cat([new.flatten() for new in prefixes])).any()
+        self.has_changed_keys = changed if self.has_changed_keys is None else self.has_changed_keys | changed
+        self.fingerprints = after[-1:]
 
     def check_key_prefix(self) -> None:
         """Raises if the keys of some step were not a prefix of the next step's keys."""
+        self._compare_fingerprints()
         if self.has_changed_keys is not None and bool(self.has_changed_keys):
-            raise CaptureError(
-                f"the generation steps of {self.name} cannot be joined: earlier keys differ between steps, so the cache"
-                " was reordered (beam search) or changed; watch one forward pass over the whole text instead"
-            )
+            raise self._changed_keys_error()
+
+    def _changed_keys_error(self) -> CaptureError:
+        return CaptureError(
+            f"the generation steps of {self.name} cannot be joined: earlier keys differ between steps, so the cache was"
+            " reordered (beam search) or changed; watch one forward pass over the whole text instead"
+        )
 
     def _add_step(self, weights: Weights, values: Tensor) -> None:
         if self.last_keys is not None and self.values is not None:
@@ -166,26 +200,52 @@ class LayerLog:
         self.last_keys, self.values = weights.tensors.call.k, values.detach()
         self.nbytes += count_step_bytes(weights) + self.last_keys.nbytes + values.nbytes
 
-    def _new_value_norms(self, values: Tensor, queries: int) -> dict[str, Tensor]:
-        """The norms of the values whose keys are new."""
-        if self.keep is not None and not self.keep.values:
+    def _add_kept_step(self, weights: Weights, values: Tensor) -> None:
+        """Adds a later call whose statistics are kept: they are computed for many steps at once."""
+        self.steps.append(GenerationStep.from_weights(weights))
+        self.last_keys, self.values = weights.tensors.call.k, values.detach()
+        if sum(step.queries for step in self.steps) >= MAX_PENDING_QUERIES:
+            self._compute_steps()
+
+    def finish(self) -> None:
+        """Computes what was deferred to the end of the block; raises if the steps cannot be joined."""
+        self.check_key_prefix()
+        if self.keep is not None:
+            self._compute_steps()
+            self.last_keys = self.values = None
+        elif self.values is not None:
+            self._store(**self._new_value_norms(self.values))
+
+    def _compute_steps(self) -> None:
+        """Computes the statistics of the steps since the last time, as rows of one matrix where that is possible."""
+        if not self.steps or self.keep is None:
+            return
+        assert self.last_keys is not None and self.values is not None
+        check_queries(self.steps)
+        try:
+            parts = [join_steps(self.steps, self.last_keys, self.is_cross)]
+        except CaptureError:
+            parts = [step.to_weights(self.last_keys) for step in self.steps]
+        # Pictures of single steps cannot be joined into one of all rows, so a generation has none.
+        keep, norms = replace(self.keep, picture=0), self._new_value_norms(self.values)
+        for weights in parts:
+            self._store(**keep.compute(weights), **norms)
+            norms = {}
+        self.steps = []
+
+    def _new_value_norms(self, values: Tensor) -> dict[str, Tensor]:
+        """The norms of the values whose keys are new, each key once."""
+        if (self.keep is not None and not self.keep.values) or values.shape[2] == self.keys_with_norms:
             return {}
-        new = values if not self.value_norms else values[:, :, :0] if self.is_cross else values[:, :, -queries:]
-        if not new.shape[2]:
-            return {}
+        new = values[:, :, self.keys_with_norms :] if self.keys_with_norms else values
+        self.keys_with_norms = values.shape[2]
         wide = torch.float64 if new.dtype == torch.float64 else torch.float32
         return {"norms": torch.linalg.vector_norm(new.detach() if new.requires_grad else new, dim=-1, dtype=wide)}
 
-    def _store(self, norms: dict[str, Tensor], **computed: Tensor) -> None:
-        """Stores the tensors computed for a call; with `keep`, one copy to the host moves all of them."""
-        computed |= norms
-        stored = computed if self.keep is None else self.host_copier.copy(computed)
-        self.value_norms += [stored.pop(name) for name in norms]
-        self.nbytes += sum(tensor.nbytes for tensor in stored.values())
-        if self.rows is not None:
-            self.matrices.append(stored["matrix"])
-        elif self.keep is not None:
-            self.step_statistics.append(stored)
+    def _store(self, **computed: Tensor) -> None:
+        """Stores the tensors computed for a call; with `keep`, they are copied to the host."""
+        self.nbytes += sum(tensor.nbytes for name, tensor in computed.items() if name != "norms")
+        self.stored.append(computed if self.keep is None else self.host_copier.copy(computed))
 
     def build_layer(self) -> Layer:
         """The Layer of all calls; tensors of a single call may still be on their way to the host."""
@@ -194,17 +254,19 @@ class LayerLog:
         has_default_positions = self.is_cross or are_last_positions(self.query_positions, self.keys)
         if len(self.passes) > 1 or self.rows is not None:
             self.host_copier.wait()
+        value_norms = [each.pop("norms") for each in self.stored if "norms" in each]
         if self.rows is not None:
-            contents["matrix"] = torch.cat([F.pad(m, (0, self.keys - m.shape[3])) for m in self.matrices], 2)
+            matrices = [each["matrix"] for each in self.stored]
+            contents["matrix"] = torch.cat([F.pad(m, (0, self.keys - m.shape[3])) for m in matrices], 2)
             contents["rows"] = tuple(chain.from_iterable(self.query_numbers))
         elif self.keep is None:
             assert self.last_keys is not None
             contents["weights"] = self.weights or join_steps(self.steps, self.last_keys, self.is_cross)
         else:
-            contents["kept"] = KeptStatistics(merge_step_statistics(self.step_statistics, self.keys), shape)
+            contents["kept"] = KeptStatistics(merge_step_statistics(self.stored, self.keys), shape)
         norms = None
-        if self.value_norms:
-            norms = self.value_norms[0] if len(self.value_norms) == 1 else torch.cat(self.value_norms, 2)
+        if value_norms:
+            norms = value_norms[0] if len(value_norms) == 1 else torch.cat(value_norms, 2)
         positions = None if has_default_positions else torch.tensor([*chain.from_iterable(self.query_positions)])
         return Layer(
             self.name,

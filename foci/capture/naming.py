@@ -7,6 +7,7 @@ them with `Recorder.name_layer`.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,8 @@ ATTENTION_CLASS = re.compile(r"attn|attention", re.IGNORECASE)
 CROSS_ATTENTION = re.compile(
     r"cross|enc_?dec|encoder_attn|encoder_attention|encoder_decoder|src_attn|align", re.IGNORECASE
 )
+# Names of embeddings that look up something other than tokens.
+NON_TOKEN_EMBEDDINGS = re.compile(r"pos|type|segment|lang|time|relative|bucket|bias", re.IGNORECASE)
 MODALITIES = {
     "vision": re.compile(r"vision|visual|image"),
     "audio": re.compile(r"audio|speech"),
@@ -59,6 +62,19 @@ def class_name_of(module: nn.Module) -> str:
     return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
 
 
+def describe_class(module: nn.Module) -> tuple[type, str]:
+    """What a layout depends on: the class of a module, and the name of its original class if it is scripted."""
+    return type(module), class_name_of(module)
+
+
+def outer_names(name: str) -> Iterator[str]:
+    """The name of a module, and those of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
 def strip_compile_wrapper(name: str) -> str:
     """A module's name without the `_orig_mod` parts that torch.compile adds."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
@@ -69,14 +85,52 @@ def is_inside(name: str, outer: str) -> bool:
     return name != outer and (outer == "" or name.startswith(f"{outer}."))
 
 
+def list_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What `model.named_modules()` gives, without its nested generators, which are slow for hundreds of modules."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    pending = [("", model)]
+    while pending:
+        name, module = pending.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.append((name, module))
+            prefix = f"{name}." if name else ""
+            children = [(prefix + part, child) for part, child in module._modules.items() if child is not None]
+            pending += children[::-1]
+    return found
+
+
+def never_attends(module: nn.Module) -> bool:
+    """Whether a module is a leaf of torch.nn such as Linear or Dropout, which never attends."""
+    if module._modules or isinstance(module, (nn.MultiheadAttention, nn.Embedding)):
+        return False
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
 class ModelLayout:
-    """The attention modules of a model and their layer names, derived from module names and class names.
+    """What module names and classes tell about a model: its attention modules, their layer names, where passes begin.
 
     Args:
-        class_names: by module name.
+        modules: by module name.
     """
 
-    def __init__(self, class_names: Mapping[str, str]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        class_names = {name: class_name_of(module) for name, module in modules.items()}
+        # The modules whose attention calls are recorded.
+        self.recorded = [
+            name
+            for name, module in modules.items()
+            if not isinstance(module, torch.jit.ScriptModule) and not never_attends(module)
+        ]
+        self.token_embeddings = [
+            name
+            for name, module in modules.items()
+            if isinstance(module, nn.Embedding) and not NON_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2])
+        ]
+        self._outer_modules: dict[tuple[str, ...], frozenset[str]] = {}
+        # What `cross_attention` finds out about the modules, once.
+        self.sequence_parameters: dict[str, dict[str, int]] | None = None
         self.attention_modules = dict.fromkeys(find_attention_modules(class_names))
         self.cross_modules = {
             name for name in self.attention_modules if is_cross_attention(class_names, name, class_names[name])
@@ -91,6 +145,19 @@ class ModelLayout:
             self.unnumbered.update(members if numbers is None else ())
             for name, index in zip(members, range(len(members)) if numbers is None else numbers, strict=True):
                 self.layer_names[name] = self.build_layer_name(stack, index)
+
+    def find_outer_modules(self, attention_modules: tuple[str, ...]) -> frozenset[str]:
+        """The modules that may be the outermost one of a pass: those with several attention modules inside.
+
+        Every module may be one if the class names do not tell where the model attends, or if it calls one attention
+        module again and again.
+        """
+        if attention_modules not in self._outer_modules:
+            counts = Counter(outer for name in attention_modules for outer in outer_names(name))
+            least = 0 if not attention_modules else 1 if len(attention_modules) == 1 else 2
+            outer = {name for name in self.recorded if counts[name] >= least}
+            self._outer_modules[attention_modules] = frozenset(outer | ({""} & {*self.recorded}))
+        return self._outer_modules[attention_modules]
 
     def stack_of(self, name: str) -> str:
         if name in self.cross_modules or (
@@ -126,13 +193,11 @@ class LayerNames:
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        by_name = {strip_compile_wrapper(name): module for name, module in modules}
-        class_names = {name: class_name_of(module) for name, module in by_name.items()}
+        self.modules = {strip_compile_wrapper(name): module for name, module in modules}
         # Many watch blocks are opened around the same model.
-        self.layout = get_or_make(
-            LAYOUT_CACHE, MAX_CACHED_TENSORS, tuple(class_names.items()), lambda: ModelLayout(class_names)
-        )
-        self.attention_modules = {name: by_name[name] for name in self.layout.attention_modules}
+        key = tuple(self.modules), tuple(map(describe_class, self.modules.values()))
+        self.layout = get_or_make(LAYOUT_CACHE, MAX_CACHED_TENSORS, key, lambda: ModelLayout(self.modules))
+        self.attention_modules = {name: self.modules[name] for name in self.layout.attention_modules}
         self.is_encoder_decoder = self.layout.is_encoder_decoder
         self.layer_names = dict(self.layout.layer_names)
         self._unnumbered = set(self.layout.unnumbered)

@@ -23,7 +23,7 @@ from foci.capture.cross_attention import ModuleInputs
 from foci.capture.generation_steps import CaptureError, count_step_bytes, take_heads
 from foci.capture.host_copy import HostCopier
 from foci.capture.layer_log import LayerLog
-from foci.capture.naming import LayerName, LayerNames, is_inside, strip_compile_wrapper
+from foci.capture.naming import LayerName, LayerNames, is_inside, list_modules, strip_compile_wrapper
 from foci.capture.token_ids import TokenIds
 from foci.capture.torch_functions import MODULE_CALL, record_intercepted_call
 from foci.record.kept import Keep
@@ -83,14 +83,14 @@ class Recorder:
         self.keeps_own_calls = False
         # How many of the calls are those of `foci.attention`, which a compiled graph can report.
         self.foci_calls = 0
-        self.modules = list(model.named_modules())
+        self.modules = list_modules(model)
         self.layer_names = LayerNames(self.modules)
         self.keep, self.rows, self.limit = keep, rows, limit
         self.layers = None if layers is None else list(layers)
         self.heads = None if heads is None else group_heads_by_layer(heads)
         self.ablate = {name: HEAD_NAME.fullmatch(name) for name in ablate}
         self.thread = threading.get_ident()
-        self.names_by_id = name_modules_by_id(self.modules)
+        self.names_by_id = {id(self.layer_names.modules[name]): name for name in self.layer_names.layout.recorded}
         self._entered: list[str] = []
         self.run_counts: Counter[str] = Counter()
         self.softmax_modules: set[str] = set()
@@ -109,6 +109,7 @@ class Recorder:
         self._open_logs: dict[tuple[str, int], LayerLog] = {}
         self._log_counts: Counter[str] = Counter()
         self._kept_bytes, self._has_estimated = 0, False
+        self._had_dynamo = "torch._dynamo" in sys.modules
 
     def name_layer(self, name: str, layer_name: LayerName) -> None:
         """Sets the layer name of an attention module, in place of the one derived from its module name."""
@@ -261,7 +262,8 @@ class Recorder:
         if is_recomputation():
             return
         # A compiler that is first used inside the block would trace this code; it must not.
-        record = get_record_call_without_dynamo() if "torch._dynamo" in sys.modules else Recorder._record_call
+        is_new = not self._had_dynamo and "torch._dynamo" in sys.modules
+        record = get_record_call_without_dynamo() if is_new else Recorder._record_call
         record(self, name, weights, values)
 
     def _record_call(self, name: str, weights: Weights, values: Tensor) -> None:
@@ -325,8 +327,9 @@ class Recorder:
     def fill_record(self) -> None:
         """Fills the record with layers, labels and unseen modules; waits for copies from the GPU last."""
         for log in self.layer_logs.values():
-            log.check_key_prefix()
+            log.finish()
         self._check_requested_names()
+        self.host_copier.start()
         for name, log in self.layer_logs.items():
             layer = log.build_layer()
             layer.queries = self.token_ids.label_name_for(layer.queries, log.passes)
@@ -336,6 +339,9 @@ class Recorder:
         self.record.labels.update(self.token_ids.build_labels())
         self._name_known_contexts()
         self.record.calls, self.record.unseen = self.calls, self.list_unseen()
+        compiled = find_compiled_modules(self.modules) if self.calls else []
+        if compiled:
+            self.record.notes.append(f"ran uncompiled inside foci.watch: {', '.join(compiled)}")
         generated = [log for log in self.layer_logs.values() if len(log.passes) > 1 and not log.is_cross]
         self.record.prompt = generated[0].first_call[0] if generated else None
         self.host_copier.wait()
@@ -360,6 +366,8 @@ class Recorder:
 
     def _check_requested_names(self) -> None:
         """Refuses names in `layers`, `heads` or `ablate` that no module has, if any module attended."""
+        if self.layers is None and self.heads is None and not self.ablate:
+            return
         ran = [log.layer_name for log in self.layer_logs.values()]
         ran += [self.layer_names.of(name) for name in self.attending_modules]
         known = {*self.attending_modules, *(layer.short for layer in ran), *(layer.index for layer in ran)}
@@ -402,21 +410,12 @@ def get_record_call_without_dynamo() -> Callable[[Recorder, str, Weights, Tensor
     return found
 
 
-def name_modules_by_id(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
-    """The names of modules whose attention calls are recorded: not scripted ones, nor those that never attend."""
-    return {
-        id(module): strip_compile_wrapper(name)
-        for name, module in modules
-        if not isinstance(module, torch.jit.ScriptModule) and not never_attends(module)
-    }
-
-
-def never_attends(module: nn.Module) -> bool:
-    """Whether a module is a leaf of torch.nn such as Linear or Dropout, which never attends."""
-    # Not `children()`, which creates a generator and a set for each of hundreds of modules.
-    if module._modules or isinstance(module, (nn.MultiheadAttention, nn.Embedding)):
-        return False
-    return type(module).__module__.startswith("torch.nn.modules.")
+def find_compiled_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """The modules that torch.compile or `module.compile()` compiled, by name; the model itself is "the model"."""
+    names = [
+        name for name, module in modules if "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    ]
+    return [strip_compile_wrapper(name) or "the model" for name in names]
 
 
 def group_heads_by_layer(heads: Iterable[int | str]) -> dict[str, list[int]]:

@@ -45,7 +45,7 @@ class TokenIds:
         self.ready_labels: dict[str, Labels] = {}
         self._chunks: dict[str, list[tuple[int, Tensor]]] = {}
         # Its own copier: token ids arrive long before the statistics of the last layer.
-        self._host_copier = HostCopier()
+        self._host_copier = HostCopier(batch_bytes=0)
         self._explicit: set[str] = set()
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}
         # By name, the passes with patches or frames among the tokens.

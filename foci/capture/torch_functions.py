@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.arguments import cast_for_autocast, fold_batch
-from foci.call import attention
+from foci.arguments import cast_for_autocast, fold_batch, prepare_call
+from foci.backends import cpu_c, sdpa
+from foci.call import DEFAULT_SCORE, attention
 from foci.capture.generation_steps import CaptureError
 from foci.masks.kinds import causal
 from foci.runtime.interception import intercept, is_intercepting, without_interception
@@ -176,8 +177,21 @@ class SdpaCall:
 
     def compute(self) -> tuple[Tensor, Weights]:
         """The output as the caller expects it, and the weights (B, H, Tq, Tk)."""
-        out, weights = attention(self.q, self.k, self.v, **self.options, return_weights=True)
+        backend = choose_identical_backend(self.q, self.k, self.v, **self.options)
+        out, weights = attention(self.q, self.k, self.v, **self.options, backend=backend, return_weights=True)
         return out.reshape(*self.lead, *out.shape[-2:]), weights
+
+
+def choose_identical_backend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
+    """The backend whose output equals that of PyTorch's own call bit by bit; None where that is the default or none.
+
+    On a CPU large calls of foci run in another kernel than those of PyTorch.
+    """
+    if not q.is_cpu or not cpu_c.is_large(q, k):
+        return None
+    mask, bias, score = (options.get(name) for name in ("mask", "bias", "score"))
+    call = prepare_call(q, k, v, score or DEFAULT_SCORE, mask, bias, None, None, 0.0, True)
+    return None if sdpa.refuses(call) else sdpa.NAME
 
 
 def handle_sdpa(

@@ -6,10 +6,8 @@ that report passes and token ids. When the block ends, the Recorder fills the Re
 
 from __future__ import annotations
 
-import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 
 from foci.capture import huggingface
 from foci.capture.hooks import hook_module
-from foci.capture.naming import strip_compile_wrapper
 from foci.capture.recorder import HEAD_NAME, Recorder
 from foci.capture.torch_functions import intercept_multi_head_attention
 from foci.record.kept import Keep
@@ -27,9 +24,6 @@ from foci.record.record import Record
 from foci.runtime.compile_switch import disable_compile
 from foci.runtime.interception import add_interceptor
 from foci.runtime.interrupts import delay_interrupts
-
-# Names of embeddings that look up something other than tokens.
-NON_TOKEN_EMBEDDINGS = re.compile(r"pos|type|segment|lang|time|relative|bucket|bias", re.IGNORECASE)
 
 
 @contextmanager
@@ -186,39 +180,19 @@ def close_block(block: ExitStack, recorder: Recorder) -> None:
 
 def hook_modules(block: ExitStack, recorder: Recorder, attention_modules: Iterable[str]) -> None:
     """Registers hooks that report passes, runs of attention modules, and token ids to the recorder."""
-    modules = {strip_compile_wrapper(name): module for name, module in recorder.modules}
-    modules = {name: module for name, module in modules.items() if id(module) in recorder.names_by_id}
-    attending = dict.fromkeys(name for name in attention_modules if name in modules)
-    beginning = find_outer_modules(modules, attending)
-    for name in beginning:
+    layout, modules = recorder.layer_names.layout, recorder.layer_names.modules
+    recorded = {*layout.recorded}
+    attending = tuple(dict.fromkeys(name for name in attention_modules if name in recorded))
+    outer = layout.find_outer_modules(attending)
+    for name in outer:
         enter, leave = make_module_hooks(recorder, name)
         hook_module(block, recorder, modules[name], enter, before=True)
         hook_module(block, recorder, modules[name], leave, before=False, always_call=True)
-    for name in attending.keys() - beginning:
-        hook_module(block, recorder, modules[name], make_run_hook(recorder, name), before=True)
-    for name, module in modules.items():
-        if isinstance(module, nn.Embedding) and not NON_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2]):
-            hook_module(block, recorder, module, make_embedding_hook(recorder), before=True)
-
-
-def find_outer_modules(modules: Collection[str], attending: Collection[str]) -> set[str]:
-    """The modules that may be the outermost one of a pass: those with several attention modules inside.
-
-    Every module may be one if the class names do not tell where the model attends, or if it calls one attention module
-    again and again.
-    """
-    if not attending:
-        return set(modules)
-    counts = Counter(outer for name in attending for outer in outer_names(name))
-    return {name for name in modules if counts[name] > 1 or (name in counts and len(attending) == 1)} | {""}
-
-
-def outer_names(name: str) -> Iterator[str]:
-    """The name of a module, and those of the modules around it."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-    yield ""
+    for name in attending:
+        if name not in outer:
+            hook_module(block, recorder, modules[name], make_run_hook(recorder, name), before=True)
+    for name in layout.token_embeddings:
+        hook_module(block, recorder, modules[name], make_embedding_hook(recorder), before=True)
 
 
 def make_module_hooks(recorder: Recorder, name: str) -> tuple[Callable[..., None], Callable[..., None]]:

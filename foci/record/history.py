@@ -206,5 +206,8 @@ def parse_line(line: str, name: str) -> StepStatistics:
 
 
 def parse_numbers(values: Any) -> Tensor:
-    numbers = [math.nan if value is None else float(value) for value in values]
+    """A list of numbers; None, and what float32 cannot hold, is NaN."""
+    if not isinstance(values, list) or not all(value is None or type(value) in {int, float} for value in values):
+        raise TypeError("values must be a list of numbers")
+    numbers = [math.nan if value is None or abs(value) > torch.finfo().max else float(value) for value in values]
     return torch.tensor(numbers, dtype=torch.float32)

@@ -8,6 +8,8 @@ The text names the scores, masks and biases; `t0` and `n0` in it are the first t
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,6 +19,10 @@ from torch import Tensor
 from foci.arguments import Call
 from foci.masks.tile import CallSizes
 from foci.weights.parts_file import SAVED_CLASSES
+
+# A tensor or an integer in the text.
+PLACEHOLDER = re.compile(r"[tn]\d+")
+Builder = Callable[[list[Tensor], list[int]], Any]
 
 # The fields of a call in the text; query and key are arguments of their own.
 ENCODED_FIELDS = ("score", "mask", "bias", "sink", "positions", "batch_ids", "head_ids")
@@ -71,29 +77,39 @@ def encode_part(part: Any, tensors: list[Tensor], numbers: list[int]) -> str:
 def decode_call(encoded: EncodedCall) -> Call:
     """The call that `encode_call` encoded, without its values."""
     q, k, tensors, numbers, text = encoded
-    names: dict[str, Any] = {f"t{index}": tensor for index, tensor in enumerate(tensors)}
-    names |= {f"n{index}": number for index, number in enumerate(numbers)}
-    parts = [decode_part(node, names) for node in parse_text(text)]
+    parts = [build(tensors, numbers) for build in parse_text(text)]
     sizes = CallSizes((numbers[0],), numbers[1], q.shape[2], k.shape[2], q.device)
     return Call(q, k, k, sizes, **dict(zip(ENCODED_FIELDS, parts, strict=True)))
 
 
 @lru_cache(maxsize=256)
-def parse_text(text: str) -> list[ast.expr]:
-    """The fields of the text as syntax trees, which are never run as code."""
+def parse_text(text: str) -> list[Builder]:
+    """Functions that build the fields of the text; the text itself is never run as code."""
     node = ast.parse(text, mode="eval").body
     if not isinstance(node, ast.Tuple) or len(node.elts) != len(ENCODED_FIELDS):
         raise ValueError(f"text must be an encoded call of {len(ENCODED_FIELDS)} fields, got {text!r}")
-    return node.elts
+    return [make_builder(part) for part in node.elts]
 
 
-def decode_part(node: ast.expr, names: dict[str, Any]) -> Any:
-    """A number, a tensor, or a score, mask or bias."""
+def make_builder(node: ast.expr) -> Builder:
+    """A function that builds a number, tensor, score, mask or bias; one that needs no argument is built only once."""
     match node:
-        case ast.Name(id=name) if name in names:
-            return names[name]
+        case ast.Name(id=name) if PLACEHOLDER.fullmatch(name):
+            place, index = "tn".index(name[0]), int(name[1:])
+            return lambda *arguments: arguments[place][index]
         case ast.Tuple(elts=items):
-            return tuple(decode_part(item, names) for item in items)
-        case ast.Call(func=ast.Name(id=kind), args=fields, keywords=[]) if kind in SAVED_CLASSES:
-            return SAVED_CLASSES[kind](*(decode_part(field, names) for field in fields))
-    return ast.literal_eval(node)
+            kind: Any = collect_items
+        case ast.Call(func=ast.Name(id=name), args=items, keywords=[]) if name in SAVED_CLASSES:
+            kind = SAVED_CLASSES[name]
+        case _:
+            value = ast.literal_eval(node)
+            return lambda tensors, numbers: value
+    builders = [make_builder(item) for item in items]
+    if not any(isinstance(each, ast.Name) and PLACEHOLDER.fullmatch(each.id) for each in ast.walk(node)):
+        whole = kind(*(build([], []) for build in builders))
+        return lambda tensors, numbers: whole
+    return lambda tensors, numbers: kind(*[build(tensors, numbers) for build in builders])
+
+
+def collect_items(*items: Any) -> tuple[Any, ...]:
+    return items

@@ -150,6 +150,18 @@ def test_padded_sequences_and_kept_statistics(name: str, side: Tensor) -> None:
         assert layer.picture(3, 3).shape == (*matrix.shape[:2], 3, 3)
 
 
+def test_the_output_of_a_long_padded_batch_is_identical() -> None:
+    """`foci.attention` itself would run another kernel at this length, whose last digits differ."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=50, **sizes, attn_implementation="sdpa")
+    model, tokens = transformers.BertModel(config).eval(), torch.arange(600).view(2, 300) % 50
+    with torch.no_grad():
+        for options in ({}, {"attention_mask": torch.arange(300) < torch.tensor([[300], [200]])}):
+            expected = model(tokens, **options).last_hidden_state
+            with foci.watch(model):
+                assert torch.equal(model(tokens, **options).last_hidden_state, expected)
+
+
 def test_stacks_and_labels() -> None:
     model = made(ARCHITECTURES["bart"])
     with torch.no_grad(), foci.watch(model, tokenizer=lambda ids: "".join(f" {number}" for number in ids)) as seen:

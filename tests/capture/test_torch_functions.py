@@ -83,6 +83,14 @@ def test_the_output_is_identical_on_a_cpu_where_the_matrix_is_square(case: str) 
     assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
+def test_the_output_of_a_large_call_on_a_cpu_is_identical(options: dict[str, Any]) -> None:
+    """`foci.attention` itself would run another kernel, whose last digits differ."""
+    q, k, v = (randn(1, 4, 300, 16, seed=i) for i in range(3))
+    out, _ = seen_in(Calls(F.scaled_dot_product_attention), q, k, v, **options)
+    assert torch.equal(out, F.scaled_dot_product_attention(q, k, v, **options))
+
+
 def test_arguments_by_name() -> None:
     q, k, v = (randn(2, 4, 6, 8, seed=i) for i in range(3))
     model = Calls(F.scaled_dot_product_attention)

@@ -55,7 +55,7 @@ def test_layers_heads_labels_and_calls(gradients: bool) -> None:
     assert seen.heads == [f"L{i}H{h}" for i in range(3) for h in range(4)]
     for index, expected in enumerate(weights_of(model, IDS)):
         torch.testing.assert_close(seen[f"L{index}"].dense(), expected, atol=1e-6, rtol=1e-5)
-    assert (seen.model, seen.calls, seen.unseen, seen.prompt) == ("Stack", 3, [], None)
+    assert (seen.model, seen.calls, seen.unseen, seen.prompt, seen.notes) == ("Stack", 3, [], None, [])
     assert seen.labels["input"].texts == (("7", "3", "9", "3", "7", "3"),)
     assert "duplicate token" in seen.scores()
 
@@ -479,6 +479,7 @@ class TestCompiled:
             out = compiled(IDS)
         assert torch.equal(out, expected)
         assert (list(seen.layers), seen.model) == (["blocks.0", "blocks.1"], "Stack")
+        assert seen.notes == ["ran uncompiled inside foci.watch: the model"]
         with foci.watch(model) as seen:
             compiled(IDS)
         assert seen.calls == 2
@@ -492,6 +493,12 @@ class TestCompiled:
         with foci.watch(model) as seen:
             model(IDS)
         assert list(seen.layers) == ["blocks.0", "blocks.1"]
+        assert seen.notes == ["ran uncompiled inside foci.watch: blocks.1"]
+        model.blocks[1] = model.blocks[1]._orig_mod
+        model.blocks[0].compile(backend="eager")
+        with foci.watch(model) as seen:
+            model(IDS)
+        assert (seen.calls, seen.notes) == (2, ["ran uncompiled inside foci.watch: blocks.0"])
 
     @pytest.mark.slow
     def test_a_first_compilation_inside_the_block(self) -> None:

@@ -74,6 +74,8 @@ def test_file_of_a_killed_and_resumed_training(history: History, tmp_path: Path)
             "the step in line 1 of attention.jsonl must be an integer of at least 0, got -1",
         ),
         ('{"step": 1, "layers": {"L0": {"entropy": ["a"]}}}\n', "line 1 of attention.jsonl must hold the statistics"),
+        ('{"step": 1, "layers": {"L0": {"entropy": "12"}}}\n', "line 1 of attention.jsonl must hold the statistics"),
+        ('{"step": 1, "layers": {"L0": {"entropy": [[1.0]]}}}\n', "line 1 of attention.jsonl must hold the statistics"),
         ('{"step": 1, "loss": 2.0}\n', "line 1 of attention.jsonl must hold the statistics"),
     ],
 )
@@ -111,3 +113,9 @@ def test_page_holds_the_numbers_and_no_address(history: History, tmp_path: Path)
     assert not re.search(r"https?://(?!www\.w3\.org)", page)
     with pytest.raises(ValueError, match=r"path must end with one of .jsonl, .html"):
         history.save(tmp_path / "heads.txt")
+
+
+def test_numbers_that_are_not_finite_are_missing(tmp_path: Path) -> None:
+    path = tmp_path / "attention.jsonl"
+    path.write_text(f'{{"step": 1, "layers": {{"L0": {{"entropy": [1.0, Infinity, NaN, {10**400}]}}}}}}\n')
+    assert History.load(path).values("entropy").isnan().tolist() == [[False, True, True, True]]

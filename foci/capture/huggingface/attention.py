@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from foci.call import DEFAULT_SCORE, attention
 from foci.capture.huggingface.masks import DeferredMask, build_attention_mask, is_watch_active
 from foci.capture.huggingface.switch import implementation_before_watch
+from foci.capture.torch_functions import choose_identical_backend
 from foci.masks.base import Mask, as_mask
 from foci.masks.kinds import causal, window
 from foci.scores import Dot
@@ -90,6 +91,8 @@ def translate_call(
     if is_causal_call and is_watch_active() and is_in_static_cache(key):
         used_keys, used_values = used_keys.clone(), used_values.clone()
     inputs = query, used_keys, used_values
+    if is_watch_active() and implementation_before_watch(getattr(module, "config", None)) == "sdpa" and s_aux is None:
+        options["backend"] = choose_identical_backend(*inputs, **options)
     if not needs_weights(others):
         return compute(*inputs, **options).transpose(1, 2).contiguous(), None
     out, weights = compute(*inputs, **options, return_weights=True)

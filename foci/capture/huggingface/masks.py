@@ -291,13 +291,15 @@ def read_padding_mask(attention_mask: Tensor | None, positions: MaskPositions) -
         return []
     _, is_real = positions.split_ids(attention_mask.bool())
     # Keys past the end of the tensor are padding: transformers fills it with zeros.
-    is_real = F.pad(is_real, (0, positions.keys - is_real.shape[1]))
+    if is_real.shape[1] < positions.keys:
+        is_real = F.pad(is_real, (0, positions.keys - is_real.shape[1]))
+    if bool(is_real.all()):
+        # Nearly always, and at every step of a generation: the others take ten launches more.
+        return []
     lengths = is_real.sum(-1)
     first_ones = torch.arange(positions.keys, device=is_real.device) < lengths.view(-1, 1)
-    kinds = torch.stack([is_real.all(), (is_real == first_ones).all(), (is_real == first_ones.flip(-1)).all()])
-    everything, right, left = kinds.tolist()
-    if everything:
-        return []
+    kinds = torch.stack([(is_real == first_ones).all(), (is_real == first_ones.flip(-1)).all()])
+    right, left = kinds.tolist()
     if right or left:
         return [padding(lengths, "right" if right else "left")]
     return [DenseMask(is_real[:, None, None, :])]
