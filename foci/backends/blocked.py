@@ -64,7 +64,7 @@ def warn_about_kept_matrix(call: Call) -> None:
         warnings.warn(
             f"inside a torch.func transform the backward of this call keeps its attention matrix ({size / 2**20:,.0f}"
             " MiB or more); with torch.autograd it does not",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 
