@@ -14,10 +14,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import foci
+from foci.arguments import prepare_call
 from foci.backends import triton
 from foci.gpu.attention import launch, tilings
 from foci.gpu.attention.tilings import AttentionTiling
 from foci.gpu.launcher import CACHED_PLANS
+from foci.scores import Dot
 from tests.checker import Problem, Tensors
 from tests.kernels.test_distance_bias import DEVICE, MASKS, check_problem, problem_of, within_nan
 from tests.kernels.test_distance_bias import _nan_in_fresh_memory as _nan_in_fresh_memory
@@ -71,6 +73,22 @@ def test_a_sequence_gives_the_same_bits_in_any_batch() -> None:
 def test_masks_run_in_our_kernels_on_a_gpu(mask: foci.Mask) -> None:
     q = torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16)
     assert foci.plan(q, q, q, mask=mask).chosen == triton.NAME
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "left"),
+    [
+        (foci.causal & foci.window(64), 4096, False),
+        (foci.padding([4000]), 4096, True),
+        (foci.padding([2000]), 2048, False),
+        (foci.causal | foci.prefix(9), 4096, True),
+        (None, 4096, False),
+    ],
+    ids=["window", "padding", "short", "prefix", "none"],
+)
+def test_long_inputs_under_other_masks_are_left_to_flex(mask: foci.Mask | None, length: int, left: bool) -> None:
+    q = torch.empty(1, 1, length, 16, device="meta")
+    assert triton.is_left_to_flex(prepare_call(q, q, q, Dot(), mask, None, None, None, 0.0, needs_lse=False)) == left
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.arguments import FLOAT_DTYPES, HALF_DTYPES, Call
-from foci.backends import cpu_c, triton
+from foci.backends import cpu_c
 from foci.backends.sdpa import cpu, cuda
 from foci.backends.sdpa.padding import needs_backward
 from foci.biases import DenseBias
@@ -50,9 +50,6 @@ def refuses_by_default(call: Call) -> list[str]:
     """Why it is not chosen unless the caller names it."""
     if call.sizes.device.type == "cpu" and cpu_c.is_faster_than_sdpa(call):
         return ["our C kernel is faster for this call; use it with backend='sdpa'"]
-    has_matrix = isinstance(call.mask, DenseMask) or isinstance(call.bias, DenseBias)
-    if call.sizes.device.type == "cuda" and has_matrix and not triton.refuses(call):
-        return ["our kernels are faster with a dense mask or bias"]
     return []
 
 
