@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import foci
+from foci.backends import sdpa
 from foci.backends.sdpa.cuda import normalize_lse
 from tests.tensors import randn
 
@@ -43,3 +44,40 @@ def test_log_sum_exps_on_a_gpu(dtype: torch.dtype, q_length: int, k_length: int,
         _, weights = foci.attention(q, k, k, mask=mask, return_weights=True)
         _, truth = foci.attention(q.cpu().double(), k.cpu().double(), k.cpu().double(), mask=mask, return_weights=True)
     torch.testing.assert_close(weights.lse.cpu().double(), truth.lse, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [None, foci.causal], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_common_calls_with_weights_equal_the_full_path(mask: foci.Mask | None, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 3, 65, 64, device="cuda", dtype=dtype) for _ in range(3))
+    out, weights = foci.attention(q, k, v, mask=mask, return_weights=True)
+    expected, others = foci.attention(q, k, v, mask=mask, return_weights=True, backend="sdpa")
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(weights.lse, others.lse)
+    assert weights.lse.shape == (2, 3, 65)
+
+
+def test_common_calls_with_weights_run_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without a gradient, on tensors that are taken for CUDA tensors."""
+    calls = []
+    monkeypatch.setattr(sdpa.cuda, "is_default_kernel_fastest", lambda q, k, v, causal: True)
+    monkeypatch.setattr(sdpa.cuda, "run_cudnn", lambda q, k, v, causal: calls.append(causal) or (q, q[..., 0]))
+    monkeypatch.setattr(sdpa, "is_common_call", lambda q, k, v, mask: True)
+    x, y = CudaLike(), CudaLike(requires_grad=True)
+    assert sdpa.run_plain_call_with_lse(x, x, x, foci.causal) is not None
+    assert sdpa.run_plain_call_with_lse(x, x, x, None) is not None
+    assert sdpa.run_plain_call_with_lse(x, y, x, None) is None
+    assert calls == [True, False]
+
+
+class CudaLike:
+    """What the choice of the kernel reads of a tensor."""
+
+    is_cuda, is_cpu = True, False
+
+    def __init__(self, requires_grad: bool = False) -> None:
+        self.requires_grad = requires_grad
+
+    def __getitem__(self, index: object) -> "CudaLike":
+        return self

@@ -68,10 +68,14 @@ def run_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
 
 
 def run_plain_call_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor] | None:
-    """The same with the log-sum-exp, on a CPU and without gradients; None for any other call."""
-    if not (is_common_call(q, k, v, mask) and q.is_cpu and k.is_cpu and v.is_cpu) or cpu_c.is_large(q, k):
+    """The same with the log-sum-exp and without gradients, on a CPU or by cuDNN; None for any other call."""
+    if not is_common_call(q, k, v, mask) or needs_backward(q, k, v) or is_inside_torch_func():
         return None
-    if needs_backward(q, k, v) or is_inside_torch_func() or torch.is_autocast_enabled("cpu"):
+    if q.is_cuda and k.is_cuda and v.is_cuda:
+        if torch.is_autocast_enabled("cuda") or not cuda.is_default_kernel_fastest(q, k, v, mask is not None):
+            return None
+        return cuda.run_cudnn(q, k, v, mask is not None)
+    if not (q.is_cpu and k.is_cpu and v.is_cpu) or cpu_c.is_large(q, k) or torch.is_autocast_enabled("cpu"):
         return None
     return cpu.flash_forward(q, k, v, None, (cpu.KeySlice(slice(0, k.shape[2]), mask is not None),), q.shape[3] ** -0.5)
 

@@ -27,6 +27,12 @@ def is_default_kernel_fastest(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> 
     return torch._fused_sdp_choice(q, k, v, None, 0.0, causal) == SDPBackend.CUDNN_ATTENTION.value
 
 
+def run_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp (B, H, Tq) of a call that `is_default_kernel_fastest` accepts."""
+    results = aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, False)
+    return results[0], results[1].squeeze(-1) if results[1].dim() == 4 else results[1]
+
+
 def choose_kernel(call: Call, alignment: str, masked: bool) -> str | None:
     """Returns the name of the fastest kernel that supports the call, or None."""
     width = max(call.q.shape[-1], call.v.shape[-1])
