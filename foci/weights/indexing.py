@@ -95,6 +95,17 @@ def check_range(inside: bool, name: str, item: Any, size: int) -> None:
         raise IndexError(f"{name} indices must be from {-size} to {size - 1}, got {item!r}")
 
 
+def to_range(item: Any, size: int) -> range | None:
+    """An index that is an int or a slice with a positive step, as a range; None for any other, and out of bounds.
+
+    >>> to_range(-1, 10), to_range(slice(2, None, 3), 10), to_range([1, 2], 10)
+    (range(9, 10), range(2, 10, 3), None)
+    """
+    if isinstance(item, slice):
+        return range(size)[item] if item.step is None or (isinstance(item.step, int) and item.step > 0) else None
+    return range(item % size, item % size + 1) if type(item) is int and -size <= item < size else None
+
+
 def axis_error(name: str, item: Any) -> str:
     return f"a {name} index must be an integer, a slice or a list of integers, got {item!r}"
 

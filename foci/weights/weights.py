@@ -24,10 +24,11 @@ from foci.runtime.checks import PICTURE_SUFFIXES, is_positive_int, parse_suffix,
 from foci.runtime.tracing import name_reversed_matmul
 from foci.scores import Score
 from foci.statistics import Request
+from foci.statistics.cuda import entries
 from foci.statistics.streaming import finite_lse
 from foci.weights import file, operators, parts_file, products
 from foci.weights.grouping import assign_groups
-from foci.weights.indexing import parse_axis_index, parse_leading_index, select_sequences, split_index
+from foci.weights.indexing import parse_axis_index, parse_leading_index, select_sequences, split_index, to_range
 from foci.weights.slices import compute_row, has_plain_rows
 from foci.weights.summary import Summary, Top
 from foci.weights.tensors import TrackedTensors, drop_values, is_inference_tensor, select_matrix_fields
@@ -138,19 +139,41 @@ class Weights:
     def __getitem__(self, index: Any) -> Weights | Tensor:
         if type(index) is tuple and (row := self._row(index)) is not None:
             return row
-        lead, entries = split_index(index, self.shape)
+        lead, matrix = split_index(index, self.shape)
+        if matrix and (rows := self._rows_on_gpu((*lead, *matrix))) is not None:
+            return rows
         selected = self if all(isinstance(item, slice) and item == slice(None) for item in lead) else self._select(lead)
-        return selected._entries(*entries) if entries else selected
+        return selected._entries(*matrix) if matrix else selected
 
     def _row(self, index: tuple[Any, ...]) -> Tensor | None:
         """The row of one sequence, head and query given as numbers, after a few comparisons; None for another index."""
         if len(index) != 3 or len(self._lead) != 2 or not self._headed or self._averaged:
+            return None
+        if entries.is_on_gpu(self.tensors.lse):
             return None
         if not all(type(i) is int and -n <= i < n for i, n in zip(index, self.shape, strict=False)):
             return None
         call = self.call
         batch, head, query = (i % n for i, n in zip(index, self.shape, strict=False))
         return compute_row(call, self.tensors.lse, batch, head, query) if has_plain_rows(call) else None
+
+    def _rows_on_gpu(self, index: tuple[Any, ...]) -> Tensor | None:
+        """A few rows of the matrix by one kernel; None for any other index or device, and for invalid ones."""
+        if self._averaged or not entries.is_on_gpu(self.tensors.lse) or len(self._batch_shape) > 1:
+            return None
+        ranges = [to_range(item, size) for item, size in zip(index, self.shape, strict=True)]
+        queries, keys = ranges[-2:]
+        batches = ranges[0] if self._batch_shape else range(1)
+        heads = ranges[-3] if self._headed else range(1)
+        if batches is None or heads is None or queries is None or keys is None:
+            return None
+        call = self.call
+        if batches.step * heads.step != 1 or entries.refuses(call, len(queries)):
+            return None
+        shape = tuple(
+            len(axis) for axis, item in zip(ranges, index, strict=True) if axis is not None and type(item) is not int
+        )
+        return entries.compute_rows(call, self.tensors.lse, batches, heads, queries, keys, shape)
 
     def _select(self, lead: tuple[Any, ...]) -> Weights:
         """The matrix of some sequences and heads, again lazy."""
@@ -170,9 +193,9 @@ class Weights:
         if rows.is_list and columns.is_list:
             # Indexing a tensor would pair the two lists, which is easily mistaken for all their combinations.
             raise IndexError(f"only one of the query and key indices must be a list, got {query!r} and {key!r}")
-        entries = operators.compute_entries(call, self.tensors.lse, rows.index, columns.index, self._averaged)
+        found = operators.compute_entries(call, self.tensors.lse, rows.index, columns.index, self._averaged)
         removed = [axis for axis, index in ((-2, rows), (-1, columns)) if index.dropped]
-        return self._reshape(entries).squeeze(removed)
+        return self._reshape(found).squeeze(removed)
 
     def dense(self, limit: int = 2**30) -> Tensor:
         """The whole matrix as a tensor; raises if it is larger than `limit` bytes."""
