@@ -15,7 +15,17 @@ from dense import PICTURE, TOP, Found, Truth, eager
 from gates import GateError
 from peers import Case, Peer, foci_attention, sdpa, varlen
 from table import Options, Table, dtype_name, parse_options
-from timing import Clock, Contestant, Measured, compare, format_error, free_memory, log, make_clock
+from timing import (
+    Clock,
+    Contestant,
+    Measured,
+    compare,
+    format_error,
+    free_memory,
+    log,
+    make_clock,
+    measure_call_overhead,
+)
 from torch import Tensor
 
 import foci
@@ -32,6 +42,7 @@ COLUMNS = (
     "times",
     "mib",
     "extra_mib",
+    "us",
     "note",
 )
 
@@ -68,6 +79,7 @@ def main() -> int:
     options = parse_options("weights", __doc__ or "", (torch.float32,))
     table = Table(options.device, COLUMNS, options.path)
     clock = make_clock(options.device)
+    measure_calls(options, table)
     for dtype in options.dtypes:
         for run in runs(options.device, options.quick):
             if not options.wants(run.name):
@@ -82,6 +94,35 @@ def main() -> int:
             free_memory()
     finish(table)
     return int(table.has_failed_gate())
+
+
+def measure_calls(options: Options, table: Table) -> None:
+    """Microseconds of short calls on a GPU, attention included: they are spent in Python."""
+    dtype = torch.bfloat16
+    for tokens in (64, 512):
+        if options.device.type != "cuda" or not options.wants(f"call {tokens}"):
+            continue
+        q, k, v = (torch.randn(2, 8, tokens, 64, device=options.device, dtype=dtype) for _ in range(3))
+        calls: dict[str, Callable[[], Any]] = {
+            "sdpa": partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True),
+            "foci out": partial(foci.attention, q, k, v, mask=foci.causal),
+        } | {name: partial(use_weights, use, q, k, v) for name, use in USES.items()}
+        for name, us in measure_call_overhead(calls, options.device, options.quick).items():
+            table.add(case=f"call {tokens}", dtype=dtype_name(dtype), contestant=name, us=us)
+            log(f"call at {tokens} tokens, {name}: {us:.1f} us")
+
+
+def use_weights(use: Callable[[foci.Weights], Any], q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return use(foci.attention(q, k, v, mask=foci.causal, return_weights=True)[1])
+
+
+# What short calls do with the weights.
+USES: dict[str, Callable[[foci.Weights], Any]] = {
+    "foci lazy": lambda weights: weights,
+    "foci row": lambda weights: weights[0, 3, 5],
+    "foci entropy": foci.Weights.entropy,
+    "foci summary": foci.Weights.summary,
+}
 
 
 def measure(run: Run, dtype: torch.dtype, options: Options, table: Table, clock: Clock) -> None:
@@ -259,19 +300,24 @@ def gpu_runs() -> list[Run]:
     main_case = Case("causal", 1, 16, 8192, 128, compiled=True)
     kinds = [Run(main_case), *(Run(replace(main_case, compiled=False), s) for s in ("peaked", "ascending"))]
     long = [Run(Case("causal", 1, 8, length, 128), long=True) for length in (8192, 16384, 32768, 65536, 131072)]
+    ragged = [Run(Case("causal", 1, 16, length, 128)) for length in (8000, 2000)]
     masked = [
         Run(Case("causal", 1, 32, 8192, 128, kv_heads=8)),
+        Run(Case("window", 1, 16, 8192, 128, window=1024)),
+        Run(Case("documents", 1, 16, 8192, 128)),
+        Run(Case("padding", 2, 16, 8192, 128)),
         Run(Case("window", 1, 16, 32768, 128, window=4096)),
     ]
     lengths = [Run(Case("causal", 1, 16, length, 128)) for length in (32768, 2048, 16384, 4096)]
     full = [Run(Case("full", 1, 16, length, 128)) for length in (8192, 2048, 32768)]
     narrow = [Run(Case(kind, 1, 16, n, 64)) for n in (8192, 2048, 32768) for kind in ("causal", "full")]
-    return [*kinds, *long, *masked, *lengths, *full, *narrow]
+    return [*kinds, *ragged, *long, *masked, *lengths, *full, *narrow]
 
 
 def finish(table: Table) -> None:
     """Print the short tables and the failures."""
     down = ("case", "scores", "dtype")
+    table.print_table("microseconds of a call, attention included", ("case",), "us", {})
     own = {"sdpa ms": ("sdpa", "ms"), "summary ms": ("foci summary", "ms")}
     table.print_table(
         "multiples of the fastest fused forward (every contestant also computes the output)", down, "times", own
