@@ -108,7 +108,7 @@ def configs(q: Tensor, k: Tensor, lse: Tensor, case: Case, wanted: Request) -> d
     """Each kernel that supports the request, and whether foci chooses it."""
     arguments = common_arguments(q, k, lse, 1.0, None, None, case.causal, None, None, None, None)
     chosen = launcher.choose_config(arguments, False, wanted)
-    found = {"triton": default_config(case.width, q.dtype, wanted, is_tma_compatible(k))}
+    found = {"triton": default_config(case.width, q.dtype, wanted, is_tma_compatible(k), short=False)}
     if not hopper.refuses(arguments, False, wanted):
         found = {"gluon": hopper.hopper_config(wanted)} | found
     return {name: (config, config == chosen) for name, config in found.items()}

@@ -13,7 +13,7 @@ from foci.statistics.cuda.plan import launch_statistics
 from foci.statistics.cuda.tiling import TileConfig
 from foci.statistics.request import Request
 
-SMALL = TileConfig(queries=16, keys=32, warps=4, stages=1, programs_per_sm=1, keys_per_sum=16)
+SMALL = TileConfig(queries=16, keys=32, warps=4, stages=1, programs_per_sm=1)
 FETCHED = replace(SMALL, use_tma=True)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Tolerance for weights of the top keys in half precision: logits of up to 10 that lack 7 of 24 bits.

@@ -7,14 +7,17 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from foci.gpu.launcher import LaunchPlan
-from foci.statistics.cuda.launches import build_merge_launch
+from foci.statistics.cuda.launches import PictureMerge, build_merge_launch
+from foci.statistics.cuda.tiling import PictureCells
 from tests.kernels.statistics_cases import DEVICE
 from tests.kernels.statistics_cases import nan_in_fresh_memory as nan_in_fresh_memory
 
 PAIRS = 3
 
 
-def joined(given: dict[str, Tensor], columns=None, cells=None, chosen=0, logits=0) -> dict[str, Tensor]:
+def joined(
+    given: dict[str, Tensor], columns=None, cells: PictureMerge | None = None, chosen=0, logits=0
+) -> dict[str, Tensor]:
     launching = build_merge_launch(PAIRS, columns, cells, chosen, logits)
     shapes = {}
     if columns:
@@ -43,16 +46,47 @@ def test_received_weights_are_summed(slots: int, keys: int) -> None:
     torch.testing.assert_close(joined({"columns": columns}, (slots, keys))["received"], columns.sum(1))
 
 
-@pytest.mark.parametrize("reduce", ["mean", "max"])
-@pytest.mark.parametrize(("down", "across"), [(1, 2), (3, 1), (9, 4)])
-def test_picture_cells_are_merged(down: int, across: int, reduce: str) -> None:
-    """Cells of a mean are already scaled, so they are summed."""
-    rows, columns = 7, 30
-    cells = numbers(PAIRS, rows * down, columns * across)
-    blocks = cells.view(PAIRS, rows, down, columns, across)
-    expected = blocks.sum((2, 4)) if reduce == "mean" else blocks.amax((2, 4))
-    got = joined({"cells": cells}, cells=(rows, columns, down, across, reduce))
-    torch.testing.assert_close(got["picture"], expected)
+def cells_of(weights: Tensor, picture: PictureMerge) -> Tensor:
+    """The sums that a tile pass writes for these weights (PAIRS, queries, keys), in memory full of NaN."""
+    rows, columns, layout, queries, keys, tile_queries = picture
+    cells = torch.full((PAIRS, layout.lines, columns * layout.across), torch.nan, device=DEVICE)
+    for r in range(rows):
+        span = range(r * queries // rows, (r + 1) * queries // rows)
+        for tile in range(span.start // tile_queries, (span.stop - 1) // tile_queries + 1):
+            line = r * layout.row_step + tile * layout.tile_step
+            here = weights[:, max(span.start, tile * tile_queries) : min(span.stop, (tile + 1) * tile_queries)].sum(1)
+            for c in range(columns):
+                parts = here[:, c * keys // columns : (c + 1) * keys // columns].tensor_split(layout.across, -1)
+                cells[:, line, c * layout.across : (c + 1) * layout.across] = torch.stack(
+                    [part.sum(-1) for part in parts], -1
+                )
+    return cells
+
+
+PICTURES = [
+    # Cells of several tiles, tiles of several cells, and cells that do not align with tiles.
+    PictureMerge(7, 30, PictureCells(21, 2, 0, 1), 21 * 16, 60, 16),
+    PictureMerge(12, 30, PictureCells(12, 1, 1, 0), 48, 60, 16),
+    PictureMerge(11, 13, PictureCells(11 + 7, 1), 100, 90, 16),
+    PictureMerge(3, 13, PictureCells(3 + 7, 4), 100, 90, 16),
+]
+
+
+def pooled(weights: Tensor, picture: PictureMerge) -> Tensor:
+    rows, columns, _, queries, keys, _ = picture
+    lines = [
+        [weights[:, r * queries // rows : (r + 1) * queries // rows, c * keys // columns : (c + 1) * keys // columns]
+         .mean((1, 2)) for c in range(columns)]
+        for r in range(rows)
+    ]  # fmt: skip
+    return torch.stack([torch.stack(line, -1) for line in lines], -2)
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_picture_cells_are_merged(picture: PictureMerge) -> None:
+    weights = numbers(PAIRS, picture.queries, picture.keys)
+    got = joined({"cells": cells_of(weights, picture)}, cells=picture)
+    torch.testing.assert_close(got["picture"], pooled(weights, picture))
 
 
 @pytest.mark.parametrize("each", [1, 17, 512, 5000])
@@ -71,19 +105,19 @@ def test_top_keys_become_int64(size: int) -> None:
 
 
 def test_all_results_in_one_launch() -> None:
-    columns, cells, logits = numbers(PAIRS, 5, 600), numbers(PAIRS, 20, 64), numbers(PAIRS, 70)
+    picture = PICTURES[2]._replace(keys=600, columns=40)
+    weights, columns, logits = numbers(PAIRS, picture.queries, 600), numbers(PAIRS, 5, 600), numbers(PAIRS, 70)
     chosen = torch.arange(777, dtype=torch.int32, device=DEVICE)
-    given = {"columns": columns, "cells": cells, "chosen": chosen, "logits": logits}
-    got = joined(given, (5, 600), (10, 32, 2, 2, "max"), 777, 70)
+    given = {"columns": columns, "cells": cells_of(weights, picture), "chosen": chosen, "logits": logits}
+    got = joined(given, (5, 600), picture, 777, 70)
     assert torch.equal(got["top_keys"], chosen.long())
     torch.testing.assert_close(got["received"], columns.sum(1))
-    torch.testing.assert_close(got["picture"], cells.view(PAIRS, 10, 2, 32, 2).amax((2, 4)))
+    torch.testing.assert_close(got["picture"], pooled(weights, picture))
     torch.testing.assert_close(got["largest"], logits.amax(1))
 
 
 def test_nan_propagates_to_the_picture() -> None:
+    picture = PictureMerge(2, 4, PictureCells(4, 2, 0, 1), 32, 8, 8)
     cells = numbers(PAIRS, 4, 8)
     cells[0, 1, 3] = torch.nan
-    for reduce in ("mean", "max"):
-        picture = joined({"cells": cells}, cells=(2, 4, 2, 2, reduce))["picture"]
-        assert picture.isnan().nonzero().tolist() == [[0, 0, 1]]
+    assert joined({"cells": cells}, cells=picture)["picture"].isnan().nonzero().tolist() == [[0, 0, 1]]

@@ -39,7 +39,9 @@ def check(case: Case, wanted: Request, q: Tensor | None = None, k: Tensor | None
     if wanted.received:
         close(got["received"], weights.sum(-2), tolerance * 4)
     if wanted.picture:
-        close(got["picture"], pooled(weights, *wanted.picture), tolerance)
+        # Cells that do not align with tiles sum weights rounded to float16.
+        rounding = 5e-4 if half else 1e-4
+        torch.testing.assert_close(got["picture"].double(), pooled(weights, *wanted.picture), rtol=rounding, atol=1e-6)
     if wanted.largest_logit:
         close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
     if wanted.top:
@@ -149,7 +151,7 @@ def test_traced_calls_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
         "entropy": (1, 2, 24), "distance": (1, 2, 24), "top_values": (1, 2, 24, 3), "top_keys": (1, 2, 24, 3),
         "largest": (1, 2), "received": (1, 2, 40), "picture": (1, 2, 4, 5),
     }  # fmt: skip
-    assert seen == ["pool_picture", "tile_statistics", "choose_topk", "refine_topk", "merge_statistics"]
+    assert seen == ["tile_statistics", "choose_topk", "refine_topk", "merge_statistics"]
     assert not triton_statistics.PASS_CACHE
 
 

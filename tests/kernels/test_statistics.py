@@ -8,6 +8,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
+from foci.kernels.statistics.tiles import cell_at
 from foci.statistics.cuda import launches, tiling
 from foci.statistics.cuda import plan as triton_statistics
 from foci.statistics.cuda.arguments import common_arguments, describe_key_tiles, has_tma, key_descriptors
@@ -16,7 +20,7 @@ from foci.statistics.cuda.tiling import (
     TileConfig,
     choose_key_classes,
     choose_segments,
-    fit_picture_cells,
+    lay_out_cells,
     programs_per_pair,
     split_launches,
 )
@@ -128,6 +132,66 @@ def test_every_statistic_under_every_mask(make) -> None:
     check_top(got, case, 3)
 
 
+@pytest.mark.parametrize("make", [causal, two_runs, grouped_heads])
+def test_masking_every_tile_gives_the_same_result(make) -> None:
+    case, wanted = make(), replace(ALL, picture=(5, 7, "mean"))
+    every, some = case.run(wanted, replace(SMALL, mask_all=True)), case.run(wanted)
+    for name in some:
+        torch.testing.assert_close(every[name], some[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_short_sequences_take_one_launch(make, reduce: str) -> None:
+    case = make()
+    weights, _ = case.truth()
+    wanted = replace(ALL, picture=(*weights.shape[-2:], reduce), int32_keys=reduce == "max")
+    got = case.run(wanted, None)
+    (planned,) = triton_statistics.PASS_CACHE.values()
+    assert [launch.kernel.__name__ for launch in planned.plan.launches] == ["short_statistics"]
+    close(got["entropy"], torch.special.entr(weights).sum(-1))
+    close(got["received"], weights.sum(-2), 1e-5)
+    close(got["picture"], weights)
+    close(got["distance"], (weights * case.apart).sum(-1), 3e-5)
+    close(got["largest"], case.logits().amax((-1, -2)), 1e-5)
+    check_top(got, case, 3)
+    assert got["top_keys"].dtype == (torch.int32 if reduce == "max" else torch.int64)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_nan_queries_and_ties_of_short_sequences() -> None:
+    case = causal(queries=20, keys=20)
+    case.q[0, 0] = 0
+    case.q[0, 1, 7] = torch.nan
+    got = case.run(Request(entropy=True, received=True, top=4), None)
+    assert got["top_keys"][0, 0, -1].tolist() == [0, 1, 2, 3]
+    assert got["top_keys"][0, 0, 1].tolist() == [0, 1, -1, -1]
+    assert got["top_values"].isnan().nonzero().tolist() == [[0, 1, 7, n] for n in range(4)]
+    assert got["top_keys"][0, 1, 7].tolist() == [-1] * 4
+    assert got["entropy"].isnan().nonzero().tolist() == [[0, 1, 7]]
+    assert got["received"].isnan().nonzero().tolist() == [[0, 1, key] for key in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "queries", "keys", "width", "weighted", "short"),
+    [
+        (ALL, 200, 256, 128, False, True),
+        (ALL, 200, 257, 128, False, False),
+        (ALL, 1025, 100, 128, False, False),
+        (ALL, 20, 20, 129, False, False),
+        (ALL, 20, 20, 20, True, False),
+        (Request(top=17), 20, 20, 20, False, False),
+        (Request(picture=(20, 20, "mean")), 20, 20, 20, False, True),
+        (Request(picture=(10, 20, "mean")), 20, 20, 20, False, False),
+    ],
+)
+def test_which_sequences_are_short(
+    wanted: Request, queries: int, keys: int, width: int, weighted: bool, short: bool
+) -> None:
+    scalars = {"Tq": queries, "Tk": keys, "BD": triton.next_power_of_2(width)}
+    assert launches.can_run_short(scalars, weighted, wanted, torch.empty(1, dtype=torch.float16)) is short
+
+
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_pictures_under_every_mask(make) -> None:
     case = make()
@@ -168,7 +232,8 @@ def test_half_precision_inputs(dtype: torch.dtype) -> None:
     got = case.run(Request(entropy=True, received=True, picture=(3, 5, "mean"), top=4))
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
-    close(got["picture"], pooled(weights, 3, 5, "mean"))
+    # Weights are rounded to float16 before they are summed.
+    torch.testing.assert_close(got["picture"].double(), pooled(weights, 3, 5, "mean"), rtol=5e-4, atol=1e-7)
     check_top(got, case, 4, KEPT)
 
 
@@ -206,7 +271,7 @@ def test_keys_loaded_by_tma(make, beyond: int) -> None:
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
     close(got["largest"], case.logits().amax((-1, -2)), 5e-5)
-    close(got["picture"], pooled(weights, *picture))
+    torch.testing.assert_close(got["picture"].double(), pooled(weights, *picture), rtol=5e-4, atol=1e-7)
     check_top(got, case, 3, KEPT)
 
 
@@ -247,24 +312,26 @@ def late_documents() -> Case:
 
 
 @pytest.mark.parametrize(
-    ("make", "picture"),
+    ("make", "picture", "aligned"),
     [
-        (lambda: causal(heads=(2, 1), queries=32, keys=96), (4, 6, "mean")),
-        (lambda: causal(heads=(2, 1), queries=32, keys=128), (2, 1, "mean")),
-        (lambda: causal(queries=32, keys=16), (2, 1, "mean")),
-        (late_documents, (4, 2, "mean")),
-        (late_spans, (2, 2, "mean")),
-        (late_spans, (4, 1, "mean")),
+        (lambda: causal(heads=(2, 1), queries=32, keys=96), (4, 6, "mean"), True),
+        (lambda: causal(heads=(2, 1), queries=32, keys=128), (2, 1, "mean"), True),
+        (lambda: causal(queries=32, keys=16), (2, 1, "mean"), True),
+        (late_documents, (4, 2, "mean"), True),
+        (late_spans, (2, 2, "mean"), True),
+        (late_spans, (4, 1, "mean"), True),
+        (lambda: causal(heads=(2, 1), queries=61, keys=67), (37, 41, "mean"), False),
+        (lambda: causal(heads=(2, 1), queries=61, keys=67), (3, 2, "mean"), False),
+        (late_documents, (5, 3, "mean"), False),
+        (late_spans, (31, 63, "mean"), False),
     ],
 )
-def test_deferred_sums(make, picture, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = []
-    plain = launches.can_defer_sums
-    monkeypatch.setattr(launches, "can_defer_sums", lambda common: answers.append(plain(common)) or answers[-1])
+@pytest.mark.parametrize("defer", [False, True])
+def test_received_and_means_from_the_same_sums(make, picture, aligned: bool, defer: bool) -> None:
     case = make()
     weights, _ = case.truth()
-    got = case.run(Request(entropy=True, received=True, picture=picture, top=2), replace(SMALL, defer_sums=True))
-    assert set(answers) == {True}
+    assert (lay_out_cells(picture, *weights.shape[-2:], SMALL).cell_queries > 0) is aligned
+    got = case.run(Request(entropy=True, received=True, picture=picture, top=2), replace(SMALL, defer_sums=defer))
     close(got["entropy"], torch.special.entr(weights).sum(-1))
     close(got["received"], weights.sum(-2), 1e-5)
     close(got["picture"], pooled(weights, *picture))
@@ -300,18 +367,43 @@ MEANS = (4, 4, "mean")
         (Request(picture=MEANS), True),
         (Request(received=True, picture=MEANS), False),
         (Request(entropy=True, received=True), False),
-        (Request(entropy=True, picture=(4, 4, "max")), False),
         (Request(entropy=True, received=True, picture=MEANS, top=8, distance=True, largest_logit=True), False),
     ],
 )
 def test_sums_are_deferred_where_that_is_faster(wanted: Request, late: bool) -> None:
-    assert tiling.default_config(128, torch.bfloat16, wanted, use_tma=True).defer_sums is late
+    assert tiling.default_config(128, torch.bfloat16, wanted, use_tma=True, short=False).defer_sums is late
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_nan_in_a_query_stays_in_its_row_of_the_picture() -> None:
+    case = causal(queries=40, keys=40)
+    case.q[0, 1, 21] = torch.nan
+    got = case.run(Request(entropy=True, received=True, picture=(9, 9, "mean")))
+    assert got["entropy"].isnan().nonzero().tolist() == [[0, 1, 21]]
+    assert got["picture"].isnan().nonzero().tolist() == [[0, 1, 4, column] for column in range(9)]
+    assert got["received"].isnan().nonzero().tolist() == [[0, 1, key] for key in range(22)]
+
+
+def test_cells_of_any_length_without_integer_division() -> None:
+    for cells, length in ((256, 8000), (256, 257), (1, 300), (300, 300), (7, 4096), (1000, 131072)):
+        index = torch.arange(length, device=DEVICE)
+        found = torch.empty(length, dtype=torch.int32, device=DEVICE)
+        cells_of_indices[(1,)](found, cells, length, triton.next_power_of_2(length))
+        edges = torch.arange(1, cells, device=DEVICE) * length // cells
+        assert torch.equal(found.long(), torch.bucketize(index, edges, right=True))
+
+
+@triton.jit
+def cells_of_indices(found, cells, length, BN: tl.constexpr):
+    index = tl.arange(0, BN)
+    tl.store(found + index, cell_at(index, cells, length), mask=index < length)
 
 
 @pytest.mark.parametrize(("fetched", "top", "stages"), [(True, 8, 4), (True, 0, 3), (False, 8, 3), (False, 0, 3)])
 def test_stages_with_and_without_tma(fetched: bool, top: int, stages: int) -> None:
-    config = tiling.default_config(128, torch.bfloat16, Request(entropy=True, top=top), fetched)
+    config = tiling.default_config(128, torch.bfloat16, Request(entropy=True, top=top), fetched, short=False)
     assert (config.use_tma, config.stages) == (fetched, stages)
+    assert not tiling.default_config(128, torch.bfloat16, Request(entropy=True, top=top), fetched, short=True).use_tma
 
 
 def test_tma_is_used_where_supported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +413,7 @@ def test_tma_is_used_where_supported(monkeypatch: pytest.MonkeyPatch) -> None:
         arguments = common_arguments(
             case.q, case.k, case.truth()[1].float(), 1.0, None, None, True, None, None, None, None
         )
+        arguments |= {"Tq": 2000, "Tk": 2000}
         assert triton_statistics.choose_config(arguments, False, Request(distance=True)).use_tma is fetched
 
 
@@ -384,45 +477,75 @@ def test_invalid_arguments_are_refused(change: dict[str, object], message: str) 
         launch_statistics(**arguments)
 
 
-@pytest.mark.parametrize("pairs", [1, 3, 40])
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, 3), (40, 1), (5, 8)])
 @pytest.mark.parametrize("tiles", [1, 7, 64])
 @pytest.mark.parametrize("budget", [1, 1000, 10**9])
-def test_launches_cover_every_tile_once(pairs: int, tiles: int, budget: int) -> None:
+def test_launches_cover_every_tile_once(batch: int, heads: int, tiles: int, budget: int) -> None:
+    found = list(split_launches(batch, heads, tiles, 100, budget))
     served = [
         (pair, tile)
-        for launch in split_launches(pairs, tiles, 100, budget)
+        for launch in found
         for pair in range(launch.first_pair, launch.first_pair + launch.pairs)
         for tile in range(launch.first_tile, launch.first_tile + launch.tiles)
     ]
-    assert sorted(served) == [(pair, tile) for pair in range(pairs) for tile in range(tiles)]
-    fits = max(launch.pairs * launch.tiles for launch in split_launches(pairs, tiles, 100, budget)) * 100 <= max(
-        budget, 100
-    )
-    assert fits
+    assert sorted(served) == [(pair, tile) for pair in range(batch * heads) for tile in range(tiles)]
+    assert max(launch.pairs * launch.tiles for launch in found) * 100 <= max(budget, 100)
+    alone = [(launch.first_tile, launch.tiles) for launch in split_launches(1, heads, tiles, 100, budget)]
+    first = [(launch.first_tile, launch.tiles) for launch in found if launch.first_pair < heads]
+    assert first == alone
 
 
 def test_slots_fill_the_multiprocessors() -> None:
-    assert programs_per_pair(pairs=16, tiles=64, programs=264) == 16
-    assert programs_per_pair(pairs=1, tiles=64, programs=264) == 64
-    assert programs_per_pair(pairs=512, tiles=4, programs=264) == 1
+    assert programs_per_pair(heads=16, tiles=64, programs=264) == 16
+    assert programs_per_pair(heads=1, tiles=64, programs=264) == 32
+    assert programs_per_pair(heads=512, tiles=4, programs=264) == 1
 
 
 def test_segments_are_a_power_of_two() -> None:
-    assert [choose_segments(top, 128, 32) for top in (0, 1, 8, 64)] == [1, 1, 2, 16]
-    assert choose_segments(64, 3, 32) == 2
+    assert [choose_segments(top, 32) for top in (0, 1, 8, 9, 64)] == [1, 1, 2, 4, 16]
+
+
+@pytest.mark.parametrize("wanted", [ALL, Request(entropy=True, received=True, top=4, picture=(5, 7, "mean"))])
+@pytest.mark.parametrize("budget", [1, 20_000, 10**9])
+def test_a_sequence_has_the_same_statistics_in_every_batch(wanted: Request, budget: int, monkeypatch) -> None:
+    monkeypatch.setattr("foci.statistics.cuda.plan.MAX_CANDIDATE_BYTES", budget)
+    case = causal(heads=(2, 1), queries=70, keys=70, batch=3)
+    lse = case.truth()[1].float()
+    together = launch_statistics(case.q, case.k, lse, scale=case.scale, request=wanted, config=SMALL, causal=True)
+    for b in range(3):
+        alone = launch_statistics(
+            case.q[b : b + 1], case.k[b : b + 1], lse[b : b + 1], scale=case.scale, request=wanted, config=SMALL,
+            causal=True,
+        )  # fmt: skip
+        assert {name: torch.equal(x, together[name][b : b + 1]) for name, x in alone.items()} == dict.fromkeys(
+            alone, True
+        )
 
 
 def test_candidates_of_long_sequences_take_little_memory() -> None:
     config = TileConfig(queries=64, keys=64, warps=4, stages=3, programs_per_sm=2)
     classes = choose_key_classes(8, 8192, config, 7)
     assert (classes.number, classes.segments, classes.tags, classes.tag_bits) == (64, 2, 128, 7)
-    parts = list(split_launches(16, 128, classes.bytes_per_query * 64))
+    parts = list(split_launches(1, 16, 128, classes.bytes_per_query * 64))
     assert len(parts) == 2
     assert parts[0].pairs * parts[0].tiles * 64 * classes.bytes_per_query == 33 * 2**20
 
 
-def test_cells_that_do_not_align_with_tiles() -> None:
-    assert fit_picture_cells((256, 256, "mean"), 8192, 8192, SMALL) is not None
-    assert fit_picture_cells((256, 256, "mean"), 8000, 8192, SMALL) is None
-    assert fit_picture_cells((3, 4, "mean"), 36, 64, SMALL) is None
-    assert tiling.MAX_CANDIDATE_BYTES > 0
+def test_lines_of_cells_that_span_tiles() -> None:
+    """Cells of several tiles, tiles of several cells, and cells that do not align with tiles."""
+    assert lay_out_cells((256, 256, "mean"), 8192, 8192, SMALL)[:4] == (512, 2, 0, 1)
+    assert lay_out_cells((8, 8, "mean"), 64, 64, SMALL)[:4] == (8, 1, 1, 0)
+    assert lay_out_cells((256, 256, "mean"), 8000, 8192, SMALL)[:4] == (256 + 500, 1, 1, 1)
+    assert lay_out_cells((20, 7, "mean"), 23, 30, SMALL).slots == 16
+    assert lay_out_cells((900, 7, "mean"), 1000, 30, replace(SMALL, queries=64)).slots == 64
+
+
+def test_unaligned_cells_take_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = common_arguments(
+        torch.empty(1, 2, 8, 64, dtype=torch.float16), torch.empty(1, 2, 8, 64, dtype=torch.float16),
+        torch.empty(1, 2, 8), 1.0, None, None, True, None, None, None, None,
+    )  # fmt: skip
+    three = Request(entropy=True, received=True, picture=(256, 256, "mean"))
+    for length, queries in ((8192, 128), (8000, 128), (2048, 128), (2000, 64), (1000, 64)):
+        arguments |= {"Tq": length, "Tk": length}
+        assert triton_statistics.choose_config(arguments, False, three).queries == queries

@@ -71,12 +71,13 @@ def arguments_of(tokens: int = 256, keys: int | None = None, width: int = 64, dt
         (Request(picture=MEANS), True),
         (Request(entropy=True, top=5), True),
         (replace(ERP, picture=(2, 16, "mean")), True),
-        # These cells do not align with tiles: the picture has its own pass, the rest does not.
+        (replace(ERP, picture=(7, 9, "mean")), False),
+        # A picture of maxima has its own pass, the rest does not.
         (replace(ERP, picture=(7, 9, "max")), True),
         (replace(ERP, picture=(16, 8, "mean")), False),
         (replace(ERP, picture=(8, 32, "mean")), False),
         (replace(ERP, picture=(8, 2, "mean")), True),
-        (replace(ERP, picture=(8, 8, "max")), False),
+        (replace(ERP, picture=(8, 8, "max")), True),
         (replace(ERP, top=4), False),
         (replace(ERP, top=9), False),
         (Request(top=8), False),
@@ -200,7 +201,7 @@ def test_kernel_can_be_imported() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="for Triton's interpreter")
 @pytest.mark.parametrize("top", [0, 5])
 def test_plain_kernel_with_the_hopper_tiling(top: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain kernel with the buffers, cells and classes of the Hopper kernel."""
+    """The plain kernel with the buffers and classes of the Hopper kernel."""
     seen = []
 
     true = launches.build_tile_launch
@@ -211,8 +212,8 @@ def test_plain_kernel_with_the_hopper_tiling(top: int, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(launches, "build_tile_launch", twin)
     monkeypatch.setattr(hopper, "hopper_descriptors", lambda config: {})
-    case = causal(heads=(2, 1), queries=128, keys=128, width=64, dtype=F16)
-    check(case, replace(ERP, picture=(2, 4, "mean"), top=top))
+    case = causal(heads=(1, 1), queries=384, keys=384, width=64, dtype=F16)
+    check(case, replace(ERP, picture=None, top=top))
     assert [config.queries for config in seen] == [64 if top else 128]
 
 
@@ -256,7 +257,7 @@ CASES = [
     ((4, 1), 384, 64, F16, full, ERP, (12, 24)),
     ((2, 1), 256, 128, BF16, causal, ERP, (4, 4)),
     ((2, 2), 256, 128, BF16, causal, ERP, (2, 16)),
-    ((2, 2), 256, 128, BF16, full, replace(ERP, picture=None), None),
+    ((2, 2), 384, 128, BF16, full, replace(ERP, picture=None), None),
     ((2, 2), 512, 128, BF16, causal, EP, (16, 8)),
     ((2, 2), 512, 64, BF16, causal, RP, (16, 8)),
     ((3, 3), 512, 128, BF16, causal, Request(entropy=True), None),
@@ -265,7 +266,7 @@ CASES = [
     ((4, 2), 1024, 128, BF16, causal, replace(ERP, top=8), (32, 32)),
     ((3, 3), 640, 64, F16, full, replace(ERP, top=8), (20, 20)),
     ((2, 2), 256, 128, F16, causal, replace(ERP, top=5), (4, 4)),
-    ((2, 2), 128, 128, BF16, causal, Request(entropy=True, top=6), None),
+    ((2, 2), 384, 128, BF16, causal, Request(entropy=True, top=6), None),
     ((3, 3), 512, 128, BF16, causal, Request(distance=True), None),
     ((4, 2), 1024, 128, BF16, causal, replace(ERP, distance=True), (32, 32)),
     ((2, 2), 640, 64, F16, full, EVERY, (20, 20)),

@@ -3,7 +3,9 @@
 tiles: the pass over the tiles of the weights
 tiles_hopper: the same pass for Hopper GPUs
 sums_hopper: sums over queries in the Hopper kernel
-picture: pictures whose cells do not align with tiles
+short: all statistics of short sequences in one launch
+entries: exact entries of a few rows
+picture: pictures of the largest weight of each cell
 sort: the largest values of each row
 topk: the top keys of each query, selected from the candidates of the pass
 merge: merges the partial results of the programs

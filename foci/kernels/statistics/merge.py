@@ -9,40 +9,64 @@ Top keys are widened to int64 here, after the memory of the earlier kernels is f
 import triton
 import triton.language as tl
 
+from foci.kernels.statistics.tiles import floor_divide
+
 # Loads that are issued before the first value is used: a plain loop would wait for each.
 LOADS_AHEAD = tl.constexpr(8)
+# A new value of one of these does not trigger a compilation.
+LENGTHS = [
+    "pairs", "slots", "queries", "keys", "picture_rows", "picture_columns", "picture_lines", "tile_queries",
+    "row_step", "tile_step", "across", "chosen_size", "logits_each",
+]  # fmt: skip
 
 
 @triton.jit
-def combine(a, b, MAX: tl.constexpr):
-    """Maximum or sum of two values; NaN propagates."""
-    if MAX:
-        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    return a + b
-
-
-@triton.jit
-def reduce_strided(total, at, there, count, step, MAX: tl.constexpr):
-    """Combine the total with `count` values of stride `step`, in order."""
+def sum_strided(total, at, there, count, step):
+    """Add `count` values of stride `step` to the total, in order."""
     for first in range(0, count, LOADS_AHEAD):
         for n in tl.static_range(LOADS_AHEAD):
             place = tl.cast(first + n, tl.int64)
-            part = tl.load(at + place * step, mask=there & (place < count), other=-float("inf") if MAX else 0.0)
-            total = combine(total, part, MAX)
+            total += tl.load(at + place * step, mask=there & (place < count), other=0.0)
     return total
 
 
 @triton.jit
+def merge_cells(
+    cells, picture, line, queries, keys, rows, columns, lines, tile_queries, row_step, tile_step, across,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """The means of one row of one picture: sums of the tiles of queries that it spans, `across` of them per column."""
+    row = line % rows
+    top = floor_divide(row.to(tl.int64) * queries, rows)
+    bottom = floor_divide((row.to(tl.int64) + 1) * queries, rows)
+    first = top // tile_queries
+    count = (bottom - 1) // tile_queries - first + 1
+    width = columns * across
+    cells += ((line // rows).to(tl.int64) * lines + row * row_step + first * tile_step) * width
+    # Most pictures have 256 columns.
+    for start in range(0, columns, BN // 2):
+        c = start + tl.arange(0, BN // 2)
+        total = tl.zeros((BN // 2,), tl.float32)
+        for part in range(across):
+            total = sum_strided(total, cells + c * across + part, c < columns, count, width)
+        left = floor_divide(c.to(tl.int64) * keys, columns)
+        wide = floor_divide((c.to(tl.int64) + 1) * keys, columns) - left
+        area = (bottom - top).to(tl.float32) * wide.to(tl.float32)
+        tl.store(picture + line.to(tl.int64) * columns + c, total / area, mask=c < columns)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def merge_statistics(
     columns, received, cells, picture, chosen, top_keys, logits, largest,
-    pairs, slots, keys, picture_size, picture_columns, down, across, chosen_size, logits_each,
+    pairs, slots, queries, keys, picture_rows, picture_columns, picture_lines, tile_queries, row_step, tile_step,
+    across, chosen_size, logits_each,
     RECEIVED: tl.constexpr, PICTURE: tl.constexpr, TOP: tl.constexpr, LARGEST: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Each program takes one block of one of these tasks.
 
-    columns (pairs, slots, keys) -> received (pairs, keys). cells -> picture: a cell of the picture is `down` x `across`
-    cells; PICTURE is 0 for none, 1 for the sum, 2 for the maximum. chosen (chosen_size,) int32 -> top_keys int64.
-    logits (pairs, logits_each) -> largest (pairs,).
+    columns (pairs, slots, keys) -> received (pairs, keys). cells (pairs, picture_lines, picture_columns * across) ->
+    picture (pairs, picture_rows, picture_columns), as tiles.py lays them out. chosen (chosen_size,) int32 -> top_keys
+    int64. logits (pairs, logits_each) -> largest (pairs,).
     """
     program = tl.program_id(0)
     n = tl.arange(0, BN)
@@ -52,22 +76,16 @@ def merge_statistics(
             pair = (program // blocks).to(tl.int64)
             j = (program % blocks) * BN + n
             at = columns + pair * slots * keys + j
-            sums = reduce_strided(tl.zeros((BN,), tl.float32), at, j < keys, slots, keys, False)
+            sums = sum_strided(tl.zeros((BN,), tl.float32), at, j < keys, slots, keys)
             tl.store(received + pair * keys + j, sums, mask=j < keys)
         program -= pairs * blocks
-    if PICTURE > 0:
-        blocks = tl.cdiv(picture_size, BN)
-        if (program >= 0) & (program < blocks):
-            place = program.to(tl.int64) * BN + n
-            there = place < picture_size
-            row = place // picture_columns
-            width = picture_columns * across
-            at = cells + row * down * width + (place % picture_columns) * across
-            total = tl.full((BN,), -float("inf") if PICTURE == 2 else 0.0, tl.float32)
-            for part in range(across):
-                total = reduce_strided(total, at + part, there, down, width, PICTURE == 2)
-            tl.store(picture + place, total, mask=there)
-        program -= blocks
+    if PICTURE:
+        if (program >= 0) & (program < pairs * picture_rows):
+            merge_cells(
+                cells, picture, program, queries, keys, picture_rows, picture_columns, picture_lines,
+                tile_queries, row_step, tile_step, across, BN,
+            )  # fmt: skip
+        program -= pairs * picture_rows
     if TOP:
         blocks = tl.cdiv(chosen_size, BN)
         if (program >= 0) & (program < blocks):
@@ -83,6 +101,7 @@ def merge_statistics(
             for first in range(0, lines, LOADS_AHEAD):
                 for line in tl.static_range(LOADS_AHEAD):
                     i = (first + line) * BN + n
-                    maximum = combine(maximum, tl.load(at + i, mask=i < logits_each, other=-float("inf")), True)
+                    part = tl.load(at + i, mask=i < logits_each, other=-float("inf"))
+                    maximum = tl.maximum(maximum, part, propagate_nan=tl.PropagateNan.ALL)
             has_nan = tl.max((maximum != maximum).to(tl.int32), 0) > 0
             tl.store(largest + program, tl.where(has_nan, float("nan"), tl.max(maximum, 0)))

@@ -1,7 +1,7 @@
-"""A picture of the weights W whose cells do not align with tiles: edges at floor(r T / rows), any rows and columns.
+"""A picture of the largest weight of each cell: edges at floor(r T / rows), any rows and columns.
 
 Each cell is padded to a power of two in both directions, so that a tile consists of whole cells, or a cell of whole
-tiles, and pooling is a reshape. The padding makes it slower than the pass over plain tiles.
+tiles, and pooling is a reshape. Means do not need this: tiles.py sums by products.
 """
 
 # Device code carries no Python types.
@@ -11,6 +11,12 @@ import triton
 import triton.language as tl
 
 from foci.kernels.logits import apply_masks, dot_logits, key_range, load_lse
+
+# A new value of one of these does not trigger a compilation.
+LENGTHS = [
+    "H", "group", "Tq", "Tk", "rows", "columns", "key_ranges_batch", "query_ids_batch", "key_ids_batch",
+    "dense_batch", "dense_head", "dense_query", "dense_key",
+]  # fmt: skip
 
 
 @triton.jit
@@ -25,7 +31,7 @@ def cell_at(index, cells, length):
     return (((index.to(tl.int64) + 1) * cells - 1) // length).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def pool_picture(
     q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, out,
     H, group, Tq, Tk, D, rows, columns,
@@ -33,7 +39,7 @@ def pool_picture(
     dense_batch, dense_head, dense_query, dense_key,
     scale, softcap,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MAX: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -105,15 +111,8 @@ def pool_picture(
             )
             p = tl.where(seen, tl.exp2(z - load_lse(lse, i, Tq)[:, None]), 0.0)
             parts = tl.reshape(p, (BQ // TALL, TALL, BK // WIDE, WIDE))
-            if MAX:
-                cells = tl.maximum(cells, tl.max(tl.max(parts, 3), 1))
-            else:
-                cells += tl.sum(tl.sum(parts, 3), 1)
+            cells = tl.maximum(cells, tl.max(tl.max(parts, 3), 1))
         r = tl.program_id(1) * (BQ // TALL) + tl.arange(0, BQ // TALL)
         c = start + tl.arange(0, BK // WIDE)
-        if not MAX:
-            tall = cell_start(r + 1, rows, Tq) - cell_start(r, rows, Tq)
-            wide = cell_start(c + 1, columns, Tk) - cell_start(c, columns, Tk)
-            cells = cells / (tall[:, None].to(tl.float32) * wide[None, :].to(tl.float32))
         there = (r < rows)[:, None] & (c < columns)[None, :]
         tl.store(out + r.to(tl.int64)[:, None] * columns + c[None, :], cells, mask=there)

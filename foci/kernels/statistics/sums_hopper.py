@@ -85,7 +85,7 @@ def add_received(t, first, second, columns):
 
 
 @gluon.jit
-def write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN: gl.constexpr, WIDE: gl.constexpr):
+def write_cells(t, strips, cells_at, picture_columns, DOWN: gl.constexpr, WIDE: gl.constexpr):
     """Write cells of 16 keys: each warp has one column, and each of its first four lanes writes another strip.
 
     Cells that span several tiles are added to, always by the same lanes: each warp has its own part.
@@ -111,14 +111,14 @@ def write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN: gl.co
     there = (r == 0) & (lane < DOWN)
     if WIDE > 1:
         at = cells_at + t // WIDE * (BK // 16) + (line * picture_columns + warp)
-        gl.atomic_add(at, cell * picture_scale, mask=there, sem="relaxed")
+        gl.atomic_add(at, cell, mask=there, sem="relaxed")
     else:
-        gl.store(cells_at + t * (BK // 16) + (line * picture_columns + warp), cell * picture_scale, mask=there)
+        gl.store(cells_at + t * (BK // 16) + (line * picture_columns + warp), cell, mask=there)
 
 
 @gluon.jit
 def write_earlier_tile(
-    t, sums, columns, cells_at, picture_columns, picture_scale,
+    t, sums, columns, cells_at, picture_columns,
     RECEIVED: gl.constexpr, PICTURE: gl.constexpr, DOWN: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Add the sums of tile t to the received weights and to the picture."""
@@ -126,4 +126,4 @@ def write_earlier_tile(
     if RECEIVED:
         add_received(t, first, second, columns)
     if PICTURE:
-        write_cells(t, strips, cells_at, picture_columns, picture_scale, DOWN, WIDE)
+        write_cells(t, strips, cells_at, picture_columns, DOWN, WIDE)

@@ -22,6 +22,10 @@ import triton.language as tl
 
 from foci.kernels.logits import LN_2, MASKED_LOGIT, apply_masks, dot_logits, key_range, load_lse
 
+# Weights are multiplied by it where they are rounded to float16: small ones keep their digits, and the sums of 128
+# weights stay below the largest number.
+CELL_SCALE = tl.constexpr(256.0)
+
 
 @triton.jit
 def split_row_halves(tile, BK: tl.constexpr, BQ: tl.constexpr):
@@ -81,24 +85,127 @@ def segment_tiles(start, stop, s, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def zero_sums(into, size):
-    """Set sums in memory to zero, in the program that adds to them: this saves a pass over memory."""
+def fill(into, size, value):
+    """Set the first `size` numbers to a value, in the program that adds to them: this saves a pass over memory."""
     for start in range(0, size, 1024):
         n = start + tl.arange(0, 1024)
-        tl.store(into + n, tl.zeros((1024,), tl.float32), mask=n < size)
+        tl.store(into + n, tl.zeros((1024,), tl.float32) + value, mask=n < size)
+
+
+@triton.jit
+def floor_divide(n, divisor):
+    """n // divisor for an int64 n and a quotient below 2**21: the quotient of floats, corrected.
+
+    A division of integers would take as long as the rest of a tile.
+    """
+    quotient = (n.to(tl.float32) / tl.cast(divisor, tl.float32)).to(tl.int32)
+    rest = n - quotient.to(tl.int64) * divisor
+    return quotient + (rest >= divisor).to(tl.int32) - (rest < 0).to(tl.int32)
+
+
+@triton.jit
+def cell_at(index, cells, length):
+    """The picture cell of an index: the last one that does not start after it; c starts at floor(c length / cells)."""
+    return floor_divide((tl.cast(index, tl.int64) + 1) * cells - 1, length)
+
+
+@triton.jit
+def split_halves(x, BF16: tl.constexpr):
+    """x as the sum of two tensors in half precision, which the tensor cores multiply exactly by 0 and 1.
+
+    bfloat16 is the upper half of the bits: conversions would take as long as exponentials. The error is below 2**-15.
+    """
+    if BF16:
+        bits = x.to(tl.int32, bitcast=True)
+        rest = (x - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+        high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        low = (rest >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        high = x.to(tl.float16)
+        low = (x - high.to(tl.float32)).to(tl.float16)
+    return high, low
+
+
+@triton.jit
+def round_weights(p, PTX: tl.constexpr):
+    """Weights times CELL_SCALE in float16; NaN becomes 0."""
+    x = p * CELL_SCALE
+    if PTX:
+        # Two weights at a time: a conversion of one takes as long as an exponential.
+        ASM: tl.constexpr = "{ .reg .b32 x, z; mov.b32 z, 0; cvt.rn.f16x2.f32 x, $2, $1; max.f16x2 $0, x, z; }"
+        half = tl.inline_asm_elementwise(ASM, "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        half = tl.where(p == p, x, 0.0).to(tl.float16)
+    return half
+
+
+@triton.jit
+def sum_row_cells(p, row_cells, EXACT: tl.constexpr, PTX: tl.constexpr):
+    """Sum a tile p (BK, BQ) over the queries of each row of picture cells; row_cells is (BQ, CELLS), 0 or 1.
+
+    The sums are CELL_SCALE times those of the weights. NaN counts as 0: it would reach cells of other queries.
+    `mark_nan_queries` has written it. EXACT: for float32; else weights are rounded to float16.
+    """
+    if EXACT:
+        # One instruction, but NaN in the interpreter.
+        x = tl.maximum(p, 0.0) if PTX else tl.where(p == p, p, 0.0)
+        high, low = split_halves(x * CELL_SCALE, PTX)
+        sums = tl.dot(low, row_cells, acc=tl.dot(high, row_cells))
+    else:
+        sums = tl.dot(round_weights(p, PTX), row_cells)
+    return sums
+
+
+@triton.jit
+def add_cells(
+    t, sums, cells, lines, columns, Tk,
+    BK: tl.constexpr, CELLS: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Add the sums (BK, CELLS) of key tile t over the keys of each column to the cells of the picture.
+
+    A column always has the same slot: the thread that adds to a cell is always the same, so the order of the sums is
+    fixed and nobody waits.
+    """
+    SLOTS: tl.constexpr = CELLS if CELLS < BK else BK  # noqa: FURB136 (Triton 3.5 has no min() of constants)
+    HALF: tl.constexpr = tl.bfloat16 if EXACT and PTX else tl.float16
+    slot = tl.arange(0, SLOTS)
+    slot_of_key = cell_at(t * BK + tl.arange(0, BK), columns, Tk) & (SLOTS - 1)
+    column_cells = (slot_of_key[None, :] == slot[:, None]).to(HALF)
+    if EXACT:
+        high, low = split_halves(sums, PTX)
+        here = tl.dot(column_cells, low, acc=tl.dot(column_cells, high))  # (SLOTS, CELLS)
+    else:
+        here = tl.dot(column_cells, sums.to(tl.float16))
+    first = cell_at(t * BK, columns, Tk)
+    last = tl.minimum(cell_at(t * BK + BK - 1, columns, Tk), columns - 1)
+    column = first + ((slot - first) & (SLOTS - 1))
+    line = tl.arange(0, CELLS)
+    there = (column <= last)[:, None] & (line < lines)[None, :]
+    into = cells + (line * columns)[None, :] + column[:, None]
+    tl.atomic_add(into, here * (1.0 / CELL_SCALE), mask=there, sem="relaxed")
+
+
+@triton.jit
+def mark_nan_queries(rows, row_of_query, cells, lines, picture_columns):
+    """Write NaN to the rows of the picture that contain a query with a NaN log-sum-exp."""
+    is_nan = rows != rows
+    if tl.max(is_nan.to(tl.int32), 0) > 0:
+        for line in range(lines):
+            if tl.max((is_nan & (row_of_query == line)).to(tl.int32), 0) > 0:
+                fill(cells + tl.cast(line, tl.int64) * picture_columns, picture_columns, float("nan"))
 
 
 @triton.jit
 def write_cells(
-    t, cells, picture, picture_row, cells_before, column_before, picture_rows, picture_columns,
-    PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr, COLUMN_KEYS: tl.constexpr,
+    t, cells, picture, picture_row, cells_before, column_before, picture_lines, picture_columns,
+    CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr, COLUMN_KEYS: tl.constexpr,
     ADD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, DEFER: tl.constexpr,
 ):  # fmt: skip
-    """Write the cells of key tile t, (BK // CELL_KEYS, BQ // CELL_QUERIES). With DEFER, t = -1 writes nothing."""
+    """Write aligned cells of key tile t, (BK // CELL_KEYS, BQ // CELL_QUERIES). With DEFER, t = -1 writes nothing."""
     first = (t * BK) // COLUMN_KEYS
     row = picture_row + tl.arange(0, BQ // CELL_QUERIES)[None, :]
     column = first + tl.arange(0, BK // CELL_KEYS)[:, None]
-    there = (row < picture_rows) & (column < picture_columns)
+    there = (row < picture_lines) & (column < picture_columns)
     if DEFER:
         first = tl.where(t < 0, -1, first)
         there &= t >= 0
@@ -109,7 +216,7 @@ def write_cells(
         column_before = first
         old = tl.load(into, mask=there & entered, other=0.0)
         old = tl.where(entered, old, cells_before)
-        cells = cells + old if PICTURE == 1 else tl.maximum(cells, old)
+        cells = cells + old
         cells_before = cells
     tl.store(into, cells, mask=there)
     return cells_before, column_before
@@ -139,7 +246,7 @@ def sum_keys(parts, BK: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def write_earlier_tile(
     t, sums, columns, picture, picture_row, cells_before, column_before,
-    Tk, picture_scale, picture_rows, picture_columns,
+    Tk, picture_lines, picture_columns,
     RECEIVED: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr, COLUMN_KEYS: tl.constexpr,
     ADD: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -150,12 +257,12 @@ def write_earlier_tile(
         there = (j < Tk) & (t >= 0)
         before = tl.load(columns + j, mask=there, other=0.0)
         received = sum_lanes(tl.sum(sums, 1, keep_dims=True), BK, 1)
-    cells = sum_lanes(sum_keys(sums, BK, DOWN), BK // 16, DOWN) * picture_scale
+    cells = sum_lanes(sum_keys(sums, BK, DOWN), BK // 16, DOWN)
     if CELL_KEYS > 16:
         cells = tl.sum(tl.reshape(cells, (BK // CELL_KEYS, CELL_KEYS // 16, DOWN)), 1)
     cells_before, column_before = write_cells(
-        t, cells, picture, picture_row, cells_before, column_before, picture_rows, picture_columns,
-        1, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK, True,
+        t, cells, picture, picture_row, cells_before, column_before, picture_lines, picture_columns,
+        CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK, True,
     )  # fmt: skip
     if RECEIVED:
         tl.store(columns + j, before + tl.reshape(received, (BK,)), mask=there)
@@ -165,15 +272,16 @@ def write_earlier_tile(
 @triton.jit
 def process_tile(
     t, tag, queries, i, lse, low, high, weights, slope, k, k_tiles, batch, key_head,
-    columns, picture, picture_row,
+    columns, picture, picture_row, lines, row_cells,
     query_ids, key_ids, dense, dense_query, dense_key,
     entropy, distance, largest, best, second, third, cells_before, column_before, sums, tile_before,
-    offset, Tq, Tk, D, k_key, scale, softcap, picture_scale, picture_rows, picture_columns,
+    offset, Tq, Tk, D, k_key, scale, softcap, picture_lines, picture_columns,
     MASKED: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     IDS: tl.constexpr, DENSE: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
-    COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
+    COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, CELLS: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
+    TOP: tl.constexpr, TAG_BITS: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, DEFER: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +306,7 @@ def process_tile(
         # This overlaps with the product of this tile.
         cells_before, column_before = write_earlier_tile(
             tile_before, sums, columns, picture, picture_row, cells_before, column_before,
-            Tk, picture_scale, picture_rows, picture_columns,
+            Tk, picture_lines, picture_columns,
             RECEIVED, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
         )  # fmt: skip
         tile_before = t
@@ -236,18 +344,16 @@ def process_tile(
             distance = add_keys(distance, p * far, BK, BQ)
         if DEFER:
             sums = strip_sums(p, CELL_QUERIES, BK, BQ)
-        elif PICTURE > 0:
-            cells = tl.reshape(p, (BK, BQ // CELL_QUERIES, CELL_QUERIES))
-            if PICTURE == 1:
-                rows = tl.sum(cells, 2)  # (BK, cells)
-                cells = tl.sum(tl.reshape(rows, (BK // CELL_KEYS, CELL_KEYS, BQ // CELL_QUERIES)), 1) * picture_scale
-            else:
-                rows = tl.max(cells, 2)
-                cells = tl.max(tl.reshape(rows, (BK // CELL_KEYS, CELL_KEYS, BQ // CELL_QUERIES)), 1)
+        elif PICTURE == 1:
+            rows = tl.sum(tl.reshape(p, (BK, BQ // CELL_QUERIES, CELL_QUERIES)), 2)  # (BK, cells)
+            cells = tl.sum(tl.reshape(rows, (BK // CELL_KEYS, CELL_KEYS, BQ // CELL_QUERIES)), 1)
             cells_before, column_before = write_cells(
-                t, cells, picture, picture_row, cells_before, column_before, picture_rows, picture_columns,
-                PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK, False,
+                t, cells, picture, picture_row, cells_before, column_before, picture_lines, picture_columns,
+                CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK, False,
             )  # fmt: skip
+        elif PICTURE == 2:
+            sums_of_cells = sum_row_cells(p, row_cells, EXACT, PTX)  # (BK, CELLS)
+            add_cells(t, sums_of_cells, picture, lines, picture_columns, Tk, BK, CELLS, EXACT, PTX)
         if RECEIVED and not DEFER:
             if WEIGHTED:
                 received = tl.sum(p * weights[None, :], 1)
@@ -259,31 +365,42 @@ def process_tile(
     return entropy, distance, largest, best, second, third, cells_before, column_before, sums, tile_before
 
 
-@triton.jit
+# A new value of one of these does not trigger a compilation.
+LENGTHS = [
+    "H", "group", "Tq", "Tk", "key_ranges_batch", "query_ids_batch", "key_ids_batch", "dense_batch", "dense_head",
+    "dense_query", "dense_key", "weights_batch", "weights_head", "slots", "first_pair", "first_tile", "tiles",
+    "picture_rows", "picture_columns", "picture_lines",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def tile_statistics(
     q, k, k_tiles, lse, key_ranges, query_ids, key_ids, dense, slopes, query_weights,
-    entropy, distance, largest, columns, picture, best, second, third,
+    entropy, distance, largest, columns, picture, best, second, third, counter,
     H, group, Tq, Tk, D,
     q_batch, q_head, q_query, k_batch, k_head, k_key, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key, weights_batch, weights_head,
     scale, softcap,
     slots, first_pair, first_tile, tiles,
-    picture_rows, picture_columns, picture_scale,
+    picture_rows, picture_columns, picture_lines,
     CAUSAL: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, LARGEST: tl.constexpr, RECEIVED: tl.constexpr,
     WEIGHTED: tl.constexpr, PICTURE: tl.constexpr, CELL_QUERIES: tl.constexpr, CELL_KEYS: tl.constexpr,
-    COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, TOP: tl.constexpr, TAG_BITS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    COLUMN_KEYS: tl.constexpr, ADD: tl.constexpr, CELLS: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
+    TOP: tl.constexpr, TAG_BITS: tl.constexpr, SEGMENTS: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, DEFER: tl.constexpr,
+    TMA: tl.constexpr, DEFER: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, slot) takes every `slots`-th tile of queries, in alternating direction, the longest rows first.
 
-    TMA: k_tiles is a tensor descriptor of the keys. DEFER: the sums of a tile are written during the next one. columns
-    is (pairs, slots, Tk): each program adds to its own. picture is (pairs, picture_rows, picture_columns); PICTURE is 0
-    for none, 1 for the mean, 2 for the maximum. best and second are (pairs, SEGMENTS, BK // 2, queries), third is
-    (pairs, SEGMENTS, BK // 16, queries).
+    TMA: k_tiles is a tensor descriptor of the keys. columns is (pairs, slots, Tk): each program adds to its own.
+    picture holds sums over the cells of a picture, (pairs, picture_lines, picture_columns), which merge.py adds up.
+    PICTURE 1: cells align with tiles: CELL_QUERIES x CELL_KEYS; DEFER: the sums of a tile are written during the next
+    one. PICTURE 2: any picture_rows x picture_columns; row r has the line r + tile for each tile of queries. A tile has
+    at most CELLS rows and columns of cells. EXACT: sums for float32. PTX: on an NVIDIA GPU. best and second are (pairs,
+    SEGMENTS, BK // 2, queries), third is (pairs, SEGMENTS, BK // 16, queries). counter: of doubtful queries, set to 0
+    for topk.py. MASK_ALL: mask every tile, which halves the code and the time to compile it.
     """
     pair = first_pair + tl.program_id(0) // slots
     slot = tl.program_id(0) % slots
@@ -301,16 +418,20 @@ def tile_statistics(
     entropy += pair.to(tl.int64) * Tq
     distance += pair.to(tl.int64) * Tq
     columns += (pair.to(tl.int64) * slots + slot) * Tk
-    picture += pair.to(tl.int64) * picture_rows * picture_columns
+    picture += pair.to(tl.int64) * picture_lines * picture_columns
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes + h)
-    ALWAYS: tl.constexpr = IDS or DENSE
+    ALWAYS: tl.constexpr = IDS or DENSE or MASK_ALL
     STRIP: tl.constexpr = CELL_QUERIES if DEFER else BQ
+    HALF: tl.constexpr = tl.bfloat16 if EXACT and PTX else tl.float16
     d = tl.arange(0, BD)
+    if TOP:  # noqa: SIM102 (a condition on a constant must stand alone)
+        if (first_pair == 0) & (first_tile == 0) & (tl.program_id(0) == 0):
+            tl.store(counter, 0)
     # Later launches for the same pairs continue the sums.
     if RECEIVED and first_tile == 0:
-        zero_sums(columns, Tk)
+        fill(columns, Tk, 0.0)
         tl.debug_barrier()
     for iteration in range(tl.cdiv(tiles, slots)):
         place = iteration * slots + tl.where(iteration % 2 == 0, slot, slots - 1 - slot)
@@ -324,10 +445,24 @@ def tile_statistics(
             )
             rows = load_lse(lse, i, Tq)
             picture_row = (tile * BQ) // CELL_QUERIES
-            if PICTURE > 0:
+            into_picture = picture
+            row_cells = tl.zeros((BQ, CELLS), HALF)
+            line_of_query = i
+            lines = BQ // CELL_QUERIES
+            if PICTURE == 1:
                 # Some cells may not be visited.
-                lines = tl.minimum(picture_rows - picture_row, BQ // CELL_QUERIES)
-                zero_sums(picture + picture_row.to(tl.int64) * picture_columns, lines * picture_columns)
+                lines = tl.minimum(picture_lines - picture_row, lines)
+                fill(picture + picture_row.to(tl.int64) * picture_columns, lines * picture_columns, 0.0)
+                tl.debug_barrier()
+            if PICTURE == 2:
+                first_row = cell_at(tile * BQ, picture_rows, Tq)
+                line_of_query = cell_at(i, picture_rows, Tq) - first_row
+                lines = tl.minimum(cell_at(tile * BQ + BQ - 1, picture_rows, Tq), picture_rows - 1) - first_row + 1
+                into_picture = picture + (first_row + tile).to(tl.int64) * picture_columns
+                row_cells = (line_of_query[:, None] == tl.arange(0, CELLS)[None, :]).to(HALF)
+                fill(into_picture, lines * picture_columns, 0.0)
+                tl.debug_barrier()
+                mark_nan_queries(rows, line_of_query, into_picture, lines, picture_columns)
                 tl.debug_barrier()
             weights = rows
             if WEIGHTED:
@@ -352,8 +487,8 @@ def tile_statistics(
                         column = -1
                         sums = tl.zeros((BK, BQ // STRIP, 4), tl.float32)
                         tile_before = -1
-                        if RANGES == 2 or ADD:
-                            # Wait for what another loop wrote to the same columns or cells. Not inside a loop: a
+                        if RANGES == 2 or ADD or PICTURE == 2:
+                            # Wait for what another loop added to the same columns or cells. Not inside a loop: a
                             # barrier would keep the compiler from loading keys ahead.
                             tl.debug_barrier()
                         # No num_stages for the long loop: with it, the compiler would also load sums ahead that an
@@ -368,21 +503,21 @@ def tile_statistics(
                                 cells, column, sums, tile_before,
                             ) = process_tile(
                                 u * SEGMENTS + s, u, queries, i, rows, low, high, weights, slope,
-                                k, k_tiles, pair // H, h // group, columns, picture, picture_row,
+                                k, k_tiles, pair // H, h // group, columns, into_picture, picture_row, lines, row_cells,
                                 query_ids, key_ids, dense, dense_query, dense_key,
                                 sum_entropy, sum_distance, highest, first_best, next_best, third_best,
                                 cells, column, sums, tile_before, offset, Tq, Tk, D, k_key, scale, softcap,
-                                picture_scale, picture_rows, picture_columns,
+                                picture_lines, picture_columns,
                                 kind == 0, RANGES, SOFTCAP, ALIBI, IDS, DENSE,
                                 ENTROPY, DISTANCE, LARGEST, RECEIVED, WEIGHTED,
-                                PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, TOP, TAG_BITS,
+                                PICTURE, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, CELLS, EXACT, PTX, TOP, TAG_BITS,
                                 BQ, BK, BD, EVEN, PRECISION, TMA, DEFER,
                             )  # fmt: skip
                         if DEFER:
                             # The last tile has no next tile.
                             write_earlier_tile(
                                 tile_before, sums, columns, picture, picture_row, cells, column,
-                                Tk, picture_scale, picture_rows, picture_columns,
+                                Tk, picture_lines, picture_columns,
                                 RECEIVED, CELL_QUERIES, CELL_KEYS, COLUMN_KEYS, ADD, BQ, BK,
                             )  # fmt: skip
                 if TOP:

@@ -230,21 +230,28 @@ def write_candidates(best, second, third, candidates, into, queries, TAG_BITS: g
     gl.store(to_third + (into + a) * queries + c, bound)
 
 
-@gluon.jit
+# A new value of one of these does not trigger a compilation.
+LENGTHS = ["H", "group", "key_pairs", "slots", "first_pair", "first_tile", "tiles"]
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
 def tile_statistics_hopper(
-    q, k, lse, entropy, distance, largest, columns, picture, best, second, third,
-    H, group, T, slots, first_pair, first_tile, tiles, scale, picture_columns, picture_scale,
+    q, k, lse, entropy, distance, largest, columns, picture, best, second, third, counter,
+    H, group, key_pairs, slots, first_pair, first_tile, tiles, scale, picture_lines, picture_columns,
     CAUSAL: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, LARGEST: gl.constexpr,
     RECEIVED: gl.constexpr, PICTURE: gl.constexpr, TOP: gl.constexpr, TAG_BITS: gl.constexpr,
     BQ: gl.constexpr, STRIP: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Program (pair, slot) takes every `slots`-th tile of queries; its results are those of tiles.py.
 
-    q and k are tensor descriptors (B, H, T, D) with blocks of BQ and 2 * BK rows. STRIP: queries of a cell. WIDE: the
-    width of a cell in tiles, at least 1. LARGEST requires a positive scale, and is not combined with TOP, which finds
-    it, too. With TOP registers are scarce: log-sum-exps stay in shared memory, and the next queries are loaded only
-    after all results are written.
+    q and k are tensor descriptors (B, H, T, D) with blocks of BQ and 2 * BK rows; T is 2 * BK * key_pairs.
+    picture is (pairs, picture_lines, picture_columns). STRIP: queries of a cell in a tile. WIDE: the width of a cell in
+    tiles, at least 1. LARGEST requires a positive scale, and is not combined with TOP, which finds it, too. With TOP
+    registers are scarce: log-sum-exps stay in shared memory, and the next queries are loaded only after all results
+    are written.
     """
+    # The compiler must know that it is a multiple of 128, or it loads and stores one number at a time.
+    T = key_pairs * (2 * BK)
     AHEAD: gl.constexpr = not TOP
     # One bound for both segments: a doubtful query reads more keys again, but queries are not doubtful more often.
     SHARED: gl.constexpr = TOP and DISTANCE
@@ -262,7 +269,7 @@ def tile_statistics_hopper(
     distance += wide * T
     largest += wide * (T // BQ)
     columns += (wide * slots + slot) * T
-    picture += wide * (T // STRIP) * picture_columns
+    picture += wide * picture_lines * picture_columns
     scale = scale * LOG2_E
     q_buffer = gl.allocate_shared_memory(q.dtype, [1, 1, BQ, D], q.layout)
     k_buffers = gl.allocate_shared_memory(k.dtype, [2, 1, 1, 2 * BK, D], k.layout)
@@ -276,6 +283,9 @@ def tile_statistics_hopper(
     # Later launches for the same pairs continue the sums.
     if RECEIVED and first_tile == 0:
         zero_sums(columns, 0, T)
+    if TOP:  # noqa: SIM102 (a condition on a constant must stand alone)
+        if (first_pair == 0) & (first_tile == 0) & (gl.program_id(0) == 0):
+            gl.store(counter, 0)
     barrier()
     counted = 0
     done = 0
@@ -326,7 +336,7 @@ def tile_statistics_hopper(
                     odd = start_product(k_buffers, (counted + n) & 1, queries, zero_tile, 1)
                     if edge == 1:
                         write_earlier_tile(
-                            before, sums, columns, cells_at, picture_columns, picture_scale,
+                            before, sums, columns, cells_at, picture_columns,
                             RECEIVED, PICTURE, DOWN, WIDE,
                         )  # fmt: skip
                     sum_entropy, sum_distance, highest, best0, second0, third0, sums = process_tile(
@@ -337,9 +347,7 @@ def tile_statistics_hopper(
                     other, sum_entropy = warpgroup_mma_wait(0, [odd, sum_entropy])
                     even = start_first_product(k_buffers, k_full, queries, zero_tile, n + 1, counted, pairs)
                     fetch_key_pair(k, k_buffers, k_full, b, h // group, n + 2, counted, pairs)
-                    write_earlier_tile(
-                        2 * u, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN, WIDE
-                    )
+                    write_earlier_tile(2 * u, sums, columns, cells_at, picture_columns, RECEIVED, PICTURE, DOWN, WIDE)
                     if SHARED:
                         third1 = third0
                     sum_entropy, sum_distance, highest, best1, second1, third1, sums = process_tile(
@@ -359,9 +367,7 @@ def tile_statistics_hopper(
                 pairs = fetch_first_tiles(
                     q, q_buffer, q_full, k, k_buffers, k_full, b, h, h // group, tile, counted, T, CAUSAL, BQ
                 )
-            write_earlier_tile(
-                before, sums, columns, cells_at, picture_columns, picture_scale, RECEIVED, PICTURE, DOWN, WIDE
-            )
+            write_earlier_tile(before, sums, columns, cells_at, picture_columns, RECEIVED, PICTURE, DOWN, WIDE)
             if TOP:
                 into = (wide - first_pair) * 2 * (BK // 16)
                 at = row - first_tile * BQ

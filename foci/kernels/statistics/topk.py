@@ -23,6 +23,11 @@ from foci.kernels.statistics.sort import has_ties, merge_larger_halves, reverse_
 NO_KEY = tl.constexpr(2147483647)
 # Class flags that are stored in one int32.
 FLAGS_PER_WORD = tl.constexpr(16)
+# A new value of one of these does not trigger a compilation.
+LENGTHS = [
+    "H", "group", "Tq", "Tk", "key_ranges_batch", "query_ids_batch", "key_ids_batch", "dense_batch", "dense_head",
+    "dense_query", "dense_key", "first_pair", "first_query", "queries", "segments", "tags",
+]  # fmt: skip
 
 
 @triton.jit
@@ -132,7 +137,7 @@ def reload_candidates(best, second, x, column, queries, CLASSES: tl.constexpr, L
     return first | other
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def choose_topk(
     q, k, lse, slopes, best, second, third, values, keys, largest_logits, flags, listed, counter,
     H, group, Tq, Tk, D,
@@ -296,7 +301,7 @@ def propagate_nan(lse, values, keys, valid, there):
         tl.store(keys, tl.full(keys.shape, -1, tl.int32), mask=is_nan)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def refine_topk(
     q, k, lse, key_ranges, query_ids, key_ids, dense, slopes, flags, listed, counter, values, keys, largest_logits,
     H, group, Tq, Tk, D,

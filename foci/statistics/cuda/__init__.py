@@ -8,6 +8,7 @@ hopper_check: compares it with the plain kernel on a version of Triton that it w
 launches: one function per kernel launch.
 plan: the launches and outputs of a pass, planned once per kind of call.
 passes: a planned pass, run for one call after another.
+entries: a few rows of the matrix by one launch.
 """
 
 from __future__ import annotations

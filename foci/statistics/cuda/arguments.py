@@ -35,8 +35,15 @@ class KernelTensors(NamedTuple):
     slopes: Tensor | None
     query_weights: Tensor | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are no tensors but q, k and lse."""
+        return all(x is None for x in self[3:])
+
     def to_kernel_layout(self) -> KernelTensors:
         """As the kernels read them: contiguous features, masks as bytes."""
+        if self.q.stride(3) == self.k.stride(3) == 1 and self.lse.is_contiguous() and self.is_plain:
+            return self
         q, k, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (self.q, self.k, self.lse.contiguous()))
         dense, weights = self.dense, self.query_weights
         if dense is not None:
@@ -195,20 +202,18 @@ def query_weight_arguments(query_weights: Tensor | None) -> dict[str, Any]:
     return {"weights_batch": batch, "weights_head": head, "WEIGHTED": True}
 
 
-def picture_arguments(request: Request, cells: PictureCells | None, keys: int, twice: bool) -> dict[str, Any]:
-    """Sizes of the picture; `twice`: a tile may be visited more than once, so that its cells are added to."""
-    if not request.picture or cells is None:
-        nothing = {"PICTURE": 0, "CELL_QUERIES": 1, "CELL_KEYS": 1, "COLUMN_KEYS": 1, "ADD": False}
-        return nothing | {"picture_rows": 0, "picture_columns": 0, "picture_scale": 1.0}
-    rows, columns, reduce = request.picture
-    tall = cells.rows * cells.cell_queries // rows
+def picture_arguments(request: Request, cells: PictureCells | None, twice: bool) -> dict[str, Any]:
+    """Sizes of a picture of means, and how its sums are laid out; `twice`: a tile may be visited more than once."""
+    cells = cells or PictureCells(0, 1)
+    rows, columns, _ = request.picture or (0, 0, "mean")
     return {
-        "picture_rows": cells.rows,
-        "picture_columns": cells.columns,
-        "picture_scale": 1.0 / (tall * (keys // columns)),
-        "PICTURE": 1 if reduce == "mean" else 2,
-        "CELL_QUERIES": cells.cell_queries,
+        "picture_rows": rows,
+        "picture_columns": columns * cells.across,
+        "picture_lines": cells.lines,
+        "PICTURE": 0 if not request.picture else 1 if cells.cell_queries else 2,
+        "CELL_QUERIES": cells.cell_queries or 1,
         "CELL_KEYS": cells.cell_keys,
-        "COLUMN_KEYS": cells.keys_per_column,
-        "ADD": twice or cells.keys_per_column > cells.cell_keys,
+        "COLUMN_KEYS": cells.column_keys,
+        "ADD": bool(cells.cell_queries) and (twice or cells.column_keys > cells.cell_keys),
+        "CELLS": cells.slots,
     }

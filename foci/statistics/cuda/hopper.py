@@ -13,7 +13,7 @@ from foci.gpu.self_check import find_failure, run_in_process
 from foci.runtime.device import major_capability
 from foci.runtime.tracing import is_traced
 from foci.statistics.cuda.arguments import is_tma_compatible
-from foci.statistics.cuda.tiling import LaunchRange, PictureCells, TileConfig, choose_segments, fit_picture_cells
+from foci.statistics.cuda.tiling import KEYS_PER_WARP, LaunchRange, TileConfig, choose_segments, fit_aligned_cells
 from foci.statistics.request import Request
 
 SUPPORTED_WIDTHS = (64, 128)
@@ -22,7 +22,6 @@ KEYS_PER_FETCH = 128
 # As in kernels/statistics/tiles_hopper.py: one segment for even tiles and one for odd ones.
 HOPPER_SEGMENTS = 2
 MIN_CELL_QUERIES = 32
-CELL_KEYS = 16
 
 
 def refuses(arguments: dict[str, Any], weighted: bool, request: Request | None = None) -> list[str]:
@@ -96,22 +95,20 @@ def request_refusals(request: Request, arguments: dict[str, Any]) -> list[str]:
         reasons.append("for top keys without the entropy, the Triton kernel is as fast")
     elif request.largest_logit and not request.entropy:
         reasons.append("for the largest logit without the entropy, the Triton kernel is as fast")
-    if request.top and choose_segments(request.top, tokens // 64, 32) != HOPPER_SEGMENTS:
+    if request.top and choose_segments(request.top, 32) != HOPPER_SEGMENTS:
         reasons.append(f"5 to 8 top keys are supported, got {request.top}")
-    if request.picture is not None and not supports_picture_cells(
-        request.picture[2], fit_picture_cells(request.picture, tokens, tokens, hopper_config(request))
-    ):
+    if request.picture is not None and not supports_picture(request.picture, tokens, hopper_config(request)):
         reasons.append(
             f"a picture of {request.picture[0]} x {request.picture[1]} by {request.picture[2]} is not supported"
         )
     return reasons
 
 
-def supports_picture_cells(reduce: str, cells: PictureCells | None) -> bool:
-    """Whether the kernel writes such cells; cells that fit no tile take a separate pass with either kernel."""
-    if cells is None:
-        return True
-    return reduce == "mean" and cells.cell_keys == CELL_KEYS and cells.cell_queries >= MIN_CELL_QUERIES
+def supports_picture(picture: tuple[int, int, str], tokens: int, config: TileConfig) -> bool:
+    """Whether the kernel sums the cells: they align with tiles. A picture of maxima has a pass of its own."""
+    cells = fit_aligned_cells(picture, tokens, tokens, config)
+    fits = cells is not None and cells.cell_keys == KEYS_PER_WARP and cells.cell_queries >= MIN_CELL_QUERIES
+    return picture[2] == "max" or fits
 
 
 def hopper_config(request: Request) -> TileConfig:
@@ -126,13 +123,17 @@ def build_hopper_launch(
     """Build the launch of the kernel for the tiles of `part`; the counterpart of `launches.build_tile_launch`."""
     from foci.kernels.statistics.tiles_hopper import tile_statistics_hopper as kernel
 
-    names = ("lse", "entropy", "distance", "largest", "columns", "picture", "best", "second", "third")
-    same = ("H", "group", "slots", "scale", "picture_columns", "picture_scale", "CAUSAL", "ENTROPY", "DISTANCE")
+    names = ("lse", "entropy", "distance", "largest", "columns", "picture", "best", "second", "third", "counter")
+    same = ("H", "group", "slots", "scale", "picture_lines", "picture_columns", "CAUSAL", "ENTROPY", "DISTANCE")
     own_scalars = {name: scalars[name] for name in (*same, "LARGEST", "RECEIVED", "TOP", "TAG_BITS")}
     own_scalars |= {"first_pair": part.first_pair, "first_tile": part.first_tile, "tiles": part.tiles}
-    own_scalars |= {"T": scalars["Tq"], "BQ": config.queries, "PICTURE": scalars["PICTURE"] > 0}
+    own_scalars |= {
+        "key_pairs": scalars["Tq"] // KEYS_PER_FETCH,
+        "BQ": config.queries,
+        "PICTURE": scalars["PICTURE"] > 0,
+    }
     own_scalars |= {"STRIP": scalars["CELL_QUERIES"] if scalars["PICTURE"] else config.queries}
-    own_scalars |= {"WIDE": max(1, scalars["COLUMN_KEYS"] // CELL_KEYS)}
+    own_scalars |= {"WIDE": max(1, scalars["COLUMN_KEYS"] // KEYS_PER_WARP)}
     own_bindings = {"q": "q_tiles", "k": "k_tiles"} | {name: bindings[name] for name in names}
     grid = (part.pairs * scalars["slots"],)
     return KeywordLaunch(kernel, grid, own_bindings, own_scalars, {"num_warps": config.warps, "maxnreg": 255})

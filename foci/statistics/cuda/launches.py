@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from foci.gpu.launcher import KeywordLaunch, count_multiprocessors
 from foci.statistics.cuda import hopper
 from foci.statistics.cuda.arguments import COMMON_TENSORS
-from foci.statistics.cuda.tiling import KeyClasses, LaunchRange, TileConfig
+from foci.statistics.cuda.tiling import KeyClasses, LaunchRange, PictureCells, TileConfig
 from foci.statistics.request import Request
 
 # The common scalars that the top-k kernel takes.
@@ -33,6 +33,11 @@ REFINE_KEYS, REFINE_WARPS, REFINE_PROGRAMS = 32, 2, 8
 # Numbers that a program merges.
 MERGE_BLOCK = 512
 
+# One launch for sequences up to this: a program holds all keys, and finds the top keys one after another.
+SHORT_KEYS, SHORT_QUERIES, SHORT_TOP_KEYS = 256, 1024, 16
+# The widths whose keys fit into the shared memory of all GPUs.
+SHORT_WIDTHS = {torch.float16: 128, torch.bfloat16: 128, torch.float32: 32}
+
 COMMON_BINDINGS = {name: name for name in COMMON_TENSORS}
 
 
@@ -50,13 +55,10 @@ def build_tile_launch(
     from foci.kernels.statistics.tiles import tile_statistics as kernel
 
     own: dict[str, Any] = {"first_pair": part.first_pair, "first_tile": part.first_tile, "tiles": part.tiles}
-    own |= {
-        "BQ": config.queries,
-        "BK": config.keys,
-        "EVEN": fills_padded_width(scalars),
-        "PRECISION": statistics_dot_precision(q),
-    }
-    own |= {"TMA": bindings["k_tiles"] == "k_tiles", "DEFER": config.defer_sums and can_defer_sums(common)}
+    own |= {"BQ": config.queries, "BK": config.keys, "EVEN": fills_padded_width(scalars)}
+    own |= {"PRECISION": statistics_dot_precision(q), "TMA": bindings["k_tiles"] == "k_tiles"}
+    own |= {"EXACT": q.dtype == torch.float32, "PTX": q.device.type == "cuda" and torch.version.hip is None}
+    own |= {"MASK_ALL": config.mask_all, "DEFER": config.defer_sums and can_defer_sums(common)}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return KeywordLaunch(
         kernel, (part.pairs * common["slots"],), COMMON_BINDINGS | bindings, scalars | common | own, options
@@ -67,6 +69,38 @@ def can_defer_sums(common: dict[str, Any]) -> bool:
     """Whether the sums of a tile can be deferred: `received` and the picture must use the same sums, in four parts."""
     means = common["PICTURE"] == 1 and not (common["RECEIVED"] and common["WEIGHTED"])
     return bool(means and common["CELL_QUERIES"] % 8 == 0 and common["CELL_KEYS"] % 16 == 0)
+
+
+def can_run_short(scalars: dict[str, Any], weighted: bool, request: Request, q: Tensor) -> bool:
+    """Whether one launch computes everything: few keys, and at most one picture cell per weight."""
+    queries, keys = scalars["Tq"], scalars["Tk"]
+    return (
+        keys <= SHORT_KEYS
+        and queries <= SHORT_QUERIES
+        and scalars["BD"] <= SHORT_WIDTHS[q.dtype]
+        and request.top <= SHORT_TOP_KEYS
+        and (request.picture is None or request.picture[:2] == (queries, keys))
+        and not weighted
+    )
+
+
+def build_short_launch(scalars: dict[str, Any], request: Request, q: Tensor) -> KeywordLaunch:
+    """All statistics of short sequences."""
+    from foci.kernels.statistics.short import short_statistics as kernel
+
+    own: dict[str, Any] = {
+        "ENTROPY": request.entropy, "DISTANCE": request.distance, "RECEIVED": request.received,
+        "PICTURE": request.picture is not None, "TOP": request.top, "LARGEST": request.largest_logit,
+        "PRECISION": statistics_dot_precision(q),
+    }  # fmt: skip
+    own |= {"BQ": 32 if q.device.type == "cuda" else 16, "BK": SHORT_KEYS}
+    wanted = {
+        "entropy": request.entropy, "distance": request.distance, "received": request.received,
+        "picture": request.picture, "top_values": request.top, "top_keys": request.top,
+        "largest": request.largest_logit,
+    }  # fmt: skip
+    bindings = COMMON_BINDINGS | {name: name if present else "lse" for name, present in wanted.items()}
+    return KeywordLaunch(kernel, (q.shape[0] * q.shape[1],), bindings, scalars | own, {"num_warps": 4})
 
 
 def fills_padded_width(scalars: dict[str, Any]) -> bool:
@@ -128,50 +162,60 @@ def build_refine_launch(
     return KeywordLaunch(kernel, (programs,), bindings, scalars | own, {"num_warps": REFINE_WARPS})
 
 
+class PictureMerge(NamedTuple):
+    """The sums of a picture of means that are merged: its size, its cells, queries, keys, and queries of a tile."""
+
+    rows: int
+    columns: int
+    cells: PictureCells
+    queries: int
+    keys: int
+    tile_queries: int
+
+
+NO_PICTURE = PictureMerge(1, 1, PictureCells(1, 1), 1, 1, 1)
+
+
 def build_merge_launch(
-    pairs: int,
-    columns: tuple[int, int] | None,
-    cells: tuple[int, int, int, int, str] | None,
-    chosen: int,
-    logits: int,
+    pairs: int, columns: tuple[int, int] | None, picture: PictureMerge | None, chosen: int, logits: int
 ) -> KeywordLaunch:
     """Merges the partial results of the programs.
 
     Args:
         columns: (programs per pair, keys) of the partial sums for `received`; None if there are none to add.
-        cells: (rows, columns) of the picture, (rows, columns) of cells in each of its blocks, and "mean" or "max".
         chosen: number of top keys of all queries, to be converted to int64; 0: none.
         logits: number of logits per pair, whose maximum is taken; 0: none.
     """
     from foci.kernels.statistics.merge import merge_statistics as kernel
 
-    slots, keys = columns or (1, 1)
-    rows, across_all, down, across, reduce = cells or (1, 1, 1, 1, "")
-    size = pairs * rows * across_all
+    slots, keys = columns or (1, picture.keys if picture else 1)
     programs = pairs * -(-keys // MERGE_BLOCK) if columns else 0
-    programs += -(-size // MERGE_BLOCK) if cells else 0
+    programs += pairs * picture.rows if picture else 0
     programs += -(-chosen // MERGE_BLOCK) + (pairs if logits else 0)
     written = {"columns": "received", "cells": "picture", "chosen": "top_keys", "logits": "largest"}
-    present = {"columns": columns, "cells": cells, "chosen": chosen, "logits": logits}
+    present = {"columns": columns, "cells": picture, "chosen": chosen, "logits": logits}
     bindings = {name: name if present[name] else "lse" for name in written}
     bindings |= {into: into if present[name] else "lse" for name, into in written.items()}
+    rows, across_all, cells, queries, _, tile_queries = picture or NO_PICTURE
     scalars = {
-        "pairs": pairs, "slots": slots, "keys": keys, "picture_size": size, "picture_columns": across_all,
-        "down": down, "across": across, "chosen_size": chosen, "logits_each": logits, "RECEIVED": columns is not None,
-        "PICTURE": ("", "mean", "max").index(reduce), "TOP": chosen > 0, "LARGEST": logits > 0, "BN": MERGE_BLOCK,
+        "pairs": pairs, "slots": slots, "queries": queries, "keys": keys, "picture_rows": rows,
+        "picture_columns": across_all, "picture_lines": cells.lines, "tile_queries": tile_queries,
+        "row_step": cells.row_step, "tile_step": cells.tile_step, "across": cells.across,
+        "chosen_size": chosen, "logits_each": logits, "RECEIVED": columns is not None,
+        "PICTURE": picture is not None, "TOP": chosen > 0, "LARGEST": logits > 0, "BN": MERGE_BLOCK,
     }  # fmt: skip
     return KeywordLaunch(kernel, (programs,), bindings, scalars, {"num_warps": 4})
 
 
 def build_picture_launch(scalars: dict[str, Any], picture: tuple[int, int, str], q: Tensor) -> KeywordLaunch:
-    """A separate pass for a picture whose cells do not fit the tiles."""
+    """A separate pass for a picture of maxima."""
     from foci.kernels.statistics.picture import pool_picture as kernel
 
-    rows, columns, reduce = picture
+    rows, columns, _ = picture
     height = 2 ** math.ceil(math.log2(-(-scalars["Tq"] // rows)))
     width = 2 ** math.ceil(math.log2(-(-scalars["Tk"] // columns)))
     block = 64 if q.device.type == "cuda" else 16
-    own = {"rows": rows, "columns": columns, "MAX": reduce == "max", "HEIGHT": height, "WIDTH": width}
+    own = {"rows": rows, "columns": columns, "HEIGHT": height, "WIDTH": width}
     own |= {"BQ": block, "BK": block, "PRECISION": statistics_dot_precision(q)}
     # Pairs come first: the second grid dimension is limited to 65,535.
     grid = (q.shape[0] * q.shape[1], -(-rows // (block // min(height, block))))

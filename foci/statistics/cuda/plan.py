@@ -9,6 +9,7 @@ B batch, H query heads, G key/value heads, Tq queries, Tk keys, D width.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,13 +32,16 @@ from foci.statistics.cuda.passes import OutputSpec, PassPlan, StatisticsPass
 from foci.statistics.cuda.tiling import (
     CLASSES_PER_BOUND,
     MAX_CANDIDATE_BYTES,
+    SHORT_LENGTH,
     KeyClasses,
     LaunchRange,
     PictureCells,
     TileConfig,
     choose_key_classes,
     default_config,
-    fit_picture_cells,
+    fit_aligned_cells,
+    fits_few_slots,
+    lay_out_cells,
     programs_per_pair,
     split_launches,
 )
@@ -91,14 +95,15 @@ def launch_statistics(
 
 def pass_key(tensors: KernelTensors, *options: Any) -> Hashable:
     """Key of the cached passes: everything except addresses; for q and k, their 16-byte alignment, which TMA needs."""
-    q, k = tensors.q, tensors.k
-    layouts = [None if x is None else (layout_key(x), x.device) for x in tensors]
+    q, k, lse = tensors[:3]
+    others = None if tensors.is_plain else tuple(map(layout_key, tensors[3:]))
     return (
-        *options,
-        *layouts,
-        q.data_ptr() % 16 == 0,
-        k.data_ptr() % 16 == 0,
-        count_multiprocessors(q.device),
+        options,
+        (q.shape, q.stride(), q.dtype, q.device),
+        (k.shape, k.stride(), k.dtype, k.device),
+        (lse.shape, lse.stride(), lse.dtype, lse.device),
+        others,
+        (q.data_ptr() % 16, k.data_ptr() % 16),
         MAX_CANDIDATE_BYTES,
     )
 
@@ -115,18 +120,20 @@ def plan_pass(
     check_arguments(tensors, causal, request)
     weighted, tensors = tensors.query_weights is not None, tensors.to_kernel_layout()
     scalars = statistics_scalars(tensors, scale, softcap, causal)
+    if config is None and launches.can_run_short(scalars, weighted, request, tensors.q):
+        outputs = [spec._replace(late=False) for spec in plan_outputs(tensors.q, tensors.k.shape[2], request, {})]
+        short = [launches.build_short_launch(scalars, request, tensors.q)] if outputs else []
+        return StatisticsPass(PassPlan(outputs, {}, {}, short, {}), tensors.q.device)
     config = config or choose_config(tensors.by_name() | scalars, weighted, request)
-    cells = (
-        fit_picture_cells(request.picture, tensors.q.shape[2], tensors.k.shape[2], config) if request.picture else None
-    )
+    maxima = request.picture if request.picture and request.picture[2] == "max" else None
+    request = replace(request, picture=None) if maxima else request
     plan = PassPlan([], {}, {}, [], {})
-    if any((request.entropy, request.received, cells, request.top, request.largest_logit, request.distance)):
-        plan = plan_tile_pass(tensors, scalars, request, config, cells)
-    if request.picture and cells is None:
-        shape = (*tensors.q.shape[:2], *request.picture[:2])
-        plan.outputs.append(OutputSpec("picture", shape, zeros=True))
+    if request != Request(int32_keys=request.int32_keys):
+        plan = plan_tile_pass(tensors, scalars, request, config)
+    if maxima:
+        plan.outputs.append(OutputSpec("picture", (*tensors.q.shape[:2], *maxima[:2]), zeros=True))
         # Before the launch that joins partial results, which must be the last.
-        plan.launches.insert(0, launches.build_picture_launch(scalars, request.picture, tensors.q))
+        plan.launches.insert(0, launches.build_picture_launch(scalars, maxima, tensors.q))
     return StatisticsPass(plan, tensors.q.device)
 
 
@@ -134,29 +141,32 @@ def choose_config(arguments: dict[str, Any], weighted: bool, request: Request) -
     """The config of the kernel for Hopper where it supports the call, else that of the Triton kernel."""
     if not hopper.refuses(arguments, weighted, request):
         return hopper.hopper_config(request)
-    return default_config(arguments["D"], arguments["q"].dtype, request, is_tma_compatible(arguments["k"]))
+    queries, keys = arguments["Tq"], arguments["Tk"]
+    short = max(queries, keys) < SHORT_LENGTH
+    config = default_config(arguments["D"], arguments["q"].dtype, request, is_tma_compatible(arguments["k"]), short)
+    if request.picture and fit_aligned_cells(request.picture, queries, keys, config) is None:
+        # Small tiles have few rows of cells.
+        return config if fits_few_slots(request.picture[0], queries, config.queries) else replace(config, queries=64)
+    return config
 
 
-def plan_tile_pass(
-    tensors: KernelTensors, scalars: dict[str, Any], request: Request, config: TileConfig, cells: PictureCells | None
-) -> PassPlan:
+def plan_tile_pass(tensors: KernelTensors, scalars: dict[str, Any], request: Request, config: TileConfig) -> PassPlan:
     """Plans the pass over the tiles, in as many launches as the candidates for the top keys need."""
     q, keys = tensors.q, tensors.k.shape[2]
-    pairs, tiles = q.shape[0] * q.shape[1], -(-q.shape[2] // config.queries)
+    batch, heads, tiles = q.shape[0], q.shape[1], -(-q.shape[2] // config.queries)
+    cells = lay_out_cells(request.picture, q.shape[2], keys, config) if request.picture else None
     classes = choose_key_classes(request.top, keys, config, MIN_TAG_BITS)
-    parts = list(
-        split_launches(
-            pairs, tiles, classes.bytes_per_query * config.queries if request.top else 0, MAX_CANDIDATE_BYTES
-        )
-    )
+    bytes_per_tile = classes.bytes_per_query * config.queries if request.top else 0
+    parts = list(split_launches(batch, heads, tiles, bytes_per_tile, MAX_CANDIDATE_BYTES))
     per_pair = programs_per_pair(
-        parts[0].pairs, max(part.tiles for part in parts), count_multiprocessors(q.device) * config.programs_per_sm
+        min(heads, parts[0].pairs),
+        max(part.tiles for part in parts),
+        count_multiprocessors(q.device) * config.programs_per_sm,
     )
     partials = plan_partial_results(q, keys, request, cells, per_pair, tiles)
     arrays = plan_candidates(q, parts, config.queries, classes) if request.top else {}
     descriptors = tensor_descriptors(tensors.k, scalars["BD"], config)
-    common = query_weight_arguments(tensors.query_weights)
-    common |= picture_arguments(request, cells, keys, twice=scalars["RANGES"] == 2)
+    common = query_weight_arguments(tensors.query_weights) | picture_arguments(request, cells, scalars["RANGES"] == 2)
     common |= {
         "ENTROPY": request.entropy,
         "DISTANCE": request.distance,
@@ -167,15 +177,14 @@ def plan_tile_pass(
     bindings = bind_tile_outputs(request, cells, partials) | {
         "k_tiles": "k_tiles" if "k_tiles" in descriptors else "lse"
     }
-    plan = PassPlan(plan_outputs(q, keys, request, cells, partials), arrays, partials, [], descriptors)
+    plan = PassPlan(plan_outputs(q, keys, request, partials), arrays, partials, [], descriptors)
     for part in parts:
         plan.launches.append(launches.build_tile_launch(scalars, common, bindings, part, config, q))
         if request.top:
             plan.launches.append(launches.build_topk_launch(scalars, request, part, classes, config, q))
     if request.top:
         plan.launches.append(launches.build_refine_launch(scalars, request, classes, config, q))
-        plan.outputs.append(OutputSpec("counter", (1,), torch.int32, zeros=True, returned=False))
-    plan.launches.extend(plan_merge(pairs, keys, per_pair, request, cells, partials))
+    plan.launches.extend(plan_merge(q, keys, per_pair, request, cells, config, partials))
     return plan
 
 
@@ -184,9 +193,7 @@ def tensor_descriptors(k: Tensor, width: int, config: TileConfig) -> dict[str, D
     return hopper.hopper_descriptors(config) if config.use_hopper else key_descriptors(k, width, config)
 
 
-def plan_outputs(
-    q: Tensor, keys: int, request: Request, cells: PictureCells | None, partials: dict[str, Any]
-) -> list[OutputSpec]:
+def plan_outputs(q: Tensor, keys: int, request: Request, partials: dict[str, Any]) -> list[OutputSpec]:
     """The outputs of the pass over the tiles; merged ones are written by the last launch."""
     lead, queries, outputs = (q.shape[0], q.shape[1]), q.shape[2], []
     if request.entropy:
@@ -201,8 +208,8 @@ def plan_outputs(
         outputs.append(OutputSpec("largest", lead, late=True))
     if request.received:
         outputs.append(OutputSpec("received", (*lead, keys), late="columns" in partials))
-    if cells and request.picture:
-        outputs.append(OutputSpec("picture", (*lead, *request.picture[:2]), late="cells" in partials))
+    if request.picture:
+        outputs.append(OutputSpec("picture", (*lead, *request.picture[:2]), late=True))
     return outputs
 
 
@@ -218,8 +225,8 @@ def plan_partial_results(
         sizes["logits"] = pairs * (q.shape[2] if request.top else tiles)
     if request.received and programs > 1:
         sizes["columns"] = pairs * programs * keys
-    if cells and request.picture and (cells.rows, cells.columns) != request.picture[:2]:
-        sizes["cells"] = pairs * cells.rows * cells.columns
+    if cells and request.picture:
+        sizes["cells"] = pairs * cells.lines * request.picture[1] * cells.across
     return {name: (size, torch.int32 if name == "chosen" else torch.float32) for name, size in sizes.items()}
 
 
@@ -231,9 +238,9 @@ def bind_tile_outputs(request: Request, cells: PictureCells | None, arrays: dict
         "distance": "distance" if request.distance else "lse",
         "largest": "logits" if request.largest_logit and not request.top else "lse",
         "columns": ("columns" if "columns" in arrays else "received") if request.received else "lse",
-        "picture": ("cells" if "cells" in arrays else "picture") if cells else "lse",
+        "picture": "cells" if cells else "lse",
     }
-    return bindings | {name: name if request.top else "lse" for name in ("best", "second", "third")}
+    return bindings | {name: name if request.top else "lse" for name in ("best", "second", "third", "counter")}
 
 
 def plan_candidates(
@@ -249,19 +256,25 @@ def plan_candidates(
         # For all launches: doubtful queries are read again together.
         "flags": (every * (number // FLAGS_PER_WORD), torch.int32),
         "listed": (every, torch.int32),
+        "counter": (1, torch.int32),
     }
 
 
 def plan_merge(
-    pairs: int, keys: int, programs: int, request: Request, cells: PictureCells | None, arrays: dict[str, Any]
+    q: Tensor,
+    keys: int,
+    programs: int,
+    request: Request,
+    cells: PictureCells | None,
+    config: TileConfig,
+    arrays: dict[str, Any],
 ) -> list[KeywordLaunch]:
     """The launch that merges partial results, if there are any."""
     if not arrays:
         return []
-    picture = None
-    if "cells" in arrays and cells and request.picture:
-        rows, columns, reduce = request.picture
-        picture = rows, columns, cells.rows // rows, cells.columns // columns, reduce
+    pairs, picture = q.shape[0] * q.shape[1], None
+    if cells and request.picture:
+        picture = launches.PictureMerge(*request.picture[:2], cells, q.shape[2], keys, config.queries)
     partial_columns = (programs, keys) if "columns" in arrays else None
     each = arrays["logits"][0] // pairs if "logits" in arrays else 0
     chosen = arrays["chosen"][0] if "chosen" in arrays else 0
