@@ -24,6 +24,7 @@ from foci.capture.generation_steps import CaptureError, count_step_bytes, take_h
 from foci.capture.host_copy import HostCopier
 from foci.capture.layer_log import LayerLog
 from foci.capture.naming import LayerName, LayerNames, is_inside, list_modules, strip_compile_wrapper
+from foci.capture.patches import PatchGrid
 from foci.capture.token_ids import TokenIds
 from foci.capture.torch_functions import MODULE_CALL, record_intercepted_call
 from foci.record.kept import Keep
@@ -96,6 +97,7 @@ class Recorder:
         self.softmax_modules: set[str] = set()
         self.unseen_reasons: dict[str, str] = {}
         self.module_inputs = ModuleInputs()
+        self.patch_grid = PatchGrid()
         # The names of contexts, sequences that only cross-attention reads, by their length.
         self.context_names: dict[int, str] = {}
         self.token_ids = TokenIds(tokenizer)
@@ -337,6 +339,7 @@ class Recorder:
             layer.labels = self.record.labels
             self.record.layers[name] = layer
         self.record.labels.update(self.token_ids.build_labels())
+        self._label_patches()
         self._name_known_contexts()
         self.record.calls, self.record.unseen = self.calls, self.list_unseen()
         compiled = find_compiled_modules(self.modules) if self.calls else []
@@ -347,6 +350,13 @@ class Recorder:
         self.host_copier.wait()
         self.record.filling = False
 
+    def _label_patches(self) -> None:
+        """Labels the input of a model that reads no tokens if it has as many positions as the model has patches."""
+        along = [layer for layer in self.record.layers.values() if layer.queries == "input"]
+        labels = self.patch_grid.build_labels([layer for layer in along if layer.keys == "input"])
+        if along and labels is not None and "input" not in self.record.labels:
+            self.record.labels["input"] = labels
+
     def _name_known_contexts(self) -> None:
         """Names the keys of cross-attention after the model's sequence if it is them that its labels describe.
 
@@ -354,15 +364,13 @@ class Recorder:
         attends with learned queries to the patches.
         """
         for layer in self.record.layers.values():
-            labels = self.record.labels.get(layer.queries)
-            if (
-                layer.keys in self.context_names.values()
-                and labels is not None
-                and layer.keys not in self.record.labels
-            ):
-                batch, _, queries, keys = layer.sizes
-                if labels.batch == batch and len(labels) == keys != queries:
-                    layer.queries, layer.keys = "queries", layer.queries
+            batch, _, queries, keys = layer.sizes
+            known = {name: labels for name, labels in self.record.labels.items() if labels.batch == batch}
+            is_unknown = layer.keys in self.context_names.values() and layer.keys not in known
+            fitting = [name for name, labels in known.items() if len(labels) == keys != queries]
+            if is_unknown and fitting and (layer.queries in fitting or layer.queries not in known):
+                name = layer.queries if layer.queries in fitting else fitting[0]
+                layer.queries, layer.keys = "queries", name
 
     def _check_requested_names(self) -> None:
         """Refuses names in `layers`, `heads` or `ablate` that no module has, if any module attended."""

@@ -162,6 +162,7 @@ def open_block(block: ExitStack, model: nn.Module, recorder: Recorder) -> None:
         found = huggingface.find_transformers_models(recorder.modules)
         hook_modules(block, recorder, [*recorder.layer_names.attention_modules, *found.attention_modules])
         recorder.module_inputs.watch(block, recorder)
+        recorder.patch_grid.watch(block, recorder)
         block.enter_context(disable_compile())
         if found.models and recorder.keeps_own_calls:
             block.enter_context(huggingface.observe_models(found, recorder))

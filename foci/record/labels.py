@@ -273,6 +273,20 @@ class Labels:
         numbers = None if words is None else tuple(map(tuple, words))
         return replace(self, texts=tuple(map(tuple, texts)), words=numbers, segments=placed, pictures=tuple(pictures))
 
+    def with_image(self, image: Any) -> Labels:
+        """The labels of a grid of patches with another picture, which must have its proportions."""
+        pictures = [shrink_picture(each) for each in to_pictures(image)]
+        rows, columns = self.grid or (0, 0)
+        if len(pictures) != self.batch:
+            raise ValueError(f"image must be {self.batch} images, one for each sequence, got {len(pictures)}")
+        for height, width in (picture.shape[:2] for picture in pictures):
+            if abs(height * columns / (width * rows) - 1) > 0.5 / max(rows, columns):
+                raise ValueError(
+                    f"image must have the proportions of {rows} x {columns} patches, got {height} x {width} pixels:"
+                    " crop it as the model reads it"
+                )
+        return replace(self, images=torch.stack(pictures))
+
     def grids(self, batch: int = 0) -> list[list[Segment]]:
         """The segments of patches of each image of a sequence: a tile, a frame of a video or the whole image each."""
         if self.grid is not None:

@@ -177,6 +177,17 @@ class Record:
         self._own_totals.clear()
         return self
 
+    def _set_image(self, image: Any) -> None:
+        """Sets the pictures of the sequences that are grids of patches."""
+        grids = {name: labels for name, labels in self.labels.items() if labels.grid is not None}
+        if not grids:
+            raise ValueError(
+                "image must be given for a record with a grid of patches, got one without: give the grid with"
+                " seen.label(foci.Labels.patches(rows, columns, image=image, extra=1))"
+            )
+        for name, labels in grids.items():
+            self.labels[name] = labels.with_image(image)
+
     def rollout(self, query: int, batch: int = 0, *, stack: str | None = None, values: bool = False) -> Tensor:
         """Attention rollout: the share of each input position that reaches a query of the last layer, (T,).
 
@@ -406,8 +417,14 @@ class Record:
         return record
 
     def show(self, *arguments: Any, **options: Any) -> Any:
-        """Prints the record in the terminal."""
+        """Prints the record in the terminal; `show(image)` prints the patches of a vision model beside its image.
+
+        The image is a PIL image, an array or a tensor, cropped as the model reads it; it stays in the record.
+        """
         self._check_filled()
+        if arguments and not isinstance(arguments[0], str | int | None):
+            self._set_image(arguments[0])
+            arguments = arguments[1:]
         from foci.view.terminal import record
 
         return record.show_record(self, *arguments, **options)

@@ -241,7 +241,10 @@ def select_patch(labels: Labels, patch: str | int | None) -> tuple[int, str]:
 
 def require_grid(labels: Labels) -> tuple[int, int]:
     if labels.grid is None:
-        raise ValueError("labels must be those of an image with a grid of patches, got labels without a grid")
+        raise ValueError(
+            "labels must be those of an image with a grid of patches, got labels without a grid: give it with"
+            " seen.label(foci.Labels.patches(rows, columns, image=image, extra=1))"
+        )
     return labels.grid
 
 

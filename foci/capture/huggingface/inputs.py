@@ -98,9 +98,10 @@ def record_tower_labels(
         return
     batch, length = states.shape[:2]
     if modality_of_model(model) == "vision":
-        labels = build_patch_labels(
-            model.config, get_forward_argument(model, args, kwargs, "pixel_values"), batch, length
-        )
+        images = get_forward_argument(model, args, kwargs, "pixel_values")
+        # An encoder inside of the vision model gets its states: the images are those that were cut into patches.
+        images = recorder.patch_grid.images if images is None else images
+        labels = build_patch_labels(model.config, images, batch, length)
     else:
         labels = build_frame_labels(model.config, batch, length)
     if labels is not None:
@@ -120,10 +121,19 @@ def build_patch_labels(config: Any, images: Any, batch: int, length: int) -> Lab
     if batch != images.shape[0] or not 0 <= leading <= 16 or hasattr(config, "num_detection_tokens"):
         return None
     coordinates = [f"{row},{column}" for row in range(rows) for column in range(columns)]
-    extra = ["class token", *(f"extra token {i}" for i in range(1, leading))][:leading]
+    extra = name_extra_tokens(config, leading)
     texts = (*extra, *coordinates)
     shown = images_to_uint8(images) if images.shape[1] == 3 else None
     return Labels("patches", (texts,) * images.shape[0], grid=(rows, columns), leading=leading, images=shown)
+
+
+def name_extra_tokens(config: Any, count: int) -> list[str]:
+    """The names of the positions before the first patch."""
+    registers = getattr(config, "num_register_tokens", 0) or 0
+    others = count - 1 - registers
+    named = ["distillation token"] if config.model_type == "deit" and others == 1 else []
+    named = named or [f"extra token {i}" for i in range(1, others + 1)]
+    return ["class token", *named, *(f"register {i}" for i in range(1, registers + 1))][:count]
 
 
 def build_native_patch_labels(config: Any, sizes: list[list[int]]) -> Labels | None:

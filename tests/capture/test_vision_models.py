@@ -1,0 +1,189 @@
+"""Vision models under `foci.watch`: the grid of patches, class token and registers, and the picture in one line."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import foci
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+FAMILIES = {
+    "ViT": ({}, ["class token"]),
+    "DeiT": ({}, ["class token", "distillation token"]),
+    "Dinov2": ({}, ["class token"]),
+    "Dinov2WithRegisters": ({"num_register_tokens": 2}, ["class token", "register 1", "register 2"]),
+    "DINOv3ViT": ({"num_register_tokens": 2}, ["class token", "register 1", "register 2"]),
+    "Beit": ({}, ["class token"]),
+    "CLIPVision": ({}, ["class token"]),
+    "SiglipVision": ({}, []),
+}
+
+
+def draw(marked: bool = False) -> Tensor:
+    """(1, 3, 16, 16): brighter to the lower right; marked, with a spot in the patch 1,2 of 4 x 4."""
+    picture = (torch.linspace(0, 0.5, 16)[:, None] + torch.linspace(0, 0.5, 16)).expand(1, 3, -1, -1).clone()
+    if marked:
+        picture[:, :, 5:7, 9:11] += 1
+    return picture
+
+
+def record(model: nn.Module, picture: Tensor) -> foci.Record:
+    with foci.watch(model) as seen, torch.no_grad():
+        model(picture)
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers(family: str) -> None:
+    options, extra = FAMILIES[family]
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    with torch.no_grad():
+        expected = model(draw()).last_hidden_state
+        with foci.watch(model) as seen:
+            out = model(draw()).last_hidden_state
+        model.set_attn_implementation("eager")
+        eager = model(draw(), output_attentions=True).attentions
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert seen.unseen == []
+    labels = seen.labels["patches"]
+    assert labels.grid == (4, 4)
+    assert labels.texts[0] == (*extra, *(f"{row},{column}" for row in range(4) for column in range(4)))
+    first = len(extra)
+    for index, weights in enumerate(eager):
+        found = seen.image_map("2,1", layer=f"L{index}", head=1)
+        exact = weights[0, 1, first + 9, first:].view(4, 4)
+        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-5)
+    assert_orientation(model, seen.layers[next(iter(seen.layers))].name, first)
+
+
+def assert_orientation(model: nn.Module, layer: str, first: int) -> None:
+    """The values of the marked patch change most."""
+    plain, marked = (record(model, draw(is_marked)).layers[layer].values for is_marked in (False, True))
+    assert plain is not None
+    assert marked is not None
+    change = (plain - marked).norm(dim=-1).mean((0, 1))[first:]
+    assert divmod(int(change.argmax()), 4) == (1, 2)
+
+
+class Vit(nn.Module):
+    """A vision transformer in plain PyTorch, as torchvision and timm have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, 16))
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        states = self.patches(images).flatten(2).mT
+        return self.layers(torch.cat([self.token.expand(len(images), -1, -1), states], 1))
+
+
+def test_a_grid_is_found_from_the_convolution_that_cuts_patches() -> None:
+    torch.manual_seed(0)
+    model = Vit().eval()
+    seen = record(model, draw())
+    labels = seen.labels["input"]
+    assert (labels.grid, labels.leading, labels.texts[0][:2]) == ((4, 4), 1, ("class token", "0,0"))
+    assert labels.images is not None
+    assert torch.equal(labels.images[0], (draw()[0] * 255).round().byte().permute(1, 2, 0))
+    assert_orientation(model, next(iter(seen.layers)), 1)
+    # A batch is labelled too, and images that are not square.
+    assert record(model, torch.rand(2, 3, 8, 24)).labels["input"].grid == (2, 6)
+
+
+def test_the_vision_transformer_of_foci_has_a_grid() -> None:
+    model = foci.nn.VisionTransformer.from_name("tiny", classes=10, registers=2).eval()
+    labels = record(model, torch.rand(2, 3, 32, 32)).labels["input"]
+    assert (labels.grid, labels.leading, labels.batch) == ((8, 8), 3, 2)
+
+
+def test_show_draws_an_image_in_one_line() -> None:
+    seen = record(Vit().eval(), draw())
+    out = io.StringIO()
+    seen.show(torch.zeros(32, 32, 3, dtype=torch.uint8), file=out)
+    assert "Attention of the class token" in out.getvalue()
+    images = seen.labels["input"].images
+    assert images is not None
+    assert images.shape == (1, 32, 32, 3)
+    with pytest.raises(ValueError, match=r"image must have the proportions of 4 x 4 patches, got 20 x 32 pixels"):
+        seen.show(torch.zeros(20, 32, 3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="image must be 1 images, one for each sequence, got 2"):
+        seen.show(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))
+    without = foci.Record.from_tensors([torch.eye(3).view(1, 1, 3, 3)])
+    with pytest.raises(ValueError, match=r"got one without: give the grid with seen.label\(foci.Labels.patches"):
+        without.show(torch.zeros(8, 8, 3))
+
+
+def test_an_overlay_without_a_grid_says_how_to_give_one() -> None:
+    plots = pytest.importorskip("foci.view.figures.plots")
+    without = foci.Record.from_tensors([torch.eye(3).view(1, 1, 3, 3)], foci.Labels("patches", (("a", "b", "c"),)))
+    with pytest.raises(ValueError, match=r"seen.label\(foci.Labels.patches\(rows, columns, image=image, extra=1\)\)"):
+        plots.plot_overlay(without, "L0H0", patch=0)
+
+
+def test_a_pooling_head_attends_to_the_patches() -> None:
+    transformers.logging.set_verbosity_error()
+    model = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SIZES)).eval()
+    head = record(model, draw())["cross.L0"]
+    assert (head.queries, head.keys, head.shape[2:]) == ("queries", "patches", (1, 16))
+
+
+def test_windows_are_not_taken_for_the_grid() -> None:
+    transformers.logging.set_verbosity_error()
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4
+    )
+    seen = record(transformers.SwinModel(config).eval(), torch.rand(1, 3, 32, 32))
+    assert seen["L0"].shape == (4, 2, 16, 16)
+    assert seen.labels_of(seen["L0"])[1].grid is None
+
+
+def test_torchvision() -> None:
+    torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed: see CONTRIBUTING.md")
+    model = torchvision.models.VisionTransformer(
+        image_size=16, patch_size=4, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=32
+    )
+    seen = record(model.eval(), draw())
+    assert (seen.labels["input"].grid, seen.labels["input"].leading, seen.unseen) == ((4, 4), 1, [])
+    assert seen.image_map("class token").shape == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "leading"),
+    [("vit_tiny_patch16_224", 1), ("vit_small_patch14_reg4_dinov2", 5), ("deit_tiny_distilled_patch16_224", 2)],
+)
+def test_timm(name: str, leading: int) -> None:
+    timm = pytest.importorskip("timm", reason="timm is not installed: see CONTRIBUTING.md")
+    model = timm.create_model(name, img_size=112, depth=2).eval()
+    picture = torch.rand(1, 3, 112, 112)
+    seen = record(model, picture)
+    side = 112 // model.patch_embed.patch_size[0]
+    assert (seen.labels["input"].grid, seen.labels["input"].leading) == ((side, side), leading)
+    timm.layers.set_fused_attn(False)
+    try:
+        plain = timm.create_model(name, img_size=112, depth=2).eval()
+    finally:
+        timm.layers.set_fused_attn(True)
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        exact = list(timm.utils.AttentionExtract(plain)(picture).values())[-1]
+    found = seen.image_map("class token", layer=1, head="each")
+    torch.testing.assert_close(found, exact[0, :, 0, leading:].unflatten(-1, (side, side)), rtol=1e-3, atol=1e-5)
