@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,6 +144,19 @@ def test_several_images_generated_words_and_the_processor() -> None:
     assert seen.image_map("w7", image=1, upsample=True).shape == (16, 16)
     with pytest.raises(ValueError, match="image must be from 0 to 1, got 2"):
         seen.image_map("w7", image=2)
+
+
+def test_a_model_copied_inside_of_a_block_encodes_its_own_images() -> None:
+    case = CASES["llava"]
+    model = build(case)
+    with foci.watch(model), torch.no_grad():
+        copied = copy.deepcopy(model)
+    nn.init.zeros_(copied.model.multi_modal_projector.linear_2.weight)
+    nn.init.zeros_(copied.model.multi_modal_projector.linear_2.bias)
+    assert "get_image_features" not in vars(model.model)
+    with torch.no_grad():
+        features = copied.model.get_image_features(pixel_values=case.draw()[None])
+    assert float(torch.cat(list(features.pooler_output)).abs().max()) == 0
 
 
 def test_videos_have_frames() -> None:

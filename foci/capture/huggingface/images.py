@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,22 +85,30 @@ def watch_images(
     inner = getattr(model, "base_model", model)
     for name in ("get_image_features", "get_video_features"):
         if hasattr(inner, name):
-            method = note_arguments(getattr(inner, name), encoded, recorder)
-            vars(inner)[name] = method
+            vars(inner)[name] = NotingMethod(inner, name, encoded, recorder)
             block.callback(vars(inner).pop, name, None)
 
 
-def note_arguments(method: Callable[..., Any], noted: dict[str, Any], recorder: Recorder) -> Callable[..., Any]:
-    """The method, which also notes the images that it is called with outside of a forward pass."""
+class NotingMethod:
+    """A method of a model, which also notes the images that it is called with outside of a forward pass."""
 
-    @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, model: nn.Module, name: str, noted: dict[str, Any], recorder: Recorder) -> None:
+        self.model, self.name, self.noted, self.recorder = model, name, noted, recorder
+        self.method: Callable[..., Any] = getattr(model, name)
+        # `generate` reads it to choose the arguments.
+        self.__signature__ = inspect.signature(self.method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = self.recorder
         if recorder.is_open and recorder.is_counting() and next(recorder.running_modules(), None) is None:
-            bound = inspect.signature(method).bind(*args, **kwargs).arguments
-            noted.update({name: value for name, value in bound.items() if name in IMAGE_ARGUMENTS})
-        return method(*args, **kwargs)
+            bound = self.__signature__.bind(*args, **kwargs).arguments
+            self.noted.update({name: value for name, value in bound.items() if name in IMAGE_ARGUMENTS})
+        return self.method(*args, **kwargs)
 
-    return call
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Callable[..., Any]:
+        """The plain method of the copied model."""
+        copied = memo.get(id(self.model), self.model)
+        return MethodType(getattr(type(self.model), self.name), copied)
 
 
 def find_segments(
