@@ -97,9 +97,9 @@ class Monitor:
     with gradient accumulation, wrap all micro-batches of a step. The model's own attention calls run unchanged, so that
     a monitored training takes the same course as one without a monitor.
 
-    A compiled model whose attention is `foci.attention` runs a second compiled graph on monitored steps, which also
-    computes the statistics. Its first monitored step runs uncompiled, to learn which module makes which call. Other
-    compiled models run uncompiled on all monitored steps; `uncompiled` says why.
+    A compiled model runs uncompiled on monitored steps, which changes its results within rounding; `uncompiled` says
+    why. With `compiled=True`, a model whose attention is `foci.attention` runs a second compiled graph instead, which
+    also computes the statistics; its first monitored step runs uncompiled, to learn which module makes which call.
 
     Nothing waits for the GPU until `log`. In a distributed training every process calls `log` at the same steps, and
     one collective merges the statistics over all processes.
@@ -112,7 +112,7 @@ class Monitor:
         alerts: thresholds by statistic, such as {"largest_logit": 100.0, "entropy": 0.1}: entropies raise an alert
             below theirs, other statistics above. None: largest_logit above 100. {}: only NaN and infinite logits.
         on_alert: called with each `Alert` in `log`; None: a warning, `AttentionWarning`.
-        compiled: whether the model runs inside torch.compile; None: if it or one of its modules is a compiled one.
+        compiled: run monitored steps of a compiled model in a second compiled graph.
         group: the process group to merge over: the data-parallel one; None: all processes. False: no merging.
         step: the number of steps already taken, in a resumed training.
     """
@@ -126,7 +126,7 @@ class Monitor:
         layers: Iterable[int | str] | int | str | None = None,
         alerts: Mapping[str, float] | None = None,
         on_alert: Callable[[Alert], Any] | None = None,
-        compiled: bool | None = None,
+        compiled: bool = False,
         group: Any = None,
         step: int = 0,
     ) -> None:
@@ -142,11 +142,13 @@ class Monitor:
             self.alerts = {}
         self.on_alert = warn_about if on_alert is None else on_alert
         self.layers = parse_selection("layers", layers)
-        self.compiled = is_compiled(model) if compiled is None else compiled
+        self.compiled = compiled
         # Why a compiled model runs uncompiled on monitored steps; None: it runs compiled, or is not a compiled model.
-        self.uncompiled: str | None = (
-            "the first monitored step learns the order of the calls" if self.compiled else None
-        )
+        self.uncompiled: str | None = None
+        if compiled:
+            self.uncompiled = "the first monitored step learns the order of the calls"
+        elif is_compiled(model):
+            self.uncompiled = "pass compiled=True for a second compiled graph"
         self.history = History()
         self.unseen: list[str] = []
         self._recorder: MonitorRecorder | None = None

@@ -384,7 +384,7 @@ def compile_and_count(model: nn.Module) -> tuple[nn.Module, list[Any]]:
 def test_other_compiled_models_run_uncompiled_on_monitored_steps() -> None:
     model = Stack(layers=1)
     compiled, graphs = compile_and_count(model)
-    monitor = foci.Monitor(compiled, every=2)
+    monitor = foci.Monitor(compiled, every=2, compiled=True)
     expected = output(model)
     for _ in range(5):
         with monitor:
@@ -395,11 +395,24 @@ def test_other_compiled_models_run_uncompiled_on_monitored_steps() -> None:
     torch._dynamo.reset()
 
 
+def test_compiled_models_run_uncompiled_by_default() -> None:
+    model = foci.nn.Decoder.from_name("tiny", vocabulary=50, dropout=0.0)
+    compiled, graphs = compile_and_count(model)
+    monitor = foci.Monitor(compiled, every=1)
+    for _ in range(2):
+        with monitor:
+            output(compiled)
+    assert graphs == []
+    assert monitor.uncompiled == "pass compiled=True for a second compiled graph"
+    assert [entry.step for entry in monitor.log()] == [1, 2]
+    torch._dynamo.reset()
+
+
 def test_compiled_models_that_call_foci_run_a_second_graph() -> None:
     torch.manual_seed(0)
     model = foci.nn.Decoder.from_name("tiny", vocabulary=50, dropout=0.0)
     compiled, graphs = compile_and_count(model)
-    monitor, plain = foci.Monitor(compiled, every=3), foci.Monitor(model, every=3)
+    monitor, plain = foci.Monitor(compiled, every=3, compiled=True), foci.Monitor(model, every=3)
     found = []
     for _ in range(6):
         with monitor:
@@ -433,7 +446,7 @@ class MaskedByFunction(nn.Module):
 
 def test_compiled_models_with_other_masks_run_uncompiled() -> None:
     compiled, graphs = compile_and_count(MaskedByFunction())
-    monitor = foci.Monitor(compiled, every=1)
+    monitor = foci.Monitor(compiled, every=1, compiled=True)
     for _ in range(2):
         with monitor:
             output(compiled)
@@ -446,7 +459,7 @@ def test_compiled_models_with_other_masks_run_uncompiled() -> None:
 def test_a_compiled_step_with_other_calls_is_left_out() -> None:
     model = foci.nn.Decoder.from_name("tiny", vocabulary=50, dropout=0.0)
     compiled, _ = compile_and_count(model)
-    monitor = foci.Monitor(compiled, every=1)
+    monitor = foci.Monitor(compiled, every=1, compiled=True)
     with monitor:
         output(compiled)
     monitor.__enter__()

@@ -38,7 +38,7 @@ def test_protocol_of_the_trainer(tmp_path: Path) -> None:
     model, written = build_model(), list[int]()
     callback = foci.hf.MonitorCallback(every=2, writer=lambda values, step: written.append(step), alerts={})
     assert isinstance(callback, transformers.TrainerCallback)
-    args = SimpleNamespace(output_dir=str(tmp_path / "out"), torch_compile=False)
+    args = SimpleNamespace(output_dir=str(tmp_path / "out"))
     state, control = SimpleNamespace(global_step=4, is_world_process_zero=True), None
     callback.on_train_begin(args, state, control, model=model)
     for _ in range(4):

@@ -28,9 +28,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         self.monitor: Monitor | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        compiled = True if getattr(args, "torch_compile", False) else None
-        options = {"compiled": compiled} | self.options
-        self.monitor = Monitor(model, every=self.every, step=state.global_step, **options)
+        self.monitor = Monitor(model, every=self.every, step=state.global_step, **self.options)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.monitor is not None:
