@@ -98,7 +98,7 @@ def test_launches_are_collected_and_not_run(arguments: dict[str, Any], kernels: 
     options = {
         name: learned.get(value, value) if isinstance(value, str) else value for name, value in arguments.items()
     }
-    inputs = [x.requires_grad_() for x in qkv()]
+    inputs = [x.requires_grad_() for x in qkv(queries=20, keys=20)]
     with mock.patch.object(launcher.LaunchPlan, "run") as run:
         collected = collect(lambda: kernel_warmup.run_call(inputs, options | {"backend": "triton"}, True, []))
     assert not run.called
