@@ -82,6 +82,18 @@ class WallClock(CudaClock):
         return lambda: elapsed * 1e3
 
 
+class GenerationClock:
+    """The clock of runs of some seconds: few rounds, and no runs to measure memory."""
+
+    min_rounds = 2
+
+    def __init__(self, clock: Clock) -> None:
+        self.sample, self.finish = clock.sample, clock.finish
+
+    def memory(self, contestant: Contestant) -> float:
+        return 0.0
+
+
 def main() -> int:
     """Run the benchmark; the exit status is 1 if foci failed a gate."""
     options = parse_options("watch", __doc__ or "", (torch.float32,))
@@ -111,7 +123,9 @@ def measure(run: Run, about: dict[str, Any], failure: str | None, options: Optio
     log(f"{run.name} {about['dtype']}")
     found: dict[str, Measured | str] = {} if failure is None else {"foci watched": failure}
     clock: Clock = WallClock(options.device) if options.device.type == "cuda" else CpuClock()
-    if run.tokens > 2**15 or run.generates:
+    if run.generates:
+        clock = GenerationClock(clock)
+    elif run.tokens > 2**15:
         # Some seconds each: three rounds are enough.
         clock.min_rounds = 3
     found |= compare([c for c in contestants(run) if c.name not in found], clock, options.seconds, print_result)
@@ -322,7 +336,7 @@ def add_rows(table: Table, about: dict[str, Any], found: dict[str, Measured | st
             spread=measured.spread,
             rounds=measured.rounds,
             times=measured.ms / known.ms if known else None,
-            mib=measured.mib,
+            mib=measured.mib or None,
             times_mib=measured.mib / known.mib if known and known.mib else None,
         )
 

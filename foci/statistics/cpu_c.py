@@ -33,7 +33,7 @@ from foci.statistics.streaming import finite_lse
 
 # Smaller calls are not worth a pass that first packs the keys.
 MIN_QUERIES = 16
-MIN_ENTRIES = 2**16
+MIN_ENTRIES = 2**13
 
 # Number of floats of the keys that are packed at a time: 64 MiB.
 MAX_PACKED_NUMBERS = 2**24

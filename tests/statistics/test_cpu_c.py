@@ -308,7 +308,7 @@ UNSUPPORTED: dict[str, tuple[Arguments, Request, bool, str]] = {
     "65 keys": (SQUARE, Request(top=65), False, "at most 64 top keys are supported"),
     "maxima": (SQUARE, Request(picture=(2, 2, "max")), False, "a picture of maxima"),
     "few queries": (in_dtype(sized(15, 9000, 4), torch.float32), Request(), False, "fewer than 16 queries"),
-    "few weights": (in_dtype(sized(100, 100, 4), torch.float32), Request(), False, "or 65,536 weights"),
+    "few weights": (in_dtype(sized(20, 20, 4), torch.float32), Request(), False, "or 8,192 weights"),
 }  # fmt: skip
 
 
