@@ -49,8 +49,7 @@ def warmup(
 
     >>> import torch, foci
     >>> q = torch.empty(2, 8, 512, 64, device="meta")
-    >>> foci.warmup(q, q, q, mask=foci.causal, backward=True, statistics=["entropy"]).backend
-    'sdpa'
+    >>> report = foci.warmup(q, q, q, mask=foci.causal, backward=True, statistics=["entropy"])
 
     Args:
         query, key, value: tensors of the call; meta tensors stand for tensors on the current CUDA device, or on the CPU

@@ -55,13 +55,15 @@ HANDLING = Handling()
 
 
 def get_interceptors() -> tuple[Interceptor, ...]:
-    """The interceptors of this thread, outermost first."""
-    found: tuple[Interceptor, ...] = torch._C._get_obj_in_tls(STATE_NAME) if is_key_included(KEY) else ()
+    """The interceptors of this thread, outermost first; none while compiling, which would keep the answer."""
+    if torch.compiler.is_compiling() or not is_key_included(KEY):
+        return ()
+    found: tuple[Interceptor, ...] = torch._C._get_obj_in_tls(STATE_NAME)
     return found
 
 
 def is_intercepting() -> bool:
-    """Whether `intercept` must get the calls of this thread; never while compiling, which would keep the answer."""
+    """Whether `intercept` must get the calls of this thread."""
     return not torch.compiler.is_compiling() and is_key_included(KEY) and HANDLING.depth < len(get_interceptors())
 
 
@@ -86,6 +88,11 @@ def without_interception() -> Iterator[None]:
             yield
     finally:
         HANDLING.depth = depth
+
+
+def hide_key() -> Any:
+    """Takes the key off the thread inside the block: higher-order operators refuse keys that they do not know."""
+    return torch._C._ExcludeDispatchKeyGuard(KEY_SET)
 
 
 @contextmanager
@@ -122,5 +129,5 @@ def run_intercepted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """The kernel of an intercepted operator under the key."""
     if is_intercepting():
         return intercept(function, args, kwargs)
-    with torch._C._ExcludeDispatchKeyGuard(KEY_SET):
+    with hide_key():
         return function(*args, **kwargs)

@@ -332,7 +332,7 @@ def test_a_path_takes_the_place_of_the_task(
         (["run", "translation", "a", "--out", "none/x.txt"], "--out must be in an existing directory, got none/x.txt"),
         (["run", "translation", "a", "--out", "folder.txt"], "--out must be a file, got the directory folder.txt"),
         (["view", "pairs.tsv", "--out", "x.docx"], "--out must end with .foci, .html"),
-        (["view", "runs"], "file must be a .foci file, got runs, which is a directory"),
+        (["view", "runs"], "file must be a .foci file or an attention.jsonl, got runs, which is a directory"),
         (["evaluate", "runs/translation/model.safetensors"], "--data must name the evaluation data, because"),
         (["evaluate", "runs/translation", "--answers", "runs"], "--answers must be a file, got the directory runs"),
         (["evaluate", "none", "--data", "pairs.tsv"], "none must be a model file"),

@@ -96,7 +96,8 @@ def test_totals_of_parts_merge_to_those_of_the_whole() -> None:
     whole = compute_head_totals(weights, tuple(HEAD_STATISTICS))
     parts = torch.stack([compute_head_totals(weights[b : b + 1], tuple(HEAD_STATISTICS)) for b in range(B)])
     assert whole.shape == (H, COLUMNS)
-    torch.testing.assert_close(merge_head_totals(parts), whole)
+    # Small matrices are computed by other code than large ones.
+    torch.testing.assert_close(merge_head_totals(parts), whole, rtol=1e-5, atol=1e-5)
     assert torch.equal(head_histograms(merge_head_totals(parts))["entropy"], head_histograms(whole)["entropy"])
 
 

@@ -23,6 +23,7 @@ from foci.biases import Bias
 from foci.masks.base import Mask
 from foci.masks.tile import Tile, index_by_batch
 from foci.runtime import compile_switch
+from foci.runtime.interception import hide_key
 from foci.scores import Dot
 
 # Compiled programs that are cached; the least recently used one is dropped first.
@@ -121,7 +122,7 @@ def run_program(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(q.device.type)
     sizes = q.device, q.shape[1], q.shape[3], k.shape[1], v.shape[3], k is q, v is k, v is q
     try:
-        with compile_switch.enable_compile():
+        with compile_switch.enable_compile(), hide_key():
             return get_program((program_key(arguments), modes, sizes))(*arguments)
     except FailOnRecompileLimitHit as error:
         reason = (
