@@ -70,7 +70,7 @@ def optional_packages() -> dict[str, list[str]]:
     except PackageNotFoundError:
         declared = []
     for match in filter(None, map(EXTRA_REQUIREMENT.match, declared)):
-        if match["extra"] not in ("all", "dev"):
+        if match["extra"] not in ("all", "dev", "docs"):
             packages.setdefault(match["extra"], []).append(match["name"])
     return packages
 

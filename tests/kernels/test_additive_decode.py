@@ -92,7 +92,10 @@ def difference(
     )
 
 
-@pytest.mark.parametrize("terms", [NO_OPTIONS, NO_OPTIONS._replace(seed=SEED, dropout=0.3)])
+@pytest.mark.parametrize(
+    "terms",
+    [pytest.param(NO_OPTIONS, marks=pytest.mark.slow), NO_OPTIONS._replace(seed=SEED, dropout=0.3)],
+)
 def test_backward_equals_the_two_pass_backward(terms: AdditiveOptions) -> None:
     assert difference(2, 37, 9, 5, 2, terms, F32) < 1e-5
 

@@ -66,6 +66,7 @@ def test_later_calls_of_the_same_kind(wanted: Request, config: Any) -> None:
     assert len(triton_statistics.PASS_CACHE) == 1
 
 
+@pytest.mark.slow
 def test_each_kind_of_call_has_its_own_pass() -> None:
     """Dtype, strides, mask, request and slopes each have their own plan, in any order."""
     for _ in range(2):

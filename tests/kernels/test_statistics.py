@@ -506,7 +506,7 @@ def test_segments_are_a_power_of_two() -> None:
 
 
 @pytest.mark.parametrize("wanted", [ALL, Request(entropy=True, received=True, top=4, picture=(5, 7, "mean"))])
-@pytest.mark.parametrize("budget", [1, 20_000, 10**9])
+@pytest.mark.parametrize("budget", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (20_000, 10**9))])
 def test_a_sequence_has_the_same_statistics_in_every_batch(wanted: Request, budget: int, monkeypatch) -> None:
     monkeypatch.setattr("foci.statistics.cuda.plan.MAX_CANDIDATE_BYTES", budget)
     case = causal(heads=(2, 1), queries=70, keys=70, batch=3)

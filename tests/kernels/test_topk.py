@@ -162,6 +162,7 @@ def test_nan_queries_have_nan_weights(dtype: torch.dtype) -> None:
     assert (keys == -1).sum() == 3
 
 
+@pytest.mark.slow
 def test_doubtful_queries_of_all_heads_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     case = causal(heads=(2, 1), queries=17, keys=40, batch=2, width=16)
     # Tied keys make every query of one head doubtful; the other head has almost none.

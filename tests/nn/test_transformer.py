@@ -150,7 +150,7 @@ def test_segments_outside_the_table_are_refused() -> None:
         build_stack("encoder", "learned", segments=2)(PADDED, segments=PADDED)
 
 
-@pytest.mark.parametrize("kind", ["learned", "additive", "relative"])
+@pytest.mark.parametrize("kind", ["learned", pytest.param("additive", marks=pytest.mark.slow), "relative"])
 def test_a_compiled_graph_returns_weights(kind: str) -> None:
     torch.compiler.reset()
     model = randomize(EncoderDecoder(EncoderDecoderConfig(config(kind, head=None), config(kind))))

@@ -192,6 +192,7 @@ def gradients(results: dict[str, Tensor], wanted: list[Tensor]) -> tuple[Tensor,
     return torch.autograd.grad(differentiable, wanted, slopes)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_results_compile_with_inductor() -> None:
     def compute(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> tuple[Tensor, ...]:
