@@ -88,7 +88,7 @@ def entropy(weights: Weights, *, at_least: float = 0.5) -> Tensor:
 
     Args:
         weights: of every head, or the mean over heads. Fully masked rows do not count.
-        at_least: the entropy in nats from which on there is no penalty: 0 = one key, ln n = uniform over n keys.
+        at_least: queries with at least this entropy in nats are not penalized: 0 = one key, ln n = uniform over n keys.
     """
     check_weights("weights", weights)
     if not isinstance(at_least, int | float) or not 0 <= at_least < math.inf:

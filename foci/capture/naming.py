@@ -218,7 +218,7 @@ class LayerNames:
         return self.layer_names[name]
 
     def _attention_module_of(self, name: str) -> str | None:
-        """The attention module that a module is, or is inside of."""
+        """The attention module that is this module or contains it."""
         if name in self.attention_modules:
             return name
         return next((known for known in reversed(self.attention_modules) if is_inside(name, known)), None)

@@ -167,7 +167,7 @@ def merge_head_totals(totals: Tensor) -> Tensor:
 
 
 def head_statistics(totals: Tensor) -> dict[str, Tensor]:
-    """The statistics of each head from its totals: (H,) each; NaN where there is no query."""
+    """The statistics of each head from its totals: (H,) each; NaN for a head without visible queries."""
     sums = dict(zip(SUM_COLUMNS, totals[:, : len(SUM_COLUMNS)].unbind(-1), strict=True))
     largest, least = totals[:, SUMMED:].unbind(-1)
     found = {name: sums[name] / sums["queries"] for name in HEAD_STATISTICS if name in sums}

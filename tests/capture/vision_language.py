@@ -66,7 +66,7 @@ class Case:
 
     @property
     def spot(self) -> tuple[int, int]:
-        """The pixel at the top left of the spot of 2 x 2 pixels, inside of a patch of 4 x 4."""
+        """The pixel at the top left of the spot of 2 x 2 pixels, inside a patch of 4 x 4."""
         row, column = (int(part * size) // 4 * 4 + 1 for part, size in zip(self.mark, self.picture, strict=True))
         return row, column
 

@@ -99,7 +99,7 @@ def record_tower_labels(
     batch, length = states.shape[:2]
     if modality_of_model(model) == "vision":
         images = get_forward_argument(model, args, kwargs, "pixel_values")
-        # An encoder inside of the vision model gets its states: the images are those that were cut into patches.
+        # An encoder inside the vision model gets its states: the images are those that were cut into patches.
         images = recorder.patch_grid.images if images is None else images
         labels = build_patch_labels(model.config, images, batch, length)
     else:

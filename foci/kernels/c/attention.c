@@ -388,7 +388,7 @@ static void attend_block(Block *block, int64_t pair, int64_t first)
     write_block(block);
 }
 
-/* Allocate a block with its buffers, each on its own cache lines; NULL if there is no memory. */
+/* Allocate a block with its buffers, each on its own cache lines; NULL if the allocation fails. */
 static Block *allocate_block(AttentionStruct *args, int64_t queries, int64_t x_size, int backward)
 {
     int64_t width = max_int(args->width, args->value_width), half = args->queries.half != 0, staged = half * width;

@@ -164,7 +164,7 @@ def add_cells(
     """Add the sums (BK, CELLS) of key tile t over the keys of each column to the cells of the picture.
 
     A column always has the same slot: the thread that adds to a cell is always the same, so the order of the sums is
-    fixed and nobody waits.
+    fixed and no thread waits for another.
     """
     SLOTS: tl.constexpr = CELLS if CELLS < BK else BK  # noqa: FURB136 (Triton 3.5 has no min() of constants)
     HALF: tl.constexpr = tl.bfloat16 if EXACT and PTX else tl.float16
