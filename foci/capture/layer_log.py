@@ -25,7 +25,7 @@ from foci.capture.generation_steps import (
 )
 from foci.capture.host_copy import HostCopier
 from foci.capture.naming import LayerName
-from foci.record.kept import STATISTIC_AXES, Keep, KeptStatistics
+from foci.record.kept import STATISTIC_AXES, Keep, KeptStatistics, TextPositions
 from foci.record.layer import Layer
 from foci.weights.tensors import fingerprint
 from foci.weights.weights import Weights
@@ -64,6 +64,7 @@ class LayerLog:
         has_changed_keys: a bool tensor: whether earlier keys changed between calls.
         key_memory: the storage and address of the last keys.
         shape: batch, heads and key/value heads.
+        text: the queries and keys of the last call that are text, if only their weights are kept.
     """
 
     name: str
@@ -89,6 +90,7 @@ class LayerLog:
     has_changed_keys: Tensor | None = None
     key_memory: tuple[StorageWeakRef, int] | None = None
     shape: tuple[int, int, int] = (0, 0, 0)
+    text: TextPositions | None = None
 
     @property
     def is_cross(self) -> bool:
@@ -136,6 +138,12 @@ class LayerLog:
             if not self.passes:
                 self._store(**self._new_value_norms(values))
             self._add_step(weights, values)
+        elif self.text is not None:
+            if self.passes:
+                raise CaptureError(
+                    f"keep must be 'lazy' or statistics for a generation ({self.name}), got the weights of text"
+                )
+            self._store(**self.keep.compute_text(weights, self.text))
         elif not self.passes:
             self._store(**self.keep.compute(weights), **self._new_value_norms(values))
         else:
@@ -264,6 +272,9 @@ class LayerLog:
             contents["weights"] = self.weights or join_steps(self.steps, self.last_keys, self.is_cross)
         else:
             contents["kept"] = KeptStatistics(merge_step_statistics(self.stored, self.keys), shape)
+            if self.text is not None:
+                contents["kept_keys"] = self.text.keys if self.keep.keys else ()
+                contents["kept_queries"] = self.text.queries if self.keep.queries else ()
         norms = None
         if value_norms:
             norms = value_norms[0] if len(value_norms) == 1 else torch.cat(value_norms, 2)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.capture.cross_attention import ModuleInputs
+from foci.capture.diffusion import Denoising
 from foci.capture.generation_steps import CaptureError, count_step_bytes, take_heads
 from foci.capture.host_copy import HostCopier
 from foci.capture.layer_log import LayerLog
@@ -27,8 +28,9 @@ from foci.capture.naming import LayerName, LayerNames, is_inside, list_modules, 
 from foci.capture.patches import PatchGrid
 from foci.capture.token_ids import TokenIds
 from foci.capture.torch_functions import MODULE_CALL, record_intercepted_call
-from foci.record.kept import Keep
+from foci.record.kept import Keep, TextPositions
 from foci.record.labels import Labels, Segment
+from foci.record.layer import Layer, join_steps
 from foci.record.record import Record
 from foci.runtime.interception import get_interceptors
 from foci.runtime.tracing import is_recomputation
@@ -60,6 +62,7 @@ class Recorder:
         ablate: names of heads or layers whose outputs are zeroed.
         tokenizer: decodes token ids for the labels.
         processor: undoes the scaling of images.
+        denoising: the steps of a diffusion model; None for other models.
     """
 
     def __init__(
@@ -75,8 +78,9 @@ class Recorder:
         ablate: Iterable[str] = (),
         tokenizer: Any = None,
         processor: Any = None,
+        denoising: Denoising | None = None,
     ) -> None:
-        self.processor = processor
+        self.processor, self.denoising = processor, denoising
         self.model, self.record = model, record
         # Whether the block is open; hooks and interception do nothing afterwards.
         self.is_open = True
@@ -103,6 +107,8 @@ class Recorder:
         self.token_ids = TokenIds(tokenizer)
         self.host_copier = HostCopier()
         self.layer_logs: dict[str, LayerLog] = {}
+        # The logs of a diffusion model by layer and denoising step.
+        self.step_logs: dict[str, dict[int, LayerLog]] = {}
         self.calls = 0
         self.attending_modules: dict[str, None] = {}
         self.applied_ablations: set[str] = set()
@@ -199,7 +205,9 @@ class Recorder:
             self.token_ids.add_embedded(stack, ids, self._pass_number, self.layer_names.is_encoder_decoder)
 
     def is_selected(self, name: str) -> bool:
-        """Whether `layers` and `heads` select a module's attention."""
+        """Whether `layers` and `heads` select a module's attention, and the running pass is recorded."""
+        if self.denoising is not None and not self.denoising.is_recorded:
+            return False
         if self.layers is None and self.heads is None:
             return True
         layer_name = self.layer_name_of(name)
@@ -272,7 +280,12 @@ class Recorder:
         weights = weights.with_four_axes()
         if values.dim() != 4:
             values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
+        if self.denoising is not None:
+            weights, values = self.denoising.select_conditional(weights, values)
         layer_name, k = self.layer_name_of(name), weights.tensors.call.k
+        text = self._find_text(layer_name, weights) if self.keep is not None and self.keep.keeps_text else None
+        if text is not None and not self._keeps_any(text):
+            return
         heads: Sequence[int] = range(weights.shape[1])
         if self.heads is not None:
             heads = self._selected_heads(layer_name)
@@ -281,15 +294,45 @@ class Recorder:
             group = weights.shape[1] // values.shape[1]
             weights, values = take_heads(weights, heads), values[:, [head // group for head in heads]]
         log = self._find_or_open_log(name, layer_name, weights, k, tuple(heads))
+        log.text = text
         before = log.nbytes
         self._check_limit(log, weights, values)
         log.add(weights, k, values, self._pass_number)
         self._kept_bytes += log.nbytes - before
 
+    def _find_text(self, layer_name: LayerName, weights: Weights) -> TextPositions:
+        """The queries and keys of a call that are text."""
+        queries, keys = weights.shape[2:]
+        if self.denoising is not None and self.denoising.inputs.text_length:
+            return self.denoising.find_text(layer_name.is_cross, queries, keys)
+        named = [self.token_ids.ready_labels.get(name) for name in (layer_name.queries, layer_name.keys)]
+        if not layer_name.is_cross:
+            given = self.token_ids.find_text(layer_name.keys, self._pass_number, keys)
+            given = find_text_of(named[1], keys) if given is None else given
+            return TextPositions() if given is None else TextPositions(*(2 * (given,)))
+        # The sequence that an image attends to is text unless its labels say otherwise.
+        texts = find_text_of(named[1], keys)
+        return TextPositions(find_text_of(named[0], queries) or (), (*range(keys),) if texts is None else texts)
+
+    def _keeps_any(self, text: TextPositions) -> bool:
+        assert self.keep is not None
+        return bool((self.keep.keys and text.keys) or (self.keep.queries and text.queries))
+
+    def _open_step_log(self, name: str, layer_name: LayerName, heads: tuple[int, ...], step: int) -> LayerLog:
+        """The log of a call in a denoising step; a module that is called twice in a step is two layers."""
+        count = self._calls_in_pass[name]
+        recorded_name = (name or self.record.model) + (f"#{count}" if count > 1 else "")
+        log = LayerLog(recorded_name, layer_name, heads, self.keep, self.rows, self.host_copier)
+        self.step_logs.setdefault(recorded_name, {})[step] = log
+        self.layer_logs[f"{recorded_name} at step {step}"] = log
+        return log
+
     def _find_or_open_log(
         self, name: str, layer_name: LayerName, weights: Weights, k: Tensor, heads: tuple[int, ...]
     ) -> LayerLog:
         """The log that a call continues, or a new one."""
+        if self.denoising is not None:
+            return self._open_step_log(name, layer_name, heads, self.denoising.step)
         # Cross-attention calls of one module over the same keys belong together, however often it is called (an RNN
         # decoder that attends at every step). Any other module that is called twice in a pass gets two logs.
         key = name, 0 if layer_name.is_cross else self._calls_in_pass[name]
@@ -312,12 +355,12 @@ class Recorder:
         elif self.keep is None:
             size = count_step_bytes(weights) + (0 if log.passes else weights.tensors.call.k.nbytes + values.nbytes)
         else:
-            size = self.keep.nbytes(batch, heads, queries, keys)
+            size = self.keep.nbytes(batch, heads, queries, keys, log.text)
         expected = size
         if not self._has_estimated:
             self._has_estimated = True
             layers = max(1, sum(self.is_selected(name) for name in self.layer_names.attention_modules))
-            expected = size * layers
+            expected = size * layers * (1 if self.denoising is None else self.denoising.expected_steps)
             logger.info("watching %s: about %s in %d layers", type(self.model).__name__, format_bytes(expected), layers)
         total = self._kept_bytes + expected
         if total > self.limit:
@@ -332,13 +375,14 @@ class Recorder:
             log.finish()
         self._check_requested_names()
         self.host_copier.start()
-        for name, log in self.layer_logs.items():
+        for name, log in () if self.step_logs else self.layer_logs.items():
             layer = log.build_layer()
             layer.queries = self.token_ids.label_name_for(layer.queries, log.passes)
             layer.keys = self.token_ids.label_name_for(layer.keys, log.passes)
             layer.labels = self.record.labels
             self.record.layers[name] = layer
         self.record.labels.update(self.token_ids.build_labels())
+        self._add_step_layers()
         self._label_patches()
         self._name_known_contexts()
         self.record.calls, self.record.unseen = self.calls, self.list_unseen()
@@ -349,6 +393,39 @@ class Recorder:
         self.record.prompt = generated[0].first_call[0] if generated else None
         self.host_copier.wait()
         self.record.filling = False
+
+    def _add_step_layers(self) -> None:
+        """Adds the layers of a diffusion model, each with its denoising steps."""
+        if self.denoising is None:
+            return
+        for name, logs in self.step_logs.items():
+            steps = {step: log.build_layer() for step, log in logs.items()}
+            # Latents may change their size between steps; the mean is over steps of one size.
+            for number, shape in enumerate(dict.fromkeys(layer.shape for layer in steps.values())):
+                same = {step: layer for step, layer in steps.items() if layer.shape == shape}
+                recorded_name = name if not number else f"{name}#{number + 1}"
+                for layer in same.values():
+                    layer.name = recorded_name
+                layer = next(iter(same.values())) if self.denoising.step == 0 else join_steps(same)
+                self.denoising.name_sequences(layer, self.record.labels)
+                self._name_given_sequences(layer)
+                for each in (layer, *layer.steps.values()):
+                    each.labels = self.record.labels
+                self.record.layers[recorded_name] = layer
+        self.record.notes += self.denoising.describe()
+
+    def _name_given_sequences(self, layer: Layer) -> None:
+        """Names the patches of a layer after the labels given for a grid of as many patches."""
+        batch, _, queries, _ = layer.sizes
+        given = self.token_ids.ready_labels
+        if len(given.get(layer.queries, ())) == queries or layer.queries != "input":
+            return
+        fitting = [
+            n for n, each in given.items() if each.kind == "patches" and (each.batch, len(each)) == (batch, queries)
+        ]
+        for each in (layer, *layer.steps.values()) if fitting else ():
+            each.keys = fitting[0] if each.keys == each.queries else each.keys
+            each.queries = fitting[0]
 
     def _label_patches(self) -> None:
         """Labels the input of a model that reads no tokens if it has as many positions as the model has patches."""
@@ -424,6 +501,14 @@ def find_compiled_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[str]
         name for name, module in modules if "_orig_mod" in module._modules or module._compiled_call_impl is not None
     ]
     return [strip_compile_wrapper(name) or "the model" for name in names]
+
+
+def find_text_of(labels: Labels | None, length: int) -> tuple[int, ...] | None:
+    """The positions of text in labels that fit a length, without empty ones; None without such labels."""
+    if labels is None or len(labels) != length:
+        return None
+    positions = {n for row in range(labels.batch) for n in labels.split_kinds(row).get("text", ())}
+    return tuple(sorted(n for n in positions if any(row[n] for row in labels.texts)))
 
 
 def group_heads_by_layer(heads: Iterable[int | str]) -> dict[str, list[int]]:

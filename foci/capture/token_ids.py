@@ -55,6 +55,17 @@ class TokenIds:
         """Adds the patches or frames among the ids that a pass reads, at their positions in this pass."""
         self._segments.setdefault(name, []).append((number, segments, pictures))
 
+    def find_text(self, name: str, number: int, length: int) -> tuple[int, ...] | None:
+        """The positions up to a length that are not patches or frames; None if the pass reads none of these."""
+        known = [segments for each, segments, _ in self._segments.get(name, ()) if each == number]
+        if not known:
+            return None
+        inside = [
+            {n for s in known[0] if s.sequence == row for n in range(s.start, s.stop)}
+            for row in {s.sequence for s in known[0]}
+        ]
+        return tuple(n for n in range(length) if any(n not in row for row in inside))
+
     def add_explicit(self, name: str, ids: Tensor, number: int) -> None:
         """Adds ids that an adapter read from the model's arguments; they replace those seen in embeddings."""
         if name not in self._explicit:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from foci.capture import huggingface
+from foci.capture.diffusion import Denoising, find_pipeline_denoisers, is_denoiser
 from foci.capture.hooks import hook_module
 from foci.capture.recorder import HEAD_NAME, Recorder
 from foci.capture.torch_functions import intercept_multi_head_attention
@@ -28,7 +29,7 @@ from foci.runtime.interrupts import delay_interrupts
 
 @contextmanager
 def watch(
-    model: nn.Module,
+    model: nn.Module | Any,
     *,
     keep: Literal["lazy"] | Keep = "lazy",
     layers: Iterable[int | str] | int | str | None = None,
@@ -39,6 +40,7 @@ def watch(
     tokenizer: Any = None,
     processor: Any = None,
     labels: dict[str, Labels] | None = None,
+    steps: bool | None = None,
 ) -> Iterator[Record]:
     """Records the attention of a model while it runs; the record is filled when the block ends.
 
@@ -61,8 +63,11 @@ def watch(
     inference fast path is off inside the block; CUDA may choose another fused kernel). Compiled models run uncompiled
     inside the block. Passes that activation checkpointing recomputes in the backward are not counted again.
 
+    A pipeline of diffusers is watched like a model: recorded is its denoiser, and each denoising step is a step of the
+    record: `seen.at(step=20)`, `seen.mean("steps")`, `seen.image_map("shoe")`.
+
     Args:
-        model: any module; attention outside it is not recorded.
+        model: any module; attention outside it is not recorded. Or a pipeline of diffusers.
         keep: "lazy" keeps queries, keys and values, from which any statistic can be computed later; `foci.Keep(...)`
             keeps statistics only, computed at each call and copied to the host in the background.
         layers: which layers to record: numbers, short names ("L5", "cross.L5") or module names; None: all.
@@ -74,11 +79,14 @@ def watch(
         processor: the processor of a vision-language or vision model, whose tokenizer decodes the token ids and whose
             scaling of images is undone for the pictures of the record.
         labels: finished labels by name, such as {"input": Labels.tokens(...)}.
+        steps: whether the passes of the model are the denoising steps of one record; None: if it is one of diffusers.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("foci.watch cannot be compiled: open the block outside the compiled model, not inside it")
+    title = type(getattr(model, "_orig_mod", model)).__name__
+    model, denoising = find_denoising(model, steps)
     check_model_and_limit(model, limit)
-    record = Record(model=type(getattr(model, "_orig_mod", model)).__name__)
+    record = Record(model=title)
     recorder = Recorder(
         model,
         record,
@@ -90,6 +98,7 @@ def watch(
         ablate=parse_ablate(ablate),
         tokenizer=getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer,
         processor=processor,
+        denoising=denoising,
     )
     for name, finished in (labels or {}).items():
         recorder.set_labels(name, finished)
@@ -107,9 +116,22 @@ def watch(
     recorder.fill_record()
 
 
+def find_denoising(model: Any, steps: bool | None) -> tuple[Any, Denoising | None]:
+    """The module to watch, and the steps of a diffusion model: that of a pipeline, one of diffusers, or as asked."""
+    if isinstance(model, nn.Module):
+        return model, Denoising([model]) if (is_denoiser(model) if steps is None else steps) else None
+    denoisers = find_pipeline_denoisers(model)
+    if not denoisers:
+        return model, None
+    if len(denoisers) == 1:
+        (only,) = denoisers.values()
+        return only, Denoising([only], model)
+    return nn.ModuleDict(denoisers), Denoising(list(denoisers.values()), model)
+
+
 def check_model_and_limit(model: Any, limit: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model must be an nn.Module or a pipeline of diffusers, got {type(model).__name__}")
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
         raise ValueError(f"limit must be a number of bytes, an int such as 2**33, got {limit!r}")
 
@@ -163,6 +185,8 @@ def open_block(block: ExitStack, model: nn.Module, recorder: Recorder) -> None:
         hook_modules(block, recorder, [*recorder.layer_names.attention_modules, *found.attention_modules])
         recorder.module_inputs.watch(block, recorder)
         recorder.patch_grid.watch(block, recorder)
+        if recorder.denoising is not None:
+            recorder.denoising.watch(block, recorder)
         block.enter_context(disable_compile())
         if found.models and recorder.keeps_own_calls:
             block.enter_context(huggingface.observe_models(found, recorder))

@@ -38,6 +38,14 @@ class DenseWeights:
         return tuple(self.matrix.shape)
 
     @property
+    def device(self) -> torch.device:
+        return self.matrix.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrix.dtype
+
+    @property
     def _as_float32(self) -> Tensor:
         return self.matrix.to(torch.promote_types(self.matrix.dtype, torch.float32))
 

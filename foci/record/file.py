@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from foci.record.kept import STATISTIC_AXES, KeptStatistics
 from foci.record.labels import Labels, Segment
-from foci.record.layer import Layer
+from foci.record.layer import Layer, join_steps
 from foci.record.metrics import HEAD_SCORES, ScoreTotals
 from foci.weights import parts_file
 from foci.weights.file import is_int_tuple, require
@@ -26,6 +28,10 @@ LAYER_FIELDS = ("name", "stack", "index", "heads", "queries", "keys", "rows", "k
 MAX_STACK_NAME_LENGTH = 64
 # No grid of patches is larger: a file cannot make us allocate one.
 MAX_GRID_SIDE = 1 << 16
+# Nor has a layer more queries or keys of which only some weights were kept.
+MAX_LENGTH = 1 << 20
+# What files of earlier versions do not have.
+LAYER_DEFAULTS: dict[str, Any] = {"kept_keys": (), "kept_queries": (), "averaged": False, "steps": None}
 # The file calls the query positions of a layer "query_places".
 LAYER_CONTENTS = ("weights", "kept", "matrix", "values", "query_places")
 
@@ -48,7 +54,16 @@ def save_record(
 def encode_layer(layer: Layer) -> dict[str, Any]:
     check_stack_name(layer.stack)
     fields = {name: getattr(layer, name) for name in LAYER_FIELDS}
+    if layer.steps:
+        # Its own data is the mean of the steps.
+        nothing = dict.fromkeys(LAYER_CONTENTS)
+        steps = {str(number): encode_layer(step) for number, step in layer.steps.items()}
+        return fields | nothing | {"kept_keys": (), "kept_queries": (), "averaged": layer.averaged, "steps": steps}
     return fields | {
+        "kept_keys": layer.kept_keys,
+        "kept_queries": layer.kept_queries,
+        "averaged": False,
+        "steps": None,
         "weights": None if layer.weights is None else layer.weights.parts(),
         "kept": None if layer.kept is None else dict(layer.kept) | {"shape": layer.kept.shape},
         "matrix": layer.matrix,
@@ -116,19 +131,22 @@ def check_plain_fields(found: dict[str, Any]) -> None:
     )
 
 
-def parse_layer(part: Any) -> Layer:
-    require(
-        is_dict(part) and part.keys() == {*LAYER_FIELDS, *LAYER_CONTENTS},
-        "a layer",
-        f"a dict of {[*LAYER_FIELDS, *LAYER_CONTENTS]}",
-        str(part)[:80],
-    )
+def parse_layer(part: Any, is_step: bool = False) -> Layer:
+    part = LAYER_DEFAULTS | part if is_dict(part) else part
+    names = {*LAYER_FIELDS, *LAYER_CONTENTS, *LAYER_DEFAULTS}
+    require(is_dict(part) and part.keys() == names, "a layer", f"a dict of {sorted(names)}", str(part)[:80])
     for name in ("name", "stack", "queries", "keys"):
         require(isinstance(part[name], str), name, "a string", part[name])
     check_stack_name(part["stack"])
     require(is_int_tuple((part["index"], part["kv_heads"])), "index and kv_heads", "ints of at least 0", part["index"])
     require(is_int_tuple(part["heads"]), "heads", "ints of at least 0", part["heads"])
     require(part["rows"] is None or is_int_tuple(part["rows"]), "rows", "ints of at least 0", str(part["rows"])[:80])
+    for name in ("kept_keys", "kept_queries"):
+        require(is_int_tuple(part[name]), name, "ints of at least 0", str(part[name])[:80])
+    require(isinstance(part["averaged"], bool), "averaged", "a bool", part["averaged"])
+    if part["steps"] is not None:
+        require(not is_step, "a step", "a layer without steps of its own", "one with steps")
+        return parse_steps(part)
     sources = {"weights": None, "kept": None, "matrix": part["matrix"]}
     if part["weights"] is not None:
         sources["weights"] = Weights.from_parts(part["weights"])
@@ -138,10 +156,24 @@ def parse_layer(part: Any) -> Layer:
         require(
             is_float_tensor(part["matrix"], 4), "matrix", "a float tensor (B, H, Tq, Tk)", type(part["matrix"]).__name__
         )
-    fields = {name: part[name] for name in LAYER_FIELDS}
+    fields = {name: part[name] for name in (*LAYER_FIELDS, "kept_keys", "kept_queries")}
     layer = Layer(**fields, query_positions=part["query_places"], values=part["values"], **sources)
     check_layer_tensors(layer)
     return layer
+
+
+def parse_steps(part: dict[str, Any]) -> Layer:
+    """A layer of several denoising steps, which has no other data."""
+    steps = part["steps"]
+    numbers = is_dict(steps) and bool(steps) and all(name.isdecimal() and len(name) < 8 for name in steps)
+    require(numbers, "steps", "a dict of layers by number", str(steps)[:80])
+    contents = [name for name in LAYER_CONTENTS if part[name] is not None]
+    require(not contents, "a layer with steps", "without other data", contents)
+    layers = {int(number): parse_layer(step, is_step=True) for number, step in steps.items()}
+    for layer in layers.values():
+        fits = (layer.name, layer.heads, layer.rows) == (part["name"], part["heads"], part["rows"])
+        require(fits, "a step", f"one of {part['name']}", layer.name)
+    return replace(join_steps(layers), averaged=part["averaged"])
 
 
 def check_stack_name(name: str) -> None:
@@ -156,8 +188,16 @@ def check_stack_name(name: str) -> None:
 
 
 def check_layer_tensors(layer: Layer) -> None:
-    """Checks that values, norms and positions fit the shape of the layer."""
+    """Checks that values, norms, positions and the numbers of kept weights fit the shape of the layer."""
     batch, heads, queries, keys = layer.sizes
+    kept: Mapping[str, Tensor] = {} if layer.kept is None else layer.kept
+    for name, axis, numbers, size in (
+        ("key_weights", -1, layer.kept_keys, keys),
+        ("query_weights", -2, layer.kept_queries, queries),
+    ):
+        count = kept[name].shape[axis] if name in kept else 0
+        fits = len(set(numbers)) == len(numbers) == count and max(numbers, default=0) < max(size, 1)
+        require(fits, f"the numbers of {name}", f"{count} different ones below {size}", str(numbers)[:80])
     require(0 < layer.kv_heads <= max(heads, 1), "kv_heads", f"from 1 to {heads}", layer.kv_heads)
     for name, tensor, rest in (("value_norms", layer.value_norms, 0), ("values", layer.values, 1)):
         if tensor is not None:
@@ -176,11 +216,12 @@ def parse_kept_statistics(part: Any) -> KeptStatistics:
     shape = part["shape"]
     require(len(shape) == 4, "the shape of kept statistics", "(B, H, Tq, Tk)", shape)
     statistics = {name: tensor for name, tensor in part.items() if name != "shape"}
-    # These are always kept, and tie the shape to tensors: a file cannot claim a size that it does not hold.
+    # These tie the shape to tensors: a file cannot claim a size that it does not hold.
+    is_text = bool({"key_weights", "query_weights"} & statistics.keys()) and max(shape[2:]) <= MAX_LENGTH
     require(
-        {"entropy", "received"} <= statistics.keys(),
+        is_text or {"entropy", "received"} <= statistics.keys(),
         "kept statistics",
-        "entropy, received and others",
+        "entropy, received and others, or the weights of text",
         sorted(statistics),
     )
     sizes = {"q": shape[2], "k": shape[3]}

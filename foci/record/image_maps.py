@@ -23,52 +23,210 @@ if TYPE_CHECKING:
 # Words named in an error message.
 MAX_LISTED_WORDS = 30
 
+# Which of a word and an image has the queries.
+DIRECTIONS = ("text->image", "image->text")
+# The largest number of matrix entries read at a time.
+MAX_STRIP_ENTRIES = 1 << 22
+
 Box = tuple[float, float, float, float]
 
 
 @torch.no_grad()
 def compute_image_map(
-    record: Record, query: Any, image: int, layer: Any, head: Any, upsample: Any, batch: int
+    record: Record,
+    query: Any,
+    image: int,
+    layer: Any,
+    head: Any,
+    upsample: Any,
+    batch: int,
+    step: Any = None,
+    direction: Any = None,
 ) -> Tensor:
     """Implements `Record.image_map`."""
+    if step == "each":
+        records = [record.at(step=number) for number in range(record.steps)]
+        maps = [compute_image_map(r, query, image, layer, head, upsample, batch, None, direction) for r in records]
+        return torch.stack(maps)
+    record = record if step is None else record.at(step=step)
+    if reads_columns(record, direction, query, batch):
+        layers, maps = map_columns(record, query, image, layer, head, batch)
+        labels = record.labels_of(layers[0])[0]
+    else:
+        layers, maps = map_rows(record, query, image, layer, head, batch)
+        labels = record.labels_of(layers[0])[1]
+    maps = resize_to_finest(maps)
+    result = torch.stack(maps) if layer == "each" else torch.stack(maps).mean(0)
+    return result if upsample is False else enlarge(result, upsample, labels, image, batch)
+
+
+def map_rows(
+    record: Record, query: Any, image: int, layer: Any, head: Any, batch: int
+) -> tuple[list[Layer], list[Tensor]]:
+    """The maps of the keys that a query looks at, and the layers that they belong to."""
     layers = select_layers(record, layer, batch)
     layers, positions = find_query(record, layers, query, batch)
     check_heads(layers, head)
-    segments = get_image(record, layers[0], image, batch)
     rows = [rows_of(record, each, positions) for each in layers]
     if layer == "rollout":
         if head is not None:
             raise ValueError(f"head must be None for layer='rollout', which averages the heads, got {head!r}")
-        weights = roll_out(layers, rows[-1], batch)
-    else:
-        # (layers, Tk), or (layers, H, Tk) for each head.
-        parts = [read_weights(each, batch, head, indices) for each, indices in zip(layers, rows, strict=True)]
-        weights = torch.stack(parts) if layer == "each" else torch.stack(parts).mean(0)
-    result = lay_out(weights, segments)
-    return result if upsample is False else enlarge(result, upsample, record.labels_of(layers[0])[1], image, batch)
+        return layers, [lay_out(roll_out(layers, rows[-1], batch), get_image(record, layers[0], image, batch))]
+    # (Tk,), or (H, Tk) for each head.
+    weights = [read_weights(each, batch, head, indices) for each, indices in zip(layers, rows, strict=True)]
+    segments = [get_image(record, each, image, batch) for each in layers]
+    return layers, [lay_out(part, grid) for part, grid in zip(weights, segments, strict=True)]
+
+
+def map_columns(
+    record: Record, query: Any, image: int, layer: Any, head: Any, batch: int
+) -> tuple[list[Layer], list[Tensor]]:
+    """The maps of the queries that look at a word, and the layers that they belong to."""
+    if layer == "rollout":
+        raise ValueError("layer must not be 'rollout' where the image attends to the text: use Record.rollout")
+    layers = select_layers(record, layer, batch, axis=0)
+    positions = find_key(record, layers, query, batch)
+    check_heads(layers, head)
+    maps = []
+    for each in layers:
+        weights = each.columns(positions)[batch].float().mean(-1).cpu()  # (H, Tq)
+        weights = weights.unsqueeze(0) if each.single else weights
+        if head != "each":
+            weights = weights.mean(0) if head is None else weights[each.heads.index(head)]
+        maps.append(lay_out(weights, get_image(record, each, image, batch, axis=0)))
+    return layers, maps
+
+
+def reads_columns(record: Record, direction: Any, query: Any, batch: int) -> bool:
+    """Whether the image attends to the word, and not the word to the image."""
+    if direction not in (None, *DIRECTIONS):
+        raise ValueError(f"direction must be one of {', '.join(map(repr, DIRECTIONS))}, got {direction!r}")
+    reading = [each for each in record.layers.values() if shows_text_to_image(record, each, batch)]
+    words = [each for each in record.layers.values() if shows_image_to_text(record, each, batch)]
+    if direction == "image->text" and not words:
+        raise ValueError(
+            "direction must be 'text->image' for a record whose images attend to no text, got 'image->text'"
+        )
+    if direction == "text->image" and words and not reading:
+        raise ValueError(
+            "direction must be 'image->text' for a record whose text attends to no image, got 'text->image'"
+        )
+    if direction is not None or not words:
+        return bool(direction == "image->text")
+    # A patch that is named as it is labelled looks at other patches.
+    is_patch = isinstance(query, str) and re.fullmatch(r"(\d+:)?\d+,\d+", query.strip())
+    return not reading and not is_patch
+
+
+def shows_text_to_image(record: Record, layer: Layer, batch: int) -> bool:
+    """Whether the text of a layer attends to an image, and its weights were kept."""
+    is_kept = layer.kept is None or "query_weights" in layer.kept
+    return is_kept and has_image(record, layer, batch) and is_text(record.labels_of(layer)[0], batch)
+
+
+def shows_image_to_text(record: Record, layer: Layer, batch: int) -> bool:
+    """Whether the image of a layer attends to text, and its weights were kept."""
+    is_kept = layer.kept is None or "key_weights" in layer.kept
+    return is_kept and has_image(record, layer, batch, axis=0) and is_text(record.labels_of(layer)[1], batch)
+
+
+def find_key(record: Record, layers: Sequence[Layer], query: Any, batch: int) -> list[int]:
+    """The positions of a word, a number or several numbers among the keys."""
+    labels = record.labels_of(layers[0])[1]
+    if isinstance(query, str):
+        positions = find_word(labels, query, batch)
+        if positions:
+            return positions
+        words = [text for text, _ in list_words(labels, batch)]
+        listed = " ".join(words[:MAX_LISTED_WORDS]) + " …" * (len(words) > MAX_LISTED_WORDS)
+        raise ValueError(f"query must be a word of the text ({listed}) or a position, got {query!r}")
+    return check_positions(query, len(labels))
+
+
+def check_positions(query: Any, length: int) -> list[int]:
+    numbers = [query] if isinstance(query, int) else list(query)
+    if not numbers or not all(isinstance(n, int) and -length <= n < length for n in numbers):
+        raise ValueError(f"query must be a word or positions from {-length} to {length - 1}, got {query!r}")
+    return [number % length for number in numbers]
+
+
+def resize_to_finest(maps: Sequence[Tensor]) -> list[Tensor]:
+    """Maps (..., rows, columns) on the finest of their grids; what a bicubic curve adds below 0 is cut off."""
+    size = max((tuple(each.shape[-2:]) for each in maps), key=lambda shape: shape[0] * shape[1])
+    resized = []
+    for each in maps:
+        if tuple(each.shape[-2:]) == size:
+            resized.append(each)
+            continue
+        flat = each.reshape(1, -1, *each.shape[-2:])
+        resized.append(F.interpolate(flat, size, mode="bicubic").clamp(min=0).reshape(*each.shape[:-2], *size))
+    return resized
 
 
 @torch.no_grad()
-def rank_words(record: Record, box: Any, image: int, layer: Any, head: Any, batch: int) -> list[tuple[str, float]]:
+def rank_words(
+    record: Record, box: Any, image: int, layer: Any, head: Any, batch: int, step: Any = None, direction: Any = None
+) -> list[tuple[str, float]]:
     """Implements `Record.words_for`."""
     check_box(box)
+    record = record if step is None else record.at(step=step)
+    if reads_columns(record, direction, None, batch):
+        labels, weights = weigh_words_of_patches(record, box, image, layer, head, batch)
+    else:
+        labels, weights = weigh_words_on_patches(record, box, image, layer, head, batch)
+    words = [
+        (text, sum(weights[position] for position in positions if position in weights) / len(positions))
+        for text, positions in list_words(labels, batch)
+        if any(position in weights for position in positions)
+    ]
+    return sorted(words, key=lambda word: -word[1])
+
+
+def weigh_words_on_patches(
+    record: Record, box: Box, image: int, layer: Any, head: Any, batch: int
+) -> tuple[Labels, dict[int, float]]:
+    """The weight of each position of the text on a part of the image; only the rows of the text are read."""
     layers = [each for each in select_layers(record, layer, batch) if is_text(record.labels_of(each)[0], batch)]
     if not layers:
         raise ValueError("the record must have a text that attends to the image, got one of images only")
     check_heads(layers, head)
+    labels = record.labels_of(layers[0])[0]
+    positions = [position for _, positions in list_words(labels, batch) for position in positions]
     segments = get_image(record, layers[0], image, batch)
     coverage = torch.zeros(layers[0].shape[-1])
     for segment in segments:
         coverage[segment.positions] = measure_coverage(segment, box)
-    parts = [weigh_keys(each, batch, head, coverage) for each in layers]
-    labels, weights = record.labels_of(layers[0])[0], torch.stack(parts).mean(0)
-    words = [(text, float(weights[positions].mean())) for text, positions in list_words(labels, batch)]
-    return sorted(words, key=lambda word: -word[1])
+    parts = [weigh_keys(each, batch, head, coverage, positions) for each in layers]
+    return labels, dict(zip(positions, torch.stack(parts).mean(0).tolist(), strict=True))
 
 
-def select_layers(record: Record, layer: Any, batch: int) -> list[Layer]:
-    """The layers whose keys are or contain image patches: all of them, or the named one."""
-    with_images = [each for each in record.layers.values() if has_image(record, each, batch)]
+def weigh_words_of_patches(
+    record: Record, box: Box, image: int, layer: Any, head: Any, batch: int
+) -> tuple[Labels, dict[int, float]]:
+    """The mean weight of the patches in a part of the image on each position of the text."""
+    layers = select_layers(record, layer, batch, axis=0)
+    check_heads(layers, head)
+    labels = record.labels_of(layers[0])[1]
+    keys = [position for _, positions in list_words(labels, batch) for position in positions]
+    kept = [key for key in keys if all(not each.kept_keys or key in each.kept_keys for each in layers)]
+    parts = []
+    for each in layers:
+        share = torch.zeros(each.shape[-2])
+        for segment in get_image(record, each, image, batch, axis=0):
+            share[segment.positions] = measure_coverage(segment, box)
+        weights = each.columns(kept)[batch].float().cpu()
+        weights = weights.unsqueeze(0) if each.single else weights
+        weights = weights.mean(0) if head is None else weights[each.heads.index(head)]
+        parts.append(share / share.sum() @ weights)
+    return labels, dict(zip(kept, torch.stack(parts).mean(0).tolist(), strict=True))
+
+
+def select_layers(record: Record, layer: Any, batch: int, axis: int = 1) -> list[Layer]:
+    """The layers that attend to images: all of them, the named one, or a group; with axis 0 those of images to text."""
+    if axis == 0:
+        with_images = [each for each in record.layers.values() if shows_image_to_text(record, each, batch)]
+    else:
+        with_images = [each for each in record.layers.values() if has_image(record, each, batch)]
     if not with_images:
         raise ValueError(
             "the record must have image patches among its keys, got none: watch a model that reads images, or give the"
@@ -81,20 +239,26 @@ def select_layers(record: Record, layer: Any, batch: int) -> list[Layer]:
         if not chosen:
             raise ValueError(f"layer must be a number from {sorted({x.index for x in with_images})}, got {layer}")
         return chosen
-    chosen = [record[layer]]
-    if not has_image(record, chosen[0], batch):
+    chosen = [each for each in with_images if f"{each.name}.".startswith(f"{layer}.")]
+    if chosen:
+        return chosen
+    named = record[layer]
+    chosen = [each for each in with_images if each.name == named.name]
+    if not chosen:
         names = ", ".join(record.name_of(each) for each in with_images[:8])
-        raise ValueError(f"layer must be one that attends to an image ({names}), got {layer!r}")
-    return chosen
+        what = "one that attends to an image" if axis else "one whose image attends to text"
+        raise ValueError(f"layer must be {what} ({names}), got {layer!r}")
+    return [named]
 
 
-def has_image(record: Record, layer: Layer, batch: int) -> bool:
-    return batch < layer.shape[0] and bool(record.labels_of(layer)[1].grids(batch))
+def has_image(record: Record, layer: Layer, batch: int, axis: int = 1) -> bool:
+    """Whether the keys of a layer are or contain image patches; with axis 0 its queries."""
+    return batch < layer.shape[0] and bool(record.labels_of(layer)[axis].grids(batch))
 
 
-def get_image(record: Record, layer: Layer, image: int, batch: int) -> list[Segment]:
-    """The segments of one image among the keys of a layer."""
-    images = record.labels_of(layer)[1].grids(batch)
+def get_image(record: Record, layer: Layer, image: int, batch: int, axis: int = 1) -> list[Segment]:
+    """The segments of one image among the keys of a layer; with axis 0 among its queries."""
+    images = record.labels_of(layer)[axis].grids(batch)
     if not isinstance(image, int) or isinstance(image, bool) or not 0 <= image < len(images):
         raise ValueError(f"image must be from 0 to {len(images) - 1}, got {image!r}")
     return images[image]
@@ -128,11 +292,7 @@ def find_query(record: Record, layers: Sequence[Layer], query: Any, batch: int) 
         listed = (" " if texts else "; ").join(words[:MAX_LISTED_WORDS]) + " …" * (len(words) > MAX_LISTED_WORDS)
         what = "a word of the text" if texts else "a label of the image"
         raise ValueError(f"query must be {what} ({listed}) or a position, got {query!r}")
-    length = len(sequence_of(record, found[0]))
-    numbers = [query] if isinstance(query, int) else list(query)
-    if not numbers or not all(isinstance(n, int) and -length <= n < length for n in numbers):
-        raise ValueError(f"query must be a word or positions from {-length} to {length - 1}, got {query!r}")
-    return found, [number % length for number in numbers]
+    return found, check_positions(query, len(sequence_of(record, found[0])))
 
 
 def sequence_of(record: Record, layer: Layer) -> Labels:
@@ -210,7 +370,10 @@ def rows_of(record: Record, layer: Layer, positions: Sequence[int]) -> list[int]
 
 def read_weights(layer: Layer, batch: int, head: Any, rows: list[int]) -> Tensor:
     """The mean of some rows, averaged over heads or of one head: (Tk,); of each head: (H, Tk)."""
-    if head in (None, "each"):
+    if layer.kept is not None:
+        entries: Any = layer.lines(rows)[batch]
+        entries = entries if head in (None, "each") else entries[layer.heads.index(head)]
+    elif head in (None, "each"):
         entries = layer[batch, :, rows]
     else:
         entries = layer[batch, layer.heads.index(head), rows]
@@ -227,13 +390,20 @@ def roll_out(layers: Sequence[Layer], rows: Sequence[int], batch: int) -> Tensor
     return torch.stack([metrics.compute_rollout(ordered, row, batch) for row in rows]).mean(0).cpu()
 
 
-def weigh_keys(layer: Layer, batch: int, head: Any, x: Tensor) -> Tensor:
-    """The weight of each query on some keys, (Tq,), by a product with the lazy matrix."""
-    weights: Any = layer[batch] if head is None else layer.head(head)[batch]
-    if head is None:
-        weights = weights.mean(0) if isinstance(weights, Tensor) else weights.mean("heads")
-    product: Tensor = weights @ x.to(weights.device, weights.dtype)
-    return product.float().cpu()
+def weigh_keys(layer: Layer, batch: int, head: Any, x: Tensor, positions: Sequence[int]) -> Tensor:
+    """The weight of the queries at some positions on some keys, (positions,); only their rows are read, in strips."""
+    recorded = layer.positions.tolist() if layer.rows is None else list(layer.rows)
+    recorded = recorded if layer.queries == layer.keys else list(range(layer.shape[-2]))
+    place = {position: row for row, position in enumerate(recorded)}
+    rows = [place[position] for position in positions]
+    size = max(1, MAX_STRIP_ENTRIES // max(1, layer.sizes[1] * layer.shape[-1]))
+    parts = []
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        entries: Any = layer.lines(part)[batch] if layer.kept is not None else layer.with_head_axis()[batch, :, part]
+        shares = entries.float() @ x.to(entries.device)
+        parts.append((shares.mean(0) if head is None else shares[layer.heads.index(head)]).cpu())
+    return torch.cat(parts)
 
 
 def lay_out(weights: Tensor, segments: Sequence[Segment]) -> Tensor:

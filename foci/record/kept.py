@@ -5,9 +5,9 @@ B batch, H heads, Tq queries, Tk keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from foci.weights.summary import Top
 from foci.weights.weights import Weights
 
-# The axes after (B, H) of each statistic: q queries, k keys.
+# The axes after (B, H) of each statistic: q queries, k keys, t those of them that are text.
 STATISTIC_AXES = {
     "entropy": "q",
     "received": "k",
@@ -28,7 +28,11 @@ STATISTIC_AXES = {
     "top_values": "qn",
     "top_keys": "qn",
     "picture": "rc",
+    "key_weights": "qt",
+    "query_weights": "tk",
 }
+# The statistics whose mean over several matrices says something.
+MEAN_STATISTICS = tuple(name for name in STATISTIC_AXES if not name.startswith("top_") and name != "largest_logit")
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class Keep:
     """Which statistics `foci.watch` keeps in place of queries and keys; their memory is linear in the length.
 
     >>> keep = foci.Keep(top=16, picture=64)
+    >>> keep = foci.Keep(keys="text")                       # of a diffusion model: where each word of the prompt lies
 
-    Entropy, received attention, distance, log-sum-exp and sink mass are always kept.
+    Entropy, received attention, distance, log-sum-exp and sink mass are always kept, except with `keys` and `queries`.
 
     Args:
         top: the number of heaviest keys of each query; 0: none.
@@ -46,6 +51,10 @@ class Keep:
         shares: whether to keep the weight of each query on the previous key and on the first key. This takes a pass
             over the diagonal, which is noticeable on a GPU.
         values: whether to keep the norms of the values.
+        keys: "text": of a model that attends to text and images, only the exact weights on the keys that are text (not
+            its padding), in half precision if the model computes so; no other statistic. Layers that do not attend to
+            text are not recorded.
+        queries: "text": only the exact weights of the queries that are text; may be combined with `keys`.
     """
 
     top: int = 8
@@ -53,12 +62,35 @@ class Keep:
     largest_logit: bool = False
     shares: bool = False
     values: bool = True
+    keys: str | None = None
+    queries: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("keys", "queries"):
+            if getattr(self, name) not in {None, "text"}:
+                raise ValueError(f"{name} must be 'text' or None, got {getattr(self, name)!r}")
+        if self.keeps_text and replace(self, keys=None, queries=None) != Keep():
+            raise ValueError(f"keys and queries must be given without other arguments, got {self}")
         for name in ("top", "picture"):
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
                 raise ValueError(f"{name} must be an int of at least 0, got {number!r}")
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether only weights of text are kept."""
+        return self.keys is not None or self.queries is not None
+
+    def compute_text(self, weights: Weights, text: TextPositions) -> dict[str, Tensor]:
+        """The exact weights (B, H, Tq, Tk) on the keys that are text, and those of the queries that are text."""
+        kept = {}
+        dtype = torch.float16 if weights.tensors.call.q.element_size() == 2 else torch.float32
+        with torch.no_grad():
+            if self.keys is not None and text.keys:
+                kept["key_weights"] = read_entries(weights, (..., slice(None), as_index(text.keys))).to(dtype)
+            if self.queries is not None and text.queries:
+                kept["query_weights"] = read_entries(weights, (..., as_index(text.queries), slice(None))).to(dtype)
+        return kept
 
     def compute(self, weights: Weights) -> dict[str, Tensor]:
         """The statistics of weights (B, H, Tq, Tk), on their device; the sink mass only if there are sinks."""
@@ -71,11 +103,33 @@ class Keep:
                 kept |= compute_key_shares(weights, kept["received"])
         return kept
 
-    def nbytes(self, batch: int, heads: int, queries: int, keys: int) -> int:
-        """The bytes kept for one call."""
+    def nbytes(self, batch: int, heads: int, queries: int, keys: int, text: TextPositions | None = None) -> int:
+        """The bytes kept for one call; with weights of text, at most."""
+        if text is not None:
+            columns = len(text.keys) * queries if self.keys else 0
+            return 4 * batch * heads * (columns + (len(text.queries) * keys if self.queries else 0))
         rows, columns = min(self.picture, queries), min(self.picture, keys)
         per_query = 4 + 2 * self.shares + 2 * min(self.top, keys)
         return 4 * batch * heads * (queries * per_query + keys + rows * columns + self.largest_logit)
+
+
+class TextPositions(NamedTuple):
+    """The queries and the keys of a call that are text."""
+
+    queries: tuple[int, ...] = ()
+    keys: tuple[int, ...] = ()
+
+
+def as_index(numbers: Sequence[int]) -> slice | list[int]:
+    """Numbers as a slice if they follow each other, which reads them without copying."""
+    first = numbers[0]
+    return slice(first, first + len(numbers)) if list(numbers) == [*range(first, first + len(numbers))] else [*numbers]
+
+
+def read_entries(weights: Weights, index: Any) -> Tensor:
+    entries = weights[index]
+    assert isinstance(entries, Tensor)
+    return entries
 
 
 def find_first_visible_key(received: Tensor) -> Tensor:
@@ -123,7 +177,7 @@ class KeptStatistics(Mapping[str, Tensor]):
         return self.statistics[name]
 
     def _describe_missing(self, name: str) -> str:
-        available = ", ".join(self.statistics)
+        available = ", ".join(self)
         return f"{name!r} was not recorded; available: {available}. Use keep='lazy' or foci.Keep(...) in foci.watch"
 
     def __contains__(self, name: object) -> bool:

@@ -298,6 +298,17 @@ class Labels:
                 images.setdefault(segment.image, []).append(segment)
         return list(images.values())
 
+    def split_kinds(self, batch: int = 0) -> dict[str, list[int]]:
+        """The positions of a sequence that are text, and those that are patches: {"text": [...], "image": [...]}."""
+        patches = {
+            position for grids in self.grids(batch) for each in grids for position in each.positions.flatten().tolist()
+        }
+        kinds = {"text": [], "image": sorted(patches)}
+        if self.kind == "tokens":
+            inside = {n for s in self.segments if s.sequence == batch for n in range(s.start, s.stop)}
+            kinds["text"] = [position for position in range(len(self)) if position not in inside]
+        return {kind: positions for kind, positions in kinds.items() if positions}
+
     def picture(self, batch: int = 0, image: int = 0, frame: int = 0) -> Tensor | None:
         """The picture of an image, or of a frame of a video, uint8 (height, width, 3); None if it was not kept."""
         if self.images is not None:

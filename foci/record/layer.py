@@ -6,6 +6,7 @@ B batch, H heads, G key/value heads, Tq queries, Tk keys.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,16 +14,30 @@ import torch
 from torch import Tensor
 
 from foci.record.dense import DenseWeights
-from foci.record.kept import STATISTIC_AXES, KeptStatistics
+from foci.record.kept import STATISTIC_AXES, KeptStatistics, as_index
 from foci.record.labels import Labels
+from foci.record.step_mean import StepMean, average_steps
 from foci.runtime.checks import to_numpy
 from foci.weights.summary import Top
 from foci.weights.weights import Weights
 
 COMMON_STATISTICS = ("entropy", "received", "distance", "top", "picture", "grouped")
 WEIGHTS_STATISTICS = frozenset(
-    {*COMMON_STATISTICS, "entries", "products", "lse", "sink_mass", "largest_logit", "first", "previous"}
+    {
+        *COMMON_STATISTICS,
+        "entries",
+        "columns",
+        "lines",
+        "products",
+        "lse",
+        "sink_mass",
+        "largest_logit",
+        "first",
+        "previous",
+    }
 )
+# The methods that read kept statistics of other names.
+PUBLIC_STATISTICS = {"top_values": "top", "top_keys": "top", "key_weights": "columns", "query_weights": "lines"}
 MATRIX_STATISTICS = WEIGHTS_STATISTICS - {"lse", "sink_mass", "largest_logit"}
 
 
@@ -55,6 +70,11 @@ class Layer:
         single: whether this is one head, whose results have no head axis.
         kv_heads: the number of key/value heads.
         query_positions: the positions of the queries among the keys, (Tq,); None: the last query at the last key.
+        kept_keys, kept_queries: with `foci.Keep(keys="text")` or `queries="text"`, the keys and queries whose weights
+            were kept.
+        steps: by number, the layer at each denoising step of a diffusion model; the layer itself is their mean, and has
+            no other data.
+        averaged: whether this is the mean over the steps on its own, as `Record.mean("steps")` returns it.
         labels: those of its record, which sets them.
     """
 
@@ -73,13 +93,20 @@ class Layer:
     single: bool = False
     kv_heads: int = 0
     query_positions: Tensor | None = None
+    kept_keys: tuple[int, ...] = ()
+    kept_queries: tuple[int, ...] = ()
+    steps: dict[int, Layer] = field(default_factory=dict, repr=False)
+    averaged: bool = False
     labels: dict[str, Labels] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        sources = [self.weights, self.kept, self.matrix]
+        self._mean: StepMean | None = None
+        if self.steps:
+            self._average_steps()
+        sources = [self.weights, self.kept, self.matrix, self._mean]
         count = sum(source is not None for source in sources)
         if count != 1:
-            raise ValueError(f"exactly one of weights, kept and matrix must be given, got {count}")
+            raise ValueError(f"exactly one of weights, kept, matrix and steps must be given, got {count}")
         if len(self.shape) != (3 if self.single else 4):
             raise ValueError(f"a layer must have the shape (B, H, Tq, Tk), got {self.shape}")
         _, heads, queries, _ = self.sizes
@@ -90,10 +117,29 @@ class Layer:
         if self.rows is not None and len(self.rows) != queries:
             raise ValueError(f"rows must have {queries} numbers, got {len(self.rows)}")
 
+    def _average_steps(self) -> None:
+        shapes = {step.shape for step in self.steps.values()}
+        if len(shapes) != 1:
+            raise ValueError(f"steps must have one shape, got {sorted(shapes)}")
+        mean = average_steps([step._source for step in self.steps.values()])
+        if isinstance(mean, StepMean):
+            self._mean = mean
+        else:
+            self.kept = mean
+
+    def at(self, step: int) -> Layer:
+        """The layer at one denoising step of a diffusion model; negative numbers count from the last step."""
+        last = max(self.steps, default=-1)
+        number = step + last + 1 if isinstance(step, int) and step < 0 else step
+        if number not in self.steps:
+            numbers = f"one of {', '.join(map(str, self.steps))}" if self.steps else "asked of a layer with steps"
+            raise ValueError(f"step of {self.label} must be {numbers}, got {step!r}")
+        return self.steps[number]
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of `dense()`: (B, H, Tq, Tk), for a single head (B, Tq, Tk)."""
-        source = next(source for source in (self.weights, self.kept, self.matrix) if source is not None)
+        source = next(each for each in (self.weights, self.kept, self.matrix, self._mean) if each is not None)
         return tuple(source.shape)
 
     @property
@@ -114,7 +160,7 @@ class Layer:
         if self.kept is None:
             return WEIGHTS_STATISTICS if self.weights is not None else MATRIX_STATISTICS
         kept = {name for name in STATISTIC_AXES if name in self.kept}
-        return frozenset(kept - {"top_values", "top_keys"} | ({"top"} if "top_keys" in kept else set()))
+        return frozenset(PUBLIC_STATISTICS.get(name, name) for name in kept)
 
     @property
     def max_picture_size(self) -> tuple[int, int]:
@@ -142,6 +188,8 @@ class Layer:
     @property
     def nbytes(self) -> int:
         """The bytes of its tensors."""
+        if self.steps:
+            return sum(step.nbytes for step in self.steps.values())
         kept = [] if self.kept is None else list(self.kept.values())
         tensors = [t for t in (*kept, self.matrix, self.values, self.value_norms) if t is not None]
         return sum(t.nbytes for t in tensors) + (0 if self.weights is None else self.weights.nbytes)
@@ -157,6 +205,8 @@ class Layer:
         index = self.heads.index(number)
         kv_head = index * self.kv_heads // self.shape[1]
         shared = slice(kv_head, kv_head + 1)
+        if self.steps:
+            return self._with_steps({n: step.head(number) for n, step in self.steps.items()})
         weights = None if self.weights is None else self.weights[:, index]
         assert weights is None or isinstance(weights, Weights)
         return replace(
@@ -175,6 +225,8 @@ class Layer:
         """A single head as a layer of one head; any other layer unchanged."""
         if not self.single:
             return self
+        if self.steps:
+            return self._with_steps({number: step.with_head_axis() for number, step in self.steps.items()})
         return replace(
             self,
             single=False,
@@ -183,15 +235,22 @@ class Layer:
             matrix=None if self.matrix is None else self.matrix.unsqueeze(1),
         )
 
+    def _with_steps(self, steps: dict[int, Layer]) -> Layer:
+        """The mean of other steps of the same layer."""
+        first = next(iter(steps.values()))
+        return replace(self, steps=steps, kept=None, heads=first.heads, single=first.single, kv_heads=first.kv_heads)
+
     @property
-    def _source(self) -> Weights | KeptStatistics | DenseWeights:
+    def _source(self) -> Weights | KeptStatistics | DenseWeights | StepMean:
+        if self._mean is not None:
+            return self._mean
         if self.matrix is not None:
             return DenseWeights(self.matrix, self.query_positions)
         source = self.weights if self.weights is not None else self.kept
         assert source is not None
         return source
 
-    def _require_matrix(self, statistic: str) -> Weights | DenseWeights:
+    def _require_matrix(self, statistic: str) -> Weights | DenseWeights | StepMean:
         """The source if it has single entries, else an error."""
         source = self._source
         if isinstance(source, KeptStatistics):
@@ -244,11 +303,10 @@ class Layer:
 
     def _require_scores(self, statistic: str) -> Weights | KeptStatistics:
         source = self._source
-        if isinstance(source, DenseWeights):
+        if isinstance(source, DenseWeights | StepMean):
             available = ", ".join(sorted(self.available))
-            raise ValueError(
-                f"{statistic!r} of {self.label} cannot be computed from a dense matrix; available: {available}"
-            )
+            what = "a dense matrix" if isinstance(source, DenseWeights) else "the mean over steps"
+            raise ValueError(f"{statistic!r} of {self.label} cannot be computed from {what}; available: {available}")
         return source
 
     def row(self, *index: int, values: bool = False) -> Tensor:
@@ -281,7 +339,7 @@ class Layer:
         heads = self.sizes[1]
         return norms if norms.shape[1] == heads else norms.repeat_interleave(heads // norms.shape[1], dim=1)
 
-    def __getitem__(self, index: Any) -> Weights | Tensor:
+    def __getitem__(self, index: Any) -> Weights | StepMean | Tensor:
         """Exact entries, indexed like `foci.Weights`: layer[batch, head, query]."""
         return self._require_matrix("entries")[index]
 
@@ -301,14 +359,98 @@ class Layer:
             return args[1] @ args[0]
         raise TypeError(f"{getattr(function, '__name__', function)} must be called with tensors, got a Layer")
 
-    def mean(self, over: str) -> Weights | DenseWeights:
+    def columns(self, keys: Sequence[int]) -> Tensor:
+        """The exact weights of all queries on some keys: (B, H, Tq, keys).
+
+        >>> record = foci.Record.from_tensors([torch.rand(1, 4, 6, 6).softmax(-1)])
+        >>> record["L0"].columns([2, 3]).shape
+        torch.Size([1, 4, 6, 2])
+        """
+        return self._read_some(keys, "key")
+
+    def lines(self, queries: Sequence[int]) -> Tensor:
+        """The exact weights of some queries on all keys: (B, H, queries, Tk)."""
+        return self._read_some(queries, "query")
+
+    def _read_some(self, numbers: Sequence[int], axis: str) -> Tensor:
+        """The columns of some keys, or the rows of some queries, from the matrix or from what was kept of it."""
+        name, known = f"{axis}_weights", self.kept_keys if axis == "key" else self.kept_queries
+        at = (..., slice(None), list(numbers)) if axis == "key" else (..., list(numbers), slice(None))
+        if self.kept is None or name not in self.kept:
+            entries = self._require_matrix(f"weights of single {'keys' if axis == 'key' else 'queries'}")[at]
+            assert isinstance(entries, Tensor)
+            return entries
+        missing = [number for number in numbers if number not in known]
+        if missing:
+            raise ValueError(f"{axis} must be one of those kept of {self.label} ({known}), got {missing[0]}")
+        index = [known.index(number) for number in numbers]
+        kept = self.kept[name].float()
+        return kept[..., index] if axis == "key" else kept[..., index, :]
+
+    def quadrants(self, batch: int = 0) -> dict[str, Tensor]:
+        """The share of attention from text and image to text and image, where one sequence holds both: (H,) each.
+
+        >>> labels = foci.Labels.tokens([["a", " shoe", "", "", "", ""]])
+        >>> labels = labels.with_segments([foci.Segment("patches", start=2, rows=2, columns=2)])
+        >>> seen = foci.Record.from_tensors([torch.full((1, 4, 6, 6), 1 / 6)], labels)
+        >>> {name: round(float(share[0]), 2) for name, share in seen["L0"].quadrants().items()}
+        {'text->text': 0.33, 'text->image': 0.67, 'image->text': 0.33, 'image->image': 0.67}
+
+        Each is the mean, over the queries of its kind, of their weight on the keys of the other kind: those of one kind
+        of queries add up to 1. `block` reads the weights themselves. `batch` is the number of the sequence.
+        """
+        rows, columns = self._split_sequences(batch)
+        shares: dict[str, Tensor] = {}
+        for kind, queries in rows.items():
+            received = self.received(queries)[batch] / max(len(queries), 1)
+            shares |= {f"{kind}->{other}": received[..., keys].sum(-1) for other, keys in columns.items()}
+        return shares
+
+    def block(self, queries: str, keys: str, batch: int = 0, limit: int = 2**30) -> Tensor:
+        """The exact weights between the text or the image of each axis, (H, rows, columns): `block("image", "text")`.
+
+        Args:
+            queries, keys: "text" or "image".
+            batch: the number of the sequence.
+            limit: the largest number of bytes of the result.
+        """
+        parts = self._split_sequences(batch)
+        for name, kind, known in (("queries", queries, parts[0]), ("keys", keys, parts[1])):
+            if kind not in known:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, known))} for {self.label}, got {kind!r}")
+        rows, columns = parts[0][queries], parts[1][keys]
+        size = 4 * self.sizes[1] * len(rows) * len(columns)
+        if size > limit:
+            raise ValueError(
+                f"limit must be at least the {size:,} bytes of this block of {self.label}, got {limit:,}: read some"
+                " rows, or pass a larger limit="
+            )
+        if self.kept is None:
+            entries = self[batch, ..., rows, as_index(columns)]
+            assert isinstance(entries, Tensor)
+            return entries
+        if "key_weights" in self.kept and keys == "text":
+            return self.columns(columns)[batch, ..., rows, :]
+        return self.lines(rows)[batch, ..., columns]
+
+    def _split_sequences(self, batch: int) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """The positions of text and image along queries and keys."""
+        found = []
+        for name, length in ((self.queries, self.shape[-2]), (self.keys, self.shape[-1])):
+            labels = self.labels.get(name)
+            if labels is None or len(labels) != length or not 0 <= batch < labels.batch:
+                raise ValueError(f"{self.label} must have labels of text and image, got none that fit {name!r}")
+            found.append(labels.split_kinds(batch))
+        return found[0], found[1]
+
+    def mean(self, over: str) -> Weights | DenseWeights | StepMean:
         """The mean over the heads, lazy for lazy weights."""
         return self._require_matrix("mean").mean(over)
 
     def dense(self, limit: int = 2**30) -> Tensor:
         """The whole matrix; an error above `limit` bytes."""
         source = self._require_matrix("dense")
-        return source.dense(limit) if isinstance(source, Weights) else source.matrix
+        return source.matrix if isinstance(source, DenseWeights) else source.dense(limit)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """The whole matrix for NumPy and matplotlib, within the limit of `dense`."""
@@ -334,5 +476,14 @@ class Layer:
 
     def __repr__(self) -> str:
         kind = "lazy" if self.weights is not None else "kept statistics" if self.kept is not None else "dense"
+        kind = f"mean of {len(self.steps)} steps" if self.steps else kind
         size = f"{self.nbytes:,} bytes"
         return f"Layer({self.label}, {self.name!r}, {self.shape}, {kind}, {size})"
+
+
+def join_steps(steps: dict[int, Layer]) -> Layer:
+    """A layer of several denoising steps, which is their mean."""
+    first = next(iter(steps.values()))
+    # The values differ from step to step.
+    without = {"weights": None, "kept": None, "matrix": None, "values": None, "value_norms": None}
+    return replace(first, **without, steps=dict(steps))  # type: ignore[arg-type]

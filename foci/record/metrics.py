@@ -80,6 +80,9 @@ def compute_score_totals(layer: Layer, tokens: tuple[TokenTexts, TokenTexts] | N
 
 def sum_kept_statistics(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
     assert layer.kept is not None
+    if "lse" not in layer.kept:
+        # Only weights of text were kept.
+        return {}
     is_visible = layer.lse != -torch.inf
     totals = {
         "entropy": sum_per_head(layer.entropy(), is_visible),

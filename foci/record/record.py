@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from foci.record import file, from_tensors, image_maps, metrics
 from foci.record.labels import Labels
-from foci.record.layer import Layer
+from foci.record.layer import Layer, join_steps
 from foci.record.metrics import HEAD_SCORES, ScoreTotals
 from foci.runtime.checks import PICTURE_SUFFIXES, parse_suffix
 
@@ -58,7 +59,8 @@ class Record:
     ) -> None:
         self.layers, self.labels = dict(layers or {}), dict(labels or {})
         for layer in self.layers.values():
-            layer.labels = self.labels
+            for each in (layer, *layer.steps.values()):
+                each.labels = self.labels
         self.model, self.calls, self.unseen = model, calls, list(unseen)
         self.prompt, self.answer, self.notes = prompt, answer, list(notes)
         # Whether the watch block that fills the record is still open.
@@ -98,6 +100,24 @@ class Record:
         """
         return cls(**from_tensors.build_record_fields(attentions, tokens, source, encoder, cross), model=model)
 
+    @classmethod
+    def from_steps(cls, records: Sequence[Record]) -> Record:
+        """Joins the records of the denoising steps of one model: each layer is the mean over its steps.
+
+        >>> records = [foci.Record.from_tensors([torch.rand(1, 4, 3, 5).softmax(-1)]) for _ in range(3)]
+        >>> foci.Record.from_steps(records).at(step=2)["L0"].shape
+        (1, 4, 3, 5)
+        """
+        if not records:
+            raise ValueError("records must be at least one record, got none")
+        steps: dict[str, dict[int, Layer]] = {}
+        for number, record in enumerate(records):
+            record._check_filled()
+            for name, layer in record.layers.items():
+                steps.setdefault(name, {})[number] = layer
+        layers = {name: join_steps(parts) for name, parts in steps.items()}
+        return cls(layers, records[0].labels, model=records[0].model, calls=sum(record.calls for record in records))
+
     def __getitem__(self, name: str) -> Layer:
         """A layer or head by name: "L5", "L5H3", "cross.L0H2", a module name; "L5#2" for a second call."""
         self._check_filled()
@@ -135,6 +155,47 @@ class Record:
             counts[label] += 1
             short_names[name] = label if counts[label] == 1 else f"{label}#{counts[label]}"
         return short_names
+
+    @property
+    def steps(self) -> int:
+        """The number of denoising steps of a diffusion model, whose layers are means over them; 1 for other models."""
+        return 1 + max((number for layer in self.layers.values() for number in self._steps_of(layer)), default=0)
+
+    def _steps_of(self, layer: Layer) -> dict[int, Layer]:
+        return {} if layer.averaged else layer.steps
+
+    def at(self, *, step: int) -> Record:
+        """The record of one denoising step of a diffusion model, from 0; negative numbers count from the last step.
+
+        >>> steps = [foci.Record.from_tensors([torch.rand(1, 4, 3, 5).softmax(-1)]) for _ in range(3)]
+        >>> seen = foci.Record.from_steps(steps)
+        >>> seen.steps, seen.at(step=-1).steps, seen.at(step=1)["L0"] is steps[1]["L0"]
+        (3, 1, True)
+        """
+        self._check_filled()
+        count = self.steps
+        if not isinstance(step, int) or isinstance(step, bool) or not -count <= step < count:
+            without = ": the record has no denoising steps" if count == 1 else ""
+            raise ValueError(f"step must be from {-count} to {count - 1}, got {step!r}{without}")
+        if count == 1:
+            return self.mean("steps")
+        number = step % count
+        # A layer may not have run at every step.
+        parts = {name: self._steps_of(layer).get(number) for name, layer in self.layers.items()}
+        return self._with_layers({name: layer for name, layer in parts.items() if layer is not None})
+
+    def mean(self, over: str) -> Record:
+        """The record without its steps: each layer is the mean over the denoising steps, `seen.mean("steps")`."""
+        self._check_filled()
+        if over != "steps":
+            raise ValueError(f"over must be 'steps', got {over!r}")
+        return self._with_layers(
+            {name: replace(layer, averaged=bool(layer.steps)) for name, layer in self.layers.items()}
+        )
+
+    def _with_layers(self, layers: dict[str, Layer]) -> Record:
+        """A record with the same labels and other layers, which keep the labels of this record."""
+        return Record(layers, self.labels, model=self.model, calls=self.calls, unseen=self.unseen, notes=self.notes)
 
     @property
     def heads(self) -> list[str]:
@@ -215,6 +276,8 @@ class Record:
         head: int | str | None = None,
         upsample: bool | tuple[int, int] = False,
         batch: int = 0,
+        step: int | str | None = None,
+        direction: str | None = None,
     ) -> Tensor:
         """Where in an image a word looks: its exact attention weights on the patches, (rows, columns).
 
@@ -227,18 +290,25 @@ class Record:
         Only the rows of the word are computed. The map sums to the weight that the word gives to the image; tiles and
         the whole image are added where they lie. A video has one more axis, the frames, first.
 
+        In a diffusion model the patches attend to the words of the prompt: the map holds the weight of each patch on
+        the word. Maps of layers with coarser patches are enlarged to the finest grid before they are averaged.
+
         Args:
             query: a word or phrase of the text, read or generated ("shoe", "shoe#2" for its second occurrence), whose
                 tokens are averaged; or one or several positions. Of a vision model: "class token", or a patch "2,3".
             image: which image or video of the sequence.
-            layer: a number or name; None: the mean of all layers that have the word and see the image; "each": one map
-                per layer, (layers, rows, columns); "rollout": attention rollout through these layers.
+            layer: a number or name; the beginning of module names, such as "up_blocks.1", for a group of layers; None:
+                the mean of all layers that have the word and see the image; "each": one map per layer, (layers, rows,
+                columns); "rollout": attention rollout through these layers.
             head: a number; None: the mean; "each": one map per head, before the rows.
             upsample: True: at the size of the picture, interpolated; or (height, width).
             batch: which sequence.
+            step: a denoising step of a diffusion model; None: the mean over the steps; "each": one map per step, first.
+            direction: "text->image": the word looks at the image; "image->text": the image looks at the word; None: the
+                first that the model has.
         """
         self._check_filled()
-        return image_maps.compute_image_map(self, query, image, layer, head, upsample, batch)
+        return image_maps.compute_image_map(self, query, image, layer, head, upsample, batch, step, direction)
 
     def words_for(
         self,
@@ -248,6 +318,8 @@ class Record:
         layer: int | str | None = None,
         head: int | None = None,
         batch: int = 0,
+        step: int | None = None,
+        direction: str | None = None,
     ) -> list[tuple[str, float]]:
         """The words that look at a part of an image, heaviest first, each with its weight on that part.
 
@@ -260,12 +332,15 @@ class Record:
         Args:
             box: top, left, bottom, right in parts of the image from 0 to 1; a patch counts by the part inside.
             image: which image or video of the sequence.
-            layer: a number or name; None: the mean of all layers that see the image.
+            layer: a number, a name or the beginning of module names; None: the mean of all layers that see the image.
             head: a number; None: the mean.
             batch: which sequence.
+            step: a denoising step of a diffusion model; None: the mean over the steps.
+            direction: "text->image": words that look at the part; "image->text": words that its patches look at, with
+                their mean weight; None: the first that the model has.
         """
         self._check_filled()
-        return image_maps.rank_words(self, box, image, layer, head, batch)
+        return image_maps.rank_words(self, box, image, layer, head, batch, step, direction)
 
     def select_rollout_layers(self, stack: str | None) -> list[Layer]:
         """The layers of a stack in order; for cross-attention all layers, those of encoder and decoder too."""

@@ -252,7 +252,8 @@ def test_invalid_options_are_refused_before_the_block(options: dict[str, Any], m
 
 
 def test_a_model_that_is_not_a_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"), foci.watch("model"):  # type: ignore[arg-type]
+    message = r"model must be an nn\.Module or a pipeline of diffusers, got str"
+    with pytest.raises(TypeError, match=message), foci.watch("model"):
         pytest.fail("the block must not begin")
 
 

@@ -146,7 +146,7 @@ WRONG = {
     "index": (layer(0, index=1.5), "index and kv_heads must be ints"),
     "heads": (layer(3, heads={"tuple": [1]}), "heads must have 2 numbers"),
     "rows": (layer(3, rows={"tuple": [1, 2]}), "rows must have 1 numbers"),
-    "nothing behind": (layer(0, weights=None), "exactly one of weights, kept and matrix"),
+    "nothing behind": (layer(0, weights=None), "exactly one of weights, kept, matrix and steps"),
     "weights": (layer(0, weights={"dict": {}}), "the parts"),
     "key/value heads": (layer(0, kv_heads=9), "kv_heads must be from 1 to 4"),
     "kept shape": (

@@ -63,7 +63,7 @@ def test_available_statistics_of_each_kind() -> None:
     assert can["weights"] > can["matrix"]
     assert can["weights"] > can["kept"]
     assert can["weights"] - can["matrix"] == {"lse", "sink_mass", "largest_logit"}
-    assert can["weights"] - can["kept"] == {"entries", "products", "grouped"}
+    assert can["weights"] - can["kept"] == {"entries", "columns", "lines", "products", "grouped"}
 
 
 def test_names_and_sizes() -> None:
@@ -129,7 +129,7 @@ def test_gradients_reach_through_a_layer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "exactly one of weights, kept and matrix"),
+        ({}, "exactly one of weights, kept, matrix and steps"),
         ({"matrix": torch.rand(2, 2)}, r"the shape \(B, H, Tq, Tk\), got \(2, 2\)"),
         ({"matrix": torch.rand(1, 2, 3, 3), "heads": (1,)}, r"heads must have 2 numbers, got \(1,\)"),
         ({"matrix": torch.rand(1, 2, 3, 3), "rows": (1,)}, "rows must have 3 numbers, got 1"),

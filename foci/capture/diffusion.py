@@ -1,0 +1,528 @@
+"""The denoising steps of a diffusion model: which pass is which step, and what the positions of its sequences are.
+
+A denoiser (UNet or transformer of diffusers, or any model with `steps=True`) runs once per step. A pipeline runs its
+text encoders first: the token ids that they read are the prompt. With classifier-free guidance the denoiser reads the
+negative prompt in the first half of its batch and the prompt in the second, which is recorded; or in a second pass of
+each step, which is not.
+
+B batch, T tokens of the prompt, frames x rows x columns of latent patches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from foci.capture.generation_steps import CaptureError
+from foci.capture.hooks import hook_module
+from foci.record.kept import TextPositions
+from foci.record.labels import Labels, Segment, shrink_picture
+
+if TYPE_CHECKING:
+    from foci.capture.recorder import Recorder
+    from foci.record.layer import Layer
+    from foci.weights.weights import Weights
+
+# The components of a pipeline that denoise, in the order in which they are looked for.
+DENOISERS = ("unet", "transformer", "transformer_2", "prior")
+# Where the classes of such models live.
+DENOISER_MODULES = ("diffusers.models.unets.", "diffusers.models.transformers.")
+# In joint attention most models put the text before the image; these put it behind.
+TEXT_LAST = frozenset({"SD3Transformer2DModel", "HunyuanVideoTransformer3DModel", "MochiTransformer3DModel"})
+TEXT_FIRST = frozenset(
+    {
+        "AuraFlowTransformer2DModel",
+        "ChromaTransformer2DModel",
+        "CogVideoXTransformer3DModel",
+        "CogView3PlusTransformer2DModel",
+        "CogView4Transformer2DModel",
+        "Flux2Transformer2DModel",
+        "FluxTransformer2DModel",
+        "QwenImageTransformer2DModel",
+    }
+)
+# A UNet halves its latents at most this often.
+MAX_HALVINGS = 6
+
+
+class Grid(NamedTuple):
+    """The patches of the latents that a denoiser reads; `frames` is None for an image."""
+
+    frames: int | None
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        return (self.frames or 1) * self.rows * self.columns
+
+    @property
+    def name(self) -> str:
+        """The name of its sequence in a record: "image 64x64", "video 4x8x8"."""
+        if self.frames is None:
+            return f"image {self.rows}x{self.columns}"
+        return f"video {self.frames}x{self.rows}x{self.columns}"
+
+    def halve(self, times: int) -> Grid:
+        """The grid after some convolutions of stride 2, which round up."""
+        scale = 2**times
+        return Grid(self.frames, -(-self.rows // scale), -(-self.columns // scale))
+
+
+@dataclass
+class DenoiserInput:
+    """What a denoiser was given in a pass: batch, length and width of the text, the grid of its latents."""
+
+    batch: int = 0
+    text_length: int = 0
+    text_width: int = 0
+    grid: Grid | None = None
+    # Whether the text follows the image in joint attention; None if the model is not known.
+    is_text_last: bool | None = None
+    is_unet: bool = False
+
+    def find_grid(self, length: int) -> Grid | None:
+        """The grid of a sequence of latent patches: that of the input, in a UNet also halved several times."""
+        if self.grid is None:
+            return None
+        grids = [self.grid.halve(times) for times in range(MAX_HALVINGS if self.is_unet else 1)]
+        return next((grid for grid in grids if grid.tokens == length), None)
+
+
+class Prompt(NamedTuple):
+    """The token ids (B, T) that a text encoder of the pipeline read, and its tokenizer."""
+
+    ids: Tensor
+    tokenizer: Any
+    width: int
+
+
+@dataclass
+class PromptText:
+    """The texts of the prompt's positions, one row per prompt, and how many of them are not padding."""
+
+    texts: list[list[str]]
+    words: list[list[int | None]]
+    used: list[list[int]] = field(default_factory=list)
+
+
+class Denoising:
+    """The steps of a diffusion model in a watch block.
+
+    Args:
+        denoisers: the watched models that denoise.
+        pipeline: the pipeline that they are part of; None if a model is watched on its own.
+    """
+
+    def __init__(self, denoisers: Sequence[nn.Module], pipeline: Any = None) -> None:
+        self.denoisers, self.pipeline = list(denoisers), pipeline
+        self.step = -1
+        # Whether the running pass is recorded: of several passes in one step only the first is.
+        self.is_recorded = True
+        self.inputs = DenoiserInput()
+        self.prompts: list[Prompt] = []
+        # The rows of the prompt embeddings, without those of the negative prompt.
+        self.rows: int | None = None
+        self.pictures: Tensor | None = None
+        self.text: PromptText | None = None
+        self._is_encoding = False
+        self._scheduler_steps = 0
+        self._has_passed = False
+
+    @property
+    def expected_steps(self) -> int:
+        """How many steps the pipeline will make, as far as known."""
+        steps = getattr(self.pipeline, "num_timesteps", None)
+        return steps if isinstance(steps, int) and steps > 0 else 1
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the batch holds the prompt's half behind that of the negative prompt."""
+        return self.rows is not None and self.inputs.batch in {2 * self.rows, 3 * self.rows}
+
+    def watch(self, block: ExitStack, recorder: Recorder) -> None:
+        """Notes passes, prompts and pictures until the block closes."""
+
+        def note_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if recorder.is_counting():
+                self._begin_pass(module, args, kwargs)
+
+        for denoiser in self.denoisers:
+            hook_module(block, recorder, denoiser, note_pass, before=True, with_kwargs=True)
+        if self.pipeline is not None:
+            self._watch_pipeline(block, recorder)
+
+    def _watch_pipeline(self, block: ExitStack, recorder: Recorder) -> None:
+        pipeline = self.pipeline
+        for name, encoder in pipeline.components.items():
+            if name.startswith("text_encoder") and isinstance(encoder, nn.Module):
+                tokenizer = getattr(pipeline, name.replace("text_encoder", "tokenizer"), None)
+                hook_module(block, recorder, encoder, self._make_prompt_hook(tokenizer), before=True, with_kwargs=True)
+        scheduler = getattr(pipeline, "scheduler", None)
+        processors = [getattr(pipeline, name, None) for name in ("image_processor", "video_processor")]
+        for owner, name, action in (
+            (pipeline, "encode_prompt", self._note_prompt),
+            (scheduler, "step", self._note_scheduler_step),
+            (scheduler, "set_timesteps", self._note_start),
+            *((processor, "postprocess", self._note_pictures) for processor in processors),
+            *((processor, "postprocess_video", self._note_pictures) for processor in processors),
+        ):
+            replace_method(block, recorder, owner, name, action)
+
+    def _make_prompt_hook(self, tokenizer: Any) -> Callable[..., None]:
+        def note_ids(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            if self._is_encoding and isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+                config = getattr(module, "config", None)
+                width = getattr(config, "hidden_size", None) or getattr(config, "d_model", None)
+                self.prompts.append(Prompt(ids.detach().cpu(), tokenizer, width or 0))
+
+        return note_ids
+
+    def _note_prompt(self, run: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+        self._is_encoding, self.prompts = True, []
+        try:
+            result = run()
+        finally:
+            self._is_encoding = False
+        embeddings = result[0] if isinstance(result, tuple | list) and result else result
+        self.rows = embeddings.shape[0] if isinstance(embeddings, Tensor) else None
+        return result
+
+    def _note_scheduler_step(self, run: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+        self._scheduler_steps += 1
+        return run()
+
+    def _note_start(self, run: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+        if self._has_passed:
+            raise CaptureError("foci.watch of a pipeline must contain one call of the pipeline, got a second one")
+        return run()
+
+    def _note_pictures(self, run: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+        if arguments and isinstance(arguments[0], Tensor) and arguments[0].dim() in {4, 5}:
+            self.pictures = arguments[0].detach()
+        return run()
+
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        has_scheduler = getattr(self.pipeline, "scheduler", None) is not None
+        step = self._scheduler_steps if has_scheduler else self.step + 1
+        self.is_recorded, self.step = step != self.step, step
+        self._has_passed = True
+        if self.is_recorded:
+            self.inputs = read_inputs(module, args, kwargs)
+            if self.text is None and self.inputs.text_length and self.prompts:
+                self.text = read_prompt(self.prompts, self.inputs, type(module).__name__)
+
+    def select_conditional(self, weights: Weights, values: Tensor) -> tuple[Weights, Tensor]:
+        """The rows of the batch that belong to the prompt."""
+        if not self.is_guided or self.rows is None or weights.shape[0] != self.inputs.batch:
+            return weights, values
+        rows = slice(self.rows, 2 * self.rows)
+        selected: Any = weights[rows]
+        return selected, values[rows]
+
+    def find_text(self, is_cross: bool, queries: int, keys: int) -> TextPositions:
+        """The queries and keys of a call that are words of the prompt."""
+        length = self.inputs.text_length
+        used = range(length) if self.text is None else sorted({n for row in self.text.used for n in row})
+        if is_cross:
+            return TextPositions((), tuple(used)) if keys == length else TextPositions()
+        start = self._joint_text_start(keys)
+        if start is None or queries != keys:
+            return TextPositions()
+        shifted = tuple(start + number for number in used)
+        return TextPositions(shifted, shifted)
+
+    def _joint_text_start(self, length: int) -> int | None:
+        """Where the text begins in a sequence of text and image; None if it is not one, or its order is not known."""
+        patches = length - self.inputs.text_length
+        if not self.inputs.text_length or self.inputs.is_text_last is None or self.inputs.find_grid(patches) is None:
+            return None
+        return patches if self.inputs.is_text_last else 0
+
+    def name_sequences(self, layer: Layer, labels: dict[str, Labels]) -> None:
+        """Names the sequences of a layer by what they are, and adds labels for them."""
+        batch, _, queries, keys = layer.sizes
+        is_cross = layer.queries != layer.keys
+        if is_cross and keys == self.inputs.text_length:
+            layer.keys = self._add_prompt(batch, labels) or layer.keys
+        grid = self.inputs.find_grid(queries)
+        if grid is not None and (is_cross or queries == keys):
+            name = grid.name
+            if name not in labels:
+                labels[name] = self._label_grid(grid, batch)
+            layer.queries = name
+            layer.keys = layer.keys if is_cross else name
+        elif not is_cross and queries == keys and self._joint_text_start(keys) is not None:
+            layer.queries = layer.keys = self._add_joint(batch, keys, labels)
+        for step in layer.steps.values():
+            step.queries, step.keys = layer.queries, layer.keys
+
+    def _prompt_texts(self, batch: int) -> tuple[list[list[str]], list[list[int | None]]] | None:
+        """The texts of the prompt's positions for each sequence: several images of a prompt follow each other."""
+        if self.text is None or not self.text.texts or batch % len(self.text.texts):
+            return None
+        repeated = batch // len(self.text.texts)
+        return (
+            [row for row in self.text.texts for _ in range(repeated)],
+            [row for row in self.text.words for _ in range(repeated)],
+        )
+
+    def _add_prompt(self, batch: int, labels: dict[str, Labels]) -> str | None:
+        texts = self._prompt_texts(batch)
+        if texts is None:
+            return None
+        labels.setdefault("prompt", Labels.tokens(*texts))
+        return "prompt"
+
+    def _label_grid(self, grid: Grid, batch: int) -> Labels:
+        pictures = self._read_pictures(grid, batch)
+        if grid.frames is None:
+            labels = Labels.patches(grid.rows, grid.columns)
+            images = torch.stack(pictures) if len(pictures) == batch else None
+            return Labels("patches", labels.texts * batch, grid=labels.grid, images=images)
+        segments = make_segments(grid, batch, 0, bool(pictures))
+        blank = Labels("patches", (("",) * grid.tokens,) * batch)
+        return blank.with_segments(segments, pictures)
+
+    def _add_joint(self, batch: int, length: int, labels: dict[str, Labels]) -> str:
+        """Labels of a sequence of text and image."""
+        grid, start = self.inputs.find_grid(length - self.inputs.text_length), self._joint_text_start(length)
+        assert grid is not None and start is not None
+        if "joint" not in labels:
+            count = self.inputs.text_length
+            texts, words = self._prompt_texts(batch) or (
+                [[str(i) for i in range(count)]] * batch,
+                [[None] * count] * batch,
+            )
+            blank, none = [""] * grid.tokens, [None] * grid.tokens
+            is_last = bool(start)
+            rows = [[*blank, *row] if is_last else [*row, *blank] for row in texts]
+            numbers = [[*none, *row] if is_last else [*row, *none] for row in words]
+            pictures = self._read_pictures(grid, batch)
+            segments = make_segments(grid, batch, 0 if is_last else count, bool(pictures))
+            labels["joint"] = Labels.tokens(rows, numbers).with_segments(segments, pictures)
+        return "joint"
+
+    def _read_pictures(self, grid: Grid, batch: int) -> list[Tensor]:
+        """The pictures that the pipeline made, uint8: one per sequence, of a video one per frame of the latents."""
+        pictures = self.pictures
+        if pictures is None or pictures.shape[0] != batch:
+            return []
+        if (pictures.dim() == 5) != (grid.frames is not None):
+            return []
+        frames = pictures.unsqueeze(2) if pictures.dim() == 4 else pictures
+        if frames.shape[1] != 3 and frames.shape[2] == 3:
+            frames = frames.transpose(1, 2)
+        count = grid.frames or 1
+        picked = [round(index * (frames.shape[2] - 1) / max(count - 1, 1)) for index in range(count)]
+        scaled = (frames[:, :, picked].float() / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu()
+        return [shrink_picture(picture.permute(1, 2, 0)) for video in scaled for picture in video.transpose(0, 1)]
+
+    def describe(self) -> list[str]:
+        """Remarks for the record."""
+        notes = []
+        if self.is_guided:
+            notes.append("classifier-free guidance: recorded is the half of the batch with the prompt")
+        if self.pipeline is not None and self.inputs.text_length and self.text is None:
+            notes.append("the tokens of the prompt are not known: the pipeline encoded no prompt, or in an unknown way")
+        return notes
+
+
+def make_segments(grid: Grid, batch: int, start: int, has_pictures: bool) -> list[Segment]:
+    """The patches of one image or video per sequence, as segments from a position on."""
+    frames = range(grid.frames or 1)
+    return [
+        Segment(
+            "patches",
+            sequence,
+            start + frame * grid.rows * grid.columns,
+            grid.rows,
+            grid.columns,
+            image=sequence,
+            frame=None if grid.frames is None else frame,
+            picture=sequence * len(frames) + frame if has_pictures else None,
+        )
+        for sequence in range(batch)
+        for frame in frames
+    ]
+
+
+def replace_method(
+    block: ExitStack,
+    recorder: Recorder,
+    owner: Any,
+    name: str,
+    action: Callable[[Callable[[], Any], Sequence[Any]], Any],
+) -> None:
+    """Runs `action` around a method of an object until the block closes; nothing if there is no such method."""
+    method = getattr(owner, name, None)
+    if not callable(method):
+        return
+
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_open or not recorder.is_counting():
+            return method(*args, **kwargs)
+        return action(lambda: method(*args, **kwargs), [*args, *kwargs.values()])
+
+    vars(owner)[name] = run
+    block.callback(vars(owner).pop, name, None)
+
+
+def find_pipeline_denoisers(pipeline: Any) -> dict[str, nn.Module]:
+    """The models of a diffusers pipeline that denoise, by the name of the component."""
+    components = getattr(pipeline, "components", None)
+    if not isinstance(components, dict):
+        return {}
+    return {name: components[name] for name in DENOISERS if isinstance(components.get(name), nn.Module)}
+
+
+def is_denoiser(model: nn.Module) -> bool:
+    """Whether a model is a UNet or a transformer of diffusers."""
+    return any(each.__module__.startswith(DENOISER_MODULES) for each in type(model).__mro__)
+
+
+def read_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserInput:
+    """What a denoiser is called with."""
+    try:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return DenoiserInput()
+    latents = given["sample"] if "sample" in given else given.get("hidden_states")
+    text, name = given.get("encoder_hidden_states"), type(module).__name__
+    if not isinstance(latents, Tensor):
+        return DenoiserInput()
+    found = DenoiserInput(batch=latents.shape[0], is_unet="sample" in given)
+    if isinstance(text, Tensor) and text.dim() == 3:
+        found.text_length, found.text_width = text.shape[1], text.shape[2]
+    if name in TEXT_FIRST | TEXT_LAST:
+        found.is_text_last = name in TEXT_LAST
+    found.grid = find_grid(module, latents, given, found.is_unet)
+    return found
+
+
+def find_grid(module: nn.Module, latents: Tensor, given: dict[str, Any], is_unet: bool) -> Grid | None:
+    """The frames, rows and columns of patches that a denoiser cuts its latents into."""
+    config = getattr(module, "config", None)
+    if is_unet:
+        return Grid(None, latents.shape[-2], latents.shape[-1])
+    time, down, across = read_patch_size(config)
+    if latents.dim() == 4:
+        return Grid(None, latents.shape[2] // down, latents.shape[3] // across)
+    if latents.dim() == 5:
+        # CogVideoX has the frames before the channels.
+        axis = 1 if type(module).__name__.startswith("CogVideoX") else 2
+        return Grid(latents.shape[axis] // time, latents.shape[3] // down, latents.shape[4] // across)
+    return find_packed_grid(given)
+
+
+def read_patch_size(config: Any) -> tuple[int, int, int]:
+    """The frames, rows and columns of latents in a patch."""
+    size: Any = getattr(config, "patch_size", None) or 1
+    if isinstance(size, list | tuple):
+        time, down, across = [1] * (3 - len(size)) + list(size)
+        return time, down, across
+    return getattr(config, "patch_size_t", None) or 1, size, size
+
+
+def find_packed_grid(given: dict[str, Any]) -> Grid | None:
+    """The grid of latents (B, N, width) that are patches already, from the arguments that say how they lie."""
+    ids, shapes = given.get("img_ids"), given.get("img_shapes")
+    if isinstance(ids, Tensor) and ids.dim() in {2, 3} and ids.shape[-1] >= 3:
+        last = ids.reshape(-1, ids.shape[-1])[: ids.shape[-2]].amax(0).long().tolist()
+        return Grid(None, last[1] + 1, last[2] + 1)
+    if isinstance(shapes, list | tuple) and shapes:
+        first = shapes[0][0] if isinstance(shapes[0], list) else shapes[0]
+        frames, rows, columns = first
+        return Grid(None if frames == 1 else frames, rows, columns)
+    numbers = [given.get(name) for name in ("num_frames", "height", "width")]
+    if all(isinstance(number, int) for number in numbers):
+        return Grid(*numbers)  # type: ignore[arg-type]
+    return None
+
+
+def read_prompt(prompts: Sequence[Prompt], inputs: DenoiserInput, model: str) -> PromptText | None:
+    """The texts at the positions that a denoiser reads, from the ids of the text encoders; None if they do not fit."""
+    length = inputs.text_length
+    # Each encoder reads the prompt first, then the negative prompt.
+    first: dict[int, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(id(prompt.tokenizer), prompt)
+    known = list(first.values())
+    fitting = [prompt for prompt in known if prompt.ids.shape[1] == length]
+    by_width = [prompt for prompt in fitting if prompt.width == inputs.text_width]
+    if fitting:
+        return decode_prompt((by_width or fitting)[0], range(length))
+    for before in known:
+        for after in known:
+            if before is not after and before.ids.shape[1] + after.ids.shape[1] == length:
+                return join_prompts(decode_prompt(before), decode_prompt(after))
+    longer = [prompt for prompt in known if prompt.ids.shape[1] > length]
+    if longer:
+        # An instruction before the prompt is left out; Sana keeps its first token.
+        total = longer[0].ids.shape[1]
+        kept = [0, *range(total - length + 1, total)] if model.startswith("Sana") else range(total - length, total)
+        return decode_prompt(longer[0], kept)
+    if known:
+        shorter = decode_prompt(known[0])
+        missing = length - known[0].ids.shape[1]
+        return PromptText(
+            [row + [""] * missing for row in shorter.texts],
+            [row + [None] * missing for row in shorter.words],
+            shorter.used,
+        )
+    return None
+
+
+def decode_prompt(prompt: Prompt, positions: Sequence[int] | None = None) -> PromptText:
+    """The texts of some positions of a prompt; those of padding are empty."""
+    rows = prompt.ids[:, list(positions)] if positions is not None else prompt.ids
+    used = [find_used_positions(row, prompt.tokenizer) for row in rows.tolist()]
+    if prompt.tokenizer is None:
+        labels = Labels.tokens([[str(number) for number in row] for row in rows.tolist()])
+    else:
+        labels = Labels.from_ids(rows, prompt.tokenizer)
+    texts = [
+        [text if n in kept else "" for n, text in enumerate(row)] for row, kept in zip(labels.texts, used, strict=True)
+    ]
+    words: list[list[int | None]] = [[None] * len(row) for row in texts]
+    if labels.words is not None:
+        words = [
+            [w if n in kept else None for n, w in enumerate(row)] for row, kept in zip(labels.words, used, strict=True)
+        ]
+    return PromptText(texts, words, used)
+
+
+def join_prompts(before: PromptText, after: PromptText) -> PromptText:
+    """The positions of two encoders one after the other."""
+    count = len(before.texts[0])
+    highest = max((number for row in before.words for number in row if number is not None), default=-1) + 1
+    words = [
+        [*a, *(None if n is None else n + highest for n in b)] for a, b in zip(before.words, after.words, strict=True)
+    ]
+    return PromptText(
+        [[*a, *b] for a, b in zip(before.texts, after.texts, strict=True)],
+        words,
+        [[*a, *(count + n for n in b)] for a, b in zip(before.used, after.used, strict=True)],
+    )
+
+
+def find_used_positions(ids: Sequence[int], tokenizer: Any) -> list[int]:
+    """The positions before and after which there is only padding; the end token stays if it is the padding token."""
+    padding = getattr(tokenizer, "pad_token_id", None)
+    start, stop = 0, len(ids)
+    while stop > start and ids[stop - 1] == padding:
+        stop -= 1
+    while start < stop and ids[start] == padding:
+        start += 1
+    if padding is not None and padding == getattr(tokenizer, "eos_token_id", None):
+        stop = min(stop + 1, len(ids))
+    return [*range(start, stop)]
