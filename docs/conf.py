@@ -27,6 +27,8 @@ nb_execution_timeout = 180
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_merge_streams = True
+# The page, which needs no kernel, in place of the widget.
+nb_mime_priority_overrides = [("html", "text/html", 1)]
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 3
 

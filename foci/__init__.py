@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from foci.record.labels import Labels, Segment
     from foci.record.record import Record
     from foci.scores import Additive, Cosine, Dot, General, Score
+    from foci.view.widget import widget
     from foci.weights.weights import Weights
 
 __version__ = "0.1.0"
@@ -72,6 +73,7 @@ __all__ = [
     "sinusoidal",
     "warmup",
     "watch",
+    "widget",
     "window",
 ]
 
@@ -95,6 +97,7 @@ EXPORTS = {
     "foci.record.labels": ("Labels", "Segment"),
     "foci.record.record": ("Record",),
     "foci.scores": ("Additive", "Cosine", "Dot", "General", "Score"),
+    "foci.view.widget": ("widget",),
     "foci.weights.weights": ("Weights",),
 }
 MODULE_OF = {name: module for module, names in EXPORTS.items() for name in names}

@@ -33,6 +33,8 @@ def failures(test: doctest.DocTest) -> str:
 
 @pytest.mark.parametrize("test", examples(), ids=lambda test: test.name)
 def test_example(test: doctest.DocTest) -> None:
+    if test.name == "foci.view.widget.widget":
+        pytest.importorskip("anywidget")
     torch.manual_seed(0)
     assert failures(test) == ""
 

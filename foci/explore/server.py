@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from foci.capture.model_loading import TASK_INPUTS, list_shipped_models, locate_model, resolve_device
-from foci.explore import answers
 from foci.explore.access import App, Guard
 from foci.explore.jobs import Job, JobQueue, StoredRecord
 from foci.explore.models import UNTRAINED, ModelRunner
 from foci.record.record import Record
+from foci.view.page import answers
 from foci.view.page.bundle import ASSETS
 
 MAX_UPLOAD_BYTES = 512 * 2**20
@@ -48,13 +48,6 @@ SHELL_TEMPLATE = """\
 </html>
 """
 ASSET_TYPES = {".js": "text/javascript", ".css": "text/css"}
-QUESTION_HANDLERS: dict[str, Callable[[answers.Question], Any]] = {
-    "row": answers.answer_row,
-    "column": answers.answer_column,
-    "tile": answers.answer_tile,
-    "arithmetic": answers.answer_arithmetic,
-    "rollout": answers.answer_rollout,
-}
 
 
 class Explorer:
@@ -132,7 +125,7 @@ class Explorer:
         from starlette.concurrency import run_in_threadpool
 
         stored = self.jobs.records.get(request.path_params["name"])
-        handler = QUESTION_HANDLERS.get(request.path_params["question"])
+        handler = answers.HANDLERS.get(request.path_params["question"])
         if stored is None or handler is None:
             return error_response(404, RECORD_GONE)
         return await run_in_threadpool(answer_question, stored, handler, dict(request.query_params))

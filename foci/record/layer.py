@@ -470,7 +470,7 @@ class Layer:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """The representation in a notebook."""
-        from foci.view.display import render_in_notebook
+        from foci.view.widget import render_in_notebook
 
         return render_in_notebook(self)
 

@@ -506,10 +506,9 @@ class Record:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """The representation in a notebook."""
-        from foci.view.page import document
+        from foci.view.widget import render_in_notebook
 
-        shown = {"text/plain": repr(self)}
-        return shown | {"text/html": document.render_frame(self)} if self.layers else shown
+        return render_in_notebook(self)
 
     def __repr__(self) -> str:
         heads = sum(len(layer.heads) for layer in self.layers.values())

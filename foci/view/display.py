@@ -1,4 +1,4 @@
-"""Makes a Record of Weights or of a layer, so that every view can show them; shows all of them in a notebook."""
+"""Makes a Record of Weights or of a layer, so that every view can show them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from foci.record.layer import Layer
 from foci.record.record import Record
-from foci.view.page import document
 from foci.weights.weights import Weights
 
 # The page of a larger matrix takes many seconds, too long for the end of a notebook cell.
@@ -33,11 +32,13 @@ def build_layer_record(shown: Weights | Layer, tokens: Any = None, source: Any =
     return Record.from_tensors(None, tokens, source=source, cross=shown)
 
 
-def render_in_notebook(shown: Weights | Layer) -> dict[str, str]:
-    """Render the page for a notebook, with a line of text for other programs; an empty or large matrix is only text."""
-    text, entries = repr(shown), prod(shown.shape)
-    if entries > MAX_NOTEBOOK_ENTRIES:
-        text += f"\n{entries:,} entries are too many for a notebook cell: save('page.html') writes the page"
-    if not 0 < entries <= MAX_NOTEBOOK_ENTRIES:
-        return {"text/plain": text}
-    return {"text/plain": text, "text/html": document.render_frame(build_layer_record(shown))}
+def count_entries(shown: Record | Weights | Layer) -> int:
+    """Count the entries of matrices that are not computed yet; kept statistics have none."""
+    if isinstance(shown, Record):
+        return sum(prod(layer.shape) for layer in shown.layers.values() if layer.kept is None)
+    return prod(shown.shape)
+
+
+def is_fast_to_embed(shown: Record | Weights | Layer) -> bool:
+    """Tell whether the page of a matrix takes seconds at most."""
+    return count_entries(shown) <= MAX_NOTEBOOK_ENTRIES

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from foci.explore import answers, jobs, models, server
+from foci.explore import jobs, models, server
 from foci.explore.access import SECURITY_HEADERS, Guard
 from foci.explore.server import Explorer, serve
 from foci.record.record import Record
-from foci.view.page import payload
+from foci.view.page import answers, payload
 from tests.view import records
 from tests.view.pages import decode_array, decode_payload, lazy
 

@@ -6,6 +6,7 @@ no other form of import or export is supported.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -49,3 +50,10 @@ def wrap_module(name: str) -> str:
     if left := re.search(r"^(?:import|export)\b.*", text, re.MULTILINE):
         raise ValueError(f"imports and exports must have the forms described in this module, got {left.group()!r}")
     return f"const module_{name} = (() => {{\n{text}\nreturn {{{', '.join(exported)}}};\n}})();"
+
+
+def bundle_widget() -> str:
+    """Return the page as one ES module for notebooks: `runPage` inside a frame, and the frame's host."""
+    style = (ASSETS / "page.css").read_text("utf-8")
+    page = f"function runPage() {{\n{bundle_script('widget')}\n}}"
+    return "\n".join([f"const STYLE = {json.dumps(style)};", page, read_module("notebook")])

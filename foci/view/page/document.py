@@ -44,14 +44,19 @@ def render_html(record: Record, title: str | None = None, state: str = "") -> st
 
     `state` is the initial view, in the form of the page's URL fragment: "v=lines&h=L0H1".
     """
+    return render_payload(encode_payload(record, title), title or record.model, state)
+
+
+def render_payload(payload: bytes, title: str, state: str = "") -> str:
+    """Render the page of an encoded record."""
     style = (ASSETS / "page.css").read_text("utf-8")
     script = bundle_script()
     return PAGE_TEMPLATE.format(
         state=f' data-state="{markup.escape(state)}"' if state else "",
         policy=build_security_policy(script, style),
-        title=markup.escape(f"{clean_title(title or record.model)} · foci"),
+        title=markup.escape(f"{clean_title(title)} · foci"),
         style=style,
-        payload=base64.b64encode(encode_payload(record, title)).decode("ascii"),
+        payload=base64.b64encode(payload).decode("ascii"),
         script=script,
     )
 
@@ -63,7 +68,12 @@ def write_html(record: Record, path: str | os.PathLike[str], title: str | None =
 
 def render_frame(record: Record, title: str | None = None, height: int = 720) -> str:
     """Render the page inside an iframe, for notebooks; nbconvert and VS Code keep it."""
-    return wrap_in_frame(render_html(record, title), f"attention of {clean_title(title or record.model)}", height)
+    return render_payload_frame(encode_payload(record, title), title or record.model, height)
+
+
+def render_payload_frame(payload: bytes, title: str, height: int = 720) -> str:
+    """Render the page of an encoded record inside an iframe."""
+    return wrap_in_frame(render_payload(payload, title), f"attention of {clean_title(title)}", height)
 
 
 def clean_title(text: str) -> str:

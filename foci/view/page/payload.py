@@ -1,7 +1,8 @@
 """Encodes a Record for the page: a JSON header and packed arrays, compressed.
 
 Up to MAX_EXACT_LENGTH tokens the payload has every entry of every head. Beyond that it has the top keys of each query
-and pictures of the matrix; the page says which of the two it shows.
+and pictures of the matrix; the page says which of the two it shows. With `on_demand` it has only labels: a page that is
+connected to the record asks for rows and tiles when it draws them.
 
 B batch, H heads, Tq queries, Tk keys.
 """
@@ -47,11 +48,14 @@ MAX_LSE_NUMBERS = 2**18
 MAX_VECTOR_NUMBERS = (2**18, 3 * 2**19)
 
 
-@torch.no_grad()
 def encode_payload(record: Record, title: str | None = None) -> bytes:
-    """Encode a record as gzip of: the length of the header, the header, the arrays."""
+    """Encode a record as bytes."""
     arrays = PackedArrays()
-    header = build_header(record, title, arrays)
+    return compress_payload(build_header(record, title, arrays), arrays)
+
+
+def compress_payload(header: dict[str, Any], arrays: PackedArrays) -> bytes:
+    """Compress a payload: gzip of the length of the header, the header, the arrays."""
     header["arrays"] = arrays.index
     # NaN and infinity are not valid JSON.
     written = json.dumps(header, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -61,14 +65,19 @@ def encode_payload(record: Record, title: str | None = None) -> bytes:
     return gzip.compress(struct.pack("<I", len(text)) + text + arrays.data, compresslevel=6, mtime=0)
 
 
-def build_header(record: Record, title: str | None, arrays: PackedArrays) -> dict[str, Any]:
+@torch.no_grad()
+def build_header(record: Record, title: str | None, arrays: PackedArrays, on_demand: bool = False) -> dict[str, Any]:
     """Build the header, and add the large arrays to `arrays`."""
     layers = list_layers(record)
     total = max(layer.shape[0] for layer in layers)
     max_sequences = min(total, MAX_SEQUENCES if is_exact_throughout(layers) else 1)
     plan = plan_payload(layers, max_sequences)
     table: list[Labels] = []
-    written = [add_layer(arrays, f"{number}", layer, max_sequences, plan) for number, layer in enumerate(layers)]
+    if on_demand:
+        plan["exact"] = set()
+        written = [describe_absent_entries(layer, max_sequences) for layer in layers]
+    else:
+        written = [add_layer(arrays, f"{number}", layer, max_sequences, plan) for number, layer in enumerate(layers)]
     initial = select_default_head(record)
     return {
         "format": 1,
@@ -84,7 +93,8 @@ def build_header(record: Record, title: str | None, arrays: PackedArrays) -> dic
             describe_layer(record, layer, plan, table) | how for layer, how in zip(layers, written, strict=True)
         ],
         "labels": [describe_labels(arrays, i, labels, max_sequences) for i, labels in enumerate(table)],
-        "metrics": list_head_metrics(record, layers),
+        "metrics": [] if on_demand else list_head_metrics(record, layers),
+        "onDemand": on_demand,
         "initial": {
             "head": record.name_of(initial.layer, initial.head),
             "query": select_default_query(record, initial),
@@ -175,6 +185,11 @@ def add_layer(
         )
     add_vectors(arrays, name, layer, sequences, plan["lse"], plan["vectors"])
     return {"entries": kind, "nonfiniteRows": missing.sum(-1).int().tolist()}
+
+
+def describe_absent_entries(layer: Layer, max_sequences: int) -> dict[str, Any]:
+    """Describe a layer without arrays; whether its rows are finite is not known before they are computed."""
+    return {"entries": "f4", "nonfiniteRows": [[0] * layer.shape[1]] * min(max_sequences, layer.shape[0])}
 
 
 def read_entries(layer: Layer, sequences: int) -> Tensor:

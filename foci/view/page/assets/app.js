@@ -25,7 +25,8 @@ import { printable } from "./tokens.js";
 // Every view: its name in the URL, its title, its class, and whether a record has it.
 const VIEWS = [
   ["text", "Text", TextView, () => true],
-  ["heads", "Heads", HeadsView, () => true],
+  // Pictures of all heads of a long record would take minutes.
+  ["heads", "Heads", HeadsView, (store) => !store.header.onDemand],
   ["map", "Map", MapView, () => true],
   ["lines", "Lines", LinesView, () => true],
   ["align", "Alignment", AlignView, (store) => store.layers.some((layer) => !layer.self)],

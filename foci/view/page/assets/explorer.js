@@ -175,7 +175,8 @@ async function openRecord(name) {
   const response = await fetch(`${base}data`);
   if (!response.ok) throw new Error((await response.json()).error);
   const { header, arrays } = await decodePayload(await response.arrayBuffer());
-  const app = new App(new Store(header, arrays, new Remote(base, header.layers)), { brandLink: ROOT });
+  const remote = new Remote((question, parts) => fetch(`${base}${question}?${new URLSearchParams(parts)}`), header.layers);
+  const app = new App(new Store(header, arrays, remote), { brandLink: ROOT });
   document.title = `${header.title} · foci`;
   app.start(document.body);
 }

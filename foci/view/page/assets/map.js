@@ -113,7 +113,8 @@ export class MapView {
       state.reduce,
       layer.exact && state.words,
     ].join(" ");
-    if (key !== this.sourceKey) {
+    // A picture that the kernel of a notebook computes comes later.
+    if (key !== this.sourceKey || !this.shown.picture) {
       this.sourceKey = key;
       this.shown = (layer.exact ? buildExactSource : buildBlockSource)(store, state, heads, layer);
       this.raster = null;
@@ -324,7 +325,10 @@ export class MapView {
     this.canvas.style.height = `${height}px`;
     pen.clearRect(0, 0, width, height);
     if (!source.picture) {
-      this.level.textContent = "This record has no picture of the matrix.";
+      const isComing = this.store.remote && source.layer.hasEntries;
+      this.level.textContent = isComing
+        ? "The picture of the whole matrix is being computed: it can take a minute at 100,000 tokens on a CPU."
+        : "This record has no picture of the matrix.";
       return;
     }
     const view = this.viewport();

@@ -31,7 +31,7 @@ export function buildBlockSource(store, state, heads, layer) {
   const tokens = { ...state, words: false };
   const [rows, columns] = [getUnits(store, tokens, layer, "queries"), getUnits(store, tokens, layer, "keys")];
   const pictures = heads.map((one) => store.picture(one, state.seq, state.reduce)).filter(Boolean);
-  let picture = pictures[0] ?? null;
+  let picture = pictures.length === heads.length ? pictures[0] : null;
   if (pictures.length > 1) {
     const values = new Float32Array(picture.values.length);
     for (const { values: some } of pictures) {

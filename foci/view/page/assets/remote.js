@@ -1,18 +1,20 @@
-// Requests exact weights from the explorer's server on first use. A request returns the cached answer or null; when the
-// answer arrives, the page is drawn again.
+// Requests exact weights from the explorer's server or a notebook's kernel on first use. A request returns the cached
+// answer or null; when the answer arrives, the page is drawn again.
 
 import { drawRaster } from "./raster.js";
 import { createScale } from "./colors.js";
 
 const CELLS = 256;
 const MAX_LEVEL = 6;
+const PICTURE_SIDE = 512;
 const MAX_ANSWERS = 400;
 const MAX_RUNNING = 3;
 const MAX_WAITING = 24;
 
 export class Remote {
-  constructor(base, layers) {
-    Object.assign(this, { base, layers, answers: new Map(), waiting: [], running: 0, notify: () => {} });
+  // ask(question, parts) returns the promise of a Response.
+  constructor(ask, layers) {
+    Object.assign(this, { ask, layers, answers: new Map(), waiting: [], running: new Set(), notify: () => {} });
   }
 
   onAnswer(work) {
@@ -21,9 +23,10 @@ export class Remote {
 
   // The cached answer, or null and a new request; the newest request runs first.
   request(question, parts, read) {
-    const address = `${this.base}${question}?${new URLSearchParams(parts)}`;
+    const address = `${question}?${new URLSearchParams(parts)}`;
     if (this.answers.has(address)) return this.getRecent(address);
-    if (!this.waiting.some((one) => one.address === address)) this.waiting.push({ address, read });
+    const isKnown = [...this.waiting, ...this.running].some((one) => one.address === address);
+    if (!isKnown) this.waiting.push({ address, question, parts, read });
     // Drops the oldest request: the pointer has moved on.
     if (this.waiting.length > MAX_WAITING) this.waiting.shift();
     this.runNext();
@@ -38,11 +41,12 @@ export class Remote {
   }
 
   async runNext() {
-    if (this.running >= MAX_RUNNING || !this.waiting.length) return;
-    const { address, read } = this.waiting.pop();
-    this.running++;
+    if (this.running.size >= MAX_RUNNING || !this.waiting.length) return;
+    const next = this.waiting.pop();
+    const { address, question, parts, read } = next;
+    this.running.add(next);
     try {
-      const response = await fetch(address);
+      const response = await this.ask(question, parts);
       // A refused request is not repeated.
       this.answers.set(address, response.ok ? await read(response) : null);
       for (const oldest of this.answers.keys()) {
@@ -54,7 +58,7 @@ export class Remote {
       // The server has stopped: the page keeps what it has.
       this.waiting = [];
     } finally {
-      this.running--;
+      this.running.delete(next);
       this.runNext();
     }
   }
@@ -80,6 +84,15 @@ export class Remote {
 
   rollout(stack, query, seq) {
     return this.request("rollout", { stack, query, seq }, floats);
+  }
+
+  // The whole matrix of a head in blocks, of a record whose payload has none.
+  picture(one, seq, reduce) {
+    const { hasEntries, Tq, Tk } = this.layers[one.layer];
+    if (!hasEntries) return null;
+    const values = this.request("picture", { layer: one.layer, head: one.head, seq, reduce }, floats);
+    const [rows, columns] = [Math.min(PICTURE_SIDE, Tq), Math.min(PICTURE_SIDE, Tk)];
+    return values && { rows, columns, values, whole: rows === Tq && columns === Tk, uniform: 1 / Tk, reduce };
   }
 
   // A tile of blocks of step x step entries.

@@ -1,5 +1,5 @@
-// Access to the record: from the payload, or from the explorer's server, which sends exact rows and tiles on first use;
-// the page is drawn again when they arrive.
+// Access to the record: from the payload, or from the explorer's server or a notebook's kernel, which send exact rows and
+// tiles on first use; the page is drawn again when they arrive.
 
 import { isDelimiter } from "./tokens.js";
 
@@ -161,7 +161,7 @@ export class Store {
       };
     }
     const name = this.arrays.has(`${one.layer}.${reduce}`) ? `${one.layer}.${reduce}` : `${one.layer}.mean`;
-    if (!this.arrays.has(name)) return null;
+    if (!this.arrays.has(name)) return this.remote?.picture(one, seq, reduce) ?? null;
     const [, rows, columns] = this.arrays.shape(name);
     const size = rows * columns;
     const values = this.cached(`${name} ${base}`, () => this.arrays.floats(name, base * size, (base + 1) * size));
@@ -170,7 +170,7 @@ export class Store {
   }
 
   hasMaxima(number) {
-    return this.layers[number].exact || this.arrays.has(`${number}.max`);
+    return this.layers[number].exact || this.header.onDemand || this.arrays.has(`${number}.max`);
   }
 
   // The share of a head's attention that each key receives.

@@ -182,7 +182,7 @@ function describePrecision(focus, store, state) {
     return `${which} are here, ${rounded ? "rounded to four digits" : "exact"}.`;
   }
   const k = store.topCount(focus.layer.number);
-  if (store.remote) return "The top keys are shown; all weights are loading.";
+  if (store.remote) return k ? "The top keys are shown; all weights are loading." : "The weights are loading.";
   if (!k) return "This record has only pictures and statistics, no single weights.";
   const stored = focus.to
     ? `the exact weights of the ${k} top keys of each query`

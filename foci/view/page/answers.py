@@ -6,6 +6,7 @@ H heads, Tq queries, Tk keys. Answers in bytes are little-endian float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ MAX_TILE_STEP = 64
 # The entries that are computed at a time.
 STRIP_ENTRIES = 2**22
 MAX_ARITHMETIC_KEYS = 64
+PICTURE_SIDE = 512
 
 
 class Question:
@@ -37,6 +39,13 @@ class Question:
         if not text.isdecimal() or not least <= int(text) <= most:
             raise ValueError(f"{name} must be an integer from {least} to {most}, got {text[:20]!r}")
         return int(text)
+
+    def choice(self, name: str, options: tuple[str, ...]) -> str:
+        """Return a parameter that has one of these values, by default the first."""
+        text = self.parameters.get(name, options[0])
+        if text not in options:
+            raise ValueError(f"{name} must be {' or '.join(options)}, got {text[:20]!r}")
+        return text
 
     @property
     def layer(self) -> Layer:
@@ -87,9 +96,7 @@ def answer_tile(question: Question) -> bytes:
     step = question.number("step", 1, MAX_TILE_STEP)
     batch = question.number("seq", 0, layer.shape[0] - 1)
     y, x = question.number("y", 0, layer.shape[2] - 1), question.number("x", 0, layer.shape[3] - 1)
-    reduce = question.parameters.get("reduce", "mean")
-    if reduce not in {"mean", "max"}:
-        raise ValueError(f"reduce must be mean or max, got {reduce[:20]!r}")
+    reduce = question.choice("reduce", ("mean", "max"))
     rows, columns = min(layer.shape[2] - y, TILE_CELLS * step), min(layer.shape[3] - x, TILE_CELLS * step)
     heads = question.heads(layer)
     return float32_bytes(
@@ -139,5 +146,29 @@ def answer_rollout(question: Question) -> bytes:
     return float32_bytes(compute_rollout(layers, query, batch))
 
 
+def answer_picture(question: Question) -> bytes:
+    """Return a picture of the whole matrix of one head, in at most PICTURE_SIDE blocks a side: (rows, columns)."""
+    layer = question.layer
+    batch, head = question.number("seq", 0, layer.shape[0] - 1), question.number("head", 0, layer.shape[1] - 1)
+    reduce = question.choice("reduce", ("mean", "max"))
+    rows, columns = (min(PICTURE_SIDE, size) for size in layer.shape[2:])
+    if layer.weights is None:
+        return float32_bytes(layer.picture(rows, columns, reduce)[batch, head])
+    one = layer.weights[batch, head]
+    assert not isinstance(one, Tensor)
+    return float32_bytes(one.picture(rows, columns, reduce))
+
+
 def float32_bytes(values: Any) -> bytes:
     return tensor_bytes(values.detach().float().cpu().contiguous())
+
+
+# What the page may ask, by its name in a request.
+HANDLERS: dict[str, Callable[[Question], Any]] = {
+    "row": answer_row,
+    "column": answer_column,
+    "tile": answer_tile,
+    "picture": answer_picture,
+    "arithmetic": answer_arithmetic,
+    "rollout": answer_rollout,
+}
