@@ -34,20 +34,9 @@ if TYPE_CHECKING:
 DENOISERS = ("unet", "transformer", "transformer_2", "prior")
 # Where the classes of such models live.
 DENOISER_MODULES = ("diffusers.models.unets.", "diffusers.models.transformers.")
-# In joint attention most models put the text before the image; these put it behind.
-TEXT_LAST = frozenset({"SD3Transformer2DModel", "HunyuanVideoTransformer3DModel", "MochiTransformer3DModel"})
-TEXT_FIRST = frozenset(
-    {
-        "AuraFlowTransformer2DModel",
-        "ChromaTransformer2DModel",
-        "CogVideoXTransformer3DModel",
-        "CogView3PlusTransformer2DModel",
-        "CogView4Transformer2DModel",
-        "Flux2Transformer2DModel",
-        "FluxTransformer2DModel",
-        "QwenImageTransformer2DModel",
-    }
-)
+# Where the text lies in joint attention: behind the image or before it.
+TEXT_LAST = frozenset({"HunyuanVideoTransformer3DModel", "SD3Transformer2DModel"})
+TEXT_FIRST = frozenset({"CogVideoXTransformer3DModel", "FluxTransformer2DModel", "QwenImageTransformer2DModel"})
 # A UNet halves its latents at most this often.
 MAX_HALVINGS = 6
 
@@ -147,6 +136,14 @@ class Denoising:
         """Whether the batch holds the prompt's half behind that of the negative prompt."""
         return self.rows is not None and self.inputs.batch in {2 * self.rows, 3 * self.rows}
 
+    def set_prompt(self, labels: Labels) -> None:
+        """Takes the texts of the prompt's positions from labels; empty ones are padding."""
+        words: list[list[int | None]] = [[None] * len(labels) for _ in labels.texts]
+        if labels.words is not None:
+            words = [list(row) for row in labels.words]
+        used = [[number for number, text in enumerate(row) if text] for row in labels.texts]
+        self.text = PromptText([list(row) for row in labels.texts], words, used)
+
     def watch(self, block: ExitStack, recorder: Recorder) -> None:
         """Notes passes, prompts and pictures until the block closes."""
 
@@ -206,7 +203,9 @@ class Denoising:
         return run()
 
     def _note_pictures(self, run: Callable[[], Any], arguments: Sequence[Any]) -> Any:
-        if arguments and isinstance(arguments[0], Tensor) and arguments[0].dim() in {4, 5}:
+        # A video processor calls that of images for each video.
+        is_first = self.pictures is None and bool(arguments)
+        if is_first and isinstance(arguments[0], Tensor) and arguments[0].dim() in {4, 5}:
             self.pictures = arguments[0].detach()
         return run()
 

@@ -304,7 +304,9 @@ class Recorder:
         """The queries and keys of a call that are text."""
         queries, keys = weights.shape[2:]
         if self.denoising is not None and self.denoising.inputs.text_length:
-            return self.denoising.find_text(layer_name.is_cross, queries, keys)
+            found = self.denoising.find_text(layer_name.is_cross, queries, keys)
+            given = find_text_of(self.token_ids.ready_labels.get(layer_name.keys), keys)
+            return found if given is None or not found.keys else found._replace(keys=given)
         named = [self.token_ids.ready_labels.get(name) for name in (layer_name.queries, layer_name.keys)]
         if not layer_name.is_cross:
             given = self.token_ids.find_text(layer_name.keys, self._pass_number, keys)
@@ -479,6 +481,9 @@ class Recorder:
     def _unseen_reason(self, name: str) -> str:
         if any(each == name or is_inside(each, name) for each in self.softmax_modules):
             return "it computes its own softmax (eager attention), so no call has its queries and keys"
+        processor = getattr(self.layer_names.modules.get(name), "processor", None)
+        if "Linear" in type(processor).__name__:
+            return "it is linear attention, which has no softmax and no weights"
         return "it ran without an attention call that foci recognizes"
 
 

@@ -102,6 +102,8 @@ def watch(
     )
     for name, finished in (labels or {}).items():
         recorder.set_labels(name, finished)
+        if denoising is not None and name == "prompt":
+            denoising.set_prompt(finished)
     record.filling = True
     block = ExitStack()
     try:

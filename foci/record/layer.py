@@ -368,6 +368,22 @@ class Layer:
         """
         return self._read_some(keys, "key")
 
+    def with_columns(self, keys: str) -> Layer:
+        """The kept weights on text as a layer of its own, whose keys are a sequence of this name."""
+        return self._with_part("key_weights", keys=keys)
+
+    def with_rows(self) -> Layer:
+        """The kept weights of text as a layer that has only these queries."""
+        return self._with_part("query_weights", rows=self.kept_queries)
+
+    def _with_part(self, statistic: str, **changes: Any) -> Layer:
+        nothing: dict[str, Any] = {"kept": None, "kept_keys": (), "kept_queries": ()}
+        if self.steps:
+            steps = {number: step._with_part(statistic, **changes) for number, step in self.steps.items()}
+            return replace(self, steps=steps, **nothing, **changes)
+        assert self.kept is not None
+        return replace(self, matrix=self.kept[statistic].float(), **nothing, **changes)
+
     def lines(self, queries: Sequence[int]) -> Tensor:
         """The exact weights of some queries on all keys: (B, H, queries, Tk)."""
         return self._read_some(queries, "query")

@@ -463,11 +463,11 @@ class Record:
         if suffix == ".html":
             from foci.view.page import document
 
-            document.write_html(self, path, **options)
+            document.write_html(self._with_matrices(), path, **options)
         elif suffix in PICTURE_SUFFIXES:
             from foci.view.figures import plots
 
-            plots.save_figure(self, path, **options)
+            plots.save_figure(self._with_matrices(), path, **options)
         else:
             if options:
                 raise TypeError(f"options must be empty for a .foci file, got {', '.join(options)}")
@@ -502,13 +502,32 @@ class Record:
             arguments = arguments[1:]
         from foci.view.terminal import record
 
-        return record.show_record(self, *arguments, **options)
+        return record.show_record(self._with_matrices(), *arguments, **options)
+
+    def _with_matrices(self) -> Record:
+        """The record for views: layers of which only the weights of text were kept have these as their matrix."""
+        if not any(layer.kept_keys or layer.kept_queries for layer in self.layers.values()):
+            return self
+        labels, layers = dict(self.labels), {}
+        for name, layer in self.layers.items():
+            layers[name] = layer
+            if layer.kept_keys:
+                words = f"words of {layer.keys}"
+                if layer.keys in labels:
+                    labels.setdefault(words, labels[layer.keys].select(layer.kept_keys))
+                layers[name] = layer.with_columns(words)
+            elif layer.kept_queries:
+                layers[name] = layer.with_rows()
+        found = Record(layers, labels, model=self.model, calls=self.calls, unseen=self.unseen, notes=self.notes)
+        # The layers of this record keep its own labels.
+        found.layers = {name: replace(layer, labels=labels) for name, layer in layers.items()}
+        return found
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """The representation in a notebook."""
         from foci.view.widget import render_in_notebook
 
-        return render_in_notebook(self)
+        return render_in_notebook(self._with_matrices())
 
     def __repr__(self) -> str:
         heads = sum(len(layer.heads) for layer in self.layers.values())
