@@ -7,6 +7,7 @@ additive: additive attention
 attention: attention with masks, softcap and ALiBi
 distance_bias: attention with a bias that depends on the distance of query and key
 statistics: statistics of the attention weights in one pass
+divergence: the divergence of two attention matrices
 rdrop: the R-Drop loss
 c: C sources for the CPU, compiled on first use by runtime/native.py
 """

@@ -1,4 +1,4 @@
-"""The Kullback-Leibler divergence of two attention matrices, strip by strip and differentiable.
+"""The Kullback-Leibler divergence of two attention matrices, differentiable: by GPU kernels, else strip by strip.
 
 It is computed from logarithms of the weights, which are exact where the weights themselves are rounded to 0.
 
@@ -9,6 +9,7 @@ per query.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,19 +19,33 @@ from foci.backends import reference, strips
 from foci.backends.strips import Strip
 from foci.masks.range_algebra import Segment
 from foci.runtime.tracing import disable_autocast
+from foci.statistics.cuda import divergence as cuda_divergence
 from foci.statistics.streaming import finite_lse
 
 
 @disable_autocast
 def compute_divergence(
-    teacher: Call, student: Call, averaged: tuple[bool, bool], keys: Tensor | None
+    teacher: Call, student: Call, averaged: tuple[bool, bool], keys: Tensor | None, teacher_lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """KL(teacher || student) of each query, differentiable; whether the query sees a key; and whether the teacher
     attends to a key that the student cannot see: (B, H, Tq) each.
 
     Both sides are normalized over the keys that are compared: all, or those in `keys`, (B or 1, Tq, K) with -1 for no
-    key, that the student sees. `averaged`: whether a side is the mean over its heads.
+    key, that the student sees. `averaged`: whether a side is the mean over its heads. `teacher_lse` saves a pass.
     """
+    if not cuda_divergence.refuses(teacher, student, averaged, keys):
+
+        def compute_again(q: Tensor, k: Tensor) -> Tensor:
+            return compare_in_strips(teacher, replace(student, q=q, k=k), averaged, keys)[0]
+
+        return cuda_divergence.compute_divergence(teacher, student, averaged[0], teacher_lse, compute_again)
+    return compare_in_strips(teacher, student, averaged, keys)
+
+
+def compare_in_strips(
+    teacher: Call, student: Call, averaged: tuple[bool, bool], keys: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for every call on any device, also differentiable twice."""
     leading = teacher if teacher.needs_grad else student
     results = [
         strips.recompute_in_backward(leading, compare_strip, teacher, student, averaged, keys, strip)

@@ -9,6 +9,7 @@ launches: one function per kernel launch.
 plan: the launches and outputs of a pass, planned once per kind of call.
 passes: a planned pass, run for one call after another.
 entries: a few rows of the matrix by one launch.
+divergence: the divergence of two matrices.
 """
 
 from __future__ import annotations

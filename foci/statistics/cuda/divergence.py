@@ -1,0 +1,283 @@
+"""Launch the divergence kernels: an indexer, or a student with as many heads, against a teacher without gradients.
+
+B batch, H teacher heads, P student heads, Tq queries, Tk keys, D width of the teacher, E width of the student.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foci.arguments import HALF_DTYPES, Call
+from foci.gpu import mask_inputs
+from foci.gpu.launcher import (
+    KERNEL_DTYPES,
+    KernelLaunch,
+    LaunchPlan,
+    batch_stride,
+    build_kernel_launch,
+    get_or_build_plan,
+    layout_key,
+    next_power_of_two,
+)
+from foci.gpu.mask_inputs import KernelMasks
+from foci.masks.base import Mask
+from foci.runtime.device import has_triton
+from foci.scores import Dot
+from foci.statistics.cuda.arguments import MAX_WIDTH
+
+
+class DivergenceTiling(NamedTuple):
+    """The tile sizes and launch options of the kernels."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By dtype and by the larger width, at least 64: fixed, and independent of the lengths.
+HALF_TILINGS = {
+    64: DivergenceTiling(128, 64, 8, 3),
+    128: DivergenceTiling(128, 64, 8, 3),
+    256: DivergenceTiling(64, 64, 8, 2),
+}
+FLOAT32_TILINGS = {
+    64: DivergenceTiling(32, 32, 4, 2),
+    128: DivergenceTiling(32, 32, 4, 1),
+    256: DivergenceTiling(16, 16, 4, 1),
+}
+INTERPRETER_TILING = DivergenceTiling(16, 16, 4, 1)
+
+
+class Side(NamedTuple):
+    """The queries, keys and dot product of one matrix."""
+
+    q: Tensor
+    k: Tensor
+    scale: float
+    softcap: float | None
+
+
+def refuses(teacher: Call, student: Call, averaged: tuple[bool, bool], keys: Tensor | None) -> list[str]:
+    """Why the kernels do not compute this divergence; empty where they do."""
+    if student.q.device.type != "cuda":
+        return [f"the queries are on {student.q.device.type}, not on cuda"]
+    return ["Triton is not installed"] if not has_triton() else refuses_kind(teacher, student, averaged, keys)
+
+
+def refuses_kind(teacher: Call, student: Call, averaged: tuple[bool, bool], keys: Tensor | None) -> list[str]:
+    """The same without asking for the device, which may be Triton's interpreter."""
+    reasons = []
+    if keys is not None:
+        reasons.append("given keys are not supported")
+    if averaged[1]:
+        reasons.append("the student must not be a mean over heads")
+    if student.q.shape[1] != (1 if averaged[0] else teacher.q.shape[1]):
+        reasons.append("the student must have as many heads as the teacher")
+    if torch.is_grad_enabled() and (teacher.q.requires_grad or teacher.k.requires_grad):
+        reasons.append("the teacher must not need gradients")
+    for name, call in (("teacher", teacher), ("student", student)):
+        if not isinstance(call.score, Dot):
+            reasons.append(f"the {name}'s score is not a dot product")
+        if call.bias is not None or call.sink is not None or call.positions is not None:
+            reasons.append(f"the {name} must have no bias, sink or positions")
+        if call.q.dtype not in KERNEL_DTYPES or call.q.dtype != student.q.dtype:
+            reasons.append(f"the {name} must be float16, bfloat16 or float32 like the student, got {call.q.dtype}")
+        if not 0 < call.q.shape[-1] <= MAX_WIDTH:
+            reasons.append(f"widths from 1 to {MAX_WIDTH} are supported")
+        if call.is_transformed:
+            reasons.append("torch.func is not supported")
+    if min(teacher.q.numel(), teacher.k.numel(), student.q.numel(), student.k.numel()) == 0:
+        reasons.append("the input is empty")
+    if not reasons and not is_same_mask(teacher.mask, student.mask):
+        reasons.append("teacher and student must have the same mask")
+    return reasons or mask_inputs.refuses(student)
+
+
+def is_same_mask(a: Mask | None, b: Mask | None) -> bool:
+    """Whether two masks hide the same keys of all heads, as far as can be told without reading tensors."""
+    if a is None or b is None:
+        return a is b
+    tensors: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    described = [mask_inputs.describe_mask(mask, found) for mask, found in zip((a, b), tensors, strict=True)]
+    if None in described or described[0] != described[1]:
+        return False
+    memory = [{name: (x.data_ptr(), layout_key(x)) for name, x in found.items()} for found in tensors]
+    return memory[0] == memory[1]
+
+
+def compute_divergence(
+    teacher: Call,
+    student: Call,
+    averaged: bool,
+    lse: Tensor | None,
+    compute_again: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `statistics.divergence.compute_divergence` returns, for a call that `refuses` accepts.
+
+    `compute_again` computes the divergence from the student's queries and keys in a way that can be differentiated
+    twice.
+    """
+    masks = mask_inputs.build_kernel_masks(student)
+    sides = as_side(teacher), as_side(student)
+    lse = compute_lse(*sides, masks) if lse is None else lse.detach().contiguous()
+    inputs = (student.q, student.k, lse, *sides, masks, averaged, compute_again)
+    divergence = DivergenceFunction.apply(*inputs)  # type: ignore[no-untyped-call]
+    seen = lse > -torch.inf
+    counted = seen.any(1, keepdim=True) if averaged else seen
+    return divergence, counted, torch.zeros_like(counted)
+
+
+def as_side(call: Call) -> Side:
+    assert isinstance(call.score, Dot)
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q.detach(), call.k.detach()))
+    return Side(q, k, call.score.factor(q.shape[-1]), call.score.softcap)
+
+
+class DivergenceFunction(torch.autograd.Function):
+    """The divergence of each query; the teacher gets no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        lse: Tensor,
+        teacher: Side,
+        student: Side,
+        masks: KernelMasks,
+        averaged: bool,
+        compute_again: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        needs_gradient = any(ctx.needs_input_grad)
+        batch, heads, queries, width = student.q.shape
+        divergence, student_lse = (q.new_empty((batch, heads, queries), dtype=torch.float32) for _ in range(2))
+        d_q = q.new_empty((batch, heads, queries, width) if needs_gradient else (1,), dtype=torch.float32)
+        tensors = kernel_tensors(teacher, student, masks, lse)
+        tensors |= {"divergence": divergence, "student_lse": student_lse, "d_q": d_q}
+        key = plan_key("forward", teacher, student, masks, averaged, needs_gradient)
+        get_or_build_plan(key, lambda: plan_forward(teacher, student, masks, averaged, needs_gradient))(tensors)
+        ctx.save_for_backward(q, k, lse, student_lse, d_q)
+        ctx.sides, ctx.masks, ctx.averaged, ctx.compute_again = (teacher, student), masks, averaged, compute_again
+        return divergence
+
+    @staticmethod
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, lse, student_lse, d_q = ctx.saved_tensors
+        teacher, student = ctx.sides
+        if torch.is_grad_enabled():
+            return (*differentiate_twice(ctx.compute_again, q, k, slopes), *[None] * 6)
+        slopes = slopes.to(torch.float32).contiguous()
+        found: list[Tensor | None] = [None, None]
+        if ctx.needs_input_grad[0]:
+            found[0] = (d_q * slopes.unsqueeze(-1)).to(q.dtype)
+        if ctx.needs_input_grad[1]:
+            batch, heads, keys, width = q.shape[0], q.shape[1], k.shape[2], k.shape[3]
+            d_k = k.new_empty((batch, heads, keys, width), dtype=torch.float32)
+            tensors = kernel_tensors(teacher, student, ctx.masks, lse)
+            tensors |= {"student_lse": student_lse, "slopes": slopes, "d_k": d_k}
+            key = plan_key("keys", teacher, student, ctx.masks, ctx.averaged, True)
+            get_or_build_plan(key, lambda: plan_keys(teacher, student, ctx.masks, ctx.averaged))(tensors)
+            found[1] = d_k.view(batch, k.shape[1], -1, keys, width).sum(2).to(k.dtype)
+        return (*found, *[None] * 6)
+
+
+def differentiate_twice(
+    compute_again: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, slopes: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a computation that can be differentiated again."""
+    inputs = [x for x in (q, k) if x.requires_grad]
+    gradients = iter(torch.autograd.grad(compute_again(q, k), inputs, slopes, create_graph=True))
+    return tuple(next(gradients) if x.requires_grad else None for x in (q, k))
+
+
+def kernel_tensors(teacher: Side, student: Side, masks: KernelMasks, lse: Tensor) -> dict[str, Tensor]:
+    """The tensors of all kernels by name; lse stands for missing ones, which no kernel reads."""
+    sides = {"q": teacher.q, "k": teacher.k, "lse": lse, "student_q": student.q, "student_k": student.k}
+    given = {"key_ranges": masks.key_ranges, "query_ids": masks.query_ids, "key_ids": masks.key_ids}
+    return sides | {name: lse if x is None else x.contiguous() for name, x in given.items()}
+
+
+def plan_key(name: str, teacher: Side, student: Side, masks: KernelMasks, *flags: bool) -> Any:
+    tensors = (teacher.q, teacher.k, student.q, student.k, masks.key_ranges, masks.query_ids, masks.key_ids)
+    numbers = teacher.scale, teacher.softcap, student.scale, student.softcap, masks.causal, student.q.device
+    return ("divergence", name, *map(layout_key, tensors), *numbers, *flags)
+
+
+def compute_lse(teacher: Side, student: Side, masks: KernelMasks) -> Tensor:
+    """The teacher's log-sum-exp (B, H, Tq)."""
+    lse = teacher.q.new_empty(teacher.q.shape[:3], dtype=torch.float32)
+    key = plan_key("lse", teacher, student, masks)
+    get_or_build_plan(key, lambda: plan_lse(teacher, student, masks))(kernel_tensors(teacher, student, masks, lse))
+    return lse
+
+
+def plan_lse(teacher: Side, student: Side, masks: KernelMasks) -> LaunchPlan:
+    from foci.kernels.divergence import row_lse
+
+    tiling = choose_tiling(teacher, student)
+    batch, heads, queries, _ = teacher.q.shape
+    scalars = kernel_scalars(teacher, student, masks, False, tiling)
+    grid = (-(-queries // tiling.queries), batch * heads)
+    return LaunchPlan({}, teacher.q.device, [build(row_lse, grid, scalars, tiling)])
+
+
+def plan_forward(teacher: Side, student: Side, masks: KernelMasks, averaged: bool, needs_gradient: bool) -> LaunchPlan:
+    from foci.kernels.divergence import row_divergence
+
+    tiling = choose_tiling(teacher, student)
+    scalars = kernel_scalars(teacher, student, masks, averaged, tiling) | {"GRADIENT": needs_gradient}
+    batch, heads, queries, _ = student.q.shape
+    grid = (-(-queries // tiling.queries), batch * heads)
+    return LaunchPlan({}, student.q.device, [build(row_divergence, grid, scalars, tiling)])
+
+
+def plan_keys(teacher: Side, student: Side, masks: KernelMasks, averaged: bool) -> LaunchPlan:
+    from foci.kernels.divergence import key_gradients
+
+    tiling = choose_tiling(teacher, student)
+    scalars = kernel_scalars(teacher, student, masks, averaged, tiling)
+    grid = (-(-student.k.shape[2] // tiling.keys), student.q.shape[0] * student.q.shape[1])
+    return LaunchPlan({}, student.q.device, [build(key_gradients, grid, scalars, tiling)])
+
+
+def build(kernel: Any, grid: tuple[int, ...], scalars: dict[str, Any], tiling: DivergenceTiling) -> KernelLaunch:
+    return build_kernel_launch(kernel, grid, scalars, num_warps=tiling.warps, num_stages=tiling.stages)
+
+
+def choose_tiling(teacher: Side, student: Side) -> DivergenceTiling:
+    if student.q.device.type == "cpu":
+        return INTERPRETER_TILING
+    width = max(next_power_of_two(side.q.shape[-1], 64) for side in (teacher, student))
+    return (HALF_TILINGS if student.q.dtype in HALF_DTYPES else FLOAT32_TILINGS)[width]
+
+
+def kernel_scalars(
+    teacher: Side, student: Side, masks: KernelMasks, averaged: bool, tiling: DivergenceTiling
+) -> dict[str, Any]:
+    """The scalars of all three kernels; each takes those that it names."""
+    q, k, student_q, student_k = teacher.q, teacher.k, student.q, student.k
+    return {
+        "H": q.shape[1], "P": student_q.shape[1], "group": q.shape[1] // k.shape[1],
+        "student_group": student_q.shape[1] // student_k.shape[1],
+        "Tq": q.shape[2], "Tk": k.shape[2], "D": q.shape[3], "E": student_q.shape[3],
+        "q_batch": q.stride(0), "q_head": q.stride(1), "q_query": q.stride(2),
+        "k_batch": k.stride(0), "k_head": k.stride(1), "k_key": k.stride(2),
+        "student_q_batch": student_q.stride(0), "student_q_head": student_q.stride(1),
+        "student_q_query": student_q.stride(2), "student_k_batch": student_k.stride(0),
+        "student_k_head": student_k.stride(1), "student_k_key": student_k.stride(2),
+        "key_ranges_batch": batch_stride(masks.key_ranges), "query_ids_batch": batch_stride(masks.query_ids),
+        "key_ids_batch": batch_stride(masks.key_ids),
+        "scale": teacher.scale, "softcap": float(teacher.softcap or 0.0),
+        "student_scale": student.scale, "student_softcap": float(student.softcap or 0.0),
+        "MEAN": averaged, "SOFTCAP": teacher.softcap is not None, "STUDENT_SOFTCAP": student.softcap is not None,
+        "CAUSAL": masks.causal, "RANGES": 0 if masks.key_ranges is None else masks.key_ranges.shape[1],
+        "IDS": masks.query_ids is not None,
+        "PRECISION": "ieee" if student_q.dtype == torch.float32 else "tf32",
+        "BM": tiling.queries, "BN": tiling.keys,
+        "BD": next_power_of_two(q.shape[3]), "BE": next_power_of_two(student_q.shape[3]),
+    }  # fmt: skip
