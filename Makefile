@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: look test check docs bench gpu clean
+.PHONY: look test check docs wheel bench gpu clean
 
 look: $(READY)
 	@$(BIN)/foci look "Jane is hungry, and she's really craving pasta from Italy."
@@ -20,6 +20,9 @@ docs: $(READY)
 	@$(BIN)/python -m pip install -qq -e '.[dev,docs]' -c constraints.txt
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/build/html
 	@echo "written: docs/build/html/index.html"
+
+wheel:
+	PYTHON=$(PYTHON) .ci/wheel
 
 bench: $(READY)
 	$(BIN)/foci bench

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
+import foci
+
 project = "foci"
 author = "the foci developers"
-version = release = installed_version("foci")
+version = release = foci.__version__
 html_title = "foci"
 
 extensions = [

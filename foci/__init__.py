@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from foci.view.widget import widget
     from foci.weights.weights import Weights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ALiBi",

@@ -1,7 +1,7 @@
 """The README and the documents: their code runs, prints what they say and imports public names only; images are small.
 
 Blocks marked python run; those marked py need a model or data of the reader. The commands of console blocks are valid,
-and those of the README run in their order.
+and those of the tour run in their order.
 """
 
 import ast
@@ -80,8 +80,8 @@ def test_pages_use_public_names_only_and_are_valid_python(page: str) -> None:
 
 
 def test_some_documents_show_the_output_of_their_code() -> None:
-    assert {"README.md", "docs/views.md"} <= set(WITH_CODE)
-    for document in ("README.md", "docs/views.md"):
+    assert {"README.md", "docs/tour.md", "docs/views.md"} <= set(WITH_CODE)
+    for document in ("docs/tour.md", "docs/views.md"):
         assert any(printed for _, printed in BLOCK.findall((ROOT / document).read_text()))
 
 
@@ -113,12 +113,12 @@ def test_commands_have_known_options(document: str) -> None:
         assert main.parse_arguments(arguments).command == arguments[0]
 
 
-def test_files_that_the_readme_names_are_written_by_an_earlier_command(
+def test_files_that_the_tour_names_are_written_by_an_earlier_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     written = {"runs/translation"}
-    for arguments in foci_commands("README.md"):
+    for arguments in foci_commands("docs/tour.md"):
         paths = {word for word in arguments[1:] if re.fullmatch(r"\S*\.\w+|\S+/\S+", word)}
         is_out = {after for word, after in pairwise(arguments) if word == "--out"}
         assert paths - is_out <= written
@@ -130,14 +130,14 @@ def test_files_that_the_readme_names_are_written_by_an_earlier_command(
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme_run_one_after_the_other(
+def test_the_commands_of_the_tour_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     served = []
     monkeypatch.setattr("foci.explore.server.serve", lambda *_, **options: served.append(options["port"]))
     printed = {}
-    for arguments in foci_commands("README.md"):
+    for arguments in foci_commands("docs/tour.md"):
         assert main.main(arguments) == 0
         printed[" ".join(arguments[:2])] = capsys.readouterr().out
     # `foci view` and `foci explore` open a browser.
@@ -146,6 +146,11 @@ def test_the_commands_of_the_readme_run_one_after_the_other(
     assert "t-shirt (91%)" in printed["run vision"]
     assert printed["run speech"] == "seven\n"
     assert float(printed["evaluate runs/translation"].split()[1]) > 97
+
+
+def test_the_readme_is_one_screen() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 45
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
