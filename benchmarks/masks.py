@@ -1,6 +1,6 @@
 """Masks, softcaps, biases and sinks on a GPU: foci and compiled FlexAttention, decoding, and the host time of a call.
 
-`--compile-first` compiles FlexAttention for all cases in parallel processes before anything is timed.
+`--compile-first` compiles both for all cases in parallel processes before anything is timed.
 
 B batch, H heads, G key/value heads, Tq queries, Tk keys, D width.
 """
@@ -333,14 +333,17 @@ def compile_in_processes(names: list[str]) -> None:
 
 
 def compile_cases(names: list[str]) -> None:
-    """Compile FlexAttention, forward and backward, for the cases of these names."""
+    """Compile both contestants, forward and backward, for the cases of these names."""
     device = torch.device("cuda")
     for case in cases():
-        if case.name in names and case.value_width is None:
-            tensors = case.tensors(device)
-            with_gradients(flex(case, device), tensors, torch.randn_like(tensors["q"]))
+        if case.name not in names:
+            continue
+        tensors = case.tensors(device)
+        out_gradient = torch.randn(*tensors["q"].shape[:3], tensors["v"].shape[-1]).to(tensors["q"])
+        for make in (foci_attention, flex) if case.value_width is None else (foci_attention,):
+            with_gradients(make(case, device), tensors, out_gradient)
             with torch.no_grad():
-                flex(case, device)(**tensors)
+                make(case, device)(**tensors)
 
 
 def main() -> int:
