@@ -147,9 +147,12 @@ def attend_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Ten
 
 def run_call(call: Call, backend: str | None) -> tuple[Tensor, Tensor | None]:
     """The output and, if the call needs it, the log-sum-exp, the sink included."""
-    out, lse = backends.run(call, backend)
     if call.sink is None:
-        return out, lse
+        return backends.run(call, backend)
+    found = backends.run_with_sink(call, backend)
+    if found is not None:
+        return found
+    out, lse = backends.run(call, backend)
     assert lse is not None
     return apply_sink(call, out, lse)
 

@@ -12,7 +12,8 @@ additive_cpu: fast additive scores of a strip on a CPU.
 reference: the specification, which builds the matrix.
 
 A backend module has `NAME`, `refuses(call)`, `run(call)` and optionally `refuses_by_default(call)`: why it is used only
-when the caller names it; `is_batch_invariant(call)`, False without it; `describe_limits(call)`: notes for `foci.plan`.
+when the caller names it; `is_batch_invariant(call)`, False without it; `describe_limits(call)`: notes for `foci.plan`;
+`run_with_sink(call)`: the call with its sink, else the caller adds it.
 """
 
 from __future__ import annotations
@@ -109,6 +110,13 @@ def describe_chosen(call: Call, backend: ModuleType) -> dict[str, str]:
     )
     limits = backend.describe_limits(call) if hasattr(backend, "describe_limits") else {}
     return {"batch invariance": f"batch invariance: {text}"} | limits
+
+
+@disable_autocast
+def run_with_sink(call: Call, name: str | None) -> tuple[Tensor, Tensor | None] | None:
+    """Runs a call with its sink; None where the backend of the call has no sinks."""
+    backend = choose_backend(call, name)
+    return backend.run_with_sink(call) if hasattr(backend, "run_with_sink") else None
 
 
 @disable_autocast

@@ -55,7 +55,7 @@ def run_repeated_call(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, ch
     try:
         known = REPEATED_CALLS[key]
     except KeyError:
-        return run_first_call(key, q, k, v, score, mask, choose)
+        return run_first_call(key, q, k, v, score, mask, masks, choose)
     if known is None or (device.type == "cuda" and device.index != torch.cuda.current_device()):
         return None
     return known.run(q, k, v, masks)
@@ -76,9 +76,16 @@ def is_eager_inference(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def run_first_call(
-    key: Hashable, q: Tensor, k: Tensor, v: Tensor, score: Dot, mask: Any, choose: ChooseBackend
+    key: Hashable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Dot,
+    mask: Any,
+    masks: dict[str, Tensor],
+    choose: ChooseBackend,
 ) -> Tensor | None:
-    """Checks and runs the first call of a kind, and remembers how."""
+    """Checks and runs the first call of a kind, and remembers how. `masks`: the tensors of the mask."""
     if len(REPEATED_CALLS) >= MAX_REPEATED_CALLS:
         REPEATED_CALLS.clear()
     call = prepare_call(q, k, v, score, mask, None, None, None, 0.0, needs_lse=False)
@@ -87,6 +94,9 @@ def run_first_call(
         REPEATED_CALLS[key] = None
         return None
     repeated = RepeatedCall(call)
-    if repeated.launches:
+    if not repeated.mask_tensors <= masks.keys():
+        # The mask was converted to other tensors, which a later call would have to compute.
+        REPEATED_CALLS[key] = None
+    elif repeated.launches:
         REPEATED_CALLS[key] = repeated
     return call.restore_shape(repeated.first_output())

@@ -7,17 +7,11 @@ from types import ModuleType
 from torch import Tensor
 
 from foci.arguments import Call
-from foci.backends import flex
 from foci.gpu import additive, attention
 from foci.gpu.self_check import address_failure
-from foci.masks.base import split_conjunction
-from foci.masks.kinds import Causal, Window
 from foci.runtime.device import has_triton, is_triton_interpreted
 
 NAME = "triton"
-
-# Above it, masks other than causal and window run in FlexAttention by default.
-MAX_MASKED_QUERIES = 2048
 
 # Each has `refuses` and `run`, like a backend; the first that supports the call is used.
 LAUNCHERS: tuple[ModuleType, ...] = (additive, attention)
@@ -34,25 +28,20 @@ def refuses_by_default(call: Call) -> list[str]:
     """Why it is not chosen unless the caller names it."""
     if is_on_cpu(call):
         return ["Triton's interpreter is for tests; use it with backend='triton'"]
-    if is_left_to_flex(call) and not flex.refuses(call):
-        return [f"above {MAX_MASKED_QUERIES:,} queries FlexAttention was faster for this mask"]
     return []
-
-
-def is_left_to_flex(call: Call) -> bool:
-    """Whether FlexAttention runs the call by default: padding, documents and unions of long inputs.
-
-    Shorter ones run in our kernels, which are compiled once for all lengths.
-    """
-    if call.bias is not None or call.dropout or call.sizes.queries <= MAX_MASKED_QUERIES:
-        return False
-    return any(not isinstance(mask, Causal | Window) for mask in split_conjunction(call.mask))
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     launcher = find_launcher(call)
     assert launcher is not None
     return launcher.run(call)  # type: ignore[no-any-return]
+
+
+def run_with_sink(call: Call) -> tuple[Tensor, Tensor | None] | None:
+    """Output and log-sum-exp with the sink of the call; None if the kernels of this call have no sinks."""
+    if find_launcher(call) is not attention or not attention.adds_sink(call):
+        return None
+    return attention.run_with_sink(call)
 
 
 def is_batch_invariant(call: Call) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -43,11 +43,13 @@ UNLIMITED = 2**30
 class VisibleKeys(NamedTuple):
     """The same for the attention kernels, which find the key ranges of most masks themselves.
 
-    Query i, at position i + Tk - Tq, sees the keys from position - left to position + right that come before `stop`.
+    Query i, at position i + Tk - Tq, sees the keys from position - left to position + right or before `always` that
+    come before `stop`.
     """
 
     left: int = UNLIMITED
     right: int = UNLIMITED
+    always: int = 0
     stop: int = UNLIMITED
     padded: int = 0  # 0 without lengths, 1 if the first keys of each sequence are visible, 2 if the last ones are
     lengths: Tensor | None = None  # (Bm,)
@@ -111,6 +113,7 @@ def find_visible_keys(call: Call) -> VisibleKeys:
         return ALL_KEYS if call.mask is None else EARLIER_KEYS
     fields: dict[str, Any] = {}
     rest: Mask | None = None
+    unions: list[Mask] = []
     offset = call.sizes.keys - call.sizes.queries
     for mask in split_conjunction(call.mask):
         if isinstance(mask, Documents):
@@ -127,11 +130,28 @@ def find_visible_keys(call: Call) -> VisibleKeys:
             limit(fields, left=mask.left, right=mask.right)
         elif isinstance(mask, Prefix):
             limit(fields, stop=mask.length)
+        elif split_prefix_union(mask) is not None:
+            unions.append(mask)
         else:
             rest = mask if rest is None else rest & mask
+    if len(unions) == 1 and "right" not in fields:
+        earlier, prefix = cast("tuple[Causal, Prefix]", split_prefix_union(unions.pop()))
+        limit(fields, right=0 if earlier.offset is None else earlier.offset - offset)
+        fields["always"] = prefix.length
+    for union in unions:
+        rest = union if rest is None else rest & union
     if rest is not None:
         fields["key_ranges"] = compute_key_ranges(replace(call, mask=rest))
     return VisibleKeys(**fields)
+
+
+def split_prefix_union(mask: Mask) -> tuple[Causal, Prefix] | None:
+    """The parts of `causal | prefix(n)`, in either order; None for any other mask."""
+    if isinstance(mask, Union):
+        for earlier, prefix in ((mask.left, mask.right), (mask.right, mask.left)):
+            if isinstance(earlier, Causal) and isinstance(prefix, Prefix):
+                return earlier, prefix
+    return None
 
 
 def limit(fields: dict[str, Any], **limits: int | None) -> None:
@@ -206,8 +226,13 @@ def mask_cache_key(call: Call) -> Hashable | None:
 def describe_mask(mask: object, tensors: dict[str, Tensor]) -> Hashable | None:
     """What a mask consists of besides its tensors, which are added to `tensors` by their names in VisibleKeys.
 
-    None for masks that have other tensors or would have to be converted to key ranges.
+    None for masks with other tensors and for most that would have to be converted to key ranges.
     """
+    if isinstance(mask, Tensor | DenseMask):
+        if "dense" in tensors:
+            return None
+        tensors["dense"] = mask if isinstance(mask, Tensor) else mask.entries
+        return "dense"
     if isinstance(mask, Window):
         return "window", mask.left, mask.right
     if isinstance(mask, Causal):
@@ -221,6 +246,8 @@ def describe_mask(mask: object, tensors: dict[str, Tensor]) -> Hashable | None:
         tensors["query_ids"] = mask.query_ids
         tensors["key_ids"] = mask.query_ids if mask.key_ids is None else mask.key_ids
         return "documents"
+    if isinstance(mask, Union) and (parts := split_prefix_union(mask)) is not None:
+        return "causal or prefix", parts[0].offset, parts[1].length
     if isinstance(mask, Intersection):
         left, right = describe_mask(mask.left, tensors), describe_mask(mask.right, tensors)
         return None if left is None or right is None else (left, right)

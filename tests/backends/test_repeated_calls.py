@@ -36,6 +36,9 @@ def _no_known_calls() -> Iterator[None]:
         (foci.causal & foci.prefix(4), ()),
         (foci.padding(LENGTHS), ("lengths",)),
         (foci.causal & foci.documents(IDS) & foci.padding(LENGTHS), ("query_ids", "key_ids", "lengths")),
+        (foci.causal | foci.prefix(3), ()),
+        (foci.prefix(3) | foci.causal.at(2), ()),
+        (foci.causal & torch.ones(6, 6).bool(), ("dense",)),
     ],
     ids=repr,
 )
@@ -48,10 +51,10 @@ def test_a_mask_is_described_by_its_numbers_and_tensors(mask: foci.Mask, names: 
 @pytest.mark.parametrize(
     "mask",
     [
-        foci.causal | foci.prefix(3),
+        foci.window(1) | foci.prefix(3),
         ~foci.window(2),
         foci.padding(LENGTHS) & foci.padding(LENGTHS, side="left"),
-        foci.causal & torch.ones(6, 6).bool(),
+        (foci.causal & torch.ones(6, 6).bool()) & torch.ones(6, 6).bool(),
         foci.mask_function(lambda b, h, i, j: i >= j),
     ],
     ids=repr,
@@ -62,6 +65,7 @@ def test_other_masks_take_the_full_path(mask: foci.Mask) -> None:
 
 def test_masks_of_other_numbers_are_other_kinds() -> None:
     masks = [foci.window(3), foci.window(4), foci.window(3, 1), foci.causal, foci.causal.at(2), foci.prefix(3)]
+    masks += [foci.causal | foci.prefix(3), foci.causal | foci.prefix(4), foci.causal.at(2) | foci.prefix(3)]
     masks += [foci.padding(LENGTHS), foci.padding(LENGTHS, side="left"), foci.window(3) & foci.causal]
     assert len({describe_mask(mask, {}) for mask in masks}) == len(masks)
     assert describe_mask(foci.window(3), {}) == describe_mask(foci.window(3), {})
@@ -111,6 +115,23 @@ def test_documents_have_a_launch_of_their_own_and_share_its_workspace(launches: 
     assert ranges["query_ids"] == ranges["key_ids"] == IDS.data_ptr()
 
 
+def test_a_bool_tensor_is_passed_by_its_address(launches: FakeLaunches) -> None:
+    q = torch.randn(2, 4, 20, 16)
+    for _ in range(2):
+        entries = torch.ones(20, 20).bool().tril()
+        foci.attention(q, q, q, mask=entries)
+    (launch,) = launches.launched
+    assert launch["dense"] == entries.data_ptr()
+
+
+def test_masks_that_are_converted_to_key_ranges_take_the_full_path(launches: FakeLaunches) -> None:
+    q = torch.randn(2, 4, 20, 16)
+    for _ in range(2):
+        foci.attention(q, q, q, mask=(foci.causal | foci.prefix(5)) & foci.window(3, 2))
+    assert list(repeated_calls.REPEATED_CALLS.values()) == [None]
+    assert not launches.launched
+
+
 def test_other_layouts_are_other_kinds(launches: FakeLaunches) -> None:
     q = torch.randn(2, 4, 20, 16)
     for x in (q, q.transpose(1, 2).contiguous().transpose(1, 2), q.half(), q[:1], q[:, :, :10]):
@@ -143,7 +164,7 @@ def test_tensors_on_a_cpu_take_the_full_path() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["window", "padding", "documents", "joined", "softcap"])
+@pytest.mark.parametrize("kind", ["window", "padding", "documents", "joined", "softcap", "prefix", "dense"])
 def test_later_calls_equal_the_reference_on_a_gpu(kind: str) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
@@ -156,6 +177,8 @@ def test_later_calls_equal_the_reference_on_a_gpu(kind: str) -> None:
             "documents": (foci.documents(ids), foci.Dot()),
             "joined": (foci.causal & foci.documents(ids) & foci.padding(lengths), foci.Dot()),
             "softcap": (None, foci.Dot(softcap=5.0)),
+            "prefix": (foci.causal | foci.prefix(9), foci.Dot()),
+            "dense": (torch.rand(70, 70, device="cuda") < 0.5, foci.Dot()),
         }[kind]
         found = foci.attention(q, k, v, mask=mask, score=score)
         true = foci.attention(*(x.double() for x in (q, k, v)), mask=mask, score=score, backend="reference")

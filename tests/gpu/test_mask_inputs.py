@@ -71,6 +71,44 @@ def test_kernel_masks_equal_the_mask(name: str) -> None:
     assert torch.equal(seen_by(mask_inputs.build_kernel_masks(call), call), expected)
 
 
+def seen_by_position(keys: mask_inputs.VisibleKeys, call: Call) -> Tensor:
+    """The visible entries as the attention kernels compute them: (B, 1, Tq, Tk)."""
+    where = call.full_tile()
+    position = where.query + KEYS - QUERIES
+    seen = (where.key >= position - keys.left) & ((where.key <= position + keys.right) | (where.key < keys.always))
+    seen = (seen & (where.key < keys.stop)).expand(2, 1, -1, -1)
+    if keys.lengths is not None:
+        lengths = keys.lengths.view(-1, 1, 1, 1)
+        seen = seen & (where.key < lengths if keys.padded == 1 else where.key >= KEYS - lengths)
+    masks = mask_inputs.KernelMasks(False, keys.key_ranges, keys.query_ids, keys.key_ids, keys.dense)
+    return seen & seen_by(masks, call)
+
+
+JOINED = MASKS | {
+    "reversed_prefix": foci.prefix(4) | foci.causal.at(1),
+    "prefix_padding": (foci.causal | foci.prefix(5)) & foci.padding(LENGTHS),
+    "prefix_window": (foci.causal | foci.prefix(5)) & foci.window(2, 3),
+    "prefix_in_causal": (foci.causal.at(0) | foci.prefix(5)) & foci.causal.at(3),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_visible_keys_equal_the_mask(name: str) -> None:
+    call = call_of(JOINED[name])
+    assert mask_inputs.refuses(call) == []
+    expected = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool)
+    if call.mask is not None:
+        expected = call.mask.visible(call.full_tile()).expand(2, 1, -1, -1)
+    assert torch.equal(seen_by_position(mask_inputs.find_visible_keys(call), call), expected)
+
+
+@pytest.mark.parametrize("name", ["prefix", "reversed_prefix", "prefix_padding"])
+def test_a_prefix_needs_no_key_ranges(name: str) -> None:
+    keys = mask_inputs.find_visible_keys(call_of(JOINED[name]))
+    assert keys.key_ranges is None
+    assert keys.always in {4, 5}
+
+
 @pytest.mark.parametrize(
     ("offset", "queries", "keys", "plain"),
     [(0, 9, 9, True), (2, 7, 9, True), (-2, 9, 7, True), (0, 7, 9, False), (1, 9, 9, False)],

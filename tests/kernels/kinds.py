@@ -70,6 +70,7 @@ KINDS: dict[str, Kind] = {
     "alibi": (HALF, 64, LENGTH, True, True, lambda d, t: {"bias": foci.ALiBi(table(8)), "mask": foci.causal}),
     "dense bias": (HALF, 64, LENGTH, True, False, lambda d, t: {"bias": tensor(8, t, LENGTH)}),
     "dense bias, other dtype": (HALF, 128, LENGTH, True, False, lambda d, t: {"bias": table(t, LENGTH)}),
+    "sink": (HALF, 64, LENGTH, True, False, lambda d, t: {"mask": foci.causal, "sink": table(8)}),
     "dropout": (HALF, 64, LENGTH, True, False, lambda d, t: {"mask": foci.window(64), "dropout": 0.1}),
     "one query": (HALF, 64, 1, True, True, lambda d, t: {"mask": foci.window(64)}),
     "buckets": (HALF, 64, LENGTH, True, False, lambda d, t: {"bias": foci.Buckets(table(32, 8), True, 128)}),

@@ -14,13 +14,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import foci
-from foci.arguments import prepare_call
 from foci.backends import triton
 from foci.gpu.attention import launch, tilings
 from foci.gpu.attention.tilings import AttentionTiling
 from foci.gpu.launcher import CACHED_PLANS
-from foci.scores import Dot
-from tests.checker import Problem, Tensors
+from tests.checker import Problem, Tensors, answers, check, eager_errors, truth
 from tests.kernels.test_distance_bias import DEVICE, MASKS, check_problem, problem_of, within_nan
 from tests.kernels.test_distance_bias import _nan_in_fresh_memory as _nan_in_fresh_memory
 
@@ -50,6 +48,27 @@ def test_lengths_at_and_beside_a_tile_edge(lengths: tuple[int, int]) -> None:
     check_problem(problem_of("none", "causal", queries=queries, keys=keys))
 
 
+@pytest.mark.parametrize("prefix", [16, 17, 32, 40])
+@pytest.mark.parametrize("sizes", [(37, 41), (41, 20)], ids=str)
+def test_a_prefix_ends_at_and_beside_a_tile_edge(prefix: int, sizes: tuple[int, int]) -> None:
+    problem = problem_of("none", "causal", queries=sizes[0], keys=sizes[1])
+    arguments = problem.arguments
+    mask = foci.causal | foci.prefix(prefix)
+    check_problem(Problem(problem.tensors, lambda leaves: arguments(leaves) | {"mask": mask}, problem.dtype))
+
+
+@pytest.mark.parametrize("mask", ["causal", "padding", "documents", "grouped", "two_runs", "entries"])
+def test_the_kernels_add_sinks_and_their_gradients(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without apply_sink, which adds the sink of other backends."""
+    problem, whole = problem_of("none", mask, sink=True), foci.call.apply_sink
+    true = truth(problem)
+    eager = eager_errors(problem, true)
+    monkeypatch.setattr(foci.call, "apply_sink", None)
+    found = answers(problem, "triton", device=DEVICE)
+    monkeypatch.setattr(foci.call, "apply_sink", whole)
+    check(found, true, eager, problem.dtype)
+
+
 def test_no_row_table_is_planned_without_one() -> None:
     CACHED_PLANS.clear()
     q = torch.randn(1, 2, 20, 16, device=DEVICE)
@@ -70,25 +89,10 @@ def test_a_sequence_gives_the_same_bits_in_any_batch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", [foci.window(64), foci.causal | foci.prefix(9), foci.padding([50])], ids=repr)
-def test_masks_run_in_our_kernels_on_a_gpu(mask: foci.Mask) -> None:
-    q = torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("length", [128, 8192])
+def test_masks_run_in_our_kernels_on_a_gpu(mask: foci.Mask, length: int) -> None:
+    q = torch.randn(1, 2, length, 64, device="cuda", dtype=torch.bfloat16)
     assert foci.plan(q, q, q, mask=mask).chosen == triton.NAME
-
-
-@pytest.mark.parametrize(
-    ("mask", "length", "left"),
-    [
-        (foci.causal & foci.window(64), 4096, False),
-        (foci.padding([4000]), 4096, True),
-        (foci.padding([2000]), 2048, False),
-        (foci.causal | foci.prefix(9), 4096, True),
-        (None, 4096, False),
-    ],
-    ids=["window", "padding", "short", "prefix", "none"],
-)
-def test_long_inputs_under_other_masks_are_left_to_flex(mask: foci.Mask | None, length: int, left: bool) -> None:
-    q = torch.empty(1, 1, length, 16, device="meta")
-    assert triton.is_left_to_flex(prepare_call(q, q, q, Dot(), mask, None, None, None, 0.0, needs_lse=False)) == left
 
 
 @pytest.mark.gpu

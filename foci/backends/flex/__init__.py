@@ -1,4 +1,4 @@
-"""FlexAttention, compiled: the default on CUDA for masks of a function and for long padding, documents and unions.
+"""FlexAttention, compiled: the default on CUDA for masks of a function.
 
 block_masks: which blocks of the matrix a mask hides, fills or cuts.
 compiled_calls: FlexAttention compiled once per kind of call.

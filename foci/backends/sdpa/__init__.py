@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foci.arguments import FLOAT_DTYPES, HALF_DTYPES, Call
-from foci.backends import cpu_c
+from foci.backends import cpu_c, triton
 from foci.backends.sdpa import cpu, cuda
 from foci.backends.sdpa.padding import needs_backward
 from foci.biases import DenseBias
@@ -50,7 +50,16 @@ def refuses_by_default(call: Call) -> list[str]:
     """Why it is not chosen unless the caller names it."""
     if call.sizes.device.type == "cpu" and cpu_c.is_faster_than_sdpa(call):
         return ["our C kernel is faster for this call; use it with backend='sdpa'"]
+    if is_slower_than_triton(call) and not triton.refuses(call):
+        return ["our kernels are faster with a dense mask or bias or a sink; use it with backend='sdpa'"]
     return []
+
+
+def is_slower_than_triton(call: Call) -> bool:
+    """Whether the fused kernels would read an expanded mask or bias, or leave a sink to more operations."""
+    is_dense = isinstance(call.mask, DenseMask) or isinstance(call.bias, DenseBias)
+    is_half = call.sizes.device.type == "cuda" and call.q.dtype in HALF_DTYPES
+    return is_half and (is_dense or call.sink is not None)
 
 
 def run_plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:

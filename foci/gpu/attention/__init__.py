@@ -42,14 +42,14 @@ MAX_RELATIVE_CLIP = 512
 MAX_BUCKET_DISTANCE = 1024
 
 OPTIONS_SCHEMA = (
-    "Tensor? table, Tensor? buckets, Tensor? keys, Tensor? values, Tensor? slopes, Tensor? bias, Tensor? lengths,"
-    " Tensor? key_ranges, Tensor? query_ids, Tensor? key_ids, Tensor? dense, Tensor? seed, bool causal, int left,"
-    " int right, int stop, int padded, float scale, float softcap, float dropout"
+    "Tensor? table, Tensor? buckets, Tensor? keys, Tensor? values, Tensor? slopes, Tensor? bias, Tensor? sink,"
+    " Tensor? lengths, Tensor? key_ranges, Tensor? query_ids, Tensor? key_ids, Tensor? dense, Tensor? seed,"
+    " bool causal, int left, int right, int always, int stop, int padded, float scale, float softcap, float dropout"
 )
 
 OPERATOR_INPUTS = ("q", "k", "v", *AttentionOptions._fields)
 INPUT_INDEX = {name: index for index, name in enumerate(OPERATOR_INPUTS)}
-SCALAR_INPUTS = ("causal", "left", "right", "stop", "padded", "scale", "softcap", "dropout")
+SCALAR_INPUTS = ("causal", "left", "right", "always", "stop", "padded", "scale", "softcap", "dropout")
 
 
 def refuses(call: Call) -> list[str]:
@@ -102,8 +102,21 @@ def is_repeatable(call: Call) -> bool:
     return aligned and call.sizes.batch == call.q.shape[:1] and call.sizes.heads is not None and call.bias is None
 
 
+def adds_sink(call: Call) -> bool:
+    """Whether `run_with_sink` supports the call: the kernels of row tables have no sinks."""
+    return not isinstance(call.bias, Buckets | Relative)
+
+
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
-    inputs = operator_inputs(call)
+    return run_inputs(call, operator_inputs(call))
+
+
+def run_with_sink(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The same with the sink of the call, in the output and in the log-sum-exp."""
+    return run_inputs(call, operator_inputs(call, call.sink))
+
+
+def run_inputs(call: Call, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
     if is_traced(call.q):
         out, peaks, log_sums = kernel_attention(*inputs)
     elif call.needs_grad:
@@ -114,7 +127,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, (peaks.detach() + log_sums) * LN_2 if call.needs_lse else None
 
 
-def operator_inputs(call: Call) -> tuple[Any, ...]:
+def operator_inputs(call: Call, sink: Tensor | None = None) -> tuple[Any, ...]:
     """What the operators take: q, k, v and the fields of AttentionOptions."""
     dot = call.with_dot()
     assert dot is not None and isinstance(dot.score, Dot)
@@ -123,12 +136,13 @@ def operator_inputs(call: Call) -> tuple[Any, ...]:
     if isinstance(call.bias, Buckets | Relative):
         masks = mask_inputs.build_kernel_masks(call)
         tensors: Sequence[Tensor | None] = (None, masks.key_ranges, masks.query_ids, masks.key_ids, masks.dense)
-        limits = (masks.causal, UNLIMITED, UNLIMITED, UNLIMITED, 0)
+        limits = (masks.causal, UNLIMITED, UNLIMITED, 0, UNLIMITED, 0)
     else:
         keys = mask_inputs.find_visible_keys(call)
         tensors = (keys.lengths, keys.key_ranges, keys.query_ids, keys.key_ids, keys.dense)
-        limits = (False, keys.left, keys.right, keys.stop, keys.padded)
-    return dot.q, dot.k, dot.v, *bias_tensors(call), *tensors, seed, *limits, scale, softcap, call.dropout
+        limits = (False, keys.left, keys.right, keys.always, keys.stop, keys.padded)
+    sink = None if sink is None else sink.float()
+    return dot.q, dot.k, dot.v, *bias_tensors(call), sink, *tensors, seed, *limits, scale, softcap, call.dropout
 
 
 def bias_tensors(call: Call) -> tuple[Tensor | None, ...]:

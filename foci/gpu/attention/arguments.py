@@ -17,9 +17,9 @@ from foci.gpu.launcher import batch_stride, layout_key, next_power_of_two
 HeadSlices = tuple[slice, slice]
 
 # The number of fields of AttentionOptions that are tensors; they come first.
-TENSORS = 12
+TENSORS = 13
 # The fields of AttentionOptions that may have gradients.
-LEARNED_FIELDS = ("table", "keys", "values", "slopes", "bias")
+LEARNED_FIELDS = ("table", "keys", "values", "slopes", "bias", "sink")
 
 
 class AttentionOptions(NamedTuple):
@@ -31,6 +31,7 @@ class AttentionOptions(NamedTuple):
     values: Tensor | None  # (W, Dv) or (H, W, Dv)
     slopes: Tensor | None  # ALiBi: (H,)
     bias: Tensor | None  # of any float dtype: (B or 1, H or 1, Tq or 1, Tk or 1)
+    sink: Tensor | None  # float32, (H,)
     lengths: Tensor | None  # this and the next four as in VisibleKeys, or in KernelMasks with a row table
     key_ranges: Tensor | None
     query_ids: Tensor | None
@@ -38,8 +39,9 @@ class AttentionOptions(NamedTuple):
     dense: Tensor | None
     seed: Tensor | None
     causal: bool  # only with a row table; else `right` is 0
-    left: int  # this and the next three as in VisibleKeys
+    left: int  # this and the next four as in VisibleKeys
     right: int
+    always: int
     stop: int
     padded: int
     scale: float
@@ -71,6 +73,7 @@ class AttentionOptions(NamedTuple):
             values=select_heads(self.values, heads),
             slopes=None if self.slopes is None else self.slopes[heads],
             bias=None if self.bias is None else select_batch(self.bias, batches, heads),
+            sink=None if self.sink is None else self.sink[heads],
             lengths=select_batch(self.lengths, batches),
             key_ranges=select_batch(self.key_ranges, batches),
             query_ids=select_batch(self.query_ids, batches),
@@ -152,9 +155,9 @@ def plan_key(part: CallPart, *more: Hashable) -> Hashable:
 def to_kernel_layout(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
-    """Make features, ids and slopes contiguous, and view the dense mask as bytes."""
+    """Make features, ids, slopes and sinks contiguous, and view the dense mask as bytes."""
     changed: dict[str, Any] = {}
-    for name in ("lengths", "key_ranges", "query_ids", "key_ids", "slopes"):
+    for name in ("lengths", "key_ranges", "query_ids", "key_ids", "slopes", "sink"):
         x = getattr(options, name)
         if x is not None and not x.is_contiguous():
             changed[name] = x.contiguous()
@@ -178,11 +181,11 @@ def empty_with_layout_of(x: Tensor) -> Tensor:
 def tensor_arguments(part: CallPart) -> dict[str, Tensor]:
     """The tensors that every kernel reads. An absent one points at `peaks` and is never read."""
     _, q, k, v, peaks, log_sums, options, row_table = part
-    by_bucket, buckets, _, _, slopes, bias, lengths, key_ranges, query_ids, key_ids, dense, seed = (
+    by_bucket, buckets, _, _, slopes, bias, sink, lengths, key_ranges, query_ids, key_ids, dense, seed = (
         peaks if x is None else x for x in options.tensors()
     )
     return {
-        "q": q, "k": k, "v": v, "peaks": peaks, "log_sums": log_sums, "slopes": slopes, "bias": bias,
+        "q": q, "k": k, "v": v, "peaks": peaks, "log_sums": log_sums, "slopes": slopes, "bias": bias, "sinks": sink,
         "table": peaks if row_table is None else row_table, "by_bucket": by_bucket, "buckets": buckets,
         "lengths": lengths, "document_ranges": peaks, "key_ranges": key_ranges, "query_ids": query_ids,
         "key_ids": key_ids, "dense": dense, "seed": seed,
@@ -197,7 +200,7 @@ def attention_scalars(part: CallPart) -> dict[str, Any]:
     return dict(
         **stride_arguments("q", q), **stride_arguments("k", k), **stride_arguments("v", v),
         peaks_batch=peaks.stride(0), peaks_head=peaks.stride(1),
-        left=options.left, right=options.right, stop=options.stop, PADDED=options.padded,
+        left=options.left, right=options.right, always=options.always, stop=options.stop, PADDED=options.padded,
         lengths_batch=batch_stride(options.lengths), key_ranges_batch=batch_stride(options.key_ranges),
         query_ids_batch=batch_stride(options.query_ids), key_ids_batch=batch_stride(options.key_ids),
         document_ranges_batch=3 * q.shape[2] * (count_document_rows(options) > 1), **bias_strides(options.bias),
@@ -208,7 +211,8 @@ def attention_scalars(part: CallPart) -> dict[str, Any]:
         clip=options.distances // 2, first_b=part.first[0], first_h=part.first[1],
         scale=options.scale, softcap=options.softcap,
         threshold=int(options.dropout * 2**32), keep_scale=1.0 / (1.0 - options.dropout),
-        SOFTCAP=options.softcap > 0, ALIBI=options.slopes is not None, TABLE=options.table_kind,
+        SOFTCAP=options.softcap > 0, ALIBI=options.slopes is not None, SINK=options.sink is not None,
+        TABLE=options.table_kind,
         DROPOUT=options.dropout > 0, EVEN=widths == (q.shape[3], v.shape[3]), BD=widths[0], BV=widths[1],
         PRECISION=dot_precision(q), EXACT=q.dtype == torch.float32, DIRECT=q.is_cuda and torch.version.hip is None,
     )  # fmt: skip

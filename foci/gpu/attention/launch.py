@@ -223,6 +223,7 @@ class BackwardIntermediates(NamedTuple):
     d_table: Tensor | None  # of the row table
     band: Tensor | None  # the weights by distance
     d_slopes: Tensor | None  # by tile
+    d_sinks: Tensor | None  # by tile
     d_bias: Tensor | None
     d_by_bucket: Tensor | None
 
@@ -235,6 +236,7 @@ def allocate_intermediates(part: CallPart, tensors: BackwardTensors, tiling: Att
         d_table=part.new_band(0.0) if options.table_kind == 1 or "table" in learned else None,
         band=part.new_band(0.0) if options.values is not None else None,
         d_slopes=empty(*part.q.shape[:2], query_tiles) if "slopes" in learned else None,
+        d_sinks=empty(*part.q.shape[:2], query_tiles) if "sink" in learned else None,
         d_bias=options.bias.new_zeros(options.bias.shape) if options.bias is not None and "bias" in learned else None,
         d_by_bucket=empty(options.table.shape) if options.table is not None and "table" in learned else None,
     )
@@ -249,7 +251,8 @@ def plan_few_query_backward(part: CallPart, tensors: BackwardTensors) -> LaunchP
     for name in ("out", "d_out", "d_q", "d_k", "d_v"):
         scalars |= stride_arguments(name, getattr(tensors, name))
     scalars |= {"split_tiles": ceil_divide(ceil_divide(part.k.shape[2], tiling.keys), splits), "splits": splits}
-    scalars |= {"LSE_GRADIENT": tensors.d_log_sums is not None, "BS": MAX_KEY_SPLITS}
+    scalars |= {"LSE_GRADIENT": tensors.d_log_sums is not None, "SINK_GRADIENT": bool(tensors.learned)}
+    scalars |= {"BS": MAX_KEY_SPLITS}
     document_launches, sizes = document_range_launches(part)
     launches = [
         *document_launches,
@@ -261,22 +264,24 @@ def plan_few_query_backward(part: CallPart, tensors: BackwardTensors) -> LaunchP
     return LaunchPlan(sizes | {"split_d_q": splits * part.pairs * Tq * D}, part.q.device, launches)
 
 
-def few_query_backward(part: CallPart, tensors: BackwardTensors) -> None:
-    key = plan_key(part, few_query_backward, *map(layout_key, tensors[:6]))
+def few_query_backward(part: CallPart, tensors: BackwardTensors) -> dict[str, Tensor]:
+    """Run the pass of few queries; return the gradient of the sink if it is learned."""
+    key = plan_key(part, few_query_backward, *map(layout_key, tensors[:6]), tuple(tensors.learned))
     plan = get_or_build_plan(key, lambda: plan_few_query_backward(part, tensors))
     d_log_sums = part.peaks if tensors.d_log_sums is None else tensors.d_log_sums
+    d_sinks = part.peaks if not tensors.learned else torch.empty_like(part.peaks)
     plan(
         tensor_arguments(part)
-        | {"out": tensors.out, "d_out": tensors.d_out, "d_log_sums": d_log_sums}
+        | {"out": tensors.out, "d_out": tensors.d_out, "d_log_sums": d_log_sums, "d_sinks": d_sinks}
         | {"d_q": tensors.d_q, "d_k": tensors.d_k, "d_v": tensors.d_v}
     )
+    return {"sink": d_sinks.sum((0, 2))} if tensors.learned else {}
 
 
 def backward_part(part: CallPart, tensors: BackwardTensors) -> dict[str, Tensor]:
     """Run both passes of a part; return its gradients of the learned tensors."""
-    if is_packed(part) and not tensors.learned:
-        few_query_backward(part, tensors)
-        return {}
+    if is_packed(part) and {*tensors.learned} <= {"sink"}:
+        return few_query_backward(part, tensors)
     options, tilings = part.options, (choose_tiling("queries", part), choose_tiling("keys", part))
     intermediates = allocate_intermediates(part, tensors, tilings[0])
     in_float32 = options.table_kind == 1
@@ -319,7 +324,8 @@ def plan_backward(
         "GROUPED": part.k.shape[1] != H, "VALUED": options.values is not None,
         "TABLE_GRADIENT": intermediates.d_table is not None,
         "BIAS_GRADIENT": intermediates.d_bias is not None and is_whole_matrix(part, intermediates.d_bias),
-        "SLOPE_GRADIENT": intermediates.d_slopes is not None, "LSE_GRADIENT": tensors.d_log_sums is not None,
+        "SLOPE_GRADIENT": intermediates.d_slopes is not None,
+        "SINK_GRADIENT": intermediates.d_sinks is not None, "LSE_GRADIENT": tensors.d_log_sums is not None,
     }  # fmt: skip
     query_grid = (ceil_divide(part.q.shape[2], by_queries.queries) * part.pairs,)
     key_grid = (ceil_divide(part.k.shape[2], by_keys.keys) * part.k.shape[0] * part.k.shape[1],)
@@ -358,7 +364,9 @@ def bias_gradient_launches(
 
     tiling, (batches, heads, rows, columns) = choose_tiling("bias", part), d_bias.shape
     scalars = scalars | {"B": part.q.shape[0], "bias_batches": batches, "bias_heads": heads}
-    scalars |= {"bias_rows": rows, "bias_columns": columns} | tiling.sizes()
+    same_mask = part.options.lengths is part.options.key_ranges is part.options.query_ids is None
+    is_tiled = same_mask and (rows, columns) == (part.q.shape[2], part.k.shape[2])
+    scalars |= {"bias_rows": rows, "bias_columns": columns, "TILED": is_tiled} | tiling.sizes()
     grid = (batches * heads * ceil_divide(rows, tiling.queries) * ceil_divide(columns, tiling.keys),)
     return [build_kernel_launch(attention_bias_gradients, grid, scalars, **tiling.options())]
 
@@ -377,12 +385,14 @@ def backward_kernels(options: AttentionOptions) -> tuple[Any, Any]:
 def learned_gradients(
     part: CallPart, tensors: BackwardTensors, intermediates: BackwardIntermediates
 ) -> dict[str, Tensor]:
-    """The gradients of table, keys, values and slopes, from one part of the call."""
+    """The gradients of table, keys, values, slopes, sink and bias, from one part of the call."""
     options, gradients = part.options, {}
     if intermediates.d_by_bucket is not None:
         gradients["table"] = intermediates.d_by_bucket
     if intermediates.d_slopes is not None:
         gradients["slopes"] = intermediates.d_slopes.sum((0, 2))
+    if intermediates.d_sinks is not None:
+        gradients["sink"] = intermediates.d_sinks.sum((0, 2))
     if intermediates.d_bias is not None:
         gradients["bias"] = intermediates.d_bias
     if "keys" in tensors.learned and options.keys is not None and intermediates.d_table is not None:

@@ -27,6 +27,7 @@ class RepeatedCall:
         arguments = tensor_arguments(part) | {"out": self.out}
         # Absent tensors point at the peaks and are never read.
         self.absent = [name for name, x in arguments.items() if x is peaks and name != "peaks"]
+        self.mask_tensors = arguments.keys() - {"q", "k", "v", "peaks", "log_sums", "out", *self.absent}
         self.plan(arguments)
         rows = -(-peaks.numel() // 32) * 32
         self.offsets = {"peaks": 0, "log_sums": 4 * rows}

@@ -54,8 +54,8 @@ ATTENTION_TILINGS = {
         256: AttentionTiling(64, 32, 4, 1),
     },
 }
-# The forward of documents of width 64: many tiles are visible in part, and less is wasted of smaller ones.
-DOCUMENTS_TILING = AttentionTiling(64, 64, 4, 3)
+# With documents many tiles are visible in part, and less is wasted of smaller ones: by pass and width.
+DOCUMENT_TILINGS = {("forward", 64): AttentionTiling(64, 64, 4, 3), ("queries", 128): AttentionTiling(64, 64, 4, 2)}
 # With a dense bias, whose own tiles take shared memory and registers: by pass and width, else two stages at most.
 BIAS_TILINGS = {("queries", 128): AttentionTiling(64, 64, 4, 2), ("forward", 256): AttentionTiling(64, 64, 4, 2)}
 # Like ATTENTION_TILINGS, with a row table. Near the diagonal a program also holds a tile of values from
@@ -144,8 +144,8 @@ def choose_tiling(name: str, part: CallPart) -> AttentionTiling:
     if name == "forward" and options.table_kind == 2 and (options.causal or options.key_ranges is not None):
         tiling = tiling._replace(stages=min(tiling.stages, 2))
     is_half = q.dtype != torch.float32
-    if is_half and name == "forward" and width == 64 and options.query_ids is not None and not options.table_kind:
-        return DOCUMENTS_TILING
+    if is_half and options.query_ids is not None and not options.table_kind:
+        tiling = DOCUMENT_TILINGS.get((name, width), tiling)
     if options.bias is not None:
         fewer_stages = tiling._replace(stages=min(tiling.stages, 2))
         tiling = BIAS_TILINGS.get((name, width), fewer_stages) if is_half else fewer_stages

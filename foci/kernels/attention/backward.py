@@ -20,6 +20,7 @@ from foci.kernels.attention.tile import (
     LENGTHS,
     find_full_tiles,
     load_tile,
+    locate_tile,
     sequence_range,
     tile_logits,
     visible_keys,
@@ -28,7 +29,7 @@ from foci.kernels.attention.tile import (
 from foci.kernels.distance_bias.backward import load_split_lse
 from foci.kernels.distance_bias.tables import as_int32_pointer
 from foci.kernels.dropout import dropout_keeps
-from foci.kernels.logits import LN_2
+from foci.kernels.logits import LN_2, LOG2_E
 
 # No tile has more queries.
 ROW_ALIGNMENT = tl.constexpr(128)
@@ -99,9 +100,9 @@ def add_query_gradients(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_query_gradients(
-    q, k, v, out, d_out, peaks, log_sums, d_log_sums, delta, row_peaks, row_log_sums, d_q, d_slopes, d_bias,
-    lengths, document_ranges, key_ranges, query_ids, key_ids, dense, bias, slopes, seed,
-    H, group, Tq, Tk, D, Dv, left, right, stop, first_b, first_h,
+    q, k, v, out, d_out, peaks, log_sums, d_log_sums, delta, row_peaks, row_log_sums, d_q, d_slopes, d_sinks, d_bias,
+    lengths, document_ranges, key_ranges, query_ids, key_ids, dense, bias, slopes, sinks, seed,
+    H, group, Tq, Tk, D, Dv, left, right, always, stop, first_b, first_h,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     out_batch, out_head, out_row, d_out_batch, d_out_head, d_out_row, peaks_batch, peaks_head,
     d_q_batch, d_q_head, d_q_row,
@@ -110,20 +111,20 @@ def attention_query_gradients(
     scale, softcap, threshold, keep_scale,
     PADDED: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    SLOPE_GRADIENT: tl.constexpr, BIAS_GRADIENT: tl.constexpr, LSE_GRADIENT: tl.constexpr,
+    SLOPE_GRADIENT: tl.constexpr, SINK_GRADIENT: tl.constexpr, BIAS_GRADIENT: tl.constexpr, LSE_GRADIENT: tl.constexpr,
     EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """d_q (B, H, Tq, D); d_slopes (B, H, tiles); d_bias (B, H, Tq, Tk), which must be zeros.
+    """d_q (B, H, Tq, D); d_slopes and d_sinks (B, H, tiles); d_bias (B, H, Tq, Tk), which must be zeros.
 
     For the other passes, at `first_stored_row`: delta, Σ d_out out less the gradient of the log-sum-exp, and row_peaks,
     the log-sum-exp or, if EXACT, its larger part, beside row_log_sums.
     """
     tiles = tl.cdiv(Tq, BM)
-    pair = tl.program_id(0) // tiles
-    tile = tiles - 1 - tl.program_id(0) % tiles
+    b, h, tile = locate_tile(tiles, H, BIAS)
+    tile = tiles - 1 - tile
+    pair = b * H + h
     first_i = tile * BM
-    b, h = (pair // H).to(tl.int64), pair % H
     g = h // group
     offset = Tk - Tq
     r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
@@ -146,6 +147,10 @@ def attention_query_gradients(
     tl.store(row_peaks + stored_rows, peak)
     if EXACT:
         tl.store(row_log_sums + stored_rows, log_sum)
+    if SINK_GRADIENT:
+        sink = tl.load(sinks + h) * LOG2_E - peak
+        share = tl.exp2(sink - log_sum) if EXACT else tl.exp2(sink)
+        tl.store(d_sinks + pair * tiles + tile, -tl.sum(share * rows_delta, 0))
     k += b * k_batch + g * k_head
     v += b * v_batch + g * v_head
     key_ranges += b * key_ranges_batch
@@ -163,7 +168,7 @@ def attention_query_gradients(
     d_slope = tl.zeros((BM,), tl.float32)
     for s in tl.static_range(RANGES if RANGES > 0 else 1):
         low, high = visible_range(
-            key_ranges, document_ranges, s, rows, start, stop, left, right, offset, Tq, RANGES, IDS
+            key_ranges, document_ranges, s, rows, start, stop, left, right, always, offset, Tq, RANGES, IDS
         )
         first, last, full, end = find_full_tiles(low, high, document_ranges, rows, Tq, Tk, BN, IDS, DENSE)
         if not DENSE:
@@ -194,7 +199,7 @@ def attention_query_gradients(
 @triton.jit
 def add_key_gradients(
     keys, values, q, d_out, row_peaks, row_log_sums, delta, q_row, d_out_row, document_ranges, key_ranges, start, stop,
-    left, right, first_i, r, d, e, j, d_keys, d_values, query_ids, own_ids, dense, dense_query, dense_key,
+    left, right, always, first_i, r, d, e, j, d_keys, d_values, query_ids, own_ids, dense, dense_query, dense_key,
     bias, bias_query, bias_key, drawn, b, h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
     MASKED: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
@@ -214,12 +219,12 @@ def add_key_gradients(
     )  # fmt: skip
     if MASKED:
         low, high = visible_range(
-            key_ranges, document_ranges, 0, rows, start, stop, left, right, offset, Tq, RANGES, IDS
+            key_ranges, document_ranges, 0, rows, start, stop, left, right, always, offset, Tq, RANGES, IDS
         )
         seen = (j >= low[None, :]) & (j < high[None, :])
         if RANGES > 1:
             low, high = visible_range(
-                key_ranges, document_ranges, 1, rows, start, stop, left, right, offset, Tq, RANGES, IDS
+                key_ranges, document_ranges, 1, rows, start, stop, left, right, always, offset, Tq, RANGES, IDS
             )
             seen = seen | ((j >= low[None, :]) & (j < high[None, :]))
         if IDS:
@@ -245,13 +250,13 @@ def add_key_gradients(
 
 @triton.jit
 def find_query_tiles(
-    query_tiles, first_j, start, stop, left, right, offset, Tq, Tk,
+    query_tiles, first_j, start, stop, left, right, always, offset, Tq, Tk,
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Query tiles first to last that see some key of the tile at first_j, and full to end that see all of its keys.
 
     Without RANGES and IDS they follow from the distances: query i sees the keys from i + offset - left to
-    i + offset + right.
+    i + offset + right, or before `always`.
     """
     if RANGES > 0 or IDS:
         first, last = tl.load(query_tiles), tl.load(query_tiles + 1)
@@ -259,9 +264,9 @@ def find_query_tiles(
     else:
         last_j = tl.minimum(first_j + BN, Tk) - 1
         outside = (first_j >= stop) | (last_j < start)
-        first = tl.maximum(first_j - offset - right, 0) // BM
+        first = tl.where(first_j < always, 0, tl.maximum(first_j - offset - right, 0) // BM)
         last = tl.where(outside, 0, tl.cdiv(tl.maximum(tl.minimum(last_j - offset + left + 1, Tq), 0), BM))
-        full = tl.cdiv(tl.maximum(last_j - offset - right, 0), BM)
+        full = tl.where(last_j < always, 0, tl.cdiv(tl.maximum(last_j - offset - right, 0), BM))
         end = tl.maximum(tl.minimum(first_j - offset + left + 1, Tq), 0) // BM
         end = tl.where((first_j >= start) & (last_j < stop), end, 0)
     last = tl.maximum(last, first)
@@ -277,7 +282,7 @@ def find_query_tiles(
 def attention_key_gradients(
     q, k, v, d_out, row_peaks, row_log_sums, delta, d_k, d_v, query_tiles,
     lengths, document_ranges, key_ranges, query_ids, key_ids, dense, bias, slopes, seed,
-    H, group, Tq, Tk, D, Dv, left, right, stop, first_b, first_h,
+    H, group, Tq, Tk, D, Dv, left, right, always, stop, first_b, first_h,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     d_out_batch, d_out_head, d_out_row,
     d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row,
@@ -295,9 +300,7 @@ def attention_key_gradients(
     all.
     """
     tiles = tl.cdiv(Tk, BN)
-    pair, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    G = H // group
-    b, g = (pair // G).to(tl.int64), pair % G
+    b, g, tile = locate_tile(tiles, H // group, BIAS)
     offset = Tk - Tq
     first_j = tile * BN
     r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
@@ -312,7 +315,7 @@ def attention_key_gradients(
     start, stop = sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED)
     query_tiles = as_int32_pointer(query_tiles) + 4 * (b * tiles + tile)
     first, last, full, end = find_query_tiles(
-        query_tiles, first_j, start, stop, left, right, offset, Tq, Tk, BM, BN, RANGES, IDS, DENSE
+        query_tiles, first_j, start, stop, left, right, always, offset, Tq, Tk, BM, BN, RANGES, IDS, DENSE
     )
     d_keys = tl.zeros((BN, BD), tl.float32)
     d_values = tl.zeros((BN, BV), tl.float32)
@@ -328,7 +331,7 @@ def attention_key_gradients(
             for t in range(full, end):
                 d_keys, d_values = add_key_gradients(
                     keys, values, head_q, head_d_out, row_peaks + head_rows, row_log_sums + head_rows,
-                    delta + head_rows, q_row, d_out_row, document_ranges, key_ranges, start, stop, left, right,
+                    delta + head_rows, q_row, d_out_row, document_ranges, key_ranges, start, stop, left, right, always,
                     t * BM + Tq * 0, r, d, e, j, d_keys, d_values, query_ids, own_ids, head_dense, dense_query,
                     dense_key, head_bias, bias_query, bias_key, drawn, b + first_b, h + first_h, threshold, keep_scale,
                     offset, Tq, Tk, D, Dv, slope, scale, softcap,
@@ -338,8 +341,8 @@ def attention_key_gradients(
             t = tl.where(n < full, n, n + (end - full))
             d_keys, d_values = add_key_gradients(
                 keys, values, head_q, head_d_out, row_peaks + head_rows, row_log_sums + head_rows, delta + head_rows,
-                q_row, d_out_row, document_ranges, key_ranges, start, stop, left, right, t * BM + Tq * 0, r, d, e,
-                j, d_keys, d_values, query_ids, own_ids, head_dense, dense_query, dense_key,
+                q_row, d_out_row, document_ranges, key_ranges, start, stop, left, right, always, t * BM + Tq * 0, r, d,
+                e, j, d_keys, d_values, query_ids, own_ids, head_dense, dense_query, dense_key,
                 head_bias, bias_query, bias_key, drawn, b + first_b, h + first_h, threshold, keep_scale,
                 offset, Tq, Tk, D, Dv, slope, scale, softcap,
                 True, RANGES, IDS, DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
@@ -354,11 +357,43 @@ def attention_key_gradients(
     )
 
 
+@triton.jit
+def add_bias_gradients(
+    gradient, seen, q, k, v, d_out, row_peaks, row_log_sums, delta, q_row, k_row, v_row, d_out_row, first_i, first_j,
+    r, c, d, e, i, j, dense, dense_query, dense_key, bias, bias_query, bias_key, drawn, b, h, threshold, keep_scale,
+    offset, Tq, Tk, D, Dv, slope, scale, softcap,
+    DENSE: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients of the logits of one tile of one head, where `seen`."""
+    rows = first_i + r
+    queries = load_tile(q, q_row, first_i, r, Tq, d, D, EVEN, True)
+    keys = load_tile(k, k_row, first_j, c, Tk, d, D, EVEN, True)
+    dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    d_rows = load_tile(d_out, d_out_row, first_i, r, Tq, e, Dv, EVEN, True)
+    values = load_tile(v, v_row, first_j, c, Tk, e, Dv, EVEN, True)
+    d_weights = tl.dot(d_rows, tl.trans(values), input_precision=PRECISION)
+    peak, rows_delta = tl.load(row_peaks + rows), tl.load(delta + rows)
+    log_sum = tl.load(row_log_sums + rows)[:, None] if EXACT else 0.0
+    p, _ = tile_weights(
+        dots, peak[:, None], log_sum, bias, bias_query, bias_key, i, j, offset, Tq, Tk, slope, scale, softcap,
+        True, BIAS, SOFTCAP, ALIBI, EXACT, DIRECT,
+    )  # fmt: skip
+    if DENSE:
+        offsets = i.to(tl.int64) * dense_query + j.to(tl.int64) * dense_key
+        seen &= tl.load(dense + offsets, mask=seen, other=0) != 0
+    if DROPOUT:
+        keep = dropout_keeps(drawn, b, h, i, j, threshold)
+        d_weights = tl.where(keep, d_weights * keep_scale, 0.0)
+    return gradient + tl.where(seen, p * (d_weights - rows_delta[:, None]), 0.0)
+
+
 @triton.jit(do_not_specialize=[*LENGTHS, "B", "bias_batches", "bias_heads", "bias_rows", "bias_columns"])
 def attention_bias_gradients(
     q, k, v, d_out, row_peaks, row_log_sums, delta, d_bias,
     lengths, document_ranges, key_ranges, query_ids, key_ids, dense, bias, slopes, seed,
-    B, H, group, Tq, Tk, D, Dv, left, right, stop, first_b, first_h, bias_batches, bias_heads, bias_rows, bias_columns,
+    B, H, group, Tq, Tk, D, Dv, left, right, always, stop, first_b, first_h,
+    bias_batches, bias_heads, bias_rows, bias_columns,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     d_out_batch, d_out_head, d_out_row,
     lengths_batch, document_ranges_batch, key_ranges_batch, query_ids_batch, key_ids_batch,
@@ -366,10 +401,14 @@ def attention_bias_gradients(
     scale, softcap, threshold, keep_scale,
     PADDED: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    TILED: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """d_bias (bias_batches, bias_heads, bias_rows, bias_columns), each size 1 or that of the matrix."""
+    """d_bias (bias_batches, bias_heads, bias_rows, bias_columns), each size 1 or that of the matrix.
+
+    TILED: neither queries nor keys share entries, and the mask is the same for all sequences: a program has one tile of
+    the matrix in all of them.
+    """
     row_tiles, column_tiles = tl.cdiv(bias_rows, BM), tl.cdiv(bias_columns, BN)
     pair, tile = tl.program_id(0) // (row_tiles * column_tiles), tl.program_id(0) % (row_tiles * column_tiles)
     own_b, own_h, own_row, own_column = pair // bias_heads, pair % bias_heads, tile // column_tiles, tile % column_tiles
@@ -382,45 +421,76 @@ def attention_bias_gradients(
     drawn = tl.load(seed) if DROPOUT else 0
     gradient = tl.zeros((BM, BN), tl.float32)
     document_ranges = as_int32_pointer(document_ranges)
-    for n in range(batches * heads * query_tiles * key_tiles):
-        key_tile, query_tile = n % key_tiles, n // key_tiles % query_tiles
-        head, batch = n // (key_tiles * query_tiles) % heads, n // (key_tiles * query_tiles * heads)
-        b, h = (own_b + batch + Tk * 0).to(tl.int64), own_h + head
-        g = h // group
-        first_i, first_j = (own_row + query_tile + Tk * 0) * BM, (own_column + key_tile + Tk * 0) * BN
+    if TILED:
+        first_i, first_j = (own_row + Tk * 0) * BM, (own_column + Tk * 0) * BN
         rows, j = first_i + r, first_j + c[None, :]
         i = rows[:, None]
-        start, end = sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED)
-        ranges, documents = key_ranges + b * key_ranges_batch, document_ranges + b * document_ranges_batch
-        low, high = visible_range(ranges, documents, 0, rows, start, end, left, right, offset, Tq, RANGES, IDS)
+        low, high = visible_range(
+            key_ranges,
+            document_ranges,
+            0,
+            rows,
+            Tk * 0,
+            tl.minimum(stop, Tk),
+            left,
+            right,
+            always,
+            offset,
+            Tq,
+            0,
+            False,
+        )
         seen = (j >= low[:, None]) & (j < high[:, None])
-        if RANGES > 1:
-            low, high = visible_range(ranges, documents, 1, rows, start, end, left, right, offset, Tq, RANGES, IDS)
-            seen = seen | ((j >= low[:, None]) & (j < high[:, None]))
-        if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
-            seen &= visible_keys(
-                tl.where(i < Tq, 0, Tk), Tk, i, j, query_ids + b * query_ids_batch, key_ids + b * key_ids_batch,
-                dense + b * dense_batch + h * dense_head, dense_query, dense_key, Tq, Tk, IDS, DENSE,
-            )  # fmt: skip
-            queries = load_tile(q + b * q_batch + h * q_head, q_row, first_i, r, Tq, d, D, EVEN, True)
-            d_rows = load_tile(d_out + b * d_out_batch + h * d_out_head, d_out_row, first_i, r, Tq, e, Dv, EVEN, True)
-            keys = load_tile(k + b * k_batch + g * k_head, k_row, first_j, c, Tk, d, D, EVEN, True)
-            values = load_tile(v + b * v_batch + g * v_head, v_row, first_j, c, Tk, e, Dv, EVEN, True)
-            at = first_stored_row(b * H + h, Tq) + rows
-            peak, rows_delta = tl.load(row_peaks + at), tl.load(delta + at)
-            log_sum = tl.load(row_log_sums + at)[:, None] if EXACT else 0.0
+        # Without a condition in the loop, its loads are pipelined.
+        steps = tl.where(tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0, batches * heads, 0)
+        for n in range(steps):
+            b, h = (own_b + n // heads + Tk * 0).to(tl.int64), own_h + n % heads
+            stored = first_stored_row(b * H + h, Tq)
             slope = tl.load(slopes + h) if ALIBI else 0.0
-            dots = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-            p, _ = tile_weights(
-                dots, peak[:, None], log_sum, bias + b * bias_batch + h * bias_head,
-                bias_query, bias_key, i, j, offset, Tq, Tk, slope, scale, softcap,
-                True, BIAS, SOFTCAP, ALIBI, EXACT, DIRECT,
+            gradient = add_bias_gradients(
+                gradient, seen, q + b * q_batch + h * q_head, k + b * k_batch + h // group * k_head,
+                v + b * v_batch + h // group * v_head, d_out + b * d_out_batch + h * d_out_head, row_peaks + stored,
+                row_log_sums + stored, delta + stored, q_row, k_row, v_row, d_out_row, first_i, first_j, r, c, d, e,
+                i, j, dense + b * dense_batch + h * dense_head, dense_query, dense_key,
+                bias + b * bias_batch + h * bias_head, bias_query, bias_key, drawn, b + first_b, h + first_h,
+                threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
+                DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
             )  # fmt: skip
-            d_weights = tl.dot(d_rows, tl.trans(values), input_precision=PRECISION)
-            if DROPOUT:
-                keep = dropout_keeps(drawn, b + first_b, h + first_h, i, j, threshold)
-                d_weights = tl.where(keep, d_weights * keep_scale, 0.0)
-            gradient += tl.where(seen, p * (d_weights - rows_delta[:, None]), 0.0)
+    else:
+        for n in range(batches * heads * query_tiles * key_tiles):
+            key_tile, query_tile = n % key_tiles, n // key_tiles % query_tiles
+            head, batch = n // (key_tiles * query_tiles) % heads, n // (key_tiles * query_tiles * heads)
+            b, h = (own_b + batch + Tk * 0).to(tl.int64), own_h + head
+            first_i, first_j = (own_row + query_tile + Tk * 0) * BM, (own_column + key_tile + Tk * 0) * BN
+            rows, j = first_i + r, first_j + c[None, :]
+            i = rows[:, None]
+            start, end = sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED)
+            ranges, documents = key_ranges + b * key_ranges_batch, document_ranges + b * document_ranges_batch
+            low, high = visible_range(
+                ranges, documents, 0, rows, start, end, left, right, always, offset, Tq, RANGES, IDS
+            )
+            seen = (j >= low[:, None]) & (j < high[:, None])
+            if RANGES > 1:
+                low, high = visible_range(
+                    ranges, documents, 1, rows, start, end, left, right, always, offset, Tq, RANGES, IDS
+                )
+                seen = seen | ((j >= low[:, None]) & (j < high[:, None]))
+            if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
+                seen &= visible_keys(
+                    tl.where(i < Tq, 0, Tk), Tk, i, j, query_ids + b * query_ids_batch, key_ids + b * key_ids_batch,
+                    dense, dense_query, dense_key, Tq, Tk, IDS, False,
+                )  # fmt: skip
+                stored = first_stored_row(b * H + h, Tq)
+                slope = tl.load(slopes + h) if ALIBI else 0.0
+                gradient = add_bias_gradients(
+                    gradient, seen, q + b * q_batch + h * q_head, k + b * k_batch + h // group * k_head,
+                    v + b * v_batch + h // group * v_head, d_out + b * d_out_batch + h * d_out_head,
+                    row_peaks + stored, row_log_sums + stored, delta + stored, q_row, k_row, v_row, d_out_row,
+                    first_i, first_j, r, c, d, e, i, j, dense + b * dense_batch + h * dense_head, dense_query,
+                    dense_key, bias + b * bias_batch + h * bias_head, bias_query, bias_key, drawn, b + first_b,
+                    h + first_h, threshold, keep_scale, offset, Tq, Tk, D, Dv, slope, scale, softcap,
+                    DENSE, BIAS, SOFTCAP, ALIBI, DROPOUT, EXACT, EVEN, DIRECT, PRECISION,
+                )  # fmt: skip
     rows, columns = own_row * BM + r, own_column * BN + c
     d_bias += pair.to(tl.int64) * bias_rows * bias_columns
     if bias_rows == 1:

@@ -25,14 +25,14 @@ from foci.kernels.attention.tile import (
 from foci.kernels.distance_bias.backward import load_split_lse
 from foci.kernels.distance_bias.tables import as_int32_pointer
 from foci.kernels.dropout import dropout_keeps
-from foci.kernels.logits import LN_2
+from foci.kernels.logits import LN_2, LOG2_E
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def few_query_gradients(
-    q, k, v, out, d_out, peaks, log_sums, d_log_sums, d_k, d_v, split_d_q,
-    lengths, document_ranges, key_ranges, query_ids, key_ids, dense, bias, slopes, seed,
-    H, group, Tq, Tk, D, Dv, left, right, stop, first_b, first_h,
+    q, k, v, out, d_out, peaks, log_sums, d_log_sums, d_k, d_v, d_sinks, split_d_q,
+    lengths, document_ranges, key_ranges, query_ids, key_ids, dense, bias, slopes, sinks, seed,
+    H, group, Tq, Tk, D, Dv, left, right, always, stop, first_b, first_h,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     out_batch, out_head, out_row, d_out_batch, d_out_head, d_out_row, peaks_batch, peaks_head,
     d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, split_tiles,
@@ -40,11 +40,15 @@ def few_query_gradients(
     dense_batch, dense_head, dense_query, dense_key, bias_batch, bias_head, bias_query, bias_key,
     scale, softcap, threshold, keep_scale,
     PADDED: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, LSE_GRADIENT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, SINK_GRADIENT: tl.constexpr,
+    LSE_GRADIENT: tl.constexpr,
     EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """d_k (B, G, Tk, D), d_v (B, G, Tk, Dv), split_d_q (splits, B, H, Tq, D): a program per key head and split."""
+    """d_k (B, G, Tk, D), d_v (B, G, Tk, Dv), split_d_q (splits, B, H, Tq, D): a program per key head and split.
+
+    d_sinks (B, H, Tq): what each query adds to the gradient of the sink.
+    """
     offset = Tk - Tq
     r, c, d, e = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
     b, g, heads, rows, inside = locate_packed_rows(tl.program_id(0), r, H, group, Tq)
@@ -60,6 +64,11 @@ def few_query_gradients(
     peak, log_sum = load_split_lse(peaks, log_sums, at, inside)
     if not EXACT:
         peak += log_sum
+    if SINK_GRADIENT:
+        sink = tl.load(sinks + heads) * LOG2_E - peak
+        share = tl.exp2(sink - log_sum) if EXACT else tl.exp2(sink)
+        is_first = inside & (tl.program_id(1) == 0)
+        tl.store(d_sinks + (b * H + heads) * Tq + rows, -share * delta, mask=is_first)
     k += b * k_batch + g * k_head
     v += b * v_batch + g * v_head
     d_k += b * d_k_batch + g * d_k_head
@@ -73,7 +82,9 @@ def few_query_gradients(
     slope = tl.load(slopes + h) if ALIBI else 0.0
     drawn = tl.load(seed) if DROPOUT else 0
     start, stop = sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED)
-    low, high = visible_range(key_ranges, document_ranges, 0, rows, start, stop, left, right, offset, Tq, RANGES, IDS)
+    low, high = visible_range(
+        key_ranges, document_ranges, 0, rows, start, stop, left, right, always, offset, Tq, RANGES, IDS
+    )
     d_queries = tl.zeros((BM, BD), tl.float32)
     first = tl.program_id(1) * split_tiles
     for t in range(first, tl.minimum(first + split_tiles, tl.cdiv(Tk, BN))):
@@ -91,7 +102,7 @@ def few_query_gradients(
         )
         if RANGES > 1:
             second, end = visible_range(
-                key_ranges, document_ranges, 1, rows, start, stop, left, right, offset, Tq, RANGES, IDS
+                key_ranges, document_ranges, 1, rows, start, stop, left, right, always, offset, Tq, RANGES, IDS
             )
             seen |= visible_keys(
                 second[:, None], end[:, None], i, j, query_ids, key_ids, dense, dense_query, dense_key, Tq, Tk,

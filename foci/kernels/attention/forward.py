@@ -19,6 +19,7 @@ from foci.kernels.attention.tile import (
     load_rows,
     load_tile,
     locate_packed_rows,
+    locate_tile,
     sequence_range,
     tile_logits,
     visible_keys,
@@ -70,16 +71,17 @@ def attend_to_tile(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward_kernel(
-    q, k, v, out, peaks, log_sums, lengths, document_ranges, key_ranges, query_ids, key_ids, dense, bias, slopes, seed,
-    H, group, Tq, Tk, D, Dv, left, right, stop, first_b, first_h,
+    q, k, v, out, peaks, log_sums, lengths, document_ranges, key_ranges, query_ids, key_ids, dense, bias, slopes, sinks,
+    seed,
+    H, group, Tq, Tk, D, Dv, left, right, always, stop, first_b, first_h,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     out_split, out_batch, out_head, out_row, peaks_split, peaks_batch, peaks_head, split_tiles,
     lengths_batch, document_ranges_batch, key_ranges_batch, query_ids_batch, key_ids_batch,
     dense_batch, dense_head, dense_query, dense_key, bias_batch, bias_head, bias_query, bias_key,
     scale, softcap, threshold, keep_scale,
     PADDED: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr,
-    EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr,
+    PACKED: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of queries of one head, or of all heads that share keys (PACKED), and per split of
@@ -93,17 +95,18 @@ def attention_forward_kernel(
     if PACKED:
         b, g, heads, rows, inside = locate_packed_rows(tl.program_id(0), r, H, group, Tq)
         h = heads[:, None]
+        sink_offsets = heads
         queries = load_rows(q + b * q_batch, heads * q_head + rows * q_row, d, D, EVEN)
     else:
         tiles = tl.cdiv(Tq, BM)
-        pair = tl.program_id(0) // tiles
+        b, h, tile = locate_tile(tiles, H, BIAS)
         # The last queries first: under a causal mask they take longest, and the short programs fill the gaps at the
         # end.
-        first_i = (tiles - 1 - tl.program_id(0) % tiles) * BM
-        b, h = (pair // H).to(tl.int64), pair % H
+        first_i = (tiles - 1 - tile) * BM
         g = h // group
         rows = first_i + r
         inside = rows < Tq
+        sink_offsets = h + r * 0
         queries = load_tile(q + b * q_batch + h * q_head, q_row, first_i, r, Tq, d, D, EVEN, True)
     i = rows[:, None]
     k += b * k_batch + g * k_head
@@ -119,10 +122,16 @@ def attention_forward_kernel(
     start, stop = sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED)
     peak = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
+    if SINK:
+        # One more column, without a value. Of several splits the first one has it.
+        peak = tl.load(sinks + sink_offsets) * LOG2_E
+        if SPLIT:
+            peak = tl.where(tl.program_id(1) == 0, peak, -float("inf"))
+        total = tl.where(peak == -float("inf"), 0.0, 1.0)
     weighted = tl.zeros((BM, BV), tl.float32)
     for s in tl.static_range(RANGES if RANGES > 0 else 1):
         low, high = visible_range(
-            key_ranges, document_ranges, s, rows, start, stop, left, right, offset, Tq, RANGES, IDS
+            key_ranges, document_ranges, s, rows, start, stop, left, right, always, offset, Tq, RANGES, IDS
         )
         first, last, full, end = find_full_tiles(low, high, document_ranges, rows, Tq, Tk, BN, IDS, DENSE)
         if SPLIT:

@@ -1,7 +1,7 @@
 """What forward and backward do with one tile: load rows, find its visible keys, compute logits, apply masks.
 
 The visible keys of query i, at position i + Tk - Tq, are those that all of these allow:
-    left, right, stop: keys from position - left to position + right, and before `stop`
+    left, right, always, stop: keys from position - left to position + right or before `always`, and before `stop`
     lengths (B,): the first keys of a sequence (PADDED 1) or the last ones (PADDED 2)
     document_ranges (Bm, 3, Tq): from the first to the last key of the query's document, and whether all between belong
     to it (IDS); if not, masked tiles compare query_ids and key_ids
@@ -27,7 +27,7 @@ LENGTHS = [
     "H", "group", "Tq", "Tk", "first_b", "first_h", "out_split", "peaks_split", "peaks_batch", "peaks_head",
     "split_tiles", "lengths_batch", "document_ranges_batch", "key_ranges_batch", "query_ids_batch", "key_ids_batch",
     "dense_batch", "dense_head", "dense_query", "dense_key", "bias_batch", "bias_head", "bias_query", "bias_key",
-    "threshold", "query_tiles_batch", "left", "right", "stop",
+    "threshold", "query_tiles_batch", "left", "right", "always", "stop",
 ]  # fmt: skip
 
 
@@ -69,6 +69,21 @@ def locate_packed_rows(pair, r, H, group, Tq):
 
 
 @triton.jit
+def locate_tile(tiles, heads, BIAS: tl.constexpr):
+    """The sequence, head and tile of a program, one program per tile of each head.
+
+    With a dense bias the sequences of a batch come next to each other: they share most biases, which stay in the L2.
+    """
+    program = tl.program_id(0)
+    if BIAS > 0:
+        batch = tl.num_programs(0) // (tiles * heads)
+        b, h, tile = program % batch, program // batch // tiles, program // batch % tiles
+    else:
+        b, h, tile = program // tiles // heads, program // tiles % heads, program % tiles
+    return b.to(tl.int64), h, tile
+
+
+@triton.jit
 def sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED: tl.constexpr):
     """The keys of sequence b that some query may see, from first to last + 1."""
     start, end = Tk * 0, tl.minimum(stop, Tk)
@@ -84,13 +99,13 @@ def sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED: tl.constexpr):
 
 @triton.jit
 def visible_range(
-    key_ranges, document_ranges, s: tl.constexpr, rows, start, end, left, right, offset, Tq,
+    key_ranges, document_ranges, s: tl.constexpr, rows, start, end, left, right, always, offset, Tq,
     RANGES: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """The keys that a query sees in range s, from low to high; none for queries past the end."""
     inside = rows < Tq
     low = tl.maximum(rows + (offset - left), start)
-    high = tl.minimum(rows + (offset + right + 1), end)
+    high = tl.minimum(tl.maximum(rows + (offset + right + 1), always), end)
     if RANGES > 0:
         low = tl.maximum(low, tl.load(key_ranges + 2 * s * Tq + rows, mask=inside, other=0))
         high = tl.minimum(high, tl.load(key_ranges + (2 * s + 1) * Tq + rows, mask=inside, other=0))
@@ -168,14 +183,17 @@ def find_document_ranges(
     key_ids += b * key_ids_batch
     smallest, largest = tl.min(ids, 0), tl.max(ids, 0)
     low, high, count = tl.full((BM,), 0, tl.int32) + Tk, tl.zeros((BM,), tl.int32), tl.zeros((BM,), tl.int32)
-    for first in range(0, Tk, BN):
-        j = first + c
-        keys = tl.load(key_ids + tl.minimum(j, Tk - 1))
-        if (tl.min(keys, 0) <= largest) & (tl.max(keys, 0) >= smallest):
-            same = (keys[None, :] == ids[:, None]) & (j < Tk)[None, :]
-            low = tl.minimum(low, tl.min(tl.where(same, j[None, :], Tk), 1))
-            high = tl.maximum(high, tl.max(tl.where(same, j[None, :] + 1, 0), 1))
-            count += tl.sum(same.to(tl.int32), 1)
+    # Most keys belong to other documents: 8 BN of them are skipped at a time.
+    for block in range(0, Tk, 8 * BN):
+        some = tl.load(key_ids + tl.minimum(block + tl.arange(0, 8 * BN), Tk - 1))
+        if (tl.min(some, 0) <= largest) & (tl.max(some, 0) >= smallest):
+            for first in range(block, tl.minimum(block + 8 * BN, Tk), BN):
+                j = first + c
+                keys = tl.load(key_ids + tl.minimum(j, Tk - 1))
+                same = (keys[None, :] == ids[:, None]) & (j < Tk)[None, :]
+                low = tl.minimum(low, tl.min(tl.where(same, j[None, :], Tk), 1))
+                high = tl.maximum(high, tl.max(tl.where(same, j[None, :] + 1, 0), 1))
+                count += tl.sum(same.to(tl.int32), 1)
     document_ranges = document_ranges.to(tl.pointer_type(tl.int32)) + b * 3 * Tq + rows
     tl.store(document_ranges, tl.minimum(low, high), mask=inside)
     tl.store(document_ranges + Tq, high, mask=inside)
@@ -185,7 +203,7 @@ def find_document_ranges(
 @triton.jit(do_not_specialize=LENGTHS)
 def find_key_bounds(
     lengths, document_ranges, key_ranges, key_bounds, common_keys,
-    Tq, Tk, left, right, stop, lengths_batch, document_ranges_batch, key_ranges_batch,
+    Tq, Tk, left, right, always, stop, lengths_batch, document_ranges_batch, key_ranges_batch,
     PADDED: tl.constexpr, RANGES: tl.constexpr, IDS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """For each tile of queries, the keys that some query sees and the keys that all queries see.
@@ -203,7 +221,7 @@ def find_key_bounds(
     start, end = sequence_range(lengths, lengths_batch, b, stop, Tk, PADDED)
     for s in tl.static_range(RANGES if RANGES > 0 else 1):
         low, high = visible_range(
-            key_ranges, document_ranges, s, rows, start, end, left, right, Tk - Tq, Tq, RANGES, IDS
+            key_ranges, document_ranges, s, rows, start, end, left, right, always, Tk - Tq, Tq, RANGES, IDS
         )
         bounds = key_bounds + (index * (RANGES if RANGES > 0 else 1) + s) * 2
         tl.store(bounds, tl.min(tl.where(low < high, low, Tk), 0))
