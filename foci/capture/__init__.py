@@ -10,6 +10,7 @@ hooks: forward hooks that are gone after the block, whatever happens.
 recorder: collects the calls of one block and fills the Record at its end.
 naming: derives layer names (stack, index, axis labels) from module names.
 patches: finds the grid of patches of a vision model from its first convolution.
+windows: finds the windows of Swin and MaxViT on the grid of patches.
 diffusion: the denoising steps of a diffusion model, its prompt and its grid of latent patches.
 cross_attention: tells cross-attention from self-attention by the inputs of a module.
 token_ids: collects the token ids that the model reads, for the labels.

@@ -25,8 +25,10 @@ from foci.capture.generation_steps import (
 )
 from foci.capture.host_copy import HostCopier
 from foci.capture.naming import LayerName
+from foci.capture.windows import Windows
 from foci.record.kept import STATISTIC_AXES, Keep, KeptStatistics, TextPositions
 from foci.record.layer import Layer
+from foci.record.window_weights import WindowWeights
 from foci.weights.tensors import fingerprint
 from foci.weights.weights import Weights
 
@@ -65,6 +67,7 @@ class LayerLog:
         key_memory: the storage and address of the last keys.
         shape: batch, heads and key/value heads.
         text: the queries and keys of the last call that are text, if only their weights are kept.
+        windows: how the layer cuts its grid of patches into windows, if it does.
     """
 
     name: str
@@ -91,6 +94,7 @@ class LayerLog:
     key_memory: tuple[StorageWeakRef, int] | None = None
     shape: tuple[int, int, int] = (0, 0, 0)
     text: TextPositions | None = None
+    windows: Windows | None = None
 
     @property
     def is_cross(self) -> bool:
@@ -255,8 +259,18 @@ class LayerLog:
         self.nbytes += sum(tensor.nbytes for name, tensor in computed.items() if name != "norms")
         self.stored.append(computed if self.keep is None else self.host_copier.copy(computed))
 
+    def _build_window_layer(self, weights: Weights, windows: Windows) -> Layer:
+        """A layer over the whole grid, from the weights of all windows, which are small."""
+        positions = windows.find_positions()
+        with torch.no_grad():
+            matrices = weights.dense(limit=2**40).unflatten(0, (-1, len(positions))).transpose(1, 2)
+        grid = WindowWeights(matrices, positions, windows.rows * windows.columns)
+        return Layer(self.name, self.layer_name.stack, self.layer_name.index, self.heads, windows=grid)
+
     def build_layer(self) -> Layer:
         """The Layer of all calls; tensors of a single call may still be on their way to the host."""
+        if self.windows is not None and self.weights is not None:
+            return self._build_window_layer(self.weights, self.windows)
         contents: dict[str, Any] = {}
         shape = (*self.shape[:2], self.queries, self.keys)
         has_default_positions = self.is_cross or are_last_positions(self.query_positions, self.keys)

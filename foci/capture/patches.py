@@ -52,6 +52,13 @@ class PatchGrid:
             elif isinstance(module, own):
                 hook_module(block, recorder, module, note_own_grid, before=False)
 
+    def label_grid(self, rows: int, columns: int, batch: int) -> Labels:
+        """Labels of another grid over the same images."""
+        texts, pictures = Labels.patches(rows, columns).texts * batch, None
+        if self.images is not None and self.images.dim() == 4 and len(self.images) == batch:
+            pictures = torch.stack([shrink_picture(picture) for picture in to_pictures(self.images.float())])
+        return Labels("patches", texts, grid=(rows, columns), images=pictures)
+
     def build_labels(self, layers: Iterable[Layer]) -> Labels | None:
         """Labels for the sequence of some layers, if each of them reads the patches and a few tokens before them."""
         if self.size is None or self.images is None or self.images.dim() != 4:

@@ -28,6 +28,7 @@ from foci.capture.naming import LayerName, LayerNames, is_inside, list_modules, 
 from foci.capture.patches import PatchGrid
 from foci.capture.token_ids import TokenIds
 from foci.capture.torch_functions import MODULE_CALL, record_intercepted_call
+from foci.capture.windows import WindowGrids
 from foci.record.kept import Keep, TextPositions
 from foci.record.labels import Labels, Segment
 from foci.record.layer import Layer, join_steps
@@ -101,7 +102,7 @@ class Recorder:
         self.softmax_modules: set[str] = set()
         self.unseen_reasons: dict[str, str] = {}
         self.module_inputs = ModuleInputs()
-        self.patch_grid = PatchGrid()
+        self.patch_grid, self.window_grids = PatchGrid(), WindowGrids()
         # The names of contexts, sequences that only cross-attention reads, by their length.
         self.context_names: dict[int, str] = {}
         self.token_ids = TokenIds(tokenizer)
@@ -295,6 +296,8 @@ class Recorder:
             weights, values = take_heads(weights, heads), values[:, [head // group for head in heads]]
         log = self._find_or_open_log(name, layer_name, weights, k, tuple(heads))
         log.text = text
+        if self.keep is None and self.rows is None:
+            log.windows = self.window_grids.find(self.running_modules(), weights.shape[0], weights.shape[2])
         before = log.nbytes
         self._check_limit(log, weights, values)
         log.add(weights, k, values, self._pass_number)
@@ -385,6 +388,7 @@ class Recorder:
             self.record.layers[name] = layer
         self.record.labels.update(self.token_ids.build_labels())
         self._add_step_layers()
+        self._label_windows()
         self._label_patches()
         self._name_known_contexts()
         self.record.calls, self.record.unseen = self.calls, self.list_unseen()
@@ -428,6 +432,17 @@ class Recorder:
         for each in (layer, *layer.steps.values()) if fitting else ():
             each.keys = fitting[0] if each.keys == each.queries else each.keys
             each.queries = fitting[0]
+
+    def _label_windows(self) -> None:
+        """Labels the grids of layers that attend in windows; they shrink from stage to stage."""
+        for log in self.layer_logs.values():
+            layer = self.record.layers.get(log.name)
+            if log.windows is None or layer is None or layer.windows is None:
+                continue
+            rows, columns, batch = log.windows.rows, log.windows.columns, layer.shape[0]
+            layer.queries = layer.keys = f"patches {rows}x{columns}"
+            if layer.keys not in self.record.labels:
+                self.record.labels[layer.keys] = self.patch_grid.label_grid(rows, columns, batch)
 
     def _label_patches(self) -> None:
         """Labels the input of a model that reads no tokens if it has as many positions as the model has patches."""

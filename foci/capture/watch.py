@@ -187,6 +187,7 @@ def open_block(block: ExitStack, model: nn.Module, recorder: Recorder) -> None:
         hook_modules(block, recorder, [*recorder.layer_names.attention_modules, *found.attention_modules])
         recorder.module_inputs.watch(block, recorder)
         recorder.patch_grid.watch(block, recorder)
+        recorder.window_grids.watch(block, recorder)
         if recorder.denoising is not None:
             recorder.denoising.watch(block, recorder)
         block.enter_context(disable_compile())

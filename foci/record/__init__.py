@@ -4,6 +4,7 @@ from_tensors: builds a record from attention matrices of another library.
 labels: what the positions along an axis are: tokens, patches, frames.
 layer: one attention layer, backed by lazy weights, kept statistics or a dense matrix.
 kept: `Keep`, which statistics to keep in place of weights, and the kept statistics themselves.
+window_weights: attention within windows as one matrix over the whole grid of patches.
 step_mean: the mean over the denoising steps of a diffusion model.
 dense: a dense matrix with the methods of `Weights`.
 metrics: head scores, their totals over a data set, and rollout.

@@ -15,6 +15,7 @@ from foci.record.kept import STATISTIC_AXES, KeptStatistics
 from foci.record.labels import Labels, Segment
 from foci.record.layer import Layer, join_steps
 from foci.record.metrics import HEAD_SCORES, ScoreTotals
+from foci.record.window_weights import WindowWeights
 from foci.weights import parts_file
 from foci.weights.file import is_int_tuple, require
 from foci.weights.weights import Weights
@@ -31,7 +32,13 @@ MAX_GRID_SIDE = 1 << 16
 # Nor has a layer more queries or keys of which only some weights were kept.
 MAX_LENGTH = 1 << 20
 # What files of earlier versions do not have.
-LAYER_DEFAULTS: dict[str, Any] = {"kept_keys": (), "kept_queries": (), "averaged": False, "steps": None}
+LAYER_DEFAULTS: dict[str, Any] = {
+    "kept_keys": (),
+    "kept_queries": (),
+    "averaged": False,
+    "steps": None,
+    "windows": None,
+}
 # The file calls the query positions of a layer "query_places".
 LAYER_CONTENTS = ("weights", "kept", "matrix", "values", "query_places")
 
@@ -58,18 +65,42 @@ def encode_layer(layer: Layer) -> dict[str, Any]:
         # Its own data is the mean of the steps.
         nothing = dict.fromkeys(LAYER_CONTENTS)
         steps = {str(number): encode_layer(step) for number, step in layer.steps.items()}
-        return fields | nothing | {"kept_keys": (), "kept_queries": (), "averaged": layer.averaged, "steps": steps}
+        return (
+            fields
+            | nothing
+            | {"kept_keys": (), "kept_queries": (), "averaged": layer.averaged, "steps": steps, "windows": None}
+        )
     return fields | {
         "kept_keys": layer.kept_keys,
         "kept_queries": layer.kept_queries,
         "averaged": False,
         "steps": None,
+        "windows": None if layer.windows is None else encode_windows(layer.windows),
         "weights": None if layer.weights is None else layer.weights.parts(),
         "kept": None if layer.kept is None else dict(layer.kept) | {"shape": layer.kept.shape},
         "matrix": layer.matrix,
         "values": layer.values,
         "query_places": layer.query_positions,
     }
+
+
+def encode_windows(windows: WindowWeights) -> dict[str, Any]:
+    return {"windows": windows.windows, "positions": windows.positions, "length": windows.length}
+
+
+def parse_windows(part: Any) -> WindowWeights:
+    names = {"windows", "positions", "length"}
+    require(is_dict(part) and part.keys() == names, "windows", f"a dict of {sorted(names)}", str(part)[:80])
+    windows, positions, length = part["windows"], part["positions"], part["length"]
+    require(is_float_tensor(windows, 5), "windows", "a float tensor (B, H, W, n, n)", shape_or_type_of(windows))
+    fits = isinstance(positions, Tensor) and positions.dtype == torch.int64 and positions.dim() == 2
+    require(fits, "the positions of windows", "int64 (W, n)", shape_or_type_of(positions))
+    expected = (*positions.shape, positions.shape[1])
+    require(tuple(windows.shape[2:]) == expected, "windows", f"(B, H, {expected})", shape_or_type_of(windows))
+    require(type(length) is int and 0 < length <= positions.numel(), "length", "the number of patches", length)
+    inside = positions[positions >= 0].sort().values
+    require(torch.equal(inside, torch.arange(length)), "the positions of windows", "each patch once", "others")
+    return WindowWeights(windows, positions, length)
 
 
 def encode_labels(labels: Labels) -> dict[str, Any]:
@@ -150,6 +181,8 @@ def parse_layer(part: Any, is_step: bool = False) -> Layer:
     sources = {"weights": None, "kept": None, "matrix": part["matrix"]}
     if part["weights"] is not None:
         sources["weights"] = Weights.from_parts(part["weights"])
+    if part["windows"] is not None:
+        sources["windows"] = parse_windows(part["windows"])
     if part["kept"] is not None:
         sources["kept"] = parse_kept_statistics(part["kept"])
     if part["matrix"] is not None:

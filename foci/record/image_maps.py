@@ -280,6 +280,8 @@ def find_query(record: Record, layers: Sequence[Layer], query: Any, batch: int) 
     A number counts in the text if the model reads one, otherwise in the image.
     """
     texts = [each for each in layers if is_text(record.labels_of(each)[0], batch)]
+    # The grids of a model may shrink from stage to stage: a patch is one of the first of them.
+    layers = texts + [each for each in layers if each not in texts and each.queries == first_grid(layers, texts)]
     found = list(texts or layers)
     if isinstance(query, str):
         for group in (texts, [each for each in layers if each not in texts]):
@@ -293,6 +295,10 @@ def find_query(record: Record, layers: Sequence[Layer], query: Any, batch: int) 
         what = "a word of the text" if texts else "a label of the image"
         raise ValueError(f"query must be {what} ({listed}) or a position, got {query!r}")
     return found, check_positions(query, len(sequence_of(record, found[0])))
+
+
+def first_grid(layers: Sequence[Layer], texts: Sequence[Layer]) -> str | None:
+    return next((each.queries for each in layers if each not in texts), None)
 
 
 def sequence_of(record: Record, layer: Layer) -> Labels:

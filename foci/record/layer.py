@@ -17,6 +17,7 @@ from foci.record.dense import DenseWeights
 from foci.record.kept import STATISTIC_AXES, KeptStatistics, as_index
 from foci.record.labels import Labels
 from foci.record.step_mean import StepMean, average_steps
+from foci.record.window_weights import WindowWeights
 from foci.runtime.checks import to_numpy
 from foci.weights.summary import Top
 from foci.weights.weights import Weights
@@ -74,6 +75,7 @@ class Layer:
             were kept.
         steps: by number, the layer at each denoising step of a diffusion model; the layer itself is their mean, and has
             no other data.
+        windows: the data of a layer that attends in windows of a grid of patches, in place of weights, kept and matrix.
         averaged: whether this is the mean over the steps on its own, as `Record.mean("steps")` returns it.
         labels: those of its record, which sets them.
     """
@@ -97,13 +99,14 @@ class Layer:
     kept_queries: tuple[int, ...] = ()
     steps: dict[int, Layer] = field(default_factory=dict, repr=False)
     averaged: bool = False
+    windows: WindowWeights | None = None
     labels: dict[str, Labels] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self._mean: StepMean | None = None
         if self.steps:
             self._average_steps()
-        sources = [self.weights, self.kept, self.matrix, self._mean]
+        sources = [self.weights, self.kept, self.matrix, self.windows, self._mean]
         count = sum(source is not None for source in sources)
         if count != 1:
             raise ValueError(f"exactly one of weights, kept, matrix and steps must be given, got {count}")
@@ -139,7 +142,8 @@ class Layer:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of `dense()`: (B, H, Tq, Tk), for a single head (B, Tq, Tk)."""
-        source = next(each for each in (self.weights, self.kept, self.matrix, self._mean) if each is not None)
+        sources = (self.weights, self.kept, self.matrix, self.windows, self._mean)
+        source = next(each for each in sources if each is not None)
         return tuple(source.shape)
 
     @property
@@ -192,7 +196,8 @@ class Layer:
             return sum(step.nbytes for step in self.steps.values())
         kept = [] if self.kept is None else list(self.kept.values())
         tensors = [t for t in (*kept, self.matrix, self.values, self.value_norms) if t is not None]
-        return sum(t.nbytes for t in tensors) + (0 if self.weights is None else self.weights.nbytes)
+        lazy = [each for each in (self.weights, self.windows) if each is not None]
+        return sum(t.nbytes for t in tensors) + sum(each.nbytes for each in lazy)
 
     def head(self, number: int) -> Layer:
         """One head by its number in the model; its results have no head axis."""
@@ -217,6 +222,7 @@ class Layer:
             weights=weights,
             kept=None if self.kept is None else self.kept.head(index),
             matrix=None if self.matrix is None else self.matrix[:, index],
+            windows=None if self.windows is None else self.windows.select_heads(index),
             values=None if self.values is None else self.values[:, shared],
             value_norms=None if self.value_norms is None else self.value_norms[:, shared],
         )
@@ -233,6 +239,7 @@ class Layer:
             weights=None if self.weights is None else self.weights.with_four_axes(),
             kept=None if self.kept is None else self.kept.with_head_axis(),
             matrix=None if self.matrix is None else self.matrix.unsqueeze(1),
+            windows=None if self.windows is None else self.windows.with_head_axis(),
         )
 
     def _with_steps(self, steps: dict[int, Layer]) -> Layer:
@@ -241,16 +248,18 @@ class Layer:
         return replace(self, steps=steps, kept=None, heads=first.heads, single=first.single, kv_heads=first.kv_heads)
 
     @property
-    def _source(self) -> Weights | KeptStatistics | DenseWeights | StepMean:
+    def _source(self) -> Weights | KeptStatistics | DenseWeights | StepMean | WindowWeights:
         if self._mean is not None:
             return self._mean
+        if self.windows is not None:
+            return self.windows
         if self.matrix is not None:
             return DenseWeights(self.matrix, self.query_positions)
         source = self.weights if self.weights is not None else self.kept
         assert source is not None
         return source
 
-    def _require_matrix(self, statistic: str) -> Weights | DenseWeights | StepMean:
+    def _require_matrix(self, statistic: str) -> Weights | DenseWeights | StepMean | WindowWeights:
         """The source if it has single entries, else an error."""
         source = self._source
         if isinstance(source, KeptStatistics):
@@ -303,9 +312,9 @@ class Layer:
 
     def _require_scores(self, statistic: str) -> Weights | KeptStatistics:
         source = self._source
-        if isinstance(source, DenseWeights | StepMean):
+        if isinstance(source, DenseWeights | StepMean | WindowWeights):
             available = ", ".join(sorted(self.available))
-            what = "a dense matrix" if isinstance(source, DenseWeights) else "the mean over steps"
+            what = "the mean over steps" if isinstance(source, StepMean) else "a dense matrix"
             raise ValueError(f"{statistic!r} of {self.label} cannot be computed from {what}; available: {available}")
         return source
 
@@ -339,7 +348,7 @@ class Layer:
         heads = self.sizes[1]
         return norms if norms.shape[1] == heads else norms.repeat_interleave(heads // norms.shape[1], dim=1)
 
-    def __getitem__(self, index: Any) -> Weights | StepMean | Tensor:
+    def __getitem__(self, index: Any) -> Weights | StepMean | WindowWeights | Tensor:
         """Exact entries, indexed like `foci.Weights`: layer[batch, head, query]."""
         return self._require_matrix("entries")[index]
 
@@ -459,7 +468,7 @@ class Layer:
             found.append(labels.split_kinds(batch))
         return found[0], found[1]
 
-    def mean(self, over: str) -> Weights | DenseWeights | StepMean:
+    def mean(self, over: str) -> Weights | DenseWeights | StepMean | WindowWeights:
         """The mean over the heads, lazy for lazy weights."""
         return self._require_matrix("mean").mean(over)
 
@@ -492,6 +501,7 @@ class Layer:
 
     def __repr__(self) -> str:
         kind = "lazy" if self.weights is not None else "kept statistics" if self.kept is not None else "dense"
+        kind = "windows" if self.windows is not None else kind
         kind = f"mean of {len(self.steps)} steps" if self.steps else kind
         size = f"{self.nbytes:,} bytes"
         return f"Layer({self.label}, {self.name!r}, {self.shape}, {kind}, {size})"
@@ -501,5 +511,5 @@ def join_steps(steps: dict[int, Layer]) -> Layer:
     """A layer of several denoising steps, which is their mean."""
     first = next(iter(steps.values()))
     # The values differ from step to step.
-    without = {"weights": None, "kept": None, "matrix": None, "values": None, "value_norms": None}
+    without = dict.fromkeys(("weights", "kept", "matrix", "windows", "values", "value_norms"))
     return replace(first, **without, steps=dict(steps))  # type: ignore[arg-type]

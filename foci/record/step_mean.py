@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foci.record.dense import DenseWeights, pool_matrix_rows
 from foci.record.kept import MEAN_STATISTICS, KeptStatistics
+from foci.record.window_weights import WindowWeights
 from foci.runtime.checks import is_positive_int
 from foci.weights.summary import Top
 from foci.weights.weights import Weights, format_bytes
@@ -37,7 +38,7 @@ class StepMean:
         steps: the matrices, all of one shape.
     """
 
-    def __init__(self, steps: Sequence[Weights | DenseWeights | StepMean]) -> None:
+    def __init__(self, steps: Sequence[Weights | DenseWeights | StepMean | WindowWeights]) -> None:
         self.steps = list(steps)
 
     @property
@@ -171,7 +172,9 @@ class MeanStatistics(KeptStatistics):
         return MeanStatistics([step.with_head_axis() for step in self.steps])
 
 
-def average_steps(sources: Sequence[Weights | DenseWeights | StepMean | KeptStatistics]) -> StepMean | MeanStatistics:
+def average_steps(
+    sources: Sequence[Weights | DenseWeights | StepMean | WindowWeights | KeptStatistics],
+) -> StepMean | MeanStatistics:
     """The mean of the data of a layer at several steps."""
     kept = [source for source in sources if isinstance(source, KeptStatistics)]
     return MeanStatistics(kept) if kept else StepMean([s for s in sources if not isinstance(s, KeptStatistics)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import foci
+from foci.capture.windows import Windows
+from foci.record.layer import Layer
+from foci.record.window_weights import WindowWeights
 
 transformers = pytest.importorskip("transformers")
 
@@ -146,14 +151,90 @@ def test_a_pooling_head_attends_to_the_patches() -> None:
     assert (head.queries, head.keys, head.shape[2:]) == ("queries", "patches", (1, 16))
 
 
-def test_windows_are_not_taken_for_the_grid() -> None:
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
+
+
+@pytest.mark.parametrize("size", [(32, 32), (40, 56)], ids=str)
+def test_the_windows_of_swin_are_put_back_on_the_grid(size: tuple[int, int]) -> None:
+    """The maps equal those of the windows that the model cuts itself; also where its grid is padded."""
     transformers.logging.set_verbosity_error()
-    config = transformers.SwinConfig(
-        image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4
+    torch.manual_seed(0)
+    model = transformers.SwinModel(transformers.SwinConfig(**SWIN)).eval()
+    picture = torch.rand(2, 3, *size)
+    with torch.no_grad():
+        expected = model(picture).last_hidden_state
+        with foci.watch(model) as seen:
+            out = model(picture).last_hidden_state
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    rows, columns = size[0] // 4, size[1] // 4
+    assert [layer.shape for layer in seen.layers.values()][:2] == [(2, 2, rows * columns, rows * columns)] * 2
+    labels = seen.labels[f"patches {rows}x{columns}"]
+    assert (labels.grid, labels.batch, f"patches {rows // 2}x{columns // 2}" in seen.labels) == (
+        (rows, columns),
+        2,
+        True,
     )
-    seen = record(transformers.SwinModel(config).eval(), torch.rand(1, 3, 32, 32))
-    assert seen["L0"].shape == (4, 2, 16, 16)
-    assert seen.labels_of(seen["L0"])[1].grid is None
+    assert labels.images is not None
+    # The layer reads its windows from a grid: with the number of each patch as its input, they tell where they are.
+    block = model.encoder.layers[0].blocks[1]
+    numbers = torch.arange(1.0, rows * columns + 1).view(1, rows, columns, 1)
+    swin = transformers.models.swin.modeling_swin
+    padded, _ = block.maybe_pad(numbers, rows, columns)
+    windows = swin.window_partition(block.cyclic_shift(padded), block.window_size).flatten(1).long() - 1
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        # Of each stage, the last layer.
+        eager = model(picture, output_attentions=True).attentions[0]
+    eager = eager.unflatten(0, (2, len(windows)))[1]
+    patch = 1 * columns + 2
+    number = int((windows == patch).any(1).nonzero()[0, 0])
+    exact = torch.zeros(rows * columns)
+    row = eager[number, 1, int((windows[number] == patch).nonzero()[0, 0])]
+    exact[windows[number][windows[number] >= 0]] = row[windows[number] >= 0]
+    found = seen.image_map("1,2", layer=1, head=1, batch=1)
+    torch.testing.assert_close(found, exact.view(rows, columns), rtol=1e-3, atol=1e-5)
+
+
+def test_window_weights_have_the_statistics_of_their_matrix(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    windows = Windows(5, 6, (4, 4), (2, 2)).find_positions()
+    layer = Layer("x", windows=WindowWeights(torch.rand(2, 3, len(windows), 16, 16).softmax(-1), windows, 30))
+    exact = Layer("x", matrix=layer.dense())
+    questions: list[Callable[[Layer], Any]] = [
+        lambda x: x.received(),
+        lambda x: x.received([1, 7]),
+        lambda x: x.distance(),
+        lambda x: x.top(3).values,
+        lambda x: x.top(3).keys,
+        lambda x: x.picture(3, 5),
+        lambda x: x.picture(3, 5, "max"),
+        lambda x: x.grouped([(0, 4)], [(0, 2), (2, 30)]),
+        lambda x: x[0, ..., 2, :],
+        lambda x: x[..., [3, 8], :],
+        lambda x: x.columns([1, 4]),
+        lambda x: x @ torch.ones(30, 2),
+        lambda x: torch.ones(2, 30) @ x,
+        lambda x: torch.arange(30.0) @ x,
+        lambda x: x.mean("heads")[1, 3],
+    ]
+    for ask in questions:
+        torch.testing.assert_close(ask(layer), ask(exact))
+        if ask is not questions[-1]:
+            parts = [part.head(2) for part in (layer, exact)] if ask is not questions[8] else (layer, exact)
+            torch.testing.assert_close(ask(parts[0]), ask(parts[1]))
+    # The weights on padding count for the entropy, but have no place on the grid.
+    assert bool((layer.entropy() >= exact.entropy() - 1e-5).all())
+    foci.Record({"x": layer}, {"input": foci.Labels.patches(5, 6)}).save(tmp_path / "a.foci")
+    torch.testing.assert_close(foci.load(tmp_path / "a.foci")["L0"].dense(), layer.dense())
+
+
+def test_models_that_compute_their_own_softmax_are_listed_as_unseen() -> None:
+    transformers.logging.set_verbosity_error()
+    model = transformers.Swinv2Model(transformers.Swinv2Config(**SWIN)).eval()
+    with pytest.warns(UserWarning, match="could not record 4 of the 4 attention modules of Swinv2Model"):
+        seen = record(model, torch.rand(1, 3, 32, 32))
+    assert len(seen.unseen) == 4
+    assert seen.layers == {}
 
 
 def test_torchvision() -> None:
@@ -187,3 +268,35 @@ def test_timm(name: str, leading: int) -> None:
         exact = list(timm.utils.AttentionExtract(plain)(picture).values())[-1]
     found = seen.image_map("class token", layer=1, head="each")
     torch.testing.assert_close(found, exact[0, :, 0, leading:].unflatten(-1, (side, side)), rtol=1e-3, atol=1e-5)
+
+
+def test_timm_maxvit_attends_in_blocks_and_in_grids() -> None:
+    timm = pytest.importorskip("timm", reason="timm is not installed: see CONTRIBUTING.md")
+    model = timm.create_model("maxvit_pico_rw_256", img_size=128).eval()
+    seen = record(model, torch.rand(1, 3, 128, 128))
+    assert seen.unseen == []
+    block, grid = list(seen.layers.values())[:2]
+    assert block.shape == grid.shape == (1, 1, 32 * 32, 32 * 32)
+    assert block.name.endswith("attn_block.attn")
+    # A window of 4 x 4 patches lies together in a block, and 8 patches apart in a grid.
+    for layer, rows in ((block, [0, 1, 2, 3]), (grid, [0, 8, 16, 24])):
+        found = seen.image_map("0,0", layer=layer.name)
+        assert found.nonzero().tolist() == [[row, column] for row in rows for column in rows]
+
+
+def test_timm_swin_with_fused_attention() -> None:
+    timm = pytest.importorskip("timm", reason="timm is not installed: see CONTRIBUTING.md")
+    sizes: dict[str, Any] = {"img_size": 64, "window_size": 4, "depths": (2, 2), "embed_dim": 16, "num_heads": (2, 2)}
+    timm.layers.set_fused_attn(True, experimental=True)
+    try:
+        model = timm.create_model("swin_tiny_patch4_window7_224", **sizes).eval()
+    finally:
+        timm.layers.set_fused_attn(True)
+    seen = record(model, torch.rand(1, 3, 64, 64))
+    assert seen["L1"].shape == (1, 2, 256, 256)
+    found = seen.image_map("0,0", layer="L1")
+    # The shifted window of the first patch has only its own corner of 2 x 2.
+    assert (found > 1e-6).nonzero().tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    # Without fused attention, timm computes its own softmax.
+    plain = timm.create_model("swin_tiny_patch4_window7_224", **sizes).eval()
+    assert all("own softmax" in line for line in record(plain, torch.rand(1, 3, 64, 64)).unseen)
