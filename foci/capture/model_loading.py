@@ -131,6 +131,8 @@ def locate_model(model: str | os.PathLike[str] | None) -> str:
         raise ValueError(f"model must be {describe_model_choices()}, got an empty name")
     if name in shipped and not path_exists(Path(name)):
         return str(models.MODELS_DIRECTORY / name)
+    if name in models.TRAINING_DATA and not path_exists(Path(name)):
+        raise ValueError(models.describe_missing_model(name))
     check_path_exists(name)
     return name
 

@@ -57,15 +57,14 @@ def find_task_model(name: str, path: Path | None) -> Path:
     for candidate in (Path("runs") / name, models.MODELS_DIRECTORY / name):
         if candidate.is_dir():
             return candidate
-    raise ValueError(
-        f"no model for {name}: train one (foci train {name} --data ...) or choose one with --model; pretrained"
-        f" models exist for {', '.join(models.list_pretrained()) or 'no task'}"
-    )
+    raise ValueError(models.describe_missing_model(name))
 
 
 def resolve_model_path(path: Path) -> Path:
     """An existing path, or the path of the pretrained model with that name."""
     is_name = not path.exists() and str(path) in models.list_pretrained()
+    if not path.exists() and not is_name and str(path) in models.TRAINING_DATA:
+        raise ValueError(models.describe_missing_model(str(path)))
     return models.MODELS_DIRECTORY / path if is_name else path
 
 

@@ -60,6 +60,8 @@ def pretrained(name: str) -> Pretrained:
     `foci.pretrained("translation")("A man sleeps.")` returns the German sentence; `.show("A man sleeps.")` returns a
     Record of the attention while it was translated.
     """
+    if name not in models.list_pretrained() and name in models.TRAINING_DATA:
+        raise ValueError(f'{models.describe_missing_model(name)}; foci.load("runs/{name}") opens yours')
     if name not in models.list_pretrained():
         names = ", ".join(models.list_pretrained()) or "none"
         hint = suggest_name(name, models.list_pretrained())

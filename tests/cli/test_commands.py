@@ -192,6 +192,17 @@ def test_truncated_inputs_are_reported_in_one_line(
     assert len(answers.read_text().splitlines()) == 3
 
 
+def test_no_input_of_generation_is_said_to_be_cut_where_all_of_it_is_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("What is the city but the people? " * 10)
+    assert main.main(["evaluate", "generation", "--data", str(text)]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "characters 330" in shown.out
+
+
 def test_a_run_is_used_from_another_directory(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,8 +297,9 @@ def test_a_path_takes_the_place_of_the_task(
         ),
         (["run", "translation", ""], "the input must be a sentence to translate, got an empty text"),
         (["run", "generation", "x", "--model", "runs/translation"], "--model must be a model for generation, got"),
-        (["run", "summarization", "x"], "no model for summarization: train one"),
-        (["run", "summarization", "x"], f"pretrained models exist for {', '.join(list_pretrained())}"),
+        (["run", "summarization", "x"], "no model for summarization ships: train one on a table of documents"),
+        (["look", "x", "--model", "summarization"], "(foci train summarization --data documents.tsv) and name it"),
+        (["evaluate", "summarization", "--data", "pairs.tsv"], f"models ship for {', '.join(list_pretrained())}"),
         (["run", "translation", "a", "\udcff"], r"the text must be valid UTF-8, got '\udcff'"),
         (["look", "\udcff", "--model", "runs/translation"], r"the text must be valid UTF-8, got '\udcff'"),
         (["run", "translation", "a", "--device", "cuda"], "device must be 'cpu' or 'auto' where PyTorch finds no GPU"),

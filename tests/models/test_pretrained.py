@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from foci import models
-from foci.models import MODELS_DIRECTORY, list_pretrained
+from foci.models import MODELS_DIRECTORY, TRAINING_DATA, list_pretrained
 from foci.models.pretrained import pretrained
+from foci.tasks import TASKS
 from foci.tasks.model_file import save_trained_model
 from foci.tasks.parallel_text import Pair
 from foci.tasks.translation import Translation, TranslationSettings
@@ -40,6 +41,8 @@ def test_a_model_in_the_directory_answers_and_shows(tmp_path: Path, monkeypatch:
             model(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"name must be one of the models that ship \(translation\), got 'flying'"):
         pretrained("flying")
+    with pytest.raises(ValueError, match=r"^no model for vision ships: train one on a folder "):
+        pretrained("vision")
 
 
 @pytest.mark.parametrize("name", list_pretrained())
@@ -97,3 +100,7 @@ def test_speech_recognizes_digits(data: Path, tmp_path: Path) -> None:
     with tarfile.open(data / "fsdd" / "fsdd.tar.gz") as archive:
         archive.extractall(tmp_path, [archive.getmember(path) for path in paths], filter="data")
     assert pretrained("speech")([str(tmp_path / path) for path in paths]) == words
+
+
+def test_every_task_ships_or_says_what_to_train_on() -> None:
+    assert TRAINING_DATA.keys() == TASKS.keys()
