@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from foci import hf as hf
     from foci import losses as losses
     from foci import nn as nn
+    from foci import sharding as sharding
     from foci.biases import ALiBi, Bias, Buckets, Relative
     from foci.cache import Cache
     from foci.call import attention, merge, plan
@@ -102,7 +103,7 @@ EXPORTS = {
 }
 MODULE_OF = {name: module for module, names in EXPORTS.items() for name in names}
 # Public modules with names of their own, and the package that each of them needs.
-NAMESPACES = {"bertviz": "torch", "decoding": "torch", "hf": "transformers", "losses": "torch", "nn": "torch"}
+NAMESPACES = dict.fromkeys(("bertviz", "decoding", "losses", "nn", "sharding"), "torch") | {"hf": "transformers"}
 
 
 def __dir__() -> list[str]:

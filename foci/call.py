@@ -117,6 +117,10 @@ def attention(
             return intercept(attention, (query, key, value), options)  # type: ignore[no-any-return]
         overridden: Any = handle_torch_function(attention, (query, key, value), query, key, value, **options)  # type: ignore[arg-type]
         return overridden  # type: ignore[no-any-return]
+    if type(query) is not Tensor and is_sharded(query, key, value):
+        options = {"score": score, "mask": mask, "bias": bias, "sink": sink, "positions": positions}
+        options |= {"dropout": dropout, "backend": backend, "return_weights": return_weights}
+        return attend_sharded(query, key, value, options)  # type: ignore[no-any-return]
     if call_observer.observe is not None:
         observe_call(call_observer.observe, query, key, value, score, mask, bias, sink, positions)
     if bias is None and sink is None and positions is None and backend is None and dropout == 0:
@@ -134,6 +138,17 @@ def attention(
         return out
     assert lse is not None
     return out, Weights.from_call(call, lse)
+
+
+def is_sharded(*tensors: Any) -> bool:
+    """Whether one of the tensors is a DTensor; by name, because importing the class takes a second."""
+    return any(type(tensor).__name__ == "DTensor" for tensor in tensors)
+
+
+def attend_sharded(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Any:
+    from foci.sharding.attention import attend_sharded
+
+    return attend_sharded(attention, query, key, value, options)
 
 
 def attend_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Weights] | None:

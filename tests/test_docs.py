@@ -26,7 +26,7 @@ PAGES = sorted(
 )
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 WITH_CODE = [name for name in DOCUMENTS if BLOCK.search((ROOT / name).read_text())]
-PUBLIC_MODULES = {"foci", "foci.nn", "foci.hf", "foci.decoding", "foci.bertviz", "foci.losses"}
+PUBLIC_MODULES = {"foci", "foci.nn", "foci.hf", "foci.decoding", "foci.bertviz", "foci.losses", "foci.sharding"}
 MAX_IMAGE_BYTES = 200_000
 
 

@@ -24,6 +24,7 @@ ORDER = (
     {"backends"},
     {"statistics"},
     {"weights"},
+    {"sharding"},
     {"call", "losses", "record"},
     {"nn", "view", "kernel_warmup"},
     {"decoding", "inputs", "bertviz"},
@@ -211,7 +212,7 @@ def test_the_tree_in_contributing_is_the_real_one() -> None:
 
 
 def test_dir_shows_the_public_names_and_namespaces_only() -> None:
-    namespaces = {"bertviz", "decoding", "losses", "nn"} | ({"hf"} if find_spec("transformers") else set())
+    namespaces = {"bertviz", "decoding", "losses", "nn", "sharding"} | ({"hf"} if find_spec("transformers") else set())
     assert set(dir(foci)) == {*foci.__all__, *namespaces}
     assert foci.__all__ == sorted(foci.__all__)
 

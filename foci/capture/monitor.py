@@ -28,6 +28,7 @@ from foci.record.head_totals import (
     HEAD_STATISTICS,
     HISTOGRAM_EDGES,
     compute_head_totals,
+    compute_sharded_head_totals,
     head_histograms,
     head_statistics,
     merge_head_totals,
@@ -41,6 +42,8 @@ from foci.weights.weights import Weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from foci.sharding.weights import ShardedWeights
 
 # MuonClip's threshold for the largest logit; NaN and infinite logits always raise an alert.
 DEFAULT_ALERTS = {"largest_logit": 100.0}
@@ -339,17 +342,22 @@ class MonitorRecorder(Recorder):
         self.untraceable: str | None = None
         self.cross_layers: set[str] = set()
 
-    def record_call(self, name: str, weights: Weights, values: Tensor) -> None:
+    def record_call(self, name: str, weights: Weights | ShardedWeights, values: Tensor) -> None:
         """Computes the totals of a call at once; its weights are not kept."""
         if is_recomputation():
             return
         layer_name = self.layer_name_of(name)
         if layer_name.is_cross:
             self.cross_layers.add(layer_name.short)
-        totals = compute_head_totals(weights.with_four_axes(), self.statistics)
+        if isinstance(weights, Weights):
+            totals = compute_head_totals(weights.with_four_axes(), self.statistics)
+        else:
+            totals = compute_sharded_head_totals(weights, self.statistics)
         self.totals.setdefault(layer_name.short, []).append(totals)
         self.order_by_pass.setdefault(self._pass_number, []).append(layer_name.short)
-        if not has_operators(weights.tensors.call):
+        if not isinstance(weights, Weights):
+            self.untraceable = f"the tensors of {layer_name.short} are DTensors"
+        elif not has_operators(weights.tensors.call):
             self.untraceable = f"{layer_name.short} has a score, mask or bias whose statistics cannot be compiled"
 
 

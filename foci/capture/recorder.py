@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,16 @@ from foci.runtime.interception import get_interceptors
 from foci.runtime.tracing import is_recomputation
 from foci.weights.weights import Weights, format_bytes
 
+if TYPE_CHECKING:
+    from foci.sharding.weights import ShardedWeights
+
 logger = logging.getLogger("foci.capture")
 HEAD_NAME = re.compile(r"(?:(?P<stack>[^.]+)\.)?L(?P<layer>\d+)(?:H(?P<head>\d+))?")
+
+
+def gather_whole(values: Any) -> Tensor:
+    """All of a DTensor on every process."""
+    return values.full_tensor()  # type: ignore[no-any-return]
 
 
 def active_recorders() -> tuple[Recorder, ...]:
@@ -268,7 +276,7 @@ class Recorder:
         """Whether a module, or one inside it, made an attention call, recorded or not."""
         return name in self.attending_modules or any(is_inside(each, name) for each in self.attending_modules)
 
-    def record_call(self, name: str, weights: Weights, values: Tensor) -> None:
+    def record_call(self, name: str, weights: Weights | ShardedWeights, values: Tensor) -> None:
         """Records one attention call: its weights, and its values (..., G, Tk, Dv) with the same leading axes."""
         if is_recomputation():
             return
@@ -277,7 +285,10 @@ class Recorder:
         record = get_record_call_without_dynamo() if is_new else Recorder._record_call
         record(self, name, weights, values)
 
-    def _record_call(self, name: str, weights: Weights, values: Tensor) -> None:
+    def _record_call(self, name: str, weights: Weights | ShardedWeights, values: Tensor) -> None:
+        if not isinstance(weights, Weights):
+            # Every process records the whole matrix; its queries and keys are gathered, not the matrix.
+            weights, values = weights.full(), gather_whole(values)
         weights = weights.with_four_axes()
         if values.dim() != 4:
             values = values.reshape(weights.shape[0], -1, *values.shape[-2:])
@@ -503,15 +514,13 @@ class Recorder:
 
 
 @cache
-def get_record_call_without_dynamo() -> Callable[[Recorder, str, Weights, Tensor], None]:
+def get_record_call_without_dynamo() -> Callable[[Recorder, str, Any, Tensor], None]:
     """`Recorder._record_call` with torch.compile disabled.
 
     The method is that of the class: a recorder that held a bound method of its own would be a reference cycle, and
     would keep its tensors until the garbage collector runs.
     """
-    found: Callable[[Recorder, str, Weights, Tensor], None] = sys.modules["torch._dynamo"].disable(
-        Recorder._record_call
-    )
+    found: Callable[[Recorder, str, Any, Tensor], None] = sys.modules["torch._dynamo"].disable(Recorder._record_call)
     return found
 
 

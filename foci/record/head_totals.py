@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 from functools import reduce
 from operator import or_
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from foci.runtime.tracing import disable_autocast
 from foci.statistics import Request
 from foci.weights import operators
 from foci.weights.weights import Weights, compute_sink_mass
+
+if TYPE_CHECKING:
+    from foci.sharding.weights import ShardedWeights
 
 # Each statistic is one number per head; means are over the queries that are not fully masked.
 HEAD_STATISTICS = {
@@ -95,6 +99,18 @@ def compute_head_totals(weights: Weights, names: Collection[str]) -> Tensor:
     single = find_single_key_queries(call)
     maxima = compute_maxima(found, counted if single is None else counted & ~single, zeros)
     return torch.cat([torch.stack(columns, -1), *histograms, torch.stack(maxima, -1)], -1)
+
+
+@torch.no_grad()
+@disable_autocast
+def compute_sharded_head_totals(weights: ShardedWeights, names: Collection[str]) -> Tensor:
+    """The share of this process in the totals of all heads: those of some heads with all queries, (H, COLUMNS)."""
+    own = weights.by_heads()
+    totals = torch.zeros(own.heads, COLUMNS, dtype=torch.float64, device=weights.device)
+    totals[:, SUMMED:] = -math.inf
+    if own.is_counted and own.part.stop > own.part.start and own.local.shape[0]:
+        totals[own.part] = compute_head_totals(own.local, names)
+    return totals
 
 
 def count_queries(marked: Tensor) -> Tensor:
