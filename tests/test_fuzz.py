@@ -1,11 +1,13 @@
 """Random kinds of call at random lengths: output, gradients and statistics against float64.
 
-60 kinds of score, mask, bias, sink, dtype and layout. In Triton's interpreter each runs at five lengths up to 64 in our
-kernels (-m slow); one short call of each runs by default, with the backend that is chosen for it.
+60 kinds of score, mask, bias, sink, dtype and layout. On a GPU each runs at a few lengths up to 600 (FOCI_FUZZ_CALLS sets
+how many), in Triton's interpreter at five lengths up to 64 in our kernels (-m slow); one short call of each runs by
+default, with the backend that is chosen for it.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -18,6 +20,8 @@ from tests.checker import Problem, answers, check, eager_errors, taken_off
 from tests.contract.cells import CHOICES, MASKS, Cell, Sizes, problem_with_sizes
 
 KINDS, INTERPRETED_CALLS = 60, 5
+# A kind is compiled once, for several seconds; another call takes milliseconds.
+GPU_CALLS = int(os.environ.get("FOCI_FUZZ_CALLS", "6"))
 LAYOUTS = ("plain", "plain", "transposed", "every_other", "shifted")
 WIDTHS = (8, 20, 32, 64, 64, 128)
 STATISTICS = ("entropy", "received", "distance", "largest_logit")
@@ -82,7 +86,8 @@ def summarize(problem: Problem, dtype: torch.dtype | None, device: str, backend:
     with torch.no_grad():
         arguments = problem.arguments(problem.leaves(dtype or problem.dtype, device))
         weights: Any = foci.attention(**arguments, backend=backend, return_weights=True)[1]  # type: ignore[call-overload]
-        summary = weights.summary(top=min(8, weights.shape[-1]))
+        # Not one number of top keys per length: each would be compiled.
+        summary = weights.summary(top=8 if weights.shape[-1] >= 8 else 0)
     return {name: getattr(summary, name) for name in STATISTICS}
 
 
@@ -97,14 +102,28 @@ def test_in_the_interpreter_a_kind_at_a_few_lengths(seed: int) -> None:
         check_call(problem, "cpu", planned_backend(problem))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(KINDS), ids=name_of_kind)
+def test_on_a_gpu_a_kind_at_a_few_lengths(seed: int) -> None:
+    failures = []
+    for call in range(GPU_CALLS):
+        problem = random_problem(seed, call, 600)
+        try:
+            check_call(problem, "cuda", planned_backend(problem, "cuda"))
+        except AssertionError as error:
+            shapes = {name: tuple(tensor.shape) for name, tensor in problem.tensors.items()}
+            failures.append(f"call {call}, {shapes}: {str(error)[:400]}")
+    assert not failures, "\n".join(failures)
+
+
 @pytest.mark.parametrize("seed", range(KINDS), ids=name_of_kind)
 def test_a_short_call_of_each_kind(seed: int) -> None:
     check_call(random_problem(seed, 0, 24), "cpu", None)
 
 
-def planned_backend(problem: Problem) -> str | None:
+def planned_backend(problem: Problem, device: str = "cpu") -> str | None:
     """Our kernels where they support the call, else None for the default."""
-    arguments = problem.arguments(problem.leaves(problem.dtype, "cpu"))
+    arguments = problem.arguments(problem.leaves(problem.dtype, device))
     return foci.plan(**arguments, backend="triton", return_weights=True).chosen
 
 
