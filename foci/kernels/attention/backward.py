@@ -317,6 +317,9 @@ def attention_key_gradients(
     first, last, full, end = find_query_tiles(
         query_tiles, first_j, start, stop, left, right, always, offset, Tq, Tk, BM, BN, RANGES, IDS, DENSE
     )
+    if BIAS > 0:
+        # Tiles without masks read the bias of all keys of the tile, and the last ones may not exist.
+        end = tl.where(first_j + BN > Tk, full, end)
     d_keys = tl.zeros((BN, BD), tl.float32)
     d_values = tl.zeros((BN, BV), tl.float32)
     for member in range(group if GROUPED else 1):
