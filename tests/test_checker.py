@@ -227,3 +227,16 @@ def test_what_cancelled_raises_the_floor_of_gradients_alone() -> None:
         check(found, true, eager, torch.float32, [torch.full((3,), 4.0)])
     with pytest.raises(AssertionError, match=r"^out: off by"):
         check(found | {"out": torch.ones(3) + 4e-6}, true, eager, torch.float32, [torch.full((3,), 5.0)])
+
+
+def test_what_cancelled_in_each_row_adds_up_for_a_parameter() -> None:
+    true = {"gradient of query": torch.zeros(9, dtype=torch.float64), "gradient of slopes": torch.zeros(2).double()}
+    eager = {name: torch.zeros_like(tensor) for name, tensor in true.items()}
+    # Nine rows of 5: three times the floor of one.
+    rows, floor = [torch.full((9,), 5.0)], 8 * torch.finfo(torch.float32).eps * 5
+    for name in true:
+        zeros = {other: torch.zeros_like(tensor, dtype=torch.float32) for other, tensor in true.items()}
+        most = 3 * floor if name == "gradient of slopes" else floor
+        check(zeros | {name: zeros[name] + 0.95 * most}, true, eager, torch.float32, rows)
+        with pytest.raises(AssertionError, match=f"{name}: off by"):
+            check(zeros | {name: zeros[name] + 1.05 * most}, true, eager, torch.float32, rows)

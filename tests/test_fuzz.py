@@ -1,8 +1,8 @@
 """Random kinds of call at random lengths: output, gradients and statistics against float64.
 
-60 kinds of score, mask, bias, sink, dtype and layout. On a GPU each runs at a few lengths up to 600 (FOCI_FUZZ_CALLS sets
-how many), in Triton's interpreter at five lengths up to 64 in our kernels (-m slow); one short call of each runs by
-default, with the backend that is chosen for it.
+60 kinds of score, mask, bias, sink, dtype and layout. On a GPU each runs at a few lengths up to 600, as many as
+FOCI_FUZZ_CALLS says; in Triton's interpreter at five lengths up to 64 in our kernels (-m slow); one short call of each
+runs by default, with the backend that is chosen for it.
 """
 
 from __future__ import annotations
