@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+
+from docutils import nodes
 
 import foci
 
@@ -19,7 +22,7 @@ extensions = [
     "sphinx_design",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["build", "numbers.md"]
+exclude_patterns = ["build"]
 
 # Pages with code cells run in the build; a page runs again only if its code changed.
 nb_execution_mode = "cache"
@@ -30,10 +33,13 @@ nb_execution_in_temp = True
 nb_merge_streams = True
 # The page, which needs no kernel, in place of the widget.
 nb_mime_priority_overrides = [("html", "text/html", 1)]
+# The widget is not used here: no scripts from a network.
+nb_ipywidgets_js: dict[str, dict[str, str]] = {}
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 3
 
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 default_role = "code"
 
@@ -44,6 +50,14 @@ html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+
+
+# README files of folders, and the pages that include them.
+README_PAGES = {
+    "benchmarks/README.md": "benchmarks/method.md",
+    "benchmarks/training/README.md": "benchmarks/trainings.md",
+    "foci/models/README.md": "reference/pretrained.md",
+}
 
 
 def prepare_docstring(app: Any, what: str, name: str, target: object, options: Any, lines: list[str]) -> None:
@@ -59,5 +73,39 @@ def prepare_docstring(app: Any, what: str, name: str, target: object, options: A
             lines[i] = line.rstrip().removesuffix(":") + ("::" if line.rstrip().endswith(":") else " ::")
 
 
+def link_readmes(app: Any, name: str, source: list[str]) -> None:
+    """Point links to the README files of folders, which work on GitHub, to the pages that include them."""
+    for path, page in README_PAGES.items():
+        source[0] = source[0].replace(f"(../{path})", f"({page})")
+
+
+def write_llms_txt(app: Any, exception: Exception | None) -> None:
+    """Write llms.txt, which lists every page with its first sentence, and the source of each page beside its HTML."""
+    if exception is not None or app.builder.name != "html":
+        return
+    lines = [f"# foci {release}\n", f"> {read_first_sentence(app, 'index')}\n"]
+    children = app.env.toctree_includes
+    # Sections first, then the pages that are in none.
+    for page in sorted(children["index"], key=lambda page: page not in children):
+        if page in children or "\n## Guides\n" not in lines:
+            lines.append(f"\n## {app.env.titles[page].astext() if page in children else 'Guides'}\n")
+        for name in [page, *children.get(page, [])]:
+            sentence = read_first_sentence(app, name)
+            lines.append(f"- [{app.env.titles[name].astext()}]({name}.md)" + (f": {sentence}" if sentence else ""))
+            copy = Path(app.outdir) / f"{name}.md"
+            copy.write_text(Path(app.env.doc2path(name)).read_text())
+    (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def read_first_sentence(app: Any, name: str) -> str:
+    """The first sentence of the first paragraph of a page."""
+    paragraphs = app.env.get_doctree(name).findall(nodes.paragraph)
+    paragraph = next((found for found in paragraphs if isinstance(found.parent, nodes.section)), None)
+    text = "" if paragraph is None else " ".join(paragraph.astext().split())
+    return re.split(r"(?<=[.?!]) ", text)[0].rstrip(":")
+
+
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", prepare_docstring, priority=100)
+    app.connect("source-read", link_readmes)
+    app.connect("build-finished", write_llms_txt)
