@@ -33,7 +33,7 @@ def register() -> None:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as missing:
-        raise ImportError("foci.hf needs transformers 5: pip install 'foci[hf]'") from missing
+        raise ImportError("foci needs transformers 4.53 or newer: pip install 'foci[hf]'") from missing
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, build_attention_mask)
 

@@ -44,11 +44,16 @@ def observe_interface() -> Iterator[None]:
     """Eager and flash attention is recorded while a block is open, in any thread, by the recorders of its thread."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as INTERFACE
 
+    get_interface = getattr(type(INTERFACE), "get_interface", None)
+    if get_interface is None:
+        # Models of transformers 4 and of the first versions of 5 call eager code directly: it is reported as unseen.
+        yield
+        return
     global _open_blocks
     with INTERFACE_LOCK:
         _open_blocks += 1
         # An attribute of the instance hides the method of its class.
-        vars(INTERFACE)["get_interface"] = partial(get_observed_interface, type(INTERFACE).get_interface, INTERFACE)
+        vars(INTERFACE)["get_interface"] = partial(get_observed_interface, get_interface, INTERFACE)
     try:
         yield
     finally:

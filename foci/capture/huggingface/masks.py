@@ -24,7 +24,7 @@ from foci.capture.huggingface.switch import implementation_before_watch
 from foci.masks.base import DenseMask, Mask
 from foci.masks.kinds import causal, documents, padding, window
 from foci.masks.tile import CallSizes, Tile
-from foci.runtime.interception import get_interceptors
+from foci.runtime.interception import get_interceptors, hide_key
 from foci.runtime.tracing import is_traced
 
 MaskConjuncts = list[Mask]
@@ -176,7 +176,9 @@ def build_attention_mask(
     if allow_is_causal_skip and is_plain_causal and ran_fused_before_watch(others.get("config")):
         return None
     if conjuncts is None or (conjuncts != [causal] and is_small_mask(positions)):
-        conjuncts = [DenseMask(sdpa_mask(**arguments)[..., : positions.keys])]
+        # Older versions of transformers build some masks with vmap and a higher-order operator.
+        with hide_key():
+            conjuncts = [DenseMask(sdpa_mask(**arguments)[..., : positions.keys])]
     return DeferredMask(reduce(and_, conjuncts or [window(None, None)]), positions, kv_length)
 
 
