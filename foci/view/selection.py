@@ -22,6 +22,7 @@ from foci.view.units import (
     TextUnit,
     check_batch,
     list_layer_units,
+    list_units,
     mark_word_positions,
     number_words,
     truncate_text,
@@ -31,6 +32,8 @@ from foci.view.units import (
 MAX_SCANNED_LENGTH = 2048
 # Positions this close, and the words before and after, are neighbors: many heads attend to them.
 NEIGHBOR_DISTANCE = 2
+# The words of a text that are searched for the one that gives an image the most weight.
+MAX_SCANNED_WORDS = 256
 # Layers with more entries are not searched for the clearest alignment.
 MAX_SEARCHED_ENTRIES = 2**22
 
@@ -118,13 +121,31 @@ def select_layer_mean(record: Record, layer: Layer) -> HeadSelection:
 def select_default_head(record: Record, batch: int = 0) -> HeadSelection:
     """Select the head to show if none is named.
 
-    With cross-attention: the mean of the layer with the clearest alignment. For patches and very long texts: the mean
-    of the last layer. For a text: the head that attends most clearly to words that are not neighbors of the query.
+    Where a text attends to images: the mean of the layer that gives them the most weight. With cross-attention: the
+    mean of the layer with the clearest alignment. For patches and very long texts: the mean of the last layer. For a
+    text: the head that attends most clearly to words that are not neighbors of the query.
     """
     layers = list_cross_layers_first(record)
     check_batch(layers[0], batch)
+    reading = [layer for layer in layers if find_image_columns(record, layer, batch) is not None]
+    if reading:
+        return select_layer_mean(record, max(reading, key=lambda layer: measure_image_weight(record, layer, batch)))
     cross = find_clearest_cross_layer(record, batch)
     return select_clearest_head(record, layers, batch) if cross is None else select_layer_mean(record, cross)
+
+
+def find_image_columns(record: Record, layer: Layer, batch: int) -> tuple[list[int], list[int]] | None:
+    """Return the queries that are text and the keys that are image patches; None unless a layer has both."""
+    queries, keys = (labels.split_kinds(batch) for labels in record.labels_of(layer))
+    return (queries["text"], keys["image"]) if "text" in queries and "image" in keys else None
+
+
+def measure_image_weight(record: Record, layer: Layer, batch: int) -> float:
+    """Return the mean weight of the text on the images; 0 for layers that take long to scan."""
+    found = find_image_columns(record, layer, batch)
+    if found is None or not is_fast_to_scan(layer) or "entries" not in layer.available:
+        return 0.0
+    return float(layer.received(found[0])[batch].float().nan_to_num()[..., found[1]].sum(-1).mean()) / len(found[0])
 
 
 @torch.no_grad()
@@ -205,7 +226,35 @@ def select_default_query(record: Record, selection: HeadSelection, batch: int = 
     if labels.kind == "patches" and labels.grid is not None:
         return select_patch(labels, None)[0]
     queries = list_layer_units(record, selection.layer, batch)[0]
+    columns = find_image_columns(record, selection.layer, batch)
+    if columns is not None:
+        return select_word_with_image(record, selection, batch, *columns)
     return queries[find_clearest_unit(record, selection, batch, queries)].stop - 1
+
+
+def select_word_with_image(
+    record: Record, selection: HeadSelection, batch: int, text: list[int], image: list[int]
+) -> int:
+    """Select the position of the text that gives an image the most weight; of a very long text the last one."""
+    labels = record.labels_of(selection.layer)[0]
+    words = [position for position in text if mark_word_positions(labels, batch)[position]] or text
+    if len(words) > MAX_SCANNED_WORDS or not selection.has_entries:
+        return words[-1]
+    weights = read_rows(selection, batch, words)[:, image].nan_to_num().sum(1)
+    return words[int(weights.argmax())]
+
+
+def select_word_of_image(record: Record, selection: HeadSelection, batch: int = 0) -> int | None:
+    """Select the last word of the text that an image attends to; None for other layers."""
+    queries, keys = record.labels_of(selection.layer)
+    if (
+        "image" not in queries.split_kinds(batch)
+        or "text" not in keys.split_kinds(batch)
+        or selection.layer.queries == selection.layer.keys
+    ):
+        return None
+    words = [unit for unit in list_units(keys, batch) if unit.is_word]
+    return words[-1].start if words else keys.split_kinds(batch)["text"][-1]
 
 
 def find_clearest_unit(record: Record, selection: HeadSelection, batch: int, queries: Sequence[TextUnit]) -> int:

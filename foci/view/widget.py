@@ -78,6 +78,7 @@ def make_widget(
         layer=layer,
         head=head,
         selection=[header["initial"]["query"]],
+        direction=header["initial"]["direction"],
     )
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 import foci
 from foci.record.kept import Keep, KeptStatistics
-from foci.record.labels import Labels
+from foci.record.labels import Labels, Segment
 from foci.record.layer import Layer
 from foci.record.record import Record
 
@@ -94,6 +94,50 @@ def image(grid: tuple[int, int] = (2, 3), pictures: bool = True) -> Record:
     labels = Labels("patches", (texts,), grid=grid, leading=1, images=shown)
     layer = Layer("blocks.0", matrix=rows[None, None], queries="patches", keys="patches")
     return Record({"blocks.0": layer}, {"patches": labels}, model="VisionTransformer", calls=1)
+
+
+def words_and_images(images: int = 1, frames: int = 0, pictures: bool = True, heads: int = 2) -> Record:
+    """A text after images of 2 x 3 patches; “red” attends to the patch 0,1 of each, “shoe” to 1,2 of the first."""
+    texts, segments = ["<s>"], []
+    for number in range(frames or images):
+        segments.append(
+            Segment(
+                "patches",
+                start=len(texts),
+                rows=2,
+                columns=3,
+                image=0 if frames else number,
+                frame=number if frames else None,
+                picture=number if pictures else None,
+            )
+        )
+        texts += ["<image>"] * 6
+    first = len(texts)
+    texts += ["A", " red", " sh", "oe", "."]
+    rows = torch.full((heads, len(texts), len(texts)), 0.1 / len(texts))
+    for segment in segments:
+        rows[:, first + 1, segment.positions[0, 1]] = 0.9 / len(segments)
+    rows[:, first + 2 : first + 4, segments[0].positions[1, 2]] = 0.9
+    rows /= rows.sum(-1, keepdim=True)
+    labels = Labels.tokens([texts], [[None] * first + [0, 1, 2, 2, 3]])
+    shown = [torch.full((20, 30, 3), 200 - 40 * n, dtype=torch.uint8) for n in range(len(segments))] if pictures else []
+    layers = {f"layers.{i}": Layer(f"layers.{i}", index=i, matrix=rows[None] ** (1 + i)) for i in range(2)}
+    for layer in layers.values():
+        assert layer.matrix is not None
+        layer.matrix /= layer.matrix.sum(-1, keepdim=True)
+    return Record(layers, {"input": labels.with_segments(segments, shown)}, model="VisionLanguage", calls=2)
+
+
+def denoising(steps: int = 4) -> Record:
+    """Patches of 4 x 4 that attend to a prompt; at step n, patch n attends to “shoe”."""
+    labels = {"prompt": Labels.tokens([["<s>", "red", " shoe"]]), "image": Labels.patches(4, 4)}
+    found = []
+    for step in range(steps):
+        rows = torch.tensor([0.8, 0.1, 0.1]).repeat(16, 1)
+        rows[step] = torch.tensor([0.1, 0.1, 0.8])
+        layer = Layer("attn2", "cross", matrix=rows.expand(1, 2, 16, 3), queries="image", keys="prompt")
+        found.append(Record({"attn2": layer}, labels, model="UNet", calls=1))
+    return Record.from_steps(found)
 
 
 def plain_image(grid: tuple[int, int]) -> Record:

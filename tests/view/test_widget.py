@@ -45,6 +45,7 @@ def test_the_initial_selection_is_that_of_the_page() -> None:
     assert header["initial"] == {
         "head": record.name_of(list(record.layers.values())[view.layer], view.head),
         "query": view.query,
+        "direction": view.direction,
     }
     assert view.selection == [view.query]
 

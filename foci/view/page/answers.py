@@ -54,7 +54,7 @@ class Question:
         layer = layers[self.number("layer", 0, len(layers) - 1)]
         if "entries" not in layer.available:
             raise ValueError(f"{layer.label} has only statistics, no entries")
-        return layer
+        return layer.at(self.number("step", 0, self.record.steps - 1)) if "step" in self.parameters else layer
 
     def heads(self, layer: Layer) -> list[int]:
         """Return the heads of the question; their weights are averaged."""
@@ -88,6 +88,22 @@ def answer_column(question: Question) -> bytes:
     entries = layer[batch, head, :, question.number("key", 0, layer.shape[3] - 1)]
     assert isinstance(entries, Tensor)
     return float32_bytes(entries)
+
+
+def answer_rows(question: Question) -> bytes:
+    """Return the attention weights of one query in all heads: (H, Tk)."""
+    layer = question.layer
+    batch = question.number("seq", 0, layer.shape[0] - 1)
+    entries = layer[batch, :, [question.number("query", 0, layer.shape[2] - 1)]]
+    assert isinstance(entries, Tensor)
+    return float32_bytes(entries[:, 0])
+
+
+def answer_columns(question: Question) -> bytes:
+    """Return the attention weights on one key in all heads: (H, Tq)."""
+    layer = question.layer
+    batch = question.number("seq", 0, layer.shape[0] - 1)
+    return float32_bytes(layer.columns([question.number("key", 0, layer.shape[3] - 1)])[batch, ..., 0])
 
 
 def answer_tile(question: Question) -> bytes:
@@ -167,6 +183,8 @@ def float32_bytes(values: Any) -> bytes:
 HANDLERS: dict[str, Callable[[Question], Any]] = {
     "row": answer_row,
     "column": answer_column,
+    "rows": answer_rows,
+    "columns": answer_columns,
     "tile": answer_tile,
     "picture": answer_picture,
     "arithmetic": answer_arithmetic,

@@ -24,8 +24,9 @@ from foci.record.layer import Layer
 from foci.record.metrics import HEAD_SCORES
 from foci.record.record import Record
 from foci.view.page.arrays import PackedArrays
+from foci.view.page.images import add_blocks, add_pictures, add_steps, describe_images
 from foci.view.page.vectors import add_vectors, count_vector_numbers, describe_score
-from foci.view.selection import list_layers, select_default_head, select_default_query
+from foci.view.selection import list_layers, select_default_head, select_default_query, select_word_of_image
 from foci.view.units import display_texts
 
 MAX_EXACT_LENGTH = 128
@@ -36,6 +37,9 @@ PICTURE_SIDES = (512, 256, 128, 64)
 MAX_SEQUENCES = 8
 SURROGATES = re.compile("[\ud800-\udfff]")
 MAX_TEXT_LENGTH = 1000
+
+# The parts of labels that must be equal for two layers to share them.
+COMPARED_FIELDS = ("texts", "words", "grid", "segments")
 
 # The most numbers of each part: entries as float32, top keys, blocks of pictures.
 MAX_FLOAT_ENTRIES = 2**20
@@ -73,12 +77,19 @@ def build_header(record: Record, title: str | None, arrays: PackedArrays, on_dem
     max_sequences = min(total, MAX_SEQUENCES if is_exact_throughout(layers) else 1)
     plan = plan_payload(layers, max_sequences)
     table: list[Labels] = []
+    blocks: list[Any] = [None] * len(layers)
+    steps, step_blocks = list(range(record.steps)) if record.steps > 1 else [], blocks
     if on_demand:
         plan["exact"] = set()
         written = [describe_absent_entries(layer, max_sequences) for layer in layers]
     else:
         written = [add_layer(arrays, f"{number}", layer, max_sequences, plan) for number, layer in enumerate(layers)]
+        blocks = add_blocks(arrays, record, layers, plan["exact"], max_sequences)
+        steps, step_blocks = add_steps(arrays, record, layers, max_sequences)
     initial = select_default_head(record)
+    query, word = select_default_query(record, initial), select_word_of_image(record, initial)
+    described = [describe_layer(record, layer, plan, table) for layer in layers]
+    drawn = add_pictures(arrays, table, max_sequences)
     return {
         "format": 1,
         "title": truncate_with_length(title or record.model),
@@ -90,14 +101,20 @@ def build_header(record: Record, title: str | None, arrays: PackedArrays, on_dem
         "notes": [truncate_with_length(note) for note in record.notes],
         "notRecorded": [truncate_with_length(reason) for reason in record.unseen],
         "layers": [
-            describe_layer(record, layer, plan, table) | how for layer, how in zip(layers, written, strict=True)
+            layer | how | {"block": block, "stepBlock": step_block}
+            for layer, how, block, step_block in zip(described, written, blocks, step_blocks, strict=True)
         ],
-        "labels": [describe_labels(arrays, i, labels, max_sequences) for i, labels in enumerate(table)],
+        "labels": [describe_labels(arrays, i, labels, max_sequences, drawn) for i, labels in enumerate(table)],
+        # The denoising steps that the page can show, of so many.
+        "steps": steps,
+        "totalSteps": record.steps,
         "metrics": [] if on_demand else list_head_metrics(record, layers),
         "onDemand": on_demand,
         "initial": {
             "head": record.name_of(initial.layer, initial.head),
-            "query": select_default_query(record, initial),
+            # Where an image attends to text, the page shows the patches that attend to a word.
+            "query": query if word is None else word,
+            "direction": "to" if word is None else "from",
         },
     }
 
@@ -252,16 +269,16 @@ def add_top(arrays: PackedArrays, name: str, values: Tensor, keys: Tensor, lengt
 def add_labels_once(labels: Labels, table: list[Labels]) -> int:
     """Return the index of labels in a table, and append them if no equal labels are there."""
     for number, known in enumerate(table):
-        if known is labels or (known.texts, known.words) == (labels.texts, labels.words):
+        if known is labels or all(getattr(known, name) == getattr(labels, name) for name in COMPARED_FIELDS):
             return number
     table.append(labels)
     return len(table) - 1
 
 
-def describe_labels(arrays: PackedArrays, number: int, labels: Labels, max_sequences: int) -> dict[str, Any]:
+def describe_labels(
+    arrays: PackedArrays, number: int, labels: Labels, max_sequences: int, drawn: set[str]
+) -> dict[str, Any]:
     """Describe the labels of a sequence; long texts are cut."""
-    if labels.images is not None:
-        arrays.add(f"image.{number}", labels.images[:max_sequences], "u1")
     if labels.sounds is not None:
         arrays.add(f"sound.{number}", labels.sounds[:max_sequences].int() & 0xFFFF, "u2")
     return {
@@ -271,10 +288,9 @@ def describe_labels(arrays: PackedArrays, number: int, labels: Labels, max_seque
             for i in range(min(max_sequences, labels.batch))
         ],
         "words": None if labels.words is None else [list(words) for words in labels.words[:max_sequences]],
-        "grid": labels.grid,
+        "images": describe_images(labels, number, max_sequences, drawn),
         "leading": labels.leading,
         "seconds": labels.seconds if labels.seconds is not None and math.isfinite(labels.seconds) else None,
-        "image": labels.images is not None,
         # The samples per second of the recording.
         "sound": None if labels.sounds is None else labels.rate,
     }

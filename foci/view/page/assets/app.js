@@ -30,12 +30,16 @@ const VIEWS = [
   ["map", "Map", MapView, () => true],
   ["lines", "Lines", LinesView, () => true],
   ["align", "Alignment", AlignView, (store) => store.layers.some((layer) => !layer.self)],
-  ["image", "Image", ImageView, (store) => store.header.labels.some((labels) => labels.grid)],
+  ["image", "Image", ImageView, (store) => store.header.labels.some(hasImages)],
   ["sound", "Sound", SoundView, (store) => store.header.labels.some((labels) => labels.sound)],
   ["steps", "Steps", StepsView, (store) => store.header.prompt !== null || store.layers.some((layer) => !layer.self)],
   ["compute", "How it is computed", ComputeView, () => true],
   ["rollout", "Rollout", RolloutView, (store) => store.layers.some((layer) => layer.self)],
 ];
+
+function hasImages(labels) {
+  return labels.images.some((images) => images.length);
+}
 
 const WITHOUT_LIST = new Set(["heads", "compute", "rollout"]);
 const MAP_POSITION = new Set(["x", "y", "zoom"]);
@@ -102,6 +106,7 @@ export class App {
     state.heads = state.heads.filter(
       (name) => store.byName.has(name) || store.layers.some((layer) => layer.label === name),
     );
+    state.denoise = Math.min(Math.max(Math.round(state.denoise), 0), store.header.steps.length);
     if (!VIEWS.find(([name, , , fits]) => name === state.view && fits(store))) state.view = "text";
   }
 
@@ -158,6 +163,9 @@ export class App {
     if (changed && this.focus && [...changed].every((name) => MAP_POSITION.has(name))) {
       return this.current.update(this.focus, changed);
     }
+    // Only the image view shows single denoising steps.
+    const { denoise, view } = this.state;
+    this.store.setStep(view === "image" ? this.store.header.steps[denoise - 1] ?? null : null);
     const focus = computeFocus(this.store, this.state);
     this.focus = focus;
     this.picker.update();
@@ -248,13 +256,15 @@ export class App {
 
 // The initial head and query, which all views of the record share.
 function defaults(store) {
-  const { head, query } = store.header.initial;
-  const keys = store.labels(store.layers[findHeads(store, head)[0].layer], "keys");
+  const { head, query, direction } = store.header.initial;
+  const layer = store.layers[findHeads(store, head)[0].layer];
+  const [queries, keys] = ["queries", "keys"].map((side) => store.labels(layer, side));
   return {
     // An image opens in the image view, a recording in the sound view.
-    view: keys.grid ? "image" : keys.sound ? "sound" : "text",
+    view: hasImages(keys) || hasImages(queries) ? "image" : keys.sound ? "sound" : "text",
     heads: [head],
     chosen: [query],
+    direction,
     words: store.header.labels.some((labels) => labels.words),
   };
 }

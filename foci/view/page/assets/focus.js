@@ -70,13 +70,16 @@ export function computeFocus(store, state) {
 }
 
 // Weights are summed over the keys of a word and averaged over its queries.
-function addUnitWeights(weights, store, state, heads, sources, unit, to) {
+export function addUnitWeights(weights, store, state, heads, sources, unit, to) {
   const [start, stop] = [sources.start[unit], sources.stop[unit]];
   const factor = 1 / heads.length / (to ? stop - start : 1);
+  const counts = new Map();
+  for (const { layer } of heads) counts.set(layer, (counts.get(layer) ?? 0) + 1);
   for (const one of heads) {
+    const all = counts.get(one.layer) === store.layers[one.layer].heads;
     for (let i = start; i < stop; i++) {
-      if (to) store.addRow(weights, one, i, state.seq, factor);
-      else store.addColumn(weights, one, i, state.seq, factor);
+      if (to) store.addRow(weights, one, i, state.seq, factor, all);
+      else store.addColumn(weights, one, i, state.seq, factor, all);
     }
   }
 }
@@ -146,7 +149,7 @@ function computeEntropy(units, { heads, positions, targets }, store, state) {
 }
 
 function isColumnExact(store, one, j, state) {
-  return store.layers[one.layer].exact || Boolean(store.remote?.column(one, j, state.seq));
+  return store.hasEntries(store.layers[one.layer]) || Boolean(store.remote?.column(one, j, state.seq));
 }
 
 // The units with the largest weights, in descending order.

@@ -1,24 +1,27 @@
-// An image whose patches are bright or colored by attention weight; the others are dark.
+// The words of a text and the images that they attend to. Pointing at a word lights up the patches that it looks at;
+// pointing at a patch lights up the words that look at it. A vision model has its class token and registers as words.
 
 import { choice, cssColor, draw, make, onPress, prepareCanvas, oncePerFrame } from "./dom.js";
-import { formatPercent, createScale, shade } from "./colors.js";
-import { label } from "./tokens.js";
+import { formatPercent, createScale, shade, textColor } from "./colors.js";
+import { addUnitWeights, describeHeads, getUnits } from "./focus.js";
+import { forEachCell, drawGrid, layOut, listFrames, patchAt, patchBox, shownSegments } from "./gridmaps.js";
 import { createAnswer } from "./answer.js";
 import { focusCsv, svgSheet } from "./export.js";
 
 // The darkness of a patch with weight 0.
 const MAX_DARKNESS = 0.62;
 const [DARK, LIGHT] = ["#0b0c10", "#6b5733"];
+const MAX_WORDS = 600;
+const MAX_HEAD_MAPS = 64;
+const HEAD_MAP_SIDE = 84;
+const SCALES = [
+  ["relative", "relative", "The largest weight shown has the full color"],
+  ["fixed", "fixed", "Keep the current scale, to compare words, layers and steps"],
+];
 
 export class ImageView {
   constructor({ store, state }) {
-    Object.assign(this, { store, state, mode: "light" });
-    this.canvas = make("canvas", {
-      class: "image",
-      tabindex: "0",
-      role: "img",
-      "aria-label": "Image: arrow keys move over its patches, Enter selects",
-    });
+    Object.assign(this, { store, state, mode: "light", cursor: 0, canvases: [], headMaps: [], wordDirection: "to" });
     this.modes = choice("Draw attention as", [
       ["light", "light", "Patches with large weights are bright, the others dark"],
       ["color", "color", "Patches with large weights are dark red, the others pale"],
@@ -27,94 +30,265 @@ export class ImageView {
       this.modes.refresh();
       state.notify(new Set(["mode"]));
     });
-    this.note = make("span", { class: "count" });
-    this.chips = make("div", { class: "chips" });
-    this.frame = make("div", { class: "imageframe" }, this.canvas);
+    this.fixing = choice("Color scale of the image", SCALES, () => (state.peak > 0 ? "fixed" : "relative"), (value) => {
+      state.set({ peak: value === "fixed" ? this.scale()?.largest ?? 0 : 0 });
+    });
+    this.opacity = slider("Opacity of the attention", 0, 1, 0.05, (value) => state.set({ opacity: value }));
+    this.note = make("p", { class: "count imagenote" });
+    this.sliders = make("div", { class: "sliders" });
+    this.words = make("div", { class: "chips words", role: "group", "aria-label": "Words" });
+    this.images = make("div", { class: "images" });
+    this.heads = make("div", { class: "headmaps", role: "group", "aria-label": "Heads" });
+    this.frame = make("div", { class: "imageframe" }, this.images);
     this.element = make(
       "section",
       { class: "view imageview", "aria-label": "Image" },
       make(
         "div",
         { class: "tools" },
-        make("span", { class: "label" }, "attention as"),
-        this.modes,
-        this.note,
+        labelled("attention as", this.modes),
+        labelled("colors", this.fixing),
+        labelled("opacity", this.opacity),
         createAnswer(store),
       ),
+      this.sliders,
+      this.words,
+      this.note,
       this.frame,
-      this.chips,
+      this.heads,
     );
     this.redraw = oncePerFrame(() => this.render());
     new ResizeObserver(this.redraw).observe(this.frame);
-    this.canvas.addEventListener("pointermove", (event) => this.pointed(this.patchAt(event)));
-    this.canvas.addEventListener("pointerleave", () => state.set({ hover: null }));
-    this.canvas.addEventListener("click", (event) => this.pick(this.patchAt(event), event.shiftKey));
-    this.canvas.addEventListener("keydown", (event) => this.key(event));
-    this.cursor = 0;
+    this.addSliders();
   }
 
-  // The axis of the layer that is an image, and its labels.
-  labelled(layer) {
-    const side = this.store.labels(layer, "keys").grid ? "keys" : "queries";
-    return { side, labels: this.store.labels(layer, side) };
+  // Sliders for the layers, the denoising steps and the frames of a video.
+  addSliders() {
+    const { store, state } = this;
+    const withImages = store.layers.filter((layer) => this.imageSide(layer) !== null);
+    this.layers = withImages;
+    const chooseLayer = (n) => {
+      const next = withImages[n];
+      const named = /H\d+(#\d+)?$/.exec(state.heads[0] ?? "") && this.focus?.heads.length === 1;
+      state.set({ heads: [named ? next.names[Math.min(this.focus.heads[0].head, next.heads - 1)] : next.label] });
+    };
+    this.layer = slider("Layer", 0, withImages.length - 1, 1, chooseLayer);
+    this.step = slider("Denoising step", 0, store.header.steps.length, 1, (denoise) => state.set({ denoise }));
+    this.video = slider("Frame", 0, 0, 1, (frame) => state.set({ frame }));
+    const rows = [["layer", this.layer], ["denoising step", this.step], ["frame", this.video]];
+    this.values = rows.map(() => make("output", { class: "value" }));
+    this.rows = rows.map(([name, input], n) => labelled(name, input, this.values[n]));
+    this.sliders.append(...this.rows);
   }
 
-  direction() {
-    const { layer } = this.focus;
-    return layer.self ? this.state.direction : this.labelled(layer).side === "queries" ? "to" : "from";
+  updateSliders({ layer, heads }) {
+    const { store, state } = this;
+    const { steps, totalSteps } = store.header;
+    const frames = this.side ? Math.max(...store.images(layer, this.side, state.seq).map(
+      ({ segments }) => listFrames(segments).length,
+    )) : 0;
+    this.rows[0].hidden = this.layers.length < 2;
+    this.rows[1].hidden = !steps.length;
+    this.rows[2].hidden = frames < 2;
+    this.sliders.hidden = this.rows.every((row) => row.hidden);
+    this.layer.value = String(Math.max(0, this.layers.indexOf(layer)));
+    this.values[0].textContent = describeHeads(heads, store);
+    this.step.value = String(state.denoise);
+    this.values[1].textContent = state.denoise ? `${steps[state.denoise - 1] + 1} of ${totalSteps}` : `mean of ${totalSteps}`;
+    this.video.max = String(Math.max(0, frames - 1));
+    this.video.value = String(state.frame);
+    this.values[2].textContent = `${Math.min(state.frame, frames - 1) + 1} of ${frames}`;
+    this.opacity.value = String(state.opacity);
+    this.fixing.refresh();
   }
 
-  pointed(patch) {
-    if (patch !== null && patch !== this.state.hover) this.state.set({ hover: patch, direction: this.direction() });
+  // The axis along which a layer has an image: the keys that words attend to, else the queries; null without an image.
+  imageSide(layer) {
+    return ["keys", "queries"].find((side) => this.store.images(layer, side, this.state.seq).length) ?? null;
   }
 
-  pick(patch, add) {
-    if (patch === null) return;
-    const { chosen } = this.state;
-    const added = add ? [...chosen, patch] : [patch];
-    const next = chosen.includes(patch) ? chosen.filter((other) => other !== patch) : added;
-    this.state.set({ chosen: next, direction: this.direction(), hover: null });
+  // Of a self-attention with text and image, the selected direction decides which of the two attends to the other.
+  chooseSides({ layer, to, from, picks, sources }) {
+    this.side = this.imageSide(layer);
+    if (!this.side) return;
+    this.isVision = this.store.labels(layer, this.side).kind === "patches" && layer.self;
+    if (!layer.self) this.wordDirection = this.side === "keys" ? "to" : "from";
+    else {
+      const patches = new Set(this.store.imagePositions(layer, from, this.state.seq));
+      const isPatch = picks.length && patches.has(sources.start[picks[0]]);
+      if (picks.length && (this.isVision || !isPatch)) this.wordDirection = to ? "to" : "from";
+      this.side = this.wordDirection === "to" ? "keys" : "queries";
+    }
+    this.wordSide = this.side === "keys" ? "queries" : "keys";
   }
 
-  key(event) {
-    const { labels } = this.labelled(this.focus.layer);
-    const [rows, columns] = labels.grid;
+  // The direction in which a patch is read: in a vision model that of the words, else the opposite.
+  patchDirection() {
+    if (this.isVision) return this.wordDirection;
+    return this.wordDirection === "to" ? "from" : "to";
+  }
+
+  point(position, direction) {
+    if (position !== null && position !== this.state.hover) this.state.set({ hover: position, direction });
+  }
+
+  // When the pointer leaves, the selected positions are shown again, which may need another direction.
+  leave() {
+    const { chosen, direction } = this.state;
+    this.state.set({ hover: null, direction: chosen.length ? this.chosenDirection ?? direction : direction });
+  }
+
+  pick(position, direction, add) {
+    if (position === null) return;
+    const same = direction === (this.chosenDirection ?? direction);
+    const chosen = same ? this.state.chosen : [];
+    const added = add ? [...chosen, position] : [position];
+    const next = chosen.includes(position) ? chosen.filter((other) => other !== position) : added;
+    this.chosenDirection = direction;
+    this.state.set({ chosen: next, direction, hover: null });
+  }
+
+  update(focus) {
+    this.focus = focus;
+    this.chooseSides(focus);
+    if (this.state.hover === null) this.chosenDirection = this.state.direction;
+    this.updateSliders(focus);
+    const hasImage = this.side !== null;
+    for (const part of [this.words, this.frame]) part.hidden = !hasImage;
+    this.heads.hidden = !hasImage || focus.layer.heads < 2;
+    if (!hasImage) {
+      this.note.textContent = "This head has no image: choose another layer.";
+      return;
+    }
+    this.note.textContent = this.describeState(focus);
+    this.updateWords();
+    this.updateImages();
+    this.redraw();
+  }
+
+  describeState(focus) {
+    if (!focus.picks.length) return this.isVision ? "Point at a patch or at the class token." : "Point at a word or at the image.";
+    if (this.state.denoise && !this.store.remote && !focus.heads.every((one) => this.hasStep(one))) {
+      return "This file has no weights of this head at this step: choose another layer, or the mean of its heads.";
+    }
+    return "";
+  }
+
+  hasStep(one) {
+    return this.store.block(one, this.state.seq, this.focus.heads.length > 1) !== null;
+  }
+
+  // The words, or for a vision model what comes before its patches; they stay while the selection changes.
+  updateWords() {
+    const { store, state, focus } = this;
+    const { layer } = focus;
+    const units = getUnits(store, state, layer, this.wordSide);
+    const patches = new Set(store.imagePositions(layer, this.wordSide, state.seq));
+    const key = [layer.labels, this.wordSide, state.seq, units.count, this.isVision && state.hideSinks].join();
+    if (key !== this.wordKey) {
+      this.wordKey = key;
+      const shown = Array.from({ length: units.count }, (_, u) => u).filter((u) => !patches.has(units.start[u]));
+      // Registers take up attention like sinks.
+      const isHidden = (u) => this.isVision && state.hideSinks && u > 0;
+      this.chips = shown.filter((u) => !isHidden(u)).slice(0, MAX_WORDS).map((u) => this.chip(u, units));
+      this.words.replaceChildren(...this.chips.map(({ element }) => element));
+      if (shown.length > MAX_WORDS) this.words.append(make("span", { class: "count" }, `and ${shown.length - MAX_WORDS} more`));
+    }
+    const isSource = focus.from === this.wordSide && (!this.isVision || focus.from === "queries" || !focus.to);
+    const isTarget = focus.other === this.wordSide || (layer.self && this.isVision);
+    const known = this.chips.map(({ unit }) => (isTarget && focus.picks.length ? focus.units[unit] : 0));
+    const scale = createScale(state.scale, known, 0);
+    this.chips.forEach(({ element, value, unit }, n) => {
+      const isPicked = isSource && focus.picks.includes(unit);
+      const level = isTarget ? scale.of(known[n]) : 0;
+      const direction = focus.to ? "to" : "from";
+      element.setAttribute("aria-pressed", String(isPicked));
+      element.style.backgroundColor = level && !isPicked ? shade(direction, 0.8 * level) : "";
+      element.style.color = level && !isPicked ? textColor(direction, 0.8 * level) : "";
+      // Where there are many words, numbers would move the image under the pointer.
+      value.textContent = this.isVision && focus.picks.length ? formatPercent(known[n]) : "";
+      element.title = isTarget && focus.picks.length ? formatPercent(known[n]) : "";
+    });
+  }
+
+  chip(unit, units) {
+    const value = make("span", { class: "value" });
+    const position = units.start[unit];
+    const element = make(
+      "button",
+      {
+        type: "button",
+        class: "chip",
+        ...onPress((event) => this.pick(position, this.wordDirection, event.shiftKey)),
+        onpointerenter: () => this.point(position, this.wordDirection),
+        onpointerleave: () => this.leave(),
+      },
+      make("bdi", {}, units.label(unit)),
+      value,
+    );
+    return { element, value, unit };
+  }
+
+  // One canvas for each image, which stays while the selection changes.
+  updateImages() {
+    const { store, state, focus } = this;
+    const images = store.images(focus.layer, this.side, state.seq);
+    const key = [focus.layer.labels, this.side, state.seq].join();
+    if (key === this.imageKey) return;
+    this.imageKey = key;
+    this.canvases = images.map((image, n) => this.createCanvas(image, n, images.length));
+    this.images.replaceChildren(...this.canvases.map(({ figure }) => figure));
+  }
+
+  createCanvas(image, n, count) {
+    const name = count > 1 ? `Image ${n + 1}` : "Image";
+    const canvas = make("canvas", {
+      class: "image",
+      tabindex: "0",
+      role: "img",
+      "aria-label": `${name}: arrow keys move over its patches, Enter selects`,
+    });
+    const segments = () => shownSegments(image, this.state.frame);
+    const at = (event) => {
+      const box = canvas.getBoundingClientRect();
+      return patchAt(segments(), (event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height);
+    };
+    canvas.addEventListener("pointermove", (event) => this.point(at(event), this.patchDirection()));
+    canvas.addEventListener("pointerleave", () => this.leave());
+    canvas.addEventListener("click", (event) => this.pick(at(event), this.patchDirection(), event.shiftKey));
+    canvas.addEventListener("keydown", (event) => this.key(event, segments()));
+    const caption = count > 1 ? make("figcaption", {}, name) : null;
+    return { canvas, segments, figure: make("figure", {}, canvas, caption) };
+  }
+
+  key(event, [segment]) {
+    const { rows, columns } = segment;
     const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
+    const [top, left, bottom, right] = segment.box;
+    const position = () => patchAt(
+      [segment],
+      left + (((this.cursor % columns) + 0.5) / columns) * (right - left),
+      top + ((Math.floor(this.cursor / columns) + 0.5) / rows) * (bottom - top),
+    );
     if (step) {
       this.cursor = Math.min(Math.max(this.cursor + step, 0), rows * columns - 1);
-      this.pointed(this.cursor + labels.leading);
-    } else if (event.key === "Enter" || event.key === " ") this.pick(this.cursor + labels.leading, event.shiftKey);
+      this.point(position(), this.patchDirection());
+    } else if (event.key === "Enter" || event.key === " ") this.pick(position(), this.patchDirection(), event.shiftKey);
     else return;
     event.preventDefault();
   }
 
-  patchAt(event) {
-    const { labels } = this.labelled(this.focus.layer);
-    const [rows, columns] = labels.grid;
-    const box = this.canvas.getBoundingClientRect();
-    const [r, c] = [
-      Math.floor(((event.clientY - box.top) / box.height) * rows),
-      Math.floor(((event.clientX - box.left) / box.width) * columns),
-    ];
-    return r >= 0 && c >= 0 && r < rows && c < columns ? labels.leading + r * columns + c : null;
-  }
-
-  picture(name, labels) {
-    return this.store.cached(`image ${name} ${this.state.seq}`, () => {
+  picture(name) {
+    if (!name) return null;
+    return this.store.cached(`picture ${name}`, () => {
+      const [height, width] = this.store.arrays.shape(name);
+      const bytes = this.store.arrays.raw(name).planes[0];
       const canvas = document.createElement("canvas");
-      if (!labels.image) return null;
-      const [, height, width] = this.store.arrays.shape(`image.${name}`);
-      const bytes = this.store.arrays.raw(`image.${name}`).planes[0].subarray(
-        this.state.seq * height * width * 3,
-        (this.state.seq + 1) * height * width * 3,
-      );
       [canvas.width, canvas.height] = [width, height];
       const pen = canvas.getContext("2d");
       const image = pen.createImageData(width, height);
       for (let i = 0; i < width * height; i++) {
-        image.data[4 * i] = bytes[3 * i];
-        image.data[4 * i + 1] = bytes[3 * i + 1];
-        image.data[4 * i + 2] = bytes[3 * i + 2];
+        for (let c = 0; c < 3; c++) image.data[4 * i + c] = bytes[3 * i + c];
         image.data[4 * i + 3] = 255;
       }
       pen.putImageData(image, 0, 0);
@@ -122,129 +296,203 @@ export class ImageView {
     });
   }
 
-  update(focus) {
-    this.focus = focus;
-    const { labels, side } = this.labelled(focus.layer);
-    if (!labels?.grid) {
-      this.note.textContent = "This head has no image patches: select one that has.";
-      return;
-    }
-    const leading = Array.from({ length: labels.leading }, (_, i) => i);
-    const texts = this.store.texts(focus.layer, side, this.state.seq);
-    const scale = createScale(this.state.scale, focus.units, focus.uniform);
-    this.chips.replaceChildren(
-      ...leading.map((i) => {
-        const chip = make(
-          "button",
-          {
-            type: "button",
-            class: "chip",
-            "aria-pressed": String(this.state.chosen.includes(i)),
-            ...onPress((event) => this.pick(i, event.shiftKey)),
-            onpointerenter: () => this.pointed(i),
-            onpointerleave: () => this.state.set({ hover: null }),
-          },
-          `${label(texts[i])} `,
-          make("span", { class: "value" }, focus.picks.length ? formatPercent(focus.units[i]) : ""),
-        );
-        if (focus.picks.length) {
-          chip.style.borderColor = shade(focus.to ? "to" : "from", 0.2 + 0.8 * scale.of(focus.units[i]));
-        }
-        return chip;
-      }),
-    );
-    this.note.textContent = focus.picks.length ? "" : "Point at a patch or at the class token.";
-    this.redraw();
+  // Whether the patches are colored: the weights are theirs, and the selection is not a patch next to a text.
+  isColored() {
+    const { focus } = this;
+    return Boolean(this.side && focus.picks.length && (focus.other === this.side || (this.isVision && focus.layer.self)));
+  }
+
+  grid(segments) {
+    const { units, targets } = this.focus;
+    return layOut(segments, (position) => units[targets.of[position]]);
+  }
+
+  // One scale for all images.
+  scale() {
+    if (!this.focus || !this.isColored()) return null;
+    const { uniform } = this.focus;
+    const all = this.canvases.flatMap(({ segments }) => [...this.grid(segments()).values]);
+    return createScale(this.state.scale, all, uniform, this.state.peak > 0 ? this.state.peak : null);
   }
 
   render() {
-    if (!this.focus) return;
-    const { layer } = this.focus;
-    const { side, labels } = this.labelled(layer);
-    if (!labels?.grid) return;
-    const picture = this.picture(this.store.header.labels.indexOf(labels), labels);
-    const ratio = picture ? picture.width / picture.height : labels.grid[1] / labels.grid[0];
-    const room = [this.frame.clientWidth - 16, Math.max(240, this.element.clientHeight - 150)];
-    const width = Math.min(room[0], room[1] * ratio);
+    if (!this.focus || !this.side || !this.canvases.length) return;
+    const scale = this.scale();
+    const room = this.frame.clientWidth - 24;
+    // The height does not depend on what is selected: the image must not move under the pointer.
+    const share = this.focus.layer.heads > 1 ? 0.48 : 0.64;
+    const high = Math.max(200, share * Math.min(window.innerHeight, this.element.clientHeight));
+    const across = Math.min(this.canvases.length, Math.max(1, Math.floor(room / 180)));
+    for (const one of this.canvases) this.drawImage(one, room / across - 12, high, scale);
+    this.renderHeads();
+  }
+
+  drawImage({ canvas, segments }, room, high, scale) {
+    const parts = segments();
+    const picture = this.picture(parts.find((segment) => segment.picture)?.picture);
+    const grid = this.grid(parts);
+    const ratio = picture ? picture.width / picture.height : grid.columns / grid.rows;
+    const width = Math.max(60, Math.min(room, high * ratio));
     const height = width / ratio;
-    this.canvas.style.width = `${width}px`;
-    this.canvas.style.height = `${height}px`;
-    const pen = prepareCanvas(this.canvas, width, height);
+    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+    const pen = prepareCanvas(canvas, width, height);
     pen.imageSmoothingEnabled = !picture || picture.width > 96;
     if (picture) pen.drawImage(picture, 0, 0, width, height);
     else {
       pen.fillStyle = cssColor("--faint");
       pen.fillRect(0, 0, width, height);
     }
-    this.paintPatches(pen, width, height, labels);
-    this.frameChosen(pen, width, height, labels, side);
+    if (scale && picture) this.paintPatches(pen, width, height, grid, scale);
+    // Without a picture the grid alone is drawn.
+    else if (scale) drawGrid(pen, grid, width, height, scale, this.focus.to ? "to" : "from");
+    if (!picture) drawLines(pen, grid, width, height);
+    this.frameChosen(pen, width, height, parts);
   }
 
-  // The color scale of the patches, without the class token.
-  scale() {
-    const { layer, picks, units, other, uniform } = this.focus;
-    const { side, labels } = this.labelled(layer);
-    if (!labels?.grid || !picks.length || !(layer.self || side === other)) return null;
-    return createScale(this.state.scale, units.subarray(labels.leading), uniform);
-  }
-
-  legend() {
-    const scale = this.focus ? this.scale() : null;
-    const direction = this.focus?.to ? "to" : "from";
-    const color = this.mode === "light" ? lightenGrey : null;
-    return scale ? { scale, direction, color, title: "attention weight of each patch" } : null;
-  }
-
-  paintPatches(pen, width, height, { grid: [rows, columns], leading }) {
-    const scale = this.scale();
-    if (!scale) return;
-    const patches = this.focus.units.subarray(leading);
+  paintPatches(pen, width, height, grid, scale) {
     const direction = this.focus.to ? "to" : "from";
-    const [w, h] = [width / columns, height / rows];
-    for (let p = 0; p < rows * columns; p++) {
-      const t = Math.min(1, scale.of(patches[p]));
-      const [x, y] = [Math.round((p % columns) * w), Math.round(Math.floor(p / columns) * h)];
-      const box = [x, y, Math.round(((p % columns) + 1) * w) - x, Math.round((Math.floor(p / columns) + 1) * h) - y];
+    const { opacity } = this.state;
+    forEachCell(grid, width, height, scale, (t, box) => {
       const fill = (color, alpha, how = "source-over") => {
         Object.assign(pen, { fillStyle: color, globalAlpha: alpha, globalCompositeOperation: how });
         pen.fillRect(...box);
       };
       if (this.mode === "light") {
-        fill(DARK, MAX_DARKNESS * (1 - t));
+        fill(DARK, Math.min(1, MAX_DARKNESS * opacity * (1 - t)));
         // A black patch must brighten too.
-        fill(LIGHT, t, "lighten");
-      } else fill(shade(direction, t), 0.25 + 0.4 * t);
-    }
+        fill(LIGHT, t * opacity, "lighten");
+      } else fill(shade(direction, t), (0.25 + 0.5 * t) * opacity);
+    });
     Object.assign(pen, { globalAlpha: 1, globalCompositeOperation: "source-over" });
   }
 
-  frameChosen(pen, width, height, { grid: [rows, columns], leading }, side) {
-    if (!this.focus.layer.self && side !== this.focus.from) return;
-    const [w, h] = [width / columns, height / rows];
-    for (const u of this.focus.picks) {
-      const p = this.focus.sources.start[u] - leading;
-      if (p < 0) continue;
-      const box = [(p % columns) * w + 1, Math.floor(p / columns) * h + 1, w - 2, h - 2];
-      pen.lineWidth = 4;
-      pen.strokeStyle = "#0b0c10";
-      pen.strokeRect(...box);
-      pen.lineWidth = 2;
-      pen.strokeStyle = "#ffd166";
-      pen.strokeRect(...box);
+  frameChosen(pen, width, height, segments) {
+    const { focus } = this;
+    const isHere = focus.layer.self || this.side === focus.from;
+    for (const u of isHere ? focus.picks : []) {
+      const found = patchBox(segments, this.imagePosition(focus.sources.start[u]));
+      if (!found) continue;
+      const box = [found.x * width + 1, found.y * height + 1, found.width * width - 2, found.height * height - 2];
+      for (const [line, color] of [[4, DARK], [2, "#ffd166"]]) {
+        Object.assign(pen, { lineWidth: line, strokeStyle: color });
+        pen.strokeRect(...box);
+      }
       pen.lineWidth = 1;
     }
   }
 
+  // A position of the selected axis as one of the axis of the image: queries may start after the first key.
+  imagePosition(position) {
+    const { layer, from } = this.focus;
+    if (!layer.self || from === this.side) return position;
+    return from === "queries" ? this.store.keyPosition(layer, position) : position - (layer.Tk - layer.Tq);
+  }
+
+  // The same map of every head of the layer, small.
+  renderHeads() {
+    const { store, state, focus } = this;
+    const { layer } = focus;
+    this.heads.hidden = layer.heads < 2;
+    this.heads.classList.toggle("idle", !this.isColored());
+    if (this.heads.hidden || !this.isColored()) return;
+    const known = store.heads.filter((one) => one.layer === layer.number).slice(0, MAX_HEAD_MAPS);
+    if (store.remote && !store.hasEntries(layer)) {
+      for (const u of focus.picks) {
+        for (let i = focus.sources.start[u]; i < focus.sources.stop[u]; i++) {
+          store.remote.askAllHeads(layer.number, focus.to, i, state.seq);
+        }
+      }
+    }
+    const key = `${layer.number}`;
+    if (this.headKey !== key) {
+      this.headKey = key;
+      this.headMaps = known.map((one) => this.headMap(one));
+      this.heads.replaceChildren(...this.headMaps.map(({ element }) => element));
+    }
+    for (const map of this.headMaps) this.drawHead(map);
+  }
+
+  headMap(one) {
+    const canvas = make("canvas", { "aria-hidden": "true" });
+    const layer = this.store.layers[one.layer];
+    const name = one.name.replace(/^.*H/, "H");
+    // A second press shows the mean of all heads again.
+    const choose = () => {
+      const isAlone = this.focus.heads.length === 1 && this.focus.heads[0] === one;
+      this.state.set({ heads: [isAlone ? layer.label : one.name] });
+    };
+    const element = make("button", { type: "button", class: "headmap", title: `${one.name}: show this head`, onclick: choose },
+      canvas, make("span", {}, name));
+    return { one, canvas, element };
+  }
+
+  drawHead({ one, canvas, element }) {
+    const { store, state, focus } = this;
+    const weights = new Float32Array(focus.targets.of.length);
+    for (const u of focus.picks) addUnitWeights(weights, store, state, [one], focus.sources, u, focus.to);
+    const isSink = (position) => focus.to && state.hideSinks && focus.sinks.has(position);
+    const [first] = this.canvases;
+    const grid = layOut(first.segments(), (position) => (isSink(position) ? 0 : weights[position]));
+    const scale = createScale(state.scale, grid.values, focus.uniform, state.peak > 0 ? state.peak : null);
+    const ratio = grid.columns / grid.rows;
+    const [width, height] = ratio > 1 ? [HEAD_MAP_SIDE, HEAD_MAP_SIDE / ratio] : [HEAD_MAP_SIDE * ratio, HEAD_MAP_SIDE];
+    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+    drawGrid(prepareCanvas(canvas, width, height), grid, width, height, scale, focus.to ? "to" : "from");
+    element.setAttribute("aria-pressed", String(focus.heads.length === 1 && focus.heads[0] === one));
+  }
+
+  legend() {
+    const scale = this.scale();
+    const direction = this.focus?.to ? "to" : "from";
+    const hasPicture = this.canvases.some(({ segments }) => segments().some((segment) => segment.picture));
+    const color = this.mode === "light" && hasPicture ? lightenGrey : null;
+    return scale ? { scale, direction, color, title: "attention weight of each patch" } : null;
+  }
+
   svg() {
-    const [width, height] = [this.canvas.clientWidth, this.canvas.clientHeight];
-    const sheet = svgSheet(width, height);
-    sheet.append(draw("image", { href: this.canvas.toDataURL(), width, height }));
+    const sizes = this.canvases.map(({ canvas }) => [canvas.clientWidth, canvas.clientHeight]);
+    const sheet = svgSheet(
+      sizes.reduce((sum, [width]) => sum + width + 8, -8),
+      Math.max(...sizes.map(([, height]) => height)),
+    );
+    let x = 0;
+    this.canvases.forEach(({ canvas }, n) => {
+      const [width, height] = sizes[n];
+      sheet.append(draw("image", { href: canvas.toDataURL(), x, width, height }));
+      x += width + 8;
+    });
     return sheet;
   }
 
   csv(focus) {
     return focusCsv(focus);
   }
+}
+
+function slider(name, min, max, step, choose) {
+  return make("input", {
+    type: "range", min, max, step, "aria-label": name, oninput: (event) => choose(Number(event.target.value)),
+  });
+}
+
+function labelled(text, ...controls) {
+  return make("span", { class: "labelled" }, make("span", { class: "label" }, text), ...controls);
+}
+
+// The borders of the patches, where no picture shows them.
+function drawLines(pen, { rows, columns }, width, height) {
+  if (width / columns < 6) return;
+  Object.assign(pen, { strokeStyle: cssColor("--line"), lineWidth: 1 });
+  pen.beginPath();
+  for (let c = 1; c < columns; c++) {
+    pen.moveTo(Math.round((c * width) / columns) + 0.5, 0);
+    pen.lineTo(Math.round((c * width) / columns) + 0.5, height);
+  }
+  for (let r = 1; r < rows; r++) {
+    pen.moveTo(0, Math.round((r * height) / rows) + 0.5);
+    pen.lineTo(width, Math.round((r * height) / rows) + 0.5);
+  }
+  pen.stroke();
 }
 
 // The brightness of a grey patch in the light mode, for the legend.

@@ -15,6 +15,8 @@ export class Remote {
   // ask(question, parts) returns the promise of a Response.
   constructor(ask, layers) {
     Object.assign(this, { ask, layers, answers: new Map(), waiting: [], running: new Set(), notify: () => {} });
+    // The denoising step whose weights are asked for; null: their mean.
+    this.step = null;
   }
 
   onAnswer(work) {
@@ -65,12 +67,32 @@ export class Remote {
 
   row(one, i, seq) {
     if (!this.layers[one.layer].hasEntries) return null;
-    return this.request("row", { layer: one.layer, head: one.head, query: i, seq }, floats);
+    const found = this.part("rows", { layer: one.layer, query: i, seq, ...this.atStep() }, one);
+    return found ?? this.request("row", { layer: one.layer, head: one.head, query: i, seq, ...this.atStep() }, floats);
   }
 
   column(one, j, seq) {
     if (!this.layers[one.layer].hasEntries) return null;
-    return this.request("column", { layer: one.layer, head: one.head, key: j, seq }, floats);
+    const found = this.part("columns", { layer: one.layer, key: j, seq, ...this.atStep() }, one);
+    return found ?? this.request("column", { layer: one.layer, head: one.head, key: j, seq, ...this.atStep() }, floats);
+  }
+
+  // Asks for the row of a query, or the column of a key, of all heads of a layer; true if they are here.
+  askAllHeads(layer, to, position, seq) {
+    if (!this.layers[layer].hasEntries) return false;
+    const [question, name] = to ? ["rows", "query"] : ["columns", "key"];
+    return Boolean(this.request(question, { layer, [name]: position, seq, ...this.atStep() }, floats));
+  }
+
+  // The part of one head of a cached answer for all heads, or null.
+  part(question, parts, one) {
+    const found = this.answers.get(`${question}?${new URLSearchParams(parts)}`);
+    const width = found && found.length / this.layers[one.layer].heads;
+    return found ? found.subarray(one.head * width, (one.head + 1) * width) : null;
+  }
+
+  atStep() {
+    return this.step === null ? {} : { step: this.step };
   }
 
   arithmetic(one, i, seq, keys) {

@@ -7,6 +7,7 @@ const number = {
   write: (value) => String(Math.round(value * 1000) / 1000),
   read: (value) => (Number.isFinite(Number(value)) ? Number(value) : 0),
 };
+const precise = { write: (value) => String(Number(value.toPrecision(4))), read: number.read };
 const numbers = {
   write: (value) => value.join("."),
   read: (value) => value.split(".").filter((part) => /^\d+$/.test(part)).map(Number).slice(0, 64),
@@ -31,6 +32,12 @@ const PARTS = {
   zoom: ["z", 0, number],
   step: ["n", 0, number],
   find: ["q", "", text],
+  // The number of the denoising step from 1, 0 for the mean; the frame of a video; the weight of the last color of an
+  // image, 0 for the largest one shown; how strongly it is colored.
+  denoise: ["k", 0, number],
+  frame: ["f", 0, number],
+  peak: ["p", 0, precise],
+  opacity: ["a", 1, number],
   theme: ["e", "", oneOf("", "light", "dark")],
 };
 

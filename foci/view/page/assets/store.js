@@ -12,7 +12,7 @@ const MIN_SINK_LENGTH = 24;
 const LONG_TEXT = 256;
 export const SINKS =
   "An attention sink is a token that many queries attend to whatever it says: the first token, a delimiter such as" +
-  ` [SEP] or a comma, or any token of a text of at least ${LONG_TEXT} tokens. It receives at least 10% of the head’s` +
+  ` [SEP] or a comma, a patch of an image, or any token of a text of at least ${LONG_TEXT} tokens. It receives at least 10% of the head’s` +
   ` attention and five times a uniform share. Inputs of fewer than ${MIN_SINK_LENGTH} tokens have none.`;
 
 export class Store {
@@ -24,6 +24,8 @@ export class Store {
     this.heads = [];
     this.byName = new Map();
     this.cache = new Map();
+    // The denoising step whose weights are read; null: their mean.
+    this.step = null;
     header.layers.forEach((layer, number) => {
       layer.number = number;
       layer.self = layer.queries === layer.keys;
@@ -48,6 +50,18 @@ export class Store {
     return this.labels(layer, side).texts[seq] ?? this.labels(layer, side).texts[0];
   }
 
+  // The images of a sequence along an axis: each has segments, which are grids of patches.
+  images(layer, side, seq) {
+    const { images } = this.labels(layer, side);
+    return images[seq] ?? images[0] ?? [];
+  }
+
+  imagePositions(layer, side, seq) {
+    const number = layer.labels[side === "queries" ? 0 : 1];
+    return this.cached(`patches ${number} ${seq}`, () =>
+      this.images(layer, side, seq).flatMap(({ segments }) => segments.flatMap(segmentPositions)));
+  }
+
   // The key position of query i in self-attention.
   keyPosition(layer, i) {
     return layer.queryPositions ? layer.queryPositions[i] : i + layer.Tk - layer.Tq;
@@ -65,9 +79,33 @@ export class Store {
     return this.arrays.has(`${number}.keys`) ? this.arrays.shape(`${number}.keys`).at(-1) : 0;
   }
 
+  setStep(step) {
+    this.step = step;
+    if (this.remote) this.remote.step = step;
+  }
+
+  // Whether the file has every entry of a layer, at the chosen step.
+  hasEntries(layer) {
+    return layer.exact && this.step === null;
+  }
+
   // Whether every weight of a query is available.
   isExact(one, i, seq) {
-    return this.layers[one.layer].exact || Boolean(this.remote?.row(one, i, seq));
+    return this.hasEntries(this.layers[one.layer]) || Boolean(this.remote?.row(one, i, seq));
+  }
+
+  // The weights between text and image: { values, rows, columns, at }; null if the file has none of this head. `at(seq)`
+  // is the index of the first weight. A block with only the mean of the heads fits if it is read for all heads.
+  block({ layer: number, head }, seq, all = false) {
+    const layer = this.layers[number];
+    const name = this.step === null ? `${number}.block` : `${number}@${this.step}.block`;
+    if (!this.arrays.has(name)) return null;
+    const [, heads, count, width] = this.arrays.shape(name);
+    if (heads < layer.heads && !all) return null;
+    const { rows, columns } = this.step === null ? layer.block : layer.stepBlock;
+    const at = (seq * heads + (heads < layer.heads ? 0 : head)) * count * width;
+    const maps = this.cached(`places ${number} ${this.step === null}`, () => [rows, columns].map(indexPositions));
+    return { values: this.arrays.floats(name), at, rows: maps[0], columns: maps[1] };
   }
 
   // Whether the weights of a query are finite; NaN and infinite ones are not drawn or counted.
@@ -86,9 +124,10 @@ export class Store {
   }
 
   // Adds a query's weights, times `factor`, to a Float32Array over the keys.
-  addRow(target, one, i, seq, factor = 1) {
+  // `all`: the caller adds every head of the layer.
+  addRow(target, one, i, seq, factor = 1, all = false) {
     const layer = this.layers[one.layer];
-    if (layer.exact) {
+    if (this.hasEntries(layer)) {
       const at = (this.base(one, seq) * layer.Tq + i) * layer.Tk;
       const entries = this.entries(one.layer);
       for (let j = 0; j < layer.Tk; j++) target[j] += factor * entries[at + j];
@@ -99,15 +138,22 @@ export class Store {
       for (let j = 0; j < layer.Tk; j++) target[j] += factor * exact[j];
       return;
     }
+    const block = this.block(one, seq, all);
+    const row = block?.rows.index.get(i);
+    if (row !== undefined) {
+      const { values, at, columns: { positions } } = block;
+      positions.forEach((key, n) => (target[key] += factor * values[at + row * positions.length + n]));
+    }
+    if (this.step !== null) return;
     this.forEachTopKey(one, i, i + 1, seq, (_, key, weight) => {
-      target[key] += factor * weight;
+      if (row === undefined || !block.columns.index.has(key)) target[key] += factor * weight;
     });
   }
 
   // Adds the weights on one key, times `factor`, to a Float32Array over the queries.
-  addColumn(target, one, j, seq, factor = 1) {
+  addColumn(target, one, j, seq, factor = 1, all = false) {
     const layer = this.layers[one.layer];
-    if (layer.exact) {
+    if (this.hasEntries(layer)) {
       const entries = this.entries(one.layer);
       const at = this.base(one, seq) * layer.Tq * layer.Tk + j;
       for (let i = 0; i < layer.Tq; i++) target[i] += factor * entries[at + i * layer.Tk];
@@ -118,8 +164,16 @@ export class Store {
       for (let i = 0; i < layer.Tq; i++) target[i] += factor * exact[i];
       return;
     }
+    const block = this.block(one, seq, all);
+    const column = block?.columns.index.get(j);
+    if (column !== undefined) {
+      const { values, at, rows: { positions }, columns } = block;
+      const width = columns.positions.length;
+      positions.forEach((i, n) => (target[i] += factor * values[at + n * width + column]));
+    }
+    if (this.step !== null) return;
     this.forEachTopKey(one, 0, layer.Tq, seq, (i, key, weight) => {
-      if (key === j) target[i] += factor * weight;
+      if (key === j && (column === undefined || !block.rows.index.has(i))) target[i] += factor * weight;
     });
   }
 
@@ -179,8 +233,12 @@ export class Store {
     return this.cached(`received ${one.order} ${seq}`, () => {
       const found = new Float32Array(layer.Tk);
       if (layer.exact) {
+        // Of the mean over the denoising steps, whichever is shown.
+        const { step } = this;
+        this.setStep(null);
         const known = Array.from({ length: layer.Tq }, (_, i) => i).filter((i) => this.hasFiniteRow(one, i, seq));
         for (const i of known) this.addRow(found, one, i, seq, 1 / known.length);
+        this.setStep(step);
       } else if (this.arrays.has(`${one.layer}.received`)) {
         const at = this.base(one, seq) * layer.Tk;
         found.set(this.arrays.floats(`${one.layer}.received`, at, at + layer.Tk));
@@ -199,7 +257,8 @@ export class Store {
     return this.cached(`sinks ${one.order} ${seq}`, () => {
       const least = Math.max(MIN_SINK_SHARE, MIN_SINK_FACTOR / layer.Tk);
       const [texts, first] = [this.texts(layer, "keys", seq), Math.max(1, this.labels(layer, "keys").leading)];
-      const mayBe = (key) => layer.Tk >= LONG_TEXT || key < first || isDelimiter(texts[key]);
+      const patches = new Set(this.imagePositions(layer, "keys", seq));
+      const mayBe = (key) => layer.Tk >= LONG_TEXT || key < first || patches.has(key) || isDelimiter(texts[key]);
       const found = [];
       this.received(one, seq).forEach((share, key) => {
         if (share >= least && mayBe(key)) found.push(key);
@@ -225,6 +284,22 @@ export class Store {
     for (const w of row) if (w > 0) sum -= w * Math.log(w);
     return sum;
   }
+}
+
+// The position of each patch of a segment, row by row.
+export function segmentPositions({ start, rows, columns, stride, order }) {
+  const inRows = Array.from({ length: rows * columns }, (_, n) => start + Math.floor(n / columns) * stride + (n % columns));
+  if (!order) return inRows;
+  const placed = new Array(inRows.length);
+  order.forEach((patch, n) => (placed[patch] = inRows[n]));
+  return placed;
+}
+
+function indexPositions(described) {
+  const positions = Array.isArray(described)
+    ? described
+    : Array.from({ length: described.count }, (_, n) => described.start + n);
+  return { positions, index: new Map(positions.map((position, n) => [position, n])) };
 }
 
 function decodeLog16(code) {

@@ -121,7 +121,7 @@ export class WeightList {
       );
     } else if (to && this.store.canHaveSinks(focus.layer)) facts.push(fact("sinks", "none in this head", SINKS));
     if (learned > 0) facts.push(fact("in the learned sink", formatPercent(learned), LEARNED_SINK));
-    if (!exact && to) facts.push(fact("in the top keys", `${formatPercent(coverage)} of its attention`, TOP_KEYS));
+    if (!exact && to && !this.store.block(focus.heads[0], this.state.seq, true)) facts.push(fact("in the top keys", `${formatPercent(coverage)} of its attention`, TOP_KEYS));
     if (entropy) facts.push(fact("entropy", `${entropy.nats.toFixed(2)} nats ${entropy.over}`, ENTROPY));
     if (!to) facts.push(fact("received", `${focus.total.toFixed(2)} in total`, RECEIVED));
     return facts;
@@ -182,6 +182,11 @@ function describePrecision(focus, store, state) {
     return `${which} are here, ${rounded ? "rounded to four digits" : "exact"}.`;
   }
   const k = store.topCount(focus.layer.number);
+  const isLinked = focus.heads.every((one) => store.block(one, state.seq, focus.heads.length === focus.layer.heads));
+  if (isLinked && !store.remote) {
+    const others = store.step === null && k ? `; of the others, the ${k} top keys of each query` : "";
+    return `This file has all weights between text and image, rounded to four digits${others}.`;
+  }
   if (store.remote) return k ? "The top keys are shown; all weights are loading." : "The weights are loading.";
   if (!k) return "This record has only pictures and statistics, no single weights.";
   const stored = focus.to
