@@ -186,6 +186,9 @@ def measure(unet: Any, given: tuple[Tensor, Tensor], about: dict[str, Any], opti
     times: dict[str, list[float]] = {name: [] for name in runs}
     peaks, kept = dict.fromkeys(runs, 0.0), dict.fromkeys(runs, 0.0)
     for number in range(1 if options.quick else ROUNDS):
+        # A round takes long: the time limit, too, ends the rounds.
+        if number and options.out_of_time:
+            break
         for name, run in runs.items():
             free_memory()
             elapsed, peak, kept[name] = run_once(run, options.device)

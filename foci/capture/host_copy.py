@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ class PendingCopy(NamedTuple):
 
 # Tensors on a GPU wait for others until they have this many bytes: a copy costs as much host time as several launches.
 BATCH_BYTES = 2**22
+# The first copies stay in pinned memory. More of it is slow to allocate (a second for a few GiB, in which Python waits)
+# and is taken from all other programs, so later copies only pass through it.
+MAX_PINNED_BYTES = 2**28
 
 
 class HostCopier:
@@ -32,7 +36,8 @@ class HostCopier:
     several calls are concatenated first: one allocation and one copy instead of one per statistic and layer.
 
     The concatenated tensors are held until the next copy. The stream that computed them then waits for their copies,
-    which are long done, and may reuse their memory. Tensor.record_stream would hold that memory until the copies have
+    which are long done, and may reuse their memory. After MAX_PINNED_BYTES a thread moves every copy from pinned memory
+    to ordinary memory once it is done. Tensor.record_stream would hold that memory until the copies have
     run, and Python, which is layers ahead of the GPU, would have allocated more for each of these layers.
 
     Args:
@@ -44,7 +49,9 @@ class HostCopier:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pending: dict[torch.device, PendingCopy] = {}
         self._collected: dict[torch.device, list[dict[str, Tensor]]] = {}
-        self._collected_bytes = 0
+        self._collected_bytes = self._pinned_bytes = 0
+        self._moves: list[Future[None]] = []
+        self._mover: ThreadPoolExecutor | None = None
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Starts copying tensors of one device; after `wait` the returned dict has the host tensors by name."""
@@ -74,14 +81,25 @@ class HostCopier:
         stream.wait_stream(source_stream)
         with torch.cuda.stream(stream):
             on_host = [allocate_pinned(buffer).copy_(buffer, non_blocking=True) for buffer in buffers]
-        previous = self._pending.get(device)
-        self._pending[device] = PendingCopy(buffers, source_stream, stream.record_event())
+        previous, done = self._pending.get(device), stream.record_event()
+        self._pending[device] = PendingCopy(buffers, source_stream, done)
+        self._pinned_bytes += sum(buffer.nbytes for buffer in buffers)
+        if self._pinned_bytes > MAX_PINNED_BYTES:
+            on_host = self._move_when_done(on_host, done)
         if previous is not None:
             previous.source_stream.wait_event(previous.done)
         copies: dict[Any, Tensor] = {}
         for group, buffer in zip(groups, on_host, strict=True):
             copies |= unflatten_tensors(group, buffer)
         return copies
+
+    def _move_when_done(self, pinned: Sequence[Tensor], done: Any) -> list[Tensor]:
+        """Tensors in ordinary memory, to which a thread moves those in pinned memory; PyTorch then uses that again."""
+        if self._mover is None:
+            self._mover = ThreadPoolExecutor(1, "foci-host-copy")
+        targets = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in pinned]
+        self._moves.append(self._mover.submit(move_tensors, done, list(pinned), targets))
+        return targets
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
@@ -94,6 +112,20 @@ class HostCopier:
         for stream in self._streams.values():
             stream.synchronize()
         self._pending.clear()
+        for move in self._moves:
+            move.result()
+        self._moves.clear()
+        if self._mover is not None:
+            self._mover.shutdown()
+            self._mover = None
+
+
+def move_tensors(done: Any, sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copies host tensors once the event at the end of the copies to them has passed."""
+    done.synchronize()
+    while sources:
+        # The last reference to the source is dropped here, not when the Future is.
+        targets[len(sources) - 1].copy_(sources.pop())
 
 
 def allocate_pinned(like: Tensor) -> Tensor:

@@ -113,6 +113,8 @@ class Recorder:
         self.patch_grid, self.window_grids = PatchGrid(), WindowGrids()
         # The names of contexts, sequences that only cross-attention reads, by their length.
         self.context_names: dict[int, str] = {}
+        # The positions of text in labels, which are given once and asked for at every call; by the id of the labels.
+        self._text_positions: dict[tuple[int, int], tuple[Labels | None, tuple[int, ...] | None]] = {}
         self.token_ids = TokenIds(tokenizer)
         self.host_copier = HostCopier()
         self.layer_logs: dict[str, LayerLog] = {}
@@ -295,9 +297,11 @@ class Recorder:
         if self.denoising is not None:
             weights, values = self.denoising.select_conditional(weights, values)
         layer_name, k = self.layer_name_of(name), weights.tensors.call.k
-        text = self._find_text(layer_name, weights) if self.keep is not None and self.keep.keeps_text else None
-        if text is not None and not self._keeps_any(text):
-            return
+        text = None
+        if self.keep is not None and self.keep.keeps_text:
+            text = self._find_text(layer_name, *weights.shape[2:])
+            if not self._keeps_any(text):
+                return
         heads: Sequence[int] = range(weights.shape[1])
         if self.heads is not None:
             heads = self._selected_heads(layer_name)
@@ -314,25 +318,38 @@ class Recorder:
         log.add(weights, k, values, self._pass_number)
         self._kept_bytes += log.nbytes - before
 
-    def _find_text(self, layer_name: LayerName, weights: Weights) -> TextPositions:
-        """The queries and keys of a call that are text."""
-        queries, keys = weights.shape[2:]
-        if self.denoising is not None and self.denoising.inputs.text_length:
-            found = self.denoising.find_text(layer_name.is_cross, queries, keys)
-            given = find_text_of(self.token_ids.ready_labels.get(layer_name.keys), keys)
-            return found if given is None or not found.keys else found._replace(keys=given)
-        named = [self.token_ids.ready_labels.get(name) for name in (layer_name.queries, layer_name.keys)]
-        if not layer_name.is_cross:
-            given = self.token_ids.find_text(layer_name.keys, self._pass_number, keys)
-            given = find_text_of(named[1], keys) if given is None else given
-            return TextPositions() if given is None else TextPositions(*(2 * (given,)))
-        # The sequence that an image attends to is text unless its labels say otherwise.
-        texts = find_text_of(named[1], keys)
-        return TextPositions(find_text_of(named[0], queries) or (), (*range(keys),) if texts is None else texts)
+    def keeps_part_of(self, name: str, queries: int, keys: int) -> bool:
+        """Whether something of a call is kept: without text there is nothing for `Keep(keys="text")`."""
+        if self.keep is None or not self.keep.keeps_text:
+            return True
+        return self._keeps_any(self._find_text(self.layer_name_of(name), queries, keys))
 
     def _keeps_any(self, text: TextPositions) -> bool:
         assert self.keep is not None
         return bool((self.keep.keys and text.keys) or (self.keep.queries and text.queries))
+
+    def _find_text(self, layer_name: LayerName, queries: int, keys: int) -> TextPositions:
+        """The queries and keys of a call that are text."""
+        if self.denoising is not None and self.denoising.inputs.text_length:
+            found = self.denoising.find_text(layer_name.is_cross, queries, keys)
+            given = self._find_text_of(self.token_ids.ready_labels.get(layer_name.keys), keys)
+            return found if given is None or not found.keys else found._replace(keys=given)
+        named = [self.token_ids.ready_labels.get(name) for name in (layer_name.queries, layer_name.keys)]
+        if not layer_name.is_cross:
+            given = self.token_ids.find_text(layer_name.keys, self._pass_number, keys)
+            given = self._find_text_of(named[1], keys) if given is None else given
+            return TextPositions() if given is None else TextPositions(*(2 * (given,)))
+        # The sequence that an image attends to is text unless its labels say otherwise.
+        texts = self._find_text_of(named[1], keys)
+        return TextPositions(self._find_text_of(named[0], queries) or (), (*range(keys),) if texts is None else texts)
+
+    def _find_text_of(self, labels: Labels | None, length: int) -> tuple[int, ...] | None:
+        """`find_text_of`, once for each labels."""
+        key = (id(labels), length)
+        if key not in self._text_positions:
+            # The labels are held, so that no others get their id.
+            self._text_positions[key] = labels, find_text_of(labels, length)
+        return self._text_positions[key][1]
 
     def _open_step_log(self, name: str, layer_name: LayerName, heads: tuple[int, ...], step: int) -> LayerLog:
         """The log of a call in a denoising step; a module that is called twice in a step is two layers."""

@@ -62,7 +62,7 @@ def count_and_check(recorder: Recorder, name: str, q: Tensor, k: Tensor, v: Tens
     recorder.fit_layer_name(name, q, k, v)
     if not is_recomputation():
         recorder.count_call(name)
-    if not recorder.is_selected(name):
+    if not recorder.is_selected(name) or not recorder.keeps_part_of(name, q.shape[-2], k.shape[-2]):
         return False
     if is_inside_torch_func():
         recorder.mark_unseen(name, "it ran inside a torch.func transform, whose tensors cannot be kept")

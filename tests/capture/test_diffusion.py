@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import foci
 from foci.capture.generation_steps import CaptureError
+from foci.capture.torch_functions import SdpaCall
 from tests.capture.diffusion_models import CASES, TEXT, Case, make_pipeline, make_tokenizer
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: see CONTRIBUTING.md")
@@ -313,3 +314,24 @@ def test_given_prompt_embeddings_have_no_tokens() -> None:
     assert any("tokens of the prompt are not known" in note for note in seen.notes)
     assert seen.image_map(2).shape == (8, 12)
     assert seen["cross.L0"].shape[0] == 1
+
+
+def test_layers_without_text_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Self-attention has nothing to keep for `Keep(keys="text")`: its weights are not computed."""
+    computed: list[int] = []
+    own = SdpaCall.compute
+
+    def compute(call: SdpaCall) -> Any:
+        computed.append(call.k.shape[-2])
+        return own(call)
+
+    monkeypatch.setattr(SdpaCall, "compute", compute)
+    case = CASES["UNet"]
+    model, (latents, text) = case.model(), make_inputs(case)
+    with torch.no_grad():
+        plain = case.run(model, latents, text)
+        with foci.watch(model, keep=foci.Keep(keys="text")) as seen:
+            watched = case.run(model, latents, text)
+    assert set(computed) == {TEXT}
+    assert len(computed) == len(seen.layers) == seen.calls // 2
+    assert torch.equal(watched.sample, plain.sample)

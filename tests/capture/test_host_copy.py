@@ -1,7 +1,9 @@
 """Statistics are copied in one buffer and restored with their dtypes and shapes."""
 
+import pytest
 import torch
 
+from foci.capture import host_copy
 from foci.capture.host_copy import HostCopier, flatten_tensors, group_by_itemsize, unflatten_tensors
 
 SOME = {
@@ -48,3 +50,39 @@ def test_cpu_tensors_are_not_copied() -> None:
     found = HostCopier().copy(SOME)
     assert all(found[name] is tensor for name, tensor in SOME.items())
     assert HostCopier().copy({}) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned_bytes", [0, 2**12, 2**28])
+def test_copies_from_a_gpu(pinned_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few copies stay in pinned memory; later ones are moved to ordinary memory by a thread."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    monkeypatch.setattr(host_copy, "MAX_PINNED_BYTES", pinned_bytes)
+    copier, batches = HostCopier(batch_bytes=2**11), []
+    for number in range(50):
+        tensors = {name: (tensor + number if tensor.dtype != torch.bool else tensor) for name, tensor in SOME.items()}
+        batches.append((tensors, copier.copy({name: tensor.cuda() for name, tensor in tensors.items()})))
+    copier.wait()
+    for tensors, copies in batches:
+        for name, tensor in tensors.items():
+            assert copies[name].device.type == "cpu"
+            torch.testing.assert_close(copies[name], tensor, rtol=0, atol=0, equal_nan=True)
+    assert batches[-1][1]["entropy"].is_pinned() == (pinned_bytes == 2**28)
+
+
+def test_copies_are_moved_after_their_event() -> None:
+    order: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            order.append("done")
+
+    sources, targets = [torch.rand(3), torch.arange(2.0)], [torch.zeros(3), torch.zeros(2)]
+    expected, copier = [tensor.clone() for tensor in sources], HostCopier()
+    found = copier._move_when_done(sources, Event())
+    copier.wait()
+    assert order == ["done"]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    host_copy.move_tensors(Event(), sources, targets)
+    assert not sources
