@@ -89,8 +89,7 @@ def map_columns(
     check_heads(layers, head)
     maps = []
     for each in layers:
-        weights = each.columns(positions)[batch].float().mean(-1).cpu()  # (H, Tq)
-        weights = weights.unsqueeze(0) if each.single else weights
+        weights = read_columns(each, batch, positions).float().mean(-1).cpu()  # (H, Tq)
         if head != "each":
             weights = weights.mean(0) if head is None else weights[each.heads.index(head)]
         maps.append(lay_out(weights, get_image(record, each, image, batch, axis=0)))
@@ -214,10 +213,7 @@ def weigh_words_of_patches(
         share = torch.zeros(each.shape[-2])
         for segment in get_image(record, each, image, batch, axis=0):
             share[segment.positions] = measure_coverage(segment, box)
-        weights = each.columns(kept)[batch].float().cpu()
-        weights = weights.unsqueeze(0) if each.single else weights
-        weights = weights.mean(0) if head is None else weights[each.heads.index(head)]
-        parts.append(share / share.sum() @ weights)
+        parts.append(weigh_queries(each, batch, head, share / share.sum(), kept))
     return labels, dict(zip(kept, torch.stack(parts).mean(0).tolist(), strict=True))
 
 
@@ -410,6 +406,24 @@ def weigh_keys(layer: Layer, batch: int, head: Any, x: Tensor, positions: Sequen
         shares = entries.float() @ x.to(entries.device)
         parts.append((shares.mean(0) if head is None else shares[layer.heads.index(head)]).cpu())
     return torch.cat(parts)
+
+
+def weigh_queries(layer: Layer, batch: int, head: Any, x: Tensor, keys: Sequence[int]) -> Tensor:
+    """The weights on some keys, summed over the queries with the factors x: (keys,); the columns are read in strips."""
+    size = max(1, MAX_STRIP_ENTRIES // max(1, layer.sizes[1] * layer.shape[-2]))
+    parts = []
+    for start in range(0, len(keys), size):
+        sums = x @ read_columns(layer, batch, keys[start : start + size]).float().cpu()
+        parts.append(sums.mean(0) if head is None else sums[layer.heads.index(head)])
+    return torch.cat(parts)
+
+
+def read_columns(layer: Layer, batch: int, keys: Sequence[int]) -> Tensor:
+    """The exact weights of all queries of a sequence on some keys: (H, Tq, keys)."""
+    layer = layer.with_head_axis()
+    entries: Any = layer.columns(keys)[batch] if layer.kept is not None else layer[batch, :, :, list(keys)]
+    assert isinstance(entries, Tensor)
+    return entries
 
 
 def lay_out(weights: Tensor, segments: Sequence[Segment]) -> Tensor:
